@@ -1,0 +1,52 @@
+"""The shape of a pool: how the bytes of a block are laid out.
+
+    pool[num_blocks][num_layers][K,V][num_kv_heads][...]      one allocation per device
+      K of one (block, layer, head): [head_size/x][block_size][x]    x = 16 bytes / element size
+      V of one (block, layer, head): [head_size][block_size]
+
+The innermost part is vLLM's paged layout. The outermost index is the block, so that all a block holds, over all
+layers, is one contiguous run of bytes: a copy-on-write copy or a swap is one copy per block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+DTYPES: dict[str, np.dtype[Any]] = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+}
+
+
+@dataclass(frozen=True)
+class PoolLayout:
+    """Shape of the K/V that the pool holds: one model's. `dtype` is a key of `DTYPES`."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_size: int
+    block_size: int
+    dtype: str
+
+    @property
+    def numpy_dtype(self) -> np.dtype[Any]:
+        return DTYPES[self.dtype]
+
+    @property
+    def block_shape(self) -> tuple[int, int, int, int]:
+        """Shape of one block: `[num_layers, 2, num_kv_heads, head_size * block_size]`."""
+        return (self.num_layers, 2, self.num_kv_heads, self.head_size * self.block_size)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of K/V of one token, over all layers."""
+        return self.num_layers * 2 * self.num_kv_heads * self.head_size * self.numpy_dtype.itemsize
+
+    @property
+    def block_bytes(self) -> int:
+        return self.token_bytes * self.block_size

@@ -1,0 +1,148 @@
+from google.rpc import status_pb2 as _status_pb2
+from kvservice.v1 import attention_pb2 as _attention_pb2
+from kvservice.v1 import blocks_pb2 as _blocks_pb2
+from kvservice.v1 import pool_pb2 as _pool_pb2
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class OpenRequest(_message.Message):
+    __slots__ = ("name", "detachable", "detach_ttl_s")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DETACHABLE_FIELD_NUMBER: _ClassVar[int]
+    DETACH_TTL_S_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    detachable: bool
+    detach_ttl_s: float
+    def __init__(self, name: _Optional[str] = ..., detachable: bool = ..., detach_ttl_s: _Optional[float] = ...) -> None: ...
+
+class OpenResponse(_message.Message):
+    __slots__ = ("session_token", "session_id")
+    SESSION_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    session_token: bytes
+    session_id: int
+    def __init__(self, session_token: _Optional[bytes] = ..., session_id: _Optional[int] = ...) -> None: ...
+
+class CloseRequest(_message.Message):
+    __slots__ = ("session_token",)
+    SESSION_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    session_token: bytes
+    def __init__(self, session_token: _Optional[bytes] = ...) -> None: ...
+
+class CloseResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class AttachRequest(_message.Message):
+    __slots__ = ("session_token",)
+    SESSION_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    session_token: bytes
+    def __init__(self, session_token: _Optional[bytes] = ...) -> None: ...
+
+class AttachResponse(_message.Message):
+    __slots__ = ("session_id",)
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    session_id: int
+    def __init__(self, session_id: _Optional[int] = ...) -> None: ...
+
+class Call(_message.Message):
+    __slots__ = ("call_id", "attach", "ping", "allocate", "can_allocate", "append", "open_step", "truncate", "fork", "swap_out", "swap_in", "free", "describe", "match_prefix", "pin", "unpin", "reset_prefix_cache", "common_prefix", "decode", "extend", "write", "read")
+    CALL_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTACH_FIELD_NUMBER: _ClassVar[int]
+    PING_FIELD_NUMBER: _ClassVar[int]
+    ALLOCATE_FIELD_NUMBER: _ClassVar[int]
+    CAN_ALLOCATE_FIELD_NUMBER: _ClassVar[int]
+    APPEND_FIELD_NUMBER: _ClassVar[int]
+    OPEN_STEP_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATE_FIELD_NUMBER: _ClassVar[int]
+    FORK_FIELD_NUMBER: _ClassVar[int]
+    SWAP_OUT_FIELD_NUMBER: _ClassVar[int]
+    SWAP_IN_FIELD_NUMBER: _ClassVar[int]
+    FREE_FIELD_NUMBER: _ClassVar[int]
+    DESCRIBE_FIELD_NUMBER: _ClassVar[int]
+    MATCH_PREFIX_FIELD_NUMBER: _ClassVar[int]
+    PIN_FIELD_NUMBER: _ClassVar[int]
+    UNPIN_FIELD_NUMBER: _ClassVar[int]
+    RESET_PREFIX_CACHE_FIELD_NUMBER: _ClassVar[int]
+    COMMON_PREFIX_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    EXTEND_FIELD_NUMBER: _ClassVar[int]
+    WRITE_FIELD_NUMBER: _ClassVar[int]
+    READ_FIELD_NUMBER: _ClassVar[int]
+    call_id: int
+    attach: AttachRequest
+    ping: _pool_pb2.PingRequest
+    allocate: _blocks_pb2.AllocateRequest
+    can_allocate: _blocks_pb2.CanAllocateRequest
+    append: _blocks_pb2.AppendRequest
+    open_step: _blocks_pb2.OpenStepRequest
+    truncate: _blocks_pb2.TruncateRequest
+    fork: _blocks_pb2.ForkRequest
+    swap_out: _blocks_pb2.SwapOutRequest
+    swap_in: _blocks_pb2.SwapInRequest
+    free: _blocks_pb2.FreeRequest
+    describe: _blocks_pb2.DescribeRequest
+    match_prefix: _blocks_pb2.MatchPrefixRequest
+    pin: _blocks_pb2.PinRequest
+    unpin: _blocks_pb2.UnpinRequest
+    reset_prefix_cache: _blocks_pb2.ResetPrefixCacheRequest
+    common_prefix: _blocks_pb2.CommonPrefixRequest
+    decode: _attention_pb2.AttendRequest
+    extend: _attention_pb2.AttendRequest
+    write: _attention_pb2.WriteRequest
+    read: _attention_pb2.ReadRequest
+    def __init__(self, call_id: _Optional[int] = ..., attach: _Optional[_Union[AttachRequest, _Mapping]] = ..., ping: _Optional[_Union[_pool_pb2.PingRequest, _Mapping]] = ..., allocate: _Optional[_Union[_blocks_pb2.AllocateRequest, _Mapping]] = ..., can_allocate: _Optional[_Union[_blocks_pb2.CanAllocateRequest, _Mapping]] = ..., append: _Optional[_Union[_blocks_pb2.AppendRequest, _Mapping]] = ..., open_step: _Optional[_Union[_blocks_pb2.OpenStepRequest, _Mapping]] = ..., truncate: _Optional[_Union[_blocks_pb2.TruncateRequest, _Mapping]] = ..., fork: _Optional[_Union[_blocks_pb2.ForkRequest, _Mapping]] = ..., swap_out: _Optional[_Union[_blocks_pb2.SwapOutRequest, _Mapping]] = ..., swap_in: _Optional[_Union[_blocks_pb2.SwapInRequest, _Mapping]] = ..., free: _Optional[_Union[_blocks_pb2.FreeRequest, _Mapping]] = ..., describe: _Optional[_Union[_blocks_pb2.DescribeRequest, _Mapping]] = ..., match_prefix: _Optional[_Union[_blocks_pb2.MatchPrefixRequest, _Mapping]] = ..., pin: _Optional[_Union[_blocks_pb2.PinRequest, _Mapping]] = ..., unpin: _Optional[_Union[_blocks_pb2.UnpinRequest, _Mapping]] = ..., reset_prefix_cache: _Optional[_Union[_blocks_pb2.ResetPrefixCacheRequest, _Mapping]] = ..., common_prefix: _Optional[_Union[_blocks_pb2.CommonPrefixRequest, _Mapping]] = ..., decode: _Optional[_Union[_attention_pb2.AttendRequest, _Mapping]] = ..., extend: _Optional[_Union[_attention_pb2.AttendRequest, _Mapping]] = ..., write: _Optional[_Union[_attention_pb2.WriteRequest, _Mapping]] = ..., read: _Optional[_Union[_attention_pb2.ReadRequest, _Mapping]] = ...) -> None: ...
+
+class Reply(_message.Message):
+    __slots__ = ("call_id", "error", "attach", "ping", "allocate", "can_allocate", "append", "open_step", "truncate", "fork", "swap_out", "swap_in", "free", "describe", "match_prefix", "pin", "unpin", "reset_prefix_cache", "common_prefix", "decode", "extend", "write", "read")
+    CALL_ID_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    ATTACH_FIELD_NUMBER: _ClassVar[int]
+    PING_FIELD_NUMBER: _ClassVar[int]
+    ALLOCATE_FIELD_NUMBER: _ClassVar[int]
+    CAN_ALLOCATE_FIELD_NUMBER: _ClassVar[int]
+    APPEND_FIELD_NUMBER: _ClassVar[int]
+    OPEN_STEP_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATE_FIELD_NUMBER: _ClassVar[int]
+    FORK_FIELD_NUMBER: _ClassVar[int]
+    SWAP_OUT_FIELD_NUMBER: _ClassVar[int]
+    SWAP_IN_FIELD_NUMBER: _ClassVar[int]
+    FREE_FIELD_NUMBER: _ClassVar[int]
+    DESCRIBE_FIELD_NUMBER: _ClassVar[int]
+    MATCH_PREFIX_FIELD_NUMBER: _ClassVar[int]
+    PIN_FIELD_NUMBER: _ClassVar[int]
+    UNPIN_FIELD_NUMBER: _ClassVar[int]
+    RESET_PREFIX_CACHE_FIELD_NUMBER: _ClassVar[int]
+    COMMON_PREFIX_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    EXTEND_FIELD_NUMBER: _ClassVar[int]
+    WRITE_FIELD_NUMBER: _ClassVar[int]
+    READ_FIELD_NUMBER: _ClassVar[int]
+    call_id: int
+    error: _status_pb2.Status
+    attach: AttachResponse
+    ping: _pool_pb2.PingResponse
+    allocate: _blocks_pb2.AllocateResponse
+    can_allocate: _blocks_pb2.CanAllocateResponse
+    append: _blocks_pb2.StepResponse
+    open_step: _blocks_pb2.StepResponse
+    truncate: _blocks_pb2.TruncateResponse
+    fork: _blocks_pb2.ForkResponse
+    swap_out: _blocks_pb2.SwapResponse
+    swap_in: _blocks_pb2.SwapResponse
+    free: _blocks_pb2.FreeResponse
+    describe: _blocks_pb2.DescribeResponse
+    match_prefix: _blocks_pb2.MatchPrefixResponse
+    pin: _blocks_pb2.PinResponse
+    unpin: _blocks_pb2.UnpinResponse
+    reset_prefix_cache: _blocks_pb2.ResetPrefixCacheResponse
+    common_prefix: _blocks_pb2.CommonPrefixResponse
+    decode: _attention_pb2.AttendResponse
+    extend: _attention_pb2.AttendResponse
+    write: _attention_pb2.WriteResponse
+    read: _attention_pb2.ReadResponse
+    def __init__(self, call_id: _Optional[int] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., attach: _Optional[_Union[AttachResponse, _Mapping]] = ..., ping: _Optional[_Union[_pool_pb2.PingResponse, _Mapping]] = ..., allocate: _Optional[_Union[_blocks_pb2.AllocateResponse, _Mapping]] = ..., can_allocate: _Optional[_Union[_blocks_pb2.CanAllocateResponse, _Mapping]] = ..., append: _Optional[_Union[_blocks_pb2.StepResponse, _Mapping]] = ..., open_step: _Optional[_Union[_blocks_pb2.StepResponse, _Mapping]] = ..., truncate: _Optional[_Union[_blocks_pb2.TruncateResponse, _Mapping]] = ..., fork: _Optional[_Union[_blocks_pb2.ForkResponse, _Mapping]] = ..., swap_out: _Optional[_Union[_blocks_pb2.SwapResponse, _Mapping]] = ..., swap_in: _Optional[_Union[_blocks_pb2.SwapResponse, _Mapping]] = ..., free: _Optional[_Union[_blocks_pb2.FreeResponse, _Mapping]] = ..., describe: _Optional[_Union[_blocks_pb2.DescribeResponse, _Mapping]] = ..., match_prefix: _Optional[_Union[_blocks_pb2.MatchPrefixResponse, _Mapping]] = ..., pin: _Optional[_Union[_blocks_pb2.PinResponse, _Mapping]] = ..., unpin: _Optional[_Union[_blocks_pb2.UnpinResponse, _Mapping]] = ..., reset_prefix_cache: _Optional[_Union[_blocks_pb2.ResetPrefixCacheResponse, _Mapping]] = ..., common_prefix: _Optional[_Union[_blocks_pb2.CommonPrefixResponse, _Mapping]] = ..., decode: _Optional[_Union[_attention_pb2.AttendResponse, _Mapping]] = ..., extend: _Optional[_Union[_attention_pb2.AttendResponse, _Mapping]] = ..., write: _Optional[_Union[_attention_pb2.WriteResponse, _Mapping]] = ..., read: _Optional[_Union[_attention_pb2.ReadResponse, _Mapping]] = ...) -> None: ...
