@@ -1,0 +1,46 @@
+// Attention of ragged queries over the paged pool: decode, extend and prefill in one contract.
+//
+//   query        [num_tokens, num_heads, head_size]   the new tokens of all sequences, one sequence after the other
+//   query_lens   [num_seqs]                           how many of them each sequence has; may be 0
+//   block_tables [num_seqs, max_blocks]               entries past a sequence's context are not read
+//   context_lens [num_seqs]                           tokens in the pool, the new ones included
+//   out          [num_tokens, num_heads, head_size]
+//   lse          [num_tokens, num_heads] or null      natural logarithm of the sum of exponentials
+//
+// Query token j of a sequence stands at position context_len - query_len + j and sees the positions up to its own,
+// with a sliding window only the last `sliding_window` of them. A logit is
+//   soft_cap * tanh(scale * q.k / soft_cap) + slope * (key position - query position),
+// each part only where it is on.
+#pragma once
+
+#include "pool.h"
+
+namespace kvservice {
+
+struct AttentionParams {
+  PoolView pool;
+  int64_t layer = 0;
+  int64_t num_tokens = 0;
+  int64_t num_seqs = 0;
+  int64_t num_heads = 0;
+  int64_t max_blocks = 0;
+  const void* query = nullptr;
+  const int32_t* query_lens = nullptr;
+  const int32_t* block_tables = nullptr;
+  const int32_t* context_lens = nullptr;
+  const float* alibi_slopes = nullptr;  // [num_heads] or null
+  float scale = 1.0F;
+  float soft_cap = 0.0F;       // 0: off
+  int64_t sliding_window = 0;  // 0: off
+  void* out = nullptr;
+  float* lse = nullptr;
+
+  int64_t group_size() const { return num_heads / pool.num_kv_heads; }
+};
+
+// Throws ArgumentError where lengths, tables or block ids do not fit. Reads the arrays, so host memory only.
+void check_attention(const AttentionParams& params);
+
+void attention_cpu(const AttentionParams& params);
+
+}  // namespace kvservice

@@ -1,0 +1,325 @@
+// Python's door to the kernels: checks types, shapes and ranges, lets go of the interpreter lock, forwards.
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+
+#include <cmath>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "attention.h"
+#include "copy_blocks.h"
+#include "cpu/attention_kernel.h"
+#include "cpu/parallel.h"
+#include "errors.h"
+#include "kv_slots.h"
+
+namespace py = pybind11;
+
+namespace kvservice {
+namespace {
+
+constexpr int64_t kHeadSizeMin = 32, kHeadSizeMax = 256, kBlockSizeMax = 256;
+
+// NumPy's type numbers; bfloat16 has none of its own, it gets one when ml_dtypes is imported.
+int bfloat16_num = -1;
+
+enum class Access { kRead, kWrite };
+
+std::string shape_text(const std::vector<int64_t>& shape) {
+  std::string text = "[";
+  for (size_t i = 0; i < shape.size(); ++i) text += (i == 0 ? "" : ", ") + std::to_string(shape[i]);
+  return text + "]";
+}
+
+std::vector<int64_t> shape_of(const py::array& array) { return {array.shape(), array.shape() + array.ndim()}; }
+
+bool is_plain(const py::array& array) {
+  constexpr int kPlain = py::detail::npy_api::NPY_ARRAY_C_CONTIGUOUS_ | py::detail::npy_api::NPY_ARRAY_ALIGNED_;
+  return (array.flags() & kPlain) == kPlain;
+}
+
+py::array as_array(const py::handle& object, const char* field, int type_num, const char* type_name) {
+  if (!py::isinstance<py::array>(object)) throw ArgumentError(field, "is not a NumPy array");
+  auto array = py::reinterpret_borrow<py::array>(object);
+  if (array.dtype().num() != type_num || array.dtype().byteorder() == '>') {
+    throw ArgumentError(field, "has dtype " + py::str(array.dtype()).cast<std::string>() + ", expected " + type_name);
+  }
+  return array;
+}
+
+void check_shape(const py::array& array, const char* field, const std::vector<int64_t>& shape) {
+  if (static_cast<size_t>(array.ndim()) != shape.size()) {
+    throw ArgumentError(
+        field, "has " + std::to_string(array.ndim()) + " dimensions, expected " + std::to_string(shape.size()));
+  }
+  for (size_t i = 0; i < shape.size(); ++i) {
+    if (array.shape(static_cast<py::ssize_t>(i)) != shape[i]) {
+      throw ArgumentError(field, "has shape " + shape_text(shape_of(array)) + ", expected " + shape_text(shape));
+    }
+  }
+}
+
+// An input array of the given dtype and shape, copied where its elements do not follow each other.
+py::array input(const py::handle& object, const char* field, int type_num, const char* type_name,
+                const std::vector<int64_t>& shape) {
+  py::array array = as_array(object, field, type_num, type_name);
+  check_shape(array, field, shape);
+  if (is_plain(array)) return array;
+  return array.attr("copy")("C").cast<py::array>();
+}
+
+py::array int_vector(const py::handle& object, const char* field, int type_num, const char* type_name) {
+  const py::array array = as_array(object, field, type_num, type_name);
+  return input(array, field, type_num, type_name, {array.ndim() == 1 ? array.shape(0) : 0});
+}
+
+constexpr int kInt32 = py::detail::npy_api::NPY_INT_, kFloat32 = py::detail::npy_api::NPY_FLOAT_;
+constexpr int kFloat16 = 23;
+
+int int64_num() {
+  static const int num = py::dtype::of<int64_t>().num();
+  return num;
+}
+
+int64_t as_int(const py::handle& object, const char* field) {
+  const auto index = py::reinterpret_steal<py::object>(PyNumber_Index(object.ptr()));
+  const int64_t value = index ? PyLong_AsLongLong(index.ptr()) : -1;
+  if (PyErr_Occurred() != nullptr) {
+    PyErr_Clear();
+    throw ArgumentError(field, "is not a 64-bit integer");
+  }
+  return value;
+}
+
+float as_float(const py::handle& object, const char* field) {
+  const double value = PyFloat_AsDouble(object.ptr());
+  if (PyErr_Occurred() != nullptr) {
+    PyErr_Clear();
+    throw ArgumentError(field, "is not a number");
+  }
+  if (!std::isfinite(static_cast<float>(value))) throw ArgumentError(field, "is not finite");
+  return static_cast<float>(value);
+}
+
+DType pool_dtype(const py::array& pool, const char* field) {
+  const int num = pool.dtype().num();
+  if (pool.dtype().byteorder() != '>') {
+    if (num == kFloat32) return DType::kFloat32;
+    if (num == kFloat16) return DType::kFloat16;
+    if (num == bfloat16_num) return DType::kBFloat16;
+  }
+  throw ArgumentError(
+      field, "has dtype " + py::str(pool.dtype()).cast<std::string>() + ", expected float32, float16 or bfloat16");
+}
+
+// Checks everything but the head size, which follows from the other arguments, and the block size from that.
+PoolView view_pool(const py::handle& object, const char* field, Access access) {
+  if (!py::isinstance<py::array>(object)) throw ArgumentError(field, "is not a NumPy array");
+  const auto pool = py::reinterpret_borrow<py::array>(object);
+  PoolView view;
+  view.dtype = pool_dtype(pool, field);
+  require(pool.ndim() == 5, field, "expected shape [num_blocks, num_layers, 2, num_kv_heads, head_size * block_size]");
+  require(pool.shape(2) == 2, field, "dimension 2 is not 2 (keys, values)");
+  require(is_plain(pool), field, "is not contiguous");
+  require(access == Access::kRead || pool.writeable(), field, "is read-only");
+  for (int i = 0; i < 5; ++i) require(pool.shape(i) > 0, field, "has an empty dimension");
+  view.data = const_cast<char*>(static_cast<const char*>(pool.data()));
+  view.num_blocks = pool.shape(0);
+  view.num_layers = pool.shape(1);
+  view.num_kv_heads = pool.shape(3);
+  view.head_size = 0;
+  view.block_size = pool.shape(4);
+  return view;
+}
+
+void set_head_size(PoolView& pool, int64_t head_size, const char* field) {
+  require(head_size >= kHeadSizeMin && head_size <= kHeadSizeMax && head_size % 8 == 0, field,
+          "head size is not a multiple of 8 between 32 and 256");
+  require(pool.block_size % head_size == 0, field, "head size does not divide the pool's last dimension");
+  pool.head_size = head_size;
+  pool.block_size /= head_size;
+  require(pool.block_size <= kBlockSizeMax && (pool.block_size & (pool.block_size - 1)) == 0, "pool",
+          "block size is not a power of two up to 256");
+}
+
+int64_t check_layer(const py::handle& object, const PoolView& pool) {
+  const int64_t layer = as_int(object, "layer");
+  if (layer < 0 || layer >= pool.num_layers) {
+    throw ArgumentError("layer",
+                        std::to_string(layer) + " is outside a pool of " + std::to_string(pool.num_layers) + " layers");
+  }
+  return layer;
+}
+
+int type_num(DType dtype) {
+  return dtype == DType::kFloat32 ? kFloat32 : dtype == DType::kFloat16 ? kFloat16 : bfloat16_num;
+}
+
+constexpr const char* kPoolsDtype = "the pool's dtype";
+
+void write_kv(const py::object& pool, const py::object& layer, const py::object& slot_mapping, const py::object& key,
+              const py::object& value) {
+  KvSlotsParams p;
+  p.pool = view_pool(pool, "pool", Access::kWrite);
+  p.layer = check_layer(layer, p.pool);
+  const py::array slots = int_vector(slot_mapping, "slot_mapping", int64_num(), "int64");
+  const int num = type_num(p.pool.dtype);
+  const py::array any_key = as_array(key, "key", num, kPoolsDtype);
+  require(any_key.ndim() == 3, "key", "expected shape [num_tokens, num_kv_heads, head_size]");
+  set_head_size(p.pool, any_key.shape(2), "key");
+  p.num_tokens = slots.shape(0);
+  const std::vector<int64_t> shape = {p.num_tokens, p.pool.num_kv_heads, p.pool.head_size};
+  const py::array plain_key = input(key, "key", num, kPoolsDtype, shape);
+  const py::array plain_value = input(value, "value", num, kPoolsDtype, shape);
+  p.slots = static_cast<const int64_t*>(slots.data());
+  p.key = const_cast<char*>(static_cast<const char*>(plain_key.data()));
+  p.value = const_cast<char*>(static_cast<const char*>(plain_value.data()));
+  const py::gil_scoped_release release;
+  check_slots(p, "slot_mapping");
+  write_kv_cpu(p);
+}
+
+py::tuple read_kv(const py::object& pool, const py::object& layer, const py::object& slots,
+                  const py::object& head_size) {
+  KvSlotsParams p;
+  p.pool = view_pool(pool, "pool", Access::kRead);
+  p.layer = check_layer(layer, p.pool);
+  set_head_size(p.pool, as_int(head_size, "head_size"), "head_size");
+  const py::array plain_slots = int_vector(slots, "slots", int64_num(), "int64");
+  p.num_tokens = plain_slots.shape(0);
+  p.slots = static_cast<const int64_t*>(plain_slots.data());
+  check_slots(p, "slots");  // before memory for the result is asked for
+  const std::vector<int64_t> shape = {p.num_tokens, p.pool.num_kv_heads, p.pool.head_size};
+  const py::dtype dtype = pool.cast<py::array>().dtype();
+  py::array key(dtype, shape), value(dtype, shape);
+  p.key = static_cast<char*>(key.mutable_data());
+  p.value = static_cast<char*>(value.mutable_data());
+  {
+    const py::gil_scoped_release release;
+    read_kv_cpu(p);
+  }
+  return py::make_tuple(std::move(key), std::move(value));
+}
+
+// The array that the caller gave for the result, or a new one.
+py::array output(const py::object& out, const py::array& query) {
+  if (out.is_none()) return {query.dtype(), shape_of(query)};
+  py::array array = as_array(out, "out", query.dtype().num(), kPoolsDtype);
+  check_shape(array, "out", shape_of(query));
+  require(is_plain(array), "out", "is not contiguous");
+  require(array.writeable(), "out", "is read-only");
+  const auto* first = static_cast<const char*>(array.data());
+  const auto* other = static_cast<const char*>(query.data());
+  require(first + array.nbytes() <= other || other + query.nbytes() <= first || array.nbytes() == 0, "out",
+          "shares memory with query");
+  return array;
+}
+
+py::object attention(const py::object& pool, const py::object& layer, const py::object& query,
+                     const py::object& query_lens, const py::object& block_tables, const py::object& context_lens,
+                     const py::object& scale, const py::object& sliding_window, const py::object& logits_soft_cap,
+                     const py::object& alibi_slopes, const py::object& out, bool return_lse) {
+  AttentionParams p;
+  p.pool = view_pool(pool, "pool", Access::kRead);
+  p.layer = check_layer(layer, p.pool);
+  const int num = type_num(p.pool.dtype);
+  const py::array any_query = as_array(query, "query", num, kPoolsDtype);
+  require(any_query.ndim() == 3, "query", "expected shape [num_tokens, num_heads, head_size]");
+  set_head_size(p.pool, any_query.shape(2), "query");
+  p.num_tokens = any_query.shape(0);
+  p.num_heads = any_query.shape(1);
+  require(p.num_heads > 0 && p.num_heads % p.pool.num_kv_heads == 0, "query",
+          "number of heads is not a multiple of the pool's");
+  const py::array plain_query = input(query, "query", num, kPoolsDtype, shape_of(any_query));
+  const py::array plain_lens = int_vector(query_lens, "query_lens", kInt32, "int32");
+  p.num_seqs = plain_lens.shape(0);
+  const py::array any_tables = as_array(block_tables, "block_tables", kInt32, "int32");
+  require(any_tables.ndim() == 2, "block_tables", "expected shape [num_seqs, max_blocks]");
+  p.max_blocks = any_tables.shape(1);
+  const py::array tables = input(block_tables, "block_tables", kInt32, "int32", {p.num_seqs, p.max_blocks});
+  const py::array contexts = input(context_lens, "context_lens", kInt32, "int32", {p.num_seqs});
+  p.scale = scale.is_none() ? 1.0F / std::sqrt(static_cast<float>(p.pool.head_size)) : as_float(scale, "scale");
+  p.sliding_window = as_int(sliding_window, "sliding_window");
+  require(p.sliding_window >= 0, "sliding_window", "is negative");
+  p.soft_cap = as_float(logits_soft_cap, "logits_soft_cap");
+  require(p.soft_cap >= 0.0F, "logits_soft_cap", "is negative");
+  py::array slopes;
+  if (!alibi_slopes.is_none()) {
+    slopes = input(alibi_slopes, "alibi_slopes", kFloat32, "float32", {p.num_heads});
+    p.alibi_slopes = static_cast<const float*>(slopes.data());
+  }
+  p.query = plain_query.data();
+  p.query_lens = static_cast<const int32_t*>(plain_lens.data());
+  p.block_tables = static_cast<const int32_t*>(tables.data());
+  p.context_lens = static_cast<const int32_t*>(contexts.data());
+  check_attention(p);
+
+  py::array result = output(out, plain_query);
+  p.out = result.mutable_data();
+  py::object lse = py::none();
+  if (return_lse) {
+    py::array_t<float> sums({p.num_tokens, p.num_heads});
+    p.lse = sums.mutable_data();
+    lse = std::move(sums);
+  }
+  {
+    const py::gil_scoped_release release;
+    attention_cpu(p);
+  }
+  if (return_lse) return py::make_tuple(std::move(result), std::move(lse));
+  return std::move(result);
+}
+
+void copy_blocks(const py::object& src_pool, const py::object& dst_pool, const py::object& src_ids,
+                 const py::object& dst_ids) {
+  const PoolView src = view_pool(src_pool, "src_pool", Access::kRead);
+  const PoolView dst = view_pool(dst_pool, "dst_pool", Access::kWrite);
+  require(src.dtype == dst.dtype && src.num_layers == dst.num_layers && src.num_kv_heads == dst.num_kv_heads &&
+              src.block_size == dst.block_size,
+          "dst_pool", "its blocks are not like those of src_pool");
+  const py::array from = int_vector(src_ids, "src_ids", kInt32, "int32");
+  const py::array to = input(dst_ids, "dst_ids", kInt32, "int32", {from.shape(0)});
+  CopyBlocksParams p;
+  p.src = src.data;
+  p.dst = dst.data;
+  p.num_src_blocks = src.num_blocks;
+  p.num_dst_blocks = dst.num_blocks;
+  p.block_bytes = src.num_layers * 2 * src.num_kv_heads * src.block_size * item_size(src.dtype);
+  p.num_copies = from.shape(0);
+  p.src_ids = static_cast<const int32_t*>(from.data());
+  p.dst_ids = static_cast<const int32_t*>(to.data());
+  const py::gil_scoped_release release;
+  check_copy_blocks(p);
+  copy_blocks_cpu(p);
+}
+
+// Raises kvservice.errors.InvalidArgumentError(message, field=...).
+void raise_argument_error(const ArgumentError& error) {
+  const py::object type = py::module_::import("kvservice.errors").attr("InvalidArgumentError");
+  const py::object instance = type(error.what(), py::arg("field") = error.field());
+  PyErr_SetObject(type.ptr(), instance.ptr());
+}
+
+}  // namespace
+}  // namespace kvservice
+
+PYBIND11_MODULE(_ext, m) {
+  using namespace kvservice;
+  bfloat16_num = py::dtype::from_args(py::module_::import("ml_dtypes").attr("bfloat16")).num();
+  py::register_exception_translator([](std::exception_ptr thrown) {
+    try {
+      if (thrown) std::rethrow_exception(thrown);
+    } catch (const ArgumentError& error) {
+      raise_argument_error(error);
+    }
+  });
+  m.def("write_kv", &write_kv);
+  m.def("read_kv", &read_kv);
+  m.def("attention", &attention);
+  m.def("copy_blocks", &copy_blocks);
+  m.def("set_num_threads", [](const py::object& count) { set_num_threads(as_int(count, "count")); });
+  m.def("num_threads", &num_threads);
+  m.def("cpu_isa", [] { return cpu_kernels().isa; });
+}

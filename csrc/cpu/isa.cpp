@@ -1,0 +1,64 @@
+// Which instruction set to use: asked once.
+#include <cstdlib>
+#include <string>
+
+#include "cpu/attention_kernel.h"
+#include "errors.h"
+
+namespace kvservice {
+namespace {
+
+struct Variant {
+  const char* name;
+  bool supported;
+  const CpuKernels& (*kernels)();
+};
+
+// From the plainest to the best.
+#ifdef KVSERVICE_X86
+bool has_avx2() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
+
+bool has_avx512() {
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+}
+
+bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+
+const CpuKernels& choose() {
+  const Variant variants[] = {
+      {"portable", true, portable_kernels},
+      {"avx2", has_avx2(), avx2_kernels},
+      {"avx512", has_avx512(), avx512_kernels},
+      {"avx512_bf16", has_avx512_bf16(), avx512_bf16_kernels},
+  };
+#else
+const CpuKernels& choose() {
+  const Variant variants[] = {{"portable", true, portable_kernels}};
+#endif
+  const char* wanted = std::getenv("KVSERVICE_CPU_ISA");
+  const Variant* best = nullptr;
+  for (const Variant& variant : variants) {
+    const bool named = wanted != nullptr && std::string(wanted) == variant.name;
+    if (named && !variant.supported) {
+      throw ArgumentError("KVSERVICE_CPU_ISA", "this processor has no " + std::string(wanted));
+    }
+    if (variant.supported && (wanted == nullptr || *wanted == '\0' || named)) best = &variant;
+  }
+  if (best == nullptr) {
+    throw ArgumentError("KVSERVICE_CPU_ISA", "unknown instruction set '" + std::string(wanted) +
+                                                 "', expected portable, avx2, avx512 or avx512_bf16");
+  }
+  return best->kernels();
+}
+
+}  // namespace
+
+const CpuKernels& cpu_kernels() {
+  static const CpuKernels& kernels = choose();
+  return kernels;
+}
+
+}  // namespace kvservice

@@ -1,0 +1,28 @@
+// Keys and values by slot (block_id * block_size + offset): written into the pool, and read back.
+//
+//   slots       [num_tokens]
+//   key, value  [num_tokens, num_kv_heads, head_size]
+#pragma once
+
+#include "pool.h"
+
+namespace kvservice {
+
+struct KvSlotsParams {
+  PoolView pool;
+  int64_t layer = 0;
+  int64_t num_tokens = 0;
+  const int64_t* slots = nullptr;
+  char* key = nullptr;
+  char* value = nullptr;
+};
+
+// Throws ArgumentError naming `field` where a slot lies outside the pool.
+void check_slots(const KvSlotsParams& params, const char* field);
+
+// Where a slot occurs twice, the later token stays.
+void write_kv_cpu(const KvSlotsParams& params);
+
+void read_kv_cpu(const KvSlotsParams& params);
+
+}  // namespace kvservice

@@ -1,0 +1,42 @@
+// The pool as kernels see it: plain pointers, sizes and strides.
+//
+//   pool[num_blocks][num_layers][K,V][num_kv_heads][...]
+//     K of one (block, layer, head): [head_size/x][block_size][x]   x = 16 bytes / element size
+//     V of one (block, layer, head): [head_size][block_size]
+#pragma once
+
+#include <cstdint>
+
+namespace kvservice {
+
+enum class DType : int { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
+
+constexpr int kNumDTypes = 3;
+
+// Bytes of the pieces into which K is cut along the head dimension.
+constexpr int64_t kKeyPieceBytes = 16;
+
+constexpr int64_t item_size(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+
+struct PoolView {
+  char* data = nullptr;
+  DType dtype = DType::kFloat32;
+  int64_t num_blocks = 0;
+  int64_t num_layers = 0;
+  int64_t num_kv_heads = 0;
+  int64_t head_size = 0;
+  int64_t block_size = 0;
+
+  int64_t head_bytes() const { return head_size * block_size * item_size(dtype); }
+  int64_t layer_bytes() const { return 2 * num_kv_heads * head_bytes(); }
+  int64_t block_bytes() const { return num_layers * layer_bytes(); }
+
+  char* key(int64_t block, int64_t layer, int64_t kv_head) const {
+    return data + block * block_bytes() + layer * layer_bytes() + kv_head * head_bytes();
+  }
+  char* value(int64_t block, int64_t layer, int64_t kv_head) const {
+    return key(block, layer, kv_head) + num_kv_heads * head_bytes();
+  }
+};
+
+}  // namespace kvservice

@@ -1,0 +1,146 @@
+"""The CPU kernels, over pools that are NumPy arrays.
+
+    pool    T[num_blocks, num_layers, 2, num_kv_heads, head_size * block_size]
+
+T is float32, float16 or bfloat16 (`ml_dtypes.bfloat16`). Head sizes are the multiples of 8 from 32 to 256, block sizes
+the powers of two up to 256. `kvservice.pool.layout` says how a block is laid out.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeAlias, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from kvservice import _ext
+
+Array: TypeAlias = npt.NDArray[Any]
+Int32: TypeAlias = npt.NDArray[np.int32]
+Int64: TypeAlias = npt.NDArray[np.int64]
+Float32: TypeAlias = npt.NDArray[np.float32]
+
+
+def write_kv(pool: Array, layer: int, slot_mapping: Int64, key: Array, value: Array) -> None:
+    """Writes the keys and values of new tokens into their slots (vLLM's `reshape_and_cache`).
+
+    `slot_mapping` int64[num_tokens], `key` and `value` T[num_tokens, num_kv_heads, head_size]. Where a slot is named
+    twice, the later token stays.
+    """
+    _ext.write_kv(pool, layer, slot_mapping, key, value)
+
+
+def read_kv(pool: Array, layer: int, slots: Int64, *, head_size: int) -> tuple[Array, Array]:
+    """Keys and values of `slots` int64[num_tokens], each T[num_tokens, num_kv_heads, head_size]: the way back of
+    `write_kv`. The head size is asked for because the pool's shape holds only its product with the block size.
+    """
+    key, value = _ext.read_kv(pool, layer, slots, head_size)
+    return key, value
+
+
+@overload
+def attention(
+    pool: Array,
+    layer: int,
+    query: Array,
+    query_lens: Int32,
+    block_tables: Int32,
+    context_lens: Int32,
+    *,
+    scale: float | None = ...,
+    sliding_window: int = ...,
+    logits_soft_cap: float = ...,
+    alibi_slopes: Float32 | None = ...,
+    out: Array | None = ...,
+    return_lse: Literal[False] = ...,
+) -> Array: ...
+
+
+@overload
+def attention(
+    pool: Array,
+    layer: int,
+    query: Array,
+    query_lens: Int32,
+    block_tables: Int32,
+    context_lens: Int32,
+    *,
+    scale: float | None = ...,
+    sliding_window: int = ...,
+    logits_soft_cap: float = ...,
+    alibi_slopes: Float32 | None = ...,
+    out: Array | None = ...,
+    return_lse: Literal[True],
+) -> tuple[Array, Float32]: ...
+
+
+def attention(
+    pool: Array,
+    layer: int,
+    query: Array,
+    query_lens: Int32,
+    block_tables: Int32,
+    context_lens: Int32,
+    *,
+    scale: float | None = None,
+    sliding_window: int = 0,
+    logits_soft_cap: float = 0.0,
+    alibi_slopes: Float32 | None = None,
+    out: Array | None = None,
+    return_lse: bool = False,
+) -> Array | tuple[Array, Float32]:
+    """Paged attention over ragged queries: decode, extend and prefill (vLLM's paged attention, SGLang's extend).
+
+    query           T[num_tokens, num_heads, head_size]; the new tokens of all sequences, one sequence after the other
+    query_lens      int32[num_seqs]; new tokens of each sequence, their sum is num_tokens
+    block_tables    int32[num_seqs, max_blocks]; entries past the context, or before the window, are not read
+    context_lens    int32[num_seqs]; tokens in the pool, the new ones included
+    scale           factor of the products, 1 / sqrt(head_size) if not given
+    sliding_window  a query at position p sees the positions p - window + 1 to p; 0: all up to p
+    logits_soft_cap logits become cap * tanh(logit / cap), before bias and mask (Gemma 2); 0: off
+    alibi_slopes    float32[num_heads]; adds slope * (key position - query position) (ALiBi)
+    out             where to put the result, contiguous, not sharing memory with query
+    return_lse      also return float32[num_tokens, num_heads], the natural logarithm of the sum of exponentials
+
+    Query token j of a sequence stands at position `context_len - query_len + j` and sees the positions up to its own.
+    Query head h reads KV head `h // (num_heads // num_kv_heads)`. Returns T[num_tokens, num_heads, head_size], or that
+    and the log-sum-exp. Sums are float32; bfloat16 weights are rounded to bfloat16 where the processor multiplies such.
+    """
+    result: Array | tuple[Array, Float32] = _ext.attention(
+        pool,
+        layer,
+        query,
+        query_lens,
+        block_tables,
+        context_lens,
+        scale,
+        sliding_window,
+        logits_soft_cap,
+        alibi_slopes,
+        out,
+        return_lse,
+    )
+    return result
+
+
+def copy_blocks(src_pool: Array, dst_pool: Array, src_ids: Int32, dst_ids: Int32) -> None:
+    """Copies block `src_ids[i]` of one pool over block `dst_ids[i]` of another or the same (vLLM's `copy_blocks` and
+    `swap_blocks`), each as one contiguous run. `src_ids` and `dst_ids` int32[num_copies]. No destination may occur twice,
+    and within one pool no source may be a destination.
+    """
+    _ext.copy_blocks(src_pool, dst_pool, src_ids, dst_ids)
+
+
+def num_threads() -> int:
+    """Threads that share the work of a large call: at first as many as the process may use processors."""
+    return _ext.num_threads()
+
+
+def set_num_threads(count: int) -> None:
+    """From the next call on. 1 to 1024."""
+    _ext.set_num_threads(count)
+
+
+def cpu_isa() -> str:
+    """The instruction set in use: the best of this processor, or what `KVSERVICE_CPU_ISA` named at the first call."""
+    return _ext.cpu_isa()
