@@ -1,0 +1,146 @@
+"""Allocate: make sequences, sharing the blocks of their prompts that are computed already.
+
+can_allocate and allocate draw up the same plan, so the one cannot contradict the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvservice.blocks.arguments import extra_keys_by_block, int32_array, whole_number
+from kvservice.blocks.core import Core
+from kvservice.blocks.plans import Allocation, AllocationRequest, AllocStatus, Int32Array, Int64Array
+from kvservice.blocks.sequences import NO_STEP, SequenceSpace
+from kvservice.errors import DuplicateSequenceError, InvalidArgumentError
+
+
+@dataclass(frozen=True, slots=True)
+class _NewSequence:
+    """A checked request: int32[n] tokens, extra keys by block, the cached blocks of its prompt, its table's size."""
+
+    sequence_id: int
+    tokens: Int32Array
+    extra: dict[int, bytes]
+    found: Int64Array
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    sequences: list[_NewSequence]
+    status: AllocStatus
+    required: int
+
+
+class AllocationOps(Core):
+    """can_allocate and allocate."""
+
+    def can_allocate(self, space: SequenceSpace, requests: Sequence[AllocationRequest]) -> AllocStatus:
+        """Whether the whole batch fits above the watermark (vLLM v0's three answers).
+
+        OK: after it `watermark_blocks` blocks still could be taken. A block of the prompt that the prefix index finds
+        need not be taken, but if it is cached and evictable it no longer could be, either; both are counted exactly,
+        each block once. NEVER: not OK, and `num_blocks - required < watermark_blocks`, with required the blocks of
+        all tables, ceil((tokens + lookahead) / block_size) each, or more sequences than max_sequences. Else LATER.
+        Raises InvalidArgumentError, DuplicateSequenceError.
+        """
+        self._enter(space)
+        return self._plan_allocation(space, requests).status
+
+    def allocate(self, space: SequenceSpace, requests: Sequence[AllocationRequest]) -> list[Allocation]:
+        """Makes all these sequences or none.
+
+        Full blocks of a prompt that are computed already, under the same extra keys, are shared and not filled again
+        (vLLM's automatic prefix caching); at least the last token is left to compute, since an engine needs its
+        logits. Requests of one batch do not find each other's blocks: they are not computed. To compute the rest, see
+        open_step. Raises InvalidArgumentError, DuplicateSequenceError, QuotaExceededError, OutOfBlocksError.
+        """
+        self._enter(space)
+        plan = self._plan_allocation(space, requests)
+        self._require_rows(len(plan.sequences), "requests")
+        if plan.status is not AllocStatus.OK:
+            raise self._out_of_device_blocks(plan.required, never=plan.status is AllocStatus.NEVER)
+        for new in plan.sequences:  # before any block is taken, so that none that was found is evicted
+            self.device.hold_found(new.found)
+        return [self._make(space, new) for new in plan.sequences]
+
+    def _plan_allocation(self, space: SequenceSpace, requests: Sequence[AllocationRequest]) -> _Plan:
+        if not requests:
+            raise InvalidArgumentError("must not be empty", field="requests")
+        sequences = [self._check_request(request, f"requests[{i}]") for i, request in enumerate(requests)]
+        self._check_new_ids(space, [new.sequence_id for new in sequences], "requests[{}].sequence_id")
+        required = sum(new.num_blocks for new in sequences)
+        found = [new.found for new in sequences if len(new.found)]
+        to_take = required - sum(len(blocks) for blocks in found)
+        if found:
+            to_take += self.device.num_evictable(np.unique(np.concatenate(found)))
+        return _Plan(sequences, self._allocation_status(len(sequences), required, to_take), required)
+
+    def _allocation_status(self, num_sequences: int, required: int, to_take: int) -> AllocStatus:
+        fits = self.device.num_available - to_take >= self.config.watermark_blocks
+        if fits and num_sequences <= len(self.sequences.free_rows):
+            return AllocStatus.OK
+        if num_sequences > self.config.max_sequences:
+            return AllocStatus.NEVER
+        if self.config.num_blocks - required < self.config.watermark_blocks and not fits:
+            return AllocStatus.NEVER
+        return AllocStatus.LATER
+
+    def _check_request(self, request: AllocationRequest, field: str) -> _NewSequence:
+        tokens = int32_array(request.token_ids, f"{field}.token_ids")
+        limit = self.config.max_sequence_tokens
+        if len(tokens) > limit:
+            raise InvalidArgumentError(
+                f"has {len(tokens)} tokens, more than max_sequence_tokens = {limit}", field=f"{field}.token_ids"
+            )
+        lookahead = whole_number(request.lookahead, f"{field}.lookahead", 0, limit - len(tokens))
+        extra: dict[int, bytes] = {}
+        if request.extra_keys:
+            extra = extra_keys_by_block(request.extra_keys, f"{field}.extra_keys", self.config.block_size, limit)
+        found: list[int] = []
+        if self.config.enable_prefix_caching:
+            found = self.device.index.match(tokens[:-1], extra)
+        num_blocks = self._blocks_for(len(tokens) + lookahead)
+        return _NewSequence(request.sequence_id, tokens, extra, np.array(found, np.int64), num_blocks)
+
+    def _check_new_ids(self, space: SequenceSpace, ids: list[int], field: str) -> None:
+        """`field` has a place for the index. Raises InvalidArgumentError, DuplicateSequenceError."""
+        seen: set[int] = set()
+        for i, sequence_id in enumerate(ids):
+            whole_number(sequence_id, field.format(i), 0, 2**63 - 1)
+            if sequence_id in space.rows or sequence_id in seen:
+                where = "is in use" if sequence_id in space.rows else "is there twice"
+                raise DuplicateSequenceError(
+                    f"sequence {sequence_id} {where}", field=field.format(i), sequence_id=sequence_id
+                )
+            seen.add(sequence_id)
+
+    def _make(self, space: SequenceSpace, new: _NewSequence) -> Allocation:
+        """Builds the table of a sequence that is known to fit, and whose found blocks are held."""
+        row = self.sequences.free_rows.pop()
+        num_found, length = len(new.found), len(new.tokens)
+        taken = self.device.take(new.num_blocks - num_found)
+        self.block_tables[row, :num_found] = new.found
+        self.block_tables[row, num_found : new.num_blocks] = taken
+        self._fill(taken, new.tokens[num_found << self._shift :])
+        num_computed = num_found << self._shift
+        self.meta[row] = (length, num_computed, new.num_blocks, NO_STEP, 0, 0, 0, 0)
+        if new.extra:
+            self.sequences.extra_keys[row] = new.extra
+        space.add(new.sequence_id, row)
+        self.sequences.num_tokens += length
+        self.prefix_query_tokens += length
+        self.prefix_hit_tokens += num_computed
+        return Allocation(new.sequence_id, length, num_computed, new.num_blocks)
+
+    def _fill(self, blocks: Int64Array, tokens: Int32Array) -> None:
+        """Notes the tokens int32[n] in the slots of the blocks from the first one's start."""
+        num_full = len(tokens) >> self._shift
+        size = self.config.block_size
+        self.device.token_ids[blocks[:num_full]] = tokens[: num_full << self._shift].reshape(num_full, size)
+        rest = tokens[num_full << self._shift :]
+        if len(rest):
+            self.device.token_ids[blocks[num_full], : len(rest)] = rest

@@ -1,0 +1,150 @@
+"""What all operations of the block manager share: the two tiers, the rows, the counters, and the way in."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from kvservice.blocks.arguments import refuse
+from kvservice.blocks.config import BlocksConfig
+from kvservice.blocks.plans import Int64Array
+from kvservice.blocks.sequences import NO_STEP, NUM_BLOCKS, STEP, SWAPPED, SequenceRows, SequenceSpace
+from kvservice.blocks.tier import DeviceTier, Tier, Zeros
+from kvservice.errors import OutOfBlocksError, QuotaExceededError, SequenceSwappedError, UnknownSessionError
+
+
+def _numpy_zeros(shape: tuple[int, ...], dtype: object) -> np.ndarray[tuple[int, ...], np.dtype[np.generic]]:
+    return np.zeros(shape, dtype)  # type: ignore[call-overload,no-any-return]  # any dtype that NumPy knows
+
+
+def ragged(starts: Int64Array, counts: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """For each i the numbers starts[i], ..., starts[i] + counts[i] - 1: (which i int64[sum], the number int64[sum])."""
+    if np.maximum.reduce(counts) <= 1:
+        which = np.flatnonzero(counts)
+        return which, starts.take(which)
+    ends = np.cumsum(counts)
+    which = np.repeat(np.arange(len(counts)), counts)
+    return which, np.arange(ends[-1]) - np.repeat(ends - counts - starts, counts)
+
+
+class Core:
+    """The state of a block manager. One thread only: the daemon's event loop."""
+
+    def __init__(
+        self, config: BlocksConfig, *, clock: Callable[[], float] = time.monotonic, zeros: Zeros = _numpy_zeros
+    ) -> None:
+        """`zeros(shape, dtype)` makes the block tables and the sequences' rows, e.g. in shared memory; `clock` gives
+        seconds and ends pins."""
+        self.config = config
+        self.device = DeviceTier(config.num_blocks, config.block_size)
+        self.swap = Tier(config.num_swap_blocks, config.block_size)
+        self.sequences = SequenceRows(config, zeros)
+        self.block_tables = self.sequences.block_tables
+        self.meta = self.sequences.meta
+        self.spaces: set[SequenceSpace] = set()
+        self.clock = clock
+        self.pin_counts: dict[int, int] = {}
+        self.pin_deadlines: list[tuple[float, int, int, SequenceSpace]] = []
+        self.num_pins = 0
+        self.prefix_query_tokens = self.prefix_hit_tokens = 0
+        self.cow_copies = self.swapped_out_blocks = self.swapped_in_blocks = 0
+        self._shift = config.block_size.bit_length() - 1
+        self._mask = config.block_size - 1
+
+    def _enter(self, space: SequenceSpace) -> None:
+        """Every operation begins here: the space is open, and pins that are over are ended."""
+        if space.closed:
+            raise UnknownSessionError("the sequences' space is closed")
+        if self.pin_deadlines:
+            self._expire_pins()
+
+    def _expire_pins(self) -> None:
+        raise NotImplementedError
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return (num_tokens + self._mask) >> self._shift
+
+    def _resident(self, ids: Int64Array, rows: Int64Array, field: str = "sequence_ids") -> Int64Array:
+        """A copy of the rows' meta int64[n, 8]. Raises SequenceSwappedError."""
+        meta = self.meta.take(rows, axis=0)
+        if self.sequences.num_swapped:
+            swapped = meta[:, SWAPPED] != 0
+            if np.count_nonzero(swapped):
+                i = int(swapped.argmax())
+                raise SequenceSwappedError(
+                    f"sequence {ids[i]} is swapped out", field=f"{field}[{i}]", sequence_id=int(ids[i])
+                )
+        return meta
+
+    def _supersede(self, space: SequenceSpace, rows: Int64Array) -> None:
+        """The newest steps of these rows are stale from now on."""
+        steps = self.meta[rows, STEP]
+        space.supersede(iter(set(steps.tolist())))
+        self.meta[rows, STEP] = NO_STEP
+
+    def _table_entries(self, rows: Int64Array, first: Int64Array | None = None) -> tuple[Int64Array, Int64Array]:
+        """All blocks in these rows' tables from entry `first` on: (entry number int64[m], block int64[m])."""
+        num_blocks = self.meta[rows, NUM_BLOCKS]
+        start = np.zeros(len(rows), np.int64) if first is None else first
+        which, entry = ragged(start, num_blocks - start)
+        return entry, self.block_tables[rows[which], entry].astype(np.int64)
+
+    def _release_entries(self, tier: Tier, entries: Int64Array, blocks: Int64Array) -> None:
+        """Table entries give up their blocks; the deepest will be evicted first.
+
+        A block that several of the tables share stands at the same entry in all of them.
+        """
+        order = np.argsort(-entries, kind="stable")
+        blocks = blocks[order]
+        distinct, first, counts = np.unique(blocks, return_index=True, return_counts=True)
+        order = np.argsort(first, kind="stable")
+        tier.release(distinct[order], counts[order])
+
+    def _taken(self, tier: Tier, holders: Int64Array) -> Int64Array:
+        """As many blocks as `holders` int64[n] has elements, each held by so many tables."""
+        blocks = tier.take(len(holders))
+        tier.hold(blocks, holders - 1)
+        return blocks
+
+    def _reserve(self, rows: Int64Array, grown: Int64Array) -> None:
+        """Adds grown[i] new blocks at the end of each row's table."""
+        which, entries = ragged(self.meta[rows, NUM_BLOCKS], grown)
+        self.block_tables[rows[which], entries] = self.device.take(len(which))
+        self.meta[rows, NUM_BLOCKS] += grown
+
+    def _require_rows(self, count: int, field: str) -> None:
+        if count > len(self.sequences.free_rows):
+            raise QuotaExceededError(
+                f"there is room for {len(self.sequences.free_rows)} more sequences, not {count}",
+                field=field, limit="max_sequences", value=self.config.max_sequences,
+            )  # fmt: skip
+
+    def _require_device_blocks(self, required: int) -> None:
+        if required > self.device.num_available:
+            raise self._out_of_device_blocks(required, never=required > self.config.num_blocks)
+
+    def _out_of_device_blocks(self, required: int, *, never: bool) -> OutOfBlocksError:
+        free = self.device.num_available
+        return OutOfBlocksError(
+            f"{required} blocks are needed and {free} of {self.config.num_blocks} can be had",
+            tier="device", required=required, free=free, total=self.config.num_blocks, never=never,
+        )  # fmt: skip
+
+    def _check_reach(self, lengths: Int64Array, lookahead: int) -> None:
+        """No sequence, and no slot reserved past its end, may lie past the longest allowed."""
+        limit = self.config.max_sequence_tokens
+        if int(np.maximum.reduce(lengths)) + lookahead <= limit:
+            return
+        if np.count_nonzero(lengths > limit):
+            refuse("token_ids", lengths > limit, f"makes a sequence longer than max_sequence_tokens = {limit}")
+        refuse("lookahead", lengths + lookahead > limit, f"reaches past max_sequence_tokens = {limit}")
+
+
+def distinct_steps(steps: Int64Array) -> Iterator[int]:
+    """The step ids in a column of meta; a running batch mostly has one."""
+    first = int(steps[0])
+    if np.count_nonzero(steps - first) == 0:
+        return iter((first,))
+    return iter(set(steps.tolist()))

@@ -1,0 +1,72 @@
+"""The order in which cached blocks are given up: least recently used first.
+
+A log of entries rather than a linked list, so that adding, removing and popping many blocks are a few NumPy
+operations each. An entry is valid while the block's stamp says its place; a removed block's entry just goes stale and
+is skipped once. When the log is full the valid entries are moved to its front, at most once per `num_blocks` entries
+added, so each operation costs O(blocks in it), amortised, whatever the pool's size.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvservice.blocks.plans import Int64Array
+
+_NOWHERE = -1
+_SLACK = 1024
+
+
+class EvictionQueue:
+    """Blocks of a pool in the order of their release."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._log = np.zeros(2 * num_blocks + _SLACK, np.int64)
+        self._stamp = np.full(num_blocks, _NOWHERE, np.int64)
+        self._head = self._tail = 0
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def add(self, blocks: Int64Array) -> None:
+        """Appends distinct blocks that are not in the queue; the first of them is given up first."""
+        if self._tail + len(blocks) > len(self._log):
+            self._compact()
+        end = self._tail + len(blocks)
+        self._log[self._tail : end] = blocks
+        self._stamp[blocks] = np.arange(self._tail, end)
+        self._tail = end
+        self._size += len(blocks)
+
+    def remove(self, blocks: Int64Array) -> None:
+        """Takes out distinct blocks that are in the queue."""
+        self._stamp[blocks] = _NOWHERE
+        self._size -= len(blocks)
+
+    def pop(self, count: int) -> Int64Array:
+        """The `count` blocks to give up first, in that order."""
+        assert count <= self._size
+        parts = []
+        left = count
+        while left:
+            stop = min(self._head + 2 * left + 64, self._tail)
+            entries = self._log[self._head : stop]
+            valid = np.flatnonzero(self._stamp[entries] == np.arange(self._head, stop))[:left]
+            parts.append(entries[valid])
+            left -= len(valid)
+            self._head = self._head + int(valid[-1]) + 1 if not left else stop
+        popped = np.concatenate(parts) if parts else np.zeros(0, np.int64)
+        self.remove(popped)
+        return popped
+
+    def blocks(self) -> Int64Array:
+        """All blocks in the queue, the first to be given up first."""
+        entries = self._log[self._head : self._tail]
+        valid: Int64Array = entries[self._stamp[entries] == np.arange(self._head, self._tail)]
+        return valid
+
+    def _compact(self) -> None:
+        valid = self.blocks()
+        self._log[: len(valid)] = valid
+        self._stamp[valid] = np.arange(len(valid))
+        self._head, self._tail = 0, len(valid)

@@ -1,0 +1,103 @@
+"""The layers of a step: each is written once, and when all are the step's tokens count as computed.
+
+Checking and marking are apart, so that the bytes are written in between and a failed write leaves nothing changed.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvservice.blocks.arguments import whole_number
+from kvservice.blocks.core import Core, ragged
+from kvservice.blocks.plans import Int64Array, Step
+from kvservice.blocks.prefix import block_hash, token_bytes
+from kvservice.blocks.sequences import NUM_COMPUTED, OpenStep, SequenceSpace
+from kvservice.errors import LayerWrittenError, StaleStepError, UnknownStepError
+
+
+class LayerOps(Core):
+    """check, write, mark; commit with the last mark."""
+
+    def get_step(self, space: SequenceSpace, step_id: int) -> Step:
+        """The live step of that id. Raises UnknownStepError if it was never opened, StaleStepError if a newer
+        operation on one of its sequences replaced it."""
+        return self._live(space, step_id).plan
+
+    def check_layer(self, space: SequenceSpace, step_id: int, layer: int) -> Step:
+        """The step, if this layer of it is still to be written; else LayerWrittenError. Changes nothing."""
+        entry = self._live(space, step_id)
+        layer = whole_number(layer, "layer", 0, self.config.num_layers - 1)
+        if entry.written[layer]:
+            raise LayerWrittenError(
+                f"layer {layer} of step {step_id} is written", field="layer", step_id=step_id, layer=layer
+            )
+        return entry.plan
+
+    def mark_layer(self, space: SequenceSpace, step_id: int, layer: int) -> bool:
+        """Records that a layer is written. With the last one the step commits, and the answer is True."""
+        self.check_layer(space, step_id, layer)
+        entry = space.steps[step_id]
+        entry.written[layer] = 1
+        entry.num_written += 1
+        if entry.num_written < self.config.num_layers:
+            return False
+        self._commit(entry.plan)
+        return True
+
+    def check_all_layers(self, space: SequenceSpace, step_id: int) -> Step:
+        """The step, if no layer of it is written; else LayerWrittenError. Changes nothing."""
+        entry = self._live(space, step_id)
+        if entry.num_written:
+            layer = entry.written.index(1)
+            raise LayerWrittenError(
+                f"layer {layer} of step {step_id} is written", field="layer", step_id=step_id, layer=layer
+            )
+        return entry.plan
+
+    def mark_all_layers(self, space: SequenceSpace, step_id: int) -> None:
+        """Records that all layers are written, and commits the step."""
+        step = self.check_all_layers(space, step_id)
+        entry = space.steps[step_id]
+        entry.written = bytearray(b"\1" * self.config.num_layers)
+        entry.num_written = self.config.num_layers
+        self._commit(step)
+
+    def _live(self, space: SequenceSpace, step_id: int) -> OpenStep:
+        self._enter(space)
+        entry = space.steps.get(step_id)
+        if entry is not None:
+            return entry
+        step_id = whole_number(step_id, "step_id", 0, 2**63 - 1)
+        if 0 < step_id <= space.last_step_id:
+            raise StaleStepError(
+                f"a newer operation on one of its sequences replaced step {step_id}", field="step_id", step_id=step_id
+            )
+        raise UnknownStepError(f"step {step_id} was never opened", field="step_id", step_id=step_id)
+
+    def _commit(self, step: Step) -> None:
+        """The step's tokens are computed; blocks that became full get their hash and can be shared from now on."""
+        before = self.meta[step.rows, NUM_COMPUTED]
+        self.meta[step.rows, NUM_COMPUTED] = step.context_lens
+        if not self.config.enable_prefix_caching:
+            return
+        first = before >> self._shift
+        num_full = (step.context_lens >> self._shift) - first
+        if np.count_nonzero(num_full):
+            self._hash_blocks(step.rows, first, num_full)
+
+    def _hash_blocks(self, rows: Int64Array, first: Int64Array, num_full: Int64Array) -> None:
+        """Chains the hashes of num_full[i] blocks of each row on from entry first[i]."""
+        device = self.device
+        which, entries = ragged(first, num_full)
+        rows = rows[which]
+        blocks = self.block_tables[rows, entries].astype(np.int64)
+        before = self.block_tables[rows, np.maximum(entries - 1, 0)].tolist()
+        data = token_bytes(device.token_ids[blocks])
+        size = 4 * self.config.block_size
+        extra_keys = self.sequences.extra_keys
+        names = zip(rows.tolist(), entries.tolist(), blocks.tolist(), before, strict=True)
+        for i, (row, entry, block, previous) in enumerate(names):
+            parent = device.hashes[previous] if entry else device.index.root
+            assert parent is not None, "a full block stands before this one, so it has a hash"
+            extra = extra_keys[row].get(entry, b"") if row in extra_keys else b""
+            device.remember(block, block_hash(parent, data[i * size : (i + 1) * size], extra))

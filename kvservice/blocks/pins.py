@@ -1,0 +1,110 @@
+"""Pins: cached prefixes that stay until their time is over.
+
+A pin does not hold a block (ref_count counts tables only); it keeps it in the prefix index and from eviction, and a
+sequence that has to write into it gets a copy.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvservice.blocks.arguments import extra_keys_by_block, int32_array, whole_number
+from kvservice.blocks.core import Core
+from kvservice.blocks.plans import Int64Array, Pin
+from kvservice.blocks.sequences import SequenceSpace
+from kvservice.errors import InvalidArgumentError, NotComputedError, QuotaExceededError, UnknownPinError
+
+
+class PinOps(Core):
+    """match_prefix, pin, unpin, reset_prefix_cache."""
+
+    def match_prefix(self, token_ids: npt.ArrayLike, extra_keys: Sequence[tuple[int, bytes]] = ()) -> int:
+        """How many leading tokens of a prompt int32[n] are computed and findable: a multiple of the block size.
+
+        Raises InvalidArgumentError.
+        """
+        if self.pin_deadlines:
+            self._expire_pins()
+        return len(self._find_prefix(token_ids, extra_keys)) << self._shift
+
+    def pin(
+        self,
+        space: SequenceSpace,
+        token_ids: npt.ArrayLike,
+        extra_keys: Sequence[tuple[int, bytes]] = (),
+        *,
+        ttl_s: float,
+    ) -> Pin:
+        """Keeps the cached prefix of a prompt int32[n] from eviction for ttl_s seconds, or until unpin or close_space.
+
+        Raises InvalidArgumentError, NotComputedError when no block of it is cached, and QuotaExceededError when more
+        than max_pinned_fraction of the pool would be pinned, or more pins than such blocks would exist.
+        """
+        self._enter(space)
+        if isinstance(ttl_s, bool) or not isinstance(ttl_s, int | float) or not 0 < ttl_s < math.inf:
+            raise InvalidArgumentError("must be a positive number of seconds", field="ttl_s")
+        blocks = self._find_prefix(token_ids, extra_keys)
+        if not len(blocks):
+            raise NotComputedError("no block of this prefix is cached", field="token_ids")
+        fresh = blocks[~self.device.pinned[blocks]]
+        limit = self.config.max_pinned_blocks
+        if len(self.pin_counts) + len(fresh) > limit or self.num_pins >= limit:
+            raise QuotaExceededError(
+                f"at most {limit} blocks, and as many pins, may be pinned",
+                field="token_ids", limit="max_pinned_fraction", value=str(self.config.max_pinned_fraction),
+            )  # fmt: skip
+        self.device.pin(fresh)
+        for block in blocks.tolist():
+            self.pin_counts[block] = self.pin_counts.get(block, 0) + 1
+        space.last_pin_id += 1
+        space.pins[space.last_pin_id] = blocks
+        self.num_pins += 1
+        heapq.heappush(self.pin_deadlines, (self.clock() + ttl_s, id(space), space.last_pin_id, space))
+        return Pin(space.last_pin_id, len(blocks) << self._shift, len(blocks))
+
+    def unpin(self, space: SequenceSpace, pin_id: int) -> None:
+        """Ends a pin. Raises UnknownPinError if there is none of that id, or no longer."""
+        self._enter(space)
+        if pin_id not in space.pins:
+            pin_id = whole_number(pin_id, "pin_id", 0, 2**63 - 1)
+            raise UnknownPinError(f"pin {pin_id} is not known, or is over", field="pin_id", pin_id=pin_id)
+        self._end_pin(space, pin_id)
+        if len(self.pin_deadlines) > 2 * self.num_pins + 64:
+            self.pin_deadlines = [entry for entry in self.pin_deadlines if entry[2] in entry[3].pins]
+            heapq.heapify(self.pin_deadlines)
+
+    def reset_prefix_cache(self) -> int:
+        """Makes all computed blocks unfindable but the pinned ones. Returns how many cached blocks became free."""
+        if self.pin_deadlines:
+            self._expire_pins()
+        return self.device.reset()
+
+    def _find_prefix(self, token_ids: npt.ArrayLike, extra_keys: Sequence[tuple[int, bytes]]) -> Int64Array:
+        tokens = int32_array(token_ids, "token_ids")
+        limit = self.config.max_sequence_tokens
+        if len(tokens) > limit:
+            raise InvalidArgumentError(f"has more than max_sequence_tokens = {limit} tokens", field="token_ids")
+        extra = extra_keys_by_block(extra_keys, "extra_keys", self.config.block_size, limit)
+        return np.array(self.device.index.match(tokens, extra), np.int64)
+
+    def _expire_pins(self) -> None:
+        now = self.clock()
+        while self.pin_deadlines and self.pin_deadlines[0][0] <= now:
+            _, _, pin_id, space = heapq.heappop(self.pin_deadlines)
+            if pin_id in space.pins:
+                self._end_pin(space, pin_id)
+
+    def _end_pin(self, space: SequenceSpace, pin_id: int) -> None:
+        ended = []
+        for block in space.pins.pop(pin_id).tolist():
+            self.pin_counts[block] -= 1
+            if self.pin_counts[block] == 0:
+                del self.pin_counts[block]
+                ended.append(block)
+        self.device.unpin(np.array(ended[::-1], np.int64))
+        self.num_pins -= 1

@@ -1,0 +1,54 @@
+"""Chain hashes: what a block holds and all that comes before it, in 32 bytes (vLLM's automatic prefix caching)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from hashlib import sha256
+
+from kvservice.blocks.plans import Int32Array
+
+
+def root_hash(block_size: int) -> bytes:
+    """The parent of every first block; it depends on the block size, so that chains of two sizes never meet."""
+    return sha256(b"kvservice chain root, block size %d" % block_size).digest()
+
+
+def block_hash(parent: bytes, token_bytes: bytes, extra: bytes = b"") -> bytes:
+    """SHA-256 over the parent's hash, the token ids as little-endian int32 and the block's encoded extra keys."""
+    return sha256(parent + token_bytes + extra).digest()
+
+
+def token_bytes(token_ids: Int32Array) -> bytes:
+    """Little-endian int32, whatever the machine."""
+    return token_ids.astype("<i4", copy=False).tobytes()
+
+
+class PrefixIndex:
+    """Which block of the device pool holds the content of a chain hash. One block per hash, one hash per block."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.root = root_hash(block_size)
+        self.blocks: dict[bytes, int] = {}
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    def chain(self, token_ids: Int32Array, extra: Mapping[int, bytes]) -> Iterator[bytes]:
+        """The hashes of the full blocks of these tokens, one at a time, so that a miss ends the hashing."""
+        size = 4 * self.block_size
+        data = token_bytes(token_ids)
+        parent = self.root
+        for i in range(len(token_ids) // self.block_size):
+            parent = block_hash(parent, data[i * size : (i + 1) * size], extra.get(i, b""))
+            yield parent
+
+    def match(self, token_ids: Int32Array, extra: Mapping[int, bytes]) -> list[int]:
+        """The blocks that hold the longest known prefix of these tokens, in order."""
+        found: list[int] = []
+        for key in self.chain(token_ids, extra):
+            block = self.blocks.get(key)
+            if block is None:
+                break
+            found.append(block)
+        return found

@@ -1,0 +1,128 @@
+"""Sequences as rows of arrays, and the spaces that give them names.
+
+A row is one entry of `block_tables` and one of `meta`; forking a sequence copies the one and the other. A space is one
+client's names: its sequence ids, its steps, its pins. Rows belong to one space, so a sequence of another is unknown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import cast
+
+import numpy as np
+
+from kvservice.blocks.arguments import int64_array
+from kvservice.blocks.config import BlocksConfig
+from kvservice.blocks.plans import Int32Array, Int64Array, Step
+from kvservice.blocks.tier import Zeros
+from kvservice.errors import InvalidArgumentError, KVServiceError, UnknownSequenceError
+
+LENGTH, NUM_COMPUTED, NUM_BLOCKS, STEP, SWAPPED = range(5)
+_META_COLUMNS = 8
+NO_STEP = 0
+_NO_BATCH = (b"", np.zeros(0, np.int64), np.zeros(0, np.int64))
+
+
+class SequenceRows:
+    """block_tables int32[max_sequences, max_blocks_per_sequence]; meta int64[max_sequences, 8], columns named above.
+
+    A row's STEP is the newest step of its sequence, in its space, or NO_STEP. SWAPPED is 1 while the blocks in the
+    table are the swap tier's.
+    """
+
+    def __init__(self, config: BlocksConfig, zeros: Zeros) -> None:
+        shape = (config.max_sequences, config.max_blocks_per_sequence)
+        self.block_tables = cast(Int32Array, zeros(shape, np.int32))
+        self.meta = cast(Int64Array, zeros((config.max_sequences, _META_COLUMNS), np.int64))
+        self.free_rows = list(range(config.max_sequences - 1, -1, -1))
+        self.extra_keys: dict[int, dict[int, bytes]] = {}
+        self.num_tokens = 0
+        self.num_swapped = 0
+
+
+@dataclass(slots=True)
+class OpenStep:
+    """A live step: its plan, which layers are written, and what a retry of its append must repeat.
+
+    `num_appended` is int64[n], or one number for all; None for a step that was opened over tokens already there.
+    """
+
+    plan: Step
+    written: bytearray
+    num_appended: Int64Array | int | None
+    num_written: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class SequenceSpace:
+    """The names of one client. Made by BlockManager.open_space; its attributes belong to the manager."""
+
+    closed: bool = False
+    rows: dict[int, int] = field(default_factory=dict)
+    steps: dict[int, OpenStep] = field(default_factory=dict)
+    pins: dict[int, Int64Array] = field(default_factory=dict)
+    last_step_id: int = 0
+    last_pin_id: int = 0
+    _batch: tuple[bytes, Int64Array, Int64Array] = field(default_factory=lambda: _NO_BATCH, repr=False)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __contains__(self, sequence_id: int) -> bool:
+        return sequence_id in self.rows
+
+    def sequence_ids(self) -> list[int]:
+        return list(self.rows)
+
+    def lookup(self, sequence_ids: object, field: str = "sequence_ids") -> tuple[Int64Array, Int64Array]:
+        """(ids int64[n], rows int64[n]) of distinct known sequences; both are to be left as they are.
+
+        The batch that was looked up last is remembered: a running batch is the same for many steps.
+        """
+        ids = int64_array(sequence_ids, field)  # type: ignore[arg-type]  # checked there
+        key = ids.tobytes()
+        if key == self._batch[0]:
+            return self._batch[1], self._batch[2]
+        names = ids.tolist()
+        try:
+            rows = np.array([self.rows[name] for name in names], np.int64)
+        except KeyError:
+            raise _unknown(names, self.rows, field) from None
+        if len(set(names)) != len(names):
+            raise _repeated(names, field)
+        ids = ids.copy()
+        ids.flags.writeable = rows.flags.writeable = False
+        self._batch = (key, ids, rows)
+        return ids, rows
+
+    def add(self, sequence_id: int, row: int) -> None:
+        self.rows[sequence_id] = row
+
+    def remove(self, sequence_id: int) -> int:
+        self._batch = _NO_BATCH
+        return self.rows.pop(sequence_id)
+
+    def supersede(self, step_ids: Iterator[int]) -> None:
+        """These steps are stale from now on. A step is live exactly while it is in `steps`."""
+        for step_id in step_ids:
+            self.steps.pop(step_id, None)
+
+
+def new_sequence_id(value: int, field: str) -> int:
+    """A client's name for a sequence: 0 <= id < 2**63."""
+    if not 0 <= value < 2**63:
+        raise InvalidArgumentError("must be from 0 to 2**63 - 1", field=field)
+    return value
+
+
+def _unknown(names: list[int], known: dict[int, int], field: str) -> KVServiceError:
+    i = next(i for i, name in enumerate(names) if name not in known)
+    if names[i] < 0:
+        return InvalidArgumentError("must not be negative", field=f"{field}[{i}]")
+    return UnknownSequenceError(f"sequence {names[i]} is not known", field=f"{field}[{i}]", sequence_id=names[i])
+
+
+def _repeated(names: list[int], field: str) -> KVServiceError:
+    i = next(i for i, name in enumerate(names) if name in names[:i])
+    return InvalidArgumentError(f"sequence {names[i]} is there twice", field=f"{field}[{i}]")

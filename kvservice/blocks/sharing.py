@@ -1,0 +1,129 @@
+"""Fork, truncate, free: how tables come to share blocks and how they give them up."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kvservice.blocks.allocation import AllocationOps
+from kvservice.blocks.arguments import counts_for, int64_array, refuse
+from kvservice.blocks.plans import Int64Array
+from kvservice.blocks.sequences import (
+    LENGTH,
+    NO_STEP,
+    NUM_BLOCKS,
+    NUM_COMPUTED,
+    STEP,
+    SWAPPED,
+    SequenceSpace,
+)  # fmt: skip
+from kvservice.errors import InvalidArgumentError
+
+
+class SharingOps(AllocationOps):
+    """fork, truncate, free, common_prefix_blocks."""
+
+    def fork(self, space: SequenceSpace, parent_ids: npt.ArrayLike, child_ids: npt.ArrayLike) -> None:
+        """Each child shares every block of its parent that holds tokens (vLLM v0: fork). Moves no bytes.
+
+        parent_ids int64[n], a parent may be there more than once; child_ids int64[n], distinct and unused. Blocks
+        reserved for lookahead only stay the parent's. The parents' steps become stale, since their slots are shared.
+        Raises InvalidArgumentError, UnknownSequenceError, SequenceSwappedError, DuplicateSequenceError,
+        QuotaExceededError.
+        """
+        self._enter(space)
+        parents, children = int64_array(parent_ids, "parent_ids").tolist(), int64_array(child_ids, "child_ids").tolist()
+        if len(parents) != len(children):
+            raise InvalidArgumentError(f"has {len(children)} elements for {len(parents)} parents", field="child_ids")
+        rows = self._parent_rows(space, parents)
+        self._check_new_ids(space, children, "child_ids[{}]")
+        self._require_rows(len(children), "child_ids")
+        for row, child_id in zip(rows, children, strict=True):
+            self._fork_row(space, row, child_id)
+
+    def _parent_rows(self, space: SequenceSpace, parents: list[int]) -> list[int]:
+        if not all(parent in space.rows for parent in parents):
+            space.lookup(list(dict.fromkeys(parents)), "parent_ids")
+        rows = [space.rows[parent] for parent in parents]
+        if self.sequences.num_swapped:
+            self._resident(np.array(parents, np.int64), np.array(rows, np.int64), "parent_ids")
+        return rows
+
+    def _fork_row(self, space: SequenceSpace, parent: int, child_id: int) -> None:
+        row = self.sequences.free_rows.pop()
+        meta = self.meta
+        length = meta.item(parent, LENGTH)
+        num_blocks = (length + self._mask) >> self._shift
+        step_id = meta.item(parent, STEP)
+        if step_id:
+            space.steps.pop(step_id, None)
+            meta[parent, STEP] = NO_STEP
+        blocks = self.block_tables[parent, :num_blocks]
+        self.device.hold_active(blocks.astype(np.int64))
+        self.block_tables[row, :num_blocks] = blocks
+        meta[row] = meta[parent]
+        meta[row, NUM_BLOCKS] = num_blocks
+        if parent in self.sequences.extra_keys:
+            self.sequences.extra_keys[row] = self.sequences.extra_keys[parent]
+        self.sequences.num_tokens += length
+        space.add(child_id, row)
+
+    def truncate(self, space: SequenceSpace, sequence_ids: npt.ArrayLike, lengths: npt.ArrayLike) -> None:
+        """Gives tokens back at the end: rejected speculation, a retried step (vLLM v1 and SGLang do the same).
+
+        sequence_ids int64[n], distinct; lengths int64[n], each from 0 to the sequence's length. A sequence of length 0
+        stays, without blocks. Blocks past the new end are given up, those reserved for lookahead too. Raises
+        InvalidArgumentError, UnknownSequenceError, SequenceSwappedError.
+        """
+        self._enter(space)
+        ids, rows = space.lookup(sequence_ids)
+        meta = self._resident(ids, rows)
+        kept = counts_for(lengths, "lengths", len(ids))
+        if np.count_nonzero(kept > meta[:, LENGTH]):
+            refuse("lengths", kept > meta[:, LENGTH], "must not be above the sequence's length")
+        self._supersede(space, rows)
+        num_blocks = (kept + self._mask) >> self._shift
+        self._release_entries(self.device, *self._table_entries(rows, num_blocks))
+        self.meta[rows, LENGTH] = kept
+        self.meta[rows, NUM_COMPUTED] = np.minimum(kept, meta[:, NUM_COMPUTED])
+        self.meta[rows, NUM_BLOCKS] = num_blocks
+        self.sequences.num_tokens -= int((meta[:, LENGTH] - kept).sum())
+
+    def free(self, space: SequenceSpace, sequence_ids: npt.ArrayLike) -> None:
+        """Ends sequences, also swapped-out ones. sequence_ids int64[n], distinct.
+
+        Computed full blocks that nobody holds any more stay findable as cached blocks, the deepest in its chain to be
+        evicted first; the others are free. Raises InvalidArgumentError, UnknownSequenceError.
+        """
+        self._enter(space)
+        ids, rows = space.lookup(sequence_ids)
+        self._free_rows(space, ids, rows)
+
+    def _free_rows(self, space: SequenceSpace, ids: Int64Array, rows: Int64Array) -> None:
+        self._supersede(space, rows)
+        swapped = self.meta[rows, SWAPPED] != 0
+        self.sequences.num_tokens -= int(self.meta[rows, LENGTH].sum())
+        num_swapped = int(np.count_nonzero(swapped))
+        if num_swapped < len(rows):
+            self._release_entries(self.device, *self._table_entries(rows[~swapped]))
+        if num_swapped:
+            self._release_entries(self.swap, *self._table_entries(rows[swapped]))
+            self.sequences.num_swapped -= num_swapped
+        self.meta[rows] = 0
+        for sequence_id in ids.tolist():
+            row = space.remove(sequence_id)
+            self.sequences.extra_keys.pop(row, None)
+            self.sequences.free_rows.append(row)
+
+    def common_prefix_blocks(self, space: SequenceSpace, sequence_ids: npt.ArrayLike) -> int:
+        """How many leading blocks all these sequences share, so that attention may read them once (cascade).
+
+        Raises InvalidArgumentError, UnknownSequenceError, SequenceSwappedError.
+        """
+        self._enter(space)
+        ids, rows = space.lookup(sequence_ids)
+        meta = self._resident(ids, rows)
+        width = int(((meta[:, NUM_COMPUTED]) >> self._shift).min())
+        tables = self.block_tables[:, :width].take(rows, axis=0)
+        differs = (tables != tables[0]).any(axis=0)
+        return int(differs.argmax()) if differs.any() else width

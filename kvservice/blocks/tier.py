@@ -1,0 +1,189 @@
+"""A pool of blocks seen as numbers: who holds each, which are free, which tokens lie in them.
+
+`Tier` is what both pools need and all that the swap pool needs. `DeviceTier` adds the cached blocks: those that no
+table holds any more but that the prefix index can still find. All arguments that name blocks are int64 arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from kvservice.blocks.eviction import EvictionQueue
+from kvservice.blocks.plans import Int64Array
+from kvservice.blocks.prefix import PrefixIndex
+
+Zeros = Callable[[tuple[int, ...], npt.DTypeLike], npt.NDArray[np.generic]]
+
+
+class Tier:
+    """ref_count int32[num_blocks] is the number of tables that hold a block; token_ids int32[num_blocks, block_size].
+
+    `hashes[block]` is the chain hash of a block that is full and computed; of any other block it means nothing.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.ref_count = np.zeros(num_blocks, np.int32)
+        self.token_ids = np.zeros((num_blocks, block_size), np.int32)
+        self.token_slots = self.token_ids.reshape(-1)
+        self.hashes: list[bytes | None] = [None] * num_blocks
+        self.num_active = 0
+        self.num_shared = 0
+        self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
+        self.num_free = num_blocks
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `take` can give."""
+        return self.num_free
+
+    def take(self, count: int) -> Int64Array:
+        """Blocks that nobody holds, now held once each."""
+        blocks = self._pop_free(count)
+        self.ref_count[blocks] = 1
+        self.num_active += count
+        return blocks
+
+    def hold(self, blocks: Int64Array, counts: Int64Array | int = 1) -> None:
+        """Adds `counts` holders to each of these distinct blocks."""
+        before = self.ref_count[blocks]
+        after = before + counts
+        self.ref_count[blocks] = after
+        self.num_active += len(blocks) - int(np.count_nonzero(before))
+        self.num_shared += int(np.count_nonzero(after > 1)) - int(np.count_nonzero(before > 1))
+
+    def hold_active(self, blocks: Int64Array) -> None:
+        """`hold` by one more for blocks that have a holder already: what a fork does, and nothing else."""
+        before = self.ref_count[blocks]
+        self.num_shared += len(blocks) - int(np.count_nonzero(before - 1))
+        before += 1
+        self.ref_count[blocks] = before
+
+    def release(self, blocks: Int64Array, counts: Int64Array | int = 1) -> None:
+        """Takes `counts` holders from each of these distinct blocks; those without any left become free."""
+        unheld = self._unhold(blocks, counts)
+        self._push_free(unheld)
+
+    def _unhold(self, blocks: Int64Array, counts: Int64Array | int) -> Int64Array:
+        before = self.ref_count[blocks]
+        after = before - counts
+        assert np.minimum.reduce(after, initial=0) >= 0, "a block was released more often than it was held"
+        self.ref_count[blocks] = after
+        unheld: Int64Array = blocks[after == 0]
+        self.num_active -= len(unheld)
+        self.num_shared -= int(np.count_nonzero(before > 1)) - int(np.count_nonzero(after > 1))
+        return unheld
+
+    def _pop_free(self, count: int) -> Int64Array:
+        assert count <= self.num_free
+        self.num_free -= count
+        return self._free[self.num_free : self.num_free + count][::-1].astype(np.int64)
+
+    def _push_free(self, blocks: Int64Array) -> None:
+        end = self.num_free + len(blocks)
+        self._free[self.num_free : end] = blocks
+        self.num_free = end
+
+    def free_blocks(self) -> Int64Array:
+        """The free stack, bottom first."""
+        return self._free[: self.num_free].astype(np.int64)
+
+
+class DeviceTier(Tier):
+    """The pool that attention reads. Blocks are free, active (held) or cached (not held, but in the prefix index)."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        super().__init__(num_blocks, block_size)
+        self.index = PrefixIndex(block_size)
+        self.indexed = np.zeros(num_blocks, np.bool_)
+        self.pinned = np.zeros(num_blocks, np.bool_)
+        self.evictable = EvictionQueue(num_blocks)
+        self.num_pinned_unheld = 0
+        self.evictions = 0
+
+    @property
+    def num_available(self) -> int:
+        return self.num_free + len(self.evictable)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self.evictable) + self.num_pinned_unheld
+
+    def take(self, count: int) -> Int64Array:
+        """Free blocks first, then the least recently used cached ones, which are forgotten."""
+        from_free = min(count, self.num_free)
+        blocks = self._pop_free(from_free)
+        if from_free < count:
+            evicted = self.evictable.pop(count - from_free)
+            self.forget(evicted)
+            self.evictions += len(evicted)
+            blocks = np.concatenate([blocks, evicted])
+        self.ref_count[blocks] = 1
+        self.num_active += count
+        return blocks
+
+    def hold_found(self, blocks: Int64Array, counts: Int64Array | int = 1) -> None:
+        """`hold` for distinct blocks that the index found: cached ones stop being evictable."""
+        unheld = blocks[self.ref_count[blocks] == 0]
+        if len(unheld):
+            pinned = self.pinned[unheld]
+            self.num_pinned_unheld -= int(np.count_nonzero(pinned))
+            self.evictable.remove(unheld[~pinned])
+        self.hold(blocks, counts)
+
+    def num_evictable(self, blocks: Int64Array) -> int:
+        """How many of these distinct blocks `take` could give now."""
+        return int(np.count_nonzero((self.ref_count[blocks] == 0) & self.indexed[blocks] & ~self.pinned[blocks]))
+
+    def release(self, blocks: Int64Array, counts: Int64Array | int = 1) -> None:
+        """As `Tier.release`, but what the index knows stays cached; the first of `blocks` will be evicted first."""
+        unheld = self._unhold(blocks, counts)
+        known = self.indexed[unheld]
+        if not np.count_nonzero(known):
+            self._push_free(unheld)
+            return
+        self._push_free(unheld[~known])
+        cached = unheld[known]
+        pinned = self.pinned[cached]
+        self.num_pinned_unheld += int(np.count_nonzero(pinned))
+        self.evictable.add(cached[~pinned])
+
+    def remember(self, block: int, chain_hash: bytes) -> None:
+        """Records the hash of a block that is now full and computed; it is found by it unless another block is."""
+        self.hashes[block] = chain_hash
+        if self.index.blocks.setdefault(chain_hash, block) == block:
+            self.indexed[block] = True
+
+    def forget(self, blocks: Int64Array) -> None:
+        """Takes blocks out of the index; their hashes stay, for the chains of those who hold them."""
+        for block in blocks.tolist():
+            chain_hash = self.hashes[block]
+            assert chain_hash is not None
+            del self.index.blocks[chain_hash]
+        self.indexed[blocks] = False
+
+    def pin(self, blocks: Int64Array) -> None:
+        """Withholds distinct unpinned indexed blocks from eviction."""
+        self.pinned[blocks] = True
+        unheld = blocks[self.ref_count[blocks] == 0]
+        self.evictable.remove(unheld)
+        self.num_pinned_unheld += len(unheld)
+
+    def unpin(self, blocks: Int64Array) -> None:
+        """The reverse of `pin`; the first of `blocks` will be evicted first."""
+        self.pinned[blocks] = False
+        unheld = blocks[self.ref_count[blocks] == 0]
+        self.evictable.add(unheld)
+        self.num_pinned_unheld -= len(unheld)
+
+    def reset(self) -> int:
+        """Forgets all that is not pinned. Returns how many cached blocks became free."""
+        unheld = self.evictable.blocks()
+        self.forget(np.flatnonzero(self.indexed & ~self.pinned))
+        self.evictable.remove(unheld)
+        self._push_free(unheld)
+        return len(unheld)
