@@ -14,8 +14,7 @@
     │   ├── SequenceNotSwappedError
     │   ├── NotComputedError                             its K/V are not written yet
     │   ├── StaleStepError                               a newer operation replaced the step
-    │   ├── LayerWrittenError                            the layer was already sent in this step
-    │   └── SessionAttachedError                         another stream holds the session's lease
+    │   └── LayerWrittenError                            the layer was already sent in this step
     ├── ResourceExhaustedError      RESOURCE_EXHAUSTED
     │   ├── OutOfBlocksError                             carries the counts; may succeed later
     │   ├── QuotaExceededError                           carries the limit's name and value
@@ -106,10 +105,6 @@ class StaleStepError(FailedPreconditionError):
 
 class LayerWrittenError(FailedPreconditionError):
     reason = "LAYER_WRITTEN"
-
-
-class SessionAttachedError(FailedPreconditionError):
-    reason = "SESSION_ATTACHED"
 
 
 class ResourceExhaustedError(KVServiceError):

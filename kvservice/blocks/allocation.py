@@ -19,13 +19,15 @@ from kvservice.errors import DuplicateSequenceError, InvalidArgumentError
 
 @dataclass(frozen=True, slots=True)
 class _NewSequence:
-    """A checked request: int32[n] tokens, extra keys by block, the cached blocks of its prompt, its table's size."""
+    """A checked request: int32[n] tokens, extra keys by block, the cached blocks of its prompt, its table's size now
+    and with its lookahead."""
 
     sequence_id: int
     tokens: Int32Array
     extra: dict[int, bytes]
     found: Int64Array
     num_blocks: int
+    required: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,7 @@ class AllocationOps(Core):
         need not be taken, but if it is cached and evictable it no longer could be, either; both are counted exactly,
         each block once. NEVER: not OK, and `num_blocks - required < watermark_blocks`, with required the blocks of
         all tables, ceil((tokens + lookahead) / block_size) each, or more sequences than max_sequences. Else LATER.
+        As in v0, room for the lookahead is asked for here and reserved by the steps.
         Raises InvalidArgumentError, DuplicateSequenceError.
         """
         self._enter(space)
@@ -72,7 +75,7 @@ class AllocationOps(Core):
             raise InvalidArgumentError("must not be empty", field="requests")
         sequences = [self._check_request(request, f"requests[{i}]") for i, request in enumerate(requests)]
         self._check_new_ids(space, [new.sequence_id for new in sequences], "requests[{}].sequence_id")
-        required = sum(new.num_blocks for new in sequences)
+        required = sum(new.required for new in sequences)
         found = [new.found for new in sequences if len(new.found)]
         to_take = required - sum(len(blocks) for blocks in found)
         if found:
@@ -103,8 +106,8 @@ class AllocationOps(Core):
         found: list[int] = []
         if self.config.enable_prefix_caching:
             found = self.device.index.match(tokens[:-1], extra)
-        num_blocks = self._blocks_for(len(tokens) + lookahead)
-        return _NewSequence(request.sequence_id, tokens, extra, np.array(found, np.int64), num_blocks)
+        num_blocks, required = self._blocks_for(len(tokens)), self._blocks_for(len(tokens) + lookahead)
+        return _NewSequence(request.sequence_id, tokens, extra, np.array(found, np.int64), num_blocks, required)
 
     def _check_new_ids(self, space: SequenceSpace, ids: list[int], field: str) -> None:
         """`field` has a place for the index. Raises InvalidArgumentError, DuplicateSequenceError."""

@@ -32,7 +32,7 @@ class AllocationRequest:
 
     token_ids: int32[n], n >= 1. extra_keys: (token position, bytes) pairs; a key belongs to the block that contains
     its position, so a tenant's salt or an adapter's id stands at 0 and an image's hash at its placeholder.
-    lookahead: slots reserved past the prompt.
+    lookahead: slots past the prompt that must fit too; the steps reserve them.
     """
 
     sequence_id: int

@@ -96,6 +96,14 @@ class SequenceSpace:
         self._batch = (key, ids, rows)
         return ids, rows
 
+    def in_progress(self, step_id: int) -> bool:
+        """Whether some of the step's layers are written, and some are not."""
+        step = self.steps.get(step_id)
+        return step is not None and 0 < step.num_written < len(step.written)
+
+    def has_steps_in_progress(self) -> bool:
+        return any(self.in_progress(step_id) for step_id in self.steps)
+
     def add(self, sequence_id: int, row: int) -> None:
         self.rows[sequence_id] = row
 

@@ -53,7 +53,7 @@ class SharingOps(AllocationOps):
         row = self.sequences.free_rows.pop()
         meta = self.meta
         length = meta.item(parent, LENGTH)
-        num_blocks = (length + self._mask) >> self._shift
+        num_blocks = meta.item(parent, NUM_BLOCKS)
         step_id = meta.item(parent, STEP)
         if step_id:
             space.steps.pop(step_id, None)
@@ -62,7 +62,6 @@ class SharingOps(AllocationOps):
         self.device.hold_active(blocks.astype(np.int64))
         self.block_tables[row, :num_blocks] = blocks
         meta[row] = meta[parent]
-        meta[row, NUM_BLOCKS] = num_blocks
         if parent in self.sequences.extra_keys:
             self.sequences.extra_keys[row] = self.sequences.extra_keys[parent]
         self.sequences.num_tokens += length

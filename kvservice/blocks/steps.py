@@ -8,6 +8,7 @@ a block that only this sequence holds leaves the prefix index, since its content
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
@@ -92,7 +93,8 @@ class StepOps(Core):
 
         sequence_ids int64[n], distinct; token_ids int32[sum(num_tokens)], sequence after sequence; num_tokens int64[n],
         each >= 1, one each if None; expected_lengths int64[n], the lengths before. If the lengths show that exactly
-        this append was made already and nothing since, its step is returned again, so that a retry does no harm.
+        this append was made already and nothing since, its step is returned again without its copies (they
+        were made then), so that a retry does no harm.
         Raises InvalidArgumentError, UnknownSequenceError, SequenceSwappedError, LengthMismatchError, OutOfBlocksError.
         """
         self._enter(space)
@@ -192,7 +194,7 @@ class StepOps(Core):
         ):
             appended = np.broadcast_to(np.asarray(counts), len(batch.ids))
             if np.array_equal(self.device.token_slots[self._slots(batch.rows, expected, appended)], tokens):
-                return entry.plan
+                return dataclasses.replace(entry.plan, copies=_NO_COPIES)
         i = int((lengths != expected).argmax())
         raise LengthMismatchError(
             f"sequence {batch.ids[i]} has {lengths[i]} tokens, not {expected[i]}", field=f"expected_lengths[{i}]",

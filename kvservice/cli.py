@@ -1,0 +1,161 @@
+"""The command line. Options of `serve` are generated from the fields of ServeConfig.
+
+Heavy parts are imported by the command that needs them; gRPC only after its environment is set.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+from rich.console import Console
+
+from kvservice import __version__
+from kvservice.config import ENV_PREFIX, ServeConfig, load_config
+from kvservice.environment import missing_environment
+from kvservice.errors import KVServiceError
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__)
+def main() -> None:
+    """The KV cache as a service."""
+
+
+def _option(name: str, field: FieldInfo) -> click.Option:
+    default = "" if field.default is PydanticUndefined else f"  [default: {field.default}]"
+    if field.default_factory is not None:
+        default = f"  [default: {field.get_default(call_default_factory=True)}]"
+    flags = f"--{name.replace('_', '-')}"
+    kind: Any = str
+    if field.annotation is bool:
+        flags += f"/--no-{name.replace('_', '-')}"
+        kind = bool
+    elif typing.get_origin(field.annotation) is typing.Literal:
+        kind = click.Choice(typing.get_args(field.annotation))
+    text = f"{field.description}{default if field.default is not None else ''}"
+    return click.Option([flags, name], type=kind, default=None, help=text, metavar=_metavar(field))
+
+
+def _metavar(field: FieldInfo) -> str | None:
+    names = {int: "INTEGER", float: "NUMBER", str: "TEXT", int | None: "INTEGER"}
+    return names.get(field.annotation)  # type: ignore[arg-type]
+
+
+def _reexec_with(environment: dict[str, str]) -> None:
+    """Start this process again: malloc reads its environment only at exec."""
+    if environment:
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | environment)
+
+
+def _serve(config: str | None, **options: Any) -> None:
+    given = {name: value for name, value in options.items() if value is not None}
+    try:
+        settings = load_config(given, os.environ, Path(config) if config else None)
+        _reexec_with(missing_environment(os.environ))
+        from kvservice.server.daemon import run
+
+        sys.exit(run(settings))
+    except KVServiceError as error:
+        raise click.ClickException(str(error)) from None
+
+
+main.add_command(
+    click.Command(
+        "serve",
+        callback=_serve,
+        params=[
+            click.Option(
+                ["--config"],
+                type=click.Path(dir_okay=False),
+                envvar=f"{ENV_PREFIX}CONFIG",
+                help="TOML file with these options as keys, underscores for hyphens.",
+            ),
+            *(_option(name, field) for name, field in ServeConfig.model_fields.items()),
+        ],
+        help="Run the daemon until SIGTERM, which drains it.\n\nEvery option can also be set as "
+        f"{ENV_PREFIX}<OPTION> in the environment, or as a key of a TOML file. An option wins over the environment, "
+        "the environment over the file.",
+    )
+)
+
+
+@main.command()
+@click.option("--device", type=click.Choice(["cpu"]), default="cpu", show_default=True, help="Where the pool lies.")
+@click.option("--address", help="Use this daemon instead of starting one: its pool must have the demo model's shape.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+def demo(device: str, address: str | None, as_json: bool) -> None:
+    """Generate with a small Llama whose K/V live in a daemon, and compare every token with the library's own cache."""
+    _reexec_with(missing_environment(os.environ))
+    try:
+        from kvservice.demo import run
+    except ModuleNotFoundError as error:
+        raise click.ClickException(f"{error.name} is missing: pip install 'kvservice[demo]'") from None
+    try:
+        result = run(address=address, device=device, console=Console(), quiet=as_json)
+    except KVServiceError as error:
+        raise click.ClickException(str(error)) from None
+    if as_json:
+        click.echo(json.dumps(result.to_json()))
+    if result.problems:
+        raise click.ClickException("; ".join(result.problems))
+
+
+@main.group()
+def bench() -> None:
+    """Measure: bookkeeping, RPCs, attention."""
+
+
+def _report(
+    run: Callable[[], dict[str, Any]], render: Callable[[dict[str, Any], Console], None], as_json: bool
+) -> None:
+    results = run()
+    if as_json:
+        click.echo(json.dumps(results))
+    else:
+        render(results, Console())
+
+
+_json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
+_quick_option = click.option("--quick", is_flag=True, help="Fewer repetitions: for a first look, not for figures.")
+
+
+@bench.command("blocks")
+@click.option("--num-blocks", type=click.IntRange(1000, 1 << 24), default=100_000, show_default=True)
+@_quick_option
+@_json_option
+def bench_blocks(num_blocks: int, quick: bool, as_json: bool) -> None:
+    """Bookkeeping inside one process, in units of a plain Python loop."""
+    from kvservice.bench import blocks
+
+    _report(lambda: blocks.run(num_blocks, quick), blocks.render, as_json)
+
+
+@bench.command("rpc")
+@_quick_option
+@_json_option
+def bench_rpc(quick: bool, as_json: bool) -> None:
+    """Calls to a real daemon on a unix socket, in units of an echo."""
+    _reexec_with(missing_environment(os.environ))
+    from kvservice.bench import rpc
+
+    _report(lambda: rpc.run(quick), rpc.render, as_json)
+
+
+@bench.command("attention")
+@click.option("--device", type=click.Choice(["cpu"]), default="cpu", show_default=True)
+@_quick_option
+@_json_option
+def bench_attention(device: str, quick: bool, as_json: bool) -> None:
+    """Paged attention against the machine's read bandwidth, and against torch on contiguous K/V."""
+    from kvservice.bench import attention
+
+    _report(lambda: attention.run(device, quick), attention.render, as_json)

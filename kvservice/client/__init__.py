@@ -1,0 +1,31 @@
+"""What an engine imports: `KVClient` and `AsyncKVClient`.
+
+with KVClient("unix:///run/kvservice.sock") as client, client.session() as kv:
+    seq = kv.allocate(prompt_token_ids)
+    prefill = kv.open_step([seq])
+    out = prefill.extend(layer, query, key, value)      # for each layer
+    step = kv.append([seq], [token_id])
+    out = step.decode(layer, query, key, value)         # for each layer
+"""
+
+from kvservice.environment import prepare_grpc
+
+prepare_grpc()
+
+from kvservice.client.aio import AsyncKVClient, AsyncSession, AsyncStep  # noqa: E402  the environment comes first
+from kvservice.client.blocking import KVClient, Session, Step  # noqa: E402
+from kvservice.client.values import Pin, PoolInfo, PoolStats, Sequence, SequenceInfo  # noqa: E402
+
+__all__ = [
+    "AsyncKVClient",
+    "AsyncSession",
+    "AsyncStep",
+    "KVClient",
+    "Pin",
+    "PoolInfo",
+    "PoolStats",
+    "Sequence",
+    "SequenceInfo",
+    "Session",
+    "Step",
+]

@@ -1,0 +1,215 @@
+"""The blocking face: `core.py`'s coroutines over a transport that blocks, so that they end without ever suspending."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import grpc
+
+from kvservice.client import channel
+from kvservice.client.core import SessionCore, StepCore, build
+from kvservice.client.values import PoolInfo, PoolStats, from_message
+from kvservice.errors import ConnectionLostError, KVServiceError, UnknownSessionError
+from kvservice.v1 import pool_pb2, pool_pb2_grpc, session_pb2, session_pb2_grpc
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def blocking(method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Any, P], T]:
+    """The method without `await`."""
+
+    @functools.wraps(method)
+    def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            method(self._core, *args, **kwargs).send(None)
+        except StopIteration as end:
+            value: T = end.value
+            return value
+        raise AssertionError("a blocking transport suspended")
+
+    return call
+
+
+class Step:
+    """See StepCore."""
+
+    def __init__(self, core: StepCore) -> None:
+        self._core = core
+        self.sequences = core.sequences
+        self.step_id = core.step_id
+        self.query_lens = core.query_lens
+        self.context_lens = core.context_lens
+        self.num_tokens = core.num_tokens
+        self.cow_copies = core.cow_copies
+
+    decode = blocking(StepCore.decode)
+    extend = blocking(StepCore.extend)
+    attend = blocking(StepCore.attend)
+    write = blocking(StepCore.write)
+
+
+_Core = SessionCore[Step]
+
+
+class Session:
+    """See SessionCore. A context manager: leaving it closes the session, which frees what it has."""
+
+    def __init__(self, client: KVClient, token: bytes, session_id: int) -> None:
+        self._client = client
+        self._stream = _Stream(client._channel, token, client.info.session_grace_s)
+        self._core = _Core(self._stream, client.info, token, session_id, lambda *of: Step(StepCore(*of)))
+        self.info = client.info
+        self.token = token
+        self.session_id = session_id
+
+    allocate = blocking(_Core.allocate)
+    allocate_batch = blocking(_Core.allocate_batch)
+    can_allocate = blocking(_Core.can_allocate)
+    append = blocking(_Core.append)
+    open_step = blocking(_Core.open_step)
+    fork = blocking(_Core.fork)
+    fork_batch = blocking(_Core.fork_batch)
+    truncate = blocking(_Core.truncate)
+    swap_out = blocking(_Core.swap_out)
+    swap_in = blocking(_Core.swap_in)
+    free = blocking(_Core.free)
+    describe = blocking(_Core.describe)
+    read = blocking(_Core.read)
+    match_prefix = blocking(_Core.match_prefix)
+    pin = blocking(_Core.pin)
+    unpin = blocking(_Core.unpin)
+    reset_prefix_cache = blocking(_Core.reset_prefix_cache)
+    common_prefix = blocking(_Core.common_prefix)
+
+    def detach(self) -> bytes:
+        """Leave the session to whoever presents its token, the result. Only of use if it was opened as detachable."""
+        self._stream.close()
+        return self.token
+
+    def close(self) -> None:
+        """Free all that the session has. A session that is gone already is closed as well."""
+        if not self._stream.closed:
+            self._stream.close()
+            self._client._close_session(self.token)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class KVClient:
+    """A connection to a daemon. `address`: unix:///path/of.sock or host:port. Thread-safe; its sessions are too."""
+
+    def __init__(self, address: str, *, connect_timeout_s: float = 10.0) -> None:
+        self._channel = grpc.insecure_channel(address, channel.CHANNEL_OPTIONS)
+        self._pool = pool_pb2_grpc.PoolServiceStub(self._channel)  # type: ignore[no-untyped-call]
+        self._sessions = session_pb2_grpc.SessionServiceStub(self._channel)  # type: ignore[no-untyped-call]
+        try:
+            info = self._unary(
+                self._pool.GetInfo, pool_pb2.GetInfoRequest(), wait_for_ready=True, timeout=connect_timeout_s
+            )
+        except KVServiceError:
+            self._channel.close()
+            raise
+        self.info: PoolInfo = from_message(PoolInfo, info)
+
+    def session(self, name: str = "", *, detachable: bool = False, detach_ttl_s: float = 0.0) -> Session:
+        """Open a session. Detachable: it outlives its client, by `detach_ttl_s` (0: by the daemon's limit)."""
+        request = build(session_pb2.OpenRequest, name=name, detachable=detachable, detach_ttl_s=detach_ttl_s)
+        opened = self._unary(self._sessions.Open, request)
+        return Session(self, opened.session_token, opened.session_id)
+
+    def resume(self, token: bytes) -> Session:
+        """Take over a session. `describe()` tells its sequences. A stream that still holds it is ended."""
+        return Session(self, token, 0)
+
+    def stats(self) -> PoolStats:
+        return from_message(PoolStats, self._unary(self._pool.GetStats, pool_pb2.GetStatsRequest()))
+
+    def ping(self, payload: bytes = b"") -> bytes:
+        answer: bytes = self._unary(self._pool.Ping, build(pool_pb2.PingRequest, payload=payload)).payload
+        return answer
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def __enter__(self) -> KVClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _unary(self, method: Any, request: Any, **options: Any) -> Any:
+        try:
+            return method(request, **options)
+        except grpc.RpcError as error:
+            raise channel.to_error(error) from None
+
+    def _close_session(self, token: bytes) -> None:
+        with contextlib.suppress(UnknownSessionError, ConnectionLostError):
+            self._unary(self._sessions.Close, session_pb2.CloseRequest(session_token=token))
+
+
+class _Stream:
+    """A session's stream. One call at a time; reconnects within the grace time."""
+
+    def __init__(self, grpc_channel: grpc.Channel, token: bytes, grace_s: float) -> None:
+        self._stub = session_pb2_grpc.SessionServiceStub(grpc_channel)  # type: ignore[no-untyped-call]
+        self._token = token
+        self._grace_s = grace_s
+        self._lock = threading.Lock()
+        self._call_ids = itertools.count(1)
+        self.closed = False
+        self._connect()
+
+    async def call(self, name: str, request: Any) -> Any:
+        with self._lock:
+            try:
+                return self._exchange(name, request)
+            except ConnectionLostError as error:
+                if self.closed:
+                    raise
+                self._reconnect()
+                if not channel.lost(error, name):
+                    raise
+                return self._exchange(name, request)
+
+    def close(self) -> None:
+        self.closed = True
+        self._requests.put(None)
+        self._replies.cancel()
+
+    def _connect(self) -> None:
+        self._requests: queue.SimpleQueue[session_pb2.Call | None] = queue.SimpleQueue()
+        self._replies = self._stub.Connect(iter(self._requests.get, None), wait_for_ready=False)
+        self._exchange("attach", session_pb2.AttachRequest(session_token=self._token))
+
+    def _exchange(self, name: str, request: Any) -> Any:
+        if self.closed:
+            raise ConnectionLostError("the session is closed")
+        self._requests.put(channel.make_call(next(self._call_ids), name, request))
+        try:
+            return channel.take_reply(next(self._replies))
+        except grpc.RpcError as error:
+            raise channel.to_error(error) from None
+        except StopIteration:
+            raise ConnectionLostError("the daemon ended the stream") from None
+
+    def _reconnect(self) -> None:
+        self._requests.put(None)
+        for pause_s in channel.pauses_s(self._grace_s):
+            try:
+                return self._connect()
+            except ConnectionLostError:
+                time.sleep(pause_s)
+        return self._connect()

@@ -1,0 +1,69 @@
+"""How both faces reach the daemon."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+from grpc_status import rpc_status
+
+from kvservice.errors import ConnectionLostError, KVServiceError, MessageTooLargeError
+from kvservice.v1 import session_pb2
+from kvservice.wire.status import from_status
+
+# The daemon bounds messages, and tells its bound; this only keeps gRPC's own smaller default away.
+_MAX_MESSAGE_BYTES = 1 << 30
+
+CHANNEL_OPTIONS = [
+    ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+    # A daemon whose host is gone is noticed within the two times together.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+]
+
+# Calls whose answer, if it is lost on the way, cannot be had again: a layer is written once.
+_NOT_REPEATABLE = frozenset(("decode", "extend", "write"))
+
+
+def to_error(error: grpc.RpcError) -> KVServiceError:
+    """What a failed RPC raises in the caller's hands."""
+    status = rpc_status.from_call(error)
+    if status is not None:
+        return from_status(status)
+    text = f"{error.code().name}: {error.details()}"
+    if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return MessageTooLargeError(text)
+    return ConnectionLostError(text)
+
+
+def lost(error: KVServiceError | None, name: str) -> bool:
+    """Whether the stream broke under a call that may be sent again on the next one."""
+    return isinstance(error, ConnectionLostError) and name not in _NOT_REPEATABLE
+
+
+def make_call(call_id: int, name: str, request: Any) -> session_pb2.Call:
+    return session_pb2.Call(call_id=call_id, **{name: request})
+
+
+def take_reply(reply: session_pb2.Reply) -> Any:
+    """The answer, or the error raised that the reply carries."""
+    name = reply.WhichOneof("reply")
+    if name == "error":
+        raise from_status(reply.error)
+    return getattr(reply, name)
+
+
+def pauses_s(total_s: float) -> Iterator[float]:
+    """Pauses between attempts to reconnect: growing, with jitter, `total_s` in all."""
+    pause, spent = 0.02, 0.0
+    while spent < total_s:
+        current = min(pause * random.uniform(0.5, 1.0), total_s - spent)
+        yield current
+        spent += current
+        pause = min(2 * pause, 1.0)

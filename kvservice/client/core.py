@@ -1,0 +1,403 @@
+"""What a session and a step can do, written once.
+
+The methods are coroutines over a `Transport`. The asynchronous face awaits them; the blocking face (`blocking.py`)
+gives them a transport that never suspends, and runs them to their end.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import secrets
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Batch
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+from google.protobuf.message import Message
+
+from kvservice.client import tensors
+from kvservice.client.tensors import Tensor
+from kvservice.client.values import Pin, PoolInfo, Sequence, SequenceInfo, from_message
+from kvservice.errors import InvalidArgumentError, MessageTooLargeError
+from kvservice.v1 import attention_pb2, blocks_pb2, tensor_pb2
+from kvservice.wire.tensors import Array, to_ints
+
+ExtraKeys = Iterable[tuple[int, bytes]]
+StepT = TypeVar("StepT")
+MessageT = TypeVar("MessageT", bound=Message)
+# What surrounds the tensors of a message, generously.
+_OVERHEAD_BYTES = 4096
+
+
+class Transport(Protocol):
+    """Sends one call of a session and returns its answer. Raises KVServiceError."""
+
+    async def call(self, name: str, request: Any) -> Any: ...
+
+
+class SessionCore(Generic[StepT]):
+    """A lease on sequences. Methods raise the errors of `kvservice.errors`; one that raises has changed nothing."""
+
+    def __init__(
+        self, transport: Transport, info: PoolInfo, token: bytes, session_id: int, make_step: Callable[..., StepT]
+    ) -> None:
+        self.info = info
+        self.token = token
+        self.session_id = session_id
+        self._call = transport.call
+        self._make_step = make_step
+        self._sequence_ids = itertools.count()
+        # Random, so that a resumed session does not repeat the ids of its former owner.
+        self._request_ids = itertools.count(secrets.randbits(62) + 1)
+
+    async def allocate(
+        self,
+        token_ids: Iterable[int],
+        *,
+        sequence_id: int | None = None,
+        extra_keys: ExtraKeys = (),
+        lookahead: int = 0,
+    ) -> Sequence:
+        """Create a sequence from its prompt. `num_cached_tokens` of the result says how many need no computing.
+
+        `extra_keys`: (position, bytes) of what K/V depend on besides tokens. `lookahead`: slots to reserve.
+        """
+        ids = None if sequence_id is None else [sequence_id]
+        batch = await self.allocate_batch([token_ids], sequence_ids=ids, extra_keys=[extra_keys], lookahead=lookahead)
+        return batch[0]
+
+    async def allocate_batch(
+        self,
+        prompts: Batch[Iterable[int]],
+        *,
+        sequence_ids: Batch[int] | None = None,
+        extra_keys: Batch[ExtraKeys] | None = None,
+        lookahead: int = 0,
+    ) -> list[Sequence]:
+        """Create several sequences, or none."""
+        allocations = self._allocations(prompts, sequence_ids, extra_keys)
+        self._check_size(sum(4 * len(one.token_ids) for one in allocations), "token_ids")
+        request = build(
+            blocks_pb2.AllocateRequest,
+            request_id=next(self._request_ids),
+            sequences=allocations,
+            lookahead=whole(lookahead, "lookahead"),
+        )
+        response = await self._call("allocate", request)
+        return [
+            Sequence(allocation.sequence_id, len(allocation.token_ids), cached)
+            for allocation, cached in zip(allocations, response.num_cached_tokens, strict=True)
+        ]
+
+    async def can_allocate(self, prompts: Batch[Iterable[int]], *, lookahead: int = 0) -> str:
+        """ "ok", "later" or "never"."""
+        allocations = self._allocations(prompts, None, None)
+        request = build(blocks_pb2.CanAllocateRequest, sequences=allocations, lookahead=whole(lookahead, "lookahead"))
+        response = await self._call("can_allocate", request)
+        return str(blocks_pb2.AllocStatus.Name(response.status)).removeprefix("ALLOC_STATUS_").lower()
+
+    def _allocations(
+        self, prompts: Batch[Iterable[int]], ids: Batch[int] | None, keys: Batch[ExtraKeys] | None
+    ) -> list[blocks_pb2.SequenceAllocation]:
+        if ids is None:
+            ids = [next(self._sequence_ids) for _ in prompts]
+        if len(ids) != len(prompts):
+            raise InvalidArgumentError(f"{len(ids)} ids for {len(prompts)} prompts", field="sequence_ids")
+        if keys is None:
+            keys = [()] * len(prompts)
+        return [
+            build(
+                blocks_pb2.SequenceAllocation,
+                sequence_id=whole(sequence_id, "sequence_ids"),
+                token_ids=int_list(token_ids, "token_ids"),
+                extra_keys=_extra_keys(extra),
+            )
+            for sequence_id, token_ids, extra in zip(ids, prompts, keys, strict=True)
+        ]
+
+    async def append(
+        self,
+        sequences: Batch[Sequence],
+        token_ids: Iterable[int],
+        *,
+        num_tokens: Iterable[int] | None = None,
+        lookahead: int = 0,
+    ) -> StepT:
+        """Add tokens, one each unless `num_tokens` says otherwise, and open a step over all pending ones."""
+        counts = None if num_tokens is None else int_list(num_tokens, "num_tokens")
+        if counts is not None and len(counts) != len(sequences):
+            raise InvalidArgumentError(f"{len(counts)} counts for {len(sequences)} sequences", field="num_tokens")
+        request = build(
+            blocks_pb2.AppendRequest,
+            request_id=next(self._request_ids),
+            sequence_ids=_ids(sequences),
+            token_ids=int_list(token_ids, "token_ids"),
+            num_tokens=counts,
+            expected_lengths=[sequence.length for sequence in sequences],
+            lookahead=whole(lookahead, "lookahead"),
+        )
+        response = await self._call("append", request)
+        for sequence, added in zip(sequences, counts or itertools.repeat(1, len(sequences)), strict=True):
+            sequence.length += added
+        return self._step(sequences, response)
+
+    async def open_step(self, sequences: Batch[Sequence], num_tokens: int | Iterable[int] | None = None) -> StepT:
+        """Open a step over tokens that are not computed: all, or the next `num_tokens` of each (chunked prefill)."""
+        counts = None
+        if num_tokens is not None:
+            same = isinstance(num_tokens, int)
+            counts = [num_tokens] * len(sequences) if same else int_list(num_tokens, "num_tokens")  # type: ignore
+        request = build(
+            blocks_pb2.OpenStepRequest,
+            request_id=next(self._request_ids),
+            sequence_ids=_ids(sequences),
+            num_tokens=counts,
+        )
+        return self._step(sequences, await self._call("open_step", request))
+
+    def _step(self, sequences: Batch[Sequence], response: blocks_pb2.StepResponse) -> StepT:
+        return self._make_step(self, tuple(sequences), response)
+
+    async def fork(self, parent: Sequence, sequence_id: int | None = None) -> Sequence:
+        """A sequence that shares every block of `parent`; whoever writes into a shared block first gets a copy."""
+        return (await self.fork_batch([parent], None if sequence_id is None else [sequence_id]))[0]
+
+    async def fork_batch(self, parents: Batch[Sequence], sequence_ids: Batch[int] | None = None) -> list[Sequence]:
+        """One child for each parent; a parent may stand several times."""
+        if sequence_ids is None:
+            sequence_ids = [next(self._sequence_ids) for _ in parents]
+        child_ids = int_list(sequence_ids, "child_ids")
+        request = build(
+            blocks_pb2.ForkRequest, request_id=next(self._request_ids), parent_ids=_ids(parents), child_ids=child_ids
+        )
+        await self._call("fork", request)
+        return [Sequence(child_id, parent.length) for child_id, parent in zip(child_ids, parents, strict=True)]
+
+    async def truncate(self, sequence: Sequence, length: int) -> None:
+        """Give the tokens past `length` back."""
+        length = whole(length, "lengths")
+        request = build(
+            blocks_pb2.TruncateRequest,
+            request_id=next(self._request_ids),
+            sequence_ids=[sequence.sequence_id],
+            lengths=[length],
+        )
+        await self._call("truncate", request)
+        sequence.length = length
+
+    async def swap_out(self, sequences: Batch[Sequence]) -> int:
+        """Move to the swap tier. Returns the blocks moved."""
+        request = build(blocks_pb2.SwapOutRequest, request_id=next(self._request_ids), sequence_ids=_ids(sequences))
+        return int((await self._call("swap_out", request)).moved_blocks)
+
+    async def swap_in(self, sequences: Batch[Sequence]) -> int:
+        """Move back. Returns the blocks moved; those that the prefix cache still had are not among them."""
+        request = build(blocks_pb2.SwapInRequest, request_id=next(self._request_ids), sequence_ids=_ids(sequences))
+        return int((await self._call("swap_in", request)).moved_blocks)
+
+    async def free(self, sequences: Batch[Sequence]) -> None:
+        """End sequences. Their computed full blocks stay in the prefix cache."""
+        request = build(blocks_pb2.FreeRequest, request_id=next(self._request_ids), sequence_ids=_ids(sequences))
+        await self._call("free", request)
+
+    async def describe(
+        self, sequences: Batch[Sequence] | None = None, *, token_ids: bool = False, block_ids: bool = False
+    ) -> list[SequenceInfo]:
+        """What the daemon knows of sequences; of all that the session has if none are given."""
+        request = build(
+            blocks_pb2.DescribeRequest,
+            sequence_ids=None if sequences is None else _ids(sequences),
+            return_token_ids=token_ids,
+            return_block_ids=block_ids,
+        )
+        response = await self._call("describe", request)
+        return [from_message(SequenceInfo, one) for one in response.sequences]
+
+    async def read(self, sequence: Sequence, start: int, stop: int, layer: int | None = None) -> tuple[Array, Array]:
+        """K and V of token positions start <= p < stop: `[num_tokens, num_kv_heads, head_size]`, `[num_layers]` before
+        it if no layer is named."""
+        part = build(
+            attention_pb2.SequenceRange,
+            sequence_id=sequence.sequence_id,
+            start=whole(start, "start"),
+            stop=whole(stop, "stop"),
+        )
+        response = await self._call("read", build(attention_pb2.ReadRequest, ranges=[part], layer=layer))
+        like = np.empty(0)
+        return (
+            tensors.from_message(response.key, like, "key"),
+            tensors.from_message(response.value, like, "value"),
+        )
+
+    async def match_prefix(self, token_ids: Iterable[int], extra_keys: ExtraKeys = ()) -> int:
+        """Leading tokens that the prefix cache has."""
+        request = build(
+            blocks_pb2.MatchPrefixRequest,
+            token_ids=int_list(token_ids, "token_ids"),
+            extra_keys=_extra_keys(extra_keys),
+        )
+        return int((await self._call("match_prefix", request)).num_cached_tokens)
+
+    async def pin(self, token_ids: Iterable[int], ttl_s: float, extra_keys: ExtraKeys = ()) -> Pin:
+        """Protect a prefix's cached blocks from eviction for `ttl_s` seconds."""
+        request = build(
+            blocks_pb2.PinRequest,
+            request_id=next(self._request_ids),
+            token_ids=int_list(token_ids, "token_ids"),
+            extra_keys=_extra_keys(extra_keys),
+            ttl_s=ttl_s,
+        )
+        return from_message(Pin, await self._call("pin", request))
+
+    async def unpin(self, pin: Pin) -> None:
+        await self._call("unpin", build(blocks_pb2.UnpinRequest, request_id=next(self._request_ids), pin_id=pin.pin_id))
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget the prefix cache, of all sessions."""
+        await self._call(
+            "reset_prefix_cache", build(blocks_pb2.ResetPrefixCacheRequest, request_id=next(self._request_ids))
+        )
+
+    async def common_prefix(self, sequences: Batch[Sequence]) -> int:
+        """Leading blocks that all of them share."""
+        response = await self._call(
+            "common_prefix", build(blocks_pb2.CommonPrefixRequest, sequence_ids=_ids(sequences))
+        )
+        return int(response.num_blocks)
+
+    def _check_size(self, num_bytes: int, field: str) -> None:
+        limit = self.info.max_message_bytes
+        if num_bytes + _OVERHEAD_BYTES > limit:
+            raise MessageTooLargeError(f"{num_bytes} bytes, a message may have {limit}", field=field)
+
+
+class StepCore:
+    """One engine iteration over a batch: one call for each layer.
+
+    Token j of the i-th sequence stands at position context_lens[i] - query_lens[i] + j. Tensors are ragged: the tokens
+    of the sequences one after the other, without padding.
+    """
+
+    def __init__(
+        self, session: SessionCore[Any], sequences: tuple[Sequence, ...], response: blocks_pb2.StepResponse
+    ) -> None:
+        self.sequences = sequences
+        self.step_id: int = response.step_id
+        self.query_lens = to_ints(response.query_lens, np.int32)
+        self.context_lens = to_ints(response.context_lens, np.int32)
+        self.num_tokens = int(self.query_lens.sum())
+        self.cow_copies: int = response.cow_copies
+        self._session = session
+
+    async def decode(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+        """`extend` for steps in which every sequence has one token; others are refused."""
+        return await self._attend("decode", layer, query, key, value, **options)
+
+    async def extend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+        """Write the layer's K/V of the step's tokens, then attend, causally.
+
+        query `[num_tokens, num_heads, head_size]`, key and value `[num_tokens, num_kv_heads, head_size]`, of the pool's
+        dtype, NumPy or torch. Options: `scale` (1/sqrt(head_size) if None), `sliding_window`, `logits_soft_cap`,
+        `alibi_slopes` (a number for each query head), `return_lse`. Returns the output, shaped as query, or
+        (output, log-sum-exp float32 `[num_tokens, num_heads]`). Each layer once in a step.
+        """
+        return await self._attend("extend", layer, query, key, value, **options)
+
+    async def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+        """`decode` where every sequence has one token, else `extend`."""
+        name = "decode" if self.num_tokens == len(self.sequences) else "extend"
+        return await self._attend(name, layer, query, key, value, **options)
+
+    async def _attend(
+        self,
+        name: str,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float | None = None,
+        sliding_window: int = 0,
+        logits_soft_cap: float = 0.0,
+        alibi_slopes: Iterable[float] | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        if scale == 0:
+            raise InvalidArgumentError("0 makes all scores equal; None is the default scale", field="options.scale")
+        request = build(
+            attention_pb2.AttendRequest,
+            step_id=self.step_id,
+            layer=whole(layer, "layer"),
+            query=tensors.to_message(query, "query"),
+            key=tensors.to_message(key, "key"),
+            value=tensors.to_message(value, "value"),
+            options=build(
+                attention_pb2.AttentionOptions,
+                scale=scale or 0.0,
+                sliding_window=whole(sliding_window, "options.sliding_window"),
+                logits_soft_cap=logits_soft_cap,
+                alibi_slopes=None if alibi_slopes is None else [float(slope) for slope in alibi_slopes],
+            ),
+            return_lse=return_lse,
+        )
+        self._check_size(request.query, request.key, request.value)
+        response = await self._session._call(name, request)
+        output = tensors.from_message(response.output, query, "output")
+        return (output, tensors.from_message(response.lse, query, "lse")) if return_lse else output
+
+    async def write(self, key: Tensor, value: Tensor, layer: int | None = None) -> None:
+        """Write the step's K/V without attention: `[num_tokens, num_kv_heads, head_size]` of one layer, or
+        `[num_layers, num_tokens, num_kv_heads, head_size]` of all."""
+        request = build(
+            attention_pb2.WriteRequest,
+            step_id=self.step_id,
+            layer=None if layer is None else whole(layer, "layer"),
+            key=tensors.to_message(key, "key"),
+            value=tensors.to_message(value, "value"),
+        )
+        self._check_size(request.key, request.value)
+        await self._session._call("write", request)
+
+    def _check_size(self, *messages: tensor_pb2.Tensor) -> None:
+        self._session._check_size(sum(len(message.inline) for message in messages), "query, key, value")
+
+
+def whole(value: Any, field: str) -> int:
+    """An int, or InvalidArgumentError: NaN and 1.5 are no lengths."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise InvalidArgumentError(f"{value!r} is not a whole number", field=field) from None
+
+
+def int_list(values: Iterable[int], field: str) -> list[int]:
+    """A plain list, which protobuf takes fastest."""
+    if type(values) is list:
+        return values
+    array = np.asarray(values if isinstance(values, np.ndarray) or hasattr(values, "__array__") else list(values))
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise InvalidArgumentError(f"is {array.dtype} of shape {list(array.shape)}, must be whole numbers", field=field)
+    flat: list[int] = array.tolist()
+    return flat
+
+
+def build(kind: Callable[..., MessageT], **fields: Any) -> MessageT:
+    """A request. Raises InvalidArgumentError naming the field whose value protobuf cannot take."""
+    try:
+        return kind(**fields)
+    except (TypeError, ValueError, OverflowError):
+        for name, value in fields.items():
+            try:
+                kind(**{name: value})
+            except (TypeError, ValueError, OverflowError) as error:
+                raise InvalidArgumentError(str(error), field=name) from None
+        raise
+
+
+def _ids(sequences: Iterable[Sequence]) -> list[int]:
+    return [sequence.sequence_id for sequence in sequences]
+
+
+def _extra_keys(keys: ExtraKeys) -> list[blocks_pb2.ExtraKey]:
+    return [blocks_pb2.ExtraKey(position=whole(position, "extra_keys"), key=key) for position, key in keys]

@@ -1,0 +1,55 @@
+"""A caller's tensors, NumPy's or torch's on the CPU, to messages and back to the same kind."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+
+from kvservice.errors import InvalidArgumentError
+from kvservice.pool.layout import DTYPES
+from kvservice.v1 import tensor_pb2
+from kvservice.wire.tensors import Array, to_array, to_tensor
+
+Tensor = Any
+"""numpy.ndarray or torch.Tensor. torch is not imported for it."""
+
+
+def to_message(tensor: Tensor, field: str) -> tensor_pb2.Tensor:
+    array = _as_array(tensor, field)
+    if array.dtype not in DTYPES.values():
+        raise InvalidArgumentError(f"is {array.dtype}, not one of {', '.join(DTYPES)}", field=field)
+    return to_tensor(array)
+
+
+def from_message(message: tensor_pb2.Tensor, like: Tensor, field: str) -> Tensor:
+    """An array of its own memory; a torch tensor where `like` is one."""
+    array = to_array(message, field).copy()
+    if not _is_torch(like):
+        return array
+    torch = sys.modules["torch"]
+    if array.dtype == DTYPES["bfloat16"]:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def _as_array(tensor: Tensor, field: str) -> Array:
+    if isinstance(tensor, np.ndarray):
+        return tensor
+    if not _is_torch(tensor):
+        raise InvalidArgumentError(f"is {type(tensor).__name__}, not a NumPy array or a torch tensor", field=field)
+    torch = sys.modules["torch"]
+    if tensor.device.type != "cpu":
+        raise InvalidArgumentError(f"is on {tensor.device}, must be on the CPU", field=field)
+    tensor = tensor.detach().contiguous()
+    if tensor.dtype == torch.bfloat16:
+        bits: Array = tensor.view(torch.int16).numpy()
+        return bits.view(DTYPES["bfloat16"])
+    array: Array = tensor.numpy()
+    return array
+
+
+def _is_torch(tensor: Tensor) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(tensor, torch.Tensor)

@@ -1,0 +1,92 @@
+"""What calls return: plain values, no protobuf."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class PoolInfo:
+    """Shape of the daemon's pool and its limits; see GetInfoResponse in pool.proto."""
+
+    version: str
+    device: str
+    num_layers: int
+    num_kv_heads: int
+    head_size: int
+    dtype: str
+    block_size: int
+    num_blocks: int
+    num_swap_blocks: int
+    block_bytes: int
+    enable_prefix_caching: bool
+    max_sequences: int
+    max_sequence_tokens: int
+    max_message_bytes: int
+    session_grace_s: float
+
+
+@dataclass(frozen=True)
+class PoolStats:
+    """Gauges and counters of the pool; see GetStatsResponse in pool.proto."""
+
+    num_blocks: int
+    free_blocks: int
+    active_blocks: int
+    shared_blocks: int
+    cached_blocks: int
+    pinned_blocks: int
+    num_swap_blocks: int
+    used_swap_blocks: int
+    sequences: int
+    swapped_sequences: int
+    tokens: int
+    sessions: int
+    prefix_cache_query_tokens: int
+    prefix_cache_hit_tokens: int
+    cow_copies: int
+    swapped_out_blocks: int
+    swapped_in_blocks: int
+    evicted_blocks: int
+
+
+@dataclass
+class Sequence:
+    """A sequence of this session. `length` follows the calls made through the session that it belongs to."""
+
+    sequence_id: int
+    length: int
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class SequenceInfo:
+    """A sequence as the daemon sees it. `token_ids` and `block_ids` are empty unless asked for."""
+
+    sequence_id: int
+    length: int
+    num_computed_tokens: int
+    num_blocks: int
+    swapped: bool
+    token_ids: tuple[int, ...]
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Pin:
+    pin_id: int
+    num_pinned_tokens: int
+
+
+def from_message(kind: type[T], message: Message) -> T:
+    """A value whose fields are named as the message's."""
+    values: dict[str, Any] = {}
+    for field in fields(kind):  # type: ignore[arg-type]
+        value = getattr(message, field.name)
+        values[field.name] = value if isinstance(value, (int, float, str, bool)) else tuple(value)
+    return kind(**values)

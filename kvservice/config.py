@@ -1,0 +1,144 @@
+"""The daemon's configuration: one frozen model. The command line, the environment and the file are made from it.
+
+A value is taken from the first of: command line option, environment variable `KVSERVICE_<FIELD>`, the TOML file, the
+default. Keys that are no field are errors in the file and in the environment.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from kvservice.errors import InvalidArgumentError
+from kvservice.pool.layout import PoolLayout
+
+ENV_PREFIX = "KVSERVICE_"
+# Read by other parts than the daemon's configuration.
+OTHER_ENV = {"KVSERVICE_CPU_ISA", "KVSERVICE_CONFIG", "KVSERVICE_CUDA"}
+GIB = 1 << 30
+
+
+def default_unix_socket() -> str:
+    """/run/kvservice.sock for root, else below the user's runtime directory."""
+    if os.geteuid() == 0 and Path("/run").is_dir():
+        return "/run/kvservice.sock"
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    return f"{runtime}/kvservice.sock" if runtime else f"{tempfile.gettempdir()}/kvservice-{os.geteuid()}.sock"
+
+
+class ServeConfig(BaseModel):
+    """What `kvservice serve` can be told. Field descriptions are the options' help."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    device: Literal["cpu"] = Field("cpu", description="Where the pool lies.")
+    num_layers: int = Field(32, ge=1, le=4096, description="Layers of the model.")
+    num_kv_heads: int = Field(8, ge=1, le=4096, description="K/V heads of a layer.")
+    head_size: int = Field(128, ge=32, le=256, multiple_of=8, description="Size of a head.")
+    dtype: Literal["float32", "float16", "bfloat16"] = Field("bfloat16", description="Type of K/V, queries, outputs.")
+    block_size: int = Field(16, ge=1, le=256, description="Tokens in a block, a power of two.")
+    num_blocks: int | None = Field(
+        None, ge=1, le=1 << 24, description="Blocks of the pool. Left out: as many as fit into pool-gib."
+    )
+    pool_gib: float = Field(1.0, gt=0, le=1 << 16, description="Size of the pool in GiB, unless num-blocks is given.")
+    swap_space_gib: float = Field(0.25, ge=0, le=1 << 16, description="Size of the swap tier in GiB.")
+    watermark: float = Field(0.01, ge=0, lt=1, description="Share of the pool that new sequences must leave free.")
+    enable_prefix_caching: bool = Field(True, description="Keep computed blocks of freed sequences and share them.")
+    max_pinned_fraction: float = Field(0.5, ge=0, le=1, description="Share of the pool that clients may pin.")
+    max_sequences: int = Field(1024, ge=1, le=1 << 20, description="Sequences at one time, of all sessions.")
+    max_sequence_tokens: int = Field(131072, ge=1, le=1 << 24, description="Longest sequence, in tokens.")
+    num_threads: int = Field(0, ge=0, le=1024, description="Threads of the attention kernels. 0: one for each core.")
+
+    unix_socket: str = Field(
+        default_factory=default_unix_socket, description="Path of the unix socket. Empty: none is opened."
+    )
+    unix_socket_mode: str = Field("0600", pattern="^0?[0-7]{3}$", description="Who may connect to it, in octal.")
+    tcp_address: str = Field("127.0.0.1:50051", description="host:port for gRPC over TCP. Empty: none is opened.")
+    metrics_address: str = Field("127.0.0.1:9464", description="host:port of the metrics. Empty: none is opened.")
+
+    session_grace_s: float = Field(5.0, ge=0, le=3600, description="Seconds that a session outlives its stream.")
+    max_detach_ttl_s: float = Field(3600.0, ge=0, le=30 * 86400, description="Longest wait of a detached session.")
+    max_sessions: int = Field(256, ge=1, le=65536, description="Sessions at one time.")
+    max_message_mib: int = Field(64, ge=1, le=1024, description="Largest gRPC message in MiB, both ways.")
+    drain_timeout_s: float = Field(30.0, ge=0, le=3600, description="Seconds that running steps have after SIGTERM.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level that is logged.")
+
+    @field_validator("block_size")
+    @classmethod
+    def _power_of_two(cls, value: int) -> int:
+        if value & (value - 1):
+            raise ValueError("must be a power of two")
+        return value
+
+    @field_validator("tcp_address", "metrics_address")
+    @classmethod
+    def _host_and_port(cls, value: str) -> str:
+        if value:
+            host, _, port = value.rpartition(":")
+            if not host or not port.isdigit() or int(port) > 65535:
+                raise ValueError("must be host:port, or empty")
+        return value
+
+    @property
+    def layout(self) -> PoolLayout:
+        return PoolLayout(self.num_layers, self.num_kv_heads, self.head_size, self.block_size, self.dtype)
+
+    @property
+    def pool_blocks(self) -> int:
+        return self.num_blocks if self.num_blocks is not None else int(self.pool_gib * GIB) // self.layout.block_bytes
+
+    @property
+    def swap_blocks(self) -> int:
+        return int(self.swap_space_gib * GIB) // self.layout.block_bytes
+
+    @property
+    def max_message_bytes(self) -> int:
+        return self.max_message_mib << 20
+
+
+def load_config(options: Mapping[str, Any], environ: Mapping[str, str], file: Path | None = None) -> ServeConfig:
+    """Merge options (those given), environment and file into one configuration.
+
+    Raises InvalidArgumentError naming the field, and where it was read.
+    """
+    values: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    for source, found in ((str(file), _read_file(file)), ("environment", _read_environ(environ)), ("option", options)):
+        values.update(found)
+        origin.update(dict.fromkeys(found, source))
+    try:
+        config = ServeConfig.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = str(first["loc"][0])
+        raise InvalidArgumentError(f"{first['msg']} ({origin.get(field, 'default')})", field=field) from None
+    if config.pool_blocks < 1:
+        raise InvalidArgumentError(
+            f"no block fits: a block is {config.layout.block_bytes} bytes, pool_gib is {config.pool_gib}",
+            field="pool_gib",
+        )
+    return config
+
+
+def _read_file(file: Path | None) -> dict[str, Any]:
+    if file is None:
+        return {}
+    try:
+        with file.open("rb") as stream:
+            return tomllib.load(stream)
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise InvalidArgumentError(f"{file}: {error}", field="config") from None
+
+
+def _read_environ(environ: Mapping[str, str]) -> dict[str, str]:
+    return {
+        name.removeprefix(ENV_PREFIX).lower(): value
+        for name, value in environ.items()
+        if name.startswith(ENV_PREFIX) and name not in OTHER_ENV
+    }

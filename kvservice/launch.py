@@ -1,0 +1,74 @@
+"""Run a daemon as a child process: for demonstrations, benchmarks and tests."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from kvservice.config import ENV_PREFIX
+from kvservice.environment import missing_environment
+
+
+class Daemon:
+    """A private daemon on a unix socket in a directory of its own. A context manager; `address` is for clients.
+
+    `options` are fields of ServeConfig. Nothing but the socket is opened unless they say so.
+    """
+
+    def __init__(self, *, start_timeout_s: float = 60.0, **options: Any) -> None:
+        self._directory = Path(tempfile.mkdtemp(prefix="kvservice-"))
+        defaults = {"unix_socket": self._directory / "kvservice.sock", "tcp_address": "", "metrics_address": ""}
+        self._options = defaults | {"log_level": "warning"} | options
+        self.address = f"unix://{self._options['unix_socket']}"
+        self.log = self._directory / "daemon.log"
+        self._start_timeout_s = start_timeout_s
+
+    def __enter__(self) -> Daemon:
+        options = {f"{ENV_PREFIX}{name.upper()}": str(value) for name, value in self._options.items()}
+        with self.log.open("wb") as log:
+            # -P: a checkout in the working directory must not hide the installed package.
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "kvservice", "serve"],
+                env=os.environ | missing_environment(os.environ) | options,
+                stdout=log,
+                stderr=log,
+            )
+        try:
+            self._await_ready()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def stop(self, timeout_s: float = 40.0) -> int:
+        """SIGTERM, and SIGKILL if that is not heard. Returns the exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+        return self.process.wait()
+
+    def _await_ready(self) -> None:
+        from kvservice.client import KVClient
+
+        deadline = time.monotonic() + self._start_timeout_s
+        path = Path(self._options["unix_socket"])
+        while not path.exists():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"the daemon did not start: {self.log.read_text(errors='replace').strip()}")
+            time.sleep(0.02)
+        with KVClient(self.address, connect_timeout_s=self._start_timeout_s):
+            pass

@@ -1,0 +1,55 @@
+"""A pool in host memory: a memory file, mapped, so that it can be handed to another process as a descriptor."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from typing import Any
+
+import numpy as np
+
+from kvservice.errors import ResourceExhaustedError
+from kvservice.pool.layout import PoolLayout
+
+
+class CpuPool:
+    """`blocks`: ndarray `[num_blocks, num_layers, 2, num_kv_heads, head_size * block_size]` of the layout's dtype.
+
+    All memory is taken when the pool is made, so that no later write can fail for want of it.
+    """
+
+    def __init__(self, layout: PoolLayout, num_blocks: int, name: str = "kvservice-pool") -> None:
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.num_bytes = num_blocks * layout.block_bytes
+        shape = (num_blocks, *layout.block_shape)
+        if num_blocks == 0:
+            self.fd = -1
+            self.blocks: np.ndarray[Any, Any] = np.empty(shape, layout.numpy_dtype)
+            return
+        available = _available_bytes()
+        if self.num_bytes > available:
+            raise ResourceExhaustedError(
+                f"{num_blocks} blocks of {layout.block_bytes} bytes take {self.num_bytes} bytes, {available} are available",
+                field="num_blocks",
+            )
+        self.fd = os.memfd_create(name, os.MFD_CLOEXEC)
+        try:
+            os.posix_fallocate(self.fd, 0, self.num_bytes)
+            memory = mmap.mmap(self.fd, self.num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        except OSError as error:
+            os.close(self.fd)
+            raise ResourceExhaustedError(
+                f"cannot allocate {self.num_bytes} bytes for {num_blocks} blocks: {error.strerror}", field="num_blocks"
+            ) from None
+        self.blocks = np.frombuffer(memory, layout.numpy_dtype).reshape(shape)
+
+
+def _available_bytes() -> int:
+    """Memory that can be had without swapping. Asked first: a memory file that is too large ends in a kill, not an error."""
+    with open("/proc/meminfo") as stream:
+        for line in stream:
+            name, _, value = line.partition(":")
+            if name == "MemAvailable":
+                return int(value.split()[0]) << 10
+    raise ResourceExhaustedError("/proc/meminfo does not tell the available memory")

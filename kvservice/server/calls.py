@@ -1,0 +1,188 @@
+"""What each call does: check, one call of the engine, translate, return.
+
+One function for each RPC, named as the RPC and as the field of a stream's `Call`; the same function serves both ways.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvservice import __version__
+from kvservice.config import ServeConfig
+from kvservice.engine import Engine, check_options
+from kvservice.errors import InvalidArgumentError
+from kvservice.server import codec
+from kvservice.server.sessions import Session, SessionRegistry
+from kvservice.v1 import attention_pb2, blocks_pb2, pool_pb2, session_pb2
+from kvservice.wire.tensors import to_array, to_ints, to_tensor
+
+# Room for what surrounds the tensors in a message.
+MESSAGE_OVERHEAD = 4096
+
+
+class Calls:
+    """Calls within a session: `(session, request) -> response`, or a coroutine of it where bytes are moved."""
+
+    def __init__(self, config: ServeConfig, engine: Engine) -> None:
+        self._engine = engine
+        self._manager = engine.manager
+        self._max_response_bytes = config.max_message_bytes - MESSAGE_OVERHEAD
+
+    def allocate(self, session: Session, request: blocks_pb2.AllocateRequest) -> blocks_pb2.AllocateResponse:
+        requests = codec.allocation_requests(request.sequences, request.lookahead)
+        allocations = self._manager.allocate(session.space, requests)
+        return blocks_pb2.AllocateResponse(
+            num_cached_tokens=[allocation.num_cached_tokens for allocation in allocations],
+            num_blocks=[allocation.num_blocks for allocation in allocations],
+        )
+
+    def can_allocate(self, session: Session, request: blocks_pb2.CanAllocateRequest) -> blocks_pb2.CanAllocateResponse:
+        requests = codec.allocation_requests(request.sequences, request.lookahead)
+        status = self._manager.can_allocate(session.space, requests)
+        return blocks_pb2.CanAllocateResponse(status=codec.ALLOC_STATUS[status])
+
+    def append(self, session: Session, request: blocks_pb2.AppendRequest) -> blocks_pb2.StepResponse:
+        step = self._engine.append(
+            session.space,
+            to_ints(request.sequence_ids),
+            to_ints(request.token_ids, np.int32),
+            codec.optional_ints(request.num_tokens, np.int32),
+            codec.optional_ints(request.expected_lengths),
+            request.lookahead,
+        )
+        return codec.step_response(step, request.return_slot_mapping)
+
+    def open_step(self, session: Session, request: blocks_pb2.OpenStepRequest) -> blocks_pb2.StepResponse:
+        num_tokens = codec.optional_ints(request.num_tokens, np.int32)
+        step = self._engine.open_step(session.space, to_ints(request.sequence_ids), num_tokens)
+        return codec.step_response(step, request.return_slot_mapping)
+
+    def truncate(self, session: Session, request: blocks_pb2.TruncateRequest) -> blocks_pb2.TruncateResponse:
+        self._manager.truncate(session.space, to_ints(request.sequence_ids), to_ints(request.lengths))
+        return blocks_pb2.TruncateResponse()
+
+    def fork(self, session: Session, request: blocks_pb2.ForkRequest) -> blocks_pb2.ForkResponse:
+        self._manager.fork(session.space, to_ints(request.parent_ids), to_ints(request.child_ids))
+        return blocks_pb2.ForkResponse()
+
+    def swap_out(self, session: Session, request: blocks_pb2.SwapOutRequest) -> blocks_pb2.SwapResponse:
+        plan = self._engine.swap_out(session.space, to_ints(request.sequence_ids))
+        return blocks_pb2.SwapResponse(moved_blocks=len(plan))
+
+    def swap_in(self, session: Session, request: blocks_pb2.SwapInRequest) -> blocks_pb2.SwapResponse:
+        plan = self._engine.swap_in(session.space, to_ints(request.sequence_ids))
+        return blocks_pb2.SwapResponse(moved_blocks=len(plan))
+
+    def free(self, session: Session, request: blocks_pb2.FreeRequest) -> blocks_pb2.FreeResponse:
+        self._manager.free(session.space, to_ints(request.sequence_ids))
+        return blocks_pb2.FreeResponse()
+
+    def describe(self, session: Session, request: blocks_pb2.DescribeRequest) -> blocks_pb2.DescribeResponse:
+        sequences = self._manager.describe(
+            session.space,
+            codec.optional_ints(request.sequence_ids),
+            include_tokens=request.return_token_ids,
+            include_blocks=request.return_block_ids,
+        )
+        return codec.describe_response(sequences)
+
+    def match_prefix(self, _: Session, request: blocks_pb2.MatchPrefixRequest) -> blocks_pb2.MatchPrefixResponse:
+        tokens = self._manager.match_prefix(to_ints(request.token_ids, np.int32), codec.extra_keys(request.extra_keys))
+        return blocks_pb2.MatchPrefixResponse(num_cached_tokens=tokens)
+
+    def pin(self, session: Session, request: blocks_pb2.PinRequest) -> blocks_pb2.PinResponse:
+        token_ids = to_ints(request.token_ids, np.int32)
+        pin = self._manager.pin(session.space, token_ids, codec.extra_keys(request.extra_keys), ttl_s=request.ttl_s)
+        return blocks_pb2.PinResponse(pin_id=pin.pin_id, num_pinned_tokens=pin.num_tokens)
+
+    def unpin(self, session: Session, request: blocks_pb2.UnpinRequest) -> blocks_pb2.UnpinResponse:
+        self._manager.unpin(session.space, request.pin_id)
+        return blocks_pb2.UnpinResponse()
+
+    def reset_prefix_cache(
+        self, _: Session, __: blocks_pb2.ResetPrefixCacheRequest
+    ) -> blocks_pb2.ResetPrefixCacheResponse:
+        self._manager.reset_prefix_cache()
+        return blocks_pb2.ResetPrefixCacheResponse()
+
+    def common_prefix(
+        self, session: Session, request: blocks_pb2.CommonPrefixRequest
+    ) -> blocks_pb2.CommonPrefixResponse:
+        num_blocks = self._manager.common_prefix_blocks(session.space, to_ints(request.sequence_ids))
+        return blocks_pb2.CommonPrefixResponse(num_blocks=num_blocks)
+
+    async def decode(self, session: Session, request: attention_pb2.AttendRequest) -> attention_pb2.AttendResponse:
+        step = self._manager.get_step(session.space, request.step_id)
+        if len(step.slot_mapping) != len(step.query_lens):
+            raise InvalidArgumentError("a sequence has several tokens in this step: use Extend", field="step_id")
+        return await self.extend(session, request)
+
+    async def extend(self, session: Session, request: attention_pb2.AttendRequest) -> attention_pb2.AttendResponse:
+        options = codec.attention_options(request.options)
+        if request.validate_only:
+            self._manager.check_layer(session.space, request.step_id, request.layer)
+            check_options(options, num_heads=None)
+            return attention_pb2.AttendResponse()
+        query = to_array(request.query, "query")
+        # The output is as large as the query; the log-sum-exp adds at most an eighth.
+        codec.check_response_size(query.nbytes * 9 // 8, self._max_response_bytes, "query")
+        output, lse = await self._engine.attend(
+            session.space,
+            request.step_id,
+            request.layer,
+            query,
+            to_array(request.key, "key"),
+            to_array(request.value, "value"),
+            options,
+            request.return_lse,
+        )
+        return attention_pb2.AttendResponse(output=to_tensor(output), lse=None if lse is None else to_tensor(lse))
+
+    async def write(self, session: Session, request: attention_pb2.WriteRequest) -> attention_pb2.WriteResponse:
+        await self._engine.write(
+            session.space,
+            request.step_id,
+            codec.optional_layer(request),
+            to_array(request.key, "key"),
+            to_array(request.value, "value"),
+        )
+        return attention_pb2.WriteResponse()
+
+    async def read(self, session: Session, request: attention_pb2.ReadRequest) -> attention_pb2.ReadResponse:
+        layer = codec.optional_layer(request)
+        ranges = [(part.sequence_id, part.start, part.stop) for part in request.ranges]
+        self._check_read_size(ranges, layer)
+        key, value = await self._engine.read(session.space, ranges, layer)
+        return attention_pb2.ReadResponse(key=to_tensor(key), value=to_tensor(value))
+
+    def _check_read_size(self, ranges: list[tuple[int, int, int]], layer: int | None) -> None:
+        layout = self._engine.layout
+        per_token = layout.token_bytes if layer is None else layout.token_bytes // layout.num_layers
+        num_tokens = sum(max(0, stop - start) for _, start, stop in ranges)
+        codec.check_response_size(num_tokens * per_token, self._max_response_bytes, "ranges")
+
+
+class OpenCalls:
+    """Calls that need no session: `request -> response`."""
+
+    def __init__(self, config: ServeConfig, engine: Engine, sessions: SessionRegistry) -> None:
+        self._info = codec.info_response(config, __version__)
+        self._engine = engine
+        self._sessions = sessions
+
+    def get_info(self, _: pool_pb2.GetInfoRequest) -> pool_pb2.GetInfoResponse:
+        return self._info
+
+    def get_stats(self, _: pool_pb2.GetStatsRequest) -> pool_pb2.GetStatsResponse:
+        return codec.stats_response(self._engine.manager.stats(), len(self._sessions))
+
+    def ping(self, request: pool_pb2.PingRequest) -> pool_pb2.PingResponse:
+        return pool_pb2.PingResponse(payload=request.payload)
+
+    def open(self, request: session_pb2.OpenRequest) -> session_pb2.OpenResponse:
+        session = self._sessions.open(request.name, request.detachable, request.detach_ttl_s)
+        return session_pb2.OpenResponse(session_token=session.token, session_id=session.session_id)
+
+    def close(self, request: session_pb2.CloseRequest) -> session_pb2.CloseResponse:
+        self._sessions.close(self._sessions.get(request.session_token))
+        return session_pb2.CloseResponse()

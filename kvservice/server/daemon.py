@@ -1,0 +1,194 @@
+"""The daemon's life: open the pool, listen, serve, drain, end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import stat
+from pathlib import Path
+
+import grpc
+import prometheus_client
+import uvloop
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from prometheus_client import CollectorRegistry
+
+from kvservice.config import ServeConfig
+from kvservice.engine import Engine
+from kvservice.errors import KVServiceError
+from kvservice.metrics.pool import PoolCollector
+from kvservice.metrics.rpc import RpcMetrics
+from kvservice.server.calls import Calls, OpenCalls
+from kvservice.server.dispatch import Dispatcher
+from kvservice.server.services import SERVICES, Services
+from kvservice.server.sessions import SessionRegistry
+
+logger = logging.getLogger(__name__)
+
+EXIT_FAULT = 70
+
+
+class StartError(KVServiceError):
+    """The daemon cannot start as it is configured."""
+
+
+class Daemon:
+    def __init__(self, config: ServeConfig) -> None:
+        self._config = config
+        self.engine = Engine(config)
+        self.sessions = SessionRegistry(config, self.engine.manager)
+        self._metrics = CollectorRegistry()
+        prometheus_client.ProcessCollector(registry=self._metrics)
+        prometheus_client.PlatformCollector(registry=self._metrics)
+        self._metrics.register(
+            PoolCollector(self.engine.manager.stats, lambda: len(self.sessions), config.layout.block_bytes)
+        )
+        self.dispatcher = Dispatcher(
+            Calls(config, self.engine),
+            OpenCalls(config, self.engine, self.sessions),
+            RpcMetrics(self._metrics),
+        )
+        self._health = health.aio.HealthServicer()
+        self._stop = asyncio.Event()
+
+    async def serve(self) -> int:
+        """Serve until SIGTERM, SIGINT or a fault. Returns the exit status."""
+        loop = asyncio.get_running_loop()
+        for signal_number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signal_number, self._stop.set)
+        self.engine.queue.on_fault = lambda: loop.call_soon_threadsafe(self._stop.set)
+        with contextlib.ExitStack() as cleanup:
+            server = self._server()
+            self._listen(server, cleanup)
+            self._listen_metrics(cleanup)
+            await server.start()
+            self._restrict_unix_socket()
+            await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+            logger.info(
+                "serving %d blocks of %d bytes on %s",
+                self._config.pool_blocks,
+                self._config.layout.block_bytes,
+                ", ".join(filter(None, (self._config.unix_socket, self._config.tcp_address))),
+            )
+            await self._stop.wait()
+            if self.engine.queue.fault is None:
+                await self._drain()
+            await server.stop(grace=0.5)
+            self.engine.queue.close()
+        return EXIT_FAULT if self.engine.queue.fault is not None else 0
+
+    def _server(self) -> grpc.aio.Server:
+        config = self._config
+        server = grpc.aio.server(
+            options=[
+                ("grpc.max_receive_message_length", config.max_message_bytes),
+                ("grpc.max_send_message_length", config.max_message_bytes),
+                # A second daemon on the same port must fail, not share it.
+                ("grpc.so_reuseport", 0),
+                # A client whose host is gone is noticed within the two times together.
+                ("grpc.keepalive_time_ms", 10_000),
+                ("grpc.keepalive_timeout_ms", 5_000),
+                ("grpc.keepalive_permit_without_calls", 1),
+                ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+            ],
+            maximum_concurrent_rpcs=4 * config.max_sessions + 64,
+        )
+        server.add_generic_rpc_handlers(tuple(Services(self.dispatcher, self.sessions).handlers()))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        names = [service.full_name for service in SERVICES]
+        reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+        return server
+
+    def _listen(self, server: grpc.aio.Server, cleanup: contextlib.ExitStack) -> None:
+        if not (self._config.unix_socket or self._config.tcp_address):
+            raise StartError("there is nothing to listen on: set one of the two", field="unix_socket, tcp_address")
+        if self._config.unix_socket:
+            path = Path(self._config.unix_socket)
+            _check_socket_free(path)
+            # Until its mode is set the socket must not be open to others.
+            umask = os.umask(0o177)
+            try:
+                _bind(server, f"unix:{path}", "unix_socket")
+            finally:
+                os.umask(umask)
+            cleanup.callback(path.unlink, missing_ok=True)
+        if self._config.tcp_address:
+            _bind(server, self._config.tcp_address, "tcp_address")
+
+    def _restrict_unix_socket(self) -> None:
+        if self._config.unix_socket:
+            os.chmod(self._config.unix_socket, int(self._config.unix_socket_mode, 8))
+
+    def _listen_metrics(self, cleanup: contextlib.ExitStack) -> None:
+        if not self._config.metrics_address:
+            return
+        host, _, port = self._config.metrics_address.rpartition(":")
+        try:
+            server, _thread = prometheus_client.start_http_server(int(port), host, self._metrics)
+        except OSError as error:
+            raise StartError(
+                f"cannot listen on {self._config.metrics_address}: {error}", field="metrics_address"
+            ) from None
+        cleanup.callback(server.server_close)
+        cleanup.callback(server.shutdown)
+
+    async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+        for name in ("", *(service.full_name for service in SERVICES)):
+            await self._health.set(name, status)
+
+    async def _drain(self) -> None:
+        """Refuse new work, wait for calls and for steps that have begun, at most for the drain time."""
+        self.dispatcher.draining = True
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        logger.info("draining")
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._config.drain_timeout_s
+        while self._busy():
+            if loop.time() > deadline:
+                logger.warning("still busy after %g s of draining", self._config.drain_timeout_s)
+                break
+            await asyncio.sleep(0.02)
+
+    def _busy(self) -> bool:
+        return self.dispatcher.in_flight > 0 or any(
+            session.end_stream is not None and session.space.has_steps_in_progress() for session in self.sessions
+        )
+
+
+def _check_socket_free(path: Path) -> None:
+    """A socket file that nobody serves is removed by gRPC; one that is served must not be taken away."""
+    if not path.exists():
+        if not path.parent.is_dir():
+            raise StartError(f"{path.parent} is not a directory", field="unix_socket")
+        return
+    if not stat.S_ISSOCK(path.stat().st_mode):
+        raise StartError(f"{path} exists and is no socket", field="unix_socket")
+    with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(ConnectionRefusedError):
+        probe.connect(str(path))
+        raise StartError(f"{path} is served by another process", field="unix_socket")
+
+
+def _bind(server: grpc.aio.Server, address: str, field: str) -> None:
+    try:
+        port = server.add_insecure_port(address)
+    except RuntimeError:
+        port = 0
+    if port == 0:
+        raise StartError(f"cannot listen on {address}: is it in use, and are you allowed to?", field=field)
+
+
+async def _main(config: ServeConfig) -> int:
+    return await Daemon(config).serve()
+
+
+def run(config: ServeConfig) -> int:
+    """Run a daemon in this process until it is told to end. Returns the exit status."""
+    logging.basicConfig(
+        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
+    )
+    return uvloop.run(_main(config))

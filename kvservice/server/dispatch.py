@@ -1,0 +1,85 @@
+"""Every call passes here, whichever way it came: admission, repeated requests, errors, latency."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import time
+from typing import Any, cast
+
+from google.protobuf.message import Message
+
+from kvservice.errors import DrainingError, InternalError, InvalidArgumentError, KVServiceError
+from kvservice.metrics.rpc import RpcMetrics
+from kvservice.server.calls import Calls, OpenCalls
+from kvservice.server.sessions import Session
+
+logger = logging.getLogger(__name__)
+
+# Refused while the daemon drains.
+NEW_WORK = frozenset(("open", "attach", "allocate", "append", "open_step", "fork", "swap_out", "swap_in", "pin"))
+# A step that has begun is finished while the daemon drains.
+STEP_WORK = frozenset(("decode", "extend", "write"))
+
+
+class Dispatcher:
+    def __init__(self, calls: Calls, open_calls: OpenCalls, metrics: RpcMetrics) -> None:
+        self._calls = calls
+        self._open_calls = open_calls
+        self._metrics = metrics
+        self.draining = False
+        self.in_flight = 0
+
+    async def call(self, method: str, request: Any, session: Session, transport: str) -> Message:
+        """A call within a session. Raises KVServiceError."""
+        return await self._measured(method, transport, self._in_session, request, session)
+
+    async def call_open(self, method: str, request: Any, transport: str) -> Message:
+        """A call that needs no session."""
+        return await self._measured(method, transport, self._without_session, request, None)
+
+    async def _measured(self, method: str, transport: str, run: Any, request: Any, session: Session | None) -> Message:
+        start = time.perf_counter()
+        status = "OK"
+        self.in_flight += 1
+        try:
+            response = run(method, request, session)
+            if inspect.isawaitable(response):
+                response = await response
+            return cast(Message, response)
+        except KVServiceError as error:
+            status = error.status
+            raise
+        except Exception:
+            status = InternalError.status
+            logger.exception("%s failed", method)
+            raise InternalError(f"{method} failed; the daemon's log says why") from None
+        finally:
+            self.in_flight -= 1
+            self._metrics.observe(method, status, transport, time.perf_counter() - start)
+
+    def _in_session(self, method: str, request: Any, session: Session) -> Any:
+        self.admit(method)
+        if self.draining and method in STEP_WORK and not session.space.in_progress(request.step_id):
+            raise DrainingError("the daemon is shutting down, and this step has not begun")
+        handler = getattr(self._calls, method)
+        request_id = getattr(request, "request_id", 0)
+        if not request_id:
+            return handler(session, request)
+        known = session.replies.get(request_id)
+        if known is not None:
+            if known[0] != method:
+                raise InvalidArgumentError(f"{request_id} was used for {known[0]}", field="request_id")
+            return known[1]
+        response = handler(session, request)
+        session.remember(request_id, method, response)
+        return response
+
+    def _without_session(self, method: str, request: Any, _: None) -> Any:
+        self.admit(method)
+        return getattr(self._open_calls, method)(request)
+
+    def admit(self, method: str) -> None:
+        """Raise DrainingError for new work while the daemon drains."""
+        if self.draining and method in NEW_WORK:
+            raise DrainingError("the daemon is shutting down")

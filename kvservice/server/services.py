@@ -1,0 +1,126 @@
+"""The RPCs, made from the contract's own descriptors, and the session's stream."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import grpc
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.message_factory import GetMessageClass
+from grpc_status import rpc_status
+
+from kvservice.errors import FailedPreconditionError, KVServiceError
+from kvservice.server.dispatch import Dispatcher
+from kvservice.server.sessions import Session, SessionRegistry
+from kvservice.v1 import attention_pb2, blocks_pb2, pool_pb2, session_pb2
+from kvservice.wire.status import to_status
+
+Context = grpc.aio.ServicerContext
+
+SERVICES: tuple[ServiceDescriptor, ...] = tuple(
+    service
+    for module in (session_pb2, blocks_pb2, attention_pb2, pool_pb2)
+    for service in module.DESCRIPTOR.services_by_name.values()
+)
+
+
+def call_name(rpc_name: str) -> str:
+    """CanAllocate → can_allocate: the name of the handler, and of the field in Call and Reply."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", rpc_name).lower()
+
+
+class Services:
+    """`handlers()` is what a grpc.aio server is given."""
+
+    def __init__(self, dispatcher: Dispatcher, sessions: SessionRegistry) -> None:
+        self._dispatcher = dispatcher
+        self._sessions = sessions
+
+    def handlers(self) -> Iterable[grpc.GenericRpcHandler]:
+        for service in SERVICES:
+            methods = {method.name: self._rpc(service, method) for method in service.methods}
+            yield grpc.method_handlers_generic_handler(service.full_name, methods)
+
+    def _rpc(self, service: ServiceDescriptor, method: MethodDescriptor) -> grpc.RpcMethodHandler:
+        codec = {
+            "request_deserializer": GetMessageClass(method.input_type).FromString,
+            "response_serializer": GetMessageClass(method.output_type).SerializeToString,
+        }
+        if method.client_streaming:
+            return grpc.stream_stream_rpc_method_handler(self._connect, **codec)
+        needs_session = service.name in ("BlockService", "AttentionService")
+        return grpc.unary_unary_rpc_method_handler(self._unary(call_name(method.name), needs_session), **codec)
+
+    def _unary(self, name: str, needs_session: bool) -> Any:
+        async def answer(request: Any, context: Context) -> Any:
+            try:
+                if needs_session:
+                    session = self._sessions.get(request.session_token)
+                    return await self._dispatcher.call(name, request, session, "unary")
+                return await self._dispatcher.call_open(name, request, "unary")
+            except KVServiceError as error:
+                return await context.abort_with_status(rpc_status.to_status(to_status(error)))
+
+        return answer
+
+    async def _connect(self, _: Any, context: Context) -> None:
+        await Stream(self._dispatcher, self._sessions, context).serve()
+
+
+class Stream:
+    """One session's stream: reads a call, answers it, reads the next."""
+
+    def __init__(self, dispatcher: Dispatcher, sessions: SessionRegistry, context: Context) -> None:
+        self._dispatcher = dispatcher
+        self._sessions = sessions
+        self._context = context
+        self._session: Session | None = None
+        self._ending: str | None = None
+        self._task = asyncio.current_task()
+
+    def end(self, reason: str) -> None:
+        """Make `serve` end the stream with ABORTED. Called from outside it."""
+        self._ending = reason
+        if self._task is not None:
+            self._task.cancel()
+
+    async def serve(self) -> None:
+        try:
+            while (call := await self._context.read()) is not grpc.aio.EOF:
+                await self._context.write(await self._answer(call))
+        except asyncio.CancelledError:
+            if self._ending is None:
+                raise
+            await self._context.abort(grpc.StatusCode.ABORTED, self._ending)
+        finally:
+            if self._session is not None:
+                self._sessions.detach(self._session, self.end)
+
+    async def _answer(self, call: session_pb2.Call) -> session_pb2.Reply:
+        name = call.WhichOneof("call")
+        try:
+            if name is None:
+                raise FailedPreconditionError("a call of a later version, or none", field="call")
+            response = await self._call(name, getattr(call, name))
+            return session_pb2.Reply(call_id=call.call_id, **{name: response})
+        except KVServiceError as error:
+            return session_pb2.Reply(call_id=call.call_id, error=to_status(error))
+
+    async def _call(self, name: str, request: Any) -> Any:
+        if name == "attach":
+            return self._attach(request)
+        if name == "ping":
+            return await self._dispatcher.call_open(name, request, "stream")
+        if self._session is None:
+            raise FailedPreconditionError("the stream's first call must be attach", field="call")
+        return await self._dispatcher.call(name, request, self._session, "stream")
+
+    def _attach(self, request: session_pb2.AttachRequest) -> session_pb2.AttachResponse:
+        if self._session is not None:
+            raise FailedPreconditionError("the stream is attached already", field="call")
+        self._dispatcher.admit("attach")
+        self._session = self._sessions.attach(request.session_token, self.end)
+        return session_pb2.AttachResponse(session_id=self._session.session_id)

@@ -1,0 +1,121 @@
+"""Sessions: a client's lease on its sequences.
+
+open ── attach ──▶ attached ── its stream ends ──▶ waiting ── attach in time ──▶ attached
+                                                      └── grace or detach_ttl passed ──▶ closed: everything freed
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import secrets
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from google.protobuf.message import Message
+
+from kvservice.blocks import BlockManager, SequenceSpace
+from kvservice.config import ServeConfig
+from kvservice.errors import InvalidArgumentError, QuotaExceededError, UnknownSessionError
+
+logger = logging.getLogger(__name__)
+
+TOKEN_BYTES = 16
+MAX_NAME_LENGTH = 64
+# Answers kept for requests that are sent again.
+MAX_REPLIES = 1024
+
+
+@dataclass(eq=False)
+class Session:
+    session_id: int
+    token: bytes
+    name: str
+    space: SequenceSpace
+    wait_s: float
+    replies: OrderedDict[int, tuple[str, Message]] = field(default_factory=OrderedDict)
+    # Ends the stream that holds the lease, for a reason. None: no stream does.
+    end_stream: Callable[[str], None] | None = None
+    expiry: asyncio.TimerHandle | None = None
+
+    def remember(self, request_id: int, method: str, reply: Message) -> None:
+        self.replies[request_id] = (method, reply)
+        if len(self.replies) > MAX_REPLIES:
+            self.replies.popitem(last=False)
+
+
+class SessionRegistry:
+    """All sessions, by token. A token is a secret: an unknown one and a closed one are told alike."""
+
+    def __init__(self, config: ServeConfig, manager: BlockManager) -> None:
+        self._config = config
+        self._manager = manager
+        self._sessions: dict[bytes, Session] = {}
+        self._newest_id = 0
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(self._sessions.values())
+
+    def open(self, name: str, detachable: bool, detach_ttl_s: float) -> Session:
+        if len(name) > MAX_NAME_LENGTH or not name.isprintable():
+            raise InvalidArgumentError(f"more than {MAX_NAME_LENGTH} characters, or unprintable ones", field="name")
+        limit = self._config.max_detach_ttl_s
+        if not (math.isfinite(detach_ttl_s) and 0 <= detach_ttl_s <= limit):
+            raise InvalidArgumentError(f"{detach_ttl_s} is not between 0 and {limit}", field="detach_ttl_s")
+        if len(self._sessions) >= self._config.max_sessions:
+            value = self._config.max_sessions
+            raise QuotaExceededError(f"{value} sessions are open", limit="max_sessions", value=value)
+        self._newest_id += 1
+        grace = self._config.session_grace_s
+        session = Session(
+            session_id=self._newest_id,
+            token=secrets.token_bytes(TOKEN_BYTES),
+            name=name,
+            space=self._manager.open_space(),
+            wait_s=(detach_ttl_s or limit) if detachable else grace,
+        )
+        self._sessions[session.token] = session
+        self._expire_after(session, grace)
+        logger.info("session %d opened (%s)", session.session_id, name or "no name")
+        return session
+
+    def get(self, token: bytes) -> Session:
+        session = self._sessions.get(token)
+        if session is None:
+            raise UnknownSessionError("no such session: it was closed, or never opened", field="session_token")
+        return session
+
+    def attach(self, token: bytes, end_stream: Callable[[str], None]) -> Session:
+        """Give the lease to a stream. The stream that had it is ended."""
+        session = self.get(token)
+        if session.expiry is not None:
+            session.expiry.cancel()
+            session.expiry = None
+        if session.end_stream is not None:
+            session.end_stream("another stream took the session over")
+        session.end_stream = end_stream
+        return session
+
+    def detach(self, session: Session, end_stream: Callable[[str], None]) -> None:
+        """The stream ended. Unless another holds the lease by now, the session waits for the next."""
+        if session.end_stream == end_stream and session.token in self._sessions:
+            session.end_stream = None
+            self._expire_after(session, session.wait_s)
+
+    def close(self, session: Session) -> None:
+        if self._sessions.pop(session.token, None) is None:
+            return
+        if session.expiry is not None:
+            session.expiry.cancel()
+        if session.end_stream is not None:
+            session.end_stream("the session was closed")
+        freed = self._manager.close_space(session.space)
+        logger.info("session %d closed, %d sequences freed", session.session_id, freed)
+
+    def _expire_after(self, session: Session, seconds: float) -> None:
+        session.expiry = asyncio.get_running_loop().call_later(seconds, self.close, session)

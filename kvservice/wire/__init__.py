@@ -1,0 +1,1 @@
+"""Protobuf messages to native values and back, for both ends of the wire."""

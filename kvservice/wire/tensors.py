@@ -1,0 +1,49 @@
+"""Tensor messages to NumPy arrays and back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from kvservice.errors import InvalidArgumentError
+from kvservice.pool.layout import DTYPES
+from kvservice.v1 import tensor_pb2
+
+Array = np.ndarray[Any, Any]
+
+_TYPE_OF_NAME = {name: tensor_pb2.DataType.Value(f"DATA_TYPE_{name.upper()}") for name in DTYPES}
+_DTYPE_OF_TYPE = {_TYPE_OF_NAME[name]: dtype for name, dtype in DTYPES.items()}
+_TYPE_OF_DTYPE = {dtype: data_type for data_type, dtype in _DTYPE_OF_TYPE.items()}
+
+
+def to_array(tensor: tensor_pb2.Tensor, field: str) -> Array:
+    """The message's elements as a read-only array over its own bytes.
+
+    Raises InvalidArgumentError naming what of `field` is wrong: data_type, shape, or the number of bytes.
+    """
+    dtype = _DTYPE_OF_TYPE.get(tensor.data_type)
+    if dtype is None:
+        raise InvalidArgumentError(f"unknown type {tensor.data_type}", field=f"{field}.data_type")
+    shape = tuple(tensor.shape)
+    if len(shape) > 8 or any(extent < 0 for extent in shape):
+        raise InvalidArgumentError(f"not the shape of a tensor: {list(shape)[:9]}", field=f"{field}.shape")
+    data = tensor.inline
+    expected = math.prod(shape) * dtype.itemsize
+    if len(data) != expected:
+        raise InvalidArgumentError(
+            f"{len(data)} bytes, but shape {list(shape)} of {dtype} takes {expected}", field=f"{field}.inline"
+        )
+    return np.frombuffer(data, dtype).reshape(shape)
+
+
+def to_tensor(array: Array) -> tensor_pb2.Tensor:
+    """An array of one of the pool's dtypes as a message with its bytes inline."""
+    return tensor_pb2.Tensor(data_type=_TYPE_OF_DTYPE[array.dtype], shape=array.shape, inline=array.tobytes())
+
+
+def to_ints(repeated: Iterable[int], dtype: type[np.integer[Any]] = np.int64) -> Array:
+    """A repeated integer field as an array; by its buffer, not element by element."""
+    return np.array(repeated, dtype)
