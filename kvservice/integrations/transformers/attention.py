@@ -1,0 +1,155 @@
+"""The attention function that the library's models call: one call per layer, on the step of the running pass.
+
+The library hands an attention function its tensors but neither the cache nor the sequences behind them. So whoever
+starts a forward pass declares it (`running`), and the function finds it in a context variable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+
+from kvservice.client import Step
+from kvservice.errors import FailedPreconditionError, InvalidArgumentError
+
+ATTENTION_NAME = "kvservice"
+
+# Arguments with which some families change what attention computes, in ways that the daemon does not offer.
+_UNSUPPORTED_ARGUMENTS = {
+    "s_aux": "attention sinks",
+    "sinks": "attention sinks",
+    "position_bias": "learned position biases",
+    "indices": "sparse attention",
+    "block_indices": "sparse attention",
+}
+
+
+@dataclass
+class ForwardPass:
+    """One forward pass of a model over one step.
+
+    `tokens` says which columns of the pass's `[batch, columns]` input are tokens of the step, as bool of that shape;
+    row by row they are the step's tokens in order. None: all of them.
+    """
+
+    step: Step
+    tokens: torch.Tensor | None = None
+    num_attended_layers: int = 0
+
+    def pack(self, states: torch.Tensor) -> torch.Tensor:
+        """`[batch, heads, columns, head_size]` -> `[num_tokens, heads, head_size]`, in host memory."""
+        by_column = states.detach().transpose(1, 2)
+        packed = by_column.flatten(0, 1) if self.tokens is None else by_column[self.tokens.to(states.device)]
+        return packed.cpu().contiguous()
+
+    def unpack(self, output: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """`[num_tokens, heads, head_size]` -> `[batch, columns, heads, head_size]`, zeros where there is no token."""
+        batch, num_heads, columns, head_size = like.shape
+        output = output.to(like.device)
+        if self.tokens is None:
+            return output.view(batch, columns, num_heads, head_size)
+        padded = like.new_zeros((batch, columns, num_heads, head_size))
+        padded[self.tokens.to(like.device)] = output
+        return padded
+
+    def check_complete(self, num_layers: int) -> None:
+        """Raises FailedPreconditionError unless each of the pool's `num_layers` layers was sent."""
+        if self.num_attended_layers != num_layers:
+            raise FailedPreconditionError(
+                f"the model sent {self.num_attended_layers} layers to the daemon, whose pool has {num_layers}"
+            )
+
+
+_running: ContextVar[ForwardPass | None] = ContextVar("kvservice_forward_pass", default=None)
+
+
+def start(forward_pass: ForwardPass) -> None:
+    if _running.get() is not None:
+        raise FailedPreconditionError("a forward pass is running already in this thread")
+    _running.set(forward_pass)
+
+
+def stop() -> None:
+    _running.set(None)
+
+
+@contextmanager
+def running(forward_pass: ForwardPass) -> Iterator[ForwardPass]:
+    start(forward_pass)
+    try:
+        yield forward_pass
+    finally:
+        stop()
+
+
+def kvservice_attention_forward(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    alibi_slopes: Sequence[float] | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Writes a layer's K/V of the running pass into the pool and attends there (vLLM's paged attention).
+
+    query: `[batch, num_heads, columns, head_size]`; key, value: `[batch, num_kv_heads, columns, head_size]`, in the
+    pool's dtype. Returns `[batch, columns, num_heads, head_size]`, zeros where a column is no token of the step, and no
+    attention weights. There is no mask: the step knows its sequences, attention in them is causal.
+
+    Raises FailedPreconditionError outside of a pass, InvalidArgumentError for what the daemon's attention cannot do,
+    and whatever the daemon answers.
+    """
+    _refuse_unsupported(module, attention_mask, dropout, is_causal, kwargs)
+    forward_pass = _running.get()
+    if forward_pass is None:
+        raise FailedPreconditionError(
+            "no step is running: call the model with past_key_values=KVServiceCache(...), through forward(), "
+            "or uninstall() it"
+        )
+    output = forward_pass.step.attend(
+        module.layer_idx,
+        forward_pass.pack(query),
+        forward_pass.pack(key),
+        forward_pass.pack(value),
+        scale=scaling,
+        sliding_window=sliding_window or 0,
+        logits_soft_cap=softcap or 0.0,
+        alibi_slopes=alibi_slopes,
+    )
+    forward_pass.num_attended_layers += 1
+    return forward_pass.unpack(output, query), None
+
+
+def _refuse_unsupported(
+    module: torch.nn.Module,
+    attention_mask: torch.Tensor | None,
+    dropout: float,
+    is_causal: bool | None,
+    kwargs: dict[str, Any],
+) -> None:
+    for name, feature in _UNSUPPORTED_ARGUMENTS.items():
+        if kwargs.get(name) is not None:
+            raise InvalidArgumentError(f"the daemon's attention has no {feature}", field=name)
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if not causal or getattr(module, "is_cross_attention", False):
+        raise InvalidArgumentError("only causal self-attention runs in the daemon", field="is_causal")
+    if attention_mask is not None:
+        raise InvalidArgumentError("the daemon takes no attention mask of the caller's own", field="attention_mask")
+    if dropout:
+        raise InvalidArgumentError("inference only: call model.eval()", field="dropout")
+
+
+AttentionInterface.register(ATTENTION_NAME, kvservice_attention_forward)
