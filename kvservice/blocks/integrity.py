@@ -49,7 +49,7 @@ def _check_step(core: Core, space: SequenceSpace, step_id: int) -> None:
     starts = (step.context_lens - step.query_lens).astype(np.int64)
     _hold(bool((core.meta[step.rows, NUM_COMPUTED] == starts).all()), f"step {step_id} covers computed tokens")
     first = starts // core.config.block_size
-    which, entries = ragged(first, core.meta[step.rows, NUM_BLOCKS] - first)
+    which, entries = ragged(first, -(-core.meta[step.rows, LENGTH] // core.config.block_size) - first)
     blocks = core.block_tables[step.rows[which], entries]
     _hold(bool((core.device.ref_count[blocks] == 1).all()), f"a slot of step {step_id} is another's too")
     _hold(not core.device.indexed[blocks].any(), f"a block that step {step_id} writes can be found by its hash")

@@ -24,10 +24,10 @@ class SharingOps(AllocationOps):
     """fork, truncate, free, common_prefix_blocks."""
 
     def fork(self, space: SequenceSpace, parent_ids: npt.ArrayLike, child_ids: npt.ArrayLike) -> None:
-        """Each child shares every block of its parent that holds tokens (vLLM v0: fork). Moves no bytes.
+        """Each child shares every block of its parent (vLLM v0: fork). Moves no bytes.
 
-        parent_ids int64[n], a parent may be there more than once; child_ids int64[n], distinct and unused. Blocks
-        reserved for lookahead only stay the parent's. The parents' steps become stale, since their slots are shared.
+        parent_ids int64[n], a parent may be there more than once; child_ids int64[n], distinct and unused.
+        The parents' steps become stale, since their slots are shared.
         Raises InvalidArgumentError, UnknownSequenceError, SequenceSwappedError, DuplicateSequenceError,
         QuotaExceededError.
         """

@@ -1,9 +1,10 @@
 """Steps: append tokens, make the slots to write exclusive, commit once all layers are written.
 
 A step covers the next tokens of its sequences that are not computed. Opening one makes the blocks from the first such
-token up to the sequence's end and its lookahead writable: new blocks at the end, a copy of each block that somebody
-else holds or that is pinned (copy-on-write, as in vLLM's v0 block manager, but each copy is counted beforehand), and
-a block that only this sequence holds leaves the prefix index, since its content is about to change.
+token up to the sequence's end its own: a copy of each that somebody else holds or that is pinned (copy-on-write, as in
+vLLM's v0 block manager, but each copy is counted beforehand), and a block that only this sequence holds leaves the
+prefix index, since its content is about to change. New blocks come at the end, also for the lookahead: those are
+room, not slots to write, so a fork may share them; the append that comes to write there makes them its own.
 """
 
 from __future__ import annotations
@@ -207,10 +208,10 @@ class StepOps(Core):
             lookahead = whole_number(lookahead, "lookahead", 0, self.config.max_sequence_tokens)
         self._check_reach(batch.lengths, lookahead)
         held = batch.meta[:, NUM_BLOCKS]
-        needed = (batch.lengths + (lookahead + self._mask)) >> self._shift
-        grown = np.maximum(needed - held, 0)
+        grown = np.maximum(((batch.lengths + (lookahead + self._mask)) >> self._shift) - held, 0)
         first = batch.meta[:, NUM_COMPUTED] >> self._shift
-        which, entries = ragged(first, np.minimum(needed, held) - first)
+        written = (batch.lengths + self._mask) >> self._shift
+        which, entries = ragged(first, np.minimum(written, held) - first)
         rows = batch.rows[which]
         blocks = self.block_tables[rows, entries].astype(np.int64)
         taken = (self.device.ref_count[blocks] > 1) | self.device.indexed[blocks]

@@ -61,7 +61,7 @@ class SwapOps(Core):
 
         sequence_ids int64[n], distinct. Returns device blocks src int32[m] and swap blocks dst int32[m], to be copied
         before anything else is written to the device pool. A block that several of the group share moves once and is
-        still shared; blocks reserved for lookahead only are given up. The group's steps become stale. Raises
+        still shared. The group's steps become stale. Raises
         InvalidArgumentError, UnknownSequenceError, SequenceSwappedError, OutOfBlocksError with tier "swap".
         """
         self._enter(space)
@@ -80,7 +80,6 @@ class SwapOps(Core):
         self._supersede(space, group.rows)
         self._release_entries(self.device, *self._table_entries(group.rows))
         self.block_tables[group.rows[group.which], group.entries] = dst[group.inverse]
-        self.meta[group.rows, NUM_BLOCKS] = (group.meta[:, LENGTH] + self._mask) >> self._shift
         self.meta[group.rows, SWAPPED] = 1
         self.sequences.num_swapped += len(group.rows)
         self.swapped_out_blocks += len(src)
@@ -128,10 +127,10 @@ class SwapOps(Core):
     def _swap_out_group(self, space: SequenceSpace, sequence_ids: npt.ArrayLike) -> _Group:
         ids, rows = space.lookup(sequence_ids)
         meta = self._resident(ids, rows)
-        return self._group(rows, meta, (meta[:, LENGTH] + self._mask) >> self._shift)
+        return self._group(rows, meta)
 
-    def _group(self, rows: Int64Array, meta: Int64Array, num_blocks: Int64Array) -> _Group:
-        which, entries = ragged(np.zeros(len(rows), np.int64), num_blocks)
+    def _group(self, rows: Int64Array, meta: Int64Array) -> _Group:
+        which, entries = ragged(np.zeros(len(rows), np.int64), meta[:, NUM_BLOCKS])
         held = self.block_tables[rows[which], entries].astype(np.int64)
         blocks, inverse, holders = np.unique(held, return_inverse=True, return_counts=True)
         return _Group(rows, meta, which, entries, blocks, inverse, holders)
@@ -157,8 +156,9 @@ class SwapOps(Core):
                 f"sequence {ids[i]} is not swapped out", field=f"sequence_ids[{i}]", sequence_id=int(ids[i])
             )
         self._check_reach(meta[:, LENGTH], lookahead)
-        group = self._group(rows, meta, meta[:, NUM_BLOCKS])
-        grown = ((meta[:, LENGTH] + (lookahead + self._mask)) >> self._shift) - meta[:, NUM_BLOCKS]
+        group = self._group(rows, meta)
+        reach = (meta[:, LENGTH] + (lookahead + self._mask)) >> self._shift
+        grown = np.maximum(reach - meta[:, NUM_BLOCKS], 0)
         found = np.array([self._find(block) for block in group.blocks.tolist()], np.int64)
         required = len(found) + int(grown.sum())
         there = found[found != _MISSING]
