@@ -17,32 +17,36 @@
 namespace kvservice {
 namespace {
 
-constexpr int64_t kUnitTokens = 16;
 // Work is counted in bytes of K and V read, each row beyond the first four as much again.
 constexpr int64_t kInlineWork = 192 * 1024;
 constexpr int64_t kPieceWorkMin = 64 * 1024;
 constexpr int64_t kPiecesPerThread = 6;
+// Pieces begin at multiples of this many keys, so that they share no tile.
+constexpr int64_t kPieceKeys = 128;
+// Rows that one task takes over all its KV heads: their accumulators stay in the second-level cache.
+constexpr int64_t kRowsTogether = 64;
 
-// Rows of one sequence and KV head, the keys that any of them sees, and where their pieces' results start.
+// Rows of one sequence for some KV heads, the keys that any of them sees, and its pieces.
 struct Task {
   int64_t seq;
   int64_t first_token;
-  int64_t kv_head;
+  int64_t head_begin;
+  int64_t head_end;
   int64_t row_begin;
   int64_t row_end;
   int64_t key_begin;
   int64_t key_end;
-  int64_t first_piece;
-  int64_t num_pieces;
+  int64_t first_piece = 0;
+  int64_t num_pieces = 0;
 
-  int64_t rows() const { return row_end - row_begin; }
+  int64_t rows() const { return (head_end - head_begin) * (row_end - row_begin); }
 };
 
 struct Piece {
   int64_t task;
   int64_t key_begin;
   int64_t key_end;
-  int64_t result;  // in floats, from the start of the results
+  int64_t result;  // of a split task: in floats, from the start of the results
 };
 
 // Memory of one thread, kept between calls.
@@ -71,9 +75,11 @@ int64_t first_visible(const AttentionParams& p, int64_t position) {
 }
 
 int64_t work_of(const AttentionParams& p, const Task& task) {
-  const int64_t token_bytes = 2 * p.pool.head_size * item_size(p.pool.dtype);
-  return (task.key_end - task.key_begin) * token_bytes * std::max<int64_t>(1, (task.rows() + 3) / 4);
+  const int64_t token_bytes = 2 * p.pool.head_size * item_size(p.pool.dtype) * (task.head_end - task.head_begin);
+  return (task.key_end - task.key_begin) * token_bytes * ((task.row_end - task.row_begin + 3) / 4);
 }
+
+int64_t result_size(const AttentionParams& p, const Task& task) { return task.rows() * (p.pool.head_size + 2); }
 
 class Plan {
  public:
@@ -92,15 +98,18 @@ class Plan {
   int64_t work = 0;
 
  private:
+  // Few rows take all KV heads together, since a block's heads lie side by side; many rows stay with one head, whose
+  // keys and values then stay in the cache.
   void add_tasks(int64_t seq, int64_t first_token, int64_t max_rows) {
     const int64_t group = p_.group_size(), rows = p_.query_lens[seq] * group;
     const int64_t first_position = p_.context_lens[seq] - p_.query_lens[seq];
+    const int64_t heads = std::max<int64_t>(1, kRowsTogether / std::max<int64_t>(1, std::min(rows, max_rows)));
     // The longest first: the last rows of a sequence see the most keys.
     for (int64_t end = rows; end > 0; end -= std::min(end, max_rows)) {
       const int64_t begin = std::max<int64_t>(0, end - max_rows);
-      for (int64_t head = 0; head < p_.pool.num_kv_heads; ++head) {
-        tasks.push_back({seq, first_token, head, begin, end, first_visible(p_, first_position + begin / group),
-                         first_position + (end - 1) / group + 1, 0, 0});
+      for (int64_t head = 0; head < p_.pool.num_kv_heads; head += heads) {
+        tasks.push_back({seq, first_token, head, std::min(p_.pool.num_kv_heads, head + heads), begin, end,
+                         first_visible(p_, first_position + begin / group), first_position + (end - 1) / group + 1});
         work += work_of(p_, tasks.back());
       }
     }
@@ -113,12 +122,12 @@ class Plan {
       Task& task = tasks[i];
       const int64_t keys = task.key_end - task.key_begin;
       const int64_t parts = whole ? 1 : std::max<int64_t>(1, work_of(p_, task) / share);
-      const int64_t step = ((keys + parts - 1) / parts + 8 * kUnitTokens - 1) / (8 * kUnitTokens) * 8 * kUnitTokens;
+      const int64_t step = ((keys + parts - 1) / parts + kPieceKeys - 1) / kPieceKeys * kPieceKeys;
       task.first_piece = static_cast<int64_t>(pieces.size());
       for (int64_t begin = task.key_begin; begin < task.key_end;) {
-        const int64_t end = std::min(task.key_end, (begin / kUnitTokens) * kUnitTokens + step);
+        const int64_t end = std::min(task.key_end, begin / kPieceKeys * kPieceKeys + step);
         pieces.push_back({static_cast<int64_t>(i), begin, end, result_floats});
-        result_floats += task.rows() * (p_.pool.head_size + 2);
+        if (begin != task.key_begin || end != task.key_end) result_floats += result_size(p_, task);
         begin = end;
       }
       task.num_pieces = static_cast<int64_t>(pieces.size()) - task.first_piece;
@@ -128,50 +137,87 @@ class Plan {
   const AttentionParams& p_;
 };
 
-void run_piece(const AttentionParams& p, const Plan& plan, const Piece& piece, const AttentionKernel& kernel,
-               float* results) {
-  thread_local Scratch scratch;
-  const Task& task = plan.tasks[static_cast<size_t>(piece.task)];
-  const int64_t rows = task.rows();
-  float* result = results + piece.result;
-  kernel.attend({&p, p.block_tables + task.seq * p.max_blocks, task.first_token, p.query_lens[task.seq],
-                 p.context_lens[task.seq], task.kv_head, task.row_begin, task.row_end, piece.key_begin, piece.key_end,
-                 result, result + rows, result + 2 * rows},
-                scratch.reserve(kernel.scratch_bytes(p.pool.head_size, rows)));
+AttentionPiece describe(const AttentionParams& p, const Task& task, const Piece& piece, float* result) {
+  return {&p,
+          p.block_tables + task.seq * p.max_blocks,
+          task.first_token,
+          p.query_lens[task.seq],
+          p.context_lens[task.seq],
+          task.head_begin,
+          task.head_end,
+          task.row_begin,
+          task.row_end,
+          piece.key_begin,
+          piece.key_end,
+          result,
+          result + task.rows(),
+          result + 2 * task.rows()};
 }
 
-// Puts row `r` of a task together from its pieces: the first one's result becomes the whole one's.
-void merge_row(const Plan& plan, const Task& task, int64_t r, int64_t head_size, float* results) {
-  const int64_t rows = task.rows();
-  const auto first = static_cast<size_t>(task.first_piece);
-  float* whole = results + plan.pieces[first].result;
-  for (int64_t i = 1; i < task.num_pieces; ++i) {
-    const float* part = results + plan.pieces[first + static_cast<size_t>(i)].result;
-    if (part[rows + r] == 0.0F) continue;
-    const float max = std::max(whole[r], part[r]);
-    const float keep = std::exp(whole[r] - max), add = std::exp(part[r] - max);
-    whole[r] = max;
-    whole[rows + r] = whole[rows + r] * keep + part[rows + r] * add;
-    float* acc = whole + 2 * rows + r * head_size;
-    const float* other = part + 2 * rows + r * head_size;
-    for (int64_t d = 0; d < head_size; ++d) acc[d] = acc[d] * keep + other[d] * add;
-  }
-}
-
-void finish_task(const AttentionParams& p, const Plan& plan, const Task& task, const CpuKernels& kernels,
-                 float* results) {
-  const int64_t group = p.group_size(), size = p.pool.head_size, rows = task.rows();
+// Divides by the sums and writes out.
+void finish(const AttentionPiece& whole, const CpuKernels& kernels) {
+  const AttentionParams& p = *whole.params;
+  const int64_t size = p.pool.head_size, count = whole.heads() * whole.rows();
   const auto dtype = static_cast<int>(p.pool.dtype);
-  for (int64_t r = 0; r < rows; ++r) {
-    merge_row(plan, task, r, size, results);
-    const float* whole = results + plan.pieces[static_cast<size_t>(task.first_piece)].result;
-    const int64_t row = task.row_begin + r;
-    const int64_t out = (task.first_token + row / group) * p.num_heads + task.kv_head * group + row % group;
-    kernels.store_row[dtype](static_cast<char*>(p.out) + out * size * item_size(p.pool.dtype),
-                             whole + 2 * rows + r * size, 1.0F / whole[rows + r], size);
-    if (p.lse != nullptr) p.lse[out] = whole[r] + std::log(whole[rows + r]);
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t row = whole.query_row(whole.row_begin + i % whole.rows()) + i / whole.rows() * p.group_size();
+    kernels.store_row[dtype](static_cast<char*>(p.out) + row * size * item_size(p.pool.dtype), whole.acc + i * size,
+                             1.0F / whole.sum[i], size);
+    if (p.lse != nullptr) p.lse[row] = whole.max[i] + std::log(whole.sum[i]);
   }
 }
+
+// Adds what `part` found, about other keys, to `whole`.
+void merge(const AttentionPiece& part, const AttentionPiece& whole) {
+  const int64_t size = whole.params->pool.head_size, count = whole.heads() * whole.rows();
+  for (int64_t i = 0; i < count; ++i) {
+    if (part.sum[i] == 0.0F) continue;
+    const float max = std::max(whole.max[i], part.max[i]);
+    const float keep = std::exp(whole.max[i] - max), add = std::exp(part.max[i] - max);
+    whole.max[i] = max;
+    whole.sum[i] = whole.sum[i] * keep + part.sum[i] * add;
+    for (int64_t d = i * size; d < (i + 1) * size; ++d) whole.acc[d] = whole.acc[d] * keep + part.acc[d] * add;
+  }
+}
+
+class Run {
+ public:
+  Run(const AttentionParams& p, const CpuKernels& kernels, const Plan& plan, float* results)
+      : p_(p), kernels_(kernels), plan_(plan), results_(results) {}
+
+  void attend(int64_t index) const {
+    thread_local Scratch scratch;
+    const AttentionKernel& kernel = kernels_.attention[static_cast<int>(p_.pool.dtype)];
+    const Piece& piece = plan_.pieces[static_cast<size_t>(index)];
+    const Task& task = plan_.tasks[static_cast<size_t>(piece.task)];
+    const int64_t work_bytes = (kernel.scratch_bytes(p_.pool.head_size, task.rows()) + 63) / 64 * 64;
+    char* memory = scratch.reserve(work_bytes + result_size(p_, task) * static_cast<int64_t>(sizeof(float)));
+    const bool whole = task.num_pieces == 1;
+    float* result = whole ? reinterpret_cast<float*>(memory + work_bytes) : results_ + piece.result;
+    const AttentionPiece description = describe(p_, task, piece, result);
+    kernel.attend(description, memory);
+    if (whole) finish(description, kernels_);
+  }
+
+  // Puts the pieces of a split task together (flash decoding).
+  void combine(int64_t index) const {
+    const Task& task = plan_.tasks[static_cast<size_t>(index)];
+    if (task.num_pieces == 1) return;
+    const auto piece = [&](int64_t i) {
+      const Piece& found = plan_.pieces[static_cast<size_t>(task.first_piece + i)];
+      return describe(p_, task, found, results_ + found.result);
+    };
+    const AttentionPiece whole = piece(0);
+    for (int64_t i = 1; i < task.num_pieces; ++i) merge(piece(i), whole);
+    finish(whole, kernels_);
+  }
+
+ private:
+  const AttentionParams& p_;
+  const CpuKernels& kernels_;
+  const Plan& plan_;
+  float* results_;
+};
 
 }  // namespace
 
@@ -206,22 +252,18 @@ void check_attention(const AttentionParams& p) {
 }
 
 void attention_cpu(const AttentionParams& p) {
-  thread_local Scratch scratch;
+  thread_local Scratch results;
   const CpuKernels& kernels = cpu_kernels();
-  const AttentionKernel& kernel = kernels.attention[static_cast<int>(p.pool.dtype)];
-  const Plan plan(p, kernel.max_rows);
-  auto* results = reinterpret_cast<float*>(scratch.reserve(plan.result_floats * static_cast<int64_t>(sizeof(float))));
-  const auto run = [&](int64_t i) { run_piece(p, plan, plan.pieces[static_cast<size_t>(i)], kernel, results); };
-  const auto finish = [&](int64_t i) { finish_task(p, plan, plan.tasks[static_cast<size_t>(i)], kernels, results); };
-  const auto num_pieces = static_cast<int64_t>(plan.pieces.size());
-  const auto num_tasks = static_cast<int64_t>(plan.tasks.size());
+  const Plan plan(p, kernels.attention[static_cast<int>(p.pool.dtype)].max_rows);
+  const auto bytes = plan.result_floats * static_cast<int64_t>(sizeof(float));
+  const Run run(p, kernels, plan, reinterpret_cast<float*>(results.reserve(bytes)));
+  const auto num_pieces = static_cast<int64_t>(plan.pieces.size()), num_tasks = static_cast<int64_t>(plan.tasks.size());
   if (plan.work <= kInlineWork) {
-    for (int64_t i = 0; i < num_pieces; ++i) run(i);
-    for (int64_t i = 0; i < num_tasks; ++i) finish(i);
-  } else {
-    parallel_for(num_pieces, run);
-    parallel_for(num_tasks, finish);
+    for (int64_t i = 0; i < num_pieces; ++i) run.attend(i);
+    return;
   }
+  parallel_for(num_pieces, [&](int64_t i) { run.attend(i); });
+  if (plan.result_floats > 0) parallel_for(num_tasks, [&](int64_t i) { run.combine(i); });
 }
 
 }  // namespace kvservice

@@ -5,19 +5,20 @@
 
 namespace kvservice {
 
-// Some rows of one sequence and KV head against a range of its keys. A row is one (query token, query head) pair of
-// the head's group: row = token * group_size + head in group. The result is a softmax without its division, so that
-// pieces over different keys can be put together:
-//   max [rows]              largest logit, -inf where no key was visible
-//   sum [rows]              sum of exp(logit - max)
-//   acc [rows, head_size]   sum of exp(logit - max) * value
+// Some rows of one sequence, for some KV heads, against a range of its keys. A row is one (query token, query head)
+// pair of a head's group: row = token * group_size + head in group. The result is a softmax without its division, so
+// that pieces over different keys can be put together; heads are the KV heads of the piece:
+//   max [heads, rows]              largest logit, -inf where no key was visible
+//   sum [heads, rows]              sum of exp(logit - max)
+//   acc [heads, rows, head_size]   sum of exp(logit - max) * value
 struct AttentionPiece {
   const AttentionParams* params;
   const int32_t* table;
   int64_t first_token;  // of the sequence, in query
   int64_t query_len;
   int64_t context_len;
-  int64_t kv_head;
+  int64_t head_begin;  // KV heads
+  int64_t head_end;
   int64_t row_begin;
   int64_t row_end;
   int64_t key_begin;
@@ -25,10 +26,20 @@ struct AttentionPiece {
   float* max;
   float* sum;
   float* acc;
+
+  int64_t heads() const { return head_end - head_begin; }
+  int64_t rows() const { return row_end - row_begin; }
+
+  // Index of a row of the piece's first KV head among the query's [num_tokens, num_heads]. The next KV head's is
+  // group_size further.
+  int64_t query_row(int64_t row) const {
+    const int64_t group = params->group_size();
+    return (first_token + row / group) * params->num_heads + head_begin * group + row % group;
+  }
 };
 
 struct AttentionKernel {
-  // Takes up to kMaxRows rows. `scratch` holds scratch_bytes(head_size, rows), 64-byte aligned.
+  // Takes up to max_rows rows. `scratch` holds scratch_bytes(head_size, heads * rows), 64-byte aligned.
   void (*attend)(const AttentionPiece& piece, char* scratch);
   int64_t (*scratch_bytes)(int64_t head_size, int64_t rows);
   int64_t max_rows;

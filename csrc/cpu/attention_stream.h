@@ -13,6 +13,7 @@ namespace {
 constexpr int kTileUnits = 8;
 constexpr int kTile = kTileUnits * kUnit;
 constexpr int kStreamRows = 16;
+constexpr int kPrefetchLevel = 2;  // the second-level cache: a tile of K and V does not fit into the first
 
 template <class T>
 struct StreamScratch {
@@ -24,8 +25,9 @@ struct StreamScratch {
   static int64_t query_bytes(int64_t head_size) { return (head_size * sizeof(Query) + 63) / 64 * 64; }
 
   static int64_t bytes(int64_t head_size, int64_t rows) {
-    const int64_t row = query_bytes(head_size) + kTile * (sizeof(float) + sizeof(Weight)) + acc_size(head_size) * 4;
-    return rows * row + kTileUnits * spare_bytes(head_size);
+    const int64_t row = query_bytes(head_size) + acc_size(head_size) * sizeof(float);
+    return rows * row + kStreamRows * kTile * (sizeof(float) + sizeof(Weight)) +
+           2 * kTileUnits * spare_bytes(head_size);
   }
   static int64_t spare_bytes(int64_t head_size) { return 2 * head_size * kUnit * sizeof(T); }
 
@@ -34,9 +36,9 @@ struct StreamScratch {
     query_stride = query_bytes(head_size) / sizeof(Query);
     memory += rows * query_bytes(head_size);
     scores = reinterpret_cast<float*>(memory);
-    memory += rows * kTile * sizeof(float);
+    memory += kStreamRows * kTile * sizeof(float);
     weights = ValueOps<T>::kPacked ? reinterpret_cast<Weight*>(memory) : reinterpret_cast<Weight*>(scores);
-    memory += rows * kTile * sizeof(Weight);
+    memory += kStreamRows * kTile * sizeof(Weight);
     acc = reinterpret_cast<float*>(memory);
     acc_stride = acc_size(head_size);
     memory += rows * acc_stride * sizeof(float);
@@ -45,17 +47,17 @@ struct StreamScratch {
 
   Query* query;
   int64_t query_stride;
-  float* scores;  // [rows, kTile]
+  float* scores;  // [kStreamRows, kTile], of the head at work
   Weight* weights;
   float* acc;
   int64_t acc_stride;
   char* spare;
 };
 
-// scores[r][t] = q[r] . k[t] for the sixteen tokens of a unit.
+// scores[r][t] = q[r] . k[t] for the sixteen tokens of a unit. Meanwhile the keys of `next` come nearer.
 template <class T, int R>
-inline void multiply_keys(const Unit<T>& unit, const typename KeyOps<T>::Query* query, int64_t query_stride,
-                          int64_t head_size, float* scores) {
+inline void multiply_keys(const Unit<T>& unit, const Unit<T>& next, const typename KeyOps<T>::Query* query,
+                          int64_t query_stride, int64_t head_size, float* scores) {
   using K = KeyOps<T>;
   constexpr int kVectorTokens = Simd::kWidth / 4;
   for (int first = 0; first < kUnit; first += 4 * kVectorTokens) {
@@ -64,8 +66,10 @@ inline void multiply_keys(const Unit<T>& unit, const typename KeyOps<T>::Query* 
       for (int i = 0; i < 4; ++i) acc[r][i] = Simd::zero();
     }
     const char* k = unit.k + first * 16;
+    const char* ahead = next.k + first * 16;
     const auto* q = query;
-    for (int64_t d = 0; d < head_size; d += K::kPiece, k += unit.k_stride, q += K::kPiece) {
+    for (int64_t d = 0; d < head_size; d += K::kPiece, k += unit.k_stride, ahead += next.k_stride, q += K::kPiece) {
+      for (int i = 0; i < 4 * kVectorTokens * 16; i += 64) __builtin_prefetch(ahead + i, 0, kPrefetchLevel);
       typename K::Operand keys[4];
       for (int i = 0; i < 4; ++i) keys[i] = K::load(k + i * kVectorTokens * 16);
       for (int r = 0; r < R; ++r) {
@@ -77,10 +81,11 @@ inline void multiply_keys(const Unit<T>& unit, const typename KeyOps<T>::Query* 
   }
 }
 
-// acc[r] = acc[r] * factor[r] + weights[r] . V over the units of a tile.
+// acc[r] = acc[r] * factor[r] + weights[r] . V over the units of a tile. Meanwhile the values of `next` come nearer.
 template <class T, int R>
-inline void multiply_values(const Unit<T>* units, int count, const typename ValueOps<T>::Weight* weights,
-                            const float* factors, int64_t head_size, float* acc, int64_t acc_stride) {
+inline void multiply_values(const Unit<T>* units, const Unit<T>* next, int count,
+                            const typename ValueOps<T>::Weight* weights, const float* factors, int64_t head_size,
+                            float* acc, int64_t acc_stride) {
   using V = ValueOps<T>;
   constexpr int kVectors = 4;
   for (int64_t d = 0; d < head_size; d += kVectors * V::kDims) {
@@ -97,6 +102,8 @@ inline void multiply_values(const Unit<T>* units, int count, const typename Valu
       const T* v = units[u].v + d * stride;
       typename V::Operand values[kVectors];
       for (int i = 0; i < kVectors; ++i) values[i] = V::load(v + i * V::kDims * stride, stride);
+      const T* ahead = next[u].v + d * next[u].v_stride;
+      for (int i = 0; i < kVectors * V::kDims; ++i) __builtin_prefetch(ahead + i * next[u].v_stride, 0, kPrefetchLevel);
       for (int r = 0; r < R; ++r) {
         const auto row = V::load_weights(weights + r * kTile + u * kUnit);
         for (int i = 0; i < kVectors; ++i) sums[r][i] = V::dot(row, values[i], sums[r][i]);
@@ -144,44 +151,86 @@ void finish_row(const float* acc, int64_t head_size, float* out) {
 }
 
 template <class T>
-void attend_stream(const AttentionPiece& piece, char* memory) {
-  const AttentionParams& p = *piece.params;
-  const int64_t size = p.pool.head_size, rows = piece.row_end - piece.row_begin, group = p.group_size();
-  StreamScratch<T> scratch(memory, size, rows);
-  RowView views[kStreamRows];
-  float factors[kStreamRows];
-  for (int64_t r = 0; r < rows; ++r) {
-    const int64_t row = piece.row_begin + r;
-    const int64_t query = (piece.first_token + row / group) * p.num_heads + piece.kv_head * group + row % group;
-    KeyOps<T>::prepare(static_cast<const T*>(p.query) + query * size, scratch.query + r * scratch.query_stride, size);
-    views[r] = view_row(piece, row);
-    piece.max[r] = -kInfinity;
-    piece.sum[r] = 0.0F;
-  }
-  __builtin_memset(scratch.acc, 0, rows * scratch.acc_stride * sizeof(float));
+struct Tile {
+  int64_t kv_head;
+  int64_t start;
+  int count;  // 0 past the end
+  Unit<T> units[kTileUnits];
+};
 
-  for (int64_t start = piece.key_begin / kUnit * kUnit; start < piece.key_end; start += kTile) {
-    Unit<T> units[kTileUnits];
-    int count = 0;
-    for (int64_t pos = start; count < kTileUnits && pos < piece.key_end; pos += kUnit, ++count) {
-      units[count] = find_unit<T>(piece, pos, scratch.spare + count * StreamScratch<T>::spare_bytes(size));
-      for_row_blocks(rows, [&](auto block, int64_t row) {
-        multiply_keys<T, block>(units[count], scratch.query + row * scratch.query_stride, scratch.query_stride, size,
-                                scratch.scores + row * kTile + count * kUnit);
-      });
-    }
-    for (int64_t r = 0; r < rows; ++r) {
-      float* s = scratch.scores + r * kTile;
-      factors[r] = softmax_tile(p, views[r], start, count * kUnit, s, piece.max + r, piece.sum + r);
-      if constexpr (ValueOps<T>::kPacked) pack_weights<T>(s, count * kUnit, scratch.weights + r * kTile);
-    }
-    for_row_blocks(rows, [&](auto block, int64_t row) {
-      multiply_values<T, block>(units, count, scratch.weights + row * kTile, factors + row, size,
-                                scratch.acc + row * scratch.acc_stride, scratch.acc_stride);
-    });
+// Units past the last are null: fetching those does nothing.
+template <class T>
+void find_tile(const AttentionPiece& piece, int64_t kv_head, int64_t start, char* spare, Tile<T>& tile) {
+  const int64_t stride = StreamScratch<T>::spare_bytes(piece.params->pool.head_size);
+  tile.kv_head = kv_head;
+  tile.start = start;
+  tile.count = 0;
+  for (int64_t pos = start; tile.count < kTileUnits && pos < piece.key_end; pos += kUnit, ++tile.count) {
+    tile.units[tile.count] = find_unit<T>(piece, kv_head, pos, spare + tile.count * stride);
   }
+  for (int u = tile.count; u < kTileUnits; ++u) tile.units[u] = {};
+}
+
+template <class T>
+void prepare_rows(const AttentionPiece& piece, const StreamScratch<T>& scratch) {
+  const AttentionParams& p = *piece.params;
+  const int64_t size = p.pool.head_size, rows = piece.rows(), count = piece.heads() * rows;
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t row = piece.query_row(piece.row_begin + i % rows) + i / rows * p.group_size();
+    KeyOps<T>::prepare(static_cast<const T*>(p.query) + row * size, scratch.query + i * scratch.query_stride, size);
+    piece.max[i] = -kInfinity;
+    piece.sum[i] = 0.0F;
+  }
+  __builtin_memset(scratch.acc, 0, count * scratch.acc_stride * sizeof(float));
+}
+
+template <class T>
+void attend_tile(const AttentionPiece& piece, const StreamScratch<T>& scratch, const Tile<T>& tile,
+                 const Tile<T>& next) {
+  const AttentionParams& p = *piece.params;
+  const int64_t size = p.pool.head_size, rows = piece.rows(), first = (tile.kv_head - piece.head_begin) * rows;
+  const auto* query = scratch.query + first * scratch.query_stride;
+  float* acc = scratch.acc + first * scratch.acc_stride;
+  for_row_blocks(rows, [&](auto block, int64_t row) {
+    for (int u = 0; u < tile.count; ++u) {
+      multiply_keys<T, block>(tile.units[u], next.units[u], query + row * scratch.query_stride, scratch.query_stride,
+                              size, scratch.scores + row * kTile + u * kUnit);
+    }
+  });
+  float factors[kStreamRows];
+  const int width = tile.count * kUnit;
   for (int64_t r = 0; r < rows; ++r) {
-    finish_row<T>(scratch.acc + r * scratch.acc_stride, size, piece.acc + r * size);
+    const RowView view = view_row(piece, tile.kv_head, piece.row_begin + r);
+    float* s = scratch.scores + r * kTile;
+    factors[r] = softmax_tile(p, view, tile.start, width, s, piece.max + first + r, piece.sum + first + r);
+    if constexpr (ValueOps<T>::kPacked) pack_weights<T>(s, width, scratch.weights + r * kTile);
+  }
+  for_row_blocks(rows, [&](auto block, int64_t row) {
+    multiply_values<T, block>(tile.units, next.units, tile.count, scratch.weights + row * kTile, factors + row, size,
+                              acc + row * scratch.acc_stride, scratch.acc_stride);
+  });
+}
+
+// Tile by tile, and within a tile head by head: the heads of a block lie side by side, and memory is read faster in
+// long runs. Of two tiles one is at work and the other, the next, is being fetched.
+template <class T>
+void attend_stream(const AttentionPiece& piece, char* memory) {
+  const int64_t size = piece.params->pool.head_size, count = piece.heads() * piece.rows();
+  const StreamScratch<T> scratch(memory, size, count);
+  prepare_rows(piece, scratch);
+  char* const spare[2] = {scratch.spare, scratch.spare + kTileUnits * StreamScratch<T>::spare_bytes(size)};
+  Tile<T> tiles[2];
+  find_tile(piece, piece.head_begin, piece.key_begin / kUnit * kUnit, spare[0], tiles[0]);
+  for (int turn = 0; tiles[turn].count > 0; turn ^= 1) {
+    const Tile<T>& tile = tiles[turn];
+    Tile<T>& next = tiles[turn ^ 1];
+    const bool last_head = tile.kv_head + 1 == piece.head_end;
+    find_tile(piece, last_head ? piece.head_begin : tile.kv_head + 1, last_head ? tile.start + kTile : tile.start,
+              spare[turn ^ 1], next);
+    attend_tile(piece, scratch, tile, next);
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    finish_row<T>(scratch.acc + i * scratch.acc_stride, size, piece.acc + i * size);
   }
 }
 

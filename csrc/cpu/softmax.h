@@ -17,7 +17,7 @@ struct RowView {
   float slope;
 };
 
-inline RowView view_row(const AttentionPiece& piece, int64_t row) {
+inline RowView view_row(const AttentionPiece& piece, int64_t kv_head, int64_t row) {
   const AttentionParams& p = *piece.params;
   const int64_t group = p.group_size();
   RowView view;
@@ -25,7 +25,7 @@ inline RowView view_row(const AttentionPiece& piece, int64_t row) {
   view.begin = p.sliding_window > 0 && view.query_pos >= p.sliding_window ? view.query_pos - p.sliding_window + 1 : 0;
   if (view.begin < piece.key_begin) view.begin = piece.key_begin;
   view.end = view.query_pos + 1 < piece.key_end ? view.query_pos + 1 : piece.key_end;
-  view.slope = p.alibi_slopes != nullptr ? p.alibi_slopes[piece.kv_head * group + row % group] : 0.0F;
+  view.slope = p.alibi_slopes != nullptr ? p.alibi_slopes[kv_head * group + row % group] : 0.0F;
   return view;
 }
 

@@ -19,7 +19,8 @@ struct Unit {
 // Copies the tokens [begin, end) of the unit that starts at position `start`, and zeros for its others: what lies in
 // their slots may be anything, and zero times NaN is NaN.
 template <class T>
-Unit<T> pack_unit(const AttentionPiece& piece, int64_t start, int64_t begin, int64_t end, char* spare) {
+Unit<T> pack_unit(const AttentionPiece& piece, int64_t kv_head, int64_t start, int64_t begin, int64_t end,
+                  char* spare) {
   const PoolView& pool = piece.params->pool;
   const int64_t size = pool.head_size, block_size = pool.block_size;
   constexpr int64_t x = KeyOps<T>::kPiece;
@@ -30,8 +31,8 @@ Unit<T> pack_unit(const AttentionPiece& piece, int64_t start, int64_t begin, int
     const int64_t offset = pos % block_size, left = block_size - offset;
     run = left < end - pos ? left : end - pos;
     const int64_t block = piece.table[pos / block_size], t = pos - start;
-    const char* k = pool.key(block, piece.params->layer, piece.kv_head) + offset * 16;
-    const T* v = reinterpret_cast<const T*>(pool.value(block, piece.params->layer, piece.kv_head)) + offset;
+    const char* k = pool.key(block, piece.params->layer, kv_head) + offset * 16;
+    const T* v = reinterpret_cast<const T*>(pool.value(block, piece.params->layer, kv_head)) + offset;
     for (int64_t c = 0; c < size / x; ++c) {
       __builtin_memcpy(k_out + (c * kUnit + t) * 16, k + c * block_size * 16, run * 16);
     }
@@ -45,14 +46,14 @@ Unit<T> pack_unit(const AttentionPiece& piece, int64_t start, int64_t begin, int
 // The unit that starts at position `start`, a multiple of 16, of which the piece may read [key_begin, key_end). In
 // place where it lies whole in one block, else packed into `spare` (2 * head_size * 16 elements).
 template <class T>
-Unit<T> find_unit(const AttentionPiece& piece, int64_t start, char* spare) {
+Unit<T> find_unit(const AttentionPiece& piece, int64_t kv_head, int64_t start, char* spare) {
   const PoolView& pool = piece.params->pool;
   const int64_t begin = start > piece.key_begin ? start : piece.key_begin;
   const int64_t end = start + kUnit < piece.key_end ? start + kUnit : piece.key_end;
-  if (pool.block_size < kUnit || end - begin < kUnit) return pack_unit<T>(piece, start, begin, end, spare);
+  if (pool.block_size < kUnit || end - begin < kUnit) return pack_unit<T>(piece, kv_head, start, begin, end, spare);
   const int64_t block = piece.table[start / pool.block_size], offset = start % pool.block_size;
-  const char* v = pool.value(block, piece.params->layer, piece.kv_head);
-  return {pool.key(block, piece.params->layer, piece.kv_head) + offset * 16, pool.block_size * 16,
+  const char* v = pool.value(block, piece.params->layer, kv_head);
+  return {pool.key(block, piece.params->layer, kv_head) + offset * 16, pool.block_size * 16,
           reinterpret_cast<const T*>(v) + offset, pool.block_size};
 }
 
