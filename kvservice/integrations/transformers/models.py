@@ -111,6 +111,8 @@ def _config_problems(config: PreTrainedConfig) -> Iterator[str]:
 def _model_problems(model: PreTrainedModel) -> Iterator[str]:
     if not model._can_set_attn_implementation() and not isinstance(model, BloomPreTrainedModel):
         yield f"{type(model).__name__} has attention code of its own, outside the library's registry"
+    if not all(getattr(module, "is_causal", True) for module in model.modules()):
+        yield "attention has to be causal"
     if any(hasattr(module, "sinks") for module in model.modules()):
         yield "attention sinks are not supported"
 

@@ -1,0 +1,156 @@
+"""The library's generation loops on the daemon's K/V: the prefix cache, beams, candidates, chunks, conversations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from kvservice.client import Step
+from kvservice.integrations.transformers import KVServiceCache
+
+
+@contextmanager
+def counted_columns(model: PreTrainedModel) -> Iterator[list[int]]:
+    """Columns of each call of the model that were really computed."""
+    columns: list[int] = []
+    embeddings = model.get_input_embeddings()
+    hook = embeddings.register_forward_hook(lambda _module, args, _output: columns.append(args[0].shape[1]))
+    yield columns
+    hook.remove()
+
+
+@pytest.fixture
+def written(monkeypatch) -> list[int]:
+    """Tokens of each step whose K/V were written, by layer 0."""
+    counts: list[int] = []
+    attend = Step.attend
+
+    def counting(step, layer, *tensors, **options):
+        if layer == 0:
+            counts.append(step.num_tokens)
+        return attend(step, layer, *tensors, **options)
+
+    monkeypatch.setattr(Step, "attend", counting)
+    return counts
+
+
+def generate(model, kv, **arguments):
+    return model.generate(**arguments, do_sample=False, past_key_values=KVServiceCache(kv))
+
+
+def test_cached_prefixes_are_neither_computed_nor_written_again(llama, batch, written) -> None:
+    arguments = {**batch, "max_new_tokens": 4}
+    expected = llama.reference.generate(**arguments, do_sample=False)
+    kv = llama.new_session()
+    assert torch.equal(generate(llama.model, kv, **arguments), expected)
+    # Prompts of 18, 13 and 6 tokens are 16, 12 and 4 tokens in full blocks; the last 3 of 4 new tokens are steps.
+    assert written == [18 + 13 + 6, 3, 3, 3]
+    written.clear()
+    with counted_columns(llama.model) as columns:
+        assert torch.equal(generate(llama.model, kv, **arguments), expected)
+    assert columns == [2, 1, 1, 1]
+    assert written == [2 + 1 + 2, 3, 3, 3]
+
+
+def test_columns_that_one_row_needs_are_computed_for_it_alone(llama, batch, written) -> None:
+    kv = llama.new_session()
+    first = {name: tensor[:1] for name, tensor in batch.items()}
+    generate(llama.model, kv, **first, max_new_tokens=1)
+    written.clear()
+    with counted_columns(llama.model) as columns:
+        tokens = generate(llama.model, kv, **batch, max_new_tokens=4)
+    # The second row starts in column 5; nothing of it is cached.
+    assert columns == [13, 1, 1, 1]
+    assert written == [2 + 13 + 6, 3, 3, 3]
+    assert torch.equal(tokens, llama.reference.generate(**batch, max_new_tokens=4, do_sample=False))
+
+
+def test_all_logits_are_computed_if_asked_for(llama, batch, positions) -> None:
+    kv = llama.new_session()
+    mask = batch["attention_mask"]
+    inputs = {**batch, **positions(llama.model, mask)}
+    expected = llama.reference(**inputs).logits[mask.bool()]
+    for _ in range(2):
+        logits = llama.model(**inputs, past_key_values=KVServiceCache(kv)).logits[mask.bool()]
+        torch.testing.assert_close(logits, expected, atol=1e-3, rtol=0)
+
+
+def test_hidden_states_are_complete_on_a_cached_prompt(llama, batch) -> None:
+    kv = llama.new_session()
+    inputs = {"input_ids": batch["input_ids"][:1], "logits_to_keep": 1, "output_hidden_states": True}
+    expected = llama.reference(**inputs).hidden_states[-1]
+    for _ in range(2):
+        actual = llama.model(**inputs, past_key_values=KVServiceCache(kv)).hidden_states[-1]
+        torch.testing.assert_close(actual, expected, atol=1e-3, rtol=1e-3)
+
+
+def test_beam_search_forks(llama, batch) -> None:
+    kv = llama.new_session()
+    arguments = {**batch, "max_new_tokens": 12, "num_beams": 3, "num_return_sequences": 2}
+    expected = llama.reference.generate(**arguments, do_sample=False)
+    assert torch.equal(generate(llama.model, kv, **arguments), expected)
+    rows = kv.describe()
+    assert len(rows) == 9, "beams that lost are freed"
+
+
+def test_parallel_samples(llama, batch) -> None:
+    arguments = {**batch, "max_new_tokens": 8, "do_sample": True, "top_k": 0, "num_return_sequences": 2}
+    torch.manual_seed(4)
+    expected = llama.reference.generate(**arguments)
+    torch.manual_seed(4)
+    actual = llama.model.generate(**arguments, past_key_values=KVServiceCache(llama.new_session()))
+    assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("with_assistant", [True, False], ids=["assistant", "prompt_lookup"])
+def test_assisted_generation_takes_rejected_tokens_back(llama, make_pair, monkeypatch, with_assistant: bool) -> None:
+    removed: list[int] = []
+    crop = KVServiceCache.crop
+    monkeypatch.setattr(KVServiceCache, "crop", lambda self, count: (removed.append(-count), crop(self, count))[1])
+    # A prompt that repeats itself, for the lookup to find candidates in.
+    ids = torch.tensor([[5, 9, 23, 61, 7, 5, 9, 23, 44, 8, 5, 9]])
+    assistant = (
+        {"assistant_model": make_pair("mistral").reference} if with_assistant else {"prompt_lookup_num_tokens": 3}
+    )
+    kv = llama.new_session()
+    cache = KVServiceCache(kv)
+    expected = llama.reference.generate(ids, max_new_tokens=20, do_sample=False)
+    actual = llama.model.generate(ids, max_new_tokens=20, do_sample=False, past_key_values=cache, **assistant)
+    assert torch.equal(actual, expected)
+    assert sum(removed) > 0
+    (row,) = kv.describe(token_ids=True)
+    assert list(row.token_ids) == expected[0, : row.length].tolist()
+
+
+def test_chunked_prefill(llama, batch, written) -> None:
+    """Chunks of 4 columns: the shortest row is all padding in the first three of them."""
+    arguments = {**batch, "max_new_tokens": 4}
+    expected = llama.reference.generate(**arguments, do_sample=False)
+    assert torch.equal(generate(llama.model, llama.new_session(), **arguments, prefill_chunk_size=4), expected)
+    assert written == [4, 4 + 3, 4 + 4, 4 + 4 + 4, 2 + 2 + 2, 3, 3, 3]
+
+
+def test_a_conversation_goes_on_in_the_same_cache(llama, batch) -> None:
+    cache = KVServiceCache(llama.new_session())
+    first = llama.model.generate(**batch, max_new_tokens=5, do_sample=False, past_key_values=cache)
+    ids = torch.cat([first, torch.randint(1, 97, (3, 4))], 1)
+    mask = torch.cat([batch["attention_mask"], torch.ones(3, 9, dtype=torch.long)], 1)
+    arguments = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 6, "do_sample": False}
+    with counted_columns(llama.model) as columns:
+        actual = llama.model.generate(**arguments, past_key_values=cache)
+    assert columns[0] == 5, "one token of the first answer was not computed yet, and four are new"
+    assert torch.equal(actual, llama.reference.generate(**arguments))
+
+
+def test_the_daemon_knows_the_tokens_without_padding(llama, batch) -> None:
+    kv = llama.new_session()
+    cache = KVServiceCache(kv)
+    tokens = llama.model.generate(**batch, max_new_tokens=5, do_sample=False, past_key_values=cache)
+    for row, length in enumerate((18, 13, 6)):
+        info = kv.describe([cache.sequences[row]], token_ids=True)[0]
+        assert list(info.token_ids) == tokens[row, 18 - length : -1].tolist()
+        assert info.num_computed_tokens == info.length

@@ -1,0 +1,87 @@
+"""install, uninstall, pool_options: what is supported, and that the rest is refused by name."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+from transformers.models.bloom.modeling_bloom import _get_alibi_slopes
+
+from kvservice.errors import InvalidArgumentError
+from kvservice.integrations.transformers import install, pool_options, uninstall
+from kvservice.integrations.transformers.bloom import alibi_slopes
+
+TINY = {"vocab_size": 11, "hidden_size": 64, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def test_pool_options_of_each_family(pair) -> None:
+    options = pool_options(pair.model.config)
+    num_kv_heads = 1 if pair.model.config.model_type == "gpt_bigcode" else options["num_kv_heads"]
+    assert options == {"num_layers": 2, "num_kv_heads": num_kv_heads, "head_size": 32, "dtype": "float32"}
+    keys = pair.reference(torch.tensor([[1, 2, 3]]), use_cache=True).past_key_values.layers[0].keys
+    assert keys.shape[1] == num_kv_heads
+
+
+def test_pool_options_dtype() -> None:
+    config = transformers.LlamaConfig(**TINY, dtype="bfloat16")
+    assert pool_options(config)["dtype"] == "bfloat16"
+    assert pool_options(config, torch.float16)["dtype"] == "float16"
+    with pytest.raises(InvalidArgumentError, match="float64"):
+        pool_options(config, "float64")
+
+
+def test_uninstall_gives_the_model_its_own_attention_back(pair) -> None:
+    ids = torch.tensor([[5, 6, 7, 8]])
+    assert install(pair.model) is pair.model
+    uninstall(uninstall(pair.model)).set_attn_implementation("eager")
+    torch.testing.assert_close(pair.model(ids).logits, pair.reference(ids).logits, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [
+        ("T5Config", {}, "cross-attention"),
+        ("GPT2Config", {"add_cross_attention": True}, "cross-attention"),
+        ("GemmaConfig", {"use_bidirectional_attention": True}, "causal"),
+        ("DeepseekV3Config", {}, "latent"),
+        ("Llama4TextConfig", {}, "chunked_attention"),
+        ("Gemma3nTextConfig", {}, "dummy"),
+        ("MambaConfig", {}, "no attention heads"),
+        ("Qwen3NextConfig", {}, "linear_attention"),
+        ("Gemma3Config", {}, "text models"),
+    ],
+)
+def test_unsupported_configurations_are_refused_by_name(name, options, reason) -> None:
+    with pytest.raises(InvalidArgumentError, match=reason):
+        pool_options(getattr(transformers, name)(**options))
+
+
+def test_attention_outside_of_the_registry_is_refused() -> None:
+    config = transformers.CodeGenConfig(vocab_size=11, n_embd=64, n_layer=1, n_head=4, rotary_dim=8)
+    with pytest.raises(InvalidArgumentError, match="attention code of its own"):
+        install(transformers.CodeGenForCausalLM(config))
+
+
+def test_encoders_are_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="causal"):
+        install(transformers.BertModel(transformers.BertConfig(**TINY)))
+
+
+def test_attention_sinks_are_refused() -> None:
+    config = transformers.GptOssConfig(**TINY, num_key_value_heads=1, head_dim=32, num_local_experts=2)
+    with pytest.raises(InvalidArgumentError, match="sinks"):
+        install(transformers.GptOssForCausalLM(config))
+
+
+@pytest.mark.parametrize("num_heads", [1, 2, 8, 12, 20, 32])
+def test_alibi_slopes_are_the_librarys(num_heads: int) -> None:
+    expected = _get_alibi_slopes(num_heads, torch.device("cpu"))
+    torch.testing.assert_close(torch.tensor(alibi_slopes(num_heads)), expected)
+
+
+def test_the_client_does_without_torch() -> None:
+    program = "import sys, kvservice.client, kvservice.integrations; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)
