@@ -1,0 +1,215 @@
+"""The rooms and their one-way imports, and the contract's completeness: rules that hold for code nobody has written yet."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from google.protobuf.descriptor import FieldDescriptor, MethodDescriptor
+
+import kvservice
+from kvservice.server.calls import Calls, OpenCalls
+from kvservice.server.dispatch import NEW_WORK, STEP_WORK
+from kvservice.server.services import SERVICES, call_name
+from kvservice.v1 import blocks_pb2, session_pb2
+
+PACKAGE = Path(kvservice.__file__).parent
+SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if "v1" not in path.relative_to(PACKAGE).parts)
+
+# A room may import these rooms of kvservice, and itself. A room that is not here does not exist.
+ROOMS: dict[str, set[str]] = {
+    "errors": set(),
+    "environment": set(),
+    "blocks": {"errors"},
+    "ops": {"errors", "_ext"},
+    # Facts about shapes, which both ends of the wire know; the rest of the pool is the daemon's.
+    "pool.layout": set(),
+    "pool": {"errors", "ops", "pool.layout"},
+    "config": {"errors", "pool.layout"},
+    "bytequeue": {"errors"},
+    "engine": {"blocks", "bytequeue", "config", "errors", "ops", "pool", "pool.layout"},
+    "wire": {"errors", "pool.layout", "v1"},
+    "metrics": {"blocks"},
+    "server": {"", "blocks", "config", "engine", "environment", "errors", "metrics", "v1", "wire"},
+    "client": {"environment", "errors", "pool.layout", "v1", "wire"},
+    "launch": {"client", "config", "environment", "errors"},
+    "integrations": {"client", "errors", "pool.layout"},
+    "demo": {"client", "errors", "integrations", "launch", "pool.layout"},
+    # It measures the rooms from inside.
+    "bench": {"", "blocks", "client", "config", "environment", "errors", "launch", "ops", "pool.layout", "v1", "wire"},
+    "cli": {"", "bench", "config", "demo", "environment", "errors", "server"},
+    "__main__": {"cli"},
+    "": set(),
+}
+PROTOBUF_ROOMS = {"server", "client", "wire", "bench"}
+TORCH_MODULES = ("ops/torch_ops.py", "integrations/", "demo.py", "demo/", "bench/attention.py")
+THIRD_PARTY_OF_BLOCKS = {"numpy"}
+
+
+def room(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return "" if parts == ("__init__",) else room_of(parts)
+
+
+def room_of(parts: Sequence[str]) -> str:
+    return "pool.layout" if tuple(parts[:2]) == ("pool", "layout") else parts[0]
+
+
+def imported_modules(tree: ast.AST) -> Iterator[str]:
+    """Every module that is imported anywhere below `tree`, `from a import b` as a.b and a."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports hide which room is meant"
+            assert node.module is not None
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def imports_at_load(tree: ast.Module) -> Iterator[str]:
+    """What is imported when the module is: not what stands in functions or below `if TYPE_CHECKING`."""
+    pending: list[ast.AST] = [tree]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            pending += node.orelse
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield from imported_modules(node)
+        else:
+            pending += ast.iter_child_nodes(node)
+
+
+def imported_rooms(path: Path) -> set[str]:
+    """The rooms of kvservice that a module imports, at load or later."""
+    tree = ast.parse(path.read_text())
+    found = set()
+    for name in imported_modules(tree):
+        parts = name.split(".")
+        if parts[0] == "kvservice" and len(parts) > 1:
+            found.add("" if parts[1].startswith("__version") else room_of(parts[1:]))
+    return found - {room(path)}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_point_one_way(path: Path) -> None:
+    assert room(path) in ROOMS, "a new room: say here what it may import"
+    assert imported_rooms(path) <= ROOMS[room(path)]
+
+
+def test_the_rooms_have_no_cycle() -> None:
+    settled: set[str] = {"v1", "_ext"}
+    left = dict(ROOMS)
+    while left:
+        free = {name for name, imports in left.items() if imports <= settled}
+        assert free, f"these import each other: {sorted(left)}"
+        settled |= free
+        left = {name: imports for name, imports in left.items() if name not in free}
+
+
+def test_rules_see_what_they_forbid() -> None:
+    tree = ast.parse(
+        "from typing import TYPE_CHECKING\nimport a\nif TYPE_CHECKING:\n    import b\nelse:\n    import c\n"
+        "try:\n    import d\nexcept ImportError:\n    import e\ndef f():\n    import g\nclass H:\n    import i\n"
+    )
+    assert set(imports_at_load(tree)) == {"typing", "typing.TYPE_CHECKING", "a", "c", "d", "e", "i"}
+    assert {"b", "g"} <= set(imported_modules(tree))
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "blocks").glob("*.py")), ids=lambda path: path.name)
+def test_bookkeeping_knows_neither_tensors_nor_messages(path: Path) -> None:
+    for name in imported_modules(ast.parse(path.read_text())):
+        top = name.split(".")[0]
+        assert top in {"kvservice"} | THIRD_PARTY_OF_BLOCKS | set(sys.stdlib_module_names), name
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_messages_stop_at_the_codec(path: Path) -> None:
+    names = set(imported_modules(ast.parse(path.read_text())))
+    knows = any(name.startswith(("kvservice.v1", "google.protobuf", "google.rpc")) for name in names)
+    assert not knows or room(path) in PROTOBUF_ROOMS
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_torch_is_imported_only_where_it_is_the_subject(path: Path) -> None:
+    uses = any(name.split(".")[0] in {"torch", "transformers"} for name in imports_at_load(ast.parse(path.read_text())))
+    assert not uses or str(path.relative_to(PACKAGE)).startswith(TORCH_MODULES)
+
+
+@pytest.mark.parametrize("module", ["kvservice.client", "kvservice.server.daemon", "kvservice.cli", "kvservice.ops"])
+def test_importing_it_does_not_import_torch(module: str) -> None:
+    code = f"import sys, {module}; sys.exit(bool({{'torch', 'transformers', 'jax'}} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_the_command_line_sets_the_environment_before_grpc() -> None:
+    code = "import sys, kvservice.cli; sys.exit('grpc' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_importing_the_client_prepares_grpc() -> None:
+    code = "import os, kvservice.client; print(os.environ['GRPC_EXPERIMENTS'])"
+    environment = {name: value for name, value in os.environ.items() if name != "GRPC_EXPERIMENTS"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "-event_engine_client" in done.stdout
+
+
+RPCS = [method for service in SERVICES for method in service.methods if not method.client_streaming]
+SESSION_RPCS = [method for method in RPCS if method.containing_service.name in ("BlockService", "AttentionService")]
+# What a stream carries besides the calls of a session.
+OTHER_STREAM_CALLS = {"attach", "ping"}
+
+
+@pytest.mark.parametrize("method", RPCS, ids=lambda method: method.full_name)
+def test_every_rpc_has_a_handler(method: MethodDescriptor) -> None:
+    handler = getattr(Calls if method in SESSION_RPCS else OpenCalls, call_name(method.name))
+    parameters = 3 if method in SESSION_RPCS else 2
+    assert len(inspect.signature(handler).parameters) == parameters
+
+
+@pytest.mark.parametrize("method", SESSION_RPCS, ids=lambda method: method.full_name)
+def test_every_rpc_of_a_session_can_go_over_its_stream(method: MethodDescriptor) -> None:
+    name = call_name(method.name)
+    call = session_pb2.Call.DESCRIPTOR.fields_by_name[name]
+    reply = session_pb2.Reply.DESCRIPTOR.fields_by_name[name]
+    assert call.message_type is method.input_type
+    assert reply.message_type is method.output_type
+    assert call.containing_oneof is not None
+    assert reply.containing_oneof is not None
+    assert call.number == reply.number
+
+
+def test_the_stream_carries_nothing_else() -> None:
+    names = {call_name(method.name) for method in SESSION_RPCS} | OTHER_STREAM_CALLS
+    assert {field.name for field in session_pb2.Call.DESCRIPTOR.fields} == names | {"call_id"}
+    assert {field.name for field in session_pb2.Reply.DESCRIPTOR.fields} == names | {"call_id", "error"}
+
+
+@pytest.mark.parametrize("method", SESSION_RPCS, ids=lambda method: method.full_name)
+def test_requests_of_a_session_name_it(method: MethodDescriptor) -> None:
+    token = method.input_type.fields_by_name["session_token"]
+    assert (token.number, token.type) == (1, FieldDescriptor.TYPE_BYTES)
+
+
+READ_ONLY = {"can_allocate", "describe", "match_prefix", "common_prefix"}
+
+
+def test_every_change_of_bookkeeping_can_be_repeated() -> None:
+    methods = blocks_pb2.DESCRIPTOR.services_by_name["BlockService"].methods
+    repeatable = {call_name(method.name) for method in methods if "request_id" in method.input_type.fields_by_name}
+    assert repeatable == {call_name(method.name) for method in methods} - READ_ONLY
+
+
+def test_draining_speaks_of_calls_that_exist() -> None:
+    names = {call_name(method.name) for method in RPCS} | OTHER_STREAM_CALLS
+    assert names >= NEW_WORK | STEP_WORK
