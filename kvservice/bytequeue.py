@@ -24,7 +24,7 @@ class ByteQueue:
 
     def __init__(self) -> None:
         self.fault: BaseException | None = None
-        self.on_fault: Callable[[], None] = lambda: None
+        self.on_fault: Callable[[], object] = lambda: None
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="bytes")
         self._last: Future[object] | None = None
 

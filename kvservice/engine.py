@@ -122,7 +122,7 @@ class Engine:
 
         def work() -> tuple[Array, Array | None]:
             ops.write_kv(self.pool.blocks, layer, step.slot_mapping, key, value)
-            result = ops.attention(
+            output, lse = ops.attention(
                 self.pool.blocks,
                 layer,
                 query,
@@ -133,9 +133,9 @@ class Engine:
                 sliding_window=options.sliding_window,
                 logits_soft_cap=options.logits_soft_cap,
                 alibi_slopes=options.alibi_slopes,
-                return_lse=return_lse,
+                return_lse=True,
             )
-            return result if return_lse else (result, None)
+            return output, lse if return_lse else None
 
         scores = int((step.query_lens.astype(np.int64) * step.context_lens).sum())
         return await self.queue.run(work, num_bytes=scores * query[0].nbytes)

@@ -24,9 +24,10 @@ class Daemon:
 
     def __init__(self, *, start_timeout_s: float = 60.0, **options: Any) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="kvservice-"))
-        defaults = {"unix_socket": self._directory / "kvservice.sock", "tcp_address": "", "metrics_address": ""}
-        self._options = defaults | {"log_level": "warning"} | options
-        self.address = f"unix://{self._options['unix_socket']}"
+        self._socket = Path(options.pop("unix_socket", self._directory / "kvservice.sock"))
+        self._options = {"tcp_address": "", "metrics_address": "", "log_level": "warning"} | options
+        self._options["unix_socket"] = self._socket
+        self.address = f"unix://{self._socket}"
         self.log = self._directory / "daemon.log"
         self._start_timeout_s = start_timeout_s
 
@@ -65,8 +66,7 @@ class Daemon:
         from kvservice.client import KVClient
 
         deadline = time.monotonic() + self._start_timeout_s
-        path = Path(self._options["unix_socket"])
-        while not path.exists():
+        while not self._socket.exists():
             if self.process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"the daemon did not start: {self.log.read_text(errors='replace').strip()}")
             time.sleep(0.02)

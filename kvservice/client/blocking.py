@@ -21,13 +21,14 @@ from kvservice.v1 import pool_pb2, pool_pb2_grpc, session_pb2, session_pb2_grpc
 
 P = ParamSpec("P")
 T = TypeVar("T")
+SelfT = TypeVar("SelfT")
 
 
-def blocking(method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Any, P], T]:
+def blocking(method: Callable[Concatenate[SelfT, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Any, P], T]:
     """The method without `await`."""
 
     @functools.wraps(method)
-    def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
+    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
         try:
             method(self._core, *args, **kwargs).send(None)
         except StopIteration as end:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import grpc
 from grpc_status import rpc_status
@@ -33,7 +33,7 @@ _NOT_REPEATABLE = frozenset(("decode", "extend", "write"))
 
 def to_error(error: grpc.RpcError) -> KVServiceError:
     """What a failed RPC raises in the caller's hands."""
-    status = rpc_status.from_call(error)
+    status = rpc_status.from_call(cast(grpc.Call, error))
     if status is not None:
         return from_status(status)
     text = f"{error.code().name}: {error.details()}"

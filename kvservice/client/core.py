@@ -11,7 +11,7 @@ import operator
 import secrets
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Batch
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypedDict, TypeVar, Unpack
 
 import numpy as np
 from google.protobuf.message import Message
@@ -20,7 +20,7 @@ from kvservice.client import tensors
 from kvservice.client.tensors import Tensor
 from kvservice.client.values import Pin, PoolInfo, Sequence, SequenceInfo, from_message
 from kvservice.errors import InvalidArgumentError, MessageTooLargeError
-from kvservice.v1 import attention_pb2, blocks_pb2, tensor_pb2
+from kvservice.v1 import attention_pb2, blocks_pb2
 from kvservice.wire.tensors import Array, to_ints
 
 ExtraKeys = Iterable[tuple[int, bytes]]
@@ -272,6 +272,20 @@ class SessionCore(Generic[StepT]):
             raise MessageTooLargeError(f"{num_bytes} bytes, a message may have {limit}", field=field)
 
 
+class AttentionOptions(TypedDict, total=False):
+    """How scores are made, and what is returned besides the output.
+
+    `scale`: None is 1/sqrt(head_size). `sliding_window`: a token sees that many latest positions, its own included; 0
+    is all. `logits_soft_cap`: cap * tanh(score / cap), 0 is off. `alibi_slopes`: a number for each query head.
+    """
+
+    scale: float | None
+    sliding_window: int
+    logits_soft_cap: float
+    alibi_slopes: Iterable[float] | None
+    return_lse: bool
+
+
 class StepCore:
     """One engine iteration over a batch: one call for each layer.
 
@@ -290,21 +304,26 @@ class StepCore:
         self.cow_copies: int = response.cow_copies
         self._session = session
 
-    async def decode(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+    async def decode(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[AttentionOptions]
+    ) -> Any:
         """`extend` for steps in which every sequence has one token; others are refused."""
         return await self._attend("decode", layer, query, key, value, **options)
 
-    async def extend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+    async def extend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[AttentionOptions]
+    ) -> Any:
         """Write the layer's K/V of the step's tokens, then attend, causally.
 
         query `[num_tokens, num_heads, head_size]`, key and value `[num_tokens, num_kv_heads, head_size]`, of the pool's
-        dtype, NumPy or torch. Options: `scale` (1/sqrt(head_size) if None), `sliding_window`, `logits_soft_cap`,
-        `alibi_slopes` (a number for each query head), `return_lse`. Returns the output, shaped as query, or
+        dtype, NumPy or torch; options as in AttentionOptions. Returns the output, shaped as query, or with `return_lse`
         (output, log-sum-exp float32 `[num_tokens, num_heads]`). Each layer once in a step.
         """
         return await self._attend("extend", layer, query, key, value, **options)
 
-    async def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+    async def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[AttentionOptions]
+    ) -> Any:
         """`decode` where every sequence has one token, else `extend`."""
         name = "decode" if self.num_tokens == len(self.sequences) else "extend"
         return await self._attend(name, layer, query, key, value, **options)
@@ -329,9 +348,6 @@ class StepCore:
             attention_pb2.AttendRequest,
             step_id=self.step_id,
             layer=whole(layer, "layer"),
-            query=tensors.to_message(query, "query"),
-            key=tensors.to_message(key, "key"),
-            value=tensors.to_message(value, "value"),
             options=build(
                 attention_pb2.AttentionOptions,
                 scale=scale or 0.0,
@@ -341,7 +357,8 @@ class StepCore:
             ),
             return_lse=return_lse,
         )
-        self._check_size(request.query, request.key, request.value)
+        tensors.put(query, request.query, "query")
+        self._put_kv(request, key, value)
         response = await self._session._call(name, request)
         output = tensors.from_message(response.output, query, "output")
         return (output, tensors.from_message(response.lse, query, "lse")) if return_lse else output
@@ -349,18 +366,17 @@ class StepCore:
     async def write(self, key: Tensor, value: Tensor, layer: int | None = None) -> None:
         """Write the step's K/V without attention: `[num_tokens, num_kv_heads, head_size]` of one layer, or
         `[num_layers, num_tokens, num_kv_heads, head_size]` of all."""
-        request = build(
-            attention_pb2.WriteRequest,
-            step_id=self.step_id,
-            layer=None if layer is None else whole(layer, "layer"),
-            key=tensors.to_message(key, "key"),
-            value=tensors.to_message(value, "value"),
-        )
-        self._check_size(request.key, request.value)
+        number = None if layer is None else whole(layer, "layer")
+        request = build(attention_pb2.WriteRequest, step_id=self.step_id, layer=number)
+        self._put_kv(request, key, value)
         await self._session._call("write", request)
 
-    def _check_size(self, *messages: tensor_pb2.Tensor) -> None:
-        self._session._check_size(sum(len(message.inline) for message in messages), "query, key, value")
+    def _put_kv(self, request: Any, key: Tensor, value: Tensor) -> None:
+        tensors.put(key, request.key, "key")
+        tensors.put(value, request.value, "value")
+        names = ("query", "key", "value")
+        num_bytes = sum(len(getattr(request, name).inline) for name in names if hasattr(request, name))
+        self._session._check_size(num_bytes, "query, key, value")
 
 
 def whole(value: Any, field: str) -> int:

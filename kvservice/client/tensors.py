@@ -10,17 +10,18 @@ import numpy as np
 from kvservice.errors import InvalidArgumentError
 from kvservice.pool.layout import DTYPES
 from kvservice.v1 import tensor_pb2
-from kvservice.wire.tensors import Array, to_array, to_tensor
+from kvservice.wire.tensors import Array, put_tensor, to_array
 
 Tensor = Any
 """numpy.ndarray or torch.Tensor. torch is not imported for it."""
 
 
-def to_message(tensor: Tensor, field: str) -> tensor_pb2.Tensor:
+def put(tensor: Tensor, message: tensor_pb2.Tensor, field: str) -> None:
+    """Put a caller's tensor into a message's field."""
     array = _as_array(tensor, field)
     if array.dtype not in DTYPES.values():
         raise InvalidArgumentError(f"is {array.dtype}, not one of {', '.join(DTYPES)}", field=field)
-    return to_tensor(array)
+    put_tensor(array, message)
 
 
 def from_message(message: tensor_pb2.Tensor, like: Tensor, field: str) -> Tensor:

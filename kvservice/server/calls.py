@@ -14,7 +14,7 @@ from kvservice.errors import InvalidArgumentError
 from kvservice.server import codec
 from kvservice.server.sessions import Session, SessionRegistry
 from kvservice.v1 import attention_pb2, blocks_pb2, pool_pb2, session_pb2
-from kvservice.wire.tensors import to_array, to_ints, to_tensor
+from kvservice.wire.tensors import put_tensor, to_array, to_ints
 
 # Room for what surrounds the tensors in a message.
 MESSAGE_OVERHEAD = 4096
@@ -136,7 +136,11 @@ class Calls:
             options,
             request.return_lse,
         )
-        return attention_pb2.AttendResponse(output=to_tensor(output), lse=None if lse is None else to_tensor(lse))
+        response = attention_pb2.AttendResponse()
+        put_tensor(output, response.output)
+        if lse is not None:
+            put_tensor(lse, response.lse)
+        return response
 
     async def write(self, session: Session, request: attention_pb2.WriteRequest) -> attention_pb2.WriteResponse:
         await self._engine.write(
@@ -153,7 +157,10 @@ class Calls:
         ranges = [(part.sequence_id, part.start, part.stop) for part in request.ranges]
         self._check_read_size(ranges, layer)
         key, value = await self._engine.read(session.space, ranges, layer)
-        return attention_pb2.ReadResponse(key=to_tensor(key), value=to_tensor(value))
+        response = attention_pb2.ReadResponse()
+        put_tensor(key, response.key)
+        put_tensor(value, response.value)
+        return response
 
     def _check_read_size(self, ranges: list[tuple[int, int, int]], layer: int | None) -> None:
         layout = self._engine.layout

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import signal
 import socket
 import stat
 from pathlib import Path
+from typing import Any
 
 import grpc
 import prometheus_client
@@ -61,7 +63,7 @@ class Daemon:
         loop = asyncio.get_running_loop()
         for signal_number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signal_number, self._stop.set)
-        self.engine.queue.on_fault = lambda: loop.call_soon_threadsafe(self._stop.set)
+        self.engine.queue.on_fault = functools.partial(loop.call_soon_threadsafe, self._stop.set)
         with contextlib.ExitStack() as cleanup:
             server = self._server()
             self._listen(server, cleanup)
@@ -137,7 +139,7 @@ class Daemon:
         cleanup.callback(server.server_close)
         cleanup.callback(server.shutdown)
 
-    async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+    async def _set_health(self, status: Any) -> None:
         for name in ("", *(service.full_name for service in SERVICES)):
             await self._health.set(name, status)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
@@ -18,7 +18,7 @@ from kvservice.server.sessions import Session, SessionRegistry
 from kvservice.v1 import attention_pb2, blocks_pb2, pool_pb2, session_pb2
 from kvservice.wire.status import to_status
 
-Context = grpc.aio.ServicerContext
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 SERVICES: tuple[ServiceDescriptor, ...] = tuple(
     service
@@ -44,15 +44,13 @@ class Services:
             methods = {method.name: self._rpc(service, method) for method in service.methods}
             yield grpc.method_handlers_generic_handler(service.full_name, methods)
 
-    def _rpc(self, service: ServiceDescriptor, method: MethodDescriptor) -> grpc.RpcMethodHandler:
-        codec = {
-            "request_deserializer": GetMessageClass(method.input_type).FromString,
-            "response_serializer": GetMessageClass(method.output_type).SerializeToString,
-        }
+    def _rpc(self, service: ServiceDescriptor, method: MethodDescriptor) -> grpc.RpcMethodHandler[Any, Any]:
+        parse = GetMessageClass(method.input_type).FromString
+        serialize = GetMessageClass(method.output_type).SerializeToString
         if method.client_streaming:
-            return grpc.stream_stream_rpc_method_handler(self._connect, **codec)
+            return grpc.stream_stream_rpc_method_handler(self._connect, parse, serialize)
         needs_session = service.name in ("BlockService", "AttentionService")
-        return grpc.unary_unary_rpc_method_handler(self._unary(call_name(method.name), needs_session), **codec)
+        return grpc.unary_unary_rpc_method_handler(self._unary(call_name(method.name), needs_session), parse, serialize)
 
     def _unary(self, name: str, needs_session: bool) -> Any:
         async def answer(request: Any, context: Context) -> Any:

@@ -14,7 +14,7 @@ from kvservice.v1 import tensor_pb2
 
 Array = np.ndarray[Any, Any]
 
-_TYPE_OF_NAME = {name: tensor_pb2.DataType.Value(f"DATA_TYPE_{name.upper()}") for name in DTYPES}
+_TYPE_OF_NAME: dict[str, Any] = {name: tensor_pb2.DataType.Value("DATA_TYPE_" + name.upper()) for name in DTYPES}
 _DTYPE_OF_TYPE = {_TYPE_OF_NAME[name]: dtype for name, dtype in DTYPES.items()}
 _TYPE_OF_DTYPE = {dtype: data_type for data_type, dtype in _DTYPE_OF_TYPE.items()}
 
@@ -39,9 +39,11 @@ def to_array(tensor: tensor_pb2.Tensor, field: str) -> Array:
     return np.frombuffer(data, dtype).reshape(shape)
 
 
-def to_tensor(array: Array) -> tensor_pb2.Tensor:
-    """An array of one of the pool's dtypes as a message with its bytes inline."""
-    return tensor_pb2.Tensor(data_type=_TYPE_OF_DTYPE[array.dtype], shape=array.shape, inline=array.tobytes())
+def put_tensor(array: Array, message: tensor_pb2.Tensor) -> None:
+    """Put an array of one of the pool's dtypes into a message's field: in place, since protobuf copies values."""
+    message.data_type = _TYPE_OF_DTYPE[array.dtype]
+    message.shape.extend(array.shape)
+    message.inline = array.tobytes()
 
 
 def to_ints(repeated: Iterable[int], dtype: type[np.integer[Any]] = np.int64) -> Array:
