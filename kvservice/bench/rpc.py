@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,7 @@ NUM_LAYERS, NUM_KV_HEADS, NUM_HEADS, HEAD_SIZE = 4, 2, 28, 128
 # Query, key and value of one token, bfloat16.
 TOKEN_BYTES = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_SIZE * 2
 LONG_CONTEXT, SHORT_CONTEXT = 1024, 16
-POOL = {
+POOL: dict[str, Any] = {
     "num_layers": NUM_LAYERS,
     "num_kv_heads": NUM_KV_HEADS,
     "head_size": HEAD_SIZE,
@@ -147,7 +148,7 @@ class Allocate(Sequences):
     async def begin(self) -> list[Request]:
         # The first token is new in every prompt: no prefix is known.
         prompts = [(i, [i & 0x7FFFFFFF, *random.choices(range(50_000), k=LONG_CONTEXT - 1)]) for i in self._new_ids()]
-        return [("allocate", lambda i=i, prompt=prompt: self._request(i, prompt)) for i, prompt in prompts]
+        return [("allocate", partial(self._request, i, prompt)) for i, prompt in prompts]
 
     @staticmethod
     def _request(sequence_id: int, prompt: list[int]) -> Any:
@@ -157,7 +158,7 @@ class Allocate(Sequences):
 
 class Fork(Sequences):
     async def begin(self) -> list[Request]:
-        return [("fork", lambda i=i: self._request([i])) for i in self._new_ids()]
+        return [("fork", partial(self._request, [i])) for i in self._new_ids()]
 
     def _request(self, child_ids: list[int]) -> Any:
         parents = [self._parent] * len(child_ids)
@@ -167,7 +168,7 @@ class Fork(Sequences):
 class Free(Fork):
     async def begin(self) -> list[Request]:
         await self.api.call("fork", self._request(self._new_ids()))
-        return [("free", lambda i=i: self._free_request(i)) for i in self._made]
+        return [("free", partial(self._free_request, i)) for i in self._made]
 
     @staticmethod
     def _free_request(sequence_id: int) -> Any:
@@ -205,7 +206,7 @@ class Groups(Workload):
 
 class Append(Groups):
     async def begin(self) -> list[Request]:
-        return [("append", lambda group=group: self.append_request(group)) for group in self.groups]
+        return [("append", partial(self.append_request, group)) for group in self.groups]
 
 
 class DecodeIds(Groups):
@@ -227,9 +228,7 @@ class Decode(Groups):
     async def begin(self) -> list[Request]:
         steps = [await self.api.call("append", self.append_request(group)) for group in self.groups]
         return [
-            ("decode", lambda step=step, layer=layer: self._request(step.step_id, layer))
-            for step in steps
-            for layer in range(NUM_LAYERS)
+            ("decode", partial(self._request, step.step_id, layer)) for step in steps for layer in range(NUM_LAYERS)
         ]
 
     def _request(self, step_id: int, layer: int) -> Any:

@@ -198,9 +198,13 @@ class _Stream:
     def _exchange(self, name: str, request: Any) -> Any:
         if self.closed:
             raise ConnectionLostError("the session is closed")
-        self._requests.put(channel.make_call(next(self._call_ids), name, request))
+        call_id = next(self._call_ids)
+        self._requests.put(channel.make_call(call_id, name, request))
         try:
-            return channel.take_reply(next(self._replies))
+            # A reply to an earlier call is there if that call was interrupted while it waited.
+            while (reply := next(self._replies)).call_id != call_id:
+                pass
+            return channel.take_reply(reply)
         except grpc.RpcError as error:
             raise channel.to_error(error) from None
         except StopIteration:

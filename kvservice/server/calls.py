@@ -30,7 +30,8 @@ class Calls:
 
     def allocate(self, session: Session, request: blocks_pb2.AllocateRequest) -> blocks_pb2.AllocateResponse:
         requests = codec.allocation_requests(request.sequences, request.lookahead)
-        allocations = self._manager.allocate(session.space, requests)
+        with codec.allocation_fields():
+            allocations = self._manager.allocate(session.space, requests)
         return blocks_pb2.AllocateResponse(
             num_cached_tokens=[allocation.num_cached_tokens for allocation in allocations],
             num_blocks=[allocation.num_blocks for allocation in allocations],
@@ -38,7 +39,8 @@ class Calls:
 
     def can_allocate(self, session: Session, request: blocks_pb2.CanAllocateRequest) -> blocks_pb2.CanAllocateResponse:
         requests = codec.allocation_requests(request.sequences, request.lookahead)
-        status = self._manager.can_allocate(session.space, requests)
+        with codec.allocation_fields():
+            status = self._manager.can_allocate(session.space, requests)
         return blocks_pb2.CanAllocateResponse(status=codec.ALLOC_STATUS[status])
 
     def append(self, session: Session, request: blocks_pb2.AppendRequest) -> blocks_pb2.StepResponse:
@@ -78,12 +80,17 @@ class Calls:
         return blocks_pb2.FreeResponse()
 
     def describe(self, session: Session, request: blocks_pb2.DescribeRequest) -> blocks_pb2.DescribeResponse:
-        sequences = self._manager.describe(
-            session.space,
-            codec.optional_ints(request.sequence_ids),
-            include_tokens=request.return_token_ids,
-            include_blocks=request.return_block_ids,
-        )
+        ids = codec.optional_ints(request.sequence_ids)
+        sequences = self._manager.describe(session.space, ids)
+        if request.return_token_ids or request.return_block_ids:
+            num_bytes = sum(4 * (info.length + info.num_blocks) for info in sequences)
+            codec.check_response_size(num_bytes, self._max_response_bytes, "sequence_ids")
+            sequences = self._manager.describe(
+                session.space,
+                ids,
+                include_tokens=request.return_token_ids,
+                include_blocks=request.return_block_ids,
+            )
         return codec.describe_response(sequences)
 
     def match_prefix(self, _: Session, request: blocks_pb2.MatchPrefixRequest) -> blocks_pb2.MatchPrefixResponse:

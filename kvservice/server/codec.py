@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,7 @@ import numpy as np
 from kvservice.blocks import AllocationRequest, AllocStatus, BlocksStats, SequenceInfo, Step
 from kvservice.config import ServeConfig
 from kvservice.engine import AttentionOptions
-from kvservice.errors import InvalidArgumentError
+from kvservice.errors import InvalidArgumentError, KVServiceError
 from kvservice.v1 import attention_pb2, blocks_pb2, pool_pb2
 from kvservice.wire.tensors import Array, to_ints
 
@@ -28,6 +30,17 @@ def allocation_requests(sequences: Iterable[blocks_pb2.SequenceAllocation], look
         )
         for sequence in sequences
     ]
+
+
+@contextlib.contextmanager
+def allocation_fields() -> Iterator[None]:
+    """Errors about the requests of a batch name the fields of the message that they came in."""
+    try:
+        yield
+    except KVServiceError as error:
+        field = re.sub(r"^requests\b", "sequences", error.field)
+        error.field = re.sub(r"^sequences\[\d+\]\.lookahead$", "lookahead", field)
+        raise
 
 
 def extra_keys(keys: Iterable[blocks_pb2.ExtraKey]) -> tuple[tuple[int, bytes], ...]:

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 TOKEN_BYTES = 16
 MAX_NAME_LENGTH = 64
 # Answers kept for requests that are sent again.
-MAX_REPLIES = 1024
+MAX_REPLIES = 128
 
 
 @dataclass(eq=False)

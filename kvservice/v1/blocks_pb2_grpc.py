@@ -37,7 +37,7 @@ class BlockServiceStub(object):
 
     Requests carry the session's token when they travel as unary calls; on a session's stream the field is ignored.
     A request that changes state may carry a request_id, unique in its session and not 0. The daemon remembers the
-    answers to a session's latest 1,024 such requests: sent again, a request is answered again and not executed again.
+    answers to a session's latest 128 such requests: sent again, a request is answered again and not executed again.
 
     Common errors: INVALID_ARGUMENT names the field (google.rpc.BadRequest). NOT_FOUND: a sequence that this session does
     not have. FAILED_PRECONDITION, ALREADY_EXISTS: google.rpc.ErrorInfo gives the reason. RESOURCE_EXHAUSTED with reason
@@ -140,7 +140,7 @@ class BlockServiceServicer(object):
 
     Requests carry the session's token when they travel as unary calls; on a session's stream the field is ignored.
     A request that changes state may carry a request_id, unique in its session and not 0. The daemon remembers the
-    answers to a session's latest 1,024 such requests: sent again, a request is answered again and not executed again.
+    answers to a session's latest 128 such requests: sent again, a request is answered again and not executed again.
 
     Common errors: INVALID_ARGUMENT names the field (google.rpc.BadRequest). NOT_FOUND: a sequence that this session does
     not have. FAILED_PRECONDITION, ALREADY_EXISTS: google.rpc.ErrorInfo gives the reason. RESOURCE_EXHAUSTED with reason
@@ -352,7 +352,7 @@ class BlockService(object):
 
     Requests carry the session's token when they travel as unary calls; on a session's stream the field is ignored.
     A request that changes state may carry a request_id, unique in its session and not 0. The daemon remembers the
-    answers to a session's latest 1,024 such requests: sent again, a request is answered again and not executed again.
+    answers to a session's latest 128 such requests: sent again, a request is answered again and not executed again.
 
     Common errors: INVALID_ARGUMENT names the field (google.rpc.BadRequest). NOT_FOUND: a sequence that this session does
     not have. FAILED_PRECONDITION, ALREADY_EXISTS: google.rpc.ErrorInfo gives the reason. RESOURCE_EXHAUSTED with reason
