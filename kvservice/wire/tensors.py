@@ -36,7 +36,10 @@ def to_array(tensor: tensor_pb2.Tensor, field: str) -> Array:
         raise InvalidArgumentError(
             f"{len(data)} bytes, but shape {list(shape)} of {dtype} takes {expected}", field=f"{field}.inline"
         )
-    return np.frombuffer(data, dtype).reshape(shape)
+    try:
+        return np.frombuffer(data, dtype).reshape(shape)
+    except ValueError:  # one extent is 0, the others go past what can be addressed
+        raise InvalidArgumentError(f"not the shape of a tensor: {list(shape)}", field=f"{field}.shape") from None
 
 
 def put_tensor(array: Array, message: tensor_pb2.Tensor) -> None:

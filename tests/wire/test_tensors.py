@@ -1,0 +1,77 @@
+"""Tensor messages: what comes back is what went in, and what a message says of itself is believed only if it is so."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvservice.errors import InvalidArgumentError
+from kvservice.pool.layout import DTYPES
+from kvservice.v1 import tensor_pb2
+from kvservice.wire.tensors import put_tensor, to_array, to_ints
+
+FLOAT32 = tensor_pb2.DATA_TYPE_FLOAT32
+
+
+def to_tensor(array: np.ndarray) -> tensor_pb2.Tensor:
+    message = tensor_pb2.Tensor()
+    put_tensor(array, message)
+    return message
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
+@pytest.mark.parametrize("shape", [(0,), (3,), (2, 3, 4), (1,) * 8])
+def test_there_and_back(dtype: np.dtype, shape: tuple[int, ...]) -> None:
+    array = np.random.default_rng(0).normal(size=shape).astype(dtype)
+    message = tensor_pb2.Tensor.FromString(to_tensor(array).SerializeToString())
+    back = to_array(message, "x")
+    assert back.dtype == dtype
+    assert back.shape == shape
+    assert back.tobytes() == array.tobytes()
+
+
+def test_strides_do_not_show() -> None:
+    array = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
+    back = to_array(to_tensor(array.transpose(2, 0, 1)[::-1]), "x")
+    np.testing.assert_array_equal(back, array.transpose(2, 0, 1)[::-1])
+
+
+def test_is_a_view_of_the_message() -> None:
+    back = to_array(to_tensor(np.zeros(4, np.float32)), "x")
+    assert not back.flags.writeable
+    assert not back.flags.owndata
+
+
+@given(
+    st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(-1, 4), max_size=10),
+    st.binary(max_size=64),
+    st.integers(-(2**31), 2**31 - 1) | st.integers(0, 4),
+)
+def test_any_message_is_an_array_or_a_refusal(shape: list[int], data: bytes, data_type: int) -> None:
+    message = tensor_pb2.Tensor(data_type=data_type, shape=shape, inline=data)  # type: ignore[arg-type]
+    try:
+        array = to_array(message, "x")
+    except InvalidArgumentError as error:
+        refused = error.field
+    else:
+        assert array.shape == tuple(shape)
+        assert array.tobytes() == data
+        return
+    assert refused in ("x.data_type", "x.shape", "x.inline")
+
+
+@pytest.mark.parametrize("shape", [[0, 2**62, 2**62], [2**62, 2**62, 0], [2**63 - 1] * 7 + [0]])
+def test_no_elements_past_what_can_be_addressed(shape: list[int]) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        to_array(tensor_pb2.Tensor(data_type=FLOAT32, shape=shape), "x")
+    assert caught.value.field == "x.shape"
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_repeated_integers(dtype: type) -> None:
+    values = [0, 1, -1, 2**31 - 1]
+    array = to_ints(values, dtype)
+    assert array.dtype == dtype
+    assert array.tolist() == values
