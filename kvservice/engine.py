@@ -17,7 +17,7 @@ from kvservice import ops
 from kvservice.blocks import BlockManager, BlocksConfig, SequenceSpace, Step, SwapPlan
 from kvservice.bytequeue import ByteQueue
 from kvservice.config import ServeConfig
-from kvservice.errors import InvalidArgumentError
+from kvservice.errors import InvalidArgumentError, KVServiceError
 from kvservice.pool.cpu import CpuPool
 
 Array = np.ndarray[Any, Any]
@@ -175,7 +175,7 @@ class Engine:
             raise InvalidArgumentError("no ranges", field="ranges")
         if layer is not None and not 0 <= layer < self.layout.num_layers:
             raise InvalidArgumentError(f"{layer} is not below {self.layout.num_layers}", field="layer")
-        slots = np.concatenate([self.manager.read_slots(space, *token_range) for token_range in ranges])
+        slots = np.concatenate([self._range_slots(space, i, token_range) for i, token_range in enumerate(ranges)])
         layers = range(self.layout.num_layers) if layer is None else (layer,)
 
         def work() -> tuple[Array, Array]:
@@ -186,6 +186,13 @@ class Engine:
 
         num_bytes = len(slots) * self.layout.token_bytes // self.layout.num_layers * len(layers)
         return await self.queue.run(work, num_bytes=num_bytes)
+
+    def _range_slots(self, space: SequenceSpace, index: int, token_range: tuple[int, int, int]) -> Array:
+        try:
+            return self.manager.read_slots(space, *token_range)
+        except KVServiceError as error:
+            error.field = f"ranges[{index}].{error.field.removesuffix('[0]')}"
+            raise
 
     def _check_query(self, query: Array, num_tokens: int) -> None:
         layout = self.layout

@@ -1,4 +1,4 @@
-"""The rooms and their one-way imports, and the contract's completeness: rules that hold for code nobody has written yet."""
+"""The rooms and their one-way imports, and the contract's completeness: rules that hold for code yet to come."""
 
 from __future__ import annotations
 
