@@ -1,0 +1,481 @@
+"""The block manager against a model that knows each sequence's tokens, with a pool of pretended K/V bytes.
+
+The K/V of a token depends on all tokens before it, so the pool's stand-in holds, for each slot, the whole prefix that
+was written there. After every rule each sequence's computed tokens must be found in the slots of its table: a missed
+copy, a block shared too early, a slot given out twice or a stale cached block all show as wrong content.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvservice.blocks import AllocationRequest, AllocStatus, BlockManager, BlocksConfig, Step
+from kvservice.errors import (
+    LayerWrittenError,
+    NotComputedError,
+    OutOfBlocksError,
+    QuotaExceededError,
+    StaleStepError,
+    UnknownPinError,
+)
+
+_spec = importlib.util.spec_from_file_location("blocks_conftest", Path(__file__).with_name("conftest.py"))
+assert _spec is not None
+assert _spec.loader is not None
+_conftest = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(_conftest)
+full_state = _conftest.full_state
+
+TOKENS = st.integers(0, 1)
+SALTS = st.sampled_from([(), ((0, b"tenant"),), ((3, b"image"),)])
+Content = tuple[Any, tuple[int, ...]]
+
+
+@dataclass
+class Model:
+    """What a sequence must be: its tokens, the computed ones among them, its salt, the size of its table."""
+
+    tokens: list[int]
+    computed: int
+    salt: tuple[tuple[int, bytes], ...]
+    num_blocks: int
+    swapped: bool = False
+    step: int = 0
+
+    def content(self, position: int) -> Content:
+        """The K/V of a position: the tokens up to it and the keys that stand in its block or before it."""
+        return self.salt, tuple(self.tokens[: position + 1])
+
+
+def resident(machine: BlockManagerMachine) -> bool:
+    return any(not model.swapped for models in machine.models for model in models.values())
+
+
+def swapped(machine: BlockManagerMachine) -> bool:
+    return any(model.swapped for models in machine.models for model in models.values())
+
+
+def stepping(machine: BlockManagerMachine) -> bool:
+    return any(model.step for models in machine.models for model in models.values())
+
+
+def findable(machine: BlockManagerMachine) -> bool:
+    return machine.manager.stats().num_cached_blocks > 0
+
+
+def pinning(machine: BlockManagerMachine) -> bool:
+    return bool(machine.pins)
+
+
+class BlockManagerMachine(RuleBasedStateMachine):
+    """Two clients of one small pool."""
+
+    @initialize(
+        num_blocks=st.integers(6, 32),
+        block_size=st.sampled_from([1, 2, 4]),
+        num_swap_blocks=st.integers(0, 12),
+        num_layers=st.integers(1, 2),
+        watermark=st.sampled_from([0.0, 0.15]),
+        caching=st.sampled_from([True, True, True, False]),
+    )
+    def start(
+        self, num_blocks: int, block_size: int, num_swap_blocks: int, num_layers: int, watermark: float, caching: bool
+    ) -> None:
+        self.now = 0.0
+        self.config = BlocksConfig(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_layers=num_layers,
+            num_swap_blocks=num_swap_blocks,
+            watermark=watermark,
+            enable_prefix_caching=caching,
+            max_sequences=14,
+            max_sequence_tokens=64,
+        )
+        self.manager = BlockManager(self.config, clock=lambda: self.now)
+        self.spaces = [self.manager.open_space(), self.manager.open_space()]
+        self.models: list[dict[int, Model]] = [{}, {}]
+        self.stale: list[list[int]] = [[], []]
+        self.pool: list[Content | None] = [None] * (num_blocks * block_size)
+        self.swap_pool: list[Content | None] = [None] * (num_swap_blocks * block_size)
+        self.pins: list[tuple[int, int, float]] = []
+        self.next_id = 0
+
+    # What rules do together
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.config.block_size)
+
+    def copy(self, src_pool: list[Any], dst_pool: list[Any], src: list[int], dst: list[int]) -> None:
+        size = self.config.block_size
+        read = [src_pool[block * size : (block + 1) * size] for block in src]
+        for block, content in zip(dst, read, strict=True):
+            dst_pool[block * size : (block + 1) * size] = content
+
+    def pick(self, data: st.DataObject, suits: Callable[[Model], bool]) -> int:
+        """One of the clients that have such a sequence."""
+        return data.draw(
+            st.sampled_from([who for who in (0, 1) if any(map(suits, self.models[who].values()))]), "client"
+        )
+
+    def choose(self, data: st.DataObject, who: int, swapped: bool = False, most: int = 4) -> list[int]:
+        """Some of a client's sequences, resident or swapped out."""
+        ids = [name for name, model in self.models[who].items() if model.swapped == swapped]
+        if not ids:
+            return []
+        return data.draw(st.lists(st.sampled_from(ids), min_size=1, max_size=most, unique=True), "sequences")
+
+    def refused(self, call: Any, *arguments: Any) -> None:
+        """The call raises for want of space, and nothing changed."""
+        before = full_state(self.manager)
+        try:
+            call(*arguments)
+        except (OutOfBlocksError, QuotaExceededError):
+            assert full_state(self.manager) == before
+        else:
+            raise AssertionError(f"{call.__name__} did what its check refused")
+
+    def outdate(self, who: int, ids: list[int]) -> None:
+        """The newest steps of these sequences, as wholes, are stale."""
+        ended = {self.models[who][name].step for name in ids} - {0}
+        self.stale[who] += ended
+        for model in self.models[who].values():
+            if model.step in ended:
+                model.step = 0
+
+    def opened(self, who: int, step: Step, ids: list[int], starts: list[int], lens: list[int], lookahead: int) -> None:
+        """Makes the step's copies, and checks that its slots are those of its tokens."""
+        self.copy(self.pool, self.pool, step.copies.src.tolist(), step.copies.dst.tolist())
+        assert step.sequence_ids.tolist() == ids
+        assert step.query_lens.tolist() == lens
+        assert step.context_lens.tolist() == [start + count for start, count in zip(starts, lens, strict=True)]
+        slots = []
+        for name, table, start, count in zip(ids, step.block_tables.tolist(), starts, lens, strict=True):
+            size = self.config.block_size
+            slots += [table[p // size] * size + p % size for p in range(start, start + count)]
+            model = self.models[who][name]
+            model.num_blocks = max(model.num_blocks, self.blocks_for(len(model.tokens) + lookahead))
+            model.step = step.step_id
+        assert step.slot_mapping.tolist() == slots
+
+    # The rules
+
+    @rule(data=st.data(), who=st.integers(0, 1), lookahead=st.integers(0, 3), fill=st.booleans())
+    def allocate(self, data: st.DataObject, who: int, lookahead: int, fill: bool) -> None:
+        prompts = data.draw(st.lists(st.lists(TOKENS, min_size=1, max_size=14), min_size=1, max_size=3), "prompts")
+        salts = [data.draw(SALTS, "salt") for _ in prompts]
+        requests = [
+            AllocationRequest(self.next_id + i, prompt, salt, lookahead)
+            for i, (prompt, salt) in enumerate(zip(prompts, salts, strict=True))
+        ]
+        manager, space = self.manager, self.spaces[who]
+        if manager.can_allocate(space, requests) is not AllocStatus.OK:
+            self.refused(manager.allocate, space, requests)
+            return
+        known = [manager.match_prefix(prompt, salt) for prompt, salt in zip(prompts, salts, strict=True)]
+        made = manager.allocate(space, requests)
+        self.next_id += len(requests)
+        size = self.config.block_size
+        for request, new, prompt, hit in zip(requests, made, prompts, known, strict=True):
+            assert new.num_cached_tokens == min(hit, (len(prompt) - 1) // size * size)
+            assert new.num_blocks == self.blocks_for(len(prompt))
+            self.models[who][request.sequence_id] = Model(
+                list(prompt), new.num_cached_tokens, tuple(request.extra_keys), new.num_blocks
+            )
+        if fill:
+            ids = [request.sequence_id for request in requests]
+            models = [self.models[who][name] for name in ids]
+            step = manager.open_step(space, ids)
+            lens = [self.pending(who, name) for name in ids]
+            self.opened(who, step, ids, [model.computed for model in models], lens, 0)
+            self.write(who, step.step_id)
+
+    @precondition(resident)
+    @rule(data=st.data(), lookahead=st.integers(0, 3), expect=st.booleans(), fill=st.booleans())
+    def append(self, data: st.DataObject, lookahead: int, expect: bool, fill: bool) -> None:
+        who = self.pick(data, lambda model: not model.swapped)
+        ids = self.choose(data, who)
+        counts = [data.draw(st.integers(1, 3), "count") for _ in ids]
+        models = [self.models[who][name] for name in ids]
+        if any(len(model.tokens) + count + lookahead > 64 for model, count in zip(models, counts, strict=True)):
+            return
+        tokens = [data.draw(TOKENS, "token") for _ in range(sum(counts))]
+        lengths = [len(model.tokens) for model in models] if expect else None
+        manager, space = self.manager, self.spaces[who]
+        if not manager.can_append(space, ids, counts, lookahead):
+            self.refused(manager.append, space, ids, tokens, counts, lengths, lookahead)
+            return
+        self.outdate(who, ids)
+        step = manager.append(space, ids, tokens, counts, lengths, lookahead)
+        left = list(tokens)
+        for model, count in zip(models, counts, strict=True):
+            model.tokens += left[:count]
+            del left[:count]
+        starts = [model.computed for model in models]
+        lens = [len(model.tokens) - model.computed for model in models]
+        self.opened(who, step, ids, starts, lens, lookahead)
+        if expect:
+            before = full_state(manager)
+            again = manager.append(space, ids, tokens, counts, lengths, lookahead)
+            assert (again.step_id, len(again.copies)) == (step.step_id, 0)
+            assert again.slot_mapping is step.slot_mapping
+            assert full_state(manager) == before
+        if fill:
+            self.write(who, step.step_id)
+
+    @precondition(resident)
+    @rule(data=st.data(), lookahead=st.integers(0, 3), chunked=st.booleans())
+    def open_step(self, data: st.DataObject, lookahead: int, chunked: bool) -> None:
+        who = self.pick(data, lambda model: not model.swapped)
+        ids = [name for name in self.choose(data, who) if self.pending(who, name)]
+        models = [self.models[who][name] for name in ids]
+        if not ids or any(len(model.tokens) + lookahead > 64 for model in models):
+            return
+        lens = [self.pending(who, name) for name in ids]
+        if chunked:
+            lens = [data.draw(st.integers(1, most), "chunk") for most in lens]
+        manager, space = self.manager, self.spaces[who]
+        if not manager.can_open_step(space, ids, lookahead):
+            self.refused(manager.open_step, space, ids, lens, lookahead)
+            return
+        self.outdate(who, ids)
+        step = manager.open_step(space, ids, lens if chunked else None, lookahead)
+        self.opened(who, step, ids, [model.computed for model in models], lens, lookahead)
+
+    def pending(self, who: int, name: int) -> int:
+        model = self.models[who][name]
+        return len(model.tokens) - model.computed
+
+    @precondition(stepping)
+    @rule(data=st.data(), last=st.booleans())
+    def write_step(self, data: st.DataObject, last: bool) -> None:
+        """Writes the K/V of a live step, then marks its layers, all of them or all but the last."""
+        who = self.pick(data, lambda model: model.step > 0)
+        steps = sorted({model.step for model in self.models[who].values()} - {0})
+        self.write(who, data.draw(st.sampled_from(steps), "step"), last)
+
+    def write(self, who: int, step_id: int, last: bool = True) -> None:
+        manager, space = self.manager, self.spaces[who]
+        step = manager.get_step(space, step_id)
+        models = [self.models[who][name] for name in step.sequence_ids.tolist()]
+        starts = (step.context_lens - step.query_lens).tolist()
+        if any(model.computed != start for model, start in zip(models, starts, strict=True)):
+            self.raises(LayerWrittenError, manager.check_layer, space, step_id, 0)
+            self.raises(LayerWrittenError, manager.mark_all_layers, space, step_id)
+            return
+        slots = iter(step.slot_mapping.tolist())
+        for model, start, stop in zip(models, starts, step.context_lens.tolist(), strict=True):
+            for position in range(start, stop):
+                self.pool[next(slots)] = model.content(position)
+        written = space.steps[step_id].written
+        for layer in range(self.config.num_layers - (not last)):
+            if not written[layer]:
+                committed = manager.mark_layer(space, step_id, layer)
+                assert committed == (layer == self.config.num_layers - 1)
+        if last:
+            for model, stop in zip(models, step.context_lens.tolist(), strict=True):
+                model.computed = stop
+
+    @precondition(lambda self: any(self.stale))
+    @rule(data=st.data(), who=st.integers(0, 1))
+    def use_stale_step(self, data: st.DataObject, who: int) -> None:
+        if self.stale[who]:
+            step_id = data.draw(st.sampled_from(self.stale[who]), "step")
+            self.raises(StaleStepError, self.manager.mark_layer, self.spaces[who], step_id, 0)
+
+    def raises(self, error: type[Exception], call: Any, *arguments: Any) -> None:
+        before = full_state(self.manager)
+        try:
+            call(*arguments)
+        except error:
+            assert full_state(self.manager) == before
+        else:
+            raise AssertionError(f"{call.__name__} did not raise {error.__name__}")
+
+    @precondition(resident)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        who = self.pick(data, lambda model: not model.swapped)
+        parents = self.choose(data, who, most=2)
+        parents += parents[:1]
+        children = list(range(self.next_id, self.next_id + len(parents)))
+        if self.manager.stats().num_sequences + len(parents) > self.config.max_sequences:
+            self.refused(self.manager.fork, self.spaces[who], parents, children)
+            return
+        self.next_id += len(parents)
+        self.outdate(who, parents)
+        self.manager.fork(self.spaces[who], parents, children)
+        for parent, child in zip(parents, children, strict=True):
+            model = self.models[who][parent]
+            self.models[who][child] = Model(list(model.tokens), model.computed, model.salt, model.num_blocks)
+
+    @precondition(resident)
+    @rule(data=st.data())
+    def truncate(self, data: st.DataObject) -> None:
+        who = self.pick(data, lambda model: not model.swapped)
+        ids = self.choose(data, who)
+        lengths = [data.draw(st.integers(0, len(self.models[who][name].tokens)), "length") for name in ids]
+        self.outdate(who, ids)
+        self.manager.truncate(self.spaces[who], ids, lengths)
+        for name, length in zip(ids, lengths, strict=True):
+            model = self.models[who][name]
+            del model.tokens[length:]
+            model.computed = min(model.computed, length)
+            model.num_blocks = self.blocks_for(length)
+
+    @precondition(resident)
+    @rule(data=st.data(), both=st.booleans())
+    def free(self, data: st.DataObject, both: bool) -> None:
+        who = self.pick(data, lambda model: not model.swapped)
+        ids = self.choose(data, who) + (self.choose(data, who, swapped=True) if both else [])
+        self.outdate(who, ids)
+        self.manager.free(self.spaces[who], ids)
+        for name in ids:
+            del self.models[who][name]
+
+    @precondition(resident)
+    @rule(data=st.data())
+    def swap_out(self, data: st.DataObject) -> None:
+        who = self.pick(data, lambda model: not model.swapped)
+        ids = self.choose(data, who)
+        manager, space = self.manager, self.spaces[who]
+        if not manager.can_swap_out(space, ids):
+            self.refused(manager.swap_out, space, ids)
+            return
+        self.outdate(who, ids)
+        plan = manager.swap_out(space, ids)
+        self.copy(self.pool, self.swap_pool, plan.src.tolist(), plan.dst.tolist())
+        assert len(set(plan.src.tolist())) == len(plan) == len(set(plan.dst.tolist()))
+        for name in ids:
+            self.models[who][name].swapped = True
+
+    @precondition(swapped)
+    @rule(data=st.data(), lookahead=st.integers(0, 3))
+    def swap_in(self, data: st.DataObject, lookahead: int) -> None:
+        who = self.pick(data, lambda model: model.swapped)
+        ids = self.choose(data, who, swapped=True)
+        models = [self.models[who][name] for name in ids]
+        if any(len(model.tokens) + lookahead > 64 for model in models):
+            return
+        manager, space = self.manager, self.spaces[who]
+        if manager.can_swap_in(space, ids, lookahead) is not AllocStatus.OK:
+            self.refused(manager.swap_in, space, ids, lookahead)
+            return
+        plan = manager.swap_in(space, ids, lookahead)
+        self.copy(self.swap_pool, self.pool, plan.src.tolist(), plan.dst.tolist())
+        for model in models:
+            model.swapped = False
+            model.num_blocks = max(model.num_blocks, self.blocks_for(len(model.tokens) + lookahead))
+
+    @precondition(resident)
+    @rule(data=st.data())
+    def pin(self, data: st.DataObject) -> None:
+        """Pins the prompt of one of the sequences, by whichever client."""
+        who = self.pick(data, lambda model: not model.swapped)
+        model = self.models[who][self.choose(data, who, most=1)[0]]
+        if not model.tokens:
+            return
+        prompt, salt, who = model.tokens, model.salt, data.draw(st.integers(0, 1), "pinned by")
+        ttl_s = data.draw(st.sampled_from([1.0, 5.0]), "ttl_s")
+        known = self.manager.match_prefix(prompt, salt)
+        try:
+            pin = self.manager.pin(self.spaces[who], prompt, salt, ttl_s=ttl_s)
+        except NotComputedError:
+            assert known == 0
+        except QuotaExceededError:
+            assert known > 0
+        else:
+            assert pin.num_tokens == known == pin.num_blocks * self.config.block_size
+            self.pins.append((who, pin.pin_id, self.now + ttl_s))
+
+    @precondition(pinning)
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        who, pin_id, deadline = self.pins.pop(data.draw(st.integers(0, len(self.pins) - 1), "pin"))
+        try:
+            self.manager.unpin(self.spaces[who], pin_id)
+        except UnknownPinError:
+            assert deadline <= self.now
+        else:
+            assert deadline > self.now
+
+    @precondition(pinning)
+    @rule(seconds=st.sampled_from([0.5, 2.0]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    @precondition(findable)
+    @rule()
+    def reset(self) -> None:
+        self.manager.reset_prefix_cache()
+
+    @rule(who=st.integers(0, 1))
+    @precondition(lambda self: self.manager.stats().num_free_blocks == 0)
+    def close(self, who: int) -> None:
+        assert self.manager.close_space(self.spaces[who]) == len(self.models[who])
+        self.pins = [pin for pin in self.pins if pin[0] != who]
+        self.spaces[who], self.models[who], self.stale[who] = self.manager.open_space(), {}, []
+
+    @precondition(resident)
+    @rule(data=st.data())
+    def common_prefix(self, data: st.DataObject) -> None:
+        who = self.pick(data, lambda model: not model.swapped)
+        ids = self.choose(data, who)
+        described = self.manager.describe(self.spaces[who], ids, include_blocks=True)
+        tables = [[] if info.block_ids is None else info.block_ids.tolist() for info in described]
+        full = min(info.num_computed // self.config.block_size for info in described)
+        shared = 0
+        while shared < full and len({table[shared] for table in tables}) == 1:
+            shared += 1
+        assert self.manager.common_prefix_blocks(self.spaces[who], ids) == shared
+
+    # What always holds
+
+    @invariant()
+    def is_whole(self) -> None:
+        if hasattr(self, "manager"):
+            self.manager.check_integrity()
+
+    @invariant()
+    def is_as_the_model(self) -> None:
+        if not hasattr(self, "manager"):
+            return
+        for space, models in zip(self.spaces, self.models, strict=True):
+            described = self.manager.describe(space, include_tokens=True, include_blocks=True)
+            assert {info.sequence_id for info in described} == models.keys()
+            for info in described:
+                self.check_sequence(info, models[info.sequence_id])
+
+    def check_sequence(self, info: Any, model: Model) -> None:
+        assert (info.length, info.num_computed) == (len(model.tokens), model.computed)
+        assert (info.num_blocks, info.swapped) == (model.num_blocks, model.swapped)
+        assert info.token_ids.tolist() == model.tokens
+        pool, size, blocks = self.swap_pool if model.swapped else self.pool, self.config.block_size, info.block_ids
+        for position in range(model.computed):
+            content = pool[int(blocks[position // size]) * size + position % size]
+            assert content is not None
+            keys, tokens = content
+            assert tokens == tuple(model.tokens[: position + 1])
+            assert self.keys_until(keys, position) == self.keys_until(model.salt, position)
+
+    def keys_until(self, salt: tuple[tuple[int, bytes], ...], position: int) -> list[tuple[int, bytes]]:
+        """The keys in a position's block or before it."""
+        end = (position // self.config.block_size + 1) * self.config.block_size
+        return [key for key in salt if key[0] < end]
+
+
+TestBlockManager = BlockManagerMachine.TestCase
+TestBlockManager.settings = settings(
+    max_examples=250,
+    stateful_step_count=50,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
+)
