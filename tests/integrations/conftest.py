@@ -79,6 +79,15 @@ class Pair:
     new_session: Callable[[], Session]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def one_torch_thread() -> Iterator[None]:
+    """The models are so small that on a busy machine several threads mostly wait for each other."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
 @pytest.fixture(scope="session")
 def clients() -> Iterator[Callable[[dict[str, Any]], KVClient]]:
     """A client of a daemon with the pool that is asked for; one daemon for each shape."""

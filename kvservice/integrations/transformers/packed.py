@@ -46,4 +46,5 @@ def _positions(step: Step) -> NDArray[np.int64]:
     """Token position of each token of the step, int64 `[num_tokens]`."""
     starts = np.cumsum(step.query_lens) - step.query_lens
     first_positions = step.context_lens - step.query_lens
-    return np.arange(step.num_tokens, dtype=np.int64) + np.repeat(first_positions - starts, step.query_lens)
+    offsets: NDArray[np.int64] = np.repeat(first_positions - starts, step.query_lens)
+    return offsets + np.arange(step.num_tokens)

@@ -1,0 +1,70 @@
+"""The demo's model, how it picks tokens, and how the library alone generates with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+VOCABULARY = 512
+
+
+def build_model(device: str) -> LlamaForCausalLM:
+    """A Llama of 4 layers with grouped-query attention and fixed random weights, float32.
+
+    The weights are larger than an initialization for training: so attention looks at few tokens, logits lie far apart,
+    and a wrong key or value becomes a wrong token.
+    """
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.1,
+        bos_token_id=None,
+        eos_token_id=None,
+        dtype="float32",
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(config).to(device)
+    model.train(False)
+    return model
+
+
+class Picker:
+    """Picks the next token: the likeliest one, or with a seed a sample of the distribution.
+
+    Samples by adding Gumbel noise to the logits and taking the largest (Gumbel-max), which makes the distance to the
+    runner-up a number, as it is for the likeliest token.
+    """
+
+    def __init__(self, seed: int | None) -> None:
+        self._generator = None if seed is None else torch.Generator().manual_seed(seed)
+
+    def scores(self, logits: torch.Tensor) -> torch.Tensor:
+        """`[vocabulary]` -> `[vocabulary]`, float32 in host memory; the largest is picked."""
+        scores = logits.detach().float().cpu()
+        if self._generator is None:
+            return scores
+        return scores - torch.empty_like(scores).exponential_(generator=self._generator).log()
+
+    def pick(self, logits: torch.Tensor) -> int:
+        return int(self.scores(logits).argmax())
+
+
+def generate_alone(model: LlamaForCausalLM, prompt: Sequence[int], picker: Picker, num_tokens: int) -> list[int]:
+    """What the library generates for one prompt with its own cache, one sequence at a time."""
+    cache = DynamicCache(config=model.config)
+    generated: list[int] = []
+    token_ids = list(prompt)
+    while len(generated) < num_tokens:
+        ids = torch.tensor([token_ids], device=model.device)
+        logits = model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits[0, -1]
+        generated.append(picker.pick(logits))
+        token_ids = generated[-1:]
+    return generated

@@ -1,0 +1,169 @@
+"""The demo from start to end: a daemon, the parts played on it, the comparison, and what has to be true of it all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from transformers import LlamaForCausalLM
+
+from kvservice.client import KVClient, PoolStats
+from kvservice.demo.engine import Engine, Generation
+from kvservice.demo.model import Picker, build_model, generate_alone
+from kvservice.demo.script import BLOCK_SIZE, parts
+from kvservice.demo.view import results_table, view
+from kvservice.errors import InvalidArgumentError
+from kvservice.integrations.transformers import install, pool_options, uninstall
+from kvservice.launch import Daemon
+
+NUM_BLOCKS = 72
+SWAP_SPACE_GIB = 1 / 256
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """What came out. Counters are the daemon's, over the run; swapped_blocks counts both ways.
+
+    `problems` says what is not as it has to be; empty if all is well.
+    """
+
+    tokens_match: bool
+    sequences: int
+    tokens: int
+    prefix_cache_hit_tokens: int
+    cow_copies: int
+    swapped_blocks: int
+    num_blocks: int
+    num_free_blocks_after: int
+    elapsed_s: float
+    device: str
+    problems: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields, without `problems`."""
+        return {name: value for name, value in asdict(self).items() if name != "problems"}
+
+
+def run(*, address: str | None, device: str, console: Console, quiet: bool) -> DemoResult:
+    """Plays the demo against the daemon at `address`, or a private one on `device`, and shows it unless `quiet`.
+
+    Raises InvalidArgumentError if the daemon's pool has not the shape of the demo's model.
+    """
+    started_s = time.monotonic()
+    with ExitStack() as stack:
+        stack.enter_context(_torch_settings())
+        model = build_model(device)
+        if address is None:
+            address = stack.enter_context(_private_daemon(model, device)).address
+        client = stack.enter_context(KVClient(address))
+        _check_pool(client, model)
+        before = client.stats()
+        generations = _generate(client, model, console, quiet)
+        after = client.stats()
+        alone = [_alone(model, generation) for generation in generations]
+    result = _result(generations, alone, before, after, client.info.device, time.monotonic() - started_s)
+    if not quiet:
+        _print_result(console, result, generations, alone)
+    return result
+
+
+@contextmanager
+def _torch_settings() -> Iterator[None]:
+    """No gradients; and one thread: the model is so small that on a busy machine several threads mostly wait."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def _private_daemon(model: LlamaForCausalLM, device: str) -> Daemon:
+    options = pool_options(model.config) | {"device": device, "block_size": BLOCK_SIZE}
+    return Daemon(num_blocks=NUM_BLOCKS, swap_space_gib=SWAP_SPACE_GIB, **options)
+
+
+def _check_pool(client: KVClient, model: LlamaForCausalLM) -> None:
+    needed = pool_options(model.config) | {"block_size": BLOCK_SIZE, "enable_prefix_caching": True}
+    for name, value in needed.items():
+        if getattr(client.info, name) != value:
+            raise InvalidArgumentError(f"the demo needs a daemon with {name} = {value}", field="address")
+
+
+def _generate(client: KVClient, model: LlamaForCausalLM, console: Console, quiet: bool) -> list[Generation]:
+    """Plays the parts in a session of their own; the daemon holds nothing of them afterwards."""
+    install(model)
+    try:
+        with client.session("demo") as kv, ExitStack() as stack:
+            engine = Engine(model, kv, show=lambda _: None)
+            if not quiet:
+                display = stack.enter_context(view(console))
+                engine.show = lambda what: display.update(engine.step, what, engine.generations, client.stats())
+            generations = engine.play(parts())
+            kv.reset_prefix_cache()
+            engine.show("all freed, prefix cache reset")
+            return generations
+    finally:
+        uninstall(model)
+
+
+def _alone(model: LlamaForCausalLM, generation: Generation) -> list[int]:
+    part = generation.part
+    return generate_alone(model, part.prompt, Picker(generation.seed), part.num_tokens)
+
+
+def _result(
+    generations: Sequence[Generation],
+    alone: Sequence[list[int]],
+    before: PoolStats,
+    after: PoolStats,
+    device: str,
+    elapsed_s: float,
+) -> DemoResult:
+    swapped_out = after.swapped_out_blocks - before.swapped_out_blocks
+    swapped_in = after.swapped_in_blocks - before.swapped_in_blocks
+    hit_tokens = after.prefix_cache_hit_tokens - before.prefix_cache_hit_tokens
+    cow_copies = after.cow_copies - before.cow_copies
+    mismatched = [ours.name for ours, theirs in zip(generations, alone, strict=True) if ours.token_ids != theirs]
+    rewound = [generation for generation in generations if generation.given_back]
+    held_before = before.active_blocks + before.shared_blocks + before.pinned_blocks
+    requirements = {
+        f"tokens differ from the library's own: {', '.join(mismatched)}": not mismatched,
+        "tokens generated again differ": bool(rewound) and all(generation.again_alike for generation in rewound),
+        "the prefix cache was not hit": hit_tokens > 0,
+        "nothing was copied on write": cow_copies > 0,
+        "nothing was swapped out and in": swapped_out > 0 and swapped_in > 0,
+        f"{after.free_blocks} blocks are free of {after.num_blocks}": after.free_blocks + held_before
+        == after.num_blocks,
+    }
+    return DemoResult(
+        tokens_match=not mismatched,
+        sequences=len(generations),
+        tokens=sum(len(generation.token_ids) for generation in generations),
+        prefix_cache_hit_tokens=hit_tokens,
+        cow_copies=cow_copies,
+        swapped_blocks=swapped_out + swapped_in,
+        num_blocks=after.num_blocks,
+        num_free_blocks_after=after.free_blocks,
+        elapsed_s=round(elapsed_s, 3),
+        device=device,
+        problems=tuple(problem for problem, fulfilled in requirements.items() if not fulfilled),
+    )
+
+
+def _print_result(
+    console: Console, result: DemoResult, generations: Sequence[Generation], alone: Sequence[list[int]]
+) -> None:
+    console.print(results_table(generations, alone))
+    console.print(
+        f"{result.tokens} tokens of {result.sequences} sequences in {result.elapsed_s:.1f} s on {result.device}: "
+        f"{result.prefix_cache_hit_tokens} prompt tokens from the prefix cache, {result.cow_copies} blocks copied on "
+        f"write, {result.swapped_blocks} blocks swapped, {result.num_free_blocks_after} of {result.num_blocks} blocks "
+        "free afterwards."
+    )
