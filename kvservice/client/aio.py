@@ -11,7 +11,9 @@ from typing import Any
 import grpc
 
 from kvservice.client import channel
-from kvservice.client.core import SessionCore, StepCore, build
+from kvservice.client.core import SessionCore
+from kvservice.client.requests import build
+from kvservice.client.step import StepCore
 from kvservice.client.values import PoolInfo, PoolStats, from_message
 from kvservice.errors import ConnectionLostError, KVServiceError, UnknownSessionError
 from kvservice.v1 import pool_pb2, pool_pb2_grpc, session_pb2, session_pb2_grpc

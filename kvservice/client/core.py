@@ -1,4 +1,4 @@
-"""What a session and a step can do, written once.
+"""What a session can do, written once.
 
 The methods are coroutines over a `Transport`. The asynchronous face awaits them; the blocking face (`blocking.py`)
 gives them a transport that never suspends, and runs them to their end.
@@ -7,25 +7,22 @@ gives them a transport that never suspends, and runs them to their end.
 from __future__ import annotations
 
 import itertools
-import operator
 import secrets
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Batch
-from typing import Any, Generic, Protocol, TypedDict, TypeVar, Unpack
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
-from google.protobuf.message import Message
 
 from kvservice.client import tensors
-from kvservice.client.tensors import Tensor
+from kvservice.client.requests import build, int_list, whole
 from kvservice.client.values import Pin, PoolInfo, Sequence, SequenceInfo, from_message
 from kvservice.errors import InvalidArgumentError, MessageTooLargeError
 from kvservice.v1 import attention_pb2, blocks_pb2
-from kvservice.wire.tensors import Array, to_ints
+from kvservice.wire.tensors import Array
 
 ExtraKeys = Iterable[tuple[int, bytes]]
 StepT = TypeVar("StepT")
-MessageT = TypeVar("MessageT", bound=Message)
 # What surrounds the tensors of a message, generously.
 _OVERHEAD_BYTES = 4096
 
@@ -45,7 +42,7 @@ class SessionCore(Generic[StepT]):
         self.info = info
         self.token = token
         self.session_id = session_id
-        self._call = transport.call
+        self.call = transport.call
         self._make_step = make_step
         self._sequence_ids = itertools.count()
         # Random, so that a resumed session does not repeat the ids of its former owner.
@@ -77,14 +74,14 @@ class SessionCore(Generic[StepT]):
     ) -> list[Sequence]:
         """Create several sequences, or none."""
         allocations = self._allocations(prompts, sequence_ids, extra_keys)
-        self._check_size(sum(4 * len(one.token_ids) for one in allocations), "token_ids")
+        self.check_size(sum(4 * len(one.token_ids) for one in allocations), "token_ids")
         request = build(
             blocks_pb2.AllocateRequest,
             request_id=next(self._request_ids),
             sequences=allocations,
             lookahead=whole(lookahead, "lookahead"),
         )
-        response = await self._call("allocate", request)
+        response = await self.call("allocate", request)
         return [
             Sequence(allocation.sequence_id, len(allocation.token_ids), cached)
             for allocation, cached in zip(allocations, response.num_cached_tokens, strict=True)
@@ -94,7 +91,7 @@ class SessionCore(Generic[StepT]):
         """ "ok", "later" or "never"."""
         allocations = self._allocations(prompts, None, None)
         request = build(blocks_pb2.CanAllocateRequest, sequences=allocations, lookahead=whole(lookahead, "lookahead"))
-        response = await self._call("can_allocate", request)
+        response = await self.call("can_allocate", request)
         return str(blocks_pb2.AllocStatus.Name(response.status)).removeprefix("ALLOC_STATUS_").lower()
 
     def _allocations(
@@ -137,7 +134,7 @@ class SessionCore(Generic[StepT]):
             expected_lengths=[sequence.length for sequence in sequences],
             lookahead=whole(lookahead, "lookahead"),
         )
-        response = await self._call("append", request)
+        response = await self.call("append", request)
         for sequence, added in zip(sequences, counts or itertools.repeat(1, len(sequences)), strict=True):
             sequence.length += added
         return self._step(sequences, response)
@@ -145,16 +142,17 @@ class SessionCore(Generic[StepT]):
     async def open_step(self, sequences: Batch[Sequence], num_tokens: int | Iterable[int] | None = None) -> StepT:
         """Open a step over tokens that are not computed: all, or the next `num_tokens` of each (chunked prefill)."""
         counts = None
-        if num_tokens is not None:
-            same = isinstance(num_tokens, int)
-            counts = [num_tokens] * len(sequences) if same else int_list(num_tokens, "num_tokens")  # type: ignore
+        if isinstance(num_tokens, Iterable):
+            counts = int_list(num_tokens, "num_tokens")
+        elif num_tokens is not None:
+            counts = [whole(num_tokens, "num_tokens")] * len(sequences)
         request = build(
             blocks_pb2.OpenStepRequest,
             request_id=next(self._request_ids),
             sequence_ids=_ids(sequences),
             num_tokens=counts,
         )
-        return self._step(sequences, await self._call("open_step", request))
+        return self._step(sequences, await self.call("open_step", request))
 
     def _step(self, sequences: Batch[Sequence], response: blocks_pb2.StepResponse) -> StepT:
         return self._make_step(self, tuple(sequences), response)
@@ -171,7 +169,7 @@ class SessionCore(Generic[StepT]):
         request = build(
             blocks_pb2.ForkRequest, request_id=next(self._request_ids), parent_ids=_ids(parents), child_ids=child_ids
         )
-        await self._call("fork", request)
+        await self.call("fork", request)
         return [Sequence(child_id, parent.length) for child_id, parent in zip(child_ids, parents, strict=True)]
 
     async def truncate(self, sequence: Sequence, length: int) -> None:
@@ -183,23 +181,23 @@ class SessionCore(Generic[StepT]):
             sequence_ids=[sequence.sequence_id],
             lengths=[length],
         )
-        await self._call("truncate", request)
+        await self.call("truncate", request)
         sequence.length = length
 
     async def swap_out(self, sequences: Batch[Sequence]) -> int:
         """Move to the swap tier. Returns the blocks moved."""
         request = build(blocks_pb2.SwapOutRequest, request_id=next(self._request_ids), sequence_ids=_ids(sequences))
-        return int((await self._call("swap_out", request)).moved_blocks)
+        return int((await self.call("swap_out", request)).moved_blocks)
 
     async def swap_in(self, sequences: Batch[Sequence]) -> int:
         """Move back. Returns the blocks moved; those that the prefix cache still had are not among them."""
         request = build(blocks_pb2.SwapInRequest, request_id=next(self._request_ids), sequence_ids=_ids(sequences))
-        return int((await self._call("swap_in", request)).moved_blocks)
+        return int((await self.call("swap_in", request)).moved_blocks)
 
     async def free(self, sequences: Batch[Sequence]) -> None:
         """End sequences. Their computed full blocks stay in the prefix cache."""
         request = build(blocks_pb2.FreeRequest, request_id=next(self._request_ids), sequence_ids=_ids(sequences))
-        await self._call("free", request)
+        await self.call("free", request)
 
     async def describe(
         self, sequences: Batch[Sequence] | None = None, *, token_ids: bool = False, block_ids: bool = False
@@ -211,7 +209,7 @@ class SessionCore(Generic[StepT]):
             return_token_ids=token_ids,
             return_block_ids=block_ids,
         )
-        response = await self._call("describe", request)
+        response = await self.call("describe", request)
         return [from_message(SequenceInfo, one) for one in response.sequences]
 
     async def read(self, sequence: Sequence, start: int, stop: int, layer: int | None = None) -> tuple[Array, Array]:
@@ -223,7 +221,7 @@ class SessionCore(Generic[StepT]):
             start=whole(start, "start"),
             stop=whole(stop, "stop"),
         )
-        response = await self._call("read", build(attention_pb2.ReadRequest, ranges=[part], layer=layer))
+        response = await self.call("read", build(attention_pb2.ReadRequest, ranges=[part], layer=layer))
         like = np.empty(0)
         return (
             tensors.from_message(response.key, like, "key"),
@@ -237,7 +235,7 @@ class SessionCore(Generic[StepT]):
             token_ids=int_list(token_ids, "token_ids"),
             extra_keys=_extra_keys(extra_keys),
         )
-        return int((await self._call("match_prefix", request)).num_cached_tokens)
+        return int((await self.call("match_prefix", request)).num_cached_tokens)
 
     async def pin(self, token_ids: Iterable[int], ttl_s: float, extra_keys: ExtraKeys = ()) -> Pin:
         """Protect a prefix's cached blocks from eviction for `ttl_s` seconds."""
@@ -248,167 +246,27 @@ class SessionCore(Generic[StepT]):
             extra_keys=_extra_keys(extra_keys),
             ttl_s=ttl_s,
         )
-        return from_message(Pin, await self._call("pin", request))
+        return from_message(Pin, await self.call("pin", request))
 
     async def unpin(self, pin: Pin) -> None:
-        await self._call("unpin", build(blocks_pb2.UnpinRequest, request_id=next(self._request_ids), pin_id=pin.pin_id))
+        await self.call("unpin", build(blocks_pb2.UnpinRequest, request_id=next(self._request_ids), pin_id=pin.pin_id))
 
     async def reset_prefix_cache(self) -> None:
         """Forget the prefix cache, of all sessions."""
-        await self._call(
+        await self.call(
             "reset_prefix_cache", build(blocks_pb2.ResetPrefixCacheRequest, request_id=next(self._request_ids))
         )
 
     async def common_prefix(self, sequences: Batch[Sequence]) -> int:
         """Leading blocks that all of them share."""
-        response = await self._call(
-            "common_prefix", build(blocks_pb2.CommonPrefixRequest, sequence_ids=_ids(sequences))
-        )
+        response = await self.call("common_prefix", build(blocks_pb2.CommonPrefixRequest, sequence_ids=_ids(sequences)))
         return int(response.num_blocks)
 
-    def _check_size(self, num_bytes: int, field: str) -> None:
+    def check_size(self, num_bytes: int, field: str) -> None:
+        """Raise MessageTooLargeError for what the daemon would refuse to receive."""
         limit = self.info.max_message_bytes
         if num_bytes + _OVERHEAD_BYTES > limit:
             raise MessageTooLargeError(f"{num_bytes} bytes, a message may have {limit}", field=field)
-
-
-class AttentionOptions(TypedDict, total=False):
-    """How scores are made, and what is returned besides the output.
-
-    `scale`: None is 1/sqrt(head_size). `sliding_window`: a token sees that many latest positions, its own included; 0
-    is all. `logits_soft_cap`: cap * tanh(score / cap), 0 is off. `alibi_slopes`: a number for each query head.
-    """
-
-    scale: float | None
-    sliding_window: int
-    logits_soft_cap: float
-    alibi_slopes: Iterable[float] | None
-    return_lse: bool
-
-
-class StepCore:
-    """One engine iteration over a batch: one call for each layer.
-
-    Token j of the i-th sequence stands at position context_lens[i] - query_lens[i] + j. Tensors are ragged: the tokens
-    of the sequences one after the other, without padding.
-    """
-
-    def __init__(
-        self, session: SessionCore[Any], sequences: tuple[Sequence, ...], response: blocks_pb2.StepResponse
-    ) -> None:
-        self.sequences = sequences
-        self.step_id: int = response.step_id
-        self.query_lens = to_ints(response.query_lens, np.int32)
-        self.context_lens = to_ints(response.context_lens, np.int32)
-        self.num_tokens = int(self.query_lens.sum())
-        self.cow_copies: int = response.cow_copies
-        self._session = session
-
-    async def decode(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[AttentionOptions]
-    ) -> Any:
-        """`extend` for steps in which every sequence has one token; others are refused."""
-        return await self._attend("decode", layer, query, key, value, **options)
-
-    async def extend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[AttentionOptions]
-    ) -> Any:
-        """Write the layer's K/V of the step's tokens, then attend, causally.
-
-        query `[num_tokens, num_heads, head_size]`, key and value `[num_tokens, num_kv_heads, head_size]`, of the pool's
-        dtype, NumPy or torch; options as in AttentionOptions. Returns the output, shaped as query, or with `return_lse`
-        (output, log-sum-exp float32 `[num_tokens, num_heads]`). Each layer once in a step.
-        """
-        return await self._attend("extend", layer, query, key, value, **options)
-
-    async def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[AttentionOptions]
-    ) -> Any:
-        """`decode` where every sequence has one token, else `extend`."""
-        name = "decode" if self.num_tokens == len(self.sequences) else "extend"
-        return await self._attend(name, layer, query, key, value, **options)
-
-    async def _attend(
-        self,
-        name: str,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float | None = None,
-        sliding_window: int = 0,
-        logits_soft_cap: float = 0.0,
-        alibi_slopes: Iterable[float] | None = None,
-        return_lse: bool = False,
-    ) -> Any:
-        if scale == 0:
-            raise InvalidArgumentError("0 makes all scores equal; None is the default scale", field="options.scale")
-        request = build(
-            attention_pb2.AttendRequest,
-            step_id=self.step_id,
-            layer=whole(layer, "layer"),
-            options=build(
-                attention_pb2.AttentionOptions,
-                scale=scale or 0.0,
-                sliding_window=whole(sliding_window, "options.sliding_window"),
-                logits_soft_cap=logits_soft_cap,
-                alibi_slopes=None if alibi_slopes is None else [float(slope) for slope in alibi_slopes],
-            ),
-            return_lse=return_lse,
-        )
-        tensors.put(query, request.query, "query")
-        self._put_kv(request, key, value)
-        response = await self._session._call(name, request)
-        output = tensors.from_message(response.output, query, "output")
-        return (output, tensors.from_message(response.lse, query, "lse")) if return_lse else output
-
-    async def write(self, key: Tensor, value: Tensor, layer: int | None = None) -> None:
-        """Write the step's K/V without attention: `[num_tokens, num_kv_heads, head_size]` of one layer, or
-        `[num_layers, num_tokens, num_kv_heads, head_size]` of all."""
-        number = None if layer is None else whole(layer, "layer")
-        request = build(attention_pb2.WriteRequest, step_id=self.step_id, layer=number)
-        self._put_kv(request, key, value)
-        await self._session._call("write", request)
-
-    def _put_kv(self, request: Any, key: Tensor, value: Tensor) -> None:
-        tensors.put(key, request.key, "key")
-        tensors.put(value, request.value, "value")
-        names = ("query", "key", "value")
-        num_bytes = sum(len(getattr(request, name).inline) for name in names if hasattr(request, name))
-        self._session._check_size(num_bytes, "query, key, value")
-
-
-def whole(value: Any, field: str) -> int:
-    """An int, or InvalidArgumentError: NaN and 1.5 are no lengths."""
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise InvalidArgumentError(f"{value!r} is not a whole number", field=field) from None
-
-
-def int_list(values: Iterable[int], field: str) -> list[int]:
-    """A plain list, which protobuf takes fastest."""
-    if type(values) is list:
-        return values
-    array = np.asarray(values if isinstance(values, np.ndarray) or hasattr(values, "__array__") else list(values))
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise InvalidArgumentError(f"is {array.dtype} of shape {list(array.shape)}, must be whole numbers", field=field)
-    flat: list[int] = array.tolist()
-    return flat
-
-
-def build(kind: Callable[..., MessageT], **fields: Any) -> MessageT:
-    """A request. Raises InvalidArgumentError naming the field whose value protobuf cannot take."""
-    try:
-        return kind(**fields)
-    except (TypeError, ValueError, OverflowError):
-        for name, value in fields.items():
-            try:
-                kind(**{name: value})
-            except (TypeError, ValueError, OverflowError) as error:
-                raise InvalidArgumentError(str(error), field=name) from None
-        raise
 
 
 def _ids(sequences: Iterable[Sequence]) -> list[int]:
