@@ -125,7 +125,7 @@ class Plan {
       const int64_t step = ((keys + parts - 1) / parts + kPieceKeys - 1) / kPieceKeys * kPieceKeys;
       task.first_piece = static_cast<int64_t>(pieces.size());
       for (int64_t begin = task.key_begin; begin < task.key_end;) {
-        const int64_t end = std::min(task.key_end, begin / kPieceKeys * kPieceKeys + step);
+        const int64_t end = parts == 1 ? task.key_end : std::min(task.key_end, begin / kPieceKeys * kPieceKeys + step);
         pieces.push_back({static_cast<int64_t>(i), begin, end, result_floats});
         if (begin != task.key_begin || end != task.key_end) result_floats += result_size(p_, task);
         begin = end;

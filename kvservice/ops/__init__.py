@@ -1,9 +1,9 @@
 """The operations on the pool: write keys and values, read them back, attend, copy blocks. NumPy in, NumPy out.
 
 The compiled extension does the work, on its own threads and without the interpreter lock. Every argument is checked
-before anything is touched; a wrong one raises `InvalidArgumentError` whose `field` is the argument's name. Inputs may be
-strided (they are then copied); pools and `out` must be contiguous. `kvservice.ops.torch_ops` has the same operations as
-torch custom ops.
+before anything is touched; a wrong one raises `InvalidArgumentError` whose `field` is the argument's name. Inputs may
+be strided (they are then copied); pools and `out` must be contiguous. `kvservice.ops.torch_ops` has the same operations
+as torch custom ops.
 """
 
 from kvservice.ops.cpu import (

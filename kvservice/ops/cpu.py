@@ -125,8 +125,8 @@ def attention(
 
 def copy_blocks(src_pool: Array, dst_pool: Array, src_ids: Int32, dst_ids: Int32) -> None:
     """Copies block `src_ids[i]` of one pool over block `dst_ids[i]` of another or the same (vLLM's `copy_blocks` and
-    `swap_blocks`), each as one contiguous run. `src_ids` and `dst_ids` int32[num_copies]. No destination may occur twice,
-    and within one pool no source may be a destination.
+    `swap_blocks`), each as one contiguous run. `src_ids` and `dst_ids` int32[num_copies]. No destination may occur
+    twice, and within one pool no source may be a destination.
     """
     _ext.copy_blocks(src_pool, dst_pool, src_ids, dst_ids)
 

@@ -17,10 +17,11 @@ DTYPES = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
 }
 
-# Relative error in the Euclidean norm over a whole output. The result is rounded once to the dtype (unit roundoff u =
-# 2^-24, 2^-11, 2^-8), and bfloat16 weights may be rounded once more before the product with V; both errors are random in
-# sign, so u itself bounds each norm amply. float32 sums over 256 dimensions and a few thousand keys, and an exponential
-# of relative error 2e-7 (ten times that behind a soft cap), stay below 1e-5.
+# Relative error of one token and head, in the Euclidean norm over the head's dimensions. The result is rounded once to
+# the dtype: unit roundoff u = 2^-24, 2^-11, 2^-8, of which a norm over many dimensions sees about half. Where the
+# processor multiplies bfloat16, weights are rounded to it too before they meet V, errors random in sign. float32 sums
+# over up to 256 dimensions and a few hundred keys, and an exponential of relative error 2e-7, stay well below 1e-5,
+# also behind a soft cap, which multiplies the exponential's error by the cap.
 ERROR_BOUND = {"float32": 1e-5, "float16": 2.0**-11, "bfloat16": 1.5 * 2.0**-8}
 
 

@@ -1,0 +1,225 @@
+"""Attention against its definition in float64: shapes, options, instruction sets, threads; and that the check bites."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import attention_cases
+import numpy as np
+import pytest
+from attention_reference import DTYPES, Case, check, make_batch, reference
+
+from kvservice import ops
+
+INSTRUCTION_SETS = ("portable", "avx2", "avx512", "avx512_bf16")
+
+
+@pytest.mark.parametrize("part", range(8))
+def test_sampled_cases(part: int) -> None:
+    attention_cases.check_cases(attention_cases.sample_cases(480)[part::8])
+
+
+@pytest.mark.parametrize("isa", INSTRUCTION_SETS)
+def test_sampled_cases_on_every_instruction_set(isa: str) -> None:
+    script = str(Path(attention_cases.__file__))
+    ran = subprocess.run(
+        [sys.executable, script, "150"],
+        env={**os.environ, "KVSERVICE_CPU_ISA": isa},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if f"this processor has no {isa}" in ran.stderr:
+        pytest.skip(f"this processor has no {isa}")
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.split() == [isa, "150"]
+
+
+def test_an_unknown_instruction_set_is_named() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", "from kvservice import ops; ops.cpu_isa()"],
+        env={**os.environ, "KVSERVICE_CPU_ISA": "sse9"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "InvalidArgumentError: KVSERVICE_CPU_ISA: unknown instruction set 'sse9'" in ran.stderr
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_long_sequences_are_split_over_threads(dtype: str, threads: int) -> None:
+    case = Case((1, 2, 1), (2900, 1500, 7), dtype=dtype, head_size=128, group=2, num_layers=1, layer=0)
+    batch = make_batch(case)
+    before = ops.num_threads()
+    ops.set_num_threads(threads)
+    try:
+        check(batch, *ops.attention(*batch.arguments(), return_lse=True))
+    finally:
+        ops.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_several_python_threads_at_once(dtype: str) -> None:
+    batches = [make_batch(Case((3, 40), (700, 90), dtype=dtype, head_size=64, seed=seed)) for seed in range(4)]
+    alone = [ops.attention(*batch.arguments()).tobytes() for batch in batches]
+
+    def attend(index: int) -> bool:
+        return ops.attention(*batches[index % 4].arguments()).tobytes() == alone[index % 4]
+
+    with ThreadPoolExecutor(4) as executor:
+        assert all(executor.map(attend, range(100)))
+
+
+def test_a_forked_child_can_attend() -> None:
+    script = """
+import os, numpy as np
+from kvservice import ops
+pool = np.random.default_rng(0).standard_normal((512, 1, 2, 4, 64 * 16), np.float32)
+query = np.ones((1, 4, 64), np.float32)
+lens = [np.array([n], np.int32) for n in (1, 8192)]
+def attend():
+    return ops.attention(pool, 0, query, lens[0], np.arange(512, dtype=np.int32)[None], lens[1]).tobytes()
+before = attend()
+child = os.fork()
+if child == 0:
+    os._exit(0 if attend() == before else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0 and attend() == before
+"""
+    subprocess.run([sys.executable, "-W", "ignore::DeprecationWarning", "-c", script], check=True, timeout=60)
+
+
+def test_out_and_strided_inputs() -> None:
+    batch = make_batch(Case((2, 5), (20, 33)))
+    expected = ops.attention(*batch.arguments())
+    out = np.full_like(expected, np.nan)
+    wide = np.repeat(batch.query, 2, axis=2)[:, :, ::2]
+    tables = np.asfortranarray(batch.block_tables)
+    result = ops.attention(batch.pool, 1, wide, batch.query_lens, tables, batch.context_lens, out=out)
+    assert result is out
+    assert out.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("query_lens", [(), (0, 0)])
+def test_empty_batches(query_lens: tuple[int, ...]) -> None:
+    batch = make_batch(Case(query_lens, (0, 7)[: len(query_lens)]))
+    out, lse = ops.attention(*batch.arguments(), return_lse=True)
+    assert out.shape == (0, 4, 64)
+    assert lse.shape == (0, 4)
+
+
+def test_blocks_before_the_window_are_not_read() -> None:
+    batch = make_batch(Case((1,), (200,), sliding_window=20))
+    batch.block_tables[0, : (200 - 20) // 16] = -7
+    check(batch, *ops.attention(*batch.arguments(), **batch.options, return_lse=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_large_logits_do_not_overflow(dtype: str) -> None:
+    batch = make_batch(Case((2, 1), (150, 33), dtype=dtype, scale=40.0))
+    expected, _ = reference(batch)
+    got = ops.attention(*batch.arguments(), **batch.options).astype(np.float64)
+    # One key takes nearly all the weight; two that are nearly level share it, to the accuracy of logits of thousands.
+    close = np.linalg.norm(got - expected, axis=-1) <= 0.02 * np.linalg.norm(expected, axis=-1)
+    assert np.isfinite(got).all()
+    assert close.mean() > 0.8
+
+
+MUTANT_CASE = Case(
+    (1, 6), (90, 70), num_kv_heads=2, group=2, scale=0.25, sliding_window=60, logits_soft_cap=4.0, alibi=True
+)
+
+
+def mean_of_values(batch):
+    heads = [np.repeat(values.astype(np.float64).mean(0), batch.case.group, 0) for values in batch.values]
+    return np.stack([heads[seq] for seq, length in enumerate(batch.case.query_lens) for _ in range(length)])
+
+
+def call(batch, *, pool=None, layer=None, query=None, tables=None, contexts=None, **options):
+    return ops.attention(
+        batch.pool if pool is None else pool,
+        batch.case.layer if layer is None else layer,
+        batch.query if query is None else query,
+        batch.query_lens,
+        batch.block_tables if tables is None else tables,
+        batch.context_lens if contexts is None else contexts,
+        **{**batch.options, **options},
+    )
+
+
+def with_tables(batch, change):
+    tables = batch.block_tables.copy()
+    change(tables)
+    return call(batch, tables=tables)
+
+
+def swap_blocks(tables):
+    tables[0, 3], tables[1, 3] = tables[1, 3], tables[0, 3]
+
+
+def skip_block(tables):
+    tables[0, 2:-1] = tables[0, 3:]
+    tables[0, 5] = tables[0, 4]
+
+
+def repeat_block(tables):
+    tables[0, 4] = tables[0, 3]
+
+
+def each_token_sees_all(batch):
+    parts = []
+    for seq, length in enumerate(batch.case.query_lens):
+        ones = np.ones(length, np.int32)
+        tables = np.repeat(batch.block_tables[seq : seq + 1], length, 0)
+        first = sum(batch.case.query_lens[:seq])
+        query = batch.query[first : first + length]
+        parts.append(ops.attention(batch.pool, 1, query, ones, tables, batch.context_lens[seq] * ones, **batch.options))
+    return np.concatenate(parts)
+
+
+MUTANTS = {
+    "mean of V": mean_of_values,
+    "two sequences' blocks swapped": lambda batch: with_tables(batch, swap_blocks),
+    "block skipped": lambda batch: with_tables(batch, skip_block),
+    "block read twice": lambda batch: with_tables(batch, repeat_block),
+    "one token too few": lambda batch: call(batch, contexts=batch.context_lens - 1),
+    "one token too many": lambda batch: call(batch, contexts=batch.context_lens + 1),
+    "no causal mask": each_token_sees_all,
+    "KV heads reversed": lambda batch: call(batch, pool=np.ascontiguousarray(batch.pool[:, :, :, ::-1])),
+    "KV heads interleaved": lambda batch: call(batch, query=batch.query[:, [0, 2, 1, 3]])[:, [0, 2, 1, 3]],
+    "K and V exchanged": lambda batch: call(batch, pool=np.ascontiguousarray(batch.pool[:, :, ::-1])),
+    "scale left out": lambda batch: call(batch, scale=1.0),
+    "scale of the head size": lambda batch: call(batch, scale=None),
+    "window one too wide": lambda batch: call(batch, sliding_window=61),
+    "window one too narrow": lambda batch: call(batch, sliding_window=59),
+    "no window": lambda batch: call(batch, sliding_window=0),
+    "no soft cap": lambda batch: call(batch, logits_soft_cap=0.0),
+    "no ALiBi": lambda batch: call(batch, alibi_slopes=None),
+    "ALiBi the wrong way round": lambda batch: call(batch, alibi_slopes=-batch.options["alibi_slopes"]),
+    "ALiBi of the next head": lambda batch: call(batch, alibi_slopes=np.roll(batch.options["alibi_slopes"], 1)),
+    "queries one place further": lambda batch: np.roll(call(batch), 1, axis=0),
+    "left as it was": lambda batch: np.full(batch.query.shape, np.nan),
+    "zeros": lambda batch: np.zeros(batch.query.shape),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_the_check_rejects(mutant: str, dtype: str) -> None:
+    batch = make_batch(replace(MUTANT_CASE, dtype=dtype))
+    check(batch, call(batch))
+    with np.errstate(invalid="ignore"), pytest.raises(AssertionError, match="relative error"):
+        check(batch, MUTANTS[mutant](batch))
+
+
+def test_the_check_rejects_a_wrong_log_sum_exp() -> None:
+    batch = make_batch(MUTANT_CASE)
+    out, lse = ops.attention(*batch.arguments(), **batch.options, return_lse=True)
+    check(batch, out, lse)
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        check(batch, out, lse / np.float32(np.log(2)))

@@ -1,0 +1,81 @@
+"""The torch custom ops: the same results, torch's own checks of them, and whole-graph compilation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from attention_reference import DTYPES, Batch, Case, check, make_batch
+
+torch = pytest.importorskip("torch")
+
+from kvservice.ops import torch_ops  # noqa: E402  torch may be missing
+
+CASE = Case((1, 3), (20, 33))
+
+
+def as_tensor(array: np.ndarray) -> Any:
+    if array.dtype == DTYPES["bfloat16"]:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def tensors(batch: Batch) -> tuple[Any, ...]:
+    return tuple(as_tensor(value) if isinstance(value, np.ndarray) else value for value in batch.arguments())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention(dtype: str) -> None:
+    batch = make_batch(Case((1, 3), (20, 33), dtype=dtype, alibi=True, sliding_window=9))
+    slopes = as_tensor(batch.options["alibi_slopes"])
+    options = {"sliding_window": 9, "alibi_slopes": slopes}
+    out, lse = torch.ops.kvservice.attention_lse(*tensors(batch), **options)
+    check(batch, torch_ops.as_numpy(out), lse.numpy())
+    assert torch.equal(torch.ops.kvservice.attention(*tensors(batch), **options), out)
+
+
+def arguments_of(name: str) -> tuple[Any, ...]:
+    batch = make_batch(CASE)
+    pool, layer, query, *lens = tensors(batch)
+    pool = torch.nan_to_num(pool)  # torch's checks compare pools, and NaN is not equal to itself
+    tokens = torch.randn(5, 2, 64, generator=torch.Generator().manual_seed(0))
+    ids = torch.tensor([0, 1], dtype=torch.int32)
+    return {
+        "attention": (pool, layer, query, *lens),
+        "attention_lse": (pool, layer, query, *lens),
+        "write_kv": (pool, layer, torch.arange(5), tokens, tokens + 1),
+        "read_kv": (pool, layer, torch.arange(5), 64),
+        "copy_blocks": (pool, pool.clone() + 1, ids, ids + 2),
+        "copy_blocks_": (pool, ids, ids + 2),
+    }[name]
+
+
+OPS = ("attention", "attention_lse", "write_kv", "read_kv", "copy_blocks", "copy_blocks_")
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_opcheck(name: str) -> None:
+    torch.library.opcheck(getattr(torch.ops.kvservice, name).default, arguments_of(name))
+
+
+def write_and_attend(pool: Any, layer: int, slots: Any, key: Any, query: Any, ids: Any, *lens: Any) -> tuple[Any, ...]:
+    torch.ops.kvservice.write_kv(pool, layer, slots, key, key)
+    torch.ops.kvservice.copy_blocks_(pool, ids[:1], ids[1:])
+    read_key, _ = torch.ops.kvservice.read_kv(pool, layer, slots, 64)
+    return torch.ops.kvservice.attention(pool, layer, query.view(query.shape), *lens), read_key
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiles_as_one_graph() -> None:
+    def run(function: Callable[..., Any]) -> tuple[Any, ...]:
+        pool, layer, query, *lens = arguments_of("attention")
+        key = torch.randn(5, 2, 64, generator=torch.Generator().manual_seed(1))
+        ids = torch.tensor([0, 1], dtype=torch.int32)
+        return *function(pool, layer, torch.arange(5), key, query, ids, *lens), pool
+
+    for compiled, eager in zip(
+        run(torch.compile(write_and_attend, fullgraph=True)), run(write_and_attend), strict=True
+    ):
+        assert torch.equal(compiled, eager)
