@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 import grpc
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc_status import rpc_status
 
-from kvservice.errors import FailedPreconditionError, KVServiceError
+from kvservice.errors import FailedPreconditionError, InvalidArgumentError, KVServiceError
 from kvservice.server.dispatch import Dispatcher
 from kvservice.server.sessions import Session, SessionRegistry
 from kvservice.v1 import attention_pb2, blocks_pb2, pool_pb2, session_pb2
@@ -32,6 +33,25 @@ def call_name(rpc_name: str) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "_", rpc_name).lower()
 
 
+class Malformed:
+    """Stands for a request whose bytes are no message: an exception in gRPC's hands would end the call as UNKNOWN."""
+
+
+def _parser(kind: type[Message]) -> Callable[[bytes], Message | Malformed]:
+    def parse(data: bytes) -> Message | Malformed:
+        try:
+            return kind.FromString(data)
+        except DecodeError:
+            return Malformed()
+
+    return parse
+
+
+def _check_parsed(request: Any) -> None:
+    if isinstance(request, Malformed):
+        raise InvalidArgumentError("the request's bytes are no message of its type")
+
+
 class Services:
     """`handlers()` is what a grpc.aio server is given."""
 
@@ -45,7 +65,7 @@ class Services:
             yield grpc.method_handlers_generic_handler(service.full_name, methods)
 
     def _rpc(self, service: ServiceDescriptor, method: MethodDescriptor) -> grpc.RpcMethodHandler[Any, Any]:
-        parse = GetMessageClass(method.input_type).FromString
+        parse = _parser(GetMessageClass(method.input_type))
         serialize = GetMessageClass(method.output_type).SerializeToString
         if method.client_streaming:
             return grpc.stream_stream_rpc_method_handler(self._connect, parse, serialize)
@@ -55,6 +75,7 @@ class Services:
     def _unary(self, name: str, needs_session: bool) -> Any:
         async def answer(request: Any, context: Context) -> Any:
             try:
+                _check_parsed(request)
                 if needs_session:
                     session = self._sessions.get(request.session_token)
                     return await self._dispatcher.call(name, request, session, "unary")
@@ -88,7 +109,10 @@ class Stream:
     async def serve(self) -> None:
         try:
             while (call := await self._context.read()) is not grpc.aio.EOF:
+                _check_parsed(call)
                 await self._context.write(await self._answer(call))
+        except InvalidArgumentError as error:
+            await self._context.abort_with_status(rpc_status.to_status(to_status(error)))
         except asyncio.CancelledError:
             if self._ending is None:
                 raise

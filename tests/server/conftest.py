@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import queue
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -184,6 +185,7 @@ class Toolbox:
     RawSession = RawSession
     tensor = staticmethod(tensor)
     refusal = staticmethod(refusal)
+    await_no_sessions = staticmethod(await_no_sessions)
 
 
 @pytest.fixture(scope="session")
@@ -198,8 +200,17 @@ def wire(daemon: Daemon) -> Iterator[Wire]:
     connected.close()
 
 
+def await_no_sessions(wire: Wire) -> None:
+    """Until the sessions that earlier tests left behind are over."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while wire.stats().sessions:
+        assert time.monotonic() < deadline, "sessions are left over"
+        time.sleep(0.02)
+
+
 @pytest.fixture
 def raw_session(wire: Wire) -> Iterator[RawSession]:
+    await_no_sessions(wire)
     session = RawSession(wire)
     yield session
     session.close()

@@ -108,6 +108,7 @@ class Scene:
 
 @pytest.fixture
 def scene(raw: Any, wire: Any) -> Iterator[Scene]:
+    raw.await_no_sessions(wire)
     session, other = raw.RawSession(wire), raw.RawSession(wire)
     yield Scene(session, other)
     session.ok("reset_prefix_cache", blocks_pb2.ResetPrefixCacheRequest())

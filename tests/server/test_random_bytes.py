@@ -1,0 +1,181 @@
+"""Bytes that are no requests, and requests with a few bytes changed: always a status, never a change, never an end."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+
+from kvservice.launch import Daemon
+from kvservice.server.services import SERVICES
+from kvservice.v1 import attention_pb2, blocks_pb2, pool_pb2, session_pb2
+
+RPCS = [(service.full_name, method) for service in SERVICES for method in service.methods]
+UNARY = [(name, method) for name, method in RPCS if not method.client_streaming]
+OPENS = "/kvservice.v1.SessionService/Open"
+NUM_RANDOM = 40
+NUM_MUTATED = 60
+# A mutated request may by luck be a good one; these are what a good one may answer.
+REFUSALS = {
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.NOT_FOUND,
+    grpc.StatusCode.ALREADY_EXISTS,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+}
+
+
+@pytest.fixture(scope="module")
+def channel(daemon: Daemon) -> Iterator[grpc.Channel]:
+    with grpc.insecure_channel(daemon.address) as opened:
+        yield opened
+
+
+def send(channel: grpc.Channel, path: str, data: bytes) -> grpc.StatusCode:
+    """The status; OK for an answer."""
+    try:
+        channel.unary_unary(path)(data, timeout=20)
+    except grpc.RpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK
+
+
+def blobs(seed: str) -> Iterator[bytes]:
+    source = random.Random(seed)
+    yield from (b"", b"\x0a", b"\xff" * 10, b"\x0a\xff\xff\xff\xff\x0f", b"\x08" + b"\x80" * 9 + b"\x01")
+    for _ in range(NUM_RANDOM):
+        yield source.randbytes(source.choice((1, 3, 17, 200, 5000)))
+
+
+@pytest.mark.parametrize(("service", "method"), UNARY, ids=lambda part: getattr(part, "name", ""))
+def test_random_bytes(channel: grpc.Channel, wire: Any, raw_session: Any, service: str, method: Any) -> None:
+    path = f"/{service}/{method.name}"
+    before = wire.stats(), raw_session.describe()
+    opened = 0
+    for data in blobs(path):
+        status = send(channel, path, data)
+        assert status in {grpc.StatusCode.OK} | REFUSALS, data[:50]
+        if path == OPENS and status is grpc.StatusCode.OK:
+            opened += 1
+    after = wire.stats()
+    after.sessions -= opened if path == OPENS else 0
+    assert (after, raw_session.describe()) == before
+
+
+def good_requests(token: bytes, tensor: Any) -> dict[str, Any]:
+    """A request of each kind that would do something."""
+    name = {"session_token": token}
+    kv = {"key": tensor(1, 2, 32), "value": tensor(1, 2, 32)}
+    one = blocks_pb2.SequenceAllocation(sequence_id=9, token_ids=[1, 2, 3], extra_keys=[blocks_pb2.ExtraKey(key=b"k")])
+    part = attention_pb2.SequenceRange(sequence_id=1, start=0, stop=4)
+    return {
+        "Allocate": blocks_pb2.AllocateRequest(**name, request_id=3, sequences=[one], lookahead=2),
+        "CanAllocate": blocks_pb2.CanAllocateRequest(**name, sequences=[one], lookahead=2),
+        "Append": blocks_pb2.AppendRequest(
+            **name, sequence_ids=[1], token_ids=[5], num_tokens=[1], expected_lengths=[5]
+        ),
+        "OpenStep": blocks_pb2.OpenStepRequest(**name, sequence_ids=[1], num_tokens=[1]),
+        "Truncate": blocks_pb2.TruncateRequest(**name, sequence_ids=[1], lengths=[4]),
+        "Fork": blocks_pb2.ForkRequest(**name, parent_ids=[1], child_ids=[8]),
+        "SwapOut": blocks_pb2.SwapOutRequest(**name, sequence_ids=[1]),
+        "SwapIn": blocks_pb2.SwapInRequest(**name, sequence_ids=[1]),
+        "Free": blocks_pb2.FreeRequest(**name, sequence_ids=[1]),
+        "Describe": blocks_pb2.DescribeRequest(**name, sequence_ids=[1], return_token_ids=True),
+        "MatchPrefix": blocks_pb2.MatchPrefixRequest(**name, token_ids=[1, 2, 3, 4]),
+        "Pin": blocks_pb2.PinRequest(**name, token_ids=[1, 2, 3, 4], ttl_s=0.1),
+        "Unpin": blocks_pb2.UnpinRequest(**name, pin_id=1),
+        "ResetPrefixCache": blocks_pb2.ResetPrefixCacheRequest(**name),
+        "CommonPrefix": blocks_pb2.CommonPrefixRequest(**name, sequence_ids=[1]),
+        "Decode": attention_pb2.AttendRequest(**name, step_id=1, layer=1, query=tensor(1, 4, 32), **kv),
+        "Extend": attention_pb2.AttendRequest(**name, step_id=1, layer=1, query=tensor(1, 4, 32), **kv),
+        "Write": attention_pb2.WriteRequest(**name, step_id=1, layer=1, **kv),
+        "Read": attention_pb2.ReadRequest(**name, ranges=[part]),
+        "Ping": pool_pb2.PingRequest(payload=b"x"),
+        "Open": session_pb2.OpenRequest(name="x", detachable=False, detach_ttl_s=1.0),
+        "Close": session_pb2.CloseRequest(session_token=token),
+    }
+
+
+def mutate(data: bytes, source: random.Random) -> bytes:
+    changed = bytearray(data)
+    for _ in range(source.randint(1, 4)):
+        at = source.randrange(len(changed)) if changed else 0
+        kind = source.randrange(4)
+        if kind == 0 and changed:
+            changed[at] = source.randrange(256)
+        elif kind == 1:
+            changed[at:at] = source.randbytes(source.randint(1, 8))
+        elif kind == 2:
+            del changed[at : at + source.randint(1, 4)]
+        elif changed:
+            changed[at] ^= 1 << source.randrange(8)
+    return bytes(changed)
+
+
+@pytest.mark.parametrize(("service", "method"), UNARY, ids=lambda part: getattr(part, "name", ""))
+def test_mutated_requests(
+    channel: grpc.Channel, wire: Any, raw: Any, raw_session: Any, service: str, method: Any
+) -> None:
+    """They hit a session of their own, whose state is anybody's guess afterwards; the one beside it must not change."""
+    bystander = raw_session
+    allocation = blocks_pb2.SequenceAllocation(sequence_id=1, token_ids=[50, 51, 52, 53, 54])
+    bystander.ok("allocate", blocks_pb2.AllocateRequest(sequences=[allocation]))
+    before = bystander.describe()
+    victim = raw.RawSession(wire)
+    victim.ok("allocate", blocks_pb2.AllocateRequest(sequences=[allocation]))
+    victim.ok("open_step", blocks_pb2.OpenStepRequest(sequence_ids=[1], num_tokens=[1]))
+    path = f"/{service}/{method.name}"
+    request = good_requests(victim.token, raw.tensor).get(method.name)
+    data = b"" if request is None else request.SerializeToString()
+    source = random.Random(path)
+    for _ in range(NUM_MUTATED):
+        changed = mutate(data, source)
+        status = send(channel, path, changed)
+        parses = _parses(method, changed)
+        allowed = {grpc.StatusCode.OK} | REFUSALS if parses else {grpc.StatusCode.INVALID_ARGUMENT}
+        assert status in allowed, (status, changed)
+    victim.close()
+    assert bystander.describe() == before
+    stats = wire.stats()
+    parts = (
+        stats.free_blocks, stats.active_blocks, stats.shared_blocks, stats.cached_blocks, stats.pinned_blocks,
+    )  # fmt: skip
+    assert sum(parts) == stats.num_blocks
+    assert min(parts) >= 0
+    assert stats.sequences == 1
+
+
+def _parses(method: Any, data: bytes) -> bool:
+    try:
+        method.input_type._concrete_class.FromString(data)
+    except Exception:  # protobuf's own, whose class depends on its implementation
+        return False
+    return True
+
+
+def test_random_bytes_on_the_stream(channel: grpc.Channel, wire: Any, raw_session: Any) -> None:
+    before = wire.stats(), raw_session.describe()
+    for data in blobs("stream"):
+        call = channel.stream_stream("/kvservice.v1.SessionService/Connect")(iter([data]), timeout=20)
+        with contextlib.suppress(grpc.RpcError):
+            list(call)
+        assert call.code() in {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT}, data[:50]
+    assert (wire.stats(), raw_session.describe()) == before
+
+
+@pytest.mark.parametrize("path", ["/kvservice.v1.BlockService/Nothing", "/kvservice.v1.Nothing/Allocate", "/x", "//"])
+def test_methods_that_do_not_exist(channel: grpc.Channel, path: str) -> None:
+    assert send(channel, path, b"") is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_the_good_requests_are_understood(channel: grpc.Channel, raw: Any) -> None:
+    requests = good_requests(b"", raw.tensor)
+    assert {method.name for _, method in UNARY} - set(requests) == {"GetInfo", "GetStats"}
+    for service, method in UNARY:
+        if method.name in requests and service not in ("kvservice.v1.PoolService", "kvservice.v1.SessionService"):
+            data = requests[method.name].SerializeToString()
+            assert send(channel, f"/{service}/{method.name}", data) is grpc.StatusCode.NOT_FOUND
