@@ -1,0 +1,41 @@
+"""Whether a daemon serves, asked over grpc.health.v1: for scripts and container health checks."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from kvservice.config import ServeConfig
+from kvservice.environment import prepare_grpc
+
+prepare_grpc()
+
+import grpc  # noqa: E402  the environment comes first
+from grpc_health.v1 import health_pb2, health_pb2_grpc  # noqa: E402
+
+# A daemon that listens on every interface is asked on the loopback one.
+_LOOPBACK: Final = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
+
+
+def address_of(config: ServeConfig) -> str:
+    """The gRPC address at which a daemon with this configuration is reached on its own host.
+
+    The unix socket where there is one, else TCP; empty if the configuration opens neither.
+    """
+    if config.unix_socket:
+        return f"unix:{config.unix_socket}"
+    host, _, port = config.tcp_address.rpartition(":")
+    return f"{_LOOPBACK.get(host, host)}:{port}" if host else ""
+
+
+def check(address: str, timeout_s: float) -> bool:
+    """True if the daemon at `address` (a gRPC target) says within `timeout_s` that it is SERVING.
+
+    False if it says otherwise (it drains), does not answer in time, or nothing is there: no error is raised.
+    """
+    with grpc.insecure_channel(address) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)  # its published types know no methods
+        try:
+            answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+        except grpc.RpcError:
+            return False
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
