@@ -1,0 +1,269 @@
+"""Paged attention on the CPU, in two units: the machine's read bandwidth, and torch's attention on contiguous K/V.
+
+Every shape gets keys and values from N(0, 1), in a pool whose blocks lie in random order and, for torch, side by side.
+The output is compared with float64 first. Then both, and the plain reading of a large buffer, take turns, each call on
+another layer than the last, so that no call finds its keys in a cache that holds less than all layers, and so that a
+busy machine slows all of them down alike. Without torch its columns stay empty.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from rich.console import Console
+from rich.table import Table
+
+from kvservice import ops
+from kvservice.pool.layout import DTYPES, PoolLayout
+
+try:
+    import torch
+except ModuleNotFoundError:
+    torch = None  # type: ignore[assignment]
+
+Array = npt.NDArray[Any]
+
+CEILING_BYTES = 1 << 30
+# All layers together are read before one comes round again: more than a last-level cache holds.
+DECODE_BYTES = 768 << 20
+PAGE_BYTES = 4096
+MAX_SAMPLED_ROWS = 256
+
+
+@dataclass(frozen=True)
+class Shape:
+    kind: str  # decode: one new token for each sequence; extend: query_len of them, causal
+    dtype: str
+    num_seqs: int
+    context: int
+    query_len: int = 1
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_size: int = 128
+    block_size: int = 16
+
+    @property
+    def group(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of K and V that one call reads."""
+        layout = PoolLayout(1, self.num_kv_heads, self.head_size, self.block_size, self.dtype)
+        return self.num_seqs * self.context * layout.token_bytes
+
+    @property
+    def num_layers(self) -> int:
+        return max(2, -(-DECODE_BYTES // self.layer_bytes)) if self.kind == "decode" else 1
+
+
+SHAPES = (
+    Shape("decode", "bfloat16", 16, 4096),
+    Shape("decode", "float16", 16, 4096),
+    Shape("decode", "float32", 8, 4096),
+    Shape("decode", "bfloat16", 1, 65536),
+    Shape("decode", "bfloat16", 256, 256),
+    Shape("decode", "bfloat16", 4, 4096, num_kv_heads=32),
+    Shape("decode", "bfloat16", 32, 4096, num_heads=64, num_kv_heads=8, head_size=64),
+    Shape("decode", "bfloat16", 16, 4096, block_size=32),
+    Shape("decode", "bfloat16", 16, 4096, block_size=8),
+    Shape("decode", "bfloat16", 16, 4096, query_len=4),
+    Shape("extend", "bfloat16", 1, 2048, query_len=2048),
+    Shape("extend", "float16", 1, 2048, query_len=2048),
+    Shape("extend", "float32", 1, 2048, query_len=2048),
+    Shape("extend", "bfloat16", 4, 4096, query_len=128),
+    Shape("extend", "float32", 4, 4096, query_len=128),
+)
+QUICK_SHAPES = (SHAPES[0], SHAPES[2], Shape("extend", "bfloat16", 1, 1024, query_len=1024))
+
+
+@dataclass
+class Inputs:
+    keys: Array  # [num_layers, num_seqs, num_kv_heads, context, head_size]
+    values: Array
+    pool: Array
+    query: Array  # [num_seqs * query_len, num_heads, head_size]
+    query_lens: Array
+    block_tables: Array
+    context_lens: Array
+
+    def attend(self, layer: int, out: Array) -> None:
+        ops.attention(self.pool, layer, self.query, self.query_lens, self.block_tables, self.context_lens, out=out)
+
+
+def run(device: str = "cpu", quick: bool = False) -> dict[str, Any]:
+    """Figures of every shape: `seconds`, `gb_per_s` (K and V once, over seconds), `ceiling_gb_per_s` (read bandwidth,
+    measured in turn with it), `relative_error` against float64, `torch_sdpa_s` and `speedup_vs_sdpa` (null without
+    torch). `ceiling_gb_per_s` of the whole is the median.
+    """
+    assert device == "cpu"
+    if torch is not None:
+        torch.set_num_threads(ops.num_threads())
+    buffer = np.ones(CEILING_BYTES // 8)
+    shapes = []
+    with ThreadPoolExecutor(ops.num_threads()) as executor:
+        for index, shape in enumerate(QUICK_SHAPES if quick else SHAPES):
+            read = partial(read_all, buffer, executor)
+            shapes.append(measure(shape, read, seed=index, turns=5 if quick else 9))
+    return {
+        "device": device,
+        "isa": ops.cpu_isa(),
+        "threads": ops.num_threads(),
+        "ceiling_gb_per_s": statistics.median(shape["ceiling_gb_per_s"] for shape in shapes),
+        "shapes": shapes,
+    }
+
+
+def measure(shape: Shape, read: Callable[[int], object], seed: int, turns: int) -> dict[str, Any]:
+    inputs = make_inputs(shape, np.random.default_rng(seed))
+    out = np.full_like(inputs.query, np.nan)
+    inputs.attend(0, out)
+    error = relative_error(shape, inputs, out)
+    contenders: list[Callable[[int], object]] = [lambda layer: inputs.attend(layer, out), read]
+    if torch is not None:
+        contenders.append(fastest_sdpa(shape, inputs))
+    seconds, ceiling_s, *rest = take_turns(contenders, shape.num_layers, turns)
+    sdpa_s = rest[0] if rest else None
+    return {
+        **asdict(shape),
+        "seconds": seconds,
+        "gb_per_s": shape.layer_bytes / seconds / 1e9,
+        "ceiling_gb_per_s": CEILING_BYTES / ceiling_s / 1e9,
+        "relative_error": error,
+        "torch_sdpa_s": sdpa_s,
+        "speedup_vs_sdpa": None if sdpa_s is None else sdpa_s / seconds,
+    }
+
+
+def take_turns(contenders: list[Callable[[int], object]], num_layers: int, turns: int) -> list[float]:
+    """Median seconds of each, called one after the other, each time on the next layer."""
+    seconds: list[list[float]] = [[] for _ in contenders]
+    for turn in range(turns):
+        for contender, times in zip(contenders, seconds, strict=True):
+            start = time.perf_counter()
+            contender(turn % num_layers)
+            times.append(time.perf_counter() - start)
+    return [statistics.median(times) for times in seconds]
+
+
+def read_all(buffer: Array, executor: ThreadPoolExecutor, _layer: int) -> None:
+    """All threads sum up the buffer, one part after the other: what the memory gives to plain reading."""
+    list(executor.map(np.sum, np.array_split(buffer, 16 * ops.num_threads())))
+
+
+def make_inputs(shape: Shape, rng: np.random.Generator) -> Inputs:
+    dtype = DTYPES[shape.dtype]
+    size = (shape.num_layers, shape.num_seqs, shape.num_kv_heads, shape.context, shape.head_size)
+    keys, values = normal(size, dtype, rng), normal(size, dtype, rng)
+    blocks = shape.context // shape.block_size
+    num_blocks = shape.num_seqs * blocks
+    pool = page_aligned(
+        (num_blocks, shape.num_layers, 2, shape.num_kv_heads, shape.head_size * shape.block_size), dtype
+    )
+    tables = rng.permutation(num_blocks).astype(np.int32).reshape(shape.num_seqs, blocks)
+    slots = (tables[:, :, None] * np.int64(shape.block_size) + np.arange(shape.block_size)).reshape(shape.num_seqs, -1)
+    for layer in range(shape.num_layers):
+        for seq in range(shape.num_seqs):
+            key, value = keys[layer, seq].swapaxes(0, 1), values[layer, seq].swapaxes(0, 1)
+            ops.write_kv(pool, layer, slots[seq], key, value)
+    query = normal((shape.num_seqs * shape.query_len, shape.num_heads, shape.head_size), dtype, rng)
+    lens = np.full(shape.num_seqs, shape.query_len, np.int32), np.full(shape.num_seqs, shape.context, np.int32)
+    return Inputs(keys, values, pool, query, lens[0], tables, lens[1])
+
+
+def normal(shape: tuple[int, ...], dtype: np.dtype[Any], rng: np.random.Generator) -> Array:
+    """N(0, 1). A large array repeats 4 Mi numbers, in parts that no sequence or head meets at the same place twice."""
+    array = np.empty(int(np.prod(shape)), dtype)
+    some = rng.standard_normal(min(array.size, (1 << 22) + 7), np.float32).astype(dtype)
+    for start in range(0, array.size, some.size):
+        array[start : start + some.size] = some[: array.size - start]
+    return array.reshape(shape)
+
+
+def page_aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    nbytes = int(np.prod(shape)) * dtype.itemsize
+    memory = np.empty(nbytes + PAGE_BYTES, np.uint8)
+    start = -memory.ctypes.data % PAGE_BYTES
+    return memory[start : start + nbytes].view(dtype).reshape(shape)
+
+
+def relative_error(shape: Shape, inputs: Inputs, out: Array) -> float:
+    """Of the first and the last sequence and some of their queries: the largest |out - float64| / |float64|."""
+    worst = 0.0
+    step = max(1, shape.query_len * shape.num_heads // MAX_SAMPLED_ROWS)
+    for seq in {0, shape.num_seqs - 1}:
+        for token in {*range(0, shape.query_len, step), shape.query_len - 1}:
+            row = seq * shape.query_len + token
+            seen = shape.context - shape.query_len + token + 1
+            query = inputs.query[row].astype(np.float64).reshape(shape.num_kv_heads, shape.group, shape.head_size)
+            for head in range(shape.num_kv_heads):
+                key, value = (kv[0, seq, head, :seen].astype(np.float64) for kv in (inputs.keys, inputs.values))
+                logits = query[head] @ key.T / np.sqrt(shape.head_size)
+                weights = np.exp(logits - logits.max(-1, keepdims=True))
+                expected = weights @ value / weights.sum(-1, keepdims=True)
+                got = out[row].reshape(query.shape)[head].astype(np.float64)
+                error = np.linalg.norm(got - expected, axis=-1) / np.linalg.norm(expected, axis=-1)
+                worst = max(worst, float(error.max()))
+    return worst
+
+
+def fastest_sdpa(shape: Shape, inputs: Inputs) -> Callable[[int], object]:
+    """torch's attention on contiguous K/V: with grouped heads, or with each KV head repeated, whichever is faster.
+
+    Repeating is done inside the call: the cache that an engine keeps is not repeated.
+    """
+    query = as_tensor(inputs.query).view(shape.num_seqs, shape.query_len, shape.num_heads, -1).transpose(1, 2)
+    keys, values = as_tensor(inputs.keys), as_tensor(inputs.values)
+    options: dict[str, Any] = {"is_causal": shape.query_len == shape.context}
+    if 1 < shape.query_len < shape.context:
+        past = shape.context - shape.query_len
+        options["attn_mask"] = torch.ones(shape.query_len, shape.context, dtype=torch.bool).tril(past)
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def grouped(layer: int) -> object:
+        return attend(query, keys[layer], values[layer], enable_gqa=shape.group > 1, **options)
+
+    def repeated(layer: int) -> object:
+        key, value = (kv[layer].repeat_interleave(shape.group, 1) for kv in (keys, values))
+        return attend(query, key, value, **options)
+
+    with torch.inference_mode():
+        seconds = take_turns([grouped, repeated], shape.num_layers, 2)
+    return torch.inference_mode()(grouped if seconds[0] <= seconds[1] else repeated)
+
+
+def as_tensor(array: Array) -> torch.Tensor:
+    if array.dtype == DTYPES["bfloat16"]:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def render(results: dict[str, Any], console: Console) -> None:
+    title = f"{results['isa']}, {results['threads']} threads, read bandwidth {results['ceiling_gb_per_s']:.1f} GB/s"
+    table = Table("", "seqs x (new, context)", "heads", "head x block", "dtype", title=title)
+    for name in ("ms", "GB/s", "of ceiling", "torch ms", "speedup", "error"):
+        table.add_column(name, justify="right")
+    for shape in results["shapes"]:
+        sdpa_s, speedup = shape["torch_sdpa_s"], shape["speedup_vs_sdpa"]
+        table.add_row(
+            shape["kind"],
+            f"{shape['num_seqs']} x ({shape['query_len']}, {shape['context']})",
+            f"{shape['num_heads']}/{shape['num_kv_heads']}",
+            f"{shape['head_size']} x {shape['block_size']}",
+            shape["dtype"],
+            f"{shape['seconds'] * 1e3:.2f}",
+            f"{shape['gb_per_s']:.1f}",
+            f"{shape['gb_per_s'] / shape['ceiling_gb_per_s']:.0%}" if shape["kind"] == "decode" else "",
+            "" if sdpa_s is None else f"{sdpa_s * 1e3:.2f}",
+            "" if speedup is None else f"{speedup:.2f}",
+            f"{shape['relative_error']:.1e}",
+        )
+    console.print(table)
