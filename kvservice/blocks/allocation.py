@@ -113,7 +113,8 @@ class AllocationOps(Core):
         """`field` has a place for the index. Raises InvalidArgumentError, DuplicateSequenceError."""
         seen: set[int] = set()
         for i, sequence_id in enumerate(ids):
-            whole_number(sequence_id, field.format(i), 0, 2**63 - 1)
+            if type(sequence_id) is not int or not 0 <= sequence_id < 2**63:
+                whole_number(sequence_id, field.format(i), 0, 2**63 - 1)
             if sequence_id in space.rows or sequence_id in seen:
                 where = "is in use" if sequence_id in space.rows else "is there twice"
                 raise DuplicateSequenceError(

@@ -55,7 +55,7 @@ def int32_array(value: npt.ArrayLike, field: str) -> Int32Array:
         if int(wide.min()) < 0:
             refuse(field, wide < 0, "must not be negative")
         return wide.astype(np.int32)
-    if np.minimum.reduce(array) < 0:
+    if np.count_nonzero(array < 0):
         refuse(field, array < 0, "must not be negative")
     return array
 
@@ -65,7 +65,7 @@ def counts_for(value: npt.ArrayLike, field: str, batch: int) -> Int64Array:
     array = int64_array(value, field)
     if len(array) != batch:
         raise InvalidArgumentError(f"has {len(array)} elements for {batch} sequences", field=field)
-    if np.minimum.reduce(array) < 0:
+    if np.count_nonzero(array < 0):
         refuse(field, array < 0, "must not be negative")
     return array
 

@@ -10,7 +10,7 @@ import numpy as np
 from kvservice.blocks.arguments import refuse
 from kvservice.blocks.config import BlocksConfig
 from kvservice.blocks.plans import Int64Array
-from kvservice.blocks.sequences import NO_STEP, NUM_BLOCKS, STEP, SWAPPED, SequenceRows, SequenceSpace
+from kvservice.blocks.sequences import NO_STEP, NUM_BLOCKS, SWAPPED, SequenceRows, SequenceSpace
 from kvservice.blocks.tier import DeviceTier, Tier, Zeros
 from kvservice.errors import OutOfBlocksError, QuotaExceededError, SequenceSwappedError, UnknownSessionError
 
@@ -21,9 +21,9 @@ def _numpy_zeros(shape: tuple[int, ...], dtype: object) -> np.ndarray[tuple[int,
 
 def ragged(starts: Int64Array, counts: Int64Array) -> tuple[Int64Array, Int64Array]:
     """For each i the numbers starts[i], ..., starts[i] + counts[i] - 1: (which i int64[sum], the number int64[sum])."""
-    if np.maximum.reduce(counts) <= 1:
-        which = np.flatnonzero(counts)
-        return which, starts.take(which)
+    if not np.count_nonzero(counts > 1):
+        which = counts.nonzero()[0]
+        return which, starts[which]
     ends = np.cumsum(counts)
     which = np.repeat(np.arange(len(counts)), counts)
     return which, np.arange(ends[-1]) - np.repeat(ends - counts - starts, counts)
@@ -43,6 +43,8 @@ class Core:
         self.sequences = SequenceRows(config, zeros)
         self.block_tables = self.sequences.block_tables
         self.meta = self.sequences.meta
+        self._flat_tables = self.block_tables.view()
+        self._flat_tables.shape = (-1,)  # refuses arrays that are not contiguous, where reshape would copy them
         self.spaces: set[SequenceSpace] = set()
         self.clock = clock
         self.pin_counts: dict[int, int] = {}
@@ -80,13 +82,12 @@ class Core:
 
     def _supersede(self, space: SequenceSpace, rows: Int64Array) -> None:
         """The newest steps of these rows are stale from now on."""
-        steps = self.meta[rows, STEP]
-        space.supersede(iter(set(steps.tolist())))
-        self.meta[rows, STEP] = NO_STEP
+        space.supersede(distinct_steps(self.sequences.steps[rows]))
+        self.sequences.steps[rows] = NO_STEP
 
     def _table_entries(self, rows: Int64Array, first: Int64Array | None = None) -> tuple[Int64Array, Int64Array]:
         """All blocks in these rows' tables from entry `first` on: (entry number int64[m], block int64[m])."""
-        num_blocks = self.meta[rows, NUM_BLOCKS]
+        num_blocks = self.sequences.num_blocks[rows]
         start = np.zeros(len(rows), np.int64) if first is None else first
         which, entry = ragged(start, num_blocks - start)
         return entry, self.block_tables[rows[which], entry].astype(np.int64)
@@ -96,6 +97,9 @@ class Core:
 
         A block that several of the tables share stands at the same entry in all of them.
         """
+        if not np.count_nonzero(entries[1:] <= entries[:-1]):  # one table only
+            tier.release(blocks[::-1])
+            return
         order = np.argsort(-entries, kind="stable")
         blocks = blocks[order]
         distinct, first, counts = np.unique(blocks, return_index=True, return_counts=True)
@@ -145,6 +149,6 @@ class Core:
 def distinct_steps(steps: Int64Array) -> Iterator[int]:
     """The step ids in a column of meta; a running batch mostly has one."""
     first = int(steps[0])
-    if np.count_nonzero(steps - first) == 0:
+    if not np.count_nonzero(steps != first):
         return iter((first,))
     return iter(set(steps.tolist()))

@@ -11,7 +11,7 @@ from kvservice.blocks.arguments import whole_number
 from kvservice.blocks.core import Core, ragged
 from kvservice.blocks.plans import Int64Array, Step
 from kvservice.blocks.prefix import block_hash, token_bytes
-from kvservice.blocks.sequences import NUM_COMPUTED, OpenStep, SequenceSpace
+from kvservice.blocks.sequences import OpenStep, SequenceSpace
 from kvservice.errors import LayerWrittenError, StaleStepError, UnknownStepError
 
 
@@ -76,8 +76,8 @@ class LayerOps(Core):
 
     def _commit(self, step: Step) -> None:
         """The step's tokens are computed; blocks that became full get their hash and can be shared from now on."""
-        before = self.meta[step.rows, NUM_COMPUTED]
-        self.meta[step.rows, NUM_COMPUTED] = step.context_lens
+        before = self.sequences.num_computed[step.rows]
+        self.sequences.num_computed[step.rows] = step.context_lens
         if not self.config.enable_prefix_caching:
             return
         first = before >> self._shift

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from hashlib import sha256
 
 from kvservice.blocks.plans import Int32Array
@@ -34,20 +34,15 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self.blocks)
 
-    def chain(self, token_ids: Int32Array, extra: Mapping[int, bytes]) -> Iterator[bytes]:
-        """The hashes of the full blocks of these tokens, one at a time, so that a miss ends the hashing."""
+    def match(self, token_ids: Int32Array, extra: Mapping[int, bytes]) -> list[int]:
+        """The blocks that hold the longest known prefix of these tokens, in order. Hashes no further than that."""
         size = 4 * self.block_size
         data = token_bytes(token_ids)
-        parent = self.root
-        for i in range(len(token_ids) // self.block_size):
-            parent = block_hash(parent, data[i * size : (i + 1) * size], extra.get(i, b""))
-            yield parent
-
-    def match(self, token_ids: Int32Array, extra: Mapping[int, bytes]) -> list[int]:
-        """The blocks that hold the longest known prefix of these tokens, in order."""
+        blocks, parent = self.blocks, self.root
         found: list[int] = []
-        for key in self.chain(token_ids, extra):
-            block = self.blocks.get(key)
+        for entry in range(len(token_ids) // self.block_size):
+            parent = block_hash(parent, data[entry * size : (entry + 1) * size], extra.get(entry, b""))
+            block = blocks.get(parent)
             if block is None:
                 break
             found.append(block)

@@ -20,21 +20,29 @@ from kvservice.errors import InvalidArgumentError, KVServiceError, UnknownSequen
 
 LENGTH, NUM_COMPUTED, NUM_BLOCKS, STEP, SWAPPED = range(5)
 _META_COLUMNS = 8
+_LINE_ENTRIES = 16
 NO_STEP = 0
 _NO_BATCH = (b"", np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 
 class SequenceRows:
-    """block_tables int32[max_sequences, max_blocks_per_sequence]; meta int64[max_sequences, 8], columns named above.
+    """block_tables int32[max_sequences, max_blocks_per_sequence or a few more]; meta int64[max_sequences, 8].
 
-    A row's STEP is the newest step of its sequence, in its space, or NO_STEP. SWAPPED is 1 while the blocks in the
-    table are the swap tier's.
+    A table is an odd number of cache lines wide, so that the entries of one column of many tables do not all fall
+    into the same few sets of the processor's caches.
+    `lengths`, `num_computed`, `num_blocks` and `steps` are columns of meta. A row's STEP is the newest step of its
+    sequence, in its space, or NO_STEP. SWAPPED is 1 while the blocks in the table are the swap tier's.
     """
 
     def __init__(self, config: BlocksConfig, zeros: Zeros) -> None:
-        shape = (config.max_sequences, config.max_blocks_per_sequence)
+        lines = config.max_blocks_per_sequence // _LINE_ENTRIES + 1
+        shape = (config.max_sequences, (lines | 1) * _LINE_ENTRIES)
         self.block_tables = cast(Int32Array, zeros(shape, np.int32))
         self.meta = cast(Int64Array, zeros((config.max_sequences, _META_COLUMNS), np.int64))
+        self.lengths = self.meta[:, LENGTH]
+        self.num_computed = self.meta[:, NUM_COMPUTED]
+        self.num_blocks = self.meta[:, NUM_BLOCKS]
+        self.steps = self.meta[:, STEP]
         self.free_rows = list(range(config.max_sequences - 1, -1, -1))
         self.extra_keys: dict[int, dict[int, bytes]] = {}
         self.num_tokens = 0
@@ -88,7 +96,7 @@ class SequenceSpace:
         try:
             rows = np.array([self.rows[name] for name in names], np.int64)
         except KeyError:
-            raise _unknown(names, self.rows, field) from None
+            raise unknown_sequence(names, self.rows, field) from None
         if len(set(names)) != len(names):
             raise _repeated(names, field)
         ids = ids.copy()
@@ -124,7 +132,8 @@ def new_sequence_id(value: int, field: str) -> int:
     return value
 
 
-def _unknown(names: list[int], known: dict[int, int], field: str) -> KVServiceError:
+def unknown_sequence(names: list[int], known: dict[int, int], field: str) -> KVServiceError:
+    """The error for the first of these names that is not known."""
     i = next(i for i, name in enumerate(names) if name not in known)
     if names[i] < 0:
         return InvalidArgumentError("must not be negative", field=f"{field}[{i}]")

@@ -16,6 +16,7 @@ from kvservice.blocks.sequences import (
     STEP,
     SWAPPED,
     SequenceSpace,
+    unknown_sequence,
 )  # fmt: skip
 from kvservice.errors import InvalidArgumentError
 
@@ -42,29 +43,29 @@ class SharingOps(AllocationOps):
             self._fork_row(space, row, child_id)
 
     def _parent_rows(self, space: SequenceSpace, parents: list[int]) -> list[int]:
-        if not all(parent in space.rows for parent in parents):
-            space.lookup(list(dict.fromkeys(parents)), "parent_ids")
-        rows = [space.rows[parent] for parent in parents]
+        """A parent may be there more than once, so this is no `lookup`."""
+        try:
+            rows = [space.rows[parent] for parent in parents]
+        except KeyError:
+            raise unknown_sequence(parents, space.rows, "parent_ids") from None
         if self.sequences.num_swapped:
             self._resident(np.array(parents, np.int64), np.array(rows, np.int64), "parent_ids")
         return rows
 
     def _fork_row(self, space: SequenceSpace, parent: int, child_id: int) -> None:
         row = self.sequences.free_rows.pop()
-        meta = self.meta
-        length = meta.item(parent, LENGTH)
-        num_blocks = meta.item(parent, NUM_BLOCKS)
-        step_id = meta.item(parent, STEP)
-        if step_id:
+        meta, tables = self.meta, self.block_tables
+        num_blocks, step_id = meta.item(parent, NUM_BLOCKS), meta.item(parent, STEP)
+        if step_id != NO_STEP:
             space.steps.pop(step_id, None)
             meta[parent, STEP] = NO_STEP
-        blocks = self.block_tables[parent, :num_blocks]
-        self.device.hold_active(blocks.astype(np.int64))
-        self.block_tables[row, :num_blocks] = blocks
+        blocks = tables[parent, :num_blocks]
+        self.device.hold_active(blocks)
+        tables[row, :num_blocks] = blocks
         meta[row] = meta[parent]
+        self.sequences.num_tokens += meta.item(parent, LENGTH)
         if parent in self.sequences.extra_keys:
             self.sequences.extra_keys[row] = self.sequences.extra_keys[parent]
-        self.sequences.num_tokens += length
         space.add(child_id, row)
 
     def truncate(self, space: SequenceSpace, sequence_ids: npt.ArrayLike, lengths: npt.ArrayLike) -> None:

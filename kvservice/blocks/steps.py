@@ -10,57 +10,19 @@ room, not slots to write, so a fork may share them; the append that comes to wri
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from kvservice.blocks.arguments import counts_for, int32_array, refuse, whole_number
-from kvservice.blocks.core import Core, distinct_steps, ragged
-from kvservice.blocks.plans import BlockCopies, BoolArray, Int32Array, Int64Array, Step
+from kvservice.blocks.arguments import counts_for, int32_array, refuse
+from kvservice.blocks.core import distinct_steps
+from kvservice.blocks.growth import NO_COPIES, Batch, GrowthOps, OneEach
+from kvservice.blocks.plans import BlockCopies, Int32Array, Int64Array, Step
 from kvservice.blocks.sequences import LENGTH, NUM_BLOCKS, NUM_COMPUTED, STEP, OpenStep, SequenceSpace
 from kvservice.errors import FailedPreconditionError, InvalidArgumentError, LengthMismatchError
 
-_NO_BLOCKS = np.zeros(0, np.int64)
-_NO_COPIES = BlockCopies(np.zeros(0, np.int32), np.zeros(0, np.int32))
 
-
-@dataclass(frozen=True, slots=True)
-class _Batch:
-    """Sequences about to be written: ids, rows, a copy of their meta int64[n, 8], lengths int64[n] to come."""
-
-    ids: Int64Array
-    rows: Int64Array
-    meta: Int64Array
-    lengths: Int64Array
-
-
-@dataclass(frozen=True, slots=True)
-class _Copying:
-    """Blocks to copy, by row, table entry and block int64[c]; `computed` bool[c] says which hold computed tokens of
-    their sequence. `forgotten` are blocks that leave the prefix index instead."""
-
-    rows: Int64Array
-    entries: Int64Array
-    src: Int64Array
-    computed: BoolArray
-    forgotten: Int64Array
-
-
-@dataclass(frozen=True, slots=True)
-class _Growth:
-    """What a batch needs: grown int64[n] new blocks at each end, and copies of blocks that are not its own."""
-
-    grown: Int64Array
-    num_grown: int
-    copying: _Copying | None
-
-    @property
-    def num_new(self) -> int:
-        return self.num_grown + (len(self.copying.src) if self.copying else 0)
-
-
-class StepOps(Core):
+class StepOps(GrowthOps):
     """Append and open_step."""
 
     def can_append(
@@ -78,7 +40,11 @@ class StepOps(Core):
         ids, rows = space.lookup(sequence_ids)
         counts = self._append_counts(num_tokens, len(ids))
         meta = self._resident(ids, rows)
-        batch = _Batch(ids, rows, meta, meta[:, LENGTH] + counts)
+        if num_tokens is None and lookahead == 0:
+            one_each = self._plan_one_each(rows, meta)
+            if one_each is not None:
+                return len(one_each.fresh) <= self.device.num_available
+        batch = Batch(ids, rows, meta, meta[:, LENGTH] + counts)
         return self._plan_growth(batch, lookahead).num_new <= self.device.num_available
 
     def append(
@@ -108,9 +74,13 @@ class StepOps(Core):
         meta = self._resident(ids, rows)
         if expected_lengths is not None:
             expected = counts_for(expected_lengths, "expected_lengths", len(ids))
-            if np.count_nonzero(meta[:, LENGTH] - expected):
-                return self._repeated_append(space, _Batch(ids, rows, meta, expected), tokens, counts)
-        batch = _Batch(ids, rows, meta, meta[:, LENGTH] + counts)
+            if np.count_nonzero(meta[:, LENGTH] != expected):
+                return self._repeated_append(space, Batch(ids, rows, meta, expected), tokens, counts)
+        if num_tokens is None and lookahead == 0:
+            one_each = self._plan_one_each(rows, meta)
+            if one_each is not None:
+                return self._append_one_each(space, Batch(ids, rows, meta, one_each.positions + 1), one_each, tokens)
+        batch = Batch(ids, rows, meta, meta[:, LENGTH] + counts)
         growth = self._plan_growth(batch, lookahead)
         self._require_device_blocks(growth.num_new)
 
@@ -124,6 +94,14 @@ class StepOps(Core):
             self.device.token_slots[self._slots(batch.rows, meta[:, LENGTH], appended)] = tokens
         self.sequences.num_tokens += len(tokens)
         return self._open(space, batch, query_lens, slots, copies, counts)
+
+    def _append_one_each(self, space: SequenceSpace, batch: Batch, plan: OneEach, tokens: Int32Array) -> Step:
+        """A decode step: nothing was pending, and no block is to be copied."""
+        self._require_device_blocks(len(plan.fresh))
+        slots = self._grow_one_each(batch.meta, plan)
+        self.device.token_slots[slots] = tokens
+        self.sequences.num_tokens += len(tokens)
+        return self._open(space, batch, np.ones(len(tokens), np.int64), slots, NO_COPIES, 1)
 
     def can_open_step(self, space: SequenceSpace, sequence_ids: npt.ArrayLike, lookahead: int = 0) -> bool:
         """Whether `open_step` has the blocks: exact."""
@@ -169,7 +147,7 @@ class StepOps(Core):
             refuse("num_tokens", counts > limit, f"must be at most max_sequence_tokens = {limit}")
         return counts
 
-    def _pending(self, space: SequenceSpace, sequence_ids: npt.ArrayLike) -> _Batch:
+    def _pending(self, space: SequenceSpace, sequence_ids: npt.ArrayLike) -> Batch:
         ids, rows = space.lookup(sequence_ids)
         meta = self._resident(ids, rows)
         done = meta[:, NUM_COMPUTED] == meta[:, LENGTH]
@@ -178,10 +156,10 @@ class StepOps(Core):
             raise FailedPreconditionError(
                 f"all tokens of sequence {ids[i]} are computed", field=f"sequence_ids[{i}]", sequence_id=int(ids[i])
             )
-        return _Batch(ids, rows, meta, meta[:, LENGTH])
+        return Batch(ids, rows, meta, meta[:, LENGTH])
 
     def _repeated_append(
-        self, space: SequenceSpace, batch: _Batch, tokens: Int32Array, counts: Int64Array | int
+        self, space: SequenceSpace, batch: Batch, tokens: Int32Array, counts: Int64Array | int
     ) -> Step:
         """The step of this very append if it was the last thing that happened to its sequences."""
         expected, lengths = batch.lengths, batch.meta[:, LENGTH]
@@ -195,78 +173,17 @@ class StepOps(Core):
         ):
             appended = np.broadcast_to(np.asarray(counts), len(batch.ids))
             if np.array_equal(self.device.token_slots[self._slots(batch.rows, expected, appended)], tokens):
-                return dataclasses.replace(entry.plan, copies=_NO_COPIES)
+                return dataclasses.replace(entry.plan, copies=NO_COPIES)
         i = int((lengths != expected).argmax())
         raise LengthMismatchError(
             f"sequence {batch.ids[i]} has {lengths[i]} tokens, not {expected[i]}", field=f"expected_lengths[{i}]",
             sequence_id=int(batch.ids[i]), length=int(lengths[i]), expected_length=int(expected[i]),
         )  # fmt: skip
 
-    def _plan_growth(self, batch: _Batch, lookahead: int) -> _Growth:
-        """Counts, before anything changes, every block that the batch will take."""
-        if lookahead != 0:
-            lookahead = whole_number(lookahead, "lookahead", 0, self.config.max_sequence_tokens)
-        self._check_reach(batch.lengths, lookahead)
-        held = batch.meta[:, NUM_BLOCKS]
-        grown = np.maximum(((batch.lengths + (lookahead + self._mask)) >> self._shift) - held, 0)
-        first = batch.meta[:, NUM_COMPUTED] >> self._shift
-        written = (batch.lengths + self._mask) >> self._shift
-        which, entries = ragged(first, np.minimum(written, held) - first)
-        rows = batch.rows[which]
-        blocks = self.block_tables[rows, entries].astype(np.int64)
-        taken = (self.device.ref_count[blocks] > 1) | self.device.indexed[blocks]
-        num_grown = int(np.add.reduce(grown))
-        if not np.count_nonzero(taken):
-            return _Growth(grown, num_grown, None)
-        copied, forgotten = self._plan_copies(blocks[taken])
-        chosen = np.flatnonzero(taken)[copied]
-        computed = (entries[chosen] << self._shift) < batch.meta[which[chosen], NUM_COMPUTED]
-        return _Growth(grown, num_grown, _Copying(rows[chosen], entries[chosen], blocks[chosen], computed, forgotten))
-
-    def _plan_copies(self, blocks: Int64Array) -> tuple[BoolArray, Int64Array]:
-        """Blocks to be written that others hold or the index knows: (which are copied bool[n], which are forgotten).
-
-        Where all holders of a block write, the last of them keeps it, unless a pin keeps its content.
-        """
-        distinct, inverse, writers = np.unique(blocks, return_inverse=True, return_counts=True)
-        kept = (writers == self.device.ref_count[distinct]) & ~self.device.pinned[distinct]
-        last = np.zeros(len(distinct), np.int64)
-        last[inverse] = np.arange(len(blocks))
-        copied = np.ones(len(blocks), np.bool_)
-        copied[last[kept]] = False
-        return copied, distinct[kept & self.device.indexed[distinct]]
-
-    def _grow(self, batch: _Batch, growth: _Growth) -> BlockCopies:
-        """Applies a growth that is known to fit."""
-        new = self.device.take(growth.num_new) if growth.num_new else _NO_BLOCKS
-        if growth.num_grown:
-            which, entries = ragged(batch.meta[:, NUM_BLOCKS], growth.grown)
-            self.block_tables[batch.rows[which], entries] = new[: growth.num_grown]
-            batch.meta[:, NUM_BLOCKS] += growth.grown
-        return self._copy(growth.copying, new[growth.num_grown :]) if growth.copying else _NO_COPIES
-
-    def _copy(self, copying: _Copying, dst: Int64Array) -> BlockCopies:
-        """Puts new blocks dst in the place of those to be copied."""
-        device, src = self.device, copying.src
-        device.forget(copying.forgotten)
-        device.token_ids[dst] = device.token_ids[src]
-        self.block_tables[copying.rows, copying.entries] = dst
-        distinct, holders = np.unique(src, return_counts=True)
-        device.release(distinct, holders)
-        self.cow_copies += len(src)
-        made = copying.computed
-        return BlockCopies(src[made].astype(np.int32), dst[made].astype(np.int32))
-
-    def _slots(self, rows: Int64Array, starts: Int64Array, counts: Int64Array) -> Int64Array:
-        """Slots of the tokens starts[i], ..., starts[i] + counts[i] - 1 of each row: int64[sum(counts)]."""
-        which, positions = ragged(starts, counts)
-        blocks: Int64Array = self.block_tables[rows[which], positions >> self._shift].astype(np.int64)
-        return (blocks << self._shift) | (positions & self._mask)
-
     def _open(
         self,
         space: SequenceSpace,
-        batch: _Batch,
+        batch: Batch,
         query_lens: Int64Array,
         slots: Int64Array,
         copies: BlockCopies,
@@ -286,8 +203,8 @@ class StepOps(Core):
             tables=self.block_tables,
             block_size=self.config.block_size,
         )
-        meta[:, LENGTH] = batch.lengths
-        meta[:, STEP] = step.step_id
-        self.meta[batch.rows] = meta
+        self.sequences.lengths[batch.rows] = batch.lengths
+        self.sequences.num_blocks[batch.rows] = meta[:, NUM_BLOCKS]
+        self.sequences.steps[batch.rows] = step.step_id
         space.steps[step.step_id] = OpenStep(step, bytearray(self.config.num_layers), appended)
         return step

@@ -1,0 +1,163 @@
+"""What a batch of sequences needs so that it can be written: new blocks at the end, and blocks of its own.
+
+Planning counts every block before anything changes; applying cannot fail.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvservice.blocks.arguments import whole_number
+from kvservice.blocks.core import Core, ragged
+from kvservice.blocks.plans import BlockCopies, BoolArray, Int64Array
+from kvservice.blocks.sequences import LENGTH, NUM_BLOCKS, NUM_COMPUTED
+
+_NO_BLOCKS = np.zeros(0, np.int64)
+NO_COPIES = BlockCopies(np.zeros(0, np.int32), np.zeros(0, np.int32))
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Sequences about to be written: ids, rows, a copy of their meta int64[n, 8], lengths int64[n] to come."""
+
+    ids: Int64Array
+    rows: Int64Array
+    meta: Int64Array
+    lengths: Int64Array
+
+
+@dataclass(frozen=True, slots=True)
+class _Copying:
+    """Blocks to copy, by row, table entry and block int64[c]; `computed` bool[c] says which hold computed tokens of
+    their sequence. `forgotten` are blocks that leave the prefix index instead."""
+
+    rows: Int64Array
+    entries: Int64Array
+    src: Int64Array
+    computed: BoolArray
+    forgotten: Int64Array
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """What a batch needs: grown int64[n] new blocks at each end, and copies of blocks that are not its own."""
+
+    grown: Int64Array
+    num_grown: int
+    copying: _Copying | None
+
+    @property
+    def num_new(self) -> int:
+        return self.num_grown + (len(self.copying.src) if self.copying else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class OneEach:
+    """A batch whose sequences get one token each, every token before it computed, into blocks that are theirs.
+
+    positions int64[n] of the tokens; cells int64[n] of the flat block tables that hold the tokens' blocks int64[n],
+    where those of `fresh` int64[f] are still to be taken.
+    """
+
+    positions: Int64Array
+    cells: Int64Array
+    blocks: Int64Array
+    fresh: Int64Array
+
+
+class GrowthOps(Core):
+    """Plans and applies growth."""
+
+    def _plan_one_each(self, rows: Int64Array, meta: Int64Array) -> OneEach | None:
+        """The plan for a decode step, the most frequent of all; None if the batch needs the general one."""
+        positions = meta[:, LENGTH]
+        if np.count_nonzero(positions != meta[:, NUM_COMPUTED]):
+            return None
+        if np.count_nonzero(positions >= self.config.max_sequence_tokens):
+            return None
+        entries = positions >> self._shift
+        cells = rows * self.block_tables.shape[1]
+        cells += entries
+        blocks = self._flat_tables[cells]
+        fresh = (entries >= meta[:, NUM_BLOCKS]).nonzero()[0]
+        if len(fresh):
+            blocks[fresh] = 0  # these entries of the tables mean nothing yet
+        taken = (self.device.ref_count[blocks] > 1) | self.device.indexed[blocks]
+        if len(fresh):
+            taken[fresh] = False
+        return None if np.count_nonzero(taken) else OneEach(positions, cells, blocks, fresh)
+
+    def _grow_one_each(self, meta: Int64Array, plan: OneEach) -> Int64Array:
+        """Applies a plan that is known to fit. Returns the tokens' slots int64[n]."""
+        blocks, fresh = plan.blocks, plan.fresh
+        if len(fresh):
+            taken = self.device.take(len(fresh))
+            blocks[fresh] = taken
+            self._flat_tables[plan.cells[fresh]] = taken
+            meta[fresh, NUM_BLOCKS] += 1
+        slots = blocks << self._shift
+        slots += plan.positions & self._mask
+        return slots
+
+    def _plan_growth(self, batch: Batch, lookahead: int) -> Growth:
+        """Counts, before anything changes, every block that the batch will take."""
+        if lookahead != 0:
+            lookahead = whole_number(lookahead, "lookahead", 0, self.config.max_sequence_tokens)
+        self._check_reach(batch.lengths, lookahead)
+        held = batch.meta[:, NUM_BLOCKS]
+        grown = np.maximum(((batch.lengths + (lookahead + self._mask)) >> self._shift) - held, 0)
+        first = batch.meta[:, NUM_COMPUTED] >> self._shift
+        written = (batch.lengths + self._mask) >> self._shift
+        which, entries = ragged(first, np.minimum(written, held) - first)
+        rows = batch.rows[which]
+        blocks = self.block_tables[rows, entries].astype(np.int64)
+        taken = (self.device.ref_count[blocks] > 1) | self.device.indexed[blocks]
+        num_grown = int(np.add.reduce(grown))
+        if not np.count_nonzero(taken):
+            return Growth(grown, num_grown, None)
+        copied, forgotten = self._plan_copies(blocks[taken])
+        chosen = np.flatnonzero(taken)[copied]
+        computed = (entries[chosen] << self._shift) < batch.meta[which[chosen], NUM_COMPUTED]
+        return Growth(grown, num_grown, _Copying(rows[chosen], entries[chosen], blocks[chosen], computed, forgotten))
+
+    def _plan_copies(self, blocks: Int64Array) -> tuple[BoolArray, Int64Array]:
+        """Blocks to be written that others hold or the index knows: (which are copied bool[n], which are forgotten).
+
+        Where all holders of a block write, the last of them keeps it, unless a pin keeps its content.
+        """
+        distinct, inverse, writers = np.unique(blocks, return_inverse=True, return_counts=True)
+        kept = (writers == self.device.ref_count[distinct]) & ~self.device.pinned[distinct]
+        last = np.zeros(len(distinct), np.int64)
+        last[inverse] = np.arange(len(blocks))
+        copied = np.ones(len(blocks), np.bool_)
+        copied[last[kept]] = False
+        return copied, distinct[kept & self.device.indexed[distinct]]
+
+    def _grow(self, batch: Batch, growth: Growth) -> BlockCopies:
+        """Applies a growth that is known to fit."""
+        new = self.device.take(growth.num_new) if growth.num_new else _NO_BLOCKS
+        if growth.num_grown:
+            which, entries = ragged(batch.meta[:, NUM_BLOCKS], growth.grown)
+            self.block_tables[batch.rows[which], entries] = new[: growth.num_grown]
+            batch.meta[:, NUM_BLOCKS] += growth.grown
+        return self._copy(growth.copying, new[growth.num_grown :]) if growth.copying else NO_COPIES
+
+    def _copy(self, copying: _Copying, dst: Int64Array) -> BlockCopies:
+        """Puts new blocks dst in the place of those to be copied."""
+        device, src = self.device, copying.src
+        device.forget(copying.forgotten)
+        device.token_ids[dst] = device.token_ids[src]
+        self.block_tables[copying.rows, copying.entries] = dst
+        distinct, holders = np.unique(src, return_counts=True)
+        device.release(distinct, holders)
+        self.cow_copies += len(src)
+        made = copying.computed
+        return BlockCopies(src[made].astype(np.int32), dst[made].astype(np.int32))
+
+    def _slots(self, rows: Int64Array, starts: Int64Array, counts: Int64Array) -> Int64Array:
+        """Slots of the tokens starts[i], ..., starts[i] + counts[i] - 1 of each row: int64[sum(counts)]."""
+        which, positions = ragged(starts, counts)
+        blocks: Int64Array = self.block_tables[rows[which], positions >> self._shift].astype(np.int64)
+        return (blocks << self._shift) | (positions & self._mask)
