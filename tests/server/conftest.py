@@ -177,6 +177,14 @@ def tensor(*shape: int, dtype: str = "FLOAT32", fill: float = 1.0, **changes: An
     return message
 
 
+def await_no_sessions(wire: Wire) -> None:
+    """Until the sessions that earlier tests left behind are over."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while wire.stats().sessions:
+        assert time.monotonic() < deadline, "sessions are left over"
+        time.sleep(0.02)
+
+
 class Toolbox:
     """What test files use of this one."""
 
@@ -198,14 +206,6 @@ def wire(daemon: Daemon) -> Iterator[Wire]:
     connected = Wire(daemon.address)
     yield connected
     connected.close()
-
-
-def await_no_sessions(wire: Wire) -> None:
-    """Until the sessions that earlier tests left behind are over."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while wire.stats().sessions:
-        assert time.monotonic() < deadline, "sessions are left over"
-        time.sleep(0.02)
 
 
 @pytest.fixture
