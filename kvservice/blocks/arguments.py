@@ -11,6 +11,7 @@ import numpy.typing as npt
 from kvservice.blocks.plans import BoolArray, Int32Array, Int64Array
 from kvservice.errors import InvalidArgumentError
 
+_INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 MAX_EXTRA_KEYS = 4096
 MAX_EXTRA_KEY_BYTES = 1024
 
@@ -36,7 +37,7 @@ def _integers(value: npt.ArrayLike, field: str) -> npt.NDArray[np.integer]:
 
 def int64_array(value: npt.ArrayLike, field: str) -> Int64Array:
     """int64[n], n >= 1."""
-    if isinstance(value, np.ndarray) and value.dtype == np.int64 and value.ndim == 1 and value.size:
+    if type(value) is np.ndarray and value.dtype is _INT64 and value.ndim == 1 and value.size:
         return value
     array = _integers(value, field)
     if array.dtype.kind == "u" and int(array.max()) >= 2**63:
@@ -46,7 +47,7 @@ def int64_array(value: npt.ArrayLike, field: str) -> Int64Array:
 
 def int32_array(value: npt.ArrayLike, field: str) -> Int32Array:
     """int32[n], n >= 1, none negative."""
-    if isinstance(value, np.ndarray) and value.dtype == np.int32 and value.ndim == 1 and value.size:
+    if type(value) is np.ndarray and value.dtype is _INT32 and value.ndim == 1 and value.size:
         array = value
     else:
         wide = _integers(value, field)

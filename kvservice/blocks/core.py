@@ -52,8 +52,14 @@ class Core:
         self.num_pins = 0
         self.prefix_query_tokens = self.prefix_hit_tokens = 0
         self.cow_copies = self.swapped_out_blocks = self.swapped_in_blocks = 0
+        self._ones = np.ones(config.max_sequences, np.int32)
+        self._ones.flags.writeable = False
         self._shift = config.block_size.bit_length() - 1
         self._mask = config.block_size - 1
+        # For the hottest path, as in tier.py.
+        self._shift_array, self._mask_array = np.array(self._shift), np.array(self._mask)
+        self._max_length_array = np.array(config.max_sequence_tokens)
+        self._table_width_array = np.array(self.block_tables.shape[1])
 
     def _enter(self, space: SequenceSpace) -> None:
         """Every operation begins here: the space is open, and pins that are over are ended."""

@@ -6,6 +6,7 @@ Planning counts every block before anything changes; applying cannot fail.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,13 +14,13 @@ from kvservice.blocks.arguments import whole_number
 from kvservice.blocks.core import Core, ragged
 from kvservice.blocks.plans import BlockCopies, BoolArray, Int64Array
 from kvservice.blocks.sequences import LENGTH, NUM_BLOCKS, NUM_COMPUTED
+from kvservice.blocks.tier import ONE
 
 _NO_BLOCKS = np.zeros(0, np.int64)
 NO_COPIES = BlockCopies(np.zeros(0, np.int32), np.zeros(0, np.int32))
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(NamedTuple):
     """Sequences about to be written: ids, rows, a copy of their meta int64[n, 8], lengths int64[n] to come."""
 
     ids: Int64Array
@@ -53,8 +54,7 @@ class Growth:
         return self.num_grown + (len(self.copying.src) if self.copying else 0)
 
 
-@dataclass(frozen=True, slots=True)
-class OneEach:
+class OneEach(NamedTuple):
     """A batch whose sequences get one token each, every token before it computed, into blocks that are theirs.
 
     positions int64[n] of the tokens; cells int64[n] of the flat block tables that hold the tokens' blocks int64[n],
@@ -75,30 +75,30 @@ class GrowthOps(Core):
         positions = meta[:, LENGTH]
         if np.count_nonzero(positions != meta[:, NUM_COMPUTED]):
             return None
-        if np.count_nonzero(positions >= self.config.max_sequence_tokens):
+        if np.count_nonzero(positions >= self._max_length_array):
             return None
-        entries = positions >> self._shift
-        cells = rows * self.block_tables.shape[1]
+        entries = positions >> self._shift_array
+        cells = rows * self._table_width_array
         cells += entries
         blocks = self._flat_tables[cells]
         fresh = (entries >= meta[:, NUM_BLOCKS]).nonzero()[0]
         if len(fresh):
             blocks[fresh] = 0  # these entries of the tables mean nothing yet
-        taken = (self.device.ref_count[blocks] > 1) | self.device.indexed[blocks]
+        taken = (self.device.ref_count[blocks] > ONE) | self.device.indexed[blocks]
         if len(fresh):
             taken[fresh] = False
         return None if np.count_nonzero(taken) else OneEach(positions, cells, blocks, fresh)
 
-    def _grow_one_each(self, meta: Int64Array, plan: OneEach) -> Int64Array:
+    def _grow_one_each(self, rows: Int64Array, plan: OneEach) -> Int64Array:
         """Applies a plan that is known to fit. Returns the tokens' slots int64[n]."""
         blocks, fresh = plan.blocks, plan.fresh
         if len(fresh):
             taken = self.device.take(len(fresh))
             blocks[fresh] = taken
             self._flat_tables[plan.cells[fresh]] = taken
-            meta[fresh, NUM_BLOCKS] += 1
-        slots = blocks << self._shift
-        slots += plan.positions & self._mask
+            self.sequences.num_blocks[rows[fresh]] += 1
+        slots: Int64Array = blocks << self._shift_array
+        slots += plan.positions & self._mask_array
         return slots
 
     def _plan_growth(self, batch: Batch, lookahead: int) -> Growth:
@@ -141,7 +141,7 @@ class GrowthOps(Core):
         if growth.num_grown:
             which, entries = ragged(batch.meta[:, NUM_BLOCKS], growth.grown)
             self.block_tables[batch.rows[which], entries] = new[: growth.num_grown]
-            batch.meta[:, NUM_BLOCKS] += growth.grown
+            self.sequences.num_blocks[batch.rows] += growth.grown
         return self._copy(growth.copying, new[growth.num_grown :]) if growth.copying else NO_COPIES
 
     def _copy(self, copying: _Copying, dst: Int64Array) -> BlockCopies:

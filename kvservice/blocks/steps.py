@@ -14,11 +14,12 @@ import dataclasses
 import numpy as np
 import numpy.typing as npt
 
-from kvservice.blocks.arguments import counts_for, int32_array, refuse
+from kvservice.blocks.arguments import counts_for, int32_array, int64_array, refuse
 from kvservice.blocks.core import distinct_steps
 from kvservice.blocks.growth import NO_COPIES, Batch, GrowthOps, OneEach
 from kvservice.blocks.plans import BlockCopies, Int32Array, Int64Array, Step
-from kvservice.blocks.sequences import LENGTH, NUM_BLOCKS, NUM_COMPUTED, STEP, OpenStep, SequenceSpace
+from kvservice.blocks.sequences import LENGTH, NUM_COMPUTED, STEP, OpenStep, SequenceSpace
+from kvservice.blocks.tier import ONE
 from kvservice.errors import FailedPreconditionError, InvalidArgumentError, LengthMismatchError
 
 
@@ -73,13 +74,17 @@ class StepOps(GrowthOps):
             raise InvalidArgumentError(f"has {len(tokens)} tokens where {expected_tokens} are named", field="token_ids")
         meta = self._resident(ids, rows)
         if expected_lengths is not None:
-            expected = counts_for(expected_lengths, "expected_lengths", len(ids))
+            expected = int64_array(expected_lengths, "expected_lengths")
+            if len(expected) != len(ids):
+                raise InvalidArgumentError(
+                    f"has {len(expected)} elements for {len(ids)} sequences", field="expected_lengths"
+                )
             if np.count_nonzero(meta[:, LENGTH] != expected):
                 return self._repeated_append(space, Batch(ids, rows, meta, expected), tokens, counts)
         if num_tokens is None and lookahead == 0:
             one_each = self._plan_one_each(rows, meta)
             if one_each is not None:
-                return self._append_one_each(space, Batch(ids, rows, meta, one_each.positions + 1), one_each, tokens)
+                return self._append_one_each(space, Batch(ids, rows, meta, one_each.positions + ONE), one_each, tokens)
         batch = Batch(ids, rows, meta, meta[:, LENGTH] + counts)
         growth = self._plan_growth(batch, lookahead)
         self._require_device_blocks(growth.num_new)
@@ -93,15 +98,17 @@ class StepOps(GrowthOps):
             appended = np.broadcast_to(np.asarray(counts), len(ids))
             self.device.token_slots[self._slots(batch.rows, meta[:, LENGTH], appended)] = tokens
         self.sequences.num_tokens += len(tokens)
-        return self._open(space, batch, query_lens, slots, copies, counts)
+        context_lens = batch.lengths.astype(np.int32)
+        return self._open(space, batch, query_lens.astype(np.int32), context_lens, slots, copies, counts)
 
     def _append_one_each(self, space: SequenceSpace, batch: Batch, plan: OneEach, tokens: Int32Array) -> Step:
         """A decode step: nothing was pending, and no block is to be copied."""
         self._require_device_blocks(len(plan.fresh))
-        slots = self._grow_one_each(batch.meta, plan)
+        slots = self._grow_one_each(batch.rows, plan)
         self.device.token_slots[slots] = tokens
         self.sequences.num_tokens += len(tokens)
-        return self._open(space, batch, np.ones(len(tokens), np.int64), slots, NO_COPIES, 1)
+        context_lens = batch.lengths.astype(np.int32)
+        return self._open(space, batch, self._ones[: len(tokens)], context_lens, slots, NO_COPIES, 1)
 
     def can_open_step(self, space: SequenceSpace, sequence_ids: npt.ArrayLike, lookahead: int = 0) -> bool:
         """Whether `open_step` has the blocks: exact."""
@@ -134,7 +141,8 @@ class StepOps(GrowthOps):
 
         copies = self._grow(batch, growth)
         slots = self._slots(batch.rows, batch.meta[:, NUM_COMPUTED], query_lens)
-        return self._open(space, batch, query_lens, slots, copies, None)
+        context_lens = (batch.meta[:, NUM_COMPUTED] + query_lens).astype(np.int32)
+        return self._open(space, batch, query_lens.astype(np.int32), context_lens, slots, copies, None)
 
     def _append_counts(self, num_tokens: npt.ArrayLike | None, batch: int) -> Int64Array | int:
         if num_tokens is None:
@@ -184,27 +192,26 @@ class StepOps(GrowthOps):
         self,
         space: SequenceSpace,
         batch: Batch,
-        query_lens: Int64Array,
+        query_lens: Int32Array,
+        context_lens: Int32Array,
         slots: Int64Array,
         copies: BlockCopies,
         appended: Int64Array | int | None,
     ) -> Step:
-        meta = batch.meta
-        space.supersede(distinct_steps(meta[:, STEP]))
+        space.supersede(distinct_steps(batch.meta[:, STEP]))
         space.last_step_id += 1
         step = Step(
             step_id=space.last_step_id,
             sequence_ids=batch.ids,
             rows=batch.rows,
-            query_lens=query_lens.astype(np.int32),
-            context_lens=(meta[:, NUM_COMPUTED] + query_lens).astype(np.int32),
+            query_lens=query_lens,
+            context_lens=context_lens,
             slot_mapping=slots,
             copies=copies,
             tables=self.block_tables,
             block_size=self.config.block_size,
         )
         self.sequences.lengths[batch.rows] = batch.lengths
-        self.sequences.num_blocks[batch.rows] = meta[:, NUM_BLOCKS]
         self.sequences.steps[batch.rows] = step.step_id
         space.steps[step.step_id] = OpenStep(step, bytearray(self.config.num_layers), appended)
         return step
