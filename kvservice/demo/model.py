@@ -13,8 +13,8 @@ VOCABULARY = 512
 def build_model(device: str) -> LlamaForCausalLM:
     """A Llama of 4 layers with grouped-query attention and fixed random weights, float32.
 
-    The weights are larger than an initialization for training: so attention looks at few tokens, logits lie far apart,
-    and a wrong key or value becomes a wrong token.
+    The weights are larger than an initialization for training, those behind attention most of all: attention looks at
+    few tokens, logits lie far apart, and what attention gets wrong becomes a wrong token.
     """
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -31,7 +31,10 @@ def build_model(device: str) -> LlamaForCausalLM:
     )
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = LlamaForCausalLM(config).to(device)
+        model = LlamaForCausalLM(config)
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.data *= 2
+    torch.nn.Module.to(model, torch.device(device))
     model.train(False)
     return model
 

@@ -63,8 +63,7 @@ def run(*, address: str | None, device: str, console: Console, quiet: bool) -> D
         client = stack.enter_context(KVClient(address))
         _check_pool(client, model)
         before = client.stats()
-        generations = _generate(client, model, console, quiet)
-        after = client.stats()
+        generations, after = _generate(client, model, console, quiet)
         alone = [_alone(model, generation) for generation in generations]
     result = _result(generations, alone, before, after, client.info.device, time.monotonic() - started_s)
     if not quiet:
@@ -96,8 +95,10 @@ def _check_pool(client: KVClient, model: LlamaForCausalLM) -> None:
             raise InvalidArgumentError(f"the demo needs a daemon with {name} = {value}", field="address")
 
 
-def _generate(client: KVClient, model: LlamaForCausalLM, console: Console, quiet: bool) -> list[Generation]:
-    """Plays the parts in a session of their own; the daemon holds nothing of them afterwards."""
+def _generate(
+    client: KVClient, model: LlamaForCausalLM, console: Console, quiet: bool
+) -> tuple[list[Generation], PoolStats]:
+    """Plays the parts in a session of their own. Returns the sequences, and the pool as they left it."""
     install(model)
     try:
         with client.session("demo") as kv, ExitStack() as stack:
@@ -105,10 +106,11 @@ def _generate(client: KVClient, model: LlamaForCausalLM, console: Console, quiet
             if not quiet:
                 display = stack.enter_context(view(console))
                 engine.show = lambda what: display.update(engine.step, what, engine.generations, client.stats())
+            kv.reset_prefix_cache()
             generations = engine.play(parts())
             kv.reset_prefix_cache()
             engine.show("all freed, prefix cache reset")
-            return generations
+            return generations, client.stats()
     finally:
         uninstall(model)
 

@@ -31,13 +31,13 @@ def _prompt(seed: int, num_tokens: int) -> tuple[int, ...]:
 
 
 def parts() -> list[Part]:
-    shared = _prompt(1, 3 * BLOCK_SIZE)
+    shared = _prompt(71, 3 * BLOCK_SIZE)
     return [
-        Part("plain", _prompt(2, 37), starts_at_step=0),
-        Part("prefix", shared + _prompt(3, 9), starts_at_step=0),
-        Part("same prefix", shared + _prompt(4, 14), starts_at_step=3),
+        Part("plain", _prompt(72, 37), starts_at_step=0),
+        Part("prefix", shared + _prompt(73, 9), starts_at_step=0),
+        Part("same prefix", shared + _prompt(74, 14), starts_at_step=3),
         # 43 tokens end in the middle of a block, which the first two writers must copy.
-        Part("samples", _prompt(5, 43), starts_at_step=5, seeds=(101, 102, 103)),
-        Part("swapped", _prompt(6, 52), starts_at_step=7, swapped_steps=(20, 30)),
-        Part("rewound", _prompt(7, 25), starts_at_step=9, num_tokens_again=8),
+        Part("samples", _prompt(75, 43), starts_at_step=5, seeds=(101, 102, 103)),
+        Part("swapped", _prompt(76, 52), starts_at_step=7, swapped_steps=(20, 30)),
+        Part("rewound", _prompt(77, 25), starts_at_step=9, num_tokens_again=8),
     ]
