@@ -57,6 +57,7 @@ const CpuKernels& portable_kernels();
 const CpuKernels& avx2_kernels();
 const CpuKernels& avx512_kernels();
 const CpuKernels& avx512_bf16_kernels();
+const CpuKernels& amx_bf16_kernels();
 #endif
 
 // The best set this processor has, or the one named by KVSERVICE_CPU_ISA. Throws ArgumentError for a name that is

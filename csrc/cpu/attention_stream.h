@@ -42,7 +42,8 @@ struct StreamScratch {
     acc = reinterpret_cast<float*>(memory);
     acc_stride = acc_size(head_size);
     memory += rows * acc_stride * sizeof(float);
-    spare = memory;
+    spare[0] = memory;
+    spare[1] = memory + kTileUnits * spare_bytes(head_size);
   }
 
   Query* query;
@@ -51,7 +52,7 @@ struct StreamScratch {
   Weight* weights;
   float* acc;
   int64_t acc_stride;
-  char* spare;
+  char* spare[2];
 };
 
 // scores[r][t] = q[r] . k[t] for the sixteen tokens of a unit. Meanwhile the keys of `next` come nearer.
@@ -211,14 +212,10 @@ void attend_tile(const AttentionPiece& piece, const StreamScratch<T>& scratch, c
   });
 }
 
-// Tile by tile, and within a tile head by head: the heads of a block lie side by side, and memory is read faster in
-// long runs. Of two tiles one is at work and the other, the next, is being fetched.
-template <class T>
-void attend_stream(const AttentionPiece& piece, char* memory) {
-  const int64_t size = piece.params->pool.head_size, count = piece.heads() * piece.rows();
-  const StreamScratch<T> scratch(memory, size, count);
-  prepare_rows(piece, scratch);
-  char* const spare[2] = {scratch.spare, scratch.spare + kTileUnits * StreamScratch<T>::spare_bytes(size)};
+// Calls body(tile, next) for tile after tile, and within a tile's keys head by head: the heads of a block lie side by
+// side, and memory is read faster in long runs. `next`, empty at the end, is for the body to fetch.
+template <class T, class Body>
+inline void for_tiles(const AttentionPiece& piece, char* const (&spare)[2], const Body& body) {
   Tile<T> tiles[2];
   find_tile(piece, piece.head_begin, piece.key_begin / kUnit * kUnit, spare[0], tiles[0]);
   for (int turn = 0; tiles[turn].count > 0; turn ^= 1) {
@@ -227,8 +224,17 @@ void attend_stream(const AttentionPiece& piece, char* memory) {
     const bool last_head = tile.kv_head + 1 == piece.head_end;
     find_tile(piece, last_head ? piece.head_begin : tile.kv_head + 1, last_head ? tile.start + kTile : tile.start,
               spare[turn ^ 1], next);
-    attend_tile(piece, scratch, tile, next);
+    body(tile, next);
   }
+}
+
+template <class T>
+void attend_stream(const AttentionPiece& piece, char* memory) {
+  const int64_t size = piece.params->pool.head_size, count = piece.heads() * piece.rows();
+  const StreamScratch<T> scratch(memory, size, count);
+  prepare_rows(piece, scratch);
+  for_tiles<T>(piece, scratch.spare,
+               [&](const Tile<T>& tile, const Tile<T>& next) { attend_tile(piece, scratch, tile, next); });
   for (int64_t i = 0; i < count; ++i) {
     finish_row<T>(scratch.acc + i * scratch.acc_stride, size, piece.acc + i * size);
   }

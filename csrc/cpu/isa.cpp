@@ -1,4 +1,10 @@
 // Which instruction set to use: asked once.
+#ifdef KVSERVICE_X86
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include <cstdlib>
 #include <string>
 
@@ -27,12 +33,20 @@ bool has_avx512() {
 
 bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
 
+// The operating system keeps the tile registers of those processes only that have asked for them.
+bool has_amx_bf16() {
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  if (!has_avx512_bf16() || __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0) return false;
+  const bool there = (edx & (1U << 22)) != 0 && (edx & (1U << 24)) != 0;  // AMX-BF16, AMX-TILE
+  return there && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+
 const CpuKernels& choose() {
   const Variant variants[] = {
-      {"portable", true, portable_kernels},
-      {"avx2", has_avx2(), avx2_kernels},
-      {"avx512", has_avx512(), avx512_kernels},
-      {"avx512_bf16", has_avx512_bf16(), avx512_bf16_kernels},
+      {"portable", true, portable_kernels},           {"avx2", has_avx2(), avx2_kernels},
+      {"avx512", has_avx512(), avx512_kernels},       {"avx512_bf16", has_avx512_bf16(), avx512_bf16_kernels},
+      {"amx_bf16", has_amx_bf16(), amx_bf16_kernels},
   };
 #else
 const CpuKernels& choose() {
@@ -49,7 +63,7 @@ const CpuKernels& choose() {
   }
   if (best == nullptr) {
     throw ArgumentError("KVSERVICE_CPU_ISA", "unknown instruction set '" + std::string(wanted) +
-                                                 "', expected portable, avx2, avx512 or avx512_bf16");
+                                                 "', expected portable, avx2, avx512, avx512_bf16 or amx_bf16");
   }
   return best->kernels();
 }
