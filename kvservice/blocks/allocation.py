@@ -111,10 +111,11 @@ class AllocationOps(Core):
 
     def _check_new_ids(self, space: SequenceSpace, ids: list[int], field: str) -> None:
         """`field` has a place for the index. Raises InvalidArgumentError, DuplicateSequenceError."""
+        if len(ids) == 1 and type(ids[0]) is int and 0 <= ids[0] < 2**63 and ids[0] not in space.rows:
+            return
         seen: set[int] = set()
         for i, sequence_id in enumerate(ids):
-            if type(sequence_id) is not int or not 0 <= sequence_id < 2**63:
-                whole_number(sequence_id, field.format(i), 0, 2**63 - 1)
+            whole_number(sequence_id, field.format(i), 0, 2**63 - 1)
             if sequence_id in space.rows or sequence_id in seen:
                 where = "is in use" if sequence_id in space.rows else "is there twice"
                 raise DuplicateSequenceError(
@@ -134,7 +135,7 @@ class AllocationOps(Core):
         self.meta[row] = (length, num_computed, new.num_blocks, NO_STEP, 0, 0, 0, 0)
         if new.extra:
             self.sequences.extra_keys[row] = new.extra
-        space.add(new.sequence_id, row)
+        space.rows[new.sequence_id] = row
         self.sequences.num_tokens += length
         self.prefix_query_tokens += length
         self.prefix_hit_tokens += num_computed

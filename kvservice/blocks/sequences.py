@@ -112,9 +112,6 @@ class SequenceSpace:
     def has_steps_in_progress(self) -> bool:
         return any(self.in_progress(step_id) for step_id in self.steps)
 
-    def add(self, sequence_id: int, row: int) -> None:
-        self.rows[sequence_id] = row
-
     def remove(self, sequence_id: int) -> int:
         self._batch = _NO_BATCH
         return self.rows.pop(sequence_id)
@@ -123,13 +120,6 @@ class SequenceSpace:
         """These steps are stale from now on. A step is live exactly while it is in `steps`."""
         for step_id in step_ids:
             self.steps.pop(step_id, None)
-
-
-def new_sequence_id(value: int, field: str) -> int:
-    """A client's name for a sequence: 0 <= id < 2**63."""
-    if not 0 <= value < 2**63:
-        raise InvalidArgumentError("must be from 0 to 2**63 - 1", field=field)
-    return value
 
 
 def unknown_sequence(names: list[int], known: dict[int, int], field: str) -> KVServiceError:

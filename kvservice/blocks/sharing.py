@@ -53,20 +53,20 @@ class SharingOps(AllocationOps):
         return rows
 
     def _fork_row(self, space: SequenceSpace, parent: int, child_id: int) -> None:
-        row = self.sequences.free_rows.pop()
-        meta, tables = self.meta, self.block_tables
-        num_blocks, step_id = meta.item(parent, NUM_BLOCKS), meta.item(parent, STEP)
+        sequences, meta, tables = self.sequences, self.meta, self.block_tables
+        row = sequences.free_rows.pop()
+        step_id = meta.item(parent, STEP)
         if step_id != NO_STEP:
             space.steps.pop(step_id, None)
             meta[parent, STEP] = NO_STEP
-        blocks = tables[parent, :num_blocks]
-        self.device.hold_active(blocks)
-        tables[row, :num_blocks] = blocks
+        table = tables[parent, : meta.item(parent, NUM_BLOCKS)]
+        self.device.hold_active(table)
+        tables[row, : len(table)] = table
         meta[row] = meta[parent]
-        self.sequences.num_tokens += meta.item(parent, LENGTH)
-        if parent in self.sequences.extra_keys:
-            self.sequences.extra_keys[row] = self.sequences.extra_keys[parent]
-        space.add(child_id, row)
+        sequences.num_tokens += meta.item(parent, LENGTH)
+        if parent in sequences.extra_keys:
+            sequences.extra_keys[row] = sequences.extra_keys[parent]
+        space.rows[child_id] = row
 
     def truncate(self, space: SequenceSpace, sequence_ids: npt.ArrayLike, lengths: npt.ArrayLike) -> None:
         """Gives tokens back at the end: rejected speculation, a retried step (vLLM v1 and SGLang do the same).

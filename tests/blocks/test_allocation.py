@@ -1,0 +1,221 @@
+"""Allocate: room, watermark, prefix hits, extra keys, atomicity."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvservice.blocks import AllocationRequest, AllocStatus, BlockManager, SequenceSpace
+from kvservice.errors import DuplicateSequenceError, OutOfBlocksError, QuotaExceededError
+
+Make = Callable[..., tuple[BlockManager, SequenceSpace]]
+
+
+def request(sequence_id: int, tokens: Any, **more: Any) -> AllocationRequest:
+    return AllocationRequest(sequence_id, np.array(tokens, np.int32), **more)
+
+
+def compute(manager: BlockManager, space: SequenceSpace, *ids: int) -> None:
+    manager.mark_all_layers(space, manager.open_step(space, list(ids)).step_id)
+
+
+def test_a_table_has_just_enough_blocks(make: Make) -> None:
+    manager, space = make()
+    made = manager.allocate(space, [request(7, range(9)), request(8, [1, 2, 3, 4])])
+    assert [(new.sequence_id, new.num_tokens, new.num_blocks) for new in made] == [(7, 9, 3), (8, 4, 1)]
+    assert manager.stats().num_active_blocks == 4
+    manager.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "lookahead", "status"),
+    [
+        (4 * 24, 0, AllocStatus.OK),
+        (4 * 24, 1, AllocStatus.LATER),
+        (4 * 24 + 1, 0, AllocStatus.LATER),
+        (4 * 28, 0, AllocStatus.LATER),
+        (4 * 28 + 1, 0, AllocStatus.NEVER),
+        (4 * 28, 1, AllocStatus.NEVER),
+    ],
+)
+def test_the_watermark(make: Make, num_tokens: int, lookahead: int, status: AllocStatus) -> None:
+    """32 blocks, 4 of them in use, 4 to be left free."""
+    manager, space = make(watermark=0.125)
+    manager.allocate(space, [request(1, range(16))])
+    batch = [request(2, range(100, 100 + num_tokens), lookahead=lookahead)]
+    assert manager.can_allocate(space, batch) is status
+    if status is AllocStatus.OK:
+        manager.allocate(space, batch)
+    else:
+        with pytest.raises(OutOfBlocksError) as caught:
+            manager.allocate(space, batch)
+        assert caught.value.never == (status is AllocStatus.NEVER)
+        assert caught.value.tier == "device"
+        assert (caught.value.required, caught.value.free, caught.value.total) == (
+            -(-(num_tokens + lookahead) // 4),
+            28,
+            32,
+        )
+
+
+def test_a_batch_is_all_or_nothing(make: Make, snapshot: Callable[..., Any]) -> None:
+    manager, space = make()
+    batch = [request(i, range(i * 100, i * 100 + 40)) for i in range(4)]
+    assert manager.can_allocate(space, batch) is AllocStatus.NEVER
+    before = snapshot(manager)
+    with pytest.raises(OutOfBlocksError):
+        manager.allocate(space, batch)
+    assert snapshot(manager) == before
+    assert manager.can_allocate(space, batch[:3]) is AllocStatus.OK
+    assert len(manager.allocate(space, batch[:3])) == 3
+
+
+def test_computed_blocks_are_shared_and_the_last_token_is_left(make: Make) -> None:
+    manager, space = make()
+    manager.allocate(space, [request(1, range(12))])
+    compute(manager, space, 1)
+    exact, longer, other = manager.allocate(
+        space, [request(2, range(12)), request(3, [*range(12), 99]), request(4, [0, 1, 2, 3, 9, 9, 9, 9, 9])]
+    )
+    assert [new.num_cached_tokens for new in (exact, longer, other)] == [8, 12, 4]
+    tables = {i.sequence_id: i.block_ids.tolist() for i in manager.describe(space, include_blocks=True)}
+    assert tables[2][:2] == tables[3][:2] == tables[1][:2]
+    assert tables[3][2] == tables[1][2] != tables[2][2]
+    assert tables[4][0] == tables[1][0]
+    assert manager.stats().prefix_hit_tokens == 24
+    assert manager.stats().prefix_query_tokens == 12 + 12 + 13 + 9
+    assert manager.stats().num_shared_blocks == 3
+    manager.check_integrity()
+
+
+def test_what_is_not_computed_is_not_shared(make: Make) -> None:
+    """Neither within a batch, nor later, nor while a layer of the step is missing."""
+    manager, space = make()
+    first, second = manager.allocate(space, [request(1, range(12)), request(2, range(12))])
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 0)
+    step = manager.open_step(space, [1])
+    manager.mark_layer(space, step.step_id, 1)
+    assert manager.match_prefix(range(12)) == 0
+    manager.mark_layer(space, step.step_id, 0)
+    assert manager.match_prefix(range(12)) == 12
+
+
+def test_a_chunk_makes_its_full_blocks_findable(make: Make) -> None:
+    manager, space = make()
+    manager.allocate(space, [request(1, range(12))])
+    manager.mark_all_layers(space, manager.open_step(space, [1], [6]).step_id)
+    assert manager.match_prefix(range(12)) == 4
+    manager.mark_all_layers(space, manager.open_step(space, [1], [2]).step_id)
+    assert manager.match_prefix(range(12)) == 8
+    manager.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("theirs", "hit"),
+    [
+        ((), 0),
+        (((0, b"tenant"),), 8),
+        (((0, b"tenanT"),), 0),
+        (((1, b"tenant"),), 0),
+        (((0, b"tenant"), (5, b"image")), 4),
+        (((0, b"tenant"), (9, b"image")), 8),
+        (((0, b"ten"), (0, b"ant")), 0),
+    ],
+)
+def test_extra_keys_separate_from_their_block_on(make: Make, theirs: Any, hit: int) -> None:
+    manager, space = make()
+    manager.allocate(space, [request(1, range(10), extra_keys=((0, b"tenant"),))])
+    compute(manager, space, 1)
+    (made,) = manager.allocate(space, [request(2, range(10), extra_keys=theirs)])
+    assert made.num_cached_tokens == hit
+    assert manager.match_prefix(range(10), theirs) == hit
+
+
+def test_hashes_are_chains_of_sha256(make: Make) -> None:
+    """The rule, written out: the hash of the parent, the tokens as little-endian int32, the extra keys."""
+    manager, space = make()
+    manager.allocate(space, [request(1, [1, 2, 3, 4, 5, 6, 7, 8], extra_keys=((5, b"image"),))])
+    compute(manager, space, 1)
+    root = sha256(b"kvservice chain root, block size 4").digest()
+    first = sha256(root + np.array([1, 2, 3, 4], "<i4").tobytes()).digest()
+    key = (1).to_bytes(4, "little") + (5).to_bytes(4, "little") + b"image"
+    second = sha256(first + np.array([5, 6, 7, 8], "<i4").tobytes() + key).digest()
+    assert set(manager.device.index.blocks) == {first, second}
+
+
+def test_a_hit_on_a_cached_block_is_counted_exactly(make: Make) -> None:
+    """A cached block counts as free until it is hit. Here the free blocks are just enough, or one too few."""
+    manager, space = make(num_blocks=6)
+    manager.allocate(space, [request(1, range(8))])
+    compute(manager, space, 1)
+    manager.free(space, [1])
+    manager.allocate(space, [request(2, range(100, 112))])
+    assert manager.stats().num_free_blocks == 1
+    assert manager.can_allocate(space, [request(3, range(13))]) is AllocStatus.LATER
+    assert manager.can_allocate(space, [request(3, range(12))]) is AllocStatus.OK
+    (made,) = manager.allocate(space, [request(3, range(12))])
+    assert made.num_cached_tokens == 8
+    assert manager.stats().num_free_blocks == manager.stats().num_cached_blocks == 0
+    manager.check_integrity()
+
+
+def test_two_requests_that_hit_the_same_cached_block_count_it_once(make: Make) -> None:
+    manager, space = make(num_blocks=4)
+    manager.allocate(space, [request(1, range(8))])
+    compute(manager, space, 1)
+    manager.free(space, [1])
+    batch = [request(2, range(9)), request(3, range(9))]
+    assert manager.can_allocate(space, batch) is AllocStatus.OK
+    manager.allocate(space, batch)
+    assert manager.stats().num_shared_blocks == 2
+    manager.check_integrity()
+
+
+def test_a_sequence_of_another_space_is_neither_known_nor_a_duplicate(make: Make) -> None:
+    manager, space = make()
+    other = manager.open_space()
+    manager.allocate(space, [request(1, range(5))])
+    manager.allocate(other, [request(1, range(5, 10))])
+    assert manager.describe(space, [1], include_tokens=True)[0].token_ids.tolist() == [0, 1, 2, 3, 4]
+    assert manager.describe(other, [1], include_tokens=True)[0].token_ids.tolist() == [5, 6, 7, 8, 9]
+
+
+@pytest.mark.parametrize("ids", [(1, 9), (9, 9)])
+def test_duplicate_ids(make: Make, snapshot: Callable[..., Any], ids: tuple[int, int]) -> None:
+    manager, space = make()
+    manager.allocate(space, [request(1, range(5))])
+    before = snapshot(manager)
+    for call in (manager.can_allocate, manager.allocate):
+        with pytest.raises(DuplicateSequenceError) as caught:
+            call(space, [request(ids[1], range(3)), request(ids[0], range(3))])
+        assert caught.value.field == "requests[1].sequence_id"
+    assert snapshot(manager) == before
+
+
+def test_no_more_sequences_than_max_sequences(make: Make, snapshot: Callable[..., Any]) -> None:
+    manager, space = make(max_sequences=3)
+    manager.allocate(space, [request(1, [1]), request(2, [1])])
+    batch = [request(3, [1]), request(4, [1])]
+    assert manager.can_allocate(space, batch) is AllocStatus.LATER
+    before = snapshot(manager)
+    with pytest.raises(QuotaExceededError) as caught:
+        manager.allocate(space, batch)
+    assert caught.value.metadata == {"limit": "max_sequences", "value": "3"}
+    with pytest.raises(QuotaExceededError):
+        manager.fork(space, [1, 1], [3, 4])
+    assert snapshot(manager) == before
+    assert manager.can_allocate(space, [*batch, request(5, [1]), request(6, [1])]) is AllocStatus.NEVER
+
+
+def test_without_prefix_caching_nothing_is_hashed_or_kept(make: Make) -> None:
+    manager, space = make(enable_prefix_caching=False)
+    manager.allocate(space, [request(1, range(12))])
+    compute(manager, space, 1)
+    assert manager.allocate(space, [request(2, range(12))])[0].num_cached_tokens == 0
+    manager.free(space, [1, 2])
+    assert manager.stats().num_free_blocks == 32
+    assert not any(manager.device.hashes)
