@@ -5,8 +5,8 @@
 // any sum across lanes. V then needs no transposition (the pool holds it with tokens side by side), K only its 16-byte
 // pieces put into rows.
 //
-//   keys     [128 tokens, size]          packed per tile of 128 tokens and KV head
-//   values   [size, 128 tokens]
+//   keys     [size / 32, 128 tokens, 32]  packed for each tile of 128 tokens and KV head: 64 bytes are a tile's row
+//   values   [4, size, 32 tokens]
 //   queries  [size / 2, 16 rows, 2]      per block of sixteen rows; size: head size rounded up to 32
 //   scores   [128 tokens, 16 rows]
 //   weights  [64 token pairs, 16 rows, 2]
@@ -135,99 +135,160 @@ inline void transpose_pieces(__m512i (&v)[4]) {
 }
 
 // One unit's keys into rows. Meanwhile those of `next` come nearer.
-inline void pack_keys(const Unit<bf16>& unit, const Unit<bf16>& next, int64_t head_size, int64_t size, bf16* out) {
-  const int64_t pieces = head_size / 8;
-  for (int64_t c = 0; c < pieces; c += 4) {
+inline void pack_keys(const Unit<bf16>& unit, const Unit<bf16>& next, int64_t head_size, bf16* out) {
+  const char* from = unit.k;
+  const char* ahead = next.k;
+  const int64_t stride = unit.k_stride, next_stride = next.k_stride;
+  for (int64_t left = head_size / 8; left > 0; left -= 4, out += kTile * 32) {
+    const int pieces = left < 4 ? static_cast<int>(left) : 4;
     for (int i = 0; i < 4; ++i) {
       __m512i v[4];
       for (int j = 0; j < 4; ++j) {
-        const char* from = unit.k + (c + j) * unit.k_stride + i * 64;
-        v[j] = c + j < pieces ? _mm512_loadu_si512(from) : _mm512_setzero_si512();
-        _mm_prefetch(next.k + (c + j) * next.k_stride + i * 64, _MM_HINT_T1);
+        v[j] = j < pieces ? _mm512_loadu_si512(from + j * stride + i * 64) : _mm512_setzero_si512();
+        _mm_prefetch(ahead + j * next_stride + i * 64, _MM_HINT_T1);
       }
       transpose_pieces(v);
-      for (int j = 0; j < 4; ++j) _mm512_storeu_si512(out + (i * 4 + j) * size + c * 8, v[j]);
+      for (int j = 0; j < 4; ++j) _mm512_store_si512(out + (i * 4 + j) * 32, v[j]);
     }
+    from += 4 * stride;
+    ahead += 4 * next_stride;
   }
 }
 
-inline void pack_values(const Unit<bf16>& unit, int64_t head_size, bf16* out) {
-  for (int64_t d = 0; d < head_size; ++d) {
-    const __m256i row = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(unit.v + d * unit.v_stride));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + d * kTile), row);
+// Two units' values side by side; without a second one, zeros.
+inline void pack_values(const Unit<bf16>& first, const Unit<bf16>* second, int64_t head_size, bf16* out) {
+  const bf16 zeros[kUnit] = {};
+  const bf16* low = first.v;
+  const bf16* high = second != nullptr ? second->v : zeros;
+  const int64_t low_stride = first.v_stride, high_stride = second != nullptr ? second->v_stride : 0;
+  for (int64_t d = 0; d < head_size; ++d, low += low_stride, high += high_stride, out += 32) {
+    const __m256i a = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(low));
+    const __m256i b = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(high));
+    _mm512_store_si512(out, _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1));
   }
 }
 
-inline void clear_values(int64_t head_size, bf16* out) {
-  for (int64_t d = 0; d < head_size; ++d) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + d * kTile), _mm256_setzero_si256());
-  }
-}
-
-// scores = keys . queries for `Blocks` row blocks side by side.
-template <int Blocks>
-inline void multiply_keys_amx(const AmxScratch& scratch, const bf16* queries, int count) {
-  const int64_t stride = scratch.size * 2;
+// Four tiles of products at a time, since one waits for the last product into it: two row blocks and two units, ...
+inline void multiply_keys_pair(const AmxScratch& scratch, const bf16* queries, int count) {
   for (int u = 0; u < count; u += 2) {
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
-    const bf16* keys = scratch.keys + u * kUnit * scratch.size;
+    const bf16* keys = scratch.keys + u * kUnit * 32;
     for (int64_t d = 0; d < scratch.size; d += 32) {
       _tile_loadd(6, queries + d * kLanes, kTileRowBytes);
-      _tile_loadd(4, keys + d, stride);
-      _tile_loadd(5, keys + kUnit * scratch.size + d, stride);
+      _tile_loadd(4, keys + d * kTile, kTileRowBytes);
+      _tile_loadd(5, keys + d * kTile + kUnit * 32, kTileRowBytes);
+      _tile_loadd(7, queries + (scratch.size + d) * kLanes, kTileRowBytes);
       _tile_dpbf16ps(0, 4, 6);
       _tile_dpbf16ps(1, 5, 6);
-      if constexpr (Blocks == 2) {
-        _tile_loadd(7, queries + (scratch.size + d) * kLanes, kTileRowBytes);
-        _tile_dpbf16ps(2, 4, 7);
-        _tile_dpbf16ps(3, 5, 7);
-      }
+      _tile_dpbf16ps(2, 4, 7);
+      _tile_dpbf16ps(3, 5, 7);
     }
     float* out = scratch.scores + u * kUnit * kLanes;
     _tile_stored(0, out, kTileRowBytes);
     _tile_stored(1, out + kUnit * kLanes, kTileRowBytes);
-    if constexpr (Blocks == 2) {
-      _tile_stored(2, out + kTile * kLanes, kTileRowBytes);
-      _tile_stored(3, out + (kTile + kUnit) * kLanes, kTileRowBytes);
-    }
+    _tile_stored(2, out + kTile * kLanes, kTileRowBytes);
+    _tile_stored(3, out + (kTile + kUnit) * kLanes, kTileRowBytes);
   }
 }
 
-// acc += values . weights for `Blocks` row blocks side by side.
-template <int Blocks>
-inline void multiply_values_amx(const AmxScratch& scratch, float* acc, int count) {
+// ... or four units with one row block. Of units past the last the products mean nothing and are not read.
+inline void multiply_keys_single(const AmxScratch& scratch, const bf16* queries, int count) {
+  for (int u = 0; u < count; u += 4) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    const bf16* keys = scratch.keys + u * kUnit * 32;
+    for (int64_t d = 0; d < scratch.size; d += 32) {
+      const bf16* unit = keys + d * kTile;
+      _tile_loadd(6, queries + d * kLanes, kTileRowBytes);
+      _tile_loadd(4, unit, kTileRowBytes);
+      _tile_loadd(5, unit + kUnit * 32, kTileRowBytes);
+      _tile_loadd(7, unit + 2 * kUnit * 32, kTileRowBytes);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_dpbf16ps(1, 5, 6);
+      _tile_dpbf16ps(2, 7, 6);
+      _tile_loadd(4, unit + 3 * kUnit * 32, kTileRowBytes);
+      _tile_dpbf16ps(3, 4, 6);
+    }
+    float* out = scratch.scores + u * kUnit * kLanes;
+    _tile_stored(0, out, kTileRowBytes);
+    _tile_stored(1, out + kUnit * kLanes, kTileRowBytes);
+    _tile_stored(2, out + 2 * kUnit * kLanes, kTileRowBytes);
+    _tile_stored(3, out + 3 * kUnit * kLanes, kTileRowBytes);
+  }
+}
+
+// Adds values . weights to the accumulators: of two row blocks, 32 dimensions at a time, ...
+inline void multiply_values_pair(const AmxScratch& scratch, float* acc, int count) {
   float* second = acc + scratch.size * kLanes;
   for (int64_t d = 0; d < scratch.size; d += 32) {
     _tile_loadd(0, acc + d * kLanes, kTileRowBytes);
     _tile_loadd(1, acc + (d + 16) * kLanes, kTileRowBytes);
-    if constexpr (Blocks == 2) {
-      _tile_loadd(2, second + d * kLanes, kTileRowBytes);
-      _tile_loadd(3, second + (d + 16) * kLanes, kTileRowBytes);
-    }
+    _tile_loadd(2, second + d * kLanes, kTileRowBytes);
+    _tile_loadd(3, second + (d + 16) * kLanes, kTileRowBytes);
     for (int u = 0; u < count; u += 2) {
-      const bf16* values = scratch.values + d * kTile + u * kUnit;
+      const bf16* values = scratch.values + u / 2 * scratch.size * 32 + d * 32;
       const bf16* weights = scratch.weights + u * kUnit * kLanes;
       _tile_loadd(6, weights, kTileRowBytes);
-      _tile_loadd(4, values, kTile * 2);
-      _tile_loadd(5, values + 16 * kTile, kTile * 2);
+      _tile_loadd(4, values, kTileRowBytes);
+      _tile_loadd(5, values + 16 * 32, kTileRowBytes);
+      _tile_loadd(7, weights + kTile * kLanes, kTileRowBytes);
       _tile_dpbf16ps(0, 4, 6);
       _tile_dpbf16ps(1, 5, 6);
-      if constexpr (Blocks == 2) {
-        _tile_loadd(7, weights + kTile * kLanes, kTileRowBytes);
-        _tile_dpbf16ps(2, 4, 7);
-        _tile_dpbf16ps(3, 5, 7);
-      }
+      _tile_dpbf16ps(2, 4, 7);
+      _tile_dpbf16ps(3, 5, 7);
     }
     _tile_stored(0, acc + d * kLanes, kTileRowBytes);
     _tile_stored(1, acc + (d + 16) * kLanes, kTileRowBytes);
-    if constexpr (Blocks == 2) {
-      _tile_stored(2, second + d * kLanes, kTileRowBytes);
-      _tile_stored(3, second + (d + 16) * kLanes, kTileRowBytes);
-    }
+    _tile_stored(2, second + d * kLanes, kTileRowBytes);
+    _tile_stored(3, second + (d + 16) * kLanes, kTileRowBytes);
   }
+}
+
+// ... or of one row block, 64 dimensions at a time and perhaps 32 at the end.
+inline void multiply_values_single(const AmxScratch& scratch, float* acc, int count) {
+  int64_t d = 0;
+  for (; d + 64 <= scratch.size; d += 64) {
+    float* out = acc + d * kLanes;
+    _tile_loadd(0, out, kTileRowBytes);
+    _tile_loadd(1, out + 16 * kLanes, kTileRowBytes);
+    _tile_loadd(2, out + 32 * kLanes, kTileRowBytes);
+    _tile_loadd(3, out + 48 * kLanes, kTileRowBytes);
+    for (int u = 0; u < count; u += 2) {
+      const bf16* values = scratch.values + u / 2 * scratch.size * 32 + d * 32;
+      _tile_loadd(6, scratch.weights + u * kUnit * kLanes, kTileRowBytes);
+      _tile_loadd(4, values, kTileRowBytes);
+      _tile_loadd(5, values + 16 * 32, kTileRowBytes);
+      _tile_loadd(7, values + 32 * 32, kTileRowBytes);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_dpbf16ps(1, 5, 6);
+      _tile_dpbf16ps(2, 7, 6);
+      _tile_loadd(4, values + 48 * 32, kTileRowBytes);
+      _tile_dpbf16ps(3, 4, 6);
+    }
+    _tile_stored(0, out, kTileRowBytes);
+    _tile_stored(1, out + 16 * kLanes, kTileRowBytes);
+    _tile_stored(2, out + 32 * kLanes, kTileRowBytes);
+    _tile_stored(3, out + 48 * kLanes, kTileRowBytes);
+  }
+  if (d == scratch.size) return;
+  float* out = acc + d * kLanes;
+  _tile_loadd(0, out, kTileRowBytes);
+  _tile_loadd(1, out + 16 * kLanes, kTileRowBytes);
+  for (int u = 0; u < count; u += 2) {
+    const bf16* values = scratch.values + u / 2 * scratch.size * 32 + d * 32;
+    _tile_loadd(6, scratch.weights + u * kUnit * kLanes, kTileRowBytes);
+    _tile_loadd(4, values, kTileRowBytes);
+    _tile_loadd(5, values + 16 * 32, kTileRowBytes);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 5, 6);
+  }
+  _tile_stored(0, out, kTileRowBytes);
+  _tile_stored(1, out + 16 * kLanes, kTileRowBytes);
 }
 
 // Products into logits, in place, with everything that the call asks for.
@@ -251,7 +312,8 @@ inline void make_logits_amx(const AttentionParams& p, const RowBlock& block, int
 }
 
 inline void fetch_values(const Unit<bf16>& unit, int64_t from, int64_t to) {
-  for (int64_t d = from; d < to; ++d) _mm_prefetch(unit.v + d * unit.v_stride, _MM_HINT_T1);
+  const bf16* row = unit.v + from * unit.v_stride;
+  for (int64_t d = from; d < to; ++d, row += unit.v_stride) _mm_prefetch(row, _MM_HINT_T1);
 }
 
 // Scores of a row block into its weights, sixteen rows at a time; shrinks what it has accumulated where a maximum grew.
@@ -299,24 +361,35 @@ void attend_row_blocks(const AttentionPiece& piece, const AmxScratch& scratch, c
                        const Tile<bf16>& next, int64_t first) {
   const int width = tile.count * kUnit;
   float* acc = scratch.acc + first * scratch.size * kLanes;
-  multiply_keys_amx<Blocks>(scratch, scratch.queries + first * scratch.size * kLanes, tile.count);
+  const bf16* queries = scratch.queries + first * scratch.size * kLanes;
+  if constexpr (Blocks == 2) {
+    multiply_keys_pair(scratch, queries, tile.count);
+  } else {
+    multiply_keys_single(scratch, queries, tile.count);
+  }
   for (int i = 0; i < Blocks; ++i) {
     bf16* weights = scratch.weights + i * kTile * kLanes;
     softmax_amx(*piece.params, tile.start, width, next, scratch.scores + i * kTile * kLanes, scratch.rows[first + i],
                 weights, acc + i * scratch.size * kLanes, scratch.size);
     if (tile.count % 2 != 0) __builtin_memset(weights + width * kLanes, 0, kUnit * kLanes * sizeof(bf16));
   }
-  multiply_values_amx<Blocks>(scratch, acc, tile.count);
+  if constexpr (Blocks == 2) {
+    multiply_values_pair(scratch, acc, tile.count);
+  } else {
+    multiply_values_single(scratch, acc, tile.count);
+  }
 }
 
 inline void attend_tile_amx(const AttentionPiece& piece, const AmxScratch& scratch, const Tile<bf16>& tile,
                             const Tile<bf16>& next) {
   const int64_t head_size = piece.params->pool.head_size;
   for (int u = 0; u < tile.count; ++u) {
-    pack_keys(tile.units[u], next.units[u], head_size, scratch.size, scratch.keys + u * kUnit * scratch.size);
-    pack_values(tile.units[u], head_size, scratch.values + u * kUnit);
+    pack_keys(tile.units[u], next.units[u], head_size, scratch.keys + u * kUnit * 32);
   }
-  if (tile.count % 2 != 0) clear_values(head_size, scratch.values + tile.count * kUnit);
+  for (int u = 0; u < tile.count; u += 2) {
+    pack_values(tile.units[u], u + 1 < tile.count ? &tile.units[u + 1] : nullptr, head_size,
+                scratch.values + u / 2 * scratch.size * 32);
+  }
   const int64_t blocks = AmxScratch::blocks(piece.rows()), first = (tile.kv_head - piece.head_begin) * blocks;
   int64_t block = 0;
   for (; block + 2 <= blocks; block += 2) attend_row_blocks<2>(piece, scratch, tile, next, first + block);
@@ -333,7 +406,9 @@ inline void prepare_amx(const AttentionPiece& piece, const AmxScratch& scratch) 
   }
   // Dimensions past the head size: zeros, whatever lay here before.
   const int64_t head_size = piece.params->pool.head_size;
-  __builtin_memset(scratch.values + head_size * kTile, 0, (size - head_size) * kTile * sizeof(bf16));
+  for (int i = 0; i < kTile / 32; ++i) {
+    __builtin_memset(scratch.values + (i * size + head_size) * 32, 0, (size - head_size) * 32 * sizeof(bf16));
+  }
 }
 
 inline void finish_amx(const AttentionPiece& piece, const AmxScratch& scratch) {
@@ -347,7 +422,11 @@ inline void finish_amx(const AttentionPiece& piece, const AmxScratch& scratch) {
   }
 }
 
+// Up to this many rows the vectors are as fast as the tiles, of whose columns most would be empty.
+constexpr int kAmxRowsMin = 7;
+
 inline void attend_amx(const AttentionPiece& piece, char* memory) {
+  if (piece.rows() < kAmxRowsMin) return attend_stream<bf16>(piece, memory);
   const Tiles tiles_on;
   const int64_t blocks = piece.heads() * AmxScratch::blocks(piece.rows());
   const AmxScratch scratch(memory, piece.params->pool.head_size, blocks);
@@ -357,7 +436,12 @@ inline void attend_amx(const AttentionPiece& piece, char* memory) {
   finish_amx(piece, scratch);
 }
 
-constexpr AttentionKernel amx_kernel() { return {attend_amx, AmxScratch::bytes, kAmxRows}; }
+inline int64_t amx_scratch_bytes(int64_t head_size, int64_t rows) {
+  const int64_t tiles = AmxScratch::bytes(head_size, rows), vectors = StreamScratch<bf16>::bytes(head_size, rows);
+  return tiles > vectors ? tiles : vectors;
+}
+
+constexpr AttentionKernel amx_kernel() { return {attend_amx, amx_scratch_bytes, kAmxRows}; }
 
 }  // namespace
 }  // namespace kvservice

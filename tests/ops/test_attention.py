@@ -16,7 +16,7 @@ from attention_reference import DTYPES, Case, check, make_batch, reference
 
 from kvservice import ops
 
-INSTRUCTION_SETS = ("portable", "avx2", "avx512", "avx512_bf16")
+INSTRUCTION_SETS = ("portable", "avx2", "avx512", "avx512_bf16", "amx_bf16")
 
 
 @pytest.mark.parametrize("part", range(8))
