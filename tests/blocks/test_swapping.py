@@ -133,7 +133,7 @@ def test_no_room_in_the_swap_tier(make: Make, snapshot: Callable[..., Any]) -> N
     ],
 )
 def test_the_watermark_on_the_way_in(make: Make, taken: int, lookahead: int, status: AllocStatus) -> None:
-    """8 blocks, 2 to be left free; 2 come in and the lookahead's; `taken` tokens of another sequence take the others."""
+    """8 blocks, 2 to be left free; another sequence of `taken` tokens takes some; 2 and the lookahead's come in."""
     manager, space = make(num_blocks=8, watermark=0.25, enable_prefix_caching=False)
     add(manager, space, 1, range(7))
     manager.swap_out(space, [1])

@@ -1,0 +1,45 @@
+"""What the bookkeeping may import, and that its benchmark measures what it says."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import kvservice.blocks
+from kvservice.bench import blocks as bench
+
+MODULES = sorted(Path(kvservice.blocks.__file__).parent.glob("*.py"))
+
+
+def imported(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name} imports relatively"
+            names.add(node.module or "")
+    return names
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
+def test_imports_are_plain(path: Path) -> None:
+    """NumPy, the standard library, the errors and its own modules: neither torch nor protobuf nor grpc."""
+    for name in imported(path):
+        ours = name == "kvservice.errors" or name.startswith("kvservice.blocks")
+        assert ours or name.split(".")[0] in {"numpy", *sys.stdlib_module_names}, f"{path.name} imports {name}"
+
+
+def test_the_benchmark() -> None:
+    results = bench.run(num_blocks=2000, quick=True)
+    assert results["calibration_s"] > 0
+    assert set(results["scaling"]) == {"1000", "100000"}
+    for figures in (results, *results["scaling"].values()):
+        assert all(0 < figures[name] < 1 for name in bench.OPERATIONS)
+    console = Console(record=True, width=160)
+    bench.render(results, console)
+    assert "fork a sequence" in console.export_text()
