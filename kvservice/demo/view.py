@@ -87,7 +87,7 @@ def _progress(generations: Sequence[Generation]) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     for generation in generations:
         done, total = len(generation.token_ids), generation.part.num_tokens
-        bar = ProgressBar(total=total, completed=done, width=total)
+        bar = ProgressBar(total, done, width=total, complete_style="green", finished_style="bright_black")
         state = Text(generation.state, style=_STATES[generation.state])
         table.add_row(generation.name, bar, f"{done}/{total}", state)
     return table

@@ -72,7 +72,8 @@ class KVServiceCache(Cache):
             query_lens = iter(step.query_lens.tolist())
             pending = columns.pending_mask(tokens, [len(ids) - next(query_lens) if ids else 0 for ids in token_ids])
             num_skipped = columns.num_unneeded_columns(pending, num_wanted)
-            forward_pass = ForwardPass(step, pending[:, num_skipped:])
+            computed = pending[:, num_skipped:]
+            forward_pass = ForwardPass(step, None if computed.all() else computed)
             attention.start(forward_pass)
         except Exception:
             self._roll_back(before)
