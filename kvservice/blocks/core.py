@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections.abc import Callable, Iterator
 
@@ -69,7 +70,21 @@ class Core:
             self._expire_pins()
 
     def _expire_pins(self) -> None:
-        raise NotImplementedError
+        now = self.clock()
+        while self.pin_deadlines and self.pin_deadlines[0][0] <= now:
+            _, _, pin_id, space = heapq.heappop(self.pin_deadlines)
+            if pin_id in space.pins:
+                self._end_pin(space, pin_id)
+
+    def _end_pin(self, space: SequenceSpace, pin_id: int) -> None:
+        ended = []
+        for block in space.pins.pop(pin_id).tolist():
+            self.pin_counts[block] -= 1
+            if self.pin_counts[block] == 0:
+                del self.pin_counts[block]
+                ended.append(block)
+        self.device.unpin(np.array(ended[::-1], np.int64))
+        self.num_pins -= 1
 
     def _blocks_for(self, num_tokens: int) -> int:
         return (num_tokens + self._mask) >> self._shift

@@ -91,20 +91,3 @@ class PinOps(Core):
             raise InvalidArgumentError(f"has more than max_sequence_tokens = {limit} tokens", field="token_ids")
         extra = extra_keys_by_block(extra_keys, "extra_keys", self.config.block_size, limit)
         return np.array(self.device.index.match(tokens, extra), np.int64)
-
-    def _expire_pins(self) -> None:
-        now = self.clock()
-        while self.pin_deadlines and self.pin_deadlines[0][0] <= now:
-            _, _, pin_id, space = heapq.heappop(self.pin_deadlines)
-            if pin_id in space.pins:
-                self._end_pin(space, pin_id)
-
-    def _end_pin(self, space: SequenceSpace, pin_id: int) -> None:
-        ended = []
-        for block in space.pins.pop(pin_id).tolist():
-            self.pin_counts[block] -= 1
-            if self.pin_counts[block] == 0:
-                del self.pin_counts[block]
-                ended.append(block)
-        self.device.unpin(np.array(ended[::-1], np.int64))
-        self.num_pins -= 1
