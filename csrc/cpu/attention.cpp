@@ -23,7 +23,9 @@ constexpr int64_t kPieceWorkMin = 64 * 1024;
 constexpr int64_t kPiecesPerThread = 6;
 // Pieces begin at multiples of this many keys, so that they share no tile.
 constexpr int64_t kPieceKeys = 128;
-// Rows that one task takes over all its KV heads: their accumulators stay in the second-level cache.
+// Up to so many rows a task takes several KV heads, so many rows in all: their accumulators stay in the second-level
+// cache.
+constexpr int64_t kFewRows = 16;
 constexpr int64_t kRowsTogether = 64;
 
 // Rows of one sequence for some KV heads, the keys that any of them sees, and its pieces.
@@ -103,7 +105,7 @@ class Plan {
   void add_tasks(int64_t seq, int64_t first_token, int64_t max_rows) {
     const int64_t group = p_.group_size(), rows = p_.query_lens[seq] * group;
     const int64_t first_position = p_.context_lens[seq] - p_.query_lens[seq];
-    const int64_t heads = std::max<int64_t>(1, kRowsTogether / std::max<int64_t>(1, std::min(rows, max_rows)));
+    const int64_t heads = rows > kFewRows ? 1 : kRowsTogether / std::max<int64_t>(1, rows);
     // The longest first: the last rows of a sequence see the most keys.
     for (int64_t end = rows; end > 0; end -= std::min(end, max_rows)) {
       const int64_t begin = std::max<int64_t>(0, end - max_rows);

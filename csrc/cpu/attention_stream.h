@@ -172,17 +172,17 @@ void find_tile(const AttentionPiece& piece, int64_t kv_head, int64_t start, char
   for (int u = tile.count; u < kTileUnits; ++u) tile.units[u] = {};
 }
 
+// The queries of all rows in the form that the products want; no key seen so far.
 template <class T>
-void prepare_rows(const AttentionPiece& piece, const StreamScratch<T>& scratch) {
+void prepare_queries(const AttentionPiece& piece, typename KeyOps<T>::Query* queries, int64_t stride) {
   const AttentionParams& p = *piece.params;
-  const int64_t size = p.pool.head_size, rows = piece.rows(), count = piece.heads() * rows;
-  for (int64_t i = 0; i < count; ++i) {
+  const int64_t size = p.pool.head_size, rows = piece.rows();
+  for (int64_t i = 0; i < piece.heads() * rows; ++i) {
     const int64_t row = piece.query_row(piece.row_begin + i % rows) + i / rows * p.group_size();
-    KeyOps<T>::prepare(static_cast<const T*>(p.query) + row * size, scratch.query + i * scratch.query_stride, size);
+    KeyOps<T>::prepare(static_cast<const T*>(p.query) + row * size, queries + i * stride, size);
     piece.max[i] = -kInfinity;
     piece.sum[i] = 0.0F;
   }
-  __builtin_memset(scratch.acc, 0, count * scratch.acc_stride * sizeof(float));
 }
 
 template <class T>
@@ -232,7 +232,8 @@ template <class T>
 void attend_stream(const AttentionPiece& piece, char* memory) {
   const int64_t size = piece.params->pool.head_size, count = piece.heads() * piece.rows();
   const StreamScratch<T> scratch(memory, size, count);
-  prepare_rows(piece, scratch);
+  prepare_queries<T>(piece, scratch.query, scratch.query_stride);
+  __builtin_memset(scratch.acc, 0, count * scratch.acc_stride * sizeof(float));
   for_tiles<T>(piece, scratch.spare,
                [&](const Tile<T>& tile, const Tile<T>& next) { attend_tile(piece, scratch, tile, next); });
   for (int64_t i = 0; i < count; ++i) {
@@ -252,11 +253,6 @@ void store_row(void* out, const float* acc, float factor, int64_t count) {
   __builtin_memcpy(rest, acc + i, (count - i) * sizeof(float));
   Simd::store(rounded, Simd::mul(by, Simd::load(rest)));
   __builtin_memcpy(row + i, rounded, (count - i) * sizeof(T));
-}
-
-template <class T>
-constexpr AttentionKernel stream_kernel() {
-  return {attend_stream<T>, StreamScratch<T>::bytes, kStreamRows};
 }
 
 }  // namespace

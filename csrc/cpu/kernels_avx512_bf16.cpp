@@ -1,13 +1,13 @@
 #include "cpu/simd_avx512.h"
 // The instruction set comes first: the templates below are compiled for it, in this file's own namespace.
-#include "cpu/attention_stream.h"
+#include "cpu/attention_rows.h"
 
 namespace kvservice {
 
 const CpuKernels& avx512_bf16_kernels() {
   static constexpr CpuKernels kernels = {
       "avx512_bf16",
-      {stream_kernel<float>(), stream_kernel<fp16>(), stream_kernel<bf16>()},
+      {vector_kernel<float>(), vector_kernel<fp16>(), vector_kernel<bf16>()},
       {store_row<float>, store_row<fp16>, store_row<bf16>},
   };
   return kernels;
