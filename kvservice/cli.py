@@ -20,7 +20,7 @@ from rich.console import Console
 
 from kvservice import __version__
 from kvservice.config import ENV_PREFIX, ServeConfig, load_config
-from kvservice.environment import missing_environment
+from kvservice.environment import missing_environment, prepare_grpc
 from kvservice.errors import KVServiceError
 
 
@@ -56,13 +56,19 @@ def _reexec_with(environment: dict[str, str]) -> None:
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | environment)
 
 
-def _serve(config: str | None, **options: Any) -> None:
-    given = {name: value for name, value in options.items() if value is not None}
+def _settings(options: dict[str, Any], file: str | None) -> ServeConfig:
     try:
-        settings = load_config(given, os.environ, Path(config) if config else None)
-        _reexec_with(missing_environment(os.environ))
-        from kvservice.server.daemon import run
+        return load_config(options, os.environ, Path(file) if file else None)
+    except KVServiceError as error:
+        raise click.ClickException(str(error)) from None
 
+
+def _serve(config: str | None, **options: Any) -> None:
+    settings = _settings({name: value for name, value in options.items() if value is not None}, config)
+    _reexec_with(missing_environment(os.environ))
+    from kvservice.server.daemon import run
+
+    try:
         sys.exit(run(settings))
     except KVServiceError as error:
         raise click.ClickException(str(error)) from None
@@ -107,6 +113,18 @@ def demo(device: str, address: str | None, as_json: bool) -> None:
         click.echo(json.dumps(result.to_json()))
     if result.problems:
         raise click.ClickException("; ".join(result.problems))
+
+
+@main.command()
+@click.option("--address", help="unix:///path/of.sock or host:port.  [default: what serve would listen on]")
+@click.option("--timeout-s", type=float, default=5.0, show_default=True)
+def health(address: str | None, timeout_s: float) -> None:
+    """Exit with 0 if the daemon serves, with 1 if not."""
+    prepare_grpc()
+    from kvservice.health import address_of, check
+
+    if not check(address or address_of(_settings({}, None)), timeout_s):
+        raise click.ClickException("not serving")
 
 
 @main.group()
