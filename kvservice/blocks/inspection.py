@@ -89,7 +89,7 @@ class InspectionOps(Core):
             num_active_blocks=device.num_active,
             num_shared_blocks=device.num_shared,
             num_cached_blocks=device.num_cached,
-            num_pinned_blocks=len(self.pin_counts),
+            num_pinned_blocks=device.num_pinned_unheld,
             num_swap_blocks=self.swap.num_blocks,
             num_used_swap_blocks=self.swap.num_active,
             num_sequences=self.config.max_sequences - len(self.sequences.free_rows),

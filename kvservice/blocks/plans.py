@@ -145,8 +145,8 @@ class SequenceInfo:
 class BlocksStats:
     """Gauges, then counters since the start.
 
-    active (some table holds it) + cached (none does, but its hash finds it; pinned ones too) + free = num_blocks.
-    shared blocks are active ones that two tables or more hold; pinned ones may be active or cached.
+    active (some table holds it) + cached (none does, but its hash finds it) + free = num_blocks. shared blocks are
+    active ones that two tables or more hold, pinned blocks are cached ones that a pin keeps from eviction.
     """
 
     num_blocks: int

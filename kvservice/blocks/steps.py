@@ -171,6 +171,8 @@ class StepOps(GrowthOps):
     ) -> Step:
         """The step of this very append if it was the last thing that happened to its sequences."""
         expected, lengths = batch.lengths, batch.meta[:, LENGTH]
+        if np.count_nonzero(expected < 0):
+            refuse("expected_lengths", expected < 0, "must not be negative")
         entry = space.steps.get(int(batch.meta[0, STEP]))
         if (
             entry is not None

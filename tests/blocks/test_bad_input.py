@@ -87,6 +87,7 @@ def test_sequence_ids(pool: tuple[BlockManager, SequenceSpace], snapshot: Callab
         (([1, 2], [1, 2], [2, 1]), "token_ids"),
         (([1, 2], [1, 2], None, [6]), "expected_lengths"),
         (([1, 2], [1, 2], None, [6.0, 6.0]), "expected_lengths"),
+        (([1, 2], [1, 2], None, [6, -6]), "expected_lengths[1]"),
         (([1], [1], None, None, -1), "lookahead"),
         (([1], [1], None, None, 1.5), "lookahead"),
         (([1], [1], None, None, True), "lookahead"),

@@ -87,7 +87,8 @@ def test_a_pin_is_no_holder(make: Make) -> None:
     manager, space, _ = pinned(make)
     (made,) = manager.allocate(space, [AllocationRequest(2, range(10))])
     assert made.num_cached_tokens == 8
-    assert manager.stats().num_shared_blocks == 0
+    stats = manager.stats()
+    assert (stats.num_active_blocks, stats.num_shared_blocks, stats.num_pinned_blocks) == (3, 0, 0)
     manager.check_integrity()
     manager.free(space, [2])
     assert (manager.stats().num_pinned_blocks, manager.stats().num_cached_blocks) == (2, 3)

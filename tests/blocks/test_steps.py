@@ -349,7 +349,6 @@ def test_a_repeated_append_gets_its_step_again(make: Make, snapshot: Callable[..
         {"sequence_ids": [0], "token_ids": [7], "num_tokens": None, "expected_lengths": [6]},
         {"expected_lengths": [6, 10]},
         {"expected_lengths": [5, 7]},
-        {"expected_lengths": [-1, 8]},
     ],
 )
 def test_anything_but_a_repetition_is_a_mismatch(
