@@ -94,7 +94,7 @@ def test_the_container_is_nobody_has_no_compiler_and_is_published_on_loopback(st
 
 
 def test_stop_lets_a_begun_step_finish_and_ends_with_0(stack: Stack) -> None:
-    restarts_before = daemon_log(stack).count("draining")
+    drains_before = daemon_log(stack).count("draining")
     q, k, v = values(1)
     begin = time.monotonic()
     with KVClient(stack.address) as client:
@@ -102,7 +102,7 @@ def test_stop_lets_a_begun_step_finish_and_ends_with_0(stack: Stack) -> None:
         step = session.open_step([session.allocate([7])])
         step.extend(0, q, k, v)
         stopping = subprocess.Popen(["docker", "stop", "--time=40", stack.container("daemon")], stdout=subprocess.PIPE)
-        wait_for("draining", lambda: daemon_log(stack).count("draining") > restarts_before)
+        wait_for("draining", lambda: daemon_log(stack).count("draining") > drains_before)
         with pytest.raises(DrainingError):
             session.allocate([8])
         assert stopping.poll() is None, "it waits for the step"
@@ -120,7 +120,7 @@ def test_stop_lets_a_begun_step_finish_and_ends_with_0(stack: Stack) -> None:
 def test_stop_does_not_wait_for_a_step_for_ever(stack: Stack) -> None:
     with KVClient(stack.address) as client:
         session = client.session()
-        session.open_step([session.allocate([7])])
+        session.open_step([session.allocate([7])]).extend(0, *values(1))
         begin = time.monotonic()
         stack.compose("stop", "daemon")
     assert float(OPTIONS["drain_timeout_s"]) <= time.monotonic() - begin < 40
