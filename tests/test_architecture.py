@@ -43,7 +43,8 @@ ROOMS: dict[str, set[str]] = {
     "demo": {"client", "errors", "integrations", "launch", "pool.layout"},
     # It measures the rooms from inside.
     "bench": {"", "blocks", "client", "config", "environment", "errors", "launch", "ops", "pool.layout", "v1", "wire"},
-    "cli": {"", "bench", "config", "demo", "environment", "errors", "server"},
+    "health": {"config", "environment"},
+    "cli": {"", "bench", "config", "demo", "environment", "errors", "health", "server"},
     "__main__": {"cli"},
     "": set(),
 }

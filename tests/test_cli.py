@@ -1,0 +1,104 @@
+"""The command line as a user meets it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvservice.config import ServeConfig
+from kvservice.launch import Daemon
+
+TINY_POOL = {"KVSERVICE_NUM_LAYERS": "1", "KVSERVICE_NUM_BLOCKS": "8", "KVSERVICE_SWAP_SPACE_GIB": "0"}
+
+
+def kvservice(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "kvservice", *arguments],
+        env=os.environ | environ,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_serve_help_explains_every_option() -> None:
+    shown = kvservice("serve", "--help")
+    assert shown.returncode == 0
+    text = re.sub(r"\s+", " ", shown.stdout)
+    for name, field in ServeConfig.model_fields.items():
+        assert f"--{name.replace('_', '-')} " in text
+        assert field.description is not None
+        assert field.description in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("serve", "--blok-size", "4"), "--block-size"),
+        (("serve", "--dtype", "int8"), "int8"),
+        (("bench", "everything"), "everything"),
+    ],
+)
+def test_a_wrong_word_is_a_usage_error(arguments: tuple[str, ...], named: str) -> None:
+    refused = kvservice(*arguments)
+    assert refused.returncode == 2
+    assert named in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "named"),
+    [
+        (("serve", "--block-size", "12"), {}, "block_size"),
+        (("serve",), {"KVSERVICE_BLOK_SIZE": "4"}, "blok_size"),
+        (("serve", "--config", "/absent.toml"), {}, "/absent.toml"),
+        (("serve", "--unix-socket", "", "--tcp-address", ""), TINY_POOL, "unix_socket, tcp_address"),
+        (("serve", "--unix-socket", "/absent/directory/k.sock"), TINY_POOL, "unix_socket"),
+        (("serve", "--tcp-address", "192.0.2.1:1"), TINY_POOL, "tcp_address"),
+    ],
+)
+def test_what_cannot_be_served_is_one_clear_line(
+    tmp_path: Path, arguments: tuple[str, ...], environ: dict[str, str], named: str
+) -> None:
+    private = {"KVSERVICE_UNIX_SOCKET": str(tmp_path / "k.sock"), "KVSERVICE_METRICS_ADDRESS": ""}
+    refused = kvservice(*arguments, **(private | environ))
+    assert refused.returncode == 1
+    assert re.fullmatch(rf"Error: .*{re.escape(named)}.*\n", refused.stderr.splitlines(keepends=True)[-1])
+    assert "Traceback" not in refused.stderr
+
+
+def test_a_pool_larger_than_the_memory_is_refused_with_the_numbers(tmp_path: Path) -> None:
+    refused = kvservice("serve", "--pool-gib", "60000", "--unix-socket", str(tmp_path / "k.sock"))
+    assert refused.returncode == 1
+    assert re.search(r"num_blocks: \d+ blocks of 2097152 bytes take \d+ bytes, \d+ are available", refused.stderr)
+
+
+def test_health_tells_a_daemon_that_serves_from_none(daemon: Daemon, tmp_path: Path) -> None:
+    assert kvservice("health", "--address", daemon.address).returncode == 0
+    assert kvservice("health", "--address", f"unix://{tmp_path}/none.sock", "--timeout-s", "1").returncode == 1
+
+
+def test_bench_blocks_prints_one_json_object() -> None:
+    done = kvservice("bench", "blocks", "--quick", "--json")
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout)
+    assert {"calibration_s", "append_step_256_s", "allocate_1024_s", "allocate_1024_hit_s", "fork_s"} <= set(results)
+    assert all(results[name] > 0 for name in ("append_step_256_s", "allocate_1024_s", "fork_s", "free_s"))
+
+
+def test_bench_rpc_prints_one_json_object_with_every_call() -> None:
+    done = kvservice("bench", "rpc", "--quick", "--json")
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout)
+    calls = "echo allocate_1024 append_64 fork free decode_ids decode_16k decode_256k decode_2m".split()
+    for call in calls:
+        for way in ("unary", "stream"):
+            assert 0 < results[f"{call}_{way}_p50_s"] <= results[f"{call}_{way}_p99_s"]
+            assert results[f"{call}_{way}_per_s"] > 0

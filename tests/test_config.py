@@ -1,0 +1,82 @@
+"""One configuration from options, environment and file; what is wrong with it is said by name and origin."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvservice.config import ServeConfig, load_config
+from kvservice.errors import InvalidArgumentError
+
+
+def test_an_option_wins_over_the_environment_and_that_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "kvservice.toml"
+    file.write_text('block_size = 8\nnum_layers = 3\ndtype = "float32"\n')
+    environ = {"KVSERVICE_NUM_LAYERS": "4", "KVSERVICE_BLOCK_SIZE": "16", "HOME": "/"}
+
+    config = load_config({"block_size": 32}, environ, file)
+
+    assert (config.block_size, config.num_layers, config.dtype) == (32, 4, "float32")
+    assert config.num_kv_heads == ServeConfig.model_fields["num_kv_heads"].default
+
+
+@pytest.mark.parametrize(
+    ("options", "environ", "text", "field", "origin"),
+    [
+        ({}, {"KVSERVICE_BLOK_SIZE": "16"}, "", "blok_size", "environment"),
+        ({}, {}, "blok_size = 16", "blok_size", "kvservice.toml"),
+        ({"blok_size": 16}, {}, "", "blok_size", "option"),
+        ({}, {"KVSERVICE_BLOCK_SIZE": "twelve"}, "", "block_size", "environment"),
+        ({}, {}, "block_size = 12", "block_size", "kvservice.toml"),
+        ({"block_size": 512}, {}, "", "block_size", "option"),
+        ({"dtype": "int8"}, {}, "", "dtype", "option"),
+        ({"head_size": 36}, {}, "", "head_size", "option"),
+        ({"num_blocks": 0}, {}, "", "num_blocks", "option"),
+        ({"watermark": 1.0}, {}, "", "watermark", "option"),
+        ({"pool_gib": "nan"}, {}, "", "pool_gib", "option"),
+        ({"session_grace_s": -1}, {}, "", "session_grace_s", "option"),
+        ({"tcp_address": "localhost"}, {}, "", "tcp_address", "option"),
+        ({"metrics_address": "localhost:99999"}, {}, "", "metrics_address", "option"),
+        ({"unix_socket_mode": "rw"}, {}, "", "unix_socket_mode", "option"),
+    ],
+)
+def test_what_is_wrong_is_named_with_where_it_was_read(
+    tmp_path: Path, options: dict[str, Any], environ: dict[str, str], text: str, field: str, origin: str
+) -> None:
+    file = tmp_path / "kvservice.toml"
+    file.write_text(text)
+
+    with pytest.raises(InvalidArgumentError) as caught:
+        load_config(options, environ, file)
+
+    assert caught.value.field == field
+    assert origin in caught.value.message
+
+
+def test_files_that_cannot_be_read_or_parsed(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="config"):
+        load_config({}, {}, tmp_path / "absent.toml")
+    (tmp_path / "broken.toml").write_text("block_size = = 4")
+    with pytest.raises(InvalidArgumentError, match="config"):
+        load_config({}, {}, tmp_path / "broken.toml")
+
+
+def test_a_pool_too_small_for_one_block_says_how_large_a_block_is() -> None:
+    with pytest.raises(InvalidArgumentError, match="2097152 bytes") as caught:
+        load_config({"pool_gib": 0.001}, {})
+    assert caught.value.field == "pool_gib"
+
+
+def test_blocks_are_counted_from_sizes() -> None:
+    config = load_config({"pool_gib": 1.0, "swap_space_gib": 0.5}, {})
+    assert config.layout.block_bytes == 32 * 2 * 8 * 128 * 16 * 2
+    assert (config.pool_blocks, config.swap_blocks) == (512, 256)
+    assert load_config({"num_blocks": 7}, {}).pool_blocks == 7
+
+
+def test_the_configuration_cannot_be_changed() -> None:
+    config = load_config({}, {})
+    with pytest.raises(ValueError, match="frozen"):
+        config.block_size = 4  # type: ignore[misc]
