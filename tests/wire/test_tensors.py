@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvservice.errors import InvalidArgumentError
@@ -44,6 +44,7 @@ def test_is_a_view_of_the_message() -> None:
     assert not back.flags.owndata
 
 
+@settings(deadline=None, max_examples=500)
 @given(
     st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(-1, 4), max_size=10),
     st.binary(max_size=64),
