@@ -63,12 +63,10 @@ class Daemon:
         return self.process.wait()
 
     def _await_ready(self) -> None:
-        from kvservice.client import KVClient
+        from kvservice.health import check
 
         deadline = time.monotonic() + self._start_timeout_s
-        while not self._socket.exists():
+        while not check(self.address, timeout_s=0.5):
             if self.process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"the daemon did not start: {self.log.read_text(errors='replace').strip()}")
             time.sleep(0.02)
-        with KVClient(self.address, connect_timeout_s=self._start_timeout_s):
-            pass

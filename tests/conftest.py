@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 
 import pytest
@@ -37,3 +38,12 @@ def daemon() -> Iterator[Daemon]:
 def client(daemon: Daemon) -> Iterator[KVClient]:
     with KVClient(daemon.address) as connected:
         yield connected
+
+
+@pytest.fixture
+def free_port() -> int:
+    """A TCP port of the loopback interface that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

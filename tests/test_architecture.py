@@ -38,7 +38,7 @@ ROOMS: dict[str, set[str]] = {
     "metrics": {"blocks"},
     "server": {"", "blocks", "config", "engine", "environment", "errors", "metrics", "v1", "wire"},
     "client": {"environment", "errors", "pool.layout", "v1", "wire"},
-    "launch": {"client", "config", "environment", "errors"},
+    "launch": {"config", "environment", "health"},
     "integrations": {"client", "errors", "pool.layout"},
     "demo": {"client", "errors", "integrations", "launch", "pool.layout"},
     # It measures the rooms from inside.

@@ -97,7 +97,17 @@ def test_bench_rpc_prints_one_json_object_with_every_call() -> None:
     done = kvservice("bench", "rpc", "--quick", "--json")
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout)
-    calls = "echo allocate_1024 append_64 fork free decode_ids decode_16k decode_256k decode_2m".split()
+    calls = [
+        "echo",
+        "allocate_1024",
+        "append_64",
+        "fork",
+        "free",
+        "decode_ids",
+        "decode_16k",
+        "decode_256k",
+        "decode_2m",
+    ]
     for call in calls:
         for way in ("unary", "stream"):
             assert 0 < results[f"{call}_{way}_p50_s"] <= results[f"{call}_{way}_p99_s"]

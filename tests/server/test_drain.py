@@ -1,0 +1,196 @@
+"""Beginning and end of a daemon: whose socket it takes, and how SIGTERM drains it."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kvservice.client import KVClient, Session, Step
+from kvservice.errors import DrainingError
+from kvservice.launch import Daemon
+
+POOL = {"num_layers": 3, "num_kv_heads": 1, "head_size": 32, "dtype": "float32", "num_blocks": 16, "swap_space_gib": 0}
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+def send_layer(step: Step, layer: int) -> np.ndarray:
+    kv = np.full((step.num_tokens, 1, 32), 1.0 + layer, np.float32)
+    output: np.ndarray = step.extend(layer, kv, kv, kv)
+    return output
+
+
+def begun_step(kv: Session) -> Step:
+    step = kv.open_step([kv.allocate([1, 2, 3])])
+    send_layer(step, 0)
+    return step
+
+
+def await_true(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen in time"
+        time.sleep(0.01)
+
+
+def drains(kv: Session) -> bool:
+    try:
+        kv.allocate([9])
+    except DrainingError:
+        return True
+    return False
+
+
+def test_a_step_between_two_layers_is_finished_and_nothing_new_is_begun() -> None:
+    with Daemon(**POOL) as daemon, KVClient(daemon.address) as client, client.session() as kv:
+        step = begun_step(kv)
+        waiting = kv.allocate([4, 5])
+        unbegun = kv.open_step([waiting])
+        states: queue.SimpleQueue[int] = queue.SimpleQueue()
+        watching = threading.Thread(target=_watch, args=(daemon.address, states))
+        watching.start()
+        assert states.get(timeout=5) == SERVING
+
+        daemon.process.send_signal(signal.SIGTERM)
+
+        assert states.get(timeout=5) == NOT_SERVING
+        await_true(lambda: drains(kv))
+        for refused in (
+            lambda: client.session(),
+            lambda: kv.append([waiting], [6]),
+            lambda: kv.fork(waiting),
+            lambda: kv.open_step([waiting]),
+            lambda: send_layer(unbegun, 0),
+        ):
+            with pytest.raises(DrainingError):
+                refused()
+        assert daemon.process.poll() is None
+        for layer in (1, 2):
+            np.testing.assert_array_equal(send_layer(step, layer), np.full((3, 1, 32), 1.0 + layer, np.float32))
+        assert daemon.process.wait(10) == 0
+        watching.join(10)
+
+
+def _watch(address: str, states: queue.SimpleQueue[int]) -> None:
+    with grpc.insecure_channel(address) as channel:
+        try:
+            for answer in health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest()):
+                states.put(answer.status)
+        except grpc.RpcError:
+            pass  # the daemon has gone
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_idle_daemon_leaves_at_once_and_takes_its_socket_away(number: signal.Signals) -> None:
+    with Daemon(**POOL) as daemon, KVClient(daemon.address) as client, client.session() as kv:
+        kv.allocate([1])
+        socket = Path(daemon.address.removeprefix("unix://"))
+        assert socket.exists()
+        daemon.process.send_signal(number)
+        assert daemon.process.wait(5) == 0
+        assert not socket.exists()
+
+
+def test_a_step_that_is_never_finished_holds_the_daemon_for_the_drain_time_only() -> None:
+    with Daemon(drain_timeout_s=0.5, **POOL) as daemon, KVClient(daemon.address) as client, client.session() as kv:
+        begun_step(kv)
+        start = time.monotonic()
+        daemon.process.send_signal(signal.SIGTERM)
+        assert daemon.process.wait(10) == 0
+        assert time.monotonic() - start >= 0.5
+        assert "still busy" in daemon.log.read_text()
+
+
+def test_a_killed_clients_step_does_not_hold_the_daemon() -> None:
+    with Daemon(session_grace_s=60, **POOL) as daemon:
+        with KVClient(daemon.address) as client:
+            kv = client.session(detachable=True)
+            begun_step(kv)
+            kv.detach()
+        daemon.process.send_signal(signal.SIGTERM)
+        assert daemon.process.wait(10) == 0
+        assert "still busy" not in daemon.log.read_text()
+
+
+def refusal_to_serve(**options: object) -> str:
+    """What a daemon that must not start says."""
+    defaults = {"unix_socket": "", "tcp_address": "", "metrics_address": ""}
+    environ = {f"KVSERVICE_{name.upper()}": str(value) for name, value in (POOL | defaults | options).items()}
+    command = [sys.executable, "-P", "-m", "kvservice", "serve"]
+    done = subprocess.run(command, env=os.environ | environ, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    return done.stderr
+
+
+def test_a_served_socket_is_not_taken_and_a_stale_one_is(tmp_path: Path) -> None:
+    path = tmp_path / "k.sock"
+    with Daemon(unix_socket=path, **POOL) as first:
+        assert "served by another process" in refusal_to_serve(unix_socket=path)
+        with KVClient(first.address) as client:
+            assert client.ping(b"still here") == b"still here"
+        first.process.kill()
+        first.process.wait()
+        assert path.exists()
+        with Daemon(unix_socket=path, **POOL) as second, KVClient(second.address) as client:
+            assert client.ping() == b""
+
+
+def test_a_file_that_is_no_socket_stays(tmp_path: Path) -> None:
+    path = tmp_path / "k.sock"
+    path.write_text("precious")
+    assert "is no socket" in refusal_to_serve(unix_socket=path)
+    assert path.read_text() == "precious"
+
+
+def test_a_port_in_use_is_refused(free_port: int) -> None:
+    address = f"127.0.0.1:{free_port}"
+    with Daemon(tcp_address=address, **POOL) as first, KVClient(address) as client:
+        assert "tcp_address" in refusal_to_serve(tcp_address=address)
+        assert client.ping(b"x") == b"x"
+        assert first.process.poll() is None
+
+
+def test_the_sockets_mode_is_what_the_configuration_says(tmp_path: Path) -> None:
+    with Daemon(unix_socket=tmp_path / "k.sock", unix_socket_mode="0660", **POOL):
+        assert (tmp_path / "k.sock").stat().st_mode & 0o777 == 0o660
+
+
+def test_a_fault_in_the_pool_ends_the_daemon_with_its_own_status(tmp_path: Path) -> None:
+    """A kernel that fails leaves unknown content; serving it would be worse than not to serve."""
+    script = tmp_path / "faulty.py"
+    script.write_text(
+        "import sys\n"
+        "from kvservice import ops\n"
+        "from kvservice.config import load_config\n"
+        "from kvservice.server.daemon import run\n"
+        "def broken(*_, **__): raise RuntimeError('a broken kernel')\n"
+        "ops.write_kv = broken\n"
+        f"options = dict({POOL!r}, tcp_address='', metrics_address='', unix_socket=sys.argv[1])\n"
+        "sys.exit(run(load_config(options, {})))\n"
+    )
+    path = tmp_path / "k.sock"
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen([sys.executable, str(script), str(path)], stdout=log, stderr=log)
+    try:
+        await_true(path.exists, 30)
+        with KVClient(f"unix://{path}") as client, client.session() as kv:
+            step = kv.open_step([kv.allocate([1, 2])])
+            with pytest.raises(Exception, match=r"failed|ended|UNAVAILABLE"):
+                send_layer(step, 0)
+        assert process.wait(10) == 70
+        assert "a broken kernel" in (tmp_path / "log").read_text()
+    finally:
+        process.kill()
+        process.wait()

@@ -1,0 +1,368 @@
+"""What becomes of sessions when streams break, processes die, and somebody else comes."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cutting_proxy import CuttingProxy
+
+from kvservice.client import KVClient, PoolStats, Session
+from kvservice.errors import (
+    ConnectionLostError,
+    FailedPreconditionError,
+    LayerWrittenError,
+    MessageTooLargeError,
+    QuotaExceededError,
+    UnknownSessionError,
+)
+from kvservice.launch import Daemon
+from kvservice.v1 import attention_pb2, blocks_pb2, session_pb2
+
+GRACE_S = 0.5
+SHAPE = (2, 6, 2, 32)  # layers, tokens, KV heads, head size
+KEY, VALUE = (np.random.default_rng(seed).standard_normal(SHAPE).astype(np.float32) for seed in (1, 2))
+
+
+@pytest.fixture
+def proxy(tmp_path: Path, daemon: Daemon, wire: Any, raw: Any) -> Iterator[CuttingProxy]:
+    raw.await_no_sessions(wire)
+    with CuttingProxy(tmp_path, daemon.address) as between:
+        yield between
+
+
+@pytest.fixture
+def far(proxy: CuttingProxy) -> Iterator[KVClient]:
+    """A client whose connection can be cut."""
+    with KVClient(proxy.address) as connected:
+        yield connected
+
+
+@pytest.fixture
+def alone(wire: Any, raw: Any) -> None:
+    raw.await_no_sessions(wire)
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def computed(session: Session, tokens: list[int]) -> Any:
+    """A sequence of six tokens whose K/V are KEY and VALUE."""
+    sequence = session.allocate(tokens)
+    session.open_step([sequence]).write(KEY, VALUE)
+    return sequence
+
+
+def assert_intact(session: Session, sequence: Any) -> None:
+    for got, wanted in zip(session.read(sequence, 0, 6), (KEY, VALUE), strict=True):
+        np.testing.assert_array_equal(got, wanted)
+
+
+def test_a_cut_stream_is_resumed(proxy: CuttingProxy, far: KVClient) -> None:
+    with far.session() as session:
+        sequence = computed(session, [1, 2, 3, 4, 5, 6])
+        for _ in range(3):
+            proxy.cut()
+            assert [info.length for info in session.describe()] == [6]
+        assert_intact(session, sequence)
+        time.sleep(2 * GRACE_S)  # what the cut streams' ends had started must be off
+        assert_intact(session, sequence)
+
+
+def test_a_broken_line_shorter_than_the_grace_time(proxy: CuttingProxy, far: KVClient) -> None:
+    with far.session() as session:
+        sequence = computed(session, [1, 2, 3, 4, 5, 6])
+        proxy.cut(stay_down=True)
+        threading.Timer(GRACE_S / 3, proxy.up).start()
+        assert_intact(session, sequence)
+
+
+def test_a_broken_line_longer_than_the_grace_time(proxy: CuttingProxy, far: KVClient, client: KVClient) -> None:
+    with far.session() as session:
+        computed(session, [1, 2, 3, 4, 5, 6])
+        cut_at = time.monotonic()
+        proxy.cut(stay_down=True)
+        until(lambda: client.stats().sessions == 0)
+        assert GRACE_S * 0.9 <= time.monotonic() - cut_at < GRACE_S + 1.5
+        stats = client.stats()
+        assert (stats.sequences, stats.active_blocks, stats.cached_blocks) == (0, 0, 1)
+        proxy.up()
+        with pytest.raises(UnknownSessionError):
+            session.describe()
+    with client.session() as other:
+        other.reset_prefix_cache()
+
+
+def test_a_daemon_out_of_reach_is_an_error_in_bounded_time(proxy: CuttingProxy, far: KVClient) -> None:
+    with far.session() as session:
+        proxy.cut(stay_down=True)
+        threads, start = threading.active_count(), time.monotonic()
+        for _ in range(2):
+            with pytest.raises(ConnectionLostError):
+                session.describe()
+        assert time.monotonic() - start < 2 * (GRACE_S + 2.0)
+        # One attempt may still be on its way out; what failed before must have left no thread.
+        until(lambda: threading.active_count() <= threads + 1)
+
+
+CUT_CALLS: dict[str, tuple[Callable[[Session, dict[str, Any]], Any], dict[str, Any]]] = {
+    # name: (the call, what it changes in the pool's figures)
+    "allocate": (lambda session, _: session.allocate([7, 8]), {"sequences": 1, "tokens": 2}),
+    "append": (lambda session, of: session.append([of["a"]], [9]), {"tokens": 1}),
+    "fork": (lambda session, of: session.fork(of["a"]), {"sequences": 1, "tokens": 6, "shared_blocks": 2}),
+    "truncate": (lambda session, of: session.truncate(of["a"], 4), {"tokens": -2}),
+    "free": (lambda session, of: session.free([of["a"]]), {"sequences": -1, "tokens": -6, "cached_blocks": 1}),
+    "swap_out": (lambda session, of: session.swap_out([of["a"]]), {"swapped_out_blocks": 2, "swapped_sequences": 1}),
+    "swap_in": (lambda session, of: session.swap_in([of["b"]]), {"swapped_in_blocks": 2, "swapped_sequences": -1}),
+    "pin": (lambda session, _: session.pin([1, 2, 3, 4, 5, 6], 60.0), {"pinned_blocks": 1}),
+    "reset": (lambda session, _: session.reset_prefix_cache(), {"cached_blocks": -1}),
+}
+
+
+@pytest.mark.parametrize("name", CUT_CALLS)
+def test_a_call_whose_answer_was_lost_is_done_once(
+    proxy: CuttingProxy, far: KVClient, client: KVClient, name: str
+) -> None:
+    call, change = CUT_CALLS[name]
+    with far.session() as session, ThreadPoolExecutor(1) as pool:
+        session.free([computed(session, [40, 41, 42, 43, 44, 45])])  # leaves one cached block
+        of = {"a": computed(session, [1, 2, 3, 4, 5, 6]), "b": computed(session, [11, 12, 13, 14, 15, 16])}
+        session.swap_out([of["b"]])
+        before = client.stats()
+
+        def changed(key: str) -> int:
+            now: PoolStats = client.stats()
+            return int(getattr(now, key) - getattr(before, key))
+
+        proxy.lose_replies()
+        answer = pool.submit(call, session, of)
+        until(lambda: client.stats() != before)
+        after = client.stats()
+        assert not answer.done()
+        proxy.cut()
+        answer.result(10)
+        assert client.stats() == after
+        assert {key: changed(key) for key in change} == change
+        session.reset_prefix_cache()
+
+
+def test_a_layer_whose_answer_was_lost_is_not_sent_again(proxy: CuttingProxy, far: KVClient, wire: Any) -> None:
+    token = np.ones((1, 2, 32), np.float32)
+    with far.session() as session, ThreadPoolExecutor(1) as pool:
+        step = session.append([computed(session, [1, 2, 3, 4, 5, 6])], [7])
+
+        def done() -> bool:
+            request = attention_pb2.AttendRequest(session_token=session.token, step_id=step.step_id, validate_only=True)
+            return bool(getattr(wire.unary("extend", request), "reason", "") == "LAYER_WRITTEN")
+
+        proxy.lose_replies()
+        answer = pool.submit(step.decode, 0, token, token, token)
+        until(done)
+        proxy.cut()
+        with pytest.raises(ConnectionLostError):
+            answer.result(10)
+        with pytest.raises(LayerWrittenError):
+            step.decode(0, token, token, token)
+        step.decode(1, token, token, token)
+        assert [info.num_computed_tokens for info in session.describe()] == [7]
+
+
+RESUME = """
+import hashlib, sys
+from kvservice.client import KVClient
+from kvservice.client.values import Sequence
+with KVClient(sys.argv[1]) as client, client.resume(bytes.fromhex(sys.argv[2])) as session:
+    [info] = session.describe(token_ids=True)
+    key, value = session.read(Sequence(info.sequence_id, info.length), 0, info.num_computed_tokens)
+    print(info.token_ids, info.num_computed_tokens, hashlib.sha256(key.tobytes() + value.tobytes()).hexdigest())
+"""
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_detached_session_is_resumed_by_another_process(daemon: Daemon, client: KVClient) -> None:
+    session = client.session(detachable=True, detach_ttl_s=30.0)
+    computed(session, [1, 2, 3, 4, 5, 6])
+    token = session.detach()
+    session.close()  # a session that was left is not closed by who left it
+    time.sleep(2 * GRACE_S)
+    child = subprocess.run(
+        [sys.executable, "-c", RESUME, daemon.address, token.hex()], capture_output=True, text=True, timeout=60
+    )
+    digest = hashlib.sha256(KEY.tobytes() + VALUE.tobytes()).hexdigest()
+    assert child.stdout.strip() == f"(1, 2, 3, 4, 5, 6) 6 {digest}", child.stderr
+    assert client.stats().sessions == 0  # the child's block closed it
+
+
+HOLD = """
+import sys, time
+from kvservice.client import KVClient
+with KVClient(sys.argv[1]) as client, client.session(detachable=True) as session:
+    session.allocate([1, 2, 3])
+    print(session.token.hex(), flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_detachable_session_outlives_its_killed_client(daemon: Daemon, client: KVClient) -> None:
+    command = [sys.executable, "-c", HOLD, daemon.address]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        token = bytes.fromhex(child.stdout.readline())
+        child.kill()
+    time.sleep(2 * GRACE_S)
+    with client.resume(token) as session:
+        assert [info.length for info in session.describe()] == [3]
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("options", "wait_s"),
+    [({}, GRACE_S), ({"detachable": True, "detach_ttl_s": 0.2}, 0.2), ({"detachable": True, "detach_ttl_s": 1.0}, 1.0)],
+    ids=["not detachable", "shorter than grace", "longer than grace"],
+)
+def test_a_session_that_was_left_ends_in_its_time(client: KVClient, options: dict[str, Any], wait_s: float) -> None:
+    session = client.session(**options)
+    session.allocate([1, 2, 3])
+    left_at = time.monotonic()
+    token = session.detach()
+    until(lambda: client.stats().sessions == 0)
+    assert wait_s * 0.9 <= time.monotonic() - left_at < wait_s + 1.5
+    assert client.stats().sequences == 0
+    with pytest.raises(UnknownSessionError):
+        client.resume(token)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_session_never_attached_ends(client: KVClient, wire: Any) -> None:
+    opened_at = time.monotonic()
+    token = wire.unary("open", session_pb2.OpenRequest(detachable=True)).session_token
+    one = blocks_pb2.SequenceAllocation(sequence_id=1, token_ids=[1])
+    wire.unary("allocate", blocks_pb2.AllocateRequest(session_token=token, sequences=[one]))
+    assert client.stats().sequences == 1
+    until(lambda: client.stats().sessions == 0)
+    assert GRACE_S * 0.9 <= time.monotonic() - opened_at < GRACE_S + 1.5
+    assert client.stats().sequences == 0
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("noticed", [True, False])
+def test_who_lost_a_session_neither_takes_it_back_nor_closes_it(
+    daemon: Daemon, client: KVClient, noticed: bool
+) -> None:
+    old = client.session(detachable=True)
+    sequence = computed(old, [1, 2, 3, 4, 5, 6])
+    with KVClient(daemon.address) as second, second.resume(old.token) as new:
+        if noticed:
+            for _ in range(2):
+                with pytest.raises(FailedPreconditionError, match="took the session over"):
+                    old.describe()
+        else:
+            time.sleep(0.1)
+        old.close()
+        time.sleep(2 * GRACE_S)
+        assert_intact(new, sequence)
+    assert client.stats().sessions == 0
+
+
+@pytest.mark.usefixtures("alone")
+def test_resuming_what_is_not_there_leaves_nothing(client: KVClient) -> None:
+    threads = threading.active_count()
+    for _ in range(5):
+        with pytest.raises(UnknownSessionError):
+            client.resume(bytes(16))
+    until(lambda: threading.active_count() <= threads)
+
+
+@pytest.mark.usefixtures("alone")
+def test_closing_frees_and_keeps_what_is_computed_cached(client: KVClient) -> None:
+    session = client.session()
+    sequence = computed(session, [1, 2, 3, 4, 5, 6])
+    session.fork(sequence)
+    session.pin([1, 2, 3, 4], 60.0)
+    session.close()
+    stats = client.stats()
+    gone = (stats.sessions, stats.sequences, stats.active_blocks, stats.shared_blocks, stats.pinned_blocks)
+    assert gone == (0, 0, 0, 0, 0)
+    assert (stats.cached_blocks, stats.free_blocks) == (1, stats.num_blocks - 1)
+    session.close()
+    with pytest.raises(ConnectionLostError):
+        session.describe()
+    with client.session() as other:
+        assert other.allocate([1, 2, 3, 4, 5, 6]).num_cached_tokens == 4
+        other.free([sequence])  # the other's first sequence has the same id, and is another
+        other.reset_prefix_cache()
+
+
+@pytest.mark.usefixtures("alone")
+def test_threads_may_share_a_session(client: KVClient) -> None:
+    with client.session() as session, ThreadPoolExecutor(4) as pool:
+
+        def work(base: int) -> list[tuple[int, ...]]:
+            seen = []
+            for n in range(25):
+                sequence = session.allocate([base, n])
+                session.append([sequence], [n])
+                [info] = session.describe([sequence], token_ids=True)
+                seen.append(info.token_ids)
+                session.free([sequence])
+            return seen
+
+        for base, seen in enumerate(pool.map(work, range(4))):
+            assert seen == [(base, n, n) for n in range(25)]
+
+
+def test_a_call_that_waits_ends_when_another_thread_closes(proxy: CuttingProxy, far: KVClient) -> None:
+    session = far.session()
+    with ThreadPoolExecutor(1) as pool:
+        proxy.lose_replies()
+        answer = pool.submit(session.describe)
+        time.sleep(0.1)
+        session._stream.close()
+        with pytest.raises(ConnectionLostError):
+            answer.result(10)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_reply_over_the_limit_is_refused_and_the_session_lives(client: KVClient) -> None:
+    with client.session() as session:
+        sequence = session.allocate(range(200))
+        big = np.ones((200, 200, 32), np.float32)  # over the limit of 4 MiB
+        with pytest.raises(MessageTooLargeError):
+            session.open_step([sequence]).extend(0, big, KEY[0], VALUE[0])
+        assert len(session.describe()) == 1
+
+
+def test_the_limit_of_sessions(raw: Any) -> None:
+    options = {"num_layers": 1, "num_kv_heads": 1, "head_size": 32, "num_blocks": 8, "swap_space_gib": 0.0}
+    with Daemon(**options, max_sessions=2, session_grace_s=0.3) as small, KVClient(small.address) as client:
+        first, second = client.session(), client.session()
+        for _ in range(8):
+            with pytest.raises(QuotaExceededError) as refused:
+                client.session()
+            assert refused.value.metadata == {"limit": "max_sessions", "value": "2"}
+        wire = raw.Wire(small.address)
+        answer = wire.unary("open", session_pb2.OpenRequest())
+        assert (answer.code, answer.reason) == ("RESOURCE_EXHAUSTED", "QUOTA_EXCEEDED")
+        assert "QuotaFailure" in answer.details
+        first.close()
+        first = client.session()
+        first.detach()
+        until(lambda: client.stats().sessions == 1)
+        with client.session():
+            assert second.describe() == []
+        second.close()
+        wire.close()
