@@ -104,7 +104,7 @@ def demo(device: str, address: str | None, as_json: bool) -> None:
     try:
         from kvservice.demo import run
     except ModuleNotFoundError as error:
-        raise click.ClickException(f"{error.name} is missing: pip install 'kvservice[demo]'") from None
+        raise click.ClickException(f"{error.name} is missing: pip install .kvservice[demo].") from None
     try:
         result = run(address=address, device=device, console=Console(), quiet=as_json)
     except KVServiceError as error:
@@ -123,7 +123,7 @@ def health(address: str | None, timeout_s: float) -> None:
     prepare_grpc()
     from kvservice.health import address_of, check
 
-    if not check(address or address_of(_settings({}, None)), timeout_s):
+    if not check(address or address_of(_settings({}, os.environ.get(f"{ENV_PREFIX}CONFIG"))), timeout_s):
         raise click.ClickException("not serving")
 
 

@@ -7,7 +7,7 @@ default. Keys that are no field are errors in the file and in the environment.
 from __future__ import annotations
 
 import os
-import tempfile
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +20,9 @@ from kvservice.pool.layout import PoolLayout
 
 ENV_PREFIX = "KVSERVICE_"
 # Read by other parts than the daemon's configuration.
-OTHER_ENV = {"KVSERVICE_CPU_ISA", "KVSERVICE_CONFIG", "KVSERVICE_CUDA"}
+OTHER_ENV = {"KVSERVICE_CPU_ISA", "KVSERVICE_CONFIG"}
+# Kubernetes puts these into every container beside a Service that is named kvservice.
+SERVICE_LINK = re.compile(r"KVSERVICE_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\w+)?)")
 GIB = 1 << 30
 
 
@@ -29,7 +31,7 @@ def default_unix_socket() -> str:
     if os.geteuid() == 0 and Path("/run").is_dir():
         return "/run/kvservice.sock"
     runtime = os.environ.get("XDG_RUNTIME_DIR")
-    return f"{runtime}/kvservice.sock" if runtime else f"{tempfile.gettempdir()}/kvservice-{os.geteuid()}.sock"
+    return f"{runtime}/kvservice.sock" if runtime else f"/tmp/kvservice-{os.geteuid()}.sock"
 
 
 class ServeConfig(BaseModel):
@@ -62,7 +64,7 @@ class ServeConfig(BaseModel):
     tcp_address: str = Field("127.0.0.1:50051", description="host:port for gRPC over TCP. Empty: none is opened.")
     metrics_address: str = Field("127.0.0.1:9464", description="host:port of the metrics. Empty: none is opened.")
 
-    session_grace_s: float = Field(5.0, ge=0, le=3600, description="Seconds that a session outlives its stream.")
+    session_grace_s: float = Field(5.0, ge=0.1, le=3600, description="Seconds that a session outlives its stream.")
     max_detach_ttl_s: float = Field(3600.0, ge=0, le=30 * 86400, description="Longest wait of a detached session.")
     max_sessions: int = Field(256, ge=1, le=65536, description="Sessions at one time.")
     max_message_mib: int = Field(64, ge=1, le=1024, description="Largest gRPC message in MiB, both ways.")
@@ -132,7 +134,7 @@ def _read_file(file: Path | None) -> dict[str, Any]:
     try:
         with file.open("rb") as stream:
             return tomllib.load(stream)
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise InvalidArgumentError(f"{file}: {error}", field="config") from None
 
 
@@ -140,5 +142,5 @@ def _read_environ(environ: Mapping[str, str]) -> dict[str, str]:
     return {
         name.removeprefix(ENV_PREFIX).lower(): value
         for name, value in environ.items()
-        if name.startswith(ENV_PREFIX) and name not in OTHER_ENV
+        if name.startswith(ENV_PREFIX) and name not in OTHER_ENV and not SERVICE_LINK.fullmatch(name)
     }

@@ -17,7 +17,7 @@ from kvservice import ops
 from kvservice.blocks import BlockManager, BlocksConfig, SequenceSpace, Step, SwapPlan
 from kvservice.bytequeue import ByteQueue
 from kvservice.config import ServeConfig
-from kvservice.errors import InvalidArgumentError, KVServiceError
+from kvservice.errors import InvalidArgumentError, KVServiceError, ResourceExhaustedError
 from kvservice.pool.cpu import CpuPool
 
 Array = np.ndarray[Any, Any]
@@ -38,19 +38,7 @@ class Engine:
 
     def __init__(self, config: ServeConfig) -> None:
         self.layout = config.layout
-        self.manager = BlockManager(
-            BlocksConfig(
-                num_blocks=config.pool_blocks,
-                block_size=config.block_size,
-                num_layers=config.num_layers,
-                num_swap_blocks=config.swap_blocks,
-                watermark=config.watermark,
-                enable_prefix_caching=config.enable_prefix_caching,
-                max_sequences=config.max_sequences,
-                max_sequence_tokens=config.max_sequence_tokens,
-                max_pinned_fraction=config.max_pinned_fraction,
-            )
-        )
+        self.manager = _make_manager(config)
         self.pool = CpuPool(self.layout, config.pool_blocks)
         self.swap_pool = CpuPool(self.layout, config.swap_blocks, "kvservice-swap")
         self.queue = ByteQueue()
@@ -219,6 +207,29 @@ class Engine:
     def _check_dtype(self, array: Array, name: str) -> None:
         if array.dtype != self.layout.numpy_dtype:
             raise InvalidArgumentError(f"is {array.dtype}, the pool is {self.layout.dtype}", field=f"{name}.data_type")
+
+
+def _make_manager(config: ServeConfig) -> BlockManager:
+    try:
+        return BlockManager(
+            BlocksConfig(
+                num_blocks=config.pool_blocks,
+                block_size=config.block_size,
+                num_layers=config.num_layers,
+                num_swap_blocks=config.swap_blocks,
+                watermark=config.watermark,
+                enable_prefix_caching=config.enable_prefix_caching,
+                max_sequences=config.max_sequences,
+                max_sequence_tokens=config.max_sequence_tokens,
+                max_pinned_fraction=config.max_pinned_fraction,
+            )
+        )
+    except MemoryError as error:
+        raise ResourceExhaustedError(
+            f"no memory for the block tables of {config.max_sequences} sequences of up to "
+            f"{config.max_sequence_tokens} tokens: {error}",
+            field="max_sequences",
+        ) from None
 
 
 def check_options(options: AttentionOptions, num_heads: int | None) -> None:

@@ -80,6 +80,14 @@ def test_a_pool_larger_than_the_memory_is_refused_with_the_numbers(tmp_path: Pat
     assert re.search(r"num_blocks: \d+ blocks of 2097152 bytes take \d+ bytes, \d+ are available", refused.stderr)
 
 
+def test_block_tables_larger_than_the_memory_are_refused(tmp_path: Path) -> None:
+    sizes = ("--max-sequences", "1048576", "--max-sequence-tokens", "16777216", "--block-size", "1")
+    refused = kvservice("serve", *sizes, "--unix-socket", str(tmp_path / "k.sock"), **TINY_POOL)
+    assert refused.returncode == 1
+    assert re.search(r"max_sequences: no memory for the block tables of 1048576 sequences", refused.stderr)
+    assert "Traceback" not in refused.stderr
+
+
 def test_health_tells_a_daemon_that_serves_from_none(daemon: Daemon, tmp_path: Path) -> None:
     assert kvservice("health", "--address", daemon.address).returncode == 0
     assert kvservice("health", "--address", f"unix://{tmp_path}/none.sock", "--timeout-s", "1").returncode == 1

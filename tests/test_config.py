@@ -80,3 +80,14 @@ def test_the_configuration_cannot_be_changed() -> None:
     config = load_config({}, {})
     with pytest.raises(ValueError, match="frozen"):
         config.block_size = 4  # type: ignore[misc]
+
+
+def test_kubernetes_service_links_are_not_taken_for_options() -> None:
+    links = {"KVSERVICE_SERVICE_HOST": "10.0.0.1", "KVSERVICE_PORT": "tcp://10.0.0.1:1", "KVSERVICE_PORT_1_TCP": "x"}
+    assert load_config({}, links) == load_config({}, {})
+
+
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "kvservice.toml").write_bytes(b'dtype = "\xff"')
+    with pytest.raises(InvalidArgumentError, match="config"):
+        load_config({}, {}, tmp_path / "kvservice.toml")

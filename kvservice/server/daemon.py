@@ -53,6 +53,7 @@ class Daemon:
         self.dispatcher = Dispatcher(
             Calls(config, self.engine),
             OpenCalls(config, self.engine, self.sessions),
+            self.sessions,
             RpcMetrics(self._metrics),
         )
         self._health = health.aio.HealthServicer()

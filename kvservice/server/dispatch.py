@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 from kvservice.errors import DrainingError, InternalError, InvalidArgumentError, KVServiceError
 from kvservice.metrics.rpc import RpcMetrics
 from kvservice.server.calls import Calls, OpenCalls
-from kvservice.server.sessions import Session
+from kvservice.server.sessions import Session, SessionRegistry
 
 logger = logging.getLogger(__name__)
 
@@ -23,9 +23,10 @@ STEP_WORK = frozenset(("decode", "extend", "write"))
 
 
 class Dispatcher:
-    def __init__(self, calls: Calls, open_calls: OpenCalls, metrics: RpcMetrics) -> None:
+    def __init__(self, calls: Calls, open_calls: OpenCalls, sessions: SessionRegistry, metrics: RpcMetrics) -> None:
         self._calls = calls
         self._open_calls = open_calls
+        self._sessions = sessions
         self._metrics = metrics
         self.draining = False
         self.in_flight = 0
@@ -33,6 +34,10 @@ class Dispatcher:
     async def call(self, method: str, request: Any, session: Session, transport: str) -> Message:
         """A call within a session. Raises KVServiceError."""
         return await self._measured(method, transport, self._in_session, request, session)
+
+    async def call_by_token(self, method: str, request: Any, transport: str) -> Message:
+        """A call within the session whose token it carries."""
+        return await self._measured(method, transport, self._by_token, request, None)
 
     async def call_open(self, method: str, request: Any, transport: str) -> Message:
         """A call that needs no session."""
@@ -59,21 +64,21 @@ class Dispatcher:
             self._metrics.observe(method, status, transport, time.perf_counter() - start)
 
     def _in_session(self, method: str, request: Any, session: Session) -> Any:
-        self.admit(method)
-        if self.draining and method in STEP_WORK and not session.space.in_progress(request.step_id):
-            raise DrainingError("the daemon is shutting down, and this step has not begun")
-        handler = getattr(self._calls, method)
         request_id = getattr(request, "request_id", 0)
-        if not request_id:
-            return handler(session, request)
-        known = session.replies.get(request_id)
-        if known is not None:
+        if request_id and (known := session.replies.get(request_id)) is not None:
             if known[0] != method:
                 raise InvalidArgumentError(f"{request_id} was used for {known[0]}", field="request_id")
             return known[1]
-        response = handler(session, request)
-        session.remember(request_id, method, response)
+        self.admit(method)
+        if self.draining and method in STEP_WORK and not session.space.in_progress(request.step_id):
+            raise DrainingError("the daemon is shutting down, and this step has not begun")
+        response = getattr(self._calls, method)(session, request)
+        if request_id:
+            session.remember(request_id, method, response)
         return response
+
+    def _by_token(self, method: str, request: Any, _: None) -> Any:
+        return self._in_session(method, request, self._sessions.get(request.session_token))
 
     def _without_session(self, method: str, request: Any, _: None) -> Any:
         self.admit(method)

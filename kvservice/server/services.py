@@ -77,8 +77,7 @@ class Services:
             try:
                 _check_parsed(request)
                 if needs_session:
-                    session = self._sessions.get(request.session_token)
-                    return await self._dispatcher.call(name, request, session, "unary")
+                    return await self._dispatcher.call_by_token(name, request, "unary")
                 return await self._dispatcher.call_open(name, request, "unary")
             except KVServiceError as error:
                 return await context.abort_with_status(rpc_status.to_status(to_status(error)))

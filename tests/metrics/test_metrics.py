@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import urllib.request
 from collections.abc import Iterator
+from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -13,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvservice.client import KVClient, Session
 from kvservice.errors import UnknownSequenceError
 from kvservice.launch import Daemon
+from kvservice.v1 import blocks_pb2, blocks_pb2_grpc
 
 BLOCK_BYTES = 2 * 2 * 32 * 4 * 4
 POOL = {
@@ -98,6 +101,16 @@ def test_every_figure_is_the_pools(running: tuple[Daemon, int]) -> None:
 
         assert (calls("allocate", "OK"), calls("write", "OK"), calls("free", "OK")) == (2, 2, 1)
         assert calls("free", "NOT_FOUND") == 1
+
+
+def test_unknown_sessions_are_counted(running: tuple[Daemon, int]) -> None:
+    daemon, port = running
+    with grpc.insecure_channel(daemon.address) as channel:
+        stub: Any = blocks_pb2_grpc.BlockServiceStub(channel)  # type: ignore[no-untyped-call]
+        with pytest.raises(grpc.RpcError):
+            stub.Free(blocks_pb2.FreeRequest(session_token=b"none", sequence_ids=[1]))
+    name = "kvservice_rpc_duration_seconds_count"
+    assert value(scrape(port), name, method="free", status="NOT_FOUND", transport="unary") == 1
 
 
 def test_evictions_are_counted(running: tuple[Daemon, int]) -> None:

@@ -20,6 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvservice.client import KVClient, Session, Step
 from kvservice.errors import DrainingError
 from kvservice.launch import Daemon
+from kvservice.v1 import blocks_pb2
 
 POOL = {"num_layers": 3, "num_kv_heads": 1, "head_size": 32, "dtype": "float32", "num_blocks": 16, "swap_space_gib": 0}
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -30,6 +31,17 @@ def send_layer(step: Step, layer: int) -> np.ndarray:
     kv = np.full((step.num_tokens, 1, 32), 1.0 + layer, np.float32)
     output: np.ndarray = step.extend(layer, kv, kv, kv)
     return output
+
+
+def call_with_id(kv: Session, request: blocks_pb2.PinRequest, request_id: int) -> blocks_pb2.PinResponse:
+    """A pin as the client sends it, with a request_id of the test's choice."""
+    request.request_id = request_id
+    try:
+        kv._core.call("pin", request).send(None)  # type: ignore[attr-defined]
+    except StopIteration as end:
+        response: blocks_pb2.PinResponse = end.value
+        return response
+    raise AssertionError("the blocking face suspended")
 
 
 def begun_step(kv: Session) -> Step:
@@ -58,6 +70,10 @@ def test_a_step_between_two_layers_is_finished_and_nothing_new_is_begun() -> Non
         step = begun_step(kv)
         waiting = kv.allocate([4, 5])
         unbegun = kv.open_step([waiting])
+        computed = kv.allocate(list(range(16)))
+        kv.open_step([computed]).write(*(np.ones((3, 16, 1, 32), np.float32),) * 2)
+        pinned = blocks_pb2.PinRequest(token_ids=range(16), ttl_s=60)
+        pin = call_with_id(kv, pinned, 99)
         states: queue.SimpleQueue[int] = queue.SimpleQueue()
         watching = threading.Thread(target=_watch, args=(daemon.address, states))
         watching.start()
@@ -77,6 +93,8 @@ def test_a_step_between_two_layers_is_finished_and_nothing_new_is_begun() -> Non
             with pytest.raises(DrainingError):
                 refused()
         assert daemon.process.poll() is None
+        # A call whose answer was lost is still answered.
+        assert call_with_id(kv, pinned, 99).pin_id == pin.pin_id
         for layer in (1, 2):
             np.testing.assert_array_equal(send_layer(step, layer), np.full((3, 1, 32), 1.0 + layer, np.float32))
         assert daemon.process.wait(10) == 0
