@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ class CpuPool:
             raise ResourceExhaustedError(
                 f"cannot allocate {self.num_bytes} bytes for {num_blocks} blocks: {error.strerror}", field="num_blocks"
             ) from None
+        weakref.finalize(self, os.close, self.fd)
         self.blocks = np.frombuffer(memory, layout.numpy_dtype).reshape(shape)
 
 

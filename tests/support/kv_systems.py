@@ -188,7 +188,9 @@ class EngineSystem:
             self.manager.check_integrity()
 
     def end(self) -> None:
-        for space in self.spaces:
-            self.manager.close_space(space)
-        self.engine.queue.close()
-        self._loop.close()
+        try:  # a wrong engine may fail here as well
+            for space in self.spaces:
+                self.manager.close_space(space)
+        finally:
+            self.engine.queue.close()
+            self._loop.close()
