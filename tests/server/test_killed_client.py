@@ -1,0 +1,170 @@
+"""Clients that are killed in the middle of anything leave nothing behind, and nobody else notices."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import itertools
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import doomed_client
+import numpy as np
+
+from kvservice.client import KVClient, PoolStats, Sequence, Session
+from kvservice.launch import Daemon
+
+ROUNDS = 4
+CLIENTS = 8  # of a round; with the survivor's 8 blocks they fit into the pool
+
+
+class Survivor:
+    """A client beside them that has blocks in common with them, and checks all of its own in every lap."""
+
+    def __init__(self, session: Session) -> None:
+        self._kv = session
+        self._token_ids = [*doomed_client.PREFIX, 100, 101, 102, 103, 104, 105]
+        self._sequence = session.allocate(self._token_ids)
+        doomed_client.fill(session.open_step([self._sequence]), session.info, self._token_ids)
+
+    def lap(self) -> None:
+        child = self._kv.fork(self._sequence)
+        token_ids = [*self._token_ids, 200]
+        doomed_client.fill(self._kv.append([child], [200]), self._kv.info, token_ids)
+        self._check(child, token_ids)
+        self._kv.swap_out([child])
+        self._check(self._sequence, self._token_ids)
+        self._kv.swap_in([child])
+        self._check(child, token_ids)
+        self._kv.free([child])
+
+    def _check(self, sequence: Sequence, token_ids: list[int]) -> None:
+        expected = doomed_client.content(self._kv.info, token_ids)
+        key, value = self._kv.read(sequence, 0, len(token_ids))
+        np.testing.assert_array_equal(key, expected)
+        np.testing.assert_array_equal(value, -expected)
+
+    def laps_until(self, condition: Callable[[], bool], timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, "did not happen in time"
+            self.lap()
+
+
+def start(address: str, kind: str, seed: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-P", doomed_client.__file__, address, kind, str(seed)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def await_work(process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None
+    assert process.stdout.readline() == "works\n", process.communicate()
+
+
+def kill_at_random(processes: list[subprocess.Popen[str]], survivor: Survivor) -> None:
+    """SIGKILL, at random times and in random order. Some are stopped before: alive, but deaf to the daemon."""
+    random.shuffle(processes)
+    for process in processes:
+        end = time.monotonic() + random.uniform(0, 0.06)
+        survivor.laps_until(lambda end=end: time.monotonic() > end, 30)
+        process.send_signal(random.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP)))
+    survivor.lap()
+    for process in processes:
+        process.kill()
+        _, errors = process.communicate(timeout=10)
+        assert (process.returncode, errors) == (-signal.SIGKILL, "")  # it had met no error until then
+
+
+def open_files(pid: int) -> collections.Counter[str]:
+    """File descriptors of a process, by kind."""
+    kinds: collections.Counter[str] = collections.Counter()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            kinds[os.readlink(descriptor).partition(":")[0]] += 1
+    return kinds
+
+
+def assert_empty(stats: PoolStats) -> None:
+    left = (stats.sessions, stats.sequences, stats.tokens, stats.used_swap_blocks, stats.pinned_blocks)
+    assert left == (0, 0, 0, 0, 0)
+    assert stats.free_blocks == stats.num_blocks
+
+
+def test_killed_clients_leave_nothing_behind(daemon: Daemon, client: KVClient, wire: Any, raw: Any) -> None:
+    raw.await_no_sessions(wire)
+    random.seed(20)
+    seeds = itertools.count()
+    kinds = itertools.cycle(doomed_client.KINDS)
+    cut_off = 0
+    with client.session() as kv:
+        survivor = Survivor(kv)
+        survivor.lap()
+        kv.reset_prefix_cache()
+        alone, files = client.stats(), open_files(daemon.process.pid)
+        for _ in range(ROUNDS):
+            processes = [start(daemon.address, next(kinds), next(seeds)) for _ in range(CLIENTS)]
+            try:
+                for process in processes:
+                    await_work(process)
+                kill_at_random(processes, survivor)
+            finally:
+                for process in processes:
+                    process.kill()
+                    process.wait()
+            cut_off += client.stats().sequences - alone.sequences
+            survivor.laps_until(lambda: client.stats().sessions == 1, client.info.session_grace_s + 2)
+            kv.reset_prefix_cache()
+            for gauge in ("sequences", "tokens", "free_blocks", "pinned_blocks", "used_swap_blocks"):
+                assert getattr(client.stats(), gauge) == getattr(alone, gauge), gauge
+            assert open_files(daemon.process.pid) <= files
+        kv.reset_prefix_cache()
+    # Otherwise they were killed between two pieces of work, and nothing was shown.
+    assert cut_off >= ROUNDS
+    with client.session() as kv:
+        kv.reset_prefix_cache()
+    assert_empty(client.stats())
+
+
+def test_a_client_killed_between_two_layers_gives_its_blocks_to_the_next(
+    daemon: Daemon, client: KVClient, wire: Any, raw: Any
+) -> None:
+    raw.await_no_sessions(wire)
+    script = (
+        "import sys, time, numpy\n"
+        "from kvservice.client import KVClient\n"
+        "kv = KVClient(sys.argv[1]).session()\n"
+        "step = kv.open_step([kv.allocate(range(kv.info.num_blocks * kv.info.block_size))])\n"
+        "ones = numpy.ones((step.num_tokens, kv.info.num_kv_heads, kv.info.head_size), numpy.float32)\n"
+        "step.extend(0, ones, ones, ones)\n"
+        "print('works', flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    command = [sys.executable, "-P", "-c", script, daemon.address]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            await_work(process)
+            assert client.stats().free_blocks == 0
+        finally:
+            process.kill()
+    killed = time.monotonic()
+    while client.stats().sessions:
+        assert time.monotonic() - killed < client.info.session_grace_s + 2
+        time.sleep(0.01)
+    # What it began to write is nobody's prefix, and a sequence of the same tokens computes all of its own.
+    token_ids = list(range(client.info.num_blocks * client.info.block_size))
+    with client.session() as kv:
+        sequence = kv.allocate(token_ids)
+        assert sequence.num_cached_tokens == 0
+        doomed_client.fill(kv.open_step([sequence]), kv.info, token_ids)
+        key, _ = kv.read(sequence, 0, len(token_ids))
+        np.testing.assert_array_equal(key, doomed_client.content(kv.info, token_ids))
+        kv.free([sequence])
+        kv.reset_prefix_cache()
+    assert_empty(client.stats())
