@@ -74,7 +74,6 @@ class SessionCore(Generic[StepT]):
     ) -> list[Sequence]:
         """Create several sequences, or none."""
         allocations = self._allocations(prompts, sequence_ids, extra_keys)
-        self.check_size(sum(4 * len(one.token_ids) for one in allocations), "token_ids")
         request = build(
             blocks_pb2.AllocateRequest,
             request_id=next(self._request_ids),
@@ -103,14 +102,16 @@ class SessionCore(Generic[StepT]):
             raise InvalidArgumentError(f"{len(ids)} ids for {len(prompts)} prompts", field="sequence_ids")
         if keys is None:
             keys = [()] * len(prompts)
+        tokens = [int_list(prompt, "token_ids") for prompt in prompts]
+        self.check_size(sum(4 * len(token_ids) for token_ids in tokens), "token_ids")
         return [
             build(
                 blocks_pb2.SequenceAllocation,
                 sequence_id=whole(sequence_id, "sequence_ids"),
-                token_ids=int_list(token_ids, "token_ids"),
+                token_ids=token_ids,
                 extra_keys=_extra_keys(extra),
             )
-            for sequence_id, token_ids, extra in zip(ids, prompts, keys, strict=True)
+            for sequence_id, token_ids, extra in zip(ids, tokens, keys, strict=True)
         ]
 
     async def append(
@@ -129,7 +130,7 @@ class SessionCore(Generic[StepT]):
             blocks_pb2.AppendRequest,
             request_id=next(self._request_ids),
             sequence_ids=_ids(sequences),
-            token_ids=int_list(token_ids, "token_ids"),
+            token_ids=self._token_list(token_ids),
             num_tokens=counts,
             expected_lengths=[sequence.length for sequence in sequences],
             lookahead=whole(lookahead, "lookahead"),
@@ -232,7 +233,7 @@ class SessionCore(Generic[StepT]):
         """Leading tokens that the prefix cache has."""
         request = build(
             blocks_pb2.MatchPrefixRequest,
-            token_ids=int_list(token_ids, "token_ids"),
+            token_ids=self._token_list(token_ids),
             extra_keys=_extra_keys(extra_keys),
         )
         return int((await self.call("match_prefix", request)).num_cached_tokens)
@@ -242,7 +243,7 @@ class SessionCore(Generic[StepT]):
         request = build(
             blocks_pb2.PinRequest,
             request_id=next(self._request_ids),
-            token_ids=int_list(token_ids, "token_ids"),
+            token_ids=self._token_list(token_ids),
             extra_keys=_extra_keys(extra_keys),
             ttl_s=ttl_s,
         )
@@ -262,6 +263,11 @@ class SessionCore(Generic[StepT]):
         response = await self.call("common_prefix", build(blocks_pb2.CommonPrefixRequest, sequence_ids=_ids(sequences)))
         return int(response.num_blocks)
 
+    def _token_list(self, token_ids: Iterable[int]) -> list[int]:
+        flat = int_list(token_ids, "token_ids")
+        self.check_size(4 * len(flat), "token_ids")
+        return flat
+
     def check_size(self, num_bytes: int, field: str) -> None:
         """Raise MessageTooLargeError for what the daemon would refuse to receive."""
         limit = self.info.max_message_bytes
@@ -274,4 +280,4 @@ def _ids(sequences: Iterable[Sequence]) -> list[int]:
 
 
 def _extra_keys(keys: ExtraKeys) -> list[blocks_pb2.ExtraKey]:
-    return [blocks_pb2.ExtraKey(position=whole(position, "extra_keys"), key=key) for position, key in keys]
+    return [build(blocks_pb2.ExtraKey, position=position, key=key) for position, key in keys]

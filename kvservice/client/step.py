@@ -89,7 +89,7 @@ class StepCore:
         alibi_slopes: Iterable[float] | None = None,
         return_lse: bool = False,
     ) -> Any:
-        if scale == 0:
+        if scale is not None and np.float32(scale) == 0:
             raise InvalidArgumentError("0 makes all scores equal; None is the default scale", field="options.scale")
         request = build(
             attention_pb2.AttendRequest,

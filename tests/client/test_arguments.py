@@ -1,0 +1,102 @@
+"""What a caller gets wrong is said before anything is sent, by the field's name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvservice.client import KVClient, Sequence, Session, Step
+from kvservice.errors import InvalidArgumentError, MessageTooLargeError
+
+LIMIT_TOKENS = 4 * 2**20 // 4  # max_message_mib of the shared daemon, in token ids
+KV = np.ones((3, 2, 32), np.float32)
+
+
+@pytest.fixture
+def kv(client: KVClient) -> Iterator[Session]:
+    with client.session() as session:
+        yield session
+
+
+def prompt_step(kv: Session) -> Step:
+    return kv.open_step([kv.allocate([1, 2, 3])])
+
+
+Call = Callable[[Session, Sequence, Step], Any]
+
+
+@pytest.mark.parametrize(
+    ("call", "field"),
+    [
+        (lambda kv, seq, step: kv.truncate(seq, math.nan), "lengths"),
+        (lambda kv, seq, step: kv.truncate(seq, 1.5), "lengths"),
+        (lambda kv, seq, step: kv.allocate([1.5]), "token_ids"),
+        (lambda kv, seq, step: kv.allocate([math.nan]), "token_ids"),
+        (lambda kv, seq, step: kv.allocate(np.ones(2)), "token_ids"),
+        (lambda kv, seq, step: kv.allocate(np.ones((2, 2), np.int32)), "token_ids"),
+        (lambda kv, seq, step: kv.allocate([2**31]), "token_ids"),
+        (lambda kv, seq, step: kv.allocate([1], sequence_id="one"), "sequence_ids"),
+        (lambda kv, seq, step: kv.allocate([1], lookahead=math.nan), "lookahead"),
+        (lambda kv, seq, step: kv.allocate([1], extra_keys=[(0, "text")]), "key"),
+        (lambda kv, seq, step: kv.allocate([1], extra_keys=[(math.nan, b"")]), "position"),
+        (lambda kv, seq, step: kv.allocate_batch([[1], [2]], sequence_ids=[5]), "sequence_ids"),
+        (lambda kv, seq, step: kv.append([seq], [1], num_tokens=[1, 1]), "num_tokens"),
+        (lambda kv, seq, step: kv.open_step([seq], math.nan), "num_tokens"),
+        (lambda kv, seq, step: kv.pin([1], ttl_s="long"), "ttl_s"),
+        (lambda kv, seq, step: kv.read(seq, math.nan, 1), "start"),
+        (lambda kv, seq, step: step.extend(0.5, KV, KV, KV), "layer"),
+        (lambda kv, seq, step: step.extend(2**40, KV, KV, KV), "layer"),
+        (lambda kv, seq, step: step.extend(0, KV.tolist(), KV, KV), "query"),
+        (lambda kv, seq, step: step.extend(0, KV.astype(np.int8), KV, KV), "query"),
+        (lambda kv, seq, step: step.extend(0, KV, torch.ones(3, 2, 32, dtype=torch.int32), KV), "key"),
+        (lambda kv, seq, step: step.extend(0, KV, KV, KV, scale=0), "options.scale"),
+        (lambda kv, seq, step: step.extend(0, KV, KV, KV, scale=1e-60), "options.scale"),
+        (lambda kv, seq, step: step.extend(0, KV, KV, KV, sliding_window=math.nan), "options.sliding_window"),
+    ],
+)
+def test_the_field_is_named_and_the_session_goes_on(kv: Session, call: Call, field: str) -> None:
+    step = prompt_step(kv)
+    before = kv.describe(token_ids=True)
+
+    with pytest.raises(InvalidArgumentError) as caught:
+        call(kv, step.sequences[0], step)
+
+    assert caught.value.field == field
+    assert kv.describe(token_ids=True) == before
+    np.testing.assert_array_equal(step.extend(0, KV, KV, KV), KV)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda kv, tokens: kv.allocate(tokens),
+        lambda kv, tokens: kv.can_allocate([tokens]),
+        lambda kv, tokens: kv.append([kv.allocate([1])], tokens, num_tokens=[len(tokens)]),
+        lambda kv, tokens: kv.match_prefix(tokens),
+        lambda kv, tokens: kv.pin(tokens, ttl_s=1),
+        lambda kv, tokens: prompt_step(kv).write(*(np.ones((2, 4096, 2, 32), np.float32),) * 2),
+    ],
+)
+def test_a_message_over_the_limit_is_not_sent(kv: Session, call: Callable[[Session, list[int]], Any]) -> None:
+    with pytest.raises(MessageTooLargeError):
+        call(kv, [7] * LIMIT_TOKENS)
+    assert kv.allocate([1]).length == 1
+
+
+@pytest.mark.parametrize("kind", [np.asarray, torch.from_numpy])
+def test_outputs_are_of_the_callers_kind_and_own_their_memory(kv: Session, kind: Callable[[Any], Any]) -> None:
+    output, lse = prompt_step(kv).extend(0, kind(KV), kind(KV), kind(KV), return_lse=True)
+    assert type(output) is type(kind(KV))
+    output[:] = 0
+    assert tuple(lse.shape) == (3, 2)
+
+
+def test_token_ids_may_come_as_any_whole_numbers(kv: Session) -> None:
+    for token_ids in ([1, 2], (1, 2), range(1, 3), np.array([1, 2]), torch.tensor([1, 2]), iter([1, 2])):
+        sequence = kv.allocate(token_ids)
+        assert kv.describe([sequence], token_ids=True)[0].token_ids == (1, 2)
