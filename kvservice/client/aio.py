@@ -15,7 +15,7 @@ from kvservice.client.core import SessionCore
 from kvservice.client.requests import build
 from kvservice.client.step import StepCore
 from kvservice.client.values import PoolInfo, PoolStats, from_message
-from kvservice.errors import ConnectionLostError, KVServiceError, UnknownSessionError
+from kvservice.errors import ConnectionLostError, FailedPreconditionError, KVServiceError, UnknownSessionError
 from kvservice.v1 import pool_pb2, pool_pb2_grpc, session_pb2, session_pb2_grpc
 
 
@@ -37,9 +37,8 @@ class AsyncSession(SessionCore[AsyncStep]):
         return self.token
 
     async def close(self) -> None:
-        """Free all that the session has. A session that is gone already is closed as well."""
-        if not self._stream.closed:
-            await self._stream.close()
+        """Free all that the session has. A session that is gone, or another client's by now, is left alone."""
+        if await self._stream.close():
             await self._client._close_session(self.token)
 
 
@@ -91,7 +90,7 @@ class AsyncKVClient:
     @contextlib.asynccontextmanager
     async def _attached(self, token: bytes, session_id: int) -> AsyncIterator[AsyncSession]:
         stream = _Stream(self._sessions, token, self.info.session_grace_s)
-        await stream.connect()
+        await stream.connect(max(self.info.session_grace_s, 1.0))
         session = AsyncSession(self, stream, token, session_id)
         try:
             yield session
@@ -117,85 +116,130 @@ class AsyncKVClient:
 
 
 class _Stream:
-    """A session's stream. Calls may overlap; a task of its own hands the replies to those who wait for them."""
+    """A session's stream. Calls may overlap; reconnects within the grace time, once for all that wait."""
 
     def __init__(self, stub: session_pb2_grpc.SessionServiceStub, token: bytes, grace_s: float) -> None:
         self._stub = stub
         self._token = token
         self._grace_s = grace_s
-        self._call_ids = itertools.count(1)
-        self._waiting: dict[int, asyncio.Future[Any]] = {}
-        self._write_lock = asyncio.Lock()
-        self._connect_lock = asyncio.Lock()
+        self._in_flight = asyncio.Semaphore(channel.MAX_IN_FLIGHT)
+        self._mending: asyncio.Task[None] | None = None
         self.closed = False
 
-    async def connect(self) -> None:
-        self._call = self._stub.Connect()
-        self._reader = asyncio.create_task(self._read(self._call))
+    async def connect(self, wait_s: float) -> None:
+        connection = _Connection(self._stub)
         try:
-            await self._exchange("attach", session_pb2.AttachRequest(session_token=self._token))
-        except KVServiceError:
-            self._call.cancel()
+            async with asyncio.timeout(wait_s):
+                await connection.exchange("attach", session_pb2.AttachRequest(session_token=self._token))
+        except TimeoutError:
+            await connection.end()
+            raise ConnectionLostError("the daemon is out of reach") from None
+        except BaseException:
+            await connection.end()
             raise
+        self._connection = connection
 
     async def call(self, name: str, request: Any) -> Any:
-        used = self._call
-        try:
-            return await self._exchange(name, request)
-        except ConnectionLostError as error:
-            if self.closed:
-                raise
-            await self._reconnect(used)
-            if not channel.lost(error, name):
-                raise
-            return await self._exchange(name, request)
+        async with self._in_flight:
+            used = self._connection
+            try:
+                return await used.exchange(name, request)
+            except ConnectionLostError:
+                if self.closed:
+                    raise
+                await self._reconnect(used)
+                if not channel.repeatable(name):
+                    raise
+                return await self._connection.exchange(name, request)
 
-    async def close(self) -> None:
+    async def close(self) -> bool:
+        """Whether the session was held until now."""
+        held = not (self.closed or isinstance(self._connection.error, FailedPreconditionError))
         self.closed = True
+        if self._mending is not None:
+            self._mending.cancel()
+        await self._connection.end()
+        return held
+
+    async def _reconnect(self, broken: _Connection) -> None:
+        if self._connection is not broken:
+            return  # it is done already
+        if self._mending is None:
+            self._mending = asyncio.create_task(self._mend())
+            self._mending.add_done_callback(self._mended)
+        mending = self._mending
+        try:
+            await asyncio.shield(mending)
+        except asyncio.CancelledError:
+            if self.closed and mending.cancelled():
+                raise ConnectionLostError("the session is closed") from None
+            raise
+
+    def _mended(self, task: asyncio.Task[None]) -> None:
+        self._mending = None
+        if not task.cancelled():
+            task.exception()  # whoever still waits gets it; that nobody does is no fault
+
+    async def _mend(self) -> None:
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + self._grace_s
+        while True:
+            try:
+                return await self.connect(deadline - clock())
+            except ConnectionLostError:
+                if clock() + channel.PAUSE_S >= deadline:
+                    raise
+                await asyncio.sleep(channel.PAUSE_S)
+
+
+class _Connection:
+    """One stream, from its attaching to its end. `error` is why it ended."""
+
+    def __init__(self, stub: session_pb2_grpc.SessionServiceStub) -> None:
+        self.error: KVServiceError | None = None
+        self._call_ids = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._outbox: asyncio.Queue[session_pb2.Call | None] = asyncio.Queue()
+        self._call: Any = stub.Connect(self._outgoing(), wait_for_ready=True)
+        self._reader = asyncio.create_task(self._read())
+
+    async def exchange(self, name: str, request: Any) -> Any:
+        if self.error is not None:
+            raise self.error.with_traceback(None)
+        call_id = next(self._call_ids)
+        answer = self._waiting[call_id] = asyncio.get_running_loop().create_future()
+        try:
+            # Not written from here: a caller that is cancelled while gRPC writes takes the stream with it.
+            self._outbox.put_nowait(channel.make_call(call_id, name, request))
+            return channel.take_reply(await answer)
+        finally:
+            del self._waiting[call_id]
+
+    async def end(self) -> None:
         self._call.cancel()
         await self._reader
 
-    async def _exchange(self, name: str, request: Any) -> Any:
-        if self.closed or self._reader.done():
-            raise ConnectionLostError("the session's stream is closed")
-        call_id = next(self._call_ids)
-        future = asyncio.get_running_loop().create_future()
-        self._waiting[call_id] = future
-        try:
-            async with self._write_lock:
-                await self._call.write(channel.make_call(call_id, name, request))
-            return channel.take_reply(await future)
-        except grpc.RpcError as error:
-            raise channel.to_error(error) from None
-        except asyncio.InvalidStateError:
-            raise ConnectionLostError("the daemon ended the stream") from None
-        finally:
-            self._waiting.pop(call_id, None)
+    async def _outgoing(self) -> AsyncIterator[session_pb2.Call]:
+        while (call := await self._outbox.get()) is not None:
+            yield call
 
-    async def _read(self, call: Any) -> None:
-        error: KVServiceError = ConnectionLostError("the daemon ended the stream")
+    async def _read(self) -> None:
+        self.error = await self._hand_out_replies()
+        self._outbox.put_nowait(None)
+        for answer in self._waiting.values():
+            if not answer.done():
+                answer.set_exception(self.error)
+
+    async def _hand_out_replies(self) -> KVServiceError:
+        """Until the stream ends; why it did."""
         try:
-            while (reply := await call.read()) is not grpc.aio.EOF:
-                future = self._waiting.get(reply.call_id)
-                if future is not None and not future.done():
-                    future.set_result(reply)
+            while (reply := await self._call.read()) is not grpc.aio.EOF:
+                answer = self._waiting.get(reply.call_id)
+                if answer is not None and not answer.done():
+                    answer.set_result(reply)
         except grpc.RpcError as broken:
-            error = channel.to_error(broken)
+            return channel.to_error(broken)
         except asyncio.CancelledError:
             # Cancelling the call ends its reads so; the task itself is never cancelled.
-            error = ConnectionLostError("the session's stream is closed")
-        for future in self._waiting.values():
-            if not future.done():
-                future.set_exception(error)
-
-    async def _reconnect(self, broken: Any) -> None:
-        async with self._connect_lock:
-            if self._call is not broken:
-                return None  # another task has done it
-            await self._reader
-            for pause_s in channel.pauses_s(self._grace_s):
-                try:
-                    return await self.connect()
-                except ConnectionLostError:
-                    await asyncio.sleep(pause_s)
-            return await self.connect()
+            return ConnectionLostError("the session's stream is closed")
+        return ConnectionLostError("the daemon ended the stream")

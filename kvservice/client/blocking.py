@@ -98,9 +98,8 @@ class Session:
         return self.token
 
     def close(self) -> None:
-        """Free all that the session has. A session that is gone already is closed as well."""
-        if not self._stream.closed:
-            self._stream.close()
+        """Free all that the session has. A session that is gone, or another client's by now, is left alone."""
+        if self._stream.close():
             self._client._close_session(self.token)
 
     def __enter__(self) -> Session:
@@ -173,29 +172,46 @@ class _Stream:
         self._lock = threading.Lock()
         self._call_ids = itertools.count(1)
         self.closed = False
-        self._connect()
+        self._connect(max(grace_s, 1.0))
 
     async def call(self, name: str, request: Any) -> Any:
         with self._lock:
             try:
                 return self._exchange(name, request)
-            except ConnectionLostError as error:
+            except ConnectionLostError:
                 if self.closed:
                     raise
                 self._reconnect()
-                if not channel.lost(error, name):
+                if not channel.repeatable(name):
                     raise
                 return self._exchange(name, request)
 
-    def close(self) -> None:
+    def close(self) -> bool:
+        """Whether the session was held until now."""
+        held = not (self.closed or self._aborted())
         self.closed = True
-        self._requests.put(None)
+        self._end()
+        return held
+
+    def _aborted(self) -> bool:
+        return self._replies.done() and self._replies.code() is grpc.StatusCode.ABORTED
+
+    def _end(self) -> None:
+        self._requests.put(None)  # gRPC's thread waits for it
         self._replies.cancel()
 
-    def _connect(self) -> None:
+    def _connect(self, wait_s: float) -> None:
         self._requests: queue.SimpleQueue[session_pb2.Call | None] = queue.SimpleQueue()
-        self._replies = self._stub.Connect(iter(self._requests.get, None), wait_for_ready=False)
-        self._exchange("attach", session_pb2.AttachRequest(session_token=self._token))
+        self._replies = self._stub.Connect(iter(self._requests.get, None), wait_for_ready=True)
+        too_late = threading.Timer(wait_s, self._replies.cancel)
+        too_late.start()
+        try:
+            self._exchange("attach", session_pb2.AttachRequest(session_token=self._token))
+        except BaseException:
+            self._end()
+            raise
+        finally:
+            too_late.cancel()
 
     def _exchange(self, name: str, request: Any) -> Any:
         if self.closed:
@@ -213,10 +229,12 @@ class _Stream:
             raise ConnectionLostError("the daemon ended the stream") from None
 
     def _reconnect(self) -> None:
-        self._requests.put(None)
-        for pause_s in channel.pauses_s(self._grace_s):
+        self._end()
+        deadline = time.monotonic() + self._grace_s
+        while True:
             try:
-                return self._connect()
+                return self._connect(deadline - time.monotonic())
             except ConnectionLostError:
-                time.sleep(pause_s)
-        return self._connect()
+                if self.closed or time.monotonic() + channel.PAUSE_S >= deadline:
+                    raise
+                time.sleep(channel.PAUSE_S)

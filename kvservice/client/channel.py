@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
 from typing import Any, cast
 
 import grpc
 from grpc_status import rpc_status
 
-from kvservice.errors import ConnectionLostError, KVServiceError, MessageTooLargeError
+from kvservice.errors import ConnectionLostError, FailedPreconditionError, KVServiceError, MessageTooLargeError
 from kvservice.v1 import session_pb2
 from kvservice.wire.status import from_status
 
@@ -23,9 +21,16 @@ CHANNEL_OPTIONS = [
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.initial_reconnect_backoff_ms", 50),
-    ("grpc.min_reconnect_backoff_ms", 50),
+    # Not a pause: what an attempt to connect may take.
+    ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
 ]
+
+# Between attempts to reconnect. An attempt itself waits for the connection: gRPC works at one only while a call waits.
+PAUSE_S = 0.02
+
+# Calls that wait for their answers at one time. The daemon keeps the answers of so many for when they are sent again.
+MAX_IN_FLIGHT = 128
 
 # Calls whose answer, if it is lost on the way, cannot be had again: a layer is written once.
 _NOT_REPEATABLE = frozenset(("decode", "extend", "write"))
@@ -39,12 +44,15 @@ def to_error(error: grpc.RpcError) -> KVServiceError:
     text = f"{error.code().name}: {error.details()}"
     if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return MessageTooLargeError(text)
+    if error.code() is grpc.StatusCode.ABORTED:
+        # Not for this client to mend: who reconnected now would take the session away from its new owner.
+        return FailedPreconditionError(error.details() or text)
     return ConnectionLostError(text)
 
 
-def lost(error: KVServiceError | None, name: str) -> bool:
-    """Whether the stream broke under a call that may be sent again on the next one."""
-    return isinstance(error, ConnectionLostError) and name not in _NOT_REPEATABLE
+def repeatable(name: str) -> bool:
+    """Whether a call may be sent again after its stream broke under it."""
+    return name not in _NOT_REPEATABLE
 
 
 def make_call(call_id: int, name: str, request: Any) -> session_pb2.Call:
@@ -57,13 +65,3 @@ def take_reply(reply: session_pb2.Reply) -> Any:
     if name == "error":
         raise from_status(reply.error)
     return getattr(reply, name)
-
-
-def pauses_s(total_s: float) -> Iterator[float]:
-    """Pauses between attempts to reconnect: growing, with jitter, `total_s` in all."""
-    pause, spent = 0.02, 0.0
-    while spent < total_s:
-        current = min(pause * random.uniform(0.5, 1.0), total_s - spent)
-        yield current
-        spent += current
-        pause = min(2 * pause, 1.0)
