@@ -141,16 +141,17 @@ class _Stream:
 
     async def call(self, name: str, request: Any) -> Any:
         async with self._in_flight:
-            used = self._connection
-            try:
-                return await used.exchange(name, request)
-            except ConnectionLostError:
-                if self.closed:
-                    raise
-                await self._reconnect(used)
-                if not channel.repeatable(name):
-                    raise
-                return await self._connection.exchange(name, request)
+            for _ in range(channel.MAX_SENDS - 1):
+                used = self._connection
+                try:
+                    return await used.exchange(name, request)
+                except ConnectionLostError:
+                    if self.closed:
+                        raise
+                    await self._reconnect(used)
+                    if not channel.repeatable(name):
+                        raise
+            return await self._connection.exchange(name, request)
 
     async def close(self) -> bool:
         """Whether the session was held until now."""

@@ -176,15 +176,16 @@ class _Stream:
 
     async def call(self, name: str, request: Any) -> Any:
         with self._lock:
-            try:
-                return self._exchange(name, request)
-            except ConnectionLostError:
-                if self.closed:
-                    raise
-                self._reconnect()
-                if not channel.repeatable(name):
-                    raise
-                return self._exchange(name, request)
+            for _ in range(channel.MAX_SENDS - 1):
+                try:
+                    return self._exchange(name, request)
+                except ConnectionLostError:
+                    if self.closed:
+                        raise
+                    self._reconnect()
+                    if not channel.repeatable(name):
+                        raise
+            return self._exchange(name, request)
 
     def close(self) -> bool:
         """Whether the session was held until now."""

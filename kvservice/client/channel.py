@@ -29,6 +29,9 @@ CHANNEL_OPTIONS = [
 # Between attempts to reconnect. An attempt itself waits for the connection: gRPC works at one only while a call waits.
 PAUSE_S = 0.02
 
+# A call under which so many streams broke breaks them itself.
+MAX_SENDS = 4
+
 # Calls that wait for their answers at one time. The daemon keeps the answers of so many for when they are sent again.
 MAX_IN_FLIGHT = 128
 

@@ -1,0 +1,376 @@
+"""The asynchronous face: the blocking one's equal, with calls that overlap, are cancelled, and lose their line."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import inspect
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cutting_proxy import CuttingProxy
+
+from kvservice.client import AsyncKVClient, AsyncSession, AsyncStep, KVClient, Session, Step
+from kvservice.client.core import SessionCore
+from kvservice.client.step import StepCore
+from kvservice.errors import (
+    ConnectionLostError,
+    FailedPreconditionError,
+    KVServiceError,
+    LayerWrittenError,
+    UnknownSessionError,
+)
+from kvservice.launch import Daemon
+
+GRACE_S = 0.5
+LAYERS, HEADS, HEAD_SIZE = 2, 2, 32
+
+
+@pytest.fixture(autouse=True)
+def alone(client: KVClient) -> Any:
+    """No session of another test is left; this one's are over within the grace time, and all it cached is forgotten."""
+    await_no_sessions(client)
+    yield
+    await_no_sessions(client)
+    with client.session() as session:
+        session.reset_prefix_cache()
+    stats = client.stats()
+    assert (stats.sequences, stats.free_blocks) == (0, stats.num_blocks)
+
+
+def await_no_sessions(client: KVClient) -> None:
+    deadline = time.monotonic() + 10
+    while client.stats().sessions:
+        assert time.monotonic() < deadline, "sessions are left over"
+        time.sleep(0.02)
+
+
+def run(scenario: Coroutine[Any, Any, Any]) -> Any:
+    """asyncio.run, where whatever the loop would only log (exceptions that nobody took) is an error."""
+    logged: list[dict[str, Any]] = []
+
+    async def watched() -> Any:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context))
+        result = await asyncio.wait_for(scenario, 30)
+        await asyncio.sleep(0)
+        gc.collect()
+        left = [task for task in asyncio.all_tasks() if "kvservice" in str(task.get_coro())]
+        assert left == []
+        return result
+
+    result = asyncio.run(watched())
+    gc.collect()
+    assert logged == []
+    return result
+
+
+def tensors(seed: int, *leading: int) -> list[Any]:
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal((*leading, HEADS, HEAD_SIZE)).astype(np.float32) for _ in range(3)]
+
+
+async def of_blocking(value: Any) -> Any:
+    return value
+
+
+class Awaitable:
+    """A blocking object whose methods are awaited, so that one scenario runs over both faces."""
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._target, name)
+        if not inspect.ismethod(found):
+            return found
+
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            result = found(*args, **kwargs)
+            return Awaitable(result) if isinstance(result, Step) else result
+
+        return call
+
+
+async def everything(kv: Any) -> list[Any]:
+    """Each method of a session once or more; what they return and what they raise."""
+    seen: list[Any] = [await kv.can_allocate([[1, 2, 3]]), await kv.can_allocate([range(500)])]
+    one, two = await kv.allocate_batch([[1, 2, 3, 4, 5], [7, 8]])
+    prefill = await kv.open_step([one, two])
+    seen += [prefill.query_lens.tolist(), prefill.context_lens.tolist(), prefill.num_tokens, prefill.cow_copies]
+    for layer in range(LAYERS):
+        seen.append(await prefill.extend(layer, *tensors(layer, 7), return_lse=True))
+    child = await kv.fork(one)
+    children = await kv.fork_batch([two, two])
+    step = await kv.append([child, two], [9, 10])
+    seen += [step.cow_copies, await step.decode(0, *tensors(5, 2)), await step.attend(1, *tensors(6, 2))]
+    verify = await kv.append([one, child], [1, 2, 3], num_tokens=[2, 1], lookahead=2)
+    await verify.write(*tensors(7, 3)[:2], layer=1)
+    await kv.open_step([one], 1)
+    await kv.truncate(one, 4)
+    await kv.swap_out([one, child])
+    await kv.swap_in([one, child])
+    seen += [await kv.read(one, 0, 4), await kv.read(two, 1, 3, layer=1), await kv.common_prefix([one, child])]
+    await kv.free(children)
+    pin = await kv.pin([1, 2, 3, 4], 60.0)
+    seen += [pin.num_pinned_tokens, await kv.match_prefix([1, 2, 3, 4, 5]), await kv.describe([one], token_ids=True)]
+    await kv.unpin(pin)
+    for wrong in (
+        lambda: kv.free([children[0]]),
+        lambda: step.decode(0, *tensors(5, 2)),
+        lambda: kv.truncate(one, 100),
+        lambda: kv.allocate([-1]),
+        lambda: kv.allocate([1], sequence_id=one.sequence_id),
+        lambda: kv.read(one, 3, 9),
+        lambda: kv.swap_in([one]),
+        lambda: kv.allocate(range(500)),
+        lambda: verify.write(*tensors(7, 4)[:2], layer=0),
+        lambda: kv.pin([1, 2, 3, 4], -1.0),
+        lambda: kv.truncate(one, float("nan")),
+    ):
+        with pytest.raises(KVServiceError) as error:
+            await wrong()
+        seen += [type(error.value), str(error.value), error.value.metadata]
+    await kv.reset_prefix_cache()
+    return [*seen, await kv.describe(token_ids=True)]
+
+
+def test_both_faces_do_the_same(daemon: Daemon, client: KVClient) -> None:
+    async def asynchronous() -> list[Any]:
+        async with AsyncKVClient(daemon.address) as remote:
+            assert (await remote.ping(b"x"), remote.info, await remote.stats()) == (b"x", client.info, client.stats())
+            async with remote.session("one") as kv:
+                return await everything(kv)
+
+    with client.session("one") as session:
+        blocking = asyncio.run(everything(Awaitable(session)))
+        session.reset_prefix_cache()
+    np.testing.assert_equal(run(asynchronous()), blocking)
+
+
+@pytest.mark.parametrize(("core", "blocking", "asynchronous"), [
+    (SessionCore, Session, AsyncSession), (StepCore, Step, AsyncStep)
+])  # fmt: skip
+def test_both_faces_have_the_same_methods(core: type, blocking: type, asynchronous: type) -> None:
+    def methods(of: type) -> dict[str, Callable[..., Any]]:
+        return {name: found for name, found in inspect.getmembers(of, inspect.isfunction) if name[0] != "_"}
+
+    coroutines = {name: found for name, found in methods(core).items() if inspect.iscoroutinefunction(found)}
+    assert coroutines.keys() <= methods(asynchronous).keys()
+    for name, found in coroutines.items():
+        assert inspect.signature(methods(blocking)[name]) == inspect.signature(found)
+    assert methods(blocking).keys() - {"check_size"} == methods(asynchronous).keys() - {"check_size"}
+
+
+async def generate(kv: AsyncSession, number: int) -> list[Any]:
+    """A sequence of its own: prefill, three tokens, all read back."""
+    sequence = await kv.allocate([number, number + 1, number + 2])
+    prefill = await kv.open_step([sequence])
+    seen = [await prefill.extend(layer, *tensors(100 * number + layer, 3)) for layer in range(LAYERS)]
+    for token in range(3):
+        step = await kv.append([sequence], [token])
+        layers = range(LAYERS)
+        seen += [await step.decode(layer, *tensors(100 * number + 10 * token + layer, 1)) for layer in layers]
+    seen += await kv.read(sequence, 0, 6)
+    await kv.free([sequence])
+    return seen
+
+
+def test_calls_overlap(daemon: Daemon) -> None:
+    async def scenario() -> None:
+        async with AsyncKVClient(daemon.address) as client:
+            async with client.session() as kv:
+                together = await asyncio.gather(*(generate(kv, number) for number in range(16)))
+            async with client.session() as kv:
+                alone = [await generate(kv, number) for number in range(16)]
+            np.testing.assert_equal(together, alone)
+
+    run(scenario())
+
+
+def test_overlapping_calls_are_done_in_their_order(daemon: Daemon) -> None:
+    async def scenario() -> None:
+        async with AsyncKVClient(daemon.address) as client, client.session() as kv:
+            calls: list[Any] = []
+            for _ in range(100):
+                sequence_id = 5
+                calls.append(kv.allocate([1, 2], sequence_id=sequence_id))
+                calls.append(kv.describe())
+                calls.append(kv.call("free", free_request(sequence_id)))
+            answers = await asyncio.gather(*calls)
+            assert all(len(described) == 1 for described in answers[1::3])
+            assert await kv.describe() == []
+
+    run(scenario())
+
+
+def free_request(sequence_id: int) -> Any:
+    from kvservice.v1 import blocks_pb2
+
+    return blocks_pb2.FreeRequest(sequence_ids=[sequence_id])
+
+
+def test_a_cancelled_call_harms_no_other(daemon: Daemon) -> None:
+    big = tensors(1, LAYERS, 200)[:2]
+
+    async def scenario() -> None:
+        async with AsyncKVClient(daemon.address) as client, client.session() as kv:
+            sequence = await kv.allocate(range(200))
+            step = await kv.append([await kv.allocate([1])], [2])
+            prefill = await kv.open_step([sequence])
+            for n in range(20):
+                doomed = [asyncio.create_task(prefill.write(*big)), asyncio.create_task(kv.describe())]
+                for _ in range(n % 5):
+                    await asyncio.sleep(0)
+                for task in doomed:
+                    task.cancel()
+                # A layer is never sent again: a stream that broke under it would show.
+                assert len(await kv.describe()) == 2
+                await asyncio.gather(*doomed, return_exceptions=True)
+            await step.extend(0, *tensors(3, 2))
+
+    run(scenario())
+
+
+def test_overlapping_calls_over_a_line_that_breaks(tmp_path: Path, daemon: Daemon) -> None:
+    """Every call is done once, in its order: each step has the next id, and no id was given to nobody."""
+    count = 300
+
+    async def scenario(proxy: CuttingProxy) -> None:
+        async with AsyncKVClient(proxy.address) as client, client.session() as kv:
+            sequence = await kv.allocate([1, 2, 3, 4])
+            first = (await kv.open_step([sequence])).step_id
+            steps = [asyncio.create_task(kv.open_step([sequence])) for _ in range(count)]
+            for _ in range(3):
+                proxy.lose_replies()
+                await asyncio.sleep(0.05)
+                proxy.cut()
+                await asyncio.sleep(0.02)
+            ids = [step.step_id for step in await asyncio.gather(*steps)]
+            assert ids == list(range(first + 1, first + 1 + count))
+
+    with CuttingProxy(tmp_path, daemon.address) as proxy:
+        run(scenario(proxy))
+
+
+def test_large_calls_that_wait_to_be_written_when_the_line_breaks(tmp_path: Path, daemon: Daemon) -> None:
+    """What is not sent again says so; nothing reaches the next stream before its attach; the session goes on."""
+
+    async def scenario(proxy: CuttingProxy) -> None:
+        async with AsyncKVClient(proxy.address) as client, client.session() as kv:
+            for number in range(6):
+                sequence = await kv.allocate(range(1000 * number, 1000 * number + 200))
+                step = await kv.open_step([sequence])
+                calls = [step.write(*tensors(1, LAYERS, 200)[:2]) for _ in range(20)]
+                tasks = [asyncio.create_task(call) for call in [*calls, kv.describe()]]
+                await asyncio.sleep(0.002 * number)
+                proxy.cut()
+                *writes, [info] = await asyncio.gather(*tasks, return_exceptions=True)
+                assert {type(answer) for answer in writes} <= {type(None), ConnectionLostError, LayerWrittenError}
+                assert info.sequence_id == sequence.sequence_id
+                await kv.free([sequence])
+
+    with CuttingProxy(tmp_path, daemon.address) as proxy:
+        run(scenario(proxy))
+
+
+def test_a_daemon_out_of_reach_is_an_error_for_all_at_once(tmp_path: Path, daemon: Daemon) -> None:
+    async def scenario(proxy: CuttingProxy) -> None:
+        async with AsyncKVClient(proxy.address) as client, client.session() as kv:
+            proxy.cut(stay_down=True)
+            start = time.monotonic()
+            answers = await asyncio.gather(*(kv.describe() for _ in range(50)), return_exceptions=True)
+            assert {type(answer) for answer in answers} == {ConnectionLostError}
+            assert time.monotonic() - start < GRACE_S + 2.0
+
+    with CuttingProxy(tmp_path, daemon.address) as proxy:
+        run(scenario(proxy))
+
+
+def test_closing_ends_calls_that_wait(tmp_path: Path, daemon: Daemon) -> None:
+    async def scenario(proxy: CuttingProxy, *, reconnecting: bool) -> None:
+        async with AsyncKVClient(proxy.address) as client, client.session() as kv:
+            if reconnecting:
+                proxy.cut(stay_down=True)
+            else:
+                proxy.lose_replies()
+            waiting = [asyncio.create_task(kv.describe()) for _ in range(3)]
+            await asyncio.sleep(0.1)
+            await kv.detach()
+            answers = await asyncio.gather(*waiting, return_exceptions=True)
+            assert {type(answer) for answer in answers} == {ConnectionLostError}
+
+    with CuttingProxy(tmp_path, daemon.address) as proxy:
+        run(scenario(proxy, reconnecting=False))
+        proxy.cut()
+        run(scenario(proxy, reconnecting=True))
+
+
+@pytest.mark.parametrize("noticed", [True, False])
+def test_who_lost_a_session_neither_takes_it_back_nor_closes_it(daemon: Daemon, noticed: bool) -> None:
+    async def scenario() -> None:
+        async with AsyncKVClient(daemon.address) as first, AsyncKVClient(daemon.address) as second:
+            async with first.session(detachable=True) as old:
+                await old.allocate([1, 2, 3])
+                taken = second.resume(old.token)
+                new = await taken.__aenter__()
+                if noticed:
+                    for _ in range(2):
+                        with pytest.raises(FailedPreconditionError, match="took the session over"):
+                            await old.describe()
+                else:
+                    await asyncio.sleep(0.1)
+            await asyncio.sleep(2 * GRACE_S)
+            assert [info.length for info in await new.describe()] == [3]
+            await taken.__aexit__(None, None, None)
+            assert (await first.stats()).sessions == 0
+
+    run(scenario())
+
+
+def test_detach_and_resume(daemon: Daemon) -> None:
+    async def scenario() -> None:
+        async with AsyncKVClient(daemon.address) as client:
+            async with client.session(detachable=True) as kv:
+                sequence = await kv.allocate([1, 2, 3])
+                key, value = tensors(1, LAYERS, 3)[:2]
+                await (await kv.open_step([sequence])).write(key, value)
+                token = await kv.detach()
+            await asyncio.sleep(2 * GRACE_S)
+            async with client.resume(token) as kv:
+                [info] = await kv.describe()
+                np.testing.assert_equal(await kv.read(sequence, 0, info.length), (key, value))
+            with pytest.raises(UnknownSessionError):
+                async with client.resume(token):
+                    pass
+
+    run(scenario())
+
+
+def test_a_session_whose_opening_is_cancelled_is_given_up(tmp_path: Path, daemon: Daemon, client: KVClient) -> None:
+    async def scenario(proxy: CuttingProxy) -> None:
+        async with AsyncKVClient(proxy.address) as remote, remote.session(detachable=True) as kv:
+            token = await kv.detach()
+            proxy.lose_replies()
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.2), remote.resume(token):
+                    pass
+            proxy.cut()
+            assert client.stats().sessions == 1
+            async with remote.resume(token) as again:
+                assert await again.describe() == []
+
+    with CuttingProxy(tmp_path, daemon.address) as proxy:
+        run(scenario(proxy))
+
+
+def test_a_daemon_that_is_not_there(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        with pytest.raises(ConnectionLostError):
+            async with AsyncKVClient(f"unix://{tmp_path}/none.sock", connect_timeout_s=0.3):
+                pass
+
+    run(scenario())
