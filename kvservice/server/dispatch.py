@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 import time
@@ -54,6 +55,9 @@ class Dispatcher:
             return cast(Message, response)
         except KVServiceError as error:
             status = error.status
+            raise
+        except asyncio.CancelledError:
+            status = "CANCELLED"  # cut off, as by the end of its stream: nobody gets an answer
             raise
         except Exception:
             status = InternalError.status

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import collections
 import contextlib
 import itertools
@@ -17,9 +18,13 @@ from typing import Any
 
 import doomed_client
 import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry
 
 from kvservice.client import KVClient, PoolStats, Sequence, Session
 from kvservice.launch import Daemon
+from kvservice.metrics.rpc import RpcMetrics
+from kvservice.server.dispatch import Dispatcher
 
 ROUNDS = 4
 CLIENTS = 8  # of a round; with the survivor's 8 blocks they fit into the pool
@@ -107,7 +112,7 @@ def test_killed_clients_leave_nothing_behind(daemon: Daemon, client: KVClient, w
         survivor = Survivor(kv)
         survivor.lap()
         kv.reset_prefix_cache()
-        alone, files = client.stats(), open_files(daemon.process.pid)
+        alone, files, log = client.stats(), open_files(daemon.process.pid), daemon.log.read_text()
         for _ in range(ROUNDS):
             processes = [start(daemon.address, next(kinds), next(seeds)) for _ in range(CLIENTS)]
             try:
@@ -124,6 +129,7 @@ def test_killed_clients_leave_nothing_behind(daemon: Daemon, client: KVClient, w
             for gauge in ("sequences", "tokens", "free_blocks", "pinned_blocks", "used_swap_blocks"):
                 assert getattr(client.stats(), gauge) == getattr(alone, gauge), gauge
             assert open_files(daemon.process.pid) <= files
+            assert daemon.log.read_text() == log  # nothing failed that no client was told of
         kv.reset_prefix_cache()
     # Otherwise they were killed between two pieces of work, and nothing was shown.
     assert cut_off >= ROUNDS
@@ -168,3 +174,26 @@ def test_a_client_killed_between_two_layers_gives_its_blocks_to_the_next(
         kv.free([sequence])
         kv.reset_prefix_cache()
     assert_empty(client.stats())
+
+
+def test_a_call_that_was_cut_off_is_not_counted_as_answered() -> None:
+    class SlowCalls:
+        async def extend(self, _: Any, __: Any) -> None:
+            await asyncio.Event().wait()
+
+    registry = CollectorRegistry()
+    dispatcher = Dispatcher(SlowCalls(), None, None, RpcMetrics(registry))
+
+    async def cut_off() -> None:
+        call = asyncio.create_task(dispatcher.call("extend", object(), None, "stream"))
+        await asyncio.sleep(0)
+        assert dispatcher.in_flight == 1
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+
+    asyncio.run(cut_off())
+    assert dispatcher.in_flight == 0
+    (metric,) = registry.collect()
+    counts = {sample.labels["status"]: sample.value for sample in metric.samples if sample.name.endswith("_count")}
+    assert counts == {"CANCELLED": 1}
