@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import socket
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from kvservice.client import KVClient
-from kvservice.launch import Daemon
+# `python -m pytest` puts the checkout first; without a compiled extension it must not hide the installed package.
+CHECKOUT = Path(__file__).resolve().parents[1]
+if not any(CHECKOUT.glob("kvservice/_ext.*.so")):
+    sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != CHECKOUT]
+
+from kvservice.client import KVClient  # noqa: E402  the path comes first
+from kvservice.launch import Daemon  # noqa: E402
 
 # A pool small enough to run out of, of a shape that shows swapped axes.
 SMALL_POOL = {
