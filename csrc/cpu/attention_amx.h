@@ -30,17 +30,20 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {};
 };
 
-// Eight tiles of 16 rows of 64 bytes, for as long as this lives.
+// Eight tiles of 16 rows of 64 bytes.
+inline TileConfig whole_tiles() {
+  TileConfig config;
+  for (int i = 0; i < 8; ++i) {
+    config.row_bytes[i] = kTileRowBytes;
+    config.rows[i] = 16;
+  }
+  return config;
+}
+
+// The tile registers, configured for as long as this lives.
 class Tiles {
  public:
-  Tiles() {
-    TileConfig config;
-    for (int i = 0; i < 8; ++i) {
-      config.row_bytes[i] = kTileRowBytes;
-      config.rows[i] = 16;
-    }
-    _tile_loadconfig(&config);
-  }
+  explicit Tiles(const TileConfig& config) { _tile_loadconfig(&config); }
   ~Tiles() { _tile_release(); }
   Tiles(const Tiles&) = delete;
   Tiles& operator=(const Tiles&) = delete;
@@ -317,9 +320,9 @@ inline void fetch_values(const Unit<bf16>& unit, int64_t from, int64_t to) {
 }
 
 // Scores of a row block into its weights, sixteen rows at a time; shrinks what it has accumulated where a maximum grew.
-// Meanwhile the values of `next` come nearer.
-inline void softmax_amx(const AttentionParams& p, int64_t start, int width, const Tile<bf16>& next, float* s,
-                        RowBlock& block, bf16* weights, float* acc, int64_t size) {
+// Meanwhile so many dimensions of the values of `next` come nearer.
+inline void softmax_amx(const AttentionParams& p, int64_t start, int width, const Tile<bf16>& next, int64_t dims,
+                        float* s, RowBlock& block, bf16* weights, float* acc, int64_t size) {
   __m512 scale = Simd::set1(p.scale);
   const bool plain = p.soft_cap == 0.0F && p.alibi_slopes == nullptr;
   if (!plain || start < block.begin_max || start + width > block.end_min) {
@@ -338,7 +341,7 @@ inline void softmax_amx(const AttentionParams& p, int64_t start, int width, cons
   const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
                                          5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
   __m512 sums[2] = {Simd::zero(), Simd::zero()};
-  const int64_t fetch = p.pool.head_size / 8;
+  const int64_t fetch = dims / 8;
   for (int t = 0; t < width; t += 2) {
     const __m512 a = Simd::exp(_mm512_fmsub_ps(Simd::load(s + t * kLanes), scale, shift));
     const __m512 b = Simd::exp(_mm512_fmsub_ps(Simd::load(s + (t + 1) * kLanes), scale, shift));
@@ -369,8 +372,9 @@ void attend_row_blocks(const AttentionPiece& piece, const AmxScratch& scratch, c
   }
   for (int i = 0; i < Blocks; ++i) {
     bf16* weights = scratch.weights + i * kTile * kLanes;
-    softmax_amx(*piece.params, tile.start, width, next, scratch.scores + i * kTile * kLanes, scratch.rows[first + i],
-                weights, acc + i * scratch.size * kLanes, scratch.size);
+    softmax_amx(*piece.params, tile.start, width, next, piece.params->pool.head_size,
+                scratch.scores + i * kTile * kLanes, scratch.rows[first + i], weights, acc + i * scratch.size * kLanes,
+                scratch.size);
     if (tile.count % 2 != 0) __builtin_memset(weights + width * kLanes, 0, kUnit * kLanes * sizeof(bf16));
   }
   if constexpr (Blocks == 2) {
@@ -421,27 +425,6 @@ inline void finish_amx(const AttentionPiece& piece, const AmxScratch& scratch) {
     for (int64_t d = 0; d < size; ++d) piece.acc[i * size + d] = acc[d * kLanes];
   }
 }
-
-// Up to this many rows the vectors are as fast as the tiles, of whose columns most would be empty.
-constexpr int kAmxRowsMin = 7;
-
-inline void attend_amx(const AttentionPiece& piece, char* memory) {
-  if (piece.rows() < kAmxRowsMin) return attend_stream<bf16>(piece, memory);
-  const Tiles tiles_on;
-  const int64_t blocks = piece.heads() * AmxScratch::blocks(piece.rows());
-  const AmxScratch scratch(memory, piece.params->pool.head_size, blocks);
-  prepare_amx(piece, scratch);
-  for_tiles<bf16>(piece, scratch.spare,
-                  [&](const Tile<bf16>& tile, const Tile<bf16>& next) { attend_tile_amx(piece, scratch, tile, next); });
-  finish_amx(piece, scratch);
-}
-
-inline int64_t amx_scratch_bytes(int64_t head_size, int64_t rows) {
-  const int64_t tiles = AmxScratch::bytes(head_size, rows), vectors = StreamScratch<bf16>::bytes(head_size, rows);
-  return tiles > vectors ? tiles : vectors;
-}
-
-constexpr AttentionKernel amx_kernel() { return {attend_amx, amx_scratch_bytes, kAmxRows}; }
 
 }  // namespace
 }  // namespace kvservice

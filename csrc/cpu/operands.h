@@ -83,7 +83,8 @@ struct ValueOps {
   }
 };
 
-#ifdef __AVX512BF16__
+// Processors with AMX take two cycles for a product of pairs; there floats are faster for few rows, tiles for many.
+#if defined(__AVX512BF16__) && !defined(__AMX_TILE__)
 template <>
 struct KeyOps<bf16> {
   static constexpr int kPiece = 8;
