@@ -26,8 +26,8 @@ class AsyncStep(StepCore):
 class AsyncSession(SessionCore[AsyncStep]):
     """See SessionCore. Made by AsyncKVClient; tasks may call it at the same time, calls are done in their order."""
 
-    def __init__(self, client: AsyncKVClient, stream: _Stream, token: bytes, session_id: int) -> None:
-        super().__init__(stream, client.info, token, session_id, AsyncStep)
+    def __init__(self, client: AsyncKVClient, stream: _Stream, token: bytes, resumed: bool) -> None:
+        super().__init__(stream, client.info, token, stream.session_id, AsyncStep, resumed=resumed)
         self._client = client
         self._stream = stream
 
@@ -78,20 +78,20 @@ class AsyncKVClient:
         """A session for the block. Detachable: it outlives its client, by `detach_ttl_s` (0: the daemon's limit)."""
         request = build(session_pb2.OpenRequest, name=name, detachable=detachable, detach_ttl_s=detach_ttl_s)
         opened = await self._unary(self._sessions.Open, request)
-        async with self._attached(opened.session_token, opened.session_id) as session:
+        async with self._attached(opened.session_token, resumed=False) as session:
             yield session
 
     @contextlib.asynccontextmanager
     async def resume(self, token: bytes) -> AsyncIterator[AsyncSession]:
         """Take over a session for the block. `describe()` tells its sequences."""
-        async with self._attached(token, 0) as session:
+        async with self._attached(token, resumed=True) as session:
             yield session
 
     @contextlib.asynccontextmanager
-    async def _attached(self, token: bytes, session_id: int) -> AsyncIterator[AsyncSession]:
+    async def _attached(self, token: bytes, resumed: bool) -> AsyncIterator[AsyncSession]:
         stream = _Stream(self._sessions, token, self.info.session_grace_s)
         await stream.connect(max(self.info.session_grace_s, 1.0))
-        session = AsyncSession(self, stream, token, session_id)
+        session = AsyncSession(self, stream, token, resumed)
         try:
             yield session
         finally:
@@ -130,7 +130,8 @@ class _Stream:
         connection = _Connection(self._stub)
         try:
             async with asyncio.timeout(wait_s):
-                await connection.exchange("attach", session_pb2.AttachRequest(session_token=self._token))
+                request = session_pb2.AttachRequest(session_token=self._token)
+                self.session_id: int = (await connection.exchange("attach", request)).session_id
         except TimeoutError:
             await connection.end()
             raise ConnectionLostError("the daemon is out of reach") from None
@@ -141,6 +142,8 @@ class _Stream:
 
     async def call(self, name: str, request: Any) -> Any:
         async with self._in_flight:
+            if self._connection.error is not None and not (self.closed or self._aborted()):
+                await self._reconnect(self._connection)
             for _ in range(channel.MAX_SENDS - 1):
                 used = self._connection
                 try:
@@ -155,12 +158,15 @@ class _Stream:
 
     async def close(self) -> bool:
         """Whether the session was held until now."""
-        held = not (self.closed or isinstance(self._connection.error, FailedPreconditionError))
+        held = not (self.closed or self._aborted())
         self.closed = True
         if self._mending is not None:
             self._mending.cancel()
         await self._connection.end()
         return held
+
+    def _aborted(self) -> bool:
+        return isinstance(self._connection.error, FailedPreconditionError)
 
     async def _reconnect(self, broken: _Connection) -> None:
         if self._connection is not broken:

@@ -176,6 +176,8 @@ class _Stream:
 
     async def call(self, name: str, request: Any) -> Any:
         with self._lock:
+            if self._replies.done() and not (self.closed or self._aborted()):
+                self._reconnect()
             for _ in range(channel.MAX_SENDS - 1):
                 try:
                     return self._exchange(name, request)

@@ -22,9 +22,11 @@ from kvservice.errors import (
     FailedPreconditionError,
     KVServiceError,
     LayerWrittenError,
+    MessageTooLargeError,
     UnknownSessionError,
 )
 from kvservice.launch import Daemon
+from kvservice.v1 import blocks_pb2
 
 GRACE_S = 0.5
 LAYERS, HEADS, HEAD_SIZE = 2, 2, 32
@@ -71,10 +73,6 @@ def run(scenario: Coroutine[Any, Any, Any]) -> Any:
 def tensors(seed: int, *leading: int) -> list[Any]:
     rng = np.random.default_rng(seed)
     return [rng.standard_normal((*leading, HEADS, HEAD_SIZE)).astype(np.float32) for _ in range(3)]
-
-
-async def of_blocking(value: Any) -> Any:
-    return value
 
 
 class Awaitable:
@@ -208,8 +206,6 @@ def test_overlapping_calls_are_done_in_their_order(daemon: Daemon) -> None:
 
 
 def free_request(sequence_id: int) -> Any:
-    from kvservice.v1 import blocks_pb2
-
     return blocks_pb2.FreeRequest(sequence_ids=[sequence_id])
 
 
@@ -365,6 +361,17 @@ def test_a_session_whose_opening_is_cancelled_is_given_up(tmp_path: Path, daemon
 
     with CuttingProxy(tmp_path, daemon.address) as proxy:
         run(scenario(proxy))
+
+
+def test_a_message_over_the_limit_is_refused_and_the_session_lives(daemon: Daemon) -> None:
+    async def scenario() -> None:
+        async with AsyncKVClient(daemon.address) as client, client.session(detachable=True) as kv:
+            request = blocks_pb2.MatchPrefixRequest(token_ids=range(2_000_000))
+            with pytest.raises(MessageTooLargeError):  # past the client's own check: the daemon ends the stream for it
+                await kv.call("match_prefix", request)
+            assert await kv.describe() == []
+
+    run(scenario())
 
 
 def test_a_daemon_that_is_not_there(tmp_path: Path) -> None:

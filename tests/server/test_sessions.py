@@ -180,6 +180,17 @@ def test_a_layer_whose_answer_was_lost_is_not_sent_again(proxy: CuttingProxy, fa
         assert [info.num_computed_tokens for info in session.describe()] == [7]
 
 
+def test_a_layer_is_sent_over_a_new_stream_if_the_old_one_is_known_to_be_broken(
+    proxy: CuttingProxy, far: KVClient
+) -> None:
+    token = np.ones((1, 2, 32), np.float32)
+    with far.session() as session:
+        step = session.append([session.allocate([1])], [2])
+        proxy.cut()
+        until(session._stream._replies.done)
+        step.extend(0, *3 * [np.repeat(token, 2, axis=0)])
+
+
 RESUME = """
 import hashlib, sys
 from kvservice.client import KVClient
@@ -327,8 +338,12 @@ def test_a_call_that_waits_ends_when_another_thread_closes(proxy: CuttingProxy, 
             answer.result(10)
 
 
-def test_a_reply_over_the_limit_is_refused_and_the_session_lives(client: KVClient) -> None:
-    with client.session() as session:
+def test_a_message_over_the_limit_is_refused_and_the_session_lives(client: KVClient) -> None:
+    with client.session(detachable=True) as session:
+        request = blocks_pb2.MatchPrefixRequest(token_ids=range(2_000_000))
+        with pytest.raises(MessageTooLargeError):  # past the client's own check: the daemon ends the stream for it
+            session._stream.call("match_prefix", request).send(None)
+        assert session.describe() == []
         sequence = session.allocate(range(200))
         big = np.ones((200, 200, 32), np.float32)  # over the limit of 4 MiB
         with pytest.raises(MessageTooLargeError):
