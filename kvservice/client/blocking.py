@@ -65,13 +65,15 @@ _Core = SessionCore[Step]
 class Session:
     """See SessionCore. A context manager: leaving it closes the session, which frees what it has."""
 
-    def __init__(self, client: KVClient, token: bytes, session_id: int) -> None:
+    def __init__(self, client: KVClient, token: bytes, resumed: bool) -> None:
         self._client = client
         self._stream = _Stream(client._channel, token, client.info.session_grace_s)
-        self._core = _Core(self._stream, client.info, token, session_id, lambda *of: Step(StepCore(*of)))
         self.info = client.info
         self.token = token
-        self.session_id = session_id
+        self.session_id = self._stream.session_id
+        self._core = _Core(
+            self._stream, self.info, token, self.session_id, lambda *of: Step(StepCore(*of)), resumed=resumed
+        )
 
     allocate = blocking(_Core.allocate)
     allocate_batch = blocking(_Core.allocate_batch)
@@ -129,11 +131,11 @@ class KVClient:
         """Open a session. Detachable: it outlives its client, by `detach_ttl_s` (0: by the daemon's limit)."""
         request = build(session_pb2.OpenRequest, name=name, detachable=detachable, detach_ttl_s=detach_ttl_s)
         opened = self._unary(self._sessions.Open, request)
-        return Session(self, opened.session_token, opened.session_id)
+        return Session(self, opened.session_token, resumed=False)
 
     def resume(self, token: bytes) -> Session:
         """Take over a session. `describe()` tells its sequences. A stream that still holds it is ended."""
-        return Session(self, token, 0)
+        return Session(self, token, resumed=True)
 
     def stats(self) -> PoolStats:
         return from_message(PoolStats, self._unary(self._pool.GetStats, pool_pb2.GetStatsRequest()))
@@ -209,7 +211,8 @@ class _Stream:
         too_late = threading.Timer(wait_s, self._replies.cancel)
         too_late.start()
         try:
-            self._exchange("attach", session_pb2.AttachRequest(session_token=self._token))
+            attached = self._exchange("attach", session_pb2.AttachRequest(session_token=self._token))
+            self.session_id: int = attached.session_id
         except BaseException:
             self._end()
             raise

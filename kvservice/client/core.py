@@ -37,15 +37,21 @@ class SessionCore(Generic[StepT]):
     """A lease on sequences. Methods raise the errors of `kvservice.errors`; one that raises has changed nothing."""
 
     def __init__(
-        self, transport: Transport, info: PoolInfo, token: bytes, session_id: int, make_step: Callable[..., StepT]
+        self,
+        transport: Transport,
+        info: PoolInfo,
+        token: bytes,
+        session_id: int,
+        make_step: Callable[..., StepT],
+        resumed: bool,
     ) -> None:
         self.info = info
         self.token = token
         self.session_id = session_id
         self.call = transport.call
         self._make_step = make_step
-        self._sequence_ids = itertools.count()
-        # Random, so that a resumed session does not repeat the ids of its former owner.
+        # Where a resumed session begins is random, so that it does not repeat the ids of its former owner.
+        self._sequence_ids = itertools.count(secrets.randbits(62) if resumed else 0)
         self._request_ids = itertools.count(secrets.randbits(62) + 1)
 
     async def allocate(

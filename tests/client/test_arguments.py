@@ -100,3 +100,20 @@ def test_token_ids_may_come_as_any_whole_numbers(kv: Session) -> None:
     for token_ids in ([1, 2], (1, 2), range(1, 3), np.array([1, 2]), torch.tensor([1, 2]), iter([1, 2])):
         sequence = kv.allocate(token_ids)
         assert kv.describe([sequence], token_ids=True)[0].token_ids == (1, 2)
+
+
+def test_a_resumed_session_names_new_sequences_anew(client: KVClient) -> None:
+    first = client.session(detachable=True)
+    kept = first.allocate([1, 2])
+    with client.resume(first.detach()) as second:
+        assert second.session_id == first.session_id
+        made, child = second.allocate([3]), second.fork(kept)
+        assert len({kept.sequence_id, made.sequence_id, child.sequence_id}) == 3
+
+
+def test_a_message_too_large_for_the_daemon_costs_the_stream_and_not_the_session(kv: Session) -> None:
+    parent = kv.allocate([1])
+    many = [parent] * (LIMIT_TOKENS // 2)
+    with pytest.raises(MessageTooLargeError):
+        kv.fork_batch(many)
+    assert [info.sequence_id for info in kv.describe()] == [parent.sequence_id]
