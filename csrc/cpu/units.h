@@ -43,6 +43,23 @@ Unit<T> pack_unit(const AttentionPiece& piece, int64_t kv_head, int64_t start, i
   return {k_out, kUnit * 16, v_out, kUnit};
 }
 
+// A whole unit of blocks of `Run` tokens, copied piece by piece of a size known here.
+template <class T, int Run>
+Unit<T> pack_blocks(const AttentionPiece& piece, int64_t kv_head, int64_t start, char* spare) {
+  const PoolView& pool = piece.params->pool;
+  const int64_t size = pool.head_size;
+  constexpr int64_t x = KeyOps<T>::kPiece;
+  T* v_out = reinterpret_cast<T*>(spare + size * kUnit * sizeof(T));
+  for (int64_t t = 0; t < kUnit; t += Run) {
+    const int64_t block = piece.table[(start + t) / Run];
+    const char* k = pool.key(block, piece.params->layer, kv_head);
+    const T* v = reinterpret_cast<const T*>(pool.value(block, piece.params->layer, kv_head));
+    for (int64_t c = 0; c < size / x; ++c) __builtin_memcpy(spare + (c * kUnit + t) * 16, k + c * Run * 16, Run * 16);
+    for (int64_t d = 0; d < size; ++d) __builtin_memcpy(v_out + d * kUnit + t, v + d * Run, Run * sizeof(T));
+  }
+  return {spare, kUnit * 16, v_out, kUnit};
+}
+
 // The unit that starts at position `start`, a multiple of 16, of which the piece may read [key_begin, key_end). In
 // place where it lies whole in one block, else packed into `spare` (2 * head_size * 16 elements).
 template <class T>
@@ -50,6 +67,18 @@ Unit<T> find_unit(const AttentionPiece& piece, int64_t kv_head, int64_t start, c
   const PoolView& pool = piece.params->pool;
   const int64_t begin = start > piece.key_begin ? start : piece.key_begin;
   const int64_t end = start + kUnit < piece.key_end ? start + kUnit : piece.key_end;
+  if (end - begin == kUnit) {
+    switch (pool.block_size) {
+      case 1:
+        return pack_blocks<T, 1>(piece, kv_head, start, spare);
+      case 2:
+        return pack_blocks<T, 2>(piece, kv_head, start, spare);
+      case 4:
+        return pack_blocks<T, 4>(piece, kv_head, start, spare);
+      case 8:
+        return pack_blocks<T, 8>(piece, kv_head, start, spare);
+    }
+  }
   if (pool.block_size < kUnit || end - begin < kUnit) return pack_unit<T>(piece, kv_head, start, begin, end, spare);
   const int64_t block = piece.table[start / pool.block_size], offset = start % pool.block_size;
   const char* v = pool.value(block, piece.params->layer, kv_head);
