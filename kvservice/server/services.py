@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
@@ -96,14 +97,16 @@ class Stream:
         self._sessions = sessions
         self._context = context
         self._session: Session | None = None
-        self._ending: str | None = None
-        self._task = asyncio.current_task()
+        self._ending: asyncio.Task[None] | None = None
 
     def end(self, reason: str) -> None:
-        """Make `serve` end the stream with ABORTED. Called from outside it."""
-        self._ending = reason
-        if self._task is not None:
-            self._task.cancel()
+        """End the stream with ABORTED, from outside `serve`. Its read ends when the status is sent."""
+        self._ending = asyncio.create_task(self._abort(reason))
+
+    async def _abort(self, reason: str) -> None:
+        # It always raises; UsageError if the client was first.
+        with contextlib.suppress(grpc.aio.AbortError, grpc.aio.UsageError):
+            await self._context.abort(grpc.StatusCode.ABORTED, reason)
 
     async def serve(self) -> None:
         try:
@@ -112,10 +115,6 @@ class Stream:
                 await self._context.write(await self._answer(call))
         except InvalidArgumentError as error:
             await self._context.abort_with_status(rpc_status.to_status(to_status(error)))
-        except asyncio.CancelledError:
-            if self._ending is None:
-                raise
-            await self._context.abort(grpc.StatusCode.ABORTED, self._ending)
         finally:
             if self._session is not None:
                 self._sessions.detach(self._session, self.end)
