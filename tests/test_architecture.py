@@ -148,19 +148,19 @@ def test_torch_is_imported_only_where_it_is_the_subject(path: Path) -> None:
 @pytest.mark.parametrize("module", ["kvservice.client", "kvservice.server.daemon", "kvservice.cli", "kvservice.ops"])
 def test_importing_it_does_not_import_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit(bool({{'torch', 'transformers', 'jax'}} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-P", "-c", code], timeout=60, check=False).returncode == 0
 
 
 def test_the_command_line_sets_the_environment_before_grpc() -> None:
     code = "import sys, kvservice.cli; sys.exit('grpc' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-P", "-c", code], timeout=60, check=False).returncode == 0
 
 
 def test_importing_the_client_prepares_grpc() -> None:
     code = "import os, kvservice.client; print(os.environ['GRPC_EXPERIMENTS'])"
     environment = {name: value for name, value in os.environ.items() if name != "GRPC_EXPERIMENTS"}
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-P", "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=True
     )
     assert "-event_engine_client" in done.stdout
 

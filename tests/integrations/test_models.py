@@ -84,4 +84,4 @@ def test_alibi_slopes_are_the_librarys(num_heads: int) -> None:
 
 def test_the_client_does_without_torch() -> None:
     program = "import sys, kvservice.client, kvservice.integrations; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", program], check=True)
+    subprocess.run([sys.executable, "-P", "-c", program], check=True)

@@ -42,7 +42,7 @@ def test_sampled_cases_on_every_instruction_set(isa: str) -> None:
 
 def test_an_unknown_instruction_set_is_named() -> None:
     ran = subprocess.run(
-        [sys.executable, "-c", "from kvservice import ops; ops.cpu_isa()"],
+        [sys.executable, "-P", "-c", "from kvservice import ops; ops.cpu_isa()"],
         env={**os.environ, "KVSERVICE_CPU_ISA": "sse9"},
         capture_output=True,
         text=True,
@@ -91,7 +91,7 @@ if child == 0:
     os._exit(0 if attend() == before else 1)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0 and attend() == before
 """
-    subprocess.run([sys.executable, "-W", "ignore::DeprecationWarning", "-c", script], check=True, timeout=60)
+    subprocess.run([sys.executable, "-P", "-W", "ignore::DeprecationWarning", "-c", script], check=True, timeout=60)
 
 
 def test_out_and_strided_inputs() -> None:

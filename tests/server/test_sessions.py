@@ -209,7 +209,7 @@ def test_a_detached_session_is_resumed_by_another_process(daemon: Daemon, client
     session.close()  # a session that was left is not closed by who left it
     time.sleep(2 * GRACE_S)
     child = subprocess.run(
-        [sys.executable, "-c", RESUME, daemon.address, token.hex()], capture_output=True, text=True, timeout=60
+        [sys.executable, "-P", "-c", RESUME, daemon.address, token.hex()], capture_output=True, text=True, timeout=60
     )
     digest = hashlib.sha256(KEY.tobytes() + VALUE.tobytes()).hexdigest()
     assert child.stdout.strip() == f"(1, 2, 3, 4, 5, 6) 6 {digest}", child.stderr
@@ -227,7 +227,7 @@ with KVClient(sys.argv[1]) as client, client.session(detachable=True) as session
 
 
 def test_a_detachable_session_outlives_its_killed_client(daemon: Daemon, client: KVClient) -> None:
-    command = [sys.executable, "-c", HOLD, daemon.address]
+    command = [sys.executable, "-P", "-c", HOLD, daemon.address]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         token = bytes.fromhex(child.stdout.readline())
