@@ -59,7 +59,8 @@ def test_prometheus_sees_the_daemon(stack: Stack) -> None:
 
 
 def test_the_host_reaches_the_daemon_over_tcp(stack: Stack) -> None:
-    done = subprocess.run([sys.executable, "-P", "-c", ENGINE, stack.address], capture_output=True, text=True, timeout=60)
+    command = [sys.executable, "-P", "-c", ENGINE, stack.address]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == f"attention over {NUM_BLOCKS} blocks"
 
