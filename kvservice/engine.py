@@ -128,10 +128,6 @@ class Engine:
         scores = int((step.query_lens.astype(np.int64) * step.context_lens).sum())
         return await self.queue.run(work, num_bytes=scores * query[0].nbytes)
 
-    def validate_attend(self, space: SequenceSpace, step_id: int, layer: int) -> Step:
-        """The step, if `attend` could take this layer now."""
-        return self.manager.check_layer(space, step_id, layer)
-
     async def write(self, space: SequenceSpace, step_id: int, layer: int | None, key: Array, value: Array) -> None:
         """Write a step's K/V without attention: `[num_tokens, num_kv_heads, head_size]` for one layer,
         `[num_layers, num_tokens, num_kv_heads, head_size]` for all (`layer` None)."""
