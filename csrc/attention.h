@@ -17,18 +17,37 @@
 
 namespace kvservice {
 
+// Which keys a head sees (vLLM's block-sparse attention), in sparse blocks of `block_size` tokens counted from position
+// 0, none straddling a block of the pool: those of the last `local_blocks`, the query's own included, and those of
+// every block b with (b + offset) % vert_stride == 0. The offset moves with the head, counted from tensor-parallel rank
+// 0: query head * head_sliding_step + 1, or, where that step is negative, KV head * -head_sliding_step + 1.
+struct BlockSparse {
+  int32_t vert_stride = 0;  // 0 or 1: off
+  int32_t local_blocks = 0;
+  int32_t block_size = 64;
+  int32_t head_sliding_step = 0;
+  int32_t tp_rank = 0;
+
+  bool on() const { return vert_stride > 1; }
+};
+
 struct AttentionParams {
   PoolView pool;
+  DType dtype = DType::kFloat32;  // of query and out; the pool's, unless that is an 8-bit one
   int64_t layer = 0;
   int64_t num_tokens = 0;
   int64_t num_seqs = 0;
   int64_t num_heads = 0;
   int64_t max_blocks = 0;
+  int64_t max_query_len = 0;  // CUDA only, where the lengths are on the device: no query_len is larger
   const void* query = nullptr;
   const int32_t* query_lens = nullptr;
   const int32_t* block_tables = nullptr;
   const int32_t* context_lens = nullptr;
   const float* alibi_slopes = nullptr;  // [num_heads] or null
+  const float* k_scale = nullptr;       // [num_kv_heads] of this layer or null: a key is what the pool holds times this
+  const float* v_scale = nullptr;
+  BlockSparse sparse;
   float scale = 1.0F;
   float soft_cap = 0.0F;       // 0: off
   int64_t sliding_window = 0;  // 0: off

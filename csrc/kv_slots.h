@@ -10,6 +10,9 @@ namespace kvservice {
 
 struct KvSlotsParams {
   PoolView pool;
+  DType dtype = DType::kFloat32;   // of key and value; the pool's, unless that is an 8-bit one
+  const float* k_scale = nullptr;  // [num_kv_heads] of this layer or null: what the pool holds is a key over this
+  const float* v_scale = nullptr;
   int64_t layer = 0;
   int64_t num_tokens = 0;
   const int64_t* slots = nullptr;

@@ -9,14 +9,17 @@
 
 namespace kvservice {
 
-enum class DType : int { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
+enum class DType : int { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kFloat8E4M3 = 3, kFloat8E5M2 = 4 };
 
+// Those that queries and outputs can have, and that the CPU kernels take: the first ones.
 constexpr int kNumDTypes = 3;
 
 // Bytes of the pieces into which K is cut along the head dimension.
 constexpr int64_t kKeyPieceBytes = 16;
 
-constexpr int64_t item_size(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+constexpr bool is_float8(DType dtype) { return dtype == DType::kFloat8E4M3 || dtype == DType::kFloat8E5M2; }
+
+constexpr int64_t item_size(DType dtype) { return dtype == DType::kFloat32 ? 4 : is_float8(dtype) ? 1 : 2; }
 
 struct PoolView {
   char* data = nullptr;

@@ -1,0 +1,33 @@
+// Device memory that can be handed to another process as a file descriptor, and page-locked host memory.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/runtime.h"
+
+namespace kvservice {
+
+// Memory of one device, made with the virtual-memory API: the driver's entry points are looked up at run time, so that
+// nothing links the driver. Mapped for reading and writing for as long as the object lives.
+class DeviceMemory {
+ public:
+  // Throws CudaError; cudaErrorMemoryAllocation where the device has not that much left.
+  DeviceMemory(int device, int64_t bytes);
+  ~DeviceMemory();
+  DeviceMemory(const DeviceMemory&) = delete;
+  DeviceMemory& operator=(const DeviceMemory&) = delete;
+
+  void* data() const { return reinterpret_cast<void*>(address_); }
+  int64_t bytes() const { return bytes_; }  // rounded up to the granularity
+  int device() const { return device_; }
+  // A new descriptor of the memory, the caller's to close.
+  int export_fd() const;
+
+ private:
+  int device_;
+  int64_t bytes_ = 0;
+  unsigned long long handle_ = 0;
+  unsigned long long address_ = 0;
+};
+
+}  // namespace kvservice
