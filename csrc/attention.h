@@ -28,7 +28,7 @@ struct BlockSparse {
   int32_t head_sliding_step = 0;
   int32_t tp_rank = 0;
 
-  bool on() const { return vert_stride > 1; }
+  KVSERVICE_DEVICE bool on() const { return vert_stride > 1; }
 };
 
 struct AttentionParams {
@@ -54,7 +54,7 @@ struct AttentionParams {
   void* out = nullptr;
   float* lse = nullptr;
 
-  int64_t group_size() const { return num_heads / pool.num_kv_heads; }
+  KVSERVICE_DEVICE int64_t group_size() const { return num_heads / pool.num_kv_heads; }
 };
 
 // Throws ArgumentError where lengths, tables or block ids do not fit. Reads the arrays, so host memory only.

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "binding_errors.h"
 #include "copy_blocks.h"
 #include "cpu/attention_kernel.h"
 #include "cpu/parallel.h"
@@ -293,13 +294,6 @@ void copy_blocks(const py::object& src_pool, const py::object& dst_pool, const p
   const py::gil_scoped_release release;
   check_copy_blocks(p);
   copy_blocks_cpu(p);
-}
-
-// Raises kvservice.errors.InvalidArgumentError(message, field=...).
-void raise_argument_error(const ArgumentError& error) {
-  const py::object type = py::module_::import("kvservice.errors").attr("InvalidArgumentError");
-  const py::object instance = type(error.what(), py::arg("field") = error.field());
-  PyErr_SetObject(type.ptr(), instance.ptr());
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
 // Attention on a CUDA device: all pointers of AttentionParams are the device's, and nothing is read back to the host.
 #pragma once
 
-#include "attention.h"
+#include "../attention.h"
 #include "cuda/runtime.h"
 
 namespace kvservice {

@@ -1,7 +1,7 @@
 // Whole blocks between pools, of which at least one is a CUDA device's.
 #pragma once
 
-#include "copy_blocks.h"
+#include "../copy_blocks.h"
 #include "cuda/runtime.h"
 
 namespace kvservice {

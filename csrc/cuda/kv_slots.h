@@ -1,8 +1,8 @@
 // Keys and values by slot on a CUDA device: all pointers are the device's, slots outside the pool are skipped.
 #pragma once
 
+#include "../kv_slots.h"
 #include "cuda/runtime.h"
-#include "kv_slots.h"
 
 namespace kvservice {
 

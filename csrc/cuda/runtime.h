@@ -21,7 +21,9 @@ class CudaError : public std::runtime_error {
 };
 
 inline void check_cuda(cudaError_t code, const char* what) {
-  if (code != cudaSuccess) throw CudaError(code, what);
+  if (code == cudaSuccess) return;
+  cudaGetLastError();  // or the next launch that is checked would be blamed for it
+  throw CudaError(code, what);
 }
 
 inline void check_launch(const char* kernel) { check_cuda(cudaGetLastError(), kernel); }
@@ -36,5 +38,17 @@ struct DeviceFacts {
 };
 
 const DeviceFacts& current_device_facts();
+
+// Makes a device the calling thread's for as long as it lives.
+class DeviceScope {
+ public:
+  explicit DeviceScope(int device);
+  ~DeviceScope();
+  DeviceScope(const DeviceScope&) = delete;
+  DeviceScope& operator=(const DeviceScope&) = delete;
+
+ private:
+  int previous_ = 0;
+};
 
 }  // namespace kvservice
