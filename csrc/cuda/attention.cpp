@@ -1,0 +1,117 @@
+// Which kernel attends: checks the shape, cuts a batch into what is for the decode and what for the extend kernel.
+#include "cuda/attention.h"
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+
+#include "errors.h"
+
+namespace kvservice {
+namespace {
+
+constexpr int64_t kHeadSizeMin = 32, kHeadSizeMax = 256, kBlockSizeMax = 256, kHeadsMax = 65535;
+
+void check_pool(const PoolView& pool) {
+  require(pool.num_blocks > 0 && pool.num_layers > 0 && pool.num_kv_heads > 0, "pool", "has an empty dimension");
+  require(pool.head_size >= kHeadSizeMin && pool.head_size <= kHeadSizeMax && pool.head_size % 8 == 0, "query",
+          "head size is not a multiple of 8 between 32 and 256");
+  require(pool.block_size > 0 && pool.block_size <= kBlockSizeMax && (pool.block_size & (pool.block_size - 1)) == 0,
+          "pool", "block size is not a power of two up to 256");
+  require(!is_float8(pool.dtype) || pool.head_size % kKeyPieceBytes == 0, "pool",
+          "head size of an 8-bit pool is not a multiple of 16");
+  require(reinterpret_cast<uintptr_t>(pool.data) % kKeyPieceBytes == 0, "pool", "is not aligned to 16 bytes");
+}
+
+void check_sparse(const BlockSparse& sparse, const PoolView& pool) {
+  require(sparse.vert_stride >= 0, "block_sparse", "vert_stride is negative");
+  if (!sparse.on()) return;
+  require(sparse.local_blocks > 0, "block_sparse", "local_blocks is not positive");
+  require(sparse.block_size > 0 && sparse.block_size % pool.block_size == 0, "block_sparse",
+          "block_size is not a multiple of the pool's");
+  require(sparse.tp_rank >= 0, "block_sparse", "tp_rank is negative");
+}
+
+void check(const AttentionParams& p) {
+  check_pool(p.pool);
+  require(p.layer >= 0 && p.layer < p.pool.num_layers, "layer", "is outside the pool");
+  require(!is_float8(p.dtype) && (p.dtype == p.pool.dtype || is_float8(p.pool.dtype)), "query",
+          "has another dtype than the pool");
+  require(p.num_heads > 0 && p.num_heads <= kHeadsMax && p.num_heads % p.pool.num_kv_heads == 0, "query",
+          "number of heads is not a multiple of the pool's");
+  require(p.num_tokens >= 0 && p.num_seqs >= 0 && p.max_blocks >= 0, "query", "has a negative size");
+  require(p.num_tokens <= p.num_seqs * p.max_query_len, "max_query_len", "is less than some query length");
+  require(std::isfinite(p.scale), "scale", "is not finite");
+  require(std::isfinite(p.soft_cap) && p.soft_cap >= 0.0F, "logits_soft_cap", "is negative or not finite");
+  require(p.sliding_window >= 0, "sliding_window", "is negative");
+  require(p.k_scale == nullptr || is_float8(p.pool.dtype), "k_scale", "is for 8-bit pools only");
+  require(p.v_scale == nullptr || is_float8(p.pool.dtype), "v_scale", "is for 8-bit pools only");
+  check_sparse(p.sparse, p.pool);
+}
+
+// The kernels of one call. Where two are to run, the later may write anew what the earlier wrote.
+struct Choice {
+  bool reference = false;
+  QueryLens extend;  // empty where max is 0
+  QueryLens decode;
+};
+
+Choice explicit_choice(const AttentionParams& p, KernelChoice kernel) {
+  const QueryLens all = {1, p.max_query_len};
+  if (kernel == KernelChoice::kDecode) {
+    require(decode_takes(p) && p.max_query_len <= decode_max_query_len(p), "kernel", "decode does not take this call");
+    return {false, {}, all};
+  }
+  if (kernel == KernelChoice::kExtend) {
+    require(extend_takes(p), "kernel", "extend does not take this call");
+    return {false, all, {}};
+  }
+  return {true, {}, {}};
+}
+
+// A sequence of few queries is decoded beside whatever else, so that its result need not depend on the others.
+Choice automatic_choice(const AttentionParams& p, bool batch_invariant) {
+  const int64_t few = decode_takes(p) ? std::min(decode_max_query_len(p), p.max_query_len) : 0;
+  if (few == p.max_query_len) return {false, {}, {1, few}};
+  const bool all_equal = p.num_tokens == p.num_seqs * p.max_query_len;
+  const QueryLens decode = all_equal || few == 0 ? QueryLens{} : QueryLens{1, few};
+  if (extend_takes(p)) return {false, {few + 1, p.max_query_len}, decode};
+  return {true, {}, batch_invariant ? decode : QueryLens{}};
+}
+
+Choice choose(const AttentionParams& p, const CudaLaunch& launch) {
+  if (launch.kernel == KernelChoice::kAuto) return automatic_choice(p, launch.batch_invariant);
+  return explicit_choice(p, launch.kernel);
+}
+
+int64_t workspace_bytes(const AttentionParams& p, const Choice& choice, bool batch_invariant) {
+  int64_t bytes = kCounterBytes;
+  if (choice.reference) bytes = std::max(bytes, reference_workspace_bytes(p));
+  if (choice.extend.max > 0) bytes = std::max(bytes, extend_workspace_bytes(p));
+  if (choice.decode.max > 0) bytes = std::max(bytes, decode_workspace_bytes(p, batch_invariant));
+  return bytes;
+}
+
+}  // namespace
+
+int64_t attention_workspace_bytes(const AttentionParams& params, const CudaLaunch& launch) {
+  check(params);
+  if (params.num_tokens == 0) return kCounterBytes;
+  return workspace_bytes(params, choose(params, launch), launch.batch_invariant);
+}
+
+void attention_cuda(const AttentionParams& params, const CudaLaunch& launch) {
+  check(params);
+  if (params.num_tokens == 0) return;
+  const Choice choice = choose(params, launch);
+  const int64_t wanted = workspace_bytes(params, choice, launch.batch_invariant);
+  if (launch.workspace.bytes < wanted) {
+    throw ArgumentError("workspace", "has " + std::to_string(launch.workspace.bytes) + " bytes, " +
+                                         std::to_string(wanted) + " are wanted");
+  }
+  if (choice.reference) reference_attention(params, launch);
+  if (choice.extend.max > 0) extend_attention(params, launch, choice.extend);
+  if (choice.decode.max > 0) decode_attention(params, launch, choice.decode);
+}
+
+}  // namespace kvservice
