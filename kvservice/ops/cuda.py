@@ -1,0 +1,336 @@
+"""The CUDA kernels, over memory of a device that others own.
+
+    pool    T[num_blocks, num_layers, 2, num_kv_heads, head_size * block_size]
+
+T is float32, float16, bfloat16, float8_e4m3fn or float8_e5m2. In an 8-bit pool a stored value times the scale of its KV
+head is the real one, and keys, values, queries and outputs are of any of the other types; else they are of the pool's.
+Head sizes are the multiples of 8 from 32 to 256 (of 16, in an 8-bit pool), block sizes the powers of two up to 256.
+
+Everything is ordered by the stream that is given, nothing waits, nothing is read back: what lies in device memory
+(lengths, tables, slots) is not checked, and must be right. All that the host can see is; a wrong argument raises
+`InvalidArgumentError` whose `field` is the argument's name. The module imports where there is neither a device nor the
+CUDA part of kvservice; `available` tells.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from kvservice.errors import FailedPreconditionError
+from kvservice.ops.device_array import (
+    DTYPE_NUMBERS,
+    HOST,
+    DeviceArray,
+    as_float,
+    as_int,
+    check_array,
+    check_pool,
+    optional_pointer,
+    overlap,
+    pool_sizes,
+    require,
+    scale_pointer,
+    tensor_dtype,
+)
+
+if TYPE_CHECKING:
+    from kvservice import _cuda
+
+__all__ = [
+    "HOST",
+    "BlockSparse",
+    "DeviceArray",
+    "Kernel",
+    "Scratch",
+    "Workspace",
+    "attention",
+    "available",
+    "copy_blocks",
+    "read_kv",
+    "write_kv",
+]
+
+# How much of a workspace is zero before its first launch, and after every one.
+_COUNTER_BYTES = 1 << 16
+
+Kernel: TypeAlias = Literal["auto", "reference", "decode", "extend"]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSparse:
+    """Which keys a head sees (vLLM's block-sparse attention), in sparse blocks of `block_size` tokens counted from
+    position 0: those of the last `local_blocks`, the query's own included, and those of every block b with
+    `(b + offset) % vert_stride == 0`. The offset moves with the head, counted from tensor-parallel rank 0: query
+    head * head_sliding_step + 1, or, where that step is negative, KV head * -head_sliding_step + 1. A `vert_stride` of
+    0 or 1 sees all. `block_size` is a multiple of the pool's.
+    """
+
+    vert_stride: int
+    local_blocks: int
+    block_size: int = 64
+    head_sliding_step: int = 0
+    tp_rank: int = 0
+
+
+class Scratch(Protocol):
+    """Where a launch finds room: memory of the launch's device, used on one stream at a time, whose first 64 KiB are
+    zero at first. `Workspace` is one."""
+
+    def reserve(self, num_bytes: int) -> int:
+        """The address of at least so many bytes, aligned to 256."""
+        ...
+
+
+class Workspace:
+    """Memory for the launches of one stream, grown as they ask. A CUDA graph keeps the address that it was captured
+    with: reserve what its launches need before, and have one of its own for every graph.
+    """
+
+    def __init__(self, device: int, stream: int) -> None:
+        self.device, self.stream = device, stream
+        self.num_bytes = self._pointer = 0
+
+    def reserve(self, num_bytes: int) -> int:
+        if num_bytes > self.num_bytes:
+            extension = _extension()
+            self.close()
+            extension.set_device(self.device)
+            self._pointer = extension.allocate_async(num_bytes, self.stream)
+            self.num_bytes = num_bytes
+            extension.fill_async(self._pointer, 0, min(num_bytes, _COUNTER_BYTES), self.stream)
+        return self._pointer
+
+    def close(self) -> None:
+        """Gives the memory back, in the stream's order. It can be used again."""
+        if self.num_bytes:
+            _extension().free_async(self._pointer, self.stream)
+            self.num_bytes = self._pointer = 0
+
+
+def available() -> bool:
+    """Whether kvservice was built with CUDA and finds a device."""
+    try:
+        return bool(_extension().device_count())
+    except FailedPreconditionError:
+        return False
+
+
+def write_kv(
+    pool: DeviceArray,
+    layer: int,
+    slot_mapping: DeviceArray,
+    key: DeviceArray,
+    value: DeviceArray,
+    *,
+    k_scale: DeviceArray | None = None,
+    v_scale: DeviceArray | None = None,
+    stream: int,
+) -> None:
+    """Writes the keys and values of new tokens into their slots (vLLM's `reshape_and_cache`).
+
+    `slot_mapping` int64[num_tokens], `key` and `value` [num_tokens, num_kv_heads, head_size]. Slots outside the pool,
+    as -1 for padding, are skipped; a slot must not be named twice. An 8-bit pool gets the value over `k_scale` or
+    `v_scale`, float32[num_kv_heads] (1 if not given), rounded to nearest even; what is too large becomes the largest
+    finite number.
+    """
+    arguments = _slot_arguments(pool, layer, slot_mapping, "slot_mapping", key, value, k_scale, v_scale)
+    _extension().write_kv(*arguments, stream)
+
+
+def read_kv(
+    pool: DeviceArray,
+    layer: int,
+    slots: DeviceArray,
+    *,
+    key: DeviceArray,
+    value: DeviceArray,
+    k_scale: DeviceArray | None = None,
+    v_scale: DeviceArray | None = None,
+    stream: int,
+) -> None:
+    """Keys and values of `slots` int64[num_tokens] into `key` and `value` [num_tokens, num_kv_heads, head_size]: the
+    way back of `write_kv`. Tokens whose slot is outside the pool are left as they were.
+    """
+    arguments = _slot_arguments(pool, layer, slots, "slots", key, value, k_scale, v_scale)
+    _extension().read_kv(*arguments, stream)
+
+
+def attention(
+    pool: DeviceArray,
+    layer: int,
+    query: DeviceArray,
+    query_lens: DeviceArray,
+    block_tables: DeviceArray,
+    context_lens: DeviceArray,
+    *,
+    max_query_len: int,
+    out: DeviceArray,
+    workspace: Scratch,
+    stream: int,
+    scale: float | None = None,
+    sliding_window: int = 0,
+    logits_soft_cap: float = 0.0,
+    alibi_slopes: DeviceArray | None = None,
+    k_scale: DeviceArray | None = None,
+    v_scale: DeviceArray | None = None,
+    block_sparse: BlockSparse | None = None,
+    batch_invariant: bool = False,
+    lse: DeviceArray | None = None,
+    kernel: Kernel = "auto",
+) -> None:
+    """Paged attention over ragged queries: decode, extend and prefill (vLLM's paged attention, SGLang's extend).
+
+    query           [num_tokens, num_heads, head_size]; the new tokens of all sequences, one sequence after the other
+    query_lens      int32[num_seqs]; new tokens of each sequence, their sum is num_tokens
+    block_tables    int32[num_seqs, max_blocks]; entries past the context, or before the window, are not read
+    context_lens    int32[num_seqs]; tokens in the pool, the new ones included
+    max_query_len   no query length is larger; what the host knows of them
+    out             where to put the result, shape and dtype of query, not sharing memory with it
+    workspace       room for the launch
+    scale           factor of the products, 1 / sqrt(head_size) if not given
+    sliding_window  a query at position p sees the positions p - window + 1 to p; 0: all up to p
+    logits_soft_cap logits become cap * tanh(logit / cap), before bias and mask (Gemma 2); 0: off
+    alibi_slopes    float32[num_heads]; adds slope * (key position - query position) (ALiBi)
+    k_scale         float32[num_kv_heads], of an 8-bit pool: a key is what is stored times this; 1 if not given
+    v_scale         the same of values
+    block_sparse    leaves out keys; off if not given
+    batch_invariant a sequence's result is bit by bit the same whatever else is in the batch
+    lse             float32[num_tokens, num_heads], gets the natural logarithm of the sum of exponentials
+    kernel          decode and extend take what suits tensor cores, reference takes all; auto chooses
+
+    Query token j of a sequence stands at position `context_len - query_len + j` and sees the positions up to its own.
+    Query head h reads KV head `h // (num_heads // num_kv_heads)`. A sequence of query length 0 writes nothing. Sums are
+    float32; tensor cores round weights to the query's dtype, or to float16 where the pool is an 8-bit one.
+    """
+    call = _call(pool, layer, query, k_scale, v_scale)
+    num_tokens, num_heads, head_size = query.shape
+    num_seqs = check_array(query_lens, "query_lens", "int32", (None,), pool.device)[0]
+    call.num_seqs = num_seqs
+    call.max_blocks = check_array(block_tables, "block_tables", "int32", (num_seqs, None), pool.device)[1]
+    check_array(context_lens, "context_lens", "int32", (num_seqs,), pool.device)
+    check_array(out, "out", query.dtype, query.shape, pool.device)
+    require(not overlap(out, query), "out", "shares memory with query")
+    call.query_lens, call.block_tables, call.context_lens = (
+        query_lens.pointer,
+        block_tables.pointer,
+        context_lens.pointer,
+    )
+    call.out = out.pointer
+    call.alibi_slopes = optional_pointer(alibi_slopes, "alibi_slopes", (num_heads,), pool.device)
+    call.lse = optional_pointer(lse, "lse", (num_tokens, num_heads), pool.device)
+    call.max_query_len = as_int(max_query_len, "max_query_len", 0)
+    call.scale = head_size**-0.5 if scale is None else as_float(scale, "scale", -math.inf)
+    call.sliding_window = as_int(sliding_window, "sliding_window", 0)
+    call.soft_cap = as_float(logits_soft_cap, "logits_soft_cap", 0.0)
+    if block_sparse is not None:
+        call.sparse = _sparse(block_sparse)
+    require(kernel in ("auto", "reference", "decode", "extend"), "kernel", f"{kernel!r} is not known")
+    call.batch_invariant, call.kernel, call.stream = batch_invariant, kernel, stream
+    call.workspace_bytes = call.wanted_workspace_bytes()
+    call.workspace = workspace.reserve(call.workspace_bytes)
+    call.launch()
+
+
+def copy_blocks(
+    src_pool: DeviceArray,
+    dst_pool: DeviceArray,
+    src_ids: npt.NDArray[np.int32],
+    dst_ids: npt.NDArray[np.int32],
+    *,
+    stream: int,
+) -> None:
+    """Copies block `src_ids[i]` of one pool over block `dst_ids[i]` of another or the same (vLLM's `copy_blocks` and
+    `swap_blocks`). Either pool may lie in page-locked host memory, not both. `src_ids` and `dst_ids` int32[num_copies],
+    in host memory and not looked at after the call. No destination may occur twice, and within one pool no source may
+    be a destination.
+    """
+    for pool, field in ((src_pool, "src_pool"), (dst_pool, "dst_pool")):
+        check_pool(pool, field)
+    same = (src_pool.shape[1:], src_pool.dtype) == (dst_pool.shape[1:], dst_pool.dtype)
+    require(same, "dst_pool", "its blocks are not like those of src_pool")
+    device = max(src_pool.device, dst_pool.device)
+    require(device >= 0, "dst_pool", "both pools are in host memory")
+    for ids, field in ((src_ids, "src_ids"), (dst_ids, "dst_ids")):
+        require(isinstance(ids, np.ndarray) and ids.dtype == np.int32, field, "is not a NumPy array of int32")
+        require(ids.shape == (src_ids.size,), field, f"has shape {ids.shape}, expected ({src_ids.size},)")
+    extension = _extension()
+    extension.set_device(device)
+    block_bytes = src_pool.num_bytes // src_pool.shape[0]
+    ids_of = [np.ascontiguousarray(ids) for ids in (src_ids, dst_ids)]
+    extension.copy_blocks(
+        src_pool.pointer, dst_pool.pointer, src_pool.shape[0], dst_pool.shape[0], block_bytes, *ids_of, stream
+    )
+
+
+def _extension() -> ModuleType:
+    try:
+        from kvservice import _cuda
+    except ImportError as error:
+        raise FailedPreconditionError("kvservice was built without CUDA") from error
+    return _cuda
+
+
+def _sparse(sparse: BlockSparse) -> tuple[int, int, int, int, int]:
+    fields = (
+        sparse.vert_stride,
+        sparse.local_blocks,
+        sparse.block_size,
+        sparse.head_sliding_step,
+        sparse.tp_rank,
+    )
+    numbers = tuple(as_int(number, "block_sparse", -(2**31)) for number in fields)
+    require(all(number < 2**31 for number in numbers), "block_sparse", "is out of range")
+    return cast(tuple[int, int, int, int, int], numbers)
+
+
+def _call(
+    pool: DeviceArray, layer: int, query: DeviceArray, k_scale: DeviceArray | None, v_scale: DeviceArray | None
+) -> _cuda.Attention:
+    """A call with what concerns the pool and the query, checked; the device made the thread's."""
+    check_pool(pool)
+    dtype = tensor_dtype(pool, query, "query")
+    num_tokens, num_heads, head_size = check_array(query, "query", dtype, (None, None, None), pool.device)
+    index, block_size = pool_sizes(pool, layer, head_size, "query")
+    require(
+        num_heads > 0 and num_heads % pool.shape[3] == 0, "query", "number of heads is not a multiple of the pool's"
+    )
+    extension = _extension()
+    extension.set_device(pool.device)
+    call: _cuda.Attention = extension.Attention()
+    call.pool, call.pool_dtype = pool.pointer, DTYPE_NUMBERS[pool.dtype]
+    call.num_blocks, call.num_layers, _, call.num_kv_heads, _ = pool.shape
+    call.head_size, call.block_size, call.layer = head_size, block_size, index
+    call.query, call.dtype, call.num_tokens, call.num_heads = query.pointer, DTYPE_NUMBERS[dtype], num_tokens, num_heads
+    call.k_scale, call.v_scale = scale_pointer(pool, k_scale, "k_scale"), scale_pointer(pool, v_scale, "v_scale")
+    return call
+
+
+def _slot_arguments(
+    pool: DeviceArray,
+    layer: int,
+    slots: DeviceArray,
+    slots_field: str,
+    key: DeviceArray,
+    value: DeviceArray,
+    k_scale: DeviceArray | None,
+    v_scale: DeviceArray | None,
+) -> tuple[int, ...]:
+    """What `_cuda.write_kv` and `_cuda.read_kv` take before the stream, checked; the device made the thread's."""
+    check_pool(pool)
+    num_tokens = check_array(slots, slots_field, "int64", (None,), pool.device)[0]
+    dtype = tensor_dtype(pool, key, "key")
+    shape = check_array(key, "key", dtype, (num_tokens, pool.shape[3], None), pool.device)
+    check_array(value, "value", dtype, shape, pool.device)
+    index, block_size = pool_sizes(pool, layer, shape[2], "key")
+    scales = scale_pointer(pool, k_scale, "k_scale"), scale_pointer(pool, v_scale, "v_scale")
+    _extension().set_device(pool.device)
+    num_blocks, num_layers, _, num_kv_heads, _ = pool.shape
+    sizes = (num_blocks, num_layers, num_kv_heads, shape[2], block_size, index, num_tokens)
+    arrays = (slots.pointer, key.pointer, value.pointer)
+    return pool.pointer, DTYPE_NUMBERS[pool.dtype], *sizes, *arrays, DTYPE_NUMBERS[dtype], *scales
