@@ -1,0 +1,445 @@
+// Python's door to the CUDA kernels (kvservice/_cuda.pyi): integers become pointers, errors exceptions. Whatever may
+// wait, for the device or for room in a stream, lets go of the interpreter lock.
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <tuple>
+#include <utility>
+
+#include "binding_errors.h"
+#include "cuda/attention.h"
+#include "cuda/copy_blocks.h"
+#include "cuda/kv_slots.h"
+#include "cuda/memory.h"
+#include "cuda/runtime.h"
+
+namespace py = pybind11;
+
+namespace kvservice {
+namespace {
+
+using Unlocked = py::call_guard<py::gil_scoped_release>;
+
+template <class T = void>
+T* at(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+cudaStream_t stream_at(uintptr_t handle) { return reinterpret_cast<cudaStream_t>(handle); }
+
+DType dtype_of(int number, const char* field) {
+  require(number >= static_cast<int>(DType::kFloat32) && number <= static_cast<int>(DType::kFloat8E5M2), field,
+          "is not a dtype");
+  return static_cast<DType>(number);
+}
+
+size_t size_of(int64_t num_bytes) {
+  require(num_bytes >= 0, "num_bytes", "is negative");
+  return static_cast<size_t>(num_bytes);
+}
+
+// --- the device
+
+int device_count() {
+  int count = 0;
+  const cudaError_t code = cudaGetDeviceCount(&count);
+  if (code == cudaErrorNoDevice || code == cudaErrorInsufficientDriver || code == cudaErrorStubLibrary) {
+    cudaGetLastError();
+    return 0;
+  }
+  check_cuda(code, "cudaGetDeviceCount");
+  return count;
+}
+
+py::dict device_facts(int device) {
+  cudaDeviceProp facts;
+  {
+    const py::gil_scoped_release release;
+    check_cuda(cudaGetDeviceProperties(&facts, device), "cudaGetDeviceProperties");
+  }
+  py::dict result;
+  result["name"] = std::string(facts.name);
+  result["major"] = facts.major;
+  result["minor"] = facts.minor;
+  result["num_multiprocessors"] = facts.multiProcessorCount;
+  result["l2_bytes"] = facts.l2CacheSize;
+  result["total_bytes"] = facts.totalGlobalMem;
+  return result;
+}
+
+std::tuple<size_t, size_t> memory_info(int device) {
+  const DeviceScope scope(device);
+  size_t free = 0, total = 0;
+  check_cuda(cudaMemGetInfo(&free, &total), "cudaMemGetInfo");
+  return {free, total};
+}
+
+void set_device(int device) { check_cuda(cudaSetDevice(device), "cudaSetDevice"); }
+
+// --- what lives until it is closed or dropped
+
+// Destroyed without the interpreter lock: that may wait for the device.
+class Memory {
+ public:
+  Memory(int device, int64_t num_bytes) : memory_(std::make_unique<DeviceMemory>(device, num_bytes)) {}
+  ~Memory() { close(); }
+  void close() {
+    const py::gil_scoped_release release;
+    memory_.reset();
+  }
+  const DeviceMemory& get() const {
+    require(memory_ != nullptr, "memory", "is closed");
+    return *memory_;
+  }
+
+ private:
+  std::unique_ptr<DeviceMemory> memory_;
+};
+
+class HostRegistration {
+ public:
+  HostRegistration(uintptr_t address, int64_t num_bytes) : address_(at<>(address)) {
+    check_cuda(cudaHostRegister(address_, size_of(num_bytes), cudaHostRegisterPortable), "cudaHostRegister");
+  }
+  ~HostRegistration() {
+    if (address_ != nullptr) cudaHostUnregister(address_);
+  }
+  HostRegistration(const HostRegistration&) = delete;
+  HostRegistration& operator=(const HostRegistration&) = delete;
+  void close() {
+    void* address = std::exchange(address_, nullptr);
+    if (address != nullptr) check_cuda(cudaHostUnregister(address), "cudaHostUnregister");
+  }
+
+ private:
+  void* address_;
+};
+
+class Event {
+ public:
+  Event(int device, bool timing) {
+    const DeviceScope scope(device);
+    check_cuda(cudaEventCreateWithFlags(&event_, timing ? cudaEventDefault : cudaEventDisableTiming),
+               "cudaEventCreate");
+  }
+  ~Event() { cudaEventDestroy(event_); }
+  Event(const Event&) = delete;
+  Event& operator=(const Event&) = delete;
+  void record(uintptr_t stream) const { check_cuda(cudaEventRecord(event_, stream_at(stream)), "cudaEventRecord"); }
+  void synchronize() const { check_cuda(cudaEventSynchronize(event_), "cudaEventSynchronize"); }
+  bool done() const {
+    const cudaError_t code = cudaEventQuery(event_);
+    if (code == cudaErrorNotReady) {
+      cudaGetLastError();
+      return false;
+    }
+    check_cuda(code, "cudaEventQuery");
+    return true;
+  }
+  float elapsed_ms(const Event& start) const {
+    float ms = 0;
+    check_cuda(cudaEventElapsedTime(&ms, start.event_, event_), "cudaEventElapsedTime");
+    return ms;
+  }
+  cudaEvent_t handle() const { return event_; }
+
+ private:
+  cudaEvent_t event_ = nullptr;
+};
+
+class Stream {
+ public:
+  Stream(int device, bool high_priority) {
+    const DeviceScope scope(device);
+    int least = 0, greatest = 0;
+    check_cuda(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
+    check_cuda(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, high_priority ? greatest : least),
+               "cudaStreamCreate");
+  }
+  ~Stream() { cudaStreamDestroy(stream_); }
+  Stream(const Stream&) = delete;
+  Stream& operator=(const Stream&) = delete;
+  uintptr_t handle() const { return reinterpret_cast<uintptr_t>(stream_); }
+  void synchronize() const { check_cuda(cudaStreamSynchronize(stream_), "cudaStreamSynchronize"); }
+  void wait(const Event& event) const {
+    check_cuda(cudaStreamWaitEvent(stream_, event.handle(), 0), "cudaStreamWaitEvent");
+  }
+
+ private:
+  cudaStream_t stream_ = nullptr;
+};
+
+// --- memory in the order of a stream
+
+// What is freed stays with the process: or every wait for the device would give it back, to be asked for again.
+void keep_freed_memory() {
+  static std::mutex mutex;
+  static std::set<int> done;
+  int device = 0;
+  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (!done.insert(device).second) return;
+  cudaMemPool_t pool = nullptr;
+  check_cuda(cudaDeviceGetDefaultMemPool(&pool, device), "cudaDeviceGetDefaultMemPool");
+  uint64_t everything = UINT64_MAX;
+  check_cuda(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &everything), "cudaMemPoolSetAttribute");
+}
+
+uintptr_t allocate_async(int64_t num_bytes, uintptr_t stream) {
+  keep_freed_memory();
+  void* pointer = nullptr;
+  const std::string what = "cudaMallocAsync of " + std::to_string(num_bytes) + " bytes";
+  check_cuda(cudaMallocAsync(&pointer, size_of(num_bytes), stream_at(stream)), what.c_str());
+  return reinterpret_cast<uintptr_t>(pointer);
+}
+
+void free_async(uintptr_t pointer, uintptr_t stream) {
+  check_cuda(cudaFreeAsync(at<>(pointer), stream_at(stream)), "cudaFreeAsync");
+}
+
+void copy_async(uintptr_t dst, uintptr_t src, int64_t num_bytes, uintptr_t stream) {
+  check_cuda(cudaMemcpyAsync(at<>(dst), at<>(src), size_of(num_bytes), cudaMemcpyDefault, stream_at(stream)),
+             "cudaMemcpyAsync");
+}
+
+void fill_async(uintptr_t dst, int byte, int64_t num_bytes, uintptr_t stream) {
+  check_cuda(cudaMemsetAsync(at<>(dst), byte, size_of(num_bytes), stream_at(stream)), "cudaMemsetAsync");
+}
+
+// --- kernels
+
+template <void (*move)(const KvSlotsParams&, cudaStream_t)>
+void move_kv(uintptr_t pool, int pool_dtype, int64_t num_blocks, int64_t num_layers, int64_t num_kv_heads,
+             int64_t head_size, int64_t block_size, int64_t layer, int64_t num_tokens, uintptr_t slots, uintptr_t key,
+             uintptr_t value, int dtype, uintptr_t k_scale, uintptr_t v_scale, uintptr_t stream) {
+  KvSlotsParams p;
+  p.pool = {at<char>(pool), dtype_of(pool_dtype, "pool"), num_blocks, num_layers, num_kv_heads, head_size, block_size};
+  p.dtype = dtype_of(dtype, "key");
+  p.k_scale = at<float>(k_scale);
+  p.v_scale = at<float>(v_scale);
+  p.layer = layer;
+  p.num_tokens = num_tokens;
+  p.slots = at<int64_t>(slots);
+  p.key = at<char>(key);
+  p.value = at<char>(value);
+  move(p, stream_at(stream));
+}
+
+template <void (*move)(const KvSlotsParams&, cudaStream_t)>
+void define_move_kv(py::module_& m, const char* name, const char* slots) {
+  m.def(name, &move_kv<move>, py::arg("pool"), py::arg("pool_dtype"), py::arg("num_blocks"), py::arg("num_layers"),
+        py::arg("num_kv_heads"), py::arg("head_size"), py::arg("block_size"), py::arg("layer"), py::arg("num_tokens"),
+        py::arg(slots), py::arg("key"), py::arg("value"), py::arg("dtype"), py::arg("k_scale"), py::arg("v_scale"),
+        py::arg("stream"), Unlocked());
+}
+
+struct Attention {
+  uintptr_t pool = 0, query = 0, query_lens = 0, block_tables = 0, context_lens = 0, alibi_slopes = 0, k_scale = 0,
+            v_scale = 0, out = 0, lse = 0, workspace = 0, stream = 0;
+  int pool_dtype = 0, dtype = 0;
+  int64_t num_blocks = 0, num_layers = 0, num_kv_heads = 0, head_size = 0, block_size = 0, layer = 0, num_tokens = 0,
+          num_seqs = 0, num_heads = 0, max_blocks = 0, max_query_len = 0, sliding_window = 0, workspace_bytes = 0;
+  float scale = 1.0F, soft_cap = 0.0F;
+  std::tuple<int32_t, int32_t, int32_t, int32_t, int32_t> sparse = {0, 0, 64, 0, 0};
+  bool batch_invariant = false;
+  std::string kernel = "auto";
+
+  AttentionParams params() const {
+    AttentionParams p;
+    p.pool = {at<char>(pool), dtype_of(pool_dtype, "pool"), num_blocks, num_layers, num_kv_heads, head_size,
+              block_size};
+    p.dtype = dtype_of(dtype, "query");
+    p.layer = layer;
+    p.num_tokens = num_tokens;
+    p.num_seqs = num_seqs;
+    p.num_heads = num_heads;
+    p.max_blocks = max_blocks;
+    p.max_query_len = max_query_len;
+    p.query = at<>(query);
+    p.query_lens = at<int32_t>(query_lens);
+    p.block_tables = at<int32_t>(block_tables);
+    p.context_lens = at<int32_t>(context_lens);
+    p.alibi_slopes = at<float>(alibi_slopes);
+    p.k_scale = at<float>(k_scale);
+    p.v_scale = at<float>(v_scale);
+    std::tie(p.sparse.vert_stride, p.sparse.local_blocks, p.sparse.block_size, p.sparse.head_sliding_step,
+             p.sparse.tp_rank) = sparse;
+    p.scale = scale;
+    p.soft_cap = soft_cap;
+    p.sliding_window = sliding_window;
+    p.out = at<>(out);
+    p.lse = at<float>(lse);
+    return p;
+  }
+
+  CudaLaunch how() const {
+    CudaLaunch launch;
+    launch.stream = stream_at(stream);
+    launch.workspace = {at<>(workspace), workspace_bytes};
+    launch.batch_invariant = batch_invariant;
+    launch.kernel = kernel_choice();
+    return launch;
+  }
+
+  KernelChoice kernel_choice() const {
+    if (kernel == "auto") return KernelChoice::kAuto;
+    if (kernel == "reference") return KernelChoice::kReference;
+    if (kernel == "decode") return KernelChoice::kDecode;
+    if (kernel == "extend") return KernelChoice::kExtend;
+    throw ArgumentError("kernel", "is " + kernel + ", expected auto, reference, decode or extend");
+  }
+
+  int64_t wanted_workspace_bytes() const { return attention_workspace_bytes(params(), how()); }
+  void launch() const { attention_cuda(params(), how()); }
+};
+
+using Ids = py::array_t<int32_t, py::array::c_style>;
+
+Ids ids_of(const py::object& object, const char* field) {
+  require(py::isinstance<py::array_t<int32_t>>(object), field, "is not a NumPy array of int32");
+  auto ids = Ids::ensure(object);
+  require(ids && ids.ndim() == 1, field, "has not one dimension");
+  return ids;
+}
+
+void copy_blocks(uintptr_t src, uintptr_t dst, int64_t num_src_blocks, int64_t num_dst_blocks, int64_t block_bytes,
+                 const py::object& src_ids, const py::object& dst_ids, uintptr_t stream) {
+  const Ids from = ids_of(src_ids, "src_ids"), to = ids_of(dst_ids, "dst_ids");
+  require(from.size() == to.size(), "dst_ids", "has not as many ids as src_ids");
+  CopyBlocksParams p;
+  p.src = at<char>(src);
+  p.dst = at<char>(dst);
+  p.num_src_blocks = num_src_blocks;
+  p.num_dst_blocks = num_dst_blocks;
+  p.block_bytes = block_bytes;
+  p.num_copies = from.size();
+  p.src_ids = from.data();
+  p.dst_ids = to.data();
+  const py::gil_scoped_release release;
+  check_copy_blocks(p);
+  copy_blocks_cuda(p, stream_at(stream));
+}
+
+// --- the module
+
+PyObject* cuda_error_type = nullptr;  // as long as the process
+
+void raise_cuda_error(const CudaError& error) {
+  const py::object instance = py::reinterpret_borrow<py::object>(cuda_error_type)(error.what());
+  instance.attr("code") = static_cast<int>(error.code());
+  PyErr_SetObject(cuda_error_type, instance.ptr());
+}
+
+void define_errors(py::module_& m) {
+  cuda_error_type = PyErr_NewException("kvservice._cuda.CudaError", PyExc_RuntimeError, nullptr);
+  if (cuda_error_type == nullptr) throw py::error_already_set();
+  m.attr("CudaError") = py::reinterpret_borrow<py::object>(cuda_error_type);
+  py::register_local_exception_translator([](std::exception_ptr thrown) {
+    try {
+      if (thrown) std::rethrow_exception(thrown);
+    } catch (const ArgumentError& error) {
+      raise_argument_error(error);
+    } catch (const CudaError& error) {
+      raise_cuda_error(error);
+    }
+  });
+}
+
+void define_device(py::module_& m) {
+  m.def("device_count", &device_count, Unlocked());
+  m.def("device_facts", &device_facts, py::arg("device"));
+  m.def("memory_info", &memory_info, py::arg("device"), Unlocked());
+  m.def("set_device", &set_device, py::arg("device"), Unlocked());
+}
+
+void define_memory(py::module_& m) {
+  py::class_<Memory>(m, "DeviceMemory")
+      .def(py::init<int, int64_t>(), py::arg("device"), py::arg("num_bytes"), Unlocked())
+      .def_property_readonly("pointer",
+                             [](const Memory& memory) { return reinterpret_cast<uintptr_t>(memory.get().data()); })
+      .def_property_readonly("num_bytes", [](const Memory& memory) { return memory.get().bytes(); })
+      .def("export_fd", [](const Memory& memory) { return memory.get().export_fd(); })
+      .def("close", &Memory::close);
+  py::class_<HostRegistration>(m, "HostRegistration")
+      .def(py::init<uintptr_t, int64_t>(), py::arg("address"), py::arg("num_bytes"), Unlocked())
+      .def("close", &HostRegistration::close, Unlocked());
+  m.def("allocate_async", &allocate_async, py::arg("num_bytes"), py::arg("stream"), Unlocked());
+  m.def("free_async", &free_async, py::arg("pointer"), py::arg("stream"), Unlocked());
+  m.def("copy_async", &copy_async, py::arg("dst"), py::arg("src"), py::arg("num_bytes"), py::arg("stream"), Unlocked());
+  m.def("fill_async", &fill_async, py::arg("dst"), py::arg("byte"), py::arg("num_bytes"), py::arg("stream"),
+        Unlocked());
+}
+
+void define_streams(py::module_& m) {
+  py::class_<Event>(m, "Event")
+      .def(py::init<int, bool>(), py::arg("device"), py::arg("timing") = false, Unlocked())
+      .def("record", &Event::record, py::arg("stream"), Unlocked())
+      .def("synchronize", &Event::synchronize, Unlocked())
+      .def("done", &Event::done)
+      .def("elapsed_ms", &Event::elapsed_ms, py::arg("start"));
+  py::class_<Stream>(m, "Stream")
+      .def(py::init<int, bool>(), py::arg("device"), py::arg("high_priority") = false, Unlocked())
+      .def_property_readonly("handle", &Stream::handle)
+      .def("synchronize", &Stream::synchronize, Unlocked())
+      .def("wait", &Stream::wait, py::arg("event"), Unlocked());
+}
+
+void define_attention(py::module_& m) {
+  py::class_<Attention> type(m, "Attention");
+  type.def(py::init<>());
+  const auto field = [&](const char* name, auto member) { type.def_readwrite(name, member); };
+  field("pool", &Attention::pool);
+  field("pool_dtype", &Attention::pool_dtype);
+  field("num_blocks", &Attention::num_blocks);
+  field("num_layers", &Attention::num_layers);
+  field("num_kv_heads", &Attention::num_kv_heads);
+  field("head_size", &Attention::head_size);
+  field("block_size", &Attention::block_size);
+  field("layer", &Attention::layer);
+  field("dtype", &Attention::dtype);
+  field("num_tokens", &Attention::num_tokens);
+  field("num_seqs", &Attention::num_seqs);
+  field("num_heads", &Attention::num_heads);
+  field("max_blocks", &Attention::max_blocks);
+  field("max_query_len", &Attention::max_query_len);
+  field("query", &Attention::query);
+  field("query_lens", &Attention::query_lens);
+  field("block_tables", &Attention::block_tables);
+  field("context_lens", &Attention::context_lens);
+  field("alibi_slopes", &Attention::alibi_slopes);
+  field("k_scale", &Attention::k_scale);
+  field("v_scale", &Attention::v_scale);
+  field("scale", &Attention::scale);
+  field("soft_cap", &Attention::soft_cap);
+  field("sliding_window", &Attention::sliding_window);
+  field("sparse", &Attention::sparse);
+  field("out", &Attention::out);
+  field("lse", &Attention::lse);
+  field("workspace", &Attention::workspace);
+  field("workspace_bytes", &Attention::workspace_bytes);
+  field("batch_invariant", &Attention::batch_invariant);
+  field("kernel", &Attention::kernel);
+  field("stream", &Attention::stream);
+  type.def("wanted_workspace_bytes", &Attention::wanted_workspace_bytes);
+  type.def("launch", &Attention::launch, Unlocked());
+}
+
+}  // namespace
+}  // namespace kvservice
+
+PYBIND11_MODULE(_cuda, m) {
+  using namespace kvservice;
+  define_errors(m);
+  define_device(m);
+  define_memory(m);
+  define_streams(m);
+  define_attention(m);
+  define_move_kv<write_kv_cuda>(m, "write_kv", "slot_mapping");
+  define_move_kv<read_kv_cuda>(m, "read_kv", "slots");
+  m.def("copy_blocks", &copy_blocks, py::arg("src"), py::arg("dst"), py::arg("num_src_blocks"),
+        py::arg("num_dst_blocks"), py::arg("block_bytes"), py::arg("src_ids"), py::arg("dst_ids"), py::arg("stream"));
+}
