@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from kvservice.errors import InvalidArgumentError
 from kvservice.pool.layout import PoolLayout
@@ -24,6 +24,8 @@ OTHER_ENV = {"KVSERVICE_CPU_ISA", "KVSERVICE_CONFIG"}
 # Kubernetes puts these into every container beside a Service that is named kvservice.
 SERVICE_LINK = re.compile(r"KVSERVICE_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\w+)?)")
 GIB = 1 << 30
+# vLLM's names for what the cache can hold when that is not what the model computes with.
+CACHE_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 
 
 def default_unix_socket() -> str:
@@ -39,23 +41,49 @@ class ServeConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    device: Literal["cpu"] = Field("cpu", description="Where the pool lies.")
+    device: str = Field(
+        "cpu", pattern="^(cpu|cuda(:[0-9]{1,3})?)$", description="Where the pool lies: cpu, cuda (the first) or cuda:N."
+    )
     num_layers: int = Field(32, ge=1, le=4096, description="Layers of the model.")
     num_kv_heads: int = Field(8, ge=1, le=4096, description="K/V heads of a layer.")
     head_size: int = Field(128, ge=32, le=256, multiple_of=8, description="Size of a head.")
     dtype: Literal["float32", "float16", "bfloat16"] = Field("bfloat16", description="Type of K/V, queries, outputs.")
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = Field(
+        "auto", description="Type that K/V are stored in. auto: as dtype; fp8: fp8_e4m3. The CPU has auto only."
+    )
+    kv_scales: str = Field(
+        "",
+        description="JSON file with the scales of an 8-bit cache, k_scale and v_scale: a number, one for each layer, "
+        "or one for each KV head of each layer. Empty: 1.",
+    )
     block_size: int = Field(16, ge=1, le=256, description="Tokens in a block, a power of two.")
     num_blocks: int | None = Field(
-        None, ge=1, le=1 << 24, description="Blocks of the pool. Left out: as many as fit into pool-gib."
+        None, ge=1, le=1 << 24, description="Blocks of the pool. Left out: as many as fit into its size."
     )
-    pool_gib: float = Field(1.0, gt=0, le=1 << 16, description="Size of the pool in GiB, unless num-blocks is given.")
+    pool_gib: float = Field(
+        1.0,
+        gt=0,
+        le=1 << 16,
+        description="Size of the pool in GiB, unless num-blocks is given. On CUDA it counts only if it is given.",
+    )
+    gpu_memory_utilization: float = Field(
+        0.9,
+        gt=0,
+        le=1,
+        description="Share of the GPU's memory that the pool takes, of what is free after the daemon's workspaces, "
+        "unless its size is given.",
+    )
     swap_space_gib: float = Field(0.25, ge=0, le=1 << 16, description="Size of the swap tier in GiB.")
     watermark: float = Field(0.01, ge=0, lt=1, description="Share of the pool that new sequences must leave free.")
     enable_prefix_caching: bool = Field(True, description="Keep computed blocks of freed sequences and share them.")
     max_pinned_fraction: float = Field(0.5, ge=0, le=1, description="Share of the pool that clients may pin.")
     max_sequences: int = Field(1024, ge=1, le=1 << 20, description="Sequences at one time, of all sessions.")
     max_sequence_tokens: int = Field(131072, ge=1, le=1 << 24, description="Longest sequence, in tokens.")
-    num_threads: int = Field(0, ge=0, le=1024, description="Threads of the attention kernels. 0: one for each core.")
+    num_threads: int = Field(0, ge=0, le=1024, description="Threads of the CPU's kernels. 0: one for each core.")
+    batch_invariant: bool = Field(
+        False,
+        description="Not one bit of a sequence's output depends on what else is in the batch. Costs time.",
+    )
 
     unix_socket: str = Field(
         default_factory=default_unix_socket, description="Path of the unix socket. Empty: none is opened."
@@ -78,6 +106,11 @@ class ServeConfig(BaseModel):
             raise ValueError("must be a power of two")
         return value
 
+    @field_validator("device")
+    @classmethod
+    def _numbered(cls, value: str) -> str:
+        return "cuda:0" if value == "cuda" else value
+
     @field_validator("tcp_address", "metrics_address")
     @classmethod
     def _host_and_port(cls, value: str) -> str:
@@ -87,13 +120,34 @@ class ServeConfig(BaseModel):
                 raise ValueError("must be host:port, or empty")
         return value
 
-    @property
-    def layout(self) -> PoolLayout:
-        return PoolLayout(self.num_layers, self.num_kv_heads, self.head_size, self.block_size, self.dtype)
+    @model_validator(mode="after")
+    def _eight_bits(self) -> ServeConfig:
+        if self.kv_cache_dtype == "auto":
+            if self.kv_scales:
+                raise ValueError("kv_scales: only an 8-bit cache has scales, and kv_cache_dtype is auto")
+        elif self.head_size % 16:
+            raise ValueError(f"kv_cache_dtype: an 8-bit cache takes heads of a multiple of 16, not {self.head_size}")
+        return self
 
     @property
-    def pool_blocks(self) -> int:
-        return self.num_blocks if self.num_blocks is not None else int(self.pool_gib * GIB) // self.layout.block_bytes
+    def cuda_device(self) -> int | None:
+        """The number of the GPU. None: the pool is in host memory."""
+        kind, _, number = self.device.partition(":")
+        return int(number or 0) if kind == "cuda" else None
+
+    @property
+    def layout(self) -> PoolLayout:
+        stored = CACHE_DTYPES.get(self.kv_cache_dtype, self.dtype)
+        return PoolLayout(self.num_layers, self.num_kv_heads, self.head_size, self.block_size, stored)
+
+    @property
+    def pool_blocks(self) -> int | None:
+        """Blocks of the pool. None: as many as the device has memory for."""
+        if self.num_blocks is not None:
+            return self.num_blocks
+        if self.cuda_device is not None and "pool_gib" not in self.model_fields_set:
+            return None
+        return int(self.pool_gib * GIB) // self.layout.block_bytes
 
     @property
     def swap_blocks(self) -> int:
@@ -117,15 +171,23 @@ def load_config(options: Mapping[str, Any], environ: Mapping[str, str], file: Pa
     try:
         config = ServeConfig.model_validate(values)
     except ValidationError as error:
-        first = error.errors()[0]
-        field = str(first["loc"][0])
-        raise InvalidArgumentError(f"{first['msg']} ({origin.get(field, 'default')})", field=field) from None
-    if config.pool_blocks < 1:
+        field, message = _first_error(error)
+        raise InvalidArgumentError(f"{message} ({origin.get(field, 'default')})", field=field) from None
+    if config.pool_blocks == 0:
         raise InvalidArgumentError(
             f"no block fits: a block is {config.layout.block_bytes} bytes, pool_gib is {config.pool_gib}",
             field="pool_gib",
         )
     return config
+
+
+def _first_error(error: ValidationError) -> tuple[str, str]:
+    """Field and message; where several fields do not go together, the message begins with the one to name."""
+    first = error.errors()[0]
+    if first["loc"]:
+        return str(first["loc"][0]), first["msg"]
+    field, _, message = first["msg"].removeprefix("Value error, ").partition(": ")
+    return field, message
 
 
 def _read_file(file: Path | None) -> dict[str, Any]:

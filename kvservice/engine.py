@@ -1,49 +1,39 @@
-"""The only place where bookkeeping meets bytes: takes a plan from blocks/ and applies it to pool/ through ops/.
+"""The only place where bookkeeping meets bytes: takes a plan from blocks/ and hands it to the device.
 
-Bookkeeping is done at once, on the event loop. The bytes of a plan are moved in the order in which the plans were made
-(`ByteQueue`), so that a block which one sequence gives up and another gets is never written before it has been read.
+Bookkeeping is done at once, on the event loop. The device applies the plans in the order in which they were made, so
+that a block which one sequence gives up and another gets is never written before it has been read.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from kvservice import ops
 from kvservice.blocks import BlockManager, BlocksConfig, SequenceSpace, Step, SwapPlan
-from kvservice.bytequeue import ByteQueue
 from kvservice.config import ServeConfig
+from kvservice.devices import AttentionOptions, BlockSparse, Device
 from kvservice.errors import InvalidArgumentError, KVServiceError, ResourceExhaustedError
-from kvservice.pool.cpu import CpuPool
+from kvservice.pool.layout import TENSOR_DTYPES
 
 Array = np.ndarray[Any, Any]
 
 
-@dataclass(frozen=True)
-class AttentionOptions:
-    """How scores are made. `scale` None: 1/sqrt(head_size). `sliding_window`, `logits_soft_cap` 0: off."""
-
-    scale: float | None = None
-    sliding_window: int = 0
-    logits_soft_cap: float = 0.0
-    alibi_slopes: Array | None = None
-
-
 class Engine:
-    """Owner of the block tables and of the pools that they speak of."""
+    """Owner of the block tables, and of the device with the pools that they speak of."""
 
-    def __init__(self, config: ServeConfig) -> None:
+    def __init__(self, config: ServeConfig, device: Device) -> None:
         self.layout = config.layout
-        self.manager = _make_manager(config)
-        self.pool = CpuPool(self.layout, config.pool_blocks)
-        self.swap_pool = CpuPool(self.layout, config.swap_blocks, "kvservice-swap")
-        self.queue = ByteQueue()
-        if config.num_threads:
-            ops.set_num_threads(config.num_threads)
+        self.tensor_dtype = TENSOR_DTYPES[config.dtype]
+        self.device = device
+        self.manager = _make_manager(config, device)
+
+    @property
+    def tensor_token_bytes(self) -> int:
+        """Bytes of K/V of one token, over all layers, as tensors."""
+        return self.layout.token_bytes // self.layout.numpy_dtype.itemsize * self.tensor_dtype.itemsize
 
     def append(
         self,
@@ -65,23 +55,17 @@ class Engine:
 
     def _copy_on_write(self, step: Step) -> None:
         if len(step.copies):
-            self._copy(self.pool, self.pool, step.copies.src, step.copies.dst)
+            self.device.copy(step.copies.src, step.copies.dst)
 
     def swap_out(self, space: SequenceSpace, sequence_ids: Array) -> SwapPlan:
         plan = self.manager.swap_out(space, sequence_ids)
-        self._copy(self.pool, self.swap_pool, plan.src, plan.dst)
+        self.device.swap_out(plan.src, plan.dst)
         return plan
 
     def swap_in(self, space: SequenceSpace, sequence_ids: Array) -> SwapPlan:
         plan = self.manager.swap_in(space, sequence_ids)
-        self._copy(self.swap_pool, self.pool, plan.src, plan.dst)
+        self.device.swap_in(plan.src, plan.dst)
         return plan
-
-    def _copy(self, source: CpuPool, target: CpuPool, src_ids: Array, dst_ids: Array) -> None:
-        self.queue.post(
-            lambda: ops.copy_blocks(source.blocks, target.blocks, src_ids, dst_ids),
-            num_bytes=len(src_ids) * self.layout.block_bytes,
-        )
 
     async def attend(
         self,
@@ -97,36 +81,18 @@ class Engine:
         """Write one layer's K/V of a step, then attend.
 
         `query` `[num_tokens, num_heads, head_size]`, `key` and `value` `[num_tokens, num_kv_heads, head_size]`, of the
-        pool's dtype. Returns the output, shaped as `query`, and the log-sum-exp, float32
+        tensors' type. Returns the output, shaped as `query`, and the log-sum-exp, float32
         `[num_tokens, num_heads]`, or None.
         """
         step = self.manager.check_layer(space, step_id, layer)
         num_tokens = len(step.slot_mapping)
         self._check_query(query, num_tokens)
         self._check_kv(key, value, (num_tokens,))
-        check_options(options, query.shape[1])
-        block_tables = step.block_tables
+        self.check_options(options, query.shape[1])
+        done = self.device.attend(step, layer, query, key, value, options)
         self.manager.mark_layer(space, step_id, layer)
-
-        def work() -> tuple[Array, Array | None]:
-            ops.write_kv(self.pool.blocks, layer, step.slot_mapping, key, value)
-            output, lse = ops.attention(
-                self.pool.blocks,
-                layer,
-                query,
-                step.query_lens,
-                block_tables,
-                step.context_lens,
-                scale=options.scale,
-                sliding_window=options.sliding_window,
-                logits_soft_cap=options.logits_soft_cap,
-                alibi_slopes=options.alibi_slopes,
-                return_lse=True,
-            )
-            return output, lse if return_lse else None
-
-        scores = int((step.query_lens.astype(np.int64) * step.context_lens).sum())
-        return await self.queue.run(work, num_bytes=scores * query[0].nbytes)
+        output, lse = await done
+        return output, lse if return_lse else None
 
     async def write(self, space: SequenceSpace, step_id: int, layer: int | None, key: Array, value: Array) -> None:
         """Write a step's K/V without attention: `[num_tokens, num_kv_heads, head_size]` for one layer,
@@ -134,19 +100,14 @@ class Engine:
         if layer is None:
             step = self.manager.check_all_layers(space, step_id)
             self._check_kv(key, value, (self.layout.num_layers, len(step.slot_mapping)))
+            done = self.device.write(step, range(self.layout.num_layers), key, value)
             self.manager.mark_all_layers(space, step_id)
         else:
             step = self.manager.check_layer(space, step_id, layer)
             self._check_kv(key, value, (len(step.slot_mapping),))
+            done = self.device.write(step, (layer,), key[None], value[None])
             self.manager.mark_layer(space, step_id, layer)
-        layers = range(self.layout.num_layers) if layer is None else (layer,)
-        keys, values = (key, value) if layer is None else (key[None], value[None])
-
-        def work() -> None:
-            for index, number in enumerate(layers):
-                ops.write_kv(self.pool.blocks, number, step.slot_mapping, keys[index], values[index])
-
-        await self.queue.run(work, num_bytes=key.nbytes * 2)
+        await done
 
     async def read(
         self, space: SequenceSpace, ranges: Sequence[tuple[int, int, int]], layer: int | None
@@ -161,15 +122,8 @@ class Engine:
             raise InvalidArgumentError(f"{layer} is not below {self.layout.num_layers}", field="layer")
         slots = np.concatenate([self._range_slots(space, i, token_range) for i, token_range in enumerate(ranges)])
         layers = range(self.layout.num_layers) if layer is None else (layer,)
-
-        def work() -> tuple[Array, Array]:
-            parts = [ops.read_kv(self.pool.blocks, n, slots, head_size=self.layout.head_size) for n in layers]
-            if layer is not None:
-                return parts[0]
-            return np.stack([part[0] for part in parts]), np.stack([part[1] for part in parts])
-
-        num_bytes = len(slots) * self.layout.token_bytes // self.layout.num_layers * len(layers)
-        return await self.queue.run(work, num_bytes=num_bytes)
+        key, value = await self.device.read(layers, slots)
+        return (key, value) if layer is None else (key[0], value[0])
 
     def _range_slots(self, space: SequenceSpace, index: int, token_range: tuple[int, int, int]) -> Array:
         try:
@@ -201,18 +155,23 @@ class Engine:
                 )
 
     def _check_dtype(self, array: Array, name: str) -> None:
-        if array.dtype != self.layout.numpy_dtype:
-            raise InvalidArgumentError(f"is {array.dtype}, the pool is {self.layout.dtype}", field=f"{name}.data_type")
+        if array.dtype != self.tensor_dtype:
+            raise InvalidArgumentError(f"is {array.dtype}, must be {self.tensor_dtype}", field=f"{name}.data_type")
+
+    def check_options(self, options: AttentionOptions, num_heads: int | None) -> None:
+        """Raise InvalidArgumentError naming the option that no attention can be computed with here."""
+        _check_options(options, num_heads)
+        self.device.check_options(options)
 
 
-def _make_manager(config: ServeConfig) -> BlockManager:
+def _make_manager(config: ServeConfig, device: Device) -> BlockManager:
     try:
         return BlockManager(
             BlocksConfig(
-                num_blocks=config.pool_blocks,
+                num_blocks=device.num_blocks,
                 block_size=config.block_size,
                 num_layers=config.num_layers,
-                num_swap_blocks=config.swap_blocks,
+                num_swap_blocks=device.num_swap_blocks,
                 watermark=config.watermark,
                 enable_prefix_caching=config.enable_prefix_caching,
                 max_sequences=config.max_sequences,
@@ -228,8 +187,7 @@ def _make_manager(config: ServeConfig) -> BlockManager:
         ) from None
 
 
-def check_options(options: AttentionOptions, num_heads: int | None) -> None:
-    """Raise InvalidArgumentError naming the option that no attention can be computed with."""
+def _check_options(options: AttentionOptions, num_heads: int | None) -> None:
     if options.scale is not None and not math.isfinite(options.scale):
         raise InvalidArgumentError(f"{options.scale} is not finite", field="options.scale")
     if options.sliding_window < 0:
@@ -241,3 +199,14 @@ def check_options(options: AttentionOptions, num_heads: int | None) -> None:
         raise InvalidArgumentError(f"{len(slopes)} slopes for {num_heads} heads", field="options.alibi_slopes")
     if slopes is not None and not np.isfinite(slopes).all():
         raise InvalidArgumentError("not finite", field="options.alibi_slopes")
+    if options.block_sparse is not None:
+        _check_block_sparse(options.block_sparse)
+
+
+def _check_block_sparse(sparse: BlockSparse) -> None:
+    least = {"vert_stride": 1, "local_blocks": 0, "block_size": 1, "tp_rank": 0}
+    for name, bound in least.items():
+        if getattr(sparse, name) < bound:
+            raise InvalidArgumentError(
+                f"{getattr(sparse, name)} is less than {bound}", field=f"options.block_sparse.{name}"
+            )

@@ -40,6 +40,13 @@ def test_an_option_wins_over_the_environment_and_that_over_the_file(tmp_path: Pa
         ({"tcp_address": "localhost"}, {}, "", "tcp_address", "option"),
         ({"metrics_address": "localhost:99999"}, {}, "", "metrics_address", "option"),
         ({"unix_socket_mode": "rw"}, {}, "", "unix_socket_mode", "option"),
+        ({"device": "gpu"}, {}, "", "device", "option"),
+        ({"device": "cuda:"}, {}, "", "device", "option"),
+        ({"gpu_memory_utilization": 0}, {}, "", "gpu_memory_utilization", "option"),
+        ({"gpu_memory_utilization": 1.1}, {}, "", "gpu_memory_utilization", "option"),
+        ({"kv_cache_dtype": "int4"}, {}, "", "kv_cache_dtype", "option"),
+        ({"kv_cache_dtype": "fp8", "head_size": 40}, {}, "", "kv_cache_dtype", "option"),
+        ({"kv_scales": "scales.json"}, {}, "", "kv_scales", "option"),
     ],
 )
 def test_what_is_wrong_is_named_with_where_it_was_read(
@@ -74,6 +81,35 @@ def test_blocks_are_counted_from_sizes() -> None:
     assert config.layout.block_bytes == 32 * 2 * 8 * 128 * 16 * 2
     assert (config.pool_blocks, config.swap_blocks) == (512, 256)
     assert load_config({"num_blocks": 7}, {}).pool_blocks == 7
+
+
+def test_a_pool_on_a_gpu_has_its_size_from_the_memory_unless_one_is_given() -> None:
+    assert load_config({"device": "cuda"}, {}).pool_blocks is None
+    assert load_config({"device": "cuda:0", "pool_gib": 1.0}, {}).pool_blocks == 512
+    assert load_config({"device": "cuda:0", "num_blocks": 7}, {}).pool_blocks == 7
+
+
+@pytest.mark.parametrize(
+    ("device", "named", "number"), [("cpu", "cpu", None), ("cuda", "cuda:0", 0), ("cuda:3",) * 2 + (3,)]
+)
+def test_devices(device: str, named: str, number: int | None) -> None:
+    config = load_config({"device": device}, {})
+    assert (config.device, config.cuda_device) == (named, number)
+
+
+@pytest.mark.parametrize(
+    ("name", "stored", "item_bytes"),
+    [
+        ("auto", "bfloat16", 2),
+        ("fp8", "float8_e4m3fn", 1),
+        ("fp8_e4m3", "float8_e4m3fn", 1),
+        ("fp8_e5m2", "float8_e5m2", 1),
+    ],
+)
+def test_what_is_stored(name: str, stored: str, item_bytes: int) -> None:
+    config = load_config({"kv_cache_dtype": name, "dtype": "bfloat16"}, {})
+    assert config.layout.dtype == stored
+    assert config.layout.block_bytes == 32 * 2 * 8 * 128 * 16 * item_bytes
 
 
 def test_the_configuration_cannot_be_changed() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvservice.errors import InvalidArgumentError
-from kvservice.pool.layout import DTYPES
+from kvservice.pool.layout import TENSOR_DTYPES
 from kvservice.v1 import tensor_pb2
 from kvservice.wire.tensors import Array, put_tensor, to_array
 
@@ -19,8 +19,8 @@ Tensor = Any
 def put(tensor: Tensor, message: tensor_pb2.Tensor, field: str) -> None:
     """Put a caller's tensor into a message's field."""
     array = _as_array(tensor, field)
-    if array.dtype not in DTYPES.values():
-        raise InvalidArgumentError(f"is {array.dtype}, not one of {', '.join(DTYPES)}", field=field)
+    if array.dtype not in TENSOR_DTYPES.values():
+        raise InvalidArgumentError(f"is {array.dtype}, not one of {', '.join(TENSOR_DTYPES)}", field=field)
     put_tensor(array, message)
 
 
@@ -30,7 +30,7 @@ def from_message(message: tensor_pb2.Tensor, like: Tensor, field: str) -> Tensor
     if not _is_torch(like):
         return array
     torch = sys.modules["torch"]
-    if array.dtype == DTYPES["bfloat16"]:
+    if array.dtype == TENSOR_DTYPES["bfloat16"]:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
 
@@ -46,7 +46,7 @@ def _as_array(tensor: Tensor, field: str) -> Array:
     tensor = tensor.detach().contiguous()
     if tensor.dtype == torch.bfloat16:
         bits: Array = tensor.view(torch.int16).numpy()
-        return bits.view(DTYPES["bfloat16"])
+        return bits.view(TENSOR_DTYPES["bfloat16"])
     array: Array = tensor.numpy()
     return array
 

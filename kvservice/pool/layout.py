@@ -16,16 +16,22 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-DTYPES: dict[str, np.dtype[Any]] = {
+# What keys, values, queries and outputs can be.
+TENSOR_DTYPES: dict[str, np.dtype[Any]] = {
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
+}
+# What a pool can hold: those, and numbers of 8 bits that stand for themselves times a scale.
+DTYPES: dict[str, np.dtype[Any]] = TENSOR_DTYPES | {
+    "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
+    "float8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
 }
 
 
 @dataclass(frozen=True)
 class PoolLayout:
-    """Shape of the K/V that the pool holds: one model's. `dtype` is a key of `DTYPES`."""
+    """Shape of the K/V that the pool holds: one model's. `dtype`, a key of `DTYPES`, is the type that is stored."""
 
     num_layers: int
     num_kv_heads: int

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvservice import __version__
 from kvservice.config import ServeConfig
-from kvservice.engine import Engine, check_options
+from kvservice.engine import Engine
 from kvservice.errors import InvalidArgumentError
 from kvservice.server import codec
 from kvservice.server.sessions import Session, SessionRegistry
@@ -128,7 +128,7 @@ class Calls:
         options = codec.attention_options(request.options)
         if request.validate_only:
             self._manager.check_layer(session.space, request.step_id, request.layer)
-            check_options(options, num_heads=None)
+            self._engine.check_options(options, num_heads=None)
             return attention_pb2.AttendResponse()
         query = to_array(request.query, "query")
         # The output is as large as the query; the log-sum-exp adds at most an eighth.
@@ -170,8 +170,9 @@ class Calls:
         return response
 
     def _check_read_size(self, ranges: list[tuple[int, int, int]], layer: int | None) -> None:
-        layout = self._engine.layout
-        per_token = layout.token_bytes if layer is None else layout.token_bytes // layout.num_layers
+        per_token = self._engine.tensor_token_bytes
+        if layer is not None:
+            per_token //= self._engine.layout.num_layers
         num_tokens = sum(max(0, stop - start) for _, start, stop in ranges)
         codec.check_response_size(num_tokens * per_token, self._max_response_bytes, "ranges")
 
@@ -180,7 +181,7 @@ class OpenCalls:
     """Calls that need no session: `request -> response`."""
 
     def __init__(self, config: ServeConfig, engine: Engine, sessions: SessionRegistry) -> None:
-        self._info = codec.info_response(config, __version__)
+        self._info = codec.info_response(config, engine.device, __version__)
         self._engine = engine
         self._sessions = sessions
 

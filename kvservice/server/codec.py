@@ -11,7 +11,7 @@ import numpy as np
 
 from kvservice.blocks import AllocationRequest, AllocStatus, BlocksStats, SequenceInfo, Step
 from kvservice.config import ServeConfig
-from kvservice.engine import AttentionOptions
+from kvservice.devices import AttentionOptions, Device
 from kvservice.errors import InvalidArgumentError, KVServiceError
 from kvservice.v1 import attention_pb2, blocks_pb2, pool_pb2
 from kvservice.wire.tensors import Array, to_ints
@@ -90,7 +90,7 @@ def describe_response(sequences: Iterable[SequenceInfo]) -> blocks_pb2.DescribeR
     )
 
 
-def info_response(config: ServeConfig, version: str) -> pool_pb2.GetInfoResponse:
+def info_response(config: ServeConfig, device: Device, version: str) -> pool_pb2.GetInfoResponse:
     return pool_pb2.GetInfoResponse(
         version=version,
         device=config.device,
@@ -99,8 +99,8 @@ def info_response(config: ServeConfig, version: str) -> pool_pb2.GetInfoResponse
         head_size=config.head_size,
         dtype=config.dtype,
         block_size=config.block_size,
-        num_blocks=config.pool_blocks,
-        num_swap_blocks=config.swap_blocks,
+        num_blocks=device.num_blocks,
+        num_swap_blocks=device.num_swap_blocks,
         block_bytes=config.layout.block_bytes,
         enable_prefix_caching=config.enable_prefix_caching,
         max_sequences=config.max_sequences,

@@ -21,6 +21,7 @@ from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
 
 from kvservice.config import ServeConfig
+from kvservice.devices import open_device
 from kvservice.engine import Engine
 from kvservice.errors import KVServiceError
 from kvservice.metrics.pool import PoolCollector
@@ -42,7 +43,8 @@ class StartError(KVServiceError):
 class Daemon:
     def __init__(self, config: ServeConfig) -> None:
         self._config = config
-        self.engine = Engine(config)
+        self.device = open_device(config)
+        self.engine = Engine(config, self.device)
         self.sessions = SessionRegistry(config, self.engine.manager)
         self._metrics = CollectorRegistry()
         prometheus_client.ProcessCollector(registry=self._metrics)
@@ -64,7 +66,7 @@ class Daemon:
         loop = asyncio.get_running_loop()
         for signal_number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signal_number, self._stop.set)
-        self.engine.queue.on_fault = functools.partial(loop.call_soon_threadsafe, self._stop.set)
+        self.device.on_fault = functools.partial(loop.call_soon_threadsafe, self._stop.set)
         with contextlib.ExitStack() as cleanup:
             server = self._server()
             self._listen(server, cleanup)
@@ -74,16 +76,16 @@ class Daemon:
             await self._set_health(health_pb2.HealthCheckResponse.SERVING)
             logger.info(
                 "serving %d blocks of %d bytes on %s",
-                self._config.pool_blocks,
+                self.device.num_blocks,
                 self._config.layout.block_bytes,
                 ", ".join(filter(None, (self._config.unix_socket, self._config.tcp_address))),
             )
             await self._stop.wait()
-            if self.engine.queue.fault is None:
+            if self.device.fault is None:
                 await self._drain()
             await server.stop(grace=0.5)
-            self.engine.queue.close()
-        return EXIT_FAULT if self.engine.queue.fault is not None else 0
+            self.device.close()
+        return EXIT_FAULT if self.device.fault is not None else 0
 
     def _server(self) -> grpc.aio.Server:
         config = self._config

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from kvservice.errors import InvalidArgumentError
-from kvservice.pool.layout import DTYPES
+from kvservice.pool.layout import TENSOR_DTYPES
 from kvservice.v1 import tensor_pb2
 
 Array = np.ndarray[Any, Any]
 
-_TYPE_OF_NAME: dict[str, Any] = {name: tensor_pb2.DataType.Value("DATA_TYPE_" + name.upper()) for name in DTYPES}
-_DTYPE_OF_TYPE = {_TYPE_OF_NAME[name]: dtype for name, dtype in DTYPES.items()}
+_TYPE_OF_NAME: dict[str, Any] = {name: tensor_pb2.DataType.Value("DATA_TYPE_" + name.upper()) for name in TENSOR_DTYPES}
+_DTYPE_OF_TYPE = {_TYPE_OF_NAME[name]: dtype for name, dtype in TENSOR_DTYPES.items()}
 _TYPE_OF_DTYPE = {dtype: data_type for data_type, dtype in _DTYPE_OF_TYPE.items()}
 
 

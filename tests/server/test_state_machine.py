@@ -21,6 +21,7 @@ from kvservice import ops
 from kvservice.blocks.plans import Step
 from kvservice.client import KVClient
 from kvservice.config import ServeConfig
+from kvservice.devices.cpu import CpuDevice
 from kvservice.engine import Engine
 from kvservice.errors import KVServiceError
 from kvservice.launch import Daemon
@@ -79,8 +80,8 @@ def no_copy_on_write(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_swap(patch: pytest.MonkeyPatch) -> None:
-    right = Engine._copy
-    patch.setattr(Engine, "_copy", lambda self, a, b, *ids: right(self, a, b, *ids) if a is b else None)
+    patch.setattr(CpuDevice, "swap_out", lambda *_: None)
+    patch.setattr(CpuDevice, "swap_in", lambda *_: None)
 
 
 def wrong_layer(patch: pytest.MonkeyPatch) -> None:

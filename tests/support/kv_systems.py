@@ -14,7 +14,8 @@ from kvservice.blocks import AllocationRequest
 from kvservice.client import KVClient, Pin, Session
 from kvservice.client import Sequence as ClientSequence
 from kvservice.config import ServeConfig
-from kvservice.engine import AttentionOptions, Engine
+from kvservice.devices import AttentionOptions, open_device
+from kvservice.engine import Engine
 from kvservice.server.codec import stats_response
 
 
@@ -111,7 +112,7 @@ class EngineSystem:
     """The engine without a server."""
 
     def __init__(self, config: ServeConfig, num_sessions: int, *, check_integrity: bool = True) -> None:
-        self.engine = Engine(config)
+        self.engine = Engine(config, open_device(config))
         self.manager = self.engine.manager
         self.spaces = [self.manager.open_space() for _ in range(num_sessions)]
         self._check_integrity = check_integrity
@@ -192,5 +193,5 @@ class EngineSystem:
             for space in self.spaces:
                 self.manager.close_space(space)
         finally:
-            self.engine.queue.close()
+            self.engine.device.close()
             self._loop.close()

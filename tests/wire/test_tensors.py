@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvservice.errors import InvalidArgumentError
-from kvservice.pool.layout import DTYPES
+from kvservice.pool.layout import TENSOR_DTYPES
 from kvservice.v1 import tensor_pb2
 from kvservice.wire.tensors import put_tensor, to_array, to_ints
 
@@ -21,7 +21,7 @@ def to_tensor(array: np.ndarray) -> tensor_pb2.Tensor:
     return message
 
 
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
+@pytest.mark.parametrize("dtype", TENSOR_DTYPES.values(), ids=TENSOR_DTYPES.keys())
 @pytest.mark.parametrize("shape", [(0,), (3,), (2, 3, 4), (1,) * 8])
 def test_there_and_back(dtype: np.dtype, shape: tuple[int, ...]) -> None:
     array = np.random.default_rng(0).normal(size=shape).astype(dtype)

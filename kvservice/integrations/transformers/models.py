@@ -16,7 +16,7 @@ from kvservice.errors import FailedPreconditionError, InvalidArgumentError
 from kvservice.integrations.transformers import bloom
 from kvservice.integrations.transformers.attention import ATTENTION_NAME
 from kvservice.integrations.transformers.cache import track_passes
-from kvservice.pool.layout import DTYPES
+from kvservice.pool.layout import TENSOR_DTYPES
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
@@ -127,6 +127,6 @@ def _kv_shape(config: PreTrainedConfig) -> tuple[int, int]:
 
 def _dtype_name(dtype: torch.dtype | str) -> str:
     name = str(dtype).removeprefix("torch.")
-    if name not in DTYPES:
-        raise InvalidArgumentError(f"{name} is none of {', '.join(DTYPES)}", field="dtype")
+    if name not in TENSOR_DTYPES:
+        raise InvalidArgumentError(f"{name} is none of {', '.join(TENSOR_DTYPES)}", field="dtype")
     return name

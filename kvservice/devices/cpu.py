@@ -1,0 +1,144 @@
+"""The pool in host memory, computed on by the processor."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+
+import numpy as np
+
+from kvservice import ops
+from kvservice.blocks import Step
+from kvservice.config import ServeConfig
+from kvservice.devices.base import Array, AttentionOptions, Int32, Int64
+from kvservice.devices.bytequeue import ByteQueue
+from kvservice.errors import InvalidArgumentError
+from kvservice.pool.cpu import CpuPool
+
+# Work below this is done on the event loop at once if nothing is queued: a hop to a thread and back costs more.
+INLINE_BYTES = 2 << 20
+
+
+class CpuDevice:
+    """A `Device`. One thread does what is too long for the event loop; the kernels have threads of their own."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        if config.kv_cache_dtype != "auto":
+            raise InvalidArgumentError(
+                f"the CPU's kernels have no {config.kv_cache_dtype}: use auto", field="kv_cache_dtype"
+            )
+        num_blocks = config.pool_blocks
+        assert num_blocks is not None, "on the CPU the pool's size is always given"
+        self.layout = config.layout
+        self.num_blocks = num_blocks
+        self.num_swap_blocks = config.swap_blocks
+        self.pool = CpuPool(self.layout, self.num_blocks)
+        self.swap_pool = CpuPool(self.layout, self.num_swap_blocks, "kvservice-swap")
+        self.memory_bytes = {"pool": self.pool.num_bytes, "swap": self.swap_pool.num_bytes}
+        self._queue = ByteQueue()
+        self._batch_invariant = config.batch_invariant
+        if config.num_threads:
+            ops.set_num_threads(config.num_threads)
+
+    @property
+    def fault(self) -> BaseException | None:
+        return self._queue.fault
+
+    @property
+    def on_fault(self) -> Callable[[], object]:
+        return self._queue.on_fault
+
+    @on_fault.setter
+    def on_fault(self, call: Callable[[], object]) -> None:
+        self._queue.on_fault = call
+
+    def check_options(self, options: AttentionOptions) -> None:
+        if options.block_sparse is not None:
+            raise InvalidArgumentError("the CPU's kernels have no such pattern", field="options.block_sparse")
+
+    def copy(self, src_ids: Int32, dst_ids: Int32) -> None:
+        self._copy(self.pool, self.pool, src_ids, dst_ids)
+
+    def swap_out(self, src_ids: Int32, dst_ids: Int32) -> None:
+        self._copy(self.pool, self.swap_pool, src_ids, dst_ids)
+
+    def swap_in(self, src_ids: Int32, dst_ids: Int32) -> None:
+        self._copy(self.swap_pool, self.pool, src_ids, dst_ids)
+
+    def _copy(self, source: CpuPool, target: CpuPool, src_ids: Int32, dst_ids: Int32) -> None:
+        self._queue.post(
+            lambda: ops.copy_blocks(source.blocks, target.blocks, src_ids, dst_ids),
+            inline=len(src_ids) * self.layout.block_bytes <= INLINE_BYTES,
+        )
+
+    def attend(
+        self, step: Step, layer: int, query: Array, key: Array, value: Array, options: AttentionOptions
+    ) -> Awaitable[tuple[Array, Array]]:
+        block_tables = step.block_tables  # now: they are valid for as long as the step is live
+
+        def work() -> tuple[Array, Array]:
+            ops.write_kv(self.pool.blocks, layer, step.slot_mapping, key, value)
+            if self._batch_invariant:
+                return self._attend_one_by_one(step, block_tables, layer, query, options)
+            return self._attend(layer, query, step.query_lens, block_tables, step.context_lens, options)
+
+        scores = int((step.query_lens.astype(np.int64) * step.context_lens).sum())
+        return self._queue.run(work, inline=scores * query[0].nbytes <= INLINE_BYTES)
+
+    def _attend(
+        self,
+        layer: int,
+        query: Array,
+        query_lens: Int32,
+        block_tables: Int32,
+        context_lens: Int32,
+        options: AttentionOptions,
+    ) -> tuple[Array, Array]:
+        return ops.attention(
+            self.pool.blocks,
+            layer,
+            query,
+            query_lens,
+            block_tables,
+            context_lens,
+            scale=options.scale,
+            sliding_window=options.sliding_window,
+            logits_soft_cap=options.logits_soft_cap,
+            alibi_slopes=options.alibi_slopes,
+            return_lse=True,
+        )
+
+    def _attend_one_by_one(
+        self, step: Step, block_tables: Int32, layer: int, query: Array, options: AttentionOptions
+    ) -> tuple[Array, Array]:
+        """How a call's work is split among threads follows from all of it, and sums from how they are split."""
+        ends = np.cumsum(step.query_lens)
+        parts = [
+            self._attend(
+                layer,
+                query[end - step.query_lens[i] : end],
+                step.query_lens[i : i + 1],
+                block_tables[i : i + 1],
+                step.context_lens[i : i + 1],
+                options,
+            )
+            for i, end in enumerate(ends.tolist())
+        ]
+        return np.concatenate([output for output, _ in parts]), np.concatenate([lse for _, lse in parts])
+
+    def write(self, step: Step, layers: Sequence[int], keys: Array, values: Array) -> Awaitable[None]:
+        def work() -> None:
+            for index, layer in enumerate(layers):
+                ops.write_kv(self.pool.blocks, layer, step.slot_mapping, keys[index], values[index])
+
+        return self._queue.run(work, inline=keys.nbytes * 2 <= INLINE_BYTES)
+
+    def read(self, layers: Sequence[int], slots: Int64) -> Awaitable[tuple[Array, Array]]:
+        def work() -> tuple[Array, Array]:
+            parts = [ops.read_kv(self.pool.blocks, n, slots, head_size=self.layout.head_size) for n in layers]
+            return np.stack([key for key, _ in parts]), np.stack([value for _, value in parts])
+
+        num_bytes = len(slots) * self.layout.token_bytes // self.layout.num_layers * len(layers)
+        return self._queue.run(work, inline=num_bytes <= INLINE_BYTES)
+
+    def close(self) -> None:
+        self._queue.close()
