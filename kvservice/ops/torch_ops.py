@@ -1,11 +1,18 @@
 """The operations as torch custom ops: `torch.ops.kvservice.{write_kv,read_kv,attention,attention_lse,copy_blocks}`.
 
-For CPU tensors, by the kernels of `kvservice.ops.cpu` on the tensors' own memory. Importing this module registers them;
-it is the only one of `kvservice.ops` that imports torch. `torch.compile` sees through them by their fake kernels.
+For CPU tensors by the kernels of `kvservice.ops.cpu`, for CUDA tensors by those of `kvservice.ops.cuda` on the current
+stream, on the tensors' own memory. Importing this module registers them; it and `torch_cuda` are the only ones of
+`kvservice.ops` that import torch. `torch.compile` sees through them by their fake kernels.
+
+Only CUDA kernels take 8-bit pools (with `k_scale`, `v_scale`) and `block_sparse`, the fields of
+`kvservice.ops.cuda.BlockSparse` in their order; the CPU's refuse them. `max_query_len` and `batch_invariant` are for
+CUDA too, on the CPU they change nothing. On CUDA, `max_query_len` not given is read back from `query_lens`: that waits
+for the stream, and cannot be captured in a graph.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import ml_dtypes
@@ -14,46 +21,58 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvservice.ops import cpu
+from kvservice.errors import InvalidArgumentError
+from kvservice.ops import cpu, torch_cuda
+
+# Dtypes that torch does not hand to NumPy: an integer type of their size, and their name there.
+_BY_WAY_OF: dict[torch.dtype, tuple[torch.dtype, Any]] = {
+    torch.bfloat16: (torch.int16, ml_dtypes.bfloat16),
+    torch.float8_e4m3fn: (torch.int8, ml_dtypes.float8_e4m3fn),
+    torch.float8_e5m2: (torch.int8, ml_dtypes.float8_e5m2),
+}
 
 
 def as_numpy(tensor: Tensor) -> npt.NDArray[Any]:
-    """A view of a CPU tensor's memory; bfloat16, which torch does not hand to NumPy, by way of int16."""
+    """A view of a CPU tensor's memory, bfloat16 and the 8-bit types as those of `ml_dtypes`."""
     tensor = tensor.detach()
-    if tensor.dtype == torch.bfloat16:
-        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    if tensor.dtype in _BY_WAY_OF:
+        integer, dtype = _BY_WAY_OF[tensor.dtype]
+        return tensor.view(integer).numpy().view(dtype)
     array: npt.NDArray[Any] = tensor.numpy()
     return array
 
 
-def _options(
-    scale: float | None, sliding_window: int, logits_soft_cap: float, alibi_slopes: Tensor | None
-) -> dict[str, Any]:
-    return {
-        "scale": scale,
-        "sliding_window": sliding_window,
-        "logits_soft_cap": logits_soft_cap,
-        "alibi_slopes": None if alibi_slopes is None else as_numpy(alibi_slopes),
-    }
-
-
 @torch.library.custom_op("kvservice::write_kv", mutates_args=("pool",), device_types="cpu")
-def write_kv(pool: Tensor, layer: int, slot_mapping: Tensor, key: Tensor, value: Tensor) -> None:
+def write_kv(
+    pool: Tensor,
+    layer: int,
+    slot_mapping: Tensor,
+    key: Tensor,
+    value: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
     """As `kvservice.ops.write_kv`."""
+    _refuse(k_scale=k_scale, v_scale=v_scale)
     cpu.write_kv(as_numpy(pool), layer, as_numpy(slot_mapping), as_numpy(key), as_numpy(value))
 
 
 @torch.library.custom_op("kvservice::read_kv", mutates_args=(), device_types="cpu")
-def read_kv(pool: Tensor, layer: int, slots: Tensor, head_size: int) -> tuple[Tensor, Tensor]:
-    """As `kvservice.ops.read_kv`."""
+def read_kv(
+    pool: Tensor,
+    layer: int,
+    slots: Tensor,
+    head_size: int,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As `kvservice.ops.read_kv`. `dtype` is that of the result: the pool's, unless that is an 8-bit one."""
+    _refuse(k_scale=k_scale, v_scale=v_scale)
+    if dtype not in (None, pool.dtype):
+        raise InvalidArgumentError(f"is {dtype}, the pool's is {pool.dtype}", field="dtype")
     key, value = cpu.read_kv(as_numpy(pool), layer, as_numpy(slots), head_size=head_size)
     return _as_tensor(key, pool.dtype), _as_tensor(value, pool.dtype)
-
-
-@read_kv.register_fake
-def _(pool: Tensor, layer: int, slots: Tensor, head_size: int) -> tuple[Tensor, Tensor]:  # noqa: ARG001
-    shape = (slots.shape[0], pool.shape[3], head_size)
-    return pool.new_empty(shape), pool.new_empty(shape)
 
 
 @torch.library.custom_op("kvservice::attention", mutates_args=(), device_types="cpu")
@@ -68,18 +87,19 @@ def attention(
     sliding_window: int = 0,
     logits_soft_cap: float = 0.0,
     alibi_slopes: Tensor | None = None,
+    max_query_len: int | None = None,  # noqa: ARG001
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    block_sparse: Sequence[int] | None = None,
+    batch_invariant: bool = False,  # noqa: ARG001
 ) -> Tensor:
     """As `kvservice.ops.attention`."""
+    _refuse(k_scale=k_scale, v_scale=v_scale, block_sparse=block_sparse)
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     arrays = (as_numpy(query_lens), as_numpy(block_tables), as_numpy(context_lens))
     options = _options(scale, sliding_window, logits_soft_cap, alibi_slopes)
     cpu.attention(as_numpy(pool), layer, as_numpy(query), *arrays, out=as_numpy(out), **options)
     return out
-
-
-@attention.register_fake
-def _(pool: Tensor, layer: int, query: Tensor, *_arguments: object) -> Tensor:  # noqa: ARG001
-    return torch.empty_like(query, memory_format=torch.contiguous_format)
 
 
 @torch.library.custom_op("kvservice::attention_lse", mutates_args=(), device_types="cpu")
@@ -94,8 +114,14 @@ def attention_lse(
     sliding_window: int = 0,
     logits_soft_cap: float = 0.0,
     alibi_slopes: Tensor | None = None,
+    max_query_len: int | None = None,  # noqa: ARG001
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    block_sparse: Sequence[int] | None = None,
+    batch_invariant: bool = False,  # noqa: ARG001
 ) -> tuple[Tensor, Tensor]:
     """As `kvservice.ops.attention` with `return_lse`: a torch op's number of results is fixed."""
+    _refuse(k_scale=k_scale, v_scale=v_scale, block_sparse=block_sparse)
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     arrays = (as_numpy(query_lens), as_numpy(block_tables), as_numpy(context_lens))
     options = _options(scale, sliding_window, logits_soft_cap, alibi_slopes)
@@ -105,15 +131,11 @@ def attention_lse(
     return out, torch.from_numpy(lse)
 
 
-@attention_lse.register_fake
-def _(pool: Tensor, layer: int, query: Tensor, *_arguments: object) -> tuple[Tensor, Tensor]:  # noqa: ARG001
-    out = torch.empty_like(query, memory_format=torch.contiguous_format)
-    return out, query.new_empty(query.shape[:2], dtype=torch.float32)
-
-
 @torch.library.custom_op("kvservice::copy_blocks", mutates_args=("dst_pool",), device_types="cpu")
 def copy_blocks(src_pool: Tensor, dst_pool: Tensor, src_ids: Tensor, dst_ids: Tensor) -> None:
-    """As `kvservice.ops.copy_blocks`, between two pools."""
+    """As `kvservice.ops.copy_blocks`, between two pools. Where one of them is a CUDA tensor, the other may be a pinned
+    CPU tensor; the ids are CPU tensors.
+    """
     cpu.copy_blocks(as_numpy(src_pool), as_numpy(dst_pool), as_numpy(src_ids), as_numpy(dst_ids))
 
 
@@ -124,6 +146,60 @@ def copy_blocks_(pool: Tensor, src_ids: Tensor, dst_ids: Tensor) -> None:
     """
     array = as_numpy(pool)
     cpu.copy_blocks(array, array, as_numpy(src_ids), as_numpy(dst_ids))
+
+
+@read_kv.register_fake
+def _(
+    pool: Tensor,
+    layer: int,  # noqa: ARG001
+    slots: Tensor,
+    head_size: int,
+    k_scale: Tensor | None = None,  # noqa: ARG001
+    v_scale: Tensor | None = None,  # noqa: ARG001
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    shape = (slots.shape[0], pool.shape[3], head_size)
+    return pool.new_empty(shape, dtype=dtype), pool.new_empty(shape, dtype=dtype)
+
+
+@attention.register_fake
+def _(pool: Tensor, layer: int, query: Tensor, *_arguments: object) -> Tensor:  # noqa: ARG001
+    return torch.empty_like(query, memory_format=torch.contiguous_format)
+
+
+@attention_lse.register_fake
+def _(pool: Tensor, layer: int, query: Tensor, *_arguments: object) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    return out, query.new_empty(query.shape[:2], dtype=torch.float32)
+
+
+for _op, _kernel in (
+    (write_kv, torch_cuda.write_kv),
+    (read_kv, torch_cuda.read_kv),
+    (attention, torch_cuda.attention),
+    (attention_lse, torch_cuda.attention_lse),
+    (copy_blocks, torch_cuda.copy_blocks),
+    (copy_blocks_, torch_cuda.copy_blocks_),
+):
+    _op.register_kernel("cuda", _kernel)
+
+
+def _options(
+    scale: float | None, sliding_window: int, logits_soft_cap: float, alibi_slopes: Tensor | None
+) -> dict[str, Any]:
+    return {
+        "scale": scale,
+        "sliding_window": sliding_window,
+        "logits_soft_cap": logits_soft_cap,
+        "alibi_slopes": None if alibi_slopes is None else as_numpy(alibi_slopes),
+    }
+
+
+def _refuse(**arguments: object) -> None:
+    """The arguments that only CUDA kernels take."""
+    for name, argument in arguments.items():
+        if argument is not None:
+            raise InvalidArgumentError("the CPU kernels do not take it", field=name)
 
 
 def _as_tensor(array: npt.NDArray[Any], dtype: torch.dtype) -> Tensor:

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from attention_reference import DTYPES, Batch, Case, check, make_batch
 
+from kvservice.errors import InvalidArgumentError
+
 torch = pytest.importorskip("torch")
 
 from kvservice.ops import torch_ops  # noqa: E402  torch may be missing
@@ -58,6 +60,46 @@ OPS = ("attention", "attention_lse", "write_kv", "read_kv", "copy_blocks", "copy
 @pytest.mark.parametrize("name", OPS)
 def test_opcheck(name: str) -> None:
     torch.library.opcheck(getattr(torch.ops.kvservice, name).default, arguments_of(name))
+
+
+CUDA_ONLY: dict[str, dict[str, Any]] = {
+    "k_scale": {"k_scale": torch.ones(2)},
+    "v_scale": {"v_scale": torch.ones(2)},
+    "block_sparse": {"block_sparse": [2, 1, 16]},
+}
+
+
+@pytest.mark.parametrize("field", CUDA_ONLY)
+@pytest.mark.parametrize("name", ["attention", "attention_lse", "write_kv", "read_kv"])
+def test_the_cpu_refuses_what_its_kernels_have_not(name: str, field: str) -> None:
+    if field == "block_sparse" and "attention" not in name:
+        pytest.skip("no such argument")
+    with pytest.raises(InvalidArgumentError) as raised:
+        getattr(torch.ops.kvservice, name)(*arguments_of(name), **CUDA_ONLY[field])
+    assert raised.value.field == field
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_the_cpu_refuses_8_bit_pools(dtype: Any) -> None:
+    pool, *rest = arguments_of("attention")
+    with pytest.raises(InvalidArgumentError, match="float8.*expected float32, float16 or bfloat16") as raised:
+        torch.ops.kvservice.attention(pool.to(dtype), *rest)
+    assert raised.value.field == "pool"
+
+
+def test_what_is_read_has_the_dtype_of_the_pool() -> None:
+    arguments = arguments_of("read_kv")
+    key, _ = torch.ops.kvservice.read_kv(*arguments, dtype=torch.float32)
+    assert torch.equal(key, torch.ops.kvservice.read_kv(*arguments)[0])
+    with pytest.raises(InvalidArgumentError) as raised:
+        torch.ops.kvservice.read_kv(*arguments, dtype=torch.float16)
+    assert raised.value.field == "dtype"
+
+
+def test_what_is_for_cuda_alone_changes_nothing() -> None:
+    arguments = arguments_of("attention")
+    out = torch.ops.kvservice.attention(*arguments, max_query_len=3, batch_invariant=True)
+    assert torch.equal(out, torch.ops.kvservice.attention(*arguments))
 
 
 def write_and_attend(pool: Any, layer: int, slots: Any, key: Any, query: Any, ids: Any, *lens: Any) -> tuple[Any, ...]:
