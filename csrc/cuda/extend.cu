@@ -1,0 +1,94 @@
+// Attention of many query tokens a sequence: which kernel, and its arguments.
+#include <algorithm>
+
+#include "cuda/extend.cuh"
+#include "cuda/extend_mma.cuh"
+#include "errors.h"
+
+namespace kvservice {
+namespace extend {
+namespace {
+
+// The second half of the counters; the decode kernel has the first.
+constexpr int64_t kCountersOffset = kCounterBytes / 2;
+
+bool is_16_bit(DType dtype) { return dtype == DType::kFloat16 || dtype == DType::kBFloat16; }
+
+int log2_of(int64_t power) {
+  int shift = 0;
+  while ((int64_t{1} << shift) < power) ++shift;
+  return shift;
+}
+
+Args make_args(const AttentionParams& p, const CudaLaunch& launch, QueryLens lens) {
+  const PoolView& pool = p.pool;
+  Args a{};
+  a.pool = pool.data + p.layer * pool.layer_bytes();
+  a.block_bytes = pool.block_bytes();
+  a.head_bytes = pool.head_bytes();
+  a.value_offset = pool.num_kv_heads * pool.head_bytes();
+  a.query = p.query;
+  a.out = p.out;
+  a.lse = p.lse;
+  a.query_lens = p.query_lens;
+  a.block_tables = p.block_tables;
+  a.context_lens = p.context_lens;
+  a.alibi_slopes = p.alibi_slopes;
+  a.k_scale = p.k_scale;
+  a.v_scale = p.v_scale;
+  a.num_seqs = p.num_seqs;
+  a.max_blocks = p.max_blocks;
+  a.min_query_len = static_cast<int>(lens.min);
+  a.max_query_len = static_cast<int>(lens.max);
+  a.num_heads = static_cast<int>(p.num_heads);
+  a.num_kv_heads = static_cast<int>(pool.num_kv_heads);
+  a.group = static_cast<int>(p.group_size());
+  a.head_size = static_cast<int>(pool.head_size);
+  a.block_shift = log2_of(pool.block_size);
+  a.sliding_window = static_cast<int>(p.sliding_window);
+  a.scale = p.scale;
+  a.soft_cap = p.soft_cap;
+  a.dtype = p.dtype;
+  a.pool_dtype = pool.dtype;
+  a.counters = reinterpret_cast<int*>(static_cast<char*>(launch.workspace.data) + kCountersOffset);
+  return a;
+}
+
+// The most tiles of `rows` rows that the query tokens can make up.
+int64_t max_tiles(const AttentionParams& p, int64_t rows) {
+  return (p.num_tokens * p.group_size() / rows + std::min(p.num_seqs, p.num_tokens)) * p.pool.num_kv_heads;
+}
+
+}  // namespace
+
+void launch_mma(const Args& args, cudaStream_t stream, int64_t tiles) {
+  if (is_float8(args.pool_dtype)) {
+    launch_mma_float8(args, stream, tiles);
+  } else if (args.pool_dtype == DType::kBFloat16) {
+    launch_mma_bfloat16(args, stream, tiles);
+  } else {
+    launch_mma_half(args, stream, tiles);
+  }
+}
+
+}  // namespace extend
+
+bool extend_takes(const AttentionParams& p) {
+  const PoolView& pool = p.pool;
+  const bool types = extend::is_16_bit(p.dtype) && (pool.dtype == p.dtype || is_float8(pool.dtype));
+  const bool head = pool.head_size >= 16 && pool.head_size <= 256 && pool.head_size % 16 == 0;
+  const bool block = pool.block_size >= 8 && pool.block_size <= 256 && (pool.block_size & (pool.block_size - 1)) == 0;
+  return types && head && block && !p.sparse.on() && current_device_facts().major >= 8;
+}
+
+int64_t extend_workspace_bytes(const AttentionParams&) { return kCounterBytes; }
+
+void extend_attention(const AttentionParams& p, const CudaLaunch& launch, QueryLens lens) {
+  require(extend_takes(p), "kernel", "the extend kernel does not take these shapes, types or options");
+  require(launch.workspace.bytes >= extend_workspace_bytes(p), "workspace", "too small for the extend kernel");
+  if (p.num_tokens == 0 || p.num_seqs == 0) return;
+  const extend::Args args = extend::make_args(p, launch, lens);
+  extend::launch_mma(args, launch.stream, extend::max_tiles(p, extend::kMmaRows));
+}
+
+}  // namespace kvservice

@@ -1,0 +1,475 @@
+// The extend kernel for every device from Ampere on, after FlashAttention-2: a warp has 16 rows of a tile, keys and
+// values come in steps of kKeys tokens through shared memory, one step ahead.
+//
+// In shared memory K and V lie as 8x8 matrices of 128 bytes, which ldmatrix reads without conflicts:
+//   K [head_size/8][kKeys][8]   V [kKeys/8][head_size][8]   (the last index: dimensions of K, tokens of V)
+// so 16 bytes of the pool are 16 bytes there. Pools of 8 bits arrive as they are and are converted to halves; queries
+// are then halves too, a row of bfloat16 times a power of two that brings it into their range.
+//
+// Values that no row may see are zero in shared memory, for zero times what else their memory holds can be NaN; the
+// logits of such keys are replaced.
+#pragma once
+
+#include "cuda/extend.cuh"
+
+namespace kvservice {
+namespace extend {
+
+constexpr int kMmaWarps = kMmaRows / 16, kMmaThreads = 32 * kMmaWarps;
+
+__device__ __forceinline__ void copy_16_or_zeros(uint32_t dst, const void* src, bool copy) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(copy ? 16 : 0) : "memory");
+}
+
+__device__ __forceinline__ void copy_8_or_zeros(uint32_t dst, const void* src, bool copy) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(dst), "l"(src), "r"(copy ? 8 : 0) : "memory");
+}
+
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int kPending>
+__device__ __forceinline__ void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// kHead is the head size, or a larger one to which loops are unrolled.
+template <int kHead, bool kFloat8>
+struct MmaShape {
+  static constexpr int kKeys = kHead > 128 ? 32 : 64;
+  static constexpr int kTileBytes = kHead * kKeys * 2;  // of K or V as the multiplications read it
+  static constexpr int kRawBytes = kHead * kKeys;       // of 8-bit K or V
+  static constexpr int kStageBytes = kFloat8 ? 2 * kRawBytes : 2 * kTileBytes;
+  static constexpr int kQueryStride = kHead * 2 + 16;
+  static constexpr int kQueryBytes = kMmaRows * kQueryStride;
+  static constexpr int kStages = 2;
+  static constexpr int kSharedBytes = kQueryBytes + kStages * kStageBytes + (kFloat8 ? 2 * kTileBytes : 0);
+  static constexpr bool kQueryInRegisters = kHead <= 128;
+  static constexpr int kBlocksPerMultiprocessor = kHead > 128 ? 1 : 2;
+};
+
+template <typename T, int kHead, bool kFloat8>
+class MmaTile {
+  using Shape = MmaShape<kHead, kFloat8>;
+  static constexpr int kKeys = Shape::kKeys, kOctets = kKeys / 8;
+
+ public:
+  __device__ MmaTile(const Args& a, const Tile& tile, char* shared)
+      : a_(a), tile_(tile), warp_(threadIdx.x / 32), lane_(threadIdx.x % 32), shared_(shared) {
+    address_ = ptx::shared_address(shared);
+    query_ = warp_ * 16 * Shape::kQueryStride;
+    warp_row_ = tile.first_row + 16 * warp_;
+    key_begin_ = tile.first_visible(a, tile.position(a, tile.first_row));
+    key_end_ = tile.position(a, tile.first_row + kMmaRows - 1) + 1;
+    block_begin_ = key_begin_ >> a.block_shift << a.block_shift;
+    head_ = a.pool + tile.kv_head * a.head_bytes;
+    for (int i = 0; i < 2; ++i) {
+      position_[i] = tile.position(a, row(i));
+      visible_[i] = tile.first_visible(a, position_[i]);
+    }
+  }
+
+  __device__ void attend() {
+    const int first = key_begin_ / kKeys * kKeys;
+    look_up(first);
+    fill(0, first);
+    commit_copies();
+    look_up(first + kKeys);
+    load_queries();
+    set_options();
+    int stage = 0;
+    for (int key = first; key < key_end_; key += kKeys, stage ^= 1) {
+      if (key + kKeys < key_end_) fill(stage ^ 1, key + kKeys);
+      commit_copies();
+      look_up(key + 2 * kKeys);
+      wait_copies<1>();
+      __syncthreads();
+      if constexpr (kFloat8) convert(stage);
+      if (warp_row_ < tile_.num_rows(a_)) step(stage, key);
+      __syncthreads();
+    }
+    store();
+  }
+
+ private:
+  __device__ int row(int i) const { return warp_row_ + lane_ / 4 + 8 * i; }
+  __device__ uint32_t stage_address(int stage) const {
+    return address_ + Shape::kQueryBytes + stage * Shape::kStageBytes;
+  }
+  __device__ uint32_t key_address(int stage) const { return stage_address(kFloat8 ? Shape::kStages : stage); }
+  __device__ uint32_t value_address(int stage) const { return key_address(stage) + Shape::kTileBytes; }
+
+  // The part of a step that this thread copies: of K pieces of one token, of V rows of one octet of tokens.
+  __device__ int my_token() const { return threadIdx.x % kKeys; }
+  __device__ int my_octet() const { return threadIdx.x / 8 % kOctets; }
+  __device__ bool readable(int position) const { return position >= block_begin_ && position < key_end_; }
+
+  __device__ void look_up(int key) {
+    const int32_t* table = tile_.table(a_);
+    const int token = key + my_token(), octet = key + 8 * my_octet();
+    key_block_ = readable(token) ? table[token >> a_.block_shift] : -1;
+    value_block_ = readable(octet) ? table[octet >> a_.block_shift] : -1;
+  }
+
+  // Starts the copies of a step into its stage; the blocks have been looked up.
+  __device__ void fill(int stage, int key) {
+    const int block_mask = (1 << a_.block_shift) - 1;
+    const char* source =
+        key_block_ < 0 ? head_ : head_ + key_block_ * a_.block_bytes + ((key + my_token()) & block_mask) * 16;
+    const int pieces = kFloat8 ? a_.head_size / 16 : a_.head_size / 8;
+    const uint32_t keys = stage_address(stage) + my_token() * 16;
+#pragma unroll 4
+    for (int piece = threadIdx.x / kKeys; piece < pieces; piece += kMmaThreads / kKeys) {
+      const int64_t offset = key_block_ < 0 ? 0 : static_cast<int64_t>(piece) << (a_.block_shift + 4);
+      copy_16_or_zeros(keys + piece * kKeys * 16, source + offset, key_block_ >= 0);
+    }
+    fill_values(stage, key + 8 * my_octet(), block_mask);
+  }
+
+  __device__ void fill_values(int stage, int position, int block_mask) {
+    constexpr int kItem = kFloat8 ? 1 : 2, kOctetBytes = 8 * kItem;
+    const bool copy = value_block_ >= 0;
+    const char* source =
+        copy ? head_ + value_block_ * a_.block_bytes + a_.value_offset + (position & block_mask) * kItem : head_;
+    const int64_t row_bytes = copy ? static_cast<int64_t>(kItem) << a_.block_shift : 0;
+    const int count = min(8, tile_.context_len - position);
+    const uint32_t values =
+        stage_address(stage) + (kFloat8 ? Shape::kRawBytes : Shape::kTileBytes) + my_octet() * kHead * kOctetBytes;
+    const int first_dim = threadIdx.x % 8 + threadIdx.x / kKeys * 8;
+    if (copy && count < 8) {
+      for (int dim = first_dim; dim < a_.head_size; dim += kMmaThreads / kOctets) {
+        store_values(values + dim * kOctetBytes, source + dim * row_bytes, count * kItem);
+      }
+      return;
+    }
+#pragma unroll 4
+    for (int dim = first_dim; dim < a_.head_size; dim += kMmaThreads / kOctets) {
+      if constexpr (kFloat8) {
+        copy_8_or_zeros(values + dim * kOctetBytes, source + dim * row_bytes, copy);
+      } else {
+        copy_16_or_zeros(values + dim * kOctetBytes, source + dim * row_bytes, copy);
+      }
+    }
+  }
+
+  // The context ends in this octet: its first `bytes`, then zeros.
+  __device__ void store_values(uint32_t dst, const char* source, int bytes) {
+    constexpr int kWords = kFloat8 ? 2 : 4;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      const int left = min(4, max(0, bytes - 4 * i));
+      const uint32_t mask = left == 4 ? ~0U : (1U << (8 * left)) - 1;
+      const uint32_t word = reinterpret_cast<const uint32_t*>(source)[i] & mask;
+      asm volatile("st.shared.b32 [%0], %1;" ::"r"(dst + 4 * i), "r"(word) : "memory");
+    }
+  }
+
+  __device__ void to_halves(uint32_t bytes, uint32_t& first, uint32_t& second) const {
+    if (a_.pool_dtype == DType::kFloat8E4M3) {
+      ptx::e4m3_to_half(bytes, first, second);
+    } else {
+      ptx::e5m2_to_half(bytes, first, second);
+    }
+  }
+
+  // From the stage to what the multiplications read.
+  __device__ void convert(int stage) {
+    const char* raw = shared_ + Shape::kQueryBytes + stage * Shape::kStageBytes;
+    char* keys = shared_ + Shape::kQueryBytes + Shape::kStages * Shape::kStageBytes;
+    for (int piece = threadIdx.x / kKeys; piece < a_.head_size / 16; piece += kMmaThreads / kKeys) {
+      const uint4 in = *reinterpret_cast<const uint4*>(raw + (piece * kKeys + my_token()) * 16);
+      uint4 low, high;
+      to_halves(in.x, low.x, low.y);
+      to_halves(in.y, low.z, low.w);
+      to_halves(in.z, high.x, high.y);
+      to_halves(in.w, high.z, high.w);
+      *reinterpret_cast<uint4*>(keys + (2 * piece * kKeys + my_token()) * 16) = low;
+      *reinterpret_cast<uint4*>(keys + ((2 * piece + 1) * kKeys + my_token()) * 16) = high;
+    }
+    for (int i = threadIdx.x; i < kOctets * kHead; i += kMmaThreads) {
+      if (i % kHead >= a_.head_size) continue;
+      const uint2 in = *reinterpret_cast<const uint2*>(raw + Shape::kRawBytes + i * 8);
+      uint4 out;
+      to_halves(in.x, out.x, out.y);
+      to_halves(in.y, out.z, out.w);
+      *reinterpret_cast<uint4*>(keys + Shape::kTileBytes + i * 16) = out;
+    }
+    __syncthreads();
+  }
+
+  // A warp's rows to shared memory, where they are padded against conflicts, and to registers if these suffice.
+  __device__ void load_queries() {
+#pragma unroll 4
+    for (int r = 0; r < 16; ++r) {
+      uint4 numbers = make_uint4(0, 0, 0, 0);
+      if (warp_row_ + r < tile_.num_rows(a_) && lane_ < a_.head_size / 8) {
+        const int64_t offset = tile_.query_row(a_, warp_row_ + r) * a_.head_size;
+        numbers = reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(a_.query) + offset)[lane_];
+      }
+      if constexpr (kFloat8) fit_into_halves(r, numbers);
+      if (lane_ < kHead / 8) {
+        *reinterpret_cast<uint4*>(shared_ + query_ + r * Shape::kQueryStride + lane_ * 16) = numbers;
+      }
+    }
+    __syncwarp();
+    if constexpr (Shape::kQueryInRegisters) {
+#pragma unroll
+      for (int k = 0; k < kHead / 16; ++k) query_fragment(k, queries_[k]);
+    }
+  }
+
+  __device__ void fit_into_halves(int r, uint4& numbers) {
+    float values[8], largest = 0.0F;
+    unpack_8(numbers, a_.dtype, values);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) largest = fmaxf(largest, fabsf(values[i]));
+    for (int step = 16; step > 0; step /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0U, largest, step));
+    // 2^-exponent and 2^exponent, from their bits.
+    const int exponent = min(126, max(-100, static_cast<int>(__float_as_uint(largest) >> 23) - 127));
+    const float down = __uint_as_float(static_cast<uint32_t>(127 - exponent) << 23);
+    const float up = __uint_as_float(static_cast<uint32_t>(127 + exponent) << 23);
+    if (r == lane_ / 4) row_scale_[0] = up;
+    if (r == lane_ / 4 + 8) row_scale_[1] = up;
+    numbers = make_uint4(
+        ptx::pack<half>(values[0] * down, values[1] * down), ptx::pack<half>(values[2] * down, values[3] * down),
+        ptx::pack<half>(values[4] * down, values[5] * down), ptx::pack<half>(values[6] * down, values[7] * down));
+  }
+
+  __device__ void query_fragment(int k, uint32_t (&fragment)[4]) const {
+    const int offset = lane_ % 16 * Shape::kQueryStride + lane_ / 16 * 16;
+    ptx::ldmatrix_4(fragment, address_ + query_ + offset + k * 32);
+  }
+
+  __device__ void set_options() {
+    const float k_scale = a_.k_scale != nullptr ? a_.k_scale[tile_.kv_head] : 1.0F;
+    const float scale = a_.scale * k_scale;
+    plain_ = a_.soft_cap <= 0.0F && a_.alibi_slopes == nullptr && scale > 0.0F;
+    for (int i = 0; i < 2; ++i) {
+      const int head = tile_.kv_head * a_.group + row(i) % a_.group;
+      options_[i] = {scale * row_scale_[i], a_.soft_cap,
+                     a_.alibi_slopes != nullptr ? a_.alibi_slopes[head] * kLog2E : 0.0F};
+      // Of a plain logit the scale is applied on the way into the exponential.
+      factor_[i] = plain_ ? options_[i].scale * kLog2E : 1.0F;
+    }
+  }
+
+  __device__ void step(int stage, int key) {
+    float logits[kOctets][4];
+    multiply_keys(key_address(stage), logits);
+    if (!plain_) apply_options(key, logits);
+    const bool all_visible = key + kKeys - 1 <= tile_.position(a_, warp_row_) &&
+                             key >= tile_.first_visible(a_, tile_.position(a_, warp_row_ + 15));
+    if (!all_visible) mask(key, logits);
+    soften(logits);
+    multiply_values(value_address(stage), logits);
+  }
+
+  __device__ void multiply_keys(uint32_t keys, float (&logits)[kOctets][4]) {
+#pragma unroll
+    for (int n = 0; n < kOctets; ++n) {
+      for (float& x : logits[n]) x = 0.0F;
+    }
+    const uint32_t address = keys + (lane_ / 8 % 2 * kKeys + lane_ / 16 * 8 + lane_ % 8) * 16;
+#pragma unroll
+    for (int k = 0; k < kHead / 16; ++k) {
+      if (k * 16 >= a_.head_size) break;
+      uint32_t query[4];
+      if constexpr (Shape::kQueryInRegisters) {
+        for (int i = 0; i < 4; ++i) query[i] = queries_[k][i];
+      } else {
+        query_fragment(k, query);
+      }
+#pragma unroll
+      for (int n = 0; n < kOctets; n += 2) {
+        uint32_t b[4];
+        ptx::ldmatrix_4(b, address + (2 * k * kKeys + n * 8) * 16);
+        ptx::mma<T>(logits[n], query, b[0], b[1]);
+        ptx::mma<T>(logits[n + 1], query, b[2], b[3]);
+      }
+    }
+  }
+
+  __device__ int key_of(int key, int octet, int element) const { return key + octet * 8 + lane_ % 4 * 2 + element % 2; }
+
+  __device__ void apply_options(int key, float (&logits)[kOctets][4]) const {
+#pragma unroll
+    for (int n = 0; n < kOctets; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        logits[n][e] = options_[e / 2].apply(logits[n][e], key_of(key, n, e) - position_[e / 2]);
+      }
+    }
+  }
+
+  __device__ void mask(int key, float (&logits)[kOctets][4]) const {
+#pragma unroll
+    for (int n = 0; n < kOctets; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int position = key_of(key, n, e);
+        if (position > position_[e / 2] || position < visible_[e / 2]) logits[n][e] = -INFINITY;
+      }
+    }
+  }
+
+  // Logits to weights, and all that was summed so far to the new maxima.
+  __device__ void soften(float (&logits)[kOctets][4]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float largest = max_[i];
+#pragma unroll
+      for (int n = 0; n < kOctets; ++n) largest = fmaxf(largest, fmaxf(logits[n][2 * i], logits[n][2 * i + 1]));
+      largest = fmaxf(largest, __shfl_xor_sync(~0U, largest, 1));
+      largest = fmaxf(largest, __shfl_xor_sync(~0U, largest, 2));
+      // Nothing visible so far: any finite number will do.
+      const float shift = largest == -INFINITY ? 0.0F : largest * factor_[i];
+      const float decay = ptx::exp2_fast(max_[i] * factor_[i] - shift);
+      max_[i] = largest;
+      float sum = 0.0F;
+#pragma unroll
+      for (int n = 0; n < kOctets; ++n) {
+#pragma unroll
+        for (int e = 2 * i; e < 2 * i + 2; ++e) {
+          logits[n][e] = ptx::exp2_fast(logits[n][e] * factor_[i] - shift);
+          sum += logits[n][e];
+        }
+      }
+      sum_[i] = sum_[i] * decay + sum;
+#pragma unroll
+      for (int n = 0; n < kHead / 8; ++n) {
+        acc_[n][2 * i] *= decay;
+        acc_[n][2 * i + 1] *= decay;
+      }
+    }
+  }
+
+  __device__ void multiply_values(uint32_t values, const float (&weights)[kOctets][4]) {
+    const uint32_t address = values + (lane_ / 8 % 2 * kHead + lane_ / 16 * 8 + lane_ % 8) * 16;
+#pragma unroll
+    for (int k = 0; k < kOctets / 2; ++k) {
+      const uint32_t a[4] = {ptx::pack<T>(weights[2 * k][0], weights[2 * k][1]),
+                             ptx::pack<T>(weights[2 * k][2], weights[2 * k][3]),
+                             ptx::pack<T>(weights[2 * k + 1][0], weights[2 * k + 1][1]),
+                             ptx::pack<T>(weights[2 * k + 1][2], weights[2 * k + 1][3])};
+#pragma unroll
+      for (int n = 0; n < kHead / 8; n += 2) {
+        if (n * 8 >= a_.head_size) break;
+        uint32_t b[4];
+        ptx::ldmatrix_4(b, address + (2 * k * kHead + n * 8) * 16);
+        ptx::mma<T>(acc_[n], a, b[0], b[1]);
+        ptx::mma<T>(acc_[n + 1], a, b[2], b[3]);
+      }
+    }
+  }
+
+  // Through the warp's part of the queries' memory, so that lanes store 16 bytes side by side.
+  __device__ void store() {
+    const float v_scale = a_.v_scale != nullptr ? a_.v_scale[tile_.kv_head] : 1.0F;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      sum_[i] += __shfl_xor_sync(~0U, sum_[i], 1);
+      sum_[i] += __shfl_xor_sync(~0U, sum_[i], 2);
+      const float factor = v_scale / sum_[i];
+      char* out = shared_ + query_ + (lane_ / 4 + 8 * i) * Shape::kQueryStride + lane_ % 4 * 4;
+#pragma unroll
+      for (int n = 0; n < kHead / 8; ++n) {
+        *reinterpret_cast<uint32_t*>(out + n * 16) =
+            pack_as(acc_[n][2 * i] * factor, acc_[n][2 * i + 1] * factor, a_.dtype);
+      }
+      if (a_.lse != nullptr && lane_ % 4 == 0 && row(i) < tile_.num_rows(a_)) {
+        a_.lse[tile_.query_row(a_, row(i))] = (max_[i] * factor_[i] + log2f(sum_[i])) * kLn2;
+      }
+    }
+    __syncwarp();
+    for (int r = 0; r < 16 && warp_row_ + r < tile_.num_rows(a_); ++r) {
+      if (lane_ >= a_.head_size / 8) break;
+      const int64_t offset = tile_.query_row(a_, warp_row_ + r) * a_.head_size;
+      reinterpret_cast<uint4*>(static_cast<uint16_t*>(a_.out) + offset)[lane_] =
+          *reinterpret_cast<const uint4*>(shared_ + query_ + r * Shape::kQueryStride + lane_ * 16);
+    }
+  }
+
+  const Args& a_;
+  const Tile tile_;
+  const int warp_;
+  const int lane_;
+  char* shared_;
+  uint32_t address_;
+  int query_;  // offset of the warp's rows in shared memory
+  int warp_row_;
+  int key_begin_;
+  int key_end_;
+  int block_begin_;
+  int key_block_ = -1;
+  int value_block_ = -1;
+  const char* head_;
+  bool plain_ = true;
+  // Of this thread's two rows:
+  int position_[2];
+  int visible_[2];
+  LogitOptions options_[2];
+  float row_scale_[2] = {1.0F, 1.0F};
+  float factor_[2];
+  float max_[2] = {-INFINITY, -INFINITY};
+  float sum_[2] = {0.0F, 0.0F};
+  float acc_[kHead / 8][4] = {};
+  uint32_t queries_[Shape::kQueryInRegisters ? kHead / 16 : 1][4];
+};
+
+template <typename T, int kHead, bool kFloat8>
+__global__ void __launch_bounds__(kMmaThreads, (MmaShape<kHead, kFloat8>::kBlocksPerMultiprocessor))
+    extend_mma(const __grid_constant__ Args a) {
+  extern __shared__ __align__(128) char shared[];
+  __shared__ Tile tile;
+  __shared__ bool found;
+  TileFinder<kMmaRows> finder;
+  int64_t index = blockIdx.x;
+  while (true) {
+    if (threadIdx.x < 32) {
+      Tile next;
+      const bool any = finder.find(a, index, &next);
+      if (threadIdx.x == 0) {
+        tile = next;
+        found = any;
+        if (any) index = next_tile(a);
+      }
+      index = __shfl_sync(~0U, index, 0);
+    }
+    __syncthreads();
+    if (!found) break;
+    MmaTile<T, kHead, kFloat8>(a, tile, shared).attend();
+    __syncthreads();
+  }
+  if (threadIdx.x == 0) leave_counters(a);
+}
+
+template <typename T, int kHead, bool kFloat8>
+void launch_mma_as(const Args& args, cudaStream_t stream, int64_t tiles) {
+  using Shape = MmaShape<kHead, kFloat8>;
+  const auto kernel = extend_mma<T, kHead, kFloat8>;
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kSharedBytes),
+             "cudaFuncSetAttribute(extend_mma)");
+  const int64_t resident =
+      static_cast<int64_t>(current_device_facts().num_multiprocessors) * Shape::kBlocksPerMultiprocessor;
+  const auto blocks = static_cast<unsigned>(tiles < resident ? tiles : resident);
+  kernel<<<blocks, kMmaThreads, Shape::kSharedBytes, stream>>>(args);
+  check_launch("extend_mma");
+}
+
+template <typename T, bool kFloat8>
+void launch_mma_of(const Args& args, cudaStream_t stream, int64_t tiles) {
+  if (args.head_size <= 64) {
+    launch_mma_as<T, 64, kFloat8>(args, stream, tiles);
+  } else if (args.head_size <= 128) {
+    launch_mma_as<T, 128, kFloat8>(args, stream, tiles);
+  } else {
+    launch_mma_as<T, 256, kFloat8>(args, stream, tiles);
+  }
+}
+
+// In files of their own, so that they compile side by side.
+void launch_mma_half(const Args& args, cudaStream_t stream, int64_t tiles);
+void launch_mma_bfloat16(const Args& args, cudaStream_t stream, int64_t tiles);
+void launch_mma_float8(const Args& args, cudaStream_t stream, int64_t tiles);
+
+}  // namespace extend
+}  // namespace kvservice
