@@ -1,9 +1,9 @@
-"""Attention and the pool's layout from their definitions, in float64 and one token at a time."""
+"""Attention and the pool's layout from their definitions, attention in float64."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -17,12 +17,29 @@ DTYPES = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
 }
 
+# Of the pool alone: a stored value times its head's scale is the real one.
+POOL_DTYPES = {
+    **DTYPES,
+    "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
+    "float8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
+}
+
 # Relative error of one token and head, in the Euclidean norm over the head's dimensions. The result is rounded once to
 # the dtype: unit roundoff u = 2^-24, 2^-11, 2^-8, of which a norm over many dimensions sees about half. Where the
 # processor multiplies bfloat16, weights are rounded to it too before they meet V, errors random in sign. float32 sums
 # over up to 256 dimensions and a few hundred keys, and an exponential of relative error 2e-7, stay well below 1e-5,
 # also behind a soft cap, which multiplies the exponential's error by the cap.
 ERROR_BOUND = {"float32": 1e-5, "float16": 2.0**-11, "bfloat16": 1.5 * 2.0**-8}
+
+
+class Sparse(NamedTuple):
+    """Block-sparse attention: what a head sees besides the last `local_blocks` sparse blocks moves with the head."""
+
+    vert_stride: int
+    local_blocks: int
+    block_size: int
+    head_sliding_step: int
+    tp_rank: int
 
 
 @dataclass(frozen=True)
@@ -43,15 +60,25 @@ class Case:
     logits_soft_cap: float = 0.0
     alibi: bool = False
     seed: int = 0
+    pool_dtype: str | None = None  # of an 8-bit pool; else it is `dtype`
+    scaled: bool = False
+    sparse: Sparse | None = None
 
     @property
     def num_heads(self) -> int:
         return self.num_kv_heads * self.group
 
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.query_lens)
+
 
 @dataclass
 class Batch:
-    """A pool filled for a case: unused slots are NaN, the block tables a random permutation, unused entries -1."""
+    """A pool filled for a case: unused slots are NaN, the block tables a random permutation, unused entries -1.
+
+    `keys` and `values` are as the pool holds them; with scales, `k_scale` and `v_scale` float32[num_kv_heads].
+    """
 
     case: Case
     pool: Array
@@ -62,6 +89,8 @@ class Batch:
     keys: list[Array]  # of each sequence, [context_len, num_kv_heads, head_size]
     values: list[Array]
     options: dict[str, Any] = field(default_factory=dict)
+    k_scale: Array | None = None
+    v_scale: Array | None = None
 
     def arguments(self) -> tuple[Any, ...]:
         return self.pool, self.case.layer, self.query, self.query_lens, self.block_tables, self.context_lens
@@ -77,13 +106,27 @@ def put(pool: Array, layer: int, block: int, offset: int, block_size: int, key: 
     v[:, :, offset] = value
 
 
+def put_sequence(pool: Array, layer: int, blocks: Array, block_size: int, key: Array, value: Array) -> None:
+    """Keys and values [num_tokens, num_kv_heads, head_size] of a whole sequence into its blocks; the last one's rest
+    becomes NaN.
+    """
+    num_tokens, num_kv_heads, head_size = key.shape
+    x = 16 // pool.itemsize
+    padded = np.full((2, len(blocks) * block_size, num_kv_heads, head_size), np.nan, pool.dtype)
+    padded[:, :num_tokens] = key, value
+    shape = (len(blocks), num_kv_heads, head_size * block_size)
+    keys = padded[0].reshape(-1, block_size, num_kv_heads, head_size // x, x).transpose(0, 2, 3, 1, 4)
+    values = padded[1].reshape(-1, block_size, num_kv_heads, head_size).transpose(0, 2, 3, 1)
+    pool[blocks, layer, 0], pool[blocks, layer, 1] = keys.reshape(shape), values.reshape(shape)
+
+
 def make_batch(case: Case) -> Batch:
     rng = np.random.default_rng(case.seed)
-    dtype = DTYPES[case.dtype]
+    dtype, pool_dtype = DTYPES[case.dtype], POOL_DTYPES[case.pool_dtype or case.dtype]
     blocks_of = [-(-length // case.block_size) for length in case.context_lens]
     num_blocks = sum(blocks_of) + 3
     shape = (num_blocks, case.num_layers, 2, case.num_kv_heads, case.head_size * case.block_size)
-    pool = np.full(shape, np.nan, dtype)
+    pool = np.full(shape, np.nan, pool_dtype)
     ids = rng.permutation(num_blocks).astype(np.int32)
     tables = np.full((len(case.context_lens), max(blocks_of, default=0) + 1), -1, np.int32)
     keys, values, used = [], [], 0
@@ -91,15 +134,13 @@ def make_batch(case: Case) -> Batch:
         tables[seq, : blocks_of[seq]] = ids[used : used + blocks_of[seq]]
         used += blocks_of[seq]
         key, value = (
-            rng.standard_normal((length, case.num_kv_heads, case.head_size), np.float32).astype(dtype) for _ in range(2)
+            rng.standard_normal((length, case.num_kv_heads, case.head_size), np.float32).astype(pool_dtype)
+            for _ in range(2)
         )
-        for pos in range(length):
-            block = int(tables[seq, pos // case.block_size])
-            put(pool, case.layer, block, pos % case.block_size, case.block_size, key[pos], value[pos])
+        put_sequence(pool, case.layer, tables[seq, : blocks_of[seq]], case.block_size, key, value)
         keys.append(key)
         values.append(value)
-    num_tokens = sum(case.query_lens)
-    query = rng.standard_normal((num_tokens, case.num_heads, case.head_size), np.float32).astype(dtype)
+    query = rng.standard_normal((case.num_tokens, case.num_heads, case.head_size), np.float32).astype(dtype)
     options: dict[str, Any] = {
         "scale": case.scale,
         "sliding_window": case.sliding_window,
@@ -109,50 +150,96 @@ def make_batch(case: Case) -> Batch:
     if case.alibi:
         options["alibi_slopes"] = (2.0 ** -np.linspace(1, 8, case.num_heads)).astype(np.float32)
     lens = np.asarray(case.query_lens, np.int32), np.asarray(case.context_lens, np.int32)
-    return Batch(case, pool, query, lens[0], tables, lens[1], keys, values, options)
+    batch = Batch(case, pool, query, lens[0], tables, lens[1], keys, values, options)
+    if case.scaled:
+        batch.k_scale, batch.v_scale = rng.uniform(0.25, 2.0, (2, case.num_kv_heads)).astype(np.float32)
+    return batch
+
+
+def visible(case: Case, head: int, positions: Array, num_keys: int) -> Array:
+    """bool[len(positions), num_keys]: which keys the queries at these positions see."""
+    query, key = positions[:, None], np.arange(num_keys)[None]
+    seen: Array = key <= query
+    if case.sliding_window:
+        seen &= key > query - case.sliding_window
+    if case.sparse:
+        step, rank = case.sparse.head_sliding_step, case.sparse.tp_rank
+        if step >= 0:
+            offset = (rank * case.num_heads + head) * step + 1
+        else:
+            offset = (rank * case.num_kv_heads + head // case.group) * -step + 1
+        key_block, query_block = key // case.sparse.block_size, query // case.sparse.block_size
+        local = key_block > query_block - case.sparse.local_blocks
+        seen &= local | ((key_block + offset) % case.sparse.vert_stride == 0)
+    return seen
+
+
+def attend_head(
+    batch: Batch, head: int, positions: Array, query: Array, key: Array, value: Array
+) -> tuple[Array, Array]:
+    """Of one sequence and head: `query` [len(positions), head_size], `key` and `value` [num_keys, head_size], all
+    float64. Output and log-sum-exp.
+    """
+    case = batch.case
+    scale = case.scale if case.scale is not None else case.head_size**-0.5
+    logits = query @ key.T * scale
+    if case.logits_soft_cap:
+        logits = case.logits_soft_cap * np.tanh(logits / case.logits_soft_cap)
+    if case.alibi:
+        distance = np.arange(len(key))[None] - positions[:, None]
+        logits = logits + float(batch.options["alibi_slopes"][head]) * distance
+    logits = np.where(visible(case, head, positions, len(key)), logits, -np.inf)
+    top = logits.max(axis=1, keepdims=True)
+    weights = np.exp(logits - top)
+    total = weights.sum(axis=1, keepdims=True)
+    return weights @ value / total, (top + np.log(total))[:, 0]
 
 
 def reference(batch: Batch) -> tuple[Array, Array]:
     """Output float64[num_tokens, num_heads, head_size] and log-sum-exp float64[num_tokens, num_heads]."""
     case = batch.case
-    scale = case.scale if case.scale is not None else case.head_size**-0.5
     query = batch.query.astype(np.float64)
     out, lse = np.zeros(query.shape), np.zeros(query.shape[:2])
-    token = 0
-    for query_len, context_len, key, value in zip(
-        case.query_lens, case.context_lens, batch.keys, batch.values, strict=True
-    ):
-        key, value = key.astype(np.float64), value.astype(np.float64)
-        for position in range(context_len - query_len, context_len):
-            first = max(0, position - case.sliding_window + 1) if case.sliding_window else 0
-            seen = np.arange(first, position + 1)
-            for head in range(case.num_heads):
-                kv_head = head // case.group
-                logits = key[seen, kv_head] @ query[token, head] * scale
-                if case.logits_soft_cap:
-                    logits = case.logits_soft_cap * np.tanh(logits / case.logits_soft_cap)
-                if case.alibi:
-                    logits = logits + float(batch.options["alibi_slopes"][head]) * (seen - position)
-                top = logits.max()
-                weights = np.exp(logits - top)
-                out[token, head] = weights @ value[seen, kv_head] / weights.sum()
-                lse[token, head] = top + np.log(weights.sum())
-            token += 1
+    ends = np.cumsum(case.query_lens)
+    k_scale, v_scale = (np.ones(case.num_kv_heads) if s is None else s for s in (batch.k_scale, batch.v_scale))
+    for seq, (query_len, context_len) in enumerate(zip(case.query_lens, case.context_lens, strict=True)):
+        if query_len == 0:
+            continue
+        tokens = slice(ends[seq] - query_len, ends[seq])
+        positions = np.arange(context_len - query_len, context_len)
+        for head in range(case.num_heads):
+            kv_head = head // case.group
+            key = batch.keys[seq][:, kv_head].astype(np.float64) * float(k_scale[kv_head])
+            value = batch.values[seq][:, kv_head].astype(np.float64) * float(v_scale[kv_head])
+            out[tokens, head], lse[tokens, head] = attend_head(batch, head, positions, query[tokens, head], key, value)
     return out, lse
 
 
-def relative_error(got: Array, expected: Array) -> float:
-    """Of each token and head, the largest: |got - expected| / |expected|. NaN where anything is NaN."""
-    if expected.size == 0:
-        return 0.0
+def relative_errors(got: Array, expected: Array) -> Array:
+    """Of each token and head: |got - expected| / |expected|. NaN where anything is NaN."""
     difference = np.linalg.norm(got.astype(np.float64) - expected, axis=-1)
-    return float(np.max(difference / np.linalg.norm(expected, axis=-1)))
+    return np.asarray(difference / np.linalg.norm(expected, axis=-1))
+
+
+def compare(
+    case: Case,
+    expected: tuple[Array, Array],
+    got: Array,
+    lse: Array | None = None,
+    *,
+    bound: float,
+    lse_bound: float = 2e-5,
+) -> None:
+    """Raises AssertionError unless `got` (and the log-sum-exp) are the expected ones, within the bounds."""
+    errors = relative_errors(got, expected[0])
+    if errors.size:
+        worst = np.unravel_index(np.argmax(errors), errors.shape)  # NaN is the largest
+        where = f"at token {worst[0]} head {worst[1]}, {np.sum(~(errors <= bound))} of {errors.size} too large"
+        assert errors[worst] <= bound, f"relative error {errors[worst]:.3g} > {bound:.3g} {where} in {case}"
+    if lse is not None:
+        np.testing.assert_allclose(lse, expected[1], rtol=lse_bound, atol=lse_bound, err_msg=str(case))
 
 
 def check(batch: Batch, got: Array, lse: Array | None = None) -> None:
     """Raises AssertionError unless `got` (and the log-sum-exp) are those of the batch, within the dtype's bound."""
-    expected, expected_lse = reference(batch)
-    error = relative_error(got, expected)
-    assert error <= ERROR_BOUND[batch.case.dtype], f"relative error {error:.3g} in {batch.case}"
-    if lse is not None:
-        np.testing.assert_allclose(lse, expected_lse, rtol=2e-5, atol=2e-5)
+    compare(batch.case, reference(batch), got, lse, bound=ERROR_BOUND[batch.case.dtype])

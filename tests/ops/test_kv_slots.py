@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from attention_reference import DTYPES, put
+from attention_reference import DTYPES, POOL_DTYPES, put, put_sequence
 
 from kvservice import ops
 from kvservice.errors import InvalidArgumentError
@@ -22,6 +22,19 @@ def random_tokens(dtype: str, count: int, head_size: int) -> tuple[np.ndarray, n
     rng = np.random.default_rng(count)
     key, value = rng.standard_normal((2, count, KV_HEADS, head_size), np.float32).astype(DTYPES[dtype])
     return key, value
+
+
+@pytest.mark.parametrize("dtype", POOL_DTYPES)
+def test_a_sequence_put_at_once_lies_as_one_put_by_token(dtype: str) -> None:
+    rng = np.random.default_rng(0)
+    key, value = rng.standard_normal((2, 21, KV_HEADS, 48), np.float32).astype(POOL_DTYPES[dtype])
+    shape = (9, LAYERS, 2, KV_HEADS, 48 * 8)
+    by_token, at_once = np.full(shape, np.nan, key.dtype), np.full(shape, np.nan, key.dtype)
+    blocks = np.array([7, 0, 4])
+    for pos in range(21):
+        put(by_token, 1, blocks[pos // 8], pos % 8, 8, key[pos], value[pos])
+    put_sequence(at_once, 1, blocks, 8, key, value)
+    assert at_once.tobytes() == by_token.tobytes()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
