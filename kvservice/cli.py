@@ -129,13 +129,16 @@ def health(address: str | None, timeout_s: float) -> None:
 
 @main.group()
 def bench() -> None:
-    """Measure: bookkeeping, RPCs, attention."""
+    """Measure: bookkeeping, RPCs, attention, swapping."""
 
 
 def _report(
     run: Callable[[], dict[str, Any]], render: Callable[[dict[str, Any], Console], None], as_json: bool
 ) -> None:
-    results = run()
+    try:
+        results = run()
+    except KVServiceError as error:
+        raise click.ClickException(str(error)) from None
     if as_json:
         click.echo(json.dumps(results))
     else:
@@ -169,11 +172,54 @@ def bench_rpc(quick: bool, as_json: bool) -> None:
 
 
 @bench.command("attention")
-@click.option("--device", type=click.Choice(["cpu"]), default="cpu", show_default=True)
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
+@click.option("--vs", type=click.Choice(["flashinfer"]), help="cuda: measure this beside it, if it is installed.")
+@click.option("--shapes", default="", help="cuda: only shapes whose name contains one of these comma-separated words.")
+@click.option("--kernel", type=click.Choice(["auto", "reference", "decode", "extend"]), default="auto", help="cuda.")
+@click.option("--batch-invariant", is_flag=True, help="cuda: also measure what batch-invariant results cost.")
 @_quick_option
 @_json_option
-def bench_attention(device: str, quick: bool, as_json: bool) -> None:
-    """Paged attention against the machine's read bandwidth, and against torch on contiguous K/V."""
+def bench_attention(device: str, quick: bool, as_json: bool, **options: Any) -> None:
+    """Paged attention, checked and timed.
+
+    On the CPU against the machine's read bandwidth, and against torch on contiguous K/V. On a CUDA device against the
+    device's own copies, and against FlashInfer.
+    """
+    if device == "cuda":
+        _bench_cuda(quick, as_json, options)
+        return
+    given = [name for name, value in options.items() if value and (name, value) != ("kernel", "auto")]
+    if given:
+        raise click.UsageError(f"--{given[0].replace('_', '-')} needs --device cuda")
     from kvservice.bench import attention
 
     _report(lambda: attention.run(device, quick), attention.render, as_json)
+
+
+def _bench_cuda(quick: bool, as_json: bool, options: dict[str, Any]) -> None:
+    try:
+        from kvservice.bench import attention_cuda
+    except ModuleNotFoundError as error:
+        raise click.ClickException(f"{error.name} is missing: pip install .[torch].") from None
+    failed: list[str] = []
+
+    def run() -> dict[str, Any]:
+        results = attention_cuda.run(attention_cuda.Options(quick=quick, **options))
+        failed.extend(attention_cuda.failures(results))
+        return results
+
+    _report(run, attention_cuda.render, as_json)
+    if failed:
+        raise click.ClickException("; ".join(failed))
+
+
+@bench.command("swap")
+@_quick_option
+@_json_option
+def bench_swap(quick: bool, as_json: bool) -> None:
+    """Swapping of blocks between a CUDA device and page-locked memory, alone and beside a decode."""
+    try:
+        from kvservice.bench import swap
+    except ModuleNotFoundError as error:
+        raise click.ClickException(f"{error.name} is missing: pip install .[torch].") from None
+    _report(lambda: swap.run(quick), swap.render, as_json)

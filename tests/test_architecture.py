@@ -49,7 +49,16 @@ ROOMS: dict[str, set[str]] = {
     "": set(),
 }
 PROTOBUF_ROOMS = {"server", "client", "wire", "bench"}
-TORCH_MODULES = ("ops/torch_ops.py", "integrations/", "demo.py", "demo/", "bench/attention.py")
+TORCH_MODULES = (
+    "ops/torch_",
+    "integrations/",
+    "demo.py",
+    "demo/",
+    "bench/attention",
+    "bench/cuda_",
+    "bench/flashinfer_peer.py",
+    "bench/swap.py",
+)
 THIRD_PARTY_OF_BLOCKS = {"numpy"}
 
 

@@ -1,0 +1,233 @@
+"""Paged attention on a CUDA device: against the device's own copies, and against FlashInfer on the same K and V.
+
+Every output is compared with float64 before it is timed, on memory poisoned with NaN. Times are by the device's clock:
+graphs of many calls, each call on another layer than the last, so that no call finds its K and V in the second-level
+cache. Ours and the peer's graphs take turns. Nothing is planned on the host for ours; the peer's plan is timed apart.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from kvservice.bench import cuda_shapes, cuda_timing
+from kvservice.bench.cuda_inputs import MAX_ERROR, Inputs, TorchScratch, make_inputs, relative_error
+from kvservice.bench.cuda_shapes import Shape
+from kvservice.bench.flashinfer_peer import PATHS, FlashInfer
+from kvservice.errors import InternalError, InvalidArgumentError, KVServiceError
+from kvservice.ops.cuda import Kernel
+
+OURS, INVARIANT = "ours", "batch-invariant"
+
+
+@dataclass(frozen=True)
+class Options:
+    """`shapes`: comma-separated parts of names, all shapes if empty. `batch_invariant` is measured beside the usual."""
+
+    shapes: str = ""
+    kernel: Kernel = "auto"
+    batch_invariant: bool = False
+    vs: str | None = None
+    quick: bool = False
+
+    @property
+    def turns(self) -> int:
+        return 5 if self.quick else 15
+
+
+def run(options: Options) -> dict[str, Any]:
+    """`ceilings` of the device, and for each shape: `us`, `gb_per_s` (K and V once, over the time) or `tflop_per_s`,
+    `share_of_copy`, `relative_error` against float64, `peers` by path with `us`, `plan_us` and `relative_error`,
+    `peer_us` (the fastest path's) and `speedup`, `batch_invariant_us`; or `failed`, with the reason.
+    """
+    shapes = cuda_shapes.select(options.shapes, options.quick)
+    if not shapes:
+        raise InvalidArgumentError(f"no shape's name contains {options.shapes!r}", field="shapes")
+    cuda_timing.require_device()
+    peer = FlashInfer() if options.vs == "flashinfer" else None
+    ceilings = cuda_timing.ceilings(options.turns)
+    results = []
+    for shape in shapes:
+        result = measure_or_fail(shape, options, peer, ceilings["device_copy_gb_per_s"])
+        results.append(result)
+        print(progress_line(result), file=sys.stderr, flush=True)
+        if "failed" in result and not device_works():
+            break
+    return {
+        **cuda_timing.versions(),
+        "flashinfer": peer.version if peer else None,
+        "kernel": options.kernel,
+        "ceilings": ceilings,
+        "shapes": results,
+    }
+
+
+def measure_or_fail(shape: Shape, options: Options, peer: FlashInfer | None, copy_gb_per_s: float) -> dict[str, Any]:
+    """The shapes after it are measured even if one fails."""
+    facts = {"name": shape.name, **asdict(shape), "num_seqs": shape.num_seqs}
+    try:
+        return facts | measure(shape, options, peer, copy_gb_per_s)
+    except (KVServiceError, RuntimeError) as error:
+        return facts | {"failed": str(error).splitlines()[0]}
+
+
+def device_works() -> bool:
+    """After most CUDA errors it does nothing more for this process."""
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
+
+
+@dataclass
+class Contender:
+    graph: torch.cuda.CUDAGraph
+    call: object  # it owns the memory that the graph works in
+    relative_error: float
+
+
+def measure(shape: Shape, options: Options, peer: FlashInfer | None, copy_gb_per_s: float) -> dict[str, Any]:
+    gc.collect()
+    torch.cuda.empty_cache()
+    inputs = make_inputs(shape, seed=0, with_pages=peer is not None)
+    contenders = {OURS: prepare(inputs, our_call(inputs, options.kernel, invariant=False))}
+    if options.batch_invariant:
+        contenders[INVARIANT] = prepare(inputs, our_call(inputs, options.kernel, invariant=True))
+    peers = prepare_peers(inputs, peer, contenders)
+    replay_s = cuda_timing.take_turns({name: entry.graph.replay for name, entry in contenders.items()}, options.turns)
+    us = {name: seconds / shape.num_calls * 1e6 for name, seconds in replay_s.items()}
+    for path in peers.keys() & us.keys():
+        peers[path] |= {"us": us[path], "relative_error": contenders[path].relative_error}
+    fastest = min((entry["us"] for entry in peers.values() if "us" in entry), default=None)
+    return {
+        "us": us[OURS],
+        "relative_error": contenders[OURS].relative_error,
+        "gb_per_s": shape.kv_bytes / us[OURS] / 1e3 if shape.kind == "decode" else None,
+        "tflop_per_s": shape.flop / us[OURS] / 1e6 if shape.kind == "extend" else None,
+        "share_of_copy": shape.kv_bytes / us[OURS] / 1e3 / copy_gb_per_s if shape.kind == "decode" else None,
+        "batch_invariant_us": us.get(INVARIANT),
+        "peers": peers,
+        "peer_us": fastest,
+        "speedup": fastest / us[OURS] if fastest else None,
+    }
+
+
+def our_call(inputs: Inputs, kernel: Kernel, invariant: bool) -> Callable[[torch.Tensor], Callable[[int], object]]:
+    scratch = TorchScratch()
+    return lambda out: lambda layer: inputs.attend(layer, out, scratch, kernel, invariant)
+
+
+def prepare(inputs: Inputs, call_into: Callable[[torch.Tensor], Callable[[int], object]]) -> Contender:
+    """Checked in its first and its last layer, captured, and checked again as it left the graph."""
+    shape = inputs.shape
+    out = torch.empty_like(inputs.query)
+    call = call_into(out)
+    errors = []
+    for layer in {0, shape.num_layers - 1}:
+        out.fill_(math.nan)
+        call(layer)
+        errors.append(check(inputs, layer, out))
+    graph = cuda_timing.graph_of(call, shape.num_layers, shape.num_calls)
+    out.fill_(math.nan)
+    graph.replay()
+    errors.append(check(inputs, (shape.num_calls - 1) % shape.num_layers, out))
+    return Contender(graph, call, max(errors))
+
+
+def check(inputs: Inputs, layer: int, out: torch.Tensor) -> float:
+    error = relative_error(inputs, layer, out)
+    if not error <= MAX_ERROR:
+        raise InternalError(f"wrong result: relative error {error:.3g}")
+    return error
+
+
+def prepare_peers(
+    inputs: Inputs, peer: FlashInfer | None, contenders: dict[str, Contender]
+) -> dict[str, dict[str, Any]]:
+    """Adds what the peer can do to the contenders; says what each path's plan took, or why there is none."""
+    peers: dict[str, dict[str, Any]] = {}
+    if peer is None:
+        return peers
+    for path in PATHS[inputs.shape.kind]:
+        try:
+            contenders[path], plan_s = prepare_peer(inputs, peer, path)
+        except Exception as error:  # whatever somebody else's library raises is the answer in its column
+            peers[path] = {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
+        else:
+            peers[path] = {"plan_us": plan_s * 1e6}
+    return peers
+
+
+def prepare_peer(inputs: Inputs, peer: FlashInfer, path: str) -> tuple[Contender, float]:
+    plan_s = math.nan
+
+    def call_into(out: torch.Tensor) -> Callable[[int], object]:
+        nonlocal plan_s
+        call, plan_s = peer.prepare(inputs, path, out)
+        return call
+
+    return prepare(inputs, call_into), plan_s
+
+
+def progress_line(result: dict[str, Any]) -> str:
+    if "failed" in result:
+        return f"{result['name']}: {result['failed']}"
+    peers = ", ".join(
+        f"{path} {entry['us']:.1f} us" if "us" in entry else f"{path} failed" for path, entry in result["peers"].items()
+    )
+    rate = f"{result['gb_per_s']:.0f} GB/s" if result["gb_per_s"] else f"{result['tflop_per_s']:.0f} TFLOP/s"
+    return f"{result['name']}: {result['us']:.1f} us, {rate}, error {result['relative_error']:.1e}; {peers}"
+
+
+def failures(results: dict[str, Any]) -> list[str]:
+    return [f"{shape['name']}: {shape['failed']}" for shape in results["shapes"] if "failed" in shape]
+
+
+def render(results: dict[str, Any], console: Console) -> None:
+    limits = results["ceilings"]
+    title = (
+        f"{results['device']}, device copy {limits['device_copy_gb_per_s']:.0f} GB/s, "
+        f"link {limits['host_to_device_gb_per_s']:.1f} in, {limits['device_to_host_gb_per_s']:.1f} out, "
+        f"torch {results['torch']}" + (f", FlashInfer {results['flashinfer']}" if results["flashinfer"] else "")
+    )
+    table = Table("", title=title)
+    for name in ("us", "GB/s", "TFLOP/s", "of copy", "invariant us", "peer us", "plan us", "speedup", "error"):
+        table.add_column(name, justify="right")
+    for shape in results["shapes"]:
+        table.add_row(shape["name"], *(("failed: " + shape["failed"],) if "failed" in shape else cells(shape)))
+    console.print(table)
+
+
+def cells(shape: dict[str, Any]) -> list[str]:
+    return [
+        f"{shape['us']:.1f}",
+        number(shape["gb_per_s"], ".0f"),
+        number(shape["tflop_per_s"], ".0f"),
+        number(shape["share_of_copy"], ".0%"),
+        number(shape["batch_invariant_us"], ".1f"),
+        *peer_cells(shape["peers"]),
+        number(shape["speedup"], ".2f"),
+        f"{shape['relative_error']:.1e}",
+    ]
+
+
+def number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def peer_cells(peers: dict[str, dict[str, Any]]) -> tuple[str, str]:
+    """Each path's time, and its plan's; what it raised where it raised."""
+    times = [
+        f"{path} {entry['us']:.1f}" if "us" in entry else f"{path} {entry['failed']}" for path, entry in peers.items()
+    ]
+    plans = [f"{entry['plan_us']:.0f}" if "us" in entry else "" for entry in peers.values()]
+    return "\n".join(times), "\n".join(plans)

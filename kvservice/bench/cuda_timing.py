@@ -1,0 +1,89 @@
+"""Time on a CUDA device: graphs of many calls, replayed in turns between two events; and what the device's memory and
+its link to the host give to plain copies."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from kvservice.errors import FailedPreconditionError
+from kvservice.ops import cuda
+
+DEVICE_COPY_BYTES = 2 << 30
+LINK_BYTES = 1 << 30
+
+
+def require_device() -> None:
+    if not cuda.available():
+        raise FailedPreconditionError("no CUDA device, or kvservice was built without CUDA")
+    if not torch.cuda.is_available():
+        raise FailedPreconditionError("no CUDA device that torch can use: it was built without CUDA, or for another")
+
+
+def versions() -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {"device": properties.name, "torch": torch.__version__, "cuda": torch.version.cuda}
+
+
+def new_stream() -> torch.cuda.Stream:
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+
+def graph_of(call: Callable[[int], object], num_layers: int, num_calls: int) -> torch.cuda.CUDAGraph:
+    """`num_calls` calls, each on the layer after the last one's. The first call of all is made before, outside."""
+    stream = new_stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call(0)
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        for index in range(num_calls):
+            call(index % num_layers)
+    return graph
+
+
+def take_turns(contenders: Mapping[str, Callable[[], object]], turns: int) -> dict[str, float]:
+    """Median seconds of each, by the device's clock. They take turns, so that a device that slows down does so for all
+    of them."""
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for turn in range(turns + 1):
+        for name, contender in contenders.items():
+            seconds = elapsed_s(contender)
+            if turn > 0:
+                times[name].append(seconds)
+    return {name: statistics.median(seconds) for name, seconds in times.items()}
+
+
+def elapsed_s(work: Callable[[], object]) -> float:
+    """Seconds between the events before and after what `work` puts on the current stream."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    start.record()
+    work()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
+
+
+def ceilings(turns: int) -> dict[str, float]:
+    """GB/s of a plain copy within the device (bytes read and bytes written), and each way over the link."""
+    source = torch.ones(DEVICE_COPY_BYTES, dtype=torch.uint8, device="cuda")
+    copy = torch.empty_like(source)
+    pinned = torch.ones(LINK_BYTES, dtype=torch.uint8, pin_memory=True)
+    part = source[:LINK_BYTES]
+    seconds = take_turns(
+        {
+            "device_copy": lambda: copy.copy_(source),
+            "host_to_device": lambda: part.copy_(pinned, non_blocking=True),
+            "device_to_host": lambda: pinned.copy_(part, non_blocking=True),
+        },
+        turns,
+    )
+    return {
+        "device_copy_gb_per_s": 2 * DEVICE_COPY_BYTES / seconds["device_copy"] / 1e9,
+        "host_to_device_gb_per_s": LINK_BYTES / seconds["host_to_device"] / 1e9,
+        "device_to_host_gb_per_s": LINK_BYTES / seconds["device_to_host"] / 1e9,
+    }

@@ -1,0 +1,41 @@
+"""The device's benchmarks run, and what they print adds up."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+
+def kvservice(*arguments: str) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "kvservice", *arguments, "--json"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout)
+    assert isinstance(results, dict)
+    return results
+
+
+def test_attention() -> None:
+    results = kvservice("bench", "attention", "--device", "cuda", "--quick", "--batch-invariant")
+    assert len(results["shapes"]) == 3
+    for shape in results["shapes"]:
+        assert 0 < shape["relative_error"] < 0.02
+        assert shape["batch_invariant_us"] > 0
+        assert shape["speedup"] is None
+    decode = next(shape for shape in results["shapes"] if shape["kind"] == "decode")
+    # Twice the bytes of a copy in its time cannot come from memory: the caches were not cold.
+    assert decode["gb_per_s"] < 2 * results["ceilings"]["device_copy_gb_per_s"]
+
+
+def test_swap() -> None:
+    results = kvservice("bench", "swap", "--quick")
+    for rate in (*results["gb_per_s"].values(), *results["ceilings"].values(), results["decode"]["out_gb_per_s"]):
+        assert rate > 1
+    assert results["decode"]["beside_us"] > 0
