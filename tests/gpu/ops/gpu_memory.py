@@ -1,0 +1,104 @@
+"""Arrays in a device's memory for tests, without torch: NumPy in, NumPy out, every array an allocation of its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from kvservice.ops.cuda import HOST, DeviceArray, Workspace
+
+Array = npt.NDArray[Any]
+
+# What `out` is filled with before a call, and what lies around it: NaN in every floating type.
+POISON = 0xFF
+GUARD_BYTES = 1024
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    return np.dtype(getattr(ml_dtypes, name, None) or name)
+
+
+class GpuMemory:
+    """A device's stream, a workspace, and arrays that are given back at the end."""
+
+    def __init__(self, device: int = 0) -> None:
+        from kvservice import _cuda
+
+        self.extension = _cuda
+        self.device = device
+        _cuda.set_device(device)
+        self._stream = _cuda.Stream(device)
+        self.stream = self._stream.handle
+        self.workspace = Workspace(device, self.stream)
+        self._allocations: list[int] = []
+        self._guarded: list[DeviceArray] = []
+        self._registrations: list[_cuda.HostRegistration] = []
+
+    def __enter__(self) -> GpuMemory:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.release()
+
+    def upload(self, array: Array) -> DeviceArray:
+        array = np.ascontiguousarray(array)
+        there = self._allocate(array.shape, array.dtype.name, 0)
+        if array.nbytes:
+            self.extension.copy_async(there.pointer, array.ctypes.data, array.nbytes, self.stream)
+            self.synchronize()
+        return there
+
+    def poisoned(self, shape: Sequence[int], dtype: str) -> DeviceArray:
+        """NaN, with as much around it as `check_guards` looks at."""
+        there = self._allocate(tuple(shape), dtype, GUARD_BYTES)
+        self._guarded.append(there)
+        return there
+
+    def download(self, there: DeviceArray) -> Array:
+        array = np.empty(there.shape, numpy_dtype(there.dtype))
+        if array.nbytes:
+            self.extension.copy_async(array.ctypes.data, there.pointer, array.nbytes, self.stream)
+        self.synchronize()
+        return array
+
+    def page_locked(self, array: Array) -> DeviceArray:
+        """The array's own memory, page-locked until the end."""
+        assert array.flags.c_contiguous
+        self._registrations.append(self.extension.HostRegistration(array.ctypes.data, array.nbytes))
+        return DeviceArray(array.ctypes.data, array.shape, array.dtype.name, HOST)
+
+    def synchronize(self) -> None:
+        self._stream.synchronize()
+
+    def check_guards(self) -> None:
+        """Raises AssertionError where something was written next to a poisoned array."""
+        for array in self._guarded:
+            for first in (array.pointer - GUARD_BYTES, array.pointer + array.num_bytes):
+                around = self.download(DeviceArray(first, (GUARD_BYTES // 4,), "int32", self.device))
+                assert (around == -1).all(), f"written outside an array of shape {array.shape}"
+
+    def release(self) -> None:
+        self.synchronize()
+        for registration in self._registrations:
+            registration.close()
+        for pointer in self._allocations:
+            self.extension.free_async(pointer, self.stream)
+        self.workspace.close()
+        self.synchronize()
+        self._allocations, self._registrations, self._guarded = [], [], []
+
+    def _allocate(self, shape: tuple[int, ...], dtype: str, guard_bytes: int) -> DeviceArray:
+        num_bytes = math.prod(shape) * numpy_dtype(dtype).itemsize + 2 * guard_bytes
+        pointer = self.extension.allocate_async(max(num_bytes, 1), self.stream)
+        self._allocations.append(pointer)
+        self.extension.fill_async(pointer, POISON, num_bytes, self.stream)
+        return DeviceArray(pointer + guard_bytes, shape, dtype, self.device)

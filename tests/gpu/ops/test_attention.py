@@ -1,0 +1,309 @@
+"""Every kernel against float64 over its grid, with NaN in whatever must not be read and in whatever must be written."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from attention_reference import Case, Sparse, compare, reference
+from gpu_attention import OnDevice, bounds, make_trapped, run_case, run_cases
+from gpu_cases import DTYPES, HEAD_SIZES, sample_cases
+from gpu_memory import GpuMemory
+
+from kvservice.errors import InvalidArgumentError
+from kvservice.ops.cuda import Kernel
+
+PARTS = 10
+SAMPLES = {"reference": 300, "decode": 400, "extend": 300, "auto": 300}
+FAST: tuple[Kernel, ...] = ("decode", "extend")
+KERNELS: tuple[Kernel, ...] = ("reference", "decode", "extend", "auto")
+# Query lengths of a batch that each kernel takes.
+SOME_LENS = {"reference": (3, 1, 0, 40), "decode": (1, 1, 0, 1), "extend": (70, 1, 0, 40), "auto": (3, 1, 0, 90)}
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_sampled_cases(kernel: Kernel, part: int) -> None:
+    run_cases(sample_cases(kernel, SAMPLES[kernel])[part::PARTS], kernel)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_sampled_cases_batch_invariant(kernel: Kernel) -> None:
+    run_cases(sample_cases(kernel, 40, seed=1), kernel, batch_invariant=True)
+
+
+def test_the_longest_query_may_be_overestimated() -> None:
+    run_cases(sample_cases("auto", 30, seed=2), "auto", spare_query_len=9)
+
+
+EDGES = tuple(range(1, 140)) + (
+    143,
+    144,
+    145,
+    159,
+    160,
+    161,
+    191,
+    192,
+    193,
+    255,
+    256,
+    257,
+    383,
+    384,
+    385,
+    511,
+    512,
+    513,
+)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(("dtype", "pool_dtype"), [DTYPES[0], DTYPES[3]])
+def test_contexts_at_every_edge(kernel: Kernel, dtype: str, pool_dtype: str | None) -> None:
+    """Sequences of all lengths in one batch, of one query each; for extend of as many as edges of tiles ask for."""
+    lens = (1,) * len(EDGES)
+    if kernel in ("extend", "auto"):
+        lens = tuple(min(context, 1 + 8 * index % 130) for index, context in enumerate(EDGES))
+    cases = [
+        Case(lens, EDGES, dtype=dtype, pool_dtype=pool_dtype, head_size=128, block_size=16, group=4, seed=1),
+        Case(lens, EDGES, dtype=dtype, pool_dtype=pool_dtype, head_size=64, block_size=32, group=2, sliding_window=65),
+    ]
+    run_cases(cases, kernel)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(("dtype", "pool_dtype"), DTYPES[:3])
+def test_long_contexts(kernel: Kernel, dtype: str, pool_dtype: str | None) -> None:
+    contexts = (4095, 4096, 4097, 1, 2049)
+    lens = {"decode": (1, 1, 1, 1, 0), "extend": (65, 128, 3, 1, 0)}.get(kernel, (1, 128, 3, 1, 0))
+    base = Case(
+        lens, contexts, dtype=dtype, pool_dtype=pool_dtype, head_size=128, num_kv_heads=1, num_layers=1, layer=0
+    )
+    run_cases([base, replace(base, sliding_window=1000), replace(base, group=8, alibi=True)], kernel)
+
+
+@pytest.mark.parametrize("kernel", ["extend", "auto", "reference"])
+def test_whole_prompts(kernel: Kernel) -> None:
+    base = Case((1100, 513), (1100, 600), dtype="bfloat16", head_size=128, num_kv_heads=1, group=2)
+    run_cases([base, replace(base, dtype="float16", head_size=64, block_size=64, sliding_window=300)], kernel)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("group", [1, 8])
+def test_many_sequences_of_unequal_lengths(kernel: Kernel, group: int) -> None:
+    rng = np.random.default_rng(0)
+    contexts = tuple(int(length) for length in np.exp(rng.uniform(0, np.log(3000), 70)))
+    lens = [1] * 70
+    if kernel != "decode":
+        lens[3], lens[20] = min(contexts[3], 200), min(contexts[20], 100)
+    run_case(Case(tuple(lens), contexts, dtype="bfloat16", head_size=128, group=group, num_kv_heads=2), kernel)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_more_sequences_than_threads_of_a_block(kernel: Kernel) -> None:
+    contexts = tuple(1 + index % 40 for index in range(2100))
+    lens = tuple(int(index % 7 != 3) for index in range(2100))
+    run_case(Case(lens, contexts, dtype="float16", head_size=64, num_kv_heads=1, num_layers=1, layer=0), kernel)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_tables_far_wider_than_the_contexts(kernel: Kernel) -> None:
+    case = Case(SOME_LENS[kernel], (900, 33, 5, 200), dtype="bfloat16", head_size=128)
+    batch = make_trapped(case)
+    trap = batch.block_tables[0, -1]
+    batch.block_tables = np.pad(batch.block_tables, ((0, 0), (0, 3000)), constant_values=trap)
+    with GpuMemory() as memory:
+        compare(case, reference(batch), *OnDevice(memory, batch).attend(kernel=kernel), **bounds(case, kernel))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("query_lens", [(), (0, 0)])
+def test_empty_batches(kernel: Kernel, query_lens: tuple[int, ...]) -> None:
+    run_case(Case(query_lens, (0, 7)[: len(query_lens)], dtype="float16"), kernel)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_large_logits_do_not_overflow(kernel: Kernel, dtype: str) -> None:
+    case = Case(SOME_LENS[kernel], (150, 33, 5, 600), dtype=dtype, head_size=128, scale=40.0)
+    batch = make_trapped(case)
+    expected, _ = reference(batch)
+    with GpuMemory() as memory:
+        got, _ = OnDevice(memory, batch).attend(kernel=kernel)
+    # One key takes nearly all the weight; two that are nearly level share it, to the accuracy of logits of thousands.
+    close = np.linalg.norm(got.astype(np.float64) - expected, axis=-1) <= 0.02 * np.linalg.norm(expected, axis=-1)
+    assert np.isfinite(got.astype(np.float32)).all()
+    assert close.mean() > 0.8
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("pool_dtype", ["float8_e4m3fn", "float8_e5m2"])
+def test_queries_of_any_size_with_8_bit_pools(kernel: Kernel, dtype: str, pool_dtype: str) -> None:
+    """Keys of an 8-bit pool become float16 on tensor cores, and what bfloat16 holds need not fit that."""
+    sizes = (1e-7, 1e-2, 3e4) if dtype == "float16" else (1e-20, 1e-7, 1e6, 1e20)
+    for size in sizes:
+        case = Case(
+            SOME_LENS[kernel], (50, 33, 5, 200), dtype=dtype, pool_dtype=pool_dtype, scaled=True, scale=0.1 / size
+        )
+        batch = make_trapped(case)
+        batch.query = (batch.query.astype(np.float32) * np.float32(size)).astype(batch.query.dtype)
+        expected = reference(batch)
+        with GpuMemory() as memory:
+            out, lse = OnDevice(memory, batch).attend(kernel=kernel)
+        wide = {name: 4 * bound for name, bound in bounds(case, kernel).items()}  # float16 loses bits below 6e-5
+        compare(case, expected, out, lse, **(wide if size < 1e-4 and dtype == "float16" else bounds(case, kernel)))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_what_is_not_a_number_stays_so(kernel: Kernel) -> None:
+    """A key that is NaN reaches those who see it, and nobody else."""
+    case = Case(SOME_LENS[kernel], (150, 33, 5, 600), dtype="bfloat16", head_size=128, num_kv_heads=1)
+    batch = make_trapped(case)
+    block = batch.block_tables[0, 2]
+    batch.pool[block, case.layer, 0] = np.nan
+    with GpuMemory() as memory:
+        out, _ = OnDevice(memory, batch).attend(kernel=kernel)
+    nan = np.isnan(out.astype(np.float32)).all(axis=(1, 2))
+    finite = np.isfinite(out.astype(np.float32)).all(axis=(1, 2))
+    first = SOME_LENS[kernel][0]
+    # Of sequence 0, those at or past position 32; for the longest query that is not all of them.
+    sees = np.arange(150 - first, 150) >= 32
+    np.testing.assert_array_equal(nan[:first], sees)
+    assert finite[first:].all()
+
+
+INVARIANT = {
+    "reference": ((1, 30, 1, 130, 2), (700, 30, 17, 400, 1300)),
+    "decode": ((1, 1, 1, 1, 1), (700, 30, 17, 4000, 1300)),
+    "extend": ((70, 30, 100, 130, 20), (700, 30, 170, 400, 1300)),
+    "auto": ((1, 30, 1, 130, 2), (700, 30, 17, 400, 1300)),
+}
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(("dtype", "pool_dtype"), DTYPES[:3])
+def test_results_do_not_depend_on_the_batch(kernel: Kernel, dtype: str, pool_dtype: str | None) -> None:
+    lens, contexts = INVARIANT[kernel]
+    case = Case(lens, contexts, dtype=dtype, pool_dtype=pool_dtype, head_size=128, group=4)
+    batch = make_trapped(case)
+    ends = np.cumsum(lens)
+    with GpuMemory() as memory:
+        device = OnDevice(memory, batch)
+        together, together_lse = device.attend(kernel=kernel, batch_invariant=True)
+
+        def some(sequences: list[int], copies: int = 1) -> None:
+            """Those sequences, so many times over: each must come out as it did before."""
+            chosen = sequences * copies
+            rows = np.concatenate([np.arange(ends[seq] - lens[seq], ends[seq]) for seq in chosen])
+            width = -(-max(contexts[seq] for seq in chosen) // case.block_size)
+            changed: dict[str, Any] = {
+                "query": batch.query[rows],
+                "query_lens": batch.query_lens[chosen],
+                "block_tables": batch.block_tables[chosen, :width],
+                "context_lens": batch.context_lens[chosen],
+            }
+            part = replace(case, query_lens=tuple(lens[seq] for seq in chosen))
+            alone = OnDevice.__new__(OnDevice)
+            alone.__dict__.update(device.__dict__)
+            alone.case = part
+            alone.batch = replace(batch, case=part, query=batch.query[rows])
+            out, lse = alone.attend(kernel=kernel, batch_invariant=True, **changed)
+            assert out.tobytes() == together[rows].tobytes(), f"{chosen} differ"
+            assert lse.tobytes() == together_lse[rows].tobytes(), f"log-sum-exp of {chosen} differ"
+
+        for seq in range(len(lens)):
+            some([seq])
+        some([4, 2, 0])
+        some([3, 1, 4, 2, 0], copies=9)
+
+
+def test_the_same_call_gives_the_same_bits() -> None:
+    for kernel in KERNELS:
+        case = Case(SOME_LENS[kernel], (3000, 33, 5, 600), dtype="bfloat16", head_size=128)
+        batch = make_trapped(case)
+        with GpuMemory() as memory:
+            device = OnDevice(memory, batch)
+            first = device.attend(kernel=kernel)[0].tobytes()
+            assert all(device.attend(kernel=kernel)[0].tobytes() == first for _ in range(20)), kernel
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    "scale": {"scale": 0.26},
+    "window one too wide": {"sliding_window": 61},
+    "window one too narrow": {"sliding_window": 59},
+    "no window": {"sliding_window": 0},
+    "soft cap": {"logits_soft_cap": 4.4},
+    "no slopes": {"alibi_slopes": None},
+    "slopes of the next head": {"alibi_slopes": np.array([2.0**-4.5, 2.0**-8, 2.0**-1, 2.0**-3], np.float32)},
+    "layer": {"layer": 0},
+    "no key scale": {"k_scale": None},
+    "no value scale": {"v_scale": None},
+    "value scales exchanged": {"v_scale": np.array([0.5, 2.0], np.float32)},
+    "one token too few": {"context_lens": np.array([89, 69], np.int32)},
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_wrong_argument_is_found(kernel: Kernel, wrong: str) -> None:
+    lens = (1, 1) if kernel == "decode" else (1, 6)
+    case = Case(
+        lens,
+        (90, 70),
+        dtype="bfloat16",
+        pool_dtype="float8_e4m3fn",
+        scaled=True,
+        scale=0.25,
+        sliding_window=60,
+        logits_soft_cap=4.0,
+        alibi=True,
+    )
+    batch = make_trapped(case)
+    batch.v_scale = np.array([2.0, 0.5], np.float32)
+    # What a window too wide would see is there, and the other layer is full of other numbers.
+    plain = make_trapped(replace(case, sliding_window=0))
+    batch.block_tables = plain.block_tables
+    batch.pool[:, 0] = np.roll(batch.pool[:, 1], 1, axis=-1)
+    expected = reference(batch)
+    with GpuMemory() as memory:
+        device = OnDevice(memory, batch)
+        compare(case, expected, *device.attend(kernel=kernel), **bounds(case, kernel))
+        out, _ = device.attend(kernel=kernel, **WRONG[wrong])
+    with np.errstate(invalid="ignore"), pytest.raises(AssertionError, match="relative error"):
+        compare(case, expected, out, **bounds(case, kernel))
+
+
+REFUSED: dict[str, tuple[str, Kernel, dict[str, Any]]] = {
+    "decode of float32": ("kernel", "decode", {"dtype": "float32"}),
+    "extend of float32": ("kernel", "extend", {"dtype": "float32"}),
+    "extend of head size 40": ("kernel", "extend", {"head_size": 40}),
+    "decode of long queries": ("kernel", "decode", {"query_lens": (200,), "context_lens": (300,)}),
+    "sparse blocks smaller than the pool's": ("block_sparse", "auto", {"sparse": Sparse(2, 1, 8, 0, 0)}),
+    "no local sparse block": ("block_sparse", "auto", {"sparse": Sparse(2, 0, 16, 0, 0)}),
+    "a negative stride": ("block_sparse", "auto", {"sparse": Sparse(-2, 1, 16, 0, 0)}),
+}
+
+
+@pytest.mark.parametrize("wrong", REFUSED)
+def test_what_a_kernel_does_not_take_is_named(memory: GpuMemory, wrong: str) -> None:
+    field, kernel, changed = REFUSED[wrong]
+    device = OnDevice(memory, make_trapped(replace(Case((1,), (20,), dtype="bfloat16"), **changed)))
+    with pytest.raises(InvalidArgumentError) as raised:
+        device.attend(kernel=kernel)
+    assert raised.value.field == field
+
+
+def test_queries_longer_than_said_are_refused_where_the_host_can_tell(memory: GpuMemory) -> None:
+    device = OnDevice(memory, make_trapped(Case((3, 3), (20, 20), dtype="bfloat16")))
+    with pytest.raises(InvalidArgumentError) as raised:
+        device.attend(max_query_len=2)
+    assert raised.value.field == "max_query_len"
+
+
+@pytest.mark.parametrize("head_size", HEAD_SIZES)
+def test_float32_is_exact_at_every_head_size(head_size: int) -> None:
+    run_case(Case((1, 20), (600, 20), head_size=head_size, alibi=True, logits_soft_cap=20.0), "auto")
