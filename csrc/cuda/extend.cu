@@ -1,8 +1,10 @@
 // Attention of many query tokens a sequence: which kernel, and its arguments.
 #include <algorithm>
+#include <limits>
 
 #include "cuda/extend.cuh"
 #include "cuda/extend_mma.cuh"
+#include "cuda/extend_wgmma.cuh"
 #include "errors.h"
 
 namespace kvservice {
@@ -39,13 +41,13 @@ Args make_args(const AttentionParams& p, const CudaLaunch& launch, QueryLens len
   a.num_seqs = p.num_seqs;
   a.max_blocks = p.max_blocks;
   a.min_query_len = static_cast<int>(lens.min);
-  a.max_query_len = static_cast<int>(lens.max);
+  a.max_query_len = static_cast<int>(std::min<int64_t>(lens.max, std::numeric_limits<int>::max()));
   a.num_heads = static_cast<int>(p.num_heads);
   a.num_kv_heads = static_cast<int>(pool.num_kv_heads);
   a.group = static_cast<int>(p.group_size());
   a.head_size = static_cast<int>(pool.head_size);
   a.block_shift = log2_of(pool.block_size);
-  a.sliding_window = static_cast<int>(p.sliding_window);
+  a.sliding_window = static_cast<int>(std::min<int64_t>(p.sliding_window, std::numeric_limits<int>::max()));
   a.scale = p.scale;
   a.soft_cap = p.soft_cap;
   a.dtype = p.dtype;
@@ -71,6 +73,12 @@ void launch_mma(const Args& args, cudaStream_t stream, int64_t tiles) {
   }
 }
 
+bool launch_wgmma(const Args& args, cudaStream_t stream, int64_t tiles) {
+  if (current_device_facts().major != 9 || is_float8(args.pool_dtype)) return false;
+  return args.pool_dtype == DType::kBFloat16 ? launch_wgmma_bfloat16(args, stream, tiles)
+                                             : launch_wgmma_half(args, stream, tiles);
+}
+
 }  // namespace extend
 
 bool extend_takes(const AttentionParams& p) {
@@ -88,6 +96,7 @@ void extend_attention(const AttentionParams& p, const CudaLaunch& launch, QueryL
   require(launch.workspace.bytes >= extend_workspace_bytes(p), "workspace", "too small for the extend kernel");
   if (p.num_tokens == 0 || p.num_seqs == 0) return;
   const extend::Args args = extend::make_args(p, launch, lens);
+  if (extend::launch_wgmma(args, launch.stream, extend::max_tiles(p, extend::kWgmmaRows))) return;
   extend::launch_mma(args, launch.stream, extend::max_tiles(p, extend::kMmaRows));
 }
 

@@ -33,7 +33,6 @@ struct Args {
   const float* v_scale;
   int64_t num_seqs;
   int64_t max_blocks;
-  int64_t num_blocks;
   int min_query_len;
   int max_query_len;
   int num_heads;
@@ -41,8 +40,6 @@ struct Args {
   int group;
   int head_size;
   int block_shift;  // log2 of the block size
-  int layer;
-  int num_layers;
   int sliding_window;
   float scale;
   float soft_cap;
@@ -172,9 +169,13 @@ struct LogitOptions {
   }
 };
 
+// Rows of a tile of each kernel.
+constexpr int kMmaRows = 64, kWgmmaRows = 128;
+
 // `tiles` is the most there can be.
-constexpr int kMmaRows = 64;
 void launch_mma(const Args& args, cudaStream_t stream, int64_t tiles);
+// False, and nothing is launched, where the kernel does not take the pool's type or has no code for this device.
+bool launch_wgmma(const Args& args, cudaStream_t stream, int64_t tiles);
 
 }  // namespace extend
 }  // namespace kvservice

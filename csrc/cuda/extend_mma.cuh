@@ -1,29 +1,18 @@
 // The extend kernel for every device from Ampere on, after FlashAttention-2: a warp has 16 rows of a tile, keys and
 // values come in steps of kKeys tokens through shared memory, one step ahead.
 //
-// In shared memory K and V lie as 8x8 matrices of 128 bytes, which ldmatrix reads without conflicts:
-//   K [head_size/8][kKeys][8]   V [kKeys/8][head_size][8]   (the last index: dimensions of K, tokens of V)
-// so 16 bytes of the pool are 16 bytes there. Pools of 8 bits arrive as they are and are converted to halves; queries
-// are then halves too, a row of bfloat16 times a power of two that brings it into their range.
-//
-// Values that no row may see are zero in shared memory, for zero times what else their memory holds can be NaN; the
-// logits of such keys are replaced.
+// Pools of 8 bits arrive as they are and are converted to halves; queries are then halves too, a row of bfloat16 times
+// a power of two that brings it into their range.
 #pragma once
 
 #include "cuda/extend.cuh"
+#include "cuda/extend_load.cuh"
 
 namespace kvservice {
 namespace extend {
 
 constexpr int kMmaWarps = kMmaRows / 16, kMmaThreads = 32 * kMmaWarps;
-
-__device__ __forceinline__ void copy_16_or_zeros(uint32_t dst, const void* src, bool copy) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(copy ? 16 : 0) : "memory");
-}
-
-__device__ __forceinline__ void copy_8_or_zeros(uint32_t dst, const void* src, bool copy) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(dst), "l"(src), "r"(copy ? 8 : 0) : "memory");
-}
+static_assert(kMmaThreads == kLoadThreads, "all threads of the block load");
 
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
@@ -54,14 +43,17 @@ class MmaTile {
 
  public:
   __device__ MmaTile(const Args& a, const Tile& tile, char* shared)
-      : a_(a), tile_(tile), warp_(threadIdx.x / 32), lane_(threadIdx.x % 32), shared_(shared) {
-    address_ = ptx::shared_address(shared);
-    query_ = warp_ * 16 * Shape::kQueryStride;
-    warp_row_ = tile.first_row + 16 * warp_;
-    key_begin_ = tile.first_visible(a, tile.position(a, tile.first_row));
-    key_end_ = tile.position(a, tile.first_row + kMmaRows - 1) + 1;
-    block_begin_ = key_begin_ >> a.block_shift << a.block_shift;
-    head_ = a.pool + tile.kv_head * a.head_bytes;
+      : a_(a),
+        tile_(tile),
+        warp_(threadIdx.x / 32),
+        lane_(threadIdx.x % 32),
+        shared_(shared),
+        address_(ptx::shared_address(shared)),
+        query_(warp_ * 16 * Shape::kQueryStride),
+        warp_row_(tile.first_row + 16 * warp_),
+        key_begin_(tile.first_visible(a, tile.position(a, tile.first_row))),
+        key_end_(tile.position(a, tile.first_row + kMmaRows - 1) + 1),
+        loader_(a, tile, key_begin_, key_end_, threadIdx.x) {
     for (int i = 0; i < 2; ++i) {
       position_[i] = tile.position(a, row(i));
       visible_[i] = tile.first_visible(a, position_[i]);
@@ -72,16 +64,16 @@ class MmaTile {
     const int first = key_begin_ / kKeys * kKeys;
     look_up(first);
     fill(0, first);
-    commit_copies();
-    look_up(first + kKeys);
     load_queries();
     set_options();
     int stage = 0;
     for (int key = first; key < key_end_; key += kKeys, stage ^= 1) {
-      if (key + kKeys < key_end_) fill(stage ^ 1, key + kKeys);
-      commit_copies();
-      look_up(key + 2 * kKeys);
-      wait_copies<1>();
+      if (key + kKeys < key_end_) {
+        fill(stage ^ 1, key + kKeys);
+        wait_copies<1>();
+      } else {
+        wait_copies<0>();
+      }
       __syncthreads();
       if constexpr (kFloat8) convert(stage);
       if (warp_row_ < tile_.num_rows(a_)) step(stage, key);
@@ -98,69 +90,17 @@ class MmaTile {
   __device__ uint32_t key_address(int stage) const { return stage_address(kFloat8 ? Shape::kStages : stage); }
   __device__ uint32_t value_address(int stage) const { return key_address(stage) + Shape::kTileBytes; }
 
-  // The part of a step that this thread copies: of K pieces of one token, of V rows of one octet of tokens.
-  __device__ int my_token() const { return threadIdx.x % kKeys; }
-  __device__ int my_octet() const { return threadIdx.x / 8 % kOctets; }
-  __device__ bool readable(int position) const { return position >= block_begin_ && position < key_end_; }
+  // Starts the copies of a step, and looks up those of the next.
+  __device__ void fill(int stage, int key) {
+    loader_.fill_keys(stage_address(stage), key);
+    loader_.fill_values(stage_address(stage) + (kFloat8 ? Shape::kRawBytes : Shape::kTileBytes), key);
+    commit_copies();
+    look_up(key + kKeys);
+  }
 
   __device__ void look_up(int key) {
-    const int32_t* table = tile_.table(a_);
-    const int token = key + my_token(), octet = key + 8 * my_octet();
-    key_block_ = readable(token) ? table[token >> a_.block_shift] : -1;
-    value_block_ = readable(octet) ? table[octet >> a_.block_shift] : -1;
-  }
-
-  // Starts the copies of a step into its stage; the blocks have been looked up.
-  __device__ void fill(int stage, int key) {
-    const int block_mask = (1 << a_.block_shift) - 1;
-    const char* source =
-        key_block_ < 0 ? head_ : head_ + key_block_ * a_.block_bytes + ((key + my_token()) & block_mask) * 16;
-    const int pieces = kFloat8 ? a_.head_size / 16 : a_.head_size / 8;
-    const uint32_t keys = stage_address(stage) + my_token() * 16;
-#pragma unroll 4
-    for (int piece = threadIdx.x / kKeys; piece < pieces; piece += kMmaThreads / kKeys) {
-      const int64_t offset = key_block_ < 0 ? 0 : static_cast<int64_t>(piece) << (a_.block_shift + 4);
-      copy_16_or_zeros(keys + piece * kKeys * 16, source + offset, key_block_ >= 0);
-    }
-    fill_values(stage, key + 8 * my_octet(), block_mask);
-  }
-
-  __device__ void fill_values(int stage, int position, int block_mask) {
-    constexpr int kItem = kFloat8 ? 1 : 2, kOctetBytes = 8 * kItem;
-    const bool copy = value_block_ >= 0;
-    const char* source =
-        copy ? head_ + value_block_ * a_.block_bytes + a_.value_offset + (position & block_mask) * kItem : head_;
-    const int64_t row_bytes = copy ? static_cast<int64_t>(kItem) << a_.block_shift : 0;
-    const int count = min(8, tile_.context_len - position);
-    const uint32_t values =
-        stage_address(stage) + (kFloat8 ? Shape::kRawBytes : Shape::kTileBytes) + my_octet() * kHead * kOctetBytes;
-    const int first_dim = threadIdx.x % 8 + threadIdx.x / kKeys * 8;
-    if (copy && count < 8) {
-      for (int dim = first_dim; dim < a_.head_size; dim += kMmaThreads / kOctets) {
-        store_values(values + dim * kOctetBytes, source + dim * row_bytes, count * kItem);
-      }
-      return;
-    }
-#pragma unroll 4
-    for (int dim = first_dim; dim < a_.head_size; dim += kMmaThreads / kOctets) {
-      if constexpr (kFloat8) {
-        copy_8_or_zeros(values + dim * kOctetBytes, source + dim * row_bytes, copy);
-      } else {
-        copy_16_or_zeros(values + dim * kOctetBytes, source + dim * row_bytes, copy);
-      }
-    }
-  }
-
-  // The context ends in this octet: its first `bytes`, then zeros.
-  __device__ void store_values(uint32_t dst, const char* source, int bytes) {
-    constexpr int kWords = kFloat8 ? 2 : 4;
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      const int left = min(4, max(0, bytes - 4 * i));
-      const uint32_t mask = left == 4 ? ~0U : (1U << (8 * left)) - 1;
-      const uint32_t word = reinterpret_cast<const uint32_t*>(source)[i] & mask;
-      asm volatile("st.shared.b32 [%0], %1;" ::"r"(dst + 4 * i), "r"(word) : "memory");
-    }
+    loader_.look_up_keys(key);
+    loader_.look_up_values(key);
   }
 
   __device__ void to_halves(uint32_t bytes, uint32_t& first, uint32_t& second) const {
@@ -175,15 +115,16 @@ class MmaTile {
   __device__ void convert(int stage) {
     const char* raw = shared_ + Shape::kQueryBytes + stage * Shape::kStageBytes;
     char* keys = shared_ + Shape::kQueryBytes + Shape::kStages * Shape::kStageBytes;
+    const int token = threadIdx.x % kKeys;
     for (int piece = threadIdx.x / kKeys; piece < a_.head_size / 16; piece += kMmaThreads / kKeys) {
-      const uint4 in = *reinterpret_cast<const uint4*>(raw + (piece * kKeys + my_token()) * 16);
+      const uint4 in = *reinterpret_cast<const uint4*>(raw + (piece * kKeys + token) * 16);
       uint4 low, high;
       to_halves(in.x, low.x, low.y);
       to_halves(in.y, low.z, low.w);
       to_halves(in.z, high.x, high.y);
       to_halves(in.w, high.z, high.w);
-      *reinterpret_cast<uint4*>(keys + (2 * piece * kKeys + my_token()) * 16) = low;
-      *reinterpret_cast<uint4*>(keys + ((2 * piece + 1) * kKeys + my_token()) * 16) = high;
+      *reinterpret_cast<uint4*>(keys + (2 * piece * kKeys + token) * 16) = low;
+      *reinterpret_cast<uint4*>(keys + ((2 * piece + 1) * kKeys + token) * 16) = high;
     }
     for (int i = threadIdx.x; i < kOctets * kHead; i += kMmaThreads) {
       if (i % kHead >= a_.head_size) continue;
@@ -392,16 +333,13 @@ class MmaTile {
   const Tile tile_;
   const int warp_;
   const int lane_;
-  char* shared_;
-  uint32_t address_;
-  int query_;  // offset of the warp's rows in shared memory
-  int warp_row_;
-  int key_begin_;
-  int key_end_;
-  int block_begin_;
-  int key_block_ = -1;
-  int value_block_ = -1;
-  const char* head_;
+  char* const shared_;
+  const uint32_t address_;
+  const int query_;  // offset of the warp's rows in shared memory
+  const int warp_row_;
+  const int key_begin_;
+  const int key_end_;
+  KeyLoader<kHead, kKeys, kFloat8> loader_;
   bool plain_ = true;
   // Of this thread's two rows:
   int position_[2];

@@ -1,0 +1,128 @@
+// Copies of keys and values of a tile from the pool to shared memory, kKeys tokens a step, by kLoadThreads threads.
+//
+// In shared memory K and V lie as 8x8 matrices of 128 bytes, which ldmatrix and wgmma read without conflicts:
+//   K [head_size/8][kKeys][8]   V [kKeys/8][head_size][8]   (the last index: dimensions of K, tokens of V)
+// so 16 bytes of the pool are 16 bytes there. Of an 8-bit pool K is [head_size/16][kKeys][16], still to be converted.
+//
+// Values past the context are zero in shared memory, for zero times what else their memory holds can be NaN. Of keys
+// anything may remain: logits are replaced where nothing is to be seen.
+#pragma once
+
+#include "cuda/extend.cuh"
+
+namespace kvservice {
+namespace extend {
+
+constexpr int kLoadThreads = 128;
+
+__device__ __forceinline__ void copy_16_or_zeros(uint32_t dst, const void* src, bool copy) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(copy ? 16 : 0) : "memory");
+}
+
+__device__ __forceinline__ void copy_8_or_zeros(uint32_t dst, const void* src, bool copy) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(dst), "l"(src), "r"(copy ? 8 : 0) : "memory");
+}
+
+// kHead: rows of an octet of V in shared memory, of which the head size may be fewer.
+template <int kHead, int kKeys, bool kFloat8>
+class KeyLoader {
+  static constexpr int kOctets = kKeys / 8, kItem = kFloat8 ? 1 : 2;
+
+ public:
+  // The keys [begin, end) of the tile are seen by some of its rows.
+  __device__ KeyLoader(const Args& a, const Tile& tile, int begin, int end, int thread)
+      : a_(a),
+        table_(tile.table(a)),
+        head_(a.pool + tile.kv_head * a.head_bytes),
+        context_len_(tile.context_len),
+        begin_(begin >> a.block_shift << a.block_shift),
+        end_(end),
+        thread_(thread) {}
+
+  // Reads the block table one step ahead of the copies, which so do not wait for it.
+  __device__ void look_up_keys(int key) { key_block_ = look_up(key + my_token()); }
+  __device__ void look_up_values(int key) { value_block_ = look_up(key + 8 * my_octet()); }
+
+  // Starts the copies of the step at `key`, which has been looked up.
+  __device__ void fill_keys(uint32_t dst, int key) const {
+    const bool copy = key_block_ >= 0;
+    const char* source = head_;
+    if (copy) source += key_block_ * a_.block_bytes + ((key + my_token()) & block_mask()) * 16;
+    const int64_t piece_bytes = copy ? int64_t{16} << a_.block_shift : 0;
+    const int first = thread_ / kKeys, pieces = a_.head_size * kItem / 16;
+    source += first * piece_bytes;
+    dst += (first * kKeys + my_token()) * 16;
+#pragma unroll 4
+    for (int piece = first; piece < pieces; piece += kLoadThreads / kKeys) {
+      copy_16_or_zeros(dst, source, copy);
+      source += piece_bytes * (kLoadThreads / kKeys);
+      dst += kLoadThreads * 16;
+    }
+  }
+
+  __device__ void fill_values(uint32_t dst, int key) const {
+    constexpr int kOctetBytes = 8 * kItem, kDims = kLoadThreads / kOctets;
+    const int position = key + 8 * my_octet();
+    const bool copy = value_block_ >= 0;
+    const char* source = head_;
+    if (copy) source += value_block_ * a_.block_bytes + a_.value_offset + (position & block_mask()) * kItem;
+    const int64_t row_bytes = copy ? int64_t{kItem} << a_.block_shift : 0;
+    const int first = thread_ % 8 + thread_ / kKeys * 8;
+    source += first * row_bytes;
+    dst += (my_octet() * kHead + first) * kOctetBytes;
+    const int count = context_len_ - position;
+    if (copy && count < 8) {
+      for (int dim = first; dim < a_.head_size; dim += kDims) {
+        store_values(dst, source, count * kItem);
+        source += row_bytes * kDims;
+        dst += kDims * kOctetBytes;
+      }
+      __threadfence_block();
+      return;
+    }
+#pragma unroll 4
+    for (int dim = first; dim < a_.head_size; dim += kDims) {
+      if constexpr (kFloat8) {
+        copy_8_or_zeros(dst, source, copy);
+      } else {
+        copy_16_or_zeros(dst, source, copy);
+      }
+      source += row_bytes * kDims;
+      dst += kDims * kOctetBytes;
+    }
+  }
+
+ private:
+  // Of K a thread copies all pieces of one token or some, of V rows of one octet of tokens.
+  __device__ int my_token() const { return thread_ % kKeys; }
+  __device__ int my_octet() const { return thread_ / 8 % kOctets; }
+  __device__ int block_mask() const { return (1 << a_.block_shift) - 1; }
+
+  __device__ int look_up(int position) const {
+    return position >= begin_ && position < end_ ? table_[position >> a_.block_shift] : -1;
+  }
+
+  // The context ends in this octet: its first `bytes`, then zeros.
+  static __device__ void store_values(uint32_t dst, const char* source, int bytes) {
+#pragma unroll
+    for (int i = 0; i < 2 * kItem; ++i) {
+      const int left = min(4, max(0, bytes - 4 * i));
+      const uint32_t mask = left == 4 ? ~0U : (1U << (8 * left)) - 1;
+      const uint32_t word = reinterpret_cast<const uint32_t*>(source)[i] & mask;
+      asm volatile("st.shared.b32 [%0], %1;" ::"r"(dst + 4 * i), "r"(word) : "memory");
+    }
+  }
+
+  const Args& a_;
+  const int32_t* table_;
+  const char* head_;
+  const int context_len_;
+  const int begin_;  // where the first block begins that is read
+  const int end_;
+  const int thread_;
+  int key_block_ = -1;
+  int value_block_ = -1;
+};
+
+}  // namespace extend
+}  // namespace kvservice

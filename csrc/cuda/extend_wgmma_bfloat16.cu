@@ -1,0 +1,12 @@
+// The wgmma extend kernel over bfloat16 pools.
+#include "cuda/extend_wgmma.cuh"
+
+namespace kvservice {
+namespace extend {
+
+bool launch_wgmma_bfloat16(const Args& args, cudaStream_t stream, int64_t tiles) {
+  return launch_wgmma_of<__nv_bfloat16>(args, stream, tiles);
+}
+
+}  // namespace extend
+}  // namespace kvservice
