@@ -63,14 +63,13 @@ class ByteQueue:
         try:
             return work()
         except BaseException as error:
-            known = isinstance(error, self._device_errors)
-            self._fail(error, with_traceback=not known)
-            if known:
-                raise InternalError(f"the device failed: {error}") from None
-            raise
+            raise self.fail(error) from None
 
-    def _fail(self, error: BaseException, *, with_traceback: bool) -> None:
+    def fail(self, error: BaseException) -> BaseException:
+        """Make it the fault, unless there is one. Returns what to tell the caller."""
+        known = isinstance(error, self._device_errors)
         if self.fault is None:
             self.fault = error
-            logger.critical("work on the pool failed, its content is lost: %s", error, exc_info=with_traceback)
+            logger.critical("work on the pool failed, its content is lost: %s", error, exc_info=not known)
             self.on_fault()
+        return InternalError(f"the device failed: {error}") if known else error

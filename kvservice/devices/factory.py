@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from kvservice.config import ServeConfig
 from kvservice.devices.base import Device
-from kvservice.devices.cpu import CpuDevice
-from kvservice.errors import InvalidArgumentError
 
 
 def open_device(config: ServeConfig) -> Device:
@@ -14,6 +12,10 @@ def open_device(config: ServeConfig) -> Device:
     Raises InvalidArgumentError naming the option that the device cannot do, ResourceExhaustedError with the numbers
     where the memory is not there.
     """
-    if config.cuda_device is not None:
-        raise InvalidArgumentError("this version computes on the CPU only", field="device")
-    return CpuDevice(config)
+    if config.cuda_device is None:
+        from kvservice.devices.cpu import CpuDevice
+
+        return CpuDevice(config)
+    from kvservice.devices.cuda import CudaDevice
+
+    return CudaDevice(config)

@@ -1,0 +1,259 @@
+"""The pool in a GPU's memory, computed on there."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Awaitable, Callable, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvservice.blocks import Step
+from kvservice.config import ServeConfig
+from kvservice.devices import sizing
+from kvservice.devices.arena import Arena, Region, aligned, offsets_of
+from kvservice.devices.base import Array, AttentionOptions, Int32, Int64
+from kvservice.devices.compute import Call, Compute
+from kvservice.devices.copies import Copies, Tier
+from kvservice.devices.kernels import COUNTER_BYTES, Kernels
+from kvservice.devices.scales import load_scales
+from kvservice.devices.warmup import warm_up
+from kvservice.errors import InvalidArgumentError, ResourceExhaustedError
+from kvservice.pool.cpu import CpuPool
+from kvservice.pool.cuda import OUT_OF_MEMORY, CudaPool
+from kvservice.pool.layout import TENSOR_DTYPES
+
+if TYPE_CHECKING:
+    from kvservice import _cuda
+
+# By these rates the time of a call is foreseen: of the link to the device, of its memory, of its arithmetic. They are
+# low, so that what is foreseen is rather too long.
+LINK_BYTES_PER_S = 20e9
+MEMORY_BYTES_PER_S = 1e12
+OPERATIONS_PER_S = 50e12
+
+
+class CudaDevice:
+    """A `Device`. How its streams are ordered: `compute` and `copies`."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        self._cuda, self._number = _load(config)
+        self._config = config
+        self.layout = config.layout
+        self._dtype = TENSOR_DTYPES[config.dtype]
+        try:
+            self._cuda.set_device(self._number)
+            self._compute = Compute(self._cuda, self._number)
+            self._take_workspaces()
+            self._take_pools()
+        except self._cuda.CudaError as error:
+            raise _start_error(error, config.device) from None
+
+    def _take_workspaces(self) -> None:
+        cuda, config, compute = self._cuda, self._config, self._compute
+        compute.arena = Arena(cuda, self._number, sizing.arena_bytes(config))
+        self._workspace_bytes = max(COUNTER_BYTES, sizing.workspace_bytes(cuda, config))
+        self._workspace_memory = cuda.DeviceMemory(self._number, self._workspace_bytes)
+        self._workspace: int = self._workspace_memory.pointer
+        cuda.fill_async(self._workspace, 0, COUNTER_BYTES, compute.stream.handle)
+        self._scales = self._take_scales()
+        block = compute.allocate(self.layout.block_bytes)
+        kernels = Kernels(cuda, config, compute.stream.handle, block, 1, self._scales)
+        warm_up(compute, kernels, self._workspace, self._workspace_bytes)
+        compute.free(block)
+        compute.stream.synchronize()
+
+    def _take_scales(self) -> int:
+        """On the device as float32[2, num_layers, num_kv_heads]; a pool of the tensors' own type has none: 0."""
+        if self._config.kv_cache_dtype == "auto":
+            return 0
+        scales = load_scales(self._config.kv_scales, self.layout.num_layers, self.layout.num_kv_heads)
+        pointer = self._compute.allocate(scales.nbytes)
+        region = self._compute.arena.take(scales.nbytes)
+        region.put(0, scales)
+        self._cuda.copy_async(pointer, region.host_pointer, scales.nbytes, self._compute.stream.handle)
+        self._compute.stream.synchronize()
+        self._compute.arena.release(region)
+        return pointer
+
+    def _take_pools(self) -> None:
+        cuda, config, compute = self._cuda, self._config, self._compute
+        if config.pool_blocks is not None:
+            num_blocks, field = config.pool_blocks, "pool_gib" if config.num_blocks is None else "num_blocks"
+        else:
+            num_blocks, field = sizing.blocks_that_fit(cuda, self._number, config), "gpu_memory_utilization"
+        self.num_blocks, self.num_swap_blocks = num_blocks, config.swap_blocks
+        self.pool = CudaPool(cuda, self._number, self.layout, num_blocks, field)
+        self.swap_pool = CpuPool(self.layout, self.num_swap_blocks, "kvservice-swap")
+        self._swap_registration = _page_lock(cuda, self.swap_pool) if self.num_swap_blocks else None
+        self.memory_bytes = {
+            "pool": self.pool.num_bytes,
+            "swap": self.swap_pool.num_bytes,
+            "workspaces": self._workspace_bytes + compute.arena.num_bytes,
+        }
+        tiers = Tier(self.pool.pointer, num_blocks), Tier(self.swap_pool.blocks.ctypes.data, self.num_swap_blocks)
+        compute.copies = Copies(cuda, self._number, compute.stream, *tiers, self.layout.block_bytes)
+        self._kernels = Kernels(cuda, config, compute.stream.handle, self.pool.pointer, self.num_blocks, self._scales)
+
+    @property
+    def fault(self) -> BaseException | None:
+        return self._compute.queue.fault
+
+    @property
+    def on_fault(self) -> Callable[[], object]:
+        return self._compute.queue.on_fault
+
+    @on_fault.setter
+    def on_fault(self, call: Callable[[], object]) -> None:
+        self._compute.queue.on_fault = call
+
+    def check_options(self, options: AttentionOptions) -> None:
+        sparse = options.block_sparse
+        if sparse is not None and sparse.block_size % self.layout.block_size:
+            raise InvalidArgumentError(
+                f"{sparse.block_size} is not a multiple of the pool's, {self.layout.block_size}",
+                field="options.block_sparse.block_size",
+            )
+
+    def copy(self, src_ids: Int32, dst_ids: Int32) -> None:
+        self._compute.post(self._compute.copies.within_pool, src_ids, dst_ids)
+
+    def swap_out(self, src_ids: Int32, dst_ids: Int32) -> None:
+        self._compute.post(self._compute.copies.swap_out, src_ids, dst_ids)
+
+    def swap_in(self, src_ids: Int32, dst_ids: Int32) -> None:
+        self._compute.post(self._compute.copies.swap_in, src_ids, dst_ids)
+
+    def attend(
+        self, step: Step, layer: int, query: Array, key: Array, value: Array, options: AttentionOptions
+    ) -> Awaitable[tuple[Array, Array]]:
+        compute, kernels = self._compute, self._kernels
+        num_tokens, num_heads, head_size = query.shape
+        tables = compute.tables_of(step)
+        attention = kernels.attention_over(tables, layer, num_heads, options)
+        extra = compute.reserve(lambda: self._workspace_for(attention))
+        slopes = [] if options.alibi_slopes is None else [options.alibi_slopes.astype(np.float32, copy=False)]
+        inputs = [query, key, value, *slopes]
+        offsets = offsets_of(inputs)
+        out = offsets[-1]
+        lse = out + aligned(query.nbytes)
+        end = lse + aligned(4 * num_tokens * num_heads)
+
+        def launch(region: Region) -> None:
+            compute.upload(region, inputs, offsets)
+            compute.upload_tables(tables, region, end)
+            at = region.device_pointer
+            kernels.write(layer, num_tokens, tables.slots, at + offsets[1], at + offsets[2])
+            attention.query, attention.out, attention.lse = at, at + out, at + lse
+            attention.alibi_slopes = at + offsets[3] if slopes else 0
+            attention.launch()
+            if extra:
+                compute.free(extra)
+            compute.download(region, out, end)
+
+        def result(region: Region) -> tuple[Array, Array]:
+            output = region.get(out, query.shape, self._dtype)
+            return output, region.get(lse, (num_tokens, num_heads), np.dtype(np.float32))
+
+        kv_bytes = tables.num_context_tokens * self.layout.token_bytes / self.layout.num_layers
+        operations = 4 * tables.num_scores * num_heads * head_size
+        seconds = end / LINK_BYTES_PER_S + kv_bytes / MEMORY_BYTES_PER_S + operations / OPERATIONS_PER_S
+        num_bytes = end + tables.num_pending_bytes
+        return compute.start(Call(step, num_bytes, tables.host_block_tables, seconds, launch, result))
+
+    def _workspace_for(self, attention: _cuda.Attention) -> int:
+        """Give the call room: the device's own, or, where that is too small, one that is to be freed after it, whose
+        address is returned."""
+        wanted = attention.wanted_workspace_bytes()
+        attention.workspace, attention.workspace_bytes = self._workspace, self._workspace_bytes
+        if wanted <= self._workspace_bytes:
+            return 0
+        extra = self._compute.allocate(wanted)
+        self._cuda.fill_async(extra, 0, COUNTER_BYTES, self._compute.stream.handle)
+        attention.workspace, attention.workspace_bytes = extra, wanted
+        return extra
+
+    def write(self, step: Step, layers: Sequence[int], keys: Array, values: Array) -> Awaitable[None]:
+        compute = self._compute
+        tables = compute.tables_of(step)
+        inputs = [keys, values]
+        offsets = offsets_of(inputs)
+        layer_bytes = keys[0].nbytes
+
+        def launch(region: Region) -> None:
+            compute.upload(region, inputs, offsets)
+            compute.upload_tables(tables, region, offsets[-1])
+            for index, layer in enumerate(layers):
+                key = region.device_pointer + index * layer_bytes
+                self._kernels.write(layer, tables.num_tokens, tables.slots, key, key + offsets[1])
+
+        num_bytes = offsets[-1] + tables.num_pending_bytes
+        blocks = step.slot_mapping // self.layout.block_size
+        seconds = offsets[-1] / LINK_BYTES_PER_S
+        return compute.start(Call(step, num_bytes, blocks, seconds, launch, lambda _: None))
+
+    def read(self, layers: Sequence[int], slots: Int64) -> Awaitable[tuple[Array, Array]]:
+        compute = self._compute
+        shape = (len(layers), len(slots), self.layout.num_kv_heads, self.layout.head_size)
+        layer_bytes = int(np.prod(shape[1:])) * self._dtype.itemsize
+        key = aligned(slots.nbytes)
+        value = key + aligned(len(layers) * layer_bytes)
+        end = value + aligned(len(layers) * layer_bytes)
+
+        def launch(region: Region) -> None:
+            compute.upload(region, [slots], [0, slots.nbytes])
+            at = region.device_pointer
+            for index, layer in enumerate(layers):
+                there = at + index * layer_bytes
+                self._kernels.read(layer, len(slots), at, there + key, there + value)
+            compute.download(region, key, end)
+
+        def result(region: Region) -> tuple[Array, Array]:
+            return region.get(key, shape, self._dtype), region.get(value, shape, self._dtype)
+
+        compute.reserve(lambda: None)
+        blocks = slots // self.layout.block_size
+        launch_or_not = launch if len(slots) else lambda _: None
+        return compute.start(Call(None, end, blocks, end / LINK_BYTES_PER_S, launch_or_not, result))
+
+    def close(self) -> None:
+        self._compute.close()
+        if self.fault is not None:
+            return  # nothing can be asked of the device any more; the process ends
+        if self._swap_registration is not None:
+            self._swap_registration.close()
+        self._compute.arena.close()
+        self.pool.close()
+        self._workspace_memory.close()
+
+
+def _load(config: ServeConfig) -> tuple[ModuleType, int]:
+    try:
+        cuda = importlib.import_module("kvservice._cuda")
+    except ImportError as error:
+        raise InvalidArgumentError(f"kvservice was built without CUDA: {error}", field="device") from None
+    number = config.cuda_device
+    assert number is not None, "the configuration names a GPU"
+    count = cuda.device_count()
+    if number >= count:
+        there = f"CUDA devices there are: {count}" if count else "there is no CUDA device, or no driver for it"
+        raise InvalidArgumentError(f"{config.device}: {there}", field="device")
+    return cuda, number
+
+
+def _start_error(error: Any, device: str) -> Exception:
+    if error.code == OUT_OF_MEMORY:
+        return ResourceExhaustedError(f"{device} has no memory for the daemon's workspaces: {error}", field="device")
+    return InvalidArgumentError(f"{device} cannot be used: {error}", field="device")
+
+
+def _page_lock(cuda: ModuleType, pool: CpuPool) -> Any:
+    try:
+        return cuda.HostRegistration(pool.blocks.ctypes.data, pool.num_bytes)
+    except cuda.CudaError as error:
+        raise ResourceExhaustedError(
+            f"{pool.num_bytes} bytes of host memory cannot be page-locked: {error}",
+            field="swap_space_gib",
+            wanted=pool.num_bytes,
+        ) from None

@@ -1,0 +1,56 @@
+"""The scales of an 8-bit cache, from a file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvservice.errors import InvalidArgumentError
+
+NAMES = ("k_scale", "v_scale")
+
+
+def load_scales(path: str, num_layers: int, num_kv_heads: int) -> npt.NDArray[np.float32]:
+    """float32[2, num_layers, num_kv_heads]: of keys, then of values. What is stored times its scale is the real number.
+
+    The file holds {"k_scale": ..., "v_scale": ...}, each a number, a list with one for each layer, or for each layer a
+    list with one for each KV head; what is left out is 1, and so is all if `path` is empty. Raises
+    InvalidArgumentError, field kv_scales.
+    """
+    content = _read(path) if path else {}
+    unknown = set(content) - set(NAMES)
+    if unknown:
+        raise InvalidArgumentError(f"{path}: {', '.join(sorted(unknown))} is unknown", field="kv_scales")
+    shape = (num_layers, num_kv_heads)
+    return np.stack([_as_array(content.get(name, 1.0), f"{path}: {name}", shape) for name in NAMES])
+
+
+def _read(path: str) -> dict[str, Any]:
+    try:
+        content = json.loads(Path(path).read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise InvalidArgumentError(f"{path}: {error}", field="kv_scales") from None
+    if not isinstance(content, dict):
+        raise InvalidArgumentError(f"{path}: is not an object with k_scale and v_scale", field="kv_scales")
+    return content
+
+
+def _as_array(value: Any, where: str, shape: tuple[int, int]) -> npt.NDArray[np.float32]:
+    try:
+        scales = np.array(value, np.float32)
+    except (TypeError, ValueError):
+        raise InvalidArgumentError(f"{where} is not made of numbers", field="kv_scales") from None
+    if scales.shape not in ((), shape[:1], shape):
+        raise InvalidArgumentError(
+            f"{where} has shape {list(scales.shape)}, must be one number, {list(shape[:1])} or {list(shape)}",
+            field="kv_scales",
+        )
+    if not (np.isfinite(scales).all() and (scales > 0).all()):
+        raise InvalidArgumentError(f"{where} has to be finite and positive", field="kv_scales")
+    if scales.ndim == 1:
+        scales = scales[:, None]
+    return np.broadcast_to(scales, shape)

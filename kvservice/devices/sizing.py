@@ -1,0 +1,70 @@
+"""How much memory the daemon's own workspaces take on a GPU, and how many blocks fit beside them."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from kvservice.config import ServeConfig
+from kvservice.devices.arena import ALIGNMENT, aligned
+from kvservice.devices.kernels import new_attention
+from kvservice.errors import ResourceExhaustedError
+from kvservice.pool.layout import TENSOR_DTYPES
+
+# Device memory is handed out in pieces of this size.
+GRANULE_BYTES = 2 << 20
+# Groups of query heads to one KV head, for which a workspace is asked for: how many a client has is not known before.
+GROUPS = (1, 4, 8, 16, 64)
+
+
+def max_blocks_per_sequence(config: ServeConfig) -> int:
+    return -(-config.max_sequence_tokens // config.block_size)
+
+
+def arena_bytes(config: ServeConfig) -> int:
+    """What the largest call needs: a message in, a message out, and the tables of its step."""
+    max_blocks = max_blocks_per_sequence(config)
+    if config.pool_blocks is not None:
+        max_blocks = min(max_blocks, config.pool_blocks)
+    tables = config.max_sequences * 4 * (max_blocks + 2)
+    # A token's slot takes 8 bytes, its K and V at least 64 in each head.
+    slots = config.max_message_bytes // 8
+    return 2 * config.max_message_bytes + aligned(tables) + aligned(slots) + 16 * ALIGNMENT
+
+
+def workspace_bytes(cuda: ModuleType, config: ServeConfig) -> int:
+    """The most that the largest calls ask for: all sequences at once and one alone, of one token each and of many."""
+    wanted = 0
+    for group in GROUPS:
+        num_heads = group * config.num_kv_heads
+        token_bytes = (num_heads + 2 * config.num_kv_heads) * config.head_size * TENSOR_DTYPES[config.dtype].itemsize
+        most = max(1, config.max_message_bytes // token_bytes)
+        for num_seqs in {1, min(config.max_sequences, most)}:
+            longest = min(config.max_sequence_tokens, most - num_seqs + 1)
+            for num_tokens, max_query_len in {(num_seqs, 1), (min(most, num_seqs * longest), longest)}:
+                call = new_attention(cuda, config)
+                call.num_blocks = 1 << 24
+                call.max_blocks = max_blocks_per_sequence(config)
+                call.num_heads, call.num_seqs = num_heads, num_seqs
+                call.num_tokens, call.max_query_len = num_tokens, max_query_len
+                wanted = max(wanted, call.wanted_workspace_bytes())
+    return wanted
+
+
+def blocks_that_fit(cuda: ModuleType, device: int, config: ServeConfig) -> int:
+    """Blocks in the configured share of what is free now, that is, with the workspaces taken.
+
+    Raises ResourceExhaustedError with the numbers if not one fits.
+    """
+    free, total = cuda.memory_info(device)
+    usable = int(free * config.gpu_memory_utilization) // GRANULE_BYTES * GRANULE_BYTES
+    num_blocks = usable // config.layout.block_bytes
+    if num_blocks < 1:
+        raise ResourceExhaustedError(
+            f"no block of {config.layout.block_bytes} bytes fits: the GPU has {free} bytes free of {total} beside the "
+            f"daemon's workspaces, of which {config.gpu_memory_utilization:g} may be used",
+            field="gpu_memory_utilization",
+            wanted=config.layout.block_bytes,
+            free=free,
+            total=total,
+        )
+    return num_blocks

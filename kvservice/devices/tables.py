@@ -1,0 +1,54 @@
+"""A step's lengths, tables and slots on the device: brought there once, whatever its layers."""
+
+from __future__ import annotations
+
+import collections
+import weakref
+from collections.abc import Callable
+
+import numpy as np
+
+from kvservice.blocks import Step
+from kvservice.devices.arena import offsets_of
+from kvservice.devices.base import Array
+
+
+class StepTables:
+    """Addresses on the device, and what the host knows of what is there."""
+
+    def __init__(self, step: Step, allocate: Callable[[int], int]) -> None:
+        self.host_block_tables = step.block_tables  # now: they are valid for as long as the step is live
+        self.num_seqs, self.max_blocks = self.host_block_tables.shape
+        self.num_tokens = len(step.slot_mapping)
+        self.max_query_len = int(step.query_lens.max())
+        query_lens, context_lens = step.query_lens.astype(np.int64), step.context_lens.astype(np.int64)
+        self.num_context_tokens = int(context_lens.sum())
+        self.num_scores = int((query_lens * context_lens).sum())
+        parts: list[Array] = [step.slot_mapping, step.query_lens, step.context_lens, self.host_block_tables]
+        *offsets, self.num_bytes = offsets_of(parts)
+        # What is still to be brought: nothing, once it is there.
+        self.pending = list(zip(offsets, parts, strict=True))
+        self.pointer = allocate(self.num_bytes)
+        addresses = (self.pointer + offset for offset, _ in self.pending)
+        self.slots, self.query_lens, self.context_lens, self.block_tables = addresses
+
+    @property
+    def num_pending_bytes(self) -> int:
+        return self.num_bytes if self.pending else 0
+
+
+class LiveTables:
+    """Of the steps that are alive. The memory of the others is free to go, in the order of the stream."""
+
+    def __init__(self, allocate: Callable[[int], int]) -> None:
+        self._allocate = allocate
+        self._tables: weakref.WeakKeyDictionary[Step, StepTables] = weakref.WeakKeyDictionary()
+        # A step may end on any thread; the next launch frees its memory, behind all that uses it.
+        self.garbage: collections.deque[int] = collections.deque()
+
+    def of(self, step: Step) -> StepTables:
+        tables = self._tables.get(step)
+        if tables is None:
+            tables = self._tables[step] = StepTables(step, self._allocate)
+            weakref.finalize(step, self.garbage.append, tables.pointer).atexit = False
+        return tables

@@ -1,0 +1,189 @@
+"""The order of what the CUDA device does, on streams that run as they please: whatever an event does not hold back is
+done at the worst time, and then the content shows it. See `fake_cuda`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import fake_cuda
+import pytest
+from fake_cuda import DeadlockError, FakeCuda
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+from kv_churn import Churn
+from kv_machine import NUM_SESSIONS, KVMachine
+from kv_model import POOL
+from kv_systems import EngineSystem
+
+from kvservice.config import ServeConfig
+from kvservice.devices import compute, open_device
+from kvservice.devices.arena import Arena
+from kvservice.devices.compute import Compute
+from kvservice.devices.copies import Copies
+from kvservice.engine import Engine
+from kvservice.errors import InvalidArgumentError
+
+CONFIG = ServeConfig.model_validate(POOL | {"device": "cuda", "max_message_mib": 1})
+COMMON = {
+    "stateful_step_count": 40,
+    "phases": [Phase.generate],
+    "deadline": None,
+    "database": None,
+    "suppress_health_check": list(HealthCheck),
+    "print_blob": False,
+}
+
+
+@pytest.fixture
+def new_fake(monkeypatch: pytest.MonkeyPatch) -> Callable[[], FakeCuda]:
+    """Every call makes another device the one that is found."""
+    seeds = itertools.count()
+
+    def make() -> FakeCuda:
+        fake = FakeCuda(next(seeds))
+        monkeypatch.setitem(sys.modules, "kvservice._cuda", fake)
+        return fake
+
+    return make
+
+
+@pytest.fixture(params=["on the loop", "in threads"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where calls are launched and waited for."""
+    if request.param == "in threads":
+        monkeypatch.setattr(compute, "INLINE_S", -1.0)
+    return request.param
+
+
+def run_machine(new_fake: Callable[[], FakeCuda], max_examples: int) -> None:
+    def machine() -> KVMachine:
+        new_fake()
+        return KVMachine(lambda: EngineSystem(CONFIG, NUM_SESSIONS, check_integrity=False))
+
+    searching = settings(max_examples=max_examples, derandomize=True, report_multiple_bugs=False, **COMMON)
+    run_state_machine_as_test(machine, settings=searching)
+
+
+@pytest.mark.usefixtures("way")
+def test_content_is_right_in_every_order(new_fake: Callable[[], FakeCuda]) -> None:
+    run_machine(new_fake, 40)
+
+
+def run_churn(new_fake: Callable[[], FakeCuda], num_runs: int) -> None:
+    for seed in range(num_runs):
+        new_fake()
+        config = CONFIG.model_copy(update={"enable_prefix_caching": False})
+        engine = Engine(config, open_device(config))
+        try:
+            asyncio.run(Churn(engine, seed).run(60))
+        finally:
+            with contextlib.suppress(DeadlockError):
+                engine.device.close()
+
+
+@pytest.mark.usefixtures("way")
+def test_content_is_right_when_nobody_waits(new_fake: Callable[[], FakeCuda]) -> None:
+    run_churn(new_fake, 40)
+
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+def computing_does_not_wait_for_copies(patch: pytest.MonkeyPatch) -> None:
+    right = Copies.wait_for_copies
+
+    def wait(self: Copies, stream: Any, *rest: Any) -> None:
+        if stream is not self._compute:
+            right(self, stream, *rest)
+
+    patch.setattr(Copies, "wait_for_copies", wait)
+
+
+def copies_do_not_wait_for_computing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Copies, "_wait_for_compute", lambda *_: None)
+
+
+def copies_do_not_wait_for_copies(patch: pytest.MonkeyPatch) -> None:
+    right = Copies.wait_for_copies
+
+    def wait(self: Copies, stream: Any, *rest: Any) -> None:
+        if stream is self._compute:
+            right(self, stream, *rest)
+
+    patch.setattr(Copies, "wait_for_copies", wait)
+
+
+def copies_forget_the_swap_tier(patch: pytest.MonkeyPatch) -> None:
+    right = Copies.wait_for_copies
+
+    def wait(self: Copies, stream: Any, tier: Any, blocks: Any) -> None:
+        if tier is self.pool:
+            right(self, stream, tier, blocks)
+
+    patch.setattr(Copies, "wait_for_copies", wait)
+
+
+def copies_are_thought_done(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Copies, "_forget_done", lambda self: self._flying.clear())
+
+
+def results_are_not_waited_for(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(fake_cuda.Event, "synchronize", lambda _: None)
+
+
+def room_is_given_back_at_launch(patch: pytest.MonkeyPatch) -> None:
+    right = Compute._launch
+
+    def launch(self: Compute, call: Any) -> Any:
+        flight = right(self, call)
+        self.arena.release(flight.region)
+        return flight
+
+    patch.setattr(Compute, "_launch", launch)
+
+
+def room_overlaps(patch: pytest.MonkeyPatch) -> None:
+    right = Arena._place
+
+    def place(self: Arena, num_bytes: int) -> int | None:
+        return 0 if right(self, num_bytes) is not None else None
+
+    patch.setattr(Arena, "_place", place)
+
+
+def tables_are_freed_at_once(patch: pytest.MonkeyPatch) -> None:
+    right = Compute.upload_tables
+
+    def upload(self: Compute, tables: Any, *rest: Any) -> None:
+        right(self, tables, *rest)
+        self._cuda.fill_async(tables.pointer, 255, tables.num_bytes, self._cuda.Stream(0).handle)
+
+    patch.setattr(Compute, "upload_tables", upload)
+
+
+MUTANTS: list[Patch] = [
+    computing_does_not_wait_for_copies,
+    copies_do_not_wait_for_computing,
+    copies_do_not_wait_for_copies,
+    copies_forget_the_swap_tier,
+    copies_are_thought_done,
+    results_are_not_waited_for,
+    room_is_given_back_at_launch,
+    room_overlaps,
+    tables_are_freed_at_once,
+]
+
+
+@pytest.mark.parametrize("mutate", MUTANTS, ids=lambda mutate: mutate.__name__)
+def test_a_wait_that_is_left_out_is_found_out(
+    mutate: Patch, monkeypatch: pytest.MonkeyPatch, new_fake: Callable[[], FakeCuda]
+) -> None:
+    monkeypatch.setattr(compute, "INLINE_S", -1.0)
+    mutate(monkeypatch)
+    with pytest.raises((AssertionError, InvalidArgumentError)):  # garbage for tables is refused by the kernels
+        run_churn(new_fake, 300)

@@ -1,0 +1,351 @@
+"""A stand-in for `kvservice._cuda` that needs no GPU: memory of the host, and streams that run when they please.
+
+Work is put off: a stream's pieces are done in their order, but between streams a random one goes first, as often and as
+long as it likes, held back by the events that it waits for and by nothing else. So where an event is missing, some run
+does things in the wrong order, and memory has the wrong content. Kernels are those of the CPU, on the same layout; what
+is freed, or was never written, reads as bytes of 255.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import ctypes
+import random
+import threading
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from kvservice import ops
+from kvservice.pool.layout import DTYPES
+
+Array = np.ndarray[Any, Any]
+DTYPE_OF = list(DTYPES.values())
+COUNTER_BYTES = 1 << 16
+SLOTS_ARGUMENTS = (
+    "pool",
+    "pool_dtype",
+    "num_blocks",
+    "num_layers",
+    "num_kv_heads",
+    "head_size",
+    "block_size",
+    "layer",
+    "num_tokens",
+    "slots",
+    "key",
+    "value",
+    "dtype",
+    "k_scale",
+    "v_scale",
+    "stream",
+)
+
+
+class CudaError(RuntimeError):
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class DeadlockError(AssertionError):
+    """What is waited for can never be: a stream waits for an event that no stream comes to."""
+
+
+class Event:
+    def __init__(self, cuda: FakeCuda) -> None:
+        self.cuda = cuda
+        self.recorded = self.reached = 0
+
+    def record(self, stream: int) -> None:
+        with self.cuda.call():
+            self.recorded += 1
+            self.cuda.streams[stream].put(lambda number=self.recorded: setattr(self, "reached", number))
+
+    def synchronize(self) -> None:
+        with self.cuda.call():
+            self.cuda.run_until(lambda: self.reached >= self.recorded)
+
+    def done(self) -> bool:
+        with self.cuda.call():
+            return self.reached >= self.recorded
+
+
+class Stream:
+    def __init__(self, cuda: FakeCuda) -> None:
+        self.cuda = cuda
+        self.handle = len(cuda.streams) + 1
+        self.held = False
+        self._pieces: collections.deque[tuple[Callable[[], bool], Callable[[], Any]]] = collections.deque()
+        cuda.streams[self.handle] = self
+
+    def put(self, work: Callable[[], Any], ready: Callable[[], bool] = lambda: True) -> None:
+        self._pieces.append((ready, work))
+
+    def wait(self, event: Event) -> None:
+        with self.cuda.call():
+            self.put(lambda: None, lambda number=event.recorded: event.reached >= number)
+
+    def synchronize(self) -> None:
+        with self.cuda.call():
+            self.cuda.run_until(lambda: not self._pieces)
+
+    @property
+    def can_run(self) -> bool:
+        return not self.held and bool(self._pieces) and self._pieces[0][0]()
+
+    def run_one(self) -> None:
+        self._pieces.popleft()[1]()
+
+
+class Memory:
+    """Of the device, or page-locked: what a pointer may point into."""
+
+    def __init__(self, cuda: FakeCuda, address: int, num_bytes: int, keep: Any = None) -> None:
+        self.cuda, self.pointer, self.num_bytes, self._keep = cuda, address, num_bytes, keep
+        cuda.memory[address] = self
+
+    def close(self) -> None:
+        with self.cuda.call():
+            del self.cuda.memory[self.pointer]
+
+
+class Attention:
+    """Attributes as the extension's; those not set are off."""
+
+    alibi_slopes = k_scale = v_scale = lse = sliding_window = 0
+    soft_cap = 0.0
+    sparse = (0, 0, 64, 0, 0)
+    batch_invariant = False
+    kernel = "auto"
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self.cuda = cuda
+
+    def wanted_workspace_bytes(self) -> int:
+        return COUNTER_BYTES + 64 * self.num_tokens
+
+    def launch(self) -> None:
+        assert self.workspace_bytes >= self.wanted_workspace_bytes()
+        call = copy.copy(self)
+        with self.cuda.call():
+            self.cuda.streams[self.stream].put(lambda: call.run())
+
+    def run(self) -> None:
+        at = self.cuda.array
+        assert not at(self.workspace, (COUNTER_BYTES,), np.uint8).any(), "the counters are not zero"
+        at(self.workspace, (self.workspace_bytes,), np.uint8)[COUNTER_BYTES:] = 17
+        pool = self.cuda.pool(self.pool, self.pool_dtype, self)
+        query_lens = at(self.query_lens, (self.num_seqs,), np.int32)
+        assert query_lens.max() <= self.max_query_len
+        query = at(self.query, (self.num_tokens, self.num_heads, self.head_size), DTYPE_OF[self.dtype])
+        _, lse = ops.attention(
+            pool,
+            self.layer,
+            query,
+            query_lens,
+            at(self.block_tables, (self.num_seqs, self.max_blocks), np.int32),
+            at(self.context_lens, (self.num_seqs,), np.int32),
+            scale=self.scale,
+            sliding_window=self.sliding_window,
+            logits_soft_cap=self.soft_cap,
+            alibi_slopes=at(self.alibi_slopes, (self.num_heads,), np.float32) if self.alibi_slopes else None,
+            out=at(self.out, query.shape, query.dtype),
+            return_lse=True,
+        )
+        if self.lse:
+            at(self.lse, lse.shape, np.float32)[:] = lse
+
+
+class FakeCuda(ModuleType):
+    """To be put into `sys.modules` as `kvservice._cuda`."""
+
+    CudaError = CudaError
+
+    def __init__(self, seed: int = 0, total_bytes: int = 64 << 20) -> None:
+        super().__init__("kvservice._cuda")
+        self.lock = threading.RLock()
+        self.random = random.Random(seed)
+        self.total_bytes = total_bytes
+        self.streams: dict[int, Stream] = {}
+        self.memory: dict[int, Memory] = {}
+        self.used_bytes = 0
+        self.error: str | None = None
+        self._graveyard: list[Array] = []
+        self._order: list[int] = []
+
+    # ---- the schedule
+
+    def call(self) -> threading.RLock:
+        """Around every call: time passes, and a device that failed says so."""
+        with self.lock:
+            self._check()
+            if self.random.random() < 0.3:
+                for _ in range(self.random.randrange(12)):
+                    self._run_one()
+        return self.lock
+
+    def run_until(self, true: Callable[[], bool]) -> None:
+        while not true():
+            if not self._run_one():
+                raise DeadlockError(f"nothing can run: {[stream.handle for stream in self.streams.values()]}")
+            self._check()
+
+    def _check(self) -> None:
+        if self.error is not None:
+            raise CudaError(700, self.error)
+
+    def _run_one(self) -> bool:
+        """A piece of the stream that goes first now. Who goes first changes, but not often."""
+        if len(self._order) != len(self.streams) or self.random.random() < 0.1:
+            self._order = self.random.sample(list(self.streams), len(self.streams))
+        for handle in self._order:
+            if self.streams[handle].can_run:
+                self.streams[handle].run_one()
+                return True
+        return False
+
+    # ---- memory
+
+    def array(self, pointer: int, shape: tuple[int, ...], dtype: Any) -> Array:
+        num_bytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+        self.check_range(pointer, num_bytes)
+        data = (ctypes.c_uint8 * num_bytes).from_address(pointer)
+        return np.frombuffer(data, np.uint8).view(dtype).reshape(shape)
+
+    def check_range(self, pointer: int, num_bytes: int) -> None:
+        for memory in self.memory.values():
+            if memory.pointer <= pointer and pointer + num_bytes <= memory.pointer + memory.num_bytes:
+                return
+        raise AssertionError(f"{num_bytes} bytes at {pointer:#x} are nobody's")
+
+    def pool(self, pointer: int, dtype: int, sizes: Any) -> Array:
+        shape = (sizes.num_blocks, sizes.num_layers, 2, sizes.num_kv_heads, sizes.head_size * sizes.block_size)
+        return self.array(pointer, shape, DTYPE_OF[dtype])
+
+    def _take(self, num_bytes: int) -> Memory:
+        if self.used_bytes + num_bytes > self.total_bytes:
+            raise CudaError(2, f"out of memory: {num_bytes} bytes")
+        self.used_bytes += num_bytes
+        data = np.full(num_bytes + 256, 255, np.uint8)
+        self._graveyard.append(data)
+        return Memory(self, -(-data.ctypes.data // 256) * 256, num_bytes)
+
+    # ---- the module's face
+
+    def device_count(self) -> int:
+        return 1
+
+    def memory_info(self, device: int) -> tuple[int, int]:
+        assert device == 0
+        with self.call():
+            return self.total_bytes - self.used_bytes, self.total_bytes
+
+    def set_device(self, device: int) -> None:
+        assert device == 0
+
+    def Stream(self, device: int, high_priority: bool = False) -> Stream:  # noqa: ARG002, N802
+        with self.call():
+            return Stream(self)
+
+    def Event(self, device: int, timing: bool = False) -> Event:  # noqa: ARG002, N802
+        return Event(self)
+
+    def Attention(self) -> Attention:  # noqa: N802
+        return Attention(self)
+
+    def DeviceMemory(self, device: int, num_bytes: int) -> Memory:  # noqa: ARG002, N802
+        with self.call():
+            return self._take(num_bytes)
+
+    def HostRegistration(self, address: int, num_bytes: int) -> Memory:  # noqa: N802
+        with self.call():
+            return Memory(self, address, num_bytes)
+
+    def allocate_async(self, num_bytes: int, stream: int) -> int:
+        with self.call():
+            assert stream in self.streams
+            return self._take(num_bytes).pointer
+
+    def free_async(self, pointer: int, stream: int) -> None:
+        def free() -> None:
+            memory = self.memory[pointer]
+            self.array(pointer, (memory.num_bytes,), np.uint8)[:] = 255
+            self.used_bytes -= memory.num_bytes
+            del self.memory[pointer]
+
+        with self.call():
+            self.streams[stream].put(free)
+
+    def copy_async(self, dst: int, src: int, num_bytes: int, stream: int) -> None:
+        def move() -> None:
+            self.check_range(dst, num_bytes)
+            self.check_range(src, num_bytes)
+            ctypes.memmove(dst, src, num_bytes)
+
+        with self.call():
+            self.streams[stream].put(move)
+
+    def fill_async(self, dst: int, byte: int, num_bytes: int, stream: int) -> None:
+        with self.call():
+            self.streams[stream].put(lambda: self.array(dst, (num_bytes,), np.uint8).fill(byte))
+
+    def copy_blocks(
+        self,
+        src: int,
+        dst: int,
+        num_src_blocks: int,
+        num_dst_blocks: int,
+        block_bytes: int,
+        src_ids: Array,
+        dst_ids: Array,
+        stream: int,
+    ) -> None:
+        pairs = list(zip(src_ids.tolist(), dst_ids.tolist(), strict=True))
+        assert src_ids.dtype == dst_ids.dtype == np.int32
+        assert all(0 <= one < num_src_blocks and 0 <= other < num_dst_blocks for one, other in pairs)
+        self.check_range(src, num_src_blocks * block_bytes)
+        self.check_range(dst, num_dst_blocks * block_bytes)
+        with self.call():
+            for one, other in pairs:  # each a piece of its own, so that others may come between
+                to, source = dst + other * block_bytes, src + one * block_bytes
+                self.streams[stream].put(lambda to=to, source=source: ctypes.memmove(to, source, block_bytes))
+
+    def write_kv(self, *arguments: int) -> None:
+        self._slots(ops_write, *arguments)
+
+    def read_kv(self, *arguments: int) -> None:
+        self._slots(ops_read, *arguments)
+
+    def _slots(self, move: Callable[..., None], *arguments: int) -> None:
+        call = SlotsCall(*arguments)
+        with self.call():
+            self.streams[call.stream].put(lambda: move(self, call))
+
+
+class SlotsCall:
+    def __init__(self, *arguments: int) -> None:
+        for name, value in zip(SLOTS_ARGUMENTS, arguments, strict=True):
+            setattr(self, name, value)
+
+    def arrays(self, cuda: FakeCuda) -> tuple[Array, Array, Array, Array]:
+        shape = (self.num_tokens, self.num_kv_heads, self.head_size)
+        return (
+            cuda.pool(self.pool, self.pool_dtype, self),
+            cuda.array(self.slots, (self.num_tokens,), np.int64),
+            cuda.array(self.key, shape, DTYPE_OF[self.dtype]),
+            cuda.array(self.value, shape, DTYPE_OF[self.dtype]),
+        )
+
+
+def ops_write(cuda: FakeCuda, call: Any) -> None:
+    pool, slots, key, value = call.arrays(cuda)
+    ops.write_kv(pool, call.layer, slots, key, value)
+
+
+def ops_read(cuda: FakeCuda, call: Any) -> None:
+    pool, slots, key, value = call.arrays(cuda)
+    key[:], value[:] = ops.read_kv(pool, call.layer, slots, head_size=call.head_size)
