@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-import numpy as np
 from attention_reference import ERROR_BOUND, Array, Batch, Case, compare, make_batch, reference
 from gpu_memory import GpuMemory
 
@@ -52,7 +51,7 @@ class OnDevice:
         max_query_len: int | None = None,
         **changed: Any,
     ) -> tuple[Array, Array]:
-        """Output and log-sum-exp. `changed`: options with another value than the case's, as NumPy arrays and numbers."""
+        """Output and log-sum-exp. `changed`: what has another value than in the batch, as NumPy arrays and numbers."""
         case, memory = self.case, self.memory
         out = memory.poisoned(self.batch.query.shape, case.dtype)
         lse = memory.poisoned(self.batch.query.shape[:2], "float32")
@@ -91,9 +90,16 @@ def bounds(case: Case, kernel: Kernel) -> dict[str, float]:
     return {"bound": ROUNDED_WEIGHTS_BOUND[case.dtype], "lse_bound": ROUNDED_WEIGHTS_LSE_BOUND}
 
 
-def run_case(case: Case, kernel: Kernel, *, batch_invariant: bool = False, spare_query_len: int = 0) -> None:
+def run_case(
+    case: Case,
+    kernel: Kernel,
+    *,
+    batch_invariant: bool = False,
+    spare_query_len: int = 0,
+    trap: int | None = None,
+) -> None:
     """Raises AssertionError unless the kernel's result is the batch's, and nothing else was written."""
-    batch = make_trapped(case)
+    batch = make_trapped(case, trap)
     with GpuMemory() as memory:
         max_query_len = max(case.query_lens, default=0) + spare_query_len
         out, lse = OnDevice(memory, batch).attend(
@@ -128,7 +134,3 @@ def by_axis(cases: Sequence[Case], failures: Sequence[tuple[Case, str]]) -> str:
             counts = (f"{value}: {failed[value]}/{tried[value]}" for value in tried if failed[value])
             lines.append(f"  {name}: {', '.join(counts)}")
     return "\n".join(lines)
-
-
-def has_nan(array: Array) -> bool:
-    return bool(np.isnan(array.astype(np.float32)).any())

@@ -46,8 +46,11 @@ class GpuMemory:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
+        try:
             self.release()
+        except self.extension.CudaError:
+            if kind is None:
+                raise
 
     def upload(self, array: Array) -> DeviceArray:
         array = np.ascontiguousarray(array)

@@ -195,10 +195,7 @@ def test_copy_blocks(memory: GpuMemory, where: str, num_copies: int, pattern: st
     expected = target.copy()
     expected[dst_ids] = source[src_ids]
     src = memory.page_locked(source) if where == "from host" else memory.upload(source)
-    if where == "within":
-        dst = src
-    else:
-        dst = memory.page_locked(target) if where == "to host" else memory.upload(target)
+    dst = memory.page_locked(target) if where == "to host" else src if where == "within" else memory.upload(target)
     cuda.copy_blocks(src, dst, src_ids, dst_ids, stream=memory.stream)
     memory.synchronize()
     got = target if where == "to host" else memory.download(dst)

@@ -1,0 +1,19 @@
+"""The sanitizer's grid, in processes of their own: table entries that must not be read name blocks that no memory is
+behind, and after such a fault a process can use its device no more.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).parents[1] / "sanitize.py"
+
+
+@pytest.mark.parametrize("name", ["reference", "decode", "extend", "auto", "slots"])
+def test_nothing_is_read_that_must_not_be(name: str) -> None:
+    ran = subprocess.run([sys.executable, str(PROGRAM), name], capture_output=True, text=True, timeout=120, check=False)
+    assert (ran.returncode, ran.stdout) == (0, f"{name} ok\n"), ran.stderr[-3000:]
