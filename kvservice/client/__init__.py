@@ -14,12 +14,13 @@ prepare_grpc()
 
 from kvservice.client.aio import AsyncKVClient, AsyncSession, AsyncStep  # noqa: E402  the environment comes first
 from kvservice.client.blocking import KVClient, Session, Step  # noqa: E402
-from kvservice.client.values import Pin, PoolInfo, PoolStats, Sequence, SequenceInfo  # noqa: E402
+from kvservice.client.values import BlockSparse, Pin, PoolInfo, PoolStats, Sequence, SequenceInfo  # noqa: E402
 
 __all__ = [
     "AsyncKVClient",
     "AsyncSession",
     "AsyncStep",
+    "BlockSparse",
     "KVClient",
     "Pin",
     "PoolInfo",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from kvservice.client import tensors
 from kvservice.client.requests import build, whole
 from kvservice.client.tensors import Tensor
-from kvservice.client.values import Sequence
+from kvservice.client.values import BlockSparse, Sequence
 from kvservice.errors import InvalidArgumentError
 from kvservice.v1 import attention_pb2, blocks_pb2
 from kvservice.wire.tensors import to_ints
@@ -24,12 +25,14 @@ class AttentionOptions(TypedDict, total=False):
 
     `scale`: None is 1/sqrt(head_size). `sliding_window`: a token sees that many latest positions, its own included; 0
     is all. `logits_soft_cap`: cap * tanh(score / cap), 0 is off. `alibi_slopes`: a number for each query head.
+    `block_sparse`: which keys are left out, None is none.
     """
 
     scale: float | None
     sliding_window: int
     logits_soft_cap: float
     alibi_slopes: Iterable[float] | None
+    block_sparse: BlockSparse | None
     return_lse: bool
 
 
@@ -87,6 +90,7 @@ class StepCore:
         sliding_window: int = 0,
         logits_soft_cap: float = 0.0,
         alibi_slopes: Iterable[float] | None = None,
+        block_sparse: BlockSparse | None = None,
         return_lse: bool = False,
     ) -> Any:
         if scale is not None and np.float32(scale) == 0:
@@ -101,6 +105,7 @@ class StepCore:
                 sliding_window=whole(sliding_window, "options.sliding_window"),
                 logits_soft_cap=logits_soft_cap,
                 alibi_slopes=None if alibi_slopes is None else [float(slope) for slope in alibi_slopes],
+                block_sparse=None if block_sparse is None else _sparse_message(block_sparse),
             ),
             return_lse=return_lse,
         )
@@ -124,3 +129,8 @@ class StepCore:
         names = ("query", "key", "value")
         num_bytes = sum(len(getattr(request, name).inline) for name in names if hasattr(request, name))
         self._session.check_size(num_bytes, "query, key, value")
+
+
+def _sparse_message(sparse: BlockSparse) -> attention_pb2.BlockSparse:
+    fields = {name: whole(value, f"options.block_sparse.{name}") for name, value in asdict(sparse).items()}
+    return build(attention_pb2.BlockSparse, **fields)

@@ -29,6 +29,8 @@ class PoolInfo:
     max_sequence_tokens: int
     max_message_bytes: int
     session_grace_s: float
+    kv_cache_dtype: str
+    batch_invariant: bool
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,18 @@ class PoolStats:
     swapped_out_blocks: int
     swapped_in_blocks: int
     evicted_blocks: int
+
+
+@dataclass(frozen=True)
+class BlockSparse:
+    """Which keys a head sees (vLLM's block-sparse attention): those of the last `local_blocks` sparse blocks of
+    `block_size` tokens, and every `vert_stride`th block, from one on that moves with the head; see attention.proto."""
+
+    vert_stride: int
+    local_blocks: int
+    block_size: int
+    head_sliding_step: int = 0
+    tp_rank: int = 0
 
 
 @dataclass

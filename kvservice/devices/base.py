@@ -16,26 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvservice.blocks import Step
+from kvservice.ops.cuda import BlockSparse
 
 Array = npt.NDArray[Any]
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class BlockSparse:
-    """Which keys a head sees (vLLM's block-sparse attention), in sparse blocks of `block_size` tokens.
-
-    A query sees the last `local_blocks` of them, its own included, and every block b with
-    `(b + offset) % vert_stride == 0`. The offset of a head, counted from tensor-parallel rank 0, is
-    `head * head_sliding_step + 1`, or, where the step is negative, `KV head * -head_sliding_step + 1`.
-    """
-
-    vert_stride: int
-    local_blocks: int
-    block_size: int
-    head_sliding_step: int = 0
-    tp_rank: int = 0
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvservice.blocks import AllocationRequest, AllocStatus, BlocksStats, SequenceInfo, Step
 from kvservice.config import ServeConfig
-from kvservice.devices import AttentionOptions, Device
+from kvservice.devices import AttentionOptions, BlockSparse, Device
 from kvservice.errors import InvalidArgumentError, KVServiceError
 from kvservice.v1 import attention_pb2, blocks_pb2, pool_pb2
 from kvservice.wire.tensors import Array, to_ints
@@ -58,7 +58,14 @@ def optional_layer(request: attention_pb2.WriteRequest | attention_pb2.ReadReque
 
 def attention_options(options: attention_pb2.AttentionOptions) -> AttentionOptions:
     slopes = np.array(options.alibi_slopes, np.float32) if options.alibi_slopes else None
-    return AttentionOptions(options.scale or None, options.sliding_window, options.logits_soft_cap, slopes)
+    sparse = block_sparse(options.block_sparse) if options.HasField("block_sparse") else None
+    return AttentionOptions(options.scale or None, options.sliding_window, options.logits_soft_cap, slopes, sparse)
+
+
+def block_sparse(sparse: attention_pb2.BlockSparse) -> BlockSparse:
+    return BlockSparse(
+        sparse.vert_stride, sparse.local_blocks, sparse.block_size, sparse.head_sliding_step, sparse.tp_rank
+    )
 
 
 def step_response(step: Step, return_slot_mapping: bool) -> blocks_pb2.StepResponse:
@@ -107,6 +114,8 @@ def info_response(config: ServeConfig, device: Device, version: str) -> pool_pb2
         max_sequence_tokens=config.max_sequence_tokens,
         max_message_bytes=config.max_message_bytes,
         session_grace_s=config.session_grace_s,
+        kv_cache_dtype=config.layout.dtype,
+        batch_invariant=config.batch_invariant,
     )
 
 

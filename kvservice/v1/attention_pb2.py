@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvservice.v1 import tensor_pb2 as kvservice_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ckvservice/v1/attention.proto\x12\x0ckvservice.v1\x1a\x19kvservice/v1/tensor.proto\"\x8f\x02\n\rAttendRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x0f\n\x07step_id\x18\x02 \x01(\x03\x12\r\n\x05layer\x18\x03 \x01(\x05\x12#\n\x05query\x18\x04 \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12!\n\x03key\x18\x05 \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12#\n\x05value\x18\x06 \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12/\n\x07options\x18\x07 \x01(\x0b\x32\x1e.kvservice.v1.AttentionOptions\x12\x12\n\nreturn_lse\x18\x08 \x01(\x08\x12\x15\n\rvalidate_only\x18\t \x01(\x08\"h\n\x10\x41ttentionOptions\x12\r\n\x05scale\x18\x01 \x01(\x02\x12\x16\n\x0esliding_window\x18\x02 \x01(\x05\x12\x17\n\x0flogits_soft_cap\x18\x03 \x01(\x02\x12\x14\n\x0c\x61libi_slopes\x18\x04 \x03(\x02\"Y\n\x0e\x41ttendResponse\x12$\n\x06output\x18\x01 \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12!\n\x03lse\x18\x02 \x01(\x0b\x32\x14.kvservice.v1.Tensor\"\x9c\x01\n\x0cWriteRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x0f\n\x07step_id\x18\x02 \x01(\x03\x12\x12\n\x05layer\x18\x03 \x01(\x05H\x00\x88\x01\x01\x12!\n\x03key\x18\x04 \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12#\n\x05value\x18\x05 \x01(\x0b\x32\x14.kvservice.v1.TensorB\x08\n\x06_layer\"\x0f\n\rWriteResponse\"A\n\rSequenceRange\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x03\x12\r\n\x05start\x18\x02 \x01(\x03\x12\x0c\n\x04stop\x18\x03 \x01(\x03\"o\n\x0bReadRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12+\n\x06ranges\x18\x02 \x03(\x0b\x32\x1b.kvservice.v1.SequenceRange\x12\x12\n\x05layer\x18\x03 \x01(\x05H\x00\x88\x01\x01\x42\x08\n\x06_layer\"V\n\x0cReadResponse\x12!\n\x03key\x18\x01 \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12#\n\x05value\x18\x02 \x01(\x0b\x32\x14.kvservice.v1.Tensor2\x9d\x02\n\x10\x41ttentionService\x12\x43\n\x06\x44\x65\x63ode\x12\x1b.kvservice.v1.AttendRequest\x1a\x1c.kvservice.v1.AttendResponse\x12\x43\n\x06\x45xtend\x12\x1b.kvservice.v1.AttendRequest\x1a\x1c.kvservice.v1.AttendResponse\x12@\n\x05Write\x12\x1a.kvservice.v1.WriteRequest\x1a\x1b.kvservice.v1.WriteResponse\x12=\n\x04Read\x12\x19.kvservice.v1.ReadRequest\x1a\x1a.kvservice.v1.ReadResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ckvservice/v1/attention.proto\x12\x0ckvservice.v1\x1a\x19kvservice/v1/tensor.proto\"\x8f\x02\n\rAttendRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x0f\n\x07step_id\x18\x02 \x01(\x03\x12\r\n\x05layer\x18\x03 \x01(\x05\x12#\n\x05query\x18\x04 \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12!\n\x03key\x18\x05 \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12#\n\x05value\x18\x06 \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12/\n\x07options\x18\x07 \x01(\x0b\x32\x1e.kvservice.v1.AttentionOptions\x12\x12\n\nreturn_lse\x18\x08 \x01(\x08\x12\x15\n\rvalidate_only\x18\t \x01(\x08\"\x99\x01\n\x10\x41ttentionOptions\x12\r\n\x05scale\x18\x01 \x01(\x02\x12\x16\n\x0esliding_window\x18\x02 \x01(\x05\x12\x17\n\x0flogits_soft_cap\x18\x03 \x01(\x02\x12\x14\n\x0c\x61libi_slopes\x18\x04 \x03(\x02\x12/\n\x0c\x62lock_sparse\x18\x05 \x01(\x0b\x32\x19.kvservice.v1.BlockSparse\"x\n\x0b\x42lockSparse\x12\x13\n\x0bvert_stride\x18\x01 \x01(\x05\x12\x14\n\x0clocal_blocks\x18\x02 \x01(\x05\x12\x12\n\nblock_size\x18\x03 \x01(\x05\x12\x19\n\x11head_sliding_step\x18\x04 \x01(\x05\x12\x0f\n\x07tp_rank\x18\x05 \x01(\x05\"Y\n\x0e\x41ttendResponse\x12$\n\x06output\x18\x01 \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12!\n\x03lse\x18\x02 \x01(\x0b\x32\x14.kvservice.v1.Tensor\"\x9c\x01\n\x0cWriteRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x0f\n\x07step_id\x18\x02 \x01(\x03\x12\x12\n\x05layer\x18\x03 \x01(\x05H\x00\x88\x01\x01\x12!\n\x03key\x18\x04 \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12#\n\x05value\x18\x05 \x01(\x0b\x32\x14.kvservice.v1.TensorB\x08\n\x06_layer\"\x0f\n\rWriteResponse\"A\n\rSequenceRange\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x03\x12\r\n\x05start\x18\x02 \x01(\x03\x12\x0c\n\x04stop\x18\x03 \x01(\x03\"o\n\x0bReadRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12+\n\x06ranges\x18\x02 \x03(\x0b\x32\x1b.kvservice.v1.SequenceRange\x12\x12\n\x05layer\x18\x03 \x01(\x05H\x00\x88\x01\x01\x42\x08\n\x06_layer\"V\n\x0cReadResponse\x12!\n\x03key\x18\x01 \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12#\n\x05value\x18\x02 \x01(\x0b\x32\x14.kvservice.v1.Tensor2\x9d\x02\n\x10\x41ttentionService\x12\x43\n\x06\x44\x65\x63ode\x12\x1b.kvservice.v1.AttendRequest\x1a\x1c.kvservice.v1.AttendResponse\x12\x43\n\x06\x45xtend\x12\x1b.kvservice.v1.AttendRequest\x1a\x1c.kvservice.v1.AttendResponse\x12@\n\x05Write\x12\x1a.kvservice.v1.WriteRequest\x1a\x1b.kvservice.v1.WriteResponse\x12=\n\x04Read\x12\x19.kvservice.v1.ReadRequest\x1a\x1a.kvservice.v1.ReadResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,20 +34,22 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ATTENDREQUEST']._serialized_start=74
   _globals['_ATTENDREQUEST']._serialized_end=345
-  _globals['_ATTENTIONOPTIONS']._serialized_start=347
-  _globals['_ATTENTIONOPTIONS']._serialized_end=451
-  _globals['_ATTENDRESPONSE']._serialized_start=453
-  _globals['_ATTENDRESPONSE']._serialized_end=542
-  _globals['_WRITEREQUEST']._serialized_start=545
-  _globals['_WRITEREQUEST']._serialized_end=701
-  _globals['_WRITERESPONSE']._serialized_start=703
-  _globals['_WRITERESPONSE']._serialized_end=718
-  _globals['_SEQUENCERANGE']._serialized_start=720
-  _globals['_SEQUENCERANGE']._serialized_end=785
-  _globals['_READREQUEST']._serialized_start=787
-  _globals['_READREQUEST']._serialized_end=898
-  _globals['_READRESPONSE']._serialized_start=900
-  _globals['_READRESPONSE']._serialized_end=986
-  _globals['_ATTENTIONSERVICE']._serialized_start=989
-  _globals['_ATTENTIONSERVICE']._serialized_end=1274
+  _globals['_ATTENTIONOPTIONS']._serialized_start=348
+  _globals['_ATTENTIONOPTIONS']._serialized_end=501
+  _globals['_BLOCKSPARSE']._serialized_start=503
+  _globals['_BLOCKSPARSE']._serialized_end=623
+  _globals['_ATTENDRESPONSE']._serialized_start=625
+  _globals['_ATTENDRESPONSE']._serialized_end=714
+  _globals['_WRITEREQUEST']._serialized_start=717
+  _globals['_WRITEREQUEST']._serialized_end=873
+  _globals['_WRITERESPONSE']._serialized_start=875
+  _globals['_WRITERESPONSE']._serialized_end=890
+  _globals['_SEQUENCERANGE']._serialized_start=892
+  _globals['_SEQUENCERANGE']._serialized_end=957
+  _globals['_READREQUEST']._serialized_start=959
+  _globals['_READREQUEST']._serialized_end=1070
+  _globals['_READRESPONSE']._serialized_start=1072
+  _globals['_READRESPONSE']._serialized_end=1158
+  _globals['_ATTENTIONSERVICE']._serialized_start=1161
+  _globals['_ATTENTIONSERVICE']._serialized_end=1446
 # @@protoc_insertion_point(module_scope)

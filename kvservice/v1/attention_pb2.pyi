@@ -30,16 +30,32 @@ class AttendRequest(_message.Message):
     def __init__(self, session_token: _Optional[bytes] = ..., step_id: _Optional[int] = ..., layer: _Optional[int] = ..., query: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., key: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., value: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., options: _Optional[_Union[AttentionOptions, _Mapping]] = ..., return_lse: bool = ..., validate_only: bool = ...) -> None: ...
 
 class AttentionOptions(_message.Message):
-    __slots__ = ("scale", "sliding_window", "logits_soft_cap", "alibi_slopes")
+    __slots__ = ("scale", "sliding_window", "logits_soft_cap", "alibi_slopes", "block_sparse")
     SCALE_FIELD_NUMBER: _ClassVar[int]
     SLIDING_WINDOW_FIELD_NUMBER: _ClassVar[int]
     LOGITS_SOFT_CAP_FIELD_NUMBER: _ClassVar[int]
     ALIBI_SLOPES_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SPARSE_FIELD_NUMBER: _ClassVar[int]
     scale: float
     sliding_window: int
     logits_soft_cap: float
     alibi_slopes: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, scale: _Optional[float] = ..., sliding_window: _Optional[int] = ..., logits_soft_cap: _Optional[float] = ..., alibi_slopes: _Optional[_Iterable[float]] = ...) -> None: ...
+    block_sparse: BlockSparse
+    def __init__(self, scale: _Optional[float] = ..., sliding_window: _Optional[int] = ..., logits_soft_cap: _Optional[float] = ..., alibi_slopes: _Optional[_Iterable[float]] = ..., block_sparse: _Optional[_Union[BlockSparse, _Mapping]] = ...) -> None: ...
+
+class BlockSparse(_message.Message):
+    __slots__ = ("vert_stride", "local_blocks", "block_size", "head_sliding_step", "tp_rank")
+    VERT_STRIDE_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    HEAD_SLIDING_STEP_FIELD_NUMBER: _ClassVar[int]
+    TP_RANK_FIELD_NUMBER: _ClassVar[int]
+    vert_stride: int
+    local_blocks: int
+    block_size: int
+    head_sliding_step: int
+    tp_rank: int
+    def __init__(self, vert_stride: _Optional[int] = ..., local_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., head_sliding_step: _Optional[int] = ..., tp_rank: _Optional[int] = ...) -> None: ...
 
 class AttendResponse(_message.Message):
     __slots__ = ("output", "lse")

@@ -9,7 +9,7 @@ class GetInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetInfoResponse(_message.Message):
-    __slots__ = ("version", "device", "num_layers", "num_kv_heads", "head_size", "dtype", "block_size", "num_blocks", "num_swap_blocks", "block_bytes", "enable_prefix_caching", "max_sequences", "max_sequence_tokens", "max_message_bytes", "session_grace_s")
+    __slots__ = ("version", "device", "num_layers", "num_kv_heads", "head_size", "dtype", "block_size", "num_blocks", "num_swap_blocks", "block_bytes", "enable_prefix_caching", "max_sequences", "max_sequence_tokens", "max_message_bytes", "session_grace_s", "kv_cache_dtype", "batch_invariant")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
@@ -25,6 +25,8 @@ class GetInfoResponse(_message.Message):
     MAX_SEQUENCE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     SESSION_GRACE_S_FIELD_NUMBER: _ClassVar[int]
+    KV_CACHE_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    BATCH_INVARIANT_FIELD_NUMBER: _ClassVar[int]
     version: str
     device: str
     num_layers: int
@@ -40,7 +42,9 @@ class GetInfoResponse(_message.Message):
     max_sequence_tokens: int
     max_message_bytes: int
     session_grace_s: float
-    def __init__(self, version: _Optional[str] = ..., device: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_size: _Optional[int] = ..., dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_swap_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., enable_prefix_caching: bool = ..., max_sequences: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., session_grace_s: _Optional[float] = ...) -> None: ...
+    kv_cache_dtype: str
+    batch_invariant: bool
+    def __init__(self, version: _Optional[str] = ..., device: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_size: _Optional[int] = ..., dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_swap_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., enable_prefix_caching: bool = ..., max_sequences: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., session_grace_s: _Optional[float] = ..., kv_cache_dtype: _Optional[str] = ..., batch_invariant: bool = ...) -> None: ...
 
 class GetStatsRequest(_message.Message):
     __slots__ = ()
