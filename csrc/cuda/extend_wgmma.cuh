@@ -206,7 +206,8 @@ class WgmmaCompute {
   __device__ WgmmaCompute(const Args& a, char* shared, Signals* signals)
       : a_(a),
         signals_(signals),
-        group_(static_cast<int>(threadIdx.x) / kGroupThreads - 1),
+        // Equal in all lanes, which the compiler cannot know otherwise: descriptors live in registers of the warp.
+        group_(__shfl_sync(~0U, static_cast<int>(threadIdx.x) / kGroupThreads - 1, 0)),
         warp_row_(group_ * kGroupRows + threadIdx.x % kGroupThreads / 32 * 16),
         lane_(threadIdx.x % 32) {
     const uint32_t address = ptx::shared_address(shared);
@@ -249,6 +250,13 @@ class WgmmaCompute {
   __device__ void wait_values() const {
     ptx::mbarrier_wait(ptx::shared_address(&signals_->values_full[values_.stage]), values_.parity);
   }
+  // For the keys of the next step or, when there is none, the values of this one.
+  __device__ void wait_next(bool last) const {
+    const uint64_t* keys = &signals_->keys_full[keys_.stage];
+    const uint64_t* values = &signals_->values_full[values_.stage ^ 1];
+    const uint32_t values_parity = values_.parity ^ values_.stage;
+    ptx::mbarrier_wait(ptx::shared_address(last ? values : keys), last ? values_parity : keys_.parity);
+  }
   __device__ void release_keys() {
     release(&signals_->keys_empty[keys_.stage]);
     keys_.advance();
@@ -274,7 +282,7 @@ class WgmmaCompute {
     const Steps<kKeys> steps(a_, tile_);
     const bool both = tile_.first_row + kGroupRows < tile_.num_rows(a_);
     start_tile();
-    float logits[kLogits];
+    float logits[kLogits], decay[2];
     uint32_t weights[kKeys / 16][4];
     wait_keys();
     ptx::fence_for_wgmma();
@@ -284,13 +292,10 @@ class WgmmaCompute {
     ptx::pin(logits);
     release_keys();
     if (steps.count == 1) release(&signals_->query_empty);
-    int key = steps.first;
-    float decay[2];
-    soften(key, logits, decay);
+    soften(steps.first, logits, decay);
     pack(logits, weights);
-    for (int i = 1; i < steps.count; ++i) {
-      key += kKeys;
-      wait_keys();
+    if (steps.count > 1) wait_keys();
+    for (int left = steps.count - 1, key = steps.first + kKeys; left > 0; --left, key += kKeys) {
       wait_values();
       ptx::fence_for_wgmma();
       if (both) take_turn();
@@ -302,8 +307,12 @@ class WgmmaCompute {
       ptx::wgmma_wait<1>();
       ptx::pin(logits);
       release_keys();
-      if (i == steps.count - 1) release(&signals_->query_empty);
+      if (left == 1) release(&signals_->query_empty);
       soften(key, logits, decay);
+      ptx::pin(logits);
+      ptx::pin(decay);
+      // The assembler would move the wait for the product up before the exponentials, but not past another wait.
+      wait_next(left == 1);
       ptx::wgmma_wait<0>();
       pin_acc();
       ptx::pin(logits);
