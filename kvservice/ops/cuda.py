@@ -326,8 +326,8 @@ def _slot_arguments(
     num_tokens = check_array(slots, slots_field, "int64", (None,), pool.device)[0]
     dtype = tensor_dtype(pool, key, "key")
     shape = check_array(key, "key", dtype, (num_tokens, pool.shape[3], None), pool.device)
-    check_array(value, "value", dtype, shape, pool.device)
     index, block_size = pool_sizes(pool, layer, shape[2], "key")
+    check_array(value, "value", dtype, shape, pool.device)
     scales = scale_pointer(pool, k_scale, "k_scale"), scale_pointer(pool, v_scale, "v_scale")
     _extension().set_device(pool.device)
     num_blocks, num_layers, _, num_kv_heads, _ = pool.shape
