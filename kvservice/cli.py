@@ -95,18 +95,23 @@ main.add_command(
 
 
 @main.command()
-@click.option("--device", type=click.Choice(["cpu"]), default="cpu", show_default=True, help="Where the pool lies.")
+@click.option("--device", default="cpu", show_default=True, help="Where the pool lies: cpu, cuda or cuda:N.")
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
 @click.option("--address", help="Use this daemon instead of starting one: its pool must have the demo model's shape.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
-def demo(device: str, address: str | None, as_json: bool) -> None:
-    """Generate with a small Llama whose K/V live in a daemon, and compare every token with the library's own cache."""
+def demo(device: str, dtype: str, address: str | None, as_json: bool) -> None:
+    """Generate with a small Llama whose K/V live in a daemon, and compare every token with the library's own cache.
+
+    In bfloat16, where rounding picks tokens, the logits are compared. The model computes on the CPU.
+    """
+    _settings({"device": device}, None)
     _reexec_with(missing_environment(os.environ))
     try:
         from kvservice.demo import run
     except ModuleNotFoundError as error:
         raise click.ClickException(f"{error.name} is missing: pip install .kvservice[demo].") from None
     try:
-        result = run(address=address, device=device, console=Console(), quiet=as_json)
+        result = run(address=address, device=device, dtype=dtype, console=Console(), quiet=as_json)
     except KVServiceError as error:
         raise click.ClickException(str(error)) from None
     if as_json:

@@ -14,6 +14,11 @@ from typing import Any
 
 from kvservice.config import ENV_PREFIX
 from kvservice.environment import missing_environment
+from kvservice.errors import KVServiceError
+
+
+class StartError(KVServiceError):
+    """The daemon ended, or did not answer in time; the message holds what it said."""
 
 
 class Daemon:
@@ -68,5 +73,6 @@ class Daemon:
         deadline = time.monotonic() + self._start_timeout_s
         while not check(self.address, timeout_s=0.5):
             if self.process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"the daemon did not start: {self.log.read_text(errors='replace').strip()}")
+                said = self.log.read_text(errors="replace").strip()
+                raise StartError(f"the daemon did not start: {said}")
             time.sleep(0.02)

@@ -38,7 +38,7 @@ ROOMS: dict[str, set[str]] = {
     "metrics": {"blocks"},
     "server": {"", "blocks", "config", "devices", "engine", "environment", "errors", "metrics", "v1", "wire"},
     "client": {"environment", "errors", "pool.layout", "v1", "wire"},
-    "launch": {"config", "environment", "health"},
+    "launch": {"config", "environment", "errors", "health"},
     "integrations": {"client", "errors", "pool.layout"},
     "demo": {"client", "errors", "integrations", "launch", "pool.layout"},
     # It measures the rooms from inside.

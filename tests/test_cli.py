@@ -62,6 +62,11 @@ def test_a_wrong_word_is_a_usage_error(arguments: tuple[str, ...], named: str) -
         (("serve", "--unix-socket", "", "--tcp-address", ""), TINY_POOL, "unix_socket, tcp_address"),
         (("serve", "--unix-socket", "/absent/directory/k.sock"), TINY_POOL, "unix_socket"),
         (("serve", "--tcp-address", "192.0.2.1:1"), TINY_POOL, "tcp_address"),
+        (("serve", "--device", "cuda:900"), TINY_POOL, "device"),
+        (("serve", "--device", "gpu"), TINY_POOL, "device"),
+        (("demo", "--device", "gpu"), {}, "device"),
+        (("demo", "--device", "cuda:900"), {}, "the daemon did not start: Error: device"),
+        (("serve", "--kv-cache-dtype", "fp8"), TINY_POOL, "kv_cache_dtype"),
     ],
 )
 def test_what_cannot_be_served_is_one_clear_line(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from transformers import LlamaForCausalLM
 
 from kvservice import client
@@ -28,9 +29,15 @@ class Generation:
     sequence: client.Sequence
     picker: Picker
     token_ids: list[int] = field(default_factory=list)
+    # By which they were picked, one row for each.
+    logits: list[torch.Tensor] = field(default_factory=list)
     # Tokens before half_way that were given back, to be generated again.
     given_back: list[int] = field(default_factory=list)
     state: str = "running"
+
+    def pick(self, logits: torch.Tensor) -> None:
+        self.logits.append(logits.detach().float().cpu())
+        self.token_ids.append(self.picker.pick(logits))
 
     @property
     def half_way(self) -> int:
@@ -81,7 +88,7 @@ class Engine:
         for number, (seed, sequence) in enumerate(zip(part.seeds, [parent, *children], strict=True), 1):
             name = part.name if len(part.seeds) == 1 else f"{part.name} {number}"
             generation = Generation(name, part, seed, sequence, Picker(seed))
-            generation.token_ids.append(generation.picker.pick(logits))
+            generation.pick(logits)
             self.generations.append(generation)
         reused = f", {parent.num_cached_tokens} of them from the prefix cache" if parent.num_cached_tokens else ""
         forks = f", forked into {len(part.seeds)}" if children else ""
@@ -95,7 +102,7 @@ class Engine:
         step = self.kv.append([generation.sequence for generation in running], token_ids)
         logits = forward(self.model, step, token_ids)
         for generation, row in zip(running, logits, strict=True):
-            generation.token_ids.append(generation.picker.pick(row))
+            generation.pick(row)
         copies = f", {step.cow_copies} blocks copied on write" if step.cow_copies else ""
         self.show(f"decoded {len(running)} tokens{copies}")
 
@@ -118,7 +125,7 @@ class Engine:
             count = generation.part.num_tokens_again
             if count and not generation.given_back and len(generation.token_ids) == generation.half_way:
                 generation.given_back = generation.token_ids[-count:]
-                del generation.token_ids[-count:]
+                del generation.token_ids[-count:], generation.logits[-count:]
                 self.kv.truncate(generation.sequence, generation.sequence.length - count)
                 self.show(f"{generation.name}: truncated by {count} tokens")
 

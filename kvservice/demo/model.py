@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Iterable, Sequence
 
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
@@ -10,8 +11,8 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 VOCABULARY = 512
 
 
-def build_model(device: str) -> LlamaForCausalLM:
-    """A Llama of 4 layers with grouped-query attention and fixed random weights, float32.
+def build_model(dtype: str = "float32") -> LlamaForCausalLM:
+    """A Llama of 4 layers with grouped-query attention and fixed random weights, on the CPU.
 
     The weights are larger than an initialization for training, those behind attention most of all: attention looks at
     few tokens, logits lie far apart, and what attention gets wrong becomes a wrong token.
@@ -27,14 +28,14 @@ def build_model(device: str) -> LlamaForCausalLM:
         initializer_range=0.1,
         bos_token_id=None,
         eos_token_id=None,
-        dtype="float32",
+        dtype=dtype,
     )
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = LlamaForCausalLM(config)
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.data *= 2
-    torch.nn.Module.to(model, torch.device(device))
+    torch.nn.Module.to(model, getattr(torch, dtype))
     model.train(False)
     return model
 
@@ -71,3 +72,26 @@ def generate_alone(model: LlamaForCausalLM, prompt: Sequence[int], picker: Picke
         generated.append(picker.pick(logits))
         token_ids = generated[-1:]
     return generated
+
+
+def logits_of(model: LlamaForCausalLM, prompt: Sequence[int], token_ids: Sequence[int]) -> torch.Tensor:
+    """What the library computes alone for each of the tokens that follow a prompt: `[len(token_ids), vocabulary]`."""
+    ids = torch.tensor([[*prompt, *token_ids[:-1]]])
+    logits: torch.Tensor = model(input_ids=ids, use_cache=False, logits_to_keep=len(token_ids)).logits[0]
+    return logits
+
+
+def largest_error(
+    model: LlamaForCausalLM, sequences: Iterable[tuple[Sequence[int], Sequence[int], torch.Tensor]]
+) -> tuple[float, float]:
+    """The largest error of logits against the same weights in float64: that of the ones given, and the library's own.
+
+    sequences: prompt, tokens that followed, and the logits `[tokens, vocabulary]` that they were picked by.
+    """
+    exact = copy.deepcopy(model).double()
+    given_errors, own_errors = [0.0], [0.0]
+    for prompt, token_ids, given in sequences:
+        expected = logits_of(exact, prompt, token_ids)
+        given_errors.append(float((given - expected).abs().max()))
+        own_errors.append(float((logits_of(model, prompt, token_ids) - expected).abs().max()))
+    return max(given_errors), max(own_errors)

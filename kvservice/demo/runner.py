@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 
 from kvservice.client import KVClient, PoolStats
 from kvservice.demo.engine import Engine, Generation
-from kvservice.demo.model import Picker, build_model, generate_alone
+from kvservice.demo.model import Picker, build_model, generate_alone, largest_error
 from kvservice.demo.script import BLOCK_SIZE, parts
 from kvservice.demo.view import results_table, view
 from kvservice.errors import InvalidArgumentError
@@ -23,13 +23,17 @@ from kvservice.launch import Daemon
 
 NUM_BLOCKS = 72
 SWAP_SPACE_GIB = 1 / 256
+# How much larger than the library's own error, both against float64, that of the logits may be where tokens can differ.
+ERROR_RATIO_MAX = 2.0
 
 
 @dataclass(frozen=True)
 class DemoResult:
     """What came out. Counters are the daemon's, over the run; swapped_blocks counts both ways.
 
-    `problems` says what is not as it has to be; empty if all is well.
+    In float32 tokens have to be equal. In bfloat16 logits lie so close that rounding picks other tokens: there their
+    largest error is compared with the library's own; in float32 both are None. `problems` says what is not as it has
+    to be; empty if all is well.
     """
 
     tokens_match: bool
@@ -42,6 +46,9 @@ class DemoResult:
     num_free_blocks_after: int
     elapsed_s: float
     device: str
+    dtype: str
+    logits_error: float | None
+    library_logits_error: float | None
     problems: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -49,15 +56,16 @@ class DemoResult:
         return {name: value for name, value in asdict(self).items() if name != "problems"}
 
 
-def run(*, address: str | None, device: str, console: Console, quiet: bool) -> DemoResult:
+def run(*, address: str | None, device: str, console: Console, quiet: bool, dtype: str = "float32") -> DemoResult:
     """Plays the demo against the daemon at `address`, or a private one on `device`, and shows it unless `quiet`.
 
-    Raises InvalidArgumentError if the daemon's pool has not the shape of the demo's model.
+    The model computes on the CPU, in `dtype`, float32 or bfloat16; K/V and attention are the daemon's. Raises
+    InvalidArgumentError if the daemon's pool has not the shape of the demo's model, StartError if none can be started.
     """
     started_s = time.monotonic()
     with ExitStack() as stack:
         stack.enter_context(_torch_settings())
-        model = build_model(device)
+        model = build_model(dtype)
         if address is None:
             address = stack.enter_context(_private_daemon(model, device)).address
         client = stack.enter_context(KVClient(address))
@@ -65,7 +73,9 @@ def run(*, address: str | None, device: str, console: Console, quiet: bool) -> D
         before = client.stats()
         generations, after = _generate(client, model, console, quiet)
         alone = [_alone(model, generation) for generation in generations]
-    result = _result(generations, alone, before, after, client.info.device, time.monotonic() - started_s)
+        errors = _errors(model, generations) if dtype != "float32" else None
+    where = (client.info.device, dtype)
+    result = _result(generations, alone, errors, before, after, where, time.monotonic() - started_s)
     if not quiet:
         _print_result(console, result, generations, alone)
     return result
@@ -120,12 +130,17 @@ def _alone(model: LlamaForCausalLM, generation: Generation) -> list[int]:
     return generate_alone(model, part.prompt, Picker(generation.seed), part.num_tokens)
 
 
+def _errors(model: LlamaForCausalLM, generations: Sequence[Generation]) -> tuple[float, float]:
+    return largest_error(model, ((one.part.prompt, one.token_ids, torch.stack(one.logits)) for one in generations))
+
+
 def _result(
     generations: Sequence[Generation],
     alone: Sequence[list[int]],
+    errors: tuple[float, float] | None,
     before: PoolStats,
     after: PoolStats,
-    device: str,
+    where: tuple[str, str],
     elapsed_s: float,
 ) -> DemoResult:
     swapped_out = after.swapped_out_blocks - before.swapped_out_blocks
@@ -135,9 +150,18 @@ def _result(
     mismatched = [ours.name for ours, theirs in zip(generations, alone, strict=True) if ours.token_ids != theirs]
     rewound = [generation for generation in generations if generation.given_back]
     held_before = before.active_blocks + before.shared_blocks + before.pinned_blocks
-    requirements = {
-        f"tokens differ from the library's own: {', '.join(mismatched)}": not mismatched,
-        "tokens generated again differ": bool(rewound) and all(generation.again_alike for generation in rewound),
+    if errors is None:
+        requirements = {
+            f"tokens differ from the library's own: {', '.join(mismatched)}": not mismatched,
+            "tokens generated again differ": bool(rewound) and all(generation.again_alike for generation in rewound),
+        }
+    else:
+        ours, library = errors
+        requirements = {
+            f"logits err by {ours:.3g}, the library's own by {library:.3g}": ours <= ERROR_RATIO_MAX * library,
+            "nothing was generated again": bool(rewound),
+        }
+    requirements |= {
         "the prefix cache was not hit": hit_tokens > 0,
         "nothing was copied on write": cow_copies > 0,
         "nothing was swapped out and in": swapped_out > 0 and swapped_in > 0,
@@ -154,7 +178,10 @@ def _result(
         num_blocks=after.num_blocks,
         num_free_blocks_after=after.free_blocks,
         elapsed_s=round(elapsed_s, 3),
-        device=device,
+        device=where[0],
+        dtype=where[1],
+        logits_error=errors[0] if errors else None,
+        library_logits_error=errors[1] if errors else None,
         problems=tuple(problem for problem, fulfilled in requirements.items() if not fulfilled),
     )
 

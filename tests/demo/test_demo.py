@@ -33,7 +33,7 @@ def one_torch_thread() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def demo_daemon() -> Iterator[Daemon]:
     """With the pool of the demo's model, and other figures than the private daemon's."""
-    options = pool_options(build_model("cpu").config)
+    options = pool_options(build_model().config)
     with Daemon(**options, block_size=BLOCK_SIZE, num_blocks=100, swap_space_gib=1 / 512) as running:
         yield running
 
@@ -66,8 +66,29 @@ def test_all_is_well(play, capsys) -> None:
         "num_free_blocks_after": 100,
         "elapsed_s": elapsed_s,
         "device": "cpu",
+        "dtype": "float32",
+        "logits_error": None,
+        "library_logits_error": None,
     }
     assert 0 < elapsed_s < 60
+
+
+def test_in_bfloat16_the_logits_are_as_good_as_the_librarys_own() -> None:
+    result = run(address=None, device="cpu", dtype="bfloat16", console=Console(), quiet=True)
+    assert result.problems == ()
+    assert 0 < result.logits_error < 2 * result.library_logits_error
+    assert (result.dtype, result.tokens) == ("bfloat16", 8 * 32)
+
+
+def test_in_bfloat16_one_wrong_attention_output_is_a_wrong_logit(monkeypatch) -> None:
+    def attend(original, step, tensors, options):
+        output = original(step, 2, *tensors, **options)
+        output[[0, 1]] = output[[1, 0]]
+        return output
+
+    spoil_once(monkeypatch, 2, attend)
+    result = run(address=None, device="cpu", dtype="bfloat16", console=Console(), quiet=True)
+    assert result.problems[0].startswith("logits err by ")
 
 
 @pytest.mark.parametrize("layer", range(4))
@@ -145,7 +166,7 @@ def test_blocks_that_stay_behind_are_a_problem(play, monkeypatch, left_out) -> N
 
 def test_the_tokens_are_far_from_ties() -> None:
     """Rounding moves logits by about 1e-5; the token that is picked leads by far more, in every step of the demo."""
-    model = build_model("cpu")
+    model = build_model()
     leads: list[float] = []
 
     class Watched(Picker):
@@ -164,7 +185,7 @@ def test_the_tokens_are_far_from_ties() -> None:
 
 
 def test_samples_differ_by_their_seeds() -> None:
-    model = build_model("cpu")
+    model = build_model()
     (part,) = (one for one in parts() if one.name == "samples")
     with torch.inference_mode():
         samples = [generate_alone(model, part.prompt, Picker(seed), 8) for seed in part.seeds]
