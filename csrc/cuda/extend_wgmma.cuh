@@ -1,9 +1,9 @@
 // The extend kernel for Hopper, after FlashAttention-3: one group of four warps copies, two compute.
 //
 // A tile has 128 rows, 64 for each computing group. Queries, keys and values come through shared memory, in steps of
-// kKeys tokens, two steps of each in flight; barriers in shared memory say what is there (full) and what has been used
-// (empty). A group starts the next step's product with the keys before it turns this step's logits into weights, and
-// the groups take turns at the multiplier, so that one's exponentials run beside the other's products.
+// kKeys tokens, kStages steps of each in flight; barriers in shared memory say what is there (full) and what has been
+// used (empty). A group starts the next step's product with the keys before it turns this step's logits into weights,
+// and the groups take turns at the multiplier, so that one's exponentials run beside the other's products.
 //
 // Head sizes under kHead are padded: with zeros in queries and keys, with anything in values, whose columns are
 // dropped.
@@ -15,6 +15,7 @@
 namespace kvservice {
 namespace extend {
 
+constexpr int kStages = 2;
 constexpr int kGroupThreads = 128, kGroupRows = 64, kComputeWarps = 8;
 constexpr int kWgmmaThreads = 3 * kGroupThreads;
 static_assert(kGroupThreads == kLoadThreads, "the first group loads");
@@ -26,7 +27,6 @@ constexpr int kLoadRegisters = 40, kComputeRegisters = 232;
 template <int kHead>
 struct WgmmaShape {
   static constexpr int kKeys = kHead > 128 ? 64 : 128;
-  static constexpr int kStages = 2;
   static constexpr int kTileBytes = kHead * kKeys * 2;
   static constexpr int kQueryBytes = kWgmmaRows * kHead * 2;
   static constexpr int kKeysOffset = kQueryBytes;
@@ -40,10 +40,10 @@ struct WgmmaShape {
 struct Signals {
   uint64_t query_full;
   uint64_t query_empty;
-  uint64_t keys_full[2];
-  uint64_t keys_empty[2];
-  uint64_t values_full[2];
-  uint64_t values_empty[2];
+  uint64_t keys_full[kStages];
+  uint64_t keys_empty[kStages];
+  uint64_t values_full[kStages];
+  uint64_t values_empty[kStages];
   // What the loading group works on, in turns, and what the others do.
   Tile loading[2];
   bool loading_found[2];
@@ -55,14 +55,15 @@ enum NamedBarrier : int { kLoaders = 1, kFirstTurn = 2 };
 
 #ifdef KVSERVICE_WGMMA
 
-// Which of the two stages comes next, and the parity of its barriers.
+// Which of the stages comes next, and the parity of its barriers.
 struct Turn {
   int stage = 0;
   uint32_t parity = 0;
 
   __device__ void advance() {
-    stage ^= 1;
-    parity ^= stage == 0 ? 1 : 0;
+    const bool last = stage == kStages - 1;
+    stage = last ? 0 : stage + 1;
+    parity ^= last ? 1 : 0;
   }
 };
 
@@ -252,10 +253,10 @@ class WgmmaCompute {
   }
   // For the keys of the next step or, when there is none, the values of this one.
   __device__ void wait_next(bool last) const {
-    const uint64_t* keys = &signals_->keys_full[keys_.stage];
-    const uint64_t* values = &signals_->values_full[values_.stage ^ 1];
-    const uint32_t values_parity = values_.parity ^ values_.stage;
-    ptx::mbarrier_wait(ptx::shared_address(last ? values : keys), last ? values_parity : keys_.parity);
+    Turn values = values_;
+    values.advance();
+    const uint64_t* barrier = last ? &signals_->values_full[values.stage] : &signals_->keys_full[keys_.stage];
+    ptx::mbarrier_wait(ptx::shared_address(barrier), last ? values.parity : keys_.parity);
   }
   __device__ void release_keys() {
     release(&signals_->keys_empty[keys_.stage]);
@@ -541,7 +542,7 @@ __device__ void prepare(const Args& a, char* shared, Signals* signals) {
     // All loading threads' copies, and one thread's word that the tile is described.
     ptx::mbarrier_init(ptx::shared_address(&signals->query_full), kLoadThreads + 1);
     ptx::mbarrier_init(ptx::shared_address(&signals->query_empty), kComputeWarps);
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < kStages; ++i) {
       ptx::mbarrier_init(ptx::shared_address(&signals->keys_full[i]), kLoadThreads);
       ptx::mbarrier_init(ptx::shared_address(&signals->values_full[i]), kLoadThreads);
       ptx::mbarrier_init(ptx::shared_address(&signals->keys_empty[i]), kComputeWarps);
