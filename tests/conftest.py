@@ -14,24 +14,10 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 if not any(CHECKOUT.glob("kvservice/_ext.*.so")):
     sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != CHECKOUT]
 
+from small_pool import SMALL_POOL  # noqa: E402  the path comes first
+
 from kvservice.client import KVClient  # noqa: E402  the path comes first
 from kvservice.launch import Daemon  # noqa: E402
-
-# A pool small enough to run out of, of a shape that shows swapped axes.
-SMALL_POOL = {
-    "num_layers": 2,
-    "num_kv_heads": 2,
-    "head_size": 32,
-    "dtype": "float32",
-    "block_size": 4,
-    "num_blocks": 64,
-    "swap_space_gib": 32 * 4096 / 2**30,
-    "watermark": 0.0,
-    "max_sequences": 64,
-    "max_sequence_tokens": 512,
-    "session_grace_s": 0.5,
-    "max_message_mib": 4,
-}
 
 
 @pytest.fixture(scope="session")

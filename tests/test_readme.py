@@ -19,7 +19,7 @@ README = (Path(__file__).parents[1] / "README.md").read_text()
 def metric_names() -> set[str]:
     registry = prometheus_client.CollectorRegistry()
     manager = BlockManager(BlocksConfig(num_blocks=1))
-    registry.register(PoolCollector(manager.stats, lambda: 0, 1))
+    registry.register(PoolCollector(manager.stats, lambda: 0, 1, {"pool": 1}))
     RpcMetrics(registry)
     return {metric.name + ("_total" if metric.type == "counter" else "") for metric in registry.collect()}
 

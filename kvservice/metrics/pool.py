@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -11,12 +11,19 @@ from kvservice.blocks import BlocksStats
 
 
 class PoolCollector(Collector):
-    """Translates `BlocksStats`; costs the calls nothing."""
+    """Translates `BlocksStats`; costs the calls nothing. `memory_bytes`: what the device took at the start, by use."""
 
-    def __init__(self, stats: Callable[[], BlocksStats], num_sessions: Callable[[], int], block_bytes: int) -> None:
+    def __init__(
+        self,
+        stats: Callable[[], BlocksStats],
+        num_sessions: Callable[[], int],
+        block_bytes: int,
+        memory_bytes: Mapping[str, int],
+    ) -> None:
         self._stats = stats
         self._num_sessions = num_sessions
         self._block_bytes = block_bytes
+        self._memory_bytes = memory_bytes
 
     def collect(self) -> Iterator[Metric]:
         stats = self._stats()
@@ -61,6 +68,10 @@ class PoolCollector(Collector):
         capacity.add_metric(["swap"], stats.num_swap_blocks)
         yield capacity
         yield GaugeMetricFamily("kvservice_block_size_bytes", "Bytes of one block, all layers.", self._block_bytes)
+        memory = GaugeMetricFamily("kvservice_memory_bytes", "Memory taken at the start, by use.", labels=["use"])
+        for use, value in self._memory_bytes.items():
+            memory.add_metric([use], value)
+        yield memory
 
     def _swap_counters(self, stats: BlocksStats) -> Iterator[Metric]:
         moved = {"out": stats.swapped_out_blocks, "in": stats.swapped_in_blocks}

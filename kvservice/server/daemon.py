@@ -50,7 +50,12 @@ class Daemon:
         prometheus_client.ProcessCollector(registry=self._metrics)
         prometheus_client.PlatformCollector(registry=self._metrics)
         self._metrics.register(
-            PoolCollector(self.engine.manager.stats, lambda: len(self.sessions), config.layout.block_bytes)
+            PoolCollector(
+                self.engine.manager.stats,
+                lambda: len(self.sessions),
+                config.layout.block_bytes,
+                self.device.memory_bytes,
+            )
         )
         self.dispatcher = Dispatcher(
             Calls(config, self.engine),

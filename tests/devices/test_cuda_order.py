@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -37,19 +35,6 @@ COMMON = {
     "suppress_health_check": list(HealthCheck),
     "print_blob": False,
 }
-
-
-@pytest.fixture
-def new_fake(monkeypatch: pytest.MonkeyPatch) -> Callable[[], FakeCuda]:
-    """Every call makes another device the one that is found."""
-    seeds = itertools.count()
-
-    def make() -> FakeCuda:
-        fake = FakeCuda(next(seeds))
-        monkeypatch.setitem(sys.modules, "kvservice._cuda", fake)
-        return fake
-
-    return make
 
 
 @pytest.fixture(params=["on the loop", "in threads"])

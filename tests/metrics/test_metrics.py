@@ -84,6 +84,8 @@ def test_every_figure_is_the_pools(running: tuple[Daemon, int]) -> None:
         assert value(samples, "kvservice_capacity_blocks", tier="device") == 8
         assert value(samples, "kvservice_capacity_blocks", tier="swap") == 4
         assert value(samples, "kvservice_block_size_bytes") == BLOCK_BYTES
+        assert value(samples, "kvservice_memory_bytes", use="pool") == 8 * BLOCK_BYTES
+        assert value(samples, "kvservice_memory_bytes", use="swap") == 4 * BLOCK_BYTES
         assert value(samples, "kvservice_tokens") == 8 + 7
         assert value(samples, "kvservice_sequences", tier="device") == 1
         assert value(samples, "kvservice_sequences", tier="swap") == 1

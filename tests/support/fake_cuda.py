@@ -104,13 +104,14 @@ class Stream:
 class Memory:
     """Of the device, or page-locked: what a pointer may point into."""
 
-    def __init__(self, cuda: FakeCuda, address: int, num_bytes: int, keep: Any = None) -> None:
-        self.cuda, self.pointer, self.num_bytes, self._keep = cuda, address, num_bytes, keep
+    def __init__(self, cuda: FakeCuda, address: int, num_bytes: int, *, on_device: bool) -> None:
+        self.cuda, self.pointer, self.num_bytes, self._on_device = cuda, address, num_bytes, on_device
         cuda.memory[address] = self
 
     def close(self) -> None:
         with self.cuda.call():
             del self.cuda.memory[self.pointer]
+            self.cuda.used_bytes -= self.num_bytes if self._on_device else 0
 
 
 class Attention:
@@ -132,6 +133,7 @@ class Attention:
         assert self.workspace_bytes >= self.wanted_workspace_bytes()
         call = copy.copy(self)
         with self.cuda.call():
+            self.cuda.launched.append(call)
             self.cuda.streams[self.stream].put(lambda: call.run())
 
     def run(self) -> None:
@@ -173,6 +175,8 @@ class FakeCuda(ModuleType):
         self.streams: dict[int, Stream] = {}
         self.memory: dict[int, Memory] = {}
         self.used_bytes = 0
+        self.lockable_bytes = total_bytes
+        self.launched: list[Attention] = []
         self.error: str | None = None
         self._graveyard: list[Array] = []
         self._order: list[int] = []
@@ -232,7 +236,7 @@ class FakeCuda(ModuleType):
         self.used_bytes += num_bytes
         data = np.full(num_bytes + 256, 255, np.uint8)
         self._graveyard.append(data)
-        return Memory(self, -(-data.ctypes.data // 256) * 256, num_bytes)
+        return Memory(self, -(-data.ctypes.data // 256) * 256, num_bytes, on_device=True)
 
     # ---- the module's face
 
@@ -263,7 +267,9 @@ class FakeCuda(ModuleType):
 
     def HostRegistration(self, address: int, num_bytes: int) -> Memory:  # noqa: N802
         with self.call():
-            return Memory(self, address, num_bytes)
+            if num_bytes > self.lockable_bytes:
+                raise CudaError(2, f"cannot lock {num_bytes} bytes")
+            return Memory(self, address, num_bytes, on_device=False)
 
     def allocate_async(self, num_bytes: int, stream: int) -> int:
         with self.call():
