@@ -1,0 +1,217 @@
+"""The engine in this process, on the real device: the machine of the CPU's tests, operations that do not wait for each
+other, all types of cache."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+from kv_churn import Churn
+from kv_machine import NUM_SESSIONS, KVMachine
+from kv_model import POOL, reference_attention
+from kv_systems import EngineSystem
+
+from kvservice.blocks import AllocationRequest
+from kvservice.config import ServeConfig
+from kvservice.devices import AttentionOptions, compute, open_device
+from kvservice.devices.cuda import CudaDevice
+from kvservice.engine import Engine
+from kvservice.errors import ResourceExhaustedError
+from kvservice.pool.layout import TENSOR_DTYPES
+
+ON_GPU = POOL | {"device": "cuda", "max_message_mib": 1}
+
+
+@pytest.fixture(params=["on the loop", "in threads"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where calls are launched and waited for."""
+    if request.param == "in threads":
+        monkeypatch.setattr(compute, "INLINE_S", -1.0)
+    return request.param
+
+
+@pytest.mark.usefixtures("way")
+def test_engine() -> None:
+    config = ServeConfig.model_validate(ON_GPU)
+
+    def machine() -> KVMachine:
+        return KVMachine(lambda: EngineSystem(config, NUM_SESSIONS))
+
+    searching = settings(
+        max_examples=25,
+        stateful_step_count=40,
+        phases=[Phase.generate],
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+        print_blob=False,
+    )
+    run_state_machine_as_test(machine, settings=searching)
+
+
+@pytest.mark.usefixtures("way")
+def test_operations_that_do_not_wait_for_each_other() -> None:
+    """Long sequences, so that copies are still under way when the next operation comes."""
+    changes = {
+        "enable_prefix_caching": False,
+        "num_blocks": 160,
+        "swap_space_gib": 100 * (1 << 20) / 2**30,
+        "num_layers": 2,
+        "block_size": 4,
+    }
+    config = ServeConfig.model_validate(ON_GPU | changes)
+    for seed in range(10):
+        engine = Engine(config, open_device(config))
+        try:
+            asyncio.run(Churn(engine, seed).run(200))
+        finally:
+            engine.device.close()
+
+
+class Rig:
+    def __init__(self, **changes: Any) -> None:
+        self.config = ServeConfig.model_validate(ON_GPU | {"num_blocks": 200, "max_sequence_tokens": 600} | changes)
+        device = open_device(self.config)
+        assert isinstance(device, CudaDevice)
+        self.device = device
+        self.engine = Engine(self.config, device)
+        self.space = self.engine.manager.open_space()
+        self.random = np.random.default_rng(0)
+
+    def normal(self, *shape: int) -> Any:
+        return self.random.standard_normal(shape, np.float32).astype(TENSOR_DTYPES[self.config.dtype])
+
+    def open_step(self, sequence_id: int, num_tokens: int) -> Any:
+        self.engine.manager.allocate(self.space, [AllocationRequest(sequence_id, range(num_tokens))])
+        return self.engine.open_step(self.space, np.array([sequence_id]), None)
+
+    def attend(self, step: Any, layer: int, query: Any, key: Any, value: Any) -> Any:
+        options = AttentionOptions()
+        work = self.engine.attend(self.space, step.step_id, layer, query, key, value, options, False)
+        return asyncio.run(_output(work))
+
+
+async def _output(work: Any) -> Any:
+    return (await work)[0]
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    rig = Rig()
+    yield rig
+    rig.device.close()
+
+
+@pytest.mark.parametrize("head_size", [32, 64, 128])
+@pytest.mark.parametrize(
+    ("dtype", "cache"),
+    [
+        ("float32", "auto"),
+        ("float16", "auto"),
+        ("bfloat16", "auto"),
+        ("float16", "fp8"),
+        ("bfloat16", "fp8_e4m3"),
+        ("bfloat16", "fp8_e5m2"),
+        ("float32", "fp8_e4m3"),
+    ],
+)
+def test_types(tmp_path: Path, head_size: int, dtype: str, cache: str) -> None:
+    """Every layer and head has scales of its own, so that a wrong one shows. Powers of two: no rounding of theirs."""
+    changes: dict[str, Any] = {"head_size": head_size, "dtype": dtype, "kv_cache_dtype": cache, "block_size": 16}
+    scales = {"k_scale": [[0.5, 2.0], [0.25, 1.0]], "v_scale": [[1.0, 0.125], [4.0, 0.5]]}
+    if cache != "auto":
+        file = tmp_path / "scales.json"
+        file.write_text(json.dumps(scales))
+        changes["kv_scales"] = str(file)
+    rig = Rig(**changes)
+    tensor_type = TENSOR_DTYPES[dtype]
+    stored_type = ml_dtypes.float8_e5m2 if cache == "fp8_e5m2" else ml_dtypes.float8_e4m3fn
+    tolerance = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}[dtype]
+    if cache != "auto":
+        tolerance = max(tolerance, 4e-3)
+    try:
+        step = rig.open_step(0, 37)
+        expected = []
+        for layer in range(2):
+            query, key, value = rig.normal(37, 4, head_size), rig.normal(37, 2, head_size), rig.normal(37, 2, head_size)
+            output = rig.attend(step, layer, query, key, value)
+            if cache != "auto":
+                k_scale, v_scale = (np.array(scales[name][layer], np.float32)[:, None] for name in scales)
+                key, value = (
+                    ((array.astype(np.float32) / scale).astype(stored_type).astype(np.float32) * scale).astype(
+                        tensor_type
+                    )
+                    for array, scale in ((key, k_scale), (value, v_scale))
+                )
+            expected.append((key, value))
+            reference = attention_in_float64(query, key, value)
+            np.testing.assert_allclose(output.astype(np.float64), reference, rtol=0, atol=tolerance)
+        key, value = asyncio.run(rig.engine.read(rig.space, [(0, 0, 37)], None))
+        for layer in range(2):
+            np.testing.assert_array_equal(key[layer], expected[layer][0])
+            np.testing.assert_array_equal(value[layer], expected[layer][1])
+    finally:
+        rig.device.close()
+
+
+def attention_in_float64(query: Any, key: Any, value: Any) -> Any:
+    """`reference_attention` has the model's head size in its scale."""
+    factor = np.sqrt(32 / query.shape[-1])
+    return reference_attention(query.astype(np.float64) * factor, key.astype(np.float64), value.astype(np.float64))
+
+
+def test_a_call_of_many_heads_and_tokens(rig: Rig) -> None:
+    """Long enough that it is waited for by a thread."""
+    step = rig.open_step(0, 500)
+    query, key, value = rig.normal(500, 8, 32), rig.normal(500, 2, 32), rig.normal(500, 2, 32)
+    output = rig.attend(step, 0, query, key, value)
+    keys, values = (np.repeat(part, 4, axis=1) for part in (key, value))
+    for head in range(0, 8, 4):
+        expected = attention_in_float64(query[:, head : head + 4], keys[:, head : head + 2], values[:, head : head + 2])
+        np.testing.assert_allclose(output[:, head : head + 4], expected, rtol=0, atol=2e-4)
+
+
+def test_a_refused_allocation_leaves_the_device_working(rig: Rig) -> None:
+    with pytest.raises(ResourceExhaustedError, match="no memory left"):
+        rig.device._compute.reserve(lambda: rig.device._compute.allocate(1 << 46))
+    step = rig.open_step(0, 5)
+    ones = np.ones((5, 2, 32), np.float32)
+    output = rig.attend(step, 0, np.ones((5, 4, 32), np.float32), ones, ones)
+    np.testing.assert_allclose(output, 1.0, rtol=1e-5)
+    assert rig.device.fault is None
+
+
+def test_a_call_with_a_workspace_of_its_own(rig: Rig) -> None:
+    rig.device._workspace_bytes = 0
+    step = rig.open_step(0, 300)
+    ones = np.ones((300, 2, 32), np.float32)
+    for layer in range(2):
+        output = rig.attend(step, layer, np.ones((300, 4, 32), np.float32), ones, ones)
+        np.testing.assert_allclose(output, 1.0, rtol=1e-5)
+
+
+def test_batch_invariance_is_bit_by_bit() -> None:
+    alone, together = [], []
+    for others in (0, 6):
+        rig = Rig(batch_invariant=True, dtype="bfloat16", head_size=128, max_sequences=8, max_message_mib=4)
+        try:
+            rig.engine.manager.allocate(
+                rig.space, [AllocationRequest(n, [n] * (300 if n == 0 else 9 * n)) for n in range(others + 1)]
+            )
+            step = rig.engine.open_step(rig.space, np.arange(others + 1), None)
+            count = len(step.slot_mapping)
+            tensors = [rig.normal(300, heads, 128) for heads in (8, 2, 2)]
+            more = [rig.normal(count - 300, heads, 128) for heads in (8, 2, 2)]
+            output = rig.attend(step, 0, *(np.concatenate(pair) for pair in zip(tensors, more, strict=True)))
+            (together if others else alone).append(output[:300].view(np.uint16))
+        finally:
+            rig.device.close()
+    np.testing.assert_array_equal(alone[0], together[0])
