@@ -207,11 +207,13 @@ def reference(batch: Batch) -> tuple[Array, Array]:
             continue
         tokens = slice(ends[seq] - query_len, ends[seq])
         positions = np.arange(context_len - query_len, context_len)
-        for head in range(case.num_heads):
-            kv_head = head // case.group
+        for kv_head in range(case.num_kv_heads):
             key = batch.keys[seq][:, kv_head].astype(np.float64) * float(k_scale[kv_head])
             value = batch.values[seq][:, kv_head].astype(np.float64) * float(v_scale[kv_head])
-            out[tokens, head], lse[tokens, head] = attend_head(batch, head, positions, query[tokens, head], key, value)
+            for head in range(kv_head * case.group, (kv_head + 1) * case.group):
+                out[tokens, head], lse[tokens, head] = attend_head(
+                    batch, head, positions, query[tokens, head], key, value
+                )
     return out, lse
 
 

@@ -37,7 +37,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 # Sparse block sizes are times the pool's block size.
 SPARSE = (Sparse(2, 1, 1, 0, 0), Sparse(4, 2, 1, 1, 0), Sparse(3, 1, 2, 2, 1), Sparse(8, 3, 1, -1, 1))
 # Most products of queries, keys and heads in a sequence: what float64 takes a moment for.
-MOST_WORK = 3_000_000
+MOST_WORK = 1_500_000
 
 
 def sample_lengths(

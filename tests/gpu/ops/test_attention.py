@@ -83,6 +83,35 @@ def test_many_sequences_of_unequal_lengths(kernel: Kernel, group: int) -> None:
     run_case(Case(tuple(lens), contexts, dtype="bfloat16", head_size=128, group=group, num_kv_heads=2), kernel)
 
 
+def most_queries_of_decode(group: int) -> int:
+    """How many queries a sequence may have for the decode kernel, found by asking it."""
+    batch = make_trapped(Case((1,), (40,), dtype="bfloat16", head_size=128, group=group))
+    with GpuMemory() as memory:
+        device = OnDevice(memory, batch)
+        for most in range(2, 129):
+            try:
+                device.attend(kernel="decode", max_query_len=most)
+            except InvalidArgumentError:
+                return most - 1
+    return 128
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 8, 16])
+@pytest.mark.parametrize("invariant", [False, True])
+def test_decode_of_a_few_queries_each(group: int, invariant: bool) -> None:
+    """Speculative verification: each query of a sequence has a causal limit of its own."""
+    most = most_queries_of_decode(group)
+    assert most * group >= 8
+    rng = np.random.default_rng(group)
+    cases = []
+    for seed, (dtype, pool_dtype) in enumerate(DTYPES[:4]):
+        contexts = tuple(int(length) for length in rng.integers(most, 700, 12))
+        lens = tuple(int(length) for length in rng.integers(0, most + 1, 12))
+        case = Case(lens, contexts, dtype=dtype, pool_dtype=pool_dtype, head_size=128, group=group, seed=seed)
+        cases += [case, replace(case, sliding_window=33), replace(case, alibi=True, sparse=Sparse(3, 1, 16, 1, 0))]
+    run_cases(cases, "decode", batch_invariant=invariant)
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_more_sequences_than_threads_of_a_block(kernel: Kernel) -> None:
     contexts = tuple(1 + index % 40 for index in range(2100))
