@@ -101,7 +101,7 @@ def most_queries_of_decode(group: int) -> int:
 def test_decode_of_a_few_queries_each(group: int, invariant: bool) -> None:
     """Speculative verification: each query of a sequence has a causal limit of its own."""
     most = most_queries_of_decode(group)
-    assert most * group >= 8
+    assert most >= 2 or group > 4
     rng = np.random.default_rng(group)
     cases = []
     for seed, (dtype, pool_dtype) in enumerate(DTYPES[:4]):
