@@ -88,6 +88,17 @@ __device__ __forceinline__ void named_barrier(int name, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
 
+__device__ __forceinline__ void prefetch(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
+// Everybody who sees the sum sees what those did before who added to it earlier.
+__device__ __forceinline__ uint32_t add_acquire_release(uint32_t* counter, uint32_t by) {
+  uint32_t before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(by) : "memory");
+  return before;
+}
+
 // Matrix fragments.
 
 __device__ __forceinline__ void ldmatrix_4(uint32_t (&matrices)[4], uint32_t row) {

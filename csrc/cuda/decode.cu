@@ -1,0 +1,190 @@
+// Chooses the decode kernel's variant, cuts shared memory into its ring, and launches it.
+#include <algorithm>
+#include <optional>
+
+#include "cuda/decode_variants.cuh"
+#include "errors.h"
+
+namespace kvservice {
+namespace {
+
+using decode::Variant;
+
+constexpr int kMaxColumns = 32;
+constexpr int kReservedSharedBytes = 1024;  // of every thread block, for the system
+constexpr int kMaxBlocksInTile = 32;        // a lane of the filling warp for each
+// The counters of joins: two for each partial result of a thread block.
+constexpr int kMaxBlocks = kCounterBytes / 2 / static_cast<int>(4 * sizeof(uint32_t));
+
+const Variant* find(const AttentionParams& p, int columns) {
+  const int head_size = static_cast<int>(p.pool.head_size);
+  switch (p.pool.dtype) {
+    case DType::kFloat16:
+      return decode::half_variant(head_size, columns);
+    case DType::kBFloat16:
+      return decode::bfloat16_variant(head_size, columns);
+    case DType::kFloat8E4M3:
+      return decode::e4m3_variant(head_size, columns);
+    case DType::kFloat8E5M2:
+      return decode::e5m2_variant(head_size, columns);
+    default:
+      return nullptr;
+  }
+}
+
+// The variant with the fewest columns that holds all queries of a KV head, or else the widest.
+const Variant* choose(const AttentionParams& p, int64_t query_len) {
+  const Variant* best = nullptr;
+  for (int columns = 8; columns <= kMaxColumns; columns *= 2) {
+    const Variant* variant = find(p, columns);
+    if (variant != nullptr) best = variant;
+    if (best != nullptr && columns >= p.group_size() * query_len) break;
+  }
+  return best;
+}
+
+struct Shape {
+  const Variant* variant;
+  int tile_tokens;
+  int entry_bytes;
+  int entries;
+  int blocks;
+  int shared_bytes;
+};
+
+std::optional<Shape> shape_of(const AttentionParams& p, const Variant* variant) {
+  const DeviceFacts& facts = current_device_facts();
+  Shape shape{variant};
+  const int block_size = static_cast<int>(p.pool.block_size);
+  shape.tile_tokens = std::max(variant->round_tokens, block_size);
+  if (block_size < 8 || shape.tile_tokens / block_size > kMaxBlocksInTile) return std::nullopt;
+  shape.entry_bytes = shape.tile_tokens / block_size * static_cast<int>(p.pool.head_bytes());
+  for (int per_multiprocessor = variant->blocks_per_multiprocessor; per_multiprocessor >= 1; --per_multiprocessor) {
+    const int bytes = std::min(facts.max_shared_bytes_per_multiprocessor / per_multiprocessor - kReservedSharedBytes,
+                               facts.max_shared_bytes_per_block);
+    const int room = (bytes - variant->ring_offset) / shape.entry_bytes;
+    shape.entries = std::min(room, decode::kMaxEntries);
+    shape.shared_bytes = variant->ring_offset + shape.entries * shape.entry_bytes;
+    shape.blocks = std::min(facts.num_multiprocessors * per_multiprocessor, kMaxBlocks);
+    if (shape.entries >= (per_multiprocessor == 2 ? 4 : 2)) return shape;
+  }
+  return std::nullopt;
+}
+
+int64_t partial_bytes(const AttentionParams& p, const Shape& shape, bool batch_invariant, int64_t column_tiles) {
+  const int64_t one = shape.variant->partial_floats * static_cast<int64_t>(sizeof(float));
+  if (batch_invariant) return p.num_seqs * p.pool.num_kv_heads * column_tiles * decode::kMaxChunks * one;
+  return 4 * shape.blocks * one;
+}
+
+int64_t column_tiles_of(const AttentionParams& p, const Variant* variant, int64_t query_len) {
+  return (p.group_size() * query_len + variant->columns - 1) / variant->columns;
+}
+
+// All of it or nothing: one line for each thread.
+int32_t prefetch_bytes(int64_t bytes) {
+  return bytes <= decode::block_threads(8) * 128 ? static_cast<int32_t>(bytes) : 0;
+}
+
+decode::Params kernel_params(const AttentionParams& p, const CudaLaunch& launch, const Shape& shape, QueryLens lens) {
+  decode::Params k{};
+  k.pool = p.pool.data + p.layer * p.pool.layer_bytes();
+  k.block_bytes = p.pool.block_bytes();
+  k.head_bytes = static_cast<int32_t>(p.pool.head_bytes());
+  k.value_bytes = static_cast<int32_t>(p.pool.num_kv_heads * p.pool.head_bytes());
+  while ((int64_t{1} << k.block_shift) < p.pool.block_size) ++k.block_shift;
+  k.num_kv_heads = static_cast<int32_t>(p.pool.num_kv_heads);
+  k.group = static_cast<int32_t>(p.group_size());
+  k.num_heads = static_cast<int32_t>(p.num_heads);
+  k.num_seqs = static_cast<int32_t>(p.num_seqs);
+  k.max_blocks = static_cast<int32_t>(p.max_blocks);
+  k.min_query_len = static_cast<int32_t>(std::max<int64_t>(lens.min, 1));
+  k.max_query_len = static_cast<int32_t>(lens.max);
+  k.column_tiles = static_cast<int32_t>(column_tiles_of(p, shape.variant, lens.max));
+  k.tile_tokens = shape.tile_tokens;
+  while ((1 << k.tile_shift) < shape.tile_tokens) ++k.tile_shift;
+  k.query_prefetch_bytes = prefetch_bytes(p.num_tokens * p.num_heads * p.pool.head_size * item_size(p.dtype));
+  k.table_prefetch_bytes = prefetch_bytes(p.num_seqs * p.max_blocks * static_cast<int64_t>(sizeof(int32_t)));
+  k.entries = shape.entries;
+  k.entry_bytes = shape.entry_bytes;
+  k.query = p.query;
+  k.query_lens = p.query_lens;
+  k.block_tables = p.block_tables;
+  k.context_lens = p.context_lens;
+  k.alibi_slopes = p.alibi_slopes;
+  k.k_scale = p.k_scale;
+  k.v_scale = p.v_scale;
+  k.sparse = p.sparse;
+  k.scale = p.scale;
+  k.soft_cap = p.soft_cap;
+  k.sliding_window = static_cast<int32_t>(std::min<int64_t>(p.sliding_window, INT32_MAX / 2));
+  k.query_is_bfloat16 = p.dtype == DType::kBFloat16;
+  k.out = p.out;
+  k.lse = p.lse;
+  k.counters = static_cast<uint32_t*>(launch.workspace.data);
+  k.partials = reinterpret_cast<float*>(static_cast<char*>(launch.workspace.data) + kCounterBytes);
+  k.batch_invariant = launch.batch_invariant;
+  return k;
+}
+
+}  // namespace
+
+bool decode_takes(const AttentionParams& p) {
+  // Tiles are counted in 32 bits.
+  if (p.num_seqs * p.num_heads * p.max_blocks * std::max<int64_t>(p.pool.block_size / 64, 1) > INT32_MAX) return false;
+  if (p.dtype != DType::kFloat16 && p.dtype != DType::kBFloat16) return false;
+  const Variant* variant = choose(p, 1);
+  return variant != nullptr && shape_of(p, variant).has_value();
+}
+
+int64_t decode_max_query_len(const AttentionParams& p) {
+  int widest = 0;
+  for (int columns = 8; columns <= kMaxColumns; columns *= 2) {
+    if (find(p, columns) != nullptr) widest = columns;
+  }
+  return std::max<int64_t>(widest / p.group_size(), 1);
+}
+
+int64_t decode_workspace_bytes(const AttentionParams& p, bool batch_invariant) {
+  int64_t most = 0;
+  for (int columns = 8; columns <= kMaxColumns; columns *= 2) {
+    const Variant* variant = find(p, columns);
+    if (variant == nullptr) continue;
+    const std::optional<Shape> shape = shape_of(p, variant);
+    if (!shape) continue;
+    const int64_t tiles = column_tiles_of(p, variant, std::min(decode_max_query_len(p), p.max_query_len));
+    most = std::max(most, partial_bytes(p, *shape, batch_invariant, tiles));
+  }
+  return kCounterBytes + most;
+}
+
+namespace {
+
+void launch_variant(const AttentionParams& p, const CudaLaunch& launch, const Variant* variant, QueryLens lens) {
+  const std::optional<Shape> shape = variant == nullptr ? std::nullopt : shape_of(p, variant);
+  require(shape.has_value(), "kernel", "the decode kernel does not take this shape");
+  const decode::Params params = kernel_params(p, launch, *shape, lens);
+  require(
+      kCounterBytes + partial_bytes(p, *shape, launch.batch_invariant, params.column_tiles) <= launch.workspace.bytes,
+      "workspace", "is too small");
+  variant->launch(params, shape->blocks, shape->shared_bytes, launch.stream);
+  if (launch.batch_invariant) variant->join_chunks(params, launch.stream);
+}
+
+}  // namespace
+
+void decode_attention(const AttentionParams& p, const CudaLaunch& launch, QueryLens lens) {
+  if (!launch.batch_invariant) {
+    launch_variant(p, launch, choose(p, lens.max), lens);
+    return;
+  }
+  // A sequence's own query length chooses its variant: columns of different ones round differently.
+  for (int64_t first = std::max<int64_t>(lens.min, 1); first <= lens.max;) {
+    const Variant* variant = choose(p, first);
+    const int64_t last = variant == nullptr ? lens.max : std::max<int64_t>(first, variant->columns / p.group_size());
+    launch_variant(p, launch, variant, {first, std::min(last, lens.max)});
+    first = last + 1;
+  }
+}
+
+}  // namespace kvservice

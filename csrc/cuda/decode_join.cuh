@@ -1,0 +1,97 @@
+// What thread blocks leave to each other: partial results, and how they become one.
+#pragma once
+
+#include "cuda/decode_schedule.cuh"
+#include "cuda/ptx.cuh"
+
+namespace kvservice::decode {
+
+constexpr int kJoined = 16;
+
+__device__ __forceinline__ float load_query(const Params& p, int64_t index) {
+  return p.query_is_bfloat16 ? __bfloat162float(static_cast<const __nv_bfloat16*>(p.query)[index])
+                             : __half2float(static_cast<const half*>(p.query)[index]);
+}
+
+__device__ __forceinline__ void store_4(const Params& p, int64_t index, float4 x) {
+  uint2 packed;
+  if (p.query_is_bfloat16) {
+    packed = {ptx::pack<__nv_bfloat16>(x.x, x.y), ptx::pack<__nv_bfloat16>(x.z, x.w)};
+  } else {
+    packed = {ptx::pack<half>(x.x, x.y), ptx::pack<half>(x.z, x.w)};
+  }
+  *reinterpret_cast<uint2*>(static_cast<uint16_t*>(p.out) + index) = packed;
+}
+
+// A sum of weighted values, unnormalised: maximum and sum (in powers of two) of each column, then the values.
+template <int kHead, int kColumns>
+struct Partial {
+  static constexpr int kFloats = kColumns * (kHead + 2);
+  float* data;
+
+  __device__ float2* state(int column) const { return reinterpret_cast<float2*>(data) + column; }
+  __device__ float4* values(int column) const {
+    return reinterpret_cast<float4*>(data + 2 * kColumns + column * kHead);
+  }
+};
+
+__device__ __forceinline__ void write_lse(const Params& p, int64_t row, float maximum, float sum) {
+  constexpr float kLn2 = 0.6931471805599453F;
+  if (p.lse != nullptr) p.lse[row] = sum == 0.0F ? -INFINITY : (maximum + log2f(sum)) * kLn2;
+}
+
+// Joins `count` partial results, in order, and writes the output or, if `to` is given, another partial result. All of
+// kThreads threads, each for 16 bytes of a column, kJoined loads in flight.
+template <int kHead, int kColumns, int kThreads, typename Source>
+__device__ __forceinline__ void join(const Params& p, const Segment& s, int count, Source&& source, float* to) {
+  using Part = Partial<kHead, kColumns>;
+  constexpr int kVectors = kHead / 4;
+  const float v_scale = p.v_scale != nullptr ? p.v_scale[s.head / p.column_tiles] : 1.0F;
+  for (int i = threadIdx.x; i < used_columns(p, s, kColumns) * kVectors; i += kThreads) {
+    const int column = i / kVectors, vector = i - column * kVectors;
+    float maximum = -INFINITY, total = 0.0F;
+    float4 sum = {0.0F, 0.0F, 0.0F, 0.0F};
+#pragma unroll 1
+    for (int first = 0; first < count; first += kJoined) {
+      float2 states[kJoined];
+      float4 values[kJoined];
+#pragma unroll
+      for (int j = 0; j < kJoined; ++j) {
+        states[j] = {-INFINITY, 0.0F};
+        if (first + j < count) {
+          const Part part{source(first + j)};
+          states[j] = __ldcg(part.state(column));
+          values[j] = __ldcg(part.values(column) + vector);
+        }
+      }
+      const float before = maximum;
+#pragma unroll
+      for (int j = 0; j < kJoined; ++j) maximum = fmaxf(maximum, states[j].x);
+      const float kept = before == -INFINITY ? 0.0F : ptx::exp2_fast(before - maximum);
+      total *= kept;
+      sum = {sum.x * kept, sum.y * kept, sum.z * kept, sum.w * kept};
+#pragma unroll
+      for (int j = 0; j < kJoined; ++j) {
+        if (first + j >= count || states[j].x == -INFINITY) continue;
+        const float factor = ptx::exp2_fast(states[j].x - maximum);
+        total += states[j].y * factor;
+        sum.x += values[j].x * factor;
+        sum.y += values[j].y * factor;
+        sum.z += values[j].z * factor;
+        sum.w += values[j].w * factor;
+      }
+    }
+    if (to != nullptr) {
+      const Part part{to};
+      if (vector == 0) __stcg(part.state(column), {maximum, total});
+      __stcg(part.values(column) + vector, sum);
+    } else {
+      const int64_t row = output_row(p, s, kColumns, column);
+      const float factor = total == 0.0F ? 0.0F : v_scale / total;
+      store_4(p, row * kHead + vector * 4, {sum.x * factor, sum.y * factor, sum.z * factor, sum.w * factor});
+      if (vector == 0) write_lse(p, row, maximum, total);
+    }
+  }
+}
+
+}  // namespace kvservice::decode

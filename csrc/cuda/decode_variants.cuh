@@ -1,0 +1,95 @@
+// The decode kernel's instantiations, one file for each pair of types, so that they compile beside each other.
+#pragma once
+
+#include "cuda/decode.cuh"
+
+namespace kvservice::decode {
+
+// One instantiation, without its types.
+struct Variant {
+  int columns;
+  int round_tokens;
+  int blocks_per_multiprocessor;
+  int ring_offset;  // bytes of shared memory before the ring
+  int partial_floats;
+  void (*launch)(const Params& params, int blocks, int shared_bytes, cudaStream_t stream);
+  void (*join_chunks)(const Params& params, cudaStream_t stream);
+};
+
+// Null where there is none.
+const Variant* half_variant(int head_size, int columns);
+const Variant* bfloat16_variant(int head_size, int columns);
+const Variant* e4m3_variant(int head_size, int columns);
+const Variant* e5m2_variant(int head_size, int columns);
+
+constexpr int kMaxDevices = 64;
+
+template <typename T, Cache kCache, int kHead, int kColumns>
+void launch(const Params& params, int blocks, int shared_bytes, cudaStream_t stream) {
+  const auto kernel = decode_kernel<T, kCache, kHead, kColumns>;
+  static bool prepared[kMaxDevices];
+  int device = 0;
+  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
+  if (!prepared[device]) {
+    const int most = current_device_facts().max_shared_bytes_per_block;
+    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most), "decode attention");
+    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100), "decode attention");
+    prepared[device] = true;
+  }
+  kernel<<<blocks, block_threads(kColumns), shared_bytes, stream>>>(params);
+  check_launch("decode attention");
+}
+
+template <int kHead, int kColumns>
+void join_chunks(const Params& params, cudaStream_t stream) {
+  const int items = params.num_seqs * params.num_kv_heads * params.column_tiles;
+  join_chunks_kernel<kHead, kColumns><<<items, kJoinThreads, 0, stream>>>(params);
+  check_launch("decode attention, joining chunks");
+}
+
+template <typename T, Cache kCache, int kHead, int kColumns>
+const Variant* make_variant() {
+  using K = Kernel<T, kCache, kHead, kColumns>;
+  static const Variant variant = {kColumns,
+                                  K::kRoundTokens,
+                                  blocks_per_multiprocessor(kColumns),
+                                  K::kRingOffset,
+                                  Partial<kHead, kColumns>::kFloats,
+                                  launch<T, kCache, kHead, kColumns>,
+                                  join_chunks<kHead, kColumns>};
+  return &variant;
+}
+
+template <typename T, Cache kCache, int kHead>
+const Variant* with_columns(int columns) {
+  if (columns == 8) return make_variant<T, kCache, kHead, 8>();
+  if (columns == 16) return make_variant<T, kCache, kHead, 16>();
+  if constexpr (kHead <= 128) {
+    if (columns == 32) return make_variant<T, kCache, kHead, 32>();
+  }
+  return nullptr;
+}
+
+template <typename T, Cache kCache>
+const Variant* find_variant(int head_size, int columns) {
+  switch (head_size) {
+    case 64:
+      return with_columns<T, kCache, 64>(columns);
+    case 80:
+      return with_columns<T, kCache, 80>(columns);
+    case 96:
+      return with_columns<T, kCache, 96>(columns);
+    case 112:
+      return with_columns<T, kCache, 112>(columns);
+    case 128:
+      return with_columns<T, kCache, 128>(columns);
+    case 192:
+      return with_columns<T, kCache, 192>(columns);
+    case 256:
+      return with_columns<T, kCache, 256>(columns);
+    default:
+      return nullptr;
+  }
+}
+
+}  // namespace kvservice::decode
