@@ -39,13 +39,14 @@ INLINE_COPIES = 32
 class Call(Generic[T]):
     """`launch(region)` puts it on the compute stream, `result(region)` is what came of it when that is done.
 
-    `num_bytes` of the arena are its own. `blocks` are those of the pool that it reads or writes. `seconds` is how
-    long it is foreseen to take. `step` is kept until it is over, and with it the step's tables on the device.
+    `num_bytes` of the arena are its own. `reads` and `writes` are blocks of the pool. `seconds` is how long it is
+    foreseen to take. `step` is kept until it is over, and with it the step's tables on the device.
     """
 
     step: Step | None
     num_bytes: int
-    blocks: Array
+    reads: Array
+    writes: Array
     seconds: float
     launch: Callable[[Region], None]
     result: Callable[[Region], T]
@@ -128,6 +129,10 @@ class Compute:
 
     def start(self, call: Call[T]) -> Awaitable[T]:
         """Launch in its turn; what is returned waits for the result."""
+        if call.num_bytes > self.arena.num_bytes:
+            raise ResourceExhaustedError(
+                f"the call takes {call.num_bytes} bytes on the device, there is room for {self.arena.num_bytes}"
+            )
         if self._is_quick(call):
             return self._land_here(self.queue.guarded(lambda: self._launch(call)))
         done: Future[T] = Future()
@@ -141,14 +146,14 @@ class Compute:
             return False
         if not self.arena.has_room(call.num_bytes):
             return False
-        return not self.queue.guarded(lambda: self.copies.in_flight(self.copies.pool, call.blocks))
+        return not self.queue.guarded(lambda: self.copies.hold_up(call.reads, call.writes))
 
     def _launch(self, call: Call[T]) -> Flight[T]:
         while self._tables.garbage:
             self.free(self._tables.garbage.popleft())
         region = self.arena.take(call.num_bytes)
         try:
-            self.copies.wait_for_copies(self.stream, self.copies.pool, call.blocks)
+            self.copies.let_compute_wait(call.reads, call.writes)
             call.launch(region)
             event = self._events.pop() if self._events else self._cuda.Event(self._device)
             event.record(self.stream.handle)

@@ -1,14 +1,15 @@
 """Copies of blocks beside the computing: each kind on a stream of its own, ordered by events and by nothing else.
 
-A copy waits for the work that was submitted to the compute stream before it. Work that touches a block, of the pool or
-of the swap tier, waits for the copy in flight that touched it last; that copy waited for the one before it, so one
-number for each block is enough. While nothing is in flight nothing is looked at.
+A copy waits for the work that was submitted to the compute stream before it, and for the copies in flight that read or
+write any of its blocks. Computing waits for the copies in flight that write what it reads, and for those that read or
+write what it writes. Since a copy has waited for all before it at the same block, the number of the last one is enough
+for each block. While nothing is in flight nothing is looked at.
 """
 
 from __future__ import annotations
 
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -18,13 +19,18 @@ if TYPE_CHECKING:
     from kvservice import _cuda
 
 
+# A copy's event, and its stream.
+Flying: TypeAlias = "tuple[_cuda.Event, _cuda.Stream]"
+
+
 class Tier:
-    """Blocks at an address, each with the number of the copy that touched it last."""
+    """Blocks at an address, each with the numbers of the copies that touched it last, and that wrote it last."""
 
     def __init__(self, pointer: int, num_blocks: int) -> None:
         self.pointer = pointer
         self.num_blocks = num_blocks
-        self.last_copy = np.zeros(num_blocks, np.int64)
+        self.last_touch = np.zeros(num_blocks, np.int64)
+        self.last_write = np.zeros(num_blocks, np.int64)
 
 
 class Copies:
@@ -43,7 +49,7 @@ class Copies:
         self._computed = cuda.Event(device)
         self._spare: list[_cuda.Event] = []
         # By number, the oldest first.
-        self._flying: dict[int, tuple[_cuda.Event, _cuda.Stream]] = {}
+        self._flying: dict[int, Flying] = {}
         self._newest = 0
 
     def within_pool(self, src_ids: Int32, dst_ids: Int32) -> None:
@@ -57,8 +63,8 @@ class Copies:
 
     def _copy(self, stream: _cuda.Stream, source: Tier, target: Tier, src_ids: Int32, dst_ids: Int32) -> None:
         self._wait_for_compute(stream)
-        for tier, ids in ((source, src_ids), (target, dst_ids)):
-            self.wait_for_copies(stream, tier, ids)
+        self._wait(stream, self._in_flight(source.last_touch[src_ids]))
+        self._wait(stream, self._in_flight(target.last_touch[dst_ids]))
         self._cuda.copy_blocks(
             source.pointer,
             target.pointer,
@@ -73,25 +79,32 @@ class Copies:
         event.record(stream.handle)
         self._newest += 1
         self._flying[self._newest] = (event, stream)
-        source.last_copy[src_ids] = self._newest
-        target.last_copy[dst_ids] = self._newest
+        source.last_touch[src_ids] = self._newest
+        target.last_touch[dst_ids] = target.last_write[dst_ids] = self._newest
 
     def _wait_for_compute(self, stream: _cuda.Stream) -> None:
         self._computed.record(self._compute.handle)
         stream.wait(self._computed)
 
-    def wait_for_copies(self, stream: _cuda.Stream, tier: Tier, blocks: Array) -> None:
-        """Let a stream go on only after the copies that touch any of the blocks."""
-        for event, other in self.in_flight(tier, blocks):
+    def hold_up(self, reads: Array, writes: Array) -> list[Flying]:
+        """The copies for which computing has to wait that reads and writes these blocks of the pool."""
+        if not self._flying:
+            return []
+        return self._in_flight(self.pool.last_write[reads]) + self._in_flight(self.pool.last_touch[writes])
+
+    def let_compute_wait(self, reads: Array, writes: Array) -> None:
+        self._wait(self._compute, self.hold_up(reads, writes))
+
+    def _wait(self, stream: _cuda.Stream, copies: list[Flying]) -> None:
+        for event, other in copies:
             if other is not stream:
                 stream.wait(event)
 
-    def in_flight(self, tier: Tier, blocks: Array) -> list[tuple[_cuda.Event, _cuda.Stream]]:
-        """The last copies that touch any of the blocks, as far as they are not done."""
+    def _in_flight(self, numbers: Array) -> list[Flying]:
+        """Those of the copies of these numbers that are not done."""
         self._forget_done()
         if not self._flying:
             return []
-        numbers = tier.last_copy[blocks]
         numbers = numbers[numbers >= next(iter(self._flying))]
         return [self._flying[number] for number in np.unique(numbers).tolist() if number in self._flying]
 

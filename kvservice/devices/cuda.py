@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 LINK_BYTES_PER_S = 20e9
 MEMORY_BYTES_PER_S = 1e12
 OPERATIONS_PER_S = 50e12
+NO_BLOCKS = np.zeros(0, np.int64)
 
 
 class CudaDevice:
@@ -160,7 +161,8 @@ class CudaDevice:
         operations = 4 * tables.num_scores * num_heads * head_size
         seconds = end / LINK_BYTES_PER_S + kv_bytes / MEMORY_BYTES_PER_S + operations / OPERATIONS_PER_S
         num_bytes = end + tables.num_pending_bytes
-        return compute.start(Call(step, num_bytes, tables.host_block_tables, seconds, launch, result))
+        reads, writes = tables.host_block_tables, tables.written_blocks
+        return compute.start(Call(step, num_bytes, reads, writes, seconds, launch, result))
 
     def _workspace_for(self, attention: _cuda.Attention) -> int:
         """Give the call room: the device's own, or, where that is too small, one that is to be freed after it, whose
@@ -189,9 +191,8 @@ class CudaDevice:
                 self._kernels.write(layer, tables.num_tokens, tables.slots, key, key + offsets[1])
 
         num_bytes = offsets[-1] + tables.num_pending_bytes
-        blocks = step.slot_mapping // self.layout.block_size
         seconds = offsets[-1] / LINK_BYTES_PER_S
-        return compute.start(Call(step, num_bytes, blocks, seconds, launch, lambda _: None))
+        return compute.start(Call(step, num_bytes, NO_BLOCKS, tables.written_blocks, seconds, launch, lambda _: None))
 
     def read(self, layers: Sequence[int], slots: Int64) -> Awaitable[tuple[Array, Array]]:
         compute = self._compute
@@ -215,7 +216,7 @@ class CudaDevice:
         compute.reserve(lambda: None)
         blocks = slots // self.layout.block_size
         launch_or_not = launch if len(slots) else lambda _: None
-        return compute.start(Call(None, end, blocks, end / LINK_BYTES_PER_S, launch_or_not, result))
+        return compute.start(Call(None, end, blocks, NO_BLOCKS, end / LINK_BYTES_PER_S, launch_or_not, result))
 
     def close(self) -> None:
         self._compute.close()

@@ -18,6 +18,7 @@ class StepTables:
 
     def __init__(self, step: Step, allocate: Callable[[int], int]) -> None:
         self.host_block_tables = step.block_tables  # now: they are valid for as long as the step is live
+        self.written_blocks = step.slot_mapping // step.block_size
         self.num_seqs, self.max_blocks = self.host_block_tables.shape
         self.num_tokens = len(step.slot_mapping)
         self.max_query_len = int(step.query_lens.max())

@@ -281,6 +281,19 @@ def test_computing_goes_on_beside_a_swap_of_other_blocks(fake: FakeCuda) -> None
         asyncio.run(rig.attend(step, 0))
 
 
+def test_blocks_that_a_swap_only_reads_can_be_read_meanwhile(fake: FakeCuda) -> None:
+    rig = Rig()
+    for sequence_id in (0, 1):
+        rig.allocate(sequence_id, 9)  # two full blocks, which they share, and one token
+        rig.compute(sequence_id)
+    swap_stream(rig, fake).held = True
+    rig.engine.swap_out(rig.space, np.array([0]))
+    tokens, lengths = np.array([7], np.int32), np.array([9])
+    step = rig.engine.append(rig.space, np.array([1]), tokens, None, lengths, 0)
+    assert not len(step.copies)
+    np.testing.assert_allclose(asyncio.run(rig.attend(step, 0)), 3.0, rtol=1e-6)
+
+
 def test_a_cancelled_caller_does_not_cancel_the_work(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compute, "INLINE_S", -1.0)
     rig.allocate(0)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import fake_cuda
+import numpy as np
 import pytest
 from fake_cuda import DeadlockError, FakeCuda
 from hypothesis import HealthCheck, Phase, settings
@@ -80,13 +81,25 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 
 
 def computing_does_not_wait_for_copies(patch: pytest.MonkeyPatch) -> None:
-    right = Copies.wait_for_copies
+    patch.setattr(Copies, "let_compute_wait", lambda *_: None)
 
-    def wait(self: Copies, stream: Any, *rest: Any) -> None:
-        if stream is not self._compute:
-            right(self, stream, *rest)
 
-    patch.setattr(Copies, "wait_for_copies", wait)
+def readers_do_not_wait_for_copies(patch: pytest.MonkeyPatch) -> None:
+    right = Copies.hold_up
+    patch.setattr(Copies, "hold_up", lambda self, reads, writes: right(self, reads[:0].ravel(), writes))
+
+
+def writers_do_not_wait_for_copies(patch: pytest.MonkeyPatch) -> None:
+    right = Copies.hold_up
+    patch.setattr(Copies, "hold_up", lambda self, reads, writes: right(self, reads, writes[:0]))
+
+
+def writers_wait_only_for_copies_that_write(patch: pytest.MonkeyPatch) -> None:
+    right = Copies.hold_up
+    nothing = np.zeros(0, np.int64)
+    patch.setattr(
+        Copies, "hold_up", lambda self, reads, writes: right(self, reads, nothing) + right(self, writes, nothing)
+    )
 
 
 def copies_do_not_wait_for_computing(patch: pytest.MonkeyPatch) -> None:
@@ -94,23 +107,35 @@ def copies_do_not_wait_for_computing(patch: pytest.MonkeyPatch) -> None:
 
 
 def copies_do_not_wait_for_copies(patch: pytest.MonkeyPatch) -> None:
-    right = Copies.wait_for_copies
+    right = Copies._wait
 
-    def wait(self: Copies, stream: Any, *rest: Any) -> None:
+    def wait(self: Copies, stream: Any, copies: Any) -> None:
         if stream is self._compute:
-            right(self, stream, *rest)
+            right(self, stream, copies)
 
-    patch.setattr(Copies, "wait_for_copies", wait)
+    patch.setattr(Copies, "_wait", wait)
 
 
 def copies_forget_the_swap_tier(patch: pytest.MonkeyPatch) -> None:
-    right = Copies.wait_for_copies
+    right = Copies._copy
 
-    def wait(self: Copies, stream: Any, tier: Any, blocks: Any) -> None:
-        if tier is self.pool:
-            right(self, stream, tier, blocks)
+    def copy(self: Copies, *rest: Any) -> None:
+        self.swap.last_touch[:] = 0
+        right(self, *rest)
 
-    patch.setattr(Copies, "wait_for_copies", wait)
+    patch.setattr(Copies, "_copy", copy)
+
+
+def copies_forget_the_pool(patch: pytest.MonkeyPatch) -> None:
+    right = Copies._copy
+
+    def copy(self: Copies, *rest: Any) -> None:
+        touched = self.pool.last_touch.copy()
+        self.pool.last_touch[:] = 0
+        right(self, *rest)
+        self.pool.last_touch = np.maximum(self.pool.last_touch, touched)
+
+    patch.setattr(Copies, "_copy", copy)
 
 
 def copies_are_thought_done(patch: pytest.MonkeyPatch) -> None:
@@ -153,9 +178,13 @@ def tables_are_freed_at_once(patch: pytest.MonkeyPatch) -> None:
 
 MUTANTS: list[Patch] = [
     computing_does_not_wait_for_copies,
+    readers_do_not_wait_for_copies,
+    writers_do_not_wait_for_copies,
+    writers_wait_only_for_copies_that_write,
     copies_do_not_wait_for_computing,
     copies_do_not_wait_for_copies,
     copies_forget_the_swap_tier,
+    copies_forget_the_pool,
     copies_are_thought_done,
     results_are_not_waited_for,
     room_is_given_back_at_launch,

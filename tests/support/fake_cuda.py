@@ -140,13 +140,16 @@ class Attention:
         at = self.cuda.array
         assert not at(self.workspace, (COUNTER_BYTES,), np.uint8).any(), "the counters are not zero"
         at(self.workspace, (self.workspace_bytes,), np.uint8)[COUNTER_BYTES:] = 17
-        pool = self.cuda.pool(self.pool, self.pool_dtype, self)
+        pool, layer = self.cuda.pool(self.pool, self.pool_dtype, self), self.layer
         query_lens = at(self.query_lens, (self.num_seqs,), np.int32)
         assert query_lens.max() <= self.max_query_len
         query = at(self.query, (self.num_tokens, self.num_heads, self.head_size), DTYPE_OF[self.dtype])
-        _, lse = ops.attention(
+        out = at(self.out, query.shape, query.dtype)
+        if pool.dtype != query.dtype:
+            pool, layer, query = as_float32(self.cuda, self, pool), 0, query.astype(np.float32)
+        result, lse = ops.attention(
             pool,
-            self.layer,
+            layer,
             query,
             query_lens,
             at(self.block_tables, (self.num_seqs, self.max_blocks), np.int32),
@@ -155,9 +158,9 @@ class Attention:
             sliding_window=self.sliding_window,
             logits_soft_cap=self.soft_cap,
             alibi_slopes=at(self.alibi_slopes, (self.num_heads,), np.float32) if self.alibi_slopes else None,
-            out=at(self.out, query.shape, query.dtype),
             return_lse=True,
         )
+        out[:] = result
         if self.lse:
             at(self.lse, lse.shape, np.float32)[:] = lse
 
@@ -349,9 +352,47 @@ class SlotsCall:
 
 def ops_write(cuda: FakeCuda, call: Any) -> None:
     pool, slots, key, value = call.arrays(cuda)
-    ops.write_kv(pool, call.layer, slots, key, value)
+    if pool.dtype == key.dtype:
+        ops.write_kv(pool, call.layer, slots, key, value)
+        return
+    for which, array, scale in ((0, key, call.k_scale), (1, value, call.v_scale)):
+        stored = (array / scales(cuda, call, scale)).astype(pool.dtype)
+        for slot, token in zip(slots.tolist(), stored, strict=True):
+            there = place(pool, call, slot, which)
+            there[:] = token.reshape(there.shape)
 
 
 def ops_read(cuda: FakeCuda, call: Any) -> None:
     pool, slots, key, value = call.arrays(cuda)
-    key[:], value[:] = ops.read_kv(pool, call.layer, slots, head_size=call.head_size)
+    if pool.dtype == key.dtype:
+        key[:], value[:] = ops.read_kv(pool, call.layer, slots, head_size=call.head_size)
+        return
+    for which, array, scale in ((0, key, call.k_scale), (1, value, call.v_scale)):
+        stored = np.stack([place(pool, call, slot, which) for slot in slots.tolist()]).reshape(array.shape)
+        array[:] = (stored.astype(np.float32) * scales(cuda, call, scale)).astype(array.dtype)
+
+
+def scales(cuda: FakeCuda, call: Any, pointer: int) -> Array:
+    return cuda.array(pointer, (call.num_kv_heads, 1), np.float32)
+
+
+def place(pool: Array, call: Any, slot: int, which: int) -> Array:
+    """A view of a token's keys (0) `[num_kv_heads, head_size / 16, 16]` or values (1) in an 8-bit pool."""
+    block, offset = divmod(slot, call.block_size)
+    heads = pool[block, call.layer, which]
+    if which == 1:
+        return heads.reshape(call.num_kv_heads, call.head_size, call.block_size)[:, :, offset]
+    return heads.reshape(call.num_kv_heads, call.head_size // 16, call.block_size, 16)[:, :, offset]
+
+
+def as_float32(cuda: FakeCuda, call: Any, pool: Array) -> Array:
+    """One layer of an 8-bit pool as what it stands for."""
+    num_slots = call.num_blocks * call.block_size
+    parts = []
+    for which, scale in ((0, call.k_scale), (1, call.v_scale)):
+        stored = np.stack([place(pool, call, slot, which) for slot in range(num_slots)])
+        shape = (num_slots, call.num_kv_heads, call.head_size)
+        parts.append(stored.reshape(shape).astype(np.float32) * scales(cuda, call, scale))
+    real = np.zeros((call.num_blocks, 1, *pool.shape[2:]), np.float32)
+    ops.write_kv(real, 0, np.arange(num_slots), *parts)
+    return real
