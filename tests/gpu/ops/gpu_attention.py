@@ -111,12 +111,16 @@ def run_case(
 
 def run_cases(cases: Sequence[Case], kernel: Kernel, **options: Any) -> None:
     """All of them; the failure tells how many failed, of which axes, and the first few in full."""
+    from kvservice import _cuda
+
     failures: list[tuple[Case, str]] = []
     for case in cases:
         try:
             run_case(case, kernel, **options)
         except (AssertionError, InvalidArgumentError) as error:
             failures.append((case, f"{type(error).__name__}: {error}"))
+        except _cuda.CudaError as error:  # after which no other case can be run
+            raise AssertionError(f"{error} in {case}") from error
     if failures:
         messages = [message[:600] for _, message in failures[:6]]
         raise AssertionError(
