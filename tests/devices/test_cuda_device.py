@@ -6,11 +6,14 @@ import asyncio
 import logging
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import fake_cuda
 import numpy as np
 import pytest
+from cuda_rig import TYPES, check_types
 from fake_cuda import DeadlockError, FakeCuda
 from kv_model import HEAD_SIZE, NUM_HEADS, NUM_KV_HEADS, NUM_LAYERS, POOL
 
@@ -175,7 +178,7 @@ def test_a_call_without_memory_is_refused_and_can_be_sent_again(
 def test_a_call_that_wants_a_larger_workspace_gets_one_of_its_own(
     rig: Rig, fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fake_attention(), "wanted_workspace_bytes", lambda self: 4 << 20)
+    monkeypatch.setattr(fake_cuda.Attention, "wanted_workspace_bytes", lambda self: 4 << 20)
     rig.allocate(0)
     before = fake.used_bytes
     rig.compute(0)
@@ -189,12 +192,6 @@ def test_a_call_that_wants_a_larger_workspace_gets_one_of_its_own(
         asyncio.run(rig.attend(step, 0))
     fake.total_bytes = total
     np.testing.assert_allclose(asyncio.run(rig.attend(step, 0)), 3.0, rtol=1e-6)
-
-
-def fake_attention() -> Any:
-    import fake_cuda
-
-    return fake_cuda.Attention
 
 
 def test_steps_give_their_tables_back(rig: Rig, fake: FakeCuda) -> None:
@@ -242,20 +239,19 @@ def test_calls_in_flight_are_told_of_the_failure(rig: Rig, fake: FakeCuda, monke
     for sequence_id in range(4):
         rig.allocate(sequence_id)
 
+    def synchronize(_: Any) -> None:
+        """What was launched before has failed, as is found when it is waited for."""
+        fake.error = "the launch timed out and was terminated"
+        with fake.call():
+            pass
+
     async def all_at_once() -> list[Any]:
         steps = [rig.open_step(sequence_id) for sequence_id in range(4)]
-        tasks = [asyncio.create_task(rig.attend(step, layer)) for step in steps for layer in range(NUM_LAYERS)]
-        await asyncio.sleep(0)
-        fake.error = "the launch timed out and was terminated"
-        return await asyncio.gather(*tasks, return_exceptions=True)
+        calls = [rig.attend(step, layer) for step in steps for layer in range(NUM_LAYERS)]
+        return await asyncio.gather(*calls, return_exceptions=True)
 
-    monkeypatch.setattr(compute_stream(fake), "held", True)  # so that none is done before
-    outcomes = asyncio.run(all_at_once())
-    assert {type(outcome) for outcome in outcomes} == {InternalError}
-
-
-def compute_stream(fake: FakeCuda) -> Any:
-    return fake.streams[fake.launched[0].stream]
+    monkeypatch.setattr(fake_cuda.Event, "synchronize", synchronize)
+    assert {type(outcome) for outcome in asyncio.run(all_at_once())} == {InternalError}
 
 
 # ---- who waits for whom
@@ -314,7 +310,13 @@ def test_a_cancelled_caller_does_not_cancel_the_work(rig: Rig, monkeypatch: pyte
     assert (value == 3.0).all()
 
 
-# ---- options
+# ---- types and options
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize(("dtype", "cache"), TYPES)
+def test_types(tmp_path: Path, dtype: str, cache: str) -> None:
+    check_types(tmp_path, 32, dtype, cache)
 
 
 def test_options_reach_the_kernel(fake: FakeCuda) -> None:
@@ -366,7 +368,6 @@ def test_the_cpu_has_no_sparse_patterns_and_no_eight_bits() -> None:
 def test_the_real_module_is_what_the_fake_stands_for() -> None:
     """By name and argument, as the stub file tells them."""
     import ast
-    from pathlib import Path
 
     import kvservice
 
