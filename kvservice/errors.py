@@ -21,7 +21,7 @@
     │   └── MessageTooLargeError
     ├── DrainingError               UNAVAILABLE          the daemon is shutting down
     ├── ConnectionLostError         UNAVAILABLE          raised by clients only
-    └── InternalError               INTERNAL             a bug of ours
+    └── InternalError               INTERNAL             a bug of ours, or a device that failed
 
 Nothing is changed by an operation that raises one of these.
 """
