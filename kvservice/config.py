@@ -19,8 +19,8 @@ from kvservice.errors import InvalidArgumentError
 from kvservice.pool.layout import PoolLayout
 
 ENV_PREFIX = "KVSERVICE_"
-# Read by other parts than the daemon's configuration.
-OTHER_ENV = {"KVSERVICE_CPU_ISA", "KVSERVICE_CONFIG"}
+# Read by other parts than the daemon's configuration: the kernels, the command line, the build.
+OTHER_ENV = {"KVSERVICE_CPU_ISA", "KVSERVICE_CONFIG", "KVSERVICE_CUDA"}
 # Kubernetes puts these into every container beside a Service that is named kvservice.
 SERVICE_LINK = re.compile(r"KVSERVICE_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\w+)?)")
 GIB = 1 << 30

@@ -123,6 +123,11 @@ def test_kubernetes_service_links_are_not_taken_for_options() -> None:
     assert load_config({}, links) == load_config({}, {})
 
 
+def test_variables_of_the_build_and_of_the_kernels_are_not_taken_for_options() -> None:
+    others = {"KVSERVICE_CUDA": "off", "KVSERVICE_CPU_ISA": "portable"}
+    assert load_config({}, others) == load_config({}, {})
+
+
 def test_a_file_that_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "kvservice.toml").write_bytes(b'dtype = "\xff"')
     with pytest.raises(InvalidArgumentError, match="config"):
