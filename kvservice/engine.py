@@ -204,7 +204,7 @@ def _check_options(options: AttentionOptions, num_heads: int | None) -> None:
 
 
 def _check_block_sparse(sparse: BlockSparse) -> None:
-    least = {"vert_stride": 0, "local_blocks": 0, "block_size": 1, "tp_rank": 0}
+    least = {"vert_stride": 0, "local_blocks": int(sparse.vert_stride > 1), "block_size": 1, "tp_rank": 0}
     for name, bound in least.items():
         if getattr(sparse, name) < bound:
             raise InvalidArgumentError(

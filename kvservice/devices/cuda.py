@@ -43,6 +43,7 @@ class CudaDevice:
         self._config = config
         self.layout = config.layout
         self._dtype = TENSOR_DTYPES[config.dtype]
+        self._token_layer_bytes = self.layout.token_bytes // self.layout.num_layers
         try:
             self._cuda.set_device(self._number)
             self._compute = Compute(self._cuda, self._number)
@@ -133,6 +134,9 @@ class CudaDevice:
         num_tokens, num_heads, head_size = query.shape
         tables = compute.tables_of(step)
         attention = kernels.attention_over(tables, layer, num_heads, options)
+        # Where they will be is not known yet; that they are there may decide which kernel it is.
+        attention.lse = compute.arena.device_pointer
+        attention.alibi_slopes = 0 if options.alibi_slopes is None else compute.arena.device_pointer
         extra = compute.reserve(lambda: self._workspace_for(attention))
         slopes = [] if options.alibi_slopes is None else [options.alibi_slopes.astype(np.float32, copy=False)]
         inputs = [query, key, value, *slopes]
@@ -147,7 +151,8 @@ class CudaDevice:
             at = region.device_pointer
             kernels.write(layer, num_tokens, tables.slots, at + offsets[1], at + offsets[2])
             attention.query, attention.out, attention.lse = at, at + out, at + lse
-            attention.alibi_slopes = at + offsets[3] if slopes else 0
+            if slopes:
+                attention.alibi_slopes = at + offsets[3]
             attention.launch()
             if extra:
                 compute.free(extra)
@@ -157,7 +162,7 @@ class CudaDevice:
             output = region.get(out, query.shape, self._dtype)
             return output, region.get(lse, (num_tokens, num_heads), np.dtype(np.float32))
 
-        kv_bytes = tables.num_context_tokens * self.layout.token_bytes / self.layout.num_layers
+        kv_bytes = tables.num_context_tokens * self._token_layer_bytes
         operations = 4 * tables.num_scores * num_heads * head_size
         seconds = end / LINK_BYTES_PER_S + kv_bytes / MEMORY_BYTES_PER_S + operations / OPERATIONS_PER_S
         num_bytes = end + tables.num_pending_bytes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -18,28 +18,48 @@ if TYPE_CHECKING:
 COUNTER_BYTES = 1 << 16
 
 
-def new_attention(cuda: ModuleType, config: ServeConfig) -> _cuda.Attention:
-    """A call of the configuration's shape, default scale."""
-    call: _cuda.Attention = cuda.Attention()
+def common_attributes(config: ServeConfig) -> dict[str, float]:
+    """What all attention calls of a configuration have in common."""
     layout = config.layout
-    call.pool_dtype, call.dtype = DTYPE_NUMBERS[layout.dtype], DTYPE_NUMBERS[config.dtype]
-    call.num_layers, call.num_kv_heads = layout.num_layers, layout.num_kv_heads
-    call.head_size, call.block_size = layout.head_size, layout.block_size
-    call.scale = layout.head_size**-0.5
-    call.batch_invariant = config.batch_invariant
+    return {
+        "pool_dtype": DTYPE_NUMBERS[layout.dtype],
+        "dtype": DTYPE_NUMBERS[config.dtype],
+        "num_layers": layout.num_layers,
+        "num_kv_heads": layout.num_kv_heads,
+        "head_size": layout.head_size,
+        "block_size": layout.block_size,
+        "scale": layout.head_size**-0.5,
+        "batch_invariant": config.batch_invariant,
+    }
+
+
+def new_attention(cuda: ModuleType, attributes: Mapping[str, float]) -> _cuda.Attention:
+    call: _cuda.Attention = cuda.Attention()
+    for name, value in attributes.items():
+        setattr(call, name, value)
     return call
 
 
-@dataclass
 class Kernels:
     """`pool` is the address of `num_blocks` blocks; `scales` that of float32[2, num_layers, num_kv_heads], or 0."""
 
-    cuda: ModuleType
-    config: ServeConfig
-    stream: int
-    pool: int
-    num_blocks: int
-    scales: int
+    def __init__(
+        self, cuda: ModuleType, config: ServeConfig, stream: int, pool: int, num_blocks: int, scales: int
+    ) -> None:
+        layout = config.layout
+        self.cuda = cuda
+        self.config = config
+        self.stream = stream
+        self._common = common_attributes(config) | {"pool": pool, "num_blocks": num_blocks, "stream": stream}
+        sizes = (num_blocks, layout.num_layers, layout.num_kv_heads, layout.head_size, layout.block_size)
+        self._pool_arguments = (pool, DTYPE_NUMBERS[layout.dtype], *sizes)
+        self._dtype = DTYPE_NUMBERS[config.dtype]
+        row_bytes = 4 * layout.num_kv_heads
+        # Addresses of a layer's scales, of keys and of values.
+        self._scales = [
+            (scales + row_bytes * layer, scales + row_bytes * (layout.num_layers + layer)) if scales else (0, 0)
+            for layer in range(layout.num_layers)
+        ]
 
     def write(self, layer: int, num_tokens: int, slots: int, key: int, value: int) -> None:
         self.cuda.write_kv(*self._kv(layer, num_tokens, slots, key, value))
@@ -48,37 +68,13 @@ class Kernels:
         self.cuda.read_kv(*self._kv(layer, num_tokens, slots, key, value))
 
     def _kv(self, layer: int, num_tokens: int, slots: int, key: int, value: int) -> tuple[int, ...]:
-        layout = self.config.layout
-        return (
-            self.pool,
-            DTYPE_NUMBERS[layout.dtype],
-            self.num_blocks,
-            layout.num_layers,
-            layout.num_kv_heads,
-            layout.head_size,
-            layout.block_size,
-            layer,
-            num_tokens,
-            slots,
-            key,
-            value,
-            DTYPE_NUMBERS[self.config.dtype],
-            *self._scales(layer),
-            self.stream,
-        )
-
-    def _scales(self, layer: int) -> tuple[int, int]:
-        """Of keys and of values."""
-        if not self.scales:
-            return 0, 0
-        layers, row_bytes = self.config.num_layers, 4 * self.config.num_kv_heads
-        return self.scales + row_bytes * layer, self.scales + row_bytes * (layers + layer)
+        tensors = (layer, num_tokens, slots, key, value, self._dtype)
+        return (*self._pool_arguments, *tensors, *self._scales[layer], self.stream)
 
     def attention(self, layer: int) -> _cuda.Attention:
-        call = new_attention(self.cuda, self.config)
-        call.pool, call.num_blocks, call.layer = self.pool, self.num_blocks, layer
-        call.k_scale, call.v_scale = self._scales(layer)
-        call.stream = self.stream
+        call = new_attention(self.cuda, self._common)
+        call.layer = layer
+        call.k_scale, call.v_scale = self._scales[layer]
         return call
 
     def attention_over(

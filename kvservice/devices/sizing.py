@@ -6,7 +6,7 @@ from types import ModuleType
 
 from kvservice.config import ServeConfig
 from kvservice.devices.arena import ALIGNMENT, aligned
-from kvservice.devices.kernels import new_attention
+from kvservice.devices.kernels import common_attributes, new_attention
 from kvservice.errors import ResourceExhaustedError
 from kvservice.pool.layout import TENSOR_DTYPES
 
@@ -14,6 +14,8 @@ from kvservice.pool.layout import TENSOR_DTYPES
 GRANULE_BYTES = 2 << 20
 # Groups of query heads to one KV head, for which a workspace is asked for: how many a client has is not known before.
 GROUPS = (1, 4, 8, 16, 64)
+# The kernels take no more.
+NUM_HEADS_MAX = 65535
 
 
 def max_blocks_per_sequence(config: ServeConfig) -> int:
@@ -34,14 +36,16 @@ def arena_bytes(config: ServeConfig) -> int:
 def workspace_bytes(cuda: ModuleType, config: ServeConfig) -> int:
     """The most that the largest calls ask for: all sequences at once and one alone, of one token each and of many."""
     wanted = 0
-    for group in GROUPS:
-        num_heads = group * config.num_kv_heads
+    attributes = common_attributes(config)
+    for num_heads in (group * config.num_kv_heads for group in GROUPS):
+        if num_heads > NUM_HEADS_MAX:
+            break
         token_bytes = (num_heads + 2 * config.num_kv_heads) * config.head_size * TENSOR_DTYPES[config.dtype].itemsize
         most = max(1, config.max_message_bytes // token_bytes)
         for num_seqs in {1, min(config.max_sequences, most)}:
             longest = min(config.max_sequence_tokens, most - num_seqs + 1)
             for num_tokens, max_query_len in {(num_seqs, 1), (min(most, num_seqs * longest), longest)}:
-                call = new_attention(cuda, config)
+                call = new_attention(cuda, attributes)
                 call.num_blocks = 1 << 24
                 call.max_blocks = max_blocks_per_sequence(config)
                 call.num_heads, call.num_seqs = num_heads, num_seqs

@@ -85,6 +85,8 @@ class Daemon:
                 self._config.layout.block_bytes,
                 ", ".join(filter(None, (self._config.unix_socket, self._config.tcp_address))),
             )
+            memory = ", ".join(f"{use} {num_bytes}" for use, num_bytes in self.device.memory_bytes.items())
+            logger.info("bytes taken on %s: %s", self._config.device, memory)
             await self._stop.wait()
             if self.device.fault is None:
                 await self._drain()

@@ -343,6 +343,7 @@ def test_options_reach_the_kernel(fake: FakeCuda) -> None:
         ({"block_size": 0}, "block_size"),
         ({"vert_stride": -1}, "vert_stride"),
         ({"local_blocks": -1}, "local_blocks"),
+        ({"local_blocks": 0}, "local_blocks"),
         ({"tp_rank": -1}, "tp_rank"),
     ],
 )
