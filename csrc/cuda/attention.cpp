@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <string>
 
 #include "errors.h"
@@ -11,6 +12,9 @@ namespace kvservice {
 namespace {
 
 constexpr int64_t kHeadSizeMin = 32, kHeadSizeMax = 256, kBlockSizeMax = 256, kHeadsMax = 65535;
+constexpr int64_t kCountMax = std::numeric_limits<int32_t>::max();  // lengths on the device, and their sums, are int32
+
+bool is_count(int64_t number) { return number >= 0 && number <= kCountMax; }
 
 void check_pool(const PoolView& pool) {
   require(pool.num_blocks > 0 && pool.num_layers > 0 && pool.num_kv_heads > 0, "pool", "has an empty dimension");
@@ -39,7 +43,9 @@ void check(const AttentionParams& p) {
           "has another dtype than the pool");
   require(p.num_heads > 0 && p.num_heads <= kHeadsMax && p.num_heads % p.pool.num_kv_heads == 0, "query",
           "number of heads is not a multiple of the pool's");
-  require(p.num_tokens >= 0 && p.num_seqs >= 0 && p.max_blocks >= 0, "query", "has a negative size");
+  require(is_count(p.num_tokens) && is_count(p.num_seqs), "query", "has a size that is not in [0, 2^31)");
+  require(is_count(p.max_blocks), "block_tables", "has a size that is not in [0, 2^31)");
+  require(is_count(p.max_query_len), "max_query_len", "is not in [0, 2^31)");
   require(p.num_tokens <= p.num_seqs * p.max_query_len, "max_query_len", "is less than some query length");
   require(std::isfinite(p.scale), "scale", "is not finite");
   require(std::isfinite(p.soft_cap) && p.soft_cap >= 0.0F, "logits_soft_cap", "is negative or not finite");

@@ -82,14 +82,17 @@ void set_device(int device) { check_cuda(cudaSetDevice(device), "cudaSetDevice")
 
 // --- what lives until it is closed or dropped
 
-// Destroyed without the interpreter lock: that may wait for the device.
+// Closing takes what there is to close with the interpreter lock held, so that two threads do not close it twice, and
+// gives it back without: that may wait for the device.
+
 class Memory {
  public:
   Memory(int device, int64_t num_bytes) : memory_(std::make_unique<DeviceMemory>(device, num_bytes)) {}
   ~Memory() { close(); }
   void close() {
+    std::unique_ptr<DeviceMemory> memory = std::move(memory_);
     const py::gil_scoped_release release;
-    memory_.reset();
+    memory.reset();
   }
   const DeviceMemory& get() const {
     require(memory_ != nullptr, "memory", "is closed");
@@ -105,17 +108,19 @@ class HostRegistration {
   HostRegistration(uintptr_t address, int64_t num_bytes) : address_(at<>(address)) {
     check_cuda(cudaHostRegister(address_, size_of(num_bytes), cudaHostRegisterPortable), "cudaHostRegister");
   }
-  ~HostRegistration() {
-    if (address_ != nullptr) cudaHostUnregister(address_);
-  }
+  ~HostRegistration() { forget_error(unregister()); }
   HostRegistration(const HostRegistration&) = delete;
   HostRegistration& operator=(const HostRegistration&) = delete;
-  void close() {
-    void* address = std::exchange(address_, nullptr);
-    if (address != nullptr) check_cuda(cudaHostUnregister(address), "cudaHostUnregister");
-  }
+  void close() { check_cuda(unregister(), "cudaHostUnregister"); }
 
  private:
+  cudaError_t unregister() {
+    void* address = std::exchange(address_, nullptr);
+    if (address == nullptr) return cudaSuccess;
+    const py::gil_scoped_release release;
+    return cudaHostUnregister(address);
+  }
+
   void* address_;
 };
 
@@ -126,7 +131,7 @@ class Event {
     check_cuda(cudaEventCreateWithFlags(&event_, timing ? cudaEventDefault : cudaEventDisableTiming),
                "cudaEventCreate");
   }
-  ~Event() { cudaEventDestroy(event_); }
+  ~Event() { forget_error(cudaEventDestroy(event_)); }
   Event(const Event&) = delete;
   Event& operator=(const Event&) = delete;
   void record(uintptr_t stream) const { check_cuda(cudaEventRecord(event_, stream_at(stream)), "cudaEventRecord"); }
@@ -160,7 +165,7 @@ class Stream {
     check_cuda(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, high_priority ? greatest : least),
                "cudaStreamCreate");
   }
-  ~Stream() { cudaStreamDestroy(stream_); }
+  ~Stream() { forget_error(cudaStreamDestroy(stream_)); }
   Stream(const Stream&) = delete;
   Stream& operator=(const Stream&) = delete;
   uintptr_t handle() const { return reinterpret_cast<uintptr_t>(stream_); }
@@ -182,11 +187,12 @@ void keep_freed_memory() {
   int device = 0;
   check_cuda(cudaGetDevice(&device), "cudaGetDevice");
   const std::lock_guard<std::mutex> lock(mutex);
-  if (!done.insert(device).second) return;
+  if (done.count(device) != 0) return;
   cudaMemPool_t pool = nullptr;
   check_cuda(cudaDeviceGetDefaultMemPool(&pool, device), "cudaDeviceGetDefaultMemPool");
   uint64_t everything = UINT64_MAX;
   check_cuda(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &everything), "cudaMemPoolSetAttribute");
+  done.insert(device);
 }
 
 uintptr_t allocate_async(int64_t num_bytes, uintptr_t stream) {
@@ -366,7 +372,7 @@ void define_memory(py::module_& m) {
       .def("close", &Memory::close);
   py::class_<HostRegistration>(m, "HostRegistration")
       .def(py::init<uintptr_t, int64_t>(), py::arg("address"), py::arg("num_bytes"), Unlocked())
-      .def("close", &HostRegistration::close, Unlocked());
+      .def("close", &HostRegistration::close);
   m.def("allocate_async", &allocate_async, py::arg("num_bytes"), py::arg("stream"), Unlocked());
   m.def("free_async", &free_async, py::arg("pointer"), py::arg("stream"), Unlocked());
   m.def("copy_async", &copy_async, py::arg("dst"), py::arg("src"), py::arg("num_bytes"), py::arg("stream"), Unlocked());

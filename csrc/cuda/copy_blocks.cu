@@ -83,6 +83,7 @@ cudaPointerAttributes attributes_of(const void* pointer, const char* field) {
 }  // namespace
 
 void copy_blocks_cuda(const CopyBlocksParams& p, cudaStream_t stream) {
+  require(p.block_bytes > 0, "block_bytes", "is not positive");
   if (p.num_copies == 0) return;
   const cudaPointerAttributes src = attributes_of(p.src, "src"), dst = attributes_of(p.dst, "dst");
   if (src.type != cudaMemoryTypeDevice || dst.type != cudaMemoryTypeDevice || src.device != dst.device) {

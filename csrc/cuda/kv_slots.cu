@@ -148,15 +148,15 @@ __device__ void move_keys(const Job<P, T>& job, float scale) {
     if (job.places.slot[token] < 0) return;
     P* stored = job.places.key[token] + part * stride;
     T* outside = job.tensor(job.p.key, token) + part * Layout::kRun;
-    Pack<P, Layout::kRun> inner;
-    Pack<T, Layout::kRun> outer;
     if constexpr (kWrite) {
-      outer = outer.load(outside);
+      const auto outer = Pack<T, Layout::kRun>::load(outside);
+      Pack<P, Layout::kRun> inner;
 #pragma unroll
       for (int i = 0; i < Layout::kRun; ++i) inner.at[i] = to_pool<P, T>(outer.at[i], scale);
       inner.store(stored);
     } else {
-      inner = inner.load(stored);
+      const auto inner = Pack<P, Layout::kRun>::load(stored);
+      Pack<T, Layout::kRun> outer;
 #pragma unroll
       for (int i = 0; i < Layout::kRun; ++i) outer.at[i] = to_tensor<P, T>(inner.at[i], scale);
       outer.store(outside);
@@ -172,12 +172,12 @@ __device__ void move_values_outside(const Job<P, T>& job, float scale, P* shared
     if (job.places.slot[token] < 0) return;
     T* outside = job.tensor(job.p.value, token) + part * Layout::kPiece;
     P* row = shared + Layout::row(part * Layout::kPiece) + token;
-    Pack<T, Layout::kPiece> pack;
     if constexpr (kWrite) {
-      pack = pack.load(outside);
+      const auto pack = Pack<T, Layout::kPiece>::load(outside);
 #pragma unroll
       for (int i = 0; i < Layout::kPiece; ++i) row[i * kTile] = to_pool<P, T>(pack.at[i], scale);
     } else {
+      Pack<T, Layout::kPiece> pack;
 #pragma unroll
       for (int i = 0; i < Layout::kPiece; ++i) pack.at[i] = to_tensor<P, T>(row[i * kTile], scale);
       pack.store(outside);

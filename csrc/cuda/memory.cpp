@@ -66,17 +66,16 @@ CUmemAllocationProp properties(int device) {
   return prop;
 }
 
-int64_t round_up(int64_t bytes, const CUmemAllocationProp& prop) {
+size_t round_up(int64_t bytes, const CUmemAllocationProp& prop) {
   size_t step = 0;
   check_driver(driver().granularity(&step, &prop, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED),
                "cuMemGetAllocationGranularity");
-  const auto unit = static_cast<int64_t>(step);
-  return (bytes + unit - 1) / unit * unit;
+  return (static_cast<size_t>(bytes) + step - 1) / step * step;  // unsigned: no size from Python overflows it
 }
 
-std::string wanted_text(int64_t bytes) {
+std::string wanted_text(size_t bytes) {
   size_t free = 0, total = 0;
-  if (cudaMemGetInfo(&free, &total) != cudaSuccess) return "cuMemCreate of " + std::to_string(bytes) + " bytes";
+  forget_error(cudaMemGetInfo(&free, &total));
   return "cuMemCreate of " + std::to_string(bytes) + " bytes, where " + std::to_string(free) + " of " +
          std::to_string(total) + " are free";
 }
@@ -103,10 +102,9 @@ DeviceMemory::DeviceMemory(int device, int64_t bytes) : device_(device) {
   require(bytes > 0, "num_bytes", "is not positive");
   const DeviceScope scope(device);
   const CUmemAllocationProp prop = properties(device);
-  bytes_ = round_up(bytes, prop);
   Mapping mapping;
-  mapping.bytes = static_cast<size_t>(bytes_);
-  check_driver(driver().create(&mapping.handle, mapping.bytes, &prop, 0), wanted_text(bytes_));
+  mapping.bytes = round_up(bytes, prop);
+  check_driver(driver().create(&mapping.handle, mapping.bytes, &prop, 0), wanted_text(mapping.bytes));
   check_driver(driver().reserve(&mapping.address, mapping.bytes, 0, 0, 0), "cuMemAddressReserve");
   check_driver(driver().map(mapping.address, mapping.bytes, 0, mapping.handle, 0), "cuMemMap");
   mapping.mapped = true;
@@ -115,16 +113,17 @@ DeviceMemory::DeviceMemory(int device, int64_t bytes) : device_(device) {
   access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
   check_driver(driver().set_access(mapping.address, mapping.bytes, &access, 1), "cuMemSetAccess");
   mapping.keep = true;
+  bytes_ = static_cast<int64_t>(mapping.bytes);
   handle_ = mapping.handle;
   address_ = mapping.address;
 }
 
 DeviceMemory::~DeviceMemory() {
   int previous = 0;
-  cudaGetDevice(&previous);
-  cudaSetDevice(device_);
-  cudaDeviceSynchronize();  // memory must not go while a kernel uses it
-  cudaSetDevice(previous);
+  forget_error(cudaGetDevice(&previous));
+  forget_error(cudaSetDevice(device_));
+  forget_error(cudaDeviceSynchronize());  // memory must not go while a kernel uses it
+  forget_error(cudaSetDevice(previous));
   Mapping mapping;
   mapping.bytes = static_cast<size_t>(bytes_);
   mapping.handle = handle_;

@@ -40,6 +40,6 @@ DeviceScope::DeviceScope(int device) {
   check_cuda(cudaSetDevice(device), "cudaSetDevice");
 }
 
-DeviceScope::~DeviceScope() { cudaSetDevice(previous_); }
+DeviceScope::~DeviceScope() { forget_error(cudaSetDevice(previous_)); }
 
 }  // namespace kvservice

@@ -26,6 +26,11 @@ inline void check_cuda(cudaError_t code, const char* what) {
   throw CudaError(code, what);
 }
 
+// Where nobody can be told, as in destructors; and the next launch that is checked is not blamed for it either.
+inline void forget_error(cudaError_t code) {
+  if (code != cudaSuccess) cudaGetLastError();
+}
+
 inline void check_launch(const char* kernel) { check_cuda(cudaGetLastError(), kernel); }
 
 // Facts of a device, read once. Throws CudaError.
