@@ -388,6 +388,26 @@ def option_cases() -> Iterator[Case]:
                 )
 
 
+def sparse_cases() -> Iterator[Case]:
+    good = {"vert_stride": 2, "local_blocks": 1, "block_size": 8}
+    for name, value in (
+        ("vert_stride", -1),
+        ("local_blocks", -1),
+        ("local_blocks", 0),
+        ("block_size", 0),
+        ("tp_rank", -1),
+    ):
+        sparse = attention_pb2.BlockSparse(**(good | {name: value}))
+        options = attention_pb2.AttentionOptions(block_sparse=sparse)
+        yield Case(
+            f"block_sparse.{name} {value}",
+            "extend",
+            lambda s, o=options: attend(s.decode_step, 1, options=o),
+            INVALID,
+            f"options.block_sparse.{name}",
+        )
+
+
 def read_cases() -> Iterator[Case]:
     def case(name: str, reason: str, field: str, *args: int, **more: Any) -> Case:
         return Case(f"read {name}", "read", lambda _: read(*args, **more), reason, field)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
@@ -55,10 +56,10 @@ def test_the_pool_takes_its_share_of_the_memory() -> None:
         KVClient(daemon.address) as client,
     ):
         info = client.info
-        pool_bytes = info.num_blocks * info.block_bytes
-        assert pool_bytes > 1 << 30
-        # What was free is not known any more; half of the memory is a bound for any sane machine.
-        assert re.search(rf"serving {info.num_blocks} blocks of {info.block_bytes} bytes", daemon.log.read_text())
+        total = importlib.import_module("kvservice._cuda").memory_info(0)[1]
+        # Of what is free: on a GPU that nobody else uses, nearly all.
+        assert 0.5 * 0.25 * total < info.num_blocks * info.block_bytes < 0.25 * total
+        assert f"serving {info.num_blocks} blocks of {info.block_bytes} bytes" in daemon.log.read_text()
 
 
 FAULTY = """
