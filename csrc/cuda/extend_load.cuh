@@ -1,8 +1,11 @@
 // Copies of keys and values of a tile from the pool to shared memory, kKeys tokens a step, by kLoadThreads threads.
 //
-// In shared memory K and V lie as 8x8 matrices of 128 bytes, which ldmatrix and wgmma read without conflicts:
-//   K [head_size/8][kKeys][8]   V [kKeys/8][head_size][8]   (the last index: dimensions of K, tokens of V)
-// so 16 bytes of the pool are 16 bytes there. Of an 8-bit pool K is [head_size/16][kKeys][16], still to be converted.
+// In shared memory ldmatrix and wgmma read both without conflicts:
+//   K [head_size/8][kKeys][8]   V [kKeys/16][head_size][16]   (the last index: dimensions of K, tokens of V)
+// The two octets of 16 tokens of V are swapped in every second four dimensions, wgmma's swizzle of 32 bytes. So what
+// eight lanes copy, 128 bytes, stays together on both sides: otherwise the second-level cache gets a request for each
+// 16 bytes, and these are what it runs out of first. Of an 8-bit pool K is [head_size/16][kKeys][16] and nothing is
+// swapped; both are still to be converted.
 //
 // Values past the context are zero in shared memory, for zero times what else their memory holds can be NaN. Of keys
 // anything may remain: logits are replaced where nothing is to be seen.
@@ -26,7 +29,7 @@ __device__ __forceinline__ void copy_8_or_zeros(uint32_t dst, const void* src, b
 // kHead: rows of an octet of V in shared memory, of which the head size may be fewer.
 template <int kHead, int kKeys, bool kFloat8>
 class KeyLoader {
-  static constexpr int kOctets = kKeys / 8, kItem = kFloat8 ? 1 : 2;
+  static constexpr int kUnits = kKeys / 16, kItem = kFloat8 ? 1 : 2;
 
  public:
   // The keys [begin, end) of the tile are seen by some of its rows.
@@ -61,21 +64,23 @@ class KeyLoader {
   }
 
   __device__ void fill_values(uint32_t dst, int key) const {
-    constexpr int kOctetBytes = 8 * kItem, kDims = kLoadThreads / kOctets;
+    constexpr int kOctetBytes = 8 * kItem, kDims = kLoadThreads / 2 / kUnits;
+    static_assert(kDims % 8 == 0, "octets are swapped alike in all that a thread copies");
     const int position = key + 8 * my_octet();
     const bool copy = value_block_ >= 0;
     const char* source = head_;
     if (copy) source += value_block_ * a_.block_bytes + a_.value_offset + (position & block_mask()) * kItem;
     const int64_t row_bytes = copy ? int64_t{kItem} << a_.block_shift : 0;
-    const int first = thread_ % 8 + thread_ / kKeys * 8;
+    const int first = thread_ / 2 % 4 + thread_ / (8 * kUnits) * 4;
     source += first * row_bytes;
-    dst += (my_octet() * kHead + first) * kOctetBytes;
+    dst += (my_octet() / 2 * kHead + first) * (2 * kOctetBytes);
+    dst += (my_octet() % 2 ^ (kFloat8 ? 0 : first / 4 % 2)) * kOctetBytes;
     const int count = context_len_ - position;
     if (copy && count < 8) {
       for (int dim = first; dim < a_.head_size; dim += kDims) {
         store_values(dst, source, count * kItem);
         source += row_bytes * kDims;
-        dst += kDims * kOctetBytes;
+        dst += kDims * (2 * kOctetBytes);
       }
       __threadfence_block();
       return;
@@ -88,14 +93,14 @@ class KeyLoader {
         copy_16_or_zeros(dst, source, copy);
       }
       source += row_bytes * kDims;
-      dst += kDims * kOctetBytes;
+      dst += kDims * (2 * kOctetBytes);
     }
   }
 
  private:
   // Of K a thread copies all pieces of one token or some, of V rows of one octet of tokens.
   __device__ int my_token() const { return thread_ % kKeys; }
-  __device__ int my_octet() const { return thread_ / 8 % kOctets; }
+  __device__ int my_octet() const { return thread_ / 8 % kUnits * 2 + thread_ % 2; }
   __device__ int block_mask() const { return (1 << a_.block_shift) - 1; }
 
   __device__ int look_up(int position) const {

@@ -126,13 +126,19 @@ class MmaTile {
       *reinterpret_cast<uint4*>(keys + (2 * piece * kKeys + token) * 16) = low;
       *reinterpret_cast<uint4*>(keys + ((2 * piece + 1) * kKeys + token) * 16) = high;
     }
-    for (int i = threadIdx.x; i < kOctets * kHead; i += kMmaThreads) {
+    // Sixteen tokens of a dimension, whose octets are swapped here.
+    for (int i = threadIdx.x; i < kKeys / 16 * kHead; i += kMmaThreads) {
+      const int swapped = i / 4 % 2;
       if (i % kHead >= a_.head_size) continue;
-      const uint2 in = *reinterpret_cast<const uint2*>(raw + Shape::kRawBytes + i * 8);
-      uint4 out;
-      to_halves(in.x, out.x, out.y);
-      to_halves(in.y, out.z, out.w);
-      *reinterpret_cast<uint4*>(keys + Shape::kTileBytes + i * 16) = out;
+      const uint4 in = *reinterpret_cast<const uint4*>(raw + Shape::kRawBytes + i * 16);
+      uint4 out[2];
+      to_halves(in.x, out[0].x, out[0].y);
+      to_halves(in.y, out[0].z, out[0].w);
+      to_halves(in.z, out[1].x, out[1].y);
+      to_halves(in.w, out[1].z, out[1].w);
+      auto* values = reinterpret_cast<uint4*>(keys + Shape::kTileBytes + i * 32);
+      values[swapped] = out[0];
+      values[swapped ^ 1] = out[1];
     }
     __syncthreads();
   }
@@ -284,7 +290,7 @@ class MmaTile {
   }
 
   __device__ void multiply_values(uint32_t values, const float (&weights)[kOctets][4]) {
-    const uint32_t address = values + (lane_ / 8 % 2 * kHead + lane_ / 16 * 8 + lane_ % 8) * 16;
+    const uint32_t address = values + (lane_ / 16 * 8 + lane_ % 8) * 32 + (lane_ / 8 % 2 ^ lane_ / 4 % 2) * 16;
 #pragma unroll
     for (int k = 0; k < kOctets / 2; ++k) {
       const uint32_t a[4] = {ptx::pack<T>(weights[2 * k][0], weights[2 * k][1]),
@@ -295,7 +301,7 @@ class MmaTile {
       for (int n = 0; n < kHead / 8; n += 2) {
         if (n * 8 >= a_.head_size) break;
         uint32_t b[4];
-        ptx::ldmatrix_4(b, address + (2 * k * kHead + n * 8) * 16);
+        ptx::ldmatrix_4(b, address + (k * kHead + n * 8) * 32);
         ptx::mma<T>(acc_[n], a, b[0], b[1]);
         ptx::mma<T>(acc_[n + 1], a, b[2], b[3]);
       }

@@ -214,7 +214,7 @@ class WgmmaCompute {
     const uint32_t address = ptx::shared_address(shared);
     queries_ = ptx::matrix_descriptor(address + group_ * kGroupRows * 16, kWgmmaRows * 16, 128);
     keys_tile_ = ptx::matrix_descriptor(address + Shape::kKeysOffset, kKeys * 16, 128);
-    values_tile_ = ptx::matrix_descriptor(address + Shape::kValuesOffset, kHead * 16, 128);
+    values_tile_ = ptx::swizzled_32_descriptor(address + Shape::kValuesOffset);
   }
 
   __device__ void run() {
@@ -367,7 +367,7 @@ class WgmmaCompute {
     for (int k = 0; k < kKeys / 16; ++k) {
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
-        ptx::wgmma<T>(acc_[part], weights[k], values + k * (2 * kHead) + part * Shape::kColumns);
+        ptx::wgmma<T>(acc_[part], weights[k], values + (k * kHead + part * Shape::kColumns) * 2);
       }
     }
     ptx::wgmma_commit();
@@ -564,7 +564,7 @@ __device__ void prepare(const Args& a, char* shared, Signals* signals) {
 template <typename T, int kHead>
 __global__ void KVSERVICE_WGMMA_BOUNDS extend_wgmma(const __grid_constant__ Args a) {
 #ifdef KVSERVICE_WGMMA
-  extern __shared__ __align__(128) char shared[];
+  extern __shared__ __align__(1024) char shared[];
   __shared__ Signals signals;
   prepare<kHead>(a, shared, &signals);
   if (threadIdx.x < kGroupThreads) {

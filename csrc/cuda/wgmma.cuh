@@ -19,6 +19,12 @@ __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address, uint32_t
   return static_cast<uint64_t>(row_bytes / 16) << 32 | (reduction_bytes / 16) << 16 | address / 16;
 }
 
+// The same for rows of 32 contiguous bytes, one multiplication's, halves swapped in every second four rows. The matrix
+// begins at a multiple of 256 bytes.
+__device__ __forceinline__ uint64_t swizzled_32_descriptor(uint32_t address) {
+  return uint64_t{3} << 62 | uint64_t{256 / 16} << 32 | uint64_t{1} << 16 | address / 16;
+}
+
 #ifdef KVSERVICE_WGMMA
 
 // Registers written before are seen by the multiplications after it.
