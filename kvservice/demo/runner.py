@@ -99,7 +99,8 @@ def _private_daemon(model: LlamaForCausalLM, device: str) -> Daemon:
 
 
 def _check_pool(client: KVClient, model: LlamaForCausalLM) -> None:
-    needed = pool_options(model.config) | {"block_size": BLOCK_SIZE, "enable_prefix_caching": True}
+    options = pool_options(model.config)
+    needed = options | {"block_size": BLOCK_SIZE, "enable_prefix_caching": True, "kv_cache_dtype": options["dtype"]}
     for name, value in needed.items():
         if getattr(client.info, name) != value:
             raise InvalidArgumentError(f"the demo needs a daemon with {name} = {value}", field="address")
