@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from kvservice import _cuda
 
 __all__ = [
+    "COUNTER_BYTES",
     "HOST",
     "BlockSparse",
     "DeviceArray",
@@ -57,7 +58,7 @@ __all__ = [
 ]
 
 # How much of a workspace is zero before its first launch, and after every one.
-_COUNTER_BYTES = 1 << 16
+COUNTER_BYTES = 1 << 16
 
 Kernel: TypeAlias = Literal["auto", "reference", "decode", "extend"]
 
@@ -103,7 +104,7 @@ class Workspace:
             extension.set_device(self.device)
             self._pointer = extension.allocate_async(num_bytes, self.stream)
             self.num_bytes = num_bytes
-            extension.fill_async(self._pointer, 0, min(num_bytes, _COUNTER_BYTES), self.stream)
+            extension.fill_async(self._pointer, 0, min(num_bytes, COUNTER_BYTES), self.stream)
         return self._pointer
 
     def close(self) -> None:

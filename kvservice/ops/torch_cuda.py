@@ -11,8 +11,6 @@ from kvservice.errors import InvalidArgumentError
 from kvservice.ops import cuda
 from kvservice.ops.cuda import HOST, BlockSparse, DeviceArray, Kernel
 
-_COUNTER_BYTES = 1 << 16
-
 
 class TensorWorkspace:
     """Room for launches on one stream, from torch's own allocator."""
@@ -24,7 +22,7 @@ class TensorWorkspace:
     def reserve(self, num_bytes: int) -> int:
         if self._memory.numel() < num_bytes:
             self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-            self._memory[:_COUNTER_BYTES].zero_()
+            self._memory[: cuda.COUNTER_BYTES].zero_()
         return self._memory.data_ptr()
 
 

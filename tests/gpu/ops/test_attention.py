@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -216,11 +217,9 @@ def test_results_do_not_depend_on_the_batch(kernel: Kernel, dtype: str, pool_dty
                 "block_tables": batch.block_tables[chosen, :width],
                 "context_lens": batch.context_lens[chosen],
             }
-            part = replace(case, query_lens=tuple(lens[seq] for seq in chosen))
-            alone = OnDevice.__new__(OnDevice)
-            alone.__dict__.update(device.__dict__)
-            alone.case = part
-            alone.batch = replace(batch, case=part, query=batch.query[rows])
+            alone = copy.copy(device)
+            alone.case = replace(case, query_lens=tuple(lens[seq] for seq in chosen))
+            alone.batch = replace(batch, case=alone.case, query=batch.query[rows])
             out, lse = alone.attend(kernel=kernel, batch_invariant=True, **changed)
             assert out.tobytes() == together[rows].tobytes(), f"{chosen} differ"
             assert lse.tobytes() == together_lse[rows].tobytes(), f"log-sum-exp of {chosen} differ"
