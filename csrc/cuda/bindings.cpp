@@ -1,20 +1,16 @@
 // Python's door to the CUDA kernels (kvservice/_cuda.pyi): integers become pointers, errors exceptions. Whatever may
 // wait, for the device or for room in a stream, lets go of the interpreter lock.
-#include <pybind11/numpy.h>
-#include <pybind11/pybind11.h>
+#include "cuda/bindings.h"
 
-#include <memory>
-#include <mutex>
-#include <set>
+#include <pybind11/numpy.h>
+
 #include <string>
 #include <tuple>
-#include <utility>
 
 #include "binding_errors.h"
 #include "cuda/attention.h"
 #include "cuda/copy_blocks.h"
 #include "cuda/kv_slots.h"
-#include "cuda/memory.h"
 #include "cuda/runtime.h"
 
 namespace py = pybind11;
@@ -22,24 +18,10 @@ namespace py = pybind11;
 namespace kvservice {
 namespace {
 
-using Unlocked = py::call_guard<py::gil_scoped_release>;
-
-template <class T = void>
-T* at(uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
-
-cudaStream_t stream_at(uintptr_t handle) { return reinterpret_cast<cudaStream_t>(handle); }
-
 DType dtype_of(int number, const char* field) {
   require(number >= static_cast<int>(DType::kFloat32) && number <= static_cast<int>(DType::kFloat8E5M2), field,
           "is not a dtype");
   return static_cast<DType>(number);
-}
-
-size_t size_of(int64_t num_bytes) {
-  require(num_bytes >= 0, "num_bytes", "is negative");
-  return static_cast<size_t>(num_bytes);
 }
 
 // --- the device
@@ -48,7 +30,7 @@ int device_count() {
   int count = 0;
   const cudaError_t code = cudaGetDeviceCount(&count);
   if (code == cudaErrorNoDevice || code == cudaErrorInsufficientDriver || code == cudaErrorStubLibrary) {
-    cudaGetLastError();
+    forget_error(code);
     return 0;
   }
   check_cuda(code, "cudaGetDeviceCount");
@@ -79,142 +61,6 @@ std::tuple<size_t, size_t> memory_info(int device) {
 }
 
 void set_device(int device) { check_cuda(cudaSetDevice(device), "cudaSetDevice"); }
-
-// --- what lives until it is closed or dropped
-
-// Closing takes what there is to close with the interpreter lock held, so that two threads do not close it twice, and
-// gives it back without: that may wait for the device.
-
-class Memory {
- public:
-  Memory(int device, int64_t num_bytes) : memory_(std::make_unique<DeviceMemory>(device, num_bytes)) {}
-  ~Memory() { close(); }
-  void close() {
-    std::unique_ptr<DeviceMemory> memory = std::move(memory_);
-    const py::gil_scoped_release release;
-    memory.reset();
-  }
-  const DeviceMemory& get() const {
-    require(memory_ != nullptr, "memory", "is closed");
-    return *memory_;
-  }
-
- private:
-  std::unique_ptr<DeviceMemory> memory_;
-};
-
-class HostRegistration {
- public:
-  HostRegistration(uintptr_t address, int64_t num_bytes) : address_(at<>(address)) {
-    check_cuda(cudaHostRegister(address_, size_of(num_bytes), cudaHostRegisterPortable), "cudaHostRegister");
-  }
-  ~HostRegistration() { forget_error(unregister()); }
-  HostRegistration(const HostRegistration&) = delete;
-  HostRegistration& operator=(const HostRegistration&) = delete;
-  void close() { check_cuda(unregister(), "cudaHostUnregister"); }
-
- private:
-  cudaError_t unregister() {
-    void* address = std::exchange(address_, nullptr);
-    if (address == nullptr) return cudaSuccess;
-    const py::gil_scoped_release release;
-    return cudaHostUnregister(address);
-  }
-
-  void* address_;
-};
-
-class Event {
- public:
-  Event(int device, bool timing) {
-    const DeviceScope scope(device);
-    check_cuda(cudaEventCreateWithFlags(&event_, timing ? cudaEventDefault : cudaEventDisableTiming),
-               "cudaEventCreate");
-  }
-  ~Event() { forget_error(cudaEventDestroy(event_)); }
-  Event(const Event&) = delete;
-  Event& operator=(const Event&) = delete;
-  void record(uintptr_t stream) const { check_cuda(cudaEventRecord(event_, stream_at(stream)), "cudaEventRecord"); }
-  void synchronize() const { check_cuda(cudaEventSynchronize(event_), "cudaEventSynchronize"); }
-  bool done() const {
-    const cudaError_t code = cudaEventQuery(event_);
-    if (code == cudaErrorNotReady) {
-      cudaGetLastError();
-      return false;
-    }
-    check_cuda(code, "cudaEventQuery");
-    return true;
-  }
-  float elapsed_ms(const Event& start) const {
-    float ms = 0;
-    check_cuda(cudaEventElapsedTime(&ms, start.event_, event_), "cudaEventElapsedTime");
-    return ms;
-  }
-  cudaEvent_t handle() const { return event_; }
-
- private:
-  cudaEvent_t event_ = nullptr;
-};
-
-class Stream {
- public:
-  Stream(int device, bool high_priority) {
-    const DeviceScope scope(device);
-    int least = 0, greatest = 0;
-    check_cuda(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
-    check_cuda(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, high_priority ? greatest : least),
-               "cudaStreamCreate");
-  }
-  ~Stream() { forget_error(cudaStreamDestroy(stream_)); }
-  Stream(const Stream&) = delete;
-  Stream& operator=(const Stream&) = delete;
-  uintptr_t handle() const { return reinterpret_cast<uintptr_t>(stream_); }
-  void synchronize() const { check_cuda(cudaStreamSynchronize(stream_), "cudaStreamSynchronize"); }
-  void wait(const Event& event) const {
-    check_cuda(cudaStreamWaitEvent(stream_, event.handle(), 0), "cudaStreamWaitEvent");
-  }
-
- private:
-  cudaStream_t stream_ = nullptr;
-};
-
-// --- memory in the order of a stream
-
-// What is freed stays with the process: or every wait for the device would give it back, to be asked for again.
-void keep_freed_memory() {
-  static std::mutex mutex;
-  static std::set<int> done;
-  int device = 0;
-  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
-  const std::lock_guard<std::mutex> lock(mutex);
-  if (done.count(device) != 0) return;
-  cudaMemPool_t pool = nullptr;
-  check_cuda(cudaDeviceGetDefaultMemPool(&pool, device), "cudaDeviceGetDefaultMemPool");
-  uint64_t everything = UINT64_MAX;
-  check_cuda(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &everything), "cudaMemPoolSetAttribute");
-  done.insert(device);
-}
-
-uintptr_t allocate_async(int64_t num_bytes, uintptr_t stream) {
-  keep_freed_memory();
-  void* pointer = nullptr;
-  const std::string what = "cudaMallocAsync of " + std::to_string(num_bytes) + " bytes";
-  check_cuda(cudaMallocAsync(&pointer, size_of(num_bytes), stream_at(stream)), what.c_str());
-  return reinterpret_cast<uintptr_t>(pointer);
-}
-
-void free_async(uintptr_t pointer, uintptr_t stream) {
-  check_cuda(cudaFreeAsync(at<>(pointer), stream_at(stream)), "cudaFreeAsync");
-}
-
-void copy_async(uintptr_t dst, uintptr_t src, int64_t num_bytes, uintptr_t stream) {
-  check_cuda(cudaMemcpyAsync(at<>(dst), at<>(src), size_of(num_bytes), cudaMemcpyDefault, stream_at(stream)),
-             "cudaMemcpyAsync");
-}
-
-void fill_async(uintptr_t dst, int byte, int64_t num_bytes, uintptr_t stream) {
-  check_cuda(cudaMemsetAsync(at<>(dst), byte, size_of(num_bytes), stream_at(stream)), "cudaMemsetAsync");
-}
 
 // --- kernels
 
@@ -362,38 +208,6 @@ void define_device(py::module_& m) {
   m.def("set_device", &set_device, py::arg("device"), Unlocked());
 }
 
-void define_memory(py::module_& m) {
-  py::class_<Memory>(m, "DeviceMemory")
-      .def(py::init<int, int64_t>(), py::arg("device"), py::arg("num_bytes"), Unlocked())
-      .def_property_readonly("pointer",
-                             [](const Memory& memory) { return reinterpret_cast<uintptr_t>(memory.get().data()); })
-      .def_property_readonly("num_bytes", [](const Memory& memory) { return memory.get().bytes(); })
-      .def("export_fd", [](const Memory& memory) { return memory.get().export_fd(); })
-      .def("close", &Memory::close);
-  py::class_<HostRegistration>(m, "HostRegistration")
-      .def(py::init<uintptr_t, int64_t>(), py::arg("address"), py::arg("num_bytes"), Unlocked())
-      .def("close", &HostRegistration::close);
-  m.def("allocate_async", &allocate_async, py::arg("num_bytes"), py::arg("stream"), Unlocked());
-  m.def("free_async", &free_async, py::arg("pointer"), py::arg("stream"), Unlocked());
-  m.def("copy_async", &copy_async, py::arg("dst"), py::arg("src"), py::arg("num_bytes"), py::arg("stream"), Unlocked());
-  m.def("fill_async", &fill_async, py::arg("dst"), py::arg("byte"), py::arg("num_bytes"), py::arg("stream"),
-        Unlocked());
-}
-
-void define_streams(py::module_& m) {
-  py::class_<Event>(m, "Event")
-      .def(py::init<int, bool>(), py::arg("device"), py::arg("timing") = false, Unlocked())
-      .def("record", &Event::record, py::arg("stream"), Unlocked())
-      .def("synchronize", &Event::synchronize, Unlocked())
-      .def("done", &Event::done)
-      .def("elapsed_ms", &Event::elapsed_ms, py::arg("start"));
-  py::class_<Stream>(m, "Stream")
-      .def(py::init<int, bool>(), py::arg("device"), py::arg("high_priority") = false, Unlocked())
-      .def_property_readonly("handle", &Stream::handle)
-      .def("synchronize", &Stream::synchronize, Unlocked())
-      .def("wait", &Stream::wait, py::arg("event"), Unlocked());
-}
-
 void define_attention(py::module_& m) {
   py::class_<Attention> type(m, "Attention");
   type.def(py::init<>());
@@ -441,8 +255,7 @@ PYBIND11_MODULE(_cuda, m) {
   using namespace kvservice;
   define_errors(m);
   define_device(m);
-  define_memory(m);
-  define_streams(m);
+  define_objects(m);
   define_attention(m);
   define_move_kv<write_kv_cuda>(m, "write_kv", "slot_mapping");
   define_move_kv<read_kv_cuda>(m, "read_kv", "slots");

@@ -48,3 +48,39 @@ def test_any_other_call_fails_with_the_code_of_cuda(call: str) -> None:
     number, _, message = python(code).partition(" ")
     assert int(number) > 0
     assert "cudaError" in message
+
+
+ATTENTION = "num_blocks=1, num_layers=1, num_kv_heads=1, head_size=64, block_size=16, num_heads=1, num_seqs=1"
+REFUSED = {
+    "memory of no size": ("num_bytes", "_cuda.DeviceMemory(0, 0)"),
+    "memory of a negative size": ("num_bytes", "_cuda.allocate_async(-1, 0)"),
+    "more sequences than int32 counts": ("query", "attend(num_seqs=2**31)"),
+    "tables wider than int32 counts": ("block_tables", "attend(max_blocks=2**31)"),
+    "queries whose sum overflows": ("max_query_len", "attend(max_query_len=2**62, num_seqs=8)"),
+    "a pool off the grid": ("pool", "attend(pool=8)"),
+    "blocks of no size": ("block_bytes", "_cuda.copy_blocks(16, 16, 2, 2, 0, ids, ids + 1, 0)"),
+    "ids that are no int32": ("src_ids", "_cuda.copy_blocks(16, 16, 2, 2, 16, [0], [1], 0)"),
+    "a dtype that there is not": ("query", "attend(dtype=5)"),
+}
+
+
+@pytest.mark.parametrize(("field", "call"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_is_wrong_is_named_before_the_device_is_asked(field: str, call: str) -> None:
+    code = f"""
+import numpy as np
+from kvservice.errors import InvalidArgumentError
+
+ids = np.zeros(1, np.int32)
+
+def attend(**changed):
+    attention = _cuda.Attention()
+    for name, value in (dict({ATTENTION}) | changed).items():
+        setattr(attention, name, value)
+    attention.wanted_workspace_bytes()
+
+try:
+    {call}
+except InvalidArgumentError as error:
+    print(error.field)
+"""
+    assert python(code) == field
