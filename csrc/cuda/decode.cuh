@@ -20,6 +20,9 @@
 namespace kvservice::decode {
 
 constexpr int kMaxEntries = 16;
+// The warp that fills the ring describes the segments to the others. It can be ahead of them by as many as have a tile
+// in the ring, one that it waits to put there, and one that they are at the end of.
+constexpr int kSegments = kMaxEntries / 2 + 2;
 constexpr int kJoinThreads = 128;  // of a block that only joins chunks
 // A maximum is raised, and with it all that has been summed up is scaled, only where an exponent would pass this.
 constexpr float kMaxExponent = 8.0F;
@@ -55,15 +58,19 @@ __device__ __forceinline__ float special_score(const Params& p, int kv_head, int
   return score;
 }
 
-// Four warps share the tokens of a tile; from 16 columns on a second four take the other half of the columns.
+// Four warps share the tokens of a tile; with 32 columns a second four take the other half of the columns.
 constexpr int kTokenWarps = 4;
 
-constexpr int column_groups(int columns) { return columns > 8 ? 2 : 1; }
+constexpr int column_groups(int columns) { return columns > 16 ? 2 : 1; }
 
 constexpr int block_threads(int columns) { return (kTokenWarps * column_groups(columns) + 1) * 32; }
 
-// Thread blocks on a multiprocessor, for the compiler to count registers with.
-constexpr int blocks_per_multiprocessor(int columns) { return columns > 8 ? 1 : 2; }
+// Thread blocks on a multiprocessor, for the compiler to count registers with. 8-bit caches are bound by what is
+// computed for a byte: more warps hide more of it.
+constexpr int blocks_per_multiprocessor(Cache cache, int head_size, int columns) {
+  if (columns > 16 || head_size * columns > 2048) return 1;
+  return cache != Cache::kSame && columns == 8 && head_size <= 128 ? 3 : 2;
+}
 
 template <typename T, Cache kCache, int kHead, int kColumns>
 class Kernel {
@@ -80,14 +87,23 @@ class Kernel {
   static constexpr int kSubs = kHead * kItem <= 128 ? 2 : 1;
   static constexpr int kRoundTokens = kTokenWarps * 16 * kSubs;
   static constexpr int kPartial = Partial<kHead, kColumns>::kFloats;
-  static constexpr int kScratchRow = kHead + 4;  // no two lanes of a store meet in a bank
+  // Warps join their sums over kPassSteps times 16 dimensions at a time.
+  static constexpr int kPassSteps = 4;
+  static constexpr int kScratchRow = kPassSteps * 16 + 4;  // no two lanes of a store meet in a bank
 
   struct Shared {
     uint64_t full[kMaxEntries];
     uint64_t empty[kMaxEntries];
+    uint64_t described[kSegments];
+    uint64_t divided[kSegments];
+    Segment segments[kSegments];
+    Share shares[kSegments];
     int last;
     alignas(16) float2 state[kTokenWarps][kColumns];
-    alignas(16) float scratch[kWarps][8][kScratchRow];
+    union {
+      alignas(16) float scratch[kWarps][8][kScratchRow];
+      float2 joined[kColumns][kMaxJoined];
+    };
     uint2 query[kColumnTiles > 1 ? kSteps * kColumns / 8 : 1][32];
   };
 
@@ -99,31 +115,37 @@ class Kernel {
         ring_(ptx::shared_address(shared + kRingOffset)),
         full_(ptx::shared_address(shared_.full)),
         empty_(ptx::shared_address(shared_.empty)),
+        described_(ptx::shared_address(shared_.described)),
+        divided_(ptx::shared_address(shared_.divided)),
         warp_(threadIdx.x / 32),
         lane_(threadIdx.x % 32),
         token_warp_(warp_ % kTokenWarps),
         first_column_(warp_ / kTokenWarps * kColumnTiles * 8) {}
 
   __device__ void run() {
-    if (threadIdx.x < p_.entries) {
-      ptx::mbarrier_init(full_ + threadIdx.x * 8, ptx::kHopper ? 1 : 32);
-      ptx::mbarrier_init(empty_ + threadIdx.x * 8, kWarps);
-      ptx::fence_mbarrier_init();
-    }
-    prefetch();
-    Walker walker(p_, lane_);
-    if (static_cast<int>(blockIdx.x) >= walker.ranges().blocks()) return;
-    __syncthreads();  // the ring's barriers are there
     if (warp_ == kWarps) {
+      Walker walker(p_, lane_);
+      __syncthreads();
       fill_ring(walker);
     } else {
-      compute(walker);
+      prepare();
+      __syncthreads();
+      compute();
     }
   }
 
  private:
-  // Where there is little to do, the way from lengths to block ids to queries and keys takes longest.
-  __device__ void prefetch() {
+  __device__ void prepare() {
+    if (threadIdx.x < p_.entries) {
+      ptx::mbarrier_init(full_ + threadIdx.x * 8, ptx::kHopper ? 1 : 32);
+      ptx::mbarrier_init(empty_ + threadIdx.x * 8, kWarps);
+    }
+    if (threadIdx.x < kSegments) {
+      ptx::mbarrier_init(described_ + threadIdx.x * 8, 1);
+      ptx::mbarrier_init(divided_ + threadIdx.x * 8, 1);
+    }
+    ptx::fence_mbarrier_init();
+    // Where there is little to do, the way from lengths to block ids to queries and keys takes longest.
     const int at = threadIdx.x * 128;
     if (at < p_.table_prefetch_bytes) ptx::prefetch(reinterpret_cast<const char*>(p_.block_tables) + at);
     if (at < p_.query_prefetch_bytes) ptx::prefetch(static_cast<const char*>(p_.query) + at);
@@ -133,51 +155,78 @@ class Kernel {
 
   struct Tile {
     Segment segment;
+    int number;  // of the segment, among those of the thread block
     int index;
     int first_block, num_blocks;  // of the tile, those that any query sees
-    int64_t block;                // this lane's block
+    int block;                    // this lane's block id
+    // Block ids of the segment, 32 at a time, one for each lane; those after them are on their way.
+    int first_id, ids, next_ids;
   };
 
-  __device__ void locate(Tile& tile) {
-    const Segment& s = tile.segment;
-    const int blocks = p_.tile_tokens >> p_.block_shift;
-    const int begin = tile.index * blocks;
-    const int seen = p_.sliding_window > 0 ? max(0, s.context - s.query_len + 1 - p_.sliding_window) : 0;
-    const int end = min(begin + blocks, ((s.context - 1) >> p_.block_shift) + 1);
-    tile.first_block = max(begin, seen >> p_.block_shift) - begin;
-    tile.num_blocks = end - begin - tile.first_block;
-    if (lane_ < tile.num_blocks) {
-      tile.block = __ldg(p_.block_tables + int64_t{s.seq} * p_.max_blocks + begin + tile.first_block + lane_);
-    }
+  // Of the block `index` of a sequence: none where no query sees it.
+  __device__ int load_id(const Segment& s, int index) const {
+    const bool seen = index >= first_seen(s) >> p_.block_shift && index <= (s.context - 1) >> p_.block_shift;
+    return seen ? __ldg(p_.block_tables + int64_t{s.seq} * p_.max_blocks + index) : 0;
+  }
+
+  // The first position that a query of the segment sees.
+  __device__ int first_seen(const Segment& s) const {
+    return p_.sliding_window > 0 ? max(0, s.context - s.query_len + 1 - p_.sliding_window) : 0;
   }
 
   __device__ bool next_tile(Walker& walker, Tile& tile) {
-    if (++tile.index >= tile.segment.end_tile) {
-      if (!walker.next(tile.segment)) return false;
-      tile.index = tile.segment.tile;
+    const Segment& s = tile.segment;
+    const int blocks = p_.tile_tokens >> p_.block_shift;
+    if (++tile.index >= s.end_tile) {
+      const bool more = walker.next(tile.segment);
+      describe(s, ++tile.number);
+      if (!more) return false;
+      tile.index = s.tile;
+      tile.first_id = tile.index * blocks;
+      tile.ids = load_id(s, tile.first_id + lane_);
+      tile.next_ids = load_id(s, tile.first_id + 32 + lane_);
     }
-    locate(tile);
+    const int begin = tile.index * blocks;
+    if (begin - tile.first_id == 32) {
+      tile.first_id = begin;
+      tile.ids = tile.next_ids;
+      tile.next_ids = load_id(s, begin + 32 + lane_);
+    }
+    tile.first_block = max(begin, first_seen(s) >> p_.block_shift) - begin;
+    tile.num_blocks = min(blocks, ((s.context - 1) >> p_.block_shift) + 1 - begin) - tile.first_block;
+    tile.block = __shfl_sync(~0U, tile.ids, begin - tile.first_id + tile.first_block + lane_);
     return true;
+  }
+
+  __device__ void describe(const Segment& segment, int number) {
+    if (lane_ != 0) return;
+    shared_.segments[number % kSegments] = segment;
+    ptx::mbarrier_arrive(described_ + number % kSegments * 8);
+  }
+
+  __device__ void divide(const Walker& walker, const Tile& tile) {
+    const Share share = walker.share(tile.segment);
+    if (lane_ != 0) return;
+    shared_.shares[tile.number % kSegments] = share;
+    ptx::mbarrier_arrive(divided_ + tile.number % kSegments * 8);
   }
 
   __device__ void fill_ring(Walker& walker) {
     Tile next;
-    next.index = 0;
-    next.segment.end_tile = 0;
+    next.number = -1;
+    next.index = next.segment.end_tile = 0;
     bool more = next_tile(walker, next);
     int entry = 0, parity = 1;
     while (more) {
       const Tile tile = next;
-      const int kv_head = tile.segment.head / p_.column_tiles;
-      const char* key = p_.pool + tile.block * p_.block_bytes + int64_t{kv_head} * p_.head_bytes;
+      const char* key = p_.pool + int64_t{tile.block} * p_.block_bytes + int64_t{tile.segment.kv_head} * p_.head_bytes;
       for (int part = 0; part < 2; ++part) {
         ptx::mbarrier_wait(empty_ + entry * 8, parity);
         fill(tile, key + part * int64_t{p_.value_bytes}, entry);
-        if (part == 0) more = next_tile(walker, next);  // its block ids arrive while this tile waits for room
-        if (++entry == p_.entries) {
-          entry = 0;
-          parity ^= 1;
-        }
+        advance(entry, parity);
+        if (part == 1) continue;
+        if (tile.index == tile.segment.tile) divide(walker, tile);
+        more = next_tile(walker, next);  // its block ids arrive while this tile waits for room
       }
     }
   }
@@ -217,16 +266,18 @@ class Kernel {
     uint32_t query[kColumnTiles == 1 ? kSteps : 1][2];
   };
 
-  __device__ void compute(Walker& walker) {
-    Segment s;
+  __device__ void compute() {
     int entry = 0, parity = 0;
-    bool first = true;
-    while (walker.next(s)) {
+    for (int number = 0;; ++number) {
+      ptx::mbarrier_wait(described_ + number % kSegments * 8, number / kSegments % 2);
+      const Segment& s = shared_.segments[number % kSegments];
+      if (s.seq < 0) return;
       Columns columns;
       load_columns(s, columns);
       State state;
       clear(state);
-      for (int tile = s.tile; tile < s.end_tile; ++tile) {
+      const int end_tile = s.end_tile;
+      for (int tile = s.tile; tile < end_tile; ++tile) {
         const int key_entry = entry, key_parity = parity;
         advance(entry, parity);
         const int value_entry = entry, value_parity = parity;
@@ -246,8 +297,7 @@ class Kernel {
         }
         release(value_entry);
       }
-      finish(s, state, walker.ranges(), first);
-      first = false;
+      finish(s, number, state);
     }
   }
 
@@ -287,14 +337,13 @@ class Kernel {
 
   __device__ void load_columns(const Segment& s, Columns& columns) {
     const int g = lane_ / 4, t = lane_ % 4;
-    const int kv_head = s.head / p_.column_tiles;
-    const float base = p_.scale * (p_.k_scale != nullptr ? p_.k_scale[kv_head] : 1.0F) *
+    const float base = p_.scale * (p_.k_scale != nullptr ? p_.k_scale[s.kv_head] : 1.0F) *
                        (p_.soft_cap == 0.0F ? 1.4426950408889634F : 1.0F);
     const int first_limit = s.context - s.query_len + 1;
 #pragma unroll
     for (int n = 0; n < kColumnTiles; ++n) {
       const int column = first_column_ + n * 8 + g;
-      const int64_t row = column < used_columns(p_, s, kColumns) ? output_row(p_, s, kColumns, column) : -1;
+      const int64_t row = column < used_columns(p_, s) ? output_row(p_, s, column) : -1;
       float factor = 1.0F;
       if constexpr (kBytes) factor = query_factor(row, t);
       if (kColumnTiles == 1 || n == token_warp_) {
@@ -316,7 +365,7 @@ class Kernel {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const float others = __shfl_sync(~0U, factor, (2 * t + j) * 4);
-        const int index = (s.head % p_.column_tiles) * kColumns + first_column_ + n * 8 + 2 * t + j;
+        const int index = s.first_query + first_column_ + n * 8 + 2 * t + j;
         columns.scale[n][j] = base / others;
         columns.limit[n][j] = first_limit + min(index / p_.group, s.query_len - 1);
       }
@@ -443,9 +492,7 @@ class Kernel {
 
   __device__ float masked(const Segment& s, int limit, int column, int token, float score) const {
     if (token >= limit || (p_.sliding_window != 0 && token < limit - p_.sliding_window)) return -INFINITY;
-    return p_.plain() ? score
-                      : special_score(p_, s.head / p_.column_tiles, s.head % p_.column_tiles * kColumns + column,
-                                      limit - 1 - token, token, score);
+    return p_.plain() ? score : special_score(p_, s.kv_head, s.first_query + column, limit - 1 - token, token, score);
   }
 
   // Scores to weights, as the second product takes them.
@@ -508,7 +555,7 @@ class Kernel {
                              const uint32_t (&weights)[kSubs][kColumnTiles][2], State& state) {
     const int block_size = 1 << p_.block_shift;
     const int g = lane_ / 4, t = lane_ % 4;
-    const int seen = p_.sliding_window > 0 ? s.context - s.query_len + 1 - p_.sliding_window : 0;
+    const int seen = first_seen(s);
     uint32_t row[kSubs], keep[kSubs][2];
 #pragma unroll
     for (int sub = 0; sub < kSubs; ++sub) {
@@ -555,30 +602,14 @@ class Kernel {
 
   // ---- the end of a segment
 
-  __device__ void finish(const Segment& s, State& state, const Ranges& ranges, bool first) {
-    Partial<kHead, kColumns> part{nullptr};
-    int owner = 0, last = 0;
-    if (p_.batch_invariant) {
-      const int chunk = chunk_tiles(p_, s.num_tiles);
-      if (s.num_tiles > chunk) part.data = chunk_partial(s, (s.tile - s.first_tile) / chunk);
-    } else {
-      owner = ranges.owner(s.start);
-      last = ranges.owner(s.start + s.num_tiles - 1);
-      if (owner != last) part.data = partial(blockIdx.x, first ? 0 : 1);
-    }
-    join_warps(s, state, part);
-    if (owner != last) join_blocks(s, ranges, owner, last);
+  __device__ void finish(const Segment& s, int number, State& state) {
+    ptx::mbarrier_wait(divided_ + number % kSegments * 8, number / kSegments % 2);
+    const Share& share = shared_.shares[number % kSegments];
+    join_warps(s, state, Partial<kHead, kColumns>{share.partial < 0 ? nullptr : partial(share.partial)});
+    if (share.groups != 0) join_blocks(s, share);
   }
 
-  __device__ float* chunk_partial(const Segment& s, int chunk) const {
-    const int64_t item = int64_t{s.seq} * p_.num_kv_heads * p_.column_tiles + s.head;
-    return p_.partials + (item * kMaxChunks + chunk) * Partial<kHead, kColumns>::kFloats;
-  }
-
-  // A thread block has two: of the segment that it begins with, and of the one that it ends with.
-  __device__ float* partial(int block, int which) const {
-    return p_.partials + (int64_t{block} * 2 + which) * Partial<kHead, kColumns>::kFloats;
-  }
+  __device__ float* partial(int index) const { return p_.partials + int64_t{index} * kPartial; }
 
   // To the output, or to `part`.
   __device__ void join_warps(const Segment& s, State& state, Partial<kHead, kColumns> part) {
@@ -594,8 +625,8 @@ class Kernel {
       }
     }
     ptx::named_barrier(1, kComputeThreads);
-    const float v_scale = p_.v_scale != nullptr ? p_.v_scale[s.head / p_.column_tiles] : 1.0F;
-    const int columns = used_columns(p_, s, kColumns);
+    const float v_scale = p_.v_scale != nullptr ? p_.v_scale[s.kv_head] : 1.0F;
+    const int columns = used_columns(p_, s);
 #pragma unroll
     for (int n = 0; n < kColumnTiles; ++n) {
       float factor[2];
@@ -605,15 +636,19 @@ class Kernel {
         factor[j] = state.maximum[n][j] == -INFINITY ? 0.0F : ptx::exp2_fast(state.maximum[n][j] - maximum);
       }
 #pragma unroll
-      for (int d = 0; d < kSteps; ++d) {
+      for (int first = 0; first < kSteps; first += kPassSteps) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          shared_.scratch[warp_][2 * t + i % 2][d * 16 + g + i / 2 * 8] = state.values[d][n][i] * factor[i % 2];
+        for (int d = first; d < min(first + kPassSteps, kSteps); ++d) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            shared_.scratch[warp_][2 * t + i % 2][(d - first) * 16 + g + i / 2 * 8] =
+                state.values[d][n][i] * factor[i % 2];
+          }
         }
+        ptx::named_barrier(1, kComputeThreads);
+        write_columns(s, n, columns - first_column_ - n * 8, first, v_scale, part);
+        ptx::named_barrier(1, kComputeThreads);
       }
-      ptx::named_barrier(1, kComputeThreads);
-      write_columns(s, n, columns - first_column_ - n * 8, v_scale, part);
-      ptx::named_barrier(1, kComputeThreads);
     }
   }
 
@@ -630,51 +665,49 @@ class Kernel {
     return all;
   }
 
-  // Column tile n of each column group, of which the first `columns` columns are queries.
-  __device__ void write_columns(const Segment& s, int n, int columns, float v_scale, Partial<kHead, kColumns> part) {
-    constexpr int kVectors = kHead / 4;
-    for (int i = token_warp_ * 32 + lane_; i < min(columns, 8) * kVectors; i += kTokenWarps * 32) {
-      const int index = i / kVectors, vector = i - index * kVectors;
-      const int column = first_column_ + n * 8 + index;
-      float4 sum = {0.0F, 0.0F, 0.0F, 0.0F};
+  // A pass over the dimensions, from step `first` on, of column tile n of each column group, of which the first
+  // `columns` columns are queries.
+  __device__ void write_columns(const Segment& s, int n, int columns, int first, float v_scale,
+                                Partial<kHead, kColumns> part) {
+    constexpr int kVectors = kPassSteps * 4;
+    static_assert(8 * kVectors == kTokenWarps * 32, "every thread has one");
+    const int index = (token_warp_ * 32 + lane_) / kVectors, in_pass = lane_ % kVectors;
+    const int vector = first * 4 + in_pass, column = first_column_ + n * 8 + index;
+    if (index >= columns || vector >= kHead / 4) return;
+    float4 sum = {0.0F, 0.0F, 0.0F, 0.0F};
 #pragma unroll
-      for (int w = 0; w < kTokenWarps; ++w) {
-        const float4 one =
-            *reinterpret_cast<const float4*>(&shared_.scratch[warp_ - token_warp_ + w][index][vector * 4]);
-        sum = {sum.x + one.x, sum.y + one.y, sum.z + one.z, sum.w + one.w};
-      }
-      const float2 all = joined(column);
-      if (part.data != nullptr) {
-        if (vector == 0) __stcg(part.state(column), all);
-        __stcg(part.values(column) + vector, sum);
-      } else {
-        const int64_t row = output_row(p_, s, kColumns, column);
-        const float factor = all.y == 0.0F ? 0.0F : v_scale / all.y;
-        store_4(p_, row * kHead + vector * 4, {sum.x * factor, sum.y * factor, sum.z * factor, sum.w * factor});
-        if (vector == 0) write_lse(p_, row, all.x, all.y);
-      }
+    for (int w = 0; w < kTokenWarps; ++w) {
+      const float4 one =
+          *reinterpret_cast<const float4*>(&shared_.scratch[warp_ - token_warp_ + w][index][in_pass * 4]);
+      sum = {sum.x + one.x, sum.y + one.y, sum.z + one.z, sum.w + one.w};
+    }
+    const float2 all = joined(column);
+    if (part.data != nullptr) {
+      if (vector == 0) __stcg(part.state(column), all);
+      __stcg(part.values(column) + vector, sum);
+    } else {
+      const int64_t row = output_row(p_, s, column);
+      const float factor = all.y == 0.0F ? 0.0F : v_scale / all.y;
+      store_4(p_, row * kHead + vector * 4, {sum.x * factor, sum.y * factor, sum.z * factor, sum.w * factor});
+      if (vector == 0) write_lse(p_, row, all.x, all.y);
     }
   }
 
   // The segment's partial result is written; whoever is the last of its neighbours joins theirs, and whoever is the
   // last of these, theirs.
-  __device__ void join_blocks(const Segment& s, const Ranges& ranges, int owner, int last) {
-    const int which = ranges.begin(owner) == s.start ? 0 : 1;  // of the owner; all others begin with it
-    const int group = (static_cast<int>(blockIdx.x) - owner) / kJoined;
-    const int groups = (last - owner) / kJoined + 1;
-    const int group_begin = owner + group * kJoined, group_size = min(last - group_begin + 1, kJoined);
-    // Of blocks, and, behind them, those of groups of them.
-    const auto of = [&](int block, int level) {
-      return partial(block, block == owner ? which : 0) + int64_t{level} * gridDim.x * 2 * kPartial;
-    };
-    if (!is_last(2 * group_begin + (group == 0 ? which : 0), group_size)) return;
+  __device__ void join_blocks(const Segment& s, const Share& share) {
+    const int second = 2 * gridDim.x;  // behind the partial results of thread blocks, those of groups
+    if (!is_last(share.group_partial, share.group_size)) return;
 #pragma unroll 1
     for (int level = 0;; ++level) {
-      const bool final = level == 1 || groups == 1;
-      const auto source = [&](int k) { return level == 0 ? of(group_begin + k, 0) : of(owner + k * kJoined, 1); };
-      join<kHead, kColumns, kComputeThreads>(p_, s, level == 0 ? group_size : groups, source,
-                                             final ? nullptr : of(group_begin, 1));
-      if (final || !is_last(2 * gridDim.x + 2 * owner + which, groups)) return;
+      const bool final = level == 1 || share.groups == 1;
+      const int first = level == 0 ? share.group_partial : second + share.first_partial;
+      const int block = level == 0 ? share.group_block : gridDim.x + share.first_block,
+                stride = level == 0 ? 1 : kJoined;
+      const auto source = [&](int k) { return partial(k == 0 ? first : 2 * (block + k * stride)); };
+      join<kHead, kColumns, kComputeThreads>(p_, s, level == 0 ? share.group_size : share.groups, source,
+                                             final ? nullptr : partial(second + share.group_partial), shared_.joined);
+      if (final || !is_last(second + share.first_partial, share.groups)) return;
     }
   }
 
@@ -692,13 +725,13 @@ class Kernel {
 
   const Params& p_;
   Shared& shared_;
-  const uint32_t ring_, full_, empty_;
+  const uint32_t ring_, full_, empty_, described_, divided_;
   const int warp_, lane_;
   const int token_warp_, first_column_;  // of a warp that computes
 };
 
 template <typename T, Cache kCache, int kHead, int kColumns>
-__global__ void __launch_bounds__(block_threads(kColumns), blocks_per_multiprocessor(kColumns))
+__global__ void __launch_bounds__(block_threads(kColumns), blocks_per_multiprocessor(kCache, kHead, kColumns))
     decode_kernel(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) char shared[];
   Kernel<T, kCache, kHead, kColumns>(p, shared).run();
@@ -708,23 +741,29 @@ __global__ void __launch_bounds__(block_threads(kColumns), blocks_per_multiproce
 template <int kHead, int kColumns>
 __global__ void __launch_bounds__(kJoinThreads) join_chunks_kernel(const __grid_constant__ Params p) {
   const int heads = p.num_kv_heads * p.column_tiles;
-  const int seq = blockIdx.x / heads;
-  int first = 0, query_start = 0;
-  const int query_len = p.query_lens[seq], context = p.context_lens[seq];
-  const int tiles = tile_count(p, query_len, context, first);
-  const int chunk = chunk_tiles(p, tiles);
+  const int item = blockIdx.x, seq = item / heads, head = item - seq * heads;
+  Segment s;
+  s.seq = seq;
+  s.kv_head = head / p.column_tiles;
+  s.first_query = (head - s.kv_head * p.column_tiles) * p.columns;
+  s.query_len = p.query_lens[seq];
+  s.context = p.context_lens[seq];
+  int first = 0;
+  const int tiles = tile_count(p, s.query_len, s.context, first), chunk = chunk_tiles(p, tiles);
   if (tiles <= chunk) return;
-  for (int other = threadIdx.x; other < seq; other += kJoinThreads) query_start += p.query_lens[other];
-  __shared__ int start;
-  if (threadIdx.x == 0) start = 0;
+  __shared__ int query_start;
+  if (threadIdx.x == 0) query_start = 0;
   __syncthreads();
-  atomicAdd(&start, query_start);
+  int before = 0;
+  for (int other = threadIdx.x; other < seq; other += kJoinThreads) before += p.query_lens[other];
+  atomicAdd(&query_start, before);
   __syncthreads();
-  const Segment s{seq, static_cast<int>(blockIdx.x) % heads, start, query_len, context, first, 0, 0, tiles, 0};
+  s.query_start = query_start;
   const auto chunks = [&](int k) {
-    return p.partials + (int64_t{blockIdx.x} * kMaxChunks + k) * Partial<kHead, kColumns>::kFloats;
+    return p.partials + (int64_t{item} * kMaxChunks + k) * Partial<kHead, kColumns>::kFloats;
   };
-  join<kHead, kColumns, kJoinThreads>(p, s, (tiles + chunk - 1) / chunk, chunks, nullptr);
+  __shared__ float2 states[kColumns][kMaxJoined];
+  join<kHead, kColumns, kJoinThreads>(p, s, (tiles + chunk - 1) / chunk, chunks, nullptr, states);
 }
 
 }  // namespace kvservice::decode

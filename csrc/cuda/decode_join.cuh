@@ -6,8 +6,6 @@
 
 namespace kvservice::decode {
 
-constexpr int kJoined = 16;
-
 __device__ __forceinline__ float load_query(const Params& p, int64_t index) {
   return p.query_is_bfloat16 ? __bfloat162float(static_cast<const __nv_bfloat16*>(p.query)[index])
                              : __half2float(static_cast<const half*>(p.query)[index]);
@@ -22,6 +20,9 @@ __device__ __forceinline__ void store_4(const Params& p, int64_t index, float4 x
   }
   *reinterpret_cast<uint2*>(static_cast<uint16_t*>(p.out) + index) = packed;
 }
+
+// As many as a join can have: of neighbours, or of groups, or of chunks.
+constexpr int kMaxJoined = 32;
 
 // A sum of weighted values, unnormalised: maximum and sum (in powers of two) of each column, then the values.
 template <int kHead, int kColumns>
@@ -41,40 +42,43 @@ __device__ __forceinline__ void write_lse(const Params& p, int64_t row, float ma
 }
 
 // Joins `count` partial results, in order, and writes the output or, if `to` is given, another partial result. All of
-// kThreads threads, each for 16 bytes of a column, kJoined loads in flight.
+// kThreads threads, each for 16 bytes of a column. `states` is shared memory. Written to be short: it runs once, and
+// what takes the time then is to fetch its instructions.
+constexpr int kInFlight = 8;
+
 template <int kHead, int kColumns, int kThreads, typename Source>
-__device__ __forceinline__ void join(const Params& p, const Segment& s, int count, Source&& source, float* to) {
+__device__ __forceinline__ void join(const Params& p, const Segment& s, int count, Source&& source, float* to,
+                                     float2 (&states)[kColumns][kMaxJoined]) {
   using Part = Partial<kHead, kColumns>;
   constexpr int kVectors = kHead / 4;
-  const float v_scale = p.v_scale != nullptr ? p.v_scale[s.head / p.column_tiles] : 1.0F;
-  for (int i = threadIdx.x; i < used_columns(p, s, kColumns) * kVectors; i += kThreads) {
+  const int columns = used_columns(p, s);
+#pragma unroll 1
+  for (int i = threadIdx.x; i < columns * count; i += kThreads) {
+    const int column = i / count, k = i - column * count;
+    states[column][k] = __ldcg(Part{source(k)}.state(column));
+  }
+  ptx::named_barrier(1, kThreads);
+#pragma unroll 1
+  for (int i = threadIdx.x; i < columns * kVectors; i += kThreads) {
     const int column = i / kVectors, vector = i - column * kVectors;
     float maximum = -INFINITY, total = 0.0F;
+#pragma unroll 4
+    for (int k = 0; k < count; ++k) maximum = fmaxf(maximum, states[column][k].x);
+    const float origin = maximum == -INFINITY ? 0.0F : maximum;
     float4 sum = {0.0F, 0.0F, 0.0F, 0.0F};
 #pragma unroll 1
-    for (int first = 0; first < count; first += kJoined) {
-      float2 states[kJoined];
-      float4 values[kJoined];
+    for (int first = 0; first < count; first += kInFlight) {
+      float4 values[kInFlight];
 #pragma unroll
-      for (int j = 0; j < kJoined; ++j) {
-        states[j] = {-INFINITY, 0.0F};
-        if (first + j < count) {
-          const Part part{source(first + j)};
-          states[j] = __ldcg(part.state(column));
-          values[j] = __ldcg(part.values(column) + vector);
-        }
+      for (int j = 0; j < kInFlight; ++j) {
+        // Beyond the last, the last again, with weight 0.
+        values[j] = __ldcg(Part{source(min(first + j, count - 1))}.values(column) + vector);
       }
-      const float before = maximum;
 #pragma unroll
-      for (int j = 0; j < kJoined; ++j) maximum = fmaxf(maximum, states[j].x);
-      const float kept = before == -INFINITY ? 0.0F : ptx::exp2_fast(before - maximum);
-      total *= kept;
-      sum = {sum.x * kept, sum.y * kept, sum.z * kept, sum.w * kept};
-#pragma unroll
-      for (int j = 0; j < kJoined; ++j) {
-        if (first + j >= count || states[j].x == -INFINITY) continue;
-        const float factor = ptx::exp2_fast(states[j].x - maximum);
-        total += states[j].y * factor;
+      for (int j = 0; j < kInFlight; ++j) {
+        const float2 state = states[column][min(first + j, count - 1)];
+        const float factor = first + j < count ? ptx::exp2_fast(state.x - origin) : 0.0F;
+        total += state.y * factor;
         sum.x += values[j].x * factor;
         sum.y += values[j].y * factor;
         sum.z += values[j].z * factor;
@@ -86,7 +90,8 @@ __device__ __forceinline__ void join(const Params& p, const Segment& s, int coun
       if (vector == 0) __stcg(part.state(column), {maximum, total});
       __stcg(part.values(column) + vector, sum);
     } else {
-      const int64_t row = output_row(p, s, kColumns, column);
+      const int64_t row = output_row(p, s, column);
+      const float v_scale = p.v_scale != nullptr ? p.v_scale[s.kv_head] : 1.0F;
       const float factor = total == 0.0F ? 0.0F : v_scale / total;
       store_4(p, row * kHead + vector * 4, {sum.x * factor, sum.y * factor, sum.z * factor, sum.w * factor});
       if (vector == 0) write_lse(p, row, maximum, total);

@@ -1,7 +1,7 @@
 // Who does what: the arguments of a launch, and how its tiles are shared out over thread blocks.
 //
 // The tiles of all sequences, KV heads and passes, one after the other, are cut into equal ranges, one for each thread
-// block. Every warp finds its range by itself, from the lengths on the device.
+// block, which finds its own from the lengths on the device.
 #pragma once
 
 #include "cuda/attention.h"
@@ -23,6 +23,7 @@ struct Params {
   int32_t num_seqs;
   int32_t max_blocks;
   int32_t min_query_len, max_query_len;
+  int32_t columns;       // queries of a KV head that a pass takes
   int32_t column_tiles;  // passes over a KV head whose queries are more than a kernel's columns
   int32_t tile_tokens, tile_shift;
   int32_t query_prefetch_bytes, table_prefetch_bytes;  // what is fetched before it is known to be needed
@@ -49,15 +50,25 @@ struct Params {
   __host__ __device__ bool plain() const { return soft_cap == 0.0F && alibi_slopes == nullptr && !sparse.on(); }
 };
 
-// A (sequence, KV head, pass) and the part of its tiles that a thread block takes.
+constexpr int kJoined = 16;
+
+// The part of the tiles of one (sequence, KV head, pass) that a thread block takes.
 struct Segment {
-  int seq;
-  int head;  // kv_head * column_tiles + pass
+  int seq;  // -1: there are no more segments
+  int kv_head;
+  int first_query;  // of the pass, among the queries of the KV head
   int query_start, query_len, context;
-  int first_tile;      // of the sequence: tiles before the window do not count
-  int tile, end_tile;  // of this segment, counted from position 0
-  int num_tiles;       // of the sequence
-  int start;           // the place of first_tile among all tiles
+  int tile, end_tile;  // counted from position 0
+};
+
+// What becomes of a segment's result. The thread blocks that a sequence and head is shared out over join their partial
+// results, kJoined neighbours at a time.
+struct Share {
+  int partial;                     // where the result goes; -1: to the output
+  int groups;                      // 0: no joining here
+  int group_block, group_size;     // this one's
+  int group_partial;               // of the group's first block; the others' is the first of their two
+  int first_block, first_partial;  // of all groups
 };
 
 __device__ __forceinline__ int tile_count(const Params& p, int query_len, int context, int& first) {
@@ -89,8 +100,7 @@ class Ranges {
   int blocks_, each_, longer_;  // the first ones have one more
 };
 
-// Goes through the segments of the range of a thread block. Every thread has the same one; all threads of a warp make
-// it together.
+// Goes through the segments of the range of a thread block. All threads of a warp make it together.
 class Walker {
  public:
   __device__ Walker(const Params& p, int lane) : p_(p), ranges_(count(lane), gridDim.x) {
@@ -99,8 +109,6 @@ class Walker {
     end_ = ranges_.begin(blockIdx.x + 1);
     find(lane);
   }
-
-  __device__ const Ranges& ranges() const { return ranges_; }
 
   __device__ bool next(Segment& s) {
     const int heads = p_.num_kv_heads * p_.column_tiles;
@@ -114,21 +122,54 @@ class Walker {
       }
       const int head = offset / tiles_, tile = offset - head * tiles_;
       int count = min(tiles_ - tile, end_ - at_);
+      const int chunk = p_.batch_invariant ? chunk_tiles(p_, tiles_) : tiles_;
+      const int into = tile % chunk;
       if (p_.batch_invariant) {
-        const int chunk = chunk_tiles(p_, tiles_);
-        const int into = tile % chunk;
         count = min(tiles_ - tile, chunk - into);
         if (into != 0) {  // another thread block's
           at_ += count;
           continue;
         }
       }
-      s = {seq_,   head,          query_start_,          query_len_, context_,
-           first_, first_ + tile, first_ + tile + count, tiles_,     at_ - tile};
+      s.seq = seq_;
+      s.kv_head = head / p_.column_tiles;
+      s.first_query = (head - s.kv_head * p_.column_tiles) * p_.columns;
+      s.query_start = query_start_;
+      s.query_len = query_len_;
+      s.context = context_;
+      s.tile = first_ + tile;
+      s.end_tile = first_ + tile + count;
+      start_ = at_ - tile;
       at_ += count;
       return true;
     }
+    s.seq = -1;
     return false;
+  }
+
+  // Of the segment that `next` gave last. By itself, since it takes long, and is needed late.
+  __device__ Share share(const Segment& s) const {
+    Share share;
+    share.partial = -1;
+    share.groups = 0;
+    if (s.end_tile - s.tile == tiles_) return share;
+    if (p_.batch_invariant) {
+      const int item = (seq_ * p_.num_kv_heads + s.kv_head) * p_.column_tiles + s.first_query / p_.columns;
+      share.partial = item * kMaxChunks + (s.tile - first_) / chunk_tiles(p_, tiles_);
+      return share;
+    }
+    // A thread block has two partial results: of the segment that its range begins with, and of another that it ends
+    // with.
+    const int block = blockIdx.x;
+    share.first_block = ranges_.owner(start_);
+    const int last_block = ranges_.owner(start_ + tiles_ - 1);
+    share.first_partial = 2 * share.first_block + (ranges_.begin(share.first_block) == start_ ? 0 : 1);
+    share.partial = block == share.first_block ? share.first_partial : 2 * block;
+    share.groups = (last_block - share.first_block) / kJoined + 1;
+    share.group_block = block - (block - share.first_block) % kJoined;
+    share.group_size = min(last_block - share.group_block + 1, kJoined);
+    share.group_partial = share.group_block == share.first_block ? share.first_partial : 2 * share.group_block;
+    return share;
   }
 
  private:
@@ -184,18 +225,19 @@ class Walker {
   int base_ = 0;  // tiles of all sequences before seq_
   Ranges ranges_;
   int at_ = 0, end_ = 0;
+  int start_ = 0;  // the place of the first tile of the current sequence and head
 };
 
 // Columns of a segment that are queries.
-__device__ __forceinline__ int used_columns(const Params& p, const Segment& s, int columns) {
-  return min(columns, s.query_len * p.group - s.head % p.column_tiles * columns);
+__device__ __forceinline__ int used_columns(const Params& p, const Segment& s) {
+  return min(p.columns, s.query_len * p.group - s.first_query);
 }
 
 // The row of the output that column `column` of a segment is.
-__device__ __forceinline__ int64_t output_row(const Params& p, const Segment& s, int columns, int column) {
-  const int index = s.head % p.column_tiles * columns + column;
+__device__ __forceinline__ int64_t output_row(const Params& p, const Segment& s, int column) {
+  const int index = s.first_query + column;
   const int token = s.query_len == 1 ? 0 : index / p.group;
-  const int head = s.head / p.column_tiles * p.group + (index - token * p.group);
+  const int head = s.kv_head * p.group + (index - token * p.group);
   return static_cast<int64_t>(s.query_start + token) * p.num_heads + head;
 }
 

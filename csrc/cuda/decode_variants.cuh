@@ -52,7 +52,7 @@ const Variant* make_variant() {
   using K = Kernel<T, kCache, kHead, kColumns>;
   static const Variant variant = {kColumns,
                                   K::kRoundTokens,
-                                  blocks_per_multiprocessor(kColumns),
+                                  blocks_per_multiprocessor(kCache, kHead, kColumns),
                                   K::kRingOffset,
                                   Partial<kHead, kColumns>::kFloats,
                                   launch<T, kCache, kHead, kColumns>,
