@@ -56,6 +56,7 @@ def check_array(
         expected = ", ".join("any" if size is None else str(size) for size in shape)
         raise InvalidArgumentError(f"has shape {list(array.shape)}, expected [{expected}]", field=field)
     require(device is None or array.device == device, field, f"is on device {array.device}, the pool on {device}")
+    require(array.pointer > 0 or array.num_bytes == 0, field, "has no memory")
     return array.shape
 
 
@@ -66,6 +67,7 @@ def check_pool(pool: DeviceArray, field: str = "pool") -> None:
     require(
         is_pool, field, f"has shape {list(pool.shape)}, expected [blocks, layers, 2, KV heads, head size * block size]"
     )
+    require(pool.pointer > 0, field, "has no memory")
 
 
 def pool_sizes(pool: DeviceArray, layer: int, head_size: int, field: str) -> tuple[int, int]:
