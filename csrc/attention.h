@@ -40,6 +40,9 @@ struct AttentionParams {
   int64_t num_heads = 0;
   int64_t max_blocks = 0;
   int64_t max_query_len = 0;  // CUDA only, where the lengths are on the device: no query_len is larger
+  // CUDA only: so many first blocks are the same in the tables of all sequences that have queries, all of which stand
+  // after them. They may be read once for all.
+  int64_t num_common_blocks = 0;
   const void* query = nullptr;
   const int32_t* query_lens = nullptr;
   const int32_t* block_tables = nullptr;

@@ -95,7 +95,7 @@ def read_kv(
 ) -> None: ...
 
 class Attention:
-    """One call's arguments; attributes not set are off. `kernel`: auto, reference, decode or extend."""
+    """One call's arguments; attributes not set are off. `kernel`: auto, reference, decode, extend or cascade."""
 
     pool: int
     pool_dtype: int
@@ -111,6 +111,7 @@ class Attention:
     num_heads: int
     max_blocks: int
     max_query_len: int
+    num_common_blocks: int
     query: int
     query_lens: int
     block_tables: int

@@ -47,6 +47,8 @@ void check(const AttentionParams& p) {
   require(is_count(p.max_blocks), "block_tables", "has a size that is not in [0, 2^31)");
   require(is_count(p.max_query_len), "max_query_len", "is not in [0, 2^31)");
   require(p.num_tokens <= p.num_seqs * p.max_query_len, "max_query_len", "is less than some query length");
+  require(p.num_common_blocks >= 0 && p.num_common_blocks <= p.max_blocks, "num_common_blocks",
+          "is negative or more than a block table has");
   require(std::isfinite(p.scale), "scale", "is not finite");
   require(std::isfinite(p.soft_cap) && p.soft_cap >= 0.0F, "logits_soft_cap", "is negative or not finite");
   require(p.sliding_window >= 0, "sliding_window", "is negative");
@@ -60,10 +62,15 @@ struct Choice {
   bool reference = false;
   QueryLens extend;  // empty where max is 0
   QueryLens decode;
+  bool cascade = false;
 };
 
-Choice explicit_choice(const AttentionParams& p, KernelChoice kernel) {
+Choice explicit_choice(const AttentionParams& p, KernelChoice kernel, bool batch_invariant) {
   const QueryLens all = {1, p.max_query_len};
+  if (kernel == KernelChoice::kCascade) {
+    require(cascade_takes(p) && !batch_invariant, "kernel", "cascade does not take this call");
+    return {false, {}, {}, true};
+  }
   if (kernel == KernelChoice::kDecode) {
     require(decode_takes(p) && p.max_query_len <= decode_max_query_len(p), "kernel", "decode does not take this call");
     return {false, {}, all};
@@ -77,6 +84,8 @@ Choice explicit_choice(const AttentionParams& p, KernelChoice kernel) {
 
 // A sequence of few queries is decoded beside whatever else, so that its result need not depend on the others.
 Choice automatic_choice(const AttentionParams& p, bool batch_invariant) {
+  // Whether blocks are shared depends on the others.
+  if (!batch_invariant && cascade_takes(p) && cascade_pays(p)) return {false, {}, {}, true};
   const int64_t few = decode_takes(p) ? std::min(decode_max_query_len(p), p.max_query_len) : 0;
   if (few == p.max_query_len) return {false, {}, {1, few}};
   const bool all_equal = p.num_tokens == p.num_seqs * p.max_query_len;
@@ -87,11 +96,12 @@ Choice automatic_choice(const AttentionParams& p, bool batch_invariant) {
 
 Choice choose(const AttentionParams& p, const CudaLaunch& launch) {
   if (launch.kernel == KernelChoice::kAuto) return automatic_choice(p, launch.batch_invariant);
-  return explicit_choice(p, launch.kernel);
+  return explicit_choice(p, launch.kernel, launch.batch_invariant);
 }
 
 int64_t workspace_bytes(const AttentionParams& p, const Choice& choice, bool batch_invariant) {
   int64_t bytes = kCounterBytes;
+  if (choice.cascade) bytes = std::max(bytes, cascade_workspace_bytes(p));
   if (choice.reference) bytes = std::max(bytes, reference_workspace_bytes(p));
   if (choice.extend.max > 0) bytes = std::max(bytes, extend_workspace_bytes(p));
   if (choice.decode.max > 0) bytes = std::max(bytes, decode_workspace_bytes(p, batch_invariant));
@@ -115,6 +125,7 @@ void attention_cuda(const AttentionParams& params, const CudaLaunch& launch) {
     throw ArgumentError("workspace", "has " + std::to_string(launch.workspace.bytes) + " bytes, " +
                                          std::to_string(wanted) + " are wanted");
   }
+  if (choice.cascade) cascade_attention(params, launch);
   if (choice.reference) reference_attention(params, launch);
   if (choice.extend.max > 0) extend_attention(params, launch, choice.extend);
   if (choice.decode.max > 0) decode_attention(params, launch, choice.decode);

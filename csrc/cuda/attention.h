@@ -6,7 +6,7 @@
 
 namespace kvservice {
 
-enum class KernelChoice : int { kAuto = 0, kReference = 1, kDecode = 2, kExtend = 3 };
+enum class KernelChoice : int { kAuto = 0, kReference = 1, kDecode = 2, kExtend = 3, kCascade = 4 };
 
 // Memory that a launch may scribble in, one for each stream. Its first kCounterBytes are zero before the first launch,
 // and every launch leaves them zero.
@@ -50,6 +50,12 @@ void decode_attention(const AttentionParams& params, const CudaLaunch& launch, Q
 bool extend_takes(const AttentionParams& params);
 int64_t extend_workspace_bytes(const AttentionParams& params);
 void extend_attention(const AttentionParams& params, const CudaLaunch& launch, QueryLens lens);
+
+// cascade: few queries a sequence, blocks that all sequences share are read once for all. It is made of the two above.
+bool cascade_takes(const AttentionParams& params);
+bool cascade_pays(const AttentionParams& params);
+int64_t cascade_workspace_bytes(const AttentionParams& params);
+void cascade_attention(const AttentionParams& params, const CudaLaunch& launch);
 
 int64_t reference_workspace_bytes(const AttentionParams& params);
 void reference_attention(const AttentionParams& params, const CudaLaunch& launch);

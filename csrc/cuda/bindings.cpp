@@ -94,7 +94,8 @@ struct Attention {
             v_scale = 0, out = 0, lse = 0, workspace = 0, stream = 0;
   int pool_dtype = 0, dtype = 0;
   int64_t num_blocks = 0, num_layers = 0, num_kv_heads = 0, head_size = 0, block_size = 0, layer = 0, num_tokens = 0,
-          num_seqs = 0, num_heads = 0, max_blocks = 0, max_query_len = 0, sliding_window = 0, workspace_bytes = 0;
+          num_seqs = 0, num_heads = 0, max_blocks = 0, max_query_len = 0, num_common_blocks = 0, sliding_window = 0,
+          workspace_bytes = 0;
   float scale = 1.0F, soft_cap = 0.0F;
   std::tuple<int32_t, int32_t, int32_t, int32_t, int32_t> sparse = {0, 0, 64, 0, 0};
   bool batch_invariant = false;
@@ -111,6 +112,7 @@ struct Attention {
     p.num_heads = num_heads;
     p.max_blocks = max_blocks;
     p.max_query_len = max_query_len;
+    p.num_common_blocks = num_common_blocks;
     p.query = at<>(query);
     p.query_lens = at<int32_t>(query_lens);
     p.block_tables = at<int32_t>(block_tables);
@@ -142,7 +144,8 @@ struct Attention {
     if (kernel == "reference") return KernelChoice::kReference;
     if (kernel == "decode") return KernelChoice::kDecode;
     if (kernel == "extend") return KernelChoice::kExtend;
-    throw ArgumentError("kernel", "is " + kernel + ", expected auto, reference, decode or extend");
+    if (kernel == "cascade") return KernelChoice::kCascade;
+    throw ArgumentError("kernel", "is " + kernel + ", expected auto, reference, decode, extend or cascade");
   }
 
   int64_t wanted_workspace_bytes() const { return attention_workspace_bytes(params(), how()); }
@@ -226,6 +229,7 @@ void define_attention(py::module_& m) {
   field("num_heads", &Attention::num_heads);
   field("max_blocks", &Attention::max_blocks);
   field("max_query_len", &Attention::max_query_len);
+  field("num_common_blocks", &Attention::num_common_blocks);
   field("query", &Attention::query);
   field("query_lens", &Attention::query_lens);
   field("block_tables", &Attention::block_tables);

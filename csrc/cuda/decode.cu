@@ -109,7 +109,9 @@ decode::Params kernel_params(const AttentionParams& p, const CudaLaunch& launch,
   k.tile_tokens = shape.tile_tokens;
   while ((1 << k.tile_shift) < shape.tile_tokens) ++k.tile_shift;
   k.query_prefetch_bytes = prefetch_bytes(p.num_tokens * p.num_heads * p.pool.head_size * item_size(p.dtype));
-  k.table_prefetch_bytes = prefetch_bytes(p.num_seqs * p.max_blocks * static_cast<int64_t>(sizeof(int32_t)));
+  // After a shared prefix, the tables begin that much later.
+  const int64_t table_entries = p.num_seqs * p.max_blocks - p.num_common_blocks;
+  k.table_prefetch_bytes = prefetch_bytes(table_entries * static_cast<int64_t>(sizeof(int32_t)));
   k.entries = shape.entries;
   k.entry_bytes = shape.entry_bytes;
   k.query = p.query;

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -60,7 +60,7 @@ __all__ = [
 # How much of a workspace is zero before its first launch, and after every one.
 COUNTER_BYTES = 1 << 16
 
-Kernel: TypeAlias = Literal["auto", "reference", "decode", "extend"]
+Kernel: TypeAlias = Literal["auto", "reference", "decode", "extend", "cascade"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +182,7 @@ def attention(
     v_scale: DeviceArray | None = None,
     block_sparse: BlockSparse | None = None,
     batch_invariant: bool = False,
+    num_common_blocks: int = 0,
     lse: DeviceArray | None = None,
     kernel: Kernel = "auto",
 ) -> None:
@@ -202,8 +203,12 @@ def attention(
     v_scale         the same of values
     block_sparse    leaves out keys; off if not given
     batch_invariant a sequence's result is bit by bit the same whatever else is in the batch
+    num_common_blocks
+                    so many first blocks are the same in the tables of all sequences that have queries, and all queries
+                    stand after them; they may be read once for all (Hydragen, FlashInfer's cascade)
     lse             float32[num_tokens, num_heads], gets the natural logarithm of the sum of exponentials
-    kernel          decode and extend take what suits tensor cores, reference takes all; auto chooses
+    kernel          decode and extend take what suits tensor cores, cascade few queries a sequence after common blocks,
+                    reference takes all; auto chooses
 
     Query token j of a sequence stands at position `context_len - query_len + j` and sees the positions up to its own.
     Query head h reads KV head `h // (num_heads // num_kv_heads)`. A sequence of query length 0 writes nothing. Sums are
@@ -226,12 +231,13 @@ def attention(
     call.alibi_slopes = optional_pointer(alibi_slopes, "alibi_slopes", (num_heads,), pool.device)
     call.lse = optional_pointer(lse, "lse", (num_tokens, num_heads), pool.device)
     call.max_query_len = as_int(max_query_len, "max_query_len", 0)
+    call.num_common_blocks = as_int(num_common_blocks, "num_common_blocks", 0)
     call.scale = head_size**-0.5 if scale is None else as_float(scale, "scale", -math.inf)
     call.sliding_window = as_int(sliding_window, "sliding_window", 0)
     call.soft_cap = as_float(logits_soft_cap, "logits_soft_cap", 0.0)
     if block_sparse is not None:
         call.sparse = _sparse(block_sparse)
-    require(kernel in ("auto", "reference", "decode", "extend"), "kernel", f"{kernel!r} is not known")
+    require(kernel in get_args(Kernel), "kernel", f"{kernel!r} is not known")
     call.batch_invariant, call.kernel, call.stream = batch_invariant, kernel, stream
     call.workspace_bytes = call.wanted_workspace_bytes()
     call.workspace = workspace.reserve(call.workspace_bytes)

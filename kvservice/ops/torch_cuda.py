@@ -131,6 +131,7 @@ def attend(
     v_scale: Tensor | None = None,
     block_sparse: Sequence[int] | None = None,
     batch_invariant: bool = False,
+    num_common_blocks: int = 0,
     kernel: Kernel = "auto",
 ) -> None:
     """Attention into `out` and `lse`, by a kernel of choice."""
@@ -159,6 +160,7 @@ def attend(
             v_scale=_optional(v_scale, "v_scale"),
             block_sparse=_sparse(block_sparse),
             batch_invariant=batch_invariant,
+            num_common_blocks=num_common_blocks,
             lse=_optional(lse, "lse"),
             kernel=kernel,
         )

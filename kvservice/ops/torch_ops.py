@@ -5,9 +5,9 @@ stream, on the tensors' own memory. Importing this module registers them; it and
 `kvservice.ops` that import torch. `torch.compile` sees through them by their fake kernels.
 
 Only CUDA kernels take 8-bit pools (with `k_scale`, `v_scale`) and `block_sparse`, the fields of
-`kvservice.ops.cuda.BlockSparse` in their order; the CPU's refuse them. `max_query_len` and `batch_invariant` are for
-CUDA too, on the CPU they change nothing. On CUDA, `max_query_len` not given is read back from `query_lens`: that waits
-for the stream, and cannot be captured in a graph.
+`kvservice.ops.cuda.BlockSparse` in their order; the CPU's refuse them. `max_query_len`, `batch_invariant` and
+`num_common_blocks` are for CUDA too, on the CPU they change nothing. On CUDA, `max_query_len` not given is read back
+from `query_lens`: that waits for the stream, and cannot be captured in a graph.
 """
 
 from __future__ import annotations
@@ -92,6 +92,7 @@ def attention(
     v_scale: Tensor | None = None,
     block_sparse: Sequence[int] | None = None,
     batch_invariant: bool = False,  # noqa: ARG001
+    num_common_blocks: int = 0,  # noqa: ARG001
 ) -> Tensor:
     """As `kvservice.ops.attention`."""
     _refuse(k_scale=k_scale, v_scale=v_scale, block_sparse=block_sparse)
@@ -119,6 +120,7 @@ def attention_lse(
     v_scale: Tensor | None = None,
     block_sparse: Sequence[int] | None = None,
     batch_invariant: bool = False,  # noqa: ARG001
+    num_common_blocks: int = 0,  # noqa: ARG001
 ) -> tuple[Tensor, Tensor]:
     """As `kvservice.ops.attention` with `return_lse`: a torch op's number of results is fixed."""
     _refuse(k_scale=k_scale, v_scale=v_scale, block_sparse=block_sparse)

@@ -93,6 +93,7 @@ def test_attention_hands_everything_on(recorder: Recorder) -> None:
         sliding_window=9,
         logits_soft_cap=2.5,
         batch_invariant=True,
+        num_common_blocks=4,
         kernel="decode",
     )
     (launched,) = recorder.launched
@@ -112,6 +113,7 @@ def test_attention_hands_everything_on(recorder: Recorder) -> None:
         "num_heads": 4,
         "max_blocks": 5,
         "max_query_len": 2,
+        "num_common_blocks": 4,
         "query": 1 << 30,
         "query_lens": 256,
         "block_tables": 512,
