@@ -44,8 +44,9 @@ class Core:
         self.sequences = SequenceRows(config, zeros)
         self.block_tables = self.sequences.block_tables
         self.meta = self.sequences.meta
-        self._flat_tables = self.block_tables.view()
-        self._flat_tables.shape = (-1,)  # refuses arrays that are not contiguous, where reshape would copy them
+        if not self.block_tables.flags.c_contiguous:
+            raise ValueError("zeros gave an array that is not contiguous: a view of it would be a copy")
+        self._flat_tables = self.block_tables.reshape(-1)
         self.spaces: set[SequenceSpace] = set()
         self.clock = clock
         self.pin_counts: dict[int, int] = {}
