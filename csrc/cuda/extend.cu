@@ -3,8 +3,6 @@
 #include <limits>
 
 #include "cuda/extend.cuh"
-#include "cuda/extend_mma.cuh"
-#include "cuda/extend_wgmma.cuh"
 #include "errors.h"
 
 namespace kvservice {
@@ -14,12 +12,33 @@ namespace {
 // The second half of the counters; the decode kernel has the first.
 constexpr int64_t kCountersOffset = kCounterBytes / 2;
 
+constexpr int kPartialsPerBlock = 2;
+
 bool is_16_bit(DType dtype) { return dtype == DType::kFloat16 || dtype == DType::kBFloat16; }
 
 int log2_of(int64_t power) {
   int shift = 0;
   while ((int64_t{1} << shift) < power) ++shift;
   return shift;
+}
+
+bool runs_wgmma() { return current_device_facts().major == 9; }
+
+// Where tiles may be split along the keys: results of chunks that wait to be joined.
+struct Partials {
+  int count = 0;
+  int rows = 0;  // of each
+  int64_t bytes = 0;
+};
+
+Partials partials_of(const AttentionParams& p) {
+  if (!runs_wgmma()) return {};
+  Partials partials;
+  partials.count = kPartialsPerBlock * current_device_facts().num_multiprocessors;
+  partials.rows = p.max_query_len * p.group_size() > kWgmmaRows / 2 ? kWgmmaRows : kWgmmaRows / 2;
+  const int64_t head = p.pool.head_size <= 64 ? 64 : p.pool.head_size <= 128 ? 128 : 256;
+  partials.bytes = partials.count * partials.rows * (head + 2) * static_cast<int64_t>(sizeof(float));
+  return partials;
 }
 
 Args make_args(const AttentionParams& p, const CudaLaunch& launch, QueryLens lens) {
@@ -53,6 +72,12 @@ Args make_args(const AttentionParams& p, const CudaLaunch& launch, QueryLens len
   a.dtype = p.dtype;
   a.pool_dtype = pool.dtype;
   a.counters = reinterpret_cast<int*>(static_cast<char*>(launch.workspace.data) + kCountersOffset);
+  if (!launch.batch_invariant) {
+    const Partials partials = partials_of(p);
+    a.partials = reinterpret_cast<float*>(static_cast<char*>(launch.workspace.data) + kCounterBytes);
+    a.max_partials = partials.count;
+    a.partial_rows = partials.rows;
+  }
   return a;
 }
 
@@ -60,8 +85,6 @@ Args make_args(const AttentionParams& p, const CudaLaunch& launch, QueryLens len
 int64_t max_tiles(const AttentionParams& p, int64_t rows) {
   return (p.num_tokens * p.group_size() / rows + std::min(p.num_seqs, p.num_tokens)) * p.pool.num_kv_heads;
 }
-
-}  // namespace
 
 void launch_mma(const Args& args, cudaStream_t stream, int64_t tiles) {
   if (is_float8(args.pool_dtype)) {
@@ -74,11 +97,13 @@ void launch_mma(const Args& args, cudaStream_t stream, int64_t tiles) {
 }
 
 bool launch_wgmma(const Args& args, cudaStream_t stream, int64_t tiles) {
-  if (current_device_facts().major != 9 || is_float8(args.pool_dtype)) return false;
+  if (!runs_wgmma()) return false;
+  if (is_float8(args.pool_dtype)) return launch_wgmma_float8(args, stream, tiles);
   return args.pool_dtype == DType::kBFloat16 ? launch_wgmma_bfloat16(args, stream, tiles)
                                              : launch_wgmma_half(args, stream, tiles);
 }
 
+}  // namespace
 }  // namespace extend
 
 bool extend_takes(const AttentionParams& p) {
@@ -89,7 +114,7 @@ bool extend_takes(const AttentionParams& p) {
   return types && head && block && !p.sparse.on() && current_device_facts().major >= 8;
 }
 
-int64_t extend_workspace_bytes(const AttentionParams&) { return kCounterBytes; }
+int64_t extend_workspace_bytes(const AttentionParams& p) { return kCounterBytes + extend::partials_of(p).bytes; }
 
 void extend_attention(const AttentionParams& p, const CudaLaunch& launch, QueryLens lens) {
   require(extend_takes(p), "kernel", "the extend kernel does not take these shapes, types or options");

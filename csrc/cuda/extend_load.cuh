@@ -11,7 +11,7 @@
 // anything may remain: logits are replaced where nothing is to be seen.
 #pragma once
 
-#include "cuda/extend.cuh"
+#include "cuda/extend_schedule.cuh"
 
 namespace kvservice {
 namespace extend {

@@ -5,7 +5,6 @@
 // a power of two that brings it into their range.
 #pragma once
 
-#include "cuda/extend.cuh"
 #include "cuda/extend_load.cuh"
 
 namespace kvservice {
@@ -365,7 +364,8 @@ __global__ void __launch_bounds__(kMmaThreads, (MmaShape<kHead, kFloat8>::kBlock
   extern __shared__ __align__(128) char shared[];
   __shared__ Tile tile;
   __shared__ bool found;
-  TileFinder<kMmaRows> finder;
+  TileFinder<kMmaRows, MmaShape<kHead, kFloat8>::kKeys> finder;
+  finder.start(a);
   int64_t index = blockIdx.x;
   while (true) {
     if (threadIdx.x < 32) {
@@ -409,11 +409,6 @@ void launch_mma_of(const Args& args, cudaStream_t stream, int64_t tiles) {
     launch_mma_as<T, 256, kFloat8>(args, stream, tiles);
   }
 }
-
-// In files of their own, so that they compile side by side.
-void launch_mma_half(const Args& args, cudaStream_t stream, int64_t tiles);
-void launch_mma_bfloat16(const Args& args, cudaStream_t stream, int64_t tiles);
-void launch_mma_float8(const Args& args, cudaStream_t stream, int64_t tiles);
 
 }  // namespace extend
 }  // namespace kvservice

@@ -1,11 +1,11 @@
 // The wgmma extend kernel over bfloat16 pools.
-#include "cuda/extend_wgmma.cuh"
+#include "cuda/extend_wgmma_kernel.cuh"
 
 namespace kvservice {
 namespace extend {
 
 bool launch_wgmma_bfloat16(const Args& args, cudaStream_t stream, int64_t tiles) {
-  return launch_wgmma_of<__nv_bfloat16>(args, stream, tiles);
+  return launch_wgmma_of<__nv_bfloat16, false>(args, stream, tiles);
 }
 
 }  // namespace extend

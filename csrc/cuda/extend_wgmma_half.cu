@@ -1,11 +1,11 @@
 // The wgmma extend kernel over half-precision pools.
-#include "cuda/extend_wgmma.cuh"
+#include "cuda/extend_wgmma_kernel.cuh"
 
 namespace kvservice {
 namespace extend {
 
 bool launch_wgmma_half(const Args& args, cudaStream_t stream, int64_t tiles) {
-  return launch_wgmma_of<half>(args, stream, tiles);
+  return launch_wgmma_of<half, false>(args, stream, tiles);
 }
 
 }  // namespace extend

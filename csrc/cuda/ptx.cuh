@@ -83,6 +83,21 @@ __device__ __forceinline__ void mbarrier_arrive_after_copies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
+__device__ __forceinline__ void store_shared_16(uint32_t dst, const uint4& words) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(dst), "r"(words.x), "r"(words.y), "r"(words.z),
+               "r"(words.w)
+               : "memory");
+}
+
+// Of memory that nobody writes, past the first-level cache.
+__device__ __forceinline__ uint4 load_once_16(const void* source) {
+  uint4 words;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+               : "l"(source));
+  return words;
+}
+
 // Waits for the `threads` threads of a block that name the same barrier, 1 to 15.
 __device__ __forceinline__ void named_barrier(int name, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");

@@ -1,0 +1,214 @@
+// Keys and values of 8-bit pools on their way to wgmma: through registers, where they become halves.
+//
+// In shared memory they lie as extend_load.cuh says, and values past the context are zero there too.
+#pragma once
+
+#include "cuda/extend_load.cuh"
+
+namespace kvservice {
+namespace extend {
+
+// Powers of two that bring numbers up to `largest` into the range of halves, and back: from their bits.
+struct PowerOfTwo {
+  float down;
+  float up;
+
+  __device__ explicit PowerOfTwo(float largest) {
+    const int exponent = min(126, max(-100, static_cast<int>(__float_as_uint(largest) >> 23) - 127));
+    down = __uint_as_float(static_cast<uint32_t>(127 - exponent) << 23);
+    up = __uint_as_float(static_cast<uint32_t>(127 + exponent) << 23);
+  }
+};
+
+__device__ inline float largest_of_8(const uint4& numbers, DType dtype) {
+  float values[8], largest = 0.0F;
+  unpack_8(numbers, dtype, values);
+#pragma unroll
+  for (float value : values) largest = fmaxf(largest, fabsf(value));
+  return largest;
+}
+
+__device__ inline uint4 to_halves(const uint4& numbers, DType dtype, float factor) {
+  float values[8];
+  unpack_8(numbers, dtype, values);
+  return make_uint4(
+      ptx::pack<half>(values[0] * factor, values[1] * factor), ptx::pack<half>(values[2] * factor, values[3] * factor),
+      ptx::pack<half>(values[4] * factor, values[5] * factor), ptx::pack<half>(values[6] * factor, values[7] * factor));
+}
+
+template <bool kE4M3>
+__device__ __forceinline__ uint4 eight_to_halves(uint32_t first, uint32_t second) {
+  uint4 out;
+  if constexpr (kE4M3) {
+    ptx::e4m3_to_half(first, out.x, out.y);
+    ptx::e4m3_to_half(second, out.z, out.w);
+  } else {
+    ptx::e5m2_to_half(first, out.x, out.y);
+    ptx::e5m2_to_half(second, out.z, out.w);
+  }
+  return out;
+}
+
+// By kLoadThreads threads, each 16 bytes of the pool at a time: 16 dimensions of a key, or 16 tokens of a dimension.
+template <int kHead, int kKeys>
+class KeyConverter {
+  static constexpr int kUnits = kKeys / 16, kLoads = kHead * kKeys / 16 / kLoadThreads;
+  static constexpr int kPieceStep = kLoadThreads / kKeys, kDimStep = kLoadThreads / kUnits;
+  static_assert(kDimStep % 8 == 0, "octets are swapped alike in all that a thread converts");
+
+ public:
+  // Whether keys and values can be on their way at the same time: there are registers for both.
+  static constexpr int kOverlaps = kHead > 128 ? 0 : 1;
+
+  // The keys [begin, end) of the tile are seen by some of its rows.
+  __device__ KeyConverter(const Args& a, const Tile& tile, int begin, int end, int thread)
+      : a_(a),
+        table_(tile.table(a)),
+        head_(a.pool + tile.kv_head * a.head_bytes),
+        context_len_(tile.context_len),
+        begin_(begin >> a.block_shift << a.block_shift),
+        end_(end),
+        token_(thread % kKeys),
+        first_piece_(thread / kKeys),
+        unit_(thread / 8 % kUnits),
+        first_dim_(thread % 8 + thread / (8 * kUnits) * 8) {}
+
+  // Reads the block table for the step at `key`, one step ahead of what is fetched, which so does not wait for it.
+  __device__ void look_up(int key) {
+    key_block_ = block_of(key + token_);
+    next_values_[0] = block_of(key + 16 * unit_);
+    next_values_[1] = a_.block_shift == 3 ? block_of(key + 16 * unit_ + 8) : next_values_[0];
+  }
+
+  __device__ void fetch_keys(int key) {
+    const bool load = key_block_ >= 0;
+    const char* source = head_;
+    if (load) source += key_block_ * a_.block_bytes + ((key + token_) & block_mask()) * 16;
+    const int piece_bytes = 16 << a_.block_shift;
+    source += first_piece_ * piece_bytes;
+    const int pieces = load ? a_.head_size / 16 - first_piece_ : 0;
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      loaded_[0][i] = i * kPieceStep < pieces ? ptx::load_once_16(source) : make_uint4(0, 0, 0, 0);
+      source += kPieceStep * piece_bytes;
+    }
+    value_blocks_[0] = next_values_[0];
+    value_blocks_[1] = next_values_[1];
+  }
+
+  __device__ void fetch_values(int key) {
+    if (a_.block_shift == 3) {
+      fetch_octets<0>(value_blocks_[0], key);
+      fetch_octets<1>(value_blocks_[1], key);
+      return;
+    }
+    const char* source = values_at(value_blocks_[0], key + 16 * unit_);
+    const int dims = value_blocks_[0] >= 0 ? a_.head_size - first_dim_ : 0;
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      loaded_[kOverlaps][i] = i * kDimStep < dims ? ptx::load_once_16(source) : make_uint4(0, 0, 0, 0);
+      source += kDimStep << a_.block_shift;
+    }
+  }
+
+  __device__ void put_keys(uint32_t dst) const {
+    if (a_.pool_dtype == DType::kFloat8E4M3) {
+      put_keys_as<true>(dst);
+    } else {
+      put_keys_as<false>(dst);
+    }
+  }
+
+  __device__ void put_values(uint32_t dst, int key) {
+    const int count = context_len_ - key - 16 * unit_;
+    if (count < 16) {
+#pragma unroll
+      for (uint4& value : loaded_[kOverlaps]) keep_first(value, count);
+    }
+    if (a_.pool_dtype == DType::kFloat8E4M3) {
+      put_values_as<true>(dst);
+    } else {
+      put_values_as<false>(dst);
+    }
+  }
+
+ private:
+  __device__ int block_mask() const { return (1 << a_.block_shift) - 1; }
+
+  __device__ int block_of(int position) const {
+    return position >= begin_ && position < end_ ? table_[position >> a_.block_shift] : -1;
+  }
+
+  __device__ const char* values_at(int block, int position) const {
+    if (block < 0) return head_;
+    return head_ + block * a_.block_bytes + a_.value_offset + (first_dim_ << a_.block_shift) +
+           (position & block_mask());
+  }
+
+  // Blocks of 8 tokens: half of what is loaded at a time.
+  template <int kOctet>
+  __device__ void fetch_octets(int block, int key) {
+    const char* source = values_at(block, key + 16 * unit_ + 8 * kOctet);
+    const int dims = block >= 0 ? a_.head_size - first_dim_ : 0;
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      uint2 words = {0, 0};
+      if (i * kDimStep < dims) words = *reinterpret_cast<const uint2*>(source + i * kDimStep * 8);
+      uint4& to = loaded_[kOverlaps][i];
+      (kOctet == 0 ? to.x : to.z) = words.x;
+      (kOctet == 0 ? to.y : to.w) = words.y;
+    }
+  }
+
+  // The first `count` of 16 bytes; zeros for the others.
+  static __device__ void keep_first(uint4& bytes, int count) {
+    uint32_t* words[4] = {&bytes.x, &bytes.y, &bytes.z, &bytes.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int left = min(4, max(0, count - 4 * i));
+      if (left < 4) *words[i] &= (1U << (8 * left)) - 1;
+    }
+  }
+
+  template <bool kE4M3>
+  __device__ void put_keys_as(uint32_t dst) const {
+    dst += (2 * first_piece_ * kKeys + token_) * 16;
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const uint32_t at = dst + 2 * i * kPieceStep * kKeys * 16;
+      ptx::store_shared_16(at, eight_to_halves<kE4M3>(loaded_[0][i].x, loaded_[0][i].y));
+      ptx::store_shared_16(at + kKeys * 16, eight_to_halves<kE4M3>(loaded_[0][i].z, loaded_[0][i].w));
+    }
+  }
+
+  template <bool kE4M3>
+  __device__ void put_values_as(uint32_t dst) const {
+    const uint32_t swap = first_dim_ / 4 % 2 * 16;
+    dst += (unit_ * kHead + first_dim_) * 32;
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const uint32_t at = dst + i * kDimStep * 32;
+      ptx::store_shared_16(at + swap, eight_to_halves<kE4M3>(loaded_[kOverlaps][i].x, loaded_[kOverlaps][i].y));
+      ptx::store_shared_16(at + (swap ^ 16), eight_to_halves<kE4M3>(loaded_[kOverlaps][i].z, loaded_[kOverlaps][i].w));
+    }
+  }
+
+  const Args& a_;
+  const int32_t* table_;
+  const char* head_;
+  const int context_len_;
+  const int begin_;  // where the first block begins that is read
+  const int end_;
+  // Of K a thread converts pieces of one token, of V some dimensions of 16 tokens.
+  const int token_;
+  const int first_piece_;
+  const int unit_;
+  const int first_dim_;
+  int key_block_ = -1;
+  int value_blocks_[2] = {-1, -1};
+  int next_values_[2] = {-1, -1};
+  uint4 loaded_[kOverlaps + 1][kLoads];  // keys, and values after them or in their place
+};
+
+}  // namespace extend
+}  // namespace kvservice
