@@ -85,7 +85,7 @@ class Kernels:
         call.num_tokens, call.num_seqs, call.num_heads = tables.num_tokens, tables.num_seqs, num_heads
         call.max_blocks, call.max_query_len = tables.max_blocks, tables.max_query_len
         call.query_lens, call.context_lens = tables.query_lens, tables.context_lens
-        call.block_tables = tables.block_tables
+        call.block_tables, call.num_common_blocks = tables.block_tables, tables.num_common_blocks
         if options.scale is not None:
             call.scale = options.scale
         call.soft_cap, call.sliding_window = options.logits_soft_cap, options.sliding_window

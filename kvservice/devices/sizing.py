@@ -47,7 +47,7 @@ def workspace_bytes(cuda: ModuleType, config: ServeConfig) -> int:
             for num_tokens, max_query_len in {(num_seqs, 1), (min(most, num_seqs * longest), longest)}:
                 call = new_attention(cuda, attributes)
                 call.num_blocks = 1 << 24
-                call.max_blocks = max_blocks_per_sequence(config)
+                call.max_blocks = call.num_common_blocks = max_blocks_per_sequence(config)
                 call.num_heads, call.num_seqs = num_heads, num_seqs
                 call.num_tokens, call.max_query_len = num_tokens, max_query_len
                 wanted = max(wanted, call.wanted_workspace_bytes())

@@ -10,7 +10,19 @@ import numpy as np
 
 from kvservice.blocks import Step
 from kvservice.devices.arena import offsets_of
-from kvservice.devices.base import Array
+from kvservice.devices.base import Array, Int32
+
+
+def common_blocks(block_tables: Int32, most: int) -> int:
+    """How many of the first `most` blocks are the same in all of several tables. Looks at few more than these."""
+    start, width = 0, 1
+    while len(block_tables) > 1 and start < most:
+        end = min(start + width, most)
+        same = (block_tables[1:, start:end] == block_tables[0, start:end]).all(axis=0)
+        if not same.all():
+            return start + int(same.argmin())
+        start, width = end, 2 * width
+    return start
 
 
 class StepTables:
@@ -25,6 +37,8 @@ class StepTables:
         query_lens, context_lens = step.query_lens.astype(np.int64), step.context_lens.astype(np.int64)
         self.num_context_tokens = int(context_lens.sum())
         self.num_scores = int((query_lens * context_lens).sum())
+        num_before = int((context_lens - query_lens).min()) // step.block_size
+        self.num_common_blocks = common_blocks(self.host_block_tables, num_before)
         parts: list[Array] = [step.slot_mapping, step.query_lens, step.context_lens, self.host_block_tables]
         *offsets, self.num_bytes = offsets_of(parts)
         # What is still to be brought: nothing, once it is there.

@@ -366,6 +366,20 @@ def test_the_cpu_has_no_sparse_patterns_and_no_eight_bits() -> None:
     assert refused.value.field == "kv_cache_dtype"
 
 
+@pytest.mark.parametrize("tail", [1, 3, 4])
+def test_forks_share_what_is_before_their_new_tokens(fake: FakeCuda, rig: Rig, tail: int) -> None:
+    block_size = rig.engine.layout.block_size
+    rig.allocate(0, 4 * block_size + tail)
+    rig.compute(0)
+    rig.engine.manager.fork(rig.space, np.array([0, 0]), np.array([1, 2]))
+    step = rig.engine.append(rig.space, np.arange(3), np.arange(3), None, None, 0)
+    asyncio.run(rig.attend(step, 0))
+    assert fake.launched[-1].num_common_blocks == 4 + tail // block_size
+    alone = rig.engine.append(rig.space, np.array([2]), np.array([7]), None, None, 0)
+    asyncio.run(rig.attend(alone, 0))
+    assert fake.launched[-1].num_common_blocks == 0
+
+
 def test_the_real_module_is_what_the_fake_stands_for() -> None:
     """By name and argument, as the stub file tells them."""
     import ast

@@ -1,7 +1,7 @@
 """A small grid of all kernels, for compute-sanitizer: no torch, every array an allocation of its own, and table entries
 that must not be read name blocks that no memory is behind.
 
-    compute-sanitizer --tool memcheck python tests/gpu/sanitize.py [reference|decode|extend|auto|slots ...]
+    compute-sanitizer --tool memcheck python tests/gpu/sanitize.py [reference|decode|extend|auto|cascade|slots ...]
 
 Results are compared as well. Alone it takes a second or two, under racecheck minutes.
 """
@@ -20,6 +20,7 @@ from attention_reference import Case, put_sequence  # noqa: E402
 from gpu_attention import run_cases  # noqa: E402
 from gpu_cases import sample_cases  # noqa: E402
 from gpu_memory import GpuMemory, numpy_dtype  # noqa: E402
+from shared_prefix import run_shared_cases, sample_shared  # noqa: E402
 
 from kvservice.ops import cuda  # noqa: E402
 from kvservice.ops.cuda import Kernel  # noqa: E402
@@ -41,6 +42,11 @@ def attention(kernel: Kernel) -> None:
     if kernel == "extend":
         split = replace(split, query_lens=(33, 20))
     run_cases([*cases, split, replace(split, sliding_window=600)], kernel, trap=NOWHERE)
+
+
+def cascade() -> None:
+    cases = sorted(sample_shared(2 * CASES, seed=9), key=lambda sample: work(sample[0]))
+    run_shared_cases(cases[:CASES], NOWHERE)
 
 
 def slots() -> None:
@@ -84,9 +90,10 @@ def write_read_copy(memory: GpuMemory, pool_dtype: str, dtype: str, block_size: 
 
 
 def main(names: list[str]) -> None:
-    for name in names or [*KERNELS, "slots"]:
-        if name == "slots":
-            slots()
+    others = {"cascade": cascade, "slots": slots}
+    for name in names or [*KERNELS, *others]:
+        if name in others:
+            others[name]()
         else:
             attention(next(kernel for kernel in KERNELS if kernel == name))
         print(name, "ok", flush=True)

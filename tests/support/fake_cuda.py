@@ -117,7 +117,7 @@ class Memory:
 class Attention:
     """Attributes as the extension's; those not set are off."""
 
-    alibi_slopes = k_scale = v_scale = lse = sliding_window = 0
+    alibi_slopes = k_scale = v_scale = lse = sliding_window = num_common_blocks = 0
     soft_cap = 0.0
     sparse = (0, 0, 64, 0, 0)
     batch_invariant = False
@@ -144,6 +144,11 @@ class Attention:
         query_lens = at(self.query_lens, (self.num_seqs,), np.int32)
         assert query_lens.max() <= self.max_query_len
         query = at(self.query, (self.num_tokens, self.num_heads, self.head_size), DTYPE_OF[self.dtype])
+        block_tables = at(self.block_tables, (self.num_seqs, self.max_blocks), np.int32)
+        context_lens = at(self.context_lens, (self.num_seqs,), np.int32)
+        common = block_tables[:, : self.num_common_blocks]
+        assert (common == common[0]).all(), "what is said to be common is not"
+        assert ((context_lens - query_lens) >= self.num_common_blocks * self.block_size).all()
         out = at(self.out, query.shape, query.dtype)
         if pool.dtype != query.dtype:
             pool, layer, query = as_float32(self.cuda, self, pool), 0, query.astype(np.float32)
@@ -152,8 +157,8 @@ class Attention:
             layer,
             query,
             query_lens,
-            at(self.block_tables, (self.num_seqs, self.max_blocks), np.int32),
-            at(self.context_lens, (self.num_seqs,), np.int32),
+            block_tables,
+            context_lens,
             scale=self.scale,
             sliding_window=self.sliding_window,
             logits_soft_cap=self.soft_cap,

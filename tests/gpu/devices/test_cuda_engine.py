@@ -19,6 +19,7 @@ from kv_systems import EngineSystem
 from kvservice.blocks import AllocationRequest
 from kvservice.config import ServeConfig
 from kvservice.devices import compute, open_device
+from kvservice.devices.cuda import CudaDevice
 from kvservice.engine import Engine
 from kvservice.errors import ResourceExhaustedError
 
@@ -129,3 +130,29 @@ def test_batch_invariance_is_bit_by_bit() -> None:
         finally:
             rig.device.close()
     np.testing.assert_array_equal(alone[0], together[0])
+
+
+def test_forks_of_a_long_prompt() -> None:
+    """So many, and so long, that common blocks are read once for all: the same as of an engine on the CPU."""
+    num_forks, num_prompt = 128, 1500
+    sizes = {"num_blocks": 400, "max_sequences": 200, "max_sequence_tokens": 2000, "max_message_mib": 8}
+    model = {"dtype": "bfloat16", "head_size": 128, "block_size": 16, "num_layers": 1}
+    outputs = []
+    for device in ("cuda", "cpu"):
+        rig = Rig(device=device, **sizes, **model)
+        try:
+            prompt = rig.open_step(0, num_prompt)
+            rig.attend(prompt, 0, *(rig.normal(num_prompt, heads, 128) for heads in (8, 2, 2)))
+            rig.engine.manager.fork(rig.space, np.zeros(num_forks - 1, np.int64), np.arange(1, num_forks))
+            ids = np.arange(num_forks)
+            for _ in range(2):
+                step = rig.engine.append(rig.space, ids, ids, None, None, 0)
+                tensors = [rig.normal(num_forks, heads, 128) for heads in (8, 2, 2)]
+                outputs.append(rig.attend(step, 0, *tensors).astype(np.float32))
+            if isinstance(rig.device, CudaDevice):
+                assert rig.device._compute.tables_of(step).num_common_blocks == num_prompt // 16
+        finally:
+            rig.device.close()
+    for on_gpu, on_cpu in zip(outputs[:2], outputs[2:], strict=True):
+        error = np.linalg.norm(on_gpu - on_cpu, axis=-1) / np.linalg.norm(on_cpu, axis=-1)
+        assert error.max() <= 3 * 2.0**-8

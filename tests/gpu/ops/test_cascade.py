@@ -2,67 +2,21 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from attention_reference import Batch, Case, Sparse, compare, reference
-from gpu_attention import OnDevice, bounds, make_trapped
-from gpu_cases import DTYPES, HEAD_SIZES
+from gpu_attention import OnDevice, bounds
+from gpu_cases import DTYPES
 from gpu_memory import GpuMemory
-from shared_prefix import share_prefix
+from shared_prefix import make_shared, run_shared_cases, sample_shared
 
 from kvservice.errors import InvalidArgumentError
 
 PARTS = 8
 SAMPLES = 240
-# KV heads and query heads for each of them.
-HEADS = ((2, 1), (1, 2), (2, 3), (2, 4), (1, 7), (2, 8), (1, 16), (1, 17), (3, 2))
-OPTIONS: tuple[dict[str, Any], ...] = ({}, {"scale": 0.3}, {"logits_soft_cap": 3.0}, {"logits_soft_cap": 30.0})
-
-
-def sample_shared(count: int) -> list[tuple[Case, int]]:
-    """Cases, and how many first blocks their sequences have in common; some sequences have no queries, some nothing of
-    their own but these."""
-    rng = random.Random(0)
-    cases = []
-    for seed in range(count):
-        num_kv_heads, group = rng.choice(HEADS)
-        head_size, block_size = rng.choice(HEAD_SIZES), rng.choice((8, 16, 32, 64, 128))
-        dtype, pool_dtype = rng.choice(DTYPES)
-        most = max(1, (16 if head_size > 128 else 32) // group)
-        num_common = rng.choice((1, 1, 2, 3, 7, 16, 33))
-        num_seqs = rng.choice((2, 2, 3, 5, 9, 20))
-        with_queries = rng.randrange(num_seqs)
-        query_lens, context_lens = [], []
-        for seq in range(num_seqs):
-            query_len = rng.choice((1, 1, 1, 0, most, rng.randint(1, most))) if seq != with_queries else 1
-            own = query_len + rng.choice((0, 0, 1, block_size, rng.randint(0, 300)))
-            query_lens.append(query_len)
-            context_lens.append(num_common * block_size + own if query_len else rng.choice((0, 3, own)))
-        case = Case(
-            tuple(query_lens),
-            tuple(context_lens),
-            dtype=dtype,
-            pool_dtype=pool_dtype,
-            scaled=pool_dtype is not None and rng.random() < 0.7,
-            head_size=head_size,
-            block_size=block_size,
-            num_kv_heads=num_kv_heads,
-            group=group,
-            seed=seed,
-            **rng.choice(OPTIONS),
-        )
-        cases.append((case, num_common))
-    return cases
-
-
-def make_shared(case: Case, num_common: int) -> Batch:
-    batch = make_trapped(case)
-    share_prefix(batch, num_common)
-    return batch
 
 
 def attend(batch: Batch, **options: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -74,15 +28,7 @@ def attend(batch: Batch, **options: Any) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_sampled_cases(part: int) -> None:
-    failures = []
-    for case, num_common in sample_shared(SAMPLES)[part::PARTS]:
-        batch = make_shared(case, num_common)
-        try:
-            results = attend(batch, kernel="cascade", num_common_blocks=num_common)
-            compare(case, reference(batch), *results, **bounds(case, "cascade"))
-        except (AssertionError, InvalidArgumentError) as error:
-            failures.append(f"{num_common} common blocks: {error}"[:600])
-    assert not failures, "\n".join([f"{len(failures)} failed", *failures[:6]])
+    run_shared_cases(sample_shared(SAMPLES)[part::PARTS])
 
 
 def long_case(**changed: Any) -> Case:

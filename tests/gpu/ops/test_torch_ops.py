@@ -5,12 +5,14 @@ context against float64 by torch.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from attention_reference import DTYPES, Batch, Case, Sparse, compare, reference
 from gpu_attention import ROUNDED_WEIGHTS_BOUND, bounds, make_trapped
+from shared_prefix import make_shared
 
 from kvservice.errors import InvalidArgumentError
 
@@ -202,6 +204,45 @@ def test_graphs_follow_the_lengths_on_the_device(kernel: Any, invariant: bool) -
         lse.fill_(float("nan"))
         graph.replay()
         compare(case, reference(step), numpy_of(out), numpy_of(lse), **bounds(case, kernel))
+
+
+def test_graphs_of_a_shared_prefix() -> None:
+    """Captured once, replayed with other blocks in common and other lengths behind them."""
+    num_common = 64
+    longest = Case((1, 2, 1, 3), (1500,) * 4, dtype="bfloat16", head_size=128, group=4)
+    steps = [
+        longest,
+        replace(longest, context_lens=(1025, 1500, 1100, 1333), seed=1),
+        replace(longest, query_lens=(0, 3, 1, 3), context_lens=(7, 1027, 1240, 1111), seed=2),
+    ]
+    pool, layer, query, query_lens, tables, context_lens = tensors(make_shared(longest, num_common))
+    out, lse = torch.empty_like(query), query.new_empty(query.shape[:2], dtype=torch.float32)
+    lengths = {"max_query_len": 3, "num_common_blocks": num_common}
+
+    def attend() -> None:
+        where = (query_lens, tables, context_lens)
+        torch_cuda.attend(out, lse, pool, layer, query, *where, **lengths, kernel="cascade")
+
+    attend()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attend()
+    for case in [*steps, *steps[::-1]]:
+        step = make_shared(case, num_common)
+        pool[: step.pool.shape[0]] = as_tensor(step.pool)
+        tables.fill_(0)
+        tables[:, : step.block_tables.shape[1]] = as_tensor(step.block_tables)
+        query[:] = as_tensor(step.query)
+        query_lens[:], context_lens[:] = as_tensor(step.query_lens), as_tensor(step.context_lens)
+        out.fill_(float("nan"))
+        lse.fill_(float("nan"))
+        graph.replay()
+        compare(case, reference(step), numpy_of(out), numpy_of(lse), **bounds(case, "cascade"))
+        got, got_lse = torch.ops.kvservice.attention_lse(
+            pool, layer, query, query_lens, tables, context_lens, **lengths
+        )
+        compare(case, reference(step), numpy_of(got), numpy_of(got_lse), **bounds(case, "auto"))
 
 
 LONG = 131072
