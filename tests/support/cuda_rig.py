@@ -1,5 +1,5 @@
-"""An engine in this process, whose pool is on a GPU unless told otherwise, and what has to be true of every type that it
-stores."""
+"""An engine in this process, whose pool is on a GPU unless told otherwise, and what has to be true of every type that
+it stores."""
 
 from __future__ import annotations
 
