@@ -26,10 +26,11 @@ __device__ __forceinline__ void copy_8_or_zeros(uint32_t dst, const void* src, b
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(dst), "l"(src), "r"(copy ? 8 : 0) : "memory");
 }
 
-// kHead: rows of an octet of V in shared memory, of which the head size may be fewer.
-template <int kHead, int kKeys, bool kFloat8>
+// kHead: rows of an octet of V in shared memory, of which the head size may be fewer. kShift: log2 of the block size of
+// heads of that size, with which addresses take no arithmetic; or 0, for any.
+template <int kHead, int kKeys, bool kFloat8, int kShift = 0>
 class KeyLoader {
-  static constexpr int kUnits = kKeys / 16, kItem = kFloat8 ? 1 : 2;
+  static constexpr int kUnits = kKeys / 16, kItem = kFloat8 ? 1 : 2, kUnroll = kShift > 0 ? kHead : 4;
 
  public:
   // The keys [begin, end) of the tile are seen by some of its rows.
@@ -51,15 +52,14 @@ class KeyLoader {
     const bool copy = key_block_ >= 0;
     const char* source = head_;
     if (copy) source += key_block_ * a_.block_bytes + ((key + my_token()) & block_mask()) * 16;
-    const int64_t piece_bytes = copy ? int64_t{16} << a_.block_shift : 0;
-    const int first = thread_ / kKeys, pieces = a_.head_size * kItem / 16;
+    const int first = thread_ / kKeys, piece_bytes = 16 << block_shift();
     source += first * piece_bytes;
     dst += (first * kKeys + my_token()) * 16;
-#pragma unroll 4
-    for (int piece = first; piece < pieces; piece += kLoadThreads / kKeys) {
-      copy_16_or_zeros(dst, source, copy);
-      source += piece_bytes * (kLoadThreads / kKeys);
-      dst += kLoadThreads * 16;
+    constexpr int kStep = kLoadThreads / kKeys;
+#pragma unroll(kUnroll)
+    for (int i = 0; i < kHead * kItem / 16; i += kStep) {
+      if (kShift == 0 && first + i >= a_.head_size * kItem / 16) break;
+      copy_16_or_zeros(dst + i * kKeys * 16, source + i * piece_bytes, copy);
     }
   }
 
@@ -70,8 +70,7 @@ class KeyLoader {
     const bool copy = value_block_ >= 0;
     const char* source = head_;
     if (copy) source += value_block_ * a_.block_bytes + a_.value_offset + (position & block_mask()) * kItem;
-    const int64_t row_bytes = copy ? int64_t{kItem} << a_.block_shift : 0;
-    const int first = thread_ / 2 % 4 + thread_ / (8 * kUnits) * 4;
+    const int first = thread_ / 2 % 4 + thread_ / (8 * kUnits) * 4, row_bytes = kItem << block_shift();
     source += first * row_bytes;
     dst += (my_octet() / 2 * kHead + first) * (2 * kOctetBytes);
     dst += (my_octet() % 2 ^ (kFloat8 ? 0 : first / 4 % 2)) * kOctetBytes;
@@ -85,15 +84,14 @@ class KeyLoader {
       __threadfence_block();
       return;
     }
-#pragma unroll 4
-    for (int dim = first; dim < a_.head_size; dim += kDims) {
+#pragma unroll(kUnroll)
+    for (int i = 0; i < kHead; i += kDims) {
+      if (kShift == 0 && first + i >= a_.head_size) break;
       if constexpr (kFloat8) {
-        copy_8_or_zeros(dst, source, copy);
+        copy_8_or_zeros(dst + i * (2 * kOctetBytes), source + i * row_bytes, copy);
       } else {
-        copy_16_or_zeros(dst, source, copy);
+        copy_16_or_zeros(dst + i * (2 * kOctetBytes), source + i * row_bytes, copy);
       }
-      source += row_bytes * kDims;
-      dst += kDims * (2 * kOctetBytes);
     }
   }
 
@@ -101,10 +99,11 @@ class KeyLoader {
   // Of K a thread copies all pieces of one token or some, of V rows of one octet of tokens.
   __device__ int my_token() const { return thread_ % kKeys; }
   __device__ int my_octet() const { return thread_ / 8 % kUnits * 2 + thread_ % 2; }
-  __device__ int block_mask() const { return (1 << a_.block_shift) - 1; }
+  __device__ int block_shift() const { return kShift > 0 ? kShift : a_.block_shift; }
+  __device__ int block_mask() const { return (1 << block_shift()) - 1; }
 
   __device__ int look_up(int position) const {
-    return position >= begin_ && position < end_ ? table_[position >> a_.block_shift] : -1;
+    return position >= begin_ && position < end_ ? table_[position >> block_shift()] : -1;
   }
 
   // The context ends in this octet: its first `bytes`, then zeros.

@@ -13,7 +13,7 @@ namespace kvservice {
 namespace extend {
 
 // The most chunks of a tile, the fewest steps for which one pays, and what leaving and joining results takes, in steps.
-constexpr int kMaxChunks = 32, kMinChunkSteps = 4, kJoinSteps = 2;
+constexpr int kMaxChunks = 64, kMinChunkSteps = 4, kJoinSteps = 2;
 
 // The numbers of thread blocks' counters that are not for joins.
 constexpr int kScheduleCounters = 2;

@@ -14,7 +14,8 @@ template <int kHead, bool kFloat8>
 class WgmmaLoader {
   using Shape = WgmmaShape<kHead>;
   static constexpr int kKeys = Shape::kKeys;
-  using Loader = KeyLoader<kHead, kKeys, false>;
+  template <int kShift>
+  using Loader = KeyLoader<kHead, kKeys, false, kShift>;
   using Converter = KeyConverter<kHead, kKeys>;
   using Finder = TileFinder<kWgmmaRows, kKeys>;
 
@@ -30,7 +31,12 @@ class WgmmaLoader {
     }
     int64_t index = blockIdx.x;
     int slot = 0;
-    for (; find(&index, slot); slot ^= 1) load(signals_->loading[slot]);
+    bool shared = false;
+    for (; find(&index, slot); slot ^= 1) {
+      const Tile& tile = signals_->loading[slot];
+      load(tile, shared);
+      shared = tile.first_row + kGroupRows >= tile.num_rows(a_);
+    }
     wait_for_compute();
     announce(nullptr);
     arrive_when_copied(&signals_->query_full);
@@ -61,41 +67,59 @@ class WgmmaLoader {
     return signals_->loading_found[slot];
   }
 
-  __device__ void load(const Tile& tile) {
+  __device__ void load(const Tile& tile, bool late) {
     const Steps<kWgmmaRows, kKeys> steps(a_, tile);
     if constexpr (kFloat8) {
       Converter converter(a_, tile, steps.begin, steps.end, threadIdx.x);
       load_converting(converter, tile, steps);
     } else {
-      Loader loader(a_, tile, steps.begin, steps.end, threadIdx.x);
-      load_copying(loader, tile, steps);
+      switch (a_.head_size == kHead ? a_.block_shift : 0) {
+        case 4:
+          return load_copying(Loader<4>(a_, tile, steps.begin, steps.end, threadIdx.x), tile, steps, late);
+        case 5:
+          return load_copying(Loader<5>(a_, tile, steps.begin, steps.end, threadIdx.x), tile, steps, late);
+        case 6:
+          return load_copying(Loader<6>(a_, tile, steps.begin, steps.end, threadIdx.x), tile, steps, late);
+        case 7:
+          return load_copying(Loader<7>(a_, tile, steps.begin, steps.end, threadIdx.x), tile, steps, late);
+        default:
+          return load_copying(Loader<0>(a_, tile, steps.begin, steps.end, threadIdx.x), tile, steps, late);
+      }
     }
   }
 
-  __device__ void load_copying(Loader& loader, const Tile& tile, const Steps<kWgmmaRows, kKeys>& steps) {
+  // `late`: the tile before holds on to its queries to the end, so that more is loaded before these are.
+  template <typename L>
+  __device__ void load_copying(L loader, const Tile& tile, const Steps<kWgmmaRows, kKeys>& steps, bool late) {
     loader.look_up_keys(steps.first);
     loader.look_up_values(steps.first);
     copy_keys(loader, steps.first);
+    int i = 1, key = steps.first;
+    const auto next = [&] {
+      copy_keys(loader, key + kKeys);
+      copy_values(loader, key);
+      ++i;
+      key += kKeys;
+    };
+    if (late && steps.count > 1) next();
     wait_for_compute();
     announce(&tile);
     copy_queries(tile);
     arrive_when_copied(&signals_->query_full);
-    int key = steps.first;
-    for (int i = 1; i < steps.count; ++i, key += kKeys) {
-      copy_keys(loader, key + kKeys);
-      copy_values(loader, key);
-    }
+    while (i < steps.count) next();
     copy_values(loader, key);
   }
 
-  __device__ void copy_keys(Loader& loader, int key) {
+  template <typename L>
+  __device__ void copy_keys(L& loader, int key) {
     loader.fill_keys(free_keys(), key);
     arrive_when_copied(&signals_->keys_full[keys_.stage()]);
     loader.look_up_keys(key + kKeys);
     ++keys_.steps;
   }
 
-  __device__ void copy_values(Loader& loader, int key) {
+  template <typename L>
+  __device__ void copy_values(L& loader, int key) {
     loader.fill_values(free_values(), key);
     arrive_when_copied(&signals_->values_full[values_.stage()]);
     loader.look_up_values(key + kKeys);
