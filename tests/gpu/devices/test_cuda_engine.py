@@ -135,19 +135,20 @@ def test_batch_invariance_is_bit_by_bit() -> None:
 def test_forks_of_a_long_prompt() -> None:
     """So many, and so long, that common blocks are read once for all: the same as of an engine on the CPU."""
     num_forks, num_prompt = 128, 1500
-    sizes = {"num_blocks": 400, "max_sequences": 200, "max_sequence_tokens": 2000, "max_message_mib": 8}
-    model = {"dtype": "bfloat16", "head_size": 128, "block_size": 16, "num_layers": 1}
+    sizes = {"num_blocks": 400, "max_sequences": 200, "max_sequence_tokens": 2000, "max_message_mib": 16}
+    model = {"dtype": "bfloat16", "head_size": 128, "block_size": 16, "num_layers": 1, "num_kv_heads": 8}
+    heads = (16, 8, 8)
     outputs = []
     for device in ("cuda", "cpu"):
         rig = Rig(device=device, **sizes, **model)
         try:
             prompt = rig.open_step(0, num_prompt)
-            rig.attend(prompt, 0, *(rig.normal(num_prompt, heads, 128) for heads in (8, 2, 2)))
+            rig.attend(prompt, 0, *(rig.normal(num_prompt, count, 128) for count in heads))
             rig.engine.manager.fork(rig.space, np.zeros(num_forks - 1, np.int64), np.arange(1, num_forks))
             ids = np.arange(num_forks)
             for _ in range(2):
                 step = rig.engine.append(rig.space, ids, ids, None, None, 0)
-                tensors = [rig.normal(num_forks, heads, 128) for heads in (8, 2, 2)]
+                tensors = [rig.normal(num_forks, count, 128) for count in heads]
                 outputs.append(rig.attend(step, 0, *tensors).astype(np.float32))
             if isinstance(rig.device, CudaDevice):
                 assert rig.device._compute.tables_of(step).num_common_blocks == num_prompt // 16

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from attention_reference import Batch, Case, Sparse, compare, reference
+from attention_reference import Batch, Case, Sparse, compare, make_batch, reference
 from gpu_attention import OnDevice, bounds
 from gpu_cases import DTYPES
 from gpu_memory import GpuMemory
@@ -17,6 +17,8 @@ from kvservice.errors import InvalidArgumentError
 
 PARTS = 8
 SAMPLES = 240
+# Of the long cases.
+LONG_COMMON = 64
 
 
 def attend(batch: Batch, **options: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -32,12 +34,9 @@ def test_sampled_cases(part: int) -> None:
 
 
 def long_case(**changed: Any) -> Case:
-    contexts = tuple(1024 + own for own in (1, 2, 700, 16, 17, 333, 64, 1500, *range(3, 59)))
+    contexts = tuple(16 * LONG_COMMON + own for own in (1, 2, 700, 16, 17, 333, 64, 1500, *range(3, 59)))
     case = Case((1,) * len(contexts), contexts, dtype="bfloat16", head_size=128, num_kv_heads=2, group=4)
     return replace(case, **changed)
-
-
-LONG_COMMON = 64
 
 
 @pytest.mark.parametrize(("dtype", "pool_dtype"), DTYPES[:4])
@@ -62,18 +61,27 @@ def test_a_count_that_is_too_large_is_noticed() -> None:
         compare(case, expected, out, **bounds(case, "cascade"))
 
 
+def large_batch(num_seqs: int = 256, **changed: Any) -> Batch:
+    """So large that it pays. All have the blocks of the first two sequences before their own, over and over again."""
+    case = Case((1,) * num_seqs, (32,) * num_seqs, dtype="bfloat16", head_size=128, num_layers=1, layer=0)
+    case = replace(case, num_kv_heads=8, **{"query_lens": case.query_lens, **changed})
+    batch = make_batch(case)
+    prefix = np.tile(np.resize(batch.block_tables[:2, :2].ravel(), LONG_COMMON), (num_seqs, 1))
+    batch.block_tables = np.concatenate([prefix, batch.block_tables[:, :2]], axis=1)
+    batch.context_lens = batch.context_lens + np.int32(LONG_COMMON * case.block_size)
+    return batch
+
+
 def test_it_is_chosen_where_it_pays() -> None:
-    large = make_shared(long_case(num_kv_heads=8, group=2), LONG_COMMON)
-    decoded, cascaded, chosen = (
-        attend(large, kernel=kernel, num_common_blocks=LONG_COMMON)[0].tobytes()
-        for kernel in ("decode", "cascade", "auto")
-    )
-    assert cascaded != decoded
-    assert chosen == cascaded
-    assert attend(large, num_common_blocks=0)[0].tobytes() == decoded
-    small = make_shared(Case((1, 1, 1), (40, 50, 60), dtype="bfloat16", head_size=128), 2)
-    decoded = attend(small, kernel="decode")[0].tobytes()
-    assert attend(small, num_common_blocks=2)[0].tobytes() == decoded
+    for num_seqs, wanted in ((256, "cascade"), (20, "decode")):
+        batch = large_batch(num_seqs)
+        without, chosen, *explicit = (
+            attend(batch, kernel=kernel, num_common_blocks=num_common)[0].tobytes()
+            for kernel, num_common in (("auto", 0), ("auto", 64), ("decode", 64), ("cascade", 64))
+        )
+        assert explicit[0] != explicit[1]
+        assert without == explicit[0]
+        assert chosen == explicit[wanted == "cascade"]
 
 
 UNSHARED: dict[str, dict[str, Any]] = {
@@ -81,18 +89,16 @@ UNSHARED: dict[str, dict[str, Any]] = {
     "slopes": {"alibi": True},
     "a sparse pattern": {"sparse": Sparse(3, 2, 16, 1, 0)},
     "float32": {"dtype": "float32"},
-    "another head size": {"head_size": 72},
-    "many queries": {"query_lens": (1, 70, 1), "context_lens": (1100, 1200, 1300)},
+    "another head size": {"head_size": 120},
+    "many queries": {"query_lens": (1,) * 255 + (30,)},
+    "batch invariance": {},
 }
 
 
-@pytest.mark.parametrize("option", [*UNSHARED, "batch invariance"])
+@pytest.mark.parametrize("option", UNSHARED)
 def test_what_needs_more_is_done_without(option: str) -> None:
-    case = long_case(query_lens=(1, 1, 1), context_lens=(1100, 1200, 1300))
-    case = replace(case, **UNSHARED.get(option, {}))
-    invariant = option == "batch invariance"
-    batch = make_shared(replace(case, sliding_window=0), LONG_COMMON)
-    batch.case, batch.options["sliding_window"] = case, case.sliding_window
+    """Though it would pay."""
+    batch, invariant = large_batch(**UNSHARED[option]), option == "batch invariance"
     with_it, without = (
         attend(batch, num_common_blocks=num_common, batch_invariant=invariant)[0] for num_common in (LONG_COMMON, 0)
     )
