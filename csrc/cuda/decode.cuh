@@ -87,9 +87,7 @@ class Kernel {
   static constexpr int kSubs = kHead * kItem <= 128 ? 2 : 1;
   static constexpr int kRoundTokens = kTokenWarps * 16 * kSubs;
   static constexpr int kPartial = Partial<kHead, kColumns>::kFloats;
-  // Warps join their sums over kPassSteps times 16 dimensions at a time.
-  static constexpr int kPassSteps = 4;
-  static constexpr int kScratchRow = kPassSteps * 16 + 4;  // no two lanes of a store meet in a bank
+  static constexpr int kScratchRow = kHead + 4;  // no two lanes of a store meet in a bank
 
   struct Shared {
     uint64_t full[kMaxEntries];
@@ -101,7 +99,7 @@ class Kernel {
     int last;
     alignas(16) float2 state[kTokenWarps][kColumns];
     union {
-      alignas(16) float scratch[kWarps][8][kScratchRow];
+      alignas(16) float scratch[kTokenWarps][kColumns][kScratchRow];
       float2 joined[kColumns][kMaxJoined];
     };
     uint2 query[kColumnTiles > 1 ? kSteps * kColumns / 8 : 1][32];
@@ -237,7 +235,8 @@ class Kernel {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     if (lane_ == 0) ptx::mbarrier_arrive_expect(barrier, tile.num_blocks * p_.head_bytes);
     __syncwarp();
-    if (lane_ < tile.num_blocks) ptx::bulk_copy(to + lane_ * p_.head_bytes, source, p_.head_bytes, barrier);
+    if (lane_ < tile.num_blocks)
+      ptx::bulk_copy(to + lane_ * p_.head_bytes, source, p_.head_bytes, barrier, ptx::evict_first_policy());
 #else
     for (int block = 0; block < tile.num_blocks; ++block) {
       const auto from = reinterpret_cast<const char*>(__shfl_sync(~0U, reinterpret_cast<uint64_t>(source), block));
@@ -625,31 +624,24 @@ class Kernel {
       }
     }
     ptx::named_barrier(1, kComputeThreads);
-    const float v_scale = p_.v_scale != nullptr ? p_.v_scale[s.kv_head] : 1.0F;
-    const int columns = used_columns(p_, s);
 #pragma unroll
     for (int n = 0; n < kColumnTiles; ++n) {
-      float factor[2];
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        const float maximum = joined(first_column_ + n * 8 + 2 * t + j).x;
-        factor[j] = state.maximum[n][j] == -INFINITY ? 0.0F : ptx::exp2_fast(state.maximum[n][j] - maximum);
-      }
+        const int column = first_column_ + n * 8 + 2 * t + j;
+        const float maximum = joined(column).x;
+        const float factor = state.maximum[n][j] == -INFINITY ? 0.0F : ptx::exp2_fast(state.maximum[n][j] - maximum);
+        float* row = shared_.scratch[token_warp_][column];
 #pragma unroll
-      for (int first = 0; first < kSteps; first += kPassSteps) {
-#pragma unroll
-        for (int d = first; d < min(first + kPassSteps, kSteps); ++d) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            shared_.scratch[warp_][2 * t + i % 2][(d - first) * 16 + g + i / 2 * 8] =
-                state.values[d][n][i] * factor[i % 2];
-          }
+        for (int d = 0; d < kSteps; ++d) {
+          row[d * 16 + g] = state.values[d][n][j] * factor;
+          row[d * 16 + g + 8] = state.values[d][n][j + 2] * factor;
         }
-        ptx::named_barrier(1, kComputeThreads);
-        write_columns(s, n, columns - first_column_ - n * 8, first, v_scale, part);
-        ptx::named_barrier(1, kComputeThreads);
       }
     }
+    ptx::named_barrier(1, kComputeThreads);
+    write_columns(s, part);
+    ptx::named_barrier(1, kComputeThreads);
   }
 
   // Maximum and sum of a column over all warps.
@@ -665,31 +657,25 @@ class Kernel {
     return all;
   }
 
-  // A pass over the dimensions, from step `first` on, of column tile n of each column group, of which the first
-  // `columns` columns are queries.
-  __device__ void write_columns(const Segment& s, int n, int columns, int first, float v_scale,
-                                Partial<kHead, kColumns> part) {
-    constexpr int kVectors = kPassSteps * 4;
-    static_assert(8 * kVectors == kTokenWarps * 32, "every thread has one");
-    const int index = (token_warp_ * 32 + lane_) / kVectors, in_pass = lane_ % kVectors;
-    const int vector = first * 4 + in_pass, column = first_column_ + n * 8 + index;
-    if (index >= columns || vector >= kHead / 4) return;
-    float4 sum = {0.0F, 0.0F, 0.0F, 0.0F};
+  __device__ void write_columns(const Segment& s, Partial<kHead, kColumns> part) {
+    constexpr int kVectors = kHead / 4;
+    const float v_scale = p_.v_scale != nullptr ? p_.v_scale[s.kv_head] : 1.0F;
+    const int places = used_columns(p_, s) * kVectors;
+    for (int i = threadIdx.x; i < places; i += kComputeThreads) {
+      const int column = i / kVectors, vector = i - column * kVectors;
+      float4 sum = {0.0F, 0.0F, 0.0F, 0.0F};
 #pragma unroll
-    for (int w = 0; w < kTokenWarps; ++w) {
-      const float4 one =
-          *reinterpret_cast<const float4*>(&shared_.scratch[warp_ - token_warp_ + w][index][in_pass * 4]);
-      sum = {sum.x + one.x, sum.y + one.y, sum.z + one.z, sum.w + one.w};
-    }
-    const float2 all = joined(column);
-    if (part.data != nullptr) {
-      if (vector == 0) __stcg(part.state(column), all);
-      __stcg(part.values(column) + vector, sum);
-    } else {
-      const int64_t row = output_row(p_, s, column);
-      const float factor = all.y == 0.0F ? 0.0F : v_scale / all.y;
-      store_4(p_, row * kHead + vector * 4, {sum.x * factor, sum.y * factor, sum.z * factor, sum.w * factor});
-      if (vector == 0) write_lse(p_, row, all.x, all.y);
+      for (int w = 0; w < kTokenWarps; ++w) {
+        const float4 one = *reinterpret_cast<const float4*>(&shared_.scratch[w][column][vector * 4]);
+        sum = {sum.x + one.x, sum.y + one.y, sum.z + one.z, sum.w + one.w};
+      }
+      const float2 all = joined(column);
+      if (part.data != nullptr) {
+        if (vector == 0) __stcg(part.state(column), all);
+        __stcg(part.values(column) + vector, sum);
+      } else {
+        write_output<kHead>(p_, s, column, vector, sum, all, v_scale);
+      }
     }
   }
 

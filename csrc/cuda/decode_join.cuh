@@ -36,16 +36,25 @@ struct Partial {
   }
 };
 
-__device__ __forceinline__ void write_lse(const Params& p, int64_t row, float maximum, float sum) {
+// Four dimensions of a column, normalised, and, with the first of them, its log-sum-exp.
+template <int kHead>
+__device__ __forceinline__ void write_output(const Params& p, const Segment& s, int column, int vector, float4 sum,
+                                             float2 state, float v_scale) {
   constexpr float kLn2 = 0.6931471805599453F;
-  if (p.lse != nullptr) p.lse[row] = sum == 0.0F ? -INFINITY : (maximum + log2f(sum)) * kLn2;
+  const int64_t row = output_row(p, s, column);
+  const float factor = state.y == 0.0F ? 0.0F : v_scale / state.y;
+  store_4(p, row * kHead + vector * 4, {sum.x * factor, sum.y * factor, sum.z * factor, sum.w * factor});
+  if (vector == 0 && p.lse != nullptr) {
+    p.lse[row] = state.y == 0.0F ? -INFINITY : (state.x + log2f(state.y)) * kLn2;
+  }
 }
 
-// Joins `count` partial results, in order, and writes the output or, if `to` is given, another partial result. All of
-// kThreads threads, each for 16 bytes of a column. `states` is shared memory. Written to be short: it runs once, and
-// what takes the time then is to fetch its instructions.
+// Loads in flight of a thread.
 constexpr int kInFlight = 8;
 
+// Joins `count` partial results, in order, and writes the output or, if `to` is given, another partial result. All of
+// kThreads threads, each for 16 bytes of a column at a time. `states` is shared memory. Written to be short: it runs
+// once, and what takes the time then is to fetch its instructions.
 template <int kHead, int kColumns, int kThreads, typename Source>
 __device__ __forceinline__ void join(const Params& p, const Segment& s, int count, Source&& source, float* to,
                                      float2 (&states)[kColumns][kMaxJoined]) {
@@ -90,11 +99,8 @@ __device__ __forceinline__ void join(const Params& p, const Segment& s, int coun
       if (vector == 0) __stcg(part.state(column), {maximum, total});
       __stcg(part.values(column) + vector, sum);
     } else {
-      const int64_t row = output_row(p, s, column);
       const float v_scale = p.v_scale != nullptr ? p.v_scale[s.kv_head] : 1.0F;
-      const float factor = total == 0.0F ? 0.0F : v_scale / total;
-      store_4(p, row * kHead + vector * 4, {sum.x * factor, sum.y * factor, sum.z * factor, sum.w * factor});
-      if (vector == 0) write_lse(p, row, maximum, total);
+      write_output<kHead>(p, s, column, vector, sum, {maximum, total}, v_scale);
     }
   }
 }
