@@ -8,34 +8,6 @@
 namespace kvservice {
 namespace extend {
 
-// Powers of two that bring numbers up to `largest` into the range of halves, and back: from their bits.
-struct PowerOfTwo {
-  float down;
-  float up;
-
-  __device__ explicit PowerOfTwo(float largest) {
-    const int exponent = min(126, max(-100, static_cast<int>(__float_as_uint(largest) >> 23) - 127));
-    down = __uint_as_float(static_cast<uint32_t>(127 - exponent) << 23);
-    up = __uint_as_float(static_cast<uint32_t>(127 + exponent) << 23);
-  }
-};
-
-__device__ inline float largest_of_8(const uint4& numbers, DType dtype) {
-  float values[8], largest = 0.0F;
-  unpack_8(numbers, dtype, values);
-#pragma unroll
-  for (float value : values) largest = fmaxf(largest, fabsf(value));
-  return largest;
-}
-
-__device__ inline uint4 to_halves(const uint4& numbers, DType dtype, float factor) {
-  float values[8];
-  unpack_8(numbers, dtype, values);
-  return make_uint4(
-      ptx::pack<half>(values[0] * factor, values[1] * factor), ptx::pack<half>(values[2] * factor, values[3] * factor),
-      ptx::pack<half>(values[4] * factor, values[5] * factor), ptx::pack<half>(values[6] * factor, values[7] * factor));
-}
-
 template <bool kE4M3>
 __device__ __forceinline__ uint4 eight_to_halves(uint32_t first, uint32_t second) {
   uint4 out;

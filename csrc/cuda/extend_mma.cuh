@@ -164,20 +164,12 @@ class MmaTile {
   }
 
   __device__ void fit_into_halves(int r, uint4& numbers) {
-    float values[8], largest = 0.0F;
-    unpack_8(numbers, a_.dtype, values);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) largest = fmaxf(largest, fabsf(values[i]));
+    float largest = largest_of_8(numbers, a_.dtype);
     for (int step = 16; step > 0; step /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0U, largest, step));
-    // 2^-exponent and 2^exponent, from their bits.
-    const int exponent = min(126, max(-100, static_cast<int>(__float_as_uint(largest) >> 23) - 127));
-    const float down = __uint_as_float(static_cast<uint32_t>(127 - exponent) << 23);
-    const float up = __uint_as_float(static_cast<uint32_t>(127 + exponent) << 23);
-    if (r == lane_ / 4) row_scale_[0] = up;
-    if (r == lane_ / 4 + 8) row_scale_[1] = up;
-    numbers = make_uint4(
-        ptx::pack<half>(values[0] * down, values[1] * down), ptx::pack<half>(values[2] * down, values[3] * down),
-        ptx::pack<half>(values[4] * down, values[5] * down), ptx::pack<half>(values[6] * down, values[7] * down));
+    const PowerOfTwo power(largest);
+    if (r == lane_ / 4) row_scale_[0] = power.up;
+    if (r == lane_ / 4 + 8) row_scale_[1] = power.up;
+    numbers = scaled_halves(numbers, a_.dtype, power.down);
   }
 
   __device__ void query_fragment(int k, uint32_t (&fragment)[4]) const {

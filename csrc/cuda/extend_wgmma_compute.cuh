@@ -1,7 +1,7 @@
 // The computing groups of the extend kernel for Hopper.
 #pragma once
 
-#include "cuda/extend_wgmma.cuh"
+#include "cuda/extend_wgmma_rows.cuh"
 
 namespace kvservice {
 namespace extend {
@@ -28,7 +28,6 @@ template <typename T, int kHead, bool kFloat8>
 class WgmmaCompute {
   using Shape = WgmmaShape<kHead>;
   static constexpr int kKeys = Shape::kKeys, kLogits = kKeys / 2, kParts = Shape::kParts;
-  static constexpr int kPartAcc = Shape::kColumns / 2;
   using Partial = GroupPartial<kHead>;
 
  public:
@@ -37,7 +36,8 @@ class WgmmaCompute {
         signals_(signals),
         shared_(shared),
         group_(uniform(static_cast<int>(threadIdx.x) / kGroupThreads - 1)),
-        lane_(threadIdx.x % 32) {
+        lane_(threadIdx.x % 32),
+        rows_(a, group_) {
     const uint32_t address = ptx::shared_address(shared);
     queries_ = ptx::matrix_descriptor(address, kWgmmaRows * 16, 128);
     keys_tile_ = ptx::matrix_descriptor(address + Shape::kKeysOffset, kKeys * 16, 128);
@@ -51,7 +51,6 @@ class WgmmaCompute {
       ptx::mbarrier_wait(ptx::shared_address(&signals_->query_full), parity);
       parity ^= 1;
       if (!signals_->computing_found) break;
-      tile_ = signals_->computing;
       attend();
     }
   }
@@ -61,17 +60,14 @@ class WgmmaCompute {
   static __device__ int uniform(int value) { return __shfl_sync(~0U, value, 0); }
 
   __device__ int thread() const { return threadIdx.x % kGroupThreads; }
-  // Of the tile, the first of this warp's.
-  __device__ int warp_row() const { return (shares_rows_ ? 0 : group_ * kGroupRows) + thread() / 32 * 16; }
-  __device__ int row(int i) const { return tile_.first_row + warp_row() + lane_ / 4 + 8 * i; }
-  __device__ bool warp_has_rows() const { return tile_.first_row + warp_row() < tile_.num_rows(a_); }
+  __device__ const Tile& tile() const { return rows_.tile(); }
 
   __device__ void take_turn() const { ptx::named_barrier(kFirstTurn + group_, 2 * kGroupThreads); }
   __device__ void pass_turn() const {
     asm volatile("bar.arrive %0, %1;" ::"r"(kFirstTurn + 1 - group_), "n"(2 * kGroupThreads) : "memory");
   }
 
-  // The barrier counts the warps of both groups; for one who uses a stage alone it arrives for the other too.
+  // The barrier counts the warps of both groups; a group that uses a stage alone arrives for the other too.
   __device__ void release(uint64_t* barrier, int arrivals) const {
     __syncwarp();
     if (lane_ < arrivals) ptx::mbarrier_arrive(ptx::shared_address(barrier));
@@ -92,22 +88,22 @@ class WgmmaCompute {
   }
 
   __device__ void attend() {
-    const Steps<kWgmmaRows, kKeys> steps(a_, tile_);
-    const int count = steps.count;
-    shares_rows_ = tile_.first_row + kGroupRows >= tile_.num_rows(a_);
+    const Tile& next = signals_->computing;
+    shares_rows_ = next.first_row + kGroupRows >= next.num_rows(a_);
     stride_ = shares_rows_ ? 2 : 1;
-    start_tile();
+    rows_.start(next, shares_rows_, signals_->row_scale);
+    const Steps<kWgmmaRows, kKeys> steps(a_, tile());
+    const int count = steps.count;
     const uint32_t end = keys_.steps + count;
     const int skipped = shares_rows_ ? group_ : 0;
     keys_.steps += skipped;
     values_.steps += skipped;
     if (count > skipped) attend_steps(steps.first + skipped * kKeys, (count - skipped + stride_ - 1) / stride_);
     keys_.steps = values_.steps = end;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) max_[i] *= factor(i);
+    rows_.finish();
     if (shares_rows_ && !join_groups()) return;
     if (steps.num_chunks > 1 && !join_chunks(steps.num_chunks)) return;
-    if (warp_has_rows()) store();
+    if (rows_.any()) rows_.store();
   }
 
   __device__ void attend_steps(int key, int count) {
@@ -121,15 +117,15 @@ class WgmmaCompute {
     ptx::pin(logits);
     release_keys();
     if (count == 1) release_queries();
-    soften(key, logits, decay);
-    pack(logits, weights);
+    rows_.soften(key, logits, decay);
+    rows_.pack(logits, weights);
     for (int left = count - 1; left > 0; --left) {
       key += kKeys * stride_;
       wait_keys();
       wait_values();
       ptx::fence_for_wgmma();
       if (!shares_rows_) take_turn();
-      pin_acc();
+      rows_.pin();
       ptx::wgmma_fence();
       multiply_keys(logits);
       multiply_values(weights);
@@ -138,57 +134,33 @@ class WgmmaCompute {
       ptx::pin(logits);
       release_keys();
       if (left == 1) release_queries();
-      soften(key, logits, decay);
+      rows_.soften(key, logits, decay);
       ptx::pin(logits);
       ptx::pin(decay);
       // The assembler would move the wait for the product up before the exponentials, but not past another wait, which
       // this is for.
       wait_values();
       ptx::wgmma_wait<0>();
-      pin_acc();
+      rows_.pin();
       ptx::pin(logits);
       release_values();
-      rescale(decay);
-      pack(logits, weights);
+      rows_.rescale(decay);
+      rows_.pack(logits, weights);
     }
     wait_values();
     ptx::fence_for_wgmma();
-    pin_acc();
+    rows_.pin();
     ptx::wgmma_fence();
     multiply_values(weights);
     ptx::wgmma_wait<0>();
-    pin_acc();
+    rows_.pin();
     release_values();
   }
 
-  // Where both groups have the rows their memory is wanted once more.
+  // Groups with the same rows want the queries' memory once more, to join.
   __device__ void release_queries() const {
     if (!shares_rows_) release(&signals_->query_empty, 1);
   }
-
-  __device__ void start_tile() {
-    const float k_scale = a_.k_scale != nullptr ? a_.k_scale[tile_.kv_head] : 1.0F;
-    scale_ = a_.scale * k_scale;
-    plain_ = a_.soft_cap <= 0.0F && a_.alibi_slopes == nullptr && scale_ > 0.0F;
-#pragma unroll
-    for (int i = 0; i < (kFloat8 ? 2 : 1); ++i) {
-      factor_[i] = plain_ ? scale_ * row_scale(i) * kLog2E : 1.0F;
-    }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      max_[i] = -INFINITY;
-      sum_[i] = 0.0F;
-    }
-    clear_acc();
-    all_visible_end_ = tile_.position(a_, tile_.first_row + warp_row()) + 1;
-    all_visible_begin_ = tile_.first_visible(a_, tile_.position(a_, tile_.first_row + warp_row() + 15));
-  }
-
-  __device__ float row_scale(int i) const {
-    return kFloat8 ? signals_->row_scale[warp_row() + lane_ / 4 + 8 * i] : 1.0F;
-  }
-  // Of a plain logit the scale is applied on the way into the exponential.
-  __device__ float factor(int i) const { return factor_[kFloat8 ? i : 0]; }
 
   __device__ void multiply_keys(float (&logits)[kLogits]) {
     const uint64_t queries = queries_ + uniform(shares_rows_ ? 0 : group_ * kGroupRows);
@@ -206,117 +178,20 @@ class WgmmaCompute {
     for (int k = 0; k < kKeys / 16; ++k) {
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
-        ptx::wgmma<T>(acc_[part], weights[k], values + (k * kHead + part * Shape::kColumns) * 2);
+        ptx::wgmma<T>(rows_.acc[part], weights[k], values + (k * kHead + part * Shape::kColumns) * 2);
       }
     }
     ptx::wgmma_commit();
   }
 
-  __device__ void pin_acc() {
-#pragma unroll
-    for (auto& part : acc_) ptx::pin(part);
-  }
-
-  __device__ void clear_acc() {
-#pragma unroll
-    for (auto& part : acc_) {
-#pragma unroll
-      for (float& x : part) x = 0.0F;
-    }
-  }
-
-  // Logits of the step at `key` to weights; what was summed before is to be multiplied by `decay`.
-  __device__ void soften(int key, float (&logits)[kLogits], float (&decay)[2]) {
-    if (!plain_) apply_options(key, logits);
-    if (key + kKeys > all_visible_end_ || key < all_visible_begin_) mask(key, logits);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      float largest = max_[i];
-#pragma unroll
-      for (int n = 0; n < kLogits; n += 4) {
-        largest = fmaxf(largest, fmaxf(logits[n + 2 * i], logits[n + 2 * i + 1]));
-      }
-      largest = fmaxf(largest, __shfl_xor_sync(~0U, largest, 1));
-      largest = fmaxf(largest, __shfl_xor_sync(~0U, largest, 2));
-      // Nothing visible so far: any finite number will do.
-      const float shift = largest == -INFINITY ? 0.0F : largest * factor(i);
-      decay[i] = ptx::exp2_fast(max_[i] * factor(i) - shift);
-      max_[i] = largest;
-      float sum = 0.0F;
-#pragma unroll
-      for (int n = 0; n < kLogits; n += 4) {
-#pragma unroll
-        for (int e = n + 2 * i; e < n + 2 * i + 2; ++e) {
-          logits[e] = ptx::exp2_fast(logits[e] * factor(i) - shift);
-          sum += logits[e];
-        }
-      }
-      sum_[i] = sum_[i] * decay[i] + sum;
-    }
-  }
-
-  // The key of element e of the logits is the step's, plus this.
-  __device__ int key_offset(int e) const { return e / 4 * 8 + lane_ % 4 * 2 + e % 2; }
-
-  __device__ void apply_options(int key, float (&logits)[kLogits]) const {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int position = tile_.position(a_, row(i));
-      const int head = tile_.kv_head * a_.group + row(i) % a_.group;
-      const LogitOptions options{scale_ * row_scale(i), a_.soft_cap,
-                                 a_.alibi_slopes != nullptr ? a_.alibi_slopes[head] * kLog2E : 0.0F};
-#pragma unroll
-      for (int n = 0; n < kLogits; n += 4) {
-#pragma unroll
-        for (int e = n + 2 * i; e < n + 2 * i + 2; ++e) {
-          logits[e] = options.apply(logits[e], key + key_offset(e) - position);
-        }
-      }
-    }
-  }
-
-  __device__ void mask(int key, float (&logits)[kLogits]) const {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int position = tile_.position(a_, row(i));
-      // Offsets of this lane's first key that are visible.
-      const int last = position - key - lane_ % 4 * 2;
-      const int first = tile_.first_visible(a_, position) - key - lane_ % 4 * 2;
-#pragma unroll
-      for (int n = 0; n < kLogits; n += 4) {
-#pragma unroll
-        for (int e = n + 2 * i; e < n + 2 * i + 2; ++e) {
-          const int offset = e / 4 * 8 + e % 2;
-          if (offset > last || offset < first) logits[e] = -INFINITY;
-        }
-      }
-    }
-  }
-
-  __device__ void rescale(const float (&decay)[2]) {
-#pragma unroll
-    for (auto& part : acc_) {
-#pragma unroll
-      for (int e = 0; e < kPartAcc; ++e) part[e] *= decay[e / 2 % 2];
-    }
-  }
-
-  static __device__ void pack(const float (&logits)[kLogits], uint32_t (&weights)[kKeys / 16][4]) {
-#pragma unroll
-    for (int k = 0; k < kKeys / 16; ++k) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) weights[k][i] = ptx::pack<T>(logits[8 * k + 2 * i], logits[8 * k + 2 * i + 1]);
-    }
-  }
-
-  // Of two groups with the same rows, through the queries' memory. True in the one that then has the sum.
+  // The sum of two groups with the same rows, through the queries' memory. True in the one that then has the sum.
   __device__ bool join_groups() {
     auto* values = reinterpret_cast<float4*>(shared_);
     ptx::named_barrier(kComputers, 2 * kGroupThreads);
     if (group_ == 1) {
 #pragma unroll
-      for (int i = 0; i < kHead / 8; ++i) values[i * kGroupThreads + thread()] = acc_quad(i);
-      signals_->states[thread()] = make_float4(max_[0], max_[1], sum_[0], sum_[1]);
+      for (int i = 0; i < kHead / 8; ++i) values[i * kGroupThreads + thread()] = rows_.quad(i);
+      signals_->states[thread()] = make_float4(rows_.max[0], rows_.max[1], rows_.sum[0], rows_.sum[1]);
     }
     ptx::named_barrier(kComputers, 2 * kGroupThreads);
     if (group_ == 0) {
@@ -325,41 +200,41 @@ class WgmmaCompute {
       float mine[2], others[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const float largest = fmaxf(max_[i], other_max[i]);
+        const float largest = fmaxf(rows_.max[i], other_max[i]);
         const float shift = largest == -INFINITY ? 0.0F : largest;
-        mine[i] = ptx::exp2_fast(max_[i] - shift);
+        mine[i] = ptx::exp2_fast(rows_.max[i] - shift);
         others[i] = ptx::exp2_fast(other_max[i] - shift);
-        max_[i] = largest;
-        sum_[i] = sum_[i] * mine[i] + other_sum[i] * others[i];
+        rows_.max[i] = largest;
+        rows_.sum[i] = rows_.sum[i] * mine[i] + other_sum[i] * others[i];
       }
-      rescale(mine);
+      rows_.rescale(mine);
 #pragma unroll
-      for (int i = 0; i < kHead / 8; ++i) add_quad(i, values[i * kGroupThreads + thread()], others);
+      for (int i = 0; i < kHead / 8; ++i) rows_.add_quad(i, values[i * kGroupThreads + thread()], others);
     }
     release(&signals_->query_empty, 1);
     return group_ == 0;
   }
 
-  // Leaves what the group has for the last to come of those with the same rows. True in it, which then has the sum, of
-  // all in their order.
+  // Leaves what the group has of a chunk to the last to come of those with the same rows. True in that one, which then
+  // has the sum, of all in their order.
   __device__ bool join_chunks(int num_chunks) {
     const int half = a_.partial_rows / kGroupRows, which = shares_rows_ ? 0 : group_;
-    float* const first = a_.partials + (int64_t{tile_.partial} * half + which) * Partial::kFloats;
+    float* const first = a_.partials + (int64_t{tile().partial} * half + which) * Partial::kFloats;
     const int64_t stride = int64_t{half} * Partial::kFloats;
-    if (warp_has_rows()) leave({first + tile_.chunk * stride});
-    if (!is_last(a_.counters + kScheduleCounters + 2 * tile_.partial + which, num_chunks)) return false;
-    if (warp_has_rows()) collect(first, stride, num_chunks);
+    if (rows_.any()) leave({first + tile().chunk * stride});
+    if (!is_last(a_.counters + kScheduleCounters + 2 * tile().partial + which, num_chunks)) return false;
+    if (rows_.any()) collect(first, stride, num_chunks);
     return true;
   }
 
   __device__ void leave(Partial to) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const float sum = quad_sum(sum_[i]);
-      if (lane_ % 4 == 0) __stcg(to.state(thread() / 32 * 16 + lane_ / 4 + 8 * i), make_float2(max_[i], sum));
+      const float sum = rows_.quad_sum(rows_.sum[i]);
+      if (lane_ % 4 == 0) __stcg(to.state(thread() / 32 * 16 + lane_ / 4 + 8 * i), make_float2(rows_.max[i], sum));
     }
 #pragma unroll
-    for (int i = 0; i < kHead / 8; ++i) __stcg(to.values(i, thread()), acc_quad(i));
+    for (int i = 0; i < kHead / 8; ++i) __stcg(to.values(i, thread()), rows_.quad(i));
   }
 
   // Of `count` groups that come here, for the last one. What all of them wrote before is there for it to read.
@@ -375,15 +250,16 @@ class WgmmaCompute {
     return signals_->last[group_];
   }
 
+  // The sum of what was left, in the order of chunks. The loads of one do not wait for those of another.
   __device__ void collect(float* first, int64_t stride, int count) {
     const int my_row = thread() / 32 * 16 + lane_ / 4;
-    max_[0] = max_[1] = -INFINITY;
+    rows_.clear();
     for (int k = 0; k < count; ++k) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) max_[i] = fmaxf(max_[i], __ldcg(Partial{first + k * stride}.state(my_row + 8 * i)).x);
+      for (int i = 0; i < 2; ++i) {
+        rows_.max[i] = fmaxf(rows_.max[i], __ldcg(Partial{first + k * stride}.state(my_row + 8 * i)).x);
+      }
     }
-    sum_[0] = sum_[1] = 0.0F;
-    clear_acc();
 #pragma unroll(kHead > 128 ? 1 : 2)
     for (int k = 0; k < count; ++k) {
       const Partial from{first + k * stride};
@@ -391,75 +267,12 @@ class WgmmaCompute {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const float2 state = __ldcg(from.state(my_row + 8 * i));
-        factors[i] = ptx::exp2_fast(state.x - max_[i]);
+        factors[i] = ptx::exp2_fast(state.x - rows_.max[i]);
         // One lane of four has the sum of them.
-        if (lane_ % 4 == 0) sum_[i] += state.y * factors[i];
+        if (lane_ % 4 == 0) rows_.sum[i] += state.y * factors[i];
       }
 #pragma unroll
-      for (int i = 0; i < kHead / 8; ++i) add_quad(i, __ldcg(from.values(i, thread())), factors);
-    }
-  }
-
-  // Of accumulators in fours: two columns of one row, and of the other.
-  __device__ float4 acc_quad(int i) const {
-    const float* quad = &acc_[i * 4 / kPartAcc][i * 4 % kPartAcc];
-    return make_float4(quad[0], quad[1], quad[2], quad[3]);
-  }
-  __device__ void add_quad(int i, float4 values, const float (&factors)[2]) {
-    float* quad = &acc_[i * 4 / kPartAcc][i * 4 % kPartAcc];
-    quad[0] += values.x * factors[0];
-    quad[1] += values.y * factors[0];
-    quad[2] += values.z * factors[1];
-    quad[3] += values.w * factors[1];
-  }
-
-  static __device__ float quad_sum(float x) {
-    x += __shfl_xor_sync(~0U, x, 1);
-    return x + __shfl_xor_sync(~0U, x, 2);
-  }
-
-  __device__ void store() {
-    const float v_scale = a_.v_scale != nullptr ? a_.v_scale[tile_.kv_head] : 1.0F;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float sum = quad_sum(sum_[i]);
-      const bool valid = row(i) < tile_.num_rows(a_);
-      const int64_t index = valid ? tile_.query_row(a_, row(i)) : 0;
-      if (valid && a_.lse != nullptr && lane_ % 4 == 0) a_.lse[index] = (max_[i] + log2f(sum)) * kLn2;
-      auto* out = reinterpret_cast<uint4*>(static_cast<uint16_t*>(a_.out) + index * a_.head_size);
-      store_row(out, i, v_scale / sum, valid);
-    }
-  }
-
-  // Four lanes have a row, each two of every eight dimensions. They swap, so that each stores eight at once.
-  __device__ void store_row(uint4* out, int i, float factor, bool valid) const {
-#pragma unroll
-    for (int octet = 0; octet < kHead / 8; octet += 4) {
-      uint32_t words[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float* pair = &acc_[octet * 4 / kPartAcc][(octet + j) * 4 % kPartAcc + 2 * i];
-        words[j] = kFloat8 ? pack_as(pair[0] * factor, pair[1] * factor, a_.dtype)
-                           : ptx::pack<T>(pair[0] * factor, pair[1] * factor);
-      }
-      transpose_by_quads(words);
-      const int piece = octet + lane_ % 4;
-      if (valid && piece < a_.head_size / 8) out[piece] = make_uint4(words[0], words[1], words[2], words[3]);
-    }
-  }
-
-  // Word j of lane t of four becomes word t of lane j.
-  __device__ void transpose_by_quads(uint32_t (&words)[4]) const {
-    const bool odd = lane_ % 2 != 0, upper = lane_ % 4 >= 2;
-#pragma unroll
-    for (int j = 0; j < 4; j += 2) {
-      const uint32_t got = __shfl_xor_sync(~0U, odd ? words[j] : words[j + 1], 1);
-      (odd ? words[j] : words[j + 1]) = got;
-    }
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      const uint32_t got = __shfl_xor_sync(~0U, upper ? words[j] : words[j + 2], 2);
-      (upper ? words[j] : words[j + 2]) = got;
+      for (int i = 0; i < kHead / 8; ++i) rows_.add_quad(i, __ldcg(from.values(i, thread())), factors);
     }
   }
 
@@ -473,19 +286,9 @@ class WgmmaCompute {
   uint64_t values_tile_;
   Turn keys_;
   Turn values_;
-  Tile tile_;
   bool shares_rows_;  // with the other group, which has every second step
   int stride_;        // from one of this group's steps to the next
-  // All rows of the warp see the keys from the one to the other.
-  int all_visible_begin_;
-  int all_visible_end_;
-  bool plain_;
-  float scale_;
-  float factor_[kFloat8 ? 2 : 1];
-  // Of this thread's two rows:
-  float max_[2];
-  float sum_[2];
-  float acc_[kParts][kPartAcc];
+  WgmmaRows<T, kHead, kFloat8> rows_;
 };
 
 #endif  // KVSERVICE_WGMMA

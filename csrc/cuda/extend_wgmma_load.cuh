@@ -215,7 +215,7 @@ class WgmmaLoader {
 #pragma unroll
       for (int i = 0; i < kPieces; ++i) {
         const uint32_t dst = address_ + ((lane / 8 + 4 * i) * kWgmmaRows + octet * 8 + lane % 8) * 16;
-        ptx::store_shared_16(dst, to_halves(numbers[i], a_.dtype, power.down));
+        ptx::store_shared_16(dst, scaled_halves(numbers[i], a_.dtype, power.down));
       }
     }
   }
