@@ -38,6 +38,12 @@ int64_t attention_workspace_bytes(const AttentionParams& params, const CudaLaunc
 // small; CudaError where the launch fails.
 void attention_cuda(const AttentionParams& params, const CudaLaunch& launch);
 
+// Whether the block tables are so narrow that what a launch takes is mostly the way through it, not the tokens:
+// measured from 1 to 256 sequences of one KV head on an H200.
+inline bool has_few_tokens(const AttentionParams& p) {
+  return p.num_seqs * p.max_blocks * p.pool.block_size * p.pool.num_kv_heads <= int64_t{1} << 17;
+}
+
 // The kernels behind it. `takes_...` says whether shape, types and options suit.
 //
 // decode: few queries a sequence, tensor cores, bound by memory. extend: many queries, tensor cores, bound by

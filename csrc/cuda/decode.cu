@@ -11,9 +11,6 @@ namespace {
 using decode::Variant;
 
 constexpr int kMaxColumns = 32;
-// Up to here, 16 queries are done sooner in two passes of 8 beside each other than in one: measured from 1 to 256
-// sequences of one KV head on an H200.
-constexpr int64_t kFewTokens = 1 << 17;
 // Of a multiprocessor. More make the memory slower: measured from 64 to 192 KiB on an H200.
 constexpr int kBytesInFlight = 96 << 10;
 constexpr int kReservedSharedBytes = 1024;  // of every thread block, for the system
@@ -36,11 +33,6 @@ const Variant* find(const AttentionParams& p, int columns) {
     default:
       return nullptr;
   }
-}
-
-// Tokens of all KV heads, as far as the block tables tell.
-int64_t most_tokens(const AttentionParams& p) {
-  return p.num_seqs * p.max_blocks * p.pool.block_size * p.pool.num_kv_heads;
 }
 
 // The variant with the fewest columns that holds all queries of a KV head, or else the widest.
@@ -190,7 +182,8 @@ void launch_variant(const AttentionParams& p, const CudaLaunch& launch, const Va
 
 void decode_attention(const AttentionParams& p, const CudaLaunch& launch, QueryLens lens) {
   if (!launch.batch_invariant) {
-    const bool halve = p.group_size() * lens.max <= 16 && most_tokens(p) <= kFewTokens;
+    // Of few tokens, two passes of 8 columns beside each other are done sooner than one of 16.
+    const bool halve = p.group_size() * lens.max <= 16 && has_few_tokens(p);
     launch_variant(p, launch, halve ? find(p, 8) : choose(p, lens.max), lens);
     return;
   }
