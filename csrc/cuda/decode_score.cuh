@@ -1,0 +1,145 @@
+// The first product of the decode kernel: keys times queries, and which of the scores count.
+#pragma once
+
+#include "cuda/decode_query.cuh"
+
+namespace kvservice::decode {
+
+// A score, in powers of two, with what only some models have.
+__device__ __forceinline__ float special_score(const Params& p, int kv_head, int index, int distance, int token,
+                                               float score) {
+  constexpr float kLog2e = 1.4426950408889634F;
+  const int in_group = index % p.group, head = kv_head * p.group + in_group;
+  if (p.soft_cap != 0.0F) score = p.soft_cap * tanhf(score / p.soft_cap) * kLog2e;
+  if (p.alibi_slopes != nullptr) score -= p.alibi_slopes[head] * static_cast<float>(distance) * kLog2e;
+  if (p.sparse.on()) {
+    const BlockSparse& sparse = p.sparse;
+    const int key_block = token / sparse.block_size, query_block = (token + distance) / sparse.block_size;
+    const int shift = sparse.head_sliding_step >= 0
+                          ? (sparse.tp_rank * p.num_heads + head) * sparse.head_sliding_step + 1
+                          : (sparse.tp_rank * p.num_kv_heads + kv_head) * -sparse.head_sliding_step + 1;
+    const bool seen = key_block > query_block - sparse.local_blocks || (key_block + shift) % sparse.vert_stride == 0;
+    if (!seen) return -INFINITY;
+  }
+  return score;
+}
+
+// Four bytes of an 8-bit cache to halves.
+template <Cache kCache>
+__device__ __forceinline__ void widen(uint32_t bytes, uint32_t& first, uint32_t& second) {
+  if constexpr (kCache == Cache::kE4M3) {
+    ptx::e4m3_to_half(bytes, first, second);
+  } else {
+    ptx::e5m2_to_half(bytes, first, second);
+  }
+}
+
+// Of the 16 tokens, kSubs times, that a warp takes of a round.
+template <typename K>
+class Score {
+  static constexpr bool kBytes = K::kBytes;
+  static constexpr int kHead = K::kHead;
+  static constexpr int kItem = K::kItem;
+  static constexpr int kSubs = K::kSubs;
+  static constexpr int kColumnTiles = K::kColumnTiles;
+  using Scores = typename K::Scores;
+
+ public:
+  __device__ Score(const Block& block, typename K::Shared& shared) : block_(block), shared_(shared) {}
+
+  __device__ void multiply_keys(const Columns<K>& columns, int entry, int offset, Scores& scores) {
+    const Params& p = block_.p;
+    const int block_size = 1 << p.block_shift;
+    const int matrix = block_.lane / 8;
+    uint32_t row[kSubs];
+#pragma unroll
+    for (int sub = 0; sub < kSubs; ++sub) {
+      const int token = offset + (sub * kTokenWarps + block_.token_warp) * 16 + token_of(block_.lane % 8, matrix % 2);
+      row[sub] = block_.ring + entry * p.entry_bytes + (token >> p.block_shift) * p.head_bytes +
+                 (token & (block_size - 1)) * 16 + (matrix / 2) * block_size * 16;
+#pragma unroll
+      for (int n = 0; n < kColumnTiles; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) scores[sub][n][i] = 0.0F;
+      }
+    }
+    // Two pieces of 16 bytes of each token at a time: 16 dimensions, or 32 of 8 bits.
+    constexpr int kPairs = kHead * kItem / 32;
+    constexpr bool kOddPiece = (kHead * kItem / 16) % 2 != 0;
+#pragma unroll
+    for (int pair = 0; pair < kPairs + (kOddPiece ? 1 : 0); ++pair) {
+#pragma unroll
+      for (int sub = 0; sub < kSubs; ++sub) {
+        uint32_t keys[4];
+        // The last piece, alone: its upper matrices are read from the piece itself and not used.
+        const bool odd = pair == kPairs;
+        ptx::ldmatrix_4(keys, odd && matrix / 2 == 1 ? row[sub] - block_size * 16 : row[sub]);
+        row[sub] += 2 * block_size * 16;
+        if constexpr (!kBytes) {
+          multiply_step(columns, pair, keys, scores[sub]);
+        } else {
+#pragma unroll
+          for (int piece = 0; piece < 2; ++piece) {
+            if (odd && piece == 1) continue;
+            uint32_t step[4];
+            widen<K::kCache>(keys[2 * piece], step[0], step[2]);
+            widen<K::kCache>(keys[2 * piece + 1], step[1], step[3]);
+            multiply_step(columns, 2 * pair + piece, step, scores[sub]);
+          }
+        }
+      }
+    }
+  }
+
+  // Scales the scores, and takes out those of keys that a query does not see.
+  __device__ void mask(const Segment& s, const Columns<K>& columns, int position, Scores& scores) {
+    const Params& p = block_.p;
+    const int first_limit = s.context - s.query_len + 1;
+    const bool whole = position + K::kRoundTokens <= first_limit &&
+                       (p.sliding_window == 0 || position >= s.context - p.sliding_window) && p.plain();
+#pragma unroll
+    for (int sub = 0; sub < kSubs; ++sub) {
+      const int token = position + (sub * kTokenWarps + block_.token_warp) * 16 + token_of(block_.lane / 4, 0);
+#pragma unroll
+      for (int n = 0; n < kColumnTiles; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          float& score = scores[sub][n][i];
+          score *= columns.scale[n][i % 2];
+          if (!whole)
+            score = masked(s, columns.limit[n][i % 2], block_.first_column + n * 8 + 2 * (block_.lane % 4) + i % 2,
+                           token + i / 2 * 2, score);
+        }
+      }
+    }
+  }
+
+ private:
+  // The token, of 16, that row `row` of half `half` of the keys' tile is: chosen so that a lane that holds weights of
+  // rows 2t and 2t + 1 of both halves holds those of tokens 4t to 4t + 3.
+  __device__ static int token_of(int row, int half) { return 4 * (row / 2) + 2 * half + row % 2; }
+
+  __device__ void multiply_step(const Columns<K>& columns, int step, const uint32_t (&keys)[4],
+                                float (&scores)[kColumnTiles][4]) {
+    if constexpr (kColumnTiles == 1) {
+      ptx::mma<typename K::Element>(scores[0], keys, columns.query[step][0], columns.query[step][1]);
+    } else {
+#pragma unroll
+      for (int n = 0; n < kColumnTiles; ++n) {
+        const uint2 query = shared_.query[(block_.first_column / 8 + n) * K::kSteps + step][block_.lane];
+        ptx::mma<typename K::Element>(scores[n], keys, query.x, query.y);
+      }
+    }
+  }
+
+  __device__ float masked(const Segment& s, int limit, int column, int token, float score) const {
+    const Params& p = block_.p;
+    if (token >= limit || (p.sliding_window != 0 && token < limit - p.sliding_window)) return -INFINITY;
+    return p.plain() ? score : special_score(p, s.kv_head, s.first_query + column, limit - 1 - token, token, score);
+  }
+
+  const Block& block_;
+  typename K::Shared& shared_;
+};
+
+}  // namespace kvservice::decode
