@@ -95,6 +95,11 @@ class ServeConfig(BaseModel):
     session_grace_s: float = Field(5.0, ge=0.1, le=3600, description="Seconds that a session outlives its stream.")
     max_detach_ttl_s: float = Field(3600.0, ge=0, le=30 * 86400, description="Longest wait of a detached session.")
     max_sessions: int = Field(256, ge=1, le=65536, description="Sessions at one time.")
+    allow_client_shm: bool = Field(
+        False,
+        description="Clients on the unix socket may register shared-memory regions: any that the daemon may open.",
+    )
+    max_regions: int = Field(16, ge=1, le=1024, description="Shared-memory regions of a session at one time.")
     max_message_mib: int = Field(64, ge=1, le=1024, description="Largest gRPC message in MiB, both ways.")
     drain_timeout_s: float = Field(30.0, ge=0, le=3600, description="Seconds that running steps have after SIGTERM.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level that is logged.")

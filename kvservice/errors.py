@@ -6,24 +6,30 @@
     │   ├── UnknownSequenceError                         never allocated, freed, or another session's
     │   ├── UnknownStepError
     │   ├── UnknownPinError
+    │   ├── UnknownRegionError                           never registered, unregistered, or another session's
     │   └── UnknownSessionError
     ├── DuplicateSequenceError      ALREADY_EXISTS
+    ├── DuplicateRegionError        ALREADY_EXISTS
     ├── FailedPreconditionError     FAILED_PRECONDITION  the request is well formed, the state is not right for it
     │   ├── LengthMismatchError                          the sequence is not as long as the caller expects
     │   ├── SequenceSwappedError                         its blocks are in the swap tier
     │   ├── SequenceNotSwappedError
     │   ├── NotComputedError                             its K/V are not written yet
     │   ├── StaleStepError                               a newer operation replaced the step
-    │   └── LayerWrittenError                            the layer was already sent in this step
+    │   ├── LayerWrittenError                            the layer was already sent in this step
+    │   ├── RegionsNotAllowedError                       the daemon takes none, or none over this connection
+    │   └── RegionShrunkError                            the client has truncated its shared-memory object
     ├── ResourceExhaustedError      RESOURCE_EXHAUSTED
     │   ├── OutOfBlocksError                             carries the counts; may succeed later
     │   ├── QuotaExceededError                           carries the limit's name and value
     │   └── MessageTooLargeError
     ├── DrainingError               UNAVAILABLE          the daemon is shutting down
     ├── ConnectionLostError         UNAVAILABLE          raised by clients only
+    ├── RegionNotOpenedError        INTERNAL             no such shared-memory object; the status is Triton's
     └── InternalError               INTERNAL             a bug of ours, or a device that failed
 
-Nothing is changed by an operation that raises one of these.
+Nothing is changed by an operation that raises one of these, but for one case: a client truncates its shared-memory
+object while a call that puts its output there is under way. Then the layer is written and the output lost.
 """
 
 from __future__ import annotations
@@ -69,6 +75,10 @@ class UnknownPinError(NotFoundError):
     reason = "UNKNOWN_PIN"
 
 
+class UnknownRegionError(NotFoundError):
+    reason = "UNKNOWN_REGION"
+
+
 class UnknownSessionError(NotFoundError):
     reason = "UNKNOWN_SESSION"
 
@@ -76,6 +86,11 @@ class UnknownSessionError(NotFoundError):
 class DuplicateSequenceError(KVServiceError):
     status = "ALREADY_EXISTS"
     reason = "DUPLICATE_SEQUENCE"
+
+
+class DuplicateRegionError(KVServiceError):
+    status = "ALREADY_EXISTS"
+    reason = "DUPLICATE_REGION"
 
 
 class FailedPreconditionError(KVServiceError):
@@ -105,6 +120,14 @@ class StaleStepError(FailedPreconditionError):
 
 class LayerWrittenError(FailedPreconditionError):
     reason = "LAYER_WRITTEN"
+
+
+class RegionsNotAllowedError(FailedPreconditionError):
+    reason = "REGIONS_NOT_ALLOWED"
+
+
+class RegionShrunkError(FailedPreconditionError):
+    reason = "REGION_SHRUNK"
 
 
 class ResourceExhaustedError(KVServiceError):
@@ -147,6 +170,11 @@ class DrainingError(KVServiceError):
 class ConnectionLostError(KVServiceError):
     status = "UNAVAILABLE"
     reason = "CONNECTION_LOST"
+
+
+class RegionNotOpenedError(KVServiceError):
+    status = "INTERNAL"
+    reason = "REGION_NOT_OPENED"
 
 
 class InternalError(KVServiceError):

@@ -16,7 +16,7 @@ from google.protobuf.descriptor import FieldDescriptor, MethodDescriptor
 import kvservice
 from kvservice.server.calls import Calls, OpenCalls
 from kvservice.server.dispatch import NEW_WORK, STEP_WORK
-from kvservice.server.services import SERVICES, call_name
+from kvservice.server.services import SERVICES, SESSION_SERVICES, call_name
 from kvservice.v1 import blocks_pb2, session_pb2
 
 PACKAGE = Path(kvservice.__file__).parent
@@ -175,7 +175,7 @@ def test_importing_the_client_prepares_grpc() -> None:
 
 
 RPCS = [method for service in SERVICES for method in service.methods if not method.client_streaming]
-SESSION_RPCS = [method for method in RPCS if method.containing_service.name in ("BlockService", "AttentionService")]
+SESSION_RPCS = [method for method in RPCS if method.containing_service.name in SESSION_SERVICES]
 # What a stream carries besides the calls of a session.
 OTHER_STREAM_CALLS = {"attach", "ping"}
 

@@ -11,6 +11,7 @@ from kvservice import errors
 from kvservice.blocks import BlockManager, BlocksConfig
 from kvservice.config import ServeConfig
 from kvservice.metrics.pool import PoolCollector
+from kvservice.metrics.regions import RegionCollector
 from kvservice.metrics.rpc import RpcMetrics
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
@@ -20,6 +21,7 @@ def metric_names() -> set[str]:
     registry = prometheus_client.CollectorRegistry()
     manager = BlockManager(BlocksConfig(num_blocks=1))
     registry.register(PoolCollector(manager.stats, lambda: 0, 1, {"pool": 1}))
+    registry.register(RegionCollector(lambda: 0, lambda: 0))
     RpcMetrics(registry)
     return {metric.name + ("_total" if metric.type == "counter" else "") for metric in registry.collect()}
 

@@ -14,7 +14,8 @@ prepare_grpc()
 
 from kvservice.client.aio import AsyncKVClient, AsyncSession, AsyncStep  # noqa: E402  the environment comes first
 from kvservice.client.blocking import KVClient, Session, Step  # noqa: E402
-from kvservice.client.values import BlockSparse, Pin, PoolInfo, PoolStats, Sequence, SequenceInfo  # noqa: E402
+from kvservice.client.shared_memory import SharedMemory  # noqa: E402
+from kvservice.client.values import BlockSparse, Pin, PoolInfo, PoolStats, RegionInfo, Sequence, SequenceInfo  # noqa: E402
 
 __all__ = [
     "AsyncKVClient",
@@ -25,8 +26,10 @@ __all__ = [
     "Pin",
     "PoolInfo",
     "PoolStats",
+    "RegionInfo",
     "Sequence",
     "SequenceInfo",
     "Session",
+    "SharedMemory",
     "Step",
 ]

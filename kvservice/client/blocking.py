@@ -93,6 +93,9 @@ class Session:
     unpin = blocking(_Core.unpin)
     reset_prefix_cache = blocking(_Core.reset_prefix_cache)
     common_prefix = blocking(_Core.common_prefix)
+    create_region = blocking(_Core.create_region)
+    unregister_region = blocking(_Core.unregister_region)
+    regions = blocking(_Core.regions)
 
     def detach(self) -> bytes:
         """Leave the session to whoever presents its token, the result. Only of use if it was opened as detachable."""

@@ -10,12 +10,13 @@ import itertools
 import secrets
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Batch
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from kvservice.client import tensors
 from kvservice.client.requests import build, int_list, whole
+from kvservice.client.shared_memory import RegionCore, Transport
 from kvservice.client.values import Pin, PoolInfo, Sequence, SequenceInfo, from_message
 from kvservice.errors import InvalidArgumentError, MessageTooLargeError
 from kvservice.v1 import attention_pb2, blocks_pb2
@@ -27,13 +28,7 @@ StepT = TypeVar("StepT")
 _OVERHEAD_BYTES = 4096
 
 
-class Transport(Protocol):
-    """Sends one call of a session and returns its answer. Raises KVServiceError."""
-
-    async def call(self, name: str, request: Any) -> Any: ...
-
-
-class SessionCore(Generic[StepT]):
+class SessionCore(RegionCore, Generic[StepT]):
     """A lease on sequences. Methods raise the errors of `kvservice.errors`; one that raises has changed nothing."""
 
     def __init__(
@@ -45,14 +40,13 @@ class SessionCore(Generic[StepT]):
         make_step: Callable[..., StepT],
         resumed: bool,
     ) -> None:
+        super().__init__(transport)
         self.info = info
         self.token = token
         self.session_id = session_id
-        self.call = transport.call
         self._make_step = make_step
         # Where a resumed session begins is random, so that it does not repeat the ids of its former owner.
         self._sequence_ids = itertools.count(secrets.randbits(62) if resumed else 0)
-        self._request_ids = itertools.count(secrets.randbits(62) + 1)
 
     async def allocate(
         self,

@@ -25,7 +25,8 @@ class AttentionOptions(TypedDict, total=False):
 
     `scale`: None is 1/sqrt(head_size). `sliding_window`: a token sees that many latest positions, its own included; 0
     is all. `logits_soft_cap`: cap * tanh(score / cap), 0 is off. `alibi_slopes`: a number for each query head.
-    `block_sparse`: which keys are left out, None is none.
+    `block_sparse`: which keys are left out, None is none. `out`, `lse_out`: arrays in a region of the session,
+    shaped as the output and the log-sum-exp, that are filled and returned instead of new ones.
     """
 
     scale: float | None
@@ -34,6 +35,8 @@ class AttentionOptions(TypedDict, total=False):
     alibi_slopes: Iterable[float] | None
     block_sparse: BlockSparse | None
     return_lse: bool
+    out: Tensor | None
+    lse_out: Tensor | None
 
 
 class StepCore:
@@ -92,6 +95,8 @@ class StepCore:
         alibi_slopes: Iterable[float] | None = None,
         block_sparse: BlockSparse | None = None,
         return_lse: bool = False,
+        out: Tensor | None = None,
+        lse_out: Tensor | None = None,
     ) -> Any:
         if scale is not None and np.float32(scale) == 0:
             raise InvalidArgumentError("0 makes all scores equal; None is the default scale", field="options.scale")
@@ -109,11 +114,14 @@ class StepCore:
             ),
             return_lse=return_lse,
         )
-        tensors.put(query, request.query, "query")
+        tensors.put(query, request.query, "query", self._session.find_place)
         self._put_kv(request, key, value)
+        self._put_places(request, out, lse_out)
         response = await self._session.call(name, request)
-        output = tensors.from_message(response.output, query, "output")
-        return (output, tensors.from_message(response.lse, query, "lse")) if return_lse else output
+        output = tensors.from_message(response.output, query, "output") if out is None else out
+        if not return_lse:
+            return output
+        return output, tensors.from_message(response.lse, query, "lse") if lse_out is None else lse_out
 
     async def write(self, key: Tensor, value: Tensor, layer: int | None = None) -> None:
         """Write the step's K/V without attention: `[num_tokens, num_kv_heads, head_size]` of one layer, or
@@ -124,11 +132,20 @@ class StepCore:
         await self._session.call("write", request)
 
     def _put_kv(self, request: Any, key: Tensor, value: Tensor) -> None:
-        tensors.put(key, request.key, "key")
-        tensors.put(value, request.value, "value")
+        tensors.put(key, request.key, "key", self._session.find_place)
+        tensors.put(value, request.value, "value", self._session.find_place)
         names = ("query", "key", "value")
         num_bytes = sum(len(getattr(request, name).inline) for name in names if hasattr(request, name))
         self._session.check_size(num_bytes, "query, key, value")
+
+    def _put_places(self, request: attention_pb2.AttendRequest, out: Tensor | None, lse_out: Tensor | None) -> None:
+        shape, find = tuple(request.query.shape), self._session.find_place
+        if out is not None:
+            tensors.put_place(out, shape, self._session.info.dtype, request.output_place, "out", find)
+        if lse_out is not None:
+            if not request.return_lse:
+                raise InvalidArgumentError("there is no log-sum-exp without return_lse", field="lse_out")
+            tensors.put_place(lse_out, shape[:2], "float32", request.lse_place, "lse_out", find)
 
 
 def _sparse_message(sparse: BlockSparse) -> attention_pb2.BlockSparse:

@@ -7,21 +7,47 @@ from typing import Any
 
 import numpy as np
 
+from kvservice.client.shared_memory import FindPlace
 from kvservice.errors import InvalidArgumentError
 from kvservice.pool.layout import TENSOR_DTYPES
 from kvservice.v1 import tensor_pb2
-from kvservice.wire.tensors import Array, put_tensor, to_array
+from kvservice.wire.tensors import Array, put_tensor, put_type, to_array
 
 Tensor = Any
 """numpy.ndarray or torch.Tensor. torch is not imported for it."""
 
 
-def put(tensor: Tensor, message: tensor_pb2.Tensor, field: str) -> None:
-    """Put a caller's tensor into a message's field."""
+def put(tensor: Tensor, message: tensor_pb2.Tensor, field: str, find_place: FindPlace) -> None:
+    """Put a caller's tensor into a message's field: its bytes, or where in a region they lie."""
     array = _as_array(tensor, field)
     if array.dtype not in TENSOR_DTYPES.values():
         raise InvalidArgumentError(f"is {array.dtype}, not one of {', '.join(TENSOR_DTYPES)}", field=field)
-    put_tensor(array, message)
+    place = find_place(array)
+    if place is None:
+        put_tensor(array, message)
+    else:
+        put_type(array, message)
+        message.shared_memory.CopyFrom(place)
+
+
+def put_place(
+    tensor: Tensor,
+    shape: tuple[int, ...],
+    dtype: str,
+    message: tensor_pb2.SharedMemoryPlace,
+    field: str,
+    find_place: FindPlace,
+) -> None:
+    """Name a caller's tensor as the place of an output of this shape and type."""
+    array = _as_array(tensor, field)
+    if array.shape != shape or array.dtype != TENSOR_DTYPES[dtype]:
+        raise InvalidArgumentError(
+            f"is {array.dtype} of shape {list(array.shape)}, must be {dtype} of {list(shape)}", field=field
+        )
+    place = find_place(array)
+    if place is None:
+        raise InvalidArgumentError("does not lie in a region of this session, contiguous", field=field)
+    message.CopyFrom(place)
 
 
 def from_message(message: tensor_pb2.Tensor, like: Tensor, field: str) -> Tensor:

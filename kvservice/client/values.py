@@ -31,6 +31,7 @@ class PoolInfo:
     session_grace_s: float
     kv_cache_dtype: str
     batch_invariant: bool
+    allow_client_shm: bool
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,16 @@ class SequenceInfo:
     swapped: bool
     token_ids: tuple[int, ...]
     block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RegionInfo:
+    """A shared-memory region of the session, in bytes."""
+
+    name: str
+    key: str
+    offset: int
+    byte_size: int
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from kvservice.engine import Engine
 from kvservice.errors import InvalidArgumentError
 from kvservice.server import codec
 from kvservice.server.sessions import Session, SessionRegistry
-from kvservice.v1 import attention_pb2, blocks_pb2, pool_pb2, session_pb2
-from kvservice.wire.tensors import put_tensor, to_array, to_ints
+from kvservice.v1 import attention_pb2, blocks_pb2, pool_pb2, session_pb2, shared_memory_pb2
+from kvservice.wire.tensors import put_tensor, to_ints
 
 # Room for what surrounds the tensors in a message.
 MESSAGE_OVERHEAD = 4096
@@ -26,6 +26,7 @@ class Calls:
     def __init__(self, config: ServeConfig, engine: Engine) -> None:
         self._engine = engine
         self._manager = engine.manager
+        self._max_request_bytes = config.max_message_bytes
         self._max_response_bytes = config.max_message_bytes - MESSAGE_OVERHEAD
 
     def allocate(self, session: Session, request: blocks_pb2.AllocateRequest) -> blocks_pb2.AllocateResponse:
@@ -130,32 +131,39 @@ class Calls:
             self._manager.check_layer(session.space, request.step_id, request.layer)
             self._engine.check_options(options, num_heads=None)
             return attention_pb2.AttendResponse()
-        query = to_array(request.query, "query")
-        # The output is as large as the query; the log-sum-exp adds at most an eighth.
-        codec.check_response_size(query.nbytes * 9 // 8, self._max_response_bytes, "query")
-        output, lse = await self._engine.attend(
-            session.space,
-            request.step_id,
-            request.layer,
-            query,
-            to_array(request.key, "key"),
-            to_array(request.value, "value"),
-            options,
-            request.return_lse,
-        )
-        response = attention_pb2.AttendResponse()
-        put_tensor(output, response.output)
-        if lse is not None:
-            put_tensor(lse, response.lse)
-        return response
+        if request.HasField("lse_place") and not request.return_lse:
+            raise InvalidArgumentError("there is no log-sum-exp without return_lse", field="lse_place")
+        tensors = self._tensors(session)
+        query = tensors.array(request.query, "query")
+        key, value = tensors.array(request.key, "key"), tensors.array(request.value, "value")
+        with (
+            codec.output_target(session.regions, request, "output_place") as output_target,
+            codec.output_target(session.regions, request, "lse_place") as lse_target,
+        ):
+            if output_target is None:
+                # The output is as large as the query; the log-sum-exp adds at most an eighth.
+                codec.check_response_size(query.nbytes * 9 // 8, self._max_response_bytes, "query")
+            else:
+                output_target.check_size(query.nbytes)
+            if lse_target is not None and query.ndim == 3:
+                lse_target.check_size(query.shape[0] * query.shape[1] * 4)
+            output, lse = await self._engine.attend(
+                session.space, request.step_id, request.layer, query, key, value, options, request.return_lse
+            )
+            response = attention_pb2.AttendResponse()
+            codec.put_output(output, output_target, response.output)
+            if lse is not None:
+                codec.put_output(lse, lse_target, response.lse)
+            return response
 
     async def write(self, session: Session, request: attention_pb2.WriteRequest) -> attention_pb2.WriteResponse:
+        tensors = self._tensors(session)
         await self._engine.write(
             session.space,
             request.step_id,
             codec.optional_layer(request),
-            to_array(request.key, "key"),
-            to_array(request.value, "value"),
+            tensors.array(request.key, "key"),
+            tensors.array(request.value, "value"),
         )
         return attention_pb2.WriteResponse()
 
@@ -168,6 +176,26 @@ class Calls:
         put_tensor(key, response.key)
         put_tensor(value, response.value)
         return response
+
+    def system_shared_memory_status(
+        self, session: Session, request: shared_memory_pb2.SystemSharedMemoryStatusRequest
+    ) -> shared_memory_pb2.SystemSharedMemoryStatusResponse:
+        return codec.region_status(session.regions.status(request.name))
+
+    def system_shared_memory_register(
+        self, session: Session, request: shared_memory_pb2.SystemSharedMemoryRegisterRequest
+    ) -> shared_memory_pb2.SystemSharedMemoryRegisterResponse:
+        session.regions.register(request.name, request.key, request.offset, request.byte_size)
+        return shared_memory_pb2.SystemSharedMemoryRegisterResponse()
+
+    def system_shared_memory_unregister(
+        self, session: Session, request: shared_memory_pb2.SystemSharedMemoryUnregisterRequest
+    ) -> shared_memory_pb2.SystemSharedMemoryUnregisterResponse:
+        session.regions.unregister(request.name)
+        return shared_memory_pb2.SystemSharedMemoryUnregisterResponse()
+
+    def _tensors(self, session: Session) -> codec.TensorReader:
+        return codec.TensorReader(session.regions, self._max_request_bytes)
 
     def _check_read_size(self, ranges: list[tuple[int, int, int]], layer: int | None) -> None:
         per_token = self._engine.tensor_token_bytes

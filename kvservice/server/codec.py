@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from google.protobuf.message import Message
 
 from kvservice.blocks import AllocationRequest, AllocStatus, BlocksStats, SequenceInfo, Step
 from kvservice.config import ServeConfig
 from kvservice.devices import AttentionOptions, BlockSparse, Device
 from kvservice.errors import InvalidArgumentError, KVServiceError
-from kvservice.v1 import attention_pb2, blocks_pb2, pool_pb2
-from kvservice.wire.tensors import Array, to_ints
+from kvservice.server.region import Place, Region
+from kvservice.server.regions import Regions, Target
+from kvservice.v1 import attention_pb2, blocks_pb2, pool_pb2, shared_memory_pb2, tensor_pb2
+from kvservice.wire.tensors import Array, put_tensor, put_type, to_array, to_ints
 
 ALLOC_STATUS = {
     AllocStatus.OK: blocks_pb2.ALLOC_STATUS_OK,
     AllocStatus.LATER: blocks_pb2.ALLOC_STATUS_LATER,
     AllocStatus.NEVER: blocks_pb2.ALLOC_STATUS_NEVER,
 }
+REGION_REQUESTS = (
+    shared_memory_pb2.SystemSharedMemoryStatusRequest,
+    shared_memory_pb2.SystemSharedMemoryRegisterRequest,
+    shared_memory_pb2.SystemSharedMemoryUnregisterRequest,
+)
 
 
 def allocation_requests(sequences: Iterable[blocks_pb2.SequenceAllocation], lookahead: int) -> list[AllocationRequest]:
@@ -50,6 +58,69 @@ def extra_keys(keys: Iterable[blocks_pb2.ExtraKey]) -> tuple[tuple[int, bytes], 
 def optional_ints(repeated: Sequence[int], dtype: type[np.integer[Any]] = np.int64) -> Array | None:
     """An empty repeated field means that it was left out."""
     return to_ints(repeated, dtype) if repeated else None
+
+
+def names_region(request: Message) -> bool:
+    """Whether a request speaks of shared-memory regions: by its kind, or because a tensor of it lies in one."""
+    return isinstance(request, REGION_REQUESTS) or any(
+        isinstance(value, tensor_pb2.SharedMemoryPlace)
+        or (isinstance(value, tensor_pb2.Tensor) and value.HasField("shared_memory"))
+        for _, value in request.ListFields()
+    )
+
+
+def place_of(message: tensor_pb2.SharedMemoryPlace) -> Place:
+    return Place(message.region, message.offset, message.byte_size)
+
+
+class TensorReader:
+    """A call's input tensors, from the message or from regions; together no more than a message could hold."""
+
+    def __init__(self, regions: Regions, max_bytes: int) -> None:
+        self._regions = regions
+        self._left = max_bytes
+
+    def array(self, tensor: tensor_pb2.Tensor, field: str) -> Array:
+        """Raises InvalidArgumentError, and the errors of `Regions.read`."""
+        return to_array(tensor, field, self._read)
+
+    def _read(self, message: tensor_pb2.SharedMemoryPlace, field: str) -> Array:
+        self._left -= message.byte_size
+        if self._left < 0:
+            raise InvalidArgumentError("a call's tensors may not be larger than a message", field=f"{field}.byte_size")
+        return self._regions.read(place_of(message), field)
+
+
+@contextlib.contextmanager
+def output_target(regions: Regions, request: attention_pb2.AttendRequest, field: str) -> Iterator[Target | None]:
+    """The place that the request names for an output, None if it names none; its region is in use meanwhile."""
+    if not request.HasField(field):
+        yield None
+        return
+    with regions.target(place_of(getattr(request, field)), field) as target:
+        yield target
+
+
+def put_output(array: Array, target: Target | None, message: tensor_pb2.Tensor) -> None:
+    """Into the message, or into the target and its place into the message."""
+    if target is None:
+        put_tensor(array, message)
+        return
+    place = target.put(array)
+    put_type(array, message)
+    message.shared_memory.region = place.region
+    message.shared_memory.offset = place.offset
+    message.shared_memory.byte_size = place.byte_size
+
+
+def region_status(regions: Mapping[str, Region]) -> shared_memory_pb2.SystemSharedMemoryStatusResponse:
+    kind = shared_memory_pb2.SystemSharedMemoryStatusResponse.RegionStatus
+    return shared_memory_pb2.SystemSharedMemoryStatusResponse(
+        regions={
+            name: kind(name=name, key=region.key, offset=region.offset, byte_size=region.byte_size)
+            for name, region in regions.items()
+        }
+    )
 
 
 def optional_layer(request: attention_pb2.WriteRequest | attention_pb2.ReadRequest) -> int | None:
@@ -116,6 +187,7 @@ def info_response(config: ServeConfig, device: Device, version: str) -> pool_pb2
         session_grace_s=config.session_grace_s,
         kv_cache_dtype=config.layout.dtype,
         batch_invariant=config.batch_invariant,
+        allow_client_shm=config.allow_client_shm,
     )
 
 

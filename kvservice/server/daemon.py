@@ -25,6 +25,7 @@ from kvservice.devices import open_device
 from kvservice.engine import Engine
 from kvservice.errors import KVServiceError
 from kvservice.metrics.pool import PoolCollector
+from kvservice.metrics.regions import RegionCollector
 from kvservice.metrics.rpc import RpcMetrics
 from kvservice.server.calls import Calls, OpenCalls
 from kvservice.server.dispatch import Dispatcher
@@ -57,6 +58,8 @@ class Daemon:
                 self.device.memory_bytes,
             )
         )
+        totals = self.sessions.region_totals
+        self._metrics.register(RegionCollector(lambda: totals.count, lambda: totals.num_bytes))
         self.dispatcher = Dispatcher(
             Calls(config, self.engine),
             OpenCalls(config, self.engine, self.sessions),

@@ -10,9 +10,16 @@ from typing import Any, cast
 
 from google.protobuf.message import Message
 
-from kvservice.errors import DrainingError, InternalError, InvalidArgumentError, KVServiceError
+from kvservice.errors import (
+    DrainingError,
+    InternalError,
+    InvalidArgumentError,
+    KVServiceError,
+    RegionsNotAllowedError,
+)
 from kvservice.metrics.rpc import RpcMetrics
 from kvservice.server.calls import Calls, OpenCalls
+from kvservice.server.codec import names_region
 from kvservice.server.sessions import Session, SessionRegistry
 
 logger = logging.getLogger(__name__)
@@ -32,23 +39,27 @@ class Dispatcher:
         self.draining = False
         self.in_flight = 0
 
-    async def call(self, method: str, request: Any, session: Session, transport: str) -> Message:
-        """A call within a session. Raises KVServiceError."""
-        return await self._measured(method, transport, self._in_session, request, session)
+    async def call(self, method: str, request: Any, session: Session, transport: str, local: bool) -> Message:
+        """A call within a session; `local`: it came over the unix socket. Raises KVServiceError."""
+        return await self._measured(method, transport, self._in_session, request, session, local)
 
-    async def call_by_token(self, method: str, request: Any, transport: str) -> Message:
+    async def call_by_token(self, method: str, request: Any, transport: str, local: bool) -> Message:
         """A call within the session whose token it carries."""
-        return await self._measured(method, transport, self._by_token, request, None)
+        return await self._measured(method, transport, self._by_token, request, None, local)
 
     async def call_open(self, method: str, request: Any, transport: str) -> Message:
         """A call that needs no session."""
-        return await self._measured(method, transport, self._without_session, request, None)
+        return await self._measured(method, transport, self._without_session, request, None, local=True)
 
-    async def _measured(self, method: str, transport: str, run: Any, request: Any, session: Session | None) -> Message:
+    async def _measured(
+        self, method: str, transport: str, run: Any, request: Any, session: Session | None, local: bool
+    ) -> Message:
         start = time.perf_counter()
         status = "OK"
         self.in_flight += 1
         try:
+            if not local and names_region(request):
+                raise RegionsNotAllowedError("shared-memory regions are for clients on the unix socket")
             response = run(method, request, session)
             if inspect.isawaitable(response):
                 response = await response

@@ -17,16 +17,19 @@ from grpc_status import rpc_status
 from kvservice.errors import FailedPreconditionError, InvalidArgumentError, KVServiceError
 from kvservice.server.dispatch import Dispatcher
 from kvservice.server.sessions import Session, SessionRegistry
-from kvservice.v1 import attention_pb2, blocks_pb2, pool_pb2, session_pb2
+from kvservice.v1 import attention_pb2, blocks_pb2, pool_pb2, session_pb2, shared_memory_pb2
 from kvservice.wire.status import to_status
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 SERVICES: tuple[ServiceDescriptor, ...] = tuple(
     service
-    for module in (session_pb2, blocks_pb2, attention_pb2, pool_pb2)
+    for module in (session_pb2, blocks_pb2, attention_pb2, shared_memory_pb2, pool_pb2)
     for service in module.DESCRIPTOR.services_by_name.values()
 )
+
+# Their calls are a session's, and go over its stream too.
+SESSION_SERVICES = frozenset(("BlockService", "AttentionService", "SharedMemoryService"))
 
 
 def call_name(rpc_name: str) -> str:
@@ -53,6 +56,11 @@ def _check_parsed(request: Any) -> None:
         raise InvalidArgumentError("the request's bytes are no message of its type")
 
 
+def _is_local(context: Context) -> bool:
+    """Whether the caller is connected to the unix socket, and so on this host."""
+    return str(context.peer()).startswith("unix:")
+
+
 class Services:
     """`handlers()` is what a grpc.aio server is given."""
 
@@ -70,7 +78,7 @@ class Services:
         serialize = GetMessageClass(method.output_type).SerializeToString
         if method.client_streaming:
             return grpc.stream_stream_rpc_method_handler(self._connect, parse, serialize)
-        needs_session = service.name in ("BlockService", "AttentionService")
+        needs_session = service.name in SESSION_SERVICES
         return grpc.unary_unary_rpc_method_handler(self._unary(call_name(method.name), needs_session), parse, serialize)
 
     def _unary(self, name: str, needs_session: bool) -> Any:
@@ -78,7 +86,7 @@ class Services:
             try:
                 _check_parsed(request)
                 if needs_session:
-                    return await self._dispatcher.call_by_token(name, request, "unary")
+                    return await self._dispatcher.call_by_token(name, request, "unary", _is_local(context))
                 return await self._dispatcher.call_open(name, request, "unary")
             except KVServiceError as error:
                 return await context.abort_with_status(rpc_status.to_status(to_status(error)))
@@ -96,6 +104,7 @@ class Stream:
         self._dispatcher = dispatcher
         self._sessions = sessions
         self._context = context
+        self._local = _is_local(context)
         self._session: Session | None = None
         self._ending: asyncio.Task[None] | None = None
 
@@ -136,7 +145,7 @@ class Stream:
             return await self._dispatcher.call_open(name, request, "stream")
         if self._session is None:
             raise FailedPreconditionError("the stream's first call must be attach", field="call")
-        return await self._dispatcher.call(name, request, self._session, "stream")
+        return await self._dispatcher.call(name, request, self._session, "stream", self._local)
 
     def _attach(self, request: session_pb2.AttachRequest) -> session_pb2.AttachResponse:
         if self._session is not None:

@@ -1,6 +1,7 @@
 """Sessions: a client's lease on its sequences.
 
 open ── attach ──▶ attached ── its stream ends ──▶ waiting ── attach in time ──▶ attached
+                                                      ├── grace passed ──▶ its regions are closed
                                                       └── grace or detach_ttl passed ──▶ closed: everything freed
 """
 
@@ -19,6 +20,8 @@ from google.protobuf.message import Message
 from kvservice.blocks import BlockManager, SequenceSpace
 from kvservice.config import ServeConfig
 from kvservice.errors import InvalidArgumentError, QuotaExceededError, UnknownSessionError
+from kvservice.server.region import RegionTotals
+from kvservice.server.regions import Regions
 
 logger = logging.getLogger(__name__)
 
@@ -34,11 +37,13 @@ class Session:
     token: bytes
     name: str
     space: SequenceSpace
+    regions: Regions
     wait_s: float
     replies: OrderedDict[int, tuple[str, Message]] = field(default_factory=OrderedDict)
     # Ends the stream that holds the lease, for a reason. None: no stream does.
     end_stream: Callable[[str], None] | None = None
-    expiry: asyncio.TimerHandle | None = None
+    # What happens to a session that no stream holds.
+    timers: list[asyncio.TimerHandle] = field(default_factory=list)
 
     def remember(self, request_id: int, method: str, reply: Message) -> None:
         self.replies[request_id] = (method, reply)
@@ -54,6 +59,7 @@ class SessionRegistry:
         self._manager = manager
         self._sessions: dict[bytes, Session] = {}
         self._newest_id = 0
+        self.region_totals = RegionTotals()
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -77,10 +83,11 @@ class SessionRegistry:
             token=secrets.token_bytes(TOKEN_BYTES),
             name=name,
             space=self._manager.open_space(),
+            regions=Regions(self._config, self.region_totals),
             wait_s=(detach_ttl_s or limit) if detachable else grace,
         )
         self._sessions[session.token] = session
-        self._expire_after(session, grace)
+        self._call_later(session, grace, self.close, session)
         logger.info("session %d opened (%s)", session.session_id, name or "no name")
         return session
 
@@ -93,29 +100,34 @@ class SessionRegistry:
     def attach(self, token: bytes, end_stream: Callable[[str], None]) -> Session:
         """Give the lease to a stream. The stream that had it is ended."""
         session = self.get(token)
-        if session.expiry is not None:
-            session.expiry.cancel()
-            session.expiry = None
+        _cancel_timers(session)
         if session.end_stream is not None:
             session.end_stream("another stream took the session over")
         session.end_stream = end_stream
         return session
 
     def detach(self, session: Session, end_stream: Callable[[str], None]) -> None:
-        """The stream ended. Unless another holds the lease by now, the session waits for the next."""
+        """The stream ended. Unless another holds the lease by now, the session waits for the next. Its regions never
+        wait longer than the grace time: without their client they are of no use, and hold its memory."""
         if session.end_stream == end_stream and session.token in self._sessions:
             session.end_stream = None
-            self._expire_after(session, session.wait_s)
+            self._call_later(session, session.wait_s, self.close, session)
+            self._call_later(session, self._config.session_grace_s, session.regions.close)
 
     def close(self, session: Session) -> None:
         if self._sessions.pop(session.token, None) is None:
             return
-        if session.expiry is not None:
-            session.expiry.cancel()
+        _cancel_timers(session)
         if session.end_stream is not None:
             session.end_stream("the session was closed")
+        session.regions.close()
         freed = self._manager.close_space(session.space)
         logger.info("session %d closed, %d sequences freed", session.session_id, freed)
 
-    def _expire_after(self, session: Session, seconds: float) -> None:
-        session.expiry = asyncio.get_running_loop().call_later(seconds, self.close, session)
+    def _call_later(self, session: Session, seconds: float, call: Callable[..., None], *args: Session) -> None:
+        session.timers.append(asyncio.get_running_loop().call_later(seconds, call, *args))
+
+
+def _cancel_timers(session: Session) -> None:
+    while session.timers:
+        session.timers.pop().cancel()

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class AttendRequest(_message.Message):
-    __slots__ = ("session_token", "step_id", "layer", "query", "key", "value", "options", "return_lse", "validate_only")
+    __slots__ = ("session_token", "step_id", "layer", "query", "key", "value", "options", "return_lse", "validate_only", "output_place", "lse_place")
     SESSION_TOKEN_FIELD_NUMBER: _ClassVar[int]
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     LAYER_FIELD_NUMBER: _ClassVar[int]
@@ -18,6 +18,8 @@ class AttendRequest(_message.Message):
     OPTIONS_FIELD_NUMBER: _ClassVar[int]
     RETURN_LSE_FIELD_NUMBER: _ClassVar[int]
     VALIDATE_ONLY_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_PLACE_FIELD_NUMBER: _ClassVar[int]
+    LSE_PLACE_FIELD_NUMBER: _ClassVar[int]
     session_token: bytes
     step_id: int
     layer: int
@@ -27,7 +29,9 @@ class AttendRequest(_message.Message):
     options: AttentionOptions
     return_lse: bool
     validate_only: bool
-    def __init__(self, session_token: _Optional[bytes] = ..., step_id: _Optional[int] = ..., layer: _Optional[int] = ..., query: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., key: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., value: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., options: _Optional[_Union[AttentionOptions, _Mapping]] = ..., return_lse: bool = ..., validate_only: bool = ...) -> None: ...
+    output_place: _tensor_pb2.SharedMemoryPlace
+    lse_place: _tensor_pb2.SharedMemoryPlace
+    def __init__(self, session_token: _Optional[bytes] = ..., step_id: _Optional[int] = ..., layer: _Optional[int] = ..., query: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., key: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., value: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., options: _Optional[_Union[AttentionOptions, _Mapping]] = ..., return_lse: bool = ..., validate_only: bool = ..., output_place: _Optional[_Union[_tensor_pb2.SharedMemoryPlace, _Mapping]] = ..., lse_place: _Optional[_Union[_tensor_pb2.SharedMemoryPlace, _Mapping]] = ...) -> None: ...
 
 class AttentionOptions(_message.Message):
     __slots__ = ("scale", "sliding_window", "logits_soft_cap", "alibi_slopes", "block_sparse")

@@ -32,7 +32,9 @@ class AttentionServiceStub(object):
     padding; num_tokens is the sum of the step's query_lens.
 
     Errors besides those of BlockService: FAILED_PRECONDITION with reason STALE_STEP, a newer operation replaced the step;
-    LAYER_WRITTEN, the layer was sent before in this step; NOT_COMPUTED, K/V to be read are not written yet.
+    LAYER_WRITTEN, the layer was sent before in this step; NOT_COMPUTED, K/V to be read are not written yet;
+    REGION_SHRUNK, the object behind a region has become shorter than the region. If it becomes so under a running call,
+    the layer is written and the output lost.
     """
 
     def __init__(self, channel):
@@ -70,7 +72,9 @@ class AttentionServiceServicer(object):
     padding; num_tokens is the sum of the step's query_lens.
 
     Errors besides those of BlockService: FAILED_PRECONDITION with reason STALE_STEP, a newer operation replaced the step;
-    LAYER_WRITTEN, the layer was sent before in this step; NOT_COMPUTED, K/V to be read are not written yet.
+    LAYER_WRITTEN, the layer was sent before in this step; NOT_COMPUTED, K/V to be read are not written yet;
+    REGION_SHRUNK, the object behind a region has become shorter than the region. If it becomes so under a running call,
+    the layer is written and the output lost.
     """
 
     def Decode(self, request, context):
@@ -140,7 +144,9 @@ class AttentionService(object):
     padding; num_tokens is the sum of the step's query_lens.
 
     Errors besides those of BlockService: FAILED_PRECONDITION with reason STALE_STEP, a newer operation replaced the step;
-    LAYER_WRITTEN, the layer was sent before in this step; NOT_COMPUTED, K/V to be read are not written yet.
+    LAYER_WRITTEN, the layer was sent before in this step; NOT_COMPUTED, K/V to be read are not written yet;
+    REGION_SHRUNK, the object behind a region has become shorter than the region. If it becomes so under a running call,
+    the layer is written and the output lost.
     """
 
     @staticmethod

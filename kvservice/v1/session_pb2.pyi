@@ -2,6 +2,7 @@ from google.rpc import status_pb2 as _status_pb2
 from kvservice.v1 import attention_pb2 as _attention_pb2
 from kvservice.v1 import blocks_pb2 as _blocks_pb2
 from kvservice.v1 import pool_pb2 as _pool_pb2
+from kvservice.v1 import shared_memory_pb2 as _shared_memory_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Mapping as _Mapping
@@ -50,7 +51,7 @@ class AttachResponse(_message.Message):
     def __init__(self, session_id: _Optional[int] = ...) -> None: ...
 
 class Call(_message.Message):
-    __slots__ = ("call_id", "attach", "ping", "allocate", "can_allocate", "append", "open_step", "truncate", "fork", "swap_out", "swap_in", "free", "describe", "match_prefix", "pin", "unpin", "reset_prefix_cache", "common_prefix", "decode", "extend", "write", "read")
+    __slots__ = ("call_id", "attach", "ping", "allocate", "can_allocate", "append", "open_step", "truncate", "fork", "swap_out", "swap_in", "free", "describe", "match_prefix", "pin", "unpin", "reset_prefix_cache", "common_prefix", "decode", "extend", "write", "read", "system_shared_memory_status", "system_shared_memory_register", "system_shared_memory_unregister")
     CALL_ID_FIELD_NUMBER: _ClassVar[int]
     ATTACH_FIELD_NUMBER: _ClassVar[int]
     PING_FIELD_NUMBER: _ClassVar[int]
@@ -73,6 +74,9 @@ class Call(_message.Message):
     EXTEND_FIELD_NUMBER: _ClassVar[int]
     WRITE_FIELD_NUMBER: _ClassVar[int]
     READ_FIELD_NUMBER: _ClassVar[int]
+    SYSTEM_SHARED_MEMORY_STATUS_FIELD_NUMBER: _ClassVar[int]
+    SYSTEM_SHARED_MEMORY_REGISTER_FIELD_NUMBER: _ClassVar[int]
+    SYSTEM_SHARED_MEMORY_UNREGISTER_FIELD_NUMBER: _ClassVar[int]
     call_id: int
     attach: AttachRequest
     ping: _pool_pb2.PingRequest
@@ -95,10 +99,13 @@ class Call(_message.Message):
     extend: _attention_pb2.AttendRequest
     write: _attention_pb2.WriteRequest
     read: _attention_pb2.ReadRequest
-    def __init__(self, call_id: _Optional[int] = ..., attach: _Optional[_Union[AttachRequest, _Mapping]] = ..., ping: _Optional[_Union[_pool_pb2.PingRequest, _Mapping]] = ..., allocate: _Optional[_Union[_blocks_pb2.AllocateRequest, _Mapping]] = ..., can_allocate: _Optional[_Union[_blocks_pb2.CanAllocateRequest, _Mapping]] = ..., append: _Optional[_Union[_blocks_pb2.AppendRequest, _Mapping]] = ..., open_step: _Optional[_Union[_blocks_pb2.OpenStepRequest, _Mapping]] = ..., truncate: _Optional[_Union[_blocks_pb2.TruncateRequest, _Mapping]] = ..., fork: _Optional[_Union[_blocks_pb2.ForkRequest, _Mapping]] = ..., swap_out: _Optional[_Union[_blocks_pb2.SwapOutRequest, _Mapping]] = ..., swap_in: _Optional[_Union[_blocks_pb2.SwapInRequest, _Mapping]] = ..., free: _Optional[_Union[_blocks_pb2.FreeRequest, _Mapping]] = ..., describe: _Optional[_Union[_blocks_pb2.DescribeRequest, _Mapping]] = ..., match_prefix: _Optional[_Union[_blocks_pb2.MatchPrefixRequest, _Mapping]] = ..., pin: _Optional[_Union[_blocks_pb2.PinRequest, _Mapping]] = ..., unpin: _Optional[_Union[_blocks_pb2.UnpinRequest, _Mapping]] = ..., reset_prefix_cache: _Optional[_Union[_blocks_pb2.ResetPrefixCacheRequest, _Mapping]] = ..., common_prefix: _Optional[_Union[_blocks_pb2.CommonPrefixRequest, _Mapping]] = ..., decode: _Optional[_Union[_attention_pb2.AttendRequest, _Mapping]] = ..., extend: _Optional[_Union[_attention_pb2.AttendRequest, _Mapping]] = ..., write: _Optional[_Union[_attention_pb2.WriteRequest, _Mapping]] = ..., read: _Optional[_Union[_attention_pb2.ReadRequest, _Mapping]] = ...) -> None: ...
+    system_shared_memory_status: _shared_memory_pb2.SystemSharedMemoryStatusRequest
+    system_shared_memory_register: _shared_memory_pb2.SystemSharedMemoryRegisterRequest
+    system_shared_memory_unregister: _shared_memory_pb2.SystemSharedMemoryUnregisterRequest
+    def __init__(self, call_id: _Optional[int] = ..., attach: _Optional[_Union[AttachRequest, _Mapping]] = ..., ping: _Optional[_Union[_pool_pb2.PingRequest, _Mapping]] = ..., allocate: _Optional[_Union[_blocks_pb2.AllocateRequest, _Mapping]] = ..., can_allocate: _Optional[_Union[_blocks_pb2.CanAllocateRequest, _Mapping]] = ..., append: _Optional[_Union[_blocks_pb2.AppendRequest, _Mapping]] = ..., open_step: _Optional[_Union[_blocks_pb2.OpenStepRequest, _Mapping]] = ..., truncate: _Optional[_Union[_blocks_pb2.TruncateRequest, _Mapping]] = ..., fork: _Optional[_Union[_blocks_pb2.ForkRequest, _Mapping]] = ..., swap_out: _Optional[_Union[_blocks_pb2.SwapOutRequest, _Mapping]] = ..., swap_in: _Optional[_Union[_blocks_pb2.SwapInRequest, _Mapping]] = ..., free: _Optional[_Union[_blocks_pb2.FreeRequest, _Mapping]] = ..., describe: _Optional[_Union[_blocks_pb2.DescribeRequest, _Mapping]] = ..., match_prefix: _Optional[_Union[_blocks_pb2.MatchPrefixRequest, _Mapping]] = ..., pin: _Optional[_Union[_blocks_pb2.PinRequest, _Mapping]] = ..., unpin: _Optional[_Union[_blocks_pb2.UnpinRequest, _Mapping]] = ..., reset_prefix_cache: _Optional[_Union[_blocks_pb2.ResetPrefixCacheRequest, _Mapping]] = ..., common_prefix: _Optional[_Union[_blocks_pb2.CommonPrefixRequest, _Mapping]] = ..., decode: _Optional[_Union[_attention_pb2.AttendRequest, _Mapping]] = ..., extend: _Optional[_Union[_attention_pb2.AttendRequest, _Mapping]] = ..., write: _Optional[_Union[_attention_pb2.WriteRequest, _Mapping]] = ..., read: _Optional[_Union[_attention_pb2.ReadRequest, _Mapping]] = ..., system_shared_memory_status: _Optional[_Union[_shared_memory_pb2.SystemSharedMemoryStatusRequest, _Mapping]] = ..., system_shared_memory_register: _Optional[_Union[_shared_memory_pb2.SystemSharedMemoryRegisterRequest, _Mapping]] = ..., system_shared_memory_unregister: _Optional[_Union[_shared_memory_pb2.SystemSharedMemoryUnregisterRequest, _Mapping]] = ...) -> None: ...
 
 class Reply(_message.Message):
-    __slots__ = ("call_id", "error", "attach", "ping", "allocate", "can_allocate", "append", "open_step", "truncate", "fork", "swap_out", "swap_in", "free", "describe", "match_prefix", "pin", "unpin", "reset_prefix_cache", "common_prefix", "decode", "extend", "write", "read")
+    __slots__ = ("call_id", "error", "attach", "ping", "allocate", "can_allocate", "append", "open_step", "truncate", "fork", "swap_out", "swap_in", "free", "describe", "match_prefix", "pin", "unpin", "reset_prefix_cache", "common_prefix", "decode", "extend", "write", "read", "system_shared_memory_status", "system_shared_memory_register", "system_shared_memory_unregister")
     CALL_ID_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     ATTACH_FIELD_NUMBER: _ClassVar[int]
@@ -122,6 +129,9 @@ class Reply(_message.Message):
     EXTEND_FIELD_NUMBER: _ClassVar[int]
     WRITE_FIELD_NUMBER: _ClassVar[int]
     READ_FIELD_NUMBER: _ClassVar[int]
+    SYSTEM_SHARED_MEMORY_STATUS_FIELD_NUMBER: _ClassVar[int]
+    SYSTEM_SHARED_MEMORY_REGISTER_FIELD_NUMBER: _ClassVar[int]
+    SYSTEM_SHARED_MEMORY_UNREGISTER_FIELD_NUMBER: _ClassVar[int]
     call_id: int
     error: _status_pb2.Status
     attach: AttachResponse
@@ -145,4 +155,7 @@ class Reply(_message.Message):
     extend: _attention_pb2.AttendResponse
     write: _attention_pb2.WriteResponse
     read: _attention_pb2.ReadResponse
-    def __init__(self, call_id: _Optional[int] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., attach: _Optional[_Union[AttachResponse, _Mapping]] = ..., ping: _Optional[_Union[_pool_pb2.PingResponse, _Mapping]] = ..., allocate: _Optional[_Union[_blocks_pb2.AllocateResponse, _Mapping]] = ..., can_allocate: _Optional[_Union[_blocks_pb2.CanAllocateResponse, _Mapping]] = ..., append: _Optional[_Union[_blocks_pb2.StepResponse, _Mapping]] = ..., open_step: _Optional[_Union[_blocks_pb2.StepResponse, _Mapping]] = ..., truncate: _Optional[_Union[_blocks_pb2.TruncateResponse, _Mapping]] = ..., fork: _Optional[_Union[_blocks_pb2.ForkResponse, _Mapping]] = ..., swap_out: _Optional[_Union[_blocks_pb2.SwapResponse, _Mapping]] = ..., swap_in: _Optional[_Union[_blocks_pb2.SwapResponse, _Mapping]] = ..., free: _Optional[_Union[_blocks_pb2.FreeResponse, _Mapping]] = ..., describe: _Optional[_Union[_blocks_pb2.DescribeResponse, _Mapping]] = ..., match_prefix: _Optional[_Union[_blocks_pb2.MatchPrefixResponse, _Mapping]] = ..., pin: _Optional[_Union[_blocks_pb2.PinResponse, _Mapping]] = ..., unpin: _Optional[_Union[_blocks_pb2.UnpinResponse, _Mapping]] = ..., reset_prefix_cache: _Optional[_Union[_blocks_pb2.ResetPrefixCacheResponse, _Mapping]] = ..., common_prefix: _Optional[_Union[_blocks_pb2.CommonPrefixResponse, _Mapping]] = ..., decode: _Optional[_Union[_attention_pb2.AttendResponse, _Mapping]] = ..., extend: _Optional[_Union[_attention_pb2.AttendResponse, _Mapping]] = ..., write: _Optional[_Union[_attention_pb2.WriteResponse, _Mapping]] = ..., read: _Optional[_Union[_attention_pb2.ReadResponse, _Mapping]] = ...) -> None: ...
+    system_shared_memory_status: _shared_memory_pb2.SystemSharedMemoryStatusResponse
+    system_shared_memory_register: _shared_memory_pb2.SystemSharedMemoryRegisterResponse
+    system_shared_memory_unregister: _shared_memory_pb2.SystemSharedMemoryUnregisterResponse
+    def __init__(self, call_id: _Optional[int] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., attach: _Optional[_Union[AttachResponse, _Mapping]] = ..., ping: _Optional[_Union[_pool_pb2.PingResponse, _Mapping]] = ..., allocate: _Optional[_Union[_blocks_pb2.AllocateResponse, _Mapping]] = ..., can_allocate: _Optional[_Union[_blocks_pb2.CanAllocateResponse, _Mapping]] = ..., append: _Optional[_Union[_blocks_pb2.StepResponse, _Mapping]] = ..., open_step: _Optional[_Union[_blocks_pb2.StepResponse, _Mapping]] = ..., truncate: _Optional[_Union[_blocks_pb2.TruncateResponse, _Mapping]] = ..., fork: _Optional[_Union[_blocks_pb2.ForkResponse, _Mapping]] = ..., swap_out: _Optional[_Union[_blocks_pb2.SwapResponse, _Mapping]] = ..., swap_in: _Optional[_Union[_blocks_pb2.SwapResponse, _Mapping]] = ..., free: _Optional[_Union[_blocks_pb2.FreeResponse, _Mapping]] = ..., describe: _Optional[_Union[_blocks_pb2.DescribeResponse, _Mapping]] = ..., match_prefix: _Optional[_Union[_blocks_pb2.MatchPrefixResponse, _Mapping]] = ..., pin: _Optional[_Union[_blocks_pb2.PinResponse, _Mapping]] = ..., unpin: _Optional[_Union[_blocks_pb2.UnpinResponse, _Mapping]] = ..., reset_prefix_cache: _Optional[_Union[_blocks_pb2.ResetPrefixCacheResponse, _Mapping]] = ..., common_prefix: _Optional[_Union[_blocks_pb2.CommonPrefixResponse, _Mapping]] = ..., decode: _Optional[_Union[_attention_pb2.AttendResponse, _Mapping]] = ..., extend: _Optional[_Union[_attention_pb2.AttendResponse, _Mapping]] = ..., write: _Optional[_Union[_attention_pb2.WriteResponse, _Mapping]] = ..., read: _Optional[_Union[_attention_pb2.ReadResponse, _Mapping]] = ..., system_shared_memory_status: _Optional[_Union[_shared_memory_pb2.SystemSharedMemoryStatusResponse, _Mapping]] = ..., system_shared_memory_register: _Optional[_Union[_shared_memory_pb2.SystemSharedMemoryRegisterResponse, _Mapping]] = ..., system_shared_memory_unregister: _Optional[_Union[_shared_memory_pb2.SystemSharedMemoryUnregisterResponse, _Mapping]] = ...) -> None: ...

@@ -30,7 +30,8 @@ class SessionServiceStub(object):
 
     When the stream ends and none takes its place within the grace time, the session is closed: its sequences and pins
     are freed, their computed full blocks stay in the prefix cache. A detachable session waits instead, with its K/V, for
-    a client that presents its token, until detach_ttl_s have passed.
+    a client that presents its token, until detach_ttl_s have passed. Shared-memory regions are closed after the grace
+    time in either case.
     """
 
     def __init__(self, channel):
@@ -61,7 +62,8 @@ class SessionServiceServicer(object):
 
     When the stream ends and none takes its place within the grace time, the session is closed: its sequences and pins
     are freed, their computed full blocks stay in the prefix cache. A detachable session waits instead, with its K/V, for
-    a client that presents its token, until detach_ttl_s have passed.
+    a client that presents its token, until detach_ttl_s have passed. Shared-memory regions are closed after the grace
+    time in either case.
     """
 
     def Open(self, request, context):
@@ -118,7 +120,8 @@ class SessionService(object):
 
     When the stream ends and none takes its place within the grace time, the session is closed: its sequences and pins
     are freed, their computed full blocks stay in the prefix cache. A detachable session waits instead, with its K/V, for
-    a client that presents its token, until detach_ttl_s have passed.
+    a client that presents its token, until detach_ttl_s have passed. Shared-memory regions are closed after the grace
+    time in either case.
     """
 
     @staticmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,12 @@ _DTYPE_OF_TYPE = {_TYPE_OF_NAME[name]: dtype for name, dtype in TENSOR_DTYPES.it
 _TYPE_OF_DTYPE = {dtype: data_type for data_type, dtype in _DTYPE_OF_TYPE.items()}
 
 
-def to_array(tensor: tensor_pb2.Tensor, field: str) -> Array:
-    """The message's elements as a read-only array over its own bytes.
+# What is at a place in shared memory, uint8; the name is the place's, for errors.
+ReadPlace = Callable[[tensor_pb2.SharedMemoryPlace, str], Array]
+
+
+def to_array(tensor: tensor_pb2.Tensor, field: str, read_place: ReadPlace | None = None) -> Array:
+    """The message's elements as a read-only array over its own bytes, or as one over what `read_place` gives.
 
     Raises InvalidArgumentError naming what of `field` is wrong: data_type, shape, or the number of bytes.
     """
@@ -30,23 +34,36 @@ def to_array(tensor: tensor_pb2.Tensor, field: str) -> Array:
     shape = tuple(tensor.shape)
     if len(shape) > 8 or any(extent < 0 for extent in shape):
         raise InvalidArgumentError(f"not the shape of a tensor: {list(shape)[:9]}", field=f"{field}.shape")
-    data = tensor.inline
-    expected = math.prod(shape) * dtype.itemsize
-    if len(data) != expected:
-        raise InvalidArgumentError(
-            f"{len(data)} bytes, but shape {list(shape)} of {dtype} takes {expected}", field=f"{field}.inline"
-        )
+    num_bytes = math.prod(shape) * dtype.itemsize
+    data: bytes | Array
+    if read_place is not None and tensor.HasField("shared_memory"):
+        name = f"{field}.shared_memory"
+        _check_size(tensor.shared_memory.byte_size, num_bytes, shape, f"{name}.byte_size")
+        data = read_place(tensor.shared_memory, name)
+    else:
+        data = tensor.inline
+        _check_size(len(data), num_bytes, shape, f"{field}.inline")
     try:
         return np.frombuffer(data, dtype).reshape(shape)
     except ValueError:  # one extent is 0, the others go past what can be addressed
         raise InvalidArgumentError(f"not the shape of a tensor: {list(shape)}", field=f"{field}.shape") from None
 
 
+def _check_size(found: int, expected: int, shape: tuple[int, ...], field: str) -> None:
+    if found != expected:
+        raise InvalidArgumentError(f"{found} bytes, a tensor of shape {list(shape)} takes {expected}", field=field)
+
+
 def put_tensor(array: Array, message: tensor_pb2.Tensor) -> None:
     """Put an array of one of the pool's dtypes into a message's field: in place, since protobuf copies values."""
+    put_type(array, message)
+    message.inline = array.tobytes()
+
+
+def put_type(array: Array, message: tensor_pb2.Tensor) -> None:
+    """The same without the elements."""
     message.data_type = _TYPE_OF_DTYPE[array.dtype]
     message.shape.extend(array.shape)
-    message.inline = array.tobytes()
 
 
 def to_ints(repeated: Iterable[int], dtype: type[np.integer[Any]] = np.int64) -> Array:

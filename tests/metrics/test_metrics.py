@@ -105,6 +105,24 @@ def test_every_figure_is_the_pools(running: tuple[Daemon, int]) -> None:
         assert calls("free", "NOT_FOUND") == 1
 
 
+def test_regions_are_counted(free_port: int) -> None:
+    with (
+        Daemon(metrics_address=f"127.0.0.1:{free_port}", allow_client_shm=True, **POOL) as daemon,
+        KVClient(daemon.address) as client,
+        client.session() as kv,
+        client.session() as other,
+    ):
+        kv.create_region(4096)
+        other.create_region(8192)
+        samples = scrape(free_port)
+        assert value(samples, "kvservice_regions") == 2
+        assert value(samples, "kvservice_region_bytes") == 4096 + 8192
+        kv.unregister_region()
+        samples = scrape(free_port)
+        assert value(samples, "kvservice_regions") == 1
+        assert value(samples, "kvservice_region_bytes") == 8192
+
+
 def test_unknown_sessions_are_counted(running: tuple[Daemon, int]) -> None:
     daemon, port = running
     with grpc.insecure_channel(daemon.address) as channel:

@@ -7,17 +7,21 @@ were, and an open step still takes its layers.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvservice.v1 import attention_pb2, blocks_pb2, tensor_pb2
+from kvservice.v1 import attention_pb2, blocks_pb2, shared_memory_pb2, tensor_pb2
 
 HEADS, KV_HEADS, HEAD_SIZE, LAYERS = 4, 2, 32, 2
 MAX_TOKENS = 512
 NO_ID = 2**63 - 1
+OBJECT = f"kvservice-bad-input-{os.getpid()}"
+OBJECT_BYTES = 8192
 
 Allocation = blocks_pb2.SequenceAllocation
 
@@ -52,11 +56,17 @@ def read(sequence_id: int, start: int, stop: int, **more: Any) -> attention_pb2.
     return attention_pb2.ReadRequest(ranges=[part], **more)
 
 
+def region(**changes: Any) -> shared_memory_pb2.SystemSharedMemoryRegisterRequest:
+    fields = {"name": "new", "key": OBJECT, "offset": 0, "byte_size": 64}
+    return shared_memory_pb2.SystemSharedMemoryRegisterRequest(**(fields | changes))
+
+
 class Scene:
     """A session with sequences in every state, beside one of somebody else.
 
     full: 10 tokens, computed. prefill: 6 tokens in an open step. decode: 5 tokens, the last in an open step.
     half: 5 tokens, the last in a step whose first layer is written. swapped: 5 tokens, swapped out. freed: no more.
+    Regions: "r" is the object's last 7168 bytes; "shrunk" has 4096 of an object of 100 bytes, "theirs" is the other's.
     """
 
     full, prefill, decode, half, swapped, freed, foreign = 1, 2, 3, 4, 5, 6, 70
@@ -81,6 +91,13 @@ class Scene:
         self.foreign_step = step.step_id
         session.ok("swap_out", blocks_pb2.SwapOutRequest(sequence_ids=[self.swapped]))
         session.ok("free", blocks_pb2.FreeRequest(sequence_ids=[self.freed]))
+        session.ok("system_shared_memory_register", region(name="r", offset=1024, byte_size=OBJECT_BYTES - 1024))
+        shrinking = Path("/dev/shm", f"{OBJECT}-shrinking")
+        shrinking.write_bytes(bytes(4096))
+        session.ok("system_shared_memory_register", region(name="shrunk", key=shrinking.name, byte_size=4096))
+        os.truncate(shrinking, 100)
+        shrinking.unlink()
+        other.ok("system_shared_memory_register", region(name="theirs"))
 
     def make(self, session: Any, sequence_id: int, token_ids: range, *, computed: bool) -> None:
         session.ok("allocate", prompts({"sequence_id": sequence_id, "token_ids": token_ids}))
@@ -93,8 +110,12 @@ class Scene:
         step_id: int = self.session.ok("append", request).step_id
         return step_id
 
-    def state(self) -> tuple[Any, Any, Any]:
-        return self.session.wire.stats(), self.session.describe(), self.other.describe()
+    def state(self) -> tuple[Any, ...]:
+        all_regions = shared_memory_pb2.SystemSharedMemoryStatusRequest()
+        return (
+            self.session.wire.stats(), self.session.describe(), self.other.describe(),
+            self.session.ok("system_shared_memory_status", all_regions),
+        )  # fmt: skip
 
     def check_working(self) -> None:
         """The open steps can still be ended, and are computed then."""
@@ -110,7 +131,10 @@ class Scene:
 def scene(raw: Any, wire: Any) -> Iterator[Scene]:
     raw.await_no_sessions(wire)
     session, other = raw.RawSession(wire), raw.RawSession(wire)
+    path = Path("/dev/shm", OBJECT)
+    path.write_bytes(bytes(OBJECT_BYTES))
     yield Scene(session, other)
+    path.unlink()
     session.ok("reset_prefix_cache", blocks_pb2.ResetPrefixCacheRequest())
     session.close()
     other.close()
@@ -135,7 +159,10 @@ STATUS_OF = {
     "UNKNOWN_SEQUENCE": "NOT_FOUND",
     "UNKNOWN_STEP": "NOT_FOUND",
     "UNKNOWN_PIN": "NOT_FOUND",
+    "UNKNOWN_REGION": "NOT_FOUND",
     "DUPLICATE_SEQUENCE": "ALREADY_EXISTS",
+    "DUPLICATE_REGION": "ALREADY_EXISTS",
+    "REGION_NOT_OPENED": "INTERNAL",
     "OUT_OF_BLOCKS": "RESOURCE_EXHAUSTED",
     "QUOTA_EXCEEDED": "RESOURCE_EXHAUSTED",
 }
@@ -437,9 +464,69 @@ def read_cases() -> Iterator[Case]:
     )  # fmt: skip
 
 
+def region_cases() -> Iterator[Case]:
+    def register(what: str, reason: str, field: str, **changes: Any) -> Case:
+        return Case(f"register {what}", "system_shared_memory_register", lambda _: region(**changes), reason, field)
+
+    yield register("no name", INVALID, "name", name="")
+    yield register("a long name", INVALID, "name", name="n" * 257)
+    yield register("a name in use", "DUPLICATE_REGION", "name", name="r")
+    for key in ("", "/", ".", "..", "/.", "/..", "a/b", "//a", "/a/", f"../shm/{OBJECT}", "a\0b", "k" * 256, "ä" * 128):
+        yield register(f"key {key[:20]!r} of {len(key)}", INVALID, "key", key=key)
+    yield register("no such object", "REGION_NOT_OPENED", "key", key=f"{OBJECT}-none")
+    for offset in (OBJECT_BYTES, 2**63, 2**64 - 1):
+        yield register(f"offset {offset}", INVALID, "offset", offset=offset)
+    for offset, byte_size in ((0, 0), (0, OBJECT_BYTES + 1), (1, OBJECT_BYTES), (1, 2**64 - 1), (8191, 2**63)):
+        yield register(f"{byte_size} at {offset}", INVALID, "byte_size", offset=offset, byte_size=byte_size)
+    for name in ("none", "theirs", "R"):
+        status = shared_memory_pb2.SystemSharedMemoryStatusRequest(name=name)
+        yield Case(f"status of {name}", "system_shared_memory_status", lambda _, s=status: s, "UNKNOWN_REGION", "name")
+
+
+def place_cases() -> Iterator[Case]:
+    """Places that inputs are to be read from and outputs to be put into. Step: one token."""
+    limit = OBJECT_BYTES - 1024
+    sizes = {"query": (1, HEADS, HEAD_SIZE), "key": (1, KV_HEADS, HEAD_SIZE), "value": (1, KV_HEADS, HEAD_SIZE)}
+    for name, shape in sizes.items():
+        size = 4 * math.prod(shape)
+        wrong: dict[str, tuple[dict[str, Any], str, str]] = {
+            "no region": ({"region": ""}, "UNKNOWN_REGION", "region"),
+            "unknown region": ({"region": "none"}, "UNKNOWN_REGION", "region"),
+            "another's region": ({"region": "theirs"}, "UNKNOWN_REGION", "region"),
+            "a region that has shrunk": ({"region": "shrunk"}, "REGION_SHRUNK", "byte_size"),
+            "offset past the end": ({"offset": limit}, INVALID, "offset"),
+            "huge offset": ({"offset": 2**64 - 1}, INVALID, "offset"),
+            "end past the end": ({"offset": limit - size + 1}, INVALID, "byte_size"),
+            "a byte too few": ({"byte_size": size - 1}, INVALID, "byte_size"),
+            "huge": ({"byte_size": 2**64 - 1}, INVALID, "byte_size"),
+        }
+        for what, (changes, reason, field) in wrong.items():
+            place = tensor_pb2.SharedMemoryPlace(**({"region": "r", "offset": 8, "byte_size": size} | changes))
+            bad = tensor_pb2.Tensor(data_type=1, shape=shape, shared_memory=place)  # type: ignore[arg-type]
+            for method, make in (("extend", attend), ("write", write)):
+                if method != "write" or name != "query":
+                    request = lambda s, make=make, bad={name: bad}: make(s.decode_step, 1, **bad)  # noqa: E731
+                    yield Case(f"{method} {name} at {what}", method, request, reason, f"{name}.shared_memory.{field}")
+    for name, size in (("output_place", 4 * HEADS * HEAD_SIZE), ("lse_place", 4 * HEADS)):
+        wrong = {
+            "unknown region": ({"region": "none"}, "UNKNOWN_REGION", "region"),
+            "a region that has shrunk": ({"region": "shrunk", "offset": 100}, "REGION_SHRUNK", "byte_size"),
+            "offset past the end": ({"offset": limit}, INVALID, "offset"),
+            "end past the end": ({"offset": limit - size + 1}, INVALID, "byte_size"),
+            "a byte too few": ({"byte_size": size - 1}, INVALID, "byte_size"),
+        }
+        for what, (changes, reason, field) in wrong.items():
+            place = tensor_pb2.SharedMemoryPlace(**({"region": "r", "offset": 8, "byte_size": size} | changes))
+            request = lambda s, to={name: place}: attend(s.decode_step, 1, return_lse=True, **to)  # noqa: E731
+            yield Case(f"extend {name} {what}", "extend", request, reason, f"{name}.{field}")
+    place = tensor_pb2.SharedMemoryPlace(region="r", byte_size=64)
+    request = lambda s: attend(s.decode_step, 1, lse_place=place)  # noqa: E731
+    yield Case("extend lse_place without return_lse", "extend", request, INVALID, "lse_place")
+
+
 MAKERS = (
     allocate_cases, can_allocate_cases, id_cases, step_cases, sharing_cases, pin_cases, step_id_cases, tensor_cases,
-    option_cases, read_cases,
+    option_cases, read_cases, region_cases, place_cases,
 )  # fmt: skip
 
 

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
+from kvservice.errors import RegionNotOpenedError
 from kvservice.launch import Daemon
 from kvservice.server.services import SERVICES
-from kvservice.v1 import attention_pb2, blocks_pb2, pool_pb2, session_pb2
+from kvservice.v1 import attention_pb2, blocks_pb2, pool_pb2, session_pb2, shared_memory_pb2, tensor_pb2
 
 RPCS = [(service.full_name, method) for service in SERVICES for method in service.methods]
 UNARY = [(name, method) for name, method in RPCS if not method.client_streaming]
 OPENS = "/kvservice.v1.SessionService/Open"
+OBJECT = f"kvservice-random-bytes-{os.getpid()}"
 NUM_RANDOM = 40
 NUM_MUTATED = 60
 # A mutated request may by luck be a good one; these are what a good one may answer.
@@ -35,11 +39,22 @@ def channel(daemon: Daemon) -> Iterator[grpc.Channel]:
         yield opened
 
 
+@pytest.fixture(scope="module", autouse=True)
+def shared_object() -> Iterator[None]:
+    path = Path("/dev/shm", OBJECT)
+    path.write_bytes(bytes(4096))
+    yield
+    path.unlink()
+
+
 def send(channel: grpc.Channel, path: str, data: bytes) -> grpc.StatusCode:
     """The status; OK for an answer."""
     try:
         channel.unary_unary(path)(data, timeout=20)
     except grpc.RpcError as error:
+        # The one status that means a fault of the daemon's everywhere else.
+        if RegionNotOpenedError.reason.encode() in dict(error.trailing_metadata()).get("grpc-status-details-bin", b""):
+            return grpc.StatusCode.NOT_FOUND
         return error.code()
     return grpc.StatusCode.OK
 
@@ -66,11 +81,17 @@ def test_random_bytes(channel: grpc.Channel, wire: Any, raw_session: Any, servic
     assert (after, raw_session.describe()) == before
 
 
+def in_region(tensor: tensor_pb2.Tensor, place: tensor_pb2.SharedMemoryPlace) -> tensor_pb2.Tensor:
+    tensor.shared_memory.CopyFrom(place)
+    return tensor
+
+
 def good_requests(token: bytes, tensor: Any) -> dict[str, Any]:
     """A request of each kind that would do something."""
     name = {"session_token": token}
     kv = {"key": tensor(1, 2, 32), "value": tensor(1, 2, 32)}
     one = blocks_pb2.SequenceAllocation(sequence_id=9, token_ids=[1, 2, 3], extra_keys=[blocks_pb2.ExtraKey(key=b"k")])
+    place = tensor_pb2.SharedMemoryPlace(region="r", offset=0, byte_size=4 * 128)
     part = attention_pb2.SequenceRange(sequence_id=1, start=0, stop=4)
     return {
         "Allocate": blocks_pb2.AllocateRequest(**name, request_id=3, sequences=[one], lookahead=2),
@@ -91,9 +112,16 @@ def good_requests(token: bytes, tensor: Any) -> dict[str, Any]:
         "ResetPrefixCache": blocks_pb2.ResetPrefixCacheRequest(**name),
         "CommonPrefix": blocks_pb2.CommonPrefixRequest(**name, sequence_ids=[1]),
         "Decode": attention_pb2.AttendRequest(**name, step_id=1, layer=1, query=tensor(1, 4, 32), **kv),
-        "Extend": attention_pb2.AttendRequest(**name, step_id=1, layer=1, query=tensor(1, 4, 32), **kv),
+        "Extend": attention_pb2.AttendRequest(
+            **name, step_id=1, layer=1, query=in_region(tensor(1, 4, 32), place), output_place=place, **kv
+        ),
         "Write": attention_pb2.WriteRequest(**name, step_id=1, layer=1, **kv),
         "Read": attention_pb2.ReadRequest(**name, ranges=[part]),
+        "SystemSharedMemoryStatus": shared_memory_pb2.SystemSharedMemoryStatusRequest(**name, name="r"),
+        "SystemSharedMemoryRegister": shared_memory_pb2.SystemSharedMemoryRegisterRequest(
+            **name, name="n", key=OBJECT, offset=16, byte_size=64
+        ),
+        "SystemSharedMemoryUnregister": shared_memory_pb2.SystemSharedMemoryUnregisterRequest(**name, name="r"),
         "Ping": pool_pb2.PingRequest(payload=b"x"),
         "Open": session_pb2.OpenRequest(name="x", detachable=False, detach_ttl_s=1.0),
         "Close": session_pb2.CloseRequest(session_token=token),
@@ -128,6 +156,8 @@ def test_mutated_requests(
     victim = raw.RawSession(wire)
     victim.ok("allocate", blocks_pb2.AllocateRequest(sequences=[allocation]))
     victim.ok("open_step", blocks_pb2.OpenStepRequest(sequence_ids=[1], num_tokens=[1]))
+    register = shared_memory_pb2.SystemSharedMemoryRegisterRequest(name="r", key=OBJECT, byte_size=4096)
+    victim.ok("system_shared_memory_register", register)
     path = f"/{service}/{method.name}"
     request = good_requests(victim.token, raw.tensor).get(method.name)
     data = b"" if request is None else request.SerializeToString()

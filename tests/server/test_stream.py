@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
-from kvservice.server.services import SERVICES, call_name
-from kvservice.v1 import attention_pb2, blocks_pb2, pool_pb2, session_pb2
+from kvservice.server.services import SERVICES, SESSION_SERVICES, call_name
+from kvservice.v1 import attention_pb2, blocks_pb2, pool_pb2, session_pb2, shared_memory_pb2
 
 SESSION_CALLS = sorted(
-    call_name(method.name)
-    for service in SERVICES
-    for method in service.methods
-    if service.name in ("BlockService", "AttentionService")
+    call_name(method.name) for service in SERVICES for method in service.methods if service.name in SESSION_SERVICES
 )
 MESSAGE_BYTES = 4 << 20
+OBJECT = f"kvservice-stream-{os.getpid()}"
+ALL_REGIONS = shared_memory_pb2.SystemSharedMemoryStatusRequest()
 
 
 def request_of(name: str) -> Any:
@@ -132,6 +133,12 @@ def allocate(sequence_id: int, request_id: int = 0, num_tokens: int = 5) -> bloc
     return blocks_pb2.AllocateRequest(request_id=request_id, sequences=[one])
 
 
+def register(name: str, request_id: int = 0) -> shared_memory_pb2.SystemSharedMemoryRegisterRequest:
+    return shared_memory_pb2.SystemSharedMemoryRegisterRequest(
+        request_id=request_id, name=name, key=OBJECT, byte_size=64
+    )
+
+
 REPEATABLE: dict[str, Callable[[int], Any]] = {
     "allocate": lambda n: allocate(11, n),
     "append": lambda n: blocks_pb2.AppendRequest(
@@ -146,12 +153,19 @@ REPEATABLE: dict[str, Callable[[int], Any]] = {
     "pin": lambda n: blocks_pb2.PinRequest(request_id=n, token_ids=range(4), ttl_s=60),
     "unpin": lambda n: blocks_pb2.UnpinRequest(request_id=n, pin_id=1),
     "reset_prefix_cache": lambda n: blocks_pb2.ResetPrefixCacheRequest(request_id=n),
+    "system_shared_memory_register": lambda n: register("new", n),
+    "system_shared_memory_unregister": lambda n: shared_memory_pb2.SystemSharedMemoryUnregisterRequest(
+        request_id=n, name="old"
+    ),
 }
 
 
 @pytest.fixture
 def prepared(raw_session: Any, raw: Any) -> Any:
-    """Sequences 1 (computed), 2 (pending), 3 (swapped out), and pin 1."""
+    """Sequences 1 (computed), 2 (pending), 3 (swapped out), pin 1, and region "old"."""
+    path = Path("/dev/shm", OBJECT)
+    path.write_bytes(bytes(64))
+    raw_session.ok("system_shared_memory_register", register("old"))
     shape = (2, 5, 2, 32)
     for sequence_id in (1, 3):
         raw_session.ok("allocate", allocate(sequence_id))
@@ -164,6 +178,7 @@ def prepared(raw_session: Any, raw: Any) -> Any:
     raw_session.ok("pin", blocks_pb2.PinRequest(token_ids=range(4), ttl_s=60))
     yield raw_session
     raw_session.ok("reset_prefix_cache", blocks_pb2.ResetPrefixCacheRequest())
+    path.unlink()
 
 
 @pytest.mark.parametrize("name", REPEATABLE)
@@ -173,9 +188,9 @@ def test_a_repeated_request_is_answered_again_and_not_executed_again(
 ) -> None:
     first = prepared.call(name, REPEATABLE[name](77), ways[0])
     assert not isinstance(first, raw.Refusal)
-    after = wire.stats(), prepared.describe()
+    after = wire.stats(), prepared.describe(), prepared.ok("system_shared_memory_status", ALL_REGIONS)
     assert prepared.call(name, REPEATABLE[name](77), ways[1]) == first
-    assert (wire.stats(), prepared.describe()) == after
+    assert (wire.stats(), prepared.describe(), prepared.ok("system_shared_memory_status", ALL_REGIONS)) == after
 
 
 def test_every_repeatable_call_is_tried() -> None:

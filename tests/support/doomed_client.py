@@ -92,7 +92,27 @@ def pins(kv: Session) -> None:
     kv.pin(token_ids, ttl_s=600)
 
 
-KINDS: dict[str, Callable[[Session], None]] = {kind.__name__: kind for kind in (layers, forks, swaps, messages, pins)}
+def regions(kv: Session) -> None:
+    """Every tensor in shared memory; the region is unregistered under a call's hands or left to the session's end."""
+    memory = kv.create_region(1 << 20)
+    token_ids = PREFIX + new_tokens(5)
+    sequence = kv.allocate(token_ids)
+    step = kv.open_step([sequence])
+    stop = int(step.context_lens[0])
+    kv_content = content(kv.info, token_ids[stop - step.num_tokens : stop])
+    shape = kv_content.shape[1:]
+    query, key, value, out = (memory.array(shape, kv.info.dtype, at << 18) for at in range(4))
+    for layer in range(kv.info.num_layers):
+        query[:] = key[:] = kv_content[layer]
+        value[:] = -kv_content[layer]
+        step.extend(layer, query, key, value, out=out)
+    kv.free([sequence])
+    kv.unregister_region(memory)
+
+
+KINDS: dict[str, Callable[[Session], None]] = {
+    kind.__name__: kind for kind in (layers, forks, swaps, messages, pins, regions)
+}
 
 
 def sessions(client: KVClient, kind: Callable[[Session], None]) -> Iterator[Session]:

@@ -25,6 +25,7 @@ from kvservice.v1 import (
     pool_pb2_grpc,
     session_pb2,
     session_pb2_grpc,
+    shared_memory_pb2_grpc,
     tensor_pb2,
 )
 
@@ -104,6 +105,7 @@ class Wire:
             "PoolService": self.pool,
             "BlockService": blocks_pb2_grpc.BlockServiceStub(self.channel),
             "AttentionService": attention_pb2_grpc.AttentionServiceStub(self.channel),
+            "SharedMemoryService": shared_memory_pb2_grpc.SharedMemoryServiceStub(self.channel),
         }
         self.methods = {
             call_name(method.name): getattr(stubs[service.name], method.name)

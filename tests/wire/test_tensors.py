@@ -70,6 +70,37 @@ def test_no_elements_past_what_can_be_addressed(shape: list[int]) -> None:
     assert caught.value.field == "x.shape"
 
 
+def placed(byte_size: int) -> tensor_pb2.Tensor:
+    place = tensor_pb2.SharedMemoryPlace(region="r", offset=5, byte_size=byte_size)
+    return tensor_pb2.Tensor(data_type=FLOAT32, shape=[2, 3], shared_memory=place)
+
+
+def test_what_lies_at_a_place_is_read_from_there() -> None:
+    content = np.arange(6, dtype=np.float32)
+
+    def read(place: tensor_pb2.SharedMemoryPlace, field: str) -> np.ndarray:
+        assert (place.region, place.offset, place.byte_size, field) == ("r", 5, 24, "x.shared_memory")
+        return content.view(np.uint8)
+
+    np.testing.assert_array_equal(to_array(placed(24), "x", read), content.reshape(2, 3))
+
+
+@pytest.mark.parametrize("byte_size", [0, 23, 25, 2**64 - 1])
+def test_a_place_of_another_size_is_not_read(byte_size: int) -> None:
+    def read(*_: object) -> np.ndarray:
+        raise AssertionError("read")
+
+    with pytest.raises(InvalidArgumentError) as caught:
+        to_array(placed(byte_size), "x", read)
+    assert caught.value.field == "x.shared_memory.byte_size"
+
+
+def test_who_knows_no_regions_reads_none() -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        to_array(placed(24), "x")
+    assert caught.value.field == "x.inline"
+
+
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
 def test_repeated_integers(dtype: type) -> None:
     values = [0, 1, -1, 2**31 - 1]

@@ -1,0 +1,486 @@
+"""Shared-memory regions: Triton's rules, what a client may do to its object meanwhile, and when it is closed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from small_pool import SMALL_POOL
+
+from kvservice.client import KVClient
+from kvservice.config import ServeConfig
+from kvservice.errors import (
+    InvalidArgumentError,
+    KVServiceError,
+    QuotaExceededError,
+    RegionNotOpenedError,
+    RegionShrunkError,
+    RegionsNotAllowedError,
+    UnknownRegionError,
+)
+from kvservice.launch import Daemon
+from kvservice.server import region as region_module
+from kvservice.server.calls import Calls
+from kvservice.server.region import Place, Region, RegionTotals
+from kvservice.server.regions import Regions
+from kvservice.v1 import attention_pb2, shared_memory_pb2, tensor_pb2
+
+OBJECT_BYTES = 1 << 16
+PREFIX = f"/dev/shm/kvservice-test-{os.getpid()}"
+Register = shared_memory_pb2.SystemSharedMemoryRegisterRequest
+Status = shared_memory_pb2.SystemSharedMemoryStatusRequest
+Unregister = shared_memory_pb2.SystemSharedMemoryUnregisterRequest
+
+
+class Object:
+    """A shared-memory object as a client makes it, of bytes that differ."""
+
+    serial = itertools.count()
+
+    def __init__(self) -> None:
+        self.key = f"{Path(PREFIX).name}-{next(self.serial)}"
+        self.path = Path("/dev/shm", self.key)
+        self.content = np.random.default_rng(1).integers(0, 256, OBJECT_BYTES, np.uint8).tobytes()
+        self.path.write_bytes(self.content)
+
+
+@pytest.fixture
+def shm() -> Iterator[Object]:
+    made = Object()
+    yield made
+    made.path.unlink(missing_ok=True)
+
+
+@pytest.fixture
+def totals() -> RegionTotals:
+    return RegionTotals()
+
+
+@pytest.fixture
+def regions(totals: RegionTotals) -> Iterator[Regions]:
+    made = Regions(ServeConfig(allow_client_shm=True, max_regions=3), totals)
+    yield made
+    made.close()
+    assert shm_files() == []
+    assert (totals.count, totals.num_bytes) == (0, 0)
+
+
+def num_descriptors(pid: int | str = "self") -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def shm_files(pid: int | str = "self") -> list[str]:
+    """The shared-memory objects that a process has open, but for what a client maps in this one: the pool is a memory
+    file and none of them."""
+    found = []
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found.append(os.readlink(descriptor))
+    return [path for path in found if path.startswith(PREFIX if pid == "self" else "/dev/shm/")]
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen in time"
+        time.sleep(0.01)
+
+
+# ---- a session's regions
+
+
+@pytest.mark.parametrize(("slash", "offset", "byte_size"), [("", 0, OBJECT_BYTES), ("/", 4096, 4096), ("/", 7, 1)])
+def test_what_is_read_is_what_the_client_wrote(
+    regions: Regions, shm: Object, slash: str, offset: int, byte_size: int
+) -> None:
+    regions.register("r", slash + shm.key, offset, byte_size)
+    assert regions.read(Place("r", 0, byte_size), "x").tobytes() == shm.content[offset : offset + byte_size]
+    assert regions.read(Place("r", byte_size - 1, 1), "x").tobytes() == shm.content[offset + byte_size - 1 :][:1]
+    found = regions.status("r")["r"]
+    assert (found.key, found.offset, found.byte_size) == (slash + shm.key, offset, byte_size)
+
+
+def test_what_is_written_is_where_it_should_be_and_nowhere_else(regions: Regions, shm: Object) -> None:
+    regions.register("r", shm.key, 1000, 500)
+    array = np.arange(24, dtype=np.float32).reshape(4, 6).T
+    with regions.target(Place("r", 100, 200), "x") as target:
+        assert target.put(array) == Place("r", 100, 96)
+    wanted = bytearray(shm.content)
+    wanted[1100:1196] = array.tobytes()
+    assert shm.path.read_bytes() == bytes(wanted)
+
+
+def test_an_output_larger_than_its_place(regions: Regions, shm: Object) -> None:
+    regions.register("r", shm.key, 0, 100)
+    with regions.target(Place("r", 0, 95), "out") as target, pytest.raises(InvalidArgumentError) as caught:
+        target.put(np.zeros(24, np.float32))
+    assert caught.value.field == "out.byte_size"
+    assert shm.path.read_bytes() == shm.content
+
+
+def test_a_session_may_have_so_many(regions: Regions, shm: Object) -> None:
+    for name in "abc":
+        regions.register(name, shm.key, 0, 64)
+    with pytest.raises(QuotaExceededError) as caught:
+        regions.register("d", shm.key, 0, 64)
+    assert caught.value.metadata["limit"] == "max_regions"
+    regions.unregister("b")
+    regions.register("d", shm.key, 0, 64)
+    assert regions.status("").keys() == {"a", "c", "d"}
+
+
+def test_unregistering_what_is_not_there_is_no_error(regions: Regions, shm: Object) -> None:
+    regions.unregister("none")
+    regions.unregister("")
+    regions.register("r", shm.key, 0, 64)
+    regions.unregister("none")
+    assert regions.status("").keys() == {"r"}
+    regions.unregister("")
+    assert regions.status("") == {}
+    with pytest.raises(UnknownRegionError):
+        regions.read(Place("r", 0, 1), "x")
+
+
+def test_an_object_that_is_unlinked_stays(regions: Regions, shm: Object) -> None:
+    regions.register("r", shm.key, 0, OBJECT_BYTES)
+    shm.path.unlink()
+    assert regions.read(Place("r", 0, OBJECT_BYTES), "x").tobytes() == shm.content
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, lambda path: os.symlink("/etc/passwd", path)])
+def test_what_is_no_shared_memory_is_not_opened(regions: Regions, make: Callable[[Path], object]) -> None:
+    path = Path("/dev/shm", f"kvservice-test-{os.getpid()}-odd")
+    make(path)
+    before = num_descriptors()
+    try:
+        with pytest.raises(RegionNotOpenedError) as caught:
+            regions.register("r", path.name, 0, 1)
+    finally:
+        (os.rmdir if path.is_dir() else os.unlink)(path)
+    assert caught.value.field == "key"
+    assert num_descriptors() == before
+
+
+@pytest.mark.parametrize(("offset", "byte_size"), [(OBJECT_BYTES, 1), (0, OBJECT_BYTES + 1), (0, 0)])
+def test_a_refused_registration_leaves_nothing_open(regions: Regions, shm: Object, offset: int, byte_size: int) -> None:
+    before = num_descriptors()
+    with pytest.raises(InvalidArgumentError):
+        regions.register("r", shm.key, offset, byte_size)
+    assert num_descriptors() == before
+    assert regions.status("") == {}
+
+
+def test_a_daemon_that_takes_none(shm: Object) -> None:
+    regions = Regions(ServeConfig(), RegionTotals())
+    calls: list[Callable[[], object]] = [
+        lambda: regions.register("r", shm.key, 0, 1),
+        lambda: regions.unregister(""),
+        lambda: regions.status(""),
+        lambda: regions.read(Place("r", 0, 1), "x"),
+    ]
+    for call in calls:
+        with pytest.raises(RegionsNotAllowedError, match="allow-client-shm"):
+            call()
+
+
+# ---- a client that truncates its object
+
+
+def test_truncated_before_it_is_used(regions: Regions, shm: Object) -> None:
+    regions.register("r", shm.key, 0, OBJECT_BYTES)
+    os.truncate(shm.path, 100)
+    with pytest.raises(RegionShrunkError) as caught:
+        regions.read(Place("r", 0, 101), "query")
+    assert caught.value.field == "query.byte_size"
+    with pytest.raises(RegionShrunkError), regions.target(Place("r", 0, 101), "out"):
+        pytest.fail("must not be entered")
+    assert regions.read(Place("r", 0, 100), "x").tobytes() == shm.content[:100]
+
+
+def test_truncated_between_the_check_and_the_reading(
+    regions: Regions, shm: Object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    regions.register("r", shm.key, 0, OBJECT_BYTES)
+    check = Region.check_object
+
+    def check_then_truncate(region: Region, end: int) -> None:
+        check(region, end)
+        os.truncate(shm.path, 100)
+
+    monkeypatch.setattr(region_module.Region, "check_object", check_then_truncate)
+    with pytest.raises(RegionShrunkError, match="while it was read"):
+        regions.read(Place("r", 0, OBJECT_BYTES), "x")
+
+
+def test_truncated_before_the_output_is_put(regions: Regions, shm: Object) -> None:
+    regions.register("r", shm.key, 0, OBJECT_BYTES)
+    with regions.target(Place("r", 0, 4096), "out") as target:
+        os.truncate(shm.path, 100)
+        with pytest.raises(RegionShrunkError) as caught:
+            target.put(np.zeros(1024, np.float32))
+    assert caught.value.field == "out.byte_size"
+    assert shm.path.read_bytes() == shm.content[:100]
+
+
+def test_a_daemon_outlives_a_client_that_truncates_all_the_time(daemon: Daemon, client: KVClient, shm: Object) -> None:
+    refused, done, stop = 0, 0, threading.Event()
+
+    def disturb() -> None:
+        while not stop.is_set():
+            os.truncate(shm.path, 0)
+            os.truncate(shm.path, OBJECT_BYTES)
+
+    with client.session() as kv:
+        register(kv, shm)
+        step = kv.open_step([kv.allocate(range(48))])
+        place = tensor_pb2.SharedMemoryPlace(region="r", byte_size=48 * 2 * 32 * 4)
+        tensor = tensor_pb2.Tensor(data_type=1, shape=(48, 2, 32), shared_memory=place)  # type: ignore[arg-type]
+        disturber = threading.Thread(target=disturb)
+        disturber.start()
+        try:
+            for _ in range(300):
+                request = attention_pb2.WriteRequest(step_id=step.step_id, layer=0, key=tensor, value=tensor)
+                try:
+                    call(kv, "write", request)
+                    done += 1
+                    step = kv.open_step(step.sequences)
+                except RegionShrunkError:
+                    refused += 1
+        finally:
+            stop.set()
+            disturber.join()
+        assert kv.describe()[0].length == 48
+    assert refused > 0
+    assert done + refused == 300
+    assert daemon.process.poll() is None
+
+
+def call(kv: Any, name: str, request: Any) -> Any:
+    """A call as the client sends it, with a request of the test's choice."""
+    try:
+        kv._core.call(name, request).send(None)
+    except StopIteration as end:
+        return end.value
+    raise AssertionError("the blocking face suspended")
+
+
+def register(kv: Any, shm: Object) -> None:
+    call(kv, "system_shared_memory_register", Register(name="r", key=shm.key, byte_size=OBJECT_BYTES))
+
+
+# ---- how long a region lives
+
+
+def test_unregistered_in_use_it_lives_until_the_call_is_over(
+    regions: Regions, totals: RegionTotals, shm: Object
+) -> None:
+    regions.register("r", shm.key, 0, OBJECT_BYTES)
+    output = np.arange(64, dtype=np.float32).reshape(1, 2, 32)
+    lse = np.array([[5.0, 6.0]], np.float32)
+    finish = asyncio.Event()
+
+    async def attend(*_: Any) -> tuple[Any, Any]:
+        await finish.wait()
+        return output, lse
+
+    async def scenario() -> attention_pb2.AttendResponse:
+        calls = Calls(ServeConfig(), SimpleNamespace(manager=None, attend=attend))  # type: ignore[arg-type]
+        size = output.nbytes
+        place = tensor_pb2.SharedMemoryPlace(region="r", offset=0, byte_size=size)
+        tensor = tensor_pb2.Tensor(data_type=1, shape=output.shape, shared_memory=place)
+        request = attention_pb2.AttendRequest(
+            query=tensor,
+            key=tensor,
+            value=tensor,
+            return_lse=True,
+            output_place=tensor_pb2.SharedMemoryPlace(region="r", offset=1000, byte_size=1000),
+            lse_place=tensor_pb2.SharedMemoryPlace(region="r", offset=3000, byte_size=8),
+        )
+        session: Any = SimpleNamespace(space=None, regions=regions)
+        attending = asyncio.create_task(calls.extend(session, request))
+        await asyncio.sleep(0)
+        regions.unregister("r")
+        assert regions.status("") == {}
+        assert (len(shm_files()), totals.count, totals.num_bytes) == (1, 1, OBJECT_BYTES)
+        finish.set()
+        return await attending
+
+    response = asyncio.run(scenario())
+    written = shm.path.read_bytes()
+    assert written[1000:1256] == output.tobytes()
+    assert written[3000:3008] == lse.tobytes()
+    assert response.output.shared_memory == tensor_pb2.SharedMemoryPlace(region="r", offset=1000, byte_size=256)
+    assert (list(response.output.shape), response.output.inline) == ([1, 2, 32], b"")
+    assert response.lse.shared_memory.byte_size == 8
+    assert (shm_files(), totals.count, totals.num_bytes) == ([], 0, 0)
+
+
+def test_a_cancelled_call_lets_go_of_its_region(regions: Regions, shm: Object) -> None:
+    regions.register("r", shm.key, 0, OBJECT_BYTES)
+
+    async def call_for_ever() -> None:
+        with regions.target(Place("r", 0, 1), "x"):
+            await asyncio.Event().wait()
+
+    async def scenario() -> None:
+        task = asyncio.create_task(call_for_ever())
+        await asyncio.sleep(0)
+        regions.close()
+        assert len(shm_files()) == 1
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(scenario())
+    assert shm_files() == []
+
+
+def test_a_session_that_is_closed_closes_its_regions(daemon: Daemon, client: KVClient, wire: Any, raw: Any) -> None:
+    raw.await_no_sessions(wire)
+    pid = daemon.process.pid
+    before = num_descriptors(pid)
+    with client.session() as kv:
+        for _ in range(4):
+            kv.create_region(4096)
+        assert len(shm_files(pid)) == 4
+    until(lambda: num_descriptors(pid) <= before)
+    assert shm_files(pid) == []
+
+
+@pytest.mark.parametrize("detachable", [False, True])
+def test_a_killed_clients_regions_are_closed(
+    daemon: Daemon, client: KVClient, wire: Any, raw: Any, detachable: bool
+) -> None:
+    raw.await_no_sessions(wire)
+    pid, objects = daemon.process.pid, set(os.listdir("/dev/shm"))
+    before = num_descriptors(pid)
+    script = (
+        "import sys, time\n"
+        "from kvservice.client import KVClient\n"
+        f"kv = KVClient(sys.argv[1]).session(detachable={detachable})\n"
+        "memories = [kv.create_region(1 << 20) for _ in range(4)]\n"
+        "print(kv.token.hex(), flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    command = [sys.executable, "-P", "-c", script, daemon.address]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            token = process.stdout.readline().strip()
+            assert token, process.communicate()
+            assert len(shm_files(pid)) == 4
+        finally:
+            process.send_signal(signal.SIGKILL)
+    killed = time.monotonic()
+    until(lambda: not shm_files(pid), client.info.session_grace_s + 2)
+    until(lambda: num_descriptors(pid) <= before)
+    assert time.monotonic() - killed < client.info.session_grace_s + 2
+    assert set(os.listdir("/dev/shm")) == objects
+    assert client.stats().sessions == detachable
+    if detachable:
+        with client.resume(bytes.fromhex(token)) as kv:
+            assert kv.regions() == []
+
+
+def test_regions_outlive_a_broken_stream(client: KVClient, wire: Any, raw: Any, shm: Object) -> None:
+    session = raw.RawSession(wire)
+    session.ok("system_shared_memory_register", Register(name="r", key=shm.key, byte_size=64))
+    session.stream.cancel()
+    time.sleep(client.info.session_grace_s / 5)
+    session.stream = wire.stream()
+    session.stream.attach(session.token)
+    time.sleep(2 * client.info.session_grace_s)  # what the broken stream's end had started must be off
+    assert session.ok("system_shared_memory_status", Status()).regions.keys() == {"r"}
+    session.close()
+
+
+# ---- who may
+
+
+def test_a_registration_that_is_sent_again_is_answered_again(raw_session: Any, shm: Object) -> None:
+    request = Register(name="r", key=shm.key, byte_size=64, request_id=77)
+    for transport in ("unary", "stream", "stream"):
+        assert raw_session.call("system_shared_memory_register", request, transport) == (
+            shared_memory_pb2.SystemSharedMemoryRegisterResponse()
+        )
+    request.request_id = 78
+    assert raw_session.call("system_shared_memory_register", request).code == "ALREADY_EXISTS"
+
+
+def test_names_are_each_sessions_own(wire: Any, raw: Any, shm: Object) -> None:
+    one, two = raw.RawSession(wire), raw.RawSession(wire)
+    one.ok("system_shared_memory_register", Register(name="r", key=shm.key, byte_size=64))
+    two.ok("system_shared_memory_register", Register(name="r", key=shm.key, byte_size=32))
+    two.ok("system_shared_memory_unregister", Unregister())
+    assert one.ok("system_shared_memory_status", Status()).regions["r"].byte_size == 64
+    one.close()
+    two.close()
+
+
+def test_a_client_over_tcp_is_refused(shm: Object, raw: Any, free_port: int) -> None:
+    with Daemon(**SMALL_POOL, tcp_address=f"127.0.0.1:{free_port}") as daemon:
+        near, far = raw.Wire(daemon.address), raw.Wire(f"127.0.0.1:{free_port}")
+        local = raw.RawSession(near)
+        local.ok("system_shared_memory_register", Register(name="r", key=shm.key, byte_size=64))
+        remote = raw.RawSession(far)
+        remote.token = local.token
+        place = tensor_pb2.SharedMemoryPlace(region="r", byte_size=64)
+        tensor = tensor_pb2.Tensor(shared_memory=place)
+        requests: list[tuple[str, Any]] = [
+            ("system_shared_memory_register", Register(name="s", key=shm.key, byte_size=64)),
+            ("system_shared_memory_status", Status()),
+            ("system_shared_memory_unregister", Unregister()),
+            ("write", attention_pb2.WriteRequest(key=tensor)),
+            ("extend", attention_pb2.AttendRequest(query=tensor)),
+            ("extend", attention_pb2.AttendRequest(output_place=place)),
+            ("decode", attention_pb2.AttendRequest(lse_place=place)),
+        ]
+        for name, request in requests:
+            for transport in ("unary", "stream"):
+                refused = remote.call(name, request, transport)
+                assert (refused.code, refused.reason) == ("FAILED_PRECONDITION", "REGIONS_NOT_ALLOWED"), name
+        assert local.ok("system_shared_memory_status", Status()).regions.keys() == {"r"}
+        for wire in (near, far):
+            wire.close()
+
+
+def test_a_daemon_says_whether_it_takes_regions(client: KVClient) -> None:
+    assert client.info.allow_client_shm
+    with Daemon(**SMALL_POOL | {"allow_client_shm": False}) as daemon, KVClient(daemon.address) as other:
+        assert not other.info.allow_client_shm
+        objects = set(os.listdir("/dev/shm"))
+        with other.session() as kv:
+            with pytest.raises(RegionsNotAllowedError):
+                kv.create_region(4096)
+            with pytest.raises(KVServiceError):
+                kv.regions()
+        assert set(os.listdir("/dev/shm")) == objects
+
+
+def test_tensors_in_regions_are_bounded_as_messages_are(raw_session: Any, daemon: Daemon) -> None:
+    path = Path("/dev/shm", f"kvservice-test-{os.getpid()}-large")
+    with path.open("wb") as file:
+        file.truncate(1 << 40)  # a hole, which takes no memory
+    try:
+        raw_session.ok("system_shared_memory_register", Register(name="r", key=path.name, byte_size=1 << 40))
+        shape = (1, 2, 1 << 24)
+        place = tensor_pb2.SharedMemoryPlace(region="r", byte_size=4 << 25)
+        tensor = tensor_pb2.Tensor(data_type=1, shape=shape, shared_memory=place)
+        refused = raw_session.call("write", attention_pb2.WriteRequest(step_id=1, layer=0, key=tensor, value=tensor))
+        assert (refused.reason, refused.field) == ("INVALID_ARGUMENT", "key.shared_memory.byte_size")
+    finally:
+        path.unlink()
+    assert daemon.process.poll() is None
