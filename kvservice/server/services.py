@@ -120,6 +120,8 @@ class Stream:
     async def serve(self) -> None:
         try:
             while (call := await self._context.read()) is not grpc.aio.EOF:
+                if self._ending is not None:  # the lease is lost, though the client does not know it yet
+                    return await self._ending
                 _check_parsed(call)
                 await self._context.write(await self._answer(call))
         except InvalidArgumentError as error:

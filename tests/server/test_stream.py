@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from unittest.mock import AsyncMock, Mock
 
 import grpc
 import pytest
 
-from kvservice.server.services import SERVICES, SESSION_SERVICES, call_name
+from kvservice.server.services import SERVICES, SESSION_SERVICES, Stream, call_name
 from kvservice.v1 import attention_pb2, blocks_pb2, pool_pb2, session_pb2, shared_memory_pb2
 
 SESSION_CALLS = sorted(
@@ -113,6 +115,42 @@ def test_a_second_stream_takes_the_session_over(wire: Any, raw_session: Any) -> 
     time.sleep(0.7)  # past the grace time, which the first stream's end must not have started
     assert second.send("describe", blocks_pb2.DescribeRequest()).WhichOneof("reply") == "describe"
     second.cancel()
+
+
+class LosingContext:
+    """A stream whose lease is taken while its next call is already there."""
+
+    def __init__(self) -> None:
+        self.stream: Stream
+        self.written: list[str] = []
+        self.aborted = ""
+        self._calls = iter(("attach", "describe", "describe"))
+
+    def peer(self) -> str:
+        return "unix:"
+
+    async def read(self) -> session_pb2.Call:
+        name = next(self._calls)
+        if self.written == ["attach", "describe"]:
+            self.stream.end("taken over")
+        return session_pb2.Call(**{name: request_of(name)})
+
+    async def write(self, reply: session_pb2.Reply) -> None:
+        self.written.append(str(reply.WhichOneof("reply")))
+
+    async def abort(self, _: grpc.StatusCode, reason: str) -> None:
+        self.aborted = reason
+        raise grpc.aio.AbortError
+
+
+def test_a_call_that_comes_after_the_lease_is_lost_is_not_done() -> None:
+    context, dispatcher, sessions = LosingContext(), Mock(), Mock()
+    dispatcher.call = AsyncMock(return_value=blocks_pb2.DescribeResponse())
+    sessions.attach.return_value.session_id = 1
+    context.stream = Stream(dispatcher, sessions, cast(Any, context))
+    asyncio.run(context.stream.serve())
+    assert (context.written, context.aborted) == (["attach", "describe"], "taken over")
+    assert dispatcher.call.await_count == 1
 
 
 def test_closing_the_session_ends_its_stream(wire: Any, raw_session: Any) -> None:
