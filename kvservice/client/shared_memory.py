@@ -31,7 +31,7 @@ class SharedMemory:
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
-        self.name = f"kvservice-{secrets.token_hex(8)}"
+        self.name = f"kvservice-{os.getpid()}-{secrets.token_hex(8)}"
         self._path = f"{SHM_DIRECTORY}/{self.name}"
         try:
             descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

@@ -107,15 +107,20 @@ class Stream:
         self._local = _is_local(context)
         self._session: Session | None = None
         self._ending: asyncio.Task[None] | None = None
+        # gRPC fails if it is to send a status while it sends a message.
+        self._sending = asyncio.Lock()
+        self._ended = False
 
     def end(self, reason: str) -> None:
         """End the stream with ABORTED, from outside `serve`. Its read ends when the status is sent."""
         self._ending = asyncio.create_task(self._abort(reason))
 
     async def _abort(self, reason: str) -> None:
-        # It always raises; UsageError if the client was first.
-        with contextlib.suppress(grpc.aio.AbortError, grpc.aio.UsageError):
-            await self._context.abort(grpc.StatusCode.ABORTED, reason)
+        async with self._sending:
+            self._ended = True
+            # It always raises; UsageError if the client was first.
+            with contextlib.suppress(grpc.aio.AbortError, grpc.aio.UsageError):
+                await self._context.abort(grpc.StatusCode.ABORTED, reason)
 
     async def serve(self) -> None:
         try:
@@ -123,7 +128,11 @@ class Stream:
                 if self._ending is not None:  # the lease is lost, though the client does not know it yet
                     return await self._ending
                 _check_parsed(call)
-                await self._context.write(await self._answer(call))
+                reply = await self._answer(call)
+                async with self._sending:
+                    if self._ended:
+                        return None
+                    await self._context.write(reply)
         except InvalidArgumentError as error:
             await self._context.abort_with_status(rpc_status.to_status(to_status(error)))
         finally:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from shm_objects import shm_objects
 
 from kvservice.client import AsyncKVClient, KVClient, Session, SharedMemory, Step
 from kvservice.errors import InvalidArgumentError, QuotaExceededError, ResourceExhaustedError
@@ -30,9 +31,8 @@ def kv(client: KVClient) -> Iterator[Session]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
-    before = set(os.listdir("/dev/shm"))
     yield
-    assert set(os.listdir("/dev/shm")) == before
+    assert shm_objects(os.getpid()) == set()
 
 
 def normal(seed: int, shape: tuple[int, ...] = SHAPE) -> np.ndarray:

@@ -20,6 +20,7 @@ import doomed_client
 import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
+from shm_objects import shm_objects
 
 from kvservice.client import KVClient, PoolStats, Sequence, Session
 from kvservice.launch import Daemon
@@ -104,7 +105,7 @@ def assert_empty(stats: PoolStats) -> None:
 
 def test_killed_clients_leave_nothing_behind(daemon: Daemon, client: KVClient, wire: Any, raw: Any) -> None:
     raw.await_no_sessions(wire)
-    objects = set(os.listdir("/dev/shm"))
+    pids = []
     random.seed(20)
     seeds = itertools.count()
     kinds = itertools.cycle(doomed_client.KINDS)
@@ -116,6 +117,7 @@ def test_killed_clients_leave_nothing_behind(daemon: Daemon, client: KVClient, w
         alone, files, log = client.stats(), open_files(daemon.process.pid), daemon.log.read_text()
         for _ in range(ROUNDS):
             processes = [start(daemon.address, next(kinds), next(seeds)) for _ in range(CLIENTS)]
+            pids += [process.pid for process in processes]
             try:
                 for process in processes:
                     await_work(process)
@@ -133,7 +135,7 @@ def test_killed_clients_leave_nothing_behind(daemon: Daemon, client: KVClient, w
             assert daemon.log.read_text() == log  # nothing failed that no client was told of
         kv.reset_prefix_cache()
     # Whoever was killed while it registered had not yet unlinked its object.
-    for name in set(os.listdir("/dev/shm")) - objects:
+    for name in shm_objects(*pids):
         os.unlink(f"/dev/shm/{name}")
     # Otherwise they were killed between two pieces of work, and nothing was shown.
     assert cut_off >= ROUNDS

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from shm_objects import shm_objects
 from small_pool import SMALL_POOL
 
 from kvservice.client import KVClient
@@ -365,7 +366,7 @@ def test_a_killed_clients_regions_are_closed(
     daemon: Daemon, client: KVClient, wire: Any, raw: Any, detachable: bool
 ) -> None:
     raw.await_no_sessions(wire)
-    pid, objects = daemon.process.pid, set(os.listdir("/dev/shm"))
+    pid = daemon.process.pid
     before = num_descriptors(pid)
     script = (
         "import sys, time\n"
@@ -388,7 +389,7 @@ def test_a_killed_clients_regions_are_closed(
     until(lambda: not shm_files(pid), client.info.session_grace_s + 2)
     until(lambda: num_descriptors(pid) <= before)
     assert time.monotonic() - killed < client.info.session_grace_s + 2
-    assert set(os.listdir("/dev/shm")) == objects
+    assert shm_objects(process.pid) == set()
     assert client.stats().sessions == detachable
     if detachable:
         with client.resume(bytes.fromhex(token)) as kv:
@@ -461,13 +462,12 @@ def test_a_daemon_says_whether_it_takes_regions(client: KVClient) -> None:
     assert client.info.allow_client_shm
     with Daemon(**SMALL_POOL | {"allow_client_shm": False}) as daemon, KVClient(daemon.address) as other:
         assert not other.info.allow_client_shm
-        objects = set(os.listdir("/dev/shm"))
         with other.session() as kv:
             with pytest.raises(RegionsNotAllowedError):
                 kv.create_region(4096)
             with pytest.raises(KVServiceError):
                 kv.regions()
-        assert set(os.listdir("/dev/shm")) == objects
+        assert shm_objects(os.getpid()) == set()
 
 
 def test_tensors_in_regions_are_bounded_as_messages_are(raw_session: Any, daemon: Daemon) -> None:
