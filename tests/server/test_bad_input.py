@@ -526,7 +526,7 @@ def place_cases() -> Iterator[Case]:
 
 MAKERS = (
     allocate_cases, can_allocate_cases, id_cases, step_cases, sharing_cases, pin_cases, step_id_cases, tensor_cases,
-    option_cases, read_cases, region_cases, place_cases,
+    option_cases, sparse_cases, read_cases, region_cases, place_cases,
 )  # fmt: skip
 
 
