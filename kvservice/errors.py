@@ -17,7 +17,9 @@
     │   ├── NotComputedError                             its K/V are not written yet
     │   ├── StaleStepError                               a newer operation replaced the step
     │   ├── LayerWrittenError                            the layer was already sent in this step
+    │   ├── SessionTakenError                            another client has taken the session over
     │   ├── RegionsNotAllowedError                       the daemon takes none, or none over this connection
+    │   ├── PoolNotSharedError                           the daemon does not let clients map its pool, or not to write
     │   └── RegionShrunkError                            the client has truncated its shared-memory object
     ├── ResourceExhaustedError      RESOURCE_EXHAUSTED
     │   ├── OutOfBlocksError                             carries the counts; may succeed later
@@ -122,8 +124,16 @@ class LayerWrittenError(FailedPreconditionError):
     reason = "LAYER_WRITTEN"
 
 
+class SessionTakenError(FailedPreconditionError):
+    reason = "SESSION_TAKEN"
+
+
 class RegionsNotAllowedError(FailedPreconditionError):
     reason = "REGIONS_NOT_ALLOWED"
+
+
+class PoolNotSharedError(FailedPreconditionError):
+    reason = "POOL_NOT_SHARED"
 
 
 class RegionShrunkError(FailedPreconditionError):

@@ -107,18 +107,28 @@ class OpenStepRequest(_message.Message):
     def __init__(self, session_token: _Optional[bytes] = ..., request_id: _Optional[int] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., return_slot_mapping: bool = ...) -> None: ...
 
 class StepResponse(_message.Message):
-    __slots__ = ("step_id", "query_lens", "context_lens", "cow_copies", "slot_mapping")
+    __slots__ = ("step_id", "query_lens", "context_lens", "cow_copies", "slot_mapping", "mapped")
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     QUERY_LENS_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_LENS_FIELD_NUMBER: _ClassVar[int]
     COW_COPIES_FIELD_NUMBER: _ClassVar[int]
     SLOT_MAPPING_FIELD_NUMBER: _ClassVar[int]
+    MAPPED_FIELD_NUMBER: _ClassVar[int]
     step_id: int
     query_lens: _containers.RepeatedScalarFieldContainer[int]
     context_lens: _containers.RepeatedScalarFieldContainer[int]
     cow_copies: int
     slot_mapping: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, step_id: _Optional[int] = ..., query_lens: _Optional[_Iterable[int]] = ..., context_lens: _Optional[_Iterable[int]] = ..., cow_copies: _Optional[int] = ..., slot_mapping: _Optional[_Iterable[int]] = ...) -> None: ...
+    mapped: MappedStep
+    def __init__(self, step_id: _Optional[int] = ..., query_lens: _Optional[_Iterable[int]] = ..., context_lens: _Optional[_Iterable[int]] = ..., cow_copies: _Optional[int] = ..., slot_mapping: _Optional[_Iterable[int]] = ..., mapped: _Optional[_Union[MappedStep, _Mapping]] = ...) -> None: ...
+
+class MappedStep(_message.Message):
+    __slots__ = ("slot", "offset")
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    slot: int
+    offset: int
+    def __init__(self, slot: _Optional[int] = ..., offset: _Optional[int] = ...) -> None: ...
 
 class TruncateRequest(_message.Message):
     __slots__ = ("session_token", "request_id", "sequence_ids", "lengths")

@@ -9,7 +9,7 @@ class GetInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetInfoResponse(_message.Message):
-    __slots__ = ("version", "device", "num_layers", "num_kv_heads", "head_size", "dtype", "block_size", "num_blocks", "num_swap_blocks", "block_bytes", "enable_prefix_caching", "max_sequences", "max_sequence_tokens", "max_message_bytes", "session_grace_s", "kv_cache_dtype", "batch_invariant", "allow_client_shm")
+    __slots__ = ("version", "device", "num_layers", "num_kv_heads", "head_size", "dtype", "block_size", "num_blocks", "num_swap_blocks", "block_bytes", "enable_prefix_caching", "max_sequences", "max_sequence_tokens", "max_message_bytes", "session_grace_s", "kv_cache_dtype", "batch_invariant", "allow_client_shm", "share_pool")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
@@ -28,6 +28,7 @@ class GetInfoResponse(_message.Message):
     KV_CACHE_DTYPE_FIELD_NUMBER: _ClassVar[int]
     BATCH_INVARIANT_FIELD_NUMBER: _ClassVar[int]
     ALLOW_CLIENT_SHM_FIELD_NUMBER: _ClassVar[int]
+    SHARE_POOL_FIELD_NUMBER: _ClassVar[int]
     version: str
     device: str
     num_layers: int
@@ -46,7 +47,8 @@ class GetInfoResponse(_message.Message):
     kv_cache_dtype: str
     batch_invariant: bool
     allow_client_shm: bool
-    def __init__(self, version: _Optional[str] = ..., device: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_size: _Optional[int] = ..., dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_swap_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., enable_prefix_caching: bool = ..., max_sequences: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., session_grace_s: _Optional[float] = ..., kv_cache_dtype: _Optional[str] = ..., batch_invariant: bool = ..., allow_client_shm: bool = ...) -> None: ...
+    share_pool: str
+    def __init__(self, version: _Optional[str] = ..., device: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_size: _Optional[int] = ..., dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_swap_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., enable_prefix_caching: bool = ..., max_sequences: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., session_grace_s: _Optional[float] = ..., kv_cache_dtype: _Optional[str] = ..., batch_invariant: bool = ..., allow_client_shm: bool = ..., share_pool: _Optional[str] = ...) -> None: ...
 
 class GetStatsRequest(_message.Message):
     __slots__ = ()

@@ -1,6 +1,7 @@
 from google.rpc import status_pb2 as _status_pb2
 from kvservice.v1 import attention_pb2 as _attention_pb2
 from kvservice.v1 import blocks_pb2 as _blocks_pb2
+from kvservice.v1 import host_pb2 as _host_pb2
 from kvservice.v1 import pool_pb2 as _pool_pb2
 from kvservice.v1 import shared_memory_pb2 as _shared_memory_pb2
 from google.protobuf import descriptor as _descriptor
@@ -39,10 +40,14 @@ class CloseResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("session_token",)
+    __slots__ = ("session_token", "holder", "reconnects")
     SESSION_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    RECONNECTS_FIELD_NUMBER: _ClassVar[int]
     session_token: bytes
-    def __init__(self, session_token: _Optional[bytes] = ...) -> None: ...
+    holder: int
+    reconnects: bool
+    def __init__(self, session_token: _Optional[bytes] = ..., holder: _Optional[int] = ..., reconnects: bool = ...) -> None: ...
 
 class AttachResponse(_message.Message):
     __slots__ = ("session_id",)
@@ -51,7 +56,7 @@ class AttachResponse(_message.Message):
     def __init__(self, session_id: _Optional[int] = ...) -> None: ...
 
 class Call(_message.Message):
-    __slots__ = ("call_id", "attach", "ping", "allocate", "can_allocate", "append", "open_step", "truncate", "fork", "swap_out", "swap_in", "free", "describe", "match_prefix", "pin", "unpin", "reset_prefix_cache", "common_prefix", "decode", "extend", "write", "read", "system_shared_memory_status", "system_shared_memory_register", "system_shared_memory_unregister")
+    __slots__ = ("call_id", "attach", "ping", "allocate", "can_allocate", "append", "open_step", "truncate", "fork", "swap_out", "swap_in", "free", "describe", "match_prefix", "pin", "unpin", "reset_prefix_cache", "common_prefix", "decode", "extend", "write", "read", "system_shared_memory_status", "system_shared_memory_register", "system_shared_memory_unregister", "create_region", "cuda_shared_memory_status", "cuda_shared_memory_register", "cuda_shared_memory_unregister", "open_lane", "close_lane", "map_pool", "unmap_pool", "commit")
     CALL_ID_FIELD_NUMBER: _ClassVar[int]
     ATTACH_FIELD_NUMBER: _ClassVar[int]
     PING_FIELD_NUMBER: _ClassVar[int]
@@ -77,6 +82,15 @@ class Call(_message.Message):
     SYSTEM_SHARED_MEMORY_STATUS_FIELD_NUMBER: _ClassVar[int]
     SYSTEM_SHARED_MEMORY_REGISTER_FIELD_NUMBER: _ClassVar[int]
     SYSTEM_SHARED_MEMORY_UNREGISTER_FIELD_NUMBER: _ClassVar[int]
+    CREATE_REGION_FIELD_NUMBER: _ClassVar[int]
+    CUDA_SHARED_MEMORY_STATUS_FIELD_NUMBER: _ClassVar[int]
+    CUDA_SHARED_MEMORY_REGISTER_FIELD_NUMBER: _ClassVar[int]
+    CUDA_SHARED_MEMORY_UNREGISTER_FIELD_NUMBER: _ClassVar[int]
+    OPEN_LANE_FIELD_NUMBER: _ClassVar[int]
+    CLOSE_LANE_FIELD_NUMBER: _ClassVar[int]
+    MAP_POOL_FIELD_NUMBER: _ClassVar[int]
+    UNMAP_POOL_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
     call_id: int
     attach: AttachRequest
     ping: _pool_pb2.PingRequest
@@ -102,10 +116,19 @@ class Call(_message.Message):
     system_shared_memory_status: _shared_memory_pb2.SystemSharedMemoryStatusRequest
     system_shared_memory_register: _shared_memory_pb2.SystemSharedMemoryRegisterRequest
     system_shared_memory_unregister: _shared_memory_pb2.SystemSharedMemoryUnregisterRequest
-    def __init__(self, call_id: _Optional[int] = ..., attach: _Optional[_Union[AttachRequest, _Mapping]] = ..., ping: _Optional[_Union[_pool_pb2.PingRequest, _Mapping]] = ..., allocate: _Optional[_Union[_blocks_pb2.AllocateRequest, _Mapping]] = ..., can_allocate: _Optional[_Union[_blocks_pb2.CanAllocateRequest, _Mapping]] = ..., append: _Optional[_Union[_blocks_pb2.AppendRequest, _Mapping]] = ..., open_step: _Optional[_Union[_blocks_pb2.OpenStepRequest, _Mapping]] = ..., truncate: _Optional[_Union[_blocks_pb2.TruncateRequest, _Mapping]] = ..., fork: _Optional[_Union[_blocks_pb2.ForkRequest, _Mapping]] = ..., swap_out: _Optional[_Union[_blocks_pb2.SwapOutRequest, _Mapping]] = ..., swap_in: _Optional[_Union[_blocks_pb2.SwapInRequest, _Mapping]] = ..., free: _Optional[_Union[_blocks_pb2.FreeRequest, _Mapping]] = ..., describe: _Optional[_Union[_blocks_pb2.DescribeRequest, _Mapping]] = ..., match_prefix: _Optional[_Union[_blocks_pb2.MatchPrefixRequest, _Mapping]] = ..., pin: _Optional[_Union[_blocks_pb2.PinRequest, _Mapping]] = ..., unpin: _Optional[_Union[_blocks_pb2.UnpinRequest, _Mapping]] = ..., reset_prefix_cache: _Optional[_Union[_blocks_pb2.ResetPrefixCacheRequest, _Mapping]] = ..., common_prefix: _Optional[_Union[_blocks_pb2.CommonPrefixRequest, _Mapping]] = ..., decode: _Optional[_Union[_attention_pb2.AttendRequest, _Mapping]] = ..., extend: _Optional[_Union[_attention_pb2.AttendRequest, _Mapping]] = ..., write: _Optional[_Union[_attention_pb2.WriteRequest, _Mapping]] = ..., read: _Optional[_Union[_attention_pb2.ReadRequest, _Mapping]] = ..., system_shared_memory_status: _Optional[_Union[_shared_memory_pb2.SystemSharedMemoryStatusRequest, _Mapping]] = ..., system_shared_memory_register: _Optional[_Union[_shared_memory_pb2.SystemSharedMemoryRegisterRequest, _Mapping]] = ..., system_shared_memory_unregister: _Optional[_Union[_shared_memory_pb2.SystemSharedMemoryUnregisterRequest, _Mapping]] = ...) -> None: ...
+    create_region: _shared_memory_pb2.CreateRegionRequest
+    cuda_shared_memory_status: _shared_memory_pb2.CudaSharedMemoryStatusRequest
+    cuda_shared_memory_register: _shared_memory_pb2.CudaSharedMemoryRegisterRequest
+    cuda_shared_memory_unregister: _shared_memory_pb2.CudaSharedMemoryUnregisterRequest
+    open_lane: _host_pb2.OpenLaneRequest
+    close_lane: _host_pb2.CloseLaneRequest
+    map_pool: _host_pb2.MapPoolRequest
+    unmap_pool: _host_pb2.UnmapPoolRequest
+    commit: _host_pb2.CommitRequest
+    def __init__(self, call_id: _Optional[int] = ..., attach: _Optional[_Union[AttachRequest, _Mapping]] = ..., ping: _Optional[_Union[_pool_pb2.PingRequest, _Mapping]] = ..., allocate: _Optional[_Union[_blocks_pb2.AllocateRequest, _Mapping]] = ..., can_allocate: _Optional[_Union[_blocks_pb2.CanAllocateRequest, _Mapping]] = ..., append: _Optional[_Union[_blocks_pb2.AppendRequest, _Mapping]] = ..., open_step: _Optional[_Union[_blocks_pb2.OpenStepRequest, _Mapping]] = ..., truncate: _Optional[_Union[_blocks_pb2.TruncateRequest, _Mapping]] = ..., fork: _Optional[_Union[_blocks_pb2.ForkRequest, _Mapping]] = ..., swap_out: _Optional[_Union[_blocks_pb2.SwapOutRequest, _Mapping]] = ..., swap_in: _Optional[_Union[_blocks_pb2.SwapInRequest, _Mapping]] = ..., free: _Optional[_Union[_blocks_pb2.FreeRequest, _Mapping]] = ..., describe: _Optional[_Union[_blocks_pb2.DescribeRequest, _Mapping]] = ..., match_prefix: _Optional[_Union[_blocks_pb2.MatchPrefixRequest, _Mapping]] = ..., pin: _Optional[_Union[_blocks_pb2.PinRequest, _Mapping]] = ..., unpin: _Optional[_Union[_blocks_pb2.UnpinRequest, _Mapping]] = ..., reset_prefix_cache: _Optional[_Union[_blocks_pb2.ResetPrefixCacheRequest, _Mapping]] = ..., common_prefix: _Optional[_Union[_blocks_pb2.CommonPrefixRequest, _Mapping]] = ..., decode: _Optional[_Union[_attention_pb2.AttendRequest, _Mapping]] = ..., extend: _Optional[_Union[_attention_pb2.AttendRequest, _Mapping]] = ..., write: _Optional[_Union[_attention_pb2.WriteRequest, _Mapping]] = ..., read: _Optional[_Union[_attention_pb2.ReadRequest, _Mapping]] = ..., system_shared_memory_status: _Optional[_Union[_shared_memory_pb2.SystemSharedMemoryStatusRequest, _Mapping]] = ..., system_shared_memory_register: _Optional[_Union[_shared_memory_pb2.SystemSharedMemoryRegisterRequest, _Mapping]] = ..., system_shared_memory_unregister: _Optional[_Union[_shared_memory_pb2.SystemSharedMemoryUnregisterRequest, _Mapping]] = ..., create_region: _Optional[_Union[_shared_memory_pb2.CreateRegionRequest, _Mapping]] = ..., cuda_shared_memory_status: _Optional[_Union[_shared_memory_pb2.CudaSharedMemoryStatusRequest, _Mapping]] = ..., cuda_shared_memory_register: _Optional[_Union[_shared_memory_pb2.CudaSharedMemoryRegisterRequest, _Mapping]] = ..., cuda_shared_memory_unregister: _Optional[_Union[_shared_memory_pb2.CudaSharedMemoryUnregisterRequest, _Mapping]] = ..., open_lane: _Optional[_Union[_host_pb2.OpenLaneRequest, _Mapping]] = ..., close_lane: _Optional[_Union[_host_pb2.CloseLaneRequest, _Mapping]] = ..., map_pool: _Optional[_Union[_host_pb2.MapPoolRequest, _Mapping]] = ..., unmap_pool: _Optional[_Union[_host_pb2.UnmapPoolRequest, _Mapping]] = ..., commit: _Optional[_Union[_host_pb2.CommitRequest, _Mapping]] = ...) -> None: ...
 
 class Reply(_message.Message):
-    __slots__ = ("call_id", "error", "attach", "ping", "allocate", "can_allocate", "append", "open_step", "truncate", "fork", "swap_out", "swap_in", "free", "describe", "match_prefix", "pin", "unpin", "reset_prefix_cache", "common_prefix", "decode", "extend", "write", "read", "system_shared_memory_status", "system_shared_memory_register", "system_shared_memory_unregister")
+    __slots__ = ("call_id", "error", "attach", "ping", "allocate", "can_allocate", "append", "open_step", "truncate", "fork", "swap_out", "swap_in", "free", "describe", "match_prefix", "pin", "unpin", "reset_prefix_cache", "common_prefix", "decode", "extend", "write", "read", "system_shared_memory_status", "system_shared_memory_register", "system_shared_memory_unregister", "create_region", "cuda_shared_memory_status", "cuda_shared_memory_register", "cuda_shared_memory_unregister", "open_lane", "close_lane", "map_pool", "unmap_pool", "commit")
     CALL_ID_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     ATTACH_FIELD_NUMBER: _ClassVar[int]
@@ -132,6 +155,15 @@ class Reply(_message.Message):
     SYSTEM_SHARED_MEMORY_STATUS_FIELD_NUMBER: _ClassVar[int]
     SYSTEM_SHARED_MEMORY_REGISTER_FIELD_NUMBER: _ClassVar[int]
     SYSTEM_SHARED_MEMORY_UNREGISTER_FIELD_NUMBER: _ClassVar[int]
+    CREATE_REGION_FIELD_NUMBER: _ClassVar[int]
+    CUDA_SHARED_MEMORY_STATUS_FIELD_NUMBER: _ClassVar[int]
+    CUDA_SHARED_MEMORY_REGISTER_FIELD_NUMBER: _ClassVar[int]
+    CUDA_SHARED_MEMORY_UNREGISTER_FIELD_NUMBER: _ClassVar[int]
+    OPEN_LANE_FIELD_NUMBER: _ClassVar[int]
+    CLOSE_LANE_FIELD_NUMBER: _ClassVar[int]
+    MAP_POOL_FIELD_NUMBER: _ClassVar[int]
+    UNMAP_POOL_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
     call_id: int
     error: _status_pb2.Status
     attach: AttachResponse
@@ -158,4 +190,13 @@ class Reply(_message.Message):
     system_shared_memory_status: _shared_memory_pb2.SystemSharedMemoryStatusResponse
     system_shared_memory_register: _shared_memory_pb2.SystemSharedMemoryRegisterResponse
     system_shared_memory_unregister: _shared_memory_pb2.SystemSharedMemoryUnregisterResponse
-    def __init__(self, call_id: _Optional[int] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., attach: _Optional[_Union[AttachResponse, _Mapping]] = ..., ping: _Optional[_Union[_pool_pb2.PingResponse, _Mapping]] = ..., allocate: _Optional[_Union[_blocks_pb2.AllocateResponse, _Mapping]] = ..., can_allocate: _Optional[_Union[_blocks_pb2.CanAllocateResponse, _Mapping]] = ..., append: _Optional[_Union[_blocks_pb2.StepResponse, _Mapping]] = ..., open_step: _Optional[_Union[_blocks_pb2.StepResponse, _Mapping]] = ..., truncate: _Optional[_Union[_blocks_pb2.TruncateResponse, _Mapping]] = ..., fork: _Optional[_Union[_blocks_pb2.ForkResponse, _Mapping]] = ..., swap_out: _Optional[_Union[_blocks_pb2.SwapResponse, _Mapping]] = ..., swap_in: _Optional[_Union[_blocks_pb2.SwapResponse, _Mapping]] = ..., free: _Optional[_Union[_blocks_pb2.FreeResponse, _Mapping]] = ..., describe: _Optional[_Union[_blocks_pb2.DescribeResponse, _Mapping]] = ..., match_prefix: _Optional[_Union[_blocks_pb2.MatchPrefixResponse, _Mapping]] = ..., pin: _Optional[_Union[_blocks_pb2.PinResponse, _Mapping]] = ..., unpin: _Optional[_Union[_blocks_pb2.UnpinResponse, _Mapping]] = ..., reset_prefix_cache: _Optional[_Union[_blocks_pb2.ResetPrefixCacheResponse, _Mapping]] = ..., common_prefix: _Optional[_Union[_blocks_pb2.CommonPrefixResponse, _Mapping]] = ..., decode: _Optional[_Union[_attention_pb2.AttendResponse, _Mapping]] = ..., extend: _Optional[_Union[_attention_pb2.AttendResponse, _Mapping]] = ..., write: _Optional[_Union[_attention_pb2.WriteResponse, _Mapping]] = ..., read: _Optional[_Union[_attention_pb2.ReadResponse, _Mapping]] = ..., system_shared_memory_status: _Optional[_Union[_shared_memory_pb2.SystemSharedMemoryStatusResponse, _Mapping]] = ..., system_shared_memory_register: _Optional[_Union[_shared_memory_pb2.SystemSharedMemoryRegisterResponse, _Mapping]] = ..., system_shared_memory_unregister: _Optional[_Union[_shared_memory_pb2.SystemSharedMemoryUnregisterResponse, _Mapping]] = ...) -> None: ...
+    create_region: _shared_memory_pb2.CreateRegionResponse
+    cuda_shared_memory_status: _shared_memory_pb2.CudaSharedMemoryStatusResponse
+    cuda_shared_memory_register: _shared_memory_pb2.CudaSharedMemoryRegisterResponse
+    cuda_shared_memory_unregister: _shared_memory_pb2.CudaSharedMemoryUnregisterResponse
+    open_lane: _host_pb2.OpenLaneResponse
+    close_lane: _host_pb2.CloseLaneResponse
+    map_pool: _host_pb2.MapPoolResponse
+    unmap_pool: _host_pb2.UnmapPoolResponse
+    commit: _host_pb2.CommitResponse
+    def __init__(self, call_id: _Optional[int] = ..., error: _Optional[_Union[_status_pb2.Status, _Mapping]] = ..., attach: _Optional[_Union[AttachResponse, _Mapping]] = ..., ping: _Optional[_Union[_pool_pb2.PingResponse, _Mapping]] = ..., allocate: _Optional[_Union[_blocks_pb2.AllocateResponse, _Mapping]] = ..., can_allocate: _Optional[_Union[_blocks_pb2.CanAllocateResponse, _Mapping]] = ..., append: _Optional[_Union[_blocks_pb2.StepResponse, _Mapping]] = ..., open_step: _Optional[_Union[_blocks_pb2.StepResponse, _Mapping]] = ..., truncate: _Optional[_Union[_blocks_pb2.TruncateResponse, _Mapping]] = ..., fork: _Optional[_Union[_blocks_pb2.ForkResponse, _Mapping]] = ..., swap_out: _Optional[_Union[_blocks_pb2.SwapResponse, _Mapping]] = ..., swap_in: _Optional[_Union[_blocks_pb2.SwapResponse, _Mapping]] = ..., free: _Optional[_Union[_blocks_pb2.FreeResponse, _Mapping]] = ..., describe: _Optional[_Union[_blocks_pb2.DescribeResponse, _Mapping]] = ..., match_prefix: _Optional[_Union[_blocks_pb2.MatchPrefixResponse, _Mapping]] = ..., pin: _Optional[_Union[_blocks_pb2.PinResponse, _Mapping]] = ..., unpin: _Optional[_Union[_blocks_pb2.UnpinResponse, _Mapping]] = ..., reset_prefix_cache: _Optional[_Union[_blocks_pb2.ResetPrefixCacheResponse, _Mapping]] = ..., common_prefix: _Optional[_Union[_blocks_pb2.CommonPrefixResponse, _Mapping]] = ..., decode: _Optional[_Union[_attention_pb2.AttendResponse, _Mapping]] = ..., extend: _Optional[_Union[_attention_pb2.AttendResponse, _Mapping]] = ..., write: _Optional[_Union[_attention_pb2.WriteResponse, _Mapping]] = ..., read: _Optional[_Union[_attention_pb2.ReadResponse, _Mapping]] = ..., system_shared_memory_status: _Optional[_Union[_shared_memory_pb2.SystemSharedMemoryStatusResponse, _Mapping]] = ..., system_shared_memory_register: _Optional[_Union[_shared_memory_pb2.SystemSharedMemoryRegisterResponse, _Mapping]] = ..., system_shared_memory_unregister: _Optional[_Union[_shared_memory_pb2.SystemSharedMemoryUnregisterResponse, _Mapping]] = ..., create_region: _Optional[_Union[_shared_memory_pb2.CreateRegionResponse, _Mapping]] = ..., cuda_shared_memory_status: _Optional[_Union[_shared_memory_pb2.CudaSharedMemoryStatusResponse, _Mapping]] = ..., cuda_shared_memory_register: _Optional[_Union[_shared_memory_pb2.CudaSharedMemoryRegisterResponse, _Mapping]] = ..., cuda_shared_memory_unregister: _Optional[_Union[_shared_memory_pb2.CudaSharedMemoryUnregisterResponse, _Mapping]] = ..., open_lane: _Optional[_Union[_host_pb2.OpenLaneResponse, _Mapping]] = ..., close_lane: _Optional[_Union[_host_pb2.CloseLaneResponse, _Mapping]] = ..., map_pool: _Optional[_Union[_host_pb2.MapPoolResponse, _Mapping]] = ..., unmap_pool: _Optional[_Union[_host_pb2.UnmapPoolResponse, _Mapping]] = ..., commit: _Optional[_Union[_host_pb2.CommitResponse, _Mapping]] = ...) -> None: ...

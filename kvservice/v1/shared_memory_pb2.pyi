@@ -7,12 +7,12 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class SystemSharedMemoryStatusRequest(_message.Message):
-    __slots__ = ("session_token", "name")
-    SESSION_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("name", "session_token")
     NAME_FIELD_NUMBER: _ClassVar[int]
-    session_token: bytes
+    SESSION_TOKEN_FIELD_NUMBER: _ClassVar[int]
     name: str
-    def __init__(self, session_token: _Optional[bytes] = ..., name: _Optional[str] = ...) -> None: ...
+    session_token: bytes
+    def __init__(self, name: _Optional[str] = ..., session_token: _Optional[bytes] = ...) -> None: ...
 
 class SystemSharedMemoryStatusResponse(_message.Message):
     __slots__ = ("regions",)
@@ -39,35 +39,121 @@ class SystemSharedMemoryStatusResponse(_message.Message):
     def __init__(self, regions: _Optional[_Mapping[str, SystemSharedMemoryStatusResponse.RegionStatus]] = ...) -> None: ...
 
 class SystemSharedMemoryRegisterRequest(_message.Message):
-    __slots__ = ("session_token", "request_id", "name", "key", "offset", "byte_size")
-    SESSION_TOKEN_FIELD_NUMBER: _ClassVar[int]
-    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("name", "key", "offset", "byte_size", "request_id", "session_token")
     NAME_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     BYTE_SIZE_FIELD_NUMBER: _ClassVar[int]
-    session_token: bytes
-    request_id: int
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    SESSION_TOKEN_FIELD_NUMBER: _ClassVar[int]
     name: str
     key: str
     offset: int
     byte_size: int
-    def __init__(self, session_token: _Optional[bytes] = ..., request_id: _Optional[int] = ..., name: _Optional[str] = ..., key: _Optional[str] = ..., offset: _Optional[int] = ..., byte_size: _Optional[int] = ...) -> None: ...
+    request_id: int
+    session_token: bytes
+    def __init__(self, name: _Optional[str] = ..., key: _Optional[str] = ..., offset: _Optional[int] = ..., byte_size: _Optional[int] = ..., request_id: _Optional[int] = ..., session_token: _Optional[bytes] = ...) -> None: ...
 
 class SystemSharedMemoryRegisterResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class SystemSharedMemoryUnregisterRequest(_message.Message):
-    __slots__ = ("session_token", "request_id", "name")
-    SESSION_TOKEN_FIELD_NUMBER: _ClassVar[int]
-    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("name", "request_id", "session_token")
     NAME_FIELD_NUMBER: _ClassVar[int]
-    session_token: bytes
-    request_id: int
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    SESSION_TOKEN_FIELD_NUMBER: _ClassVar[int]
     name: str
-    def __init__(self, session_token: _Optional[bytes] = ..., request_id: _Optional[int] = ..., name: _Optional[str] = ...) -> None: ...
+    request_id: int
+    session_token: bytes
+    def __init__(self, name: _Optional[str] = ..., request_id: _Optional[int] = ..., session_token: _Optional[bytes] = ...) -> None: ...
 
 class SystemSharedMemoryUnregisterResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class CudaSharedMemoryStatusRequest(_message.Message):
+    __slots__ = ("name", "session_token")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SESSION_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    session_token: bytes
+    def __init__(self, name: _Optional[str] = ..., session_token: _Optional[bytes] = ...) -> None: ...
+
+class CudaSharedMemoryStatusResponse(_message.Message):
+    __slots__ = ("regions",)
+    class RegionStatus(_message.Message):
+        __slots__ = ("name", "device_id", "byte_size")
+        NAME_FIELD_NUMBER: _ClassVar[int]
+        DEVICE_ID_FIELD_NUMBER: _ClassVar[int]
+        BYTE_SIZE_FIELD_NUMBER: _ClassVar[int]
+        name: str
+        device_id: int
+        byte_size: int
+        def __init__(self, name: _Optional[str] = ..., device_id: _Optional[int] = ..., byte_size: _Optional[int] = ...) -> None: ...
+    class RegionsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: CudaSharedMemoryStatusResponse.RegionStatus
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[CudaSharedMemoryStatusResponse.RegionStatus, _Mapping]] = ...) -> None: ...
+    REGIONS_FIELD_NUMBER: _ClassVar[int]
+    regions: _containers.MessageMap[str, CudaSharedMemoryStatusResponse.RegionStatus]
+    def __init__(self, regions: _Optional[_Mapping[str, CudaSharedMemoryStatusResponse.RegionStatus]] = ...) -> None: ...
+
+class CudaSharedMemoryRegisterRequest(_message.Message):
+    __slots__ = ("name", "raw_handle", "device_id", "byte_size", "request_id", "session_token")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    RAW_HANDLE_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_ID_FIELD_NUMBER: _ClassVar[int]
+    BYTE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    SESSION_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    raw_handle: bytes
+    device_id: int
+    byte_size: int
+    request_id: int
+    session_token: bytes
+    def __init__(self, name: _Optional[str] = ..., raw_handle: _Optional[bytes] = ..., device_id: _Optional[int] = ..., byte_size: _Optional[int] = ..., request_id: _Optional[int] = ..., session_token: _Optional[bytes] = ...) -> None: ...
+
+class CudaSharedMemoryRegisterResponse(_message.Message):
+    __slots__ = ("number",)
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    def __init__(self, number: _Optional[int] = ...) -> None: ...
+
+class CudaSharedMemoryUnregisterRequest(_message.Message):
+    __slots__ = ("name", "request_id", "session_token")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    SESSION_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    request_id: int
+    session_token: bytes
+    def __init__(self, name: _Optional[str] = ..., request_id: _Optional[int] = ..., session_token: _Optional[bytes] = ...) -> None: ...
+
+class CudaSharedMemoryUnregisterResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class CreateRegionRequest(_message.Message):
+    __slots__ = ("name", "byte_size", "request_id", "session_token")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    BYTE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    SESSION_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    byte_size: int
+    request_id: int
+    session_token: bytes
+    def __init__(self, name: _Optional[str] = ..., byte_size: _Optional[int] = ..., request_id: _Optional[int] = ..., session_token: _Optional[bytes] = ...) -> None: ...
+
+class CreateRegionResponse(_message.Message):
+    __slots__ = ("handover_token", "number")
+    HANDOVER_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    handover_token: bytes
+    number: int
+    def __init__(self, handover_token: _Optional[bytes] = ..., number: _Optional[int] = ...) -> None: ...

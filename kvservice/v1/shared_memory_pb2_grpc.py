@@ -26,10 +26,11 @@ if _version_not_supported:
 
 
 class SharedMemoryServiceStub(object):
-    """Regions of system shared memory, through which tensors reach the daemon and come back without travelling in messages.
-    After Triton Inference Server's shared-memory extension: its calls, fields and status codes. Besides: a region belongs
-    to the session that registered it, and no other can name it; session_token and request_id are as in BlockService; an
-    offset needs not be a multiple of the page size; a name is free again as soon as it is unregistered.
+    """Regions of shared memory, in the host's or in a GPU's, through which tensors reach the daemon and come back without
+    travelling in messages. After Triton Inference Server's shared-memory extensions: their calls, fields, field numbers and
+    status codes. Besides: a region belongs to the session that registered it, and no other can name it; session_token and
+    request_id are as in BlockService; an offset needs not be a multiple of the page size; a name is free again as soon as
+    it is unregistered. CreateRegion is not Triton's.
 
     The daemon must be told to allow it (allow_client_shm), and the caller be connected to its unix socket; if not, these
     calls and those that name a region are refused with FAILED_PRECONDITION, reason REGIONS_NOT_ALLOWED.
@@ -56,13 +57,34 @@ class SharedMemoryServiceStub(object):
                 request_serializer=kvservice_dot_v1_dot_shared__memory__pb2.SystemSharedMemoryUnregisterRequest.SerializeToString,
                 response_deserializer=kvservice_dot_v1_dot_shared__memory__pb2.SystemSharedMemoryUnregisterResponse.FromString,
                 _registered_method=True)
+        self.CudaSharedMemoryStatus = channel.unary_unary(
+                '/kvservice.v1.SharedMemoryService/CudaSharedMemoryStatus',
+                request_serializer=kvservice_dot_v1_dot_shared__memory__pb2.CudaSharedMemoryStatusRequest.SerializeToString,
+                response_deserializer=kvservice_dot_v1_dot_shared__memory__pb2.CudaSharedMemoryStatusResponse.FromString,
+                _registered_method=True)
+        self.CudaSharedMemoryRegister = channel.unary_unary(
+                '/kvservice.v1.SharedMemoryService/CudaSharedMemoryRegister',
+                request_serializer=kvservice_dot_v1_dot_shared__memory__pb2.CudaSharedMemoryRegisterRequest.SerializeToString,
+                response_deserializer=kvservice_dot_v1_dot_shared__memory__pb2.CudaSharedMemoryRegisterResponse.FromString,
+                _registered_method=True)
+        self.CudaSharedMemoryUnregister = channel.unary_unary(
+                '/kvservice.v1.SharedMemoryService/CudaSharedMemoryUnregister',
+                request_serializer=kvservice_dot_v1_dot_shared__memory__pb2.CudaSharedMemoryUnregisterRequest.SerializeToString,
+                response_deserializer=kvservice_dot_v1_dot_shared__memory__pb2.CudaSharedMemoryUnregisterResponse.FromString,
+                _registered_method=True)
+        self.CreateRegion = channel.unary_unary(
+                '/kvservice.v1.SharedMemoryService/CreateRegion',
+                request_serializer=kvservice_dot_v1_dot_shared__memory__pb2.CreateRegionRequest.SerializeToString,
+                response_deserializer=kvservice_dot_v1_dot_shared__memory__pb2.CreateRegionResponse.FromString,
+                _registered_method=True)
 
 
 class SharedMemoryServiceServicer(object):
-    """Regions of system shared memory, through which tensors reach the daemon and come back without travelling in messages.
-    After Triton Inference Server's shared-memory extension: its calls, fields and status codes. Besides: a region belongs
-    to the session that registered it, and no other can name it; session_token and request_id are as in BlockService; an
-    offset needs not be a multiple of the page size; a name is free again as soon as it is unregistered.
+    """Regions of shared memory, in the host's or in a GPU's, through which tensors reach the daemon and come back without
+    travelling in messages. After Triton Inference Server's shared-memory extensions: their calls, fields, field numbers and
+    status codes. Besides: a region belongs to the session that registered it, and no other can name it; session_token and
+    request_id are as in BlockService; an offset needs not be a multiple of the page size; a name is free again as soon as
+    it is unregistered. CreateRegion is not Triton's.
 
     The daemon must be told to allow it (allow_client_shm), and the caller be connected to its unix socket; if not, these
     calls and those that name a region are refused with FAILED_PRECONDITION, reason REGIONS_NOT_ALLOWED.
@@ -92,6 +114,37 @@ class SharedMemoryServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CudaSharedMemoryStatus(self, request, context):
+        """The same three for memory of a GPU that the client has allocated: daemons on a GPU only, others refuse them with
+        REGIONS_NOT_ALLOWED. REGION_NOT_OPENED if the driver does not open the handle; INVALID_ARGUMENT for a handle that is
+        none, another device than the daemon's, and a size that the allocation does not have; DUPLICATE_REGION also for a
+        handle that is registered already.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CudaSharedMemoryRegister(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CudaSharedMemoryUnregister(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CreateRegion(self, request, context):
+        """A region of memory that the daemon makes, which no one can truncate: the daemon works on it in place, and lanes take
+        it. Its descriptor is handed over, see HostService. Listed and given up as those of system shared memory are.
+        QUOTA_EXCEEDED above max_region_mib, of all such regions of the session.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SharedMemoryServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -110,6 +163,26 @@ def add_SharedMemoryServiceServicer_to_server(servicer, server):
                     request_deserializer=kvservice_dot_v1_dot_shared__memory__pb2.SystemSharedMemoryUnregisterRequest.FromString,
                     response_serializer=kvservice_dot_v1_dot_shared__memory__pb2.SystemSharedMemoryUnregisterResponse.SerializeToString,
             ),
+            'CudaSharedMemoryStatus': grpc.unary_unary_rpc_method_handler(
+                    servicer.CudaSharedMemoryStatus,
+                    request_deserializer=kvservice_dot_v1_dot_shared__memory__pb2.CudaSharedMemoryStatusRequest.FromString,
+                    response_serializer=kvservice_dot_v1_dot_shared__memory__pb2.CudaSharedMemoryStatusResponse.SerializeToString,
+            ),
+            'CudaSharedMemoryRegister': grpc.unary_unary_rpc_method_handler(
+                    servicer.CudaSharedMemoryRegister,
+                    request_deserializer=kvservice_dot_v1_dot_shared__memory__pb2.CudaSharedMemoryRegisterRequest.FromString,
+                    response_serializer=kvservice_dot_v1_dot_shared__memory__pb2.CudaSharedMemoryRegisterResponse.SerializeToString,
+            ),
+            'CudaSharedMemoryUnregister': grpc.unary_unary_rpc_method_handler(
+                    servicer.CudaSharedMemoryUnregister,
+                    request_deserializer=kvservice_dot_v1_dot_shared__memory__pb2.CudaSharedMemoryUnregisterRequest.FromString,
+                    response_serializer=kvservice_dot_v1_dot_shared__memory__pb2.CudaSharedMemoryUnregisterResponse.SerializeToString,
+            ),
+            'CreateRegion': grpc.unary_unary_rpc_method_handler(
+                    servicer.CreateRegion,
+                    request_deserializer=kvservice_dot_v1_dot_shared__memory__pb2.CreateRegionRequest.FromString,
+                    response_serializer=kvservice_dot_v1_dot_shared__memory__pb2.CreateRegionResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'kvservice.v1.SharedMemoryService', rpc_method_handlers)
@@ -119,10 +192,11 @@ def add_SharedMemoryServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class SharedMemoryService(object):
-    """Regions of system shared memory, through which tensors reach the daemon and come back without travelling in messages.
-    After Triton Inference Server's shared-memory extension: its calls, fields and status codes. Besides: a region belongs
-    to the session that registered it, and no other can name it; session_token and request_id are as in BlockService; an
-    offset needs not be a multiple of the page size; a name is free again as soon as it is unregistered.
+    """Regions of shared memory, in the host's or in a GPU's, through which tensors reach the daemon and come back without
+    travelling in messages. After Triton Inference Server's shared-memory extensions: their calls, fields, field numbers and
+    status codes. Besides: a region belongs to the session that registered it, and no other can name it; session_token and
+    request_id are as in BlockService; an offset needs not be a multiple of the page size; a name is free again as soon as
+    it is unregistered. CreateRegion is not Triton's.
 
     The daemon must be told to allow it (allow_client_shm), and the caller be connected to its unix socket; if not, these
     calls and those that name a region are refused with FAILED_PRECONDITION, reason REGIONS_NOT_ALLOWED.
@@ -199,6 +273,114 @@ class SharedMemoryService(object):
             '/kvservice.v1.SharedMemoryService/SystemSharedMemoryUnregister',
             kvservice_dot_v1_dot_shared__memory__pb2.SystemSharedMemoryUnregisterRequest.SerializeToString,
             kvservice_dot_v1_dot_shared__memory__pb2.SystemSharedMemoryUnregisterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CudaSharedMemoryStatus(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvservice.v1.SharedMemoryService/CudaSharedMemoryStatus',
+            kvservice_dot_v1_dot_shared__memory__pb2.CudaSharedMemoryStatusRequest.SerializeToString,
+            kvservice_dot_v1_dot_shared__memory__pb2.CudaSharedMemoryStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CudaSharedMemoryRegister(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvservice.v1.SharedMemoryService/CudaSharedMemoryRegister',
+            kvservice_dot_v1_dot_shared__memory__pb2.CudaSharedMemoryRegisterRequest.SerializeToString,
+            kvservice_dot_v1_dot_shared__memory__pb2.CudaSharedMemoryRegisterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CudaSharedMemoryUnregister(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvservice.v1.SharedMemoryService/CudaSharedMemoryUnregister',
+            kvservice_dot_v1_dot_shared__memory__pb2.CudaSharedMemoryUnregisterRequest.SerializeToString,
+            kvservice_dot_v1_dot_shared__memory__pb2.CudaSharedMemoryUnregisterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CreateRegion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvservice.v1.SharedMemoryService/CreateRegion',
+            kvservice_dot_v1_dot_shared__memory__pb2.CreateRegionRequest.SerializeToString,
+            kvservice_dot_v1_dot_shared__memory__pb2.CreateRegionResponse.FromString,
             options,
             channel_credentials,
             insecure,
