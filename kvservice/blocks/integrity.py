@@ -44,7 +44,7 @@ def _check_step(core: Core, space: SequenceSpace, step_id: int) -> None:
     _hold(bool((core.meta[step.rows, STEP] == step_id).all()), f"live step {step_id} is not its sequences' newest")
     names = [space.rows.get(sequence_id) for sequence_id in step.sequence_ids.tolist()]
     _hold(names == step.rows.tolist(), f"step {step_id} names the wrong rows")
-    if entry.num_written == core.config.num_layers:
+    if entry.committed:
         return
     starts = (step.context_lens - step.query_lens).astype(np.int64)
     _hold(bool((core.meta[step.rows, NUM_COMPUTED] == starts).all()), f"step {step_id} covers computed tokens")

@@ -23,6 +23,11 @@ class LayerOps(Core):
         operation on one of its sequences replaced it."""
         return self._live(space, step_id).plan
 
+    def written_layers(self, space: SequenceSpace, step_id: int) -> bytearray | None:
+        """The byte for each layer of a live step in which whoever writes a layer marks it; None if it is not live."""
+        entry = space.steps.get(step_id)
+        return None if entry is None else entry.written
+
     def check_layer(self, space: SequenceSpace, step_id: int, layer: int) -> Step:
         """The step, if this layer of it is still to be written; else LayerWrittenError. Changes nothing."""
         entry = self._live(space, step_id)
@@ -38,16 +43,25 @@ class LayerOps(Core):
         self.check_layer(space, step_id, layer)
         entry = space.steps[step_id]
         entry.written[layer] = 1
-        entry.num_written += 1
-        if entry.num_written < self.config.num_layers:
+        return self._commit_if_complete(entry)
+
+    def commit_written(self, space: SequenceSpace, step_id: int) -> bool:
+        """Commits a step whose layers others have marked in its `written`. False if it is live no longer, lacks some
+        or was committed before."""
+        entry = space.steps.get(step_id)
+        return entry is not None and self._commit_if_complete(entry)
+
+    def _commit_if_complete(self, entry: OpenStep) -> bool:
+        if entry.committed or not entry.complete:
             return False
+        entry.committed = True
         self._commit(entry.plan)
         return True
 
     def check_all_layers(self, space: SequenceSpace, step_id: int) -> Step:
         """The step, if no layer of it is written; else LayerWrittenError. Changes nothing."""
         entry = self._live(space, step_id)
-        if entry.num_written:
+        if entry.begun:
             layer = entry.written.index(1)
             raise LayerWrittenError(
                 f"layer {layer} of step {step_id} is written", field="layer", step_id=step_id, layer=layer
@@ -56,11 +70,10 @@ class LayerOps(Core):
 
     def mark_all_layers(self, space: SequenceSpace, step_id: int) -> None:
         """Records that all layers are written, and commits the step."""
-        step = self.check_all_layers(space, step_id)
+        self.check_all_layers(space, step_id)
         entry = space.steps[step_id]
-        entry.written = bytearray(b"\1" * self.config.num_layers)
-        entry.num_written = self.config.num_layers
-        self._commit(step)
+        entry.written[:] = b"\1" * self.config.num_layers
+        self._commit_if_complete(entry)
 
     def _live(self, space: SequenceSpace, step_id: int) -> OpenStep:
         self._enter(space)

@@ -39,7 +39,7 @@ class BlockManager(StepOps, LayerOps, SharingOps, SwapOps, PinOps, InspectionOps
             self._free_rows(space, *space.lookup(space.sequence_ids()))
         for pin_id in list(space.pins):
             self._end_pin(space, pin_id)
-        space.steps.clear()
+        space.supersede(list(space.steps))
         space.closed = True
         self.spaces.remove(space)
         return num_sequences

@@ -6,7 +6,7 @@ client's names: its sequence ids, its steps, its pins. Rows belong to one space,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -53,19 +53,34 @@ class SequenceRows:
 class OpenStep:
     """A live step: its plan, which layers are written, and what a retry of its append must repeat.
 
+    `written` has a byte for each layer, 0 or 1; it stays the same object, and others may mark layers in it too.
     `num_appended` is int64[n], or one number for all; None for a step that was opened over tokens already there.
     """
 
     plan: Step
     written: bytearray
     num_appended: Int64Array | int | None
-    num_written: int = 0
+    committed: bool = False
+
+    @property
+    def begun(self) -> bool:
+        return 1 in self.written
+
+    @property
+    def complete(self) -> bool:
+        return 0 not in self.written
+
+
+def _ignore(step_id: int) -> None:
+    """Nobody keeps the step elsewhere."""
 
 
 @dataclass(eq=False, slots=True)
 class SequenceSpace:
-    """The names of one client. Made by BlockManager.open_space; its attributes belong to the manager."""
+    """The names of one client. Made by BlockManager.open_space; its attributes belong to the manager, but for
+    `on_step_end`, which is called with the id of a step that is live no longer, before its blocks change hands."""
 
+    on_step_end: Callable[[int], object] = _ignore
     closed: bool = False
     rows: dict[int, int] = field(default_factory=dict)
     steps: dict[int, OpenStep] = field(default_factory=dict)
@@ -107,7 +122,7 @@ class SequenceSpace:
     def in_progress(self, step_id: int) -> bool:
         """Whether some of the step's layers are written, and some are not."""
         step = self.steps.get(step_id)
-        return step is not None and 0 < step.num_written < len(step.written)
+        return step is not None and step.begun and not step.complete
 
     def has_steps_in_progress(self) -> bool:
         return any(self.in_progress(step_id) for step_id in self.steps)
@@ -116,10 +131,11 @@ class SequenceSpace:
         self._batch = _NO_BATCH
         return self.rows.pop(sequence_id)
 
-    def supersede(self, step_ids: Iterator[int]) -> None:
+    def supersede(self, step_ids: Iterable[int]) -> None:
         """These steps are stale from now on. A step is live exactly while it is in `steps`."""
         for step_id in step_ids:
-            self.steps.pop(step_id, None)
+            if self.steps.pop(step_id, None) is not None:
+                self.on_step_end(step_id)
 
 
 def unknown_sequence(names: list[int], known: dict[int, int], field: str) -> KVServiceError:

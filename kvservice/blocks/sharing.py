@@ -57,7 +57,7 @@ class SharingOps(AllocationOps):
         row = sequences.free_rows.pop()
         step_id = meta.item(parent, STEP)
         if step_id != NO_STEP:
-            space.steps.pop(step_id, None)
+            space.supersede((step_id,))
             meta[parent, STEP] = NO_STEP
         table = tables[parent, : meta.item(parent, NUM_BLOCKS)]
         self.device.hold_active(table)

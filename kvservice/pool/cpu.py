@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
-import os
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +11,7 @@ import numpy as np
 
 from kvservice.errors import ResourceExhaustedError
 from kvservice.pool.layout import PoolLayout
+from kvservice.pool.sealed import SealedMemory
 
 CGROUPS = Path("/sys/fs/cgroup")
 
@@ -21,10 +19,18 @@ CGROUPS = Path("/sys/fs/cgroup")
 class CpuPool:
     """`blocks`: ndarray `[num_blocks, num_layers, 2, num_kv_heads, head_size * block_size]` of the layout's dtype.
 
-    All memory is taken when the pool is made, so that no later write can fail for want of it.
+    All memory is taken when the pool is made, so that no later write can fail for want of it. `fd` is its descriptor,
+    -1 if there are no blocks; who gets it can write only if the pool is `writable_by_others`.
     """
 
-    def __init__(self, layout: PoolLayout, num_blocks: int, name: str = "kvservice-pool") -> None:
+    def __init__(
+        self,
+        layout: PoolLayout,
+        num_blocks: int,
+        name: str = "kvservice-pool",
+        *,
+        writable_by_others: bool = False,
+    ) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
         self.num_bytes = num_blocks * layout.block_bytes
@@ -40,17 +46,14 @@ class CpuPool:
                 f"{available} are available",
                 field="num_blocks",
             )
-        self.fd = os.memfd_create(name, os.MFD_CLOEXEC)
         try:
-            os.posix_fallocate(self.fd, 0, self.num_bytes)
-            memory = mmap.mmap(self.fd, self.num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            self._memory = SealedMemory(name, self.num_bytes, read_only=not writable_by_others)
         except OSError as error:
-            os.close(self.fd)
             raise ResourceExhaustedError(
                 f"cannot allocate {self.num_bytes} bytes for {num_blocks} blocks: {error.strerror}", field="num_blocks"
             ) from None
-        weakref.finalize(self, os.close, self.fd)
-        self.blocks = np.frombuffer(memory, layout.numpy_dtype).reshape(shape)
+        self.fd = self._memory.fd
+        self.blocks = np.frombuffer(self._memory.map, layout.numpy_dtype).reshape(shape)
 
 
 def _available_bytes() -> int:
