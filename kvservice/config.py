@@ -97,9 +97,25 @@ class ServeConfig(BaseModel):
     max_sessions: int = Field(256, ge=1, le=65536, description="Sessions at one time.")
     allow_client_shm: bool = Field(
         False,
-        description="Clients on the unix socket may register shared-memory regions: any that the daemon may open.",
+        description="Clients on the unix socket may have shared-memory regions, any that the daemon may open, and lanes.",
     )
     max_regions: int = Field(16, ge=1, le=1024, description="Shared-memory regions of a session at one time.")
+    max_region_mib: int = Field(
+        256, ge=1, le=1 << 20, description="Memory in MiB that the daemon makes for regions, for each session."
+    )
+    max_lanes: int = Field(64, ge=0, le=1024, description="Lanes at one time. Each is a thread of the daemon.")
+    lane_spin_us: float = Field(
+        50.0, ge=0, le=1e6, description="Microseconds for which a lane spins for the next call before it sleeps."
+    )
+    share_pool: Literal["off", "read", "write"] = Field(
+        "off",
+        description="Clients on the unix socket may map the pool: to read what all sessions have in it, or to write too.",
+    )
+    trusted_uids: str = Field(
+        "",
+        pattern=r"^(\d+(,\d+)*)?$",
+        description="Users, by number, who are handed memory besides the daemon's own user and root. With commas.",
+    )
     max_message_mib: int = Field(64, ge=1, le=1024, description="Largest gRPC message in MiB, both ways.")
     drain_timeout_s: float = Field(30.0, ge=0, le=3600, description="Seconds that running steps have after SIGTERM.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level that is logged.")
@@ -157,6 +173,16 @@ class ServeConfig(BaseModel):
     @property
     def swap_blocks(self) -> int:
         return int(self.swap_space_gib * GIB) // self.layout.block_bytes
+
+    @property
+    def handover_socket(self) -> str:
+        """Path of the socket over which clients on this host get descriptors. Empty: there is none."""
+        wanted = self.unix_socket and (self.allow_client_shm or self.share_pool != "off")
+        return f"{self.unix_socket}.fds" if wanted else ""
+
+    @property
+    def trusted_uid_set(self) -> frozenset[int]:
+        return frozenset(int(uid) for uid in self.trusted_uids.split(",") if uid)
 
     @property
     def max_message_bytes(self) -> int:

@@ -9,6 +9,7 @@ daemon ends.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ import numpy.typing as npt
 
 from kvservice.blocks import Step
 from kvservice.ops.cuda import BlockSparse
+from kvservice.pool.sealed import SealedMemory
 
 Array = npt.NDArray[Any]
 Int32 = npt.NDArray[np.int32]
@@ -32,6 +34,65 @@ class AttentionOptions:
     logits_soft_cap: float = 0.0
     alibi_slopes: Array | None = None
     block_sparse: BlockSparse | None = None
+
+
+class LaneSession(Protocol):
+    """What the lanes of one session may touch: its published steps, and regions of memory. Made by a device."""
+
+    def retire(self, step_id: int) -> None:
+        """Returns when no call uses the step, and none will."""
+
+    def take_finished(self) -> list[int]:
+        """Steps whose last layer was written by a lane since the last time."""
+
+    def add_region(self, address: int, num_bytes: int) -> int:
+        """A number for host memory that nobody can take away."""
+
+    def remove_region(self, number: int) -> None:
+        """Returns when no call uses the region, and none will."""
+
+    def set_draining(self) -> None:
+        """From now on steps of which no layer is written are refused."""
+
+
+class LaneServer(Protocol):
+    """A lane's thread."""
+
+    @property
+    def closed(self) -> bool:
+        """It has ended, by `close` or because of what its client wrote into it."""
+
+    def close(self) -> None:
+        """After the call that runs."""
+
+    def stats(self) -> tuple[int, int, list[int], float]:
+        """Calls, errors, how many calls fell into each bucket of seconds, seconds of all."""
+
+
+class CudaRegion(Protocol):
+    """A client's memory on the GPU, opened. `number` is what the entries of lanes call it."""
+
+    number: int
+
+    def check(self, end: int) -> None:
+        """The driver keeps what is open."""
+
+    def read(self, begin: int, num_bytes: int) -> Array:
+        """A copy in host memory, uint8 `[num_bytes]`."""
+
+    def write(self, begin: int, data: Array) -> None:
+        """`data` uint8, in host memory."""
+
+    def close(self) -> None:
+        """When no call uses it any more."""
+
+
+@dataclass(frozen=True)
+class PoolDescriptor:
+    """The pool's memory, to be handed to another process."""
+
+    descriptor: int
+    num_bytes: int
 
 
 class Device(Protocol):
@@ -75,6 +136,30 @@ class Device(Protocol):
 
     def read(self, layers: Sequence[int], slots: Int64) -> Awaitable[tuple[Array, Array]]:
         """K/V of slots: `[len(layers), len(slots), num_kv_heads, head_size]` each."""
+
+    lane_bytes: int
+    """Of the memory that a lane takes."""
+    lane_buckets_s: tuple[float, ...]
+    """Upper bounds of all but the last bucket of `LaneServer.stats`."""
+
+    def lane_session(self) -> LaneSession: ...
+
+    def open_lane(self, memory: SealedMemory, session: LaneSession) -> LaneServer:
+        """Serve a lane from a thread of its own. It attends in the order of its calls, after what was asked for before a
+        step was published. A failure in it faults the device."""
+
+    def open_cuda_region(self, session: LaneSession, raw_handle: bytes, device_id: int, byte_size: int) -> CudaRegion:
+        """Raises RegionsNotAllowedError where the pool is on no GPU, InvalidArgumentError naming raw_handle, device_id or
+        byte_size, DuplicateRegionError for a handle that is open, RegionNotOpenedError."""
+
+    def prepare(self, step: Step) -> Awaitable[None] | None:
+        """Done, or None, when work that does not pass through here may begin on the step's blocks."""
+
+    def publish(self, session: LaneSession, step: Step, written: bytearray) -> None:
+        """Let the session's lanes work on a step that is prepared and live, marking the layers in `written`."""
+
+    def exported_pool(self) -> AbstractContextManager[PoolDescriptor]:
+        """The pool's descriptor, valid within the block."""
 
     def close(self) -> None:
         """Finish what has been asked for, then give everything back."""

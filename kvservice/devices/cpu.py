@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 import numpy as np
 
-from kvservice import ops
+from kvservice import _ext, ops
 from kvservice.blocks import Step
 from kvservice.config import ServeConfig
-from kvservice.devices.base import Array, AttentionOptions, Int32, Int64
+from kvservice.devices.base import Array, AttentionOptions, CudaRegion, Int32, Int64, LaneSession, PoolDescriptor
 from kvservice.devices.bytequeue import ByteQueue
-from kvservice.errors import InvalidArgumentError
+from kvservice.errors import InvalidArgumentError, RegionsNotAllowedError
 from kvservice.pool.cpu import CpuPool
+from kvservice.pool.sealed import SealedMemory
 
 # Work below this is done on the event loop at once if nothing is queued: a hop to a thread and back costs more.
 INLINE_BYTES = 2 << 20
@@ -20,6 +22,9 @@ INLINE_BYTES = 2 << 20
 
 class CpuDevice:
     """A `Device`. One thread does what is too long for the event loop; the kernels have threads of their own."""
+
+    lane_bytes = _ext.LANE_BYTES
+    lane_buckets_s = _ext.LANE_BUCKETS
 
     def __init__(self, config: ServeConfig) -> None:
         if config.kv_cache_dtype != "auto":
@@ -31,11 +36,13 @@ class CpuDevice:
         self.layout = config.layout
         self.num_blocks = num_blocks
         self.num_swap_blocks = config.swap_blocks
-        self.pool = CpuPool(self.layout, self.num_blocks)
+        self.pool = CpuPool(self.layout, self.num_blocks, writable_by_others=config.share_pool == "write")
         self.swap_pool = CpuPool(self.layout, self.num_swap_blocks, "kvservice-swap")
         self.memory_bytes = {"pool": self.pool.num_bytes, "swap": self.swap_pool.num_bytes}
         self._queue = ByteQueue()
         self._batch_invariant = config.batch_invariant
+        self._lanes = _ext.CpuLaneExecutor(self.pool.blocks, self.layout.head_size, config.batch_invariant)
+        self._lane_spin_us = config.lane_spin_us
         if config.num_threads:
             ops.set_num_threads(config.num_threads)
 
@@ -139,6 +146,30 @@ class CpuDevice:
 
         num_bytes = len(slots) * self.layout.token_bytes // self.layout.num_layers * len(layers)
         return self._queue.run(work, inline=num_bytes <= INLINE_BYTES)
+
+    def lane_session(self) -> _ext.LaneSession:
+        return _ext.LaneSession(self.layout.num_layers)
+
+    def open_lane(self, memory: SealedMemory, session: LaneSession) -> _ext.LaneServer:
+        assert isinstance(session, _ext.LaneSession), "it was made here"
+        return _ext.LaneServer(memory.map, session, self._lanes, self._lane_spin_us, self._lane_failed)
+
+    def _lane_failed(self, message: str) -> None:
+        self._queue.fail(RuntimeError(f"a lane: {message}"))
+
+    def open_cuda_region(self, session: LaneSession, raw_handle: bytes, device_id: int, byte_size: int) -> CudaRegion:
+        raise RegionsNotAllowedError("the daemon works in host memory, and opens none of a GPU")
+
+    def prepare(self, step: Step) -> Awaitable[None] | None:
+        return None if self._queue.idle else self._queue.run(lambda: None, inline=False)
+
+    def publish(self, session: LaneSession, step: Step, written: bytearray) -> None:
+        assert isinstance(session, _ext.LaneSession), "it was made here"
+        session.publish(step.step_id, written, step.slot_mapping, step.query_lens, step.context_lens, step.block_tables)
+
+    @contextlib.contextmanager
+    def exported_pool(self) -> Iterator[PoolDescriptor]:
+        yield PoolDescriptor(self.pool.fd, self.pool.num_bytes)
 
     def close(self) -> None:
         self._queue.close()

@@ -12,20 +12,21 @@ from kvservice.config import ServeConfig
 from kvservice.engine import Engine
 from kvservice.errors import InvalidArgumentError
 from kvservice.server import codec
+from kvservice.server.host_calls import HostCalls
 from kvservice.server.sessions import Session, SessionRegistry
-from kvservice.v1 import attention_pb2, blocks_pb2, pool_pb2, session_pb2, shared_memory_pb2
+from kvservice.v1 import attention_pb2, blocks_pb2, pool_pb2, session_pb2
 from kvservice.wire.tensors import put_tensor, to_ints
 
 # Room for what surrounds the tensors in a message.
 MESSAGE_OVERHEAD = 4096
 
 
-class Calls:
+class Calls(HostCalls):
     """Calls within a session: `(session, request) -> response`, or a coroutine of it where bytes are moved."""
 
     def __init__(self, config: ServeConfig, engine: Engine) -> None:
+        super().__init__(engine.manager)
         self._engine = engine
-        self._manager = engine.manager
         self._max_request_bytes = config.max_message_bytes
         self._max_response_bytes = config.max_message_bytes - MESSAGE_OVERHEAD
 
@@ -53,12 +54,12 @@ class Calls:
             codec.optional_ints(request.expected_lengths),
             request.lookahead,
         )
-        return codec.step_response(step, request.return_slot_mapping)
+        return codec.step_response(step, request.return_slot_mapping, session.access.begin(step))
 
     def open_step(self, session: Session, request: blocks_pb2.OpenStepRequest) -> blocks_pb2.StepResponse:
         num_tokens = codec.optional_ints(request.num_tokens, np.int32)
         step = self._engine.open_step(session.space, to_ints(request.sequence_ids), num_tokens)
-        return codec.step_response(step, request.return_slot_mapping)
+        return codec.step_response(step, request.return_slot_mapping, session.access.begin(step))
 
     def truncate(self, session: Session, request: blocks_pb2.TruncateRequest) -> blocks_pb2.TruncateResponse:
         self._manager.truncate(session.space, to_ints(request.sequence_ids), to_ints(request.lengths))
@@ -176,23 +177,6 @@ class Calls:
         put_tensor(key, response.key)
         put_tensor(value, response.value)
         return response
-
-    def system_shared_memory_status(
-        self, session: Session, request: shared_memory_pb2.SystemSharedMemoryStatusRequest
-    ) -> shared_memory_pb2.SystemSharedMemoryStatusResponse:
-        return codec.region_status(session.regions.status(request.name))
-
-    def system_shared_memory_register(
-        self, session: Session, request: shared_memory_pb2.SystemSharedMemoryRegisterRequest
-    ) -> shared_memory_pb2.SystemSharedMemoryRegisterResponse:
-        session.regions.register(request.name, request.key, request.offset, request.byte_size)
-        return shared_memory_pb2.SystemSharedMemoryRegisterResponse()
-
-    def system_shared_memory_unregister(
-        self, session: Session, request: shared_memory_pb2.SystemSharedMemoryUnregisterRequest
-    ) -> shared_memory_pb2.SystemSharedMemoryUnregisterResponse:
-        session.regions.unregister(request.name)
-        return shared_memory_pb2.SystemSharedMemoryUnregisterResponse()
 
     def _tensors(self, session: Session) -> codec.TensorReader:
         return codec.TensorReader(session.regions, self._max_request_bytes)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
 
 from kvservice.blocks import AllocationRequest, AllocStatus, BlocksStats, SequenceInfo, Step
 from kvservice.config import ServeConfig
@@ -16,7 +17,7 @@ from kvservice.devices import AttentionOptions, BlockSparse, Device
 from kvservice.errors import InvalidArgumentError, KVServiceError
 from kvservice.server.region import Place, Region
 from kvservice.server.regions import Regions, Target
-from kvservice.v1 import attention_pb2, blocks_pb2, pool_pb2, shared_memory_pb2, tensor_pb2
+from kvservice.v1 import attention_pb2, blocks_pb2, host_pb2, pool_pb2, shared_memory_pb2, tensor_pb2
 from kvservice.wire.tensors import Array, put_tensor, put_type, to_array, to_ints
 
 ALLOC_STATUS = {
@@ -24,10 +25,11 @@ ALLOC_STATUS = {
     AllocStatus.LATER: blocks_pb2.ALLOC_STATUS_LATER,
     AllocStatus.NEVER: blocks_pb2.ALLOC_STATUS_NEVER,
 }
-REGION_REQUESTS = (
-    shared_memory_pb2.SystemSharedMemoryStatusRequest,
-    shared_memory_pb2.SystemSharedMemoryRegisterRequest,
-    shared_memory_pb2.SystemSharedMemoryUnregisterRequest,
+# Requests of clients on this host.
+HOST_REQUESTS = tuple(
+    GetMessageClass(method.input_type)
+    for module, name in ((shared_memory_pb2, "SharedMemoryService"), (host_pb2, "HostService"))
+    for method in module.DESCRIPTOR.services_by_name[name].methods
 )
 
 
@@ -60,9 +62,9 @@ def optional_ints(repeated: Sequence[int], dtype: type[np.integer[Any]] = np.int
     return to_ints(repeated, dtype) if repeated else None
 
 
-def names_region(request: Message) -> bool:
-    """Whether a request speaks of shared-memory regions: by its kind, or because a tensor of it lies in one."""
-    return isinstance(request, REGION_REQUESTS) or any(
+def shares_memory(request: Message) -> bool:
+    """Whether a request is about memory of this host: by its kind, or because a tensor of it lies in a region."""
+    return isinstance(request, HOST_REQUESTS) or any(
         isinstance(value, tensor_pb2.SharedMemoryPlace)
         or (isinstance(value, tensor_pb2.Tensor) and value.HasField("shared_memory"))
         for _, value in request.ListFields()
@@ -113,11 +115,21 @@ def put_output(array: Array, target: Target | None, message: tensor_pb2.Tensor) 
     message.shared_memory.byte_size = place.byte_size
 
 
-def region_status(regions: Mapping[str, Region]) -> shared_memory_pb2.SystemSharedMemoryStatusResponse:
+def system_region_status(regions: Mapping[str, Region]) -> shared_memory_pb2.SystemSharedMemoryStatusResponse:
     kind = shared_memory_pb2.SystemSharedMemoryStatusResponse.RegionStatus
     return shared_memory_pb2.SystemSharedMemoryStatusResponse(
         regions={
             name: kind(name=name, key=region.key, offset=region.offset, byte_size=region.byte_size)
+            for name, region in regions.items()
+        }
+    )
+
+
+def cuda_region_status(regions: Mapping[str, Region]) -> shared_memory_pb2.CudaSharedMemoryStatusResponse:
+    kind = shared_memory_pb2.CudaSharedMemoryStatusResponse.RegionStatus
+    return shared_memory_pb2.CudaSharedMemoryStatusResponse(
+        regions={
+            name: kind(name=name, device_id=region.device_id, byte_size=region.byte_size)
             for name, region in regions.items()
         }
     )
@@ -139,7 +151,8 @@ def block_sparse(sparse: attention_pb2.BlockSparse) -> BlockSparse:
     )
 
 
-def step_response(step: Step, return_slot_mapping: bool) -> blocks_pb2.StepResponse:
+def step_response(step: Step, return_slot_mapping: bool, mapped: tuple[int, int] | None) -> blocks_pb2.StepResponse:
+    """`mapped`: slot and offset in the session's tables."""
     response = blocks_pb2.StepResponse(
         step_id=step.step_id,
         query_lens=step.query_lens.tolist(),
@@ -148,6 +161,8 @@ def step_response(step: Step, return_slot_mapping: bool) -> blocks_pb2.StepRespo
     )
     if return_slot_mapping:
         response.slot_mapping.extend(step.slot_mapping.tolist())
+    if mapped is not None:
+        response.mapped.slot, response.mapped.offset = mapped
     return response
 
 
@@ -188,6 +203,7 @@ def info_response(config: ServeConfig, device: Device, version: str) -> pool_pb2
         kv_cache_dtype=config.layout.dtype,
         batch_invariant=config.batch_invariant,
         allow_client_shm=config.allow_client_shm,
+        share_pool=config.share_pool,
     )
 
 

@@ -24,6 +24,7 @@ from kvservice.config import ServeConfig
 from kvservice.devices import open_device
 from kvservice.engine import Engine
 from kvservice.errors import KVServiceError
+from kvservice.metrics.lanes import LaneCollector
 from kvservice.metrics.pool import PoolCollector
 from kvservice.metrics.regions import RegionCollector
 from kvservice.metrics.rpc import RpcMetrics
@@ -46,7 +47,7 @@ class Daemon:
         self._config = config
         self.device = open_device(config)
         self.engine = Engine(config, self.device)
-        self.sessions = SessionRegistry(config, self.engine.manager)
+        self.sessions = SessionRegistry(config, self.engine.manager, self.device)
         self._metrics = CollectorRegistry()
         prometheus_client.ProcessCollector(registry=self._metrics)
         prometheus_client.PlatformCollector(registry=self._metrics)
@@ -60,6 +61,8 @@ class Daemon:
         )
         totals = self.sessions.region_totals
         self._metrics.register(RegionCollector(lambda: totals.count, lambda: totals.num_bytes))
+        lanes = self.sessions.lanes
+        self._metrics.register(LaneCollector(lambda: len(lanes.open), lanes.stats, self.device.lane_buckets_s))
         self.dispatcher = Dispatcher(
             Calls(config, self.engine),
             OpenCalls(config, self.engine, self.sessions),
@@ -81,6 +84,7 @@ class Daemon:
             self._listen_metrics(cleanup)
             await server.start()
             self._restrict_unix_socket()
+            handing_over = asyncio.create_task(self.sessions.handover.serve())
             await self._set_health(health_pb2.HealthCheckResponse.SERVING)
             logger.info(
                 "serving %d blocks of %d bytes on %s",
@@ -94,6 +98,8 @@ class Daemon:
             if self.device.fault is None:
                 await self._drain()
             await server.stop(grace=0.5)
+            handing_over.cancel()
+            self.sessions.lanes.close()
             self.device.close()
         return EXIT_FAULT if self.device.fault is not None else 0
 
@@ -132,6 +138,14 @@ class Daemon:
             finally:
                 os.umask(umask)
             cleanup.callback(path.unlink, missing_ok=True)
+        if self._config.handover_socket:
+            path = Path(self._config.handover_socket)
+            _check_socket_free(path)
+            try:
+                self.sessions.handover.listen(path, int(self._config.unix_socket_mode, 8))
+            except OSError as error:
+                raise StartError(f"cannot listen on {path}: {error}", field="unix_socket") from None
+            cleanup.callback(self.sessions.handover.close)
         if self._config.tcp_address:
             _bind(server, self._config.tcp_address, "tcp_address")
 
@@ -159,6 +173,7 @@ class Daemon:
     async def _drain(self) -> None:
         """Refuse new work, wait for calls and for steps that have begun, at most for the drain time."""
         self.dispatcher.draining = True
+        self.sessions.lanes.drain()
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         logger.info("draining")
         loop = asyncio.get_running_loop()

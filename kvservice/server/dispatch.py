@@ -19,13 +19,20 @@ from kvservice.errors import (
 )
 from kvservice.metrics.rpc import RpcMetrics
 from kvservice.server.calls import Calls, OpenCalls
-from kvservice.server.codec import names_region
+from kvservice.server.codec import shares_memory
 from kvservice.server.sessions import Session, SessionRegistry
 
 logger = logging.getLogger(__name__)
 
 # Refused while the daemon drains.
-NEW_WORK = frozenset(("open", "attach", "allocate", "append", "open_step", "fork", "swap_out", "swap_in", "pin"))
+NEW_WORK = frozenset(
+    (
+        "open", "attach", "allocate", "append", "open_step", "fork", "swap_out", "swap_in", "pin", "create_region",
+        "open_lane", "map_pool",
+    )
+)  # fmt: skip
+# Their answers wait until the step may be worked on.
+OPENS_STEP = frozenset(("append", "open_step"))
 # A step that has begun is finished while the daemon drains.
 STEP_WORK = frozenset(("decode", "extend", "write"))
 
@@ -49,6 +56,7 @@ class Dispatcher:
 
     async def call_open(self, method: str, request: Any, transport: str) -> Message:
         """A call that needs no session."""
+        self._sessions.lanes.collect()
         return await self._measured(method, transport, self._without_session, request, None, local=True)
 
     async def _measured(
@@ -58,8 +66,8 @@ class Dispatcher:
         status = "OK"
         self.in_flight += 1
         try:
-            if not local and names_region(request):
-                raise RegionsNotAllowedError("shared-memory regions are for clients on the unix socket")
+            if not local and shares_memory(request):
+                raise RegionsNotAllowedError("shared memory is for clients on the unix socket")
             response = run(method, request, session)
             if inspect.isawaitable(response):
                 response = await response
@@ -79,12 +87,19 @@ class Dispatcher:
             self._metrics.observe(method, status, transport, time.perf_counter() - start)
 
     def _in_session(self, method: str, request: Any, session: Session) -> Any:
+        response = self._repeated_or_new(method, request, session)
+        if method in OPENS_STEP and (publishing := session.access.publishing) is not None:
+            return _after(publishing, response)
+        return response
+
+    def _repeated_or_new(self, method: str, request: Any, session: Session) -> Any:
         request_id = getattr(request, "request_id", 0)
         if request_id and (known := session.replies.get(request_id)) is not None:
             if known[0] != method:
                 raise InvalidArgumentError(f"{request_id} was used for {known[0]}", field="request_id")
             return known[1]
         self.admit(method)
+        self._sessions.lanes.collect()
         if self.draining and method in STEP_WORK and not session.space.in_progress(request.step_id):
             raise DrainingError("the daemon is shutting down, and this step has not begun")
         response = getattr(self._calls, method)(session, request)
@@ -103,3 +118,8 @@ class Dispatcher:
         """Raise DrainingError for new work while the daemon drains."""
         if self.draining and method in NEW_WORK:
             raise DrainingError("the daemon is shutting down")
+
+
+async def _after(publishing: asyncio.Future[None], response: Message) -> Message:
+    await asyncio.shield(publishing)
+    return response

@@ -1,13 +1,13 @@
-"""A session's regions: shared-memory objects of its client, in which tensors lie instead of in messages.
+"""A session's regions: memory shared with its client, in which tensors lie instead of in messages.
 
 Calls and their errors are those of Triton Inference Server's shared-memory extension (its
-docs/protocol/extension_shared_memory.md and src/shared_memory_manager.cc). Unlike there, a region belongs to a session,
+docs/protocol/extension_shared_memory.md and src/shared_memory_manager.cc), but for `create`. Unlike there, a region belongs to a session,
 and its name is free again as soon as it is unregistered.
 """
 
 from __future__ import annotations
 
-import os
+import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -21,7 +21,10 @@ from kvservice.errors import (
     ResourceExhaustedError,
     UnknownRegionError,
 )
-from kvservice.server.region import Array, Place, Region, RegionTotals, check_extent, open_object, path_of
+from kvservice.server.host_access import HostAccess
+from kvservice.server.made_memory import MadeMemory
+from kvservice.server.region import GPU, HOST, Array, Kind, Place, Region, RegionTotals
+from kvservice.server.shm_object import ShmObject
 
 MAX_NAME_LENGTH = 256
 
@@ -49,11 +52,12 @@ class Target:
 
 
 class Regions:
-    """What one session has registered."""
+    """What one session has registered, in host memory and in a GPU's, by name."""
 
-    def __init__(self, config: ServeConfig, totals: RegionTotals) -> None:
+    def __init__(self, config: ServeConfig, totals: RegionTotals, access: HostAccess) -> None:
         self._config = config
         self._totals = totals
+        self._access = access
         self._regions: dict[str, Region] = {}
 
     def register(self, name: str, key: str, offset: int, byte_size: int) -> None:
@@ -62,48 +66,88 @@ class Regions:
         Raises RegionsNotAllowedError, DuplicateRegionError, QuotaExceededError, RegionNotOpenedError, and
         InvalidArgumentError naming name, key, offset or byte_size.
         """
+        self._check_new(name)
+        memory = ShmObject(key, offset, byte_size)
+        self._regions[name] = Region(memory, byte_size, self._totals, HOST, key=key, offset=offset)
+
+    def register_cuda(self, name: str, raw_handle: bytes, device_id: int, byte_size: int) -> int:
+        """Open the first `byte_size` bytes of an allocation on the daemon's GPU. Returns what lanes call it.
+
+        Raises RegionsNotAllowedError, DuplicateRegionError, QuotaExceededError, RegionNotOpenedError, and
+        InvalidArgumentError naming name, raw_handle, device_id or byte_size.
+        """
+        self._check_new(name)
+        memory = self._access.open_cuda_region(raw_handle, device_id, byte_size)
+        self._regions[name] = Region(memory, byte_size, self._totals, GPU, device_id=device_id)
+        return memory.number
+
+    def create(self, name: str, byte_size: int) -> tuple[bytes, int]:
+        """Make memory of at least so many bytes. Returns a handover token for it, and what lanes call it.
+
+        Raises RegionsNotAllowedError, DuplicateRegionError, QuotaExceededError, ResourceExhaustedError,
+        InvalidArgumentError naming name or byte_size.
+        """
+        self._check_new(name)
+        if byte_size == 0:
+            raise InvalidArgumentError("is 0", field="byte_size")
+        byte_size = -(-byte_size // mmap.PAGESIZE) * mmap.PAGESIZE
+        limit = self._config.max_region_mib
+        made = sum(region.byte_size for region in self._regions.values() if isinstance(region.memory, MadeMemory))
+        if made + byte_size > limit << 20:
+            raise QuotaExceededError(
+                f"{byte_size} bytes, the session has {made} of {limit} MiB", field="byte_size", limit="max_region_mib",
+                value=limit,
+            )  # fmt: skip
+        memory = MadeMemory(byte_size, self._access)
+        try:
+            token = memory.hand_over()
+        except BaseException:
+            memory.close()
+            raise
+        self._regions[name] = Region(memory, byte_size, self._totals, HOST)
+        return token, memory.number
+
+    def _check_new(self, name: str) -> None:
         self.check_allowed()
         if not 0 < len(name) <= MAX_NAME_LENGTH:
             raise InvalidArgumentError(f"has {len(name)} characters, not 1 to {MAX_NAME_LENGTH}", field="name")
-        path = path_of(key)
         if name in self._regions:
             raise DuplicateRegionError(f"shared memory region {name!r} is registered already", field="name")
         limit = self._config.max_regions
         if len(self._regions) >= limit:
             raise QuotaExceededError(f"the session has {limit} regions", field="name", limit="max_regions", value=limit)
-        descriptor = open_object(path)
-        try:
-            check_extent(descriptor, offset, byte_size)
-        except BaseException:
-            os.close(descriptor)
-            raise
-        self._regions[name] = Region(key, offset, byte_size, descriptor, self._totals)
 
-    def unregister(self, name: str) -> None:
+    def unregister(self, name: str, kind: Kind) -> None:
         """Of an unknown name, nothing; of the empty one, all."""
         self.check_allowed()
         for one in [*self._regions] if name == "" else [name]:
-            if (region := self._regions.pop(one, None)) is not None:
+            if (region := self._regions.get(one)) is not None and region.kind == kind:
+                del self._regions[one]
                 region.release()
 
-    def status(self, name: str) -> dict[str, Region]:
+    def status(self, name: str, kind: Kind) -> dict[str, Region]:
         """The region of that name, or for the empty one all. Raises UnknownRegionError."""
         self.check_allowed()
-        return dict(self._regions) if name == "" else {name: self._get(name, "name")}
+        if name == "":
+            return {one: region for one, region in self._regions.items() if region.kind == kind}
+        region = self._get(name, "name")
+        if region.kind != kind:
+            raise UnknownRegionError(f"no such region {name!r} of this kind", field="name")
+        return {name: region}
 
     def read(self, place: Place, field: str) -> Array:
-        """A copy of what is there, uint8. `field` is the place's, for errors: UnknownRegionError, RegionShrunkError,
+        """What is there, uint8. `field` is the place's, for errors: UnknownRegionError, RegionShrunkError,
         InvalidArgumentError."""
         region = self._find(place, field)
         with _named(f"{field}.byte_size"):
-            return region.read(place.offset, place.byte_size)
+            return region.memory.read(place.offset, place.byte_size)
 
     @contextmanager
     def target(self, place: Place, field: str) -> Iterator[Target]:
         """For the time of a call. Raises as `read` does."""
         with self._find(place, field).in_use() as region:
             with _named(f"{field}.byte_size"):
-                region.check_object(place.offset + place.byte_size)
+                region.memory.check(place.offset + place.byte_size)
             yield Target(region, place, field)
 
     def close(self) -> None:

@@ -17,19 +17,19 @@ from grpc_status import rpc_status
 from kvservice.errors import FailedPreconditionError, InvalidArgumentError, KVServiceError
 from kvservice.server.dispatch import Dispatcher
 from kvservice.server.sessions import Session, SessionRegistry
-from kvservice.v1 import attention_pb2, blocks_pb2, pool_pb2, session_pb2, shared_memory_pb2
+from kvservice.v1 import attention_pb2, blocks_pb2, host_pb2, pool_pb2, session_pb2, shared_memory_pb2
 from kvservice.wire.status import to_status
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 SERVICES: tuple[ServiceDescriptor, ...] = tuple(
     service
-    for module in (session_pb2, blocks_pb2, attention_pb2, shared_memory_pb2, pool_pb2)
+    for module in (session_pb2, blocks_pb2, attention_pb2, shared_memory_pb2, host_pb2, pool_pb2)
     for service in module.DESCRIPTOR.services_by_name.values()
 )
 
 # Their calls are a session's, and go over its stream too.
-SESSION_SERVICES = frozenset(("BlockService", "AttentionService", "SharedMemoryService"))
+SESSION_SERVICES = frozenset(("BlockService", "AttentionService", "SharedMemoryService", "HostService"))
 
 
 def call_name(rpc_name: str) -> str:

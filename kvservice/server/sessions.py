@@ -1,7 +1,7 @@
 """Sessions: a client's lease on its sequences.
 
 open ── attach ──▶ attached ── its stream ends ──▶ waiting ── attach in time ──▶ attached
-                                                      ├── grace passed ──▶ its regions are closed
+                                                      ├── grace passed ──▶ its regions and its lane are closed
                                                       └── grace or detach_ttl passed ──▶ closed: everything freed
 """
 
@@ -19,7 +19,10 @@ from google.protobuf.message import Message
 
 from kvservice.blocks import BlockManager, SequenceSpace
 from kvservice.config import ServeConfig
+from kvservice.devices import Device
 from kvservice.errors import InvalidArgumentError, QuotaExceededError, UnknownSessionError
+from kvservice.server.handover import Handover
+from kvservice.server.host_access import HostAccess, Lanes
 from kvservice.server.region import RegionTotals
 from kvservice.server.regions import Regions
 
@@ -37,6 +40,7 @@ class Session:
     token: bytes
     name: str
     space: SequenceSpace
+    access: HostAccess
     regions: Regions
     wait_s: float
     replies: OrderedDict[int, tuple[str, Message]] = field(default_factory=OrderedDict)
@@ -50,13 +54,21 @@ class Session:
         if len(self.replies) > MAX_REPLIES:
             self.replies.popitem(last=False)
 
+    def unshare(self) -> None:
+        """Close what it shares with its client."""
+        self.access.close()
+        self.regions.close()
+
 
 class SessionRegistry:
     """All sessions, by token. A token is a secret: an unknown one and a closed one are told alike."""
 
-    def __init__(self, config: ServeConfig, manager: BlockManager) -> None:
+    def __init__(self, config: ServeConfig, manager: BlockManager, device: Device) -> None:
         self._config = config
         self._manager = manager
+        self._device = device
+        self.handover = Handover(config.trusted_uid_set)
+        self.lanes = Lanes(len(device.lane_buckets_s) + 1)
         self._sessions: dict[bytes, Session] = {}
         self._newest_id = 0
         self.region_totals = RegionTotals()
@@ -78,12 +90,15 @@ class SessionRegistry:
             raise QuotaExceededError(f"{value} sessions are open", limit="max_sessions", value=value)
         self._newest_id += 1
         grace = self._config.session_grace_s
+        space = self._manager.open_space()
+        access = HostAccess(self._config, self._device, self._manager, space, self.handover, self.lanes)
         session = Session(
             session_id=self._newest_id,
             token=secrets.token_bytes(TOKEN_BYTES),
             name=name,
-            space=self._manager.open_space(),
-            regions=Regions(self._config, self.region_totals),
+            space=space,
+            access=access,
+            regions=Regions(self._config, self.region_totals, access),
             wait_s=(detach_ttl_s or limit) if detachable else grace,
         )
         self._sessions[session.token] = session
@@ -107,12 +122,13 @@ class SessionRegistry:
         return session
 
     def detach(self, session: Session, end_stream: Callable[[str], None]) -> None:
-        """The stream ended. Unless another holds the lease by now, the session waits for the next. Its regions never
-        wait longer than the grace time: without their client they are of no use, and hold its memory."""
+        """The stream ended. Unless another holds the lease by now, the session waits for the next. What it
+        shares with its client never waits longer than the grace time: without the client it is of no use, and holds
+        memory."""
         if session.end_stream == end_stream and session.token in self._sessions:
             session.end_stream = None
             self._call_later(session, session.wait_s, self.close, session)
-            self._call_later(session, self._config.session_grace_s, session.regions.close)
+            self._call_later(session, self._config.session_grace_s, session.unshare)
 
     def close(self, session: Session) -> None:
         if self._sessions.pop(session.token, None) is None:
@@ -120,7 +136,7 @@ class SessionRegistry:
         _cancel_timers(session)
         if session.end_stream is not None:
             session.end_stream("the session was closed")
-        session.regions.close()
+        session.unshare()
         freed = self._manager.close_space(session.space)
         logger.info("session %d closed, %d sequences freed", session.session_id, freed)
 

@@ -1,0 +1,43 @@
+"""The client's side of the handover socket: a token for descriptors."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from kvservice.errors import ConnectionLostError, RegionsNotAllowedError
+
+_UNIX = "unix:"
+_TIMEOUT_S = 10.0
+
+
+def socket_path(address: str) -> str | None:
+    """Where the daemon at a gRPC address hands descriptors over; None for one that is not on a unix socket."""
+    if not address.startswith(_UNIX):
+        return None
+    path = address.removeprefix(_UNIX)
+    return f"{path.removeprefix('//')}.fds"
+
+
+def fetch(path: str, token: bytes, count: int) -> list[int]:
+    """The descriptors that a token stands for, the caller's to close.
+
+    Raises RegionsNotAllowedError if the daemon does not hand them over to this process, ConnectionLostError if it cannot
+    be asked.
+    """
+    try:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(_TIMEOUT_S)
+            connection.connect(path)
+            connection.sendall(token)
+            # CLOEXEC is set by Python.
+            _, descriptors, _, _ = socket.recv_fds(connection, 1, count)
+    except OSError as error:
+        raise ConnectionLostError(f"{path}: {error.strerror or error}") from None
+    if len(descriptors) != count:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise RegionsNotAllowedError(
+            f"the daemon hands nothing over to user {os.geteuid()} (trusted_uids), or not for this token"
+        )
+    return descriptors

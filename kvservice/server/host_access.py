@@ -1,0 +1,228 @@
+"""What a session's client shares with the daemon because it is on the same host: a lane, the pool, tables.
+
+open_step ─▶ publish ─▶ the client works on the step, by itself or by its lane ─▶ collect: written layers commit
+                └── the step ends (append, fork, truncate, swap, free, close) ─▶ retire: nobody works on it any more
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+
+from kvservice.blocks import BlockManager, SequenceSpace, Step
+from kvservice.config import ServeConfig
+from kvservice.devices import CudaRegion, Device, LaneServer, LaneSession
+from kvservice.errors import (
+    FailedPreconditionError,
+    PoolNotSharedError,
+    QuotaExceededError,
+    RegionsNotAllowedError,
+    ResourceExhaustedError,
+)
+from kvservice.metrics.lanes import LaneStats
+from kvservice.pool.sealed import SealedMemory
+from kvservice.server.handover import Handover
+from kvservice.server.step_tables import StepTables
+
+
+class Lanes:
+    """Those of all sessions."""
+
+    def __init__(self, num_buckets: int) -> None:
+        self.open: dict[HostAccess, LaneServer] = {}
+        # What the lanes that have ended did.
+        self._ended: LaneStats = (0, 0, [0] * num_buckets, 0.0)
+
+    def stats(self) -> LaneStats:
+        """Of all that are and were. Called on any thread."""
+        stats = self._ended
+        for lane in list(self.open.values()):
+            stats = _sum(stats, lane.stats())
+        return stats
+
+    def end(self, access: HostAccess) -> None:
+        lane = self.open.pop(access)
+        lane.close()
+        self._ended = _sum(self._ended, lane.stats())
+
+    def collect(self) -> None:
+        """Commit the steps whose last layer came by a lane."""
+        for access in self.open:
+            access.collect()
+
+    def drain(self) -> None:
+        """Refuse steps that have not begun."""
+        for access in self.open:
+            access.drain()
+
+    def close(self) -> None:
+        for access in list(self.open):
+            access.close_lane()
+
+
+def _sum(one: LaneStats, other: LaneStats) -> LaneStats:
+    counts = [a + b for a, b in zip(one[2], other[2], strict=True)]
+    return one[0] + other[0], one[1] + other[1], counts, one[3] + other[3]
+
+
+class HostAccess:
+    """One session's. Everything here is called on the event loop."""
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        device: Device,
+        manager: BlockManager,
+        space: SequenceSpace,
+        handover: Handover,
+        lanes: Lanes,
+    ) -> None:
+        self._config = config
+        self._device = device
+        self._manager = manager
+        self._space = space
+        self._handover = handover
+        self._lanes = lanes
+        self._shared: LaneSession | None = None
+        self._lane: LaneServer | None = None
+        self._tables: StepTables | None = None
+        self._writable = False
+        self._published: set[int] = set()
+        # Of the step that was opened last. Its answer waits for it.
+        self.publishing: asyncio.Future[None] | None = None
+        space.on_step_end = self._retire
+
+    # ---- regions, for lanes
+
+    def hand_over(self, memory: SealedMemory) -> bytes:
+        """A handover token for it."""
+        return self._handover.offer([memory.fd])
+
+    def add_region(self, address: int, num_bytes: int) -> int:
+        """The number by which a lane's entries name memory of the daemon's."""
+        return self._of_lane().add_region(address, num_bytes)
+
+    def remove_region(self, number: int) -> None:
+        """Returns when no call of the lane uses it any more."""
+        self._of_lane().remove_region(number)
+
+    def open_cuda_region(self, raw_handle: bytes, device_id: int, byte_size: int) -> CudaRegion:
+        """Raises RegionsNotAllowedError, RegionNotOpenedError, InvalidArgumentError."""
+        return self._device.open_cuda_region(self._of_lane(), raw_handle, device_id, byte_size)
+
+    def _of_lane(self) -> LaneSession:
+        if self._shared is None:
+            self._shared = self._device.lane_session()
+        return self._shared
+
+    # ---- the lane
+
+    def open_lane(self) -> bytes:
+        """A handover token for the lane's memory. Raises RegionsNotAllowedError, FailedPreconditionError,
+        QuotaExceededError, ResourceExhaustedError."""
+        if not self._config.allow_client_shm:
+            raise RegionsNotAllowedError("the daemon opens no lanes: it needs --allow-client-shm")
+        if self._lane is not None and not self._lane.closed:
+            raise FailedPreconditionError("the session has a lane")
+        self.close_lane()
+        limit = self._config.max_lanes
+        if len(self._lanes.open) >= limit:
+            raise QuotaExceededError(f"{limit} lanes are open", limit="max_lanes", value=limit)
+        memory = self._make("kvservice-lane", self._device.lane_bytes)
+        try:
+            token = self.hand_over(memory)
+            self._lane = self._device.open_lane(memory, self._of_lane())
+        finally:
+            memory.close()
+        self._lanes.open[self] = self._lane
+        return token
+
+    def close_lane(self) -> None:
+        """After the call that runs."""
+        if self._lane is not None:
+            self._lanes.end(self)
+            self._lane = None
+            self.collect()
+
+    def _make(self, name: str, num_bytes: int) -> SealedMemory:
+        try:
+            return SealedMemory(name, num_bytes, read_only=False)
+        except OSError as error:
+            raise ResourceExhaustedError(f"no {num_bytes} bytes of shared memory: {error.strerror}") from None
+
+    # ---- the pool
+
+    def map_pool(self, writable: bool) -> tuple[bytes, int, int]:
+        """A handover token for the pool's memory and the tables, and the bytes of each. Raises PoolNotSharedError,
+        ResourceExhaustedError, QuotaExceededError."""
+        shared = self._config.share_pool
+        if shared == "off" or (writable and shared != "write"):
+            raise PoolNotSharedError(f"the daemon runs with --share-pool {shared}", field="writable")
+        if self._tables is None:
+            try:
+                self._tables = StepTables()
+            except OSError as error:
+                raise ResourceExhaustedError(f"no shared memory for tables: {error.strerror}") from None
+        with self._device.exported_pool() as pool:
+            token = self._handover.offer([pool.descriptor, self._tables.memory.fd])
+        self._writable = self._writable or writable
+        return token, pool.num_bytes, self._tables.memory.num_bytes
+
+    def unmap_pool(self) -> None:
+        if self._tables is not None:
+            self._tables.close()
+            self._tables = None
+        self._writable = False
+
+    def check_writable(self) -> None:
+        """Raise PoolNotSharedError unless the client may have written to the pool."""
+        if not self._writable:
+            raise PoolNotSharedError("the session has not mapped the pool for writing")
+
+    # ---- steps
+
+    def begin(self, step: Step) -> tuple[int, int] | None:
+        """A step was opened. Returns its slot and offset in the tables, if it is there; once `publishing` is done, or None,
+        the client may work on it."""
+        self.publishing = None
+        if self._lane is None and self._tables is None:
+            return None
+        prepared = self._device.prepare(step)
+        if prepared is None:
+            self._publish(step)
+        else:
+            self.publishing = asyncio.ensure_future(self._publish_when(prepared, step))
+        return None if self._tables is None else self._tables.publish(step)
+
+    async def _publish_when(self, prepared: Awaitable[None], step: Step) -> None:
+        await prepared
+        self._publish(step)
+
+    def _publish(self, step: Step) -> None:
+        written = self._manager.written_layers(self._space, step.step_id)
+        ended = written is None  # before it was published
+        if self._lane is not None and not ended and step.step_id not in self._published:
+            self._device.publish(self._of_lane(), step, written)
+            self._published.add(step.step_id)
+
+    def _retire(self, step_id: int) -> None:
+        if self._tables is not None:
+            self._tables.retire(step_id)
+        if step_id in self._published:
+            self._published.remove(step_id)
+            self._of_lane().retire(step_id)
+
+    def collect(self) -> None:
+        """Commit the steps whose last layer came by the lane."""
+        if self._shared is not None:
+            for step_id in self._shared.take_finished():
+                self._manager.commit_written(self._space, step_id)
+
+    def drain(self) -> None:
+        """Refuse steps that have not begun."""
+        if self._shared is not None:
+            self._shared.set_draining()
+
+    def close(self) -> None:
+        self.close_lane()
+        self.unmap_pool()

@@ -1,0 +1,81 @@
+"""A session's live steps in shared memory, for a client that works on the pool itself.
+
+    int64[NUM_SLOTS]     word `slot` is the step's id while the step is live, 0 else
+    then, at the step's offset, each from a multiple of ALIGNMENT bytes on:
+    slot_mapping int64[num_tokens], query_lens int32[n], context_lens int32[n], block_tables int32[n][max_blocks]
+
+The client looks at the word before it begins and after it has ended: a step that ended meanwhile was read from, or written
+to, blocks that may have been others' by then. Step ids are never used again, so a word says it all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvservice.blocks import Step
+from kvservice.pool.sealed import SealedMemory
+
+NUM_SLOTS = 1024
+ALIGNMENT = 64
+TABLE_BYTES = 16 << 20
+NOT_LIVE = 0
+
+
+class StepTables:
+    """Made by the daemon, mapped read-only by the client."""
+
+    def __init__(self, num_bytes: int = TABLE_BYTES) -> None:
+        """Raises OSError where there is no memory."""
+        self.memory = SealedMemory("kvservice-tables", num_bytes, read_only=True)
+        self._words = np.frombuffer(self.memory.map, np.int64, NUM_SLOTS)
+        # Live steps: id → (slot, first byte, end).
+        self._extents: dict[int, tuple[int, int, int]] = {}
+        self._free_slots = list(range(NUM_SLOTS - 1, -1, -1))
+
+    def publish(self, step: Step) -> tuple[int, int] | None:
+        """(slot, offset) of a step that is live; None if there is no room for it."""
+        if (known := self._extents.get(step.step_id)) is not None:
+            return known[:2]
+        parts = (step.slot_mapping, step.query_lens, step.context_lens, step.block_tables)
+        begin = self._find_room(sum(_aligned(part.nbytes) for part in parts))
+        if begin is None or not self._free_slots:
+            return None
+        at = begin
+        for part in parts:
+            self._put(at, part)
+            at += _aligned(part.nbytes)
+        slot = self._free_slots.pop()
+        self._extents[step.step_id] = (slot, begin, at)
+        self._words[slot] = step.step_id
+        return slot, begin
+
+    def retire(self, step_id: int) -> None:
+        """The step is live no longer. Unknown: nothing."""
+        extent = self._extents.pop(step_id, None)
+        if extent is not None:
+            self._words[extent[0]] = NOT_LIVE
+            self._free_slots.append(extent[0])
+
+    def close(self) -> None:
+        """No step is live any more."""
+        for step_id in list(self._extents):
+            self.retire(step_id)
+        self.memory.close()
+
+    def _find_room(self, num_bytes: int) -> int | None:
+        """The first gap that is large enough. Few steps are live at one time."""
+        begin = NUM_SLOTS * 8
+        for _, first, end in sorted(self._extents.values(), key=lambda extent: extent[1]):
+            if first - begin >= num_bytes:
+                return begin
+            begin = end
+        return begin if self.memory.num_bytes - begin >= num_bytes else None
+
+    def _put(self, offset: int, part: np.ndarray[Any, Any]) -> None:
+        np.ndarray(part.shape, part.dtype, self.memory.map, offset)[...] = part
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
