@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeVar
 
 import grpc
 
-from kvservice.client import channel
+from kvservice.client import channel, handover
 from kvservice.client.core import SessionCore
 from kvservice.client.requests import build
 from kvservice.client.step import StepCore
 from kvservice.client.values import PoolInfo, PoolStats, from_message
 from kvservice.errors import ConnectionLostError, FailedPreconditionError, KVServiceError, UnknownSessionError
 from kvservice.v1 import pool_pb2, pool_pb2_grpc, session_pb2, session_pb2_grpc
+
+T = TypeVar("T")
 
 
 class AsyncStep(StepCore):
@@ -27,7 +29,9 @@ class AsyncSession(SessionCore[AsyncStep]):
     """See SessionCore. Made by AsyncKVClient; tasks may call it at the same time, calls are done in their order."""
 
     def __init__(self, client: AsyncKVClient, stream: _Stream, token: bytes, resumed: bool) -> None:
-        super().__init__(stream, client.info, token, stream.session_id, AsyncStep, resumed=resumed)
+        super().__init__(
+            stream, client._handover_path, client.info, token, stream.session_id, AsyncStep, resumed=resumed
+        )
         self._client = client
         self._stream = stream
 
@@ -43,15 +47,17 @@ class AsyncSession(SessionCore[AsyncStep]):
 
 
 class AsyncKVClient:
-    """A connection to a daemon. `address`: unix:///path/of.sock or host:port.
+    """A connection to a daemon. `address`: unix:///path/of.sock or host:port. `transport`: see KVClient.
 
     async with AsyncKVClient(address) as client, client.session() as kv: ...
     """
 
     info: PoolInfo
 
-    def __init__(self, address: str, *, connect_timeout_s: float = 10.0) -> None:
+    def __init__(self, address: str, *, connect_timeout_s: float = 10.0, transport: str = "auto") -> None:
         self._address = address
+        self._transport = transport
+        self._handover_path = handover.socket_path(address)
         self._connect_timeout_s = connect_timeout_s
 
     async def __aenter__(self) -> AsyncKVClient:
@@ -93,6 +99,7 @@ class AsyncKVClient:
         await stream.connect(max(self.info.session_grace_s, 1.0))
         session = AsyncSession(self, stream, token, resumed)
         try:
+            await session.choose_transport(self._transport)
             yield session
         finally:
             await session.close()
@@ -155,6 +162,24 @@ class _Stream:
                     if not channel.repeatable(name):
                         raise
             return await self._connection.exchange(name, request)
+
+    async def run(self, work: Callable[..., T], *args: Any) -> T:
+        """In a thread. Who is cancelled waits for its end: it uses the caller's memory."""
+        working = asyncio.ensure_future(asyncio.to_thread(work, *args))
+        try:
+            return await asyncio.shield(working)
+        except asyncio.CancelledError:
+            while not working.done():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait([working])
+            raise
+
+    def lock(self) -> asyncio.Lock:
+        return asyncio.Lock()
+
+    @property
+    def broken(self) -> bool:
+        return self.closed or self._connection.error is not None
 
     async def close(self) -> bool:
         """Whether the session was held until now."""

@@ -13,7 +13,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import grpc
 
-from kvservice.client import channel
+from kvservice.client import channel, handover
 from kvservice.client.core import SessionCore
 from kvservice.client.requests import build
 from kvservice.client.step import StepCore
@@ -72,8 +72,26 @@ class Session:
         self.token = token
         self.session_id = self._stream.session_id
         self._core = _Core(
-            self._stream, self.info, token, self.session_id, lambda *of: Step(StepCore(*of)), resumed=resumed
+            self._stream,
+            client._handover_path,
+            self.info,
+            token,
+            self.session_id,
+            lambda *of: Step(StepCore(*of)),
+            resumed=resumed,
         )
+        try:
+            self._choose_transport(client._transport)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def transport(self) -> str:
+        """How tensors reach the daemon: "lane", "mapped", "region" or "inline"."""
+        return self._core.transport
+
+    _choose_transport = blocking(_Core.choose_transport)
 
     allocate = blocking(_Core.allocate)
     allocate_batch = blocking(_Core.allocate_batch)
@@ -94,6 +112,7 @@ class Session:
     reset_prefix_cache = blocking(_Core.reset_prefix_cache)
     common_prefix = blocking(_Core.common_prefix)
     create_region = blocking(_Core.create_region)
+    open_region = blocking(_Core.open_region)
     unregister_region = blocking(_Core.unregister_region)
     regions = blocking(_Core.regions)
 
@@ -115,9 +134,16 @@ class Session:
 
 
 class KVClient:
-    """A connection to a daemon. `address`: unix:///path/of.sock or host:port. Thread-safe; its sessions are too."""
+    """A connection to a daemon. `address`: unix:///path/of.sock or host:port. Thread-safe; its sessions are too.
 
-    def __init__(self, address: str, *, connect_timeout_s: float = 10.0) -> None:
+    `transport` is how sessions bring tensors to the daemon: "inline" in messages, "region" in shared memory, "lane" through
+    rings in shared memory that a thread of the daemon serves, "mapped" not at all, for the client works on the pool itself;
+    "auto" is the fastest of lane, mapped (if it may write), region and inline that the daemon allows.
+    """
+
+    def __init__(self, address: str, *, connect_timeout_s: float = 10.0, transport: str = "auto") -> None:
+        self._transport = transport
+        self._handover_path = handover.socket_path(address)
         self._channel = grpc.insecure_channel(address, channel.CHANNEL_OPTIONS)
         self._pool = pool_pb2_grpc.PoolServiceStub(self._channel)  # type: ignore[no-untyped-call]
         self._sessions = session_pb2_grpc.SessionServiceStub(self._channel)  # type: ignore[no-untyped-call]
@@ -167,6 +193,19 @@ class KVClient:
             self._unary(self._sessions.Close, session_pb2.CloseRequest(session_token=token))
 
 
+class _Lock:
+    """A lock for coroutines that never suspend."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    async def __aenter__(self) -> None:
+        self._lock.acquire()
+
+    async def __aexit__(self, *_: object) -> None:
+        self._lock.release()
+
+
 class _Stream:
     """A session's stream. One call at a time; reconnects within the grace time."""
 
@@ -193,6 +232,16 @@ class _Stream:
                     if not channel.repeatable(name):
                         raise
             return self._exchange(name, request)
+
+    async def run(self, work: Callable[..., T], *args: Any) -> T:
+        return work(*args)
+
+    def lock(self) -> _Lock:
+        return _Lock()
+
+    @property
+    def broken(self) -> bool:
+        return self.closed or self._replies.done()
 
     def close(self) -> bool:
         """Whether the session was held until now."""

@@ -1,7 +1,7 @@
 """What a session can do, written once.
 
-The methods are coroutines over a `Transport`. The asynchronous face awaits them; the blocking face (`blocking.py`)
-gives them a transport that never suspends, and runs them to their end.
+The methods are coroutines over a `Stream`. The asynchronous face awaits them; the blocking face (`blocking.py`) gives them
+a stream that never suspends, and runs them to their end.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Batch
 from typing import Generic, TypeVar
 
-import numpy as np
-
 from kvservice.client import tensors
+from kvservice.client.choice import open_transport
 from kvservice.client.requests import build, int_list, whole
-from kvservice.client.shared_memory import RegionCore, Transport
+from kvservice.client.shared_memory import RegionCore, Stream
+from kvservice.client.transports import StreamTransport, Transport, TransportName
 from kvservice.client.values import Pin, PoolInfo, Sequence, SequenceInfo, from_message
-from kvservice.errors import InvalidArgumentError, MessageTooLargeError
+from kvservice.errors import InvalidArgumentError, MessageTooLargeError, RegionsNotAllowedError
 from kvservice.v1 import attention_pb2, blocks_pb2
 from kvservice.wire.tensors import Array
 
@@ -33,20 +33,36 @@ class SessionCore(RegionCore, Generic[StepT]):
 
     def __init__(
         self,
-        transport: Transport,
+        stream: Stream,
+        handover_path: str | None,
         info: PoolInfo,
         token: bytes,
         session_id: int,
         make_step: Callable[..., StepT],
         resumed: bool,
     ) -> None:
-        super().__init__(transport)
+        super().__init__(stream, handover_path)
         self.info = info
         self.token = token
         self.session_id = session_id
         self._make_step = make_step
         # Where a resumed session begins is random, so that it does not repeat the ids of its former owner.
         self._sequence_ids = itertools.count(secrets.randbits(62) if resumed else 0)
+        self.attending: Transport = StreamTransport(self)
+
+    async def choose_transport(self, wanted: str) -> None:
+        """`wanted`: one of TransportName, or "auto" for the best that the daemon allows."""
+        self.attending = await open_transport(self, wanted)
+
+    @property
+    def transport(self) -> TransportName:
+        """How tensors reach the daemon: "lane", "mapped", "region" or "inline"."""
+        return self.attending.name
+
+    def check_regions_allowed(self) -> None:
+        """Raise RegionsNotAllowedError where the session can have no regions."""
+        if not (self.on_unix_socket and self.info.allow_client_shm):
+            raise RegionsNotAllowedError("regions are for clients on the unix socket, with --allow-client-shm")
 
     async def allocate(
         self,
@@ -76,7 +92,7 @@ class SessionCore(RegionCore, Generic[StepT]):
         allocations = self._allocations(prompts, sequence_ids, extra_keys)
         request = build(
             blocks_pb2.AllocateRequest,
-            request_id=next(self._request_ids),
+            request_id=self.next_request_id(),
             sequences=allocations,
             lookahead=whole(lookahead, "lookahead"),
         )
@@ -128,7 +144,7 @@ class SessionCore(RegionCore, Generic[StepT]):
             raise InvalidArgumentError(f"{len(counts)} counts for {len(sequences)} sequences", field="num_tokens")
         request = build(
             blocks_pb2.AppendRequest,
-            request_id=next(self._request_ids),
+            request_id=self.next_request_id(),
             sequence_ids=_ids(sequences),
             token_ids=self._token_list(token_ids),
             num_tokens=counts,
@@ -149,7 +165,7 @@ class SessionCore(RegionCore, Generic[StepT]):
             counts = [whole(num_tokens, "num_tokens")] * len(sequences)
         request = build(
             blocks_pb2.OpenStepRequest,
-            request_id=next(self._request_ids),
+            request_id=self.next_request_id(),
             sequence_ids=_ids(sequences),
             num_tokens=counts,
         )
@@ -168,7 +184,7 @@ class SessionCore(RegionCore, Generic[StepT]):
             sequence_ids = [next(self._sequence_ids) for _ in parents]
         child_ids = int_list(sequence_ids, "child_ids")
         request = build(
-            blocks_pb2.ForkRequest, request_id=next(self._request_ids), parent_ids=_ids(parents), child_ids=child_ids
+            blocks_pb2.ForkRequest, request_id=self.next_request_id(), parent_ids=_ids(parents), child_ids=child_ids
         )
         await self.call("fork", request)
         return [Sequence(child_id, parent.length) for child_id, parent in zip(child_ids, parents, strict=True)]
@@ -178,7 +194,7 @@ class SessionCore(RegionCore, Generic[StepT]):
         length = whole(length, "lengths")
         request = build(
             blocks_pb2.TruncateRequest,
-            request_id=next(self._request_ids),
+            request_id=self.next_request_id(),
             sequence_ids=[sequence.sequence_id],
             lengths=[length],
         )
@@ -187,17 +203,17 @@ class SessionCore(RegionCore, Generic[StepT]):
 
     async def swap_out(self, sequences: Batch[Sequence]) -> int:
         """Move to the swap tier. Returns the blocks moved."""
-        request = build(blocks_pb2.SwapOutRequest, request_id=next(self._request_ids), sequence_ids=_ids(sequences))
+        request = build(blocks_pb2.SwapOutRequest, request_id=self.next_request_id(), sequence_ids=_ids(sequences))
         return int((await self.call("swap_out", request)).moved_blocks)
 
     async def swap_in(self, sequences: Batch[Sequence]) -> int:
         """Move back. Returns the blocks moved; those that the prefix cache still had are not among them."""
-        request = build(blocks_pb2.SwapInRequest, request_id=next(self._request_ids), sequence_ids=_ids(sequences))
+        request = build(blocks_pb2.SwapInRequest, request_id=self.next_request_id(), sequence_ids=_ids(sequences))
         return int((await self.call("swap_in", request)).moved_blocks)
 
     async def free(self, sequences: Batch[Sequence]) -> None:
         """End sequences. Their computed full blocks stay in the prefix cache."""
-        request = build(blocks_pb2.FreeRequest, request_id=next(self._request_ids), sequence_ids=_ids(sequences))
+        request = build(blocks_pb2.FreeRequest, request_id=self.next_request_id(), sequence_ids=_ids(sequences))
         await self.call("free", request)
 
     async def describe(
@@ -223,11 +239,7 @@ class SessionCore(RegionCore, Generic[StepT]):
             stop=whole(stop, "stop"),
         )
         response = await self.call("read", build(attention_pb2.ReadRequest, ranges=[part], layer=layer))
-        like = np.empty(0)
-        return (
-            tensors.from_message(response.key, like, "key"),
-            tensors.from_message(response.value, like, "value"),
-        )
+        return tensors.from_message(response.key, "key"), tensors.from_message(response.value, "value")
 
     async def match_prefix(self, token_ids: Iterable[int], extra_keys: ExtraKeys = ()) -> int:
         """Leading tokens that the prefix cache has."""
@@ -242,7 +254,7 @@ class SessionCore(RegionCore, Generic[StepT]):
         """Protect a prefix's cached blocks from eviction for `ttl_s` seconds."""
         request = build(
             blocks_pb2.PinRequest,
-            request_id=next(self._request_ids),
+            request_id=self.next_request_id(),
             token_ids=self._token_list(token_ids),
             extra_keys=_extra_keys(extra_keys),
             ttl_s=ttl_s,
@@ -250,12 +262,12 @@ class SessionCore(RegionCore, Generic[StepT]):
         return from_message(Pin, await self.call("pin", request))
 
     async def unpin(self, pin: Pin) -> None:
-        await self.call("unpin", build(blocks_pb2.UnpinRequest, request_id=next(self._request_ids), pin_id=pin.pin_id))
+        await self.call("unpin", build(blocks_pb2.UnpinRequest, request_id=self.next_request_id(), pin_id=pin.pin_id))
 
     async def reset_prefix_cache(self) -> None:
         """Forget the prefix cache, of all sessions."""
         await self.call(
-            "reset_prefix_cache", build(blocks_pb2.ResetPrefixCacheRequest, request_id=next(self._request_ids))
+            "reset_prefix_cache", build(blocks_pb2.ResetPrefixCacheRequest, request_id=self.next_request_id())
         )
 
     async def common_prefix(self, sequences: Batch[Sequence]) -> int:

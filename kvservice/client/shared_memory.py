@@ -2,62 +2,51 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import mmap
 import os
 import secrets
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from kvservice.client import handover
 from kvservice.client.requests import build, whole
 from kvservice.client.values import RegionInfo, from_message
-from kvservice.errors import InvalidArgumentError, ResourceExhaustedError
+from kvservice.errors import InvalidArgumentError, RegionNotOpenedError, RegionsNotAllowedError, ResourceExhaustedError
 from kvservice.pool.layout import TENSOR_DTYPES
 from kvservice.v1 import shared_memory_pb2, tensor_pb2
 from kvservice.wire.tensors import Array
 
 SHM_DIRECTORY = "/dev/shm"
+T = TypeVar("T")
 
 
 class SharedMemory:
-    """`num_bytes` of shared memory, zeroed; made and registered by a session's `create_region`.
+    """`num_bytes` of memory that the daemon sees too; made by a session's `create_region` and `open_region`.
 
     Arrays and torch tensors over it (`array`, and views of those) may be given wherever a step takes tensors, and as
-    `out` and `lse_out`. It is freed when the session has given it up and the last array over it is gone.
+    `out` and `lse_out`. It is freed when the session has given it up and the last array over it is gone. `number` is what
+    lanes call it; None: they do not take it.
     """
 
-    def __init__(self, num_bytes: int) -> None:
-        self.num_bytes = num_bytes
-        self.name = f"kvservice-{os.getpid()}-{secrets.token_hex(8)}"
-        self._path = f"{SHM_DIRECTORY}/{self.name}"
-        try:
-            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise ResourceExhaustedError(f"no shared memory can be made: {error.strerror}") from None
-        try:
-            # All of it now: a page that is not there later is a SIGBUS.
-            os.posix_fallocate(descriptor, 0, num_bytes)
-            self._map = mmap.mmap(descriptor, num_bytes)
-        except OSError as error:
-            self.unlink()
-            raise ResourceExhaustedError(f"no {num_bytes} bytes of shared memory: {error.strerror}") from None
-        finally:
-            os.close(descriptor)
-        self._address = np.frombuffer(self._map, np.uint8).ctypes.data
-
-    def unlink(self) -> None:
-        """Take its name away: who has it open keeps it, and nothing is left behind when all have ended."""
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._path)
+    def __init__(self, name: str, descriptor: int, num_bytes: int, number: int | None = None, offset: int = 0) -> None:
+        """Raises OSError. The descriptor stays the caller's."""
+        self.name, self.num_bytes, self.number = name, num_bytes, number
+        self._map = mmap.mmap(descriptor, offset + num_bytes)
+        self._begin = offset
+        self._address = np.frombuffer(self._map, np.uint8).ctypes.data + offset
 
     def array(self, shape: int | tuple[int, ...], dtype: Any = "float32", offset: int = 0) -> Array:
         """An array over the bytes from `offset` on. `dtype`: a name as in PoolInfo, or what NumPy takes."""
         kind = np.dtype(TENSOR_DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype)
         try:
-            return np.ndarray(shape, kind, self._map, offset)
+            if offset < 0:
+                raise ValueError("the offset is negative")
+            return np.ndarray(shape, kind, self._map, self._begin + offset)
         except (TypeError, ValueError) as error:
             raise InvalidArgumentError(f"does not fit into {self.num_bytes} bytes: {error}", field="shape") from None
 
@@ -68,54 +57,120 @@ class SharedMemory:
         return offset if inside and array.nbytes and array.flags.c_contiguous else None
 
 
-# Where an array lies in a registered region; None: nowhere.
-FindPlace = Callable[[Array], tensor_pb2.SharedMemoryPlace | None]
+@dataclass(frozen=True)
+class Place:
+    """Where an array lies in a region, in bytes."""
+
+    memory: SharedMemory
+    offset: int
+    num_bytes: int
+
+    def message(self) -> tensor_pb2.SharedMemoryPlace:
+        return tensor_pb2.SharedMemoryPlace(region=self.memory.name, offset=self.offset, byte_size=self.num_bytes)
 
 
-class Transport(Protocol):
-    """Sends one call of a session and returns its answer. Raises KVServiceError."""
+class Stream(Protocol):
+    """How a face of the client does things. The blocking one's coroutines never suspend."""
 
-    async def call(self, name: str, request: Any) -> Any: ...
+    async def call(self, name: str, request: Any) -> Any:
+        """Send one call of a session and return its answer. Raises KVServiceError."""
+
+    async def run(self, work: Callable[..., T], *args: Any) -> T:
+        """Do what blocks."""
+
+    def lock(self) -> AbstractAsyncContextManager[object]:
+        """A new lock."""
+
+    @property
+    def broken(self) -> bool:
+        """Whether the connection to the daemon has ended, for now or for good."""
 
 
 class RegionCore:
     """What of a session is about regions; see SessionCore."""
 
-    def __init__(self, transport: Transport) -> None:
-        self.call = transport.call
+    def __init__(self, stream: Stream, handover_path: str | None) -> None:
+        self.stream = stream
+        self.call: Callable[[str, Any], Awaitable[Any]] = stream.call
+        self._handover_path = handover_path
         self._request_ids = itertools.count(secrets.randbits(62) + 1)
         self._memories: list[SharedMemory] = []
 
+    def next_request_id(self) -> int:
+        return next(self._request_ids)
+
+    @property
+    def on_unix_socket(self) -> bool:
+        """Whether the client is on the daemon's host."""
+        return self._handover_path is not None
+
     async def create_region(self, num_bytes: int) -> SharedMemory:
-        """Shared memory that the daemon reads tensors from and puts outputs into. For clients on the unix socket of a
-        daemon that allows it; others get RegionsNotAllowedError."""
+        """Shared memory that the daemon makes, and works on in place. For clients on the unix socket of a daemon that
+        allows it; others get RegionsNotAllowedError."""
         num_bytes = whole(num_bytes, "num_bytes")
         if num_bytes <= 0:
             raise InvalidArgumentError(f"{num_bytes} is not above 0", field="num_bytes")
-        memory = SharedMemory(num_bytes)
+        name = _new_name()
+        request = build(
+            shared_memory_pb2.CreateRegionRequest, request_id=self.next_request_id(), name=name, byte_size=num_bytes
+        )
+        response = await self.call("create_region", request)
         try:
-            request = build(
-                shared_memory_pb2.SystemSharedMemoryRegisterRequest,
-                request_id=next(self._request_ids),
-                name=memory.name,
-                key=f"/{memory.name}",
-                byte_size=num_bytes,
-            )
-            await self.call("system_shared_memory_register", request)
-        finally:
-            memory.unlink()
+            (descriptor,) = await self.fetch(response.handover_token, 1)
+            try:
+                memory = SharedMemory(name, descriptor, num_bytes, response.number)
+            finally:
+                os.close(descriptor)
+        except BaseException as error:
+            await self._unregister(name)
+            if isinstance(error, OSError):
+                raise ResourceExhaustedError(f"{num_bytes} bytes cannot be mapped: {error.strerror}") from None
+            raise
         self._memories.append(memory)
         return memory
+
+    async def open_region(self, key: str, num_bytes: int, offset: int = 0) -> SharedMemory:
+        """Share `num_bytes` from `offset` on of a POSIX shared-memory object that exists, by its name as for shm_open.
+        The daemon copies what lies there."""
+        num_bytes, offset = whole(num_bytes, "num_bytes"), whole(offset, "offset")
+        name = _new_name()
+        request = build(
+            shared_memory_pb2.SystemSharedMemoryRegisterRequest,
+            request_id=self.next_request_id(),
+            name=name,
+            key=key,
+            offset=offset,
+            byte_size=num_bytes,
+        )
+        await self.call("system_shared_memory_register", request)
+        try:
+            descriptor = os.open(f"{SHM_DIRECTORY}/{key.removeprefix('/')}", os.O_RDWR | os.O_CLOEXEC)
+            try:
+                memory = SharedMemory(name, descriptor, num_bytes, offset=offset)
+            finally:
+                os.close(descriptor)
+        except (OSError, ValueError) as error:
+            await self._unregister(name)
+            raise RegionNotOpenedError(f"cannot be opened here: {error}", field="key") from None
+        self._memories.append(memory)
+        return memory
+
+    async def fetch(self, token: bytes, count: int) -> list[int]:
+        """The descriptors that a handover token stands for."""
+        if self._handover_path is None:
+            raise RegionsNotAllowedError("shared memory is for clients on the unix socket")
+        return await self.stream.run(handover.fetch, self._handover_path, token, count)
 
     async def unregister_region(self, memory: SharedMemory | None = None) -> None:
         """Give shared memory up; None: all that the session has, a former owner's too. Arrays over it can still be
         used, and travel inside messages from now on."""
-        request = build(
-            shared_memory_pb2.SystemSharedMemoryUnregisterRequest,
-            request_id=next(self._request_ids),
-            name=None if memory is None else memory.name,
-        )
         self._memories = [] if memory is None else [one for one in self._memories if one is not memory]
+        await self._unregister("" if memory is None else memory.name)
+
+    async def _unregister(self, name: str) -> None:
+        request = build(
+            shared_memory_pb2.SystemSharedMemoryUnregisterRequest, request_id=self.next_request_id(), name=name
+        )
         await self.call("system_shared_memory_unregister", request)
 
     async def regions(self) -> list[RegionInfo]:
@@ -125,10 +180,14 @@ class RegionCore:
         )
         return [from_message(RegionInfo, one) for _, one in sorted(response.regions.items())]
 
-    def find_place(self, array: Array) -> tensor_pb2.SharedMemoryPlace | None:
+    def find_place(self, array: Array) -> Place | None:
         """Where an array lies in the session's regions, if it does."""
         for memory in self._memories:
             offset = memory.offset_of(array)
             if offset is not None:
-                return tensor_pb2.SharedMemoryPlace(region=memory.name, offset=offset, byte_size=array.nbytes)
+                return Place(memory, offset, array.nbytes)
         return None
+
+
+def _new_name() -> str:
+    return f"kvservice-{os.getpid()}-{secrets.token_hex(8)}"

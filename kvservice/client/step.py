@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import numpy as np
 
 from kvservice.client import tensors
-from kvservice.client.requests import build, whole
+from kvservice.client.requests import whole
 from kvservice.client.tensors import Tensor
+from kvservice.client.transports import Layer, Options, check_out
 from kvservice.client.values import BlockSparse, Sequence
 from kvservice.errors import InvalidArgumentError
-from kvservice.v1 import attention_pb2, blocks_pb2
+from kvservice.v1 import blocks_pb2
 from kvservice.wire.tensors import to_ints
 
 if TYPE_CHECKING:
@@ -25,8 +25,8 @@ class AttentionOptions(TypedDict, total=False):
 
     `scale`: None is 1/sqrt(head_size). `sliding_window`: a token sees that many latest positions, its own included; 0
     is all. `logits_soft_cap`: cap * tanh(score / cap), 0 is off. `alibi_slopes`: a number for each query head.
-    `block_sparse`: which keys are left out, None is none. `out`, `lse_out`: arrays in a region of the session,
-    shaped as the output and the log-sum-exp, that are filled and returned instead of new ones.
+    `block_sparse`: which keys are left out, None is none. `out`, `lse_out`: arrays shaped as the output and the
+    log-sum-exp that are filled and returned instead of new ones.
     """
 
     scale: float | None
@@ -55,6 +55,9 @@ class StepCore:
         self.context_lens = to_ints(response.context_lens, np.int32)
         self.num_tokens = int(self.query_lens.sum())
         self.cow_copies: int = response.cow_copies
+        # Slot and offset in the session's tables, if it has mapped the pool.
+        self.written: set[int] = set()  # layers that this process has written into the mapped pool
+        self.mapped = (response.mapped.slot, response.mapped.offset) if response.HasField("mapped") else None
         self._session = session
 
     async def decode(
@@ -98,56 +101,35 @@ class StepCore:
         out: Tensor | None = None,
         lse_out: Tensor | None = None,
     ) -> Any:
-        if scale is not None and np.float32(scale) == 0:
-            raise InvalidArgumentError("0 makes all scores equal; None is the default scale", field="options.scale")
-        request = build(
-            attention_pb2.AttendRequest,
-            step_id=self.step_id,
-            layer=whole(layer, "layer"),
-            options=build(
-                attention_pb2.AttentionOptions,
-                scale=scale or 0.0,
-                sliding_window=whole(sliding_window, "options.sliding_window"),
-                logits_soft_cap=logits_soft_cap,
-                alibi_slopes=None if alibi_slopes is None else [float(slope) for slope in alibi_slopes],
-                block_sparse=None if block_sparse is None else _sparse_message(block_sparse),
-            ),
-            return_lse=return_lse,
+        arrays = [tensors.as_array(one, field) for one, field in ((query, "query"), (key, "key"), (value, "value"))]
+        call = Layer(
+            self,
+            name == "decode",
+            whole(layer, "layer"),
+            *arrays,
+            Options.of(scale, sliding_window, logits_soft_cap, alibi_slopes, block_sparse),
+            return_lse,
+            None if out is None else tensors.as_result(out, "out"),
+            None if lse_out is None else tensors.as_result(lse_out, "lse_out"),
         )
-        tensors.put(query, request.query, "query", self._session.find_place)
-        self._put_kv(request, key, value)
-        self._put_places(request, out, lse_out)
-        response = await self._session.call(name, request)
-        output = tensors.from_message(response.output, query, "output") if out is None else out
-        if not return_lse:
-            return output
-        return output, tensors.from_message(response.lse, query, "lse") if lse_out is None else lse_out
+        self._check_results(call)
+        output, lse = await self._session.attending.attend(call)
+        result = tensors.like(output, query) if out is None else out
+        if lse is None:
+            return result
+        return result, tensors.like(lse, query) if lse_out is None else lse_out
+
+    def _check_results(self, call: Layer) -> None:
+        if call.out is not None:
+            check_out(call.out, call.query.shape, self._session.info.dtype, "out")
+        if call.lse_out is not None:
+            if not call.return_lse:
+                raise InvalidArgumentError("there is no log-sum-exp without return_lse", field="lse_out")
+            check_out(call.lse_out, call.lse_shape, "float32", "lse_out")
 
     async def write(self, key: Tensor, value: Tensor, layer: int | None = None) -> None:
         """Write the step's K/V without attention: `[num_tokens, num_kv_heads, head_size]` of one layer, or
         `[num_layers, num_tokens, num_kv_heads, head_size]` of all."""
         number = None if layer is None else whole(layer, "layer")
-        request = build(attention_pb2.WriteRequest, step_id=self.step_id, layer=number)
-        self._put_kv(request, key, value)
-        await self._session.call("write", request)
-
-    def _put_kv(self, request: Any, key: Tensor, value: Tensor) -> None:
-        tensors.put(key, request.key, "key", self._session.find_place)
-        tensors.put(value, request.value, "value", self._session.find_place)
-        names = ("query", "key", "value")
-        num_bytes = sum(len(getattr(request, name).inline) for name in names if hasattr(request, name))
-        self._session.check_size(num_bytes, "query, key, value")
-
-    def _put_places(self, request: attention_pb2.AttendRequest, out: Tensor | None, lse_out: Tensor | None) -> None:
-        shape, find = tuple(request.query.shape), self._session.find_place
-        if out is not None:
-            tensors.put_place(out, shape, self._session.info.dtype, request.output_place, "out", find)
-        if lse_out is not None:
-            if not request.return_lse:
-                raise InvalidArgumentError("there is no log-sum-exp without return_lse", field="lse_out")
-            tensors.put_place(lse_out, shape[:2], "float32", request.lse_place, "lse_out", find)
-
-
-def _sparse_message(sparse: BlockSparse) -> attention_pb2.BlockSparse:
-    fields = {name: whole(value, f"options.block_sparse.{name}") for name, value in asdict(sparse).items()}
-    return build(attention_pb2.BlockSparse, **fields)
+        arrays = tensors.as_array(key, "key"), tensors.as_array(value, "value")
+        await self._session.attending.write(self, number, *arrays)

@@ -1,4 +1,4 @@
-"""A caller's tensors, NumPy's or torch's on the CPU, to messages and back to the same kind."""
+"""A caller's tensors, NumPy's or torch's on the CPU, to arrays and back to the same kind."""
 
 from __future__ import annotations
 
@@ -7,53 +7,39 @@ from typing import Any
 
 import numpy as np
 
-from kvservice.client.shared_memory import FindPlace
 from kvservice.errors import InvalidArgumentError
 from kvservice.pool.layout import TENSOR_DTYPES
 from kvservice.v1 import tensor_pb2
-from kvservice.wire.tensors import Array, put_tensor, put_type, to_array
+from kvservice.wire.tensors import Array, to_array
 
 Tensor = Any
 """numpy.ndarray or torch.Tensor. torch is not imported for it."""
 
 
-def put(tensor: Tensor, message: tensor_pb2.Tensor, field: str, find_place: FindPlace) -> None:
-    """Put a caller's tensor into a message's field: its bytes, or where in a region they lie."""
-    array = _as_array(tensor, field)
+def as_array(tensor: Tensor, field: str) -> Array:
+    """The tensor's elements, in its own memory where it is contiguous. Raises InvalidArgumentError."""
+    array = _as_numpy(tensor, field)
     if array.dtype not in TENSOR_DTYPES.values():
         raise InvalidArgumentError(f"is {array.dtype}, not one of {', '.join(TENSOR_DTYPES)}", field=field)
-    place = find_place(array)
-    if place is None:
-        put_tensor(array, message)
-    else:
-        put_type(array, message)
-        message.shared_memory.CopyFrom(place)
+    return array
 
 
-def put_place(
-    tensor: Tensor,
-    shape: tuple[int, ...],
-    dtype: str,
-    message: tensor_pb2.SharedMemoryPlace,
-    field: str,
-    find_place: FindPlace,
-) -> None:
-    """Name a caller's tensor as the place of an output of this shape and type."""
-    array = _as_array(tensor, field)
-    if array.shape != shape or array.dtype != TENSOR_DTYPES[dtype]:
-        raise InvalidArgumentError(
-            f"is {array.dtype} of shape {list(array.shape)}, must be {dtype} of {list(shape)}", field=field
-        )
-    place = find_place(array)
-    if place is None:
-        raise InvalidArgumentError("does not lie in a region of this session, contiguous", field=field)
-    message.CopyFrom(place)
+def as_result(tensor: Tensor, field: str) -> Array:
+    """The tensor's own memory, for a result. Raises InvalidArgumentError where it has gaps."""
+    array = as_array(tensor, field)
+    if _is_torch(tensor) and array.ctypes.data != tensor.data_ptr():
+        raise InvalidArgumentError("is not contiguous", field=field)
+    return array
 
 
-def from_message(message: tensor_pb2.Tensor, like: Tensor, field: str) -> Tensor:
-    """An array of its own memory; a torch tensor where `like` is one."""
-    array = to_array(message, field).copy()
-    if not _is_torch(like):
+def from_message(message: tensor_pb2.Tensor, field: str) -> Array:
+    """An array of its own memory."""
+    return to_array(message, field).copy()
+
+
+def like(array: Array, tensor: Tensor) -> Tensor:
+    """The array; as a torch tensor over its memory where `tensor` is one."""
+    if not _is_torch(tensor):
         return array
     torch = sys.modules["torch"]
     if array.dtype == TENSOR_DTYPES["bfloat16"]:
@@ -61,7 +47,7 @@ def from_message(message: tensor_pb2.Tensor, like: Tensor, field: str) -> Tensor
     return torch.from_numpy(array)
 
 
-def _as_array(tensor: Tensor, field: str) -> Array:
+def _as_numpy(tensor: Tensor, field: str) -> Array:
     if isinstance(tensor, np.ndarray):
         return tensor
     if not _is_torch(tensor):

@@ -32,6 +32,7 @@ class PoolInfo:
     kv_cache_dtype: str
     batch_invariant: bool
     allow_client_shm: bool
+    share_pool: str
 
 
 @dataclass(frozen=True)

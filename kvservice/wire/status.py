@@ -66,6 +66,11 @@ def from_status(status: status_pb2.Status) -> KVServiceError:
     return kind(message, field=field, **metadata)
 
 
+def from_reason(reason: str, message: str, field: str) -> KVServiceError:
+    """The error of a class whose reason it is; InternalError for a reason of a later version."""
+    return _BY_REASON.get(reason, errors.InternalError)(message, field=field)
+
+
 def _subclasses(kind: type[KVServiceError]) -> Iterator[type[KVServiceError]]:
     for child in kind.__subclasses__():
         yield child

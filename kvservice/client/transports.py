@@ -1,0 +1,291 @@
+"""How a layer's tensors reach the daemon: inside messages, or in shared memory that messages name.
+
+A transport takes one layer of a step from the caller's hands and puts the result into them. Lanes (`lane.py`) and the mapped
+pool (`mapped.py`) are the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy as np
+
+from kvservice.client import tensors
+from kvservice.client.requests import build, whole
+from kvservice.client.shared_memory import Place, SharedMemory
+from kvservice.client.tensors import Tensor
+from kvservice.client.values import BlockSparse, PoolInfo
+from kvservice.errors import InvalidArgumentError
+from kvservice.pool.layout import TENSOR_DTYPES
+from kvservice.v1 import attention_pb2
+from kvservice.wire.tensors import Array, put_tensor, put_type, to_array
+
+if TYPE_CHECKING:
+    from kvservice.client.core import SessionCore
+    from kvservice.client.step import StepCore
+
+TransportName = Literal["inline", "region", "lane", "mapped"]
+# From here on a tensor in shared memory is faster than one in the message; below they break even.
+STAGED_BYTES = 16 << 10
+ALIGNMENT = 256
+
+
+@dataclass(frozen=True)
+class Options:
+    """How scores are made; see AttentionOptions in step.py. Checked, in the wire's terms: 0 and None are off."""
+
+    scale: float = 0.0
+    sliding_window: int = 0
+    logits_soft_cap: float = 0.0
+    alibi_slopes: tuple[float, ...] | None = None
+    block_sparse: BlockSparse | None = None
+
+    @staticmethod
+    def of(
+        scale: float | None,
+        sliding_window: int,
+        logits_soft_cap: float,
+        alibi_slopes: Iterable[float] | None,
+        block_sparse: BlockSparse | None,
+    ) -> Options:
+        """Raises InvalidArgumentError naming the option."""
+        if scale is not None and np.float32(scale) == 0:
+            raise InvalidArgumentError("0 makes all scores equal; None is the default scale", field="options.scale")
+        return Options(
+            scale or 0.0,
+            whole(sliding_window, "options.sliding_window"),
+            logits_soft_cap,
+            None if alibi_slopes is None else tuple(float(slope) for slope in alibi_slopes),
+            block_sparse,
+        )
+
+    def message(self) -> attention_pb2.AttentionOptions:
+        return build(
+            attention_pb2.AttentionOptions,
+            scale=self.scale,
+            sliding_window=self.sliding_window,
+            logits_soft_cap=self.logits_soft_cap,
+            alibi_slopes=self.alibi_slopes,
+            block_sparse=None if self.block_sparse is None else _sparse_message(self.block_sparse),
+        )
+
+
+def _sparse_message(sparse: BlockSparse) -> attention_pb2.BlockSparse:
+    fields = {name: whole(value, f"options.block_sparse.{name}") for name, value in asdict(sparse).items()}
+    return build(attention_pb2.BlockSparse, **fields)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer of a step: write key and value, then attend. `out` and `lse_out`: where the caller wants the results."""
+
+    step: StepCore
+    decode: bool
+    number: int
+    query: Array
+    key: Array
+    value: Array
+    options: Options
+    return_lse: bool
+    out: Array | None
+    lse_out: Array | None
+
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        return self.query.shape[:2]
+
+
+class Transport(Protocol):
+    """Raises the errors of `StepCore.extend`."""
+
+    name: TransportName
+
+    async def attend(self, layer: Layer) -> tuple[Array, Array | None]:
+        """Output and log-sum-exp: `out` and `lse_out` where they are given, else arrays of their own memory."""
+
+    async def write(self, step: StepCore, number: int | None, key: Array, value: Array) -> None:
+        """K/V of one layer, or of all (`number` None), without attention."""
+
+    async def close(self) -> None: ...
+
+
+class StreamTransport:
+    """Tensors in messages on the session's stream, but for those that already lie in a region."""
+
+    name: TransportName = "inline"
+
+    def __init__(self, session: SessionCore[Any]) -> None:
+        self._session = session
+
+    async def attend(self, layer: Layer) -> tuple[Array, Array | None]:
+        request = self._request(layer)
+        self._put(request, layer.query, layer.key, layer.value)
+        self._name(request.output_place, layer.out)
+        self._name(request.lse_place, layer.lse_out)
+        response = await self._session.call("decode" if layer.decode else "extend", request)
+        output = self._take(response.output, layer.out, "output")
+        return output, self._take(response.lse, layer.lse_out, "lse") if layer.return_lse else None
+
+    def _take(self, message: Any, wanted: Array | None, field: str) -> Array:
+        """A result, in the array where the caller wants it."""
+        if wanted is None:
+            return tensors.from_message(message, field)
+        if not message.HasField("shared_memory"):
+            np.copyto(wanted, to_array(message, field))
+        return wanted
+
+    def _request(self, layer: Layer) -> attention_pb2.AttendRequest:
+        return build(
+            attention_pb2.AttendRequest,
+            step_id=layer.step.step_id,
+            layer=layer.number,
+            options=layer.options.message(),
+            return_lse=layer.return_lse,
+        )
+
+    def _put(self, request: Any, *arrays: Array) -> None:
+        """Each array into its field: its bytes, or where in a region they lie."""
+        num_bytes = 0
+        for name, array in zip(("query", "key", "value")[-len(arrays) :], arrays, strict=True):
+            message = getattr(request, name)
+            place = self._session.find_place(array)
+            if place is None:
+                num_bytes += array.nbytes
+                self._session.check_size(num_bytes, "query, key, value")
+                put_tensor(array, message)
+            else:
+                put_type(array, message)
+                message.shared_memory.CopyFrom(place.message())
+
+    def _name(self, message: Any, array: Array | None) -> None:
+        """Name the place of a result, if it has one."""
+        place = None if array is None else self._session.find_place(array)
+        if place is not None:
+            message.CopyFrom(place.message())
+
+    async def write(self, step: StepCore, number: int | None, key: Array, value: Array) -> None:
+        request = build(attention_pb2.WriteRequest, step_id=step.step_id, layer=number)
+        self._put(request, key, value)
+        await self._session.call("write", request)
+
+    async def close(self) -> None:
+        pass
+
+
+class Staging:
+    """A region in which tensors are put that lie elsewhere. Used by one call at a time; grows to the largest."""
+
+    def __init__(self, session: SessionCore[Any]) -> None:
+        self._session = session
+        self._memory: SharedMemory | None = None
+        self._used = 0
+
+    async def reserve(self, num_bytes: int) -> None:
+        """Begin a call that stages so many bytes, `ALIGNMENT` more for each tensor."""
+        self._used = 0
+        if self._memory is None or self._memory.num_bytes < num_bytes:
+            if self._memory is not None:
+                await self._session.unregister_region(self._memory)
+            self._memory = None
+            self._memory = await self._session.create_region(max(1 << 20, 1 << (num_bytes - 1).bit_length()))
+
+    def place(self, shape: tuple[int, ...], dtype: Any) -> tuple[Array, Place]:
+        """Room for an array, and where that is."""
+        assert self._memory is not None, "room was reserved"
+        array = self._memory.array(shape, dtype, self._used)
+        place = Place(self._memory, self._used, array.nbytes)
+        self._used += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+        return array, place
+
+    def put(self, array: Array) -> Array:
+        """A copy."""
+        copy, _ = self.place(array.shape, array.dtype)
+        np.copyto(copy, array)
+        return copy
+
+
+def staged_bytes(layer: Layer) -> int:
+    """What a call takes of a staging region if none of its tensors lies in a region."""
+    sizes = [layer.query.nbytes] * 2 + [layer.key.nbytes, layer.value.nbytes, 4 * int(np.prod(layer.lse_shape))]
+    return sum(sizes) + ALIGNMENT * len(sizes)
+
+
+class RegionTransport(StreamTransport):
+    """Messages on the stream that name tensors in regions; those that lie elsewhere are copied into one."""
+
+    name: TransportName = "region"
+
+    def __init__(self, session: SessionCore[Any]) -> None:
+        super().__init__(session)
+        self._staging = Staging(session)
+        self._lock = session.stream.lock()
+
+    async def attend(self, layer: Layer) -> tuple[Array, Array | None]:
+        if layer.query.nbytes + layer.key.nbytes + layer.value.nbytes < STAGED_BYTES:
+            return await super().attend(layer)
+        async with self._lock:
+            await self._staging.reserve(staged_bytes(layer))
+            out = self._result(layer.out, layer.query.shape, layer.query.dtype)
+            lse_out = self._result(layer.lse_out, layer.lse_shape, np.float32) if layer.return_lse else None
+            inputs = [self._staged(array) for array in (layer.query, layer.key, layer.value)]
+            await super().attend(replaced(layer, *inputs, out, lse_out))
+            return given(out, layer.out), None if lse_out is None else given(lse_out, layer.lse_out)
+
+    def _result(self, wanted: Array | None, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Where a result goes: where the caller wants it, if that is in a region."""
+        if wanted is not None and self._session.find_place(wanted) is not None:
+            return wanted
+        return self._staging.place(shape, dtype)[0]
+
+    async def write(self, step: StepCore, number: int | None, key: Array, value: Array) -> None:
+        if key.nbytes + value.nbytes < STAGED_BYTES:
+            return await super().write(step, number, key, value)
+        async with self._lock:
+            await self._staging.reserve(key.nbytes + value.nbytes + 2 * ALIGNMENT)
+            await super().write(step, number, self._staged(key), self._staged(value))
+
+    def _staged(self, array: Array) -> Array:
+        return array if self._session.find_place(array) is not None else self._staging.put(array)
+
+
+def replaced(layer: Layer, query: Array, key: Array, value: Array, out: Array, lse_out: Array | None) -> Layer:
+    """The same with its tensors elsewhere."""
+    return Layer(
+        layer.step, layer.decode, layer.number, query, key, value, layer.options, layer.return_lse, out, lse_out
+    )
+
+
+def given(result: Array, wanted: Array | None) -> Array:
+    """A result in the caller's hands: where it is wanted, else as a copy."""
+    if wanted is None:
+        return result.copy()
+    if result is not wanted:
+        np.copyto(wanted, result)
+    return wanted
+
+
+def check_out(array: Array, shape: tuple[int, ...], dtype: str, field: str) -> None:
+    """Raise InvalidArgumentError unless a caller's array suits a result."""
+    if array.shape != shape or array.dtype != TENSOR_DTYPES[dtype]:
+        raise InvalidArgumentError(
+            f"is {array.dtype} of shape {list(array.shape)}, must be {dtype} of {list(shape)}", field=field
+        )
+    if not array.flags.writeable:
+        raise InvalidArgumentError("is read-only", field=field)
+
+
+def check_shapes(info: PoolInfo, layer: Layer) -> None:
+    """For who says neither shape nor type, since both follow from the step and the pool. Raises InvalidArgumentError."""
+    num_tokens = layer.step.num_tokens
+    query, kv = layer.query.shape, (num_tokens, info.num_kv_heads, info.head_size)
+    if len(query) != 3 or query[0] != num_tokens or query[2] != info.head_size or query[1] % info.num_kv_heads:
+        expected = f"[{num_tokens}, a multiple of {info.num_kv_heads}, {info.head_size}]"
+        raise InvalidArgumentError(f"shape is {list(query)}, must be {expected}", field="query.shape")
+    for array, field in ((layer.key, "key"), (layer.value, "value")):
+        if array.shape != kv:
+            raise InvalidArgumentError(f"shape is {list(array.shape)}, must be {list(kv)}", field=f"{field}.shape")
+    for array, field in ((layer.query, "query"), (layer.key, "key"), (layer.value, "value")):
+        if array.dtype.name != info.dtype:
+            raise InvalidArgumentError(f"is {array.dtype}, must be {info.dtype}", field=f"{field}.data_type")
