@@ -97,7 +97,7 @@ class ServeConfig(BaseModel):
     max_sessions: int = Field(256, ge=1, le=65536, description="Sessions at one time.")
     allow_client_shm: bool = Field(
         False,
-        description="Clients on the unix socket may have shared-memory regions, any that the daemon may open, and lanes.",
+        description="Clients on the unix socket may have lanes and shared-memory regions: any that the daemon may open.",
     )
     max_regions: int = Field(16, ge=1, le=1024, description="Shared-memory regions of a session at one time.")
     max_region_mib: int = Field(
@@ -109,7 +109,7 @@ class ServeConfig(BaseModel):
     )
     share_pool: Literal["off", "read", "write"] = Field(
         "off",
-        description="Clients on the unix socket may map the pool: to read what all sessions have in it, or to write too.",
+        description="Clients on the unix socket may map the pool: to read all that is in it, or to write too.",
     )
     trusted_uids: str = Field(
         "",

@@ -15,7 +15,13 @@ from kvservice.client.core import SessionCore
 from kvservice.client.requests import build
 from kvservice.client.step import StepCore
 from kvservice.client.values import PoolInfo, PoolStats, from_message
-from kvservice.errors import ConnectionLostError, FailedPreconditionError, KVServiceError, UnknownSessionError
+from kvservice.errors import (
+    ConnectionLostError,
+    FailedPreconditionError,
+    KVServiceError,
+    SessionTakenError,
+    UnknownSessionError,
+)
 from kvservice.v1 import pool_pb2, pool_pb2_grpc, session_pb2, session_pb2_grpc
 
 T = TypeVar("T")
@@ -43,7 +49,7 @@ class AsyncSession(SessionCore[AsyncStep]):
     async def close(self) -> None:
         """Free all that the session has. A session that is gone, or another client's by now, is left alone."""
         if await self._stream.close():
-            await self._client._close_session(self.token)
+            await self._client._close_session(self.token, self._stream.holder)
 
 
 class AsyncKVClient:
@@ -96,7 +102,7 @@ class AsyncKVClient:
     @contextlib.asynccontextmanager
     async def _attached(self, token: bytes, resumed: bool) -> AsyncIterator[AsyncSession]:
         stream = _Stream(self._sessions, token, self.info.session_grace_s)
-        await stream.connect(max(self.info.session_grace_s, 1.0))
+        await stream.connect(max(self.info.session_grace_s, 1.0), reconnects=False)
         session = AsyncSession(self, stream, token, resumed)
         try:
             await session.choose_transport(self._transport)
@@ -117,9 +123,9 @@ class AsyncKVClient:
         except grpc.RpcError as error:
             raise channel.to_error(error) from None
 
-    async def _close_session(self, token: bytes) -> None:
-        with contextlib.suppress(UnknownSessionError, ConnectionLostError):
-            await self._unary(self._sessions.Close, session_pb2.CloseRequest(session_token=token))
+    async def _close_session(self, token: bytes, holder: int) -> None:
+        with contextlib.suppress(UnknownSessionError, SessionTakenError, ConnectionLostError):
+            await self._unary(self._sessions.Close, session_pb2.CloseRequest(session_token=token, holder=holder))
 
 
 class _Stream:
@@ -131,13 +137,16 @@ class _Stream:
         self._grace_s = grace_s
         self._in_flight = asyncio.Semaphore(channel.MAX_IN_FLIGHT)
         self._mending: asyncio.Task[None] | None = None
+        self.holder = channel.new_holder()
         self.closed = False
 
-    async def connect(self, wait_s: float) -> None:
+    async def connect(self, wait_s: float, *, reconnects: bool) -> None:
         connection = _Connection(self._stub)
         try:
             async with asyncio.timeout(wait_s):
-                request = session_pb2.AttachRequest(session_token=self._token)
+                request = session_pb2.AttachRequest(
+                    session_token=self._token, holder=self.holder, reconnects=reconnects
+                )
                 self.session_id: int = (await connection.exchange("attach", request)).session_id
         except TimeoutError:
             await connection.end()
@@ -149,7 +158,7 @@ class _Stream:
 
     async def call(self, name: str, request: Any) -> Any:
         async with self._in_flight:
-            if self._connection.error is not None and not (self.closed or self._aborted()):
+            if self._connection.error is not None and not (self.closed or self._lost()):
                 await self._reconnect(self._connection)
             for _ in range(channel.MAX_SENDS - 1):
                 used = self._connection
@@ -182,15 +191,16 @@ class _Stream:
         return self.closed or self._connection.error is not None
 
     async def close(self) -> bool:
-        """Whether the session was held until now."""
-        held = not (self.closed or self._aborted())
+        """Whether the session was held until now, as far as is known here."""
+        held = not (self.closed or self._lost())
         self.closed = True
         if self._mending is not None:
             self._mending.cancel()
         await self._connection.end()
         return held
 
-    def _aborted(self) -> bool:
+    def _lost(self) -> bool:
+        """Whether the daemon has said that the session is closed, or another client's."""
         return isinstance(self._connection.error, FailedPreconditionError)
 
     async def _reconnect(self, broken: _Connection) -> None:
@@ -217,7 +227,10 @@ class _Stream:
         deadline = clock() + self._grace_s
         while True:
             try:
-                return await self.connect(deadline - clock())
+                return await self.connect(deadline - clock(), reconnects=True)
+            except SessionTakenError as taken:
+                self._connection.error = taken  # this is why it ended, though gRPC showed a broken line
+                raise
             except ConnectionLostError:
                 if clock() + channel.PAUSE_S >= deadline:
                     raise

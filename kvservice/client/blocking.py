@@ -18,7 +18,7 @@ from kvservice.client.core import SessionCore
 from kvservice.client.requests import build
 from kvservice.client.step import StepCore
 from kvservice.client.values import PoolInfo, PoolStats, from_message
-from kvservice.errors import ConnectionLostError, KVServiceError, UnknownSessionError
+from kvservice.errors import ConnectionLostError, KVServiceError, SessionTakenError, UnknownSessionError
 from kvservice.v1 import pool_pb2, pool_pb2_grpc, session_pb2, session_pb2_grpc
 
 P = ParamSpec("P")
@@ -124,7 +124,7 @@ class Session:
     def close(self) -> None:
         """Free all that the session has. A session that is gone, or another client's by now, is left alone."""
         if self._stream.close():
-            self._client._close_session(self.token)
+            self._client._close_session(self.token, self._stream.holder)
 
     def __enter__(self) -> Session:
         return self
@@ -136,9 +136,9 @@ class Session:
 class KVClient:
     """A connection to a daemon. `address`: unix:///path/of.sock or host:port. Thread-safe; its sessions are too.
 
-    `transport` is how sessions bring tensors to the daemon: "inline" in messages, "region" in shared memory, "lane" through
-    rings in shared memory that a thread of the daemon serves, "mapped" not at all, for the client works on the pool itself;
-    "auto" is the fastest of lane, mapped (if it may write), region and inline that the daemon allows.
+    `transport` is how sessions bring tensors to the daemon: "inline" in messages, "region" in shared memory, "lane"
+    through rings in shared memory that a thread of the daemon serves, "mapped" not at all, for the client works on the
+    pool itself; "auto" is the fastest of lane, mapped (if it may write), region and inline that the daemon allows.
     """
 
     def __init__(self, address: str, *, connect_timeout_s: float = 10.0, transport: str = "auto") -> None:
@@ -188,9 +188,9 @@ class KVClient:
         except grpc.RpcError as error:
             raise channel.to_error(error) from None
 
-    def _close_session(self, token: bytes) -> None:
-        with contextlib.suppress(UnknownSessionError, ConnectionLostError):
-            self._unary(self._sessions.Close, session_pb2.CloseRequest(session_token=token))
+    def _close_session(self, token: bytes, holder: int) -> None:
+        with contextlib.suppress(UnknownSessionError, SessionTakenError, ConnectionLostError):
+            self._unary(self._sessions.Close, session_pb2.CloseRequest(session_token=token, holder=holder))
 
 
 class _Lock:
@@ -215,12 +215,14 @@ class _Stream:
         self._grace_s = grace_s
         self._lock = threading.Lock()
         self._call_ids = itertools.count(1)
+        self._taken: SessionTakenError | None = None
+        self.holder = channel.new_holder()
         self.closed = False
-        self._connect(max(grace_s, 1.0))
+        self._connect(max(grace_s, 1.0), reconnects=False)
 
     async def call(self, name: str, request: Any) -> Any:
         with self._lock:
-            if self._replies.done() and not (self.closed or self._aborted()):
+            if self._replies.done() and not (self.closed or self._lost()):
                 self._reconnect()
             for _ in range(channel.MAX_SENDS - 1):
                 try:
@@ -244,27 +246,30 @@ class _Stream:
         return self.closed or self._replies.done()
 
     def close(self) -> bool:
-        """Whether the session was held until now."""
-        held = not (self.closed or self._aborted())
+        """Whether the session was held until now, as far as is known here."""
+        held = not (self.closed or self._lost())
         self.closed = True
         self._end()
         return held
 
-    def _aborted(self) -> bool:
+    def _lost(self) -> bool:
+        """Whether the daemon has said that the session is closed, or another client's."""
+        if self._taken is not None:
+            return True
         return self._replies.done() and self._replies.code() is grpc.StatusCode.ABORTED
 
     def _end(self) -> None:
         self._requests.put(None)  # gRPC's thread waits for it
         self._replies.cancel()
 
-    def _connect(self, wait_s: float) -> None:
+    def _connect(self, wait_s: float, *, reconnects: bool) -> None:
         self._requests: queue.SimpleQueue[session_pb2.Call | None] = queue.SimpleQueue()
         self._replies = self._stub.Connect(iter(self._requests.get, None), wait_for_ready=True)
         too_late = threading.Timer(wait_s, self._replies.cancel)
         too_late.start()
         try:
-            attached = self._exchange("attach", session_pb2.AttachRequest(session_token=self._token))
-            self.session_id: int = attached.session_id
+            request = session_pb2.AttachRequest(session_token=self._token, holder=self.holder, reconnects=reconnects)
+            self.session_id: int = self._exchange("attach", request).session_id
         except BaseException:
             self._end()
             raise
@@ -274,6 +279,8 @@ class _Stream:
     def _exchange(self, name: str, request: Any) -> Any:
         if self.closed:
             raise ConnectionLostError("the session is closed")
+        if self._taken is not None:
+            raise self._taken.with_traceback(None)
         call_id = next(self._call_ids)
         self._requests.put(channel.make_call(call_id, name, request))
         try:
@@ -291,7 +298,10 @@ class _Stream:
         deadline = time.monotonic() + self._grace_s
         while True:
             try:
-                return self._connect(deadline - time.monotonic())
+                return self._connect(deadline - time.monotonic(), reconnects=True)
+            except SessionTakenError as taken:
+                self._taken = taken
+                raise
             except ConnectionLostError:
                 if self.closed or time.monotonic() + channel.PAUSE_S >= deadline:
                     raise

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import Any, cast
 
 import grpc
 from grpc_status import rpc_status
 
-from kvservice.errors import ConnectionLostError, FailedPreconditionError, KVServiceError, MessageTooLargeError
+from kvservice.errors import ConnectionLostError, KVServiceError, MessageTooLargeError
 from kvservice.v1 import session_pb2
 from kvservice.wire.status import from_status
 
@@ -47,10 +48,12 @@ def to_error(error: grpc.RpcError) -> KVServiceError:
     text = f"{error.code().name}: {error.details()}"
     if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return MessageTooLargeError(text)
-    if error.code() is grpc.StatusCode.ABORTED:
-        # Not for this client to mend: who reconnected now would take the session away from its new owner.
-        return FailedPreconditionError(error.details() or text)
     return ConnectionLostError(text)
+
+
+def new_holder() -> int:
+    """The number by which the daemon knows one session object, whichever of its streams it attaches."""
+    return secrets.randbelow((1 << 64) - 1) + 1
 
 
 def repeatable(name: str) -> bool:

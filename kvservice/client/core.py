@@ -1,7 +1,7 @@
 """What a session can do, written once.
 
-The methods are coroutines over a `Stream`. The asynchronous face awaits them; the blocking face (`blocking.py`) gives them
-a stream that never suspends, and runs them to their end.
+The methods are coroutines over a `Stream`. The asynchronous face awaits them; the blocking face (`blocking.py`) gives
+them a stream that never suspends, and runs them to their end.
 """
 
 from __future__ import annotations

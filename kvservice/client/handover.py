@@ -22,8 +22,8 @@ def socket_path(address: str) -> str | None:
 def fetch(path: str, token: bytes, count: int) -> list[int]:
     """The descriptors that a token stands for, the caller's to close.
 
-    Raises RegionsNotAllowedError if the daemon does not hand them over to this process, ConnectionLostError if it cannot
-    be asked.
+    Raises RegionsNotAllowedError if the daemon does not hand them to this process, ConnectionLostError if it cannot be
+    asked.
     """
     try:
         with socket.socket(socket.AF_UNIX) as connection:

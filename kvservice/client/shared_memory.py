@@ -29,8 +29,8 @@ class SharedMemory:
     """`num_bytes` of memory that the daemon sees too; made by a session's `create_region` and `open_region`.
 
     Arrays and torch tensors over it (`array`, and views of those) may be given wherever a step takes tensors, and as
-    `out` and `lse_out`. It is freed when the session has given it up and the last array over it is gone. `number` is what
-    lanes call it; None: they do not take it.
+    `out` and `lse_out`. It is freed when the session has given it up and the last array over it is gone. `number` is
+    what lanes call it; None: they do not take it.
     """
 
     def __init__(self, name: str, descriptor: int, num_bytes: int, number: int | None = None, offset: int = 0) -> None:

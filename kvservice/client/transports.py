@@ -1,7 +1,7 @@
 """How a layer's tensors reach the daemon: inside messages, or in shared memory that messages name.
 
-A transport takes one layer of a step from the caller's hands and puts the result into them. Lanes (`lane.py`) and the mapped
-pool (`mapped.py`) are the others.
+A transport takes one layer of a step from the caller's hands and puts the result into them. Lanes (`lane.py`) and the
+mapped pool (`mapped.py`) are the others.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _sparse_message(sparse: BlockSparse) -> attention_pb2.BlockSparse:
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer of a step: write key and value, then attend. `out` and `lse_out`: where the caller wants the results."""
+    """One layer of a step: write key and value, then attend. `out`, `lse_out`: where the caller wants the results."""
 
     step: StepCore
     decode: bool
@@ -277,7 +277,7 @@ def check_out(array: Array, shape: tuple[int, ...], dtype: str, field: str) -> N
 
 
 def check_shapes(info: PoolInfo, layer: Layer) -> None:
-    """For who says neither shape nor type, since both follow from the step and the pool. Raises InvalidArgumentError."""
+    """For who says neither shape nor type, since step and pool say them. Raises InvalidArgumentError."""
     num_tokens = layer.step.num_tokens
     query, kv = layer.query.shape, (num_tokens, info.num_kv_heads, info.head_size)
     if len(query) != 3 or query[0] != num_tokens or query[2] != info.head_size or query[1] % info.num_kv_heads:

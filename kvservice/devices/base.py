@@ -145,12 +145,12 @@ class Device(Protocol):
     def lane_session(self) -> LaneSession: ...
 
     def open_lane(self, memory: SealedMemory, session: LaneSession) -> LaneServer:
-        """Serve a lane from a thread of its own. It attends in the order of its calls, after what was asked for before a
-        step was published. A failure in it faults the device."""
+        """Serve a lane from a thread of its own. It attends in the order of its calls, after what was asked for before
+        a step was published. A failure in it faults the device."""
 
     def open_cuda_region(self, session: LaneSession, raw_handle: bytes, device_id: int, byte_size: int) -> CudaRegion:
-        """Raises RegionsNotAllowedError where the pool is on no GPU, InvalidArgumentError naming raw_handle, device_id or
-        byte_size, DuplicateRegionError for a handle that is open, RegionNotOpenedError."""
+        """Raises RegionsNotAllowedError where the pool is on no GPU, InvalidArgumentError naming raw_handle, device_id
+        or byte_size, DuplicateRegionError for a handle that is open, RegionNotOpenedError."""
 
     def prepare(self, step: Step) -> Awaitable[None] | None:
         """Done, or None, when work that does not pass through here may begin on the step's blocks."""

@@ -1,4 +1,4 @@
-"""Lanes and the calls that they carried, read when Prometheus asks: the threads that serve them count for themselves."""
+"""Lanes and the calls that they carried, read when Prometheus asks: the threads that serve them count."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Memory files that are handed to other processes and that none of them can make shorter.
 
-Whoever touches a mapping past its file's end is killed by SIGBUS. A seal on the size (memfd_create(2), fcntl(2)) takes that
-away for good, so that a process may work on memory that others, whom it does not trust, have mapped too.
+Whoever touches a mapping past its file's end is killed by SIGBUS. A seal on the size (memfd_create(2), fcntl(2)) takes
+that away for good, so that a process may work on memory that others, whom it does not trust, have mapped too.
 """
 
 from __future__ import annotations

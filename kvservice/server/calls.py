@@ -211,5 +211,5 @@ class OpenCalls:
         return session_pb2.OpenResponse(session_token=session.token, session_id=session.session_id)
 
     def close(self, request: session_pb2.CloseRequest) -> session_pb2.CloseResponse:
-        self._sessions.close(self._sessions.get(request.session_token))
+        self._sessions.close_for(request.session_token, request.holder)
         return session_pb2.CloseResponse()

@@ -182,8 +182,8 @@ class HostAccess:
     # ---- steps
 
     def begin(self, step: Step) -> tuple[int, int] | None:
-        """A step was opened. Returns its slot and offset in the tables, if it is there; once `publishing` is done, or None,
-        the client may work on it."""
+        """A step was opened. Returns its slot and offset in the tables, if it is there; once `publishing` is done, or
+        None, the client may work on it."""
         self.publishing = None
         if self._lane is None and self._tables is None:
             return None

@@ -1,8 +1,8 @@
 """A session's regions: memory shared with its client, in which tensors lie instead of in messages.
 
-Calls and their errors are those of Triton Inference Server's shared-memory extension (its
-docs/protocol/extension_shared_memory.md and src/shared_memory_manager.cc), but for `create`. Unlike there, a region belongs to a session,
-and its name is free again as soon as it is unregistered.
+Calls and their errors are those of Triton Inference Server's shared-memory extensions (its
+docs/protocol/extension_shared_memory.md and src/shared_memory_manager.cc), but for `create`. Unlike there, a region
+belongs to a session, and its name is free again as soon as it is unregistered.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import grpc
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
+from google.rpc import code_pb2
 from grpc_status import rpc_status
 
 from kvservice.errors import FailedPreconditionError, InvalidArgumentError, KVServiceError
@@ -111,16 +112,18 @@ class Stream:
         self._sending = asyncio.Lock()
         self._ended = False
 
-    def end(self, reason: str) -> None:
-        """End the stream with ABORTED, from outside `serve`. Its read ends when the status is sent."""
-        self._ending = asyncio.create_task(self._abort(reason))
+    def end(self, error: KVServiceError) -> None:
+        """End the stream with ABORTED, from outside `serve`, for an error. Its read ends when the status is sent."""
+        status = to_status(error)
+        status.code = code_pb2.ABORTED
+        self._ending = asyncio.create_task(self._abort(rpc_status.to_status(status)))
 
-    async def _abort(self, reason: str) -> None:
+    async def _abort(self, status: grpc.Status) -> None:
         async with self._sending:
             self._ended = True
             # It always raises; UsageError if the client was first.
             with contextlib.suppress(grpc.aio.AbortError, grpc.aio.UsageError):
-                await self._context.abort(grpc.StatusCode.ABORTED, reason)
+                await self._context.abort_with_status(status)
 
     async def serve(self) -> None:
         try:
@@ -162,5 +165,5 @@ class Stream:
         if self._session is not None:
             raise FailedPreconditionError("the stream is attached already", field="call")
         self._dispatcher.admit("attach")
-        self._session = self._sessions.attach(request.session_token, self.end)
+        self._session = self._sessions.attach(request.session_token, request.holder, request.reconnects, self.end)
         return session_pb2.AttachResponse(session_id=self._session.session_id)

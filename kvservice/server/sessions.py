@@ -20,7 +20,14 @@ from google.protobuf.message import Message
 from kvservice.blocks import BlockManager, SequenceSpace
 from kvservice.config import ServeConfig
 from kvservice.devices import Device
-from kvservice.errors import InvalidArgumentError, QuotaExceededError, UnknownSessionError
+from kvservice.errors import (
+    FailedPreconditionError,
+    InvalidArgumentError,
+    KVServiceError,
+    QuotaExceededError,
+    SessionTakenError,
+    UnknownSessionError,
+)
 from kvservice.server.handover import Handover
 from kvservice.server.host_access import HostAccess, Lanes
 from kvservice.server.region import RegionTotals
@@ -44,8 +51,10 @@ class Session:
     regions: Regions
     wait_s: float
     replies: OrderedDict[int, tuple[str, Message]] = field(default_factory=OrderedDict)
-    # Ends the stream that holds the lease, for a reason. None: no stream does.
-    end_stream: Callable[[str], None] | None = None
+    # Whose stream was the last to attach; see AttachRequest.
+    holder: int = 0
+    # Ends the stream that holds the lease, with an error. None: no stream does.
+    end_stream: Callable[[KVServiceError], None] | None = None
     # What happens to a session that no stream holds.
     timers: list[asyncio.TimerHandle] = field(default_factory=list)
 
@@ -112,36 +121,61 @@ class SessionRegistry:
             raise UnknownSessionError("no such session: it was closed, or never opened", field="session_token")
         return session
 
-    def attach(self, token: bytes, end_stream: Callable[[str], None]) -> Session:
-        """Give the lease to a stream. The stream that had it is ended."""
+    def attach(
+        self, token: bytes, holder: int, reconnects: bool, end_stream: Callable[[KVServiceError], None]
+    ) -> Session:
+        """Give the lease to a holder's stream. The stream that had it is ended.
+
+        Raises UnknownSessionError, and SessionTakenError for a holder that reconnects when the session is another's.
+        """
         session = self.get(token)
+        if reconnects:
+            _check_holder(session, holder)
         _cancel_timers(session)
         if session.end_stream is not None:
-            session.end_stream("another stream took the session over")
+            session.end_stream(_taken())
+        if session.holder != holder:
+            session.access.close()  # two clients on one lane would be none
+        session.holder = holder
         session.end_stream = end_stream
         return session
 
-    def detach(self, session: Session, end_stream: Callable[[str], None]) -> None:
-        """The stream ended. Unless another holds the lease by now, the session waits for the next. What it
-        shares with its client never waits longer than the grace time: without the client it is of no use, and holds
-        memory."""
+    def detach(self, session: Session, end_stream: Callable[[KVServiceError], None]) -> None:
+        """The stream ended. Unless another holds the lease by now, the session waits for the next. What it shares with its
+        client never waits longer than the grace time: without the client it is of no use, and holds memory."""
         if session.end_stream == end_stream and session.token in self._sessions:
             session.end_stream = None
             self._call_later(session, session.wait_s, self.close, session)
             self._call_later(session, self._config.session_grace_s, session.unshare)
+
+    def close_for(self, token: bytes, holder: int) -> None:
+        """Close a session if it is still the holder's; for holder 0, whosever it is. Raises what `attach` does."""
+        session = self.get(token)
+        if holder:
+            _check_holder(session, holder)
+        self.close(session)
 
     def close(self, session: Session) -> None:
         if self._sessions.pop(session.token, None) is None:
             return
         _cancel_timers(session)
         if session.end_stream is not None:
-            session.end_stream("the session was closed")
+            session.end_stream(FailedPreconditionError("the session was closed"))
         session.unshare()
         freed = self._manager.close_space(session.space)
         logger.info("session %d closed, %d sequences freed", session.session_id, freed)
 
     def _call_later(self, session: Session, seconds: float, call: Callable[..., None], *args: Session) -> None:
         session.timers.append(asyncio.get_running_loop().call_later(seconds, call, *args))
+
+
+def _taken() -> SessionTakenError:
+    return SessionTakenError("another client has taken the session over")
+
+
+def _check_holder(session: Session, holder: int) -> None:
+    if session.holder != holder:
+        raise _taken()
 
 
 def _cancel_timers(session: Session) -> None:

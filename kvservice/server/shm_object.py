@@ -26,7 +26,7 @@ class ShmObject:
     """The bytes of an object from `offset` on: a region's `Memory`."""
 
     def __init__(self, key: str, offset: int, byte_size: int) -> None:
-        """`key` is a name as for shm_open. Raises InvalidArgumentError, RegionNotOpenedError, ResourceExhaustedError."""
+        """`key`: a name as for shm_open. Raises InvalidArgumentError, RegionNotOpenedError, ResourceExhaustedError."""
         self._offset = offset
         self._descriptor = _open(_path_of(key))
         try:

@@ -4,8 +4,8 @@
     then, at the step's offset, each from a multiple of ALIGNMENT bytes on:
     slot_mapping int64[num_tokens], query_lens int32[n], context_lens int32[n], block_tables int32[n][max_blocks]
 
-The client looks at the word before it begins and after it has ended: a step that ended meanwhile was read from, or written
-to, blocks that may have been others' by then. Step ids are never used again, so a word says it all.
+The client looks at the word before it begins and after it has ended: a step that ended meanwhile was read from, or
+written to, blocks that may have been others' by then. Step ids are never used again, so a word says it all.
 """
 
 from __future__ import annotations

@@ -30,10 +30,12 @@ class OpenResponse(_message.Message):
     def __init__(self, session_token: _Optional[bytes] = ..., session_id: _Optional[int] = ...) -> None: ...
 
 class CloseRequest(_message.Message):
-    __slots__ = ("session_token",)
+    __slots__ = ("session_token", "holder")
     SESSION_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
     session_token: bytes
-    def __init__(self, session_token: _Optional[bytes] = ...) -> None: ...
+    holder: int
+    def __init__(self, session_token: _Optional[bytes] = ..., holder: _Optional[int] = ...) -> None: ...
 
 class CloseResponse(_message.Message):
     __slots__ = ()

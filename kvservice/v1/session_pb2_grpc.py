@@ -75,7 +75,8 @@ class SessionServiceServicer(object):
 
     def Connect(self, request_iterator, context):
         """The session's stream: lease and fast path. The first call attaches it to its session; if another stream was attached,
-        that one ends with ABORTED. Every further call is one that also exists as a unary RPC, and is answered by one reply
+        that one ends with ABORTED, reason SESSION_TAKEN; when the session is closed, with ABORTED, reason
+        FAILED_PRECONDITION. Every further call is one that also exists as a unary RPC, and is answered by one reply
         with the same call_id, in the order of the calls. An error reply ends only its call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -19,10 +19,10 @@ from kvservice.client.core import SessionCore
 from kvservice.client.step import StepCore
 from kvservice.errors import (
     ConnectionLostError,
-    FailedPreconditionError,
     KVServiceError,
     LayerWrittenError,
     MessageTooLargeError,
+    SessionTakenError,
     UnknownSessionError,
 )
 from kvservice.launch import Daemon
@@ -313,11 +313,9 @@ def test_who_lost_a_session_neither_takes_it_back_nor_closes_it(daemon: Daemon, 
                 await old.allocate([1, 2, 3])
                 taken = second.resume(old.token)
                 new = await taken.__aenter__()
-                # A call that gRPC is sending when the status comes hides the status: such a client only knows of a cut.
-                await asyncio.sleep(0.1)
                 if noticed:
                     for _ in range(2):
-                        with pytest.raises(FailedPreconditionError, match="took the session over"):
+                        with pytest.raises(SessionTakenError):
                             await old.describe()
             await asyncio.sleep(2 * GRACE_S)
             assert [info.length for info in await new.describe()] == [3]
@@ -325,6 +323,53 @@ def test_who_lost_a_session_neither_takes_it_back_nor_closes_it(daemon: Daemon, 
             assert (await first.stats()).sessions == 0
 
     run(scenario())
+
+
+def test_who_lost_a_session_unawares_is_refused_and_asks_no_more(tmp_path: Path, daemon: Daemon) -> None:
+    """Its line is cut when the session is taken over, so that it hears of neither."""
+
+    async def scenario(proxy: CuttingProxy, far: AsyncKVClient, near: AsyncKVClient) -> None:
+        async with far.session(detachable=True) as old:
+            proxy.cut(stay_down=True)
+            async with near.resume(old.token) as new:
+                proxy.up()
+                answers = await asyncio.gather(*(old.describe() for _ in range(20)), return_exceptions=True)
+                assert {type(answer) for answer in answers} == {SessionTakenError}
+                proxy.cut(stay_down=True)
+                with pytest.raises(SessionTakenError):
+                    await old.describe()
+                proxy.up()
+                assert await new.describe() == []
+
+    async def connected(proxy: CuttingProxy) -> None:
+        async with AsyncKVClient(proxy.address) as far, AsyncKVClient(daemon.address) as near:
+            await scenario(proxy, far, near)
+
+    with CuttingProxy(tmp_path, daemon.address) as proxy:
+        run(connected(proxy))
+
+
+def test_calls_under_way_when_the_session_is_taken(daemon: Daemon) -> None:
+    """A call that gRPC is sending when the status comes may hide the status: such a client only knows of a cut."""
+
+    async def scenario() -> None:
+        async with AsyncKVClient(daemon.address) as first, AsyncKVClient(daemon.address) as second:
+            for _ in range(20):
+                async with first.session(detachable=True) as old:
+                    calls = [asyncio.create_task(keep_calling(old)) for _ in range(4)]
+                    async with second.resume(old.token) as new:
+                        assert {type(error) for error in await asyncio.gather(*calls)} == {SessionTakenError}
+                        assert await new.describe() == []
+
+    run(scenario())
+
+
+async def keep_calling(kv: AsyncSession) -> KVServiceError:
+    while True:
+        try:
+            await kv.describe()
+        except KVServiceError as error:
+            return error
 
 
 def test_detach_and_resume(daemon: Daemon) -> None:

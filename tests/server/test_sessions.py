@@ -23,6 +23,7 @@ from kvservice.errors import (
     LayerWrittenError,
     MessageTooLargeError,
     QuotaExceededError,
+    SessionTakenError,
     UnknownSessionError,
 )
 from kvservice.launch import Daemon
@@ -274,14 +275,50 @@ def test_who_lost_a_session_neither_takes_it_back_nor_closes_it(
     with KVClient(daemon.address) as second, second.resume(old.token) as new:
         if noticed:
             for _ in range(2):
-                with pytest.raises(FailedPreconditionError, match="took the session over"):
+                with pytest.raises(SessionTakenError):
                     old.describe()
-        else:
-            time.sleep(0.1)
         old.close()
         time.sleep(2 * GRACE_S)
         assert_intact(new, sequence)
     assert client.stats().sessions == 0
+
+
+def test_who_lost_a_session_unawares_is_refused_and_asks_no_more(
+    proxy: CuttingProxy, far: KVClient, client: KVClient
+) -> None:
+    """Its line is cut when the session is taken over, so that it hears of neither."""
+    with far.session(detachable=True) as old:
+        proxy.cut(stay_down=True)
+        with client.resume(old.token) as new:
+            proxy.up()
+            with pytest.raises(SessionTakenError):
+                old.describe()
+            proxy.cut(stay_down=True)
+            with pytest.raises(SessionTakenError):
+                old.describe()
+            proxy.up()
+            assert new.describe() == []
+    assert client.stats().sessions == 0
+
+
+def test_who_resumes_its_own_session_is_its_holder_now(client: KVClient) -> None:
+    with client.session(detachable=True) as first, client.resume(first.token) as second:
+        with pytest.raises(SessionTakenError):
+            first.describe()
+        with client.resume(first.token) as third:
+            with pytest.raises(SessionTakenError):
+                second.describe()
+            assert third.describe() == []
+
+
+def test_a_session_that_was_closed_is_not_one_that_was_taken(client: KVClient, wire: Any) -> None:
+    with client.session() as session:
+        wire.unary("close", session_pb2.CloseRequest(session_token=session.token))
+        until(session._stream._replies.done)
+        for _ in range(2):
+            with pytest.raises(FailedPreconditionError, match="the session was closed") as error:
+                session.describe()
+            assert not isinstance(error.value, SessionTakenError)
 
 
 def test_resuming_what_is_not_there_leaves_nothing(client: KVClient) -> None:

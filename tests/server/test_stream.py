@@ -12,7 +12,9 @@ from unittest.mock import AsyncMock, Mock
 
 import grpc
 import pytest
+from grpc_status import rpc_status
 
+from kvservice.errors import SessionTakenError
 from kvservice.server.services import SERVICES, SESSION_SERVICES, Stream, call_name
 from kvservice.v1 import attention_pb2, blocks_pb2, pool_pb2, session_pb2, shared_memory_pb2
 
@@ -106,15 +108,56 @@ def test_replies_come_in_the_order_of_the_calls(raw_session: Any) -> None:
         assert (reply.call_id, reply.WhichOneof("reply")) == (call_id, "free" if call_id % 2 else "allocate")
 
 
-def test_a_second_stream_takes_the_session_over(wire: Any, raw_session: Any) -> None:
+def test_a_second_stream_takes_the_session_over(wire: Any, raw: Any, raw_session: Any) -> None:
     second = wire.stream()
     assert second.attach(raw_session.token).WhichOneof("reply") == "attach"
     with pytest.raises(grpc.RpcError) as ended:
         next(raw_session.stream.replies)
-    assert ended.value.code() is grpc.StatusCode.ABORTED
+    told = raw.refusal(rpc_status.from_call(ended.value))
+    assert (told.code, told.reason) == ("ABORTED", "SESSION_TAKEN")
     time.sleep(0.7)  # past the grace time, which the first stream's end must not have started
     assert second.send("describe", blocks_pb2.DescribeRequest()).WhichOneof("reply") == "describe"
     second.cancel()
+
+
+def test_who_reconnects_is_let_in_only_as_the_last_who_attached(wire: Any, raw: Any, raw_session: Any) -> None:
+    def attach(holder: int, reconnects: bool) -> Any:
+        stream = wire.stream()
+        request = session_pb2.AttachRequest(session_token=raw_session.token, holder=holder, reconnects=reconnects)
+        return stream, stream.send("attach", request)
+
+    for holder, let_in in ((7, False), (0, True)):  # its first stream named no holder
+        stream, reply = attach(holder, reconnects=True)
+        assert reply.HasField("attach") is let_in
+        stream.cancel()
+    for holder in (1, 2**64 - 1):
+        held, reply = attach(holder, reconnects=False)
+        assert reply.WhichOneof("reply") == "attach"
+        for other in (0, 2, 2**64 - 2):
+            refused, reply = attach(other, reconnects=True)
+            answer = raw.refusal(reply.error)
+            assert (answer.code, answer.reason) == ("FAILED_PRECONDITION", "SESSION_TAKEN")
+            assert refused.send("describe", blocks_pb2.DescribeRequest()).WhichOneof("reply") == "error"
+            refused.cancel()
+        assert held.send("describe", blocks_pb2.DescribeRequest()).WhichOneof("reply") == "describe"
+        held, reply = attach(holder, reconnects=True)
+        assert reply.WhichOneof("reply") == "attach"
+    held.cancel()
+
+
+def test_who_lost_the_session_cannot_close_it(wire: Any, raw: Any) -> None:
+    session = raw.RawSession(wire, detachable=True)
+    owner = wire.stream()
+    owner.send("attach", session_pb2.AttachRequest(session_token=session.token, holder=5))
+    for detached in (False, True):
+        if detached:
+            owner.cancel()  # the session waits: it is still its last holder's, or who presents the token's
+        answer = wire.unary("close", session_pb2.CloseRequest(session_token=session.token, holder=6))
+        assert (answer.code, answer.reason) == ("FAILED_PRECONDITION", "SESSION_TAKEN")
+        assert wire.stats().sessions == 1
+    answer = wire.unary("close", session_pb2.CloseRequest(session_token=session.token, holder=5))
+    assert answer == session_pb2.CloseResponse()
+    session.stream.cancel()
 
 
 class LosingContext:
@@ -132,14 +175,14 @@ class LosingContext:
     async def read(self) -> session_pb2.Call:
         name = next(self._calls)
         if self.written == ["attach", "describe"]:
-            self.stream.end("taken over")
+            self.stream.end(SessionTakenError("taken over"))
         return session_pb2.Call(**{name: request_of(name)})
 
     async def write(self, reply: session_pb2.Reply) -> None:
         self.written.append(str(reply.WhichOneof("reply")))
 
-    async def abort(self, _: grpc.StatusCode, reason: str) -> None:
-        self.aborted = reason
+    async def abort_with_status(self, status: grpc.Status) -> None:
+        self.aborted = status.details
         raise grpc.aio.AbortError
 
 
@@ -153,11 +196,12 @@ def test_a_call_that_comes_after_the_lease_is_lost_is_not_done() -> None:
     assert dispatcher.call.await_count == 1
 
 
-def test_closing_the_session_ends_its_stream(wire: Any, raw_session: Any) -> None:
+def test_closing_the_session_ends_its_stream(wire: Any, raw: Any, raw_session: Any) -> None:
     assert wire.unary("close", session_pb2.CloseRequest(session_token=raw_session.token)) == session_pb2.CloseResponse()
     with pytest.raises(grpc.RpcError) as ended:
         next(raw_session.stream.replies)
-    assert ended.value.code() is grpc.StatusCode.ABORTED
+    told = raw.refusal(rpc_status.from_call(ended.value))
+    assert (told.code, told.reason, told.message) == ("ABORTED", "FAILED_PRECONDITION", "the session was closed")
 
 
 def test_half_closing_ends_the_stream_in_peace(raw_session: Any) -> None:
