@@ -97,7 +97,7 @@ class ServeConfig(BaseModel):
     max_sessions: int = Field(256, ge=1, le=65536, description="Sessions at one time.")
     allow_client_shm: bool = Field(
         False,
-        description="Clients on the unix socket may have lanes and shared-memory regions: any that the daemon may open.",
+        description="Clients on the unix socket may have lanes and shared memory: any that the daemon may open.",
     )
     max_regions: int = Field(16, ge=1, le=1024, description="Shared-memory regions of a session at one time.")
     max_region_mib: int = Field(

@@ -65,8 +65,8 @@ class MappedPool:
 
 
 class MappedStep:
-    """A step's lengths, tables and slots, as `kvservice.ops` takes them, over the daemon's memory: right for as long as
-    `check` does not raise."""
+    """A step's lengths, tables and slots as `kvservice.ops` takes them, over the daemon's memory. They are right for as
+    long as `check` does not raise."""
 
     def __init__(self, tables: mmap.mmap, step: StepCore, block_size: int) -> None:
         assert step.mapped is not None, "the step is in the tables"
@@ -97,7 +97,7 @@ class MappedStep:
 
 
 class MappedTransport:
-    """Attends in this process. What it may not write goes to the daemon; so do steps that the tables had no room for."""
+    """Attends in this process. What it may not write goes to the daemon, so do steps that the tables have no room for."""
 
     name: TransportName = "mapped"
 
@@ -164,7 +164,8 @@ class MappedTransport:
 
     async def write(self, step: StepCore, number: int | None, key: Array, value: Array) -> None:
         if step.mapped is None or not self.pool.writable:
-            return await self._stream.write(step, number, key, value)
+            await self._stream.write(step, number, key, value)
+            return
         mapped = self.pool.step(step)
         layers = range(self.pool.layout.num_layers) if number is None else (number,)
         parts = [(key, value)] if number is not None else list(zip(key, value, strict=True))

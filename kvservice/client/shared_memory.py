@@ -180,6 +180,9 @@ class RegionCore:
         )
         return [from_message(RegionInfo, one) for _, one in sorted(response.regions.items())]
 
+    def has_region(self, memory: SharedMemory) -> bool:
+        return any(one is memory for one in self._memories)
+
     def find_place(self, array: Array) -> Place | None:
         """Where an array lies in the session's regions, if it does."""
         for memory in self._memories:

@@ -101,12 +101,13 @@ class StepCore:
         out: Tensor | None = None,
         lse_out: Tensor | None = None,
     ) -> Any:
-        arrays = [tensors.as_array(one, field) for one, field in ((query, "query"), (key, "key"), (value, "value"))]
         call = Layer(
             self,
             name == "decode",
             whole(layer, "layer"),
-            *arrays,
+            tensors.as_array(query, "query"),
+            tensors.as_array(key, "key"),
+            tensors.as_array(value, "value"),
             Options.of(scale, sliding_window, logits_soft_cap, alibi_slopes, block_sparse),
             return_lse,
             None if out is None else tensors.as_result(out, "out"),

@@ -7,7 +7,7 @@ mapped pool (`mapped.py`) are the others.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
@@ -15,7 +15,6 @@ import numpy as np
 from kvservice.client import tensors
 from kvservice.client.requests import build, whole
 from kvservice.client.shared_memory import Place, SharedMemory
-from kvservice.client.tensors import Tensor
 from kvservice.client.values import BlockSparse, PoolInfo
 from kvservice.errors import InvalidArgumentError
 from kvservice.pool.layout import TENSOR_DTYPES
@@ -94,7 +93,8 @@ class Layer:
 
     @property
     def lse_shape(self) -> tuple[int, ...]:
-        return self.query.shape[:2]
+        shape: tuple[int, ...] = self.query.shape
+        return shape[:2]
 
 
 class Transport(Protocol):
@@ -185,6 +185,8 @@ class Staging:
     async def reserve(self, num_bytes: int) -> None:
         """Begin a call that stages so many bytes, `ALIGNMENT` more for each tensor."""
         self._used = 0
+        if self._memory is not None and not self._session.has_region(self._memory):
+            self._memory = None  # all were given up
         if self._memory is None or self._memory.num_bytes < num_bytes:
             if self._memory is not None:
                 await self._session.unregister_region(self._memory)
@@ -229,8 +231,9 @@ class RegionTransport(StreamTransport):
             await self._staging.reserve(staged_bytes(layer))
             out = self._result(layer.out, layer.query.shape, layer.query.dtype)
             lse_out = self._result(layer.lse_out, layer.lse_shape, np.float32) if layer.return_lse else None
-            inputs = [self._staged(array) for array in (layer.query, layer.key, layer.value)]
-            await super().attend(replaced(layer, *inputs, out, lse_out))
+            query, key, value = (self._staged(array) for array in (layer.query, layer.key, layer.value))
+            staged = replace(layer, query=query, key=key, value=value, out=out, lse_out=lse_out)
+            await super().attend(staged)
             return given(out, layer.out), None if lse_out is None else given(lse_out, layer.lse_out)
 
     def _result(self, wanted: Array | None, shape: tuple[int, ...], dtype: Any) -> Array:
@@ -241,20 +244,14 @@ class RegionTransport(StreamTransport):
 
     async def write(self, step: StepCore, number: int | None, key: Array, value: Array) -> None:
         if key.nbytes + value.nbytes < STAGED_BYTES:
-            return await super().write(step, number, key, value)
+            await super().write(step, number, key, value)
+            return
         async with self._lock:
             await self._staging.reserve(key.nbytes + value.nbytes + 2 * ALIGNMENT)
             await super().write(step, number, self._staged(key), self._staged(value))
 
     def _staged(self, array: Array) -> Array:
         return array if self._session.find_place(array) is not None else self._staging.put(array)
-
-
-def replaced(layer: Layer, query: Array, key: Array, value: Array, out: Array, lse_out: Array | None) -> Layer:
-    """The same with its tensors elsewhere."""
-    return Layer(
-        layer.step, layer.decode, layer.number, query, key, value, layer.options, layer.return_lse, out, lse_out
-    )
 
 
 def given(result: Array, wanted: Array | None) -> Array:

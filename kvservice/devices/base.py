@@ -148,11 +148,13 @@ class Device(Protocol):
         """Serve a lane from a thread of its own. It attends in the order of its calls, after what was asked for before
         a step was published. A failure in it faults the device."""
 
-    def open_cuda_region(self, session: LaneSession, raw_handle: bytes, device_id: int, byte_size: int) -> CudaRegion:
+    def open_cuda_region(
+        self, session: LaneSession, raw_handle: bytes, device_id: int, byte_size: int, /
+    ) -> CudaRegion:
         """Raises RegionsNotAllowedError where the pool is on no GPU, InvalidArgumentError naming raw_handle, device_id
         or byte_size, DuplicateRegionError for a handle that is open, RegionNotOpenedError."""
 
-    def prepare(self, step: Step) -> Awaitable[None] | None:
+    def prepare(self, step: Step, /) -> Awaitable[None] | None:
         """Done, or None, when work that does not pass through here may begin on the step's blocks."""
 
     def publish(self, session: LaneSession, step: Step, written: bytearray) -> None:

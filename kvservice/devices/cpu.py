@@ -157,10 +157,12 @@ class CpuDevice:
     def _lane_failed(self, message: str) -> None:
         self._queue.fail(RuntimeError(f"a lane: {message}"))
 
-    def open_cuda_region(self, session: LaneSession, raw_handle: bytes, device_id: int, byte_size: int) -> CudaRegion:
+    def open_cuda_region(
+        self, _session: LaneSession, _raw_handle: bytes, _device_id: int, _num_bytes: int
+    ) -> CudaRegion:
         raise RegionsNotAllowedError("the daemon works in host memory, and opens none of a GPU")
 
-    def prepare(self, step: Step) -> Awaitable[None] | None:
+    def prepare(self, _: Step) -> Awaitable[None] | None:
         return None if self._queue.idle else self._queue.run(lambda: None, inline=False)
 
     def publish(self, session: LaneSession, step: Step, written: bytearray) -> None:

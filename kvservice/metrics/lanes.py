@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 # Calls, those of them that ended in an error, calls in each bucket of seconds and above the last, seconds of all.
 LaneStats = tuple[int, int, list[int], float]
@@ -17,7 +16,7 @@ class LaneCollector(Collector):
     def __init__(self, count: Callable[[], int], stats: Callable[[], LaneStats], buckets_s: Sequence[float]) -> None:
         self._count = count
         self._stats = stats
-        self._bounds = [*(floatToGoString(bound) for bound in buckets_s), "+Inf"]
+        self._bounds = [*(str(bound) for bound in buckets_s), "+Inf"]
 
     def collect(self) -> Iterator[Metric]:
         _, errors, counts, seconds = self._stats()

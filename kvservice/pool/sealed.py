@@ -6,12 +6,15 @@ that away for good, so that a process may work on memory that others, whom it do
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
 import weakref
 
 import numpy as np
+
+from kvservice.pool.available import available_bytes
 
 _ADD_SEALS = 1033
 _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW, _SEAL_FUTURE_WRITE = 1, 2, 4, 16
@@ -25,6 +28,8 @@ class SealedMemory:
 
     def __init__(self, name: str, num_bytes: int, *, read_only: bool) -> None:
         """Raises OSError where there is not that much memory."""
+        if num_bytes > available_bytes():
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
         self.num_bytes = num_bytes
         self.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:

@@ -200,8 +200,9 @@ class HostAccess:
 
     def _publish(self, step: Step) -> None:
         written = self._manager.written_layers(self._space, step.step_id)
-        ended = written is None  # before it was published
-        if self._lane is not None and not ended and step.step_id not in self._published:
+        if written is None:
+            return  # it has ended meanwhile
+        if self._lane is not None and step.step_id not in self._published:
             self._device.publish(self._of_lane(), step, written)
             self._published.add(step.step_id)
 

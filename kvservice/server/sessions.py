@@ -141,8 +141,8 @@ class SessionRegistry:
         return session
 
     def detach(self, session: Session, end_stream: Callable[[KVServiceError], None]) -> None:
-        """The stream ended. Unless another holds the lease by now, the session waits for the next. What it shares with its
-        client never waits longer than the grace time: without the client it is of no use, and holds memory."""
+        """The stream ended. Unless another holds the lease by now, the session waits for the next. What it shares with
+        its client never waits longer than the grace time: without the client it is of no use, and holds memory."""
         if session.end_stream == end_stream and session.token in self._sessions:
             session.end_stream = None
             self._call_later(session, session.wait_s, self.close, session)

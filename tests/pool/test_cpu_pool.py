@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvservice.errors import ResourceExhaustedError
-from kvservice.pool import cpu
+from kvservice.pool import available
 from kvservice.pool.cpu import CpuPool
 from kvservice.pool.layout import DTYPES, PoolLayout
 
@@ -55,7 +55,7 @@ def test_more_than_the_containers_limit_leaves_is_refused(
     (tmp_path / "memory").mkdir()
     (tmp_path / limit).write_text(f"{1 << 20}\n")
     (tmp_path / usage).write_text(f"{(1 << 20) - 3 * LAYOUT.block_bytes}\n")
-    monkeypatch.setattr(cpu, "CGROUPS", tmp_path)
+    monkeypatch.setattr(available, "CGROUPS", tmp_path)
     assert np.all(CpuPool(LAYOUT, 3).blocks == 0)
     with pytest.raises(ResourceExhaustedError, match=f"{3 * LAYOUT.block_bytes} are available"):
         CpuPool(LAYOUT, 4)

@@ -1,0 +1,72 @@
+"""Sealed memory files: nobody makes them shorter, and those that are read-only stay so."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvservice.pool.sealed import SealedMemory
+
+NUM_BYTES = 4 * mmap.PAGESIZE
+
+
+def reopened(memory: SealedMemory) -> int:
+    """As a process does that got the descriptor, and asks for another way to write."""
+    return os.open(f"/proc/self/fd/{memory.fd}", os.O_RDWR)
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_its_size_is_for_good(read_only: bool) -> None:
+    memory = SealedMemory("test", NUM_BYTES, read_only=read_only)
+    descriptor = reopened(memory)
+    for size in (0, NUM_BYTES - 1, NUM_BYTES + 1):
+        for one in (memory.fd, descriptor):
+            with pytest.raises(PermissionError):
+                os.ftruncate(one, size)
+    os.close(descriptor)
+    memory.close()
+
+
+def test_read_only_means_for_everybody_else() -> None:
+    memory = SealedMemory("test", NUM_BYTES, read_only=True)
+    descriptor = reopened(memory)
+    view = mmap.mmap(descriptor, NUM_BYTES, prot=mmap.PROT_READ)
+    with pytest.raises(PermissionError):
+        mmap.mmap(descriptor, NUM_BYTES)
+    with pytest.raises(PermissionError):
+        os.pwrite(descriptor, b"x", 0)
+    np.frombuffer(memory.map, np.uint8)[7] = 9
+    assert view[7] == 9
+    os.close(descriptor)
+    memory.close()
+
+
+def test_others_may_write_where_that_is_wanted() -> None:
+    memory = SealedMemory("test", NUM_BYTES, read_only=False)
+    other = mmap.mmap(memory.fd, NUM_BYTES)
+    other[3] = 8
+    assert memory.map[3] == 8
+    assert memory.address == np.frombuffer(memory.map, np.uint8).ctypes.data
+    memory.close()
+    assert memory.map[3] == 8
+
+
+def test_nothing_stays() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    memory = SealedMemory("kvservice-test-sealed", NUM_BYTES, read_only=False)
+    memory.close()
+    memory.close()
+    del memory
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert "kvservice-test-sealed" not in Path("/proc/self/maps").read_text()
+
+
+def test_more_than_there_is() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match="space|memory|large"):
+        SealedMemory("test", 1 << 60, read_only=False)
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -1,0 +1,94 @@
+"""Steps in shared memory: what a client reads is the step, or tells that it is over."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvservice.server.step_tables import ALIGNMENT, NUM_SLOTS, StepTables
+
+WORD_BYTES = 8 * NUM_SLOTS
+
+
+def step(step_id: int, num_seqs: int, num_blocks: int) -> Any:
+    rng = np.random.default_rng(step_id)
+    query_lens = rng.integers(1, 4, num_seqs, np.int32)
+    return SimpleNamespace(
+        step_id=step_id,
+        slot_mapping=rng.integers(0, 1 << 40, int(query_lens.sum())),
+        query_lens=query_lens,
+        context_lens=rng.integers(4, 1 << 20, num_seqs, np.int32),
+        block_tables=rng.integers(0, 1 << 30, (num_seqs, num_blocks), np.int32),
+    )
+
+
+def read(tables: StepTables, found: tuple[int, int], wanted: Any) -> list[np.ndarray]:
+    """As the contract says that a client reads."""
+    offset, parts = found[1], []
+    for part in (wanted.slot_mapping, wanted.query_lens, wanted.context_lens, wanted.block_tables):
+        assert offset % ALIGNMENT == 0
+        parts.append(np.ndarray(part.shape, part.dtype, tables.memory.map, offset))
+        offset += -(-part.nbytes // ALIGNMENT) * ALIGNMENT
+    return parts
+
+
+def word(tables: StepTables, slot: int) -> int:
+    return int(np.frombuffer(tables.memory.map, np.int64, 1, 8 * slot)[0])
+
+
+def check(tables: StepTables, live: dict[int, tuple[tuple[int, int], Any]]) -> None:
+    for step_id, (found, one) in live.items():
+        assert word(tables, found[0]) == step_id
+        parts = read(tables, found, one)
+        for got, name in zip(parts, ("slot_mapping", "query_lens", "context_lens", "block_tables"), strict=True):
+            np.testing.assert_array_equal(got, getattr(one, name))
+    words = np.frombuffer(tables.memory.map, np.int64, NUM_SLOTS)
+    assert sorted(words[words != 0].tolist()) == sorted(live)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_steps_come_and_go(seed: int) -> None:
+    rng = random.Random(seed)
+    tables = StepTables(WORD_BYTES + 40_000)
+    live: dict[int, tuple[tuple[int, int], Any]] = {}
+    refused = 0
+    for step_id in range(1, 400):
+        one = step(step_id, rng.randint(1, 20), rng.randint(1, 40))
+        found = tables.publish(one)
+        if found is None:
+            refused += 1
+        else:
+            live[step_id] = (found, one)
+            assert tables.publish(one) == found
+        check(tables, live)
+        for old in rng.sample(sorted(live), min(len(live), rng.choice((0, 1, 1, 2)))):
+            tables.retire(old)
+            found, _ = live.pop(old)
+            assert word(tables, found[0]) != old
+    assert refused > 5
+    assert len(live) > 3
+    tables.close()
+    check(tables, {})
+
+
+def test_all_slots_are_taken() -> None:
+    tables = StepTables(WORD_BYTES + NUM_SLOTS * 4 * ALIGNMENT)
+    ones = [step(step_id, 1, 1) for step_id in range(1, NUM_SLOTS + 2)]
+    found = [tables.publish(one) for one in ones[:-1]]
+    assert None not in found
+    assert tables.publish(ones[-1]) is None
+    tables.retire(17)
+    tables.retire(17)
+    assert tables.publish(ones[-1]) == found[16]
+    tables.close()
+
+
+def test_a_step_larger_than_all() -> None:
+    tables = StepTables(WORD_BYTES + 4096)
+    assert tables.publish(step(1, 20, 1000)) is None
+    assert tables.publish(step(2, 2, 2)) is not None
+    tables.close()
