@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import mmap
 import os
 import signal
 import subprocess
@@ -33,10 +34,10 @@ from kvservice.errors import (
     UnknownRegionError,
 )
 from kvservice.launch import Daemon
-from kvservice.server import region as region_module
 from kvservice.server.calls import Calls
-from kvservice.server.region import Place, Region, RegionTotals
+from kvservice.server.region import GPU, HOST, Place, RegionTotals
 from kvservice.server.regions import Regions
+from kvservice.server.shm_object import ShmObject
 from kvservice.v1 import attention_pb2, shared_memory_pb2, tensor_pb2
 
 OBJECT_BYTES = 1 << 16
@@ -58,6 +59,27 @@ class Object:
         self.path.write_bytes(self.content)
 
 
+class Access:
+    """What regions need of the rest of a session."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+        self.offered: list[Any] = []
+
+    def add_region(self, address: int, num_bytes: int) -> int:
+        assert address % mmap.PAGESIZE == 0
+        assert num_bytes > 0
+        self.numbers.append(len(self.numbers) + 1)
+        return self.numbers[-1]
+
+    def remove_region(self, number: int) -> None:
+        self.numbers.remove(number)
+
+    def hand_over(self, memory: Any) -> bytes:
+        self.offered.append(memory)
+        return b"token"
+
+
 @pytest.fixture
 def shm() -> Iterator[Object]:
     made = Object()
@@ -72,7 +94,7 @@ def totals() -> RegionTotals:
 
 @pytest.fixture
 def regions(totals: RegionTotals) -> Iterator[Regions]:
-    made = Regions(ServeConfig(allow_client_shm=True, max_regions=3), totals)
+    made = Regions(ServeConfig(allow_client_shm=True, max_regions=3, max_region_mib=1), totals, Access())  # type: ignore[arg-type]
     yield made
     made.close()
     assert shm_files() == []
@@ -110,7 +132,7 @@ def test_what_is_read_is_what_the_client_wrote(
     regions.register("r", slash + shm.key, offset, byte_size)
     assert regions.read(Place("r", 0, byte_size), "x").tobytes() == shm.content[offset : offset + byte_size]
     assert regions.read(Place("r", byte_size - 1, 1), "x").tobytes() == shm.content[offset + byte_size - 1 :][:1]
-    found = regions.status("r")["r"]
+    found = regions.status("r", HOST)["r"]
     assert (found.key, found.offset, found.byte_size) == (slash + shm.key, offset, byte_size)
 
 
@@ -138,19 +160,19 @@ def test_a_session_may_have_so_many(regions: Regions, shm: Object) -> None:
     with pytest.raises(QuotaExceededError) as caught:
         regions.register("d", shm.key, 0, 64)
     assert caught.value.metadata["limit"] == "max_regions"
-    regions.unregister("b")
+    regions.unregister("b", HOST)
     regions.register("d", shm.key, 0, 64)
-    assert regions.status("").keys() == {"a", "c", "d"}
+    assert regions.status("", HOST).keys() == {"a", "c", "d"}
 
 
 def test_unregistering_what_is_not_there_is_no_error(regions: Regions, shm: Object) -> None:
-    regions.unregister("none")
-    regions.unregister("")
+    regions.unregister("none", HOST)
+    regions.unregister("", HOST)
     regions.register("r", shm.key, 0, 64)
-    regions.unregister("none")
-    assert regions.status("").keys() == {"r"}
-    regions.unregister("")
-    assert regions.status("") == {}
+    regions.unregister("none", HOST)
+    assert regions.status("", HOST).keys() == {"r"}
+    regions.unregister("", HOST)
+    assert regions.status("", HOST) == {}
     with pytest.raises(UnknownRegionError):
         regions.read(Place("r", 0, 1), "x")
 
@@ -181,20 +203,64 @@ def test_a_refused_registration_leaves_nothing_open(regions: Regions, shm: Objec
     with pytest.raises(InvalidArgumentError):
         regions.register("r", shm.key, offset, byte_size)
     assert num_descriptors() == before
-    assert regions.status("") == {}
+    assert regions.status("", HOST) == {}
 
 
 def test_a_daemon_that_takes_none(shm: Object) -> None:
-    regions = Regions(ServeConfig(), RegionTotals())
+    regions = Regions(ServeConfig(), RegionTotals(), Access())  # type: ignore[arg-type]
     calls: list[Callable[[], object]] = [
         lambda: regions.register("r", shm.key, 0, 1),
-        lambda: regions.unregister(""),
-        lambda: regions.status(""),
+        lambda: regions.unregister("", HOST),
+        lambda: regions.status("", HOST),
         lambda: regions.read(Place("r", 0, 1), "x"),
     ]
     for call in calls:
         with pytest.raises(RegionsNotAllowedError, match="allow-client-shm"):
             call()
+
+
+# ---- regions that the daemon makes
+
+
+def test_a_region_that_the_daemon_makes(regions: Regions, totals: RegionTotals) -> None:
+    token, number = regions.create("made", 5000)
+    assert (token, number) == (b"token", 1)
+    byte_size = 2 * mmap.PAGESIZE
+    assert (totals.count, totals.num_bytes) == (1, byte_size)
+    made = regions.status("", HOST)["made"]
+    assert (made.byte_size, made.key, made.offset) == (byte_size, "", 0)
+    array = np.arange(100, dtype=np.float32)
+    with regions.target(Place("made", byte_size - 400, 400), "x") as target:
+        target.put(array)
+    assert regions.read(Place("made", byte_size - 400, 400), "x").tobytes() == array.tobytes()
+    with pytest.raises(InvalidArgumentError):
+        regions.read(Place("made", byte_size - 399, 400), "x")
+    with pytest.raises(PermissionError):
+        os.ftruncate(regions._access.offered[0].fd, 0)  # type: ignore[attr-defined]
+
+
+def test_a_session_may_have_so_much_made(regions: Regions) -> None:
+    regions.create("a", 700 << 10)
+    with pytest.raises(QuotaExceededError) as caught:
+        regions.create("b", 400 << 10)
+    assert caught.value.metadata["limit"] == "max_region_mib"
+    with pytest.raises(InvalidArgumentError):
+        regions.create("b", 0)
+    regions.unregister("a", HOST)
+    regions.create("b", 1 << 20)
+    assert regions._access.numbers == [1]  # type: ignore[attr-defined]
+    regions.close()
+    assert regions._access.numbers == []  # type: ignore[attr-defined]
+
+
+def test_regions_of_one_kind_are_none_of_the_other(regions: Regions, shm: Object) -> None:
+    regions.register("r", shm.key, 0, 64)
+    regions.unregister("r", GPU)
+    regions.unregister("", GPU)
+    assert regions.status("", GPU) == {}
+    with pytest.raises(UnknownRegionError):
+        regions.status("r", GPU)
+    assert regions.status("r", HOST).keys() == {"r"}
 
 
 # ---- a client that truncates its object
@@ -215,13 +281,13 @@ def test_truncated_between_the_check_and_the_reading(
     regions: Regions, shm: Object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     regions.register("r", shm.key, 0, OBJECT_BYTES)
-    check = Region.check_object
+    check = ShmObject.check
 
-    def check_then_truncate(region: Region, end: int) -> None:
-        check(region, end)
+    def check_then_truncate(memory: ShmObject, end: int) -> None:
+        check(memory, end)
         os.truncate(shm.path, 100)
 
-    monkeypatch.setattr(region_module.Region, "check_object", check_then_truncate)
+    monkeypatch.setattr(ShmObject, "check", check_then_truncate)
     with pytest.raises(RegionShrunkError, match="while it was read"):
         regions.read(Place("r", 0, OBJECT_BYTES), "x")
 
@@ -313,8 +379,8 @@ def test_unregistered_in_use_it_lives_until_the_call_is_over(
         session: Any = SimpleNamespace(space=None, regions=regions)
         attending = asyncio.create_task(calls.extend(session, request))
         await asyncio.sleep(0)
-        regions.unregister("r")
-        assert regions.status("") == {}
+        regions.unregister("r", HOST)
+        assert regions.status("", HOST) == {}
         assert (len(shm_files()), totals.count, totals.num_bytes) == (1, 1, OBJECT_BYTES)
         finish.set()
         return await attending
