@@ -3,18 +3,22 @@
 #include <pybind11/pybind11.h>
 
 #include <cmath>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "attention.h"
+#include "binding_arguments.h"
 #include "binding_errors.h"
 #include "copy_blocks.h"
 #include "cpu/attention_kernel.h"
 #include "cpu/parallel.h"
 #include "errors.h"
 #include "kv_slots.h"
+#include "lane/cpu_executor.h"
+#include "lane_bindings.h"
 
 namespace py = pybind11;
 
@@ -23,44 +27,10 @@ namespace {
 
 constexpr int64_t kHeadSizeMin = 32, kHeadSizeMax = 256, kBlockSizeMax = 256;
 
-// NumPy's type numbers; bfloat16 has none of its own, it gets one when ml_dtypes is imported.
+// NumPy gives it its type number when ml_dtypes is imported.
 int bfloat16_num = -1;
 
 enum class Access { kRead, kWrite };
-
-std::string shape_text(const std::vector<int64_t>& shape) {
-  std::string text = "[";
-  for (size_t i = 0; i < shape.size(); ++i) text += (i == 0 ? "" : ", ") + std::to_string(shape[i]);
-  return text + "]";
-}
-
-std::vector<int64_t> shape_of(const py::array& array) { return {array.shape(), array.shape() + array.ndim()}; }
-
-bool is_plain(const py::array& array) {
-  constexpr int kPlain = py::detail::npy_api::NPY_ARRAY_C_CONTIGUOUS_ | py::detail::npy_api::NPY_ARRAY_ALIGNED_;
-  return (array.flags() & kPlain) == kPlain;
-}
-
-py::array as_array(const py::handle& object, const char* field, int type_num, const char* type_name) {
-  if (!py::isinstance<py::array>(object)) throw ArgumentError(field, "is not a NumPy array");
-  auto array = py::reinterpret_borrow<py::array>(object);
-  if (array.dtype().num() != type_num || array.dtype().byteorder() == '>') {
-    throw ArgumentError(field, "has dtype " + py::str(array.dtype()).cast<std::string>() + ", expected " + type_name);
-  }
-  return array;
-}
-
-void check_shape(const py::array& array, const char* field, const std::vector<int64_t>& shape) {
-  if (static_cast<size_t>(array.ndim()) != shape.size()) {
-    throw ArgumentError(
-        field, "has " + std::to_string(array.ndim()) + " dimensions, expected " + std::to_string(shape.size()));
-  }
-  for (size_t i = 0; i < shape.size(); ++i) {
-    if (array.shape(static_cast<py::ssize_t>(i)) != shape[i]) {
-      throw ArgumentError(field, "has shape " + shape_text(shape_of(array)) + ", expected " + shape_text(shape));
-    }
-  }
-}
 
 // An input array of the given dtype and shape, copied where its elements do not follow each other.
 py::array input(const py::handle& object, const char* field, int type_num, const char* type_name,
@@ -74,34 +44,6 @@ py::array input(const py::handle& object, const char* field, int type_num, const
 py::array int_vector(const py::handle& object, const char* field, int type_num, const char* type_name) {
   const py::array array = as_array(object, field, type_num, type_name);
   return input(array, field, type_num, type_name, {array.ndim() == 1 ? array.shape(0) : 0});
-}
-
-constexpr int kInt32 = py::detail::npy_api::NPY_INT_, kFloat32 = py::detail::npy_api::NPY_FLOAT_;
-constexpr int kFloat16 = 23;
-
-int int64_num() {
-  static const int num = py::dtype::of<int64_t>().num();
-  return num;
-}
-
-int64_t as_int(const py::handle& object, const char* field) {
-  const auto index = py::reinterpret_steal<py::object>(PyNumber_Index(object.ptr()));
-  const int64_t value = index ? PyLong_AsLongLong(index.ptr()) : -1;
-  if (PyErr_Occurred() != nullptr) {
-    PyErr_Clear();
-    throw ArgumentError(field, "is not a 64-bit integer");
-  }
-  return value;
-}
-
-float as_float(const py::handle& object, const char* field) {
-  const double value = PyFloat_AsDouble(object.ptr());
-  if (PyErr_Occurred() != nullptr) {
-    PyErr_Clear();
-    throw ArgumentError(field, "is not a number");
-  }
-  if (!std::isfinite(static_cast<float>(value))) throw ArgumentError(field, "is not finite");
-  return static_cast<float>(value);
 }
 
 DType pool_dtype(const py::array& pool, const char* field) {
@@ -296,6 +238,13 @@ void copy_blocks(const py::object& src_pool, const py::object& dst_pool, const p
   copy_blocks_cpu(p);
 }
 
+std::unique_ptr<CpuLaneExecutor> make_lane_executor(const py::object& pool, const py::object& head_size,
+                                                    bool batch_invariant) {
+  PoolView view = view_pool(pool, "pool", Access::kWrite);
+  set_head_size(view, as_int(head_size, "head_size"), "head_size");
+  return std::make_unique<CpuLaneExecutor>(view, batch_invariant);
+}
+
 }  // namespace
 }  // namespace kvservice
 
@@ -316,4 +265,8 @@ PYBIND11_MODULE(_ext, m) {
   m.def("set_num_threads", [](const py::object& count) { set_num_threads(as_int(count, "count")); });
   m.def("num_threads", &num_threads);
   m.def("cpu_isa", [] { return cpu_kernels().isa; });
+  define_lane(m);
+  py::class_<CpuLaneExecutor, LaneExecutor>(m, "CpuLaneExecutor", py::module_local())
+      .def(py::init(&make_lane_executor), py::arg("pool"), py::arg("head_size"), py::arg("batch_invariant"),
+           py::keep_alive<1, 2>());
 }

@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from typing import Any
 
 def write_kv(pool: Any, layer: Any, slot_mapping: Any, key: Any, value: Any) -> None: ...
@@ -20,3 +21,96 @@ def copy_blocks(src_pool: Any, dst_pool: Any, src_ids: Any, dst_ids: Any) -> Non
 def num_threads() -> int: ...
 def set_num_threads(count: Any) -> None: ...
 def cpu_isa() -> str: ...
+
+# Lanes: Decode and Extend through shared memory. csrc/lane/ring.h is the format. A place is (region number, offset in bytes).
+
+# Of a lane's memory, a multiple of 4096.
+LANE_BYTES: int
+# Upper bounds of LaneServer.stats(), in seconds.
+LANE_BUCKETS: tuple[float, ...]
+
+class LaneSession:
+    """What the lanes of a session know of it: its live steps and its regions."""
+
+    def __init__(self, num_layers: int) -> None: ...
+    def publish(
+        self, step_id: int, written: bytearray, slot_mapping: Any, query_lens: Any, context_lens: Any, block_tables: Any
+    ) -> None:
+        """Lanes may compute the layers of this step from now on. Step ids rise.
+
+        `written` has a byte for each layer, 1 where it is written: a lane sets it before it computes and clears it if that
+        fails. `slot_mapping` int64 `[num_tokens]`, `query_lens` and `context_lens` int32 `[n]`, `block_tables` int32
+        `[n, max_blocks]`, all C-contiguous; they are read in place and must not change until retire().
+        """
+    def retire(self, step_id: int) -> None:
+        """When it returns, no lane uses the step or its arrays, and none will. Unknown ids: nothing."""
+    def take_finished(self) -> list[int]:
+        """Steps whose last layer was written through a lane, since the last time. Each step once."""
+    def add_region(self, address: int, num_bytes: int) -> int:
+        """Places may name these bytes from now on, by the number that is returned and never used again."""
+    def remove_region(self, number: int) -> None:
+        """When it returns, no lane uses the region, and none will. Unknown numbers: nothing."""
+    def set_draining(self) -> None:
+        """From now on a step of which no layer is written is refused with DRAINING."""
+
+class LaneExecutor: ...
+
+class CpuLaneExecutor(LaneExecutor):
+    """Computes calls of any number of lanes, in turn. `pool` as for `attention`."""
+
+    def __init__(self, pool: Any, head_size: int, batch_invariant: bool) -> None: ...
+
+class LaneServer:
+    """The daemon's side of a lane, with a thread of its own. It formats `memory`, of at least LANE_BYTES.
+
+    `on_fault` is called with a text, once and from the thread, when a call fails for no fault of the caller; the lane has
+    ended then.
+    """
+
+    def __init__(
+        self,
+        memory: Any,
+        session: LaneSession,
+        executor: LaneExecutor,
+        spin_us: float,
+        on_fault: Callable[[str], object],
+    ) -> None: ...
+    def close(self) -> None:
+        """Ends the lane after the call that runs, waits for that and lets go of the memory. A second time: nothing."""
+    def stats(self) -> tuple[int, int, list[int], float]:
+        """Calls, those that failed, calls by duration (one more than LANE_BUCKETS, not cumulative), seconds in all."""
+    @property
+    def closed(self) -> bool:
+        """It takes no more calls: it was closed, or has ended by itself."""
+
+class LaneClient:
+    """The client's side of a lane, for one thread at a time. `memory` is what a LaneServer has formatted.
+
+    Errors: ConnectionLostError when the lane has ended.
+    """
+
+    def __init__(self, memory: Any, spin_us: float) -> None: ...
+    def submit(
+        self,
+        step_id: int,
+        layer: int,
+        decode: bool,
+        num_heads: int,
+        query: tuple[int, int],
+        key: tuple[int, int],
+        value: tuple[int, int],
+        output: tuple[int, int],
+        lse: tuple[int, int] | None,
+        *,
+        scale: float = 0.0,
+        sliding_window: int = 0,
+        logits_soft_cap: float = 0.0,
+        alibi_slopes: tuple[int, int] | None = None,
+        block_sparse: tuple[int, int, int, int, int] | None = None,
+    ) -> int:
+        """Sends a call and returns its number. ResourceExhaustedError when 64 calls are unanswered or unread."""
+    def wait(self, number: int, timeout_s: float) -> tuple[str, str, str] | None:
+        """(reason, field, message) of the call's failure, three empty texts if it succeeded, None if the time is over.
+
+        Answers to earlier calls are dropped.
+        """

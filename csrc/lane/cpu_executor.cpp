@@ -1,0 +1,84 @@
+#include "lane/cpu_executor.h"
+
+#include <mutex>
+
+#include "kv_slots.h"
+
+namespace kvservice {
+namespace {
+
+KvSlotsParams slots_of(const PoolView& pool, const LaneCall& call) {
+  KvSlotsParams p;
+  p.pool = pool;
+  p.dtype = pool.dtype;
+  p.layer = call.layer;
+  p.num_tokens = call.step->num_tokens;
+  p.slots = call.step->slot_mapping;
+  p.key = call.key;
+  p.value = call.value;
+  return p;
+}
+
+AttentionParams attention_of(const PoolView& pool, const LaneCall& call) {
+  const LaneStep& step = *call.step;
+  AttentionParams p;
+  p.pool = pool;
+  p.dtype = pool.dtype;
+  p.layer = call.layer;
+  p.num_tokens = step.num_tokens;
+  p.num_seqs = step.num_seqs;
+  p.num_heads = call.num_heads;
+  p.max_blocks = step.max_blocks;
+  p.query = call.query;
+  p.query_lens = step.query_lens;
+  p.block_tables = step.block_tables;
+  p.context_lens = step.context_lens;
+  p.alibi_slopes = call.alibi_slopes;
+  p.scale = call.scale;
+  p.soft_cap = call.soft_cap;
+  p.sliding_window = call.sliding_window;
+  p.out = call.output;
+  p.lse = call.lse;
+  return p;
+}
+
+}  // namespace
+
+CpuLaneExecutor::CpuLaneExecutor(const PoolView& pool, bool batch_invariant)
+    : pool_(pool),
+      shape_{pool.num_layers, pool.num_kv_heads, pool.head_size, item_size(pool.dtype), false},
+      batch_invariant_(batch_invariant) {}
+
+void CpuLaneExecutor::attend(const LaneCall& call) {
+  const std::lock_guard<Turns> turn(turns_);
+  const KvSlotsParams slots = slots_of(pool_, call);
+  const AttentionParams attention = attention_of(pool_, call);
+  check_slots(slots, "slot_mapping");
+  check_attention(attention);
+  write_kv_cpu(slots);
+  if (batch_invariant_) {
+    attend_one_by_one(attention);
+  } else {
+    attention_cpu(attention);
+  }
+}
+
+void CpuLaneExecutor::attend_one_by_one(const AttentionParams& whole) const {
+  const int64_t row_bytes = whole.num_heads * pool_.head_size * item_size(pool_.dtype);
+  AttentionParams one = whole;
+  one.num_seqs = 1;
+  int64_t first_token = 0;
+  for (int64_t seq = 0; seq < whole.num_seqs; ++seq) {
+    one.num_tokens = whole.query_lens[seq];
+    one.query = static_cast<const char*>(whole.query) + first_token * row_bytes;
+    one.out = static_cast<char*>(whole.out) + first_token * row_bytes;
+    if (whole.lse != nullptr) one.lse = whole.lse + first_token * whole.num_heads;
+    one.query_lens = whole.query_lens + seq;
+    one.context_lens = whole.context_lens + seq;
+    one.block_tables = whole.block_tables + seq * whole.max_blocks;
+    attention_cpu(one);
+    first_token += one.num_tokens;
+  }
+}
+
+}  // namespace kvservice

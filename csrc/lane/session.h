@@ -1,0 +1,123 @@
+// What the lanes of one session know of it: its live steps and its regions. Python's threads change it, the lanes'
+// threads use it.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <limits>
+#include <mutex>
+#include <unordered_map>
+#include <vector>
+
+#include "lane/ring.h"
+
+namespace kvservice {
+
+// A step (see kvservice/blocks/steps.py). The arrays stay as they are until retire() has returned.
+struct LaneStep {
+  int64_t id = 0;
+  int64_t num_tokens = 0;
+  int64_t num_seqs = 0;
+  int64_t max_blocks = 0;
+  const int64_t* slot_mapping = nullptr;  // [num_tokens]
+  const int32_t* query_lens = nullptr;    // [num_seqs]
+  const int32_t* context_lens = nullptr;  // [num_seqs]
+  const int32_t* block_tables = nullptr;  // [num_seqs, max_blocks]
+  uint8_t* written = nullptr;             // [num_layers] 1 where the layer is written; Python changes them too
+};
+
+struct LaneRegion {
+  char* address = nullptr;
+  int64_t num_bytes = 0;
+};
+
+class LaneSession {
+ public:
+  explicit LaneSession(int64_t num_layers);
+
+  int64_t num_layers() const { return num_layers_; }
+
+  // Step ids rise. Throws ArgumentError (step_id) for one that does not.
+  void publish(const LaneStep& step);
+
+  // When it returns, no call uses the step or its arrays, and none will. Unknown ids: nothing.
+  void retire(int64_t step_id);
+
+  // Steps whose last layer was written through a lane, since the last time. Each step once.
+  std::vector<int64_t> take_finished();
+
+  // Numbers are never used again. `address` is a multiple of 16. Throws ArgumentError.
+  uint32_t add_region(char* address, int64_t num_bytes);
+
+  // When it returns, no call uses the region, and none will. Unknown numbers: nothing.
+  void remove_region(uint32_t number);
+
+  // From now on a step of which no layer is written is refused.
+  void set_draining() { draining_.store(true); }
+
+ private:
+  friend class LaneUse;
+  struct Step {
+    LaneStep step;
+    int64_t users = 0;
+    bool removed = false;
+    bool changed = false;  // a layer was written since somebody looked whether all are
+  };
+  struct Region {
+    LaneRegion region;
+    int64_t users = 0;
+    bool removed = false;
+  };
+
+  template <class Map>
+  void erase_unused(Map& map, const typename Map::key_type& key, std::unique_lock<std::mutex>& lock);
+  Step& find_step(int64_t step_id);
+  Region* find_region(const LanePlace& place, const char* field);
+  bool layers_written(const LaneStep& step, bool all) const;
+
+  const int64_t num_layers_;
+  std::atomic<bool> draining_{false};
+  std::atomic<bool> any_finished_{false};
+  std::mutex mutex_;
+  std::condition_variable unused_;
+  int64_t num_waiting_ = 0;  // for something to become unused
+  int64_t last_step_ = std::numeric_limits<int64_t>::min();
+  uint32_t next_region_ = 0;
+  // Nodes stay where they are while they have users.
+  std::unordered_map<int64_t, Step> steps_;
+  std::unordered_map<uint32_t, Region> regions_;
+  std::vector<int64_t> finished_;
+};
+
+// One call's hold on its step and its regions.
+class LaneUse {
+ public:
+  // Throws LaneError UNKNOWN_STEP, STALE_STEP, DRAINING or UNKNOWN_REGION.
+  LaneUse(LaneSession& session, const LaneEntry& entry);
+  ~LaneUse();
+  LaneUse(const LaneUse&) = delete;
+  LaneUse& operator=(const LaneUse&) = delete;
+
+  const LaneStep& step() const { return step_->step; }
+
+  // By the order of the places in the entry; null where the place is left out.
+  const LaneRegion* region(int64_t place) const {
+    return regions_[place] == nullptr ? nullptr : &regions_[place]->region;
+  }
+
+  // The layer is this call's: its byte in `written` is 1 from here on. Throws LaneError LAYER_WRITTEN.
+  void claim(int64_t layer);
+
+  // The layer is written: it stays claimed when the use ends. Otherwise it becomes free again.
+  void keep() { keep_ = true; }
+
+ private:
+  LaneSession& session_;
+  LaneSession::Step* step_ = nullptr;
+  LaneSession::Region* regions_[6] = {};
+  uint8_t* claimed_ = nullptr;
+  bool keep_ = false;
+};
+
+}  // namespace kvservice

@@ -1,0 +1,303 @@
+// Lanes for Python: the objects keep what they point to alive, and wait without the interpreter lock.
+#include "lane_bindings.h"
+
+#include <pybind11/functional.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <limits>
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <unordered_map>
+#include <utility>
+
+#include "binding_arguments.h"
+#include "lane/client.h"
+#include "lane/executor.h"
+#include "lane/server.h"
+#include "lane/session.h"
+
+namespace kvservice {
+namespace {
+
+using std::chrono::nanoseconds;
+
+[[noreturn]] void raise(const char* type_name, const std::string& message) {
+  const py::object type = py::module_::import("kvservice.errors").attr(type_name);
+  PyErr_SetObject(type.ptr(), type(message).ptr());
+  throw py::error_already_set();
+}
+
+template <class T>
+T as_whole(const py::handle& object, const char* field) {
+  const int64_t value = as_int(object, field);
+  if (value < std::numeric_limits<T>::min() || value > static_cast<int64_t>(std::numeric_limits<T>::max())) {
+    throw ArgumentError(field, std::to_string(value) + " is out of range");
+  }
+  return static_cast<T>(value);
+}
+
+// A step's array as it is, since the lane's thread reads it in place.
+py::array in_place(const py::object& object, const char* field, int type_num, const char* type_name, int num_dims) {
+  py::array array = as_array(object, field, type_num, type_name);
+  require(array.ndim() == num_dims, field, "has another number of dimensions");
+  require(is_plain(array), field, "is not C-contiguous");
+  return array;
+}
+
+// Of a buffer that is writable and contiguous.
+class Memory {
+ public:
+  explicit Memory(const py::object& object) {
+    require(PyObject_GetBuffer(object.ptr(), &view_, PyBUF_CONTIG) == 0, "memory",
+            (PyErr_Clear(), "is no writable, contiguous buffer"));
+  }
+  ~Memory() { release(); }
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+  void* data() const { return view_.buf; }
+  int64_t num_bytes() const { return view_.len; }
+  void release() { PyBuffer_Release(&view_); }  // again: nothing
+
+ private:
+  Py_buffer view_ = {};
+};
+
+// A session and the Python objects whose memory its steps use.
+class PySession {
+ public:
+  explicit PySession(const py::object& num_layers) : session_(as_int(num_layers, "num_layers")) {}
+
+  LaneSession& get() { return session_; }
+
+  void publish(const py::object& step_id, const py::object& written, const py::object& slot_mapping,
+               const py::object& query_lens, const py::object& context_lens, const py::object& block_tables) {
+    LaneStep step;
+    step.id = as_int(step_id, "step_id");
+    require(PyByteArray_Check(written.ptr()) && PyByteArray_GET_SIZE(written.ptr()) == session_.num_layers(), "written",
+            "is no bytearray with a byte for each layer");
+    const py::array slots = in_place(slot_mapping, "slot_mapping", int64_num(), "int64", 1);
+    const py::array lens = in_place(query_lens, "query_lens", kInt32, "int32", 1);
+    const py::array contexts = in_place(context_lens, "context_lens", kInt32, "int32", 1);
+    const py::array tables = in_place(block_tables, "block_tables", kInt32, "int32", 2);
+    require(contexts.shape(0) == lens.shape(0), "context_lens", "has another length than query_lens");
+    require(tables.shape(0) == lens.shape(0), "block_tables", "has another length than query_lens");
+    step.num_tokens = slots.shape(0);
+    step.num_seqs = lens.shape(0);
+    step.max_blocks = tables.shape(1);
+    step.slot_mapping = static_cast<const int64_t*>(slots.data());
+    step.query_lens = static_cast<const int32_t*>(lens.data());
+    step.context_lens = static_cast<const int32_t*>(contexts.data());
+    step.block_tables = static_cast<const int32_t*>(tables.data());
+    auto hold = std::make_unique<Memory>(written);  // which also keeps the bytearray from being resized
+    step.written = static_cast<uint8_t*>(hold->data());
+    session_.publish(step);
+    held_[step.id] = {std::move(hold), py::make_tuple(slots, lens, contexts, tables)};
+  }
+
+  void retire(const py::object& step_id) {
+    const int64_t id = as_int(step_id, "step_id");
+    {
+      const py::gil_scoped_release release;
+      session_.retire(id);
+    }
+    held_.erase(id);
+  }
+
+  void remove_region(const py::object& number) {
+    const auto checked = as_whole<uint32_t>(number, "number");
+    const py::gil_scoped_release release;
+    session_.remove_region(checked);
+  }
+
+ private:
+  LaneSession session_;
+  std::unordered_map<int64_t, std::pair<std::unique_ptr<Memory>, py::tuple>> held_;
+};
+
+uint32_t add_region(PySession& self, const py::object& address, const py::object& num_bytes) {
+  return self.get().add_region(reinterpret_cast<char*>(as_int(address, "address")), as_int(num_bytes, "num_bytes"));
+}
+
+// Calls from the lane's thread; destroyed under the interpreter lock, since it may be the last to hold the callable.
+class FaultCall {
+ public:
+  explicit FaultCall(py::function function)
+      : function_(new py::function(std::move(function)), [](py::function* held) {
+          const py::gil_scoped_acquire acquire;
+          delete held;
+        }) {}
+
+  void operator()(const std::string& text) const {
+    const py::gil_scoped_acquire acquire;
+    try {
+      (*function_)(text);
+    } catch (py::error_already_set& error) {
+      error.discard_as_unraisable("on_fault of a lane");
+    }
+  }
+
+ private:
+  std::shared_ptr<py::function> function_;
+};
+
+class PyServer {
+ public:
+  PyServer(const py::object& memory, PySession& session, LaneExecutor& executor, const py::object& spin_us,
+           py::function on_fault)
+      : memory_(memory),
+        server_(memory_.data(), memory_.num_bytes(), session.get(), executor, as_float(spin_us, "spin_us"),
+                FaultCall(std::move(on_fault))) {}
+
+  ~PyServer() { close(); }
+
+  void close() {
+    bool joined = false;
+    {
+      const py::gil_scoped_release release;
+      joined = server_.close();
+    }
+    if (joined) memory_.release();
+  }
+
+  bool closed() const { return server_.closed(); }
+
+  std::tuple<int64_t, int64_t, std::vector<int64_t>, double> stats() const {
+    const LaneStats& stats = server_.stats();
+    return {stats.calls(), stats.errors(), stats.buckets(), stats.seconds()};
+  }
+
+ private:
+  Memory memory_;
+  LaneServer server_;
+};
+
+LanePlace as_place(const py::object& object, const char* field) {
+  if (object.is_none()) return {kNoRegion, 0, 0};
+  require(PyTuple_Check(object.ptr()) && PyTuple_GET_SIZE(object.ptr()) == 2, field, "is no (region, offset)");
+  const int64_t offset = as_int(PyTuple_GET_ITEM(object.ptr(), 1), field);
+  require(offset >= 0, field, "its offset is negative");
+  return {as_whole<uint32_t>(PyTuple_GET_ITEM(object.ptr(), 0), field), 0, static_cast<uint64_t>(offset)};
+}
+
+class PyClient {
+ public:
+  PyClient(const py::object& memory, const py::object& spin_us)
+      : memory_(memory), client_(memory_.data(), memory_.num_bytes(), as_float(spin_us, "spin_us")) {}
+
+  uint64_t submit(const py::object& step_id, const py::object& layer, bool decode, const py::object& num_heads,
+                  const py::object& query, const py::object& key, const py::object& value, const py::object& output,
+                  const py::object& lse, const py::object& scale, const py::object& sliding_window,
+                  const py::object& logits_soft_cap, const py::object& alibi_slopes, const py::object& block_sparse) {
+    LaneEntry entry = {};
+    entry.step_id = as_int(step_id, "step_id");
+    entry.layer = as_whole<int32_t>(layer, "layer");
+    entry.flags = (decode ? kLaneDecode : 0U) | (lse.is_none() ? 0U : kLaneReturnLse);
+    entry.num_heads = as_whole<int32_t>(num_heads, "num_heads");
+    entry.query = as_place(query, "query");
+    entry.key = as_place(key, "key");
+    entry.value = as_place(value, "value");
+    entry.output = as_place(output, "output_place");
+    entry.lse = as_place(lse, "lse_place");
+    entry.scale = as_float(scale, "options.scale");
+    entry.sliding_window = as_whole<int32_t>(sliding_window, "options.sliding_window");
+    entry.logits_soft_cap = as_float(logits_soft_cap, "options.logits_soft_cap");
+    entry.alibi_slopes = as_place(alibi_slopes, "options.alibi_slopes");
+    if (!block_sparse.is_none()) set_block_sparse(entry, block_sparse);
+    try {
+      return client_.submit(entry);
+    } catch (const LaneFullError& error) {
+      raise("ResourceExhaustedError", error.what());
+    } catch (const LaneClosedError& error) {
+      raise("ConnectionLostError", error.what());
+    }
+  }
+
+  // (reason, field, message), or None when the time is over.
+  py::object wait(const py::object& number, const py::object& timeout_s) {
+    const int64_t checked = as_int(number, "number");
+    require(checked >= 0, "number", "was not submitted");
+    const double seconds = PyFloat_AsDouble(timeout_s.ptr());
+    if (PyErr_Occurred() != nullptr) throw py::error_already_set();
+    require(seconds >= 0.0, "timeout_s", "is negative");
+    // A year is for ever, and fits into nanoseconds.
+    const nanoseconds time(static_cast<int64_t>(std::min(seconds, 365.0 * 86400.0) * 1e9));
+    const auto deadline = std::chrono::steady_clock::now() + time;
+    for (;;) {
+      const nanoseconds left = std::max(nanoseconds(0), nanoseconds(deadline - std::chrono::steady_clock::now()));
+      if (const auto completion = wait_once(static_cast<uint64_t>(checked), left)) return as_texts(*completion);
+      if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+      if (left.count() == 0) return py::none();
+    }
+  }
+
+ private:
+  static void set_block_sparse(LaneEntry& entry, const py::object& object) {
+    require(PyTuple_Check(object.ptr()) && PyTuple_GET_SIZE(object.ptr()) == 5, "options.block_sparse",
+            "is no tuple of five numbers");
+    for (Py_ssize_t i = 0; i < 5; ++i) {
+      entry.block_sparse[i] = as_whole<int32_t>(PyTuple_GET_ITEM(object.ptr(), i), "options.block_sparse");
+    }
+  }
+
+  // For as long as one sleep takes, so that signals are looked at.
+  std::optional<LaneCompletion> wait_once(uint64_t number, nanoseconds time) {
+    try {
+      const py::gil_scoped_release release;
+      return client_.wait(number, time);
+    } catch (const LaneClosedError& error) {
+      raise("ConnectionLostError", error.what());
+    }
+  }
+
+  static py::tuple as_texts(const LaneCompletion& completion) {
+    const auto text = [](const char* from) {
+      return py::reinterpret_steal<py::object>(
+          PyUnicode_DecodeUTF8(from, static_cast<Py_ssize_t>(std::char_traits<char>::length(from)), "replace"));
+    };
+    return py::make_tuple(text(completion.reason), text(completion.field), text(completion.message));
+  }
+
+  Memory memory_;
+  LaneClient client_;
+};
+
+void define_client(py::module_& m) {
+  const py::object zero = py::float_(0.0);
+  py::class_<PyClient>(m, "LaneClient", py::module_local())
+      .def(py::init<const py::object&, const py::object&>(), py::arg("memory"), py::arg("spin_us"))
+      .def("submit", &PyClient::submit, py::arg("step_id"), py::arg("layer"), py::arg("decode"), py::arg("num_heads"),
+           py::arg("query"), py::arg("key"), py::arg("value"), py::arg("output"), py::arg("lse"), py::kw_only(),
+           py::arg("scale") = zero, py::arg("sliding_window") = py::int_(0), py::arg("logits_soft_cap") = zero,
+           py::arg("alibi_slopes") = py::none(), py::arg("block_sparse") = py::none())
+      .def("wait", &PyClient::wait, py::arg("number"), py::arg("timeout_s"));
+}
+
+}  // namespace
+
+void define_lane(py::module_& m) {
+  m.attr("LANE_BYTES") = kLaneBytes;
+  m.attr("LANE_BUCKETS") = py::tuple(py::cast(kLaneBuckets));
+  py::class_<LaneExecutor>(m, "LaneExecutor", py::module_local());
+  py::class_<PySession>(m, "LaneSession", py::module_local())
+      .def(py::init<const py::object&>(), py::arg("num_layers"))
+      .def("publish", &PySession::publish, py::arg("step_id"), py::arg("written"), py::arg("slot_mapping"),
+           py::arg("query_lens"), py::arg("context_lens"), py::arg("block_tables"))
+      .def("retire", &PySession::retire, py::arg("step_id"))
+      .def("take_finished", [](PySession& self) { return self.get().take_finished(); })
+      .def("add_region", &add_region, py::arg("address"), py::arg("num_bytes"))
+      .def("remove_region", &PySession::remove_region, py::arg("number"))
+      .def("set_draining", [](PySession& self) { self.get().set_draining(); });
+  py::class_<PyServer>(m, "LaneServer", py::module_local())
+      .def(py::init<const py::object&, PySession&, LaneExecutor&, const py::object&, py::function>(), py::arg("memory"),
+           py::arg("session"), py::arg("executor"), py::arg("spin_us"), py::arg("on_fault"), py::keep_alive<1, 3>(),
+           py::keep_alive<1, 4>())
+      .def("close", &PyServer::close)
+      .def("stats", &PyServer::stats)
+      .def_property_readonly("closed", &PyServer::closed);
+  define_client(m);
+}
+
+}  // namespace kvservice
