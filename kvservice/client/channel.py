@@ -6,6 +6,7 @@ import secrets
 from typing import Any, cast
 
 import grpc
+from google.rpc import status_pb2
 from grpc_status import rpc_status
 
 from kvservice.errors import ConnectionLostError, KVServiceError, MessageTooLargeError
@@ -42,13 +43,21 @@ _NOT_REPEATABLE = frozenset(("decode", "extend", "write"))
 
 def to_error(error: grpc.RpcError) -> KVServiceError:
     """What a failed RPC raises in the caller's hands."""
-    status = rpc_status.from_call(cast(grpc.Call, error))
+    status = _status_with_details(error)
     if status is not None:
         return from_status(status)
     text = f"{error.code().name}: {error.details()}"
     if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return MessageTooLargeError(text)
     return ConnectionLostError(text)
+
+
+def _status_with_details(error: grpc.RpcError) -> status_pb2.Status | None:
+    try:
+        return rpc_status.from_call(cast(grpc.Call, error))
+    except ValueError:
+        # Cancelled here just as the daemon's status came: it has the code of the one and the details of the other.
+        return None
 
 
 def new_holder() -> int:

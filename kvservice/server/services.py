@@ -121,8 +121,8 @@ class Stream:
     async def _abort(self, status: grpc.Status) -> None:
         async with self._sending:
             self._ended = True
-            # It always raises; UsageError if the client was first.
-            with contextlib.suppress(grpc.aio.AbortError, grpc.aio.UsageError):
+            # It always raises; UsageError or InternalError if the client was first.
+            with contextlib.suppress(grpc.aio.AbortError, grpc.aio.UsageError, grpc.aio.InternalError):
                 await self._context.abort_with_status(status)
 
     async def serve(self) -> None:

@@ -163,8 +163,9 @@ def test_who_lost_the_session_cannot_close_it(wire: Any, raw: Any) -> None:
 class LosingContext:
     """A stream whose lease is taken while its next call is already there."""
 
-    def __init__(self) -> None:
+    def __init__(self, outcome: type[Exception]) -> None:
         self.stream: Stream
+        self._outcome = outcome
         self.written: list[str] = []
         self.aborted = ""
         self._calls = iter(("attach", "describe", "describe"))
@@ -183,11 +184,16 @@ class LosingContext:
 
     async def abort_with_status(self, status: grpc.Status) -> None:
         self.aborted = status.details
-        raise grpc.aio.AbortError
+        raise self._outcome
 
 
-def test_a_call_that_comes_after_the_lease_is_lost_is_not_done() -> None:
-    context, dispatcher, sessions = LosingContext(), Mock(), Mock()
+@pytest.mark.parametrize(
+    "outcome",
+    [grpc.aio.AbortError, grpc.aio.UsageError, grpc.aio.InternalError],
+    ids=["told", "the client had ended the stream", "the client ends it meanwhile"],
+)
+def test_a_call_that_comes_after_the_lease_is_lost_is_not_done(outcome: type[Exception]) -> None:
+    context, dispatcher, sessions = LosingContext(outcome), Mock(), Mock()
     dispatcher.call = AsyncMock(return_value=blocks_pb2.DescribeResponse())
     sessions.attach.return_value.session_id = 1
     context.stream = Stream(dispatcher, sessions, cast(Any, context))

@@ -1,0 +1,54 @@
+"""What clients make of gRPC's statuses."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import grpc
+import pytest
+from google.rpc import code_pb2
+from grpc_status import rpc_status
+
+from kvservice.client.channel import to_error
+from kvservice.errors import ConnectionLostError, KVServiceError, MessageTooLargeError, SessionTakenError
+from kvservice.wire.status import to_status
+
+
+class Ended:
+    """A call that has ended."""
+
+    def __init__(self, code: grpc.StatusCode, details: str, trailing_metadata: Any = ()) -> None:
+        self._code, self._details, self._trailing_metadata = code, details, trailing_metadata
+
+    def code(self) -> grpc.StatusCode:
+        return self._code
+
+    def details(self) -> str:
+        return self._details
+
+    def trailing_metadata(self) -> Any:
+        return self._trailing_metadata
+
+
+def taken() -> Any:
+    status = to_status(SessionTakenError("taken"))
+    status.code = code_pb2.ABORTED
+    return rpc_status.to_status(status)
+
+
+@pytest.mark.parametrize(
+    ("ended", "kind"),
+    [
+        (Ended(*taken()), SessionTakenError),
+        # gRPC mixes the two when a call is cancelled here just as its status comes.
+        (Ended(grpc.StatusCode.CANCELLED, "Locally cancelled", taken().trailing_metadata), ConnectionLostError),
+        (Ended(grpc.StatusCode.ABORTED, "Locally cancelled", taken().trailing_metadata), ConnectionLostError),
+        # What grpc.aio says when the stream ends while it sends: no reason is to be had.
+        (Ended(grpc.StatusCode.INTERNAL, "Internal error from Core", None), ConnectionLostError),
+        (Ended(grpc.StatusCode.UNAVAILABLE, "Socket closed"), ConnectionLostError),
+        (Ended(grpc.StatusCode.RESOURCE_EXHAUSTED, "Received message larger than max"), MessageTooLargeError),
+    ],
+    ids=["taken", "taken and cancelled", "cancelled and taken", "hidden", "cut", "too large"],
+)
+def test_the_error_of_an_ended_call(ended: Ended, kind: type[KVServiceError]) -> None:
+    assert type(to_error(cast(grpc.RpcError, ended))) is kind
