@@ -349,6 +349,30 @@ def test_who_lost_a_session_unawares_is_refused_and_asks_no_more(tmp_path: Path,
         run(connected(proxy))
 
 
+def test_who_lost_a_session_unawares_does_not_close_it(tmp_path: Path, daemon: Daemon) -> None:
+    async def reach(far: AsyncKVClient) -> None:
+        while True:
+            try:
+                await far.ping()
+                return
+            except ConnectionLostError:
+                await asyncio.sleep(0.01)
+
+    async def scenario(proxy: CuttingProxy) -> None:
+        async with AsyncKVClient(proxy.address) as far, AsyncKVClient(daemon.address) as near:
+            async with far.session(detachable=True) as old:
+                proxy.cut(stay_down=True)
+                taken = near.resume(old.token)
+                new = await taken.__aenter__()
+                proxy.up()
+                await reach(far)
+            assert await new.describe() == []
+            await taken.__aexit__(None, None, None)
+
+    with CuttingProxy(tmp_path, daemon.address) as proxy:
+        run(scenario(proxy))
+
+
 def test_calls_under_way_when_the_session_is_taken(daemon: Daemon) -> None:
     """A call that gRPC is sending when the status comes may hide the status: such a client only knows of a cut."""
 

@@ -301,6 +301,22 @@ def test_who_lost_a_session_unawares_is_refused_and_asks_no_more(
     assert client.stats().sessions == 0
 
 
+def test_who_lost_a_session_unawares_does_not_close_it(proxy: CuttingProxy, far: KVClient, client: KVClient) -> None:
+    def reached() -> bool:
+        try:
+            return far.ping(b"x") == b"x"
+        except ConnectionLostError:
+            return False
+
+    old = far.session(detachable=True)
+    proxy.cut(stay_down=True)
+    with client.resume(old.token) as new:
+        proxy.up()
+        until(reached)
+        old.close()
+        assert new.describe() == []
+
+
 def test_who_resumes_its_own_session_is_its_holder_now(client: KVClient) -> None:
     with client.session(detachable=True) as first, client.resume(first.token) as second:
         with pytest.raises(SessionTakenError):
