@@ -19,6 +19,7 @@ from rich.table import Table
 
 from kvservice import ops
 from kvservice.client import KVClient, Sequence, Session
+from kvservice.client.blocking import finish
 from kvservice.launch import Daemon
 from kvservice.pool.layout import DTYPES
 from kvservice.v1 import attention_pb2, attention_pb2_grpc, pool_pb2
@@ -140,15 +141,6 @@ def timed(call: Callable[[], object], count: int) -> list[float]:
         call()
         seconds.append(time.perf_counter() - start)
     return seconds
-
-
-def finish(call: Any) -> Any:
-    """The end of a coroutine that never suspends."""
-    try:
-        call.send(None)
-    except StopIteration as end:
-        return end.value
-    raise AssertionError("it suspended")
 
 
 def echoes(client: KVClient, session: Session, count: int) -> Iterator[tuple[str, list[float]]]:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import grpc
 
 from kvservice.client import channel, handover
+from kvservice.client.choice import open_transport
 from kvservice.client.core import SessionCore
 from kvservice.client.requests import build
 from kvservice.client.step import StepCore
@@ -105,7 +106,7 @@ class AsyncKVClient:
         await stream.connect(max(self.info.session_grace_s, 1.0), reconnects=False)
         session = AsyncSession(self, stream, token, resumed)
         try:
-            await session.choose_transport(self._transport)
+            session.attending = await open_transport(session, self._transport)
             yield session
         finally:
             await session.close()

@@ -1,4 +1,4 @@
-"""The blocking face: `core.py`'s coroutines over a transport that blocks, so that they end without ever suspending."""
+"""The blocking face: `core.py`'s coroutines over a stream that blocks, so that they end without ever suspending."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import grpc
 
 from kvservice.client import channel, handover
+from kvservice.client.choice import open_transport
 from kvservice.client.core import SessionCore
 from kvservice.client.requests import build
 from kvservice.client.step import StepCore
@@ -26,17 +27,22 @@ T = TypeVar("T")
 SelfT = TypeVar("SelfT")
 
 
+def finish(coroutine: Coroutine[Any, Any, T]) -> T:
+    """What a coroutine over a blocking stream returns."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        value: T = end.value
+        return value
+    raise AssertionError("a blocking stream suspended")
+
+
 def blocking(method: Callable[Concatenate[SelfT, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Any, P], T]:
     """The method without `await`."""
 
     @functools.wraps(method)
     def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            method(self._core, *args, **kwargs).send(None)
-        except StopIteration as end:
-            value: T = end.value
-            return value
-        raise AssertionError("a blocking transport suspended")
+        return finish(method(self._core, *args, **kwargs))
 
     return call
 
@@ -81,7 +87,7 @@ class Session:
             resumed=resumed,
         )
         try:
-            self._choose_transport(client._transport)
+            self._core.attending = finish(open_transport(self._core, client._transport))
         except BaseException:
             self.close()
             raise
@@ -90,8 +96,6 @@ class Session:
     def transport(self) -> str:
         """How tensors reach the daemon: "lane", "mapped", "region" or "inline"."""
         return self._core.transport
-
-    _choose_transport = blocking(_Core.choose_transport)
 
     allocate = blocking(_Core.allocate)
     allocate_batch = blocking(_Core.allocate_batch)

@@ -13,7 +13,6 @@ from collections.abc import Sequence as Batch
 from typing import Generic, TypeVar
 
 from kvservice.client import tensors
-from kvservice.client.choice import open_transport
 from kvservice.client.requests import build, int_list, whole
 from kvservice.client.shared_memory import RegionCore, Stream
 from kvservice.client.transports import StreamTransport, Transport, TransportName
@@ -48,11 +47,8 @@ class SessionCore(RegionCore, Generic[StepT]):
         self._make_step = make_step
         # Where a resumed session begins is random, so that it does not repeat the ids of its former owner.
         self._sequence_ids = itertools.count(secrets.randbits(62) if resumed else 0)
+        # Replaced by the one that the face chooses.
         self.attending: Transport = StreamTransport(self)
-
-    async def choose_transport(self, wanted: str) -> None:
-        """`wanted`: one of TransportName, or "auto" for the best that the daemon allows."""
-        self.attending = await open_transport(self, wanted)
 
     @property
     def transport(self) -> TransportName:

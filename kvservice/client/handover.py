@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import os
 import socket
 
@@ -30,8 +31,7 @@ def fetch(path: str, token: bytes, count: int) -> list[int]:
             connection.settimeout(_TIMEOUT_S)
             connection.connect(path)
             connection.sendall(token)
-            # CLOEXEC is set by Python.
-            _, descriptors, _, _ = socket.recv_fds(connection, 1, count)
+            descriptors = _receive(connection, count)
     except OSError as error:
         raise ConnectionLostError(f"{path}: {error.strerror or error}") from None
     if len(descriptors) != count:
@@ -41,3 +41,14 @@ def fetch(path: str, token: bytes, count: int) -> list[int]:
             f"the daemon hands nothing over to user {os.geteuid()} (trusted_uids), or not for this token"
         )
     return descriptors
+
+
+def _receive(connection: socket.socket, count: int) -> list[int]:
+    """As socket.recv_fds, which leaves them open in child processes."""
+    numbers = array.array("i")
+    room = socket.CMSG_LEN(count * numbers.itemsize)
+    _, messages, _, _ = connection.recvmsg(1, room, socket.MSG_CMSG_CLOEXEC)
+    for level, kind, data in messages:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            numbers.frombytes(data[: len(data) - len(data) % numbers.itemsize])
+    return numbers.tolist()

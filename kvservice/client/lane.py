@@ -11,7 +11,7 @@ import numpy as np
 
 from kvservice import _ext
 from kvservice.client.requests import build
-from kvservice.client.shared_memory import Place
+from kvservice.client.shared_memory import Place, fetch
 from kvservice.client.transports import (
     ALIGNMENT,
     Layer,
@@ -62,7 +62,7 @@ class LaneTransport:
         response = await session.call(
             "open_lane", build(host_pb2.OpenLaneRequest, request_id=session.next_request_id())
         )
-        (descriptor,) = await session.fetch(response.handover_token, 1)
+        (descriptor,) = await fetch(session, response.handover_token, 1)
         try:
             memory = mmap.mmap(descriptor, _ext.LANE_BYTES)
         finally:
@@ -70,6 +70,8 @@ class LaneTransport:
         return LaneTransport(session, _ext.LaneClient(memory, SPIN_US))
 
     async def attend(self, layer: Layer) -> tuple[Array, Array | None]:
+        if not self._carries(layer):
+            return await self._region.attend(layer)
         async with self._lock:
             if self._unanswered is not None:
                 await self._answer()
@@ -87,6 +89,10 @@ class LaneTransport:
             if reason:
                 raise from_reason(reason, message, field)
             return given(output, layer.out), None if lse is None else given(lse, layer.lse_out)
+
+    def _carries(self, layer: Layer) -> bool:
+        """What the daemon will refuse goes by the stream, which says more of it."""
+        return layer.options.block_sparse is None or self._session.info.device != "cpu"
 
     def _submit(self, layer: Layer, places: tuple[Entry, Entry, Entry, Entry, Entry | None], slopes: Any) -> int:
         check_shapes(self._session.info, layer)

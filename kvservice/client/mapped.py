@@ -10,6 +10,7 @@ import numpy as np
 
 from kvservice import ops
 from kvservice.client.requests import build
+from kvservice.client.shared_memory import fetch
 from kvservice.client.transports import (
     Layer,
     Options,
@@ -48,7 +49,7 @@ class MappedPool:
         info = session.info
         request = build(host_pb2.MapPoolRequest, request_id=session.next_request_id(), writable=writable)
         response = await session.call("map_pool", request)
-        descriptors = await session.fetch(response.handover_token, 2)
+        descriptors = await fetch(session, response.handover_token, 2)
         try:
             access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
             pool = mmap.mmap(descriptors[0], response.pool_bytes, prot=access)
@@ -97,7 +98,7 @@ class MappedStep:
 
 
 class MappedTransport:
-    """Attends in this process. What it may not write goes to the daemon, so do steps that the tables have no room for."""
+    """Attends in this process. To the daemon goes what it may not write, and a step that does not fit into the tables."""
 
     name: TransportName = "mapped"
 
@@ -109,7 +110,7 @@ class MappedTransport:
 
     async def attend(self, layer: Layer) -> tuple[Array, Array | None]:
         step = layer.step
-        if step.mapped is None:
+        if step.mapped is None or layer.options.block_sparse is not None:
             return await self._stream.attend(layer)
         mapped = self.pool.step(step)
         self._check(layer)
@@ -133,8 +134,6 @@ class MappedTransport:
         check_shapes(self._session.info, layer)
         if layer.decode and layer.step.num_tokens != len(layer.step.sequences):
             raise InvalidArgumentError("a sequence has several tokens in this step: use Extend", field="step_id")
-        if layer.options.block_sparse is not None:
-            raise InvalidArgumentError("the CPU's kernels have no such pattern", field="options.block_sparse")
 
     def _claim(self, step: StepCore, number: int) -> None:
         if not 0 <= number < self.pool.layout.num_layers:

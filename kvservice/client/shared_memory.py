@@ -92,7 +92,7 @@ class RegionCore:
     def __init__(self, stream: Stream, handover_path: str | None) -> None:
         self.stream = stream
         self.call: Callable[[str, Any], Awaitable[Any]] = stream.call
-        self._handover_path = handover_path
+        self.handover_path = handover_path
         self._request_ids = itertools.count(secrets.randbits(62) + 1)
         self._memories: list[SharedMemory] = []
 
@@ -102,7 +102,7 @@ class RegionCore:
     @property
     def on_unix_socket(self) -> bool:
         """Whether the client is on the daemon's host."""
-        return self._handover_path is not None
+        return self.handover_path is not None
 
     async def create_region(self, num_bytes: int) -> SharedMemory:
         """Shared memory that the daemon makes, and works on in place. For clients on the unix socket of a daemon that
@@ -116,7 +116,7 @@ class RegionCore:
         )
         response = await self.call("create_region", request)
         try:
-            (descriptor,) = await self.fetch(response.handover_token, 1)
+            (descriptor,) = await fetch(self, response.handover_token, 1)
             try:
                 memory = SharedMemory(name, descriptor, num_bytes, response.number)
             finally:
@@ -155,12 +155,6 @@ class RegionCore:
         self._memories.append(memory)
         return memory
 
-    async def fetch(self, token: bytes, count: int) -> list[int]:
-        """The descriptors that a handover token stands for."""
-        if self._handover_path is None:
-            raise RegionsNotAllowedError("shared memory is for clients on the unix socket")
-        return await self.stream.run(handover.fetch, self._handover_path, token, count)
-
     async def unregister_region(self, memory: SharedMemory | None = None) -> None:
         """Give shared memory up; None: all that the session has, a former owner's too. Arrays over it can still be
         used, and travel inside messages from now on."""
@@ -190,6 +184,13 @@ class RegionCore:
             if offset is not None:
                 return Place(memory, offset, array.nbytes)
         return None
+
+
+async def fetch(session: RegionCore, token: bytes, count: int) -> list[int]:
+    """The descriptors that a handover token stands for, the caller's to close. Raises as `handover.fetch` does."""
+    if session.handover_path is None:
+        raise RegionsNotAllowedError("shared memory is for clients on the unix socket")
+    return await session.stream.run(handover.fetch, session.handover_path, token, count)
 
 
 def _new_name() -> str:

@@ -24,6 +24,7 @@ TOKEN_BYTES = 16
 TOKEN_S = 10.0
 MAX_OFFERS = 1024
 MAX_CONNECTIONS = 64
+BACKLOG = 128
 # struct ucred: pid, uid, gid
 _CREDENTIALS = struct.Struct("iII")
 
@@ -59,7 +60,7 @@ class Handover:
         finally:
             os.umask(umask)
         os.chmod(path, mode)
-        self._listener.listen(MAX_CONNECTIONS)
+        self._listener.listen(BACKLOG)
         self._listener.setblocking(False)
         self._path = path
 
@@ -92,13 +93,13 @@ class Handover:
     async def _answer(self, connection: socket.socket) -> None:
         """Whoever is wrong in anything sees the connection close."""
         with connection, contextlib.suppress(OSError, TimeoutError):
+            connection.setblocking(False)
+            async with asyncio.timeout(TOKEN_S):
+                token = await _receive(connection, TOKEN_BYTES)
             uid = _peer_uid(connection)
             if uid not in self._trusted:
                 logger.warning("user %d is not handed anything: see trusted_uids", uid)
                 return
-            connection.setblocking(False)
-            async with asyncio.timeout(TOKEN_S):
-                token = await _receive(connection, TOKEN_BYTES)
             descriptors = self._offers.pop(token, None)
             if descriptors is not None:
                 try:

@@ -67,6 +67,6 @@ def test_nothing_stays() -> None:
 
 def test_more_than_there_is() -> None:
     before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(OSError, match="space|memory|large"):
+    with pytest.raises(OSError, match="memory"):
         SealedMemory("test", 1 << 60, read_only=False)
     assert len(os.listdir("/proc/self/fd")) == before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -141,15 +142,18 @@ def test_those_who_connect_and_say_nothing_are_shown_out(path: Path, monkeypatch
 
     async def body(handover: Handover, where: str) -> None:
         before = num_descriptors()
-        silent = []
-        for _ in range(12):
-            connection = socket.socket(socket.AF_UNIX)
-            connection.connect(where)
-            silent.append(connection)
-        await asyncio.sleep(0.5)
-        for connection in silent:
-            assert connection.recv(1) == b""
-            connection.close()
+
+        def ask() -> None:
+            with contextlib.ExitStack() as stack:
+                silent = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(12)]
+                for connection in silent:
+                    connection.connect(where)
+                    connection.settimeout(10)
+                for connection in silent:
+                    assert connection.recv(1) == b""
+
+        await asyncio.to_thread(ask)
+        await asyncio.sleep(0.05)
         assert num_descriptors() == before
         descriptor = memory_file(b"")
         (got,) = await asyncio.to_thread(client_side.fetch, where, handover.offer([descriptor]), 1)

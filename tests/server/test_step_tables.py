@@ -53,9 +53,9 @@ def check(tables: StepTables, live: dict[int, tuple[tuple[int, int], Any]]) -> N
 @pytest.mark.parametrize("seed", range(5))
 def test_steps_come_and_go(seed: int) -> None:
     rng = random.Random(seed)
-    tables = StepTables(WORD_BYTES + 40_000)
+    tables = StepTables(WORD_BYTES + 12_000)
     live: dict[int, tuple[tuple[int, int], Any]] = {}
-    refused = 0
+    refused, most_live = 0, 0
     for step_id in range(1, 400):
         one = step(step_id, rng.randint(1, 20), rng.randint(1, 40))
         found = tables.publish(one)
@@ -65,12 +65,13 @@ def test_steps_come_and_go(seed: int) -> None:
             live[step_id] = (found, one)
             assert tables.publish(one) == found
         check(tables, live)
+        most_live = max(most_live, len(live))
         for old in rng.sample(sorted(live), min(len(live), rng.choice((0, 1, 1, 2)))):
             tables.retire(old)
             found, _ = live.pop(old)
             assert word(tables, found[0]) != old
     assert refused > 5
-    assert len(live) > 3
+    assert most_live > 3
     tables.close()
     check(tables, {})
 
