@@ -77,19 +77,21 @@ class Engine:
         value: Array,
         options: AttentionOptions,
         return_lse: bool,
+        out: Array | None = None,
     ) -> tuple[Array, Array | None]:
         """Write one layer's K/V of a step, then attend.
 
         `query` `[num_tokens, num_heads, head_size]`, `key` and `value` `[num_tokens, num_kv_heads, head_size]`, of the
         tensors' type. Returns the output, shaped as `query`, and the log-sum-exp, float32
-        `[num_tokens, num_heads]`, or None.
+        `[num_tokens, num_heads]`, or None. The device may put the output into `out`, of the same shape and type and
+        sharing memory with none of the others; what is returned is that then.
         """
         step = self.manager.check_layer(space, step_id, layer)
         num_tokens = len(step.slot_mapping)
         self._check_query(query, num_tokens)
         self._check_kv(key, value, (num_tokens,))
         self.check_options(options, query.shape[1])
-        done = self.device.attend(step, layer, query, key, value, options)
+        done = self.device.attend(step, layer, query, key, value, options, out)
         self.manager.mark_layer(space, step_id, layer)
         output, lse = await done
         return output, lse if return_lse else None

@@ -98,7 +98,7 @@ class MappedStep:
 
 
 class MappedTransport:
-    """Attends in this process. To the daemon goes what it may not write, and a step that does not fit into the tables."""
+    """Attends in this process. What it may not write goes to the daemon, and so does a step that the tables lack."""
 
     name: TransportName = "mapped"
 

@@ -114,14 +114,14 @@ class RegionCore:
         request = build(
             shared_memory_pb2.CreateRegionRequest, request_id=self.next_request_id(), name=name, byte_size=num_bytes
         )
-        response = await self.call("create_region", request)
         try:
+            response = await self.call("create_region", request)
             (descriptor,) = await fetch(self, response.handover_token, 1)
             try:
                 memory = SharedMemory(name, descriptor, num_bytes, response.number)
             finally:
                 os.close(descriptor)
-        except BaseException as error:
+        except BaseException as error:  # whoever is interrupted leaves none behind either
             await self._unregister(name)
             if isinstance(error, OSError):
                 raise ResourceExhaustedError(f"{num_bytes} bytes cannot be mapped: {error.strerror}") from None

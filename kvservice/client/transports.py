@@ -151,9 +151,10 @@ class StreamTransport:
         for name, array in zip(("query", "key", "value")[-len(arrays) :], arrays, strict=True):
             message = getattr(request, name)
             place = self._session.find_place(array)
+            # The daemon's bound is the same for what lies in regions.
+            num_bytes += array.nbytes
+            self._session.check_size(num_bytes, "query, key, value")
             if place is None:
-                num_bytes += array.nbytes
-                self._session.check_size(num_bytes, "query, key, value")
                 put_tensor(array, message)
             else:
                 put_type(array, message)

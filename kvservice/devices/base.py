@@ -83,6 +83,9 @@ class CudaRegion(Protocol):
     def write(self, begin: int, data: Array) -> None:
         """`data` uint8, in host memory."""
 
+    def view(self, begin: int, num_bytes: int, /) -> None:
+        """The host cannot look into it."""
+
     def close(self) -> None:
         """When no call uses it any more."""
 
@@ -126,10 +129,18 @@ class Device(Protocol):
         """Blocks of the swap tier over blocks of the pool."""
 
     def attend(
-        self, step: Step, layer: int, query: Array, key: Array, value: Array, options: AttentionOptions
+        self,
+        step: Step,
+        layer: int,
+        query: Array,
+        key: Array,
+        value: Array,
+        options: AttentionOptions,
+        out: Array | None = None,
+        /,
     ) -> Awaitable[tuple[Array, Array]]:
-        """Write one layer's K/V of a step, then attend. The output, and the log-sum-exp float32
-        `[num_tokens, num_heads]`."""
+        """Write one layer's K/V of a step, then attend. The output, in `out` if the device can put it there, and the
+        log-sum-exp float32 `[num_tokens, num_heads]`."""
 
     def write(self, step: Step, layers: Sequence[int], keys: Array, values: Array) -> Awaitable[None]:
         """Write K/V of a step: `[len(layers), num_tokens, num_kv_heads, head_size]`."""

@@ -78,7 +78,14 @@ class CpuDevice:
         )
 
     def attend(
-        self, step: Step, layer: int, query: Array, key: Array, value: Array, options: AttentionOptions
+        self,
+        step: Step,
+        layer: int,
+        query: Array,
+        key: Array,
+        value: Array,
+        options: AttentionOptions,
+        out: Array | None = None,
     ) -> Awaitable[tuple[Array, Array]]:
         block_tables = step.block_tables  # now: they are valid for as long as the step is live
 
@@ -86,7 +93,7 @@ class CpuDevice:
             ops.write_kv(self.pool.blocks, layer, step.slot_mapping, key, value)
             if self._batch_invariant:
                 return self._attend_one_by_one(step, block_tables, layer, query, options)
-            return self._attend(layer, query, step.query_lens, block_tables, step.context_lens, options)
+            return self._attend(layer, query, step.query_lens, block_tables, step.context_lens, options, out)
 
         scores = int((step.query_lens.astype(np.int64) * step.context_lens).sum())
         return self._queue.run(work, inline=scores * query[0].nbytes <= INLINE_BYTES)
@@ -99,6 +106,7 @@ class CpuDevice:
         block_tables: Int32,
         context_lens: Int32,
         options: AttentionOptions,
+        out: Array | None = None,
     ) -> tuple[Array, Array]:
         return ops.attention(
             self.pool.blocks,
@@ -111,6 +119,7 @@ class CpuDevice:
             sliding_window=options.sliding_window,
             logits_soft_cap=options.logits_soft_cap,
             alibi_slopes=options.alibi_slopes,
+            out=out,
             return_lse=True,
         )
 

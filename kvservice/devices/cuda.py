@@ -128,7 +128,14 @@ class CudaDevice:
         self._compute.post(self._compute.copies.swap_in, src_ids, dst_ids)
 
     def attend(
-        self, step: Step, layer: int, query: Array, key: Array, value: Array, options: AttentionOptions
+        self,
+        step: Step,
+        layer: int,
+        query: Array,
+        key: Array,
+        value: Array,
+        options: AttentionOptions,
+        _out: Array | None = None,
     ) -> Awaitable[tuple[Array, Array]]:
         compute, kernels = self._compute, self._kernels
         num_tokens, num_heads, head_size = query.shape

@@ -148,8 +148,9 @@ class Calls(HostCalls):
                 output_target.check_size(query.nbytes)
             if lse_target is not None and query.ndim == 3:
                 lse_target.check_size(query.shape[0] * query.shape[1] * 4)
+            out = None if output_target is None else output_target.view_for(query, key, value)
             output, lse = await self._engine.attend(
-                session.space, request.step_id, request.layer, query, key, value, options, request.return_lse
+                session.space, request.step_id, request.layer, query, key, value, options, request.return_lse, out
             )
             response = attention_pb2.AttendResponse()
             codec.put_output(output, output_target, response.output)

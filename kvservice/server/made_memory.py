@@ -33,10 +33,13 @@ class MadeMemory:
         """It is always as long as it was."""
 
     def read(self, begin: int, num_bytes: int) -> Array:
-        return self._bytes[begin : begin + num_bytes]
+        return self.view(begin, num_bytes)
 
     def write(self, begin: int, data: Array) -> None:
         self._bytes[begin : begin + len(data)] = data
+
+    def view(self, begin: int, num_bytes: int) -> Array:
+        return self._bytes[begin : begin + num_bytes]
 
     def close(self) -> None:
         self._access.remove_region(self.number)

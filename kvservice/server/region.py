@@ -28,6 +28,9 @@ class Memory(Protocol):
     def write(self, begin: int, data: Array) -> None:
         """`data` uint8."""
 
+    def view(self, begin: int, num_bytes: int, /) -> Array | None:
+        """uint8 `[num_bytes]` to be written in place; None where that cannot be."""
+
     def close(self) -> None: ...
 
 

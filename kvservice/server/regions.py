@@ -11,6 +11,8 @@ import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
+
 from kvservice.config import ServeConfig
 from kvservice.errors import (
     DuplicateRegionError,
@@ -43,11 +45,23 @@ class Target:
                 f"{self._place.byte_size} bytes, the output takes {num_bytes}", field=f"{self._field}.byte_size"
             )
 
+    def view_for(self, query: Array, *others: Array) -> Array | None:
+        """The place as an array like `query`, for a result to be written there; None where it cannot be, as when one of
+        these lies there too."""
+        view = self._region.memory.view(self._place.offset, query.nbytes)
+        if view is None:
+            return None
+        array: Array = view.view(query.dtype).reshape(query.shape)
+        shared = any(np.may_share_memory(array, other) for other in (query, *others))
+        return array if array.flags.aligned and not shared else None
+
     def put(self, array: Array) -> Place:
-        """Returns what of the place it takes."""
+        """Returns what of the place it takes. An array that is a view of it is there already."""
         self.check_size(array.nbytes)
-        with _named(f"{self._field}.byte_size"):
-            self._region.write(self._place.offset, array)
+        view = self._region.memory.view(self._place.offset, array.nbytes)
+        if view is None or array.ctypes.data != view.ctypes.data:
+            with _named(f"{self._field}.byte_size"):
+                self._region.write(self._place.offset, array)
         return Place(self._place.region, self._place.offset, array.nbytes)
 
 

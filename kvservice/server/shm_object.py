@@ -64,6 +64,9 @@ class ShmObject:
             except OSError as error:
                 raise ResourceExhaustedError(f"the region cannot be written: {error.strerror}") from None
 
+    def view(self, _: int, __: int) -> None:
+        """Never: it may be taken away."""
+
     def close(self) -> None:
         os.close(self._descriptor)
 
