@@ -51,8 +51,9 @@ py::array in_place(const py::object& object, const char* field, int type_num, co
 class Memory {
  public:
   explicit Memory(const py::object& object) {
-    require(PyObject_GetBuffer(object.ptr(), &view_, PyBUF_CONTIG) == 0, "memory",
-            (PyErr_Clear(), "is no writable, contiguous buffer"));
+    if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_CONTIG) == 0) return;
+    PyErr_Clear();
+    throw ArgumentError("memory", "is no writable, contiguous buffer");
   }
   ~Memory() { release(); }
   Memory(const Memory&) = delete;

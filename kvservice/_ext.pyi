@@ -22,7 +22,7 @@ def num_threads() -> int: ...
 def set_num_threads(count: Any) -> None: ...
 def cpu_isa() -> str: ...
 
-# Lanes: Decode and Extend through shared memory. csrc/lane/ring.h is the format. A place is (region number, offset in bytes).
+# Lanes: Decode and Extend through shared memory. csrc/lane/ring.h is the format.
 
 # Of a lane's memory, a multiple of 4096.
 LANE_BYTES: int
@@ -38,9 +38,9 @@ class LaneSession:
     ) -> None:
         """Lanes may compute the layers of this step from now on. Step ids rise.
 
-        `written` has a byte for each layer, 1 where it is written: a lane sets it before it computes and clears it if that
-        fails. `slot_mapping` int64 `[num_tokens]`, `query_lens` and `context_lens` int32 `[n]`, `block_tables` int32
-        `[n, max_blocks]`, all C-contiguous; they are read in place and must not change until retire().
+        `written` has a byte for each layer, 1 where it is written: a lane sets it before it computes and clears it if
+        that fails. `slot_mapping` int64 `[num_tokens]`, `query_lens` and `context_lens` int32 `[n]`, `block_tables`
+        int32 `[n, max_blocks]`, all C-contiguous; they are read in place and must not change until retire().
         """
     def retire(self, step_id: int) -> None:
         """When it returns, no lane uses the step or its arrays, and none will. Unknown ids: nothing."""
@@ -63,8 +63,8 @@ class CpuLaneExecutor(LaneExecutor):
 class LaneServer:
     """The daemon's side of a lane, with a thread of its own. It formats `memory`, of at least LANE_BYTES.
 
-    `on_fault` is called with a text, once and from the thread, when a call fails for no fault of the caller; the lane has
-    ended then.
+    `on_fault` is called with a text, once and from the thread, when a call fails for no fault of the caller; the lane
+    has ended then.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class LaneServer:
 class LaneClient:
     """The client's side of a lane, for one thread at a time. `memory` is what a LaneServer has formatted.
 
-    Errors: ConnectionLostError when the lane has ended.
+    A place is (region number, offset in bytes). Errors: ConnectionLostError when the lane has ended.
     """
 
     def __init__(self, memory: Any, spin_us: float) -> None: ...

@@ -1,0 +1,6 @@
+"""Puts this directory on the path, so that its tests share `lane_rig`."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))

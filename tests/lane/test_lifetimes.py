@@ -1,0 +1,175 @@
+"""Steps, regions and lanes that go while calls are under way; several lanes at once."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from lane_rig import COMPLETED, OK, TIMEOUT_S, LaneRig, StepArrays, lane
+
+from kvservice import _ext
+from kvservice.errors import ConnectionLostError
+from kvservice.metrics.rpc import BUCKETS_S
+
+# A call of these shapes takes tens of milliseconds.
+SLOW = {"num_layers": 2, "head_size": 64, "block_size": 16, "num_blocks": 256, "region_bytes": 16 << 20}
+
+
+def slow_step(rig: LaneRig) -> StepArrays:
+    return rig.publish(1, (512,), (4096,))
+
+
+def wait_until(condition: Callable[[], Any]) -> None:
+    while not condition():
+        pass
+
+
+def test_buckets_are_those_of_the_other_calls() -> None:
+    assert _ext.LANE_BUCKETS == BUCKETS_S
+    assert _ext.LANE_BYTES % 4096 == 0
+
+
+@pytest.mark.parametrize("what", ["step", "region"])
+def test_what_a_call_uses_goes_when_it_is_done(what: str) -> None:
+    with lane(**SLOW) as rig:
+        step = slow_step(rig)
+        call = rig.tensors(step)
+        output, _, _ = rig.expected(step, 1, call)
+        number, got, _ = rig.submit(1, 1, call)
+        wait_until(lambda: step.written[1])
+        if what == "step":
+            rig.session.retire(1)
+        else:
+            rig.session.remove_region(rig.region_number)
+        assert got.tobytes() == output.tobytes()
+        assert rig.wait(number) == OK
+        assert rig.call(1, 0, call)[0] == {"step": "STALE_STEP", "region": "UNKNOWN_REGION"}[what]
+
+
+def test_several_may_wait_for_the_same_to_go() -> None:
+    with lane(**SLOW) as rig, ThreadPoolExecutor(6) as threads:
+        step = slow_step(rig)
+        call = rig.tensors(step)
+        number, _, _ = rig.submit(1, 1, call)
+        wait_until(lambda: step.written[1])
+        going = [threads.submit(rig.session.retire, 1) for _ in range(3)]
+        going += [threads.submit(rig.session.remove_region, rig.region_number) for _ in range(3)]
+        for gone in going:
+            gone.result(TIMEOUT_S)
+        assert rig.wait(number) == OK
+
+
+def test_a_step_and_its_arrays_live_until_it_is_retired() -> None:
+    with lane() as rig:
+        step = rig.publish(1, (1,), (5,))
+        call = rig.tensors(step)
+        output, _, _ = rig.expected(step, 0, call)
+        rig.publish(2, (1,), (5,), first_block=8)
+        with pytest.raises(BufferError):
+            step.written.append(0)
+        kept = step.written
+        del step
+        gc.collect()
+        number, got, _ = rig.submit(1, 0, call)
+        assert rig.wait(number) == OK
+        assert got.tobytes() == output.tobytes()
+        rig.session.retire(1)
+        kept.append(0)
+
+
+def test_closing_ends_a_wait_and_is_done_once() -> None:
+    with lane(**SLOW) as rig, ThreadPoolExecutor(1) as threads:
+        step = slow_step(rig)
+        call = rig.tensors(step)
+        output, _, _ = rig.expected(step, 0, call)
+        first, got, _ = rig.submit(1, 0, call)
+        second, _, _ = rig.submit(1, 1, call)
+        waiting = threads.submit(rig.client.wait, second, TIMEOUT_S)
+        wait_until(lambda: step.written[0])
+        rig.server.close()
+        assert rig.server.closed
+        with pytest.raises(ConnectionLostError, match="closed"):
+            waiting.result(TIMEOUT_S)
+        assert got.tobytes() == output.tobytes()
+        assert rig.wait(first) == OK  # it was answered before the lane ended
+        assert rig.server.stats()[0] == 1
+        rig.server.close()
+        with pytest.raises(ConnectionLostError, match="closed"):
+            rig.submit(1, 1, call)
+
+
+def test_a_sleeping_server_is_closed_and_dropped() -> None:
+    for _ in range(20):
+        with lane(spin_us=0.0) as rig:
+            rig.publish(1, (1,), (5,))
+            server = _ext.LaneServer(bytearray_aligned(), rig.session, rig.executor, 0.0, print)
+            del server
+
+
+def bytearray_aligned() -> Any:
+    memory = np.zeros(_ext.LANE_BYTES + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + _ext.LANE_BYTES]
+
+
+def test_time_runs_out() -> None:
+    with lane(**SLOW) as rig:
+        step = slow_step(rig)
+        number, _, _ = rig.submit(1, 0, rig.tensors(step))
+        wait_until(lambda: step.written[0])
+        assert rig.client.wait(number, 0.0) is None
+        assert rig.wait(number) == OK
+
+
+def test_many_calls_of_one_lane_do_not_keep_another_waiting() -> None:
+    """The other's eight calls, one after the other, come between the first ones of the sixty-four."""
+    shape = {"num_layers": 64, "head_size": 64, "block_size": 16, "num_blocks": 64, "region_bytes": 16 << 20}
+    with lane(**shape) as flood, lane(shared_with=flood, **shape) as other:
+        step = flood.publish(1, (128,), (512,))
+        call = flood.tensors(step)
+        places = [flood.put(call.query), flood.put(call.key), flood.put(call.value), flood.reserve(call.query.nbytes)]
+        single = other.tensors(other.publish(1, (1,), (512,), first_block=32))
+        numbers = [flood.client.submit(1, layer, False, 4, *places, None) for layer in range(64)]
+        for layer in range(8):
+            assert other.call(1, layer, single) == OK
+        assert flood.word(COMPLETED)[0] < 64
+        for number in numbers:
+            assert flood.wait(number) == OK
+
+
+def test_lanes_of_one_session_finish_a_step_together() -> None:
+    with lane(num_layers=64) as rig:
+        memory = bytearray_aligned()
+        server = _ext.LaneServer(memory, rig.session, rig.executor, 20.0, rig.faults.append)
+        client = _ext.LaneClient(memory, 20.0)
+        for step_id in range(1, 21):
+            rig.release_places()
+            call = rig.tensors(rig.publish(step_id, (1,), (5,)))
+            places = [rig.put(call.query), rig.put(call.key), rig.put(call.value), rig.reserve(call.query.nbytes)]
+            sent = [
+                (end, end.submit(step_id, layer, True, 4, *places, None))
+                for layer in range(64)
+                for end in (rig.client, client)
+                if layer % 2 == (end is client) or layer % 8 == 0
+            ]
+            answers = [end.wait(number, TIMEOUT_S) for end, number in sent]
+            assert sum(answer == OK for answer in answers) == 64
+            assert {answer[0] for answer in answers if answer} == {"", "LAYER_WRITTEN"}
+            assert rig.session.take_finished() == [step_id]
+            rig.session.retire(step_id)
+        server.close()
+
+
+def test_both_sides_sleep_and_wake() -> None:
+    with lane(spin_us=0.0) as rig:
+        for step_id in range(200):
+            rig.release_places()
+            call = rig.tensors(rig.publish(step_id, (1,), (5,)))
+            number, _, _ = rig.submit(step_id, 0, call)
+            with ThreadPoolExecutor(1) as threads:
+                assert threads.submit(rig.wait, number).result(TIMEOUT_S) == OK
+        assert rig.server.stats()[:2] == (200, 0)
