@@ -1,0 +1,62 @@
+"""A daemon that fails under a call: the lane ends, the client and the daemon are told."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvservice import _ext
+
+# The plan of a call of four million rows needs megabytes of which there are none left. What `on_fault` does to the
+# server must not keep it from ending.
+SCRIPT = """
+import gc, resource, sys
+from lane_rig import LaneRig
+from kvservice.errors import ConnectionLostError
+
+rig = LaneRig(num_layers=1, num_blocks=32, region_bytes=2 << 30)
+told = []
+def on_fault(text):
+    told.append(text)
+    if sys.argv[1] == "close": rig.server.close()
+    if sys.argv[1] == "drop": del rig.server
+    if sys.argv[1] == "raise": raise RuntimeError("on_fault itself")
+rig.faults.clear()
+rig.server.close()
+rig.server = type(rig.server)(rig.memory, rig.session, rig.executor, 20.0, on_fault)
+rig.client = type(rig.client)(rig.memory, 20.0)
+rig.publish(1, (64,), (64,))
+in_use = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (in_use + (1 << 20), resource.RLIM_INFINITY))
+places = [(0, 0), (0, 640 << 20), (0, 641 << 20), (0, 642 << 20)]
+answer = rig.client.wait(rig.client.submit(1, 0, False, 65534, *places, None), 60.0)
+resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+assert answer[:2] == ("INTERNAL", ""), answer
+while not told: pass
+try: rig.client.submit(1, 0, False, 4, *places, None)
+except ConnectionLostError as error: assert "failure" in str(error)
+else: raise AssertionError
+if sys.argv[1] != "drop":
+    assert rig.server.closed
+    assert rig.server.stats()[:2] == (1, 1)
+    rig.server.close()
+    del rig.server
+gc.collect()
+assert told == [answer[2]]
+print("done")
+"""
+
+
+@pytest.mark.parametrize("what", ["return", "close", "drop", "raise"])
+def test_a_fault_ends_the_lane_and_is_told(what: str) -> None:
+    root = Path(_ext.__file__).parent.parent
+    environment = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{Path(__file__).parent}"}
+    command = [sys.executable, "-P", "-c", SCRIPT, what]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "done\n", done.stderr
+    assert done.returncode == 0
+    assert ("on_fault itself" in done.stderr) == (what == "raise")
