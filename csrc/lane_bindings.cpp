@@ -47,6 +47,21 @@ py::array in_place(const py::object& object, const char* field, int type_num, co
   return array;
 }
 
+// (slot_mapping, query_lens, context_lens, block_tables, num_common_blocks, max_query_len), the first four addresses.
+LaneDeviceTables as_device_tables(const py::object& object) {
+  constexpr const char* kField = "device_tables";
+  require(PyTuple_Check(object.ptr()) && PyTuple_GET_SIZE(object.ptr()) == 6, kField, "is no tuple of six numbers");
+  const auto number = [&](Py_ssize_t i) { return as_int(PyTuple_GET_ITEM(object.ptr(), i), kField); };
+  LaneDeviceTables tables;
+  tables.slot_mapping = reinterpret_cast<const int64_t*>(number(0));
+  tables.query_lens = reinterpret_cast<const int32_t*>(number(1));
+  tables.context_lens = reinterpret_cast<const int32_t*>(number(2));
+  tables.block_tables = reinterpret_cast<const int32_t*>(number(3));
+  tables.num_common_blocks = number(4);
+  tables.max_query_len = number(5);
+  return tables;
+}
+
 // Of a buffer that is writable and contiguous.
 class Memory {
  public:
@@ -74,7 +89,8 @@ class PySession {
   LaneSession& get() { return session_; }
 
   void publish(const py::object& step_id, const py::object& written, const py::object& slot_mapping,
-               const py::object& query_lens, const py::object& context_lens, const py::object& block_tables) {
+               const py::object& query_lens, const py::object& context_lens, const py::object& block_tables,
+               const py::object& device_tables) {
     LaneStep step;
     step.id = as_int(step_id, "step_id");
     require(PyByteArray_Check(written.ptr()) && PyByteArray_GET_SIZE(written.ptr()) == session_.num_layers(), "written",
@@ -92,6 +108,7 @@ class PySession {
     step.query_lens = static_cast<const int32_t*>(lens.data());
     step.context_lens = static_cast<const int32_t*>(contexts.data());
     step.block_tables = static_cast<const int32_t*>(tables.data());
+    if (!device_tables.is_none()) step.device = as_device_tables(device_tables);
     auto hold = std::make_unique<Memory>(written);  // which also keeps the bytearray from being resized
     step.written = static_cast<uint8_t*>(hold->data());
     session_.publish(step);
@@ -285,7 +302,8 @@ void define_lane(py::module_& m) {
   py::class_<PySession>(m, "LaneSession", py::module_local())
       .def(py::init<const py::object&>(), py::arg("num_layers"))
       .def("publish", &PySession::publish, py::arg("step_id"), py::arg("written"), py::arg("slot_mapping"),
-           py::arg("query_lens"), py::arg("context_lens"), py::arg("block_tables"))
+           py::arg("query_lens"), py::arg("context_lens"), py::arg("block_tables"),
+           py::arg("device_tables") = py::none())
       .def("retire", &PySession::retire, py::arg("step_id"))
       .def("take_finished", [](PySession& self) { return self.get().take_finished(); })
       .def("add_region", &add_region, py::arg("address"), py::arg("num_bytes"))

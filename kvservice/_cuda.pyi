@@ -1,6 +1,27 @@
 """The CUDA extension. Pointers are integers, streams are handles, dtypes are the numbers of `DType` in csrc/pool.h
 (0 float32, 1 float16, 2 bfloat16, 3 float8_e4m3fn, 4 float8_e5m2). It imports without a driver."""
 
+# The same as there, but this module's own: a server here takes a session and an executor from here. Which module's the
+# client is does not matter.
+from kvservice._ext import (
+    LANE_BUCKETS as LANE_BUCKETS,
+)
+from kvservice._ext import (
+    LANE_BYTES as LANE_BYTES,
+)
+from kvservice._ext import (
+    LaneClient as LaneClient,
+)
+from kvservice._ext import (
+    LaneExecutor as LaneExecutor,
+)
+from kvservice._ext import (
+    LaneServer as LaneServer,
+)
+from kvservice._ext import (
+    LaneSession as LaneSession,
+)
+
 class CudaError(RuntimeError):
     """A CUDA call failed; `code` is its cudaError_t."""
 
@@ -29,6 +50,46 @@ class DeviceMemory:
     def export_fd(self) -> int: ...
     def close(self) -> None: ...
 
+class ImportedMemory:
+    """Memory that another process made as DeviceMemory and handed over as a descriptor, which stays the caller's;
+    `num_bytes` is all of it. There until it is closed, also when the other process is gone. InvalidArgumentError, field
+    fd or num_bytes. Not writable is how this process sees it: a kernel that writes nevertheless takes the device from
+    the process, but whoever has the descriptor can map it for writing."""
+
+    def __init__(self, device: int, fd: int, num_bytes: int, writable: bool) -> None: ...
+    @property
+    def pointer(self) -> int: ...
+    @property
+    def num_bytes(self) -> int: ...
+    def close(self) -> None: ...
+
+class IpcAllocation:
+    """Memory to share by handle: whole granules of 2 MiB, and nothing else in them."""
+
+    def __init__(self, device: int, num_bytes: int) -> None: ...
+    @property
+    def pointer(self) -> int: ...
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def handle(self) -> bytes:
+        """A cudaIpcMemHandle_t, 64 bytes."""
+
+    def close(self) -> None: ...
+
+class IpcMemory:
+    """The first `byte_size` bytes of another process's allocation, there until it is closed, also when the other
+    process has freed it or is gone. CudaError where the driver does not open the handle (201: it is of this process);
+    InvalidArgumentError, field raw_handle, where it is none or what it names is open already, field byte_size where the
+    allocation has not that many bytes. Closing waits for what is launched on the device."""
+
+    def __init__(self, device: int, raw_handle: bytes, byte_size: int) -> None: ...
+    @property
+    def pointer(self) -> int: ...
+    @property
+    def num_bytes(self) -> int: ...
+    def close(self) -> None: ...
+
 class HostRegistration:
     """Page-locks host memory that somebody else owns."""
 
@@ -47,9 +108,24 @@ class Event:
 
     def __init__(self, device: int, timing: bool = False) -> None: ...
     def record(self, stream: int) -> None: ...
+    def wait(self, stream: int) -> None:
+        """Makes what is launched on the stream from now on wait for what was recorded last."""
+
     def synchronize(self) -> None: ...
     def done(self) -> bool: ...
     def elapsed_ms(self, start: Event) -> float: ...
+
+class IpcEvent(Event):
+    """One that other processes can open. If the process that recorded it is killed before the stream gets there it is
+    never done, and a stream that waits for it stands for ever: wait only for those of a process that is trusted."""
+
+    def __init__(self, device: int) -> None: ...
+    @property
+    def handle(self) -> bytes:
+        """A cudaIpcEventHandle_t, 64 bytes."""
+
+def open_ipc_event(device: int, handle: bytes) -> IpcEvent:
+    """CudaError where the driver does not open the handle; InvalidArgumentError, field handle, where it is none."""
 
 def allocate_async(num_bytes: int, stream: int) -> int: ...
 def free_async(pointer: int, stream: int) -> None: ...
@@ -146,3 +222,31 @@ def copy_blocks(
     stream: int,
 ) -> None:
     """`src_ids`, `dst_ids`: NumPy int32 arrays, in host memory."""
+
+class CudaLaneExecutor(LaneExecutor):
+    """Computes calls of any number of lanes on a stream, each lane's thread waiting for its own.
+
+    Regions are memory of the device (also of another process, IpcMemory), or host memory that is page-locked
+    (HostRegistration); a call that names any other is refused. `dtype` is the tensors'. `scales` is the address of
+    float32[2, num_layers, num_kv_heads] on the device, of keys, then of values, or 0. `workspace_bytes`, at least
+    64 KiB, is its own to begin with, and grows. A call is waited for awake for `spin_us`, below a second, then asleep.
+    Stream, pool and scales outlive it. RESOURCE_EXHAUSTED is a reason, too, for which calls fail.
+    """
+
+    def __init__(
+        self,
+        device: int,
+        stream: int,
+        pool: int,
+        pool_dtype: int,
+        num_blocks: int,
+        num_layers: int,
+        num_kv_heads: int,
+        head_size: int,
+        block_size: int,
+        dtype: int,
+        scales: int,
+        batch_invariant: bool,
+        workspace_bytes: int,
+        spin_us: float,
+    ) -> None: ...

@@ -34,13 +34,24 @@ class LaneSession:
 
     def __init__(self, num_layers: int) -> None: ...
     def publish(
-        self, step_id: int, written: bytearray, slot_mapping: Any, query_lens: Any, context_lens: Any, block_tables: Any
+        self,
+        step_id: int,
+        written: bytearray,
+        slot_mapping: Any,
+        query_lens: Any,
+        context_lens: Any,
+        block_tables: Any,
+        device_tables: tuple[int, int, int, int, int, int] | None = None,
     ) -> None:
         """Lanes may compute the layers of this step from now on. Step ids rise.
 
         `written` has a byte for each layer, 1 where it is written: a lane sets it before it computes and clears it if
         that fails. `slot_mapping` int64 `[num_tokens]`, `query_lens` and `context_lens` int32 `[n]`, `block_tables`
         int32 `[n, max_blocks]`, all C-contiguous; they are read in place and must not change until retire().
+
+        `device_tables` is for executors that compute on a device: where the four arrays are there (addresses, which the
+        stream has written when it gets to the next launch), num_common_blocks and max_query_len as of `attention` in
+        kvservice.ops.cuda. They stay until retire() too.
         """
     def retire(self, step_id: int) -> None:
         """When it returns, no lane uses the step or its arrays, and none will. Unknown ids: nothing."""

@@ -47,6 +47,12 @@ def test_an_option_wins_over_the_environment_and_that_over_the_file(tmp_path: Pa
         ({"kv_cache_dtype": "int4"}, {}, "", "kv_cache_dtype", "option"),
         ({"kv_cache_dtype": "fp8", "head_size": 40}, {}, "", "kv_cache_dtype", "option"),
         ({"kv_scales": "scales.json"}, {}, "", "kv_scales", "option"),
+        ({"share_pool": "all"}, {}, "", "share_pool", "option"),
+        ({"max_lanes": -1}, {}, "", "max_lanes", "option"),
+        ({"lane_spin_us": "nan"}, {}, "", "lane_spin_us", "option"),
+        ({"max_region_mib": 0}, {}, "", "max_region_mib", "option"),
+        ({}, {"KVSERVICE_TRUSTED_UIDS": "root"}, "", "trusted_uids", "environment"),
+        ({"trusted_uids": "1,,2"}, {}, "", "trusted_uids", "option"),
     ],
 )
 def test_what_is_wrong_is_named_with_where_it_was_read(
@@ -132,3 +138,22 @@ def test_a_file_that_is_no_text(tmp_path: Path) -> None:
     (tmp_path / "kvservice.toml").write_bytes(b'dtype = "\xff"')
     with pytest.raises(InvalidArgumentError, match="config"):
         load_config({}, {}, tmp_path / "kvservice.toml")
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({}, ""),
+        ({"allow_client_shm": True}, "/run/kv.sock.fds"),
+        ({"share_pool": "read"}, "/run/kv.sock.fds"),
+        ({"share_pool": "write"}, "/run/kv.sock.fds"),
+        ({"share_pool": "write", "unix_socket": ""}, ""),
+    ],
+)
+def test_where_descriptors_are_handed_over(options: dict[str, Any], wanted: str) -> None:
+    assert load_config({"unix_socket": "/run/kv.sock"} | options, {}).handover_socket == wanted
+
+
+def test_who_is_trusted() -> None:
+    assert load_config({}, {}).trusted_uid_set == frozenset()
+    assert load_config({"trusted_uids": "1000,0,65534"}, {}).trusted_uid_set == {0, 1000, 65534}

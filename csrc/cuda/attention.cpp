@@ -127,6 +127,12 @@ int64_t attention_workspace_bytes(const AttentionParams& params, const CudaLaunc
   return workspace_bytes(params, choose(params, launch), launch.batch_invariant);
 }
 
+bool attention_is_decode(const AttentionParams& params, const CudaLaunch& launch) {
+  check(params);
+  const Choice choice = choose(params, launch);
+  return choice.decode.max > 0 && choice.extend.max == 0 && !choice.reference && !choice.cascade;
+}
+
 void attention_cuda(const AttentionParams& params, const CudaLaunch& launch) {
   check(params);
   if (params.num_tokens == 0) return;

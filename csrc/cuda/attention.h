@@ -34,6 +34,9 @@ struct QueryLens {
 // Bytes of workspace that attention_cuda wants for params of this shape (pointers are not looked at).
 int64_t attention_workspace_bytes(const AttentionParams& params, const CudaLaunch& launch);
 
+// Whether the decode kernel does all of it, which writes outputs in whole rows; the others write them bit by bit.
+bool attention_is_decode(const AttentionParams& params, const CudaLaunch& launch);
+
 // Throws ArgumentError where no kernel takes the shape, or the one that is asked for does not, or the workspace is too
 // small; CudaError where the launch fails.
 void attention_cuda(const AttentionParams& params, const CudaLaunch& launch);

@@ -2,12 +2,14 @@
 // a stream.
 #include "cuda/bindings.h"
 
+#include <cstring>
 #include <memory>
 #include <mutex>
 #include <set>
 #include <string>
 #include <utility>
 
+#include "cuda/ipc.h"
 #include "cuda/memory.h"
 #include "cuda/runtime.h"
 #include "errors.h"
@@ -21,27 +23,6 @@ size_t size_of(int64_t num_bytes) {
   require(num_bytes >= 0, "num_bytes", "is negative");
   return static_cast<size_t>(num_bytes);
 }
-
-// Closing takes what there is to close with the interpreter lock held, so that two threads do not close it twice, and
-// gives it back without: that may wait for the device.
-
-class Memory {
- public:
-  Memory(int device, int64_t num_bytes) : memory_(std::make_unique<DeviceMemory>(device, num_bytes)) {}
-  ~Memory() { close(); }
-  void close() {
-    std::unique_ptr<DeviceMemory> memory = std::move(memory_);
-    const py::gil_scoped_release release;
-    memory.reset();
-  }
-  const DeviceMemory& get() const {
-    require(memory_ != nullptr, "memory", "is closed");
-    return *memory_;
-  }
-
- private:
-  std::unique_ptr<DeviceMemory> memory_;
-};
 
 class HostRegistration {
  public:
@@ -66,14 +47,17 @@ class HostRegistration {
 
 class Event {
  public:
-  Event(int device, bool timing) {
-    const DeviceScope scope(device);
-    check_cuda(cudaEventCreateWithFlags(&event_, timing ? cudaEventDefault : cudaEventDisableTiming),
-               "cudaEventCreate");
+  Event(int device, bool timing)
+      : Event(device, static_cast<unsigned>(timing ? cudaEventDefault : cudaEventDisableTiming)) {}
+  ~Event() {
+    if (event_ != nullptr) forget_error(cudaEventDestroy(event_));
   }
-  ~Event() { forget_error(cudaEventDestroy(event_)); }
   Event(const Event&) = delete;
   Event& operator=(const Event&) = delete;
+  // Makes what is launched on the stream from now on wait for what was recorded last.
+  void wait(uintptr_t stream) const {
+    check_cuda(cudaStreamWaitEvent(stream_at(stream), event_, 0), "cudaStreamWaitEvent");
+  }
   void record(uintptr_t stream) const { check_cuda(cudaEventRecord(event_, stream_at(stream)), "cudaEventRecord"); }
   void synchronize() const { check_cuda(cudaEventSynchronize(event_), "cudaEventSynchronize"); }
   bool done() const {
@@ -90,10 +74,32 @@ class Event {
     check_cuda(cudaEventElapsedTime(&ms, start.event_, event_), "cudaEventElapsedTime");
     return ms;
   }
-  cudaEvent_t handle() const { return event_; }
 
- private:
+ protected:
+  Event(int device, unsigned flags) {
+    const DeviceScope scope(device);
+    check_cuda(cudaEventCreateWithFlags(&event_, flags), "cudaEventCreate");
+  }
+  Event() = default;
+
   cudaEvent_t event_ = nullptr;
+};
+
+class IpcEvent : public Event {
+ public:
+  explicit IpcEvent(int device) : Event(device, unsigned{cudaEventInterprocess | cudaEventDisableTiming}) {}
+  IpcEvent(int device, const std::string& handle) {
+    cudaIpcEventHandle_t raw;
+    require(handle.size() == sizeof(raw), "handle", "has not 64 bytes");
+    std::memcpy(&raw, handle.data(), sizeof(raw));
+    const DeviceScope scope(device);
+    check_cuda(cudaIpcOpenEventHandle(&event_, raw), "cudaIpcOpenEventHandle");
+  }
+  py::bytes handle() const {
+    cudaIpcEventHandle_t handle;
+    check_cuda(cudaIpcGetEventHandle(&handle, event_), "cudaIpcGetEventHandle");
+    return py::bytes(reinterpret_cast<const char*>(&handle), sizeof(handle));
+  }
 };
 
 class Stream {
@@ -110,9 +116,7 @@ class Stream {
   Stream& operator=(const Stream&) = delete;
   uintptr_t handle() const { return reinterpret_cast<uintptr_t>(stream_); }
   void synchronize() const { check_cuda(cudaStreamSynchronize(stream_), "cudaStreamSynchronize"); }
-  void wait(const Event& event) const {
-    check_cuda(cudaStreamWaitEvent(stream_, event.handle(), 0), "cudaStreamWaitEvent");
-  }
+  void wait(const Event& event) const { event.wait(handle()); }
 
  private:
   cudaStream_t stream_ = nullptr;
@@ -158,13 +162,23 @@ void fill_async(uintptr_t dst, int byte, int64_t num_bytes, uintptr_t stream) {
 }
 
 void define_memory(py::module_& m) {
-  py::class_<Memory>(m, "DeviceMemory")
+  define_owned_memory<DeviceMemory>(m, "DeviceMemory")
       .def(py::init<int, int64_t>(), py::arg("device"), py::arg("num_bytes"), Unlocked())
-      .def_property_readonly("pointer",
-                             [](const Memory& memory) { return reinterpret_cast<uintptr_t>(memory.get().data()); })
-      .def_property_readonly("num_bytes", [](const Memory& memory) { return memory.get().bytes(); })
-      .def("export_fd", [](const Memory& memory) { return memory.get().export_fd(); })
-      .def("close", &Memory::close);
+      .def("export_fd", [](const Owned<DeviceMemory>& memory) { return memory.get().export_fd(); });
+  define_owned_memory<ImportedMemory>(m, "ImportedMemory")
+      .def(py::init<int, int, int64_t, bool>(), py::arg("device"), py::arg("fd"), py::arg("num_bytes"),
+           py::arg("writable"), Unlocked());
+  define_owned_memory<IpcAllocation>(m, "IpcAllocation")
+      .def(py::init<int, int64_t>(), py::arg("device"), py::arg("num_bytes"), Unlocked())
+      .def_property_readonly("handle",
+                             [](const Owned<IpcAllocation>& memory) { return py::bytes(memory.get().handle()); });
+  define_owned_memory<IpcMemory>(m, "IpcMemory")
+      .def(py::init([](int device, const py::bytes& raw_handle, int64_t byte_size) {
+             const std::string handle = raw_handle;
+             const py::gil_scoped_release release;
+             return std::make_unique<Owned<IpcMemory>>(device, handle, byte_size);
+           }),
+           py::arg("device"), py::arg("raw_handle"), py::arg("byte_size"));
   py::class_<HostRegistration>(m, "HostRegistration")
       .def(py::init<uintptr_t, int64_t>(), py::arg("address"), py::arg("num_bytes"), Unlocked())
       .def("close", &HostRegistration::close);
@@ -179,9 +193,17 @@ void define_streams(py::module_& m) {
   py::class_<Event>(m, "Event")
       .def(py::init<int, bool>(), py::arg("device"), py::arg("timing") = false, Unlocked())
       .def("record", &Event::record, py::arg("stream"), Unlocked())
+      .def("wait", &Event::wait, py::arg("stream"), Unlocked())
       .def("synchronize", &Event::synchronize, Unlocked())
       .def("done", &Event::done)
       .def("elapsed_ms", &Event::elapsed_ms, py::arg("start"));
+  py::class_<IpcEvent, Event>(m, "IpcEvent")
+      .def(py::init<int>(), py::arg("device"), Unlocked())
+      .def_property_readonly("handle", &IpcEvent::handle);
+  m.def(
+      "open_ipc_event",
+      [](int device, const py::bytes& handle) { return std::make_unique<IpcEvent>(device, std::string(handle)); },
+      py::arg("device"), py::arg("handle"));
   py::class_<Stream>(m, "Stream")
       .def(py::init<int, bool>(), py::arg("device"), py::arg("high_priority") = false, Unlocked())
       .def_property_readonly("handle", &Stream::handle)

@@ -18,12 +18,6 @@ namespace py = pybind11;
 namespace kvservice {
 namespace {
 
-DType dtype_of(int number, const char* field) {
-  require(number >= static_cast<int>(DType::kFloat32) && number <= static_cast<int>(DType::kFloat8E5M2), field,
-          "is not a dtype");
-  return static_cast<DType>(number);
-}
-
 // --- the device
 
 int device_count() {
@@ -260,6 +254,7 @@ PYBIND11_MODULE(_cuda, m) {
   define_errors(m);
   define_device(m);
   define_objects(m);
+  define_lane_executor(m);
   define_attention(m);
   define_move_kv<write_kv_cuda>(m, "write_kv", "slot_mapping");
   define_move_kv<read_kv_cuda>(m, "read_kv", "slots");

@@ -23,6 +23,7 @@ namespace {
 constexpr int kTile = 16;
 constexpr int kThreads = 128;
 constexpr int kHeadSizeMax = 256;
+constexpr int64_t kVectorBytes = sizeof(uint4);
 
 template <__nv_fp8_interpretation_t kind>
 struct Float8 {
@@ -228,8 +229,19 @@ __device__ void move_values_inside(const Job<P, T>& job, P* shared) {
   }
 }
 
+// Of thread blocks behind those of the heads: one vector a thread, so that all of them are on the host's link at once.
+__device__ void copy_beside(const CopyBeside& copy, int64_t block) {
+  const int64_t i = block * kThreads + threadIdx.x;
+  if (i < copy.bytes / kVectorBytes) static_cast<uint4*>(copy.to)[i] = static_cast<const uint4*>(copy.from)[i];
+}
+
 template <bool kWrite, class P, class T>
-__global__ void __launch_bounds__(kThreads) move_slots(const __grid_constant__ KvSlotsParams p) {
+__global__ void __launch_bounds__(kThreads)
+    move_slots(const __grid_constant__ KvSlotsParams p, const __grid_constant__ CopyBeside copy) {
+  if constexpr (kWrite) {
+    const int64_t row = static_cast<int64_t>(blockIdx.y) - p.pool.num_kv_heads;
+    if (row >= 0) return copy_beside(copy, row * gridDim.x + blockIdx.x);
+  }
   __shared__ Places<P> places;
   __shared__ alignas(16) P shared[Tile<P, T>::kElements];
   const Job<P, T> job{p, places, static_cast<int64_t>(blockIdx.x) * kTile, static_cast<int>(blockIdx.y)};
@@ -250,22 +262,23 @@ __global__ void __launch_bounds__(kThreads) move_slots(const __grid_constant__ K
 }
 
 template <bool kWrite, class P, class T>
-void launch(const KvSlotsParams& p, cudaStream_t stream) {
-  const dim3 grid(static_cast<unsigned>((p.num_tokens + kTile - 1) / kTile),
-                  static_cast<unsigned>(p.pool.num_kv_heads));
-  move_slots<kWrite, P, T><<<grid, kThreads, 0, stream>>>(p);
+void launch(const KvSlotsParams& p, const CopyBeside& copy, cudaStream_t stream) {
+  const int64_t num_tiles = (p.num_tokens + kTile - 1) / kTile;
+  const int64_t rows = (copy.bytes + num_tiles * kThreads * kVectorBytes - 1) / (num_tiles * kThreads * kVectorBytes);
+  const dim3 grid(static_cast<unsigned>(num_tiles), static_cast<unsigned>(p.pool.num_kv_heads + rows));
+  move_slots<kWrite, P, T><<<grid, kThreads, 0, stream>>>(p, copy);
   check_launch(kWrite ? "write_kv" : "read_kv");
 }
 
 template <bool kWrite, class P>
-void launch_converting(const KvSlotsParams& p, cudaStream_t stream) {
+void launch_converting(const KvSlotsParams& p, const CopyBeside& copy, cudaStream_t stream) {
   switch (p.dtype) {
     case DType::kFloat32:
-      return launch<kWrite, P, float>(p, stream);
+      return launch<kWrite, P, float>(p, copy, stream);
     case DType::kFloat16:
-      return launch<kWrite, P, __half>(p, stream);
+      return launch<kWrite, P, __half>(p, copy, stream);
     default:
-      return launch<kWrite, P, __nv_bfloat16>(p, stream);
+      return launch<kWrite, P, __nv_bfloat16>(p, copy, stream);
   }
 }
 
@@ -290,25 +303,31 @@ void check(const KvSlotsParams& p) {
 }
 
 template <bool kWrite>
-void move(const KvSlotsParams& p, cudaStream_t stream) {
+void move(const KvSlotsParams& p, const CopyBeside& copy, cudaStream_t stream) {
   check(p);
-  if (p.num_tokens == 0) return;
+  require(copy.bytes >= 0 && copy.bytes <= kMostBytesBeside && copy.bytes % kVectorBytes == 0, "copy",
+          "is not of some vectors up to a MiB");
+  if (p.num_tokens == 0) return;  // which have nothing to be copied beside, either
   switch (p.pool.dtype) {
     case DType::kFloat32:
-      return launch<kWrite, uint32_t, uint32_t>(p, stream);
+      return launch<kWrite, uint32_t, uint32_t>(p, copy, stream);
     case DType::kFloat8E4M3:
-      return launch_converting<kWrite, E4M3>(p, stream);
+      return launch_converting<kWrite, E4M3>(p, copy, stream);
     case DType::kFloat8E5M2:
-      return launch_converting<kWrite, E5M2>(p, stream);
+      return launch_converting<kWrite, E5M2>(p, copy, stream);
     default:
-      return launch<kWrite, uint16_t, uint16_t>(p, stream);
+      return launch<kWrite, uint16_t, uint16_t>(p, copy, stream);
   }
 }
 
 }  // namespace
 
-void write_kv_cuda(const KvSlotsParams& params, cudaStream_t stream) { move<true>(params, stream); }
+void write_kv_cuda(const KvSlotsParams& params, cudaStream_t stream) { move<true>(params, {}, stream); }
 
-void read_kv_cuda(const KvSlotsParams& params, cudaStream_t stream) { move<false>(params, stream); }
+void write_kv_cuda(const KvSlotsParams& params, const CopyBeside& copy, cudaStream_t stream) {
+  move<true>(params, copy, stream);
+}
+
+void read_kv_cuda(const KvSlotsParams& params, cudaStream_t stream) { move<false>(params, {}, stream); }
 
 }  // namespace kvservice

@@ -1,27 +1,12 @@
 #include "cuda/memory.h"
 
-#include <cuda.h>  // types only: nothing of the driver is linked
-
 #include <string>
 
+#include "cuda/driver.h"
 #include "errors.h"
 
 namespace kvservice {
 namespace {
-
-template <class Function>
-void find(const char* name, Function& function) {
-  constexpr unsigned kSinceVersion = 10020;  // the first with all of them
-  void* pointer = nullptr;
-  cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
-#if CUDART_VERSION >= 12050
-  check_cuda(cudaGetDriverEntryPointByVersion(name, &pointer, kSinceVersion, cudaEnableDefault, &found), name);
-#else
-  check_cuda(cudaGetDriverEntryPoint(name, &pointer, cudaEnableDefault, &found), name);
-#endif
-  if (found != cudaDriverEntryPointSuccess || pointer == nullptr) throw CudaError(cudaErrorSymbolNotFound, name);
-  function = reinterpret_cast<Function>(pointer);
-}
 
 struct Driver {
   decltype(&cuMemGetAllocationGranularity) granularity;
@@ -33,28 +18,25 @@ struct Driver {
   decltype(&cuMemUnmap) unmap;
   decltype(&cuMemSetAccess) set_access;
   decltype(&cuMemExportToShareableHandle) export_handle;
+  decltype(&cuMemImportFromShareableHandle) import_handle;
 
   Driver() {
-    find("cuMemGetAllocationGranularity", granularity);
-    find("cuMemCreate", create);
-    find("cuMemRelease", release);
-    find("cuMemAddressReserve", reserve);
-    find("cuMemAddressFree", free_address);
-    find("cuMemMap", map);
-    find("cuMemUnmap", unmap);
-    find("cuMemSetAccess", set_access);
-    find("cuMemExportToShareableHandle", export_handle);
+    find_driver_function("cuMemGetAllocationGranularity", granularity);
+    find_driver_function("cuMemCreate", create);
+    find_driver_function("cuMemRelease", release);
+    find_driver_function("cuMemAddressReserve", reserve);
+    find_driver_function("cuMemAddressFree", free_address);
+    find_driver_function("cuMemMap", map);
+    find_driver_function("cuMemUnmap", unmap);
+    find_driver_function("cuMemSetAccess", set_access);
+    find_driver_function("cuMemExportToShareableHandle", export_handle);
+    find_driver_function("cuMemImportFromShareableHandle", import_handle);
   }
 };
 
 const Driver& driver() {
   static const Driver driver;
   return driver;
-}
-
-// The runtime's codes are the driver's.
-void check_driver(CUresult result, const std::string& what) {
-  check_cuda(static_cast<cudaError_t>(result), what.c_str());
 }
 
 CUmemAllocationProp properties(int device) {
@@ -94,7 +76,31 @@ struct Mapping {
     if (address != 0) driver().free_address(address, bytes);
     if (handle != 0) driver().release(handle);
   }
+
+  CUresult map() {
+    CUresult result = driver().reserve(&address, bytes, 0, 0, 0);
+    if (result == CUDA_SUCCESS) result = driver().map(address, bytes, 0, handle, 0);
+    mapped = result == CUDA_SUCCESS;
+    return result;
+  }
+
+  void allow(int device, CUmemAccess_flags flags) const {
+    CUmemAccessDesc access = {};
+    access.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+    access.location.id = device;
+    access.flags = flags;
+    check_driver(driver().set_access(address, bytes, &access, 1), "cuMemSetAccess");
+  }
 };
+
+void give_back(int device, int64_t bytes, CUmemGenericAllocationHandle handle, CUdeviceptr address) {
+  wait_for_device(device);  // memory must not go while a kernel uses it
+  Mapping mapping;
+  mapping.bytes = static_cast<size_t>(bytes);
+  mapping.handle = handle;
+  mapping.address = address;
+  mapping.mapped = true;
+}
 
 }  // namespace
 
@@ -105,31 +111,15 @@ DeviceMemory::DeviceMemory(int device, int64_t bytes) : device_(device) {
   Mapping mapping;
   mapping.bytes = round_up(bytes, prop);
   check_driver(driver().create(&mapping.handle, mapping.bytes, &prop, 0), wanted_text(mapping.bytes));
-  check_driver(driver().reserve(&mapping.address, mapping.bytes, 0, 0, 0), "cuMemAddressReserve");
-  check_driver(driver().map(mapping.address, mapping.bytes, 0, mapping.handle, 0), "cuMemMap");
-  mapping.mapped = true;
-  CUmemAccessDesc access = {};
-  access.location = prop.location;
-  access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
-  check_driver(driver().set_access(mapping.address, mapping.bytes, &access, 1), "cuMemSetAccess");
+  check_driver(mapping.map(), "cuMemAddressReserve or cuMemMap");
+  mapping.allow(device, CU_MEM_ACCESS_FLAGS_PROT_READWRITE);
   mapping.keep = true;
   bytes_ = static_cast<int64_t>(mapping.bytes);
   handle_ = mapping.handle;
   address_ = mapping.address;
 }
 
-DeviceMemory::~DeviceMemory() {
-  int previous = 0;
-  forget_error(cudaGetDevice(&previous));
-  forget_error(cudaSetDevice(device_));
-  forget_error(cudaDeviceSynchronize());  // memory must not go while a kernel uses it
-  forget_error(cudaSetDevice(previous));
-  Mapping mapping;
-  mapping.bytes = static_cast<size_t>(bytes_);
-  mapping.handle = handle_;
-  mapping.address = address_;
-  mapping.mapped = true;
-}
+DeviceMemory::~DeviceMemory() { give_back(device_, bytes_, handle_, address_); }
 
 int DeviceMemory::export_fd() const {
   int fd = -1;
@@ -137,5 +127,24 @@ int DeviceMemory::export_fd() const {
                "cuMemExportToShareableHandle");
   return fd;
 }
+
+ImportedMemory::ImportedMemory(int device, int fd, int64_t bytes, bool writable) : device_(device), bytes_(bytes) {
+  require(bytes > 0, "num_bytes", "is not positive");
+  require(fd >= 0, "fd", "is negative");
+  const DeviceScope scope(device);
+  Mapping mapping;
+  mapping.bytes = static_cast<size_t>(bytes);
+  void* const descriptor = reinterpret_cast<void*>(static_cast<intptr_t>(fd));
+  const CUresult imported =
+      driver().import_handle(&mapping.handle, descriptor, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+  require(imported == CUDA_SUCCESS, "fd", "is no memory of a CUDA device that can be imported");
+  require(mapping.map() == CUDA_SUCCESS, "num_bytes", "is not the size of the memory");
+  mapping.allow(device, writable ? CU_MEM_ACCESS_FLAGS_PROT_READWRITE : CU_MEM_ACCESS_FLAGS_PROT_READ);
+  mapping.keep = true;
+  handle_ = mapping.handle;
+  address_ = mapping.address;
+}
+
+ImportedMemory::~ImportedMemory() { give_back(device_, bytes_, handle_, address_); }
 
 }  // namespace kvservice

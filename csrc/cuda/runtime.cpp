@@ -42,4 +42,12 @@ DeviceScope::DeviceScope(int device) {
 
 DeviceScope::~DeviceScope() { forget_error(cudaSetDevice(previous_)); }
 
+void wait_for_device(int device) {
+  int previous = 0;
+  forget_error(cudaGetDevice(&previous));
+  forget_error(cudaSetDevice(device));
+  forget_error(cudaDeviceSynchronize());
+  forget_error(cudaSetDevice(previous));
+}
+
 }  // namespace kvservice

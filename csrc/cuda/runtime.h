@@ -56,4 +56,7 @@ class DeviceScope {
   int previous_ = 0;
 };
 
+// All of its streams. Where nobody can be told of an error, as in destructors.
+void wait_for_device(int device);
+
 }  // namespace kvservice

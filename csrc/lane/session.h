@@ -14,6 +14,16 @@
 
 namespace kvservice {
 
+// A step's arrays where an executor that computes on a device finds them, and what the host knows of them.
+struct LaneDeviceTables {
+  const int64_t* slot_mapping = nullptr;
+  const int32_t* query_lens = nullptr;
+  const int32_t* context_lens = nullptr;
+  const int32_t* block_tables = nullptr;
+  int64_t num_common_blocks = 0;  // see AttentionParams
+  int64_t max_query_len = 0;
+};
+
 // A step (see kvservice/blocks/steps.py). The arrays stay as they are until retire() has returned.
 struct LaneStep {
   int64_t id = 0;
@@ -24,6 +34,7 @@ struct LaneStep {
   const int32_t* query_lens = nullptr;    // [num_seqs]
   const int32_t* context_lens = nullptr;  // [num_seqs]
   const int32_t* block_tables = nullptr;  // [num_seqs, max_blocks]
+  LaneDeviceTables device;                // the same, on a device; empty for executors on the host
   uint8_t* written = nullptr;             // [num_layers] 1 where the layer is written; Python changes them too
 };
 

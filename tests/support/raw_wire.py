@@ -21,6 +21,7 @@ from kvservice.v1 import (
     attention_pb2_grpc,
     blocks_pb2,
     blocks_pb2_grpc,
+    host_pb2_grpc,
     pool_pb2,
     pool_pb2_grpc,
     session_pb2,
@@ -106,6 +107,7 @@ class Wire:
             "BlockService": blocks_pb2_grpc.BlockServiceStub(self.channel),
             "AttentionService": attention_pb2_grpc.AttentionServiceStub(self.channel),
             "SharedMemoryService": shared_memory_pb2_grpc.SharedMemoryServiceStub(self.channel),
+            "HostService": host_pb2_grpc.HostServiceStub(self.channel),
         }
         self.methods = {
             call_name(method.name): getattr(stubs[service.name], method.name)
