@@ -101,6 +101,9 @@ class Stream:
     @property
     def handle(self) -> int: ...
     def synchronize(self) -> None: ...
+    def idle(self) -> bool:
+        """Whether all that was launched on it is done."""
+
     def wait(self, event: Event) -> None: ...
 
 class Event:

@@ -116,6 +116,12 @@ class Stream {
   Stream& operator=(const Stream&) = delete;
   uintptr_t handle() const { return reinterpret_cast<uintptr_t>(stream_); }
   void synchronize() const { check_cuda(cudaStreamSynchronize(stream_), "cudaStreamSynchronize"); }
+  bool idle() const {
+    const cudaError_t code = cudaStreamQuery(stream_);
+    forget_error(code);
+    if (code != cudaErrorNotReady) check_cuda(code, "cudaStreamQuery");
+    return code == cudaSuccess;
+  }
   void wait(const Event& event) const { event.wait(handle()); }
 
  private:
@@ -208,6 +214,7 @@ void define_streams(py::module_& m) {
       .def(py::init<int, bool>(), py::arg("device"), py::arg("high_priority") = false, Unlocked())
       .def_property_readonly("handle", &Stream::handle)
       .def("synchronize", &Stream::synchronize, Unlocked())
+      .def("idle", &Stream::idle)
       .def("wait", &Stream::wait, py::arg("event"), Unlocked());
 }
 

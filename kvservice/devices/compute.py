@@ -66,6 +66,7 @@ class Compute:
         self._cuda = cuda
         self._device = device
         self.stream: _cuda.Stream = cuda.Stream(device, True)
+        self.aside: _cuda.Stream = cuda.Stream(device)  # for what need not wait for it
         on_start = partial(cuda.set_device, device)
         self.queue = ByteQueue((cuda.CudaError,), on_start)
         self._waiter = ThreadPoolExecutor(1, thread_name_prefix="landing", initializer=on_start)
@@ -141,10 +142,11 @@ class Compute:
         return _awaited(done)
 
     def _is_quick(self, call: Call[T]) -> bool:
-        """Whether it is short, and nothing stands before it: no call that is under way, no copy of its blocks."""
+        """Whether it is short, and nothing stands before it: no call that is under way, of a lane's either, no copy of
+        its blocks."""
         if call.seconds > INLINE_S or not self.queue.idle or not (self._newest is None or self._newest.done()):
             return False
-        if not self.arena.has_room(call.num_bytes):
+        if not self.arena.has_room(call.num_bytes) or not self.queue.guarded(self.stream.idle):
             return False
         return not self.queue.guarded(lambda: self.copies.hold_up(call.reads, call.writes))
 

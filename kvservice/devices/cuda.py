@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Awaitable, Callable, Sequence
+import os
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +15,19 @@ from kvservice.blocks import Step
 from kvservice.config import ServeConfig
 from kvservice.devices import sizing
 from kvservice.devices.arena import Arena, Region, aligned, offsets_of
-from kvservice.devices.base import Array, AttentionOptions, Int32, Int64
+from kvservice.devices.base import (
+    Array,
+    AttentionOptions,
+    CudaRegion,
+    Int32,
+    Int64,
+    LaneServer,
+    LaneSession,
+    PoolDescriptor,
+)
 from kvservice.devices.compute import Call, Compute
 from kvservice.devices.copies import Copies, Tier
+from kvservice.devices.cuda_lanes import CudaLanes, CudaLaneSession
 from kvservice.devices.kernels import COUNTER_BYTES, Kernels
 from kvservice.devices.scales import load_scales
 from kvservice.devices.warmup import warm_up
@@ -23,6 +35,7 @@ from kvservice.errors import InvalidArgumentError, ResourceExhaustedError
 from kvservice.pool.cpu import CpuPool
 from kvservice.pool.cuda import OUT_OF_MEMORY, CudaPool
 from kvservice.pool.layout import TENSOR_DTYPES
+from kvservice.pool.sealed import SealedMemory
 
 if TYPE_CHECKING:
     from kvservice import _cuda
@@ -42,6 +55,8 @@ class CudaDevice:
         self._cuda, self._number = _load(config)
         self._config = config
         self.layout = config.layout
+        self.lane_bytes: int = self._cuda.LANE_BYTES
+        self.lane_buckets_s: tuple[float, ...] = self._cuda.LANE_BUCKETS
         self._dtype = TENSOR_DTYPES[config.dtype]
         self._token_layer_bytes = self.layout.token_bytes // self.layout.num_layers
         try:
@@ -49,6 +64,7 @@ class CudaDevice:
             self._compute = Compute(self._cuda, self._number)
             self._take_workspaces()
             self._take_pools()
+            self._lanes = self._take_lanes() if config.allow_client_shm else None
         except self._cuda.CudaError as error:
             raise _start_error(error, config.device) from None
 
@@ -97,6 +113,11 @@ class CudaDevice:
         tiers = Tier(self.pool.pointer, num_blocks), Tier(self.swap_pool.blocks.ctypes.data, self.num_swap_blocks)
         compute.copies = Copies(cuda, self._number, compute.stream, *tiers, self.layout.block_bytes)
         self._kernels = Kernels(cuda, config, compute.stream.handle, self.pool.pointer, self.num_blocks, self._scales)
+
+    def _take_lanes(self) -> CudaLanes:
+        self.memory_bytes["workspaces"] += sizing.LANE_WORKSPACE_BYTES
+        pool = self.pool.pointer, self.num_blocks, self._scales
+        return CudaLanes(self._cuda, self._number, self._config, self._compute, *pool)
 
     @property
     def fault(self) -> BaseException | None:
@@ -230,10 +251,53 @@ class CudaDevice:
         launch_or_not = launch if len(slots) else lambda _: None
         return compute.start(Call(None, end, blocks, NO_BLOCKS, end / LINK_BYTES_PER_S, launch_or_not, result))
 
+    def lane_session(self) -> CudaLaneSession:
+        return self._open_lanes.session()
+
+    def open_lane(self, memory: SealedMemory, session: LaneSession) -> LaneServer:
+        assert isinstance(session, CudaLaneSession), "it was made here"
+        lane: LaneServer = self._open_lanes.open(memory, session)
+        return lane
+
+    def open_cuda_region(self, session: LaneSession, raw_handle: bytes, device_id: int, byte_size: int) -> CudaRegion:
+        assert isinstance(session, CudaLaneSession), "it was made here"
+        return self._open_lanes.open_client_memory(session, raw_handle, device_id, byte_size)
+
+    @property
+    def _open_lanes(self) -> CudaLanes:
+        assert self._lanes is not None, "clients may share memory"
+        return self._lanes
+
+    def prepare(self, step: Step) -> Awaitable[None] | None:
+        """Wait for the copies that have to do with the step's blocks, and for its tables."""
+        compute = self._compute
+        tables = compute.tables_of(step)
+        num_bytes = tables.num_pending_bytes
+        reads, writes = tables.host_block_tables, tables.written_blocks
+        seconds = num_bytes / LINK_BYTES_PER_S
+
+        def launch(region: Region) -> None:
+            compute.upload_tables(tables, region, 0)
+
+        return compute.start(Call(step, num_bytes, reads, writes, seconds, launch, lambda _: None))
+
+    def publish(self, session: LaneSession, step: Step, written: bytearray) -> None:
+        assert isinstance(session, CudaLaneSession), "it was made here"
+        session.publish(step, written, self._compute.tables_of(step))
+
+    @contextlib.contextmanager
+    def exported_pool(self) -> Iterator[PoolDescriptor]:
+        descriptor, num_bytes = self.pool.export()
+        try:
+            yield PoolDescriptor(descriptor, num_bytes)
+        finally:
+            os.close(descriptor)
+
     def close(self) -> None:
         self._compute.close()
         if self.fault is not None:
             return  # nothing can be asked of the device any more; the process ends
+        self._lanes = None
         if self._swap_registration is not None:
             self._swap_registration.close()
         self._compute.arena.close()

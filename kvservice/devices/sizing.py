@@ -12,6 +12,8 @@ from kvservice.pool.layout import TENSOR_DTYPES
 
 # Device memory is handed out in pieces of this size.
 GRANULE_BYTES = 2 << 20
+# Of the lanes' executor, to begin with: calls that ask for more are few.
+LANE_WORKSPACE_BYTES = 64 << 20
 # Groups of query heads to one KV head, for which a workspace is asked for: how many a client has is not known before.
 GROUPS = (1, 4, 8, 16, 64)
 # The kernels take no more.
@@ -60,6 +62,7 @@ def blocks_that_fit(cuda: ModuleType, device: int, config: ServeConfig) -> int:
     Raises ResourceExhaustedError with the numbers if not one fits.
     """
     free, total = cuda.memory_info(device)
+    free -= LANE_WORKSPACE_BYTES if config.allow_client_shm else 0
     usable = int(free * config.gpu_memory_utilization) // GRANULE_BYTES * GRANULE_BYTES
     num_blocks = usable // config.layout.block_bytes
     if num_blocks < 1:

@@ -41,10 +41,9 @@ class CudaPool:
             total=total,
         )
 
-    def export_fd(self) -> int:
-        """A new descriptor of the memory, the caller's to close."""
-        descriptor: int = self._memory.export_fd()
-        return descriptor
+    def export(self) -> tuple[int, int]:
+        """A new descriptor of the memory, the caller's to close, and the bytes of all of it."""
+        return self._memory.export_fd(), self._memory.num_bytes
 
     def close(self) -> None:
         self._memory.close()

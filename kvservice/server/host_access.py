@@ -187,7 +187,10 @@ class HostAccess:
         self.publishing = None
         if self._lane is None and self._tables is None:
             return None
-        prepared = self._device.prepare(step)
+        try:
+            prepared = self._device.prepare(step)
+        except ResourceExhaustedError:
+            return None  # the step is open, and its layers go by messages
         if prepared is None:
             self._publish(step)
         else:

@@ -93,6 +93,10 @@ class Stream:
         with self.cuda.call():
             self.cuda.run_until(lambda: not self._pieces)
 
+    def idle(self) -> bool:
+        with self.cuda.call():
+            return not self._pieces
+
     @property
     def can_run(self) -> bool:
         return not self.held and bool(self._pieces) and self._pieces[0][0]()

@@ -1,0 +1,162 @@
+"""Lanes over a pool on a GPU: each lane's thread launches its calls on the compute stream, and waits for them."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvservice.blocks import Step
+from kvservice.config import ServeConfig
+from kvservice.devices.base import Array
+from kvservice.devices.compute import Compute
+from kvservice.devices.sizing import LANE_WORKSPACE_BYTES
+from kvservice.devices.tables import StepTables
+from kvservice.errors import InvalidArgumentError, RegionNotOpenedError, ResourceExhaustedError
+from kvservice.ops.device_array import DTYPE_NUMBERS
+from kvservice.pool.sealed import SealedMemory
+
+if TYPE_CHECKING:
+    from kvservice import _cuda
+
+# How long a lane's thread looks whether a call is done before it sleeps: being woken takes some 30 us.
+LOOK_US = 1000.0
+
+
+class CudaLaneSession:
+    """A `LaneSession` whose host memory is page-locked, and whose steps keep their tables on the device."""
+
+    def __init__(self, cuda: ModuleType, num_layers: int) -> None:
+        self._cuda = cuda
+        self.native: _cuda.LaneSession = cuda.LaneSession(num_layers)
+        self._steps: dict[int, Step] = {}
+        self._page_locks: dict[int, _cuda.HostRegistration] = {}
+        self.set_draining = self.native.set_draining
+        self.take_finished = self.native.take_finished
+
+    def publish(self, step: Step, written: bytearray, tables: StepTables) -> None:
+        self._steps[step.step_id] = step
+        device_tables = (
+            tables.slots,
+            tables.query_lens,
+            tables.context_lens,
+            tables.block_tables,
+            tables.num_common_blocks,
+            tables.max_query_len,
+        )
+        arrays = step.slot_mapping, step.query_lens, step.context_lens, tables.host_block_tables
+        self.native.publish(step.step_id, written, *arrays, device_tables)
+
+    def retire(self, step_id: int) -> None:
+        self.native.retire(step_id)
+        self._steps.pop(step_id, None)
+
+    def add_region(self, address: int, num_bytes: int) -> int:
+        """Raises ResourceExhaustedError where the memory cannot be page-locked."""
+        try:
+            page_lock = self._cuda.HostRegistration(address, num_bytes)
+        except self._cuda.CudaError as error:
+            raise ResourceExhaustedError(f"{num_bytes} bytes cannot be page-locked: {error}") from None
+        number = self.native.add_region(address, num_bytes)
+        self._page_locks[number] = page_lock
+        return number
+
+    def remove_region(self, number: int) -> None:
+        self.native.remove_region(number)
+        if (page_lock := self._page_locks.pop(number, None)) is not None:
+            page_lock.close()
+
+
+class ClientMemory:
+    """A `CudaRegion`: a client's memory, which is there until it is closed here, whatever the client does."""
+
+    def __init__(self, cuda: ModuleType, compute: Compute, session: CudaLaneSession, memory: _cuda.IpcMemory) -> None:
+        self._cuda, self._compute, self._session, self._memory = cuda, compute, session, memory
+        self.number = session.native.add_region(memory.pointer, memory.num_bytes)
+
+    def check(self, end: int) -> None:
+        pass
+
+    def read(self, begin: int, num_bytes: int) -> Array:
+        data = np.empty(num_bytes, np.uint8)
+        self._copy(data.ctypes.data, self._memory.pointer + begin, num_bytes)
+        return data
+
+    def write(self, begin: int, data: Array) -> None:
+        self._copy(self._memory.pointer + begin, data.ctypes.data, data.nbytes)
+
+    def _copy(self, dst: int, src: int, num_bytes: int) -> None:
+        """Beside the compute stream, and waited for: who wants speed has a lane."""
+
+        def work() -> None:
+            self._cuda.copy_async(dst, src, num_bytes, self._compute.aside.handle)
+            self._compute.aside.synchronize()
+
+        self._compute.queue.guarded(work)
+
+    def view(self, _begin: int, _num_bytes: int) -> None:
+        return None
+
+    def close(self) -> None:
+        self._session.remove_region(self.number)
+        self._memory.close()
+
+
+class CudaLanes:
+    """Those of one device."""
+
+    def __init__(
+        self,
+        cuda: ModuleType,
+        device: int,
+        config: ServeConfig,
+        compute: Compute,
+        pool: int,
+        num_blocks: int,
+        scales: int,
+    ) -> None:
+        """`pool` and `scales` as of `Kernels`. Raises CudaError."""
+        layout = config.layout
+        self._cuda, self._device, self._compute = cuda, device, compute
+        self._num_layers = layout.num_layers
+        self._spin_us = config.lane_spin_us
+        self._executor: _cuda.CudaLaneExecutor = cuda.CudaLaneExecutor(
+            device,
+            compute.stream.handle,
+            pool,
+            DTYPE_NUMBERS[layout.dtype],
+            num_blocks,
+            layout.num_layers,
+            layout.num_kv_heads,
+            layout.head_size,
+            layout.block_size,
+            DTYPE_NUMBERS[config.dtype],
+            scales,
+            config.batch_invariant,
+            LANE_WORKSPACE_BYTES,
+            LOOK_US if config.lane_spin_us else 0.0,
+        )
+
+    def session(self) -> CudaLaneSession:
+        return CudaLaneSession(self._cuda, self._num_layers)
+
+    def open(self, memory: SealedMemory, session: CudaLaneSession) -> Any:
+        return self._cuda.LaneServer(memory.map, session.native, self._executor, self._spin_us, self._failed)
+
+    def _failed(self, message: str) -> None:
+        self._compute.queue.fail(RuntimeError(f"a lane: {message}"))
+
+    def open_client_memory(
+        self, session: CudaLaneSession, raw_handle: bytes, device_id: int, byte_size: int
+    ) -> ClientMemory:
+        """Raises as `Device.open_cuda_region`."""
+        if device_id != self._device:
+            raise InvalidArgumentError(f"is {device_id}, the pool is on device {self._device}", field="device_id")
+        if byte_size >= 1 << 63:
+            raise InvalidArgumentError(f"is {byte_size}, no device has that much", field="byte_size")
+        try:
+            memory = self._cuda.IpcMemory(self._device, raw_handle, byte_size)
+        except self._cuda.CudaError as error:
+            raise RegionNotOpenedError(f"cannot be opened: {error}", field="raw_handle") from None
+        return ClientMemory(self._cuda, self._compute, session, memory)
