@@ -5,11 +5,12 @@ Heavy parts are imported by the command that needs them; gRPC only after its env
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +151,17 @@ def _report(
         render(results, Console())
 
 
+@contextlib.contextmanager
+def _torch_wanted() -> Iterator[None]:
+    """For what is measured on a CUDA device."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise click.ClickException(f"{error.name} is missing: pip install .[torch].") from None
+
+
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
+_device_option = click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 _quick_option = click.option("--quick", is_flag=True, help="Fewer repetitions: for a first look, not for figures.")
 
 
@@ -166,18 +177,24 @@ def bench_blocks(num_blocks: int, quick: bool, as_json: bool) -> None:
 
 
 @bench.command("rpc")
+@_device_option
 @_quick_option
 @_json_option
-def bench_rpc(quick: bool, as_json: bool) -> None:
-    """Calls to a real daemon on a unix socket, in units of an echo."""
+def bench_rpc(device: str, quick: bool, as_json: bool) -> None:
+    """Calls to a real daemon on a unix socket, in units of an echo.
+
+    Then a layer's call by every way that its tensors can take: in messages, in shared memory, over a lane, and not at
+    all, beside the same work without a daemon.
+    """
     _reexec_with(missing_environment(os.environ))
     from kvservice.bench import rpc
 
-    _report(lambda: rpc.run(quick), rpc.render, as_json)
+    with _torch_wanted():
+        _report(lambda: rpc.run(quick, device), rpc.render, as_json)
 
 
 @bench.command("attention")
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
+@_device_option
 @click.option("--vs", type=click.Choice(["flashinfer"]), help="cuda: measure this beside it, if it is installed.")
 @click.option("--shapes", default="", help="cuda: only shapes whose name contains one of these comma-separated words.")
 @click.option("--kernel", type=click.Choice(["auto", "reference", "decode", "extend"]), default="auto", help="cuda.")
@@ -202,10 +219,8 @@ def bench_attention(device: str, quick: bool, as_json: bool, **options: Any) -> 
 
 
 def _bench_cuda(quick: bool, as_json: bool, options: dict[str, Any]) -> None:
-    try:
+    with _torch_wanted():
         from kvservice.bench import attention_cuda
-    except ModuleNotFoundError as error:
-        raise click.ClickException(f"{error.name} is missing: pip install .[torch].") from None
     failed: list[str] = []
 
     def run() -> dict[str, Any]:
@@ -223,8 +238,7 @@ def _bench_cuda(quick: bool, as_json: bool, options: dict[str, Any]) -> None:
 @_json_option
 def bench_swap(quick: bool, as_json: bool) -> None:
     """Swapping of blocks between a CUDA device and page-locked memory, alone and beside a decode."""
-    try:
+    with _torch_wanted():
         from kvservice.bench import swap
-    except ModuleNotFoundError as error:
-        raise click.ClickException(f"{error.name} is missing: pip install .[torch].") from None
+
     _report(lambda: swap.run(quick), swap.render, as_json)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from kvservice.bench.transports import LABELS, SIZES
 from kvservice.config import ServeConfig
 from kvservice.launch import Daemon
 
@@ -23,7 +24,7 @@ def kvservice(*arguments: str, **environ: str) -> subprocess.CompletedProcess[st
         env=os.environ | environ,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
     )
 
@@ -125,3 +126,8 @@ def test_bench_rpc_prints_one_json_object_with_every_call() -> None:
         for way in ("unary", "stream"):
             assert 0 < results[f"{call}_{way}_p50_s"] <= results[f"{call}_{way}_p99_s"]
             assert results[f"{call}_{way}_per_s"] > 0
+    by_transport = results["transports"]
+    assert by_transport["refused"] == {}
+    ways = [f"{way}_{size}" for way in LABELS for size in SIZES]
+    for name in ("echo_unary", "echo_stream", "ring", *ways):
+        assert 0 < by_transport[f"{name}_p50_s"] <= by_transport[f"{name}_p99_s"]

@@ -20,7 +20,7 @@ SAMPLED_SEQS, SAMPLED_TOKENS = 6, 16
 MAX_ERROR = 0.02
 
 _TORCH = {"bfloat16": torch.bfloat16, "float8_e4m3fn": torch.float8_e4m3fn}
-_NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32", torch.int32: "int32"}
+_NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32", torch.int32: "int32", torch.int64: "int64"}
 
 
 @dataclass

@@ -2,7 +2,8 @@
 
 Figures are those of the client: building the request, the way there and back, taking the answer apart. They mean
 something in units of the echo of the same run. Attention is over short contexts here, so that it is the way that is
-measured; `kvservice bench attention` measures the kernels.
+measured; `kvservice bench attention` measures the kernels. The ways that a layer's tensors can take are measured
+beside each other in `transports.py`.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ prepare_grpc()
 
 import grpc  # noqa: E402  the environment comes first
 
+from kvservice.bench import transports  # noqa: E402
 from kvservice.client.channel import CHANNEL_OPTIONS, make_call, take_reply  # noqa: E402
 from kvservice.launch import Daemon  # noqa: E402
 from kvservice.pool.layout import DTYPES  # noqa: E402
@@ -348,10 +350,12 @@ async def measure(address: str, rounds: int) -> dict[str, Any]:
     return results
 
 
-def run(quick: bool = False) -> dict[str, Any]:
-    """All keys are `<call>_<unary|stream>_<p50_s|p99_s|per_s>`."""
-    with Daemon(**POOL) as daemon:
-        return uvloop.run(measure(daemon.address, 3 if quick else 40))
+def run(quick: bool = False, device: str = "cpu") -> dict[str, Any]:
+    """All keys are `<call>_<unary|stream>_<p50_s|p99_s|per_s>`, but for `transports`: see `transports.run`."""
+    native = transports.open_native(device)  # first, for it says what is missing
+    with Daemon(**POOL, device=device) as daemon:
+        results = uvloop.run(measure(daemon.address, 3 if quick else 40))
+    return results | {"transports": transports.run(native, device, quick)}
 
 
 def render(results: dict[str, Any], console: Console) -> None:
@@ -367,3 +371,4 @@ def render(results: dict[str, Any], console: Console) -> None:
             cells += [f"{p50 * 1e6:.0f} ({ratio:.2f})", f"{p99 * 1e6:.0f}", f"{results[f'{name}_{way}_per_s']:.0f}"]
         table.add_row(name, *cells)
     console.print(table)
+    transports.render(results["transports"], console)

@@ -1,220 +1,273 @@
 """What a layer costs by each way that its tensors can take to the daemon, beside the same work in this process.
 
-A step has 32 layers over short contexts, one kernel thread on each side, so that it is the way that is measured.
-Tensors lie in a region where the way can use one. Figures are those of the client, in one run with the echoes.
+A step has 32 layers over short contexts, one kernel thread on each side, so that it is the way that is measured. All
+ways take turns, a step each, so that a machine that slows down slows all of them. Figures are those of the client.
+Tensors lie in host memory, in a region where the way can use one; those of the native call lie where the pool does.
 """
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
+import grpc
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from kvservice import ops
-from kvservice.client import KVClient, Sequence, Session
+from kvservice.client import KVClient, SharedMemory, Step
 from kvservice.client.blocking import finish
+from kvservice.client.channel import CHANNEL_OPTIONS
+from kvservice.errors import FailedPreconditionError
 from kvservice.launch import Daemon
 from kvservice.pool.layout import DTYPES
 from kvservice.v1 import attention_pb2, attention_pb2_grpc, pool_pb2
 from kvservice.wire.tensors import put_tensor, to_array
 
 NUM_LAYERS, NUM_KV_HEADS, NUM_HEADS, HEAD_SIZE, BLOCK_SIZE = 32, 2, 28, 128, 16
+# Query, key and value of one token, bfloat16.
 TOKEN_BYTES = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_SIZE * 2
-CONTEXT = 16
+# One block, which all sequences of a batch share; each token is the first in a block of its sequence's own.
+CONTEXT = BLOCK_SIZE
 SIZES = {"16k": 16 << 10, "256k": 256 << 10, "2m": 2 << 20}
 TRANSPORTS = ("inline", "region", "lane", "mapped")
+LABELS = {
+    "native": "native call",
+    "unary": "inline, unary",
+    "inline": "inline, stream",
+    "region": "region, stream",
+    "lane": "lane",
+    "mapped": "mapped pool",
+}
+PROBES = {"echo_unary": "echo, unary", "echo_stream": "echo, stream", "ring": "ring"}
 POOL: dict[str, Any] = {
     "num_layers": NUM_LAYERS,
     "num_kv_heads": NUM_KV_HEADS,
     "head_size": HEAD_SIZE,
     "dtype": "bfloat16",
     "block_size": BLOCK_SIZE,
-    "num_blocks": 1024,
+    "num_blocks": 320,
     "swap_space_gib": 0.0,
     "num_threads": 1,
     "allow_client_shm": True,
     "share_pool": "write",
 }
-HEADS = (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS)
 
 
 def normal(*shape: int) -> Any:
     return np.random.default_rng(0).standard_normal(shape, np.float32).astype(DTYPES["bfloat16"])
 
 
+def context_kv() -> Any:
+    """Keys, and values, of what all sequences have in common."""
+    return normal(NUM_LAYERS, CONTEXT, NUM_KV_HEADS, HEAD_SIZE)
+
+
+def tokens_of(size: str) -> int:
+    return SIZES[size] // TOKEN_BYTES
+
+
+class Way(Protocol):
+    def step(self, size: str) -> list[float]:
+        """Seconds of each layer of one step, in which query, key and value have so many bytes."""
+
+
 class Tensors:
-    """Query, key, value and output of a layer of `num_tokens` tokens; in a region where the session can have one."""
+    """Query, key, value and output of a layer; one after the other in `memory`, if there is any."""
 
-    def __init__(self, session: Session | None, num_tokens: int) -> None:
-        shapes = [(num_tokens, heads, HEAD_SIZE) for heads in HEADS]
-        self.inputs = [normal(*shape) for shape in shapes]
-        self.out: Any = None
-        if session is not None and session.transport in ("lane", "region"):
-            memory = session.create_region(4 * num_tokens * TOKEN_BYTES)
-            places = itertools.count(0, num_tokens * TOKEN_BYTES)
-            arrays = [memory.array(shape, "bfloat16", next(places)) for shape in [*shapes, shapes[0]]]
-            for array, values in zip(arrays, self.inputs, strict=False):
-                array[...] = values
-            *self.inputs, self.out = arrays
-
-
-def batch(session: Session, num_seqs: int) -> list[Sequence]:
-    """Computed sequences of CONTEXT tokens, all forks of one."""
-    parent = session.allocate(random.choices(range(50_000), k=CONTEXT))
-    kv = normal(NUM_LAYERS, CONTEXT, NUM_KV_HEADS, HEAD_SIZE)
-    session.open_step([parent]).write(kv, kv)
-    return session.fork_batch([parent] * num_seqs)
+    def __init__(self, num_tokens: int, memory: SharedMemory | None = None) -> None:
+        self.num_tokens = num_tokens
+        arrays, offset = [], 0
+        for num_heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS, NUM_HEADS):
+            shape = (num_tokens, num_heads, HEAD_SIZE)
+            array = np.empty(shape, DTYPES["bfloat16"]) if memory is None else memory.array(shape, "bfloat16", offset)
+            array[...] = normal(*shape)
+            arrays.append(array)
+            offset += array.nbytes
+        self.query, self.key, self.value, self.out = arrays
 
 
-def steps(session: Session, sequences: list[Sequence], rounds: int) -> Iterator[Any]:
-    """A decode step for each round, each over CONTEXT + 1 tokens."""
-    for _ in range(rounds):
-        yield session.append(sequences, [7] * len(sequences))
-        for sequence in sequences:
-            session.truncate(sequence, CONTEXT)
+class NativeWay:
+    """The work of a layer in this process: keys and values written, attention over a pool like the daemon's."""
+
+    def __init__(self) -> None:
+        self.tensors = {size: Tensors(tokens_of(size)) for size in SIZES}
+        num_blocks = 1 + max(tensors.num_tokens for tensors in self.tensors.values())
+        self._pool = np.zeros((num_blocks, NUM_LAYERS, 2, NUM_KV_HEADS, HEAD_SIZE * BLOCK_SIZE), DTYPES["bfloat16"])
+        for layer, kv in enumerate(context_kv()):
+            ops.write_kv(self._pool, layer, np.arange(CONTEXT), kv, kv)
+
+    def step(self, size: str) -> list[float]:
+        tensors = self.tensors[size]
+        slots, query_lens, tables, context_lens = native_tables(tensors.num_tokens)
+
+        def layer(number: int) -> None:
+            ops.write_kv(self._pool, number, slots, tensors.key, tensors.value)
+            ops.attention(self._pool, number, tensors.query, query_lens, tables, context_lens, out=tensors.out)
+
+        return [seconds_of(partial(layer, number)) for number in range(NUM_LAYERS)]
 
 
-def through_client(session: Session, num_bytes: int, rounds: int) -> list[float]:
-    """Seconds of each layer."""
-    tensors = Tensors(session, num_bytes // TOKEN_BYTES)
-    sequences = batch(session, num_bytes // TOKEN_BYTES)
-    seconds = []
-    for step in steps(session, sequences, rounds):
-        for layer in range(NUM_LAYERS):
-            start = time.perf_counter()
-            step.decode(layer, *tensors.inputs, out=tensors.out)
-            seconds.append(time.perf_counter() - start)
-    session.free(sequences)
-    session.unregister_region()
-    return seconds
+def native_tables(num_seqs: int) -> tuple[Any, Any, Any, Any]:
+    """Slot mapping, query lengths, block tables and context lengths of a step: block 0 is shared."""
+    own = np.arange(1, num_seqs + 1)
+    tables = np.stack([np.zeros_like(own), own], 1).astype(np.int32)
+    return own * BLOCK_SIZE, np.ones(num_seqs, np.int32), tables, np.full(num_seqs, CONTEXT + 1, np.int32)
 
 
-def unary(client: KVClient, session: Session, num_bytes: int, rounds: int) -> list[float]:
-    """The same with a unary RPC for each layer."""
-    stub = attention_pb2_grpc.AttentionServiceStub(client._channel)  # type: ignore[no-untyped-call]
-    tensors = Tensors(None, num_bytes // TOKEN_BYTES)
-    sequences = batch(session, num_bytes // TOKEN_BYTES)
-    seconds = []
-    for step in steps(session, sequences, rounds):
-        for layer in range(NUM_LAYERS):
-            start = time.perf_counter()
-            request = attention_pb2.AttendRequest(session_token=session.token, step_id=step.step_id, layer=layer)
-            for name, array in zip(("query", "key", "value"), tensors.inputs, strict=True):
-                put_tensor(array, getattr(request, name))
-            to_array(stub.Decode(request).output, "output").copy()
-            seconds.append(time.perf_counter() - start)
-    session.free(sequences)
-    return seconds
+def open_native(device: str) -> Way:
+    """Raises ModuleNotFoundError, or FailedPreconditionError, where it cannot be had."""
+    if device == "cpu":
+        return NativeWay()
+    from kvservice.bench.cuda_native import CudaNativeWay
+
+    return CudaNativeWay({size: tokens_of(size) for size in SIZES})
 
 
-def native(num_bytes: int, rounds: int) -> list[float]:
-    """The same work in this process: keys and values written, attention over the pool."""
-    num_seqs = num_bytes // TOKEN_BYTES
-    tensors = Tensors(None, num_seqs)
-    query, key, value = tensors.inputs
-    pool = normal(2 * num_seqs, NUM_LAYERS, 2, NUM_KV_HEADS, HEAD_SIZE * BLOCK_SIZE)
-    tables = np.random.default_rng(1).permutation(2 * num_seqs).astype(np.int32).reshape(num_seqs, 2)
-    slots = tables[:, 1].astype(np.int64) * BLOCK_SIZE
-    query_lens, context_lens = np.ones(num_seqs, np.int32), np.full(num_seqs, CONTEXT + 1, np.int32)
-    out = np.empty_like(query)
-    seconds = []
-    for _ in range(rounds):
-        for layer in range(NUM_LAYERS):
-            start = time.perf_counter()
-            ops.write_kv(pool, layer, slots, key, value)
-            ops.attention(pool, layer, query, query_lens, tables, context_lens, out=out)
-            seconds.append(time.perf_counter() - start)
-    return seconds
+class ClientWay:
+    """By a session's transport. Raises the errors of `KVClient.session`."""
+
+    def __init__(self, address: str, transport: str, cleanup: contextlib.ExitStack) -> None:
+        self.client = cleanup.enter_context(KVClient(address, transport=transport))
+        self.session = cleanup.enter_context(self.client.session("bench"))
+        self.tensors = {size: self._make_tensors(tokens_of(size)) for size in SIZES}
+        self._parent = self.session.allocate(random.choices(range(50_000), k=CONTEXT))
+        self.session.open_step([self._parent]).write(context_kv(), context_kv())
+
+    def _make_tensors(self, num_tokens: int) -> Tensors:
+        regions = self.session.transport in ("region", "lane")
+        return Tensors(num_tokens, self.session.create_region(2 * num_tokens * TOKEN_BYTES) if regions else None)
+
+    def step(self, size: str) -> list[float]:
+        tensors = self.tensors[size]
+        sequences = self.session.fork_batch([self._parent] * tensors.num_tokens)
+        step = self.session.append(sequences, [7] * tensors.num_tokens)
+        seconds = [seconds_of(partial(self._attend, step, layer, tensors)) for layer in range(NUM_LAYERS)]
+        self.session.free(sequences)
+        return seconds
+
+    def _attend(self, step: Step, layer: int, tensors: Tensors) -> None:
+        step.decode(layer, tensors.query, tensors.key, tensors.value, out=tensors.out)
 
 
-def timed(call: Callable[[], object], count: int) -> list[float]:
-    seconds = []
-    for _ in range(count):
-        start = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - start)
-    return seconds
+class UnaryWay(ClientWay):
+    """By a unary RPC for each layer, which the client never uses."""
+
+    def __init__(self, address: str, cleanup: contextlib.ExitStack) -> None:
+        super().__init__(address, "inline", cleanup)
+        channel = cleanup.enter_context(grpc.insecure_channel(address, CHANNEL_OPTIONS))
+        self._stub = attention_pb2_grpc.AttentionServiceStub(channel)  # type: ignore[no-untyped-call]
+
+    def _attend(self, step: Step, layer: int, tensors: Tensors) -> None:
+        request = attention_pb2.AttendRequest(session_token=self.session.token, step_id=step.step_id, layer=layer)
+        put_tensor(tensors.query, request.query)
+        put_tensor(tensors.key, request.key)
+        put_tensor(tensors.value, request.value)
+        np.copyto(tensors.out, to_array(self._stub.Decode(request).output, "output"))
 
 
-def echoes(client: KVClient, session: Session, count: int) -> Iterator[tuple[str, list[float]]]:
+def seconds_of(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def open_ways(address: str, native: Way, cleanup: contextlib.ExitStack) -> tuple[dict[str, Way], dict[str, str]]:
+    """By name: the ways that there are, and why there are no others."""
+    ways: dict[str, Way] = {"native": native, "unary": UnaryWay(address, cleanup)}
+    refused = {}
+    for name in TRANSPORTS:
+        try:
+            ways[name] = ClientWay(address, name, cleanup)
+        except FailedPreconditionError as error:
+            refused[name] = str(error)
+    return ways, refused
+
+
+def probes(ways: dict[str, Way]) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Calls without work, of the client and of its ways: what a round trip takes at the least."""
+    inline = ways["inline"]
+    assert isinstance(inline, ClientWay), "the daemon refuses it to nobody"
     payload = bytes(100)
-    yield "echo_unary", timed(lambda: client.ping(payload), count)
     request = pool_pb2.PingRequest(payload=payload)
-    yield "echo_stream", timed(lambda: finish(session._core.call("ping", request)), count)
+    yield "echo_unary", lambda: inline.client.ping(payload)
+    yield "echo_stream", lambda: finish(inline.session._stream.call("ping", request))
+    if isinstance(way := ways.get("lane"), ClientWay):
+        lane = way.session._core.attending._lane  # type: ignore[attr-defined]
 
-
-def ring(client: KVClient, count: int) -> list[float]:
-    """A call that a lane answers without work: of a step that there is not."""
-    with client.session() as session:
-        lane = session._core.attending._lane  # type: ignore[attr-defined]
-
-        def call() -> None:
+        def ring() -> None:
+            """A call that is refused at once: of a step that there is not."""
             number = lane.submit(1 << 40, 0, True, NUM_HEADS, (0, 0), (0, 0), (0, 0), (0, 0), None)
             assert lane.wait(number, 10.0)[0] == "UNKNOWN_STEP"
 
-        return timed(call, count)
+        yield "ring", ring
 
 
-def measure(address: str, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each call, by what was called."""
+def measure(address: str, native: Way, rounds: int) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """Seconds of each call, by what was called; and what was refused."""
     samples: dict[str, list[float]] = {}
-    clients = {name: KVClient(address, transport=name) for name in TRANSPORTS}
-    try:
-        samples["ring"] = ring(clients["lane"], 50 * rounds)
-        for size, num_bytes in SIZES.items():
-            # Few rounds of each, many times, so that a machine that slows down slows all.
-            for _ in range(rounds):
-                with clients["inline"].session() as session:
-                    for name, seconds in echoes(clients["inline"], session, NUM_LAYERS):
-                        samples.setdefault(name, []).extend(seconds)
-                    ways = {"unary": unary(clients["inline"], session, num_bytes, 1)}
-                ways["native"] = native(num_bytes, 1)
-                for name, client in clients.items():
-                    with client.session() as session:
-                        ways[name] = through_client(session, num_bytes, 2)[NUM_LAYERS:]
-                for name, seconds in ways.items():
-                    samples.setdefault(f"{name}_{size}", []).extend(seconds)
-    finally:
-        for client in clients.values():
-            client.close()
-    return samples
+    with contextlib.ExitStack() as cleanup:
+        ways, refused = open_ways(address, native, cleanup)
+        for _ in range(rounds):
+            for name, call in probes(ways):
+                call()
+                samples.setdefault(name, []).extend(seconds_of(call) for _ in range(NUM_LAYERS))
+            for size in SIZES:
+                for name, way in ways.items():
+                    way.step(size)  # whoever slept is awake after it
+                    samples.setdefault(f"{name}_{size}", []).extend(way.step(size))
+    return samples, refused
 
 
-def run(quick: bool = False) -> dict[str, float]:
-    """Keys are `<way>_<size>_<p50_s|p99_s>`, and `ring`, `echo_unary` and `echo_stream` instead of way and size."""
+def run(native: Way, device: str, quick: bool) -> dict[str, Any]:
+    """`<way>_<size>_<p50_s|p99_s>`, and for the calls without work `<echo_unary|echo_stream|ring>_<p50_s|p99_s>`.
+    `refused`: why a way is missing."""
     threads = ops.num_threads()
     ops.set_num_threads(1)
     try:
-        with Daemon(**POOL) as daemon:
-            samples = measure(daemon.address, 2 if quick else 20)
+        with Daemon(**POOL, device=device) as daemon:
+            samples, refused = measure(daemon.address, native, 2 if quick else 20)
     finally:
         ops.set_num_threads(threads)
-    results = {}
+    results: dict[str, Any] = {"refused": refused}
     for name, seconds in samples.items():
         results[f"{name}_p50_s"] = statistics.median(seconds)
         results[f"{name}_p99_s"] = statistics.quantiles(seconds, n=100)[98]
     return results
 
 
-def render(results: dict[str, float], console: Console) -> None:
-    table = Table(title="One layer of a decode step, µs: p50, p99; p50 over the work alone", title_justify="left")
-    table.add_column("way")
+def render(results: dict[str, Any], console: Console) -> None:
+    title = "A layer of a decode step, µs; in brackets: in units of the native call"
+    table = Table(title=title, title_justify="left")
+    for heading in ("tensors", "way", "p50", "p99", "over native", "in stream echoes"):
+        table.add_column(heading, justify="left" if heading in ("tensors", "way") else "right")
+    for name, label in PROBES.items():
+        if f"{name}_p50_s" in results:
+            table.add_row("none", label, *_cells(results, name, None))
     for size in SIZES:
-        table.add_column(f"{size.upper()}iB of tensors", justify="right")
-    for way in ("native", "unary", *TRANSPORTS):
-        cells = []
-        for size in SIZES:
-            p50, p99 = results[f"{way}_{size}_p50_s"] * 1e6, results[f"{way}_{size}_p99_s"] * 1e6
-            cells.append(f"{p50:.0f}, {p99:.0f}; +{p50 - results[f'native_{size}_p50_s'] * 1e6:.0f}")
-        table.add_row(way, *cells)
+        table.add_section()
+        for way, label in LABELS.items():
+            if way not in results["refused"]:
+                table.add_row(f"{size.upper()}iB", label, *_cells(results, f"{way}_{size}", f"native_{size}"))
     console.print(table)
-    for name in ("echo_unary", "echo_stream", "ring"):
-        p50, p99 = results[f"{name}_p50_s"] * 1e6, results[f"{name}_p99_s"] * 1e6
-        console.print(f"{name}: {p50:.1f} µs, p99 {p99:.1f}")
+    for way, why in results["refused"].items():
+        console.print(f"{LABELS[way]}: not measured. {why}")
+
+
+def _cells(results: dict[str, Any], name: str, native: str | None) -> tuple[str, str, str, str]:
+    p50, p99 = results[f"{name}_p50_s"], results[f"{name}_p99_s"]
+    echoes = f"{p50 / results['echo_stream_p50_s']:.2f}"
+    if native is None:
+        return _us(p50), _us(p99), "", echoes
+    base = results[f"{native}_p50_s"]
+    return f"{_us(p50)} ({p50 / base:.2f})", _us(p99), "" if name == native else _us(p50 - base), echoes
+
+
+def _us(seconds: float) -> str:
+    return f"{seconds * 1e6:.{0 if seconds >= 1e-4 else 1}f}"

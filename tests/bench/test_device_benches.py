@@ -81,7 +81,9 @@ def kvservice(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("arguments", [("attention", "--device", "cuda"), ("swap",)], ids=lambda words: words[0])
+@pytest.mark.parametrize(
+    "arguments", [("attention", "--device", "cuda"), ("rpc", "--device", "cuda"), ("swap",)], ids=lambda words: words[0]
+)
 def test_without_a_device_the_error_says_so(arguments: tuple[str, ...]) -> None:
     refused = kvservice("bench", *arguments)
     assert refused.returncode == 1

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from typing import Any
 
+from kvservice.bench import transports
+
 
 def kvservice(*arguments: str) -> dict[str, Any]:
     done = subprocess.run(
@@ -39,3 +41,11 @@ def test_swap() -> None:
     for rate in (*results["gb_per_s"].values(), *results["ceilings"].values(), results["decode"]["out_gb_per_s"]):
         assert rate > 1
     assert results["decode"]["beside_us"] > 0
+
+
+def test_rpc() -> None:
+    results = kvservice("bench", "rpc", "--device", "cuda", "--quick")["transports"]
+    assert set(results["refused"]) <= {"mapped"}
+    for way in transports.LABELS.keys() - results["refused"].keys():
+        for size in transports.SIZES:
+            assert 0 < results[f"{way}_{size}_p50_s"] <= results[f"{way}_{size}_p99_s"]
