@@ -31,7 +31,7 @@ ROOMS: dict[str, set[str]] = {
     # Facts about shapes, which both ends of the wire know; the rest of the pool is the daemon's.
     "pool.layout": set(),
     # Memory files, of which the daemon makes more than the pool.
-    "pool.available": set(),
+    "pool.available": {"errors"},
     "pool.sealed": {"pool.available"},
     "pool": {"_cuda", "errors", "ops", "pool.available", "pool.layout", "pool.sealed"},
     "config": {"errors", "pool.layout"},
@@ -40,7 +40,17 @@ ROOMS: dict[str, set[str]] = {
     "wire": {"errors", "pool.layout", "v1"},
     "metrics": {"blocks"},
     "server": {
-        "", "blocks", "config", "devices", "engine", "environment", "errors", "metrics", "pool.sealed", "v1", "wire",
+        "",
+        "blocks",
+        "config",
+        "devices",
+        "engine",
+        "environment",
+        "errors",
+        "metrics",
+        "pool.sealed",
+        "v1",
+        "wire",
     },
     # On the daemon's host it works on the pool by itself, or through the native end of a lane.
     "client": {"_ext", "environment", "errors", "ops", "pool.layout", "v1", "wire"},

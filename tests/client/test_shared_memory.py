@@ -14,7 +14,7 @@ import torch
 from shm_objects import shm_objects
 
 from kvservice.client import AsyncKVClient, KVClient, Session, SharedMemory, Step
-from kvservice.errors import InvalidArgumentError, QuotaExceededError, ResourceExhaustedError
+from kvservice.errors import InvalidArgumentError, QuotaExceededError
 from kvservice.launch import Daemon
 
 SHAPE = (5, 2, 32)

@@ -104,6 +104,7 @@ struct OwnedStep {
             query_lens.data(),
             context_lens.data(),
             block_tables.data(),
+            LaneDeviceTables{},
             written.data()};
   }
 };

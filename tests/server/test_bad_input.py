@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kvservice.v1 import attention_pb2, blocks_pb2, shared_memory_pb2, tensor_pb2
+from kvservice.v1 import attention_pb2, blocks_pb2, host_pb2, shared_memory_pb2, tensor_pb2
 
 HEADS, KV_HEADS, HEAD_SIZE, LAYERS = 4, 2, 32, 2
 MAX_TOKENS = 512
@@ -67,6 +67,7 @@ class Scene:
     full: 10 tokens, computed. prefill: 6 tokens in an open step. decode: 5 tokens, the last in an open step.
     half: 5 tokens, the last in a step whose first layer is written. swapped: 5 tokens, swapped out. freed: no more.
     Regions: "r" is the object's last 7168 bytes; "shrunk" has 4096 of an object of 100 bytes, "theirs" is the other's.
+    The session has a lane, and has mapped the pool for writing; the other has not.
     """
 
     full, prefill, decode, half, swapped, freed, foreign = 1, 2, 3, 4, 5, 6, 70
@@ -98,6 +99,8 @@ class Scene:
         os.truncate(shrinking, 100)
         shrinking.unlink()
         other.ok("system_shared_memory_register", region(name="theirs"))
+        session.ok("open_lane", host_pb2.OpenLaneRequest())
+        session.ok("map_pool", host_pb2.MapPoolRequest(writable=True))
 
     def make(self, session: Any, sequence_id: int, token_ids: range, *, computed: bool) -> None:
         session.ok("allocate", prompts({"sequence_id": sequence_id, "token_ids": token_ids}))
@@ -524,9 +527,49 @@ def place_cases() -> Iterator[Case]:
     yield Case("extend lse_place without return_lse", "extend", request, INVALID, "lse_place")
 
 
+def host_cases() -> Iterator[Case]:
+    """Regions that the daemon makes, those of a GPU, the lane, the mapped pool."""
+
+    def create(what: str, reason: str, field: str, **changes: Any) -> Case:
+        request = shared_memory_pb2.CreateRegionRequest(**({"name": "new", "byte_size": 4096} | changes))
+        return Case(f"create {what}", "create_region", lambda _: request, reason, field)
+
+    yield create("no name", INVALID, "name", name="")
+    yield create("a long name", INVALID, "name", name="n" * 257)
+    yield create("a name in use", "DUPLICATE_REGION", "name", name="r")
+    yield create("nothing", INVALID, "byte_size", byte_size=0)
+    for byte_size in ((32 << 20) + 1, 2**63, 2**64 - 1):
+        yield create(f"{byte_size} bytes", "QUOTA_EXCEEDED", "byte_size", byte_size=byte_size)
+    gpu = {"name": "new", "raw_handle": bytes(64), "byte_size": 64}
+    for what, changes, reason, field in (
+        ("without a GPU", {}, "REGIONS_NOT_ALLOWED", ""),
+        ("a name in use", {"name": "r"}, "DUPLICATE_REGION", "name"),
+        ("no name", {"name": ""}, INVALID, "name"),
+    ):
+        request = shared_memory_pb2.CudaSharedMemoryRegisterRequest(**(gpu | changes))
+        yield Case(f"cuda register {what}", "cuda_shared_memory_register", lambda _, r=request: r, reason, field)
+    for name in ("none", "r"):
+        status = shared_memory_pb2.CudaSharedMemoryStatusRequest(name=name)
+        yield Case(
+            f"cuda status of {name}", "cuda_shared_memory_status", lambda _, s=status: s, "UNKNOWN_REGION", "name"
+        )
+    yield Case("a second lane", "open_lane", lambda _: host_pb2.OpenLaneRequest(), "FAILED_PRECONDITION", "")
+    commits: dict[str, tuple[Callable[[Scene], int], str, str]] = {
+        "stale step": (lambda s: s.stale_step, "STALE_STEP", "step_id"),
+        "step 0": (lambda _: 0, "UNKNOWN_STEP", "step_id"),
+        "negative step": (lambda _: -1, INVALID, "step_id"),
+        "unknown step": (lambda _: NO_ID, "UNKNOWN_STEP", "step_id"),
+        "somebody else's step": (lambda s: s.foreign_step, "UNKNOWN_STEP", "step_id"),
+        "a step with a layer sent": (lambda s: s.half_step, "LAYER_WRITTEN", "layer"),
+    }
+    for what, (step_id, reason, field) in commits.items():
+        make = lambda s, step_id=step_id: host_pb2.CommitRequest(step_id=step_id(s))  # noqa: E731
+        yield Case(f"commit {what}", "commit", make, reason, field)
+
+
 MAKERS = (
     allocate_cases, can_allocate_cases, id_cases, step_cases, sharing_cases, pin_cases, step_id_cases, tensor_cases,
-    option_cases, sparse_cases, read_cases, region_cases, place_cases,
+    option_cases, sparse_cases, read_cases, region_cases, place_cases, host_cases,
 )  # fmt: skip
 
 
@@ -551,6 +594,16 @@ def test_is_refused_and_changes_nothing(scene: Scene, make: Callable[[], Iterato
             before = scene.state()
     assert not wrong, "\n".join(wrong)
     scene.check_working()
+
+
+@pytest.mark.parametrize("writable", [None, False])
+def test_who_has_not_mapped_the_pool_for_writing_commits_nothing(scene: Scene, writable: bool | None) -> None:
+    if writable is not None:
+        scene.other.ok("map_pool", host_pb2.MapPoolRequest(writable=writable))
+    before = scene.state()
+    answer = scene.other.call("commit", host_pb2.CommitRequest(step_id=scene.foreign_step))
+    assert (answer.code, answer.reason) == ("FAILED_PRECONDITION", "POOL_NOT_SHARED")
+    assert scene.state() == before
 
 
 def test_cases_are_as_many_as_they_should_be() -> None:

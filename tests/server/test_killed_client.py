@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import doomed_client
@@ -26,6 +27,7 @@ from kvservice.client import KVClient, PoolStats, Sequence, Session
 from kvservice.launch import Daemon
 from kvservice.metrics.rpc import RpcMetrics
 from kvservice.server.dispatch import Dispatcher
+from kvservice.server.host_access import Lanes
 
 ROUNDS = 4
 CLIENTS = 8  # of a round; with the survivor's 8 blocks they fit into the pool
@@ -188,7 +190,8 @@ def test_a_call_that_was_cut_off_is_not_counted_as_answered() -> None:
             await asyncio.Event().wait()
 
     registry = CollectorRegistry()
-    dispatcher = Dispatcher(SlowCalls(), None, None, RpcMetrics(registry))
+    sessions = SimpleNamespace(lanes=Lanes(0))
+    dispatcher = Dispatcher(SlowCalls(), None, sessions, RpcMetrics(registry))
 
     async def cut_off() -> None:
         call = asyncio.create_task(dispatcher.call("extend", object(), None, "stream", local=True))

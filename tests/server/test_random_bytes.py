@@ -15,7 +15,7 @@ import pytest
 from kvservice.errors import RegionNotOpenedError
 from kvservice.launch import Daemon
 from kvservice.server.services import SERVICES
-from kvservice.v1 import attention_pb2, blocks_pb2, pool_pb2, session_pb2, shared_memory_pb2, tensor_pb2
+from kvservice.v1 import attention_pb2, blocks_pb2, host_pb2, pool_pb2, session_pb2, shared_memory_pb2, tensor_pb2
 
 RPCS = [(service.full_name, method) for service in SERVICES for method in service.methods]
 UNARY = [(name, method) for name, method in RPCS if not method.client_streaming]
@@ -122,6 +122,17 @@ def good_requests(token: bytes, tensor: Any) -> dict[str, Any]:
             **name, name="n", key=OBJECT, offset=16, byte_size=64
         ),
         "SystemSharedMemoryUnregister": shared_memory_pb2.SystemSharedMemoryUnregisterRequest(**name, name="r"),
+        "CudaSharedMemoryStatus": shared_memory_pb2.CudaSharedMemoryStatusRequest(**name),
+        "CudaSharedMemoryRegister": shared_memory_pb2.CudaSharedMemoryRegisterRequest(
+            **name, name="g", raw_handle=bytes(64), byte_size=64
+        ),
+        "CudaSharedMemoryUnregister": shared_memory_pb2.CudaSharedMemoryUnregisterRequest(**name, name="g"),
+        "CreateRegion": shared_memory_pb2.CreateRegionRequest(**name, name="m", byte_size=4096),
+        "OpenLane": host_pb2.OpenLaneRequest(**name),
+        "CloseLane": host_pb2.CloseLaneRequest(**name),
+        "MapPool": host_pb2.MapPoolRequest(**name, writable=True),
+        "UnmapPool": host_pb2.UnmapPoolRequest(**name),
+        "Commit": host_pb2.CommitRequest(**name, step_id=1),
         "Ping": pool_pb2.PingRequest(payload=b"x"),
         "Open": session_pb2.OpenRequest(name="x", detachable=False, detach_ttl_s=1.0),
         "Close": session_pb2.CloseRequest(session_token=token),
@@ -158,6 +169,9 @@ def test_mutated_requests(
     victim.ok("open_step", blocks_pb2.OpenStepRequest(sequence_ids=[1], num_tokens=[1]))
     register = shared_memory_pb2.SystemSharedMemoryRegisterRequest(name="r", key=OBJECT, byte_size=4096)
     victim.ok("system_shared_memory_register", register)
+    victim.ok("map_pool", host_pb2.MapPoolRequest(writable=True))
+    if method.name == "CloseLane":
+        victim.ok("open_lane", host_pb2.OpenLaneRequest())
     path = f"/{service}/{method.name}"
     request = good_requests(victim.token, raw.tensor).get(method.name)
     data = b"" if request is None else request.SerializeToString()

@@ -97,7 +97,7 @@ def regions(totals: RegionTotals) -> Iterator[Regions]:
     made = Regions(ServeConfig(allow_client_shm=True, max_regions=3, max_region_mib=1), totals, Access())  # type: ignore[arg-type]
     yield made
     made.close()
-    assert shm_files() == []
+    assert not shm_files()
     assert (totals.count, totals.num_bytes) == (0, 0)
 
 
@@ -105,14 +105,25 @@ def num_descriptors(pid: int | str = "self") -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
 
 
-def shm_files(pid: int | str = "self") -> list[str]:
-    """The shared-memory objects that a process has open, but for what a client maps in this one: the pool is a memory
-    file and none of them."""
-    found = []
+def open_files(pid: int | str, *prefixes: str) -> set[str]:
+    """Files of those names that a process has open: a descriptor may have duplicates, as every mmap has."""
+    found = set()
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
-            found.append(os.readlink(descriptor))
-    return [path for path in found if path.startswith(PREFIX if pid == "self" else "/dev/shm/")]
+            path = os.readlink(descriptor)
+            if path.startswith(prefixes):
+                found.add(f"{path} {descriptor.stat().st_ino}")
+    return found
+
+
+def shm_files() -> set[str]:
+    """The objects of these tests that this process has open."""
+    return open_files("self", PREFIX)
+
+
+def region_files(pid: int) -> set[str]:
+    """What a daemon has open of its clients' regions."""
+    return open_files(pid, "/dev/shm/", "/memfd:kvservice-region")
 
 
 def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
@@ -392,7 +403,7 @@ def test_unregistered_in_use_it_lives_until_the_call_is_over(
     assert response.output.shared_memory == tensor_pb2.SharedMemoryPlace(region="r", offset=1000, byte_size=256)
     assert (list(response.output.shape), response.output.inline) == ([1, 2, 32], b"")
     assert response.lse.shared_memory.byte_size == 8
-    assert (shm_files(), totals.count, totals.num_bytes) == ([], 0, 0)
+    assert (shm_files(), totals.count, totals.num_bytes) == (set(), 0, 0)
 
 
 def test_a_cancelled_call_lets_go_of_its_region(regions: Regions, shm: Object) -> None:
@@ -412,7 +423,7 @@ def test_a_cancelled_call_lets_go_of_its_region(regions: Regions, shm: Object) -
             await task
 
     asyncio.run(scenario())
-    assert shm_files() == []
+    assert not shm_files()
 
 
 def test_a_session_that_is_closed_closes_its_regions(daemon: Daemon, client: KVClient, wire: Any, raw: Any) -> None:
@@ -422,9 +433,9 @@ def test_a_session_that_is_closed_closes_its_regions(daemon: Daemon, client: KVC
     with client.session() as kv:
         for _ in range(4):
             kv.create_region(4096)
-        assert len(shm_files(pid)) == 4
+        assert len(region_files(pid)) == 4
     until(lambda: num_descriptors(pid) <= before)
-    assert shm_files(pid) == []
+    assert not region_files(pid)
 
 
 @pytest.mark.parametrize("detachable", [False, True])
@@ -448,11 +459,11 @@ def test_a_killed_clients_regions_are_closed(
             assert process.stdout is not None
             token = process.stdout.readline().strip()
             assert token, process.communicate()
-            assert len(shm_files(pid)) == 4
+            assert len(region_files(pid)) == 4
         finally:
             process.send_signal(signal.SIGKILL)
     killed = time.monotonic()
-    until(lambda: not shm_files(pid), client.info.session_grace_s + 2)
+    until(lambda: not region_files(pid), client.info.session_grace_s + 2)
     until(lambda: num_descriptors(pid) <= before)
     assert time.monotonic() - killed < client.info.session_grace_s + 2
     assert shm_objects(process.pid) == set()

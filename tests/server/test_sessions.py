@@ -391,8 +391,8 @@ def test_a_call_that_waits_ends_when_another_thread_closes(proxy: CuttingProxy, 
             answer.result(10)
 
 
-def test_a_message_over_the_limit_is_refused_and_the_session_lives(client: KVClient) -> None:
-    with client.session(detachable=True) as session:
+def test_a_message_over_the_limit_is_refused_and_the_session_lives(daemon: Daemon) -> None:
+    with KVClient(daemon.address, transport="inline") as client, client.session(detachable=True) as session:
         request = blocks_pb2.MatchPrefixRequest(token_ids=range(2_000_000))
         with pytest.raises(MessageTooLargeError):  # past the client's own check: the daemon ends the stream for it
             session._stream.call("match_prefix", request).send(None)

@@ -1,4 +1,5 @@
-"""A client that works until it is killed: `doomed_client.py ADDRESS KIND SEED`. Prints a line once it works.
+"""A client that works until it is killed, by a transport that the seed chooses: `doomed_client.py ADDRESS KIND SEED`.
+Prints a line once it works.
 
 K and V of a token are made of its id and the layer, so that sequences of different clients may share blocks, and
 whoever reads a block tells what should be in it. A client never has more than 6 blocks of the pool at one time.
@@ -127,7 +128,7 @@ def sessions(client: KVClient, kind: Callable[[Session], None]) -> Iterator[Sess
 def main() -> None:
     address, kind, seed = sys.argv[1:]
     random.seed(seed)
-    with KVClient(address) as client:
+    with KVClient(address, transport=random.choice(("lane", "mapped", "region", "inline"))) as client:
         work = sessions(client, KINDS[kind])
         for kv, lap in zip(work, itertools.count()):
             KINDS[kind](kv)

@@ -15,4 +15,6 @@ SMALL_POOL = {
     "max_message_mib": 4,
     "allow_client_shm": True,
     "max_regions": 4,
+    "max_region_mib": 32,
+    "share_pool": "write",
 }
