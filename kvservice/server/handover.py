@@ -34,21 +34,28 @@ class Handover:
 
     def __init__(self, trusted_uids: frozenset[int]) -> None:
         self._trusted = trusted_uids | {0, os.geteuid()}
-        self._offers: dict[bytes, list[int]] = {}
+        # By token: whose offer it is, and what.
+        self._offers: dict[bytes, tuple[object, list[int]]] = {}
         self._connections: set[asyncio.Task[None]] = set()
         self._listener: socket.socket | None = None
 
-    def offer(self, descriptors: Sequence[int]) -> bytes:
+    def offer(self, descriptors: Sequence[int], owner: object = None) -> bytes:
         """A token for duplicates of these. Raises QuotaExceededError while too many wait to be fetched."""
         if len(self._offers) >= MAX_OFFERS:
             raise QuotaExceededError(f"{MAX_OFFERS} offers wait", limit="offers", value=MAX_OFFERS)
         token = secrets.token_bytes(TOKEN_BYTES)
-        self._offers[token] = [os.dup(descriptor) for descriptor in descriptors]
+        self._offers[token] = owner, [os.dup(descriptor) for descriptor in descriptors]
         asyncio.get_running_loop().call_later(TOKEN_S, self._withdraw, token)
         return token
 
+    def withdraw(self, owner: object) -> None:
+        """Nobody fetches what it has offered any more."""
+        for token in [token for token, offer in self._offers.items() if offer[0] is owner]:
+            self._withdraw(token)
+
     def _withdraw(self, token: bytes) -> None:
-        _close(self._offers.pop(token, []))
+        _, descriptors = self._offers.pop(token, (None, []))
+        _close(descriptors)
 
     def listen(self, path: Path, mode: int) -> None:
         """Open the socket at a path where nobody listens. Raises OSError."""
@@ -100,8 +107,8 @@ class Handover:
             if uid not in self._trusted:
                 logger.warning("user %d is not handed anything: see trusted_uids", uid)
                 return
-            descriptors = self._offers.pop(token, None)
-            if descriptors is not None:
+            if token in self._offers:
+                _, descriptors = self._offers.pop(token)
                 try:
                     socket.send_fds(connection, [b"\0"], descriptors)
                 finally:

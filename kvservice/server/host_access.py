@@ -96,7 +96,7 @@ class HostAccess:
 
     def hand_over(self, memory: SealedMemory) -> bytes:
         """A handover token for it."""
-        return self._handover.offer([memory.fd])
+        return self._handover.offer([memory.fd], self)
 
     def add_region(self, address: int, num_bytes: int) -> int:
         """The number by which a lane's entries name memory of the daemon's."""
@@ -164,7 +164,7 @@ class HostAccess:
             except OSError as error:
                 raise ResourceExhaustedError(f"no shared memory for tables: {error.strerror}") from None
         with self._device.exported_pool() as pool:
-            token = self._handover.offer([pool.descriptor, self._tables.memory.fd])
+            token = self._handover.offer([pool.descriptor, self._tables.memory.fd], self)
         self._writable = self._writable or writable
         return token, pool.num_bytes, self._tables.memory.num_bytes
 
@@ -228,5 +228,6 @@ class HostAccess:
             self._shared.set_draining()
 
     def close(self) -> None:
+        self._handover.withdraw(self)
         self.close_lane()
         self.unmap_pool()

@@ -89,6 +89,25 @@ def test_a_token_is_good_for_so_long(path: Path, monkeypatch: pytest.MonkeyPatch
     scenario(path, body)
 
 
+def test_what_an_owner_has_offered_is_withdrawn_with_it(path: Path) -> None:
+    async def body(handover: Handover, where: str) -> None:
+        descriptor, one, other = memory_file(b"kept"), object(), object()
+        before = num_descriptors()
+        gone = [handover.offer([descriptor, descriptor], one) for _ in range(3)]
+        kept = handover.offer([descriptor], other)
+        handover.withdraw(one)
+        assert num_descriptors() == before + 1
+        for token in gone:
+            with pytest.raises(RegionsNotAllowedError):
+                await asyncio.to_thread(client_side.fetch, where, token, 2)
+        (got,) = await asyncio.to_thread(client_side.fetch, where, kept, 1)
+        assert os.pread(got, 10, 0) == b"kept"
+        os.close(got)
+        os.close(descriptor)
+
+    scenario(path, body)
+
+
 @pytest.mark.parametrize("sent", [b"", b"\0" * 15, b"\0" * 16, b"\xff" * 1000])
 def test_a_wrong_token_gets_nothing_and_costs_no_one(path: Path, sent: bytes) -> None:
     async def body(handover: Handover, where: str) -> None:
