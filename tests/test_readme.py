@@ -10,6 +10,7 @@ import pytest
 from kvservice import errors
 from kvservice.blocks import BlockManager, BlocksConfig
 from kvservice.config import ServeConfig
+from kvservice.metrics.lanes import LaneCollector
 from kvservice.metrics.pool import PoolCollector
 from kvservice.metrics.regions import RegionCollector
 from kvservice.metrics.rpc import RpcMetrics
@@ -22,6 +23,7 @@ def metric_names() -> set[str]:
     manager = BlockManager(BlocksConfig(num_blocks=1))
     registry.register(PoolCollector(manager.stats, lambda: 0, 1, {"pool": 1}))
     registry.register(RegionCollector(lambda: 0, lambda: 0))
+    registry.register(LaneCollector(lambda: 0, lambda: (0, 0, [0, 0], 0.0), [1.0]))
     RpcMetrics(registry)
     return {metric.name + ("_total" if metric.type == "counter" else "") for metric in registry.collect()}
 
