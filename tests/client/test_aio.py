@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from both_faces import Awaitable
 from cutting_proxy import CuttingProxy
 
 from kvservice.client import AsyncKVClient, AsyncSession, AsyncStep, KVClient, Session, Step
@@ -73,24 +74,6 @@ def run(scenario: Coroutine[Any, Any, Any]) -> Any:
 def tensors(seed: int, *leading: int) -> list[Any]:
     rng = np.random.default_rng(seed)
     return [rng.standard_normal((*leading, HEADS, HEAD_SIZE)).astype(np.float32) for _ in range(3)]
-
-
-class Awaitable:
-    """A blocking object whose methods are awaited, so that one scenario runs over both faces."""
-
-    def __init__(self, target: Any) -> None:
-        self._target = target
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._target, name)
-        if not inspect.ismethod(found):
-            return found
-
-        async def call(*args: Any, **kwargs: Any) -> Any:
-            result = found(*args, **kwargs)
-            return Awaitable(result) if isinstance(result, Step) else result
-
-        return call
 
 
 async def everything(kv: Any) -> list[Any]:

@@ -1,0 +1,196 @@
+"""Every transport does the same: the results of messages, for every kind of step, option and tensor."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from both_faces import Face, session_of
+from small_daemons import TRANSPORTS, OpenDaemon
+
+from kvservice.client import KVClient
+from kvservice.client.transports import Staging
+from kvservice.launch import Daemon
+from kvservice.pool.layout import TENSOR_DTYPES
+
+LAYERS, HEADS, KV_HEADS, HEAD_SIZE = 2, 4, 2, 32
+SLOPES = [2.0**-n for n in range(HEADS)]
+OPTIONS: list[dict[str, Any]] = [
+    {"scale": 0.25},
+    {"sliding_window": 6},
+    {"logits_soft_cap": 1.5},
+    {"alibi_slopes": SLOPES},
+    {"scale": -0.5, "sliding_window": 3, "logits_soft_cap": 4.0, "alibi_slopes": SLOPES},
+]
+Place = Callable[[np.ndarray], np.ndarray]
+
+
+class Inputs:
+    """Normal numbers, the same for all who ask in the same order."""
+
+    def __init__(self, dtype: str, place: Place = lambda array: array) -> None:
+        self._rng = np.random.default_rng(7)
+        self._dtype = TENSOR_DTYPES[dtype]
+        self.place = place
+
+    def layer(self, num_tokens: int) -> list[np.ndarray]:
+        return [self.array(num_tokens, heads) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+
+    def array(self, num_tokens: int, heads: int) -> np.ndarray:
+        values = self._rng.standard_normal((num_tokens, heads, HEAD_SIZE)).astype(self._dtype)
+        return self.place(values)
+
+
+async def walk(kv: Any, inputs: Inputs, *, given: bool) -> list[np.ndarray]:
+    """Prefill, decode and mixed steps, every option; then all K/V. `given`: results go into arrays of the caller's."""
+    seen: list[np.ndarray] = []
+
+    async def run(step: Any, method: str, **options: Any) -> None:
+        for layer in range(LAYERS):
+            query, key, value = inputs.layer(step.num_tokens)
+            if not given:
+                output, lse = await getattr(step, method)(layer, query, key, value, return_lse=True, **options)
+            else:
+                out = inputs.place(np.zeros_like(query))
+                lse_out = inputs.place(np.zeros(query.shape[:2], np.float32))
+                output, lse = await getattr(step, method)(
+                    layer, query, key, value, return_lse=True, out=out, lse_out=lse_out, **options
+                )
+                assert output is out
+                assert lse is lse_out
+            seen.extend((output.copy(), lse.copy()))
+
+    sequences = await kv.allocate_batch([range(n, n + length) for n, length in ((0, 5), (100, 1), (200, 45))])
+    await run(await kv.open_step(sequences[:2]), "extend")
+    await run(await kv.open_step(sequences[2:], 20), "extend")  # a chunk of a prefill
+    await run(await kv.open_step(sequences[2:]), "extend")
+    await run(await kv.append(sequences, [1, 2, 3]), "decode")
+    for options in OPTIONS:
+        await run(await kv.append(sequences, [4, 5, 6]), "decode", **options)
+        await run(await kv.append(sequences, range(7), num_tokens=[4, 1, 2]), "attend", **options)
+    child = await kv.fork(sequences[0])
+    await run(await kv.append([child, sequences[0]], [8, 9]), "decode")
+    query, key, value = inputs.layer(2)
+    last = await kv.append([child, sequences[0]], [10, 11])
+    seen.append((await last.decode(0, query, key, value)).copy())  # without a log-sum-exp
+    await last.write(key, value, 1)
+    await (await kv.append([child], [12])).write(*(np.stack([inputs.array(1, KV_HEADS)] * LAYERS) for _ in range(2)))
+    for sequence in (*sequences, child):
+        seen += await kv.read(sequence, 0, sequence.length)
+    await kv.free([*sequences, child])
+    await kv.reset_prefix_cache()
+    return seen
+
+
+def run_walk(face: Face, daemon: Daemon, transport: str, dtype: str, *, given: bool, shared: str = "") -> list[Any]:
+    """`shared`: all tensors lie in a region of this kind."""
+
+    async def scenario() -> list[Any]:
+        async with session_of(face, daemon.address, transport) as kv:
+            assert kv.transport == transport
+            if not shared:
+                return await walk(kv, Inputs(dtype), given=given)
+            memory = await make_region(kv, shared)
+            return await walk(kv, Inputs(dtype, Bump(memory).place), given=given)
+
+    return asyncio.run(scenario())
+
+
+async def make_region(kv: Any, kind: str) -> Any:
+    return await (kv.create_region(1 << 20) if kind == "made" else kv.open_region(kind, 1 << 20))
+
+
+class Bump:
+    """Places one array after the other in a region, from its start again when it is full."""
+
+    def __init__(self, memory: Any) -> None:
+        self._memory = memory
+        self._used = 0
+
+    def place(self, array: np.ndarray) -> np.ndarray:
+        if self._used + array.nbytes > self._memory.num_bytes:
+            self._used = 0
+        there = self._memory.array(array.shape, array.dtype, self._used)
+        there[...] = array
+        self._used += -(-array.nbytes // 64) * 64
+        return there
+
+
+@pytest.fixture(scope="module")
+def by_messages(open_daemon: OpenDaemon) -> Callable[[str], list[Any]]:
+    """What inline tensors give."""
+    known: dict[str, list[Any]] = {}
+
+    def find(dtype: str) -> list[Any]:
+        if dtype not in known:
+            known[dtype] = run_walk("blocking", open_daemon(dtype, "write"), "inline", dtype, given=False)
+        return known[dtype]
+
+    return find
+
+
+@pytest.mark.parametrize("face", ["blocking", "asyncio"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_the_results_are_those_of_messages(
+    open_daemon: OpenDaemon, by_messages: Callable[[str], list[Any]], face: Face, dtype: str, name: str
+) -> None:
+    transport, share_pool = TRANSPORTS[name]
+    daemon = open_daemon(dtype, share_pool)
+    for given in (False, True):
+        found = run_walk(face, daemon, transport, dtype, given=given)
+        np.testing.assert_equal(found, by_messages(dtype))
+
+
+@pytest.mark.parametrize("kind", ["made", "posix"])
+@pytest.mark.parametrize("name", ["inline", *TRANSPORTS])
+def test_tensors_in_a_region_give_the_same(
+    open_daemon: OpenDaemon, by_messages: Callable[[str], list[Any]], shm_object: str, name: str, kind: str
+) -> None:
+    transport, share_pool = TRANSPORTS.get(name, (name, "write"))
+    region = kind if kind == "made" else shm_object
+    found = run_walk("blocking", open_daemon("float32", share_pool), transport, "float32", given=True, shared=region)
+    np.testing.assert_equal(found, by_messages("float32"))
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_what_lies_in_a_region_is_not_copied(
+    open_daemon: OpenDaemon, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    transport, share_pool = TRANSPORTS[name]
+    with KVClient(open_daemon("float32", share_pool).address, transport=transport) as client, client.session() as kv:
+        bump = Bump(kv.create_region(1 << 20))
+        inputs = Inputs("float32", bump.place)
+        step = kv.open_step([kv.allocate(range(45))])
+        query, key, value = inputs.layer(45)
+        out, lse_out = bump.place(np.zeros_like(query)), bump.place(np.zeros(query.shape[:2], np.float32))
+
+        def copied(*_: Any) -> None:
+            raise AssertionError("it was copied")
+
+        with monkeypatch.context() as no_copies:
+            no_copies.setattr(Staging, "put", copied)
+            if transport != "mapped":  # there a log-sum-exp is brought to where it is wanted
+                no_copies.setattr(np, "copyto", copied)
+            step.extend(0, query, key, value, out=out, lse_out=lse_out, return_lse=True)
+            if transport != "mapped":
+                with pytest.raises(AssertionError, match="it was copied"):
+                    step.extend(1, query.copy(), key, value, out=out)
+        assert out.any()
+        assert lse_out.all()
+        kv.free(step.sequences)
+        kv.reset_prefix_cache()
+
+
+@pytest.fixture
+def shm_object() -> Iterator[str]:
+    """The name of a POSIX shared-memory object of 1 MiB."""
+    path = Path("/dev/shm", f"kvservice-transports-{os.getpid()}")
+    path.write_bytes(bytes(1 << 20))
+    yield path.name
+    path.unlink()

@@ -1,0 +1,41 @@
+"""One scenario over both faces of the client."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, Literal
+
+from kvservice.client import AsyncKVClient, KVClient, Step
+
+Face = Literal["blocking", "asyncio"]
+
+
+class Awaitable:
+    """A blocking object whose methods are awaited, so that one scenario runs over both faces."""
+
+    def __init__(self, target: Any) -> None:
+        self._target = target
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._target, name)
+        if not inspect.ismethod(found):
+            return found
+
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            result = found(*args, **kwargs)
+            return Awaitable(result) if isinstance(result, Step) else result
+
+        return call
+
+
+@asynccontextmanager
+async def session_of(face: Face, address: str, transport: str) -> AsyncIterator[Any]:
+    """A session, whose methods are awaited."""
+    if face == "blocking":
+        with KVClient(address, transport=transport) as client, client.session() as session:
+            yield Awaitable(session)
+    else:
+        async with AsyncKVClient(address, transport=transport) as client, client.session() as session:
+            yield session

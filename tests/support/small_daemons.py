@@ -1,0 +1,35 @@
+"""Daemons of the small pool that differ in what they share."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import pytest
+from small_pool import SMALL_POOL
+
+from kvservice.launch import Daemon
+
+# Besides messages. By name, with what the daemon shares of its pool.
+TRANSPORTS = {
+    "region": ("region", "write"),
+    "lane": ("lane", "write"),
+    "mapped": ("mapped", "write"),
+    "mapped to read": ("mapped", "read"),
+}
+OpenDaemon = Callable[[str, str], Daemon]
+
+
+@pytest.fixture(scope="package")
+def open_daemon() -> Iterator[OpenDaemon]:
+    """The daemon of a dtype that shares so much of its pool; each is started once."""
+    running: dict[tuple[str, str], Daemon] = {}
+    with contextlib.ExitStack() as stack:
+
+        def find(dtype: str, share_pool: str) -> Daemon:
+            if (dtype, share_pool) not in running:
+                options = SMALL_POOL | {"dtype": dtype, "share_pool": share_pool}
+                running[dtype, share_pool] = stack.enter_context(Daemon(**options))
+            return running[dtype, share_pool]
+
+        yield find
