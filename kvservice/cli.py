@@ -233,6 +233,18 @@ def _bench_cuda(quick: bool, as_json: bool, options: dict[str, Any]) -> None:
         raise click.ClickException("; ".join(failed))
 
 
+@bench.command("lane")
+@_quick_option
+@_json_option
+def bench_lane(quick: bool, as_json: bool) -> None:
+    """A decode step of 32 layers by a daemon on a CUDA device, in units of its kernels alone."""
+    _reexec_with(missing_environment(os.environ))
+    with _torch_wanted():
+        from kvservice.bench import lane_cuda
+
+        _report(lambda: lane_cuda.run(quick), lane_cuda.render, as_json)
+
+
 @bench.command("swap")
 @_quick_option
 @_json_option

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvservice import ops
-from kvservice.client import KVClient, SharedMemory, Step
+from kvservice.client import KVClient, Memory, Step
 from kvservice.client.blocking import finish
 from kvservice.client.channel import CHANNEL_OPTIONS
 from kvservice.errors import FailedPreconditionError
@@ -81,7 +81,7 @@ class Way(Protocol):
 class Tensors:
     """Query, key, value and output of a layer; one after the other in `memory`, if there is any."""
 
-    def __init__(self, num_tokens: int, memory: SharedMemory | None = None) -> None:
+    def __init__(self, num_tokens: int, memory: Memory | None = None) -> None:
         self.num_tokens = num_tokens
         arrays, offset = [], 0
         for num_heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS, NUM_HEADS):

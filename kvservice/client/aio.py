@@ -44,11 +44,13 @@ class AsyncSession(SessionCore[AsyncStep]):
 
     async def detach(self) -> bytes:
         """Leave the session to whoever presents its token, the result. Only of use if it was opened as detachable."""
+        await self.attending.close()
         await self._stream.close()
         return self.token
 
     async def close(self) -> None:
         """Free all that the session has. A session that is gone, or another client's by now, is left alone."""
+        await self.attending.close()
         if await self._stream.close():
             await self._client._close_session(self.token, self._stream.holder)
 

@@ -58,6 +58,7 @@ class Step:
         self.context_lens = core.context_lens
         self.num_tokens = core.num_tokens
         self.cow_copies = core.cow_copies
+        self.mapped = core.mapped
 
     decode = blocking(StepCore.decode)
     extend = blocking(StepCore.extend)
@@ -119,14 +120,18 @@ class Session:
     open_region = blocking(_Core.open_region)
     unregister_region = blocking(_Core.unregister_region)
     regions = blocking(_Core.regions)
+    map_pool = blocking(_Core.map_pool)
+    commit = blocking(_Core.commit)
 
     def detach(self) -> bytes:
         """Leave the session to whoever presents its token, the result. Only of use if it was opened as detachable."""
+        finish(self._core.attending.close())
         self._stream.close()
         return self.token
 
     def close(self) -> None:
         """Free all that the session has. A session that is gone, or another client's by now, is left alone."""
+        finish(self._core.attending.close())
         if self._stream.close():
             self._client._close_session(self.token, self._stream.holder)
 

@@ -13,12 +13,13 @@ from collections.abc import Sequence as Batch
 from typing import Generic, TypeVar
 
 from kvservice.client import tensors
+from kvservice.client.mapped import MappedPool, OpenStep
 from kvservice.client.requests import build, int_list, whole
 from kvservice.client.shared_memory import RegionCore, Stream
 from kvservice.client.transports import StreamTransport, Transport, TransportName
 from kvservice.client.values import Pin, PoolInfo, Sequence, SequenceInfo, from_message
 from kvservice.errors import InvalidArgumentError, MessageTooLargeError, RegionsNotAllowedError
-from kvservice.v1 import attention_pb2, blocks_pb2
+from kvservice.v1 import attention_pb2, blocks_pb2, host_pb2
 from kvservice.wire.tensors import Array
 
 ExtraKeys = Iterable[tuple[int, bytes]]
@@ -211,6 +212,17 @@ class SessionCore(RegionCore, Generic[StepT]):
         """End sequences. Their computed full blocks stay in the prefix cache."""
         request = build(blocks_pb2.FreeRequest, request_id=self.next_request_id(), sequence_ids=_ids(sequences))
         await self.call("free", request)
+
+    async def map_pool(self, *, writable: bool = False) -> MappedPool:
+        """The pool in this process, and tables of the steps that are opened from now on. For clients on the unix socket
+        whom the daemon trusts with the K/V of all sessions (--share-pool); others get PoolNotSharedError."""
+        return await MappedPool.open(self, bool(writable))
+
+    async def commit(self, step: OpenStep) -> None:
+        """Every layer of a step has been written into the mapped pool: its tokens are computed. On a GPU, wait for that
+        first."""
+        request = build(host_pb2.CommitRequest, request_id=self.next_request_id(), step_id=step.step_id)
+        await self.call("commit", request)
 
     async def describe(
         self, sequences: Batch[Sequence] | None = None, *, token_ids: bool = False, block_ids: bool = False

@@ -10,22 +10,25 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvservice import _ext
+from kvservice.client.gpu import device_of, launched_before
 from kvservice.client.requests import build
 from kvservice.client.shared_memory import Place, fetch
+from kvservice.client.tensors import Tensor
 from kvservice.client.transports import (
     ALIGNMENT,
     Layer,
     RegionTransport,
     Staging,
     TransportName,
+    attend,
     check_shapes,
     given,
     staged_bytes,
+    write,
 )
-from kvservice.errors import ConnectionLostError
+from kvservice.errors import ConnectionLostError, UnknownStepError
 from kvservice.v1 import host_pb2
 from kvservice.wire.status import from_reason
-from kvservice.wire.tensors import Array
 
 if TYPE_CHECKING:
     from kvservice.client.core import SessionCore
@@ -45,11 +48,15 @@ class LaneTransport:
     """Tensors in regions that the daemon has made are not copied; others are, into one and out of it."""
 
     name: TransportName = "lane"
+    takes_gpu_tensors: bool
 
     def __init__(self, session: SessionCore[Any], lane: _ext.LaneClient) -> None:
         self._session = session
         self._lane = lane
+        device = device_of(session.info)
+        self.takes_gpu_tensors = device is not None
         self._staging = Staging(session)
+        self._gpu_staging = Staging(session, device)
         self._lock = session.stream.lock()
         # The call whose answer nobody has taken: its caller was interrupted, but its tensors are still in use.
         self._unanswered: int | None = None
@@ -69,39 +76,47 @@ class LaneTransport:
             os.close(descriptor)
         return LaneTransport(session, _ext.LaneClient(memory, SPIN_US))
 
-    async def attend(self, layer: Layer) -> tuple[Array, Array | None]:
+    async def attend(self, layer: Layer) -> tuple[Tensor, Tensor | None]:
         if not self._carries(layer):
-            return await self._region.attend(layer)
+            return await attend(self._region, layer)
         async with self._lock:
             if self._unanswered is not None:
                 await self._answer()
+            staging = self._gpu_staging if layer.on_gpu else self._staging
             slopes = None if layer.options.alibi_slopes is None else np.array(layer.options.alibi_slopes, np.float32)
             num_bytes = staged_bytes(layer) + (0 if slopes is None else slopes.nbytes + ALIGNMENT)
-            await self._staging.reserve(num_bytes)
-            query, key, value = (self._input(array) for array in (layer.query, layer.key, layer.value))
-            output, output_place = self._result(layer.out, layer.query.shape, layer.query.dtype)
+            await staging.reserve(num_bytes)
+            query, key, value = (self._input(staging, tensor) for tensor in (layer.query, layer.key, layer.value))
+            output, output_place = self._result(staging, layer.out, tuple(layer.query.shape), self._session.info.dtype)
             lse, lse_place = None, None
             if layer.return_lse:
-                lse, lse_place = self._result(layer.lse_out, layer.lse_shape, np.float32)
-            slopes_place = None if slopes is None else self._input(slopes)
+                lse, lse_place = self._result(staging, layer.lse_out, layer.lse_shape, "float32")
+            slopes_place = None if slopes is None else self._input(staging, slopes)
+            check_shapes(self._session.info, layer)
+            if layer.on_gpu:
+                # The daemon's stream waits for no other process's: it would stand for ever if that were killed.
+                await self._session.stream.run(launched_before(layer.query))
             self._unanswered = self._submit(layer, (query, key, value, output_place, lse_place), slopes_place)
             reason, field, message = await self._answer()
-            if reason:
-                raise from_reason(reason, message, field)
-            return given(output, layer.out), None if lse is None else given(lse, layer.lse_out)
+            if not reason:
+                return given(output, layer.out), None if lse is None else given(lse, layer.lse_out)
+        error = from_reason(reason, message, field)
+        if isinstance(error, UnknownStepError):
+            # The daemon had no memory to bring its tables to the lanes; or it is unknown to all.
+            return await attend(self._region, layer)
+        raise error
 
     def _carries(self, layer: Layer) -> bool:
         """What the daemon will refuse goes by the stream, which says more of it."""
         return layer.options.block_sparse is None or self._session.info.device != "cpu"
 
     def _submit(self, layer: Layer, places: tuple[Entry, Entry, Entry, Entry, Entry | None], slopes: Any) -> int:
-        check_shapes(self._session.info, layer)
         options, sparse = layer.options, layer.options.block_sparse
         return self._lane.submit(
             layer.step.step_id,
             layer.number,
             layer.decode,
-            layer.query.shape[1],
+            int(layer.query.shape[1]),
             *places,
             scale=options.scale,
             sliding_window=options.sliding_window,
@@ -134,27 +149,26 @@ class LaneTransport:
         self._unanswered = None
         return answer
 
-    def _input(self, array: Array) -> Entry:
-        place = self._made(array)
-        if place is None:
-            copy, place = self._staging.place(array.shape, array.dtype)
-            np.copyto(copy, array)
-        return _entry(place)
+    def _input(self, staging: Staging, tensor: Tensor) -> Entry:
+        place = self._made(tensor)
+        return _entry(staging.put(tensor)[1] if place is None else place)
 
-    def _result(self, wanted: Array | None, shape: tuple[int, ...], dtype: Any) -> tuple[Array, Entry]:
+    def _result(
+        self, staging: Staging, wanted: Tensor | None, shape: tuple[int, ...], dtype: str
+    ) -> tuple[Tensor, Entry]:
         place = None if wanted is None else self._made(wanted)
         if wanted is not None and place is not None:
             return wanted, _entry(place)
-        array, place = self._staging.place(shape, dtype)
-        return array, _entry(place)
+        tensor, place = staging.place(shape, dtype)
+        return tensor, _entry(place)
 
-    def _made(self, array: Array) -> Place | None:
-        """Where an array lies, if lanes take it."""
-        place = self._session.find_place(array)
+    def _made(self, tensor: Tensor) -> Place | None:
+        """Where a tensor lies, if lanes take it."""
+        place = self._session.find_place(tensor)
         return place if place is not None and place.memory.number is not None and place.offset % 16 == 0 else None
 
-    async def write(self, step: StepCore, number: int | None, key: Array, value: Array) -> None:
-        await self._region.write(step, number, key, value)
+    async def write(self, step: StepCore, number: int | None, key: Tensor, value: Tensor) -> None:
+        await write(self._region, step, number, key, value)
 
     async def close(self) -> None:
         pass  # with the session

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import mmap
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
 from kvservice import ops
+from kvservice.client.gpu import GpuKernels, device_of, extension
 from kvservice.client.requests import build
 from kvservice.client.shared_memory import fetch
+from kvservice.client.tensors import Tensor, is_on_gpu
 from kvservice.client.transports import (
     Layer,
     Options,
@@ -18,61 +21,89 @@ from kvservice.client.transports import (
     StreamTransport,
     Transport,
     TransportName,
+    attend,
     check_shapes,
+    write,
 )
-from kvservice.errors import InvalidArgumentError, LayerWrittenError, StaleStepError
-from kvservice.pool.layout import PoolLayout
+from kvservice.errors import FailedPreconditionError, InvalidArgumentError, LayerWrittenError, StaleStepError
+from kvservice.pool.layout import DTYPES, PoolLayout
 from kvservice.v1 import host_pb2
 from kvservice.wire.tensors import Array
 
 if TYPE_CHECKING:
     from kvservice.client.core import SessionCore
     from kvservice.client.step import StepCore
+    from kvservice.client.values import PoolInfo
 
+T = TypeVar("T")
 ALIGNMENT = 64
 
 
-class MappedPool:
-    """The pool and the session's tables, in this process. `pool` is what `kvservice.ops` takes; read-only unless it was
-    mapped to be written."""
+class OpenStep(Protocol):
+    """A step of either face."""
 
-    def __init__(self, layout: PoolLayout, num_blocks: int, pool: mmap.mmap, tables: mmap.mmap, writable: bool) -> None:
+    step_id: int
+    num_tokens: int
+    query_lens: Array
+    context_lens: Array
+    mapped: tuple[int, int] | None
+    """Slot and offset in the tables."""
+
+
+class MappedPool:
+    """The pool and the session's tables, in this process. `pool` is what `kvservice.ops` takes, of a GPU a torch tensor
+    for `kvservice.ops.torch_ops`; it is read-only unless it was mapped to be written (on a GPU: must not be written).
+
+    Steps that the session opens from now on can be worked on here. A step that is written here must be committed
+    (`session.commit`), or its blocks do not count as computed. On a GPU, wait for what was launched before the next
+    call that ends the step: its blocks may be others' then.
+    """
+
+    def __init__(self, layout: PoolLayout, kernels: Kernels, tables: mmap.mmap, writable: bool) -> None:
         self.layout = layout
         self.writable = writable
-        self.pool: Array = np.frombuffer(pool, layout.numpy_dtype, num_blocks * layout.block_bytes // _itemsize(layout))
-        self.pool = self.pool.reshape(num_blocks, *layout.block_shape)
+        self.kernels = kernels
+        self.pool = kernels.pool
         self._tables = tables
 
     @staticmethod
     async def open(session: SessionCore[Any], writable: bool) -> MappedPool:
-        """Raises PoolNotSharedError, and ConnectionLostError where the descriptors are not to be had."""
+        """Raises PoolNotSharedError, ConnectionLostError where the descriptors are not to be had, and for the pool of a
+        GPU FailedPreconditionError."""
         info = session.info
+        if (device := device_of(info)) is not None:
+            extension()
         request = build(host_pb2.MapPoolRequest, request_id=session.next_request_id(), writable=writable)
         response = await session.call("map_pool", request)
+        layout = PoolLayout(info.num_layers, info.num_kv_heads, info.head_size, info.block_size, info.kv_cache_dtype)
+        shape = (info.num_blocks, *layout.block_shape)
+        open_kernels = HostKernels.open if device is None else GpuKernels.open
         descriptors = await fetch(session, response.handover_token, 2)
         try:
-            access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-            pool = mmap.mmap(descriptors[0], response.pool_bytes, prot=access)
+            kernels = open_kernels(info, shape, descriptors[0], response.pool_bytes, writable)
             tables = mmap.mmap(descriptors[1], response.table_bytes, prot=mmap.PROT_READ)
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
-        layout = PoolLayout(info.num_layers, info.num_kv_heads, info.head_size, info.block_size, info.kv_cache_dtype)
-        return MappedPool(layout, info.num_blocks, pool, tables, writable)
+        return MappedPool(layout, kernels, tables, writable)
 
-    def step(self, step: StepCore) -> MappedStep:
-        """Its tables. Raises StaleStepError."""
+    def step(self, step: OpenStep) -> MappedStep:
+        """Its tables. Raises StaleStepError, and FailedPreconditionError for a step that is not in the tables."""
         return MappedStep(self._tables, step, self.layout.block_size)
 
 
 class MappedStep:
     """A step's lengths, tables and slots as `kvservice.ops` takes them, over the daemon's memory. They are right for as
-    long as `check` does not raise."""
+    long as `check` does not raise: ask it before they are used, and when what used them is done."""
 
-    def __init__(self, tables: mmap.mmap, step: StepCore, block_size: int) -> None:
-        assert step.mapped is not None, "the step is in the tables"
-        slot, offset = step.mapped
-        self._step_id = step.step_id
+    def __init__(self, tables: mmap.mmap, step: OpenStep, block_size: int) -> None:
+        if step.mapped is None:
+            raise FailedPreconditionError(
+                f"step {step.step_id} is not in the tables: they were full, or not mapped yet"
+            )
+        slot, begin = step.mapped
+        self.step_id = step.step_id
+        self.max_query_len = int(step.query_lens.max())
         self._word: Array = np.frombuffer(tables, np.int64, 1, 8 * slot)
         self.check()
         num_seqs = len(step.query_lens)
@@ -83,43 +114,114 @@ class MappedStep:
             ((num_seqs,), np.int32),
             ((num_seqs, max_blocks), np.int32),
         )
-        arrays = []
+        offset = begin
+        # Offsets are from the start of `bytes`.
+        self.arrays_and_offsets: list[tuple[Array, int]] = []
         for shape, dtype in parts:
-            arrays.append(np.ndarray(shape, dtype, tables, offset))
-            offset += -(-arrays[-1].nbytes // ALIGNMENT) * ALIGNMENT
+            array: Array = np.ndarray(shape, dtype, tables, offset)
+            self.arrays_and_offsets.append((array, offset - begin))
+            offset += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+        self.bytes: Array = np.frombuffer(tables, np.uint8, offset - begin, begin)
+        arrays = (array for array, _ in self.arrays_and_offsets)
         self.slot_mapping, self.query_lens, self.context_lens, self.block_tables = arrays
 
     def check(self) -> None:
         """Raise StaleStepError unless the step is live: its blocks may be others' then."""
-        if self._word[0] != self._step_id:
+        if self._word[0] != self.step_id:
             raise StaleStepError(
-                f"a newer operation on one of its sequences replaced step {self._step_id}", field="step_id"
+                f"a newer operation on one of its sequences replaced step {self.step_id}", field="step_id"
             )
 
 
+class Kernels(Protocol):
+    """The operations on a pool that is mapped."""
+
+    takes_gpu_tensors: bool
+    pool: Tensor
+
+    def write(self, mapped: MappedStep, layer: int, key: Tensor, value: Tensor) -> None: ...
+
+    def attend(self, mapped: MappedStep, layer: Layer, options: dict[str, Any]) -> tuple[Tensor, Tensor]: ...
+
+    def wait(self) -> None:
+        """Until all that was asked for is done."""
+
+
+class HostKernels:
+    """See Kernels. Done when they return."""
+
+    takes_gpu_tensors = False
+
+    def __init__(self, info: PoolInfo, pool: Array) -> None:
+        self.pool = pool
+        self._batch_invariant = info.batch_invariant
+
+    @staticmethod
+    def open(info: PoolInfo, shape: tuple[int, ...], descriptor: int, num_bytes: int, writable: bool) -> HostKernels:
+        """Over the memory that the descriptor stands for."""
+        access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        memory = mmap.mmap(descriptor, num_bytes, prot=access)
+        return HostKernels(info, np.ndarray(shape, DTYPES[info.kv_cache_dtype], memory))
+
+    def write(self, mapped: MappedStep, layer: int, key: Array, value: Array) -> None:
+        ops.write_kv(self.pool, layer, mapped.slot_mapping, key, value)
+
+    def attend(self, mapped: MappedStep, layer: Layer, options: dict[str, Any]) -> tuple[Array, Array]:
+        tables = mapped.query_lens, mapped.block_tables, mapped.context_lens
+        output, lse = ops.attention(
+            self.pool,
+            layer.number,
+            layer.query,
+            *tables,
+            **options,
+            batch_invariant=self._batch_invariant,
+            out=layer.out,
+            return_lse=True,
+        )
+        if layer.lse_out is None:
+            return output, lse
+        np.copyto(layer.lse_out, lse)
+        return output, layer.lse_out
+
+    def wait(self) -> None:
+        pass
+
+
 class MappedTransport:
-    """Attends in this process. What it may not write goes to the daemon, and so does a step that the tables lack."""
+    """Attends in this process. What it may not write goes to the daemon, and so does what its kernels do not do, and a
+    step that the tables lack."""
 
     name: TransportName = "mapped"
 
     def __init__(self, session: SessionCore[Any], pool: MappedPool) -> None:
         self._session = session
         self.pool = pool
+        self._kernels = pool.kernels
+        self.takes_gpu_tensors = self._kernels.takes_gpu_tensors
         regions = session.info.allow_client_shm
         self._stream: Transport = RegionTransport(session) if regions else StreamTransport(session)
+        if self.takes_gpu_tensors:
+            self._call = session.call
+            session.call = self._call_after_kernels
 
-    async def attend(self, layer: Layer) -> tuple[Array, Array | None]:
+    async def _call_after_kernels(self, name: str, request: Any) -> Any:
+        """A call may end a step, and the daemon orders nothing behind another process's stream: it could stand for ever
+        if that process were killed."""
+        await self._session.stream.run(self._kernels.wait)
+        return await self._call(name, request)
+
+    async def attend(self, layer: Layer) -> tuple[Tensor, Tensor | None]:
         step = layer.step
-        if step.mapped is None or layer.options.block_sparse is not None:
-            return await self._stream.attend(layer)
+        if step.mapped is None or not self._can_attend(layer):
+            return await attend(self._stream, layer)
         mapped = self.pool.step(step)
         self._check(layer)
         if self.pool.writable:
             self._claim(step, layer.number)
         else:
-            await self._stream.write(step, layer.number, layer.key, layer.value)
+            await write(self._stream, step, layer.number, layer.key, layer.value)
         try:
-            result = await self._session.stream.run(self._attend, mapped, layer)
+            result = await self._run(self._attend, mapped, layer)
             mapped.check()
         except BaseException as error:
             step.written.discard(layer.number)
@@ -128,6 +230,15 @@ class MappedTransport:
             raise
         await self._commit_if_complete(step)
         return result
+
+    def _can_attend(self, layer: Layer) -> bool:
+        """Tensors are where the pool is, and there are kernels for it; an 8-bit pool's scales only the daemon has."""
+        info = self._session.info
+        return (
+            layer.on_gpu == self.takes_gpu_tensors
+            and info.kv_cache_dtype == info.dtype
+            and layer.options.block_sparse is None
+        )
 
     def _check(self, layer: Layer) -> None:
         """What the operations cannot see, and what the daemon says otherwise than they."""
@@ -142,28 +253,21 @@ class MappedTransport:
             raise LayerWrittenError(f"layer {number} of step {step.step_id} is written", field="layer")
         step.written.add(number)
 
-    def _attend(self, mapped: MappedStep, layer: Layer) -> tuple[Array, Array | None]:
-        if self.pool.writable:
-            ops.write_kv(self.pool.pool, layer.number, mapped.slot_mapping, layer.key, layer.value)
-        result = ops.attention(
-            self.pool.pool,
-            layer.number,
-            layer.query,
-            mapped.query_lens,
-            mapped.block_tables,
-            mapped.context_lens,
-            out=layer.out,
-            return_lse=True,
-            **_as_options(layer.options),
-        )
-        if layer.lse_out is not None:
-            np.copyto(layer.lse_out, result[1])
-        lse = layer.lse_out if layer.lse_out is not None else result[1]
-        return result[0], lse if layer.return_lse else None
+    async def _run(self, work: Callable[..., T], *arguments: Any) -> T:
+        """Launching takes no time, and is for the caller's own stream."""
+        if self.takes_gpu_tensors:
+            return work(*arguments)
+        return await self._session.stream.run(work, *arguments)
 
-    async def write(self, step: StepCore, number: int | None, key: Array, value: Array) -> None:
-        if step.mapped is None or not self.pool.writable:
-            await self._stream.write(step, number, key, value)
+    def _attend(self, mapped: MappedStep, layer: Layer) -> tuple[Tensor, Tensor | None]:
+        if self.pool.writable:
+            self._kernels.write(mapped, layer.number, layer.key, layer.value)
+        output, lse = self._kernels.attend(mapped, layer, _as_options(layer.options))
+        return output, lse if layer.return_lse else None
+
+    async def write(self, step: StepCore, number: int | None, key: Tensor, value: Tensor) -> None:
+        if step.mapped is None or not self.pool.writable or is_on_gpu(key) != self.takes_gpu_tensors:
+            await write(self._stream, step, number, key, value)
             return
         mapped = self.pool.step(step)
         layers = range(self.pool.layout.num_layers) if number is None else (number,)
@@ -173,24 +277,23 @@ class MappedTransport:
         for layer in layers:
             self._claim(step, layer)
         try:
-            await self._session.stream.run(self._write, mapped, layers, parts)
+            await self._run(self._write, mapped, layers, parts)
             mapped.check()
         except BaseException:
             step.written.difference_update(layers)
             raise
         await self._commit_if_complete(step)
 
-    def _write(self, mapped: MappedStep, layers: Any, parts: list[tuple[Array, Array]]) -> None:
+    def _write(self, mapped: MappedStep, layers: Any, parts: list[tuple[Tensor, Tensor]]) -> None:
         for layer, (key, value) in zip(layers, parts, strict=True):
-            ops.write_kv(self.pool.pool, layer, mapped.slot_mapping, key, value)
+            self._kernels.write(mapped, layer, key, value)
 
     async def _commit_if_complete(self, step: StepCore) -> None:
         if self.pool.writable and len(step.written) == self.pool.layout.num_layers:
-            request = build(host_pb2.CommitRequest, request_id=self._session.next_request_id(), step_id=step.step_id)
-            await self._session.call("commit", request)
+            await self._session.commit(step)
 
     async def close(self) -> None:
-        pass  # with the session
+        await self._session.stream.run(self._kernels.wait)
 
 
 def _as_options(options: Options) -> dict[str, Any]:
@@ -201,7 +304,3 @@ def _as_options(options: Options) -> dict[str, Any]:
         "logits_soft_cap": options.logits_soft_cap,
         "alibi_slopes": slopes,
     }
-
-
-def _itemsize(layout: PoolLayout) -> int:
-    return layout.numpy_dtype.itemsize

@@ -15,6 +15,7 @@ import numpy as np
 
 from kvservice.client import handover
 from kvservice.client.requests import build, whole
+from kvservice.client.tensors import Tensor, address_of
 from kvservice.client.values import RegionInfo, from_message
 from kvservice.errors import InvalidArgumentError, RegionNotOpenedError, RegionsNotAllowedError, ResourceExhaustedError
 from kvservice.pool.layout import TENSOR_DTYPES
@@ -25,7 +26,7 @@ SHM_DIRECTORY = "/dev/shm"
 T = TypeVar("T")
 
 
-class SharedMemory:
+class Memory:
     """`num_bytes` of memory that the daemon sees too; made by a session's `create_region` and `open_region`.
 
     Arrays and torch tensors over it (`array`, and views of those) may be given wherever a step takes tensors, and as
@@ -33,15 +34,34 @@ class SharedMemory:
     what lanes call it; None: they do not take it.
     """
 
+    def __init__(self, name: str, num_bytes: int, address: int, number: int | None) -> None:
+        self.name, self.num_bytes, self.number = name, num_bytes, number
+        self._address = address
+
+    def array(self, shape: int | tuple[int, ...], dtype: Any = "float32", offset: int = 0) -> Tensor:
+        """An array over the bytes from `offset` on. `dtype`: a name as in PoolInfo."""
+        raise NotImplementedError
+
+    def offset_of(self, tensor: Tensor) -> int | None:
+        """Where the tensor's elements begin, if they all lie here, in row-major order and without gaps."""
+        address = address_of(tensor)
+        if address is None or not tensor.nbytes:
+            return None
+        offset = address - self._address
+        return offset if offset >= 0 and offset + int(tensor.nbytes) <= self.num_bytes else None
+
+
+class SharedMemory(Memory):
+    """See Memory. Of the host; arrays are NumPy's."""
+
     def __init__(self, name: str, descriptor: int, num_bytes: int, number: int | None = None, offset: int = 0) -> None:
         """Raises OSError. The descriptor stays the caller's."""
-        self.name, self.num_bytes, self.number = name, num_bytes, number
         self._map = mmap.mmap(descriptor, offset + num_bytes)
         self._begin = offset
-        self._address = np.frombuffer(self._map, np.uint8).ctypes.data + offset
+        super().__init__(name, num_bytes, np.frombuffer(self._map, np.uint8).ctypes.data + offset, number)
 
     def array(self, shape: int | tuple[int, ...], dtype: Any = "float32", offset: int = 0) -> Array:
-        """An array over the bytes from `offset` on. `dtype`: a name as in PoolInfo, or what NumPy takes."""
+        """See Memory. `dtype` may be anything that NumPy takes."""
         kind = np.dtype(TENSOR_DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype)
         try:
             if offset < 0:
@@ -50,18 +70,12 @@ class SharedMemory:
         except (TypeError, ValueError) as error:
             raise InvalidArgumentError(f"does not fit into {self.num_bytes} bytes: {error}", field="shape") from None
 
-    def offset_of(self, array: Array) -> int | None:
-        """Where the array's elements begin, if they all lie here, in row-major order and without gaps."""
-        offset = int(array.__array_interface__["data"][0]) - self._address
-        inside = offset >= 0 and offset + array.nbytes <= self.num_bytes
-        return offset if inside and array.nbytes and array.flags.c_contiguous else None
-
 
 @dataclass(frozen=True)
 class Place:
     """Where an array lies in a region, in bytes."""
 
-    memory: SharedMemory
+    memory: Memory
     offset: int
     num_bytes: int
 
@@ -94,7 +108,7 @@ class RegionCore:
         self.call: Callable[[str, Any], Awaitable[Any]] = stream.call
         self.handover_path = handover_path
         self._request_ids = itertools.count(secrets.randbits(62) + 1)
-        self._memories: list[SharedMemory] = []
+        self._memories: list[Memory] = []
 
     def next_request_id(self) -> int:
         return next(self._request_ids)
@@ -104,12 +118,19 @@ class RegionCore:
         """Whether the client is on the daemon's host."""
         return self.handover_path is not None
 
-    async def create_region(self, num_bytes: int) -> SharedMemory:
-        """Shared memory that the daemon makes, and works on in place. For clients on the unix socket of a daemon that
-        allows it; others get RegionsNotAllowedError."""
+    async def create_region(self, num_bytes: int, *, device: int | None = None) -> Memory:
+        """Shared memory that the daemon works on in place. For clients on the unix socket of a daemon that allows it;
+        others get RegionsNotAllowedError.
+
+        Of the host, made by the daemon; or, with the number of its `device`, of the GPU that the daemon's pool is on,
+        made by this process, whose arrays are torch tensors: it needs torch and kvservice built with CUDA
+        (FailedPreconditionError).
+        """
         num_bytes = whole(num_bytes, "num_bytes")
         if num_bytes <= 0:
             raise InvalidArgumentError(f"{num_bytes} is not above 0", field="num_bytes")
+        if device is not None:
+            return await self._create_on_gpu(num_bytes, whole(device, "device"))
         name = _new_name()
         request = build(
             shared_memory_pb2.CreateRegionRequest, request_id=self.next_request_id(), name=name, byte_size=num_bytes
@@ -125,6 +146,26 @@ class RegionCore:
             await self._unregister(name)
             if isinstance(error, OSError):
                 raise ResourceExhaustedError(f"{num_bytes} bytes cannot be mapped: {error.strerror}") from None
+            raise
+        self._memories.append(memory)
+        return memory
+
+    async def _create_on_gpu(self, num_bytes: int, device: int) -> Memory:
+        from kvservice.client import gpu
+
+        memory = gpu.GpuMemory(_new_name(), num_bytes, device)
+        request = build(
+            shared_memory_pb2.CudaSharedMemoryRegisterRequest,
+            request_id=self.next_request_id(),
+            name=memory.name,
+            raw_handle=memory.handle,
+            device_id=device,
+            byte_size=num_bytes,
+        )
+        try:
+            memory.number = (await self.call("cuda_shared_memory_register", request)).number
+        except BaseException:
+            await self._unregister_on_gpu(memory.name)
             raise
         self._memories.append(memory)
         return memory
@@ -155,11 +196,15 @@ class RegionCore:
         self._memories.append(memory)
         return memory
 
-    async def unregister_region(self, memory: SharedMemory | None = None) -> None:
+    async def unregister_region(self, memory: Memory | None = None) -> None:
         """Give shared memory up; None: all that the session has, a former owner's too. Arrays over it can still be
         used, and travel inside messages from now on."""
         self._memories = [] if memory is None else [one for one in self._memories if one is not memory]
-        await self._unregister("" if memory is None else memory.name)
+        name = "" if memory is None else memory.name
+        if memory is None or isinstance(memory, SharedMemory):
+            await self._unregister(name)
+        if memory is None or not isinstance(memory, SharedMemory):
+            await self._unregister_on_gpu(name)
 
     async def _unregister(self, name: str) -> None:
         request = build(
@@ -167,22 +212,28 @@ class RegionCore:
         )
         await self.call("system_shared_memory_unregister", request)
 
+    async def _unregister_on_gpu(self, name: str) -> None:
+        request = build(
+            shared_memory_pb2.CudaSharedMemoryUnregisterRequest, request_id=self.next_request_id(), name=name
+        )
+        await self.call("cuda_shared_memory_unregister", request)
+
     async def regions(self) -> list[RegionInfo]:
-        """What the daemon knows of the session's regions."""
+        """What the daemon knows of the session's regions in host memory."""
         response = await self.call(
             "system_shared_memory_status", build(shared_memory_pb2.SystemSharedMemoryStatusRequest)
         )
         return [from_message(RegionInfo, one) for _, one in sorted(response.regions.items())]
 
-    def has_region(self, memory: SharedMemory) -> bool:
+    def has_region(self, memory: Memory) -> bool:
         return any(one is memory for one in self._memories)
 
-    def find_place(self, array: Array) -> Place | None:
-        """Where an array lies in the session's regions, if it does."""
+    def find_place(self, tensor: Tensor) -> Place | None:
+        """Where a tensor lies in the session's regions, if it does."""
         for memory in self._memories:
-            offset = memory.offset_of(array)
+            offset = memory.offset_of(tensor)
             if offset is not None:
-                return Place(memory, offset, array.nbytes)
+                return Place(memory, offset, int(tensor.nbytes))
         return None
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from kvservice.client import tensors
 from kvservice.client.requests import whole
 from kvservice.client.tensors import Tensor
-from kvservice.client.transports import Layer, Options, check_out
+from kvservice.client.transports import Layer, Options, attend, check_out, check_same_device, write
 from kvservice.client.values import BlockSparse, Sequence
 from kvservice.errors import InvalidArgumentError
 from kvservice.v1 import blocks_pb2
@@ -55,8 +55,8 @@ class StepCore:
         self.context_lens = to_ints(response.context_lens, np.int32)
         self.num_tokens = int(self.query_lens.sum())
         self.cow_copies: int = response.cow_copies
-        # Slot and offset in the session's tables, if it has mapped the pool.
         self.written: set[int] = set()  # layers that this process has written into the mapped pool
+        # Slot and offset in the session's tables, if it has mapped the pool.
         self.mapped = (response.mapped.slot, response.mapped.offset) if response.HasField("mapped") else None
         self._session = session
 
@@ -105,16 +105,17 @@ class StepCore:
             self,
             name == "decode",
             whole(layer, "layer"),
-            tensors.as_array(query, "query"),
-            tensors.as_array(key, "key"),
-            tensors.as_array(value, "value"),
+            tensors.as_tensor(query, "query"),
+            tensors.as_tensor(key, "key"),
+            tensors.as_tensor(value, "value"),
             Options.of(scale, sliding_window, logits_soft_cap, alibi_slopes, block_sparse),
             return_lse,
             None if out is None else tensors.as_result(out, "out"),
             None if lse_out is None else tensors.as_result(lse_out, "lse_out"),
         )
         self._check_results(call)
-        output, lse = await self._session.attending.attend(call)
+        check_same_device(call)
+        output, lse = await attend(self._session.attending, call)
         result = tensors.like(output, query) if out is None else out
         if lse is None:
             return result
@@ -132,5 +133,5 @@ class StepCore:
         """Write the step's K/V without attention: `[num_tokens, num_kv_heads, head_size]` of one layer, or
         `[num_layers, num_tokens, num_kv_heads, head_size]` of all."""
         number = None if layer is None else whole(layer, "layer")
-        arrays = tensors.as_array(key, "key"), tensors.as_array(value, "value")
-        await self._session.attending.write(self, number, *arrays)
+        arrays = tensors.as_tensor(key, "key"), tensors.as_tensor(value, "value")
+        await write(self._session.attending, self, number, *arrays)

@@ -1,4 +1,4 @@
-"""A caller's tensors, NumPy's or torch's on the CPU, to arrays and back to the same kind."""
+"""A caller's tensors, NumPy's or torch's, to arrays and back to the same kind."""
 
 from __future__ import annotations
 
@@ -16,20 +16,53 @@ Tensor = Any
 """numpy.ndarray or torch.Tensor. torch is not imported for it."""
 
 
-def as_array(tensor: Tensor, field: str) -> Array:
-    """The tensor's elements, in its own memory where it is contiguous. Raises InvalidArgumentError."""
-    array = _as_numpy(tensor, field)
-    if array.dtype not in TENSOR_DTYPES.values():
+def as_tensor(tensor: Tensor, field: str) -> Tensor:
+    """The tensor's elements, in its own memory where it is contiguous: an array, or, of a GPU, a torch tensor. Raises
+    InvalidArgumentError."""
+    array = tensor.detach().contiguous() if is_on_gpu(tensor) else _as_numpy(tensor, field)
+    if dtype_name(array) not in TENSOR_DTYPES:
         raise InvalidArgumentError(f"is {array.dtype}, not one of {', '.join(TENSOR_DTYPES)}", field=field)
     return array
 
 
-def as_result(tensor: Tensor, field: str) -> Array:
+def as_result(tensor: Tensor, field: str) -> Tensor:
     """The tensor's own memory, for a result. Raises InvalidArgumentError where it has gaps."""
-    array = as_array(tensor, field)
-    if _is_torch(tensor) and array.ctypes.data != tensor.data_ptr():
+    array = as_tensor(tensor, field)
+    if _is_torch(tensor) and address_of(array) != tensor.data_ptr():
         raise InvalidArgumentError("is not contiguous", field=field)
     return array
+
+
+def as_array(tensor: Tensor) -> Array:
+    """What `as_tensor` has returned, in host memory."""
+    return _as_numpy(tensor.cpu(), "") if is_on_gpu(tensor) else tensor
+
+
+def is_on_gpu(tensor: Tensor) -> bool:
+    return _is_torch(tensor) and tensor.is_cuda
+
+
+def dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def address_of(tensor: Tensor) -> int | None:
+    """Of the first element, if the elements lie in row-major order and without gaps. No memory of a GPU has an address
+    that memory of the host has."""
+    if isinstance(tensor, np.ndarray):
+        return int(tensor.__array_interface__["data"][0]) if tensor.flags.c_contiguous else None
+    return int(tensor.data_ptr()) if tensor.is_contiguous() else None
+
+
+def copy(target: Tensor, source: Tensor) -> None:
+    """Elements into an array or tensor of that shape; on a GPU in the order of the current stream."""
+    if isinstance(source, np.ndarray) and not isinstance(target, np.ndarray):
+        source = _as_torch(source)
+    target[...] = source
+
+
+def copy_of(tensor: Tensor) -> Tensor:
+    return tensor.copy() if isinstance(tensor, np.ndarray) else tensor.clone()
 
 
 def from_message(message: tensor_pb2.Tensor, field: str) -> Array:
@@ -38,9 +71,13 @@ def from_message(message: tensor_pb2.Tensor, field: str) -> Array:
 
 
 def like(array: Array, tensor: Tensor) -> Tensor:
-    """The array; as a torch tensor over its memory where `tensor` is one."""
-    if not _is_torch(tensor):
+    """The array; as a torch tensor, over its memory or on the GPU where `tensor` is, where `tensor` is one."""
+    if not _is_torch(tensor) or not isinstance(array, np.ndarray):
         return array
+    return _as_torch(array).to(tensor.device)
+
+
+def _as_torch(array: Array) -> Any:
     torch = sys.modules["torch"]
     if array.dtype == TENSOR_DTYPES["bfloat16"]:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
@@ -54,7 +91,7 @@ def _as_numpy(tensor: Tensor, field: str) -> Array:
         raise InvalidArgumentError(f"is {type(tensor).__name__}, not a NumPy array or a torch tensor", field=field)
     torch = sys.modules["torch"]
     if tensor.device.type != "cpu":
-        raise InvalidArgumentError(f"is on {tensor.device}, must be on the CPU", field=field)
+        raise InvalidArgumentError(f"is on {tensor.device}, must be on the CPU or a CUDA device", field=field)
     tensor = tensor.detach().contiguous()
     if tensor.dtype == torch.bfloat16:
         bits: Array = tensor.view(torch.int16).numpy()

@@ -14,10 +14,10 @@ import numpy as np
 
 from kvservice.client import tensors
 from kvservice.client.requests import build, whole
-from kvservice.client.shared_memory import Place, SharedMemory
+from kvservice.client.shared_memory import Memory, Place
+from kvservice.client.tensors import Tensor
 from kvservice.client.values import BlockSparse, PoolInfo
 from kvservice.errors import InvalidArgumentError
-from kvservice.pool.layout import TENSOR_DTYPES
 from kvservice.v1 import attention_pb2
 from kvservice.wire.tensors import Array, put_tensor, put_type, to_array
 
@@ -83,38 +83,64 @@ class Layer:
     step: StepCore
     decode: bool
     number: int
-    query: Array
-    key: Array
-    value: Array
+    query: Tensor
+    key: Tensor
+    value: Tensor
     options: Options
     return_lse: bool
-    out: Array | None
-    lse_out: Array | None
+    out: Tensor | None
+    lse_out: Tensor | None
+
+    @property
+    def on_gpu(self) -> bool:
+        """All of its tensors are, or none."""
+        return tensors.is_on_gpu(self.query)
 
     @property
     def lse_shape(self) -> tuple[int, ...]:
-        shape: tuple[int, ...] = self.query.shape
-        return shape[:2]
+        return tuple(self.query.shape[:2])
 
 
 class Transport(Protocol):
     """Raises the errors of `StepCore.extend`."""
 
     name: TransportName
+    takes_gpu_tensors: bool
+    """Whether it does; tensors of a GPU come to others by way of host memory, see `attend` and `write`."""
 
-    async def attend(self, layer: Layer) -> tuple[Array, Array | None]:
+    async def attend(self, layer: Layer) -> tuple[Tensor, Tensor | None]:
         """Output and log-sum-exp: `out` and `lse_out` where they are given, else arrays of their own memory."""
 
-    async def write(self, step: StepCore, number: int | None, key: Array, value: Array) -> None:
+    async def write(self, step: StepCore, number: int | None, key: Tensor, value: Tensor) -> None:
         """K/V of one layer, or of all (`number` None), without attention."""
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """The session is about to end."""
+
+
+async def attend(transport: Transport, layer: Layer) -> tuple[Tensor, Tensor | None]:
+    """By any transport, wherever the tensors are."""
+    if transport.takes_gpu_tensors or not layer.on_gpu:
+        return await transport.attend(layer)
+    query, key, value = (tensors.as_array(tensor) for tensor in (layer.query, layer.key, layer.value))
+    on_host = replace(layer, query=query, key=key, value=value, out=None, lse_out=None)
+    output, lse = await transport.attend(on_host)
+    result = given(tensors.like(output, layer.query), layer.out)
+    return result, None if lse is None else given(tensors.like(lse, layer.query), layer.lse_out)
+
+
+async def write(transport: Transport, step: StepCore, number: int | None, key: Tensor, value: Tensor) -> None:
+    """By any transport, wherever the tensors are."""
+    if not transport.takes_gpu_tensors:
+        key, value = tensors.as_array(key), tensors.as_array(value)
+    await transport.write(step, number, key, value)
 
 
 class StreamTransport:
     """Tensors in messages on the session's stream, but for those that already lie in a region."""
 
     name: TransportName = "inline"
+    takes_gpu_tensors = False
 
     def __init__(self, session: SessionCore[Any]) -> None:
         self._session = session
@@ -176,11 +202,13 @@ class StreamTransport:
 
 
 class Staging:
-    """A region in which tensors are put that lie elsewhere. Used by one call at a time; grows to the largest."""
+    """A region in which tensors are put that lie elsewhere. Used by one call at a time; grows to the largest. `device`
+    as of `create_region`."""
 
-    def __init__(self, session: SessionCore[Any]) -> None:
+    def __init__(self, session: SessionCore[Any], device: int | None = None) -> None:
         self._session = session
-        self._memory: SharedMemory | None = None
+        self._device = device
+        self._memory: Memory | None = None
         self._used = 0
 
     async def reserve(self, num_bytes: int) -> None:
@@ -192,9 +220,10 @@ class Staging:
             if self._memory is not None:
                 await self._session.unregister_region(self._memory)
             self._memory = None
-            self._memory = await self._session.create_region(max(1 << 20, 1 << (num_bytes - 1).bit_length()))
+            size = max(1 << 20, 1 << (num_bytes - 1).bit_length())
+            self._memory = await self._session.create_region(size, device=self._device)
 
-    def place(self, shape: tuple[int, ...], dtype: Any) -> tuple[Array, Place]:
+    def place(self, shape: tuple[int, ...], dtype: str) -> tuple[Tensor, Place]:
         """Room for an array, and where that is."""
         assert self._memory is not None, "room was reserved"
         array = self._memory.array(shape, dtype, self._used)
@@ -202,16 +231,20 @@ class Staging:
         self._used += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
         return array, place
 
-    def put(self, array: Array) -> Array:
-        """A copy."""
-        copy, _ = self.place(array.shape, array.dtype)
-        np.copyto(copy, array)
-        return copy
+    def put(self, tensor: Tensor) -> tuple[Tensor, Place]:
+        """A copy, and where that is."""
+        copy, place = self.place(tuple(tensor.shape), tensors.dtype_name(tensor))
+        tensors.copy(copy, tensor)
+        return copy, place
 
 
 def staged_bytes(layer: Layer) -> int:
     """What a call takes of a staging region if none of its tensors lies in a region."""
-    sizes = [layer.query.nbytes] * 2 + [layer.key.nbytes, layer.value.nbytes, 4 * int(np.prod(layer.lse_shape))]
+    sizes: list[int] = [layer.query.nbytes] * 2 + [
+        layer.key.nbytes,
+        layer.value.nbytes,
+        4 * int(np.prod(layer.lse_shape)),
+    ]
     return sum(sizes) + ALIGNMENT * len(sizes)
 
 
@@ -230,18 +263,19 @@ class RegionTransport(StreamTransport):
             return await super().attend(layer)
         async with self._lock:
             await self._staging.reserve(staged_bytes(layer))
-            out = self._result(layer.out, layer.query.shape, layer.query.dtype)
-            lse_out = self._result(layer.lse_out, layer.lse_shape, np.float32) if layer.return_lse else None
+            out = self._result(layer.out, layer.query.shape, layer.query.dtype.name)
+            lse_out = self._result(layer.lse_out, layer.lse_shape, "float32") if layer.return_lse else None
             query, key, value = (self._staged(array) for array in (layer.query, layer.key, layer.value))
             staged = replace(layer, query=query, key=key, value=value, out=out, lse_out=lse_out)
             await super().attend(staged)
             return given(out, layer.out), None if lse_out is None else given(lse_out, layer.lse_out)
 
-    def _result(self, wanted: Array | None, shape: tuple[int, ...], dtype: Any) -> Array:
+    def _result(self, wanted: Array | None, shape: tuple[int, ...], dtype: str) -> Array:
         """Where a result goes: where the caller wants it, if that is in a region."""
         if wanted is not None and self._session.find_place(wanted) is not None:
             return wanted
-        return self._staging.place(shape, dtype)[0]
+        array: Array = self._staging.place(shape, dtype)[0]
+        return array
 
     async def write(self, step: StepCore, number: int | None, key: Array, value: Array) -> None:
         if key.nbytes + value.nbytes < STAGED_BYTES:
@@ -252,32 +286,44 @@ class RegionTransport(StreamTransport):
             await super().write(step, number, self._staged(key), self._staged(value))
 
     def _staged(self, array: Array) -> Array:
-        return array if self._session.find_place(array) is not None else self._staging.put(array)
+        return array if self._session.find_place(array) is not None else self._staging.put(array)[0]
 
 
-def given(result: Array, wanted: Array | None) -> Array:
+def given(result: Tensor, wanted: Tensor | None) -> Tensor:
     """A result in the caller's hands: where it is wanted, else as a copy."""
     if wanted is None:
-        return result.copy()
+        return tensors.copy_of(result)
     if result is not wanted:
-        np.copyto(wanted, result)
+        tensors.copy(wanted, result)
     return wanted
 
 
-def check_out(array: Array, shape: tuple[int, ...], dtype: str, field: str) -> None:
-    """Raise InvalidArgumentError unless a caller's array suits a result."""
-    if array.shape != shape or array.dtype != TENSOR_DTYPES[dtype]:
+def check_out(tensor: Tensor, shape: tuple[int, ...], dtype: str, field: str) -> None:
+    """Raise InvalidArgumentError unless a caller's tensor suits a result."""
+    if tensor.shape != shape or tensors.dtype_name(tensor) != dtype:
         raise InvalidArgumentError(
-            f"is {array.dtype} of shape {list(array.shape)}, must be {dtype} of {list(shape)}", field=field
+            f"is {tensor.dtype} of shape {list(tensor.shape)}, must be {dtype} of {list(shape)}", field=field
         )
-    if not array.flags.writeable:
+    if isinstance(tensor, np.ndarray) and not tensor.flags.writeable:
         raise InvalidArgumentError("is read-only", field=field)
+
+
+def check_same_device(layer: Layer) -> None:
+    """Raise InvalidArgumentError unless all tensors are where the query is."""
+    for name in ("key", "value", "out", "lse_out"):
+        tensor = getattr(layer, name)
+        if tensor is not None and _device_of(tensor) != _device_of(layer.query):
+            raise InvalidArgumentError(f"is on {_device_of(tensor)}, query on {_device_of(layer.query)}", field=name)
+
+
+def _device_of(tensor: Tensor) -> str:
+    return str(tensor.device) if tensors.is_on_gpu(tensor) else "cpu"
 
 
 def check_shapes(info: PoolInfo, layer: Layer) -> None:
     """For who says neither shape nor type, since step and pool say them. Raises InvalidArgumentError."""
     num_tokens = layer.step.num_tokens
-    query, kv = layer.query.shape, (num_tokens, info.num_kv_heads, info.head_size)
+    query, kv = tuple(layer.query.shape), (num_tokens, info.num_kv_heads, info.head_size)
     if len(query) != 3 or query[0] != num_tokens or query[2] != info.head_size or query[1] % info.num_kv_heads:
         expected = f"[{num_tokens}, a multiple of {info.num_kv_heads}, {info.head_size}]"
         raise InvalidArgumentError(f"shape is {list(query)}, must be {expected}", field="query.shape")
@@ -285,5 +331,5 @@ def check_shapes(info: PoolInfo, layer: Layer) -> None:
         if array.shape != kv:
             raise InvalidArgumentError(f"shape is {list(array.shape)}, must be {list(kv)}", field=f"{field}.shape")
     for array, field in ((layer.query, "query"), (layer.key, "key"), (layer.value, "value")):
-        if array.dtype.name != info.dtype:
+        if tensors.dtype_name(array) != info.dtype:
             raise InvalidArgumentError(f"is {array.dtype}, must be {info.dtype}", field=f"{field}.data_type")

@@ -91,55 +91,24 @@ class CpuDevice:
 
         def work() -> tuple[Array, Array]:
             ops.write_kv(self.pool.blocks, layer, step.slot_mapping, key, value)
-            if self._batch_invariant:
-                return self._attend_one_by_one(step, block_tables, layer, query, options)
-            return self._attend(layer, query, step.query_lens, block_tables, step.context_lens, options, out)
+            return ops.attention(
+                self.pool.blocks,
+                layer,
+                query,
+                step.query_lens,
+                block_tables,
+                step.context_lens,
+                scale=options.scale,
+                sliding_window=options.sliding_window,
+                logits_soft_cap=options.logits_soft_cap,
+                alibi_slopes=options.alibi_slopes,
+                batch_invariant=self._batch_invariant,
+                out=out,
+                return_lse=True,
+            )
 
         scores = int((step.query_lens.astype(np.int64) * step.context_lens).sum())
         return self._queue.run(work, inline=scores * query[0].nbytes <= INLINE_BYTES)
-
-    def _attend(
-        self,
-        layer: int,
-        query: Array,
-        query_lens: Int32,
-        block_tables: Int32,
-        context_lens: Int32,
-        options: AttentionOptions,
-        out: Array | None = None,
-    ) -> tuple[Array, Array]:
-        return ops.attention(
-            self.pool.blocks,
-            layer,
-            query,
-            query_lens,
-            block_tables,
-            context_lens,
-            scale=options.scale,
-            sliding_window=options.sliding_window,
-            logits_soft_cap=options.logits_soft_cap,
-            alibi_slopes=options.alibi_slopes,
-            out=out,
-            return_lse=True,
-        )
-
-    def _attend_one_by_one(
-        self, step: Step, block_tables: Int32, layer: int, query: Array, options: AttentionOptions
-    ) -> tuple[Array, Array]:
-        """How a call's work is split among threads follows from all of it, and sums from how they are split."""
-        ends = np.cumsum(step.query_lens)
-        parts = [
-            self._attend(
-                layer,
-                query[end - step.query_lens[i] : end],
-                step.query_lens[i : i + 1],
-                block_tables[i : i + 1],
-                step.context_lens[i : i + 1],
-                options,
-            )
-            for i, end in enumerate(ends.tolist())
-        ]
-        return np.concatenate([output for output, _ in parts]), np.concatenate([lse for _, lse in parts])
 
     def write(self, step: Step, layers: Sequence[int], keys: Array, values: Array) -> Awaitable[None]:
         def work() -> None:

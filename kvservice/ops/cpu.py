@@ -51,6 +51,7 @@ def attention(
     sliding_window: int = ...,
     logits_soft_cap: float = ...,
     alibi_slopes: Float32 | None = ...,
+    batch_invariant: bool = ...,
     out: Array | None = ...,
     return_lse: Literal[False] = ...,
 ) -> Array: ...
@@ -69,6 +70,7 @@ def attention(
     sliding_window: int = ...,
     logits_soft_cap: float = ...,
     alibi_slopes: Float32 | None = ...,
+    batch_invariant: bool = ...,
     out: Array | None = ...,
     return_lse: Literal[True],
 ) -> tuple[Array, Float32]: ...
@@ -86,6 +88,7 @@ def attention(
     sliding_window: int = 0,
     logits_soft_cap: float = 0.0,
     alibi_slopes: Float32 | None = None,
+    batch_invariant: bool = False,
     out: Array | None = None,
     return_lse: bool = False,
 ) -> Array | tuple[Array, Float32]:
@@ -99,6 +102,7 @@ def attention(
     sliding_window  a query at position p sees the positions p - window + 1 to p; 0: all up to p
     logits_soft_cap logits become cap * tanh(logit / cap), before bias and mask (Gemma 2); 0: off
     alibi_slopes    float32[num_heads]; adds slope * (key position - query position) (ALiBi)
+    batch_invariant a sequence's result is bit by bit the same whatever else is in the batch
     out             where to put the result, contiguous, not sharing memory with query
     return_lse      also return float32[num_tokens, num_heads], the natural logarithm of the sum of exponentials
 
@@ -106,21 +110,44 @@ def attention(
     Query head h reads KV head `h // (num_heads // num_kv_heads)`. Returns T[num_tokens, num_heads, head_size], or that
     and the log-sum-exp. Sums are float32; bfloat16 weights are rounded to bfloat16 where the processor multiplies such.
     """
-    result: Array | tuple[Array, Float32] = _ext.attention(
-        pool,
-        layer,
-        query,
-        query_lens,
-        block_tables,
-        context_lens,
-        scale,
-        sliding_window,
-        logits_soft_cap,
-        alibi_slopes,
-        out,
-        return_lse,
-    )
+    options = scale, sliding_window, logits_soft_cap, alibi_slopes
+    tables = query_lens, block_tables, context_lens
+    if batch_invariant and _can_be_parted(query, *tables):
+        return _one_by_one(pool, layer, query, tables, options, out, return_lse)
+    result: Array | tuple[Array, Float32] = _ext.attention(pool, layer, query, *tables, *options, out, return_lse)
     return result
+
+
+def _can_be_parted(query: Array, query_lens: Int32, *tables: Array) -> bool:
+    """What is wrong is refused as a whole."""
+    if not all(isinstance(array, np.ndarray) and array.ndim for array in (query, query_lens, *tables)):
+        return False
+    same = all(len(table) == len(query_lens) for table in tables)
+    return same and len(query_lens) > 1 and bool((query_lens >= 0).all()) and int(query_lens.sum()) == len(query)
+
+
+def _one_by_one(
+    pool: Array,
+    layer: int,
+    query: Array,
+    tables: tuple[Int32, Int32, Int32],
+    options: tuple[Any, Any, Any, Any],
+    out: Array | None,
+    return_lse: bool,
+) -> Array | tuple[Array, Float32]:
+    """How a call's work is split among threads follows from all of it, and sums from how they are split."""
+    if out is None:
+        out = np.empty(query.shape, query.dtype)
+    lse = np.empty(query.shape[:2], np.float32)
+    start = 0
+    for i, query_len in enumerate(tables[0].tolist()):
+        part, one = slice(start, start + query_len), slice(i, i + 1)
+        query_lens, block_tables, context_lens = (table[one] for table in tables)
+        _, lse[part] = _ext.attention(
+            pool, layer, query[part], query_lens, block_tables, context_lens, *options, out[part], True
+        )
+        start += query_len
+    return (out, lse) if return_lse else out
 
 
 def copy_blocks(src_pool: Array, dst_pool: Array, src_ids: Int32, dst_ids: Int32) -> None:

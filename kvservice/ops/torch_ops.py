@@ -5,9 +5,9 @@ stream, on the tensors' own memory. Importing this module registers them; it and
 `kvservice.ops` that import torch. `torch.compile` sees through them by their fake kernels.
 
 Only CUDA kernels take 8-bit pools (with `k_scale`, `v_scale`) and `block_sparse`, the fields of
-`kvservice.ops.cuda.BlockSparse` in their order; the CPU's refuse them. `max_query_len`, `batch_invariant` and
-`num_common_blocks` are for CUDA too, on the CPU they change nothing. On CUDA, `max_query_len` not given is read back
-from `query_lens`: that waits for the stream, and cannot be captured in a graph.
+`kvservice.ops.cuda.BlockSparse` in their order; the CPU's refuse them. `max_query_len` and `num_common_blocks` are for
+CUDA too, on the CPU they change nothing. On CUDA, `max_query_len` not given is read back from `query_lens`: that waits
+for the stream, and cannot be captured in a graph.
 """
 
 from __future__ import annotations
@@ -91,14 +91,14 @@ def attention(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     block_sparse: Sequence[int] | None = None,
-    batch_invariant: bool = False,  # noqa: ARG001
+    batch_invariant: bool = False,
     num_common_blocks: int = 0,  # noqa: ARG001
 ) -> Tensor:
     """As `kvservice.ops.attention`."""
     _refuse(k_scale=k_scale, v_scale=v_scale, block_sparse=block_sparse)
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     arrays = (as_numpy(query_lens), as_numpy(block_tables), as_numpy(context_lens))
-    options = _options(scale, sliding_window, logits_soft_cap, alibi_slopes)
+    options = _options(scale, sliding_window, logits_soft_cap, alibi_slopes, batch_invariant)
     cpu.attention(as_numpy(pool), layer, as_numpy(query), *arrays, out=as_numpy(out), **options)
     return out
 
@@ -119,14 +119,14 @@ def attention_lse(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     block_sparse: Sequence[int] | None = None,
-    batch_invariant: bool = False,  # noqa: ARG001
+    batch_invariant: bool = False,
     num_common_blocks: int = 0,  # noqa: ARG001
 ) -> tuple[Tensor, Tensor]:
     """As `kvservice.ops.attention` with `return_lse`: a torch op's number of results is fixed."""
     _refuse(k_scale=k_scale, v_scale=v_scale, block_sparse=block_sparse)
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     arrays = (as_numpy(query_lens), as_numpy(block_tables), as_numpy(context_lens))
-    options = _options(scale, sliding_window, logits_soft_cap, alibi_slopes)
+    options = _options(scale, sliding_window, logits_soft_cap, alibi_slopes, batch_invariant)
     _, lse = cpu.attention(
         as_numpy(pool), layer, as_numpy(query), *arrays, out=as_numpy(out), return_lse=True, **options
     )
@@ -187,13 +187,18 @@ for _op, _kernel in (
 
 
 def _options(
-    scale: float | None, sliding_window: int, logits_soft_cap: float, alibi_slopes: Tensor | None
+    scale: float | None,
+    sliding_window: int,
+    logits_soft_cap: float,
+    alibi_slopes: Tensor | None,
+    batch_invariant: bool,
 ) -> dict[str, Any]:
     return {
         "scale": scale,
         "sliding_window": sliding_window,
         "logits_soft_cap": logits_soft_cap,
         "alibi_slopes": None if alibi_slopes is None else as_numpy(alibi_slopes),
+        "batch_invariant": batch_invariant,
     }
 
 

@@ -390,7 +390,11 @@ def test_the_real_module_is_what_the_fake_stands_for() -> None:
     names = {node.name for node in stub.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
     fake = FakeCuda()
     assert isinstance(fake, ModuleType)
-    assert {name for name in names if not hasattr(fake, name)} == {"device_facts"}
+    not_without_a_gpu = {
+        "device_facts", "ImportedMemory", "IpcAllocation", "IpcMemory", "IpcEvent", "open_ipc_event",
+        "CudaLaneExecutor",
+    }  # fmt: skip
+    assert {name for name in names if not hasattr(fake, name)} == not_without_a_gpu
     attention = next(node for node in stub.body if isinstance(node, ast.ClassDef) and node.name == "Attention")
     attributes = {node.target.id for node in attention.body if isinstance(node, ast.AnnAssign)}
     rig_of_its_own = sys.modules.get("kvservice._cuda")

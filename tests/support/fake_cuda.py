@@ -178,6 +178,8 @@ class FakeCuda(ModuleType):
     """To be put into `sys.modules` as `kvservice._cuda`."""
 
     CudaError = CudaError
+    LANE_BYTES = 36864
+    LANE_BUCKETS = (1e-3,)
 
     def __init__(self, seed: int = 0, total_bytes: int = 64 << 20) -> None:
         super().__init__("kvservice._cuda")

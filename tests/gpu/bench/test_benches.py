@@ -7,7 +7,11 @@ import subprocess
 import sys
 from typing import Any
 
-from kvservice.bench import transports
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed")
+
+from kvservice.bench import lane_cuda, transports
 
 
 def kvservice(*arguments: str) -> dict[str, Any]:
@@ -41,6 +45,13 @@ def test_swap() -> None:
     for rate in (*results["gb_per_s"].values(), *results["ceilings"].values(), results["decode"]["out_gb_per_s"]):
         assert rate > 1
     assert results["decode"]["beside_us"] > 0
+
+
+def test_lane() -> None:
+    results = kvservice("bench", "lane", "--quick")
+    for shape in lane_cuda.SHAPES:
+        for way in lane_cuda.LABELS:
+            assert 0 < results[f"{shape}_{way}_p50_s"] <= results[f"{shape}_{way}_p99_s"]
 
 
 def test_rpc() -> None:

@@ -1,0 +1,200 @@
+"""What a decode step of 32 layers costs a client whose pool is on the daemon's GPU, in units of its kernels alone.
+
+The kernels are those of the daemon, on the same blocks, launched by this process as one CUDA graph. All ways take turns, a step each. Opening the step is not in the figures: it is one call for all layers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from kvservice.client import KVClient, Memory, Sequence, Session, Step
+from kvservice.client.blocking import finish
+from kvservice.client.lane import LaneTransport
+from kvservice.client.mapped import MappedTransport
+from kvservice.client.transports import RegionTransport, Transport
+from kvservice.launch import Daemon
+from kvservice.ops import torch_cuda
+
+NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 32, 32, 8, 128, 16
+SHAPES = {"64x4096": (64, 4096), "1x1024": (1, 1024)}
+POOL: dict[str, Any] = {
+    "device": "cuda",
+    "num_layers": NUM_LAYERS,
+    "num_kv_heads": NUM_KV_HEADS,
+    "head_size": HEAD_SIZE,
+    "dtype": "bfloat16",
+    "block_size": BLOCK_SIZE,
+    "num_blocks": sum(num_seqs * (length // BLOCK_SIZE + 2) for num_seqs, length in SHAPES.values()),
+    "swap_space_gib": 0.0,
+    "enable_prefix_caching": False,
+    "max_sequence_tokens": 8192,
+    "allow_client_shm": True,
+    "share_pool": "write",
+}
+LABELS = {
+    "kernels": "the kernels alone",
+    "mapped": "mapped pool",
+    "lane": "lane, tensors in a region of the GPU",
+    "lane_copied": "lane, tensors elsewhere on the GPU",
+    "lane_host": "lane, tensors in a region of the host",
+    "region_host": "stream, tensors in a region of the host",
+}
+
+
+@dataclass
+class Tensors:
+    query: Any
+    key: Any
+    value: Any
+    out: Any
+
+    @staticmethod
+    def of(num_seqs: int, empty: Callable[[tuple[int, ...], int], Any]) -> Tensors:
+        """`empty(shape, offset)` is an array, to be filled."""
+        arrays, offset = [], 0
+        for num_heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS, NUM_HEADS):
+            arrays.append(empty((num_seqs, num_heads, HEAD_SIZE), offset))
+            offset += arrays[-1].nbytes
+        for array in arrays:
+            values = np.random.default_rng(0).standard_normal(array.shape, np.float32)
+            array[...] = torch.from_numpy(values) if isinstance(array, torch.Tensor) else values
+        return Tensors(*arrays)
+
+
+def in_memory(memory: Memory) -> Callable[[tuple[int, ...], int], Any]:
+    return lambda shape, offset: memory.array(shape, "bfloat16", offset)
+
+
+def on_gpu(shape: tuple[int, ...], _: int) -> Any:
+    return torch.empty(shape, dtype=torch.bfloat16, device="cuda:0")
+
+
+class Bench:
+    """A session whose transport is the mapped pool, its sequences, and the ways to work on their steps."""
+
+    def __init__(self, session: Session, num_seqs: int, length: int) -> None:
+        self.session = session
+        core = session._core
+        mapped = core.attending
+        assert isinstance(mapped, MappedTransport), "it was told to be"
+        self.pool = mapped.pool
+        # Before the last token; its blocks have random content, like all of the pool.
+        random = np.random.default_rng(0)
+        prompts = [random.integers(0, 50_000, length - 1).tolist() for _ in range(num_seqs)]
+        self.sequences: list[Sequence] = session.allocate_batch(prompts)
+        session.commit(session.open_step(self.sequences))
+        size = 2 * num_seqs * (NUM_HEADS + NUM_KV_HEADS) * HEAD_SIZE * 2
+        lane = finish(LaneTransport.open(core))
+        gpu = Tensors.of(num_seqs, in_memory(session.create_region(size, device=0)))
+        elsewhere = Tensors.of(num_seqs, on_gpu)
+        host = Tensors.of(num_seqs, in_memory(session.create_region(size)))
+        self.ways: dict[str, tuple[Transport, Tensors]] = {
+            "mapped": (mapped, elsewhere),
+            "lane": (lane, gpu),
+            "lane_copied": (lane, elsewhere),
+            "lane_host": (lane, host),
+            "region_host": (RegionTransport(core), host),
+        }
+
+    def open_step(self) -> Step:
+        return self.session.append(self.sequences, [7] * len(self.sequences))
+
+    def close_step(self) -> None:
+        for sequence in self.sequences:
+            self.session.truncate(sequence, sequence.length - 1)
+
+    def step(self, way: str) -> float:
+        """Seconds."""
+        step = self.open_step()
+        if way == "kernels":
+            seconds = self._kernels(step)
+        else:
+            transport, tensors = self.ways[way]
+            self.session._core.attending = transport
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for layer in range(NUM_LAYERS):
+                step.decode(layer, tensors.query, tensors.key, tensors.value, out=tensors.out)
+            torch.cuda.synchronize()
+            seconds = time.perf_counter() - start
+        self.close_step()
+        return seconds
+
+    def _kernels(self, step: Step) -> float:
+        mapped, (_, tensors) = self.pool.step(step), self.ways["mapped"]
+        arrays = mapped.slot_mapping, mapped.query_lens, mapped.block_tables, mapped.context_lens
+        slots, query_lens, block_tables, context_lens = (torch.from_numpy(array.copy()).cuda() for array in arrays)
+
+        def launch() -> None:
+            for layer in range(NUM_LAYERS):
+                torch_cuda.write_kv(self.pool.pool, layer, slots, tensors.key, tensors.value)
+                torch_cuda.attend(
+                    tensors.out, None, self.pool.pool, layer, tensors.query, query_lens, block_tables, context_lens,
+                    max_query_len=1,
+                )  # fmt: skip
+
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            launch()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        for event in (start, end):  # the first replay is slower
+            event.record()
+            graph.replay()
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
+
+
+def run(quick: bool) -> dict[str, Any]:
+    """`<shape>_<way>_<p50_s|p99_s>` of a step of 32 layers."""
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    results: dict[str, Any] = {"device": torch.cuda.get_device_name(0)}
+    with contextlib.ExitStack() as cleanup:
+        daemon = cleanup.enter_context(Daemon(**POOL))
+        client = cleanup.enter_context(KVClient(daemon.address, transport="mapped"))
+        with client.session("fill") as session:
+            session.map_pool(writable=True).pool.normal_()
+            torch.cuda.synchronize()
+        for shape, (num_seqs, length) in SHAPES.items():
+            with client.session(shape) as session:
+                samples = measure(Bench(session, num_seqs, length), 5 if quick else 40)
+            for way, seconds in samples.items():
+                results[f"{shape}_{way}_p50_s"] = statistics.median(seconds)
+                results[f"{shape}_{way}_p99_s"] = statistics.quantiles(seconds, n=100)[98]
+    return results
+
+
+def measure(bench: Bench, rounds: int) -> dict[str, list[float]]:
+    samples: dict[str, list[float]] = {way: [] for way in LABELS}
+    for way in LABELS:
+        bench.step(way)
+    for _ in range(rounds):
+        for way, seconds in samples.items():
+            seconds.append(bench.step(way))
+    return samples
+
+
+def render(results: dict[str, Any], console: Console) -> None:
+    title = f"A decode step of {NUM_LAYERS} layers, {results['device']}, ms; in brackets: in units of its kernels alone"
+    table = Table(title=title, title_justify="left")
+    for heading in ("sequences x context", "way", "p50", "p99"):
+        table.add_column(heading, justify="right" if heading in ("p50", "p99") else "left")
+    for shape in SHAPES:
+        table.add_section()
+        base = results[f"{shape}_kernels_p50_s"]
+        for way, label in LABELS.items():
+            p50, p99 = results[f"{shape}_{way}_p50_s"], results[f"{shape}_{way}_p99_s"]
+            table.add_row(shape, label, f"{p50 * 1e3:.3f} ({p50 / base:.2f})", f"{p99 * 1e3:.3f}")
+    console.print(table)
