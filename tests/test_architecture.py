@@ -53,7 +53,7 @@ ROOMS: dict[str, set[str]] = {
         "wire",
     },
     # On the daemon's host it works on the pool by itself, or through the native end of a lane.
-    "client": {"_ext", "environment", "errors", "ops", "pool.layout", "v1", "wire"},
+    "client": {"_cuda", "_ext", "environment", "errors", "ops", "pool.layout", "v1", "wire"},
     "launch": {"config", "environment", "errors", "health"},
     "integrations": {"client", "errors", "pool.layout"},
     "demo": {"client", "errors", "integrations", "launch", "pool.layout"},
@@ -73,6 +73,7 @@ TORCH_MODULES = (
     "bench/attention",
     "bench/cuda_",
     "bench/flashinfer_peer.py",
+    "bench/lane_cuda.py",
     "bench/swap.py",
 )
 THIRD_PARTY_OF_BLOCKS = {"numpy"}

@@ -1,6 +1,7 @@
 """What a decode step of 32 layers costs a client whose pool is on the daemon's GPU, in units of its kernels alone.
 
-The kernels are those of the daemon, on the same blocks, launched by this process as one CUDA graph. All ways take turns, a step each. Opening the step is not in the figures: it is one call for all layers.
+The kernels are those of the daemon, on the same blocks, launched by this process as one CUDA graph. All ways take
+turns, a step each. Opening the step is not in the figures: it is one call for all layers.
 """
 
 from __future__ import annotations

@@ -113,10 +113,7 @@ def test_the_lane_is_what_a_client_gets(shared: Daemon) -> None:
 def test_tensors_that_lie_in_a_region(shared: Daemon, expected: list[Any], transport: str, device: int | None) -> None:
     with KVClient(shared.address, transport=transport) as client, client.session() as kv:
         memory = kv.create_region(4 << 20, device=device)
-        if device is None:
-            found = attend_all(kv, "cpu", HostTensors(memory))
-        else:
-            found = attend_all(kv, "cuda:0", memory)
+        found = attend_all(kv, "cpu", HostTensors(memory)) if device is None else attend_all(kv, "cuda:0", memory)
         for one, wanted in zip(found, expected, strict=True):
             torch.testing.assert_close(one, wanted, rtol=0, atol=0)
         kv.unregister_region(memory)
