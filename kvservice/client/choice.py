@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from kvservice.client.lane import LaneTransport
 from kvservice.client.mapped import MappedPool, MappedTransport
+from kvservice.client.requests import build
 from kvservice.client.transports import RegionTransport, StreamTransport, Transport, TransportName
 from kvservice.errors import (
     ConnectionLostError,
@@ -14,6 +16,7 @@ from kvservice.errors import (
     RegionsNotAllowedError,
     ResourceExhaustedError,
 )
+from kvservice.v1 import host_pb2
 
 if TYPE_CHECKING:
     from kvservice.client.core import SessionCore
@@ -33,7 +36,10 @@ async def open_transport(session: Session, wanted: TransportName | str) -> Trans
         try:
             return await _OPEN[name](session)
         except (RegionsNotAllowedError, ResourceExhaustedError, ConnectionLostError):
-            continue  # all lanes are taken, or nothing is handed over to this user
+            # All lanes are taken, or nothing is handed over to this user.
+            if name in _GIVE_UP:
+                call, request = _GIVE_UP[name]
+                await session.call(call, build(request, request_id=session.next_request_id()))
     return StreamTransport(session)
 
 
@@ -54,6 +60,8 @@ async def _open_mapped(session: Session) -> Transport:
 
 async def _open_region(session: Session) -> Transport:
     session.check_regions_allowed()
+    # Whoever is handed nothing would learn it in the middle of a step.
+    await session.unregister_region(await session.create_region(mmap.PAGESIZE))
     return RegionTransport(session)
 
 
@@ -66,4 +74,9 @@ _OPEN: dict[str, Callable[[Session], Awaitable[Transport]]] = {
     "mapped": _open_mapped,
     "region": _open_region,
     "inline": _open_inline,
+}
+# Ends what was opened and could not be used.
+_GIVE_UP: dict[str, tuple[str, Any]] = {
+    "lane": ("close_lane", host_pb2.CloseLaneRequest),
+    "mapped": ("unmap_pool", host_pb2.UnmapPoolRequest),
 }

@@ -1,0 +1,134 @@
+"""Which transport a session uses: the best of those that are allowed, or the one that it was told."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from both_faces import session_of
+from small_pool import SMALL_POOL
+
+from kvservice.client import KVClient
+from kvservice.client.blocking import finish
+from kvservice.errors import (
+    ConnectionLostError,
+    InvalidArgumentError,
+    KVServiceError,
+    PoolNotSharedError,
+    QuotaExceededError,
+    RegionsNotAllowedError,
+)
+from kvservice.launch import Daemon
+from kvservice.v1 import host_pb2
+
+# What the daemon allows, what it picks for a client on the unix socket, and what each transport that it does not allow
+# is refused with: error and field.
+Refused = dict[str, tuple[type[KVServiceError], str]]
+NO_REGIONS: Refused = {"lane": (RegionsNotAllowedError, ""), "region": (RegionsNotAllowedError, "")}
+NO_POOL: Refused = {"mapped": (PoolNotSharedError, "writable")}
+NO_LANE: Refused = {"lane": (QuotaExceededError, "")}
+ALLOWED: list[tuple[dict[str, Any], str, Refused]] = [
+    ({"allow_client_shm": True, "share_pool": "write"}, "lane", {}),
+    ({"allow_client_shm": True, "share_pool": "write", "max_lanes": 0}, "mapped", NO_LANE),
+    ({"allow_client_shm": True, "share_pool": "read", "max_lanes": 0}, "region", NO_LANE),
+    ({"allow_client_shm": False, "share_pool": "write"}, "mapped", NO_REGIONS),
+    ({"allow_client_shm": False, "share_pool": "off"}, "inline", NO_REGIONS | NO_POOL),
+]
+EVERY = ("lane", "mapped", "region", "inline")
+
+
+def layer(num_tokens: int) -> list[np.ndarray]:
+    return [np.ones((num_tokens, 2, 32), np.float32)] * 3
+
+
+def check_working(kv: Any) -> None:
+    """Also with tensors so large that they are put into a region."""
+    step = kv.open_step([kv.allocate(range(100))])
+    np.testing.assert_allclose(step.extend(0, *layer(step.num_tokens)), 1.0)
+
+
+def await_no_sessions(client: KVClient) -> None:
+    deadline = time.monotonic() + 10
+    while client.stats().sessions:
+        assert time.monotonic() < deadline, "sessions are left over"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("options", "best", "refused"),
+    ALLOWED,
+    ids=lambda part: "-".join(map(str, part.values())) if part and "share_pool" in part else "",
+)
+def test_what_is_allowed(options: dict[str, Any], best: str, refused: Refused, free_port: int) -> None:
+    with Daemon(**SMALL_POOL | options, tcp_address=f"127.0.0.1:{free_port}") as daemon:
+        for wanted in ("auto", *EVERY):
+            with KVClient(daemon.address, transport=wanted) as client:
+                if wanted in refused:
+                    kind, field = refused[wanted]
+                    with pytest.raises(kind) as caught:
+                        client.session()
+                    assert (type(caught.value), caught.value.field) == (kind, field)
+                    await_no_sessions(client)
+                    continue
+                with client.session() as kv:
+                    assert kv.transport == (best if wanted == "auto" else wanted)
+                    check_working(kv)
+        for wanted in ("auto", *EVERY):
+            with KVClient(f"127.0.0.1:{free_port}", transport=wanted) as client:
+                if wanted in ("auto", "inline"):
+                    with client.session() as kv:
+                        assert kv.transport == "inline"
+                        check_working(kv)
+                else:
+                    with pytest.raises((RegionsNotAllowedError, PoolNotSharedError)):
+                        client.session()
+                    await_no_sessions(client)
+
+
+@pytest.mark.parametrize("face", ["blocking", "asyncio"])
+@pytest.mark.parametrize("wanted", ["", "Lane", "tcp", None])
+def test_a_transport_that_is_none(daemon: Daemon, client: KVClient, face: Any, wanted: Any) -> None:
+    async def scenario() -> None:
+        async with session_of(face, daemon.address, wanted):
+            pytest.fail("a session was opened")
+
+    with pytest.raises(InvalidArgumentError) as caught:
+        asyncio.run(scenario())
+    assert caught.value.field == "transport"
+    await_no_sessions(client)
+
+
+def test_who_comes_when_all_lanes_are_taken_does_without() -> None:
+    options = SMALL_POOL | {"max_lanes": 1, "share_pool": "off"}
+    with Daemon(**options) as daemon, KVClient(daemon.address) as client:
+        with client.session() as first, client.session() as second:
+            assert (first.transport, second.transport) == ("lane", "region")
+            check_working(first)
+            check_working(second)
+        with client.session() as third:
+            assert third.transport == "lane"
+
+
+@pytest.mark.parametrize("share_pool", ["off", "write"])
+def test_who_is_handed_nothing_sends_messages(share_pool: str) -> None:
+    """As another user than the daemon's, whom it does not trust."""
+    with Daemon(**SMALL_POOL | {"share_pool": share_pool, "max_lanes": 1}) as daemon:
+        Path(f"{daemon.address.removeprefix('unix://')}.fds").unlink()
+        with KVClient(daemon.address) as client:
+            for _ in range(2):
+                with client.session() as kv:
+                    assert kv.transport == "inline"
+                    check_working(kv)
+                    # What it was not handed was given back: there is no region, and no lane but this one.
+                    assert kv.regions() == []
+                    finish(kv._core.call("open_lane", host_pb2.OpenLaneRequest()))
+        for wanted in ("lane", "mapped", "region"):
+            if (wanted, share_pool) != ("mapped", "off"):
+                with KVClient(daemon.address, transport=wanted) as client:
+                    with pytest.raises(ConnectionLostError):
+                        client.session()
+                    await_no_sessions(client)
