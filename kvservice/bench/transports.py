@@ -8,6 +8,7 @@ Tensors lie in host memory, in a region where the way can use one; those of the 
 from __future__ import annotations
 
 import contextlib
+import mmap
 import random
 import statistics
 import time
@@ -99,7 +100,10 @@ class NativeWay:
     def __init__(self) -> None:
         self.tensors = {size: Tensors(tokens_of(size)) for size in SIZES}
         num_blocks = 1 + max(tensors.num_tokens for tensors in self.tensors.values())
-        self._pool = np.zeros((num_blocks, NUM_LAYERS, 2, NUM_KV_HEADS, HEAD_SIZE * BLOCK_SIZE), DTYPES["bfloat16"])
+        # A memory file, as the daemon's is: large pages would make a difference.
+        memory = mmap.mmap(-1, num_blocks * NUM_LAYERS * 2 * NUM_KV_HEADS * HEAD_SIZE * BLOCK_SIZE * 2)
+        shape = (num_blocks, NUM_LAYERS, 2, NUM_KV_HEADS, HEAD_SIZE * BLOCK_SIZE)
+        self._pool: Any = np.ndarray(shape, DTYPES["bfloat16"], memory)
         for layer, kv in enumerate(context_kv()):
             ops.write_kv(self._pool, layer, np.arange(CONTEXT), kv, kv)
 
