@@ -184,9 +184,13 @@ def seconds_of(call: Callable[[], object]) -> float:
 
 def open_ways(address: str, native: Way, cleanup: contextlib.ExitStack) -> tuple[dict[str, Way], dict[str, str]]:
     """By name: the ways that there are, and why there are no others."""
-    ways: dict[str, Way] = {"native": native, "unary": UnaryWay(address, cleanup)}
+    unary = UnaryWay(address, cleanup)
+    ways: dict[str, Way] = {"native": native, "unary": unary}
     refused = {}
     for name in TRANSPORTS:
+        if name == "mapped" and unary.session.info.device != "cpu":
+            refused[name] = "With the pool of a GPU it takes tensors that are on it too."
+            continue
         try:
             ways[name] = ClientWay(address, name, cleanup)
         except FailedPreconditionError as error:
