@@ -189,7 +189,7 @@ def open_ways(address: str, native: Way, cleanup: contextlib.ExitStack) -> tuple
     refused = {}
     for name in TRANSPORTS:
         if name == "mapped" and unary.session.info.device != "cpu":
-            refused[name] = "With the pool of a GPU it takes tensors that are there too: see `kvservice bench lane`."
+            refused[name] = "With the pool of a GPU it takes tensors that are there too: see kvservice bench lane."
             continue
         try:
             ways[name] = ClientWay(address, name, cleanup)
