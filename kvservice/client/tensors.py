@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any
 
@@ -43,7 +44,13 @@ def is_on_gpu(tensor: Tensor) -> bool:
 
 
 def dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+    return _name_of(tensor.dtype)
+
+
+@functools.cache
+def _name_of(dtype: Any) -> str:
+    """Cached: NumPy takes microseconds to say it, and every call asks for several."""
+    return str(dtype).removeprefix("torch.")
 
 
 def address_of(tensor: Tensor) -> int | None:

@@ -6,6 +6,7 @@ mapped pool (`mapped.py`) are the others.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -243,7 +244,7 @@ def staged_bytes(layer: Layer) -> int:
     sizes: list[int] = [layer.query.nbytes] * 2 + [
         layer.key.nbytes,
         layer.value.nbytes,
-        4 * int(np.prod(layer.lse_shape)),
+        4 * math.prod(layer.lse_shape),
     ]
     return sum(sizes) + ALIGNMENT * len(sizes)
 
