@@ -21,7 +21,7 @@ from kvservice.client.transports import (
     Staging,
     TransportName,
     attend,
-    check_shapes,
+    check_layer,
     given,
     staged_bytes,
     write,
@@ -79,6 +79,7 @@ class LaneTransport:
     async def attend(self, layer: Layer) -> tuple[Tensor, Tensor | None]:
         if not self._carries(layer):
             return await attend(self._region, layer)
+        check_layer(self._session.info, layer)
         async with self._lock:
             if self._unanswered is not None:
                 await self._answer()
@@ -92,7 +93,6 @@ class LaneTransport:
             if layer.return_lse:
                 lse, lse_place = self._result(staging, layer.lse_out, layer.lse_shape, "float32")
             slopes_place = None if slopes is None else self._input(staging, slopes)
-            check_shapes(self._session.info, layer)
             if layer.on_gpu:
                 # The daemon's stream waits for no other process's: it would stand for ever if that were killed.
                 await self._session.stream.run(launched_before(layer.query))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
@@ -22,7 +22,8 @@ from kvservice.client.transports import (
     Transport,
     TransportName,
     attend,
-    check_shapes,
+    check_kv,
+    check_layer,
     write,
 )
 from kvservice.errors import FailedPreconditionError, InvalidArgumentError, LayerWrittenError, StaleStepError
@@ -217,7 +218,7 @@ class MappedTransport:
         mapped = self.pool.step(step)
         self._check(layer)
         if self.pool.writable:
-            self._claim(step, layer.number)
+            self._claim(step, (layer.number,))
         else:
             await write(self._stream, step, layer.number, layer.key, layer.value)
         try:
@@ -242,16 +243,17 @@ class MappedTransport:
 
     def _check(self, layer: Layer) -> None:
         """What the operations cannot see, and what the daemon says otherwise than they."""
-        check_shapes(self._session.info, layer)
+        check_layer(self._session.info, layer)
         if layer.decode and layer.step.num_tokens != len(layer.step.sequences):
             raise InvalidArgumentError("a sequence has several tokens in this step: use Extend", field="step_id")
 
-    def _claim(self, step: StepCore, number: int) -> None:
-        if not 0 <= number < self.pool.layout.num_layers:
-            raise InvalidArgumentError(f"{number} is not below {self.pool.layout.num_layers}", field="layer")
-        if number in step.written:
-            raise LayerWrittenError(f"layer {number} of step {step.step_id} is written", field="layer")
-        step.written.add(number)
+    def _claim(self, step: StepCore, layers: Sequence[int]) -> None:
+        for number in layers:
+            if not 0 <= number < self.pool.layout.num_layers:
+                raise InvalidArgumentError(f"{number} is not below {self.pool.layout.num_layers}", field="layer")
+            if number in step.written:
+                raise LayerWrittenError(f"layer {number} of step {step.step_id} is written", field="layer")
+        step.written.update(layers)
 
     async def _run(self, work: Callable[..., T], *arguments: Any) -> T:
         """Launching takes no time, and is for the caller's own stream."""
@@ -271,11 +273,10 @@ class MappedTransport:
             return
         mapped = self.pool.step(step)
         layers = range(self.pool.layout.num_layers) if number is None else (number,)
-        parts = [(key, value)] if number is not None else list(zip(key, value, strict=True))
-        if len(parts) != len(layers):
-            raise InvalidArgumentError(f"has {len(parts)} layers, not {len(layers)}", field="key.shape")
-        for layer in layers:
-            self._claim(step, layer)
+        leading = (len(layers), step.num_tokens) if number is None else (step.num_tokens,)
+        check_kv(self._session.info, leading, key, value)
+        parts = list(zip(key, value, strict=True)) if number is None else [(key, value)]
+        self._claim(step, layers)
         try:
             await self._run(self._write, mapped, layers, parts)
             mapped.check()

@@ -30,6 +30,7 @@ TransportName = Literal["inline", "region", "lane", "mapped"]
 # From here on a tensor in shared memory is faster than one in the message; below they break even.
 STAGED_BYTES = 16 << 10
 ALIGNMENT = 256
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,23 @@ class Options:
             scale or 0.0,
             whole(sliding_window, "options.sliding_window"),
             logits_soft_cap,
-            None if alibi_slopes is None else tuple(float(slope) for slope in alibi_slopes),
+            None if alibi_slopes is None else tuple(float(slope) for slope in alibi_slopes) or None,
             block_sparse,
         )
+
+    def check(self, num_heads: int) -> None:
+        """As the daemon checks those of messages. Raises InvalidArgumentError naming the option."""
+        if not abs(self.scale) <= FLOAT32_MAX:
+            raise InvalidArgumentError(f"{self.scale} is not finite", field="options.scale")
+        if not 0 <= self.sliding_window < 1 << 31:
+            raise InvalidArgumentError(f"{self.sliding_window} is no window", field="options.sliding_window")
+        if not 0 <= self.logits_soft_cap <= FLOAT32_MAX:
+            raise InvalidArgumentError(f"{self.logits_soft_cap} is no bound", field="options.logits_soft_cap")
+        slopes = self.alibi_slopes
+        if slopes is not None and len(slopes) != num_heads:
+            raise InvalidArgumentError(f"{len(slopes)} slopes for {num_heads} heads", field="options.alibi_slopes")
+        if slopes is not None and not all(abs(slope) <= FLOAT32_MAX for slope in slopes):
+            raise InvalidArgumentError("not finite", field="options.alibi_slopes")
 
     def message(self) -> attention_pb2.AttentionOptions:
         return build(
@@ -321,16 +336,29 @@ def _device_of(tensor: Tensor) -> str:
     return str(tensor.device) if tensors.is_on_gpu(tensor) else "cpu"
 
 
-def check_shapes(info: PoolInfo, layer: Layer) -> None:
-    """For who says neither shape nor type, since step and pool say them. Raises InvalidArgumentError."""
-    num_tokens = layer.step.num_tokens
-    query, kv = tuple(layer.query.shape), (num_tokens, info.num_kv_heads, info.head_size)
-    if len(query) != 3 or query[0] != num_tokens or query[2] != info.head_size or query[1] % info.num_kv_heads:
+def check_layer(info: PoolInfo, layer: Layer) -> None:
+    """For who says neither shape nor type, since step and pool say them; and the options, which must be right before
+    anything is written. Raises InvalidArgumentError."""
+    num_tokens, query = layer.step.num_tokens, tuple(layer.query.shape)
+    if len(query) != 3 or query[::2] != (num_tokens, info.head_size) or not query[1] or query[1] % info.num_kv_heads:
         expected = f"[{num_tokens}, a multiple of {info.num_kv_heads}, {info.head_size}]"
         raise InvalidArgumentError(f"shape is {list(query)}, must be {expected}", field="query.shape")
-    for array, field in ((layer.key, "key"), (layer.value, "value")):
-        if array.shape != kv:
-            raise InvalidArgumentError(f"shape is {list(array.shape)}, must be {list(kv)}", field=f"{field}.shape")
-    for array, field in ((layer.query, "query"), (layer.key, "key"), (layer.value, "value")):
-        if tensors.dtype_name(array) != info.dtype:
-            raise InvalidArgumentError(f"is {array.dtype}, must be {info.dtype}", field=f"{field}.data_type")
+    _check_type(info, layer.query, "query")
+    check_kv(info, (num_tokens,), layer.key, layer.value)
+    layer.options.check(query[1])
+
+
+def check_kv(info: PoolInfo, leading: tuple[int, ...], key: Tensor, value: Tensor) -> None:
+    """`leading` dimensions come before those of a token. Raises InvalidArgumentError."""
+    expected = (*leading, info.num_kv_heads, info.head_size)
+    for tensor, field in ((key, "key"), (value, "value")):
+        if tuple(tensor.shape) != expected:
+            raise InvalidArgumentError(
+                f"shape is {list(tensor.shape)}, must be {list(expected)}", field=f"{field}.shape"
+            )
+        _check_type(info, tensor, field)
+
+
+def _check_type(info: PoolInfo, tensor: Tensor, field: str) -> None:
+    if tensors.dtype_name(tensor) != info.dtype:
+        raise InvalidArgumentError(f"is {tensor.dtype}, must be {info.dtype}", field=f"{field}.data_type")
