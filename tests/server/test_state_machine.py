@@ -17,9 +17,11 @@ from kv_systems import DaemonSystem, EngineSystem
 import kvservice.blocks.allocation
 import kvservice.blocks.layers
 import kvservice.blocks.prefix
+import kvservice.client.transports
 from kvservice import ops
 from kvservice.blocks.plans import Step
 from kvservice.client import KVClient
+from kvservice.client.transports import TransportName
 from kvservice.config import ServeConfig
 from kvservice.devices.cpu import CpuDevice
 from kvservice.engine import Engine
@@ -39,17 +41,19 @@ COMMON = {
 
 @pytest.fixture(scope="module")
 def small_daemon() -> Iterator[Daemon]:
-    with Daemon(**POOL) as running:
+    with Daemon(**POOL, allow_client_shm=True, share_pool="write") as running:
         yield running
 
 
-def test_daemon(small_daemon: Daemon) -> None:
-    with KVClient(small_daemon.address) as client:
+@pytest.mark.parametrize(("transport", "examples"), [("inline", 20), ("region", 12), ("lane", 16), ("mapped", 16)])
+def test_daemon(small_daemon: Daemon, monkeypatch: pytest.MonkeyPatch, transport: TransportName, examples: int) -> None:
+    monkeypatch.setattr(kvservice.client.transports, "STAGED_BYTES", 0)  # even the smallest tensors go by a region
+    with KVClient(small_daemon.address, transport=transport) as client:
 
         def machine() -> KVMachine:
             return KVMachine(lambda: DaemonSystem(client, NUM_SESSIONS))
 
-        run_state_machine_as_test(machine, settings=settings(max_examples=60, derandomize=True, **COMMON))
+        run_state_machine_as_test(machine, settings=settings(max_examples=examples, derandomize=True, **COMMON))
         stats = client.stats()
     assert (stats.sequences, stats.sessions, stats.used_swap_blocks, stats.pinned_blocks) == (0, 0, 0, 0)
     for counter in (
