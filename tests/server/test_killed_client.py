@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import collections
-import contextlib
 import itertools
 import os
 import random
@@ -12,18 +10,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import doomed_client
 import numpy as np
 import pytest
+from footprint import open_files
 from prometheus_client import CollectorRegistry
 from shm_objects import shm_objects
+from survivor import Survivor
 
-from kvservice.client import KVClient, PoolStats, Sequence, Session
+from kvservice.client import KVClient, PoolStats
 from kvservice.launch import Daemon
 from kvservice.metrics.rpc import RpcMetrics
 from kvservice.server.dispatch import Dispatcher
@@ -31,39 +29,6 @@ from kvservice.server.host_access import Lanes
 
 ROUNDS = 4
 CLIENTS = 8  # of a round; with the survivor's 8 blocks they fit into the pool
-
-
-class Survivor:
-    """A client beside them that has blocks in common with them, and checks all of its own in every lap."""
-
-    def __init__(self, session: Session) -> None:
-        self._kv = session
-        self._token_ids = [*doomed_client.PREFIX, 100, 101, 102, 103, 104, 105]
-        self._sequence = session.allocate(self._token_ids)
-        doomed_client.fill(session.open_step([self._sequence]), session.info, self._token_ids)
-
-    def lap(self) -> None:
-        child = self._kv.fork(self._sequence)
-        token_ids = [*self._token_ids, 200]
-        doomed_client.fill(self._kv.append([child], [200]), self._kv.info, token_ids)
-        self._check(child, token_ids)
-        self._kv.swap_out([child])
-        self._check(self._sequence, self._token_ids)
-        self._kv.swap_in([child])
-        self._check(child, token_ids)
-        self._kv.free([child])
-
-    def _check(self, sequence: Sequence, token_ids: list[int]) -> None:
-        expected = doomed_client.content(self._kv.info, token_ids)
-        key, value = self._kv.read(sequence, 0, len(token_ids))
-        np.testing.assert_array_equal(key, expected)
-        np.testing.assert_array_equal(value, -expected)
-
-    def laps_until(self, condition: Callable[[], bool], timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < deadline, "did not happen in time"
-            self.lap()
 
 
 def start(address: str, kind: str, seed: int) -> subprocess.Popen[str]:
@@ -88,15 +53,6 @@ def kill_at_random(processes: list[subprocess.Popen[str]], survivor: Survivor) -
         process.kill()
         _, errors = process.communicate(timeout=10)
         assert (process.returncode, errors) == (-signal.SIGKILL, "")  # it had met no error until then
-
-
-def open_files(pid: int) -> collections.Counter[str]:
-    """File descriptors of a process, by kind."""
-    kinds: collections.Counter[str] = collections.Counter()
-    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            kinds[os.readlink(descriptor).partition(":")[0]] += 1
-    return kinds
 
 
 def assert_empty(stats: PoolStats) -> None:

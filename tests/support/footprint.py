@@ -1,0 +1,50 @@
+"""What a process holds of the system: descriptors, shared memory, threads."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+SHARED = ("/memfd:", "/dev/shm/")
+
+
+def open_files(pid: int) -> collections.Counter[str]:
+    """File descriptors of a process, by kind."""
+    kinds: collections.Counter[str] = collections.Counter()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            path = os.readlink(descriptor)
+            kinds[path if path.startswith(SHARED) else path.partition(":")[0]] += 1
+    return kinds
+
+
+def shared_mappings(pid: int) -> collections.Counter[str]:
+    """Mappings of shared memory, by name and size."""
+    found: collections.Counter[str] = collections.Counter()
+    for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+        extent, *_, path = line.split(maxsplit=5)
+        if path.startswith(SHARED):
+            begin, end = (int(address, 16) for address in extent.split("-"))
+            found[f"{path} of {end - begin}"] += 1
+    return found
+
+
+def num_threads(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/task"))
+
+
+def footprint(pid: int) -> dict[str, Any]:
+    return {"files": open_files(pid), "mappings": shared_mappings(pid), "threads": num_threads(pid)}
+
+
+def await_equal(look: Callable[[], Any], wanted: Any, timeout_s: float, meanwhile: Callable[[], Any]) -> None:
+    """Until `look()` finds it."""
+    deadline = time.monotonic() + timeout_s
+    while (found := look()) != wanted:
+        assert time.monotonic() < deadline, f"found {found}, not {wanted}"
+        meanwhile()
