@@ -4,7 +4,6 @@ nothing else of the client imports either."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -94,29 +93,37 @@ class GpuMemory(Memory):
             raise InvalidArgumentError(f"does not fit into {self.num_bytes} bytes: {error}", field="shape") from None
 
 
-def launched_before(tensor: Tensor) -> Callable[[], None]:
-    """Waits for what is launched by now on the current stream of the tensor's device, when it is called."""
+def finish_stream(tensor: Tensor) -> None:
+    """Wait for what is launched on the current stream of the tensor's device."""
     import torch
 
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(tensor.device))
-    wait: Callable[[], None] = event.synchronize
-    return wait
+    torch.cuda.current_stream(tensor.get_device()).synchronize()
 
 
 class GpuKernels:
-    """The operations on a pool that is mapped, on the current stream. See `mapped.Kernels`."""
+    """The operations on a pool that is mapped, on the current stream. See `mapped.Kernels`. Their arguments have been
+    checked: the daemon made the tables, and the transport looked at the tensors."""
 
     takes_gpu_tensors = True
 
     def __init__(self, info: PoolInfo, pool: Tensor) -> None:
+        import torch
+
         from kvservice.ops import torch_cuda
+        from kvservice.ops.device_array import DTYPE_NUMBERS
 
         self.pool = pool
-        self._ops = torch_cuda
-        self._batch_invariant = info.batch_invariant
-        self._tables: tuple[int, tuple[Tensor, ...]] | None = None
-        self._wait: Callable[[], None] | None = None
+        self._cuda, self._torch, self._workspace = extension(), torch, torch_cuda.workspace
+        self._dtype = DTYPE_NUMBERS[info.dtype]
+        self._default_scale = info.head_size**-0.5
+        self._sizes = info.num_blocks, info.num_layers, info.num_kv_heads, info.head_size, info.block_size
+        self._common = dict(zip(POOL_ATTRIBUTES, (pool.data_ptr(), self._dtype, *self._sizes), strict=True)) | {
+            "dtype": self._dtype,
+            "batch_invariant": info.batch_invariant,
+        }
+        self._step: _GpuStep | None = None
+        # Those on which something was launched since the last wait.
+        self._streams: set[Any] = set()
 
     @staticmethod
     def open(info: PoolInfo, shape: tuple[int, ...], descriptor: int, num_bytes: int, writable: bool) -> GpuKernels:
@@ -127,51 +134,72 @@ class GpuKernels:
         return GpuKernels(info, _view(_as_bytes(memory, num_bytes, device), shape, info.kv_cache_dtype, 0))
 
     def write(self, mapped: MappedStep, layer: int, key: Tensor, value: Tensor) -> None:
-        slot_mapping, *_ = self._tables_of(mapped)
-        self._ops.write_kv(self.pool, layer, slot_mapping, key, value)
-        self._wait = launched_before(self.pool)
+        step, stream = self._begin(mapped)
+        pool = self.pool.data_ptr(), self._dtype, *self._sizes
+        arguments = layer, key.shape[0], step.slot_mapping.data_ptr(), key.data_ptr(), value.data_ptr(), self._dtype
+        self._cuda.write_kv(*pool, *arguments, 0, 0, stream)
 
     def attend(self, mapped: MappedStep, layer: Layer, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        import torch
-
-        _, query_lens, context_lens, block_tables = self._tables_of(mapped)
-        if (slopes := options["alibi_slopes"]) is not None:
-            options["alibi_slopes"] = torch.from_numpy(slopes).to(self.pool.device)
-        out = torch.empty_like(layer.query) if layer.out is None else layer.out
-        lse = layer.lse_out
+        step, stream = self._begin(mapped)
+        query, out, lse = layer.query, layer.out, layer.lse_out
+        if out is None:
+            out = self._torch.empty_like(query)
         if lse is None:
-            lse = layer.query.new_empty(layer.lse_shape, dtype=torch.float32)
-        self._ops.attend(
-            out,
-            lse,
-            self.pool,
-            layer.number,
-            layer.query,
-            query_lens,
-            block_tables,
-            context_lens,
-            **options,
-            max_query_len=mapped.max_query_len,
-            batch_invariant=self._batch_invariant,
-        )
-        self._wait = launched_before(self.pool)
+            lse = query.new_empty(layer.lse_shape, dtype=self._torch.float32)
+        slopes = options["alibi_slopes"]
+        if slopes is not None:
+            slopes = self._torch.from_numpy(slopes).to(self.pool.device)
+        call = step.call
+        call.layer, call.num_heads, call.stream = layer.number, query.shape[1], stream
+        call.query, call.out, call.lse = query.data_ptr(), out.data_ptr(), lse.data_ptr()
+        call.alibi_slopes = 0 if slopes is None else slopes.data_ptr()
+        call.scale = options["scale"] or self._default_scale
+        call.sliding_window, call.soft_cap = options["sliding_window"], options["logits_soft_cap"]
+        call.workspace_bytes = call.wanted_workspace_bytes()
+        call.workspace = self._workspace(self.pool.device).reserve(call.workspace_bytes)
+        call.launch()
         return out, lse
 
-    def _tables_of(self, mapped: MappedStep) -> tuple[Tensor, ...]:
-        """On the device, brought there once for a step."""
-        if self._tables is None or self._tables[0] != mapped.step_id:
-            import torch
-
-            data = torch.from_numpy(np.array(mapped.bytes)).to(self.pool.device)
-            mapped.check()  # what was copied was the step's
-            tables = tuple(
-                _view(data, array.shape, array.dtype.name, offset) for array, offset in mapped.arrays_and_offsets
-            )
-            self._tables = mapped.step_id, tables
-        return self._tables[1]
+    def _begin(self, mapped: MappedStep) -> tuple[_GpuStep, int]:
+        """The step on the device, brought there once; and the current stream."""
+        stream = self._torch.cuda.current_stream(self.pool.device)
+        self._streams.add(stream)
+        self._cuda.set_device(self.pool.get_device())
+        if self._step is None or self._step.step_id != mapped.step_id:
+            self._step = _GpuStep(mapped, self.pool.device, self._cuda.Attention(), self._common)
+        return self._step, stream.cuda_stream
 
     def wait(self) -> None:
         """Until what was launched is done: the daemon may do what it likes with a step's blocks when it has ended."""
-        if self._wait is not None:
-            self._wait()
-            self._wait = None
+        while self._streams:
+            self._streams.pop().synchronize()
+
+
+# Of `_cuda.Attention`, in the order of `_cuda.write_kv`.
+POOL_ATTRIBUTES = ("pool", "pool_dtype", "num_blocks", "num_layers", "num_kv_heads", "head_size", "block_size")
+
+
+class _GpuStep:
+    """A step's tables on the device, and a call with what all its layers have in common filled in."""
+
+    def __init__(self, mapped: MappedStep, device: Any, call: Any, common: dict[str, Any]) -> None:
+        import torch
+
+        self.step_id = mapped.step_id
+        data = torch.from_numpy(np.array(mapped.bytes)).to(device)
+        mapped.check()  # what was copied was the step's
+        self.slot_mapping, self.query_lens, self.context_lens, self.block_tables = (
+            _view(data, array.shape, array.dtype.name, offset) for array, offset in mapped.arrays_and_offsets
+        )
+        tables = {
+            "query_lens": self.query_lens.data_ptr(),
+            "context_lens": self.context_lens.data_ptr(),
+            "block_tables": self.block_tables.data_ptr(),
+            "num_tokens": self.slot_mapping.shape[0],
+            "num_seqs": self.query_lens.shape[0],
+            "max_blocks": self.block_tables.shape[1],
+            "max_query_len": mapped.max_query_len,
+        }
+        for name, value in (common | tables).items():
+            setattr(call, name, value)
+        self.call = call

@@ -5,17 +5,18 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from kvservice import _ext
-from kvservice.client.gpu import device_of, launched_before
+from kvservice.client.gpu import device_of, finish_stream
 from kvservice.client.requests import build
 from kvservice.client.shared_memory import Place, fetch
 from kvservice.client.tensors import Tensor
 from kvservice.client.transports import (
     ALIGNMENT,
+    DEFAULT_OPTIONS,
     Layer,
     RegionTransport,
     Staging,
@@ -34,14 +35,27 @@ if TYPE_CHECKING:
     from kvservice.client.core import SessionCore
     from kvservice.client.step import StepCore
 
-# For how long a client spins for an answer before it sleeps.
-SPIN_US = 50.0
+# For how long a client spins for an answer before it sleeps: on the CPU it takes from the kernels what it spins.
+SPIN_US = {"cpu": 50.0, "cuda": 1000.0}
 # How long the asynchronous face holds its event loop for an answer before it leaves the waiting to a thread.
 HERE_S = 100e-6
 # How often one that waits looks whether the daemon is still there.
 LOOK_S = 0.25
 
 Entry = tuple[int, int]
+
+
+class Placed(NamedTuple):
+    """Where a call's tensors lie for the lane, as its client takes them; and the results there."""
+
+    query: Entry
+    key: Entry
+    value: Entry
+    output_place: Entry
+    lse_place: Entry | None
+    alibi_slopes: Entry | None
+    output: Tensor
+    lse: Tensor | None
 
 
 class LaneTransport:
@@ -74,7 +88,8 @@ class LaneTransport:
             memory = mmap.mmap(descriptor, _ext.LANE_BYTES)
         finally:
             os.close(descriptor)
-        return LaneTransport(session, _ext.LaneClient(memory, SPIN_US))
+        kind, _, _ = session.info.device.partition(":")
+        return LaneTransport(session, _ext.LaneClient(memory, SPIN_US[kind]))
 
     async def attend(self, layer: Layer) -> tuple[Tensor, Tensor | None]:
         if not self._carries(layer):
@@ -83,23 +98,17 @@ class LaneTransport:
         async with self._lock:
             if self._unanswered is not None:
                 await self._answer()
-            staging = self._gpu_staging if layer.on_gpu else self._staging
-            slopes = None if layer.options.alibi_slopes is None else np.array(layer.options.alibi_slopes, np.float32)
-            num_bytes = staged_bytes(layer) + (0 if slopes is None else slopes.nbytes + ALIGNMENT)
-            await staging.reserve(num_bytes)
-            query, key, value = (self._input(staging, tensor) for tensor in (layer.query, layer.key, layer.value))
-            output, output_place = self._result(staging, layer.out, tuple(layer.query.shape), self._session.info.dtype)
-            lse, lse_place = None, None
-            if layer.return_lse:
-                lse, lse_place = self._result(staging, layer.lse_out, layer.lse_shape, "float32")
-            slopes_place = None if slopes is None else self._input(staging, slopes)
+            placed = self._placed(layer)
+            if placed is None:
+                placed = await self._staged(layer)
             if layer.on_gpu:
                 # The daemon's stream waits for no other process's: it would stand for ever if that were killed.
-                await self._session.stream.run(launched_before(layer.query))
-            self._unanswered = self._submit(layer, (query, key, value, output_place, lse_place), slopes_place)
+                await self._session.stream.run(finish_stream, layer.query)
+            self._unanswered = self._submit(layer, placed)
             reason, field, message = await self._answer()
             if not reason:
-                return given(output, layer.out), None if lse is None else given(lse, layer.lse_out)
+                lse = None if placed.lse is None else given(placed.lse, layer.lse_out)
+                return given(placed.output, layer.out), lse
         error = from_reason(reason, message, field)
         if isinstance(error, UnknownStepError):
             # The daemon had no memory to bring its tables to the lanes; or it is unknown to all.
@@ -110,18 +119,40 @@ class LaneTransport:
         """What the daemon will refuse goes by the stream, which says more of it."""
         return layer.options.block_sparse is None or self._session.info.device != "cpu"
 
-    def _submit(self, layer: Layer, places: tuple[Entry, Entry, Entry, Entry, Entry | None], slopes: Any) -> int:
+    def _placed(self, layer: Layer) -> Placed | None:
+        """Nothing need be copied, if all lies where lanes can take it."""
+        if layer.out is None or layer.return_lse or layer.options.alibi_slopes is not None:
+            return None
+        query, key, value = self._made(layer.query), self._made(layer.key), self._made(layer.value)
+        output = self._made(layer.out)
+        if query is None or key is None or value is None or output is None:
+            return None
+        return Placed(query, key, value, output, None, None, layer.out, None)
+
+    async def _staged(self, layer: Layer) -> Placed:
+        """What lies elsewhere is copied into a region, and results out of it."""
+        staging = self._gpu_staging if layer.on_gpu else self._staging
+        slopes = None if layer.options.alibi_slopes is None else np.array(layer.options.alibi_slopes, np.float32)
+        await staging.reserve(staged_bytes(layer) + (0 if slopes is None else slopes.nbytes + ALIGNMENT))
+        query, key, value = (self._input(staging, tensor) for tensor in (layer.query, layer.key, layer.value))
+        output, output_place = self._result(staging, layer.out, tuple(layer.query.shape), self._session.info.dtype)
+        lse, lse_place = None, None
+        if layer.return_lse:
+            lse, lse_place = self._result(staging, layer.lse_out, layer.lse_shape, "float32")
+        slopes_place = None if slopes is None else self._input(staging, slopes)
+        return Placed(query, key, value, output_place, lse_place, slopes_place, output, lse)
+
+    def _submit(self, layer: Layer, placed: Placed) -> int:
         options, sparse = layer.options, layer.options.block_sparse
+        call = layer.step.step_id, layer.number, layer.decode, int(layer.query.shape[1]), *placed[:5]
+        if options is DEFAULT_OPTIONS:
+            return self._lane.submit(*call)
         return self._lane.submit(
-            layer.step.step_id,
-            layer.number,
-            layer.decode,
-            int(layer.query.shape[1]),
-            *places,
+            *call,
             scale=options.scale,
             sliding_window=options.sliding_window,
             logits_soft_cap=options.logits_soft_cap,
-            alibi_slopes=slopes,
+            alibi_slopes=placed.alibi_slopes,
             block_sparse=None
             if sparse is None
             else (
@@ -150,22 +181,22 @@ class LaneTransport:
         return answer
 
     def _input(self, staging: Staging, tensor: Tensor) -> Entry:
-        place = self._made(tensor)
-        return _entry(staging.put(tensor)[1] if place is None else place)
+        entry = self._made(tensor)
+        return _entry(staging.put(tensor)[1]) if entry is None else entry
 
     def _result(
         self, staging: Staging, wanted: Tensor | None, shape: tuple[int, ...], dtype: str
     ) -> tuple[Tensor, Entry]:
-        place = None if wanted is None else self._made(wanted)
-        if wanted is not None and place is not None:
-            return wanted, _entry(place)
+        entry = None if wanted is None else self._made(wanted)
+        if wanted is not None and entry is not None:
+            return wanted, entry
         tensor, place = staging.place(shape, dtype)
         return tensor, _entry(place)
 
-    def _made(self, tensor: Tensor) -> Place | None:
+    def _made(self, tensor: Tensor) -> Entry | None:
         """Where a tensor lies, if lanes take it."""
         place = self._session.find_place(tensor)
-        return place if place is not None and place.memory.number is not None and place.offset % 16 == 0 else None
+        return None if place is None or place.memory.number is None or place.offset % 16 else _entry(place)
 
     async def write(self, step: StepCore, number: int | None, key: Tensor, value: Tensor) -> None:
         await write(self._region, step, number, key, value)

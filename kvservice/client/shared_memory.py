@@ -8,8 +8,7 @@ import os
 import secrets
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -71,8 +70,7 @@ class SharedMemory(Memory):
             raise InvalidArgumentError(f"does not fit into {self.num_bytes} bytes: {error}", field="shape") from None
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Where an array lies in a region, in bytes."""
 
     memory: Memory

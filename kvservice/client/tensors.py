@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from kvservice import _ext
 from kvservice.errors import InvalidArgumentError
 from kvservice.pool.layout import TENSOR_DTYPES
 from kvservice.v1 import tensor_pb2
@@ -40,7 +41,12 @@ def as_array(tensor: Tensor) -> Array:
 
 
 def is_on_gpu(tensor: Tensor) -> bool:
-    return _is_torch(tensor) and tensor.is_cuda
+    return not isinstance(tensor, np.ndarray) and _is_torch(tensor) and tensor.is_cuda
+
+
+def device_of(tensor: Tensor) -> int:
+    """The number of the GPU that it is on; -1: it is in host memory."""
+    return int(tensor.get_device()) if is_on_gpu(tensor) else -1
 
 
 def dtype_name(tensor: Tensor) -> str:
@@ -57,7 +63,7 @@ def address_of(tensor: Tensor) -> int | None:
     """Of the first element, if the elements lie in row-major order and without gaps. No memory of a GPU has an address
     that memory of the host has."""
     if isinstance(tensor, np.ndarray):
-        return int(tensor.__array_interface__["data"][0]) if tensor.flags.c_contiguous else None
+        return _ext.address_of(tensor)
     return int(tensor.data_ptr()) if tensor.is_contiguous() else None
 
 

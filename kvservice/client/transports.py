@@ -52,6 +52,11 @@ class Options:
         block_sparse: BlockSparse | None,
     ) -> Options:
         """Raises InvalidArgumentError naming the option."""
+        off = (
+            (type(sliding_window), type(logits_soft_cap)) == (int, float) and not sliding_window and not logits_soft_cap
+        )
+        if off and scale is None and alibi_slopes is None and block_sparse is None:
+            return DEFAULT_OPTIONS
         if scale is not None and np.float32(scale) == 0:
             raise InvalidArgumentError("0 makes all scores equal; None is the default scale", field="options.scale")
         return Options(
@@ -87,12 +92,15 @@ class Options:
         )
 
 
+DEFAULT_OPTIONS = Options()
+
+
 def _sparse_message(sparse: BlockSparse) -> attention_pb2.BlockSparse:
     fields = {name: whole(value, f"options.block_sparse.{name}") for name, value in asdict(sparse).items()}
     return build(attention_pb2.BlockSparse, **fields)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class Layer:
     """One layer of a step: write key and value, then attend. `out`, `lse_out`: where the caller wants the results."""
 
@@ -326,14 +334,12 @@ def check_out(tensor: Tensor, shape: tuple[int, ...], dtype: str, field: str) ->
 
 def check_same_device(layer: Layer) -> None:
     """Raise InvalidArgumentError unless all tensors are where the query is."""
+    device = tensors.device_of(layer.query)
     for name in ("key", "value", "out", "lse_out"):
         tensor = getattr(layer, name)
-        if tensor is not None and _device_of(tensor) != _device_of(layer.query):
-            raise InvalidArgumentError(f"is on {_device_of(tensor)}, query on {_device_of(layer.query)}", field=name)
-
-
-def _device_of(tensor: Tensor) -> str:
-    return str(tensor.device) if tensors.is_on_gpu(tensor) else "cpu"
+        if tensor is not None and tensors.device_of(tensor) != device:
+            found, expected = ("the CPU" if of < 0 else f"GPU {of}" for of in (tensors.device_of(tensor), device))
+            raise InvalidArgumentError(f"is on {found}, query on {expected}", field=name)
 
 
 def check_layer(info: PoolInfo, layer: Layer) -> None:
