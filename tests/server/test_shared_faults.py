@@ -2,20 +2,44 @@
 
 from __future__ import annotations
 
+import asyncio
+import collections
+import contextlib
+import os
+import random
+import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import staged_client
+from both_faces import Face, session_of
 from footprint import await_equal, footprint
+from lane_ring import (
+    CAPACITY,
+    COMPLETED,
+    COMPLETIONS,
+    CONSUMED,
+    ENTRIES,
+    ENTRY,
+    NO_REGION,
+    SLOT_BYTES,
+    STATE,
+    SUBMITTED,
+)
 from shm_objects import shm_objects
 from small_pool import SMALL_POOL
 from survivor import Survivor
 
-from kvservice.client import KVClient
+from kvservice.client import KVClient, Session
+from kvservice.errors import ConnectionLostError, FailedPreconditionError, RegionShrunkError
 from kvservice.launch import Daemon
 
 # Room for the survivor's 8 blocks and a client's 50, and for a call that takes its time.
@@ -32,7 +56,8 @@ def shared_daemon() -> Iterator[Daemon]:
 def staged(daemon: Daemon, stage: str) -> Iterator[subprocess.Popen[str]]:
     """A client that has come as far as the stage."""
     command = [sys.executable, "-P", staged_client.__file__, daemon.address, stage]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    path = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=path) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == f"{stage}\n", process.communicate()
@@ -53,12 +78,18 @@ def survivor(shared_daemon: Daemon) -> Iterator[Survivor]:
         yield one
 
 
+def footprint_at_rest(daemon: Daemon, client: KVClient, survivor: Survivor) -> dict[str, Any]:
+    """Of a daemon with no session but the survivor's."""
+    await_equal(lambda: client.stats().sessions, 1, client.info.session_grace_s + 5, survivor.lap)
+    return footprint(daemon.process.pid)
+
+
 @pytest.mark.parametrize("stage", staged_client.STAGES)
 def test_a_client_killed_at_any_stage_leaves_nothing(shared_daemon: Daemon, survivor: Survivor, stage: str) -> None:
     pid = shared_daemon.process.pid
     log = shared_daemon.log.read_text()
     with KVClient(shared_daemon.address) as client:
-        before, stats = footprint(pid), client.stats()
+        before, stats = footprint_at_rest(shared_daemon, client, survivor), client.stats()
         with staged(shared_daemon, stage) as process:
             assert footprint(pid) != before
             process.kill()
@@ -76,3 +107,132 @@ def gauges(client: KVClient) -> tuple[int, ...]:
 def gauges_of(stats: object) -> tuple[int, ...]:
     names = ("sessions", "sequences", "tokens", "free_blocks", "active_blocks", "used_swap_blocks", "pinned_blocks")
     return tuple(getattr(stats, name) for name in names)
+
+
+@pytest.mark.parametrize("face", ["blocking", "asyncio"])
+def test_who_waits_for_a_lane_learns_that_the_daemon_is_dead(face: Face) -> None:
+    async def scenario(daemon: Daemon) -> float:
+        async with session_of(face, daemon.address, "lane") as kv:
+            step = await kv.open_step([await kv.allocate(range(8))])
+            tensors = [np.ones((8, 2, 32), np.float32)] * 3
+            await step.extend(0, *tensors)
+            daemon.process.send_signal(signal.SIGSTOP)  # so that the call is still waited for
+            killing = threading.Timer(0.3, daemon.process.kill)
+            killing.start()
+            begin = time.monotonic()
+            with pytest.raises(ConnectionLostError):
+                await step.extend(1, *tensors)
+            took_s = time.monotonic() - begin
+            killing.join()
+            return took_s
+
+    with Daemon(**OPTIONS) as daemon:
+        assert 0.3 <= asyncio.run(scenario(daemon)) < 5
+
+
+def test_a_client_that_is_stopped_with_a_full_ring_blocks_nobody(shared_daemon: Daemon, survivor: Survivor) -> None:
+    with staged(shared_daemon, "ring_full") as full, staged(shared_daemon, "lane_computing") as computing:
+        for process in (full, computing):
+            process.send_signal(signal.SIGSTOP)
+        with KVClient(shared_daemon.address, transport="lane") as client:
+            for _ in range(5):
+                survivor.lap()
+                with client.session() as kv:
+                    step = kv.open_step([kv.allocate([1, 2])])
+                    step.extend(0, *(np.ones((2, 2, 32), np.float32) for _ in range(3)))
+            assert client.stats().sessions == 3
+
+
+def test_an_object_that_is_truncated_meanwhile(shared_daemon: Daemon) -> None:
+    """Right, or REGION_SHRUNK: never garbage, and never the end of the daemon."""
+    tensors = [
+        np.random.default_rng(n).standard_normal((40, heads, 32), np.float32) for n, heads in enumerate((8, 2, 2))
+    ]
+    num_bytes = [tensor.nbytes for tensor in tensors]
+    ends = collections.Counter[str]()
+    with KVClient(shared_daemon.address, transport="inline") as client, client.session() as kv:
+        sequence = kv.allocate(range(40))
+        wanted = kv.open_step([sequence]).extend(0, *tensors)
+        for round_ in range(30):
+            path = Path("/dev/shm", f"kvservice-{os.getpid()}-truncated")
+            path.write_bytes(b"".join(tensor.tobytes() for tensor in tensors))
+            memory = kv.open_region(path.name, sum(num_bytes))
+            offsets = np.cumsum([0, *num_bytes[:-1]]).tolist()
+            there = [memory.array(one.shape, one.dtype, at) for one, at in zip(tensors, offsets, strict=True)]
+            keep = (0, 100, sum(num_bytes) - 1)[round_ % 3]
+            cutting = threading.Timer(0.0004 * round_, os.truncate, (path, keep))
+            cutting.start()
+            with contextlib.suppress(RegionShrunkError):
+                for _ in range(500):
+                    np.testing.assert_array_equal(kv.open_step([sequence]).extend(0, *there), wanted)
+                    ends["right"] += 1
+                pytest.fail("it was never seen to be truncated")
+            ends["shrunk"] += 1
+            cutting.join()
+            with pytest.raises(RegionShrunkError):
+                kv.open_step([sequence]).extend(0, *there)
+            path.unlink()
+            kv.unregister_region(memory)
+    assert ends["shrunk"] == 30
+    assert ends["right"] > 0
+    assert shared_daemon.process.poll() is None
+
+
+class Vandal:
+    """Writes into a lane of its own what comes to mind: entries that are nearly right, bytes, indices, the header."""
+
+    def __init__(self, kv: Session, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._kv = kv
+        self._region = kv.create_region(1 << 20).number
+        self._steps = [kv.open_step([kv.allocate([n])]).step_id for n in range(4)]
+        self.lanes = 0
+        self._open()
+
+    def _open(self) -> None:
+        self._lane = staged_client.lane_fetched(self._kv)
+        self.lanes += 1
+
+    def write_something(self) -> None:
+        """A lane that has ended is opened anew."""
+        if int.from_bytes(self._lane[STATE : STATE + 4], "little") not in (0, 1):
+            with contextlib.suppress(FailedPreconditionError):  # it only looks as if it had
+                self._open()
+        pick, lane = self._random, self._lane
+        kind = pick.randrange(10)
+        submitted = int.from_bytes(lane[SUBMITTED : SUBMITTED + 8], "little")
+        if kind < 6:
+            at = ENTRIES + submitted % CAPACITY * SLOT_BYTES
+            lane[at : at + SLOT_BYTES] = self._entry(submitted)
+            lane[CONSUMED : CONSUMED + 8] = lane[COMPLETED : COMPLETED + 8]
+            lane[SUBMITTED : SUBMITTED + 8] = (submitted + 1).to_bytes(8, "little")
+        else:
+            begin, end = ((0, 512), (ENTRIES, COMPLETIONS), (COMPLETIONS, len(lane)), (SUBMITTED, 512))[kind - 6]
+            at = pick.randrange(begin, end - 8)
+            lane[at : at + 8] = pick.randbytes(8)
+
+    def _entry(self, number: int) -> bytes:
+        pick = self._random
+        step_id = pick.choice([*self._steps, pick.randrange(-(1 << 63), 1 << 63)])
+        places = [part for n in range(4) for part in (self._region, 0, n << 12)] + [NO_REGION, 0, 0] * 2
+        good = bytearray(ENTRY.pack(number, step_id, pick.randrange(3), 0, 4, 0, 0.0, 0.0, *places, *[0] * 5))
+        if pick.randrange(3) == 0:
+            good[pick.randrange(len(good))] = pick.randrange(256)
+        return bytes(good)
+
+
+def test_whatever_is_written_into_a_lane_others_are_served(shared_daemon: Daemon, survivor: Survivor) -> None:
+    pid, log = shared_daemon.process.pid, shared_daemon.log.read_text()
+    with KVClient(shared_daemon.address, transport="inline") as client:
+        before = footprint_at_rest(shared_daemon, client, survivor)
+        with client.session() as kv:
+            vandal = Vandal(kv, seed=4)
+            for _ in range(60):
+                for _ in range(200):
+                    vandal.write_something()
+                survivor.lap()
+            assert vandal.lanes > 3
+            # Its own calls by the stream are served on as well.
+            kv.open_step([kv.allocate([9])]).extend(0, *(np.ones((1, 2, 32), np.float32) for _ in range(3)))
+        await_equal(lambda: footprint(pid), before, 5, survivor.lap)
+    assert shared_daemon.log.read_text() == log

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from lane_ring import CAPACITY, COMPLETED, SUBMITTED
 
 from kvservice import _ext, ops
 from kvservice.client import KVClient, Session
@@ -21,8 +22,6 @@ from kvservice.client.handover import fetch
 from kvservice.v1 import host_pb2, shared_memory_pb2
 
 NUM_TOKENS, MANY_HEADS = 200, 1024
-# csrc/lane/ring.h
-COMPLETED, SUBMITTED, CAPACITY = 128, 256, 64
 NO_STEP = 1 << 40
 
 
