@@ -124,6 +124,9 @@ class IpcEvent(Event):
 
     def __init__(self, device: int) -> None: ...
     @property
+    def native(self) -> int:
+        """The cudaEvent_t."""
+    @property
     def handle(self) -> bytes:
         """A cudaIpcEventHandle_t, 64 bytes."""
 
@@ -227,7 +230,8 @@ def copy_blocks(
     """`src_ids`, `dst_ids`: NumPy int32 arrays, in host memory."""
 
 class CudaLaneExecutor(LaneExecutor):
-    """Computes calls of any number of lanes on a stream, each lane's thread waiting for its own.
+    """Computes calls of any number of lanes on a stream, each lane's thread waiting for its own, unless they are by
+    event.
 
     Regions are memory of the device (also of another process, IpcMemory), or host memory that is page-locked
     (HostRegistration); a call that names any other is refused. `dtype` is the tensors'. `scales` is the address of

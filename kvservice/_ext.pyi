@@ -54,16 +54,18 @@ class LaneSession:
 
         `device_tables` is for executors that compute on a device: where the four arrays are there (addresses, which the
         stream has written when it gets to the next launch), num_common_blocks and max_query_len as of `attention` in
-        kvservice.ops.cuda. They stay until retire() too.
+        kvservice.ops.cuda. After retire() they are freed in the order of the stream.
         """
     def retire(self, step_id: int) -> None:
-        """When it returns, no lane uses the step or its arrays, and none will. Unknown ids: nothing."""
+        """When it returns, no lane uses the step or its arrays, and none will, but for the device tables: calls by
+        event may still read those, in the order of their stream. Unknown ids: nothing."""
     def take_finished(self) -> list[int]:
         """Steps whose last layer was written through a lane, since the last time. Each step once."""
     def add_region(self, address: int, num_bytes: int) -> int:
         """Places may name these bytes from now on, by the number that is returned and never used again."""
     def remove_region(self, number: int) -> None:
-        """When it returns, no lane uses the region, and none will. Unknown numbers: nothing."""
+        """When it returns, no lane uses the region, and none will, but for calls by event that are not done: who takes
+        the memory away waits for them. Unknown numbers: nothing."""
     def set_draining(self) -> None:
         """From now on a step of which no layer is written is refused with DRAINING."""
 
@@ -78,7 +80,8 @@ class LaneServer:
     """The daemon's side of a lane, with a thread of its own. It formats `memory`, of at least LANE_BYTES.
 
     `on_fault` is called with a text, once and from the thread, when a call fails for no fault of the caller; the lane
-    has ended then.
+    has ended then. `event`, an IpcEvent of the executor's device, is for calls with `by_event`, which are refused with
+    INVALID_ARGUMENT, field completion, where there is none.
     """
 
     def __init__(
@@ -88,14 +91,18 @@ class LaneServer:
         executor: LaneExecutor,
         spin_us: float,
         on_fault: Callable[[str], object],
+        event: Any = None,
     ) -> None: ...
     def close(self) -> None:
-        """Ends the lane after the call that runs, waits for that and lets go of the memory. A second time: nothing."""
+        """Ends the lane after the calls that run, waits for them and lets go of the memory. A second time: nothing."""
     def stats(self) -> tuple[int, int, list[int], float]:
         """Calls, those that failed, calls by duration (one more than LANE_BUCKETS, not cumulative), seconds in all."""
     @property
     def closed(self) -> bool:
         """It takes no more calls: it was closed, or has ended by itself."""
+    @property
+    def event_handle(self) -> bytes:
+        """Its event's, for other processes to open; b"" where it has none."""
 
 class LaneClient:
     """The client's side of a lane, for one thread at a time. `memory` is what a LaneServer has formatted.
@@ -121,8 +128,14 @@ class LaneClient:
         logits_soft_cap: float = 0.0,
         alibi_slopes: tuple[int, int] | None = None,
         block_sparse: tuple[int, int, int, int, int] | None = None,
+        by_event: bool = False,
     ) -> int:
-        """Sends a call and returns its number. ResourceExhaustedError when 64 calls are unanswered or unread."""
+        """Sends a call and returns its number. ResourceExhaustedError when 64 calls are unanswered or unread.
+
+        `by_event`: the answer comes when the call is launched, and the lane's event is recorded behind the call. A
+        stream that is made to wait for the event after the answer goes on when the call is done. Till then the call
+        reads and writes its tensors.
+        """
     def wait(self, number: int, timeout_s: float) -> tuple[str, str, str] | None:
         """(reason, field, message) of the call's failure, three empty texts if it succeeded, None if the time is over.
 

@@ -95,6 +95,7 @@ class IpcEvent : public Event {
     const DeviceScope scope(device);
     check_cuda(cudaIpcOpenEventHandle(&event_, raw), "cudaIpcOpenEventHandle");
   }
+  uintptr_t native() const { return reinterpret_cast<uintptr_t>(event_); }
   py::bytes handle() const {
     cudaIpcEventHandle_t handle;
     check_cuda(cudaIpcGetEventHandle(&handle, event_), "cudaIpcGetEventHandle");
@@ -205,6 +206,7 @@ void define_streams(py::module_& m) {
       .def("elapsed_ms", &Event::elapsed_ms, py::arg("start"));
   py::class_<IpcEvent, Event>(m, "IpcEvent")
       .def(py::init<int>(), py::arg("device"), Unlocked())
+      .def_property_readonly("native", &IpcEvent::native)
       .def_property_readonly("handle", &IpcEvent::handle);
   m.def(
       "open_ipc_event",

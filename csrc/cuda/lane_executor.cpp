@@ -181,9 +181,13 @@ cudaEvent_t CudaLaneExecutor::launch(const LaneCall& call, const Tensors& on_hos
   bring(call, attention, staged);
   attention_cuda(attention, how_to_launch());
   take_back(call, staged);
-  const cudaEvent_t landed = take_event();
-  check_cuda(cudaEventRecord(landed, config_.stream), "cudaEventRecord");
+  const cudaEvent_t landed = call.event != nullptr ? static_cast<cudaEvent_t>(call.event) : take_event();
+  record(landed);
   return landed;
+}
+
+void CudaLaneExecutor::record(cudaEvent_t event) const {
+  check_cuda(cudaEventRecord(event, config_.stream), "cudaEventRecord");
 }
 
 cudaEvent_t CudaLaneExecutor::take_event() {
@@ -196,6 +200,11 @@ cudaEvent_t CudaLaneExecutor::take_event() {
   const cudaEvent_t event = events_.back();
   events_.pop_back();
   return event;
+}
+
+void CudaLaneExecutor::give_back(cudaEvent_t event) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  events_.push_back(event);
 }
 
 // By looking, since being woken takes some 30 us; but not for ever, since others may need the processor.
@@ -213,9 +222,18 @@ void CudaLaneExecutor::wait(cudaEvent_t landed) const {
 void CudaLaneExecutor::attend(const LaneCall& call) {
   const DeviceScope scope(config_.device);
   const cudaEvent_t landed = launch(call, check(call));
+  if (call.event != nullptr) return;
   wait(landed);
-  const std::lock_guard<std::mutex> lock(mutex_);
-  events_.push_back(landed);
+  give_back(landed);
+}
+
+// Other lanes' calls too: it is one stream.
+void CudaLaneExecutor::finish() {
+  const DeviceScope scope(config_.device);
+  const cudaEvent_t landed = take_event();
+  record(landed);
+  wait(landed);
+  give_back(landed);
 }
 
 void CudaLaneExecutor::copy_in(void* to, const char* from, int64_t num_bytes) {

@@ -1,4 +1,5 @@
-// The calls of lanes, on a CUDA device: launched in turns on one stream, and waited for by each lane's own thread.
+// The calls of lanes, on a CUDA device: launched in turns on one stream, and waited for by each lane's own thread, or
+// by nobody here. The event of a LaneCall is a cudaEvent_t of the device.
 #pragma once
 
 #include <chrono>
@@ -40,6 +41,7 @@ class CudaLaneExecutor : public LaneExecutor {
   const LaneShape& shape() const override { return shape_; }
   // Throws LaneError RESOURCE_EXHAUSTED too, where the device has no memory left for a larger workspace.
   void attend(const LaneCall& call) override;
+  void finish() override;
   void copy_in(void* to, const char* from, int64_t num_bytes) override;
 
  private:
@@ -64,6 +66,8 @@ class CudaLaneExecutor : public LaneExecutor {
   void copy(void* to, const void* from, int64_t bytes) const;
   cudaEvent_t launch(const LaneCall& call, const Tensors& on_host);
   cudaEvent_t take_event();
+  void give_back(cudaEvent_t event);
+  void record(cudaEvent_t event) const;
   void wait(cudaEvent_t landed) const;
 
   const CudaLaneConfig config_;

@@ -18,8 +18,9 @@ struct LaneShape {
   bool block_sparse = false;  // whether the executor knows such patterns
 };
 
-// One call, checked: the tensors lie inside their regions, which stay until attend() returns, as does the step. The
-// client may write into the tensors meanwhile.
+// One call, checked: the tensors lie inside their regions, which stay until the output is there. The step stays until
+// attend() returns, its arrays on a device until the device has got there. The client may write into the tensors
+// meanwhile.
 struct LaneCall {
   const LaneStep* step = nullptr;
   int64_t layer = 0;
@@ -34,6 +35,7 @@ struct LaneCall {
   char* output = nullptr;
   float* lse = nullptr;                 // or null
   const float* alibi_slopes = nullptr;  // or null; the daemon's own copy, in host memory
+  void* event = nullptr;                // or null; of the executor's kind, for a call that is not waited for
 };
 
 // One may serve several lanes, each from its own thread.
@@ -42,9 +44,13 @@ class LaneExecutor {
   virtual ~LaneExecutor() = default;
   virtual const LaneShape& shape() const = 0;
 
-  // Writes the keys and values, attends, and returns when the output is there. Calls of several threads take turns,
-  // first come, first served. Throws ArgumentError where nothing was written; anything else is a fault.
+  // Writes the keys and values, attends, and returns when the output is there, or, if the call has an event, when that
+  // is recorded behind it. Calls of several threads take turns, first come, first served. Throws ArgumentError where
+  // nothing was written; anything else is a fault.
   virtual void attend(const LaneCall& call) = 0;
+
+  // Until the calls are done that attend() did not wait for.
+  virtual void finish() {}
 
   // From a region into the daemon's own memory.
   virtual void copy_in(void* to, const char* from, int64_t num_bytes) {

@@ -23,6 +23,13 @@
 // Either side may write all of this memory at any time, so the daemon keeps its own indices, reads of the header only
 // `submitted`, `consumed`, its bell and the client's `sleeps`, and copies an entry before it looks at it. No wait of
 // it lasts longer than 100 ms. `submitted` or `consumed` out of range end the lane.
+//
+// Completion by event. A lane on a GPU has an event that other processes can open (OpenLaneResponse.event_handle). An
+// entry with kLaneEvent is answered when its call is launched, with ok or an error, and the event is recorded behind
+// the call. A stream of the client's that is made to wait for the event once the answer is there goes on when the call
+// is done; till then the tensors are the call's. The event is recorded again by every such call, on one stream: who
+// waits late waits for more, never for less. Every kLaneCapacity-th of them is answered only when it is done, so that
+// no lane gets far ahead of the others. A daemon that is killed leaves an event that is never done.
 #pragma once
 
 #include <atomic>
@@ -46,6 +53,7 @@ constexpr uint32_t kNoRegion = 0xFFFFFFFFU;  // such a place is left out
 enum LaneFlag : uint32_t {
   kLaneDecode = 1,     // every sequence of the step must have one token
   kLaneReturnLse = 2,  // lse is a place
+  kLaneEvent = 4,      // completion by the lane's event, if it has one
 };
 
 // One call of Decode or Extend; the fields are those of AttendRequest in attention.proto.

@@ -54,12 +54,13 @@ void mask_signals() {  // they are the interpreter's business
 }  // namespace
 
 LaneServer::LaneServer(void* memory, int64_t num_bytes, LaneSession& session, LaneExecutor& executor, double spin_us,
-                       std::function<void(const std::string&)> on_fault)
+                       std::function<void(const std::string&)> on_fault, void* event)
     : memory_(format(memory, num_bytes)),
       session_(session),
       executor_(executor),
       spin_(spin_time(spin_us)),
-      on_fault_(std::move(on_fault)) {
+      on_fault_(std::move(on_fault)),
+      event_(event) {
   require(session.num_layers() == executor.shape().num_layers, "session", "has another number of layers");
   thread_ = std::thread([this] { serve(); });
 }
@@ -89,6 +90,13 @@ void LaneServer::serve() {
     stats_.count(std::chrono::steady_clock::now() - begin, completion.ok != 0);
     finish(completion);
     if (end_ == kLaneFault) break;
+  }
+  if (end_ != kLaneFault) {
+    try {
+      settle();
+    } catch (...) {
+      fail();
+    }
   }
   if (end_ != kLaneFault) {
     end(end_);
@@ -140,22 +148,40 @@ LaneCompletion LaneServer::answer(const LaneEntry& entry) {
     return refusal("INVALID_ARGUMENT", error.field().c_str(), error.what());
   } catch (const LaneError& error) {
     return refusal(error.reason(), error.field(), error.what());
+  } catch (...) {
+    fail();
+    return refusal("INTERNAL", "", fault_.c_str());
+  }
+}
+
+void LaneServer::compute(const LaneEntry& entry) {
+  check_entry(entry, served_, executor_.shape());
+  const bool by_event = (entry.flags & kLaneEvent) != 0;
+  require(!by_event || event_ != nullptr, "completion", "the lane has no event");
+  LaneUse use(session_, entry);
+  LaneCall call = make_call(entry, use, executor_, slopes_);
+  if (by_event) call.event = event_;
+  use.claim(entry.layer);
+  executor_.attend(call);
+  use.keep();
+  if (by_event && ++unwaited_ == kLaneCapacity) settle();
+}
+
+// So that no call is under way that was answered.
+void LaneServer::settle() {
+  if (std::exchange(unwaited_, 0) > 0) executor_.finish();
+}
+
+// In a handler: what was caught is the daemon's failure.
+void LaneServer::fail() {
+  end_ = kLaneFault;
+  try {
+    throw;
   } catch (const std::exception& error) {
     fault_ = error.what();
   } catch (...) {
     fault_ = "an exception of unknown type";
   }
-  end_ = kLaneFault;
-  return refusal("INTERNAL", "", fault_.c_str());
-}
-
-void LaneServer::compute(const LaneEntry& entry) {
-  check_entry(entry, served_, executor_.shape());
-  LaneUse use(session_, entry);
-  const LaneCall call = make_call(entry, use, executor_, slopes_);
-  use.claim(entry.layer);
-  executor_.attend(call);
-  use.keep();
 }
 
 void LaneServer::finish(const LaneCompletion& completion) {

@@ -52,7 +52,8 @@ class LaneSession {
   // Step ids rise. Throws ArgumentError (step_id) for one that does not.
   void publish(const LaneStep& step);
 
-  // When it returns, no call uses the step or its arrays, and none will. Unknown ids: nothing.
+  // When it returns, no call uses the step or its arrays, and none will, but for arrays on a device: a call that was
+  // not waited for may still read those, in the order of its stream. Unknown ids: nothing.
   void retire(int64_t step_id);
 
   // Steps whose last layer was written through a lane, since the last time. Each step once.
@@ -61,7 +62,8 @@ class LaneSession {
   // Numbers are never used again. `address` is a multiple of 16. Throws ArgumentError.
   uint32_t add_region(char* address, int64_t num_bytes);
 
-  // When it returns, no call uses the region, and none will. Unknown numbers: nothing.
+  // When it returns, no call uses the region, and none will, but for calls that were not waited for: who takes the
+  // memory away waits for them. Unknown numbers: nothing.
   void remove_region(uint32_t number);
 
   // From now on a step of which no layer is written is refused.
@@ -101,7 +103,7 @@ class LaneSession {
   std::vector<int64_t> finished_;
 };
 
-// One call's hold on its step and its regions.
+// One call's hold on its step and its regions, until attend() has returned.
 class LaneUse {
  public:
   // Throws LaneError UNKNOWN_STEP, STALE_STEP, DRAINING or UNKNOWN_REGION.

@@ -62,8 +62,12 @@ class LaneServer(Protocol):
     def closed(self) -> bool:
         """It has ended, by `close` or because of what its client wrote into it."""
 
+    @property
+    def event_handle(self) -> bytes:
+        """Of the event by which its calls can be waited for on a GPU; b"" on the CPU."""
+
     def close(self) -> None:
-        """After the call that runs."""
+        """After the calls that run."""
 
     def stats(self) -> tuple[int, int, list[int], float]:
         """Calls, errors, how many calls fell into each bucket of seconds, seconds of all."""

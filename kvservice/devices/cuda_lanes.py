@@ -1,4 +1,5 @@
-"""Lanes over a pool on a GPU: each lane's thread launches its calls on the compute stream, and waits for them."""
+"""Lanes over a pool on a GPU: each lane's thread launches its calls on the compute stream, and waits for them unless
+the client does, by the lane's event."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ LOOK_US = 1000.0
 class CudaLaneSession:
     """A `LaneSession` whose host memory is page-locked, and whose steps keep their tables on the device."""
 
-    def __init__(self, cuda: ModuleType, num_layers: int) -> None:
-        self._cuda = cuda
+    def __init__(self, cuda: ModuleType, num_layers: int, compute: Compute) -> None:
+        self._cuda, self._compute = cuda, compute
         self.native: _cuda.LaneSession = cuda.LaneSession(num_layers)
         self._steps: dict[int, Step] = {}
         self._page_locks: dict[int, _cuda.HostRegistration] = {}
@@ -65,6 +66,7 @@ class CudaLaneSession:
     def remove_region(self, number: int) -> None:
         self.native.remove_region(number)
         if (page_lock := self._page_locks.pop(number, None)) is not None:
+            self._compute.queue.guarded(self._compute.stream.synchronize)  # for calls that nobody has waited for
             page_lock.close()
 
 
@@ -139,10 +141,11 @@ class CudaLanes:
         )
 
     def session(self) -> CudaLaneSession:
-        return CudaLaneSession(self._cuda, self._num_layers)
+        return CudaLaneSession(self._cuda, self._num_layers, self._compute)
 
     def open(self, memory: SealedMemory, session: CudaLaneSession) -> Any:
-        return self._cuda.LaneServer(memory.map, session.native, self._executor, self._spin_us, self._failed)
+        event = self._compute.reserve(lambda: self._cuda.IpcEvent(self._device))
+        return self._cuda.LaneServer(memory.map, session.native, self._executor, self._spin_us, self._failed, event)
 
     def _failed(self, message: str) -> None:
         self._compute.queue.fail(RuntimeError(f"a lane: {message}"))

@@ -117,9 +117,9 @@ class HostAccess:
 
     # ---- the lane
 
-    def open_lane(self) -> bytes:
-        """A handover token for the lane's memory. Raises RegionsNotAllowedError, FailedPreconditionError,
-        QuotaExceededError, ResourceExhaustedError."""
+    def open_lane(self) -> tuple[bytes, bytes]:
+        """A handover token for the lane's memory, and the handle of its event, b"" on the CPU. Raises
+        RegionsNotAllowedError, FailedPreconditionError, QuotaExceededError, ResourceExhaustedError."""
         if not self._config.allow_client_shm:
             raise RegionsNotAllowedError("the daemon opens no lanes: it needs --allow-client-shm")
         if self._lane is not None and not self._lane.closed:
@@ -135,10 +135,10 @@ class HostAccess:
         finally:
             memory.close()
         self._lanes.open[self] = self._lane
-        return token
+        return token, self._lane.event_handle
 
     def close_lane(self) -> None:
-        """After the call that runs."""
+        """After the calls that run."""
         if self._lane is not None:
             self._lanes.end(self)
             self._lane = None

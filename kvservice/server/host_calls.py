@@ -56,7 +56,8 @@ class HostCalls:
         return shared_memory_pb2.CreateRegionResponse(handover_token=token, number=number)
 
     def open_lane(self, session: Session, _: host_pb2.OpenLaneRequest) -> host_pb2.OpenLaneResponse:
-        return host_pb2.OpenLaneResponse(handover_token=session.access.open_lane())
+        token, event_handle = session.access.open_lane()
+        return host_pb2.OpenLaneResponse(handover_token=token, event_handle=event_handle)
 
     def close_lane(self, session: Session, _: host_pb2.CloseLaneRequest) -> host_pb2.CloseLaneResponse:
         session.access.close_lane()

@@ -92,7 +92,7 @@ class HostServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CloseLane(self, request, context):
-        """Ends the session's lane after the call that runs. No error if there is none.
+        """Ends the session's lane after the calls that run. No error if there is none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -29,7 +29,7 @@ STATE, COMPLETED, SUBMITTED, CONSUMED = 64, 128, 256, 320
 ENTRIES, COMPLETIONS, SLOT_BYTES, CAPACITY = 4096, 20480, 256, 64
 ENTRY = struct.Struct("<QqiIiiff" + "IIQ" * 6 + "5i100x")
 COMPLETION = struct.Struct("<QII32s48s128s32x")
-DECODE, RETURN_LSE = 1, 2
+DECODE, RETURN_LSE, EVENT = 1, 2, 4
 
 
 def memory_file(num_bytes: int) -> int:

@@ -14,6 +14,7 @@ from lane_rig import (
     CONSUMED,
     DECODE,
     ENTRY,
+    EVENT,
     NO_REGION,
     OK,
     RETURN_LSE,
@@ -43,7 +44,8 @@ OUTPUT_BYTES = 2 * 4 * 32 * 4
 BAD: dict[str, tuple[dict[int, Any], str, str]] = {
     "number too small": ({NUMBER: 2**64 - 1}, "INVALID_ARGUMENT", "number"),
     "number too large": ({NUMBER: 1}, "INVALID_ARGUMENT", "number"),
-    "unknown flag": ({FLAGS: 4}, "INVALID_ARGUMENT", "flags"),
+    "unknown flag": ({FLAGS: 8}, "INVALID_ARGUMENT", "flags"),
+    "no event": ({FLAGS: EVENT | RETURN_LSE}, "INVALID_ARGUMENT", "completion"),
     "layer negative": ({LAYER: -1}, "INVALID_ARGUMENT", "layer"),
     "layer too large": ({LAYER: 2}, "INVALID_ARGUMENT", "layer"),
     "no heads": ({NUM_HEADS: 0}, "INVALID_ARGUMENT", "num_heads"),
