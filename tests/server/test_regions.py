@@ -38,7 +38,7 @@ from kvservice.server.calls import Calls
 from kvservice.server.region import GPU, HOST, Place, RegionTotals
 from kvservice.server.regions import Regions
 from kvservice.server.shm_object import ShmObject
-from kvservice.v1 import attention_pb2, shared_memory_pb2, tensor_pb2
+from kvservice.v1 import attention_pb2, host_pb2, shared_memory_pb2, tensor_pb2
 
 OBJECT_BYTES = 1 << 16
 PREFIX = f"/dev/shm/kvservice-test-{os.getpid()}"
@@ -483,6 +483,12 @@ def test_regions_outlive_a_broken_stream(client: KVClient, wire: Any, raw: Any, 
     time.sleep(2 * client.info.session_grace_s)  # what the broken stream's end had started must be off
     assert session.ok("system_shared_memory_status", Status()).regions.keys() == {"r"}
     session.close()
+
+
+def test_a_lane_over_host_memory_has_no_event(raw_session: Any) -> None:
+    answer = raw_session.ok("open_lane", host_pb2.OpenLaneRequest())
+    assert len(answer.handover_token) > 0
+    assert answer.event_handle == b""
 
 
 # ---- who may

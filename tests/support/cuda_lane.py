@@ -7,7 +7,7 @@ import os
 import types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ml_dtypes
@@ -23,6 +23,7 @@ CACHES = {"float8_e4m3fn": ml_dtypes.float8_e4m3fn, "float8_e5m2": ml_dtypes.flo
 TOLERANCES = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 1.2e-2}
 COUNTER_BYTES = 1 << 16
 REGION_BYTES = 16 << 20
+BALLAST_BYTES = 1 << 30
 DONE = ("", "", "")
 
 
@@ -60,10 +61,10 @@ def upload(array: np.ndarray, pointer: int, stream: int = 0) -> None:
 
 
 class HostRegion:
-    def __init__(self) -> None:
+    def __init__(self, page_locked: bool = True) -> None:
         self.fd, self.mapping, self.bytes = host_memory(REGION_BYTES)
         self.pointer: int = self.bytes.ctypes.data
-        self._registration = _cuda.HostRegistration(self.pointer, REGION_BYTES)
+        self._registration = _cuda.HostRegistration(self.pointer, REGION_BYTES) if page_locked else None
 
     def put(self, offset: int, array: np.ndarray) -> None:
         flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
@@ -73,7 +74,8 @@ class HostRegion:
         return self.bytes[offset : offset + num_bytes].copy()
 
     def close(self) -> None:
-        self._registration.close()
+        if self._registration is not None:
+            self._registration.close()
         os.close(self.fd)
 
 
@@ -107,6 +109,7 @@ class CudaLane:
         batch_invariant: bool = False,
         workspace_bytes: int = COUNTER_BYTES,
         cache: str | None = None,
+        stream: Any = None,
     ) -> None:
         self.dtype = dtype
         self.shape = num_kv_heads, head_size
@@ -117,7 +120,7 @@ class CudaLane:
         self.pool_bytes = self.host_pool.nbytes
         self.pool = _cuda.DeviceMemory(0, self.pool_bytes)
         upload(self.host_pool, self.pool.pointer)
-        self.stream = _cuda.Stream(0, True)
+        self.stream = stream or _cuda.Stream(0, True)
         self.scales = self.take_scales() if cache else 0
         # As the kernels want it, but for the pool's address.
         self.pool_sizes = DTYPE_NUMBERS[cache or dtype], num_blocks, num_layers, num_kv_heads, head_size, block_size
@@ -182,7 +185,8 @@ class CudaLane:
     def open_lane(self) -> tuple[int, Any]:
         """The memory's descriptor, and a client."""
         fd, mapping, _ = host_memory(_cuda.LANE_BYTES)
-        self.servers.append(_cuda.LaneServer(mapping, self.session, self.executor, 50.0, self.faults.append))
+        parts = mapping, self.session, self.executor, 50.0, self.faults.append
+        self.servers.append(_cuda.LaneServer(*parts, _cuda.IpcEvent(0)))
         return fd, _ext.LaneClient(mapping, 50.0)
 
     def open_step(
@@ -214,6 +218,19 @@ class CudaLane:
         step = Step(number, *arrays, memory, (*addresses, num_common, max(query_lens)), bytearray(self.num_layers))
         self.session.publish(number, step.written, *arrays, step.addresses if on_device else None)
         return step
+
+    def reopen(self, step: Step, number: int) -> Step:
+        """A step of the same sequences, which writes into the same slots."""
+        again = replace(step, number=number, written=bytearray(self.num_layers))
+        arrays = step.slots, step.query_lens, step.context_lens, step.block_tables
+        self.session.publish(number, again.written, *arrays, step.addresses)
+        return again
+
+    def hold_back(self) -> None:
+        """A tenth of a second's work on the stream, before whatever is launched now."""
+        self.ballast = _cuda.DeviceMemory(0, BALLAST_BYTES)
+        for _ in range(400):
+            _cuda.fill_async(self.ballast.pointer, 1, BALLAST_BYTES, self.stream.handle)
 
     def tensors(self, step: Step, num_heads: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         num_kv_heads, head_size = self.shape
