@@ -46,6 +46,7 @@ LABELS = {
     "kernels": "the kernels alone",
     "mapped": "mapped pool",
     "lane": "lane, tensors in a region of the GPU",
+    "lane_event": "the same, completion by event",
     "lane_copied": "lane, tensors elsewhere on the GPU",
     "lane_host": "lane, tensors in a region of the host",
     "region_host": "stream, tensors in a region of the host",
@@ -95,13 +96,16 @@ class Bench:
         self.sequences: list[Sequence] = session.allocate_batch(prompts)
         session.commit(session.open_step(self.sequences))
         size = 2 * num_seqs * (NUM_HEADS + NUM_KV_HEADS) * HEAD_SIZE * 2
-        lane = finish(LaneTransport.open(core))
+        core.completion = "event"
+        by_event = finish(LaneTransport.open(core))
+        lane = LaneTransport(core, by_event._lane, None)  # a session has one lane
         gpu = Tensors.of(num_seqs, in_memory(session.create_region(size, device=0)))
         elsewhere = Tensors.of(num_seqs, on_gpu)
         host = Tensors.of(num_seqs, in_memory(session.create_region(size)))
         self.ways: dict[str, tuple[Transport, Tensors]] = {
             "mapped": (mapped, elsewhere),
             "lane": (lane, gpu),
+            "lane_event": (by_event, gpu),
             "lane_copied": (lane, elsewhere),
             "lane_host": (lane, host),
             "region_host": (RegionTransport(core), host),

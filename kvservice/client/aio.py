@@ -56,16 +56,19 @@ class AsyncSession(SessionCore[AsyncStep]):
 
 
 class AsyncKVClient:
-    """A connection to a daemon. `address`: unix:///path/of.sock or host:port. `transport`: see KVClient.
+    """A connection to a daemon. `address`: unix:///path/of.sock or host:port. `transport`, `completion`: see KVClient.
 
     async with AsyncKVClient(address) as client, client.session() as kv: ...
     """
 
     info: PoolInfo
 
-    def __init__(self, address: str, *, connect_timeout_s: float = 10.0, transport: str = "auto") -> None:
+    def __init__(
+        self, address: str, *, connect_timeout_s: float = 10.0, transport: str = "auto", completion: str = "host"
+    ) -> None:
         self._address = address
         self._transport = transport
+        self._completion = completion
         self._handover_path = handover.socket_path(address)
         self._connect_timeout_s = connect_timeout_s
 
@@ -108,7 +111,7 @@ class AsyncKVClient:
         await stream.connect(max(self.info.session_grace_s, 1.0), reconnects=False)
         session = AsyncSession(self, stream, token, resumed)
         try:
-            session.attending = await open_transport(session, self._transport)
+            session.attending = await open_transport(session, self._transport, self._completion)
             yield session
         finally:
             await session.close()

@@ -88,7 +88,7 @@ class Session:
             resumed=resumed,
         )
         try:
-            self._core.attending = finish(open_transport(self._core, client._transport))
+            self._core.attending = finish(open_transport(self._core, client._transport, client._completion))
         except BaseException:
             self.close()
             raise
@@ -148,10 +148,17 @@ class KVClient:
     `transport` is how sessions bring tensors to the daemon: "inline" in messages, "region" in shared memory, "lane"
     through rings in shared memory that a thread of the daemon serves, "mapped" not at all, for the client works on the
     pool itself; "auto" is the fastest of lane, mapped (if it may write), region and inline that the daemon allows.
+
+    `completion` is how a lane's call ends whose tensors are on a GPU: "host", when it is done; "event", when it is
+    launched, and the caller's stream waits for it. That hides what calls cost on the host, but if the daemon is killed
+    in the middle of a call the stream stands for ever.
     """
 
-    def __init__(self, address: str, *, connect_timeout_s: float = 10.0, transport: str = "auto") -> None:
+    def __init__(
+        self, address: str, *, connect_timeout_s: float = 10.0, transport: str = "auto", completion: str = "host"
+    ) -> None:
         self._transport = transport
+        self._completion = completion
         self._handover_path = handover.socket_path(address)
         self._channel = grpc.insecure_channel(address, channel.CHANNEL_OPTIONS)
         self._pool = pool_pb2_grpc.PoolServiceStub(self._channel)  # type: ignore[no-untyped-call]

@@ -26,8 +26,11 @@ if TYPE_CHECKING:
 AUTO = "auto"
 
 
-async def open_transport(session: Session, wanted: TransportName | str) -> Transport:
+async def open_transport(session: Session, wanted: TransportName | str, completion: str) -> Transport:
     """Raises the errors of the one that is wanted; of "auto" none but those of the connection."""
+    if completion not in ("host", "event"):
+        raise InvalidArgumentError(f"is neither host nor event: {completion!r}", field="completion")
+    session.completion = completion
     if wanted != AUTO:
         if wanted not in _OPEN:
             raise InvalidArgumentError(f"is none of {AUTO}, {', '.join(_OPEN)}: {wanted!r}", field="transport")

@@ -48,6 +48,8 @@ class SessionCore(RegionCore, Generic[StepT]):
         self._make_step = make_step
         # Where a resumed session begins is random, so that it does not repeat the ids of its former owner.
         self._sequence_ids = itertools.count(secrets.randbits(62) if resumed else 0)
+        # How calls of lanes on a GPU are waited for; see KVClient.
+        self.completion = "host"
         # Replaced by the one that the face chooses.
         self.attending: Transport = StreamTransport(self)
 

@@ -100,6 +100,21 @@ def finish_stream(tensor: Tensor) -> None:
     torch.cuda.current_stream(tensor.get_device()).synchronize()
 
 
+class StreamEvent:
+    """A lane's event, which the daemon records behind each call."""
+
+    def __init__(self, info: PoolInfo, handle: bytes) -> None:
+        device = device_of(info)
+        assert device is not None, "the pool is on a GPU"
+        self._event = extension().open_ipc_event(device, handle)
+
+    def hold_up(self, tensor: Tensor) -> None:
+        """What is launched from now on, on the current stream of the tensor's device, comes after the call."""
+        import torch
+
+        self._event.wait(torch.cuda.current_stream(tensor.get_device()).cuda_stream)
+
+
 class GpuKernels:
     """The operations on a pool that is mapped, on the current stream. See `mapped.Kernels`. Their arguments have been
     checked: the daemon made the tables, and the transport looked at the tensors."""

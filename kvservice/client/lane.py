@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from kvservice import _ext
-from kvservice.client.gpu import device_of, finish_stream
+from kvservice.client.gpu import StreamEvent, device_of, finish_stream
 from kvservice.client.requests import build
 from kvservice.client.shared_memory import Place, fetch
 from kvservice.client.tensors import Tensor
@@ -64,9 +64,11 @@ class LaneTransport:
     name: TransportName = "lane"
     takes_gpu_tensors: bool
 
-    def __init__(self, session: SessionCore[Any], lane: _ext.LaneClient) -> None:
+    def __init__(self, session: SessionCore[Any], lane: _ext.LaneClient, event: StreamEvent | None) -> None:
         self._session = session
         self._lane = lane
+        # If results on a GPU are awaited by the caller's stream, and not here.
+        self._event = event
         device = device_of(session.info)
         self.takes_gpu_tensors = device is not None
         self._staging = Staging(session)
@@ -89,7 +91,9 @@ class LaneTransport:
         finally:
             os.close(descriptor)
         kind, _, _ = session.info.device.partition(":")
-        return LaneTransport(session, _ext.LaneClient(memory, SPIN_US[kind]))
+        by_event = session.completion == "event" and kind == "cuda"
+        event = StreamEvent(session.info, response.event_handle) if by_event else None
+        return LaneTransport(session, _ext.LaneClient(memory, SPIN_US[kind]), event)
 
     async def attend(self, layer: Layer) -> tuple[Tensor, Tensor | None]:
         if not self._carries(layer):
@@ -104,9 +108,12 @@ class LaneTransport:
             if layer.on_gpu:
                 # The daemon's stream waits for no other process's: it would stand for ever if that were killed.
                 await self._session.stream.run(finish_stream, layer.query)
-            self._unanswered = self._submit(layer, placed)
+            event = self._event if layer.on_gpu else None
+            self._unanswered = self._submit(layer, placed, by_event=event is not None)
             reason, field, message = await self._answer()
             if not reason:
+                if event is not None:
+                    event.hold_up(layer.query)
                 lse = None if placed.lse is None else given(placed.lse, layer.lse_out)
                 return given(placed.output, layer.out), lse
         error = from_reason(reason, message, field)
@@ -142,17 +149,18 @@ class LaneTransport:
         slopes_place = None if slopes is None else self._input(staging, slopes)
         return Placed(query, key, value, output_place, lse_place, slopes_place, output, lse)
 
-    def _submit(self, layer: Layer, placed: Placed) -> int:
+    def _submit(self, layer: Layer, placed: Placed, by_event: bool) -> int:
         options, sparse = layer.options, layer.options.block_sparse
         call = layer.step.step_id, layer.number, layer.decode, int(layer.query.shape[1]), *placed[:5]
         if options is DEFAULT_OPTIONS:
-            return self._lane.submit(*call)
+            return self._lane.submit(*call, by_event=by_event)
         return self._lane.submit(
             *call,
             scale=options.scale,
             sliding_window=options.sliding_window,
             logits_soft_cap=options.logits_soft_cap,
             alibi_slopes=placed.alibi_slopes,
+            by_event=by_event,
             block_sparse=None
             if sparse is None
             else (

@@ -103,6 +103,15 @@ def test_every_transport_gives_the_same(shared: Daemon, expected: list[Any], tra
             torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
+def test_completion_by_event(shared: Daemon, expected: list[Any]) -> None:
+    with KVClient(shared.address, completion="event") as client, client.session() as kv:
+        memory = kv.create_region(4 << 20, device=0)
+        for found, wanted in zip(attend_all(kv, "cuda:0", memory), expected, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+        for found, wanted in zip(attend_all(kv, "cpu"), expected, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
 def test_the_lane_is_what_a_client_gets(shared: Daemon) -> None:
     with KVClient(shared.address) as client, client.session() as kv:
         assert kv.transport == "lane"
