@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
+from lane_ring import CAPACITY, COMPLETION, COMPLETIONS, ENTRIES, SLOT_BYTES
 
 from kvservice import _ext, ops
 
@@ -22,14 +22,6 @@ Array = npt.NDArray[Any]
 DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 OK = ("", "", "")
 TIMEOUT_S = 60.0
-NO_REGION = 0xFFFFFFFF
-
-# csrc/lane/ring.h
-STATE, COMPLETED, SUBMITTED, CONSUMED = 64, 128, 256, 320
-ENTRIES, COMPLETIONS, SLOT_BYTES, CAPACITY = 4096, 20480, 256, 64
-ENTRY = struct.Struct("<QqiIiiff" + "IIQ" * 6 + "5i100x")
-COMPLETION = struct.Struct("<QII32s48s128s32x")
-DECODE, RETURN_LSE, EVENT = 1, 2, 4
 
 
 def memory_file(num_bytes: int) -> int:

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from lane_rig import (
+from lane_rig import OK, LaneRig, lane, mapped, memory_file
+from lane_ring import (
     CAPACITY,
     COMPLETED,
     CONSUMED,
@@ -16,14 +17,9 @@ from lane_rig import (
     ENTRY,
     EVENT,
     NO_REGION,
-    OK,
     RETURN_LSE,
     STATE,
     SUBMITTED,
-    LaneRig,
-    lane,
-    mapped,
-    memory_file,
 )
 
 from kvservice import _ext

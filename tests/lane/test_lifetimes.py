@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from lane_rig import COMPLETED, OK, TIMEOUT_S, LaneRig, StepArrays, lane
+from lane_rig import OK, TIMEOUT_S, LaneRig, StepArrays, lane
+from lane_ring import COMPLETED
 
 from kvservice import _ext
 from kvservice.errors import ConnectionLostError
