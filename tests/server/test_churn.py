@@ -1,0 +1,86 @@
+"""Many clients that come and go at once, by every transport, some of them killed: they leave nothing.
+
+For KVSERVICE_CHURN_SECONDS.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import subprocess
+import sys
+import time
+from typing import Any
+
+import churning_client
+import pytest
+from footprint import await_equal, footprint
+from small_pool import SMALL_POOL
+from survivor import Survivor
+
+from kvservice.client import KVClient
+from kvservice.launch import Daemon
+
+# Taken away, since a daemon refuses options that it does not know.
+SECONDS = float(os.environ.pop("KVSERVICE_CHURN_SECONDS", "3"))
+PROCESSES, CLIENTS = 4, 16
+OPTIONS = SMALL_POOL | {
+    "num_blocks": 1024, "swap_space_gib": 1024 * 4096 / 2**30, "max_sequences": 1024, "max_lanes": 256,
+    "max_pinned_fraction": 0.5, "max_detach_ttl_s": 3.0, "session_grace_s": 3.0,
+}  # fmt: skip
+
+
+def start(daemon: Daemon, seed: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-P", churning_client.__file__, daemon.address, str(seed), str(CLIENTS)]
+    path = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=path)
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    _, errors = process.communicate(timeout=20)
+    assert not errors, errors  # it had met none until then
+
+
+@pytest.mark.timeout(120 + 2 * SECONDS)
+def test_clients_that_come_and_go_leave_nothing() -> None:
+    choose = random.Random(5)
+    seeds = itertools.count()
+    with Daemon(**OPTIONS) as daemon, KVClient(daemon.address) as client, client.session() as kv:
+        survivor = Survivor(kv)
+
+        def look() -> tuple[Any, ...]:
+            kv.reset_prefix_cache()
+            stats = client.stats()
+            gauges = (stats.sessions, stats.sequences, stats.free_blocks, stats.used_swap_blocks, stats.pinned_blocks)
+            return *gauges, footprint(daemon.process.pid)
+
+        run(daemon, survivor, seeds, choose, 2.0)  # whatever the daemon keeps for good, it has by then
+        await_rest(client, survivor)
+        before = look()
+        run(daemon, survivor, seeds, choose, SECONDS)
+        await_rest(client, survivor)
+        await_equal(look, before, 10, survivor.lap)
+        with client.session() as last:  # sessions are counted
+            assert last.session_id > 2 * PROCESSES * CLIENTS
+        assert daemon.log.read_text() == ""
+
+
+def run(daemon: Daemon, survivor: Survivor, seeds: Any, choose: random.Random, seconds: float) -> None:
+    processes = [start(daemon, next(seeds)) for _ in range(PROCESSES)]
+    try:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            pause = time.monotonic() + choose.uniform(0, 3)
+            survivor.laps_until(lambda pause=pause: time.monotonic() > pause, 60)
+            victim = choose.randrange(PROCESSES)
+            kill(processes[victim])
+            processes[victim] = start(daemon, next(seeds))
+    finally:
+        for process in processes:
+            kill(process)
+
+
+def await_rest(client: KVClient, survivor: Survivor) -> None:
+    survivor.laps_until(lambda: client.stats().sessions == 1, 20)
