@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvservice.client import KVClient, Session
-from kvservice.errors import UnknownSequenceError
+from kvservice.errors import LayerWrittenError, UnknownSequenceError
 from kvservice.launch import Daemon
 from kvservice.v1 import blocks_pb2, blocks_pb2_grpc
 
@@ -121,6 +121,29 @@ def test_regions_are_counted(free_port: int) -> None:
         samples = scrape(free_port)
         assert value(samples, "kvservice_regions") == 1
         assert value(samples, "kvservice_region_bytes") == 8192
+
+
+def test_lanes_and_their_calls_are_counted(free_port: int) -> None:
+    duration = "kvservice_lane_call_duration_seconds"
+    with (
+        Daemon(metrics_address=f"127.0.0.1:{free_port}", allow_client_shm=True, **POOL) as daemon,
+        KVClient(daemon.address, transport="lane") as client,
+    ):
+        for after in (2, 4):  # what ended lanes did is counted as well
+            with client.session() as kv, client.session():
+                step = kv.open_step([kv.allocate([1])])
+                ones = np.ones((1, 1, 32), np.float32)
+                step.extend(0, ones, ones, ones)
+                with pytest.raises(LayerWrittenError):
+                    step.extend(0, ones, ones, ones)
+                samples = scrape(free_port)
+                assert value(samples, "kvservice_lanes") == 2
+                assert value(samples, f"{duration}_count") == value(samples, f"{duration}_bucket", le="+Inf") == after
+                assert value(samples, "kvservice_lane_errors_total") == after / 2
+                assert 0 < value(samples, f"{duration}_sum") < 60
+        samples = scrape(free_port)
+        assert value(samples, "kvservice_lanes") == 0
+        assert value(samples, f"{duration}_count") == 4
 
 
 def test_unknown_sessions_are_counted(running: tuple[Daemon, int]) -> None:
