@@ -130,6 +130,24 @@ def test_who_waits_for_a_lane_learns_that_the_daemon_is_dead(face: Face) -> None
         assert 0.3 <= asyncio.run(scenario(daemon)) < 5
 
 
+def test_every_transport_tells_that_the_daemon_is_dead() -> None:
+    tensors = [np.ones((100, 2, 32), np.float32)] * 3
+    with Daemon(**OPTIONS | {"num_blocks": 128}) as daemon, contextlib.ExitStack() as stack:
+        steps = []
+        for transport in ("lane", "mapped", "region", "inline"):
+            client = stack.enter_context(KVClient(daemon.address, transport=transport))
+            kv = stack.enter_context(client.session())
+            steps.append(kv.open_step([kv.allocate(range(100))]))
+            steps[-1].extend(0, *tensors)
+        daemon.process.kill()
+        daemon.process.wait()
+        for step in steps:
+            begin = time.monotonic()
+            with pytest.raises(ConnectionLostError):
+                step.extend(1, *tensors)  # the last layer, with which a step that is mapped commits
+            assert time.monotonic() - begin < 5
+
+
 def test_a_client_that_is_stopped_with_a_full_ring_blocks_nobody(shared_daemon: Daemon, survivor: Survivor) -> None:
     with staged(shared_daemon, "ring_full") as full, staged(shared_daemon, "lane_computing") as computing:
         for process in (full, computing):
