@@ -18,6 +18,7 @@
 #include "lane/executor.h"
 #include "lane/server.h"
 #include "lane/session.h"
+#include "lane_in_place.h"
 
 namespace kvservice {
 namespace {
@@ -233,13 +234,22 @@ class PyClient {
     entry.logits_soft_cap = as_float(logits_soft_cap, "options.logits_soft_cap");
     entry.alibi_slopes = as_place(alibi_slopes, "options.alibi_slopes");
     if (!block_sparse.is_none()) set_block_sparse(entry, block_sparse);
-    try {
-      return client_.submit(entry);
-    } catch (const LaneFullError& error) {
-      raise("ResourceExhaustedError", error.what());
-    } catch (const LaneClosedError& error) {
-      raise("ConnectionLostError", error.what());
-    }
+    return send(entry);
+  }
+
+  void set_places(const py::iterable& regions, int64_t num_kv_heads, int64_t head_size, const py::object& dtype) {
+    in_place_.set(regions, num_kv_heads, head_size, dtype);
+  }
+
+  // The call's number; None for one that is not for this, of which nothing has been sent.
+  py::object submit_in_place(const py::object& step_id, int64_t num_tokens, const py::object& layer, bool decode,
+                             const py::object& query, const py::object& key, const py::object& value,
+                             const py::object& out) {
+    std::optional<LaneEntry> entry = in_place_.entry(num_tokens, decode, query, key, value, out);
+    if (!entry) return py::none();
+    entry->step_id = as_int(step_id, "step_id");
+    entry->layer = as_whole<int32_t>(layer, "layer");
+    return py::int_(send(*entry));
   }
 
   // (reason, field, message), or None when the time is over.
@@ -261,6 +271,16 @@ class PyClient {
   }
 
  private:
+  uint64_t send(const LaneEntry& entry) {
+    try {
+      return client_.submit(entry);
+    } catch (const LaneFullError& error) {
+      raise("ResourceExhaustedError", error.what());
+    } catch (const LaneClosedError& error) {
+      raise("ConnectionLostError", error.what());
+    }
+  }
+
   static void set_block_sparse(LaneEntry& entry, const py::object& object) {
     require(PyTuple_Check(object.ptr()) && PyTuple_GET_SIZE(object.ptr()) == 5, "options.block_sparse",
             "is no tuple of five numbers");
@@ -289,6 +309,7 @@ class PyClient {
 
   Memory memory_;
   LaneClient client_;
+  InPlace in_place_;
 };
 
 void define_client(py::module_& m) {
@@ -299,6 +320,10 @@ void define_client(py::module_& m) {
            py::arg("query"), py::arg("key"), py::arg("value"), py::arg("output"), py::arg("lse"), py::kw_only(),
            py::arg("scale") = zero, py::arg("sliding_window") = py::int_(0), py::arg("logits_soft_cap") = zero,
            py::arg("alibi_slopes") = py::none(), py::arg("block_sparse") = py::none(), py::arg("by_event") = false)
+      .def("set_places", &PyClient::set_places, py::arg("regions"), py::arg("num_kv_heads"), py::arg("head_size"),
+           py::arg("dtype"))
+      .def("submit_in_place", &PyClient::submit_in_place, py::arg("step_id"), py::arg("num_tokens"), py::arg("layer"),
+           py::arg("decode"), py::arg("query"), py::arg("key"), py::arg("value"), py::arg("out"))
       .def("wait", &PyClient::wait, py::arg("number"), py::arg("timeout_s"));
 }
 

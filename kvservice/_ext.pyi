@@ -136,6 +136,15 @@ class LaneClient:
         stream that is made to wait for the event after the answer goes on when the call is done. Till then the call
         reads and writes its tensors.
         """
+    def set_places(self, regions: Any, num_kv_heads: int, head_size: int, dtype: Any) -> None:
+        """What submit_in_place looks for: regions as (number, address, num_bytes), and the tensors' NumPy dtype."""
+
+    def submit_in_place(
+        self, step_id: int, num_tokens: int, layer: int, decode: bool, query: Any, key: Any, value: Any, out: Any
+    ) -> int | None:
+        """submit() for a call without options whose tensors, NumPy's or torch's, all lie in regions; None, and nothing
+        is sent, if it is not of that kind, or wrong."""
+
     def wait(self, number: int, timeout_s: float) -> tuple[str, str, str] | None:
         """(reason, field, message) of the call's failure, three empty texts if it succeeded, None if the time is over.
 

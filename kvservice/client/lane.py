@@ -13,7 +13,7 @@ from kvservice import _ext
 from kvservice.client.gpu import StreamEvent, device_of, finish_stream
 from kvservice.client.requests import build
 from kvservice.client.shared_memory import Place, fetch
-from kvservice.client.tensors import Tensor
+from kvservice.client.tensors import Tensor, is_on_gpu
 from kvservice.client.transports import (
     ALIGNMENT,
     DEFAULT_OPTIONS,
@@ -28,6 +28,7 @@ from kvservice.client.transports import (
     write,
 )
 from kvservice.errors import ConnectionLostError, UnknownStepError
+from kvservice.pool.layout import TENSOR_DTYPES
 from kvservice.v1 import host_pb2
 from kvservice.wire.status import from_reason
 
@@ -76,6 +77,8 @@ class LaneTransport:
         self._lock = session.stream.lock()
         # The call whose answer nobody has taken: its caller was interrupted, but its tensors are still in use.
         self._unanswered: int | None = None
+        # As of which state of the session's regions the native client knows them.
+        self._places_version = -1
         # What a lane does not carry.
         self._region = RegionTransport(session)
 
@@ -121,6 +124,29 @@ class LaneTransport:
             # The daemon had no memory to bring its tables to the lanes; or it is unknown to all.
             return await attend(self._region, layer)
         raise error
+
+    async def attend_in_place(
+        self, step: StepCore, decode: bool, number: int, query: Tensor, key: Tensor, value: Tensor, out: Tensor
+    ) -> bool:
+        """See Transport."""
+        if self._event is not None:
+            return False
+        async with self._lock:
+            if self._unanswered is not None:
+                await self._answer()
+            if self._places_version != self._session.regions_version:
+                self._set_places()
+            if self.takes_gpu_tensors and is_on_gpu(query):
+                await self._session.stream.run(finish_stream, query)
+            submit = self._lane.submit_in_place
+            self._unanswered = submit(step.step_id, step.num_tokens, number, decode, query, key, value, out)
+            return self._unanswered is not None and not (await self._answer())[0]
+
+    def _set_places(self) -> None:
+        info, version = self._session.info, self._session.regions_version
+        regions = [(memory.number, memory.address, memory.num_bytes) for memory in self._session.lane_regions()]
+        self._lane.set_places(regions, info.num_kv_heads, info.head_size, TENSOR_DTYPES[info.dtype])
+        self._places_version = version
 
     def _carries(self, layer: Layer) -> bool:
         """What the daemon will refuse goes by the stream, which says more of it."""

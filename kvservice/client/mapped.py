@@ -66,6 +66,8 @@ class MappedPool:
         self.kernels = kernels
         self.pool = kernels.pool
         self._tables = tables
+        # The layers of a step come one after the other.
+        self._last: MappedStep | None = None
 
     @staticmethod
     async def open(session: SessionCore[Any], writable: bool) -> MappedPool:
@@ -90,7 +92,10 @@ class MappedPool:
 
     def step(self, step: OpenStep) -> MappedStep:
         """Its tables. Raises StaleStepError, and FailedPreconditionError for a step that is not in the tables."""
-        return MappedStep(self._tables, step, self.layout.block_size)
+        if self._last is None or self._last.step_id != step.step_id:
+            self._last = MappedStep(self._tables, step, self.layout.block_size)
+        self._last.check()
+        return self._last
 
 
 class MappedStep:
@@ -106,7 +111,6 @@ class MappedStep:
         self.step_id = step.step_id
         self.max_query_len = int(step.query_lens.max())
         self._word: Array = np.frombuffer(tables, np.int64, 1, 8 * slot)
-        self.check()
         num_seqs = len(step.query_lens)
         max_blocks = -(-int(step.context_lens.max()) // block_size)
         parts = (
@@ -231,6 +235,9 @@ class MappedTransport:
             raise
         await self._commit_if_complete(step)
         return result
+
+    async def attend_in_place(self, *_: object) -> bool:
+        return False
 
     def _can_attend(self, layer: Layer) -> bool:
         """Tensors are where the pool is, and there are kernels for it; an 8-bit pool's scales only the daemon has."""

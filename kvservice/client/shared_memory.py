@@ -35,7 +35,7 @@ class Memory:
 
     def __init__(self, name: str, num_bytes: int, address: int, number: int | None) -> None:
         self.name, self.num_bytes, self.number = name, num_bytes, number
-        self._address = address
+        self.address = address
 
     def array(self, shape: int | tuple[int, ...], dtype: Any = "float32", offset: int = 0) -> Tensor:
         """An array over the bytes from `offset` on. `dtype`: a name as in PoolInfo."""
@@ -46,7 +46,7 @@ class Memory:
         address = address_of(tensor)
         if address is None or not tensor.nbytes:
             return None
-        offset = address - self._address
+        offset = address - self.address
         return offset if offset >= 0 and offset + int(tensor.nbytes) <= self.num_bytes else None
 
 
@@ -107,6 +107,8 @@ class RegionCore:
         self.handover_path = handover_path
         self._request_ids = itertools.count(secrets.randbits(62) + 1)
         self._memories: list[Memory] = []
+        # Counts their changes.
+        self.regions_version = 0
 
     def next_request_id(self) -> int:
         return next(self._request_ids)
@@ -145,7 +147,7 @@ class RegionCore:
             if isinstance(error, OSError):
                 raise ResourceExhaustedError(f"{num_bytes} bytes cannot be mapped: {error.strerror}") from None
             raise
-        self._memories.append(memory)
+        self._add(memory)
         return memory
 
     async def _create_on_gpu(self, num_bytes: int, device: int) -> Memory:
@@ -165,7 +167,7 @@ class RegionCore:
         except BaseException:
             await self._unregister_on_gpu(memory.name)
             raise
-        self._memories.append(memory)
+        self._add(memory)
         return memory
 
     async def open_region(self, key: str, num_bytes: int, offset: int = 0) -> SharedMemory:
@@ -191,13 +193,14 @@ class RegionCore:
         except (OSError, ValueError) as error:
             await self._unregister(name)
             raise RegionNotOpenedError(f"cannot be opened here: {error}", field="key") from None
-        self._memories.append(memory)
+        self._add(memory)
         return memory
 
     async def unregister_region(self, memory: Memory | None = None) -> None:
         """Give shared memory up; None: all that the session has, a former owner's too. Arrays over it can still be
         used, and travel inside messages from now on."""
         self._memories = [] if memory is None else [one for one in self._memories if one is not memory]
+        self.regions_version += 1
         name = "" if memory is None else memory.name
         if memory is None or isinstance(memory, SharedMemory):
             await self._unregister(name)
@@ -222,6 +225,14 @@ class RegionCore:
             "system_shared_memory_status", build(shared_memory_pb2.SystemSharedMemoryStatusRequest)
         )
         return [from_message(RegionInfo, one) for _, one in sorted(response.regions.items())]
+
+    def _add(self, memory: Memory) -> None:
+        self._memories.append(memory)
+        self.regions_version += 1
+
+    def lane_regions(self) -> list[Memory]:
+        """Those that lanes take."""
+        return [memory for memory in self._memories if memory.number is not None]
 
     def has_region(self, memory: Memory) -> bool:
         return any(one is memory for one in self._memories)

@@ -85,6 +85,16 @@ class StepCore:
         return await self._attend(name, layer, query, key, value, **options)
 
     async def _attend(
+        self, name: str, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[AttentionOptions]
+    ) -> Any:
+        out = options.get("out")
+        if out is not None and len(options) == 1:
+            transport = self._session.attending
+            if await transport.attend_in_place(self, name == "decode", layer, query, key, value, out):
+                return out
+        return await self._attend_checked(name, layer, query, key, value, **options)
+
+    async def _attend_checked(
         self,
         name: str,
         layer: int,

@@ -135,6 +135,12 @@ class Transport(Protocol):
     async def attend(self, layer: Layer) -> tuple[Tensor, Tensor | None]:
         """Output and log-sum-exp: `out` and `lse_out` where they are given, else arrays of their own memory."""
 
+    async def attend_in_place(
+        self, step: StepCore, decode: bool, number: int, query: Tensor, key: Tensor, value: Tensor, out: Tensor, /
+    ) -> bool:
+        """The short way of a call without options and with `out`, of arguments that nobody has looked at. False: it was
+        none for it, or failed, and `attend` will do it, or say what is wrong."""
+
     async def write(self, step: StepCore, number: int | None, key: Tensor, value: Tensor) -> None:
         """K/V of one layer, or of all (`number` None), without attention."""
 
@@ -215,6 +221,9 @@ class StreamTransport:
         place = None if array is None else self._session.find_place(array)
         if place is not None:
             message.CopyFrom(place.message())
+
+    async def attend_in_place(self, *_: object) -> bool:
+        return False
 
     async def write(self, step: StepCore, number: int | None, key: Array, value: Array) -> None:
         request = build(attention_pb2.WriteRequest, step_id=step.step_id, layer=number)

@@ -36,7 +36,9 @@ def workspace(device: torch.device) -> TensorWorkspace:
     if torch.cuda.is_current_stream_capturing():
         return TensorWorkspace(device)
     key = (device.index, torch.cuda.current_stream(device).cuda_stream)
-    return _workspaces.setdefault(key, TensorWorkspace(device))
+    if key not in _workspaces:
+        _workspaces[key] = TensorWorkspace(device)
+    return _workspaces[key]
 
 
 def device_array(tensor: Tensor, field: str) -> DeviceArray:

@@ -71,6 +71,7 @@ def test_a_stream_of_another_process_goes_on_when_the_call_is_done(lane: CudaLan
     assert client.run(lane_by_event.client_attend, numbers, NUM_LAYERS, region, tensors)
     found = client.run(lane_by_event.client_copies, tensors[0][0]).reshape(4, NUM_LAYERS, *tensors[0][0].shape)
     assert lane.session.take_finished() == numbers
+    _, lane.client = lane.open_lane()
     for number, triple in enumerate(tensors):
         again = lane.reopen(first, 10 + number)
         assert_same(found[number], answered(lane, again, triple, lane.device))
@@ -89,7 +90,6 @@ def test_each_call_has_its_own_slopes(lane: CudaLane) -> None:
     lane.hold_back()
     to = lane.device, HALF
     at = [*lane_by_event.submit(lane.client, 0, NUM_LAYERS, places[:3], query, to, **options)]
-    assert not lane.stream.idle()
     lane.stream.synchronize()
     found = np.stack([lane.get((lane.device, offset), query.shape, query.dtype) for offset in at])
     again = lane.reopen(step, 1)
@@ -133,6 +133,7 @@ def test_device_memory_that_is_given_up_after_the_answer(lane: CudaLane, client:
     lane.session.remove_region(region)
     lane.regions.pop(region).close()
     found = client.run(lane_by_event.client_outputs, tensors[0])
+    _, lane.client = lane.open_lane()
     assert_same(found, answered(lane, lane.reopen(step, 1), tensors, lane.device))
 
 
