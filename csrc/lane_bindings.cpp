@@ -136,8 +136,16 @@ class PySession {
   std::unordered_map<int64_t, std::pair<std::unique_ptr<Memory>, py::tuple>> held_;
 };
 
-uint32_t add_region(PySession& self, const py::object& address, const py::object& num_bytes) {
-  return self.get().add_region(reinterpret_cast<char*>(as_int(address, "address")), as_int(num_bytes, "num_bytes"));
+LaneMemoryKind memory_kind(const std::string& name) {
+  if (name == "host") return LaneMemoryKind::kHost;
+  if (name == "page_locked") return LaneMemoryKind::kPageLockedHost;
+  require(name == "device", "kind", "is none of host, page_locked and device");
+  return LaneMemoryKind::kDevice;
+}
+
+uint32_t add_region(PySession& self, const py::object& address, const py::object& num_bytes, const std::string& kind) {
+  return self.get().add_region(reinterpret_cast<char*>(as_int(address, "address")), as_int(num_bytes, "num_bytes"),
+                               memory_kind(kind));
 }
 
 // Calls from the lane's thread; destroyed under the interpreter lock, since it may be the last to hold the callable.
@@ -340,7 +348,7 @@ void define_lane(py::module_& m) {
            py::arg("device_tables") = py::none())
       .def("retire", &PySession::retire, py::arg("step_id"))
       .def("take_finished", [](PySession& self) { return self.get().take_finished(); })
-      .def("add_region", &add_region, py::arg("address"), py::arg("num_bytes"))
+      .def("add_region", &add_region, py::arg("address"), py::arg("num_bytes"), py::arg("kind") = "host")
       .def("remove_region", &PySession::remove_region, py::arg("number"))
       .def("set_draining", [](PySession& self) { self.get().set_draining(); });
   py::class_<PyServer>(m, "LaneServer", py::module_local())

@@ -118,6 +118,9 @@ class Event:
     def done(self) -> bool: ...
     def elapsed_ms(self, start: Event) -> float: ...
 
+def synchronize_stream(stream: int) -> None:
+    """Waits for what was launched on it, without the interpreter lock."""
+
 class IpcEvent(Event):
     """One that other processes can open. If the process that recorded it is killed before the stream gets there it is
     never done, and a stream that waits for it stands for ever: wait only for those of a process that is trusted."""

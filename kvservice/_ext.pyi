@@ -61,7 +61,7 @@ class LaneSession:
         event may still read those, in the order of their stream. Unknown ids: nothing."""
     def take_finished(self) -> list[int]:
         """Steps whose last layer was written through a lane, since the last time. Each step once."""
-    def add_region(self, address: int, num_bytes: int) -> int:
+    def add_region(self, address: int, num_bytes: int, kind: str = "host") -> int:
         """Places may name these bytes from now on, by the number that is returned and never used again."""
     def remove_region(self, number: int) -> None:
         """When it returns, no lane uses the region, and none will, but for calls by event that are not done: who takes

@@ -209,6 +209,10 @@ void define_streams(py::module_& m) {
       .def_property_readonly("native", &IpcEvent::native)
       .def_property_readonly("handle", &IpcEvent::handle);
   m.def(
+      "synchronize_stream",
+      [](uintptr_t stream) { check_cuda(cudaStreamSynchronize(stream_at(stream)), "cudaStreamSynchronize"); },
+      py::arg("stream"), Unlocked());
+  m.def(
       "open_ipc_event",
       [](int device, const py::bytes& handle) { return std::make_unique<IpcEvent>(device, std::string(handle)); },
       py::arg("device"), py::arg("handle"));

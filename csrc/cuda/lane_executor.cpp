@@ -32,12 +32,10 @@ LaneShape shape_of(const CudaLaneConfig& config) {
   return {config.pool.num_layers, config.pool.num_kv_heads, config.pool.head_size, item_size(config.dtype), true};
 }
 
-bool is_on_host(const void* pointer, const char* field) {
-  cudaPointerAttributes attributes = {};
-  check_cuda(cudaPointerGetAttributes(&attributes, pointer), "cudaPointerGetAttributes");
+bool is_on_host(LaneMemoryKind kind, const char* field) {
   // Which a kernel cannot reach.
-  require(attributes.type != cudaMemoryTypeUnregistered, field, "is host memory that is not page-locked");
-  return attributes.type == cudaMemoryTypeHost;
+  require(kind != LaneMemoryKind::kHost, field, "is host memory that is not page-locked");
+  return kind == LaneMemoryKind::kPageLockedHost;
 }
 
 }  // namespace
@@ -110,10 +108,10 @@ CudaLaneExecutor::Tensors CudaLaneExecutor::check(const LaneCall& call) const {
   if (call.step->device.slot_mapping == nullptr) throw std::logic_error("a step was published without device tables");
   require(!call.sparse.on() || call.sparse.block_size % config_.pool.block_size == 0, "options.block_sparse.block_size",
           "is not a multiple of the pool's");
-  is_on_host(call.key, "key");
-  is_on_host(call.value, "value");
-  return {is_on_host(call.query, "query"), is_on_host(call.output, "output_place"),
-          call.lse != nullptr && is_on_host(call.lse, "lse_place")};
+  is_on_host(call.kinds[1], "key");
+  is_on_host(call.kinds[2], "value");
+  return {is_on_host(call.kinds[0], "query"), is_on_host(call.kinds[3], "output_place"),
+          call.lse != nullptr && is_on_host(call.kinds[4], "lse_place")};
 }
 
 // A decode writes its output straight: each thread block when it is done, in whole rows. The other kernels write two or
@@ -238,7 +236,6 @@ void CudaLaneExecutor::finish() {
 
 void CudaLaneExecutor::copy_in(void* to, const char* from, int64_t num_bytes) {
   const DeviceScope scope(config_.device);
-  is_on_host(from, "options.alibi_slopes");
   check_cuda(cudaMemcpy(to, from, static_cast<size_t>(num_bytes), cudaMemcpyDefault), "cudaMemcpy");
 }
 

@@ -111,6 +111,8 @@ LaneCall make_call(const LaneEntry& entry, const LaneUse& use, LaneExecutor& exe
   call.output = resolve_needed(entry.output, use.region(3), query_bytes, "output_place");
   call.lse = reinterpret_cast<float*>(resolve(entry.lse, use.region(4), 4 * num_rows, "lse_place"));
 
+  for (int64_t i = 0; i < 5; ++i) call.kinds[i] = use.kind(i);
+
   const Extent query{call.query, query_bytes}, key{call.key, kv_bytes}, value{call.value, kv_bytes};
   const Extent output{call.output, query_bytes}, lse{reinterpret_cast<char*>(call.lse), 4 * num_rows};
   const int64_t slopes_bytes = int64_t{4} * entry.num_heads;

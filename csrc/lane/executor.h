@@ -35,6 +35,7 @@ struct LaneCall {
   char* output = nullptr;
   float* lse = nullptr;                 // or null
   const float* alibi_slopes = nullptr;  // or null; the daemon's own copy, in host memory
+  LaneMemoryKind kinds[5] = {};         // of what query, key, value, output and lse lie in
   void* event = nullptr;                // or null; of the executor's kind, for a call that is not waited for
 };
 

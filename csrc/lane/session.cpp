@@ -43,13 +43,13 @@ std::vector<int64_t> LaneSession::take_finished() {
   return taken;
 }
 
-uint32_t LaneSession::add_region(char* address, int64_t num_bytes) {
+uint32_t LaneSession::add_region(char* address, int64_t num_bytes, LaneMemoryKind kind) {
   require(address != nullptr && reinterpret_cast<uintptr_t>(address) % 16 == 0, "address",
           "is not a multiple of 16 bytes");
   require(num_bytes > 0, "num_bytes", "is not positive");
   const std::lock_guard<std::mutex> lock(mutex_);
   require(next_region_ != kNoRegion, "address", "there are no more region numbers in this session");
-  regions_[next_region_].region = {address, num_bytes};
+  regions_[next_region_].region = {address, num_bytes, kind};
   return next_region_++;
 }
 

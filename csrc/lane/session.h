@@ -38,9 +38,12 @@ struct LaneStep {
   uint8_t* written = nullptr;             // [num_layers] 1 where the layer is written; Python changes them too
 };
 
+enum class LaneMemoryKind { kHost, kPageLockedHost, kDevice };
+
 struct LaneRegion {
   char* address = nullptr;
   int64_t num_bytes = 0;
+  LaneMemoryKind kind = LaneMemoryKind::kHost;
 };
 
 class LaneSession {
@@ -60,7 +63,7 @@ class LaneSession {
   std::vector<int64_t> take_finished();
 
   // Numbers are never used again. `address` is a multiple of 16. Throws ArgumentError.
-  uint32_t add_region(char* address, int64_t num_bytes);
+  uint32_t add_region(char* address, int64_t num_bytes, LaneMemoryKind kind = LaneMemoryKind::kHost);
 
   // When it returns, no call uses the region, and none will, but for calls that were not waited for: who takes the
   // memory away waits for them. Unknown numbers: nothing.
@@ -117,6 +120,9 @@ class LaneUse {
   // By the order of the places in the entry; null where the place is left out.
   const LaneRegion* region(int64_t place) const {
     return regions_[place] == nullptr ? nullptr : &regions_[place]->region;
+  }
+  LaneMemoryKind kind(int64_t place) const {
+    return regions_[place] == nullptr ? LaneMemoryKind::kHost : regions_[place]->region.kind;
   }
 
   // The layer is this call's: its byte in `written` is 1 from here on. Throws LaneError LAYER_WRITTEN.

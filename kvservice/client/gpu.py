@@ -3,6 +3,7 @@ nothing else of the client imports either."""
 
 from __future__ import annotations
 
+import functools
 import math
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 OUT_OF_MEMORY = 2
 
 
+@functools.cache
 def extension() -> ModuleType:
     """Raises FailedPreconditionError where there is no CUDA, or no torch for it."""
     try:
@@ -93,11 +95,18 @@ class GpuMemory(Memory):
             raise InvalidArgumentError(f"does not fit into {self.num_bytes} bytes: {error}", field="shape") from None
 
 
-def finish_stream(tensor: Tensor) -> None:
-    """Wait for what is launched on the current stream of the tensor's device."""
+def current_stream(device: int) -> int:
+    """The handle of torch's current stream. `torch.cuda.current_stream` makes an object for it, which takes longer than
+    a launch."""
     import torch
 
-    torch.cuda.current_stream(tensor.get_device()).synchronize()
+    handle: int = torch._C._cuda_getCurrentRawStream(device)
+    return handle
+
+
+def finish_stream(tensor: Tensor) -> None:
+    """Wait for what is launched on the current stream of the tensor's device."""
+    extension().synchronize_stream(current_stream(tensor.get_device()))
 
 
 class StreamEvent:
@@ -110,9 +119,13 @@ class StreamEvent:
 
     def hold_up(self, tensor: Tensor) -> None:
         """What is launched from now on, on the current stream of the tensor's device, comes after the call."""
-        import torch
+        self._event.wait(current_stream(tensor.get_device()))
 
-        self._event.wait(torch.cuda.current_stream(tensor.get_device()).cuda_stream)
+
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Of contiguous tensors."""
+    first, second = one.data_ptr(), other.data_ptr()
+    return bool(first < second + other.nbytes and second < first + one.nbytes)
 
 
 class GpuKernels:
@@ -124,11 +137,16 @@ class GpuKernels:
     def __init__(self, info: PoolInfo, pool: Tensor) -> None:
         import torch
 
-        from kvservice.ops import torch_cuda
         from kvservice.ops.device_array import DTYPE_NUMBERS
+        from kvservice.ops.torch_cuda import TensorWorkspace
 
         self.pool = pool
-        self._cuda, self._torch, self._workspace = extension(), torch, torch_cuda.workspace
+        self._new_workspace = TensorWorkspace
+        self._cuda, self._torch = extension(), torch
+        self._device = pool.get_device()
+        self._torch_dtype = getattr(torch, info.dtype)
+        self._num_kv_heads, self._head_size = info.num_kv_heads, info.head_size
+        self._pool_address = pool.data_ptr()
         self._dtype = DTYPE_NUMBERS[info.dtype]
         self._default_scale = info.head_size**-0.5
         self._sizes = info.num_blocks, info.num_layers, info.num_kv_heads, info.head_size, info.block_size
@@ -137,8 +155,10 @@ class GpuKernels:
             "batch_invariant": info.batch_invariant,
         }
         self._step: _GpuStep | None = None
+        # By the handles of streams on which something was launched.
+        self._workspaces: dict[int, Any] = {}
         # Those on which something was launched since the last wait.
-        self._streams: set[Any] = set()
+        self._streams: set[int] = set()
 
     @staticmethod
     def open(info: PoolInfo, shape: tuple[int, ...], descriptor: int, num_bytes: int, writable: bool) -> GpuKernels:
@@ -149,45 +169,79 @@ class GpuKernels:
         return GpuKernels(info, _view(_as_bytes(memory, num_bytes, device), shape, info.kv_cache_dtype, 0))
 
     def write(self, mapped: MappedStep, layer: int, key: Tensor, value: Tensor) -> None:
-        step, stream = self._begin(mapped)
-        pool = self.pool.data_ptr(), self._dtype, *self._sizes
-        arguments = layer, key.shape[0], step.slot_mapping.data_ptr(), key.data_ptr(), value.data_ptr(), self._dtype
-        self._cuda.write_kv(*pool, *arguments, 0, 0, stream)
+        self._write(*self._begin(mapped), layer, key, value)
 
     def attend(self, mapped: MappedStep, layer: Layer, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        step, stream = self._begin(mapped)
         query, out, lse = layer.query, layer.out, layer.lse_out
         if out is None:
             out = self._torch.empty_like(query)
         if lse is None:
             lse = query.new_empty(layer.lse_shape, dtype=self._torch.float32)
+        if overlap(query, out):
+            raise InvalidArgumentError("shares memory with query", field="out")
         slopes = options["alibi_slopes"]
         if slopes is not None:
             slopes = self._torch.from_numpy(slopes).to(self.pool.device)
+        step, stream = self._begin(mapped)
         call = step.call
-        call.layer, call.num_heads, call.stream = layer.number, query.shape[1], stream
-        call.query, call.out, call.lse = query.data_ptr(), out.data_ptr(), lse.data_ptr()
         call.alibi_slopes = 0 if slopes is None else slopes.data_ptr()
         call.scale = options["scale"] or self._default_scale
         call.sliding_window, call.soft_cap = options["sliding_window"], options["logits_soft_cap"]
-        call.workspace_bytes = call.wanted_workspace_bytes()
-        call.workspace = self._workspace(self.pool.device).reserve(call.workspace_bytes)
-        call.launch()
+        self._launch(step, stream, layer.number, query, out, lse.data_ptr())
         return out, lse
+
+    def fits(self, num_tokens: int, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> bool:
+        """Whether they are tensors for `write_and_attend`, which nobody has looked at."""
+        of_kv = num_tokens, self._num_kv_heads, self._head_size
+        for tensor in (query, key, value, out):
+            if not (isinstance(tensor, self._torch.Tensor) and tensor.is_cuda and tensor.is_contiguous()):
+                return False
+            if tensor.dtype is not self._torch_dtype or tensor.get_device() != self._device:
+                return False
+        shape = query.shape
+        if overlap(query, out) or not (key.shape == value.shape == of_kv and shape == out.shape and len(shape) == 3):
+            return False
+        rows, heads, size = shape
+        return bool(rows == num_tokens and size == self._head_size and heads > 0 and heads % self._num_kv_heads == 0)
+
+    def write_and_attend(
+        self, mapped: MappedStep, layer: int, query: Tensor, key: Tensor, value: Tensor, out: Tensor
+    ) -> None:
+        """Without options."""
+        step, stream = self._begin(mapped)
+        self._write(step, stream, layer, key, value)
+        call = step.call
+        call.alibi_slopes, call.scale, call.sliding_window, call.soft_cap = 0, self._default_scale, 0, 0.0
+        self._launch(step, stream, layer, query, out, 0)
 
     def _begin(self, mapped: MappedStep) -> tuple[_GpuStep, int]:
         """The step on the device, brought there once; and the current stream."""
-        stream = self._torch.cuda.current_stream(self.pool.device)
+        stream = current_stream(self._device)
         self._streams.add(stream)
-        self._cuda.set_device(self.pool.get_device())
+        self._cuda.set_device(self._device)
         if self._step is None or self._step.step_id != mapped.step_id:
             self._step = _GpuStep(mapped, self.pool.device, self._cuda.Attention(), self._common)
-        return self._step, stream.cuda_stream
+        return self._step, stream
+
+    def _write(self, step: _GpuStep, stream: int, layer: int, key: Tensor, value: Tensor) -> None:
+        pool = self._pool_address, self._dtype, *self._sizes
+        tensors = step.slots, key.data_ptr(), value.data_ptr()
+        self._cuda.write_kv(*pool, layer, step.num_tokens, *tensors, self._dtype, 0, 0, stream)
+
+    def _launch(self, step: _GpuStep, stream: int, layer: int, query: Tensor, out: Tensor, lse: int) -> None:
+        call = step.call
+        call.layer, call.num_heads, call.stream = layer, query.shape[1], stream
+        call.query, call.out, call.lse = query.data_ptr(), out.data_ptr(), lse
+        call.workspace_bytes = call.wanted_workspace_bytes()
+        if stream not in self._workspaces:
+            self._workspaces[stream] = self._new_workspace(self.pool.device)
+        call.workspace = self._workspaces[stream].reserve(call.workspace_bytes)
+        call.launch()
 
     def wait(self) -> None:
         """Until what was launched is done: the daemon may do what it likes with a step's blocks when it has ended."""
         while self._streams:
-            self._streams.pop().synchronize()
+            self._cuda.synchronize_stream(self._streams.pop())
 
 
 # Of `_cuda.Attention`, in the order of `_cuda.write_kv`.
@@ -201,18 +255,18 @@ class _GpuStep:
         import torch
 
         self.step_id = mapped.step_id
-        data = torch.from_numpy(np.array(mapped.bytes)).to(device)
+        self._memory = data = torch.from_numpy(np.array(mapped.bytes)).to(device)
         mapped.check()  # what was copied was the step's
-        self.slot_mapping, self.query_lens, self.context_lens, self.block_tables = (
-            _view(data, array.shape, array.dtype.name, offset) for array, offset in mapped.arrays_and_offsets
-        )
+        offsets = (offset for _, offset in mapped.arrays_and_offsets)
+        self.slots, query_lens, context_lens, block_tables = (data.data_ptr() + offset for offset in offsets)
+        self.num_tokens = len(mapped.slot_mapping)
         tables = {
-            "query_lens": self.query_lens.data_ptr(),
-            "context_lens": self.context_lens.data_ptr(),
-            "block_tables": self.block_tables.data_ptr(),
-            "num_tokens": self.slot_mapping.shape[0],
-            "num_seqs": self.query_lens.shape[0],
-            "max_blocks": self.block_tables.shape[1],
+            "query_lens": query_lens,
+            "context_lens": context_lens,
+            "block_tables": block_tables,
+            "num_tokens": self.num_tokens,
+            "num_seqs": len(mapped.query_lens),
+            "max_blocks": mapped.block_tables.shape[1],
             "max_query_len": mapped.max_query_len,
         }
         for name, value in (common | tables).items():

@@ -59,6 +59,10 @@ class Placed(NamedTuple):
     lse: Tensor | None
 
 
+class _LaneClosedError(ConnectionLostError):
+    """The daemon has closed the lane; the call has not been sent."""
+
+
 class LaneTransport:
     """Tensors in regions that the daemon has made are not copied; others are, into one and out of it."""
 
@@ -67,9 +71,8 @@ class LaneTransport:
 
     def __init__(self, session: SessionCore[Any], lane: _ext.LaneClient, event: StreamEvent | None) -> None:
         self._session = session
-        self._lane = lane
-        # If results on a GPU are awaited by the caller's stream, and not here.
-        self._event = event
+        # The event is there if results on a GPU are awaited by the caller's stream, and not here.
+        self._lane, self._event = lane, event
         device = device_of(session.info)
         self.takes_gpu_tensors = device is not None
         self._staging = Staging(session)
@@ -85,26 +88,30 @@ class LaneTransport:
     @staticmethod
     async def open(session: SessionCore[Any]) -> LaneTransport:
         """Raises what OpenLane does, and ConnectionLostError where the descriptor is not to be had."""
-        response = await session.call(
-            "open_lane", build(host_pb2.OpenLaneRequest, request_id=session.next_request_id())
-        )
-        (descriptor,) = await fetch(session, response.handover_token, 1)
-        try:
-            memory = mmap.mmap(descriptor, _ext.LANE_BYTES)
-        finally:
-            os.close(descriptor)
-        kind, _, _ = session.info.device.partition(":")
-        by_event = session.completion == "event" and kind == "cuda"
-        event = StreamEvent(session.info, response.event_handle) if by_event else None
-        return LaneTransport(session, _ext.LaneClient(memory, SPIN_US[kind]), event)
+        return LaneTransport(session, *await _open_lane(session))
+
+    async def _reopen(self, closed: _ext.LaneClient) -> None:
+        """The daemon closes a lane, and regions, when the session has had no stream for its grace time."""
+        async with self._lock:
+            if self._lane is closed:
+                await self._session.unregister_region()
+                self._lane, self._event = await _open_lane(self._session)
+                self._unanswered, self._places_version = None, -1
 
     async def attend(self, layer: Layer) -> tuple[Tensor, Tensor | None]:
         if not self._carries(layer):
             return await attend(self._region, layer)
         check_layer(self._session.info, layer)
+        lane = self._lane
+        try:
+            return await self._attend(layer)
+        except _LaneClosedError:
+            await self._reopen(lane)
+            return await self._attend(layer)
+
+    async def _attend(self, layer: Layer) -> tuple[Tensor, Tensor | None]:
         async with self._lock:
-            if self._unanswered is not None:
-                await self._answer()
+            await self._settle()
             placed = self._placed(layer)
             if placed is None:
                 placed = await self._staged(layer)
@@ -133,14 +140,25 @@ class LaneTransport:
             return False
         async with self._lock:
             if self._unanswered is not None:
-                await self._answer()
+                return False
             if self._places_version != self._session.regions_version:
                 self._set_places()
             if self.takes_gpu_tensors and is_on_gpu(query):
                 await self._session.stream.run(finish_stream, query)
             submit = self._lane.submit_in_place
-            self._unanswered = submit(step.step_id, step.num_tokens, number, decode, query, key, value, out)
+            try:
+                self._unanswered = submit(step.step_id, step.num_tokens, number, decode, query, key, value, out)
+            except ConnectionLostError:
+                return False
             return self._unanswered is not None and not (await self._answer())[0]
+
+    async def _settle(self) -> None:
+        """Take an answer that nobody has taken; the call at hand has not been sent."""
+        if self._unanswered is not None:
+            try:
+                await self._answer()
+            except ConnectionLostError as error:
+                raise _LaneClosedError(str(error)) from None
 
     def _set_places(self) -> None:
         info, version = self._session.info, self._session.regions_version
@@ -176,6 +194,12 @@ class LaneTransport:
         return Placed(query, key, value, output_place, lse_place, slopes_place, output, lse)
 
     def _submit(self, layer: Layer, placed: Placed, by_event: bool) -> int:
+        try:
+            return self._send(layer, placed, by_event)
+        except ConnectionLostError as error:
+            raise _LaneClosedError(str(error)) from None
+
+    def _send(self, layer: Layer, placed: Placed, by_event: bool) -> int:
         options, sparse = layer.options, layer.options.block_sparse
         call = layer.step.step_id, layer.number, layer.decode, int(layer.query.shape[1]), *placed[:5]
         if options is DEFAULT_OPTIONS:
@@ -237,6 +261,19 @@ class LaneTransport:
 
     async def close(self) -> None:
         pass  # with the session
+
+
+async def _open_lane(session: SessionCore[Any]) -> tuple[_ext.LaneClient, StreamEvent | None]:
+    response = await session.call("open_lane", build(host_pb2.OpenLaneRequest, request_id=session.next_request_id()))
+    (descriptor,) = await fetch(session, response.handover_token, 1)
+    try:
+        memory = mmap.mmap(descriptor, _ext.LANE_BYTES)
+    finally:
+        os.close(descriptor)
+    kind, _, _ = session.info.device.partition(":")
+    by_event = session.completion == "event" and kind == "cuda"
+    event = StreamEvent(session.info, response.event_handle) if by_event else None
+    return _ext.LaneClient(memory, SPIN_US[kind]), event
 
 
 def _entry(place: Place) -> Entry:

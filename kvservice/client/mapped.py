@@ -205,6 +205,8 @@ class MappedTransport:
         self.takes_gpu_tensors = self._kernels.takes_gpu_tensors
         regions = session.info.allow_client_shm
         self._stream: Transport = RegionTransport(session) if regions else StreamTransport(session)
+        # An 8-bit pool's scales only the daemon has.
+        self._same_dtype = session.info.kv_cache_dtype == session.info.dtype
         if self.takes_gpu_tensors:
             self._call = session.call
             session.call = self._call_after_kernels
@@ -236,17 +238,30 @@ class MappedTransport:
         await self._commit_if_complete(step)
         return result
 
-    async def attend_in_place(self, *_: object) -> bool:
-        return False
+    async def attend_in_place(
+        self, step: StepCore, decode: bool, number: int, query: Tensor, key: Tensor, value: Tensor, out: Tensor
+    ) -> bool:
+        """See Transport."""
+        kernels = self._kernels
+        if not (isinstance(kernels, GpuKernels) and self.pool.writable and self._same_dtype):
+            return False
+        if step.mapped is None or type(number) is not int or not 0 <= number < self.pool.layout.num_layers:
+            return False
+        if number in step.written or (decode and step.num_tokens != len(step.sequences)):
+            return False
+        if not kernels.fits(step.num_tokens, query, key, value, out):
+            return False
+        mapped = self.pool.step(step)
+        kernels.write_and_attend(mapped, number, query, key, value, out)
+        mapped.check()
+        step.written.add(number)
+        await self._commit_if_complete(step)
+        return True
 
     def _can_attend(self, layer: Layer) -> bool:
-        """Tensors are where the pool is, and there are kernels for it; an 8-bit pool's scales only the daemon has."""
-        info = self._session.info
-        return (
-            layer.on_gpu == self.takes_gpu_tensors
-            and info.kv_cache_dtype == info.dtype
-            and layer.options.block_sparse is None
-        )
+        """Tensors are where the pool is, and there are kernels for it."""
+        right_side = layer.on_gpu == self.takes_gpu_tensors
+        return right_side and self._same_dtype and layer.options.block_sparse is None
 
     def _check(self, layer: Layer) -> None:
         """What the operations cannot see, and what the daemon says otherwise than they."""

@@ -230,6 +230,11 @@ class RegionCore:
         self._memories.append(memory)
         self.regions_version += 1
 
+    def forget_regions(self) -> None:
+        """The daemon has given them up, as it does when the session has had no stream for its grace time."""
+        self._memories = []
+        self.regions_version += 1
+
     def lane_regions(self) -> list[Memory]:
         """Those that lanes take."""
         return [memory for memory in self._memories if memory.number is not None]

@@ -58,7 +58,7 @@ class StepCore:
         self.written: set[int] = set()  # layers that this process has written into the mapped pool
         # Slot and offset in the session's tables, if it has mapped the pool.
         self.mapped = (response.mapped.slot, response.mapped.offset) if response.HasField("mapped") else None
-        self._session = session
+        self.session = session
 
     async def decode(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[AttentionOptions]
@@ -89,7 +89,7 @@ class StepCore:
     ) -> Any:
         out = options.get("out")
         if out is not None and len(options) == 1:
-            transport = self._session.attending
+            transport = self.session.attending
             if await transport.attend_in_place(self, name == "decode", layer, query, key, value, out):
                 return out
         return await self._attend_checked(name, layer, query, key, value, **options)
@@ -125,7 +125,7 @@ class StepCore:
         )
         self._check_results(call)
         check_same_device(call)
-        output, lse = await attend(self._session.attending, call)
+        output, lse = await attend(self.session.attending, call)
         result = tensors.like(output, query) if out is None else out
         if lse is None:
             return result
@@ -133,7 +133,7 @@ class StepCore:
 
     def _check_results(self, call: Layer) -> None:
         if call.out is not None:
-            check_out(call.out, call.query.shape, self._session.info.dtype, "out")
+            check_out(call.out, call.query.shape, self.session.info.dtype, "out")
         if call.lse_out is not None:
             if not call.return_lse:
                 raise InvalidArgumentError("there is no log-sum-exp without return_lse", field="lse_out")
@@ -144,4 +144,4 @@ class StepCore:
         `[num_layers, num_tokens, num_kv_heads, head_size]` of all."""
         number = None if layer is None else whole(layer, "layer")
         arrays = tensors.as_tensor(key, "key"), tensors.as_tensor(value, "value")
-        await write(self._session.attending, self, number, *arrays)
+        await write(self.session.attending, self, number, *arrays)

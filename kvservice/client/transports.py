@@ -18,7 +18,7 @@ from kvservice.client.requests import build, whole
 from kvservice.client.shared_memory import Memory, Place
 from kvservice.client.tensors import Tensor
 from kvservice.client.values import BlockSparse, PoolInfo
-from kvservice.errors import InvalidArgumentError
+from kvservice.errors import InvalidArgumentError, UnknownRegionError
 from kvservice.v1 import attention_pb2
 from kvservice.wire.tensors import Array, put_tensor, put_type, to_array
 
@@ -150,6 +150,14 @@ class Transport(Protocol):
 
 async def attend(transport: Transport, layer: Layer) -> tuple[Tensor, Tensor | None]:
     """By any transport, wherever the tensors are."""
+    try:
+        return await _attend(transport, layer)
+    except UnknownRegionError:
+        layer.step.session.forget_regions()
+        return await _attend(transport, layer)
+
+
+async def _attend(transport: Transport, layer: Layer) -> tuple[Tensor, Tensor | None]:
     if transport.takes_gpu_tensors or not layer.on_gpu:
         return await transport.attend(layer)
     query, key, value = (tensors.as_array(tensor) for tensor in (layer.query, layer.key, layer.value))
@@ -163,7 +171,11 @@ async def write(transport: Transport, step: StepCore, number: int | None, key: T
     """By any transport, wherever the tensors are."""
     if not transport.takes_gpu_tensors:
         key, value = tensors.as_array(key), tensors.as_array(value)
-    await transport.write(step, number, key, value)
+    try:
+        await transport.write(step, number, key, value)
+    except UnknownRegionError:
+        step.session.forget_regions()
+        await transport.write(step, number, key, value)
 
 
 class StreamTransport:

@@ -59,7 +59,7 @@ class CudaLaneSession:
             page_lock = self._cuda.HostRegistration(address, num_bytes)
         except self._cuda.CudaError as error:
             raise ResourceExhaustedError(f"{num_bytes} bytes cannot be page-locked: {error}") from None
-        number = self.native.add_region(address, num_bytes)
+        number = self.native.add_region(address, num_bytes, "page_locked")
         self._page_locks[number] = page_lock
         return number
 
@@ -75,7 +75,7 @@ class ClientMemory:
 
     def __init__(self, cuda: ModuleType, compute: Compute, session: CudaLaneSession, memory: _cuda.IpcMemory) -> None:
         self._cuda, self._compute, self._session, self._memory = cuda, compute, session, memory
-        self.number = session.native.add_region(memory.pointer, memory.num_bytes)
+        self.number = session.native.add_region(memory.pointer, memory.num_bytes, "device")
 
     def check(self, end: int) -> None:
         pass

@@ -140,7 +140,15 @@ def test_both_faces_have_the_same_methods(core: type, blocking: type, asynchrono
         return {name: found for name, found in inspect.getmembers(of, inspect.isfunction) if name[0] != "_"}
 
     coroutines = {name: found for name, found in methods(core).items() if inspect.iscoroutinefunction(found)}
-    internal = {"check_regions_allowed", "check_size", "find_place", "has_region", "lane_regions", "next_request_id"}
+    internal = {
+        "check_regions_allowed",
+        "check_size",
+        "find_place",
+        "forget_regions",
+        "has_region",
+        "lane_regions",
+        "next_request_id",
+    }
     assert coroutines.keys() <= methods(asynchronous).keys()
     for name, found in coroutines.items():
         assert inspect.signature(methods(blocking)[name]) == inspect.signature(found)

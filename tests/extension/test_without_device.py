@@ -23,6 +23,7 @@ CALLS = {
     "IpcMemory": "_cuda.IpcMemory(0, bytes(64), 1 << 21)",
     "IpcEvent": "_cuda.IpcEvent(0)",
     "open_ipc_event": "_cuda.open_ipc_event(0, bytes(64))",
+    "synchronize_stream": "_cuda.synchronize_stream(0)",
     "HostRegistration": "_cuda.HostRegistration(4096, 4096)",
     "Stream": "_cuda.Stream(0)",
     "Event": "_cuda.Event(0)",

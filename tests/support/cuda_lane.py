@@ -61,6 +61,8 @@ def upload(array: np.ndarray, pointer: int, stream: int = 0) -> None:
 
 
 class HostRegion:
+    kind = "page_locked"
+
     def __init__(self, page_locked: bool = True) -> None:
         self.fd, self.mapping, self.bytes = host_memory(REGION_BYTES)
         self.pointer: int = self.bytes.ctypes.data
@@ -80,6 +82,8 @@ class HostRegion:
 
 
 class DeviceRegion:
+    kind = "device"
+
     def __init__(self, memory: Any) -> None:
         self.memory = memory
         self.pointer: int = memory.pointer
@@ -178,7 +182,7 @@ class CudaLane:
         return self.get((self.device, half), query.shape, DTYPES[self.dtype])
 
     def add_region(self, region: HostRegion | DeviceRegion) -> int:
-        number: int = self.session.add_region(region.pointer, REGION_BYTES)
+        number: int = self.session.add_region(region.pointer, REGION_BYTES, region.kind)
         self.regions[number] = region
         return number
 

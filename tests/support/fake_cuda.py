@@ -265,6 +265,9 @@ class FakeCuda(ModuleType):
     def set_device(self, device: int) -> None:
         assert device == 0
 
+    def synchronize_stream(self, stream: int) -> None:
+        self.streams[stream].synchronize()
+
     def Stream(self, device: int, high_priority: bool = False) -> Stream:  # noqa: ARG002, N802
         with self.call():
             return Stream(self)

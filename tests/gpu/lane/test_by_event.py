@@ -25,6 +25,7 @@ Tensors = Sequence[np.ndarray]
 @pytest.fixture
 def lane() -> Iterator[CudaLane]:
     with cuda_lane(num_layers=NUM_LAYERS) as running:
+        warm_up(running)
         yield running
 
 
@@ -44,6 +45,17 @@ def connect(lane: CudaLane, client: Peer, fd: int, num_bytes: int = REGION_BYTES
 
 def open_step(lane: CudaLane) -> Step:
     return lane.open_step(0, [1] * 4, [700] * 4)
+
+
+def warm_up(lane: CudaLane) -> None:
+    """A kernel's first launch waits for the device."""
+    step = lane.open_step(-2, [1] * 4, [700] * 4)
+    tensors = lane.tensors(step, NUM_HEADS)
+    answered(lane, step, tensors, lane.host)
+    answered(lane, lane.reopen(step, -1), tensors, lane.device)
+    assert sorted(lane.session.take_finished()) == [-2, -1]
+    for layer in range(NUM_LAYERS):
+        lane.expected(step, layer, *tensors)
 
 
 def answered(lane: CudaLane, step: Step, tensors: Tensors, region: int, **options: Sequence[object]) -> np.ndarray:
@@ -106,6 +118,7 @@ def test_host_memory_that_is_given_up_after_the_answer() -> None:
     """It is page-locked, and so written to, until the calls are done."""
     compute = Compute(_cuda, 0)
     with cuda_lane(num_layers=NUM_LAYERS, stream=compute.stream) as lane:
+        warm_up(lane)
         session = CudaLaneSession(_cuda, NUM_LAYERS, compute)
         session.native = lane.session
         memory = HostRegion(page_locked=False)

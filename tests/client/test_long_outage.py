@@ -1,0 +1,73 @@
+"""A detachable session whose stream was broken for longer than its grace time, so that it has lost what it shared."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from small_daemons import TRANSPORTS, OpenDaemon
+from small_pool import SMALL_POOL
+
+from kvservice.client import KVClient, Session
+
+PROMPT = list(range(900, 960))
+
+
+def inputs(num_tokens: int) -> list[np.ndarray]:
+    random = np.random.default_rng(num_tokens)
+    return [random.standard_normal((num_tokens, heads, 32), np.float32) for heads in (4, 2, 2)]
+
+
+def break_stream(kv: Session) -> None:
+    kv._stream._replies.cancel()
+    time.sleep(2 * SMALL_POOL["session_grace_s"] + 0.5)  # detached by then
+
+
+def walk(kv: Session, *, broken: bool, place: Any = lambda array: array) -> list[np.ndarray]:
+    """Prefill by half, then the rest; in between the stream breaks. Then a decode."""
+    sequence = kv.allocate(PROMPT)
+    results = []
+    for number, count in enumerate((30, 30)):
+        if broken and number == 1:
+            break_stream(kv)
+        step = kv.open_step([sequence], count)
+        for layer in range(2):
+            arrays = [place(array) for array in inputs(count)]
+            results.append(step.extend(layer, *arrays, out=place(np.zeros_like(arrays[0]))).copy())
+    step = kv.append([sequence], [7])
+    for layer in range(2):
+        results.append(step.decode(layer, *inputs(1)))
+    kv.free([sequence])
+    kv.reset_prefix_cache()
+    return results
+
+
+@pytest.mark.parametrize("in_region", [False, True])
+@pytest.mark.parametrize("name", ["inline", *TRANSPORTS])
+def test_it_goes_on(open_daemon: OpenDaemon, name: str, in_region: bool) -> None:
+    transport, share_pool = TRANSPORTS.get(name, ("inline", "write"))
+    daemon = open_daemon("float32", share_pool)
+    with KVClient(daemon.address, transport="inline") as client, client.session() as kv:
+        expected = walk(kv, broken=False)
+    with KVClient(daemon.address, transport=transport) as client, client.session(detachable=True) as kv:
+        memory = kv.create_region(1 << 20)
+        lane = getattr(kv._core.attending, "_lane", None)
+        used = 0
+
+        def place(array: np.ndarray) -> np.ndarray:
+            nonlocal used
+            inside = memory.array(array.shape, "float32", used)
+            inside[...] = array
+            used += -(-array.nbytes // 64) * 64
+            return inside
+
+        found = walk(kv, broken=True, place=place) if in_region else walk(kv, broken=True)
+        assert kv.transport == transport
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(one, other)
+        # What was made before is the caller's memory still, and what is made now is shared.
+        memory.array(4)[...] = 1
+        assert kv.create_region(4096).number is not None
+        assert lane is None or kv._core.attending._lane is not lane
