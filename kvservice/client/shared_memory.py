@@ -106,6 +106,7 @@ class RegionCore:
         self.call: Callable[[str, Any], Awaitable[Any]] = stream.call
         self.handover_path = handover_path
         self._request_ids = itertools.count(secrets.randbits(62) + 1)
+        self.was_handed_memory = False
         self._memories: list[Memory] = []
         # Counts their changes.
         self.regions_version = 0
@@ -153,6 +154,8 @@ class RegionCore:
     async def _create_on_gpu(self, num_bytes: int, device: int) -> Memory:
         from kvservice.client import gpu
 
+        if not self.was_handed_memory:  # by which the daemon knows who asks
+            await self.unregister_region(await self.create_region(1))
         memory = gpu.GpuMemory(_new_name(), num_bytes, device)
         request = build(
             shared_memory_pb2.CudaSharedMemoryRegisterRequest,
@@ -255,7 +258,9 @@ async def fetch(session: RegionCore, token: bytes, count: int) -> list[int]:
     """The descriptors that a handover token stands for, the caller's to close. Raises as `handover.fetch` does."""
     if session.handover_path is None:
         raise RegionsNotAllowedError("shared memory is for clients on the unix socket")
-    return await session.stream.run(handover.fetch, session.handover_path, token, count)
+    descriptors = await session.stream.run(handover.fetch, session.handover_path, token, count)
+    session.was_handed_memory = True
+    return descriptors
 
 
 def _new_name() -> str:

@@ -12,8 +12,10 @@ import os
 import secrets
 import socket
 import struct
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from kvservice.errors import QuotaExceededError
 
@@ -36,6 +38,8 @@ class Handover:
         self._trusted = trusted_uids | {0, os.geteuid()}
         # By token: whose offer it is, and what.
         self._offers: dict[bytes, tuple[object, list[int]]] = {}
+        # Owners of what was fetched.
+        self._served: weakref.WeakSet[Any] = weakref.WeakSet()
         self._connections: set[asyncio.Task[None]] = set()
         self._listener: socket.socket | None = None
 
@@ -47,6 +51,10 @@ class Handover:
         self._offers[token] = owner, [os.dup(descriptor) for descriptor in descriptors]
         asyncio.get_running_loop().call_later(TOKEN_S, self._withdraw, token)
         return token
+
+    def has_served(self, owner: object) -> bool:
+        """Whether a trusted user has fetched something that it offered."""
+        return owner in self._served
 
     def withdraw(self, owner: object) -> None:
         """Nobody fetches what it has offered any more."""
@@ -108,7 +116,9 @@ class Handover:
                 logger.warning("user %d is not handed anything: see trusted_uids", uid)
                 return
             if token in self._offers:
-                _, descriptors = self._offers.pop(token)
+                owner, descriptors = self._offers.pop(token)
+                if owner is not None:
+                    self._served.add(owner)
                 try:
                     socket.send_fds(connection, [b"\0"], descriptors)
                 finally:

@@ -107,7 +107,12 @@ class HostAccess:
         self._of_lane().remove_region(number)
 
     def open_cuda_region(self, raw_handle: bytes, device_id: int, byte_size: int) -> CudaRegion:
-        """Raises RegionsNotAllowedError, RegionNotOpenedError, InvalidArgumentError."""
+        """For users who are trusted: a forged handle that the driver takes can cost the daemon its GPU. Raises
+        RegionsNotAllowedError, RegionNotOpenedError, InvalidArgumentError."""
+        if not self._handover.has_served(self):
+            raise RegionsNotAllowedError(
+                "memory of a GPU is for sessions that were handed a lane or a region, so of trusted users"
+            )
         return self._device.open_cuda_region(self._of_lane(), raw_handle, device_id, byte_size)
 
     def _of_lane(self) -> LaneSession:

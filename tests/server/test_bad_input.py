@@ -542,7 +542,6 @@ def host_cases() -> Iterator[Case]:
         yield create(f"{byte_size} bytes", "QUOTA_EXCEEDED", "byte_size", byte_size=byte_size)
     gpu = {"name": "new", "raw_handle": bytes(64), "byte_size": 64}
     for what, changes, reason, field in (
-        ("without a GPU", {}, "REGIONS_NOT_ALLOWED", ""),
         ("a name in use", {"name": "r"}, "DUPLICATE_REGION", "name"),
         ("no name", {"name": ""}, INVALID, "name"),
     ):

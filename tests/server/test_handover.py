@@ -38,6 +38,10 @@ def scenario(path: Path, body: Callable[[Handover, str], Awaitable[None]]) -> No
     asyncio.run(run())
 
 
+class Owner:
+    pass
+
+
 def memory_file(content: bytes) -> int:
     descriptor = os.memfd_create("test")
     os.write(descriptor, content)
@@ -91,7 +95,7 @@ def test_a_token_is_good_for_so_long(path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_what_an_owner_has_offered_is_withdrawn_with_it(path: Path) -> None:
     async def body(handover: Handover, where: str) -> None:
-        descriptor, one, other = memory_file(b"kept"), object(), object()
+        descriptor, one, other = memory_file(b"kept"), Owner(), Owner()
         before = num_descriptors()
         gone = [handover.offer([descriptor, descriptor], one) for _ in range(3)]
         kept = handover.offer([descriptor], other)
@@ -102,6 +106,8 @@ def test_what_an_owner_has_offered_is_withdrawn_with_it(path: Path) -> None:
                 await asyncio.to_thread(client_side.fetch, where, token, 2)
         (got,) = await asyncio.to_thread(client_side.fetch, where, kept, 1)
         assert os.pread(got, 10, 0) == b"kept"
+        assert handover.has_served(other)
+        assert not handover.has_served(one)
         os.close(got)
         os.close(descriptor)
 

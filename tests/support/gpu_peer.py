@@ -159,9 +159,12 @@ def probe_handle(handle: bytes, num_bytes: int) -> str:
         memory = _cuda.IpcMemory(0, handle, num_bytes)
     except (InvalidArgumentError, _cuda.CudaError):
         return "refused"
-    for offset in (0, num_bytes - 1):
-        if download(memory.pointer + offset, 1)[0] != 6:
-            return "other memory"
+    try:
+        for offset in (0, num_bytes - 1):
+            if download(memory.pointer + offset, 1)[0] != 6:
+                return "other memory"
+    except _cuda.CudaError:
+        return "a fault"
     memory.close()
     return "the same memory"
 

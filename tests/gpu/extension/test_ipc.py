@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Iterator
@@ -117,16 +118,20 @@ def test_stale_handles_are_refused(other: Peer) -> None:
     assert_the_device_works()
 
 
-def test_a_handle_with_any_bit_changed_is_refused_or_names_the_same(other: Peer) -> None:
-    """Some of its bytes do not matter."""
+def test_a_handle_with_any_bit_changed_reaches_nobody_elses_memory(other: Peer) -> None:
+    """Some of its bytes do not matter. Some drivers take what is none, and who reads there loses the device."""
     handle = other.run(gpu_peer.allocate, "memory", 2 * MIB, 6)
-    with peer() as prober:
+    with contextlib.ExitStack() as probers:
+        prober = probers.enter_context(peer())
         for bit in range(8 * len(handle)):
             changed = bytearray(handle)
             changed[bit // 8] ^= 1 << bit % 8
             found = prober.run(gpu_peer.probe_handle, bytes(changed), 2 * MIB)
-            assert found in ("refused", "the same memory"), f"bit {bit}"
+            assert found in ("refused", "the same memory", "a fault"), f"bit {bit}"
+            if found == "a fault":
+                prober = probers.enter_context(peer())
         assert prober.run(gpu_peer.probe_handle, handle, 2 * MIB) == "the same memory"
+    assert_the_device_works()
 
 
 def test_memory_of_a_killed_process_stays_until_it_is_closed(other: Peer) -> None:

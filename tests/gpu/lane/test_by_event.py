@@ -74,7 +74,8 @@ def assert_same(found: np.ndarray, expected: np.ndarray) -> None:
 
 def test_a_stream_of_another_process_goes_on_when_the_call_is_done(lane: CudaLane, client: Peer) -> None:
     """A hundred and twenty-eight calls in a row, which is more than may be under way."""
-    region = connect(lane, client, lane.fd)
+    fd, _ = lane.open_lane()
+    region = connect(lane, client, fd)
     first = open_step(lane)
     steps = [first, *(lane.reopen(first, number) for number in range(1, 4))]
     tensors = [lane.tensors(step, NUM_HEADS) for step in steps]
@@ -83,7 +84,6 @@ def test_a_stream_of_another_process_goes_on_when_the_call_is_done(lane: CudaLan
     assert client.run(lane_by_event.client_attend, numbers, NUM_LAYERS, region, tensors)
     found = client.run(lane_by_event.client_copies, tensors[0][0]).reshape(4, NUM_LAYERS, *tensors[0][0].shape)
     assert lane.session.take_finished() == numbers
-    _, lane.client = lane.open_lane()
     for number, triple in enumerate(tensors):
         again = lane.reopen(first, 10 + number)
         assert_same(found[number], answered(lane, again, triple, lane.device))
@@ -138,7 +138,8 @@ def test_host_memory_that_is_given_up_after_the_answer() -> None:
 
 
 def test_device_memory_that_is_given_up_after_the_answer(lane: CudaLane, client: Peer) -> None:
-    region = connect(lane, client, lane.fd)
+    fd, _ = lane.open_lane()
+    region = connect(lane, client, fd)
     step = open_step(lane)
     tensors = lane.tensors(step, NUM_HEADS)
     lane.hold_back()
@@ -146,7 +147,6 @@ def test_device_memory_that_is_given_up_after_the_answer(lane: CudaLane, client:
     lane.session.remove_region(region)
     lane.regions.pop(region).close()
     found = client.run(lane_by_event.client_outputs, tensors[0])
-    _, lane.client = lane.open_lane()
     assert_same(found, answered(lane, lane.reopen(step, 1), tensors, lane.device))
 
 

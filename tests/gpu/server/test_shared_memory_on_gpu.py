@@ -23,6 +23,7 @@ from kvservice.errors import (  # noqa: E402
     InvalidArgumentError,
     LayerWrittenError,
     RegionNotOpenedError,
+    RegionsNotAllowedError,
     StaleStepError,
 )
 from kvservice.launch import Daemon  # noqa: E402
@@ -261,6 +262,19 @@ def test_handles_that_are_wrong_foreign_repeated_or_stale(shared: Daemon) -> Non
             register("stale", handle, 4 << 20)
         assert kv.transport == "lane"
         attend_all(kv, "cuda:0")
+
+
+def test_memory_of_a_gpu_is_taken_from_those_who_were_handed_memory(shared: Daemon) -> None:
+    """Which the daemon hands to trusted users only."""
+    with KVClient(shared.address, transport="inline") as client, client.session() as kv, peer() as other:
+        handle = other.run(allocate, "memory", 4 << 20, 6)
+        request = shared_memory_pb2.CudaSharedMemoryRegisterRequest(
+            name="theirs", raw_handle=handle, device_id=0, byte_size=4 << 20
+        )
+        with pytest.raises(RegionsNotAllowedError):
+            finish(kv, "cuda_shared_memory_register", request)
+        kv.create_region(4096)
+        finish(kv, "cuda_shared_memory_register", request)
 
 
 def finish(kv: Session, method: str, request: Any) -> Any:
