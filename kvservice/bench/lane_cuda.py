@@ -19,7 +19,6 @@ from rich.console import Console
 from rich.table import Table
 
 from kvservice.client import KVClient, Memory, Sequence, Session, Step
-from kvservice.client.blocking import finish
 from kvservice.client.lane import LaneTransport
 from kvservice.client.mapped import MappedTransport
 from kvservice.client.transports import RegionTransport, Transport
@@ -96,8 +95,8 @@ class Bench:
         self.sequences: list[Sequence] = session.allocate_batch(prompts)
         session.commit(session.open_step(self.sequences))
         size = 2 * num_seqs * (NUM_HEADS + NUM_KV_HEADS) * HEAD_SIZE * 2
-        core.completion = "event"
-        by_event = finish(LaneTransport.open(core))
+        by_event = mapped.rest
+        assert isinstance(by_event, LaneTransport), "the daemon allows it"
         lane = LaneTransport(core, by_event._lane, None)  # a session has one lane
         gpu = Tensors.of(num_seqs, in_memory(session.create_region(size, device=0)))
         elsewhere = Tensors.of(num_seqs, on_gpu)
@@ -168,7 +167,7 @@ def run(quick: bool) -> dict[str, Any]:
     results: dict[str, Any] = {"device": torch.cuda.get_device_name(0)}
     with contextlib.ExitStack() as cleanup:
         daemon = cleanup.enter_context(Daemon(**POOL))
-        client = cleanup.enter_context(KVClient(daemon.address, transport="mapped"))
+        client = cleanup.enter_context(KVClient(daemon.address, transport="mapped", completion="event"))
         with client.session("fill") as session:
             session.map_pool(writable=True).pool.normal_()
             torch.cuda.synchronize()

@@ -147,7 +147,8 @@ class KVClient:
 
     `transport` is how sessions bring tensors to the daemon: "inline" in messages, "region" in shared memory, "lane"
     through rings in shared memory that a thread of the daemon serves, "mapped" not at all, for the client works on the
-    pool itself; "auto" is the fastest of lane, mapped (if it may write), region and inline that the daemon allows.
+    pool itself; "auto" is the fastest of lane, mapped (if it may write), region and inline that the daemon allows. With
+    a pool on a GPU, mapped is for tensors there, others go by a lane then; it comes first if torch is loaded.
 
     `completion` is how a lane's call ends whose tensors are on a GPU: "host", when it is done; "event", when it is
     launched, and the caller's stream waits for it. That hides what calls cost on the host, but if the daemon is killed

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Awaitable, Callable, Iterator
+import sys
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from kvservice.client.lane import LaneTransport
@@ -12,6 +13,7 @@ from kvservice.client.requests import build
 from kvservice.client.transports import RegionTransport, StreamTransport, Transport, TransportName
 from kvservice.errors import (
     ConnectionLostError,
+    FailedPreconditionError,
     InvalidArgumentError,
     RegionsNotAllowedError,
     ResourceExhaustedError,
@@ -35,11 +37,16 @@ async def open_transport(session: Session, wanted: TransportName | str, completi
         if wanted not in _OPEN:
             raise InvalidArgumentError(f"is none of {AUTO}, {', '.join(_OPEN)}: {wanted!r}", field="transport")
         return await _OPEN[wanted](session)
-    for name in _allowed(session):
+    return await _open_first(session, _allowed(session))
+
+
+async def _open_first(session: Session, names: Iterable[str]) -> Transport:
+    """Messages, if none can be had."""
+    for name in names:
         try:
             return await _OPEN[name](session)
-        except (RegionsNotAllowedError, ResourceExhaustedError, ConnectionLostError):
-            # All lanes are taken, or nothing is handed over to this user.
+        except (RegionsNotAllowedError, ResourceExhaustedError, ConnectionLostError, FailedPreconditionError):
+            # All lanes are taken, or nothing is handed over to this user, or there is no CUDA here.
             if name in _GIVE_UP:
                 call, request = _GIVE_UP[name]
                 await session.call(call, build(request, request_id=session.next_request_id()))
@@ -48,17 +55,27 @@ async def open_transport(session: Session, wanted: TransportName | str, completi
 
 def _allowed(session: Session) -> Iterator[str]:
     """The fastest first."""
-    info = session.info
-    if session.on_unix_socket and info.allow_client_shm:
-        yield "lane"
-    if session.on_unix_socket and info.share_pool == "write" and info.device == "cpu":
+    if not session.on_unix_socket:
+        return
+    may_write, on_cpu = session.info.share_pool == "write", session.info.device == "cpu"
+    # On a GPU two processes take turns, for which the device needs longer than for a small call. Whoever uses no torch
+    # has no tensors there.
+    if may_write and not on_cpu and "torch" in sys.modules:
         yield "mapped"
-    if session.on_unix_socket and info.allow_client_shm:
+    if session.info.allow_client_shm:
+        yield "lane"
+    if may_write and on_cpu:
+        yield "mapped"
+    if session.info.allow_client_shm:
         yield "region"
 
 
 async def _open_mapped(session: Session) -> Transport:
-    return MappedTransport(session, await MappedPool.open(session, session.info.share_pool == "write"))
+    info = session.info
+    pool = await MappedPool.open(session, info.share_pool == "write")
+    # For what is not done in this process: on a GPU, for tensors in host memory.
+    others = ("region",) if info.device == "cpu" else ("lane", "region")
+    return MappedTransport(session, pool, await _open_first(session, others if info.allow_client_shm else ()))
 
 
 async def _open_region(session: Session) -> Transport:

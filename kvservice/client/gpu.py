@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import astuple
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from kvservice.client.values import PoolInfo
 
 OUT_OF_MEMORY = 2
+# vert_stride, local_blocks, block_size, head_sliding_step, tp_rank
+NO_SPARSE = (0, 0, 64, 0, 0)
 
 
 @functools.cache
@@ -187,6 +190,8 @@ class GpuKernels:
         call.alibi_slopes = 0 if slopes is None else slopes.data_ptr()
         call.scale = options["scale"] or self._default_scale
         call.sliding_window, call.soft_cap = options["sliding_window"], options["logits_soft_cap"]
+        sparse = layer.options.block_sparse
+        call.sparse = NO_SPARSE if sparse is None else astuple(sparse)
         self._launch(step, stream, layer.number, query, out, lse.data_ptr())
         return out, lse
 
@@ -212,6 +217,7 @@ class GpuKernels:
         self._write(step, stream, layer, key, value)
         call = step.call
         call.alibi_slopes, call.scale, call.sliding_window, call.soft_cap = 0, self._default_scale, 0, 0.0
+        call.sparse = NO_SPARSE
         self._launch(step, stream, layer, query, out, 0)
 
     def _begin(self, mapped: MappedStep) -> tuple[_GpuStep, int]:

@@ -17,8 +17,6 @@ from kvservice.client.tensors import Tensor, is_on_gpu
 from kvservice.client.transports import (
     Layer,
     Options,
-    RegionTransport,
-    StreamTransport,
     Transport,
     TransportName,
     attend,
@@ -198,13 +196,12 @@ class MappedTransport:
 
     name: TransportName = "mapped"
 
-    def __init__(self, session: SessionCore[Any], pool: MappedPool) -> None:
+    def __init__(self, session: SessionCore[Any], pool: MappedPool, rest: Transport) -> None:
         self._session = session
         self.pool = pool
         self._kernels = pool.kernels
         self.takes_gpu_tensors = self._kernels.takes_gpu_tensors
-        regions = session.info.allow_client_shm
-        self._stream: Transport = RegionTransport(session) if regions else StreamTransport(session)
+        self.rest = rest
         # An 8-bit pool's scales only the daemon has.
         self._same_dtype = session.info.kv_cache_dtype == session.info.dtype
         if self.takes_gpu_tensors:
@@ -220,13 +217,13 @@ class MappedTransport:
     async def attend(self, layer: Layer) -> tuple[Tensor, Tensor | None]:
         step = layer.step
         if step.mapped is None or not self._can_attend(layer):
-            return await attend(self._stream, layer)
+            return await attend(self.rest, layer)
         mapped = self.pool.step(step)
         self._check(layer)
         if self.pool.writable:
             self._claim(step, (layer.number,))
         else:
-            await write(self._stream, step, layer.number, layer.key, layer.value)
+            await write(self.rest, step, layer.number, layer.key, layer.value)
         try:
             result = await self._run(self._attend, mapped, layer)
             mapped.check()
@@ -245,6 +242,8 @@ class MappedTransport:
         kernels = self._kernels
         if not (isinstance(kernels, GpuKernels) and self.pool.writable and self._same_dtype):
             return False
+        if not is_on_gpu(query):
+            return await self.rest.attend_in_place(step, decode, number, query, key, value, out)
         if step.mapped is None or type(number) is not int or not 0 <= number < self.pool.layout.num_layers:
             return False
         if number in step.written or (decode and step.num_tokens != len(step.sequences)):
@@ -260,8 +259,9 @@ class MappedTransport:
 
     def _can_attend(self, layer: Layer) -> bool:
         """Tensors are where the pool is, and there are kernels for it."""
-        right_side = layer.on_gpu == self.takes_gpu_tensors
-        return right_side and self._same_dtype and layer.options.block_sparse is None
+        if layer.on_gpu != self.takes_gpu_tensors or not self._same_dtype:
+            return False
+        return self.takes_gpu_tensors or layer.options.block_sparse is None
 
     def _check(self, layer: Layer) -> None:
         """What the operations cannot see, and what the daemon says otherwise than they."""
@@ -291,7 +291,7 @@ class MappedTransport:
 
     async def write(self, step: StepCore, number: int | None, key: Tensor, value: Tensor) -> None:
         if step.mapped is None or not self.pool.writable or is_on_gpu(key) != self.takes_gpu_tensors:
-            await write(self._stream, step, number, key, value)
+            await write(self.rest, step, number, key, value)
             return
         mapped = self.pool.step(step)
         layers = range(self.pool.layout.num_layers) if number is None else (number,)

@@ -111,7 +111,7 @@ def test_what_is_never_committed_is_never_found(writer: Session, stranger: Sessi
 def test_a_step_of_the_daemons_cannot_be_committed(writer: Session) -> None:
     step = writer.open_step([writer.allocate(PROMPT)])
     key, value = tensors(0, len(PROMPT))[1:]
-    finish(writer._core.attending._stream.write(step._core, 0, key, value))  # type: ignore[attr-defined]
+    finish(writer._core.attending.rest.write(step._core, 0, key, value))  # type: ignore[attr-defined]
     with pytest.raises(LayerWrittenError):
         call(writer, "commit", host_pb2.CommitRequest(step_id=step.step_id))
 

@@ -105,7 +105,7 @@ def test_every_transport_gives_the_same(shared: Daemon, expected: list[Any], tra
 
 
 def test_completion_by_event(shared: Daemon, expected: list[Any]) -> None:
-    with KVClient(shared.address, completion="event") as client, client.session() as kv:
+    with KVClient(shared.address, transport="lane", completion="event") as client, client.session() as kv:
         memory = kv.create_region(4 << 20, device=0)
         for found, wanted in zip(attend_all(kv, "cuda:0", memory), expected, strict=True):
             torch.testing.assert_close(found, wanted, rtol=0, atol=0)
@@ -113,9 +113,12 @@ def test_completion_by_event(shared: Daemon, expected: list[Any]) -> None:
             torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
-def test_the_lane_is_what_a_client_gets(shared: Daemon) -> None:
+def test_what_a_client_gets(shared: Daemon) -> None:
     with KVClient(shared.address) as client, client.session() as kv:
-        assert kv.transport == "lane"
+        assert kv.transport == "mapped"  # for torch is loaded here
+    code = f"from kvservice.client import KVClient as C; print(C({shared.address!r}).session().transport)"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "lane\n", done.stderr
 
 
 @pytest.mark.parametrize("device", [None, 0])
@@ -232,7 +235,7 @@ def wait_until(true: Any, seconds: float = 20.0) -> None:
 
 
 def test_handles_that_are_wrong_foreign_repeated_or_stale(shared: Daemon) -> None:
-    with KVClient(shared.address) as client, client.session() as kv, peer() as other:
+    with KVClient(shared.address, transport="lane") as client, client.session() as kv, peer() as other:
         handle = other.run(allocate, "memory", 4 << 20, 6)
 
         def register(name: str, raw_handle: bytes, num_bytes: int, device: int = 0) -> Any:
@@ -260,7 +263,6 @@ def test_handles_that_are_wrong_foreign_repeated_or_stale(shared: Daemon) -> Non
         other.kill()
         with pytest.raises((InvalidArgumentError, RegionNotOpenedError)):
             register("stale", handle, 4 << 20)
-        assert kv.transport == "lane"
         attend_all(kv, "cuda:0")
 
 
@@ -287,7 +289,7 @@ CLIENT = """
 import sys, time
 from kvservice.client import KVClient
 import torch
-with KVClient(sys.argv[1]) as client, client.session() as kv:
+with KVClient(sys.argv[1], transport="lane") as client, client.session() as kv:
     memory = kv.create_region({num_bytes}, device=0)
     query, key, value = (memory.array((1, heads, 64), "bfloat16", index << 12) for index, heads in enumerate((8, 2, 2)))
     for tensor in (query, key, value):
