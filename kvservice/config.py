@@ -104,6 +104,9 @@ class ServeConfig(BaseModel):
         256, ge=1, le=1 << 20, description="Memory in MiB that the daemon makes for regions, for each session."
     )
     max_lanes: int = Field(64, ge=0, le=1024, description="Lanes at one time. Each is a thread of the daemon.")
+    max_pool_mappings: int = Field(
+        64, ge=0, le=1024, description="Sessions that may have mapped the pool at one time, at 16 MiB of tables each."
+    )
     lane_spin_us: float = Field(
         50.0, ge=0, le=1e6, description="Microseconds for which a lane spins for the next call before it sleeps."
     )

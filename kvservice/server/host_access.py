@@ -30,6 +30,8 @@ class Lanes:
 
     def __init__(self, num_buckets: int) -> None:
         self.open: dict[HostAccess, LaneServer] = {}
+        # Sessions that have mapped the pool: their tables take memory, too.
+        self.num_mapped = 0
         # What the lanes that have ended did.
         self._ended: LaneStats = (0, 0, [0] * num_buckets, 0.0)
 
@@ -164,10 +166,16 @@ class HostAccess:
         if shared == "off" or (writable and shared != "write"):
             raise PoolNotSharedError(f"the daemon runs with --share-pool {shared}", field="writable")
         if self._tables is None:
+            limit = self._config.max_pool_mappings
+            if self._lanes.num_mapped >= limit:
+                raise QuotaExceededError(
+                    f"{limit} sessions have mapped the pool", limit="max_pool_mappings", value=limit
+                )
             try:
                 self._tables = StepTables()
             except OSError as error:
                 raise ResourceExhaustedError(f"no shared memory for tables: {error.strerror}") from None
+            self._lanes.num_mapped += 1
         with self._device.exported_pool() as pool:
             token = self._handover.offer([pool.descriptor, self._tables.memory.fd], self)
         self._writable = self._writable or writable
@@ -177,6 +185,7 @@ class HostAccess:
         if self._tables is not None:
             self._tables.close()
             self._tables = None
+            self._lanes.num_mapped -= 1
         self._writable = False
 
     def check_writable(self) -> None:

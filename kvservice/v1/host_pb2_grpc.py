@@ -101,7 +101,7 @@ class HostServiceServicer(object):
     def MapPool(self, request, context):
         """Hands over the pool's memory and the session's tables. Two descriptors: of the pool (on a GPU, of its CUDA
         virtual-memory allocation), and of the tables, which are read-only. From now on the answers of Append and OpenStep say
-        where in the tables the step is.
+        where in the tables the step is. QUOTA_EXCEEDED above max_pool_mappings of all sessions.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

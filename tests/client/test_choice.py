@@ -113,6 +113,20 @@ def test_who_comes_when_all_lanes_are_taken_does_without() -> None:
             assert third.transport == "lane"
 
 
+def test_so_many_may_have_mapped_the_pool() -> None:
+    options = SMALL_POOL | {"max_lanes": 0, "max_pool_mappings": 1}
+    with Daemon(**options) as daemon, KVClient(daemon.address) as client:
+        with client.session() as first, client.session() as second:
+            assert (first.transport, second.transport) == ("mapped", "region")
+            with pytest.raises(QuotaExceededError) as refused:
+                second.map_pool()
+            assert refused.value.metadata["limit"] == "max_pool_mappings"
+            first.map_pool(writable=True)  # again: the same tables
+        with client.session() as third:
+            assert third.transport == "mapped"
+            check_working(third)
+
+
 @pytest.mark.parametrize("share_pool", ["off", "write"])
 def test_who_is_handed_nothing_sends_messages(share_pool: str) -> None:
     """As another user than the daemon's, whom it does not trust."""
