@@ -11,6 +11,7 @@ import random
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import churning_client
@@ -27,6 +28,7 @@ SECONDS = float(os.environ.pop("KVSERVICE_CHURN_SECONDS", "3"))
 PROCESSES, CLIENTS = 4, 16
 OPTIONS = SMALL_POOL | {
     "num_blocks": 1024, "swap_space_gib": 1024 * 4096 / 2**30, "max_sequences": 1024, "max_lanes": 256,
+    "max_pool_mappings": 256,
     "max_pinned_fraction": 0.5, "max_detach_ttl_s": 3.0, "session_grace_s": 3.0,
 }  # fmt: skip
 
@@ -45,16 +47,21 @@ def kill(process: subprocess.Popen[str]) -> None:
 
 @pytest.mark.timeout(120 + 2 * SECONDS)
 def test_clients_that_come_and_go_leave_nothing() -> None:
+    come_and_go(OPTIONS, lambda: None)
+
+
+def come_and_go(options: dict[str, Any], look_elsewhere: Callable[[], Any]) -> None:
+    """`look_elsewhere` too finds what it was."""
     choose = random.Random(5)
     seeds = itertools.count()
-    with Daemon(**OPTIONS) as daemon, KVClient(daemon.address) as client, client.session() as kv:
+    with Daemon(**options) as daemon, KVClient(daemon.address) as client, client.session() as kv:
         survivor = Survivor(kv)
 
         def look() -> tuple[Any, ...]:
             kv.reset_prefix_cache()
             stats = client.stats()
             gauges = (stats.sessions, stats.sequences, stats.free_blocks, stats.used_swap_blocks, stats.pinned_blocks)
-            return *gauges, footprint(daemon.process.pid)
+            return *gauges, footprint(daemon.process.pid), look_elsewhere()
 
         run(daemon, survivor, seeds, choose, 2.0)  # whatever the daemon keeps for good, it has by then
         await_rest(client, survivor)
