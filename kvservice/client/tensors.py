@@ -114,5 +114,5 @@ def _as_numpy(tensor: Tensor, field: str) -> Array:
 
 
 def _is_torch(tensor: Tensor) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(tensor, torch.Tensor)
+    kind = getattr(sys.modules.get("torch"), "Tensor", None)  # none either while another thread is importing torch
+    return kind is not None and isinstance(tensor, kind)
