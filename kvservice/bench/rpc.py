@@ -350,9 +350,18 @@ async def measure(address: str, rounds: int) -> dict[str, Any]:
     return results
 
 
+def open_native(device: str) -> transports.Way:
+    """Raises ModuleNotFoundError, or FailedPreconditionError, where it cannot be had."""
+    if device == "cpu":
+        return transports.NativeWay()
+    from kvservice.bench.cuda_native import CudaNativeWay
+
+    return CudaNativeWay({size: transports.tokens_of(size) for size in transports.SIZES})
+
+
 def run(quick: bool = False, device: str = "cpu") -> dict[str, Any]:
     """All keys are `<call>_<unary|stream>_<p50_s|p99_s|per_s>`, but for `transports`: see `transports.run`."""
-    native = transports.open_native(device)  # first, for it says what is missing
+    native = open_native(device)  # first, for it says what is missing
     with Daemon(**POOL, device=device) as daemon:
         results = uvloop.run(measure(daemon.address, 3 if quick else 40))
     return results | {"transports": transports.run(native, device, quick)}

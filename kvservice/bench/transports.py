@@ -125,15 +125,6 @@ def native_tables(num_seqs: int) -> tuple[Any, Any, Any, Any]:
     return own * BLOCK_SIZE, np.ones(num_seqs, np.int32), tables, np.full(num_seqs, CONTEXT + 1, np.int32)
 
 
-def open_native(device: str) -> Way:
-    """Raises ModuleNotFoundError, or FailedPreconditionError, where it cannot be had."""
-    if device == "cpu":
-        return NativeWay()
-    from kvservice.bench.cuda_native import CudaNativeWay
-
-    return CudaNativeWay({size: tokens_of(size) for size in SIZES})
-
-
 class ClientWay:
     """By a session's transport. Raises the errors of `KVClient.session`."""
 

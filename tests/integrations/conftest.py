@@ -97,9 +97,8 @@ def clients() -> Iterator[Callable[[dict[str, Any]], KVClient]]:
         def connect(options: dict[str, Any]) -> KVClient:
             shape = tuple(options.values())
             if shape not in connected:
-                daemon = stack.enter_context(
-                    Daemon(**options, block_size=4, num_blocks=256, swap_space_gib=0.01, watermark=0.0)
-                )
+                sizes = {"block_size": 4, "num_blocks": 256, "swap_space_gib": 0.01, "watermark": 0.0}
+                daemon = stack.enter_context(Daemon(**options, **sizes, allow_client_shm=True))
                 connected[shape] = stack.enter_context(KVClient(daemon.address))
             return connected[shape]
 
@@ -118,6 +117,7 @@ def make_pair(clients: Callable[[dict[str, Any]], KVClient]) -> Iterator[Callabl
 
             def new_session() -> Session:
                 session = stack.enter_context(client.session())
+                assert session.transport == "lane"  # on one host, without being told
                 session.reset_prefix_cache()
                 return session
 
