@@ -221,7 +221,7 @@ def test_a_daemon_with_another_pool_is_refused(daemon: Daemon) -> None:
 
 
 def test_the_command_starts_a_daemon_of_its_own() -> None:
-    command = [sys.executable, "-m", "kvservice", "demo", "--json"]
+    command = [sys.executable, "-P", "-m", "kvservice", "demo", "--json"]
     finished = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
     result = json.loads(finished.stdout)
     assert result["tokens_match"] is True
