@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kvservice.client.shared_memory import Memory
-from kvservice.client.tensors import Tensor
+from kvservice.client.tensors import GPU_ALIGNMENT, Tensor
 from kvservice.errors import FailedPreconditionError, InvalidArgumentError, ResourceExhaustedError
 
 if TYPE_CHECKING:
@@ -202,6 +202,8 @@ class GpuKernels:
             if not (isinstance(tensor, self._torch.Tensor) and tensor.is_cuda and tensor.is_contiguous()):
                 return False
             if tensor.dtype is not self._torch_dtype or tensor.get_device() != self._device:
+                return False
+            if tensor.data_ptr() % GPU_ALIGNMENT:
                 return False
         shape = query.shape
         if overlap(query, out) or not (key.shape == value.shape == of_kv and shape == out.shape and len(shape) == 3):

@@ -6,6 +6,7 @@ import itertools
 import mmap
 import os
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -25,7 +26,7 @@ SHM_DIRECTORY = "/dev/shm"
 T = TypeVar("T")
 
 
-class Memory:
+class Memory(ABC):
     """`num_bytes` of memory that the daemon sees too; made by a session's `create_region` and `open_region`.
 
     Arrays and torch tensors over it (`array`, and views of those) may be given wherever a step takes tensors, and as
@@ -37,9 +38,9 @@ class Memory:
         self.name, self.num_bytes, self.number = name, num_bytes, number
         self.address = address
 
+    @abstractmethod
     def array(self, shape: int | tuple[int, ...], dtype: Any = "float32", offset: int = 0) -> Tensor:
         """An array over the bytes from `offset` on. `dtype`: a name as in PoolInfo."""
-        raise NotImplementedError
 
     def offset_of(self, tensor: Tensor) -> int | None:
         """Where the tensor's elements begin, if they all lie here, in row-major order and without gaps."""

@@ -14,6 +14,7 @@ from kvservice.pool.layout import TENSOR_DTYPES
 from kvservice.v1 import tensor_pb2
 from kvservice.wire.tensors import Array, to_array
 
+GPU_ALIGNMENT = 16
 Tensor = Any
 """numpy.ndarray or torch.Tensor. torch is not imported for it."""
 
@@ -21,17 +22,23 @@ Tensor = Any
 def as_tensor(tensor: Tensor, field: str) -> Tensor:
     """The tensor's elements, in its own memory where it is contiguous: an array, or, of a GPU, a torch tensor. Raises
     InvalidArgumentError."""
-    array = tensor.detach().contiguous() if is_on_gpu(tensor) else _as_numpy(tensor, field)
+    array = _plain_on_gpu(tensor) if is_on_gpu(tensor) else _as_numpy(tensor, field)
     if dtype_name(array) not in TENSOR_DTYPES:
         raise InvalidArgumentError(f"is {array.dtype}, not one of {', '.join(TENSOR_DTYPES)}", field=field)
     return array
+
+
+def _plain_on_gpu(tensor: Tensor) -> Tensor:
+    """Contiguous, and aligned as the kernels read it."""
+    tensor = tensor.detach().contiguous()
+    return tensor if tensor.data_ptr() % GPU_ALIGNMENT == 0 else tensor.clone()
 
 
 def as_result(tensor: Tensor, field: str) -> Tensor:
     """The tensor's own memory, for a result. Raises InvalidArgumentError where it has gaps."""
     array = as_tensor(tensor, field)
     if _is_torch(tensor) and address_of(array) != tensor.data_ptr():
-        raise InvalidArgumentError("is not contiguous", field=field)
+        raise InvalidArgumentError("is not contiguous, or on a GPU not aligned to 16 bytes", field=field)
     return array
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 
 from kvservice.client import tensors
+from kvservice.client.gpu import device_of
 from kvservice.client.requests import build, whole
 from kvservice.client.shared_memory import Memory, Place
 from kvservice.client.tensors import Tensor
@@ -130,7 +131,7 @@ class Transport(Protocol):
 
     name: TransportName
     takes_gpu_tensors: bool
-    """Whether it does; tensors of a GPU come to others by way of host memory, see `attend` and `write`."""
+    """Of the pool's GPU; to others, and of other GPUs, they come by way of host memory, see `attend` and `write`."""
 
     async def attend(self, layer: Layer) -> tuple[Tensor, Tensor | None]:
         """Output and log-sum-exp: `out` and `lse_out` where they are given, else arrays of their own memory."""
@@ -158,7 +159,7 @@ async def attend(transport: Transport, layer: Layer) -> tuple[Tensor, Tensor | N
 
 
 async def _attend(transport: Transport, layer: Layer) -> tuple[Tensor, Tensor | None]:
-    if transport.takes_gpu_tensors or not layer.on_gpu:
+    if _takes(transport, layer.step, layer.query):
         return await transport.attend(layer)
     query, key, value = (tensors.as_array(tensor) for tensor in (layer.query, layer.key, layer.value))
     on_host = replace(layer, query=query, key=key, value=value, out=None, lse_out=None)
@@ -167,9 +168,15 @@ async def _attend(transport: Transport, layer: Layer) -> tuple[Tensor, Tensor | 
     return result, None if lse is None else given(tensors.like(lse, layer.query), layer.lse_out)
 
 
+def _takes(transport: Transport, step: StepCore, tensor: Tensor) -> bool:
+    """Whether it is in host memory, or where the transport takes it: on the pool's GPU, and no other."""
+    device = tensors.device_of(tensor)
+    return device < 0 or (transport.takes_gpu_tensors and device == device_of(step.session.info))
+
+
 async def write(transport: Transport, step: StepCore, number: int | None, key: Tensor, value: Tensor) -> None:
     """By any transport, wherever the tensors are."""
-    if not transport.takes_gpu_tensors:
+    if not _takes(transport, step, key):
         key, value = tensors.as_array(key), tensors.as_array(value)
     try:
         await transport.write(step, number, key, value)

@@ -116,9 +116,9 @@ class SharedMemoryServiceServicer(object):
 
     def CudaSharedMemoryStatus(self, request, context):
         """The same three for memory of a GPU that the client has allocated: daemons on a GPU only, others refuse them with
-        REGIONS_NOT_ALLOWED. REGION_NOT_OPENED if the driver does not open the handle; INVALID_ARGUMENT for a handle that is
-        none, another device than the daemon's, and a size that the allocation does not have; DUPLICATE_REGION also for a
-        handle that is registered already.
+        REGIONS_NOT_ALLOWED, and so do those for sessions that have fetched nothing yet over the handover socket, which hands
+        to trusted users only. REGION_NOT_OPENED if the driver does not open the handle; INVALID_ARGUMENT for a handle that is
+        none or is registered already, another device than the daemon's, and a size that the allocation does not have.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

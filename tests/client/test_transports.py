@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 from both_faces import Face, session_of
 from small_daemons import TRANSPORTS, OpenDaemon
 
-from kvservice.client import KVClient
+from kvservice.client import KVClient, transports
 from kvservice.client.transports import Staging
 from kvservice.launch import Daemon
 from kvservice.pool.layout import TENSOR_DTYPES
@@ -194,3 +195,23 @@ def shm_object() -> Iterator[str]:
     path.write_bytes(bytes(1 << 20))
     yield path.name
     path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("takes", "pool", "tensor", "wanted"),
+    [
+        (True, "cuda:0", 0, True),
+        (True, "cuda:1", 0, False),
+        (True, "cuda:0", -1, True),
+        (False, "cuda:0", 0, False),
+        (False, "cpu", 0, False),
+        (False, "cpu", -1, True),
+    ],
+)
+def test_tensors_of_another_gpu_than_the_pools_go_by_way_of_the_host(
+    monkeypatch: pytest.MonkeyPatch, takes: bool, pool: str, tensor: int, wanted: bool
+) -> None:
+    monkeypatch.setattr(transports.tensors, "device_of", lambda number: number)
+    transport = SimpleNamespace(takes_gpu_tensors=takes)
+    step = SimpleNamespace(session=SimpleNamespace(info=SimpleNamespace(device=pool)))
+    assert transports._takes(transport, step, tensor) is wanted
