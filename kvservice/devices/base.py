@@ -166,8 +166,8 @@ class Device(Protocol):
     def open_cuda_region(
         self, session: LaneSession, raw_handle: bytes, device_id: int, byte_size: int, /
     ) -> CudaRegion:
-        """Raises RegionsNotAllowedError where the pool is on no GPU, InvalidArgumentError naming raw_handle (one that is
-        open too), device_id or byte_size, RegionNotOpenedError."""
+        """Raises RegionsNotAllowedError where the pool is on no GPU, RegionNotOpenedError, InvalidArgumentError naming
+        raw_handle (also where what it names is open already), device_id or byte_size."""
 
     def prepare(self, step: Step, /) -> Awaitable[None] | None:
         """Done, or None, when work that does not pass through here may begin on the step's blocks."""
