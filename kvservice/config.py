@@ -90,7 +90,29 @@ class ServeConfig(BaseModel):
     )
     unix_socket_mode: str = Field("0600", pattern="^0?[0-7]{3}$", description="Who may connect to it, in octal.")
     tcp_address: str = Field("127.0.0.1:50051", description="host:port for gRPC over TCP. Empty: none is opened.")
-    metrics_address: str = Field("127.0.0.1:9464", description="host:port of the metrics. Empty: none is opened.")
+    http_address: str = Field(
+        "127.0.0.1:9464", description="host:port of the metrics and of the live page. Empty: none is opened."
+    )
+    http_token: str = Field(
+        "",
+        pattern=r"^([\x21-\x7e]{16,256})?$",
+        description="What a browser has to present for the page. Needed off the loopback interface. Better not on the "
+        "command line, where others can read it.",
+    )
+    event_window: int = Field(
+        10_000, ge=0, le=1 << 24, description="Batches of block events that can be replayed. 0: there are no events."
+    )
+    event_token_ids: bool = Field(False, description="Block events tell the token ids.")
+    max_event_streams: int = Field(16, ge=1, le=1024, description="Subscribers to block events at one time.")
+    max_labels: int = Field(
+        32, ge=1, le=1000, description="Tenants, and names of sessions, that metrics tell apart. The others are one."
+    )
+    otel_endpoint: str = Field(
+        "", description="URL of an OpenTelemetry collector for traces of calls (OTLP over gRPC). Empty: none are sent."
+    )
+    otel_sample_ratio: float = Field(
+        0.01, ge=0, le=1, description="Share of the calls traced whose caller has not decided it."
+    )
 
     session_grace_s: float = Field(5.0, ge=0.1, le=3600, description="Seconds that a session outlives its stream.")
     max_detach_ttl_s: float = Field(3600.0, ge=0, le=30 * 86400, description="Longest wait of a detached session.")
@@ -122,6 +144,7 @@ class ServeConfig(BaseModel):
     max_message_mib: int = Field(64, ge=1, le=1024, description="Largest gRPC message in MiB, both ways.")
     drain_timeout_s: float = Field(30.0, ge=0, le=3600, description="Seconds that running steps have after SIGTERM.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level that is logged.")
+    log_format: Literal["text", "json"] = Field("text", description="How it is logged. json: an object in each line.")
 
     @field_validator("block_size")
     @classmethod
@@ -135,7 +158,7 @@ class ServeConfig(BaseModel):
     def _numbered(cls, value: str) -> str:
         return "cuda:0" if value == "cuda" else value
 
-    @field_validator("tcp_address", "metrics_address")
+    @field_validator("tcp_address", "http_address")
     @classmethod
     def _host_and_port(cls, value: str) -> str:
         if value:

@@ -30,7 +30,7 @@ class Daemon:
     def __init__(self, *, start_timeout_s: float = 60.0, **options: Any) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="kvservice-"))
         self._socket = Path(options.pop("unix_socket", self._directory / "kvservice.sock"))
-        self._options = {"tcp_address": "", "metrics_address": "", "log_level": "warning"} | options
+        self._options = {"tcp_address": "", "http_address": "", "log_level": "warning"} | options
         self._options["unix_socket"] = self._socket
         self.address = f"unix://{self._socket}"
         self.log = self._directory / "daemon.log"

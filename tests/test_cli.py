@@ -73,7 +73,7 @@ def test_a_wrong_word_is_a_usage_error(arguments: tuple[str, ...], named: str) -
 def test_what_cannot_be_served_is_one_clear_line(
     tmp_path: Path, arguments: tuple[str, ...], environ: dict[str, str], named: str
 ) -> None:
-    private = {"KVSERVICE_UNIX_SOCKET": str(tmp_path / "k.sock"), "KVSERVICE_METRICS_ADDRESS": ""}
+    private = {"KVSERVICE_UNIX_SOCKET": str(tmp_path / "k.sock"), "KVSERVICE_HTTP_ADDRESS": ""}
     refused = kvservice(*arguments, **(private | environ))
     assert refused.returncode == 1
     assert re.fullmatch(rf"Error: .*{re.escape(named)}.*\n", refused.stderr.splitlines(keepends=True)[-1])

@@ -38,7 +38,7 @@ def test_an_option_wins_over_the_environment_and_that_over_the_file(tmp_path: Pa
         ({"pool_gib": "nan"}, {}, "", "pool_gib", "option"),
         ({"session_grace_s": -1}, {}, "", "session_grace_s", "option"),
         ({"tcp_address": "localhost"}, {}, "", "tcp_address", "option"),
-        ({"metrics_address": "localhost:99999"}, {}, "", "metrics_address", "option"),
+        ({"http_address": "localhost:99999"}, {}, "", "http_address", "option"),
         ({"unix_socket_mode": "rw"}, {}, "", "unix_socket_mode", "option"),
         ({"device": "gpu"}, {}, "", "device", "option"),
         ({"device": "cuda:"}, {}, "", "device", "option"),

@@ -154,14 +154,14 @@ class Daemon:
             os.chmod(self._config.unix_socket, int(self._config.unix_socket_mode, 8))
 
     def _listen_metrics(self, cleanup: contextlib.ExitStack) -> None:
-        if not self._config.metrics_address:
+        if not self._config.http_address:
             return
-        host, _, port = self._config.metrics_address.rpartition(":")
+        host, _, port = self._config.http_address.rpartition(":")
         try:
             server, _thread = prometheus_client.start_http_server(int(port), host, self._metrics)
         except OSError as error:
             raise StartError(
-                f"cannot listen on {self._config.metrics_address}: {error}", field="metrics_address"
+                f"cannot listen on {self._config.http_address}: {error}", field="http_address"
             ) from None
         cleanup.callback(server.server_close)
         cleanup.callback(server.shutdown)

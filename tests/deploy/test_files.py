@@ -60,8 +60,8 @@ def test_the_image_sets_what_processes_need_before_they_start() -> None:
 
 def test_the_daemon_is_reached_from_outside_its_container(image_config: ServeConfig, compose: Any) -> None:
     assert image_config.tcp_address.startswith("0.0.0.0:")
-    assert image_config.metrics_address.startswith("0.0.0.0:")
-    ports = [port_of(image_config.tcp_address), port_of(image_config.metrics_address)]
+    assert image_config.http_address.startswith("0.0.0.0:")
+    ports = [port_of(image_config.tcp_address), port_of(image_config.http_address)]
     assert instructions("EXPOSE") == [" ".join(ports)]
     assert [port_of(published) for published in compose["services"]["daemon"]["ports"]] == ports
 
@@ -112,7 +112,7 @@ def test_the_health_check_is_a_command() -> None:
 def test_prometheus_scrapes_the_daemon(image_config: ServeConfig, compose: Any) -> None:
     jobs = {job["job_name"]: job for job in yaml.safe_load((DEPLOY / "prometheus.yml").read_text())["scrape_configs"]}
     (target,) = jobs["kvservice"]["static_configs"][0]["targets"]
-    assert target == f"daemon:{port_of(image_config.metrics_address)}"
+    assert target == f"daemon:{port_of(image_config.http_address)}"
     mounted = compose["services"]["prometheus"]["volumes"][0].split(":")[1]
     assert f"--config.file={mounted}" in compose["services"]["prometheus"]["command"]
 

@@ -50,7 +50,7 @@ def compute(kv: Session, token_ids: list[int]) -> object:
 
 @pytest.fixture
 def running(free_port: int) -> Iterator[tuple[Daemon, int]]:
-    with Daemon(metrics_address=f"127.0.0.1:{free_port}", **POOL) as daemon:
+    with Daemon(http_address=f"127.0.0.1:{free_port}", **POOL) as daemon:
         yield daemon, free_port
 
 
@@ -107,7 +107,7 @@ def test_every_figure_is_the_pools(running: tuple[Daemon, int]) -> None:
 
 def test_regions_are_counted(free_port: int) -> None:
     with (
-        Daemon(metrics_address=f"127.0.0.1:{free_port}", allow_client_shm=True, **POOL) as daemon,
+        Daemon(http_address=f"127.0.0.1:{free_port}", allow_client_shm=True, **POOL) as daemon,
         KVClient(daemon.address) as client,
         client.session() as kv,
         client.session() as other,
@@ -126,7 +126,7 @@ def test_regions_are_counted(free_port: int) -> None:
 def test_lanes_and_their_calls_are_counted(free_port: int) -> None:
     duration = "kvservice_lane_call_duration_seconds"
     with (
-        Daemon(metrics_address=f"127.0.0.1:{free_port}", allow_client_shm=True, **POOL) as daemon,
+        Daemon(http_address=f"127.0.0.1:{free_port}", allow_client_shm=True, **POOL) as daemon,
         KVClient(daemon.address, transport="lane") as client,
     ):
         for after in (2, 4):  # what ended lanes did is counted as well

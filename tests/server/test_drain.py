@@ -144,7 +144,7 @@ def test_a_killed_clients_step_does_not_hold_the_daemon() -> None:
 
 def refusal_to_serve(**options: object) -> str:
     """What a daemon that must not start says."""
-    defaults = {"unix_socket": "", "tcp_address": "", "metrics_address": ""}
+    defaults = {"unix_socket": "", "tcp_address": "", "http_address": ""}
     environ = {f"KVSERVICE_{name.upper()}": str(value) for name, value in (POOL | defaults | options).items()}
     command = [sys.executable, "-P", "-m", "kvservice", "serve"]
     done = subprocess.run(command, env=os.environ | environ, capture_output=True, text=True, timeout=60, check=False)
@@ -195,7 +195,7 @@ def test_a_fault_in_the_pool_ends_the_daemon_with_its_own_status(tmp_path: Path)
         "from kvservice.server.daemon import run\n"
         "def broken(*_, **__): raise RuntimeError('a broken kernel')\n"
         "ops.write_kv = broken\n"
-        f"options = dict({POOL!r}, tcp_address='', metrics_address='', unix_socket=sys.argv[1])\n"
+        f"options = dict({POOL!r}, tcp_address='', http_address='', unix_socket=sys.argv[1])\n"
         "sys.exit(run(load_config(options, {})))\n"
     )
     path = tmp_path / "k.sock"

@@ -20,7 +20,7 @@ from kvservice.launch import Daemon
 
 
 def serve(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    sockets = ("--unix-socket", str(tmp_path / "k.sock"), "--tcp-address", "", "--metrics-address", "")
+    sockets = ("--unix-socket", str(tmp_path / "k.sock"), "--tcp-address", "", "--http-address", "")
     return subprocess.run(
         [sys.executable, "-P", "-m", "kvservice", "serve", "--device", "cuda", *sockets, *arguments],
         env=os.environ,
@@ -82,7 +82,7 @@ sys.exit(run(load_config({options!r} | {{"unix_socket": sys.argv[1]}}, {{}})))
 
 def test_a_kernel_that_faults_ends_the_daemon_with_one_clear_line(tmp_path: Path) -> None:
     """Serving what is in the pool then would be worse than not to serve."""
-    options = POOL | {"device": "cuda", "tcp_address": "", "metrics_address": ""}
+    options = POOL | {"device": "cuda", "tcp_address": "", "http_address": ""}
     script, path = tmp_path / "faulty.py", tmp_path / "k.sock"
     script.write_text(FAULTY.format(options=options))
     with (tmp_path / "log").open("wb") as log:

@@ -1,0 +1,173 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class GetSnapshotRequest(_message.Message):
+    __slots__ = ("max_sessions", "max_sequences", "search")
+    MAX_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    MAX_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    SEARCH_FIELD_NUMBER: _ClassVar[int]
+    max_sessions: int
+    max_sequences: int
+    search: str
+    def __init__(self, max_sessions: _Optional[int] = ..., max_sequences: _Optional[int] = ..., search: _Optional[str] = ...) -> None: ...
+
+class Snapshot(_message.Message):
+    __slots__ = ("time_s", "uptime_s", "pool", "rates", "calls", "sessions", "sequences", "num_sessions", "num_sequences")
+    TIME_S_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_S_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    RATES_FIELD_NUMBER: _ClassVar[int]
+    CALLS_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    NUM_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    time_s: float
+    uptime_s: float
+    pool: PoolSnapshot
+    rates: Rates
+    calls: _containers.RepeatedCompositeFieldContainer[CallSnapshot]
+    sessions: _containers.RepeatedCompositeFieldContainer[SessionSnapshot]
+    sequences: _containers.RepeatedCompositeFieldContainer[SequenceSnapshot]
+    num_sessions: int
+    num_sequences: int
+    def __init__(self, time_s: _Optional[float] = ..., uptime_s: _Optional[float] = ..., pool: _Optional[_Union[PoolSnapshot, _Mapping]] = ..., rates: _Optional[_Union[Rates, _Mapping]] = ..., calls: _Optional[_Iterable[_Union[CallSnapshot, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionSnapshot, _Mapping]]] = ..., sequences: _Optional[_Iterable[_Union[SequenceSnapshot, _Mapping]]] = ..., num_sessions: _Optional[int] = ..., num_sequences: _Optional[int] = ...) -> None: ...
+
+class PoolSnapshot(_message.Message):
+    __slots__ = ("num_blocks", "free_blocks", "active_blocks", "shared_blocks", "cached_blocks", "pinned_blocks", "num_swap_blocks", "used_swap_blocks", "sequences", "swapped_sequences", "tokens", "sessions", "lanes", "regions", "region_bytes", "draining")
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    ACTIVE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SHARED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PINNED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SWAP_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    USED_SWAP_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    SWAPPED_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    LANES_FIELD_NUMBER: _ClassVar[int]
+    REGIONS_FIELD_NUMBER: _ClassVar[int]
+    REGION_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    num_blocks: int
+    free_blocks: int
+    active_blocks: int
+    shared_blocks: int
+    cached_blocks: int
+    pinned_blocks: int
+    num_swap_blocks: int
+    used_swap_blocks: int
+    sequences: int
+    swapped_sequences: int
+    tokens: int
+    sessions: int
+    lanes: int
+    regions: int
+    region_bytes: int
+    draining: bool
+    def __init__(self, num_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., active_blocks: _Optional[int] = ..., shared_blocks: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., pinned_blocks: _Optional[int] = ..., num_swap_blocks: _Optional[int] = ..., used_swap_blocks: _Optional[int] = ..., sequences: _Optional[int] = ..., swapped_sequences: _Optional[int] = ..., tokens: _Optional[int] = ..., sessions: _Optional[int] = ..., lanes: _Optional[int] = ..., regions: _Optional[int] = ..., region_bytes: _Optional[int] = ..., draining: bool = ...) -> None: ...
+
+class Rates(_message.Message):
+    __slots__ = ("window_s", "computed_tokens", "query_tokens", "hit_tokens", "hit_share", "evicted_blocks", "cow_copies", "swapped_out_bytes", "swapped_in_bytes", "out_of_blocks", "calls", "errors", "lane_calls")
+    WINDOW_S_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    QUERY_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HIT_SHARE_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    COW_COPIES_FIELD_NUMBER: _ClassVar[int]
+    SWAPPED_OUT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SWAPPED_IN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    OUT_OF_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CALLS_FIELD_NUMBER: _ClassVar[int]
+    ERRORS_FIELD_NUMBER: _ClassVar[int]
+    LANE_CALLS_FIELD_NUMBER: _ClassVar[int]
+    window_s: float
+    computed_tokens: float
+    query_tokens: float
+    hit_tokens: float
+    hit_share: float
+    evicted_blocks: float
+    cow_copies: float
+    swapped_out_bytes: float
+    swapped_in_bytes: float
+    out_of_blocks: float
+    calls: float
+    errors: float
+    lane_calls: float
+    def __init__(self, window_s: _Optional[float] = ..., computed_tokens: _Optional[float] = ..., query_tokens: _Optional[float] = ..., hit_tokens: _Optional[float] = ..., hit_share: _Optional[float] = ..., evicted_blocks: _Optional[float] = ..., cow_copies: _Optional[float] = ..., swapped_out_bytes: _Optional[float] = ..., swapped_in_bytes: _Optional[float] = ..., out_of_blocks: _Optional[float] = ..., calls: _Optional[float] = ..., errors: _Optional[float] = ..., lane_calls: _Optional[float] = ...) -> None: ...
+
+class CallSnapshot(_message.Message):
+    __slots__ = ("method", "calls", "errors", "calls_per_s", "p50_s", "p99_s")
+    METHOD_FIELD_NUMBER: _ClassVar[int]
+    CALLS_FIELD_NUMBER: _ClassVar[int]
+    ERRORS_FIELD_NUMBER: _ClassVar[int]
+    CALLS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    P50_S_FIELD_NUMBER: _ClassVar[int]
+    P99_S_FIELD_NUMBER: _ClassVar[int]
+    method: str
+    calls: int
+    errors: int
+    calls_per_s: float
+    p50_s: float
+    p99_s: float
+    def __init__(self, method: _Optional[str] = ..., calls: _Optional[int] = ..., errors: _Optional[int] = ..., calls_per_s: _Optional[float] = ..., p50_s: _Optional[float] = ..., p99_s: _Optional[float] = ...) -> None: ...
+
+class SessionSnapshot(_message.Message):
+    __slots__ = ("session_id", "name", "tenant", "attached", "age_s", "sequences", "swapped_sequences", "tokens", "blocks", "regions", "region_bytes", "lane", "computed_tokens", "query_tokens", "hit_tokens")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    ATTACHED_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    SWAPPED_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    REGIONS_FIELD_NUMBER: _ClassVar[int]
+    REGION_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LANE_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    QUERY_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    session_id: int
+    name: str
+    tenant: str
+    attached: bool
+    age_s: float
+    sequences: int
+    swapped_sequences: int
+    tokens: int
+    blocks: int
+    regions: int
+    region_bytes: int
+    lane: bool
+    computed_tokens: int
+    query_tokens: int
+    hit_tokens: int
+    def __init__(self, session_id: _Optional[int] = ..., name: _Optional[str] = ..., tenant: _Optional[str] = ..., attached: bool = ..., age_s: _Optional[float] = ..., sequences: _Optional[int] = ..., swapped_sequences: _Optional[int] = ..., tokens: _Optional[int] = ..., blocks: _Optional[int] = ..., regions: _Optional[int] = ..., region_bytes: _Optional[int] = ..., lane: bool = ..., computed_tokens: _Optional[int] = ..., query_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ...) -> None: ...
+
+class SequenceSnapshot(_message.Message):
+    __slots__ = ("session_id", "session_name", "sequence_id", "length", "computed", "blocks", "swapped")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    SESSION_NAME_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SWAPPED_FIELD_NUMBER: _ClassVar[int]
+    session_id: int
+    session_name: str
+    sequence_id: int
+    length: int
+    computed: int
+    blocks: int
+    swapped: bool
+    def __init__(self, session_id: _Optional[int] = ..., session_name: _Optional[str] = ..., sequence_id: _Optional[int] = ..., length: _Optional[int] = ..., computed: _Optional[int] = ..., blocks: _Optional[int] = ..., swapped: bool = ...) -> None: ...
