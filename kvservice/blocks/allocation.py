@@ -13,7 +13,7 @@ import numpy as np
 from kvservice.blocks.arguments import extra_keys_by_block, int32_array, whole_number
 from kvservice.blocks.core import Core
 from kvservice.blocks.plans import Allocation, AllocationRequest, AllocStatus, Int32Array, Int64Array
-from kvservice.blocks.sequences import NO_STEP, SequenceSpace
+from kvservice.blocks.sequences import HIT_TOKENS, NO_STEP, QUERY_TOKENS, SequenceSpace
 from kvservice.errors import DuplicateSequenceError, InvalidArgumentError
 
 
@@ -132,13 +132,15 @@ class AllocationOps(Core):
         self.block_tables[row, num_found : new.num_blocks] = taken
         self._fill(taken, new.tokens[num_found << self._shift :])
         num_computed = num_found << self._shift
-        self.meta[row] = (length, num_computed, new.num_blocks, NO_STEP, 0, 0, 0, 0)
+        self.meta[row] = (length, num_computed, new.num_blocks, NO_STEP, 0, space.number, new.sequence_id, 0)
         if new.extra:
             self.sequences.extra_keys[row] = new.extra
         space.rows[new.sequence_id] = row
         self.sequences.num_tokens += length
         self.prefix_query_tokens += length
         self.prefix_hit_tokens += num_computed
+        space.counters[QUERY_TOKENS] += length
+        space.counters[HIT_TOKENS] += num_computed
         return Allocation(new.sequence_id, length, num_computed, new.num_blocks)
 
     def _fill(self, blocks: Int64Array, tokens: Int32Array) -> None:

@@ -5,19 +5,22 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvservice.blocks.arguments import refuse
 from kvservice.blocks.config import BlocksConfig
-from kvservice.blocks.plans import Int64Array
+from kvservice.blocks.events import EventJournal
+from kvservice.blocks.plans import Int64Array, Zeros
 from kvservice.blocks.sequences import NO_STEP, NUM_BLOCKS, SWAPPED, SequenceRows, SequenceSpace
-from kvservice.blocks.tier import DeviceTier, Tier, Zeros
+from kvservice.blocks.tier import DeviceTier, Tier
 from kvservice.errors import OutOfBlocksError, QuotaExceededError, SequenceSwappedError, UnknownSessionError
 
 
-def _numpy_zeros(shape: tuple[int, ...], dtype: object) -> np.ndarray[tuple[int, ...], np.dtype[np.generic]]:
-    return np.zeros(shape, dtype)  # type: ignore[call-overload,no-any-return]  # any dtype that NumPy knows
+def _numpy_zeros(_name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    return np.zeros(shape, dtype)
 
 
 def ragged(starts: Int64Array, counts: Int64Array) -> tuple[Int64Array, Int64Array]:
@@ -34,13 +37,19 @@ class Core:
     """The state of a block manager. One thread only: the daemon's event loop."""
 
     def __init__(
-        self, config: BlocksConfig, *, clock: Callable[[], float] = time.monotonic, zeros: Zeros = _numpy_zeros
+        self,
+        config: BlocksConfig,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        journal: EventJournal | None = None,
+        zeros: Zeros = _numpy_zeros,
     ) -> None:
-        """`zeros(shape, dtype)` makes the block tables and the sequences' rows, e.g. in shared memory; `clock` gives
-        seconds and ends pins."""
+        """`zeros` makes what others may want to read, e.g. in shared memory: who holds each block, block tables, rows
+        of sequences. `clock` gives seconds, for pins and for ages. `journal` is told what the prefix index gets and
+        loses."""
         self.config = config
-        self.device = DeviceTier(config.num_blocks, config.block_size)
-        self.swap = Tier(config.num_swap_blocks, config.block_size)
+        self.device = DeviceTier(config.num_blocks, config.block_size, clock, journal, zeros)
+        self.swap = Tier(config.num_swap_blocks, config.block_size, "swap", zeros)
         self.sequences = SequenceRows(config, zeros)
         self.block_tables = self.sequences.block_tables
         self.meta = self.sequences.meta
@@ -52,7 +61,8 @@ class Core:
         self.pin_counts: dict[int, int] = {}
         self.pin_deadlines: list[tuple[float, int, int, SequenceSpace]] = []
         self.num_pins = 0
-        self.prefix_query_tokens = self.prefix_hit_tokens = 0
+        self.prefix_query_tokens = self.prefix_hit_tokens = self.computed_tokens = 0
+        self.swapped_out_sequences = self.swapped_in_sequences = 0
         self.cow_copies = self.swapped_out_blocks = self.swapped_in_blocks = 0
         self._ones = np.ones(config.max_sequences, np.int32)
         self._ones.flags.writeable = False

@@ -97,8 +97,11 @@ class InspectionOps(Core):
             num_tokens=self.sequences.num_tokens,
             prefix_query_tokens=self.prefix_query_tokens,
             prefix_hit_tokens=self.prefix_hit_tokens,
+            computed_tokens=self.computed_tokens,
             cow_copies=self.cow_copies,
             swapped_out_blocks=self.swapped_out_blocks,
             swapped_in_blocks=self.swapped_in_blocks,
+            swapped_out_sequences=self.swapped_out_sequences,
+            swapped_in_sequences=self.swapped_in_sequences,
             evictions=device.evictions,
         )

@@ -9,9 +9,10 @@ import numpy as np
 
 from kvservice.blocks.arguments import whole_number
 from kvservice.blocks.core import Core, ragged
+from kvservice.blocks.events import StoredBlock
 from kvservice.blocks.plans import Int64Array, Step
 from kvservice.blocks.prefix import block_hash, token_bytes
-from kvservice.blocks.sequences import OpenStep, SequenceSpace
+from kvservice.blocks.sequences import COMPUTED_TOKENS, OpenStep, SequenceSpace
 from kvservice.errors import LayerWrittenError, StaleStepError, UnknownStepError
 
 
@@ -43,18 +44,21 @@ class LayerOps(Core):
         self.check_layer(space, step_id, layer)
         entry = space.steps[step_id]
         entry.written[layer] = 1
-        return self._commit_if_complete(entry)
+        return self._commit_if_complete(space, entry)
 
     def commit_written(self, space: SequenceSpace, step_id: int) -> bool:
         """Commits a step whose layers others have marked in its `written`. False if it is live no longer, lacks some
         or was committed before."""
         entry = space.steps.get(step_id)
-        return entry is not None and self._commit_if_complete(entry)
+        return entry is not None and self._commit_if_complete(space, entry)
 
-    def _commit_if_complete(self, entry: OpenStep) -> bool:
+    def _commit_if_complete(self, space: SequenceSpace, entry: OpenStep) -> bool:
         if entry.committed or not entry.complete:
             return False
         entry.committed = True
+        num_tokens = len(entry.plan.slot_mapping)
+        self.computed_tokens += num_tokens
+        space.counters[COMPUTED_TOKENS] += num_tokens
         self._commit(entry.plan)
         return True
 
@@ -73,7 +77,7 @@ class LayerOps(Core):
         self.check_all_layers(space, step_id)
         entry = space.steps[step_id]
         entry.written[:] = b"\1" * self.config.num_layers
-        self._commit_if_complete(entry)
+        self._commit_if_complete(space, entry)
 
     def _live(self, space: SequenceSpace, step_id: int) -> OpenStep:
         self._enter(space)
@@ -109,8 +113,15 @@ class LayerOps(Core):
         size = 4 * self.config.block_size
         extra_keys = self.sequences.extra_keys
         names = zip(rows.tolist(), entries.tolist(), blocks.tolist(), before, strict=True)
+        journal, stored = device.journal, []
         for i, (row, entry, block, previous) in enumerate(names):
             parent = device.hashes[previous] if entry else device.index.root
             assert parent is not None, "a full block stands before this one, so it has a hash"
             extra = extra_keys[row].get(entry, b"") if row in extra_keys else b""
-            device.remember(block, block_hash(parent, data[i * size : (i + 1) * size], extra))
+            tokens = data[i * size : (i + 1) * size]
+            chain_hash = block_hash(parent, tokens, extra)
+            if device.remember(block, chain_hash) and journal is not None:
+                told = tokens if journal.with_tokens else b""
+                stored.append(StoredBlock(chain_hash, parent if entry else None, told))
+        if journal is not None and stored:
+            journal.stored(stored)

@@ -6,11 +6,13 @@ of the batch or raises one of kvservice.errors. When a `can_...` says yes, the o
 
 from __future__ import annotations
 
+from collections.abc import MutableSequence
+
 from kvservice.blocks.inspection import InspectionOps
 from kvservice.blocks.integrity import check_integrity
 from kvservice.blocks.layers import LayerOps
 from kvservice.blocks.pins import PinOps
-from kvservice.blocks.sequences import SequenceSpace
+from kvservice.blocks.sequences import NUM_COUNTERS, SequenceSpace
 from kvservice.blocks.sharing import SharingOps
 from kvservice.blocks.steps import StepOps
 from kvservice.blocks.swapping import SwapOps
@@ -23,9 +25,10 @@ class BlockManager(StepOps, LayerOps, SharingOps, SwapOps, PinOps, InspectionOps
     layers of a step in layers.py, fork, truncate and free in sharing.py, swap in swapping.py, pins in pins.py.
     """
 
-    def open_space(self) -> SequenceSpace:
-        """Names for one client's sequences, steps and pins."""
-        space = SequenceSpace()
+    def open_space(self, number: int = 1, counters: MutableSequence[int] | None = None) -> SequenceSpace:
+        """Names for one client's sequences, steps and pins. `number`, above 0, says in `meta` whose a row is;
+        `counters` has three elements to count in, see SequenceSpace."""
+        space = SequenceSpace(number, [0] * NUM_COUNTERS if counters is None else counters)
         self.spaces.add(space)
         return space
 

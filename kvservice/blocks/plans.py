@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,10 @@ import numpy.typing as npt
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
+
+
+# Makes a zeroed array, given name, shape and dtype. The name says what it is to those who read it.
+Zeros = Callable[[str, tuple[int, ...], npt.DTypeLike], npt.NDArray[Any]]
 
 PADDING_BLOCK = 0
 """Fills a gathered block table past a sequence's last block; no attention reads there."""
@@ -162,7 +167,10 @@ class BlocksStats:
     num_tokens: int
     prefix_query_tokens: int
     prefix_hit_tokens: int
+    computed_tokens: int
     cow_copies: int
     swapped_out_blocks: int
     swapped_in_blocks: int
+    swapped_out_sequences: int
+    swapped_in_sequences: int
     evictions: int

@@ -6,7 +6,7 @@ client's names: its sequence ids, its steps, its pins. Rows belong to one space,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableSequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -14,14 +14,15 @@ import numpy as np
 
 from kvservice.blocks.arguments import int64_array
 from kvservice.blocks.config import BlocksConfig
-from kvservice.blocks.plans import Int32Array, Int64Array, Step
-from kvservice.blocks.tier import Zeros
+from kvservice.blocks.plans import Int32Array, Int64Array, Step, Zeros
 from kvservice.errors import InvalidArgumentError, KVServiceError, UnknownSequenceError
 
-LENGTH, NUM_COMPUTED, NUM_BLOCKS, STEP, SWAPPED = range(5)
+LENGTH, NUM_COMPUTED, NUM_BLOCKS, STEP, SWAPPED, SPACE, SEQUENCE_ID = range(7)
 _META_COLUMNS = 8
 _LINE_ENTRIES = 16
 NO_STEP = 0
+COMPUTED_TOKENS, QUERY_TOKENS, HIT_TOKENS = range(3)
+NUM_COUNTERS = 3
 _NO_BATCH = (b"", np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 
@@ -31,14 +32,15 @@ class SequenceRows:
     A table is an odd number of cache lines wide, so that the entries of one column of many tables do not all fall
     into the same few sets of the processor's caches.
     `lengths`, `num_computed`, `num_blocks` and `steps` are columns of meta. A row's STEP is the newest step of its
-    sequence, in its space, or NO_STEP. SWAPPED is 1 while the blocks in the table are the swap tier's.
+    sequence, in its space, or NO_STEP. SWAPPED is 1 while the blocks in the table are the swap tier's. SPACE is the
+    number of the sequence's space, 0 in rows that are free, and SEQUENCE_ID its name there.
     """
 
     def __init__(self, config: BlocksConfig, zeros: Zeros) -> None:
         lines = config.max_blocks_per_sequence // _LINE_ENTRIES + 1
         shape = (config.max_sequences, (lines | 1) * _LINE_ENTRIES)
-        self.block_tables = cast(Int32Array, zeros(shape, np.int32))
-        self.meta = cast(Int64Array, zeros((config.max_sequences, _META_COLUMNS), np.int64))
+        self.block_tables = cast(Int32Array, zeros("block_tables", shape, np.int32))
+        self.meta = cast(Int64Array, zeros("meta", (config.max_sequences, _META_COLUMNS), np.int64))
         self.lengths = self.meta[:, LENGTH]
         self.num_computed = self.meta[:, NUM_COMPUTED]
         self.num_blocks = self.meta[:, NUM_BLOCKS]
@@ -80,6 +82,9 @@ class SequenceSpace:
     """The names of one client. Made by BlockManager.open_space; its attributes belong to the manager, but for
     `on_step_end`, which is called with the id of a step that is live no longer, before its blocks change hands."""
 
+    number: int
+    # Tokens that its client had computed, looked up in the prefix cache, and found there.
+    counters: MutableSequence[int]
     on_step_end: Callable[[int], object] = _ignore
     closed: bool = False
     rows: dict[int, int] = field(default_factory=dict)

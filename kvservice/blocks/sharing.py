@@ -13,6 +13,7 @@ from kvservice.blocks.sequences import (
     NO_STEP,
     NUM_BLOCKS,
     NUM_COMPUTED,
+    SEQUENCE_ID,
     STEP,
     SWAPPED,
     SequenceSpace,
@@ -63,6 +64,7 @@ class SharingOps(AllocationOps):
         self.device.hold_active(table)
         tables[row, : len(table)] = table
         meta[row] = meta[parent]
+        meta[row, SEQUENCE_ID] = child_id
         sequences.num_tokens += meta.item(parent, LENGTH)
         if parent in sequences.extra_keys:
             sequences.extra_keys[row] = sequences.extra_keys[parent]

@@ -13,7 +13,9 @@ import numpy.typing as npt
 
 from kvservice.blocks.arguments import whole_number
 from kvservice.blocks.core import Core, ragged
+from kvservice.blocks.events import EventJournal, StoredBlock
 from kvservice.blocks.plans import AllocStatus, Int64Array, SwapPlan
+from kvservice.blocks.prefix import token_bytes
 from kvservice.blocks.sequences import LENGTH, NUM_BLOCKS, NUM_COMPUTED, SWAPPED, SequenceSpace
 from kvservice.errors import OutOfBlocksError, SequenceNotSwappedError
 
@@ -82,6 +84,7 @@ class SwapOps(Core):
         self.block_tables[group.rows[group.which], group.entries] = dst[group.inverse]
         self.meta[group.rows, SWAPPED] = 1
         self.sequences.num_swapped += len(group.rows)
+        self.swapped_out_sequences += len(group.rows)
         self.swapped_out_blocks += len(src)
         return SwapPlan(src.astype(np.int32), dst.astype(np.int32))
 
@@ -112,17 +115,39 @@ class SwapOps(Core):
         to[copied] = self._taken(self.device, group.holders[copied])
         src, dst = group.blocks[copied], to[copied]
         self.device.token_ids[dst] = self.swap.token_ids[src]
-        for back, block in zip(src.tolist(), dst.tolist(), strict=True):
-            chain_hash = self.swap.hashes[back]
-            if chain_hash is not None:
-                self.device.remember(block, chain_hash)
+        findable = [
+            block
+            for back, block in zip(src.tolist(), dst.tolist(), strict=True)
+            if (chain_hash := self.swap.hashes[back]) is not None and self.device.remember(block, chain_hash)
+        ]
         self.block_tables[group.rows[group.which], group.entries] = to[group.inverse]
+        if self.device.journal is not None and findable:
+            self._note_findable(self.device.journal, group, to, findable)
         self._reserve(group.rows, plan.grown)
         self.swap.release(group.blocks, group.holders)
         self.meta[group.rows, SWAPPED] = 0
         self.sequences.num_swapped -= len(group.rows)
+        self.swapped_in_sequences += len(group.rows)
         self.swapped_in_blocks += len(src)
         return SwapPlan(src.astype(np.int32), dst.astype(np.int32))
+
+    def _note_findable(self, journal: EventJournal, group: _Group, to: Int64Array, findable: list[int]) -> None:
+        """Tells of blocks that came back into the index, each with the block before it in a table that has it."""
+        blocks, first = np.unique(to[group.inverse], return_index=True)
+        rows, entries = group.rows[group.which[first]], group.entries[first]
+        before = self.block_tables[rows, np.maximum(entries - 1, 0)]
+        parents = {
+            block: self.device.hashes[parent] if entry else None
+            for block, entry, parent in zip(blocks.tolist(), entries.tolist(), before.tolist(), strict=True)
+        }
+        journal.stored([self._stored_block(journal, block, parents[block]) for block in findable])
+
+    def _stored_block(self, journal: EventJournal, block: int, parent: bytes | None) -> StoredBlock:
+        chain_hash = self.device.hashes[block]
+        assert chain_hash is not None, "it is in the index"
+        return StoredBlock(
+            chain_hash, parent, token_bytes(self.device.token_ids[block]) if journal.with_tokens else b""
+        )
 
     def _swap_out_group(self, space: SequenceSpace, sequence_ids: npt.ArrayLike) -> _Group:
         ids, rows = space.lookup(sequence_ids)

@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
 
+from kvservice.blocks.ages import BlockAges
+from kvservice.blocks.events import EventJournal
 from kvservice.blocks.eviction import EvictionQueue
-from kvservice.blocks.plans import Int32Array, Int64Array
+from kvservice.blocks.plans import BoolArray, Int32Array, Int64Array, Zeros
 from kvservice.blocks.prefix import PrefixIndex
 
 # Typed arrays of no dimension: NumPy takes these in half the time that it needs for Python's integers.
 ONE, _TWO = np.array(1, np.int32), np.array(2, np.int32)
-Zeros = Callable[[tuple[int, ...], npt.DTypeLike], npt.NDArray[np.generic]]
 
 
 class Tier:
@@ -26,10 +26,10 @@ class Tier:
     `hashes[block]` is the chain hash of a block that is full and computed; of any other block it means nothing.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, name: str, zeros: Zeros) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.ref_count = np.zeros(num_blocks, np.int32)
+        self.ref_count: Int32Array = zeros(f"{name}_ref_count", (num_blocks,), np.int32)
         self.token_ids = np.zeros((num_blocks, block_size), np.int32)
         self.token_slots = self.token_ids.reshape(-1)
         self.hashes: list[bytes | None] = [None] * num_blocks
@@ -99,11 +99,15 @@ class Tier:
 class DeviceTier(Tier):
     """The pool that attention reads. Blocks are free, active (held) or cached (not held, but in the prefix index)."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        super().__init__(num_blocks, block_size)
+    def __init__(
+        self, num_blocks: int, block_size: int, clock: Callable[[], float], journal: EventJournal | None, zeros: Zeros
+    ) -> None:
+        super().__init__(num_blocks, block_size, "device", zeros)
         self.index = PrefixIndex(block_size)
-        self.indexed = np.zeros(num_blocks, np.bool_)
-        self.pinned = np.zeros(num_blocks, np.bool_)
+        self.ages = BlockAges(num_blocks, clock, zeros)
+        self.journal = journal
+        self.indexed: BoolArray = zeros("indexed", (num_blocks,), np.bool_)
+        self.pinned: BoolArray = zeros("pinned", (num_blocks,), np.bool_)
         self.evictable = EvictionQueue(num_blocks)
         self.num_pinned_unheld = 0
         self.evictions = 0
@@ -122,9 +126,11 @@ class DeviceTier(Tier):
         blocks = self._pop_free(from_free)
         if from_free < count:
             evicted = self.evictable.pop(count - from_free)
+            self.ages.evict(evicted)
             self.forget(evicted)
             self.evictions += len(evicted)
             blocks = np.concatenate([blocks, evicted])
+        self.ages.take(blocks)
         self.ref_count[blocks] = 1
         self.num_active += count
         return blocks
@@ -133,6 +139,7 @@ class DeviceTier(Tier):
         """`hold` for distinct blocks that the index found: cached ones stop being evictable."""
         unheld = blocks[self.ref_count[blocks] == 0]
         if len(unheld):
+            self.ages.reuse(unheld)
             pinned = self.pinned[unheld]
             self.num_pinned_unheld -= int(np.count_nonzero(pinned))
             self.evictable.remove(unheld[~pinned])
@@ -147,27 +154,44 @@ class DeviceTier(Tier):
         unheld = self._unhold(blocks, counts)
         known = self.indexed[unheld]
         if not np.count_nonzero(known):
-            self._push_free(unheld)
+            self._give_up(unheld)
             return
-        self._push_free(unheld[~known])
+        self._give_up(unheld[~known])
         cached = unheld[known]
+        self.ages.cache(cached)
         pinned = self.pinned[cached]
         self.num_pinned_unheld += int(np.count_nonzero(pinned))
         self.evictable.add(cached[~pinned])
 
-    def remember(self, block: int, chain_hash: bytes) -> None:
-        """Records the hash of a block that is now full and computed; it is found by it unless another block is."""
+    def _give_up(self, blocks: Int64Array) -> None:
+        self.ages.free(blocks)
+        self._push_free(blocks)
+
+    def remember(self, block: int, chain_hash: bytes) -> bool:
+        """Records the hash of a block that is now full and computed. Whether it is found by it from now on: not if
+        another block is."""
         self.hashes[block] = chain_hash
-        if self.index.blocks.setdefault(chain_hash, block) == block:
-            self.indexed[block] = True
+        if self.index.blocks.setdefault(chain_hash, block) != block:
+            return False
+        self.indexed[block] = True
+        return True
 
     def forget(self, blocks: Int64Array) -> None:
         """Takes blocks out of the index; their hashes stay, for the chains of those who hold them."""
+        forgotten = self._take_from_index(blocks)
+        if self.journal is not None and forgotten:
+            self.journal.removed(forgotten)
+
+    def _take_from_index(self, blocks: Int64Array) -> list[bytes]:
+        """Returns their hashes."""
+        forgotten: list[bytes] = []
         for block in blocks.tolist():
             chain_hash = self.hashes[block]
             assert chain_hash is not None
             del self.index.blocks[chain_hash]
+            forgotten.append(chain_hash)
         self.indexed[blocks] = False
+        return forgotten
 
     def pin(self, blocks: Int64Array) -> None:
         """Withholds distinct unpinned indexed blocks from eviction."""
@@ -186,7 +210,12 @@ class DeviceTier(Tier):
     def reset(self) -> int:
         """Forgets all that is not pinned. Returns how many cached blocks became free."""
         unheld = self.evictable.blocks()
-        self.forget(np.flatnonzero(self.indexed & ~self.pinned))
+        forgotten = self._take_from_index(np.flatnonzero(self.indexed & ~self.pinned))
+        if self.journal is not None and forgotten:
+            if self.index.blocks:
+                self.journal.removed(forgotten)
+            else:
+                self.journal.cleared()
         self.evictable.remove(unheld)
-        self._push_free(unheld)
+        self._give_up(unheld)
         return len(unheld)

@@ -160,9 +160,7 @@ class Daemon:
         try:
             server, _thread = prometheus_client.start_http_server(int(port), host, self._metrics)
         except OSError as error:
-            raise StartError(
-                f"cannot listen on {self._config.http_address}: {error}", field="http_address"
-            ) from None
+            raise StartError(f"cannot listen on {self._config.http_address}: {error}", field="http_address") from None
         cleanup.callback(server.server_close)
         cleanup.callback(server.shutdown)
 

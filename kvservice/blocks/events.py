@@ -1,0 +1,97 @@
+"""What enters the prefix index and what leaves it, in numbered batches, the latest of which are remembered."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TypeAlias
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBlock:
+    """A block that can be found by `block_hash` from now on. `parent` is None for a prompt's first; `tokens` are
+    little-endian int32, or empty where they are not to be told."""
+
+    block_hash: bytes
+    parent: bytes | None
+    tokens: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RemovedBlocks:
+    """Hashes by which nothing can be found any more."""
+
+    block_hashes: list[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Cleared:
+    """Nothing can be found any more."""
+
+
+Change: TypeAlias = "list[StoredBlock] | RemovedBlocks | Cleared"
+
+
+@dataclass(frozen=True, slots=True)
+class EventBatch:
+    """What one operation changed. `number` counts from 1; `time_s` is since 1970."""
+
+    number: int
+    time_s: float
+    change: Change
+    num_blocks: int
+
+
+def _nobody_listens() -> None:
+    pass
+
+
+@dataclass
+class EventJournal:
+    """The latest batches, of at most `window` blocks together, but always the last one.
+
+    `on_change` is called after each batch. `with_tokens`: stored blocks tell their tokens.
+    """
+
+    window: int
+    with_tokens: bool = False
+    clock: Callable[[], float] = time.time
+    on_change: Callable[[], object] = _nobody_listens
+    num_stored: int = 0
+    num_removed: int = 0
+    num_cleared: int = 0
+    newest: int = 0
+    _batches: deque[EventBatch] = field(default_factory=deque)
+    _num_blocks: int = 0
+
+    @property
+    def oldest(self) -> int:
+        """Number of the first batch that is remembered, or of the next one if none is."""
+        return self._batches[0].number if self._batches else self.newest + 1
+
+    def stored(self, blocks: list[StoredBlock]) -> None:
+        self.num_stored += len(blocks)
+        self._add(blocks, len(blocks))
+
+    def removed(self, block_hashes: list[bytes]) -> None:
+        self.num_removed += len(block_hashes)
+        self._add(RemovedBlocks(block_hashes), len(block_hashes))
+
+    def cleared(self) -> None:
+        self.num_cleared += 1
+        self._add(Cleared(), 1)
+
+    def since(self, number: int) -> Iterator[EventBatch]:
+        """The batches from this number on that are remembered."""
+        return islice(self._batches, max(0, number - self.oldest), None)
+
+    def _add(self, change: Change, num_blocks: int) -> None:
+        self.newest += 1
+        self._batches.append(EventBatch(self.newest, self.clock(), change, num_blocks))
+        self._num_blocks += num_blocks
+        while self._num_blocks > self.window and len(self._batches) > 1:
+            self._num_blocks -= self._batches.popleft().num_blocks
+        self.on_change()
