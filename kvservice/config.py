@@ -100,7 +100,10 @@ class ServeConfig(BaseModel):
         "command line, where others can read it.",
     )
     event_window: int = Field(
-        10_000, ge=0, le=1 << 24, description="Batches of block events that can be replayed. 0: there are no events."
+        50_000,
+        ge=0,
+        le=1 << 24,
+        description="Latest blocks whose events are remembered, to be replayed. 0: there are no events.",
     )
     event_token_ids: bool = Field(False, description="Block events tell the token ids.")
     max_event_streams: int = Field(16, ge=1, le=1024, description="Subscribers to block events at one time.")

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from kvservice.blocks import BlockManager, BlocksConfig, SequenceSpace, Step, SwapPlan
+from kvservice.blocks import BlockManager, BlocksConfig, EventJournal, SequenceSpace, Step, SwapPlan
+from kvservice.blocks.plans import Zeros, numpy_zeros
 from kvservice.config import ServeConfig
 from kvservice.devices import AttentionOptions, BlockSparse, Device
 from kvservice.errors import InvalidArgumentError, KVServiceError, ResourceExhaustedError
@@ -24,11 +25,12 @@ Array = np.ndarray[Any, Any]
 class Engine:
     """Owner of the block tables, and of the device with the pools that they speak of."""
 
-    def __init__(self, config: ServeConfig, device: Device) -> None:
+    def __init__(self, config: ServeConfig, device: Device, zeros: Zeros = numpy_zeros) -> None:
         self.layout = config.layout
         self.tensor_dtype = TENSOR_DTYPES[config.dtype]
         self.device = device
-        self.manager = _make_manager(config, device)
+        self.journal = EventJournal(config.event_window, config.event_token_ids) if config.event_window else None
+        self.manager = _make_manager(config, device, self.journal, zeros)
 
     @property
     def tensor_token_bytes(self) -> int:
@@ -166,7 +168,7 @@ class Engine:
         self.device.check_options(options)
 
 
-def _make_manager(config: ServeConfig, device: Device) -> BlockManager:
+def _make_manager(config: ServeConfig, device: Device, journal: EventJournal | None, zeros: Zeros) -> BlockManager:
     try:
         return BlockManager(
             BlocksConfig(
@@ -179,7 +181,9 @@ def _make_manager(config: ServeConfig, device: Device) -> BlockManager:
                 max_sequences=config.max_sequences,
                 max_sequence_tokens=config.max_sequence_tokens,
                 max_pinned_fraction=config.max_pinned_fraction,
-            )
+            ),
+            journal=journal,
+            zeros=zeros,
         )
     except MemoryError as error:
         raise ResourceExhaustedError(

@@ -20,12 +20,14 @@
     │   ├── SessionTakenError                            another client has taken the session over
     │   ├── RegionsNotAllowedError                       the daemon takes none, or none over this connection
     │   ├── PoolNotSharedError                           the daemon does not let clients map its pool, or not to write
+    │   ├── EventsOffError                               the daemon records no block events
     │   └── RegionShrunkError                            the client has truncated its shared-memory object
     ├── ResourceExhaustedError      RESOURCE_EXHAUSTED
     │   ├── OutOfBlocksError                             carries the counts; may succeed later
     │   ├── QuotaExceededError                           carries the limit's name and value
     │   └── MessageTooLargeError
     ├── DrainingError               UNAVAILABLE          the daemon is shutting down
+    ├── ObserverUnavailableError    UNAVAILABLE          the process that computes the answer is starting
     ├── ConnectionLostError         UNAVAILABLE          raised by clients only
     ├── RegionNotOpenedError        INTERNAL             no such shared-memory object; the status is Triton's
     └── InternalError               INTERNAL             a bug of ours, or a device that failed
@@ -136,6 +138,10 @@ class PoolNotSharedError(FailedPreconditionError):
     reason = "POOL_NOT_SHARED"
 
 
+class EventsOffError(FailedPreconditionError):
+    reason = "EVENTS_OFF"
+
+
 class RegionShrunkError(FailedPreconditionError):
     reason = "REGION_SHRUNK"
 
@@ -175,6 +181,11 @@ class MessageTooLargeError(ResourceExhaustedError):
 class DrainingError(KVServiceError):
     status = "UNAVAILABLE"
     reason = "DRAINING"
+
+
+class ObserverUnavailableError(KVServiceError):
+    status = "UNAVAILABLE"
+    reason = "OBSERVER_UNAVAILABLE"
 
 
 class ConnectionLostError(KVServiceError):

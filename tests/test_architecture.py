@@ -38,7 +38,10 @@ ROOMS: dict[str, set[str]] = {
     "devices": {"_cuda", "_ext", "blocks", "config", "errors", "ops", "pool", "pool.layout", "pool.sealed"},
     "engine": {"blocks", "config", "devices", "errors", "pool.layout"},
     "wire": {"errors", "pool.layout", "v1"},
-    "metrics": {"blocks"},
+    # What the daemon and its observer share.
+    "telemetry": {"blocks", "pool.available"},
+    "metrics": {"blocks", "telemetry"},
+    "observer": {"errors", "metrics", "telemetry", "v1"},
     "server": {
         "",
         "blocks",
@@ -47,7 +50,7 @@ ROOMS: dict[str, set[str]] = {
         "engine",
         "environment",
         "errors",
-        "metrics",
+        "telemetry",
         "pool.sealed",
         "v1",
         "wire",
@@ -64,7 +67,7 @@ ROOMS: dict[str, set[str]] = {
     "__main__": {"cli"},
     "": set(),
 }
-PROTOBUF_ROOMS = {"server", "client", "wire", "bench"}
+PROTOBUF_ROOMS = {"server", "observer", "client", "wire", "bench"}
 TORCH_MODULES = (
     "ops/torch_",
     "integrations/",
@@ -191,7 +194,12 @@ def test_importing_the_client_prepares_grpc() -> None:
     assert "-event_engine_client" in done.stdout
 
 
-RPCS = [method for service in SERVICES for method in service.methods if not method.client_streaming]
+RPCS = [
+    method
+    for service in SERVICES
+    for method in service.methods
+    if not (method.client_streaming or method.server_streaming)
+]
 SESSION_RPCS = [method for method in RPCS if method.containing_service.name in SESSION_SERVICES]
 # What a stream carries besides the calls of a session.
 OTHER_STREAM_CALLS = {"attach", "ping"}

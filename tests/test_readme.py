@@ -8,12 +8,7 @@ import prometheus_client
 import pytest
 
 from kvservice import errors
-from kvservice.blocks import BlockManager, BlocksConfig
 from kvservice.config import ServeConfig
-from kvservice.metrics.lanes import LaneCollector
-from kvservice.metrics.pool import PoolCollector
-from kvservice.metrics.regions import RegionCollector
-from kvservice.metrics.rpc import RpcMetrics
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 

@@ -5,22 +5,16 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from kvservice.blocks.arguments import refuse
 from kvservice.blocks.config import BlocksConfig
 from kvservice.blocks.events import EventJournal
-from kvservice.blocks.plans import Int64Array, Zeros
+from kvservice.blocks.plans import Int64Array, Zeros, numpy_zeros
 from kvservice.blocks.sequences import NO_STEP, NUM_BLOCKS, SWAPPED, SequenceRows, SequenceSpace
 from kvservice.blocks.tier import DeviceTier, Tier
 from kvservice.errors import OutOfBlocksError, QuotaExceededError, SequenceSwappedError, UnknownSessionError
-
-
-def _numpy_zeros(_name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    return np.zeros(shape, dtype)
 
 
 def ragged(starts: Int64Array, counts: Int64Array) -> tuple[Int64Array, Int64Array]:
@@ -42,7 +36,7 @@ class Core:
         *,
         clock: Callable[[], float] = time.monotonic,
         journal: EventJournal | None = None,
-        zeros: Zeros = _numpy_zeros,
+        zeros: Zeros = numpy_zeros,
     ) -> None:
         """`zeros` makes what others may want to read, e.g. in shared memory: who holds each block, block tables, rows
         of sequences. `clock` gives seconds, for pins and for ages. `journal` is told what the prefix index gets and

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import TypeAlias
 
 
@@ -84,9 +83,10 @@ class EventJournal:
         self.num_cleared += 1
         self._add(Cleared(), 1)
 
-    def since(self, number: int) -> Iterator[EventBatch]:
-        """The batches from this number on that are remembered."""
-        return islice(self._batches, max(0, number - self.oldest), None)
+    def since(self, number: int, limit: int) -> list[EventBatch]:
+        """The first `limit` batches from this number on that are remembered."""
+        first = max(0, number - self.oldest)
+        return [self._batches[i] for i in range(first, min(first + limit, len(self._batches)))]
 
     def _add(self, change: Change, num_blocks: int) -> None:
         self.newest += 1

@@ -19,6 +19,12 @@ BoolArray = npt.NDArray[np.bool_]
 # Makes a zeroed array, given name, shape and dtype. The name says what it is to those who read it.
 Zeros = Callable[[str, tuple[int, ...], npt.DTypeLike], npt.NDArray[Any]]
 
+
+def numpy_zeros(_name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """Of this process alone."""
+    return np.zeros(shape, dtype)
+
+
 PADDING_BLOCK = 0
 """Fills a gathered block table past a sequence's last block; no attention reads there."""
 

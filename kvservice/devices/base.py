@@ -120,6 +120,10 @@ class Device(Protocol):
     @property
     def fault(self) -> BaseException | None: ...
 
+    @property
+    def swap_busy_s(self) -> dict[str, float]:
+        """Seconds for which copies to the swap tier ("out") and back ("in") have run."""
+
     def check_options(self, options: AttentionOptions) -> None:
         """Raise InvalidArgumentError naming the option that this device has no kernel for."""
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from kvservice import _cuda
 
 
-# A copy's event, and its stream.
-Flying: TypeAlias = "tuple[_cuda.Event, _cuda.Stream]"
+# The event at a copy's end, its stream, and the event at its beginning where its time counts.
+Flying: TypeAlias = "tuple[_cuda.Event, _cuda.Stream, _cuda.Event | None]"
 
 
 class Tier:
@@ -47,6 +47,8 @@ class Copies:
         self._block_bytes = block_bytes
         self._within, self._out, self._in = (cuda.Stream(device) for _ in range(3))
         self._computed = cuda.Event(device)
+        # Of the copies that are known to be done: seconds between the events around them.
+        self.swap_busy_s = {"out": 0.0, "in": 0.0}
         self._spare: list[_cuda.Event] = []
         # By number, the oldest first.
         self._flying: dict[int, Flying] = {}
@@ -65,6 +67,9 @@ class Copies:
         self._wait_for_compute(stream)
         self._wait(stream, self._in_flight(source.last_touch[src_ids]))
         self._wait(stream, self._in_flight(target.last_touch[dst_ids]))
+        begin = None if stream is self._within else self._event()
+        if begin is not None:
+            begin.record(stream.handle)
         self._cuda.copy_blocks(
             source.pointer,
             target.pointer,
@@ -75,12 +80,15 @@ class Copies:
             dst_ids,
             stream.handle,
         )
-        event = self._spare.pop() if self._spare else self._cuda.Event(self._device)
+        event = self._event()
         event.record(stream.handle)
         self._newest += 1
-        self._flying[self._newest] = (event, stream)
+        self._flying[self._newest] = (event, stream, begin)
         source.last_touch[src_ids] = self._newest
         target.last_touch[dst_ids] = target.last_write[dst_ids] = self._newest
+
+    def _event(self) -> _cuda.Event:
+        return self._spare.pop() if self._spare else self._cuda.Event(self._device, True)
 
     def _wait_for_compute(self, stream: _cuda.Stream) -> None:
         self._computed.record(self._compute.handle)
@@ -96,7 +104,7 @@ class Copies:
         self._wait(self._compute, self.hold_up(reads, writes))
 
     def _wait(self, stream: _cuda.Stream, copies: list[Flying]) -> None:
-        for event, other in copies:
+        for event, other, _ in copies:
             if other is not stream:
                 stream.wait(event)
 
@@ -110,11 +118,14 @@ class Copies:
 
     def _forget_done(self) -> None:
         busy: set[int] = set()
-        for number, (event, stream) in list(self._flying.items()):
+        for number, (event, stream, begin) in list(self._flying.items()):
             if stream.handle in busy:
                 continue
             if event.done():
                 del self._flying[number]
+                if begin is not None:
+                    self.swap_busy_s["out" if stream is self._out else "in"] += event.elapsed_ms(begin) / 1e3
+                    self._spare.append(begin)
                 self._spare.append(event)
             else:
                 busy.add(stream.handle)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 import numpy as np
@@ -39,6 +40,7 @@ class CpuDevice:
         self.pool = CpuPool(self.layout, self.num_blocks, writable_by_others=config.share_pool == "write")
         self.swap_pool = CpuPool(self.layout, self.num_swap_blocks, "kvservice-swap")
         self.memory_bytes = {"pool": self.pool.num_bytes, "swap": self.swap_pool.num_bytes}
+        self.swap_busy_s = {"out": 0.0, "in": 0.0}
         self._queue = ByteQueue()
         self._batch_invariant = config.batch_invariant
         self._lanes = _ext.CpuLaneExecutor(self.pool.blocks, self.layout.head_size, config.batch_invariant)
@@ -63,19 +65,24 @@ class CpuDevice:
             raise InvalidArgumentError("the CPU's kernels have no such pattern", field="options.block_sparse")
 
     def copy(self, src_ids: Int32, dst_ids: Int32) -> None:
-        self._copy(self.pool, self.pool, src_ids, dst_ids)
+        self._post(lambda: ops.copy_blocks(self.pool.blocks, self.pool.blocks, src_ids, dst_ids), len(src_ids))
 
     def swap_out(self, src_ids: Int32, dst_ids: Int32) -> None:
-        self._copy(self.pool, self.swap_pool, src_ids, dst_ids)
+        self._swap("out", self.pool, self.swap_pool, src_ids, dst_ids)
 
     def swap_in(self, src_ids: Int32, dst_ids: Int32) -> None:
-        self._copy(self.swap_pool, self.pool, src_ids, dst_ids)
+        self._swap("in", self.swap_pool, self.pool, src_ids, dst_ids)
 
-    def _copy(self, source: CpuPool, target: CpuPool, src_ids: Int32, dst_ids: Int32) -> None:
-        self._queue.post(
-            lambda: ops.copy_blocks(source.blocks, target.blocks, src_ids, dst_ids),
-            inline=len(src_ids) * self.layout.block_bytes <= INLINE_BYTES,
-        )
+    def _swap(self, direction: str, source: CpuPool, target: CpuPool, src_ids: Int32, dst_ids: Int32) -> None:
+        def work() -> None:
+            start = time.perf_counter()
+            ops.copy_blocks(source.blocks, target.blocks, src_ids, dst_ids)
+            self.swap_busy_s[direction] += time.perf_counter() - start
+
+        self._post(work, len(src_ids))
+
+    def _post(self, work: Callable[[], None], num_blocks: int) -> None:
+        self._queue.post(work, inline=num_blocks * self.layout.block_bytes <= INLINE_BYTES)
 
     def attend(
         self,

@@ -124,6 +124,10 @@ class CudaDevice:
         return self._compute.queue.fault
 
     @property
+    def swap_busy_s(self) -> dict[str, float]:
+        return self._compute.copies.swap_busy_s
+
+    @property
     def on_fault(self) -> Callable[[], object]:
         return self._compute.queue.on_fault
 

@@ -1,1 +1,5 @@
-"""Prometheus metrics."""
+"""Prometheus metrics: what each reading of the daemon's memory says, under the names that dashboards and alerts know.
+
+pool      blocks, tokens, swap, prefix cache        calls     latency of RPCs and of lanes, the event loop
+holders   sessions, tenants, regions, lanes         about     build, configuration, events
+"""

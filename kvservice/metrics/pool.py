@@ -1,85 +1,75 @@
-"""The pool's counters and gauges, read when Prometheus asks."""
+"""Where the memory is: blocks, tokens, the prefix cache, swap."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client.core import Metric
 
-from kvservice.blocks import BlocksStats
+from kvservice.blocks.ages import BUCKETS_S, IDLE_BEFORE_EVICTION, LIFETIME, REUSE_GAP
+from kvservice.metrics.families import counter, counters, gauge, gauges, histogram
+from kvservice.telemetry.reading import Reading
+from kvservice.telemetry.vitals import Vitals
 
 
-class PoolCollector(Collector):
-    """Translates `BlocksStats`; costs the calls nothing. `memory_bytes`: what the device took at the start, by use."""
+def pool_metrics(reading: Reading, block_bytes: int, memory_bytes: Mapping[str, int]) -> Iterator[Metric]:
+    """`memory_bytes`: what the device took at the start, by use."""
+    vitals = reading.vitals
+    yield from _blocks(vitals)
+    yield gauge("block_size_bytes", "Bytes of one block, all layers.", block_bytes)
+    yield gauges("memory_bytes", "Memory taken at the start, by use.", "use", memory_bytes.items())
+    yield gauge("tokens", "Tokens of all sequences.", vitals.tokens)
+    yield from _prefix_cache(vitals)
+    yield from _swap(vitals, block_bytes)
+    yield from _ages(reading)
 
-    def __init__(
-        self,
-        stats: Callable[[], BlocksStats],
-        num_sessions: Callable[[], int],
-        block_bytes: int,
-        memory_bytes: Mapping[str, int],
-    ) -> None:
-        self._stats = stats
-        self._num_sessions = num_sessions
-        self._block_bytes = block_bytes
-        self._memory_bytes = memory_bytes
 
-    def collect(self) -> Iterator[Metric]:
-        stats = self._stats()
-        yield from self._block_gauges(stats)
-        gauges = {
-            "kvservice_tokens": ("Tokens of all sequences.", stats.num_tokens),
-            "kvservice_sessions": ("Open sessions.", self._num_sessions()),
-        }
-        for name, (text, value) in gauges.items():
-            yield GaugeMetricFamily(name, text, value)
-        sequences = GaugeMetricFamily("kvservice_sequences", "Sequences, by where their blocks are.", labels=["tier"])
-        sequences.add_metric(["device"], stats.num_sequences - stats.num_swapped_sequences)
-        sequences.add_metric(["swap"], stats.num_swapped_sequences)
-        yield sequences
-        counters = {
-            "kvservice_prefix_cache_query_tokens": ("Prompt tokens looked up.", stats.prefix_query_tokens),
-            "kvservice_prefix_cache_hit_tokens": ("Prompt tokens found computed.", stats.prefix_hit_tokens),
-            "kvservice_cow_copies": ("Shared blocks copied because one holder wrote.", stats.cow_copies),
-            "kvservice_evictions": ("Cached blocks given up for others.", stats.evictions),
-        }
-        for name, (text, value) in counters.items():
-            yield CounterMetricFamily(name, text, value)
-        yield from self._swap_counters(stats)
+def _blocks(vitals: Vitals) -> Iterator[Metric]:
+    states = {
+        "free": vitals.free_blocks,
+        "active": vitals.active_blocks,
+        "shared": vitals.shared_blocks,
+        "cached": vitals.cached_blocks,
+        "pinned": vitals.pinned_blocks,
+        "swapped": vitals.used_swap_blocks,
+    }
+    yield gauges("blocks", "Blocks, by state. A block is in one state.", "state", states.items())
+    held = vitals.active_blocks + vitals.shared_blocks
+    yield gauge("block_usage_ratio", "Share of the pool that sequences hold.", held / vitals.num_blocks)
+    capacity = {"device": vitals.num_blocks, "swap": vitals.num_swap_blocks}
+    yield gauges("capacity_blocks", "Blocks that a tier has.", "tier", capacity.items())
+    tiers = {"device": vitals.sequences - vitals.swapped_sequences, "swap": vitals.swapped_sequences}
+    yield gauges("sequences", "Sequences, by where their blocks are.", "tier", tiers.items())
 
-    def _block_gauges(self, stats: BlocksStats) -> Iterator[Metric]:
-        blocks = GaugeMetricFamily("kvservice_blocks", "Blocks, by state. A block is in one state.", labels=["state"])
-        states = {
-            "free": stats.num_free_blocks,
-            "active": stats.num_active_blocks - stats.num_shared_blocks,
-            "shared": stats.num_shared_blocks,
-            "cached": stats.num_cached_blocks - stats.num_pinned_blocks,
-            "pinned": stats.num_pinned_blocks,
-            "swapped": stats.num_used_swap_blocks,
-        }
-        for state, value in states.items():
-            blocks.add_metric([state], value)
-        yield blocks
-        usage = stats.num_active_blocks / stats.num_blocks
-        yield GaugeMetricFamily("kvservice_block_usage_ratio", "Share of the pool that sequences hold.", usage)
-        capacity = GaugeMetricFamily("kvservice_capacity_blocks", "Blocks that a tier has.", labels=["tier"])
-        capacity.add_metric(["device"], stats.num_blocks)
-        capacity.add_metric(["swap"], stats.num_swap_blocks)
-        yield capacity
-        yield GaugeMetricFamily("kvservice_block_size_bytes", "Bytes of one block, all layers.", self._block_bytes)
-        memory = GaugeMetricFamily("kvservice_memory_bytes", "Memory taken at the start, by use.", labels=["use"])
-        for use, value in self._memory_bytes.items():
-            memory.add_metric([use], value)
-        yield memory
 
-    def _swap_counters(self, stats: BlocksStats) -> Iterator[Metric]:
-        moved = {"out": stats.swapped_out_blocks, "in": stats.swapped_in_blocks}
-        blocks = CounterMetricFamily("kvservice_swap_blocks", "Blocks moved between tiers.", labels=["direction"])
-        for direction, value in moved.items():
-            blocks.add_metric([direction], value)
-        yield blocks
-        num_bytes = CounterMetricFamily("kvservice_swap_bytes", "Bytes moved between tiers.", labels=["direction"])
-        for direction, value in moved.items():
-            num_bytes.add_metric([direction], value * self._block_bytes)
-        yield num_bytes
+def _prefix_cache(vitals: Vitals) -> Iterator[Metric]:
+    yield counter("computed_tokens", "Tokens whose K/V were written in all layers.", vitals.computed_tokens)
+    yield counter("prefix_cache_query_tokens", "Prompt tokens looked up.", vitals.prefix_query_tokens)
+    yield counter("prefix_cache_hit_tokens", "Prompt tokens found computed.", vitals.prefix_hit_tokens)
+    yield counter("cow_copies", "Shared blocks copied because one holder wrote.", vitals.cow_copies)
+    yield counter("evictions", "Cached blocks given up for others.", vitals.evicted_blocks)
+    yield counter("out_of_blocks", "Calls refused because there were no blocks.", vitals.out_of_blocks)
+    events = {"stored": vitals.stored_events, "removed": vitals.removed_events, "cleared": vitals.cleared_events}
+    yield counters("block_events", "Blocks that entered or left the prefix cache.", "event", events.items())
+    yield gauge("event_streams", "Subscribers to block events.", vitals.event_streams)
+
+
+def _swap(vitals: Vitals, block_bytes: int) -> Iterator[Metric]:
+    blocks = {"out": vitals.swapped_out_blocks, "in": vitals.swapped_in_blocks}
+    yield counters("swap_blocks", "Blocks moved between tiers.", "direction", blocks.items())
+    num_bytes = ((direction, value * block_bytes) for direction, value in blocks.items())
+    yield counters("swap_bytes", "Bytes moved between tiers.", "direction", num_bytes)
+    sequences = {"out": vitals.swapped_out_sequences, "in": vitals.swapped_in_sequences}
+    yield counters("swapped_sequences", "Sequences moved between tiers.", "direction", sequences.items())
+    busy = {"out": vitals.swap_out_busy_s, "in": vitals.swap_in_busy_s}
+    yield counters("swap_busy_seconds", "Time for which such moves ran.", "direction", busy.items())
+
+
+def _ages(reading: Reading) -> Iterator[Metric]:
+    for which, name, text in (
+        (LIFETIME, "block_lifetime_seconds", "Time from taking a block to giving it up."),
+        (IDLE_BEFORE_EVICTION, "block_idle_before_eviction_seconds", "Time that an evicted block was held by nobody."),
+        (REUSE_GAP, "block_reuse_gap_seconds", "Time that a cached block was held by nobody until it was found again."),
+    ):
+        counts, seconds = reading.age_counts[which].tolist(), float(reading.age_seconds[which])
+        yield histogram(name, text, BUCKETS_S, counts, seconds)

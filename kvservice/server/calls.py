@@ -5,6 +5,8 @@ One function for each RPC, named as the RPC and as the field of a stream's `Call
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+
 import numpy as np
 
 from kvservice import __version__
@@ -14,7 +16,7 @@ from kvservice.errors import InvalidArgumentError
 from kvservice.server import codec
 from kvservice.server.host_calls import HostCalls
 from kvservice.server.sessions import Session, SessionRegistry
-from kvservice.v1 import attention_pb2, blocks_pb2, pool_pb2, session_pb2
+from kvservice.v1 import attention_pb2, blocks_pb2, inspect_pb2, pool_pb2, session_pb2
 from kvservice.wire.tensors import put_tensor, to_ints
 
 # Room for what surrounds the tensors in a message.
@@ -193,7 +195,15 @@ class Calls(HostCalls):
 class OpenCalls:
     """Calls that need no session: `request -> response`."""
 
-    def __init__(self, config: ServeConfig, engine: Engine, sessions: SessionRegistry) -> None:
+    def __init__(
+        self,
+        config: ServeConfig,
+        engine: Engine,
+        sessions: SessionRegistry,
+        snapshot: Callable[[bytes], Awaitable[bytes]],
+    ) -> None:
+        """`snapshot` answers a serialized GetSnapshotRequest."""
+        self._snapshot = snapshot
         self._info = codec.info_response(config, engine.device, __version__)
         self._engine = engine
         self._sessions = sessions
@@ -204,11 +214,15 @@ class OpenCalls:
     def get_stats(self, _: pool_pb2.GetStatsRequest) -> pool_pb2.GetStatsResponse:
         return codec.stats_response(self._engine.manager.stats(), len(self._sessions))
 
+    async def get_snapshot(self, request: inspect_pb2.GetSnapshotRequest) -> inspect_pb2.Snapshot:
+        codec.check_snapshot_request(request)
+        return inspect_pb2.Snapshot.FromString(await self._snapshot(request.SerializeToString()))
+
     def ping(self, request: pool_pb2.PingRequest) -> pool_pb2.PingResponse:
         return pool_pb2.PingResponse(payload=request.payload)
 
     def open(self, request: session_pb2.OpenRequest) -> session_pb2.OpenResponse:
-        session = self._sessions.open(request.name, request.detachable, request.detach_ttl_s)
+        session = self._sessions.open(request.name, request.tenant, request.detachable, request.detach_ttl_s)
         return session_pb2.OpenResponse(session_token=session.token, session_id=session.session_id)
 
     def close(self, request: session_pb2.CloseRequest) -> session_pb2.CloseResponse:

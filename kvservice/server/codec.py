@@ -17,9 +17,19 @@ from kvservice.devices import AttentionOptions, BlockSparse, Device
 from kvservice.errors import InvalidArgumentError, KVServiceError
 from kvservice.server.region import Place, Region
 from kvservice.server.regions import Regions, Target
-from kvservice.v1 import attention_pb2, blocks_pb2, host_pb2, pool_pb2, shared_memory_pb2, tensor_pb2
+from kvservice.v1 import (
+    attention_pb2,
+    blocks_pb2,
+    host_pb2,
+    inspect_pb2,
+    pool_pb2,
+    shared_memory_pb2,
+    tensor_pb2,
+)
 from kvservice.wire.tensors import Array, put_tensor, put_type, to_array, to_ints
 
+MAX_SNAPSHOT_ROWS = 1000
+MAX_SEARCH_LENGTH = 128
 ALLOC_STATUS = {
     AllocStatus.OK: blocks_pb2.ALLOC_STATUS_OK,
     AllocStatus.LATER: blocks_pb2.ALLOC_STATUS_LATER,
@@ -228,6 +238,14 @@ def stats_response(stats: BlocksStats, num_sessions: int) -> pool_pb2.GetStatsRe
         swapped_in_blocks=stats.swapped_in_blocks,
         evicted_blocks=stats.evictions,
     )
+
+
+def check_snapshot_request(request: inspect_pb2.GetSnapshotRequest) -> None:
+    for field in ("max_sessions", "max_sequences"):
+        if not 0 <= getattr(request, field) <= MAX_SNAPSHOT_ROWS:
+            raise InvalidArgumentError(f"is not from 0 to {MAX_SNAPSHOT_ROWS}", field=field)
+    if len(request.search) > MAX_SEARCH_LENGTH:
+        raise InvalidArgumentError(f"has more than {MAX_SEARCH_LENGTH} characters", field="search")
 
 
 def check_response_size(num_bytes: int, limit: int, field: str) -> None:

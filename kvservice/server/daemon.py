@@ -14,24 +14,24 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import prometheus_client
 import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from prometheus_client import CollectorRegistry
 
 from kvservice.config import ServeConfig
 from kvservice.devices import open_device
 from kvservice.engine import Engine
 from kvservice.errors import KVServiceError
-from kvservice.metrics.lanes import LaneCollector
-from kvservice.metrics.pool import PoolCollector
-from kvservice.metrics.regions import RegionCollector
-from kvservice.metrics.rpc import RpcMetrics
 from kvservice.server.calls import Calls, OpenCalls
 from kvservice.server.dispatch import Dispatcher
-from kvservice.server.services import SERVICES, Services
+from kvservice.server.events import EventStreams
+from kvservice.server.observing import Observing
+from kvservice.server.services import METHODS, SERVICES, Services
 from kvservice.server.sessions import SessionRegistry
+from kvservice.server.telemetry import DaemonVitals, configuration
+from kvservice.telemetry.arrays import SharedArrays
+from kvservice.telemetry.calls import CallTable
+from kvservice.telemetry.sessions import SessionTable
 
 logger = logging.getLogger(__name__)
 
@@ -46,29 +46,20 @@ class Daemon:
     def __init__(self, config: ServeConfig) -> None:
         self._config = config
         self.device = open_device(config)
-        self.engine = Engine(config, self.device)
-        self.sessions = SessionRegistry(config, self.engine.manager, self.device)
-        self._metrics = CollectorRegistry()
-        prometheus_client.ProcessCollector(registry=self._metrics)
-        prometheus_client.PlatformCollector(registry=self._metrics)
-        self._metrics.register(
-            PoolCollector(
-                self.engine.manager.stats,
-                lambda: len(self.sessions),
-                config.layout.block_bytes,
-                self.device.memory_bytes,
-            )
-        )
-        totals = self.sessions.region_totals
-        self._metrics.register(RegionCollector(lambda: totals.count, lambda: totals.num_bytes))
-        lanes = self.sessions.lanes
-        self._metrics.register(LaneCollector(lambda: len(lanes.open), lanes.stats, self.device.lane_buckets_s))
+        arrays = SharedArrays()
+        self.engine = Engine(config, self.device, arrays.zeros)
+        table = SessionTable(config.max_sessions, config.max_labels, arrays.zeros)
+        self.sessions = SessionRegistry(config, self.engine.manager, self.device, table)
+        self.events = EventStreams(config, self.engine.journal)
         self.dispatcher = Dispatcher(
             Calls(config, self.engine),
-            OpenCalls(config, self.engine, self.sessions),
+            OpenCalls(config, self.engine, self.sessions, lambda request: self.observing.snapshot(request)),
             self.sessions,
-            RpcMetrics(self._metrics),
+            CallTable(METHODS, arrays.zeros),
         )
+        vitals = DaemonVitals(arrays, self.engine, self.sessions, self.dispatcher, self.events)
+        told = configuration(config, self.device, arrays, METHODS)
+        self.observing = Observing(arrays, told, vitals.write, vitals.block_hash)
         self._health = health.aio.HealthServicer()
         self._stop = asyncio.Event()
 
@@ -81,10 +72,10 @@ class Daemon:
         with contextlib.ExitStack() as cleanup:
             server = self._server()
             self._listen(server, cleanup)
-            self._listen_metrics(cleanup)
+            self._listen_http(cleanup)
             await server.start()
             self._restrict_unix_socket()
-            handing_over = asyncio.create_task(self.sessions.handover.serve())
+            beside = [asyncio.create_task(task) for task in (self.sessions.handover.serve(), self.observing.run())]
             await self._set_health(health_pb2.HealthCheckResponse.SERVING)
             logger.info(
                 "serving %d blocks of %d bytes on %s",
@@ -98,7 +89,9 @@ class Daemon:
             if self.device.fault is None:
                 await self._drain()
             await server.stop(grace=0.5)
-            handing_over.cancel()
+            for task in beside:
+                task.cancel()
+            await asyncio.gather(*beside, return_exceptions=True)
             self.sessions.lanes.close()
             self.device.close()
         return EXIT_FAULT if self.device.fault is not None else 0
@@ -119,7 +112,7 @@ class Daemon:
             ],
             maximum_concurrent_rpcs=4 * config.max_sessions + 64,
         )
-        server.add_generic_rpc_handlers(tuple(Services(self.dispatcher, self.sessions).handlers()))
+        server.add_generic_rpc_handlers(tuple(Services(self.dispatcher, self.sessions, self.events).handlers()))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = [service.full_name for service in SERVICES]
         reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
@@ -153,16 +146,18 @@ class Daemon:
         if self._config.unix_socket:
             os.chmod(self._config.unix_socket, int(self._config.unix_socket_mode, 8))
 
-    def _listen_metrics(self, cleanup: contextlib.ExitStack) -> None:
+    def _listen_http(self, cleanup: contextlib.ExitStack) -> None:
         if not self._config.http_address:
             return
         host, _, port = self._config.http_address.rpartition(":")
         try:
-            server, _thread = prometheus_client.start_http_server(int(port), host, self._metrics)
+            listening = socket.create_server(
+                (host.strip("[]"), int(port)), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+            )
         except OSError as error:
             raise StartError(f"cannot listen on {self._config.http_address}: {error}", field="http_address") from None
-        cleanup.callback(server.server_close)
-        cleanup.callback(server.shutdown)
+        cleanup.callback(listening.close)
+        self.observing.serve_http(listening)
 
     async def _set_health(self, status: Any) -> None:
         for name in ("", *(service.full_name for service in SERVICES)):

@@ -15,12 +15,13 @@ from kvservice.errors import (
     InternalError,
     InvalidArgumentError,
     KVServiceError,
+    OutOfBlocksError,
     RegionsNotAllowedError,
 )
-from kvservice.metrics.rpc import RpcMetrics
 from kvservice.server.calls import Calls, OpenCalls
 from kvservice.server.codec import shares_memory
 from kvservice.server.sessions import Session, SessionRegistry
+from kvservice.telemetry.calls import CallTable
 
 logger = logging.getLogger(__name__)
 
@@ -38,13 +39,15 @@ STEP_WORK = frozenset(("decode", "extend", "write"))
 
 
 class Dispatcher:
-    def __init__(self, calls: Calls, open_calls: OpenCalls, sessions: SessionRegistry, metrics: RpcMetrics) -> None:
+    def __init__(self, calls: Calls, open_calls: OpenCalls, sessions: SessionRegistry, table: CallTable) -> None:
         self._calls = calls
         self._open_calls = open_calls
         self._sessions = sessions
-        self._metrics = metrics
+        self._table = table
         self.draining = False
         self.in_flight = 0
+        # Calls that were refused because there were no blocks.
+        self.out_of_blocks = 0
 
     async def call(self, method: str, request: Any, session: Session, transport: str, local: bool) -> Message:
         """A call within a session; `local`: it came over the unix socket. Raises KVServiceError."""
@@ -74,6 +77,7 @@ class Dispatcher:
             return cast(Message, response)
         except KVServiceError as error:
             status = error.status
+            self.out_of_blocks += isinstance(error, OutOfBlocksError)
             raise
         except asyncio.CancelledError:
             status = "CANCELLED"  # cut off, as by the end of its stream: nobody gets an answer
@@ -84,7 +88,7 @@ class Dispatcher:
             raise InternalError(f"{method} failed; the daemon's log says why") from None
         finally:
             self.in_flight -= 1
-            self._metrics.observe(method, status, transport, time.perf_counter() - start)
+            self._table.observe(method, status, transport, time.perf_counter() - start)
 
     def _in_session(self, method: str, request: Any, session: Session) -> Any:
         response = self._repeated_or_new(method, request, session)

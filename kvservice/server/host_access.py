@@ -19,10 +19,13 @@ from kvservice.errors import (
     RegionsNotAllowedError,
     ResourceExhaustedError,
 )
-from kvservice.metrics.lanes import LaneStats
 from kvservice.pool.sealed import SealedMemory
 from kvservice.server.handover import Handover
 from kvservice.server.step_tables import StepTables
+from kvservice.telemetry.sessions import LANE, SessionRow
+
+# Calls, those of them that ended in an error, calls in each bucket of seconds and above the last, seconds of all.
+LaneStats = tuple[int, int, list[int], float]
 
 
 class Lanes:
@@ -36,9 +39,9 @@ class Lanes:
         self._ended: LaneStats = (0, 0, [0] * num_buckets, 0.0)
 
     def stats(self) -> LaneStats:
-        """Of all that are and were. Called on any thread."""
+        """Of all that are and were."""
         stats = self._ended
-        for lane in list(self.open.values()):
+        for lane in self.open.values():
             stats = _sum(stats, lane.stats())
         return stats
 
@@ -78,6 +81,7 @@ class HostAccess:
         space: SequenceSpace,
         handover: Handover,
         lanes: Lanes,
+        row: SessionRow,
     ) -> None:
         self._config = config
         self._device = device
@@ -85,6 +89,7 @@ class HostAccess:
         self._space = space
         self._handover = handover
         self._lanes = lanes
+        self._row = row
         self._shared: LaneSession | None = None
         self._lane: LaneServer | None = None
         self._tables: StepTables | None = None
@@ -142,6 +147,7 @@ class HostAccess:
         finally:
             memory.close()
         self._lanes.open[self] = self._lane
+        self._row.set(LANE, 1)
         return token, self._lane.event_handle
 
     def close_lane(self) -> None:
@@ -149,6 +155,7 @@ class HostAccess:
         if self._lane is not None:
             self._lanes.end(self)
             self._lane = None
+            self._row.set(LANE, 0)
             self.collect()
 
     def _make(self, name: str, num_bytes: int) -> SealedMemory:

@@ -9,6 +9,8 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from kvservice.telemetry.sessions import REGION_BYTES, REGIONS, SessionRow
+
 Array = np.ndarray[Any, Any]
 # What a region's memory is of. Each kind has its own calls.
 Kind = Literal["host", "gpu"]
@@ -36,10 +38,21 @@ class Memory(Protocol):
 
 @dataclass
 class RegionTotals:
-    """Regions of all sessions that are open."""
+    """Open regions of one session, in whose row they are told, or of all, which are the `whole` of each."""
 
     count: int = 0
     num_bytes: int = 0
+    whole: RegionTotals | None = None
+    row: SessionRow | None = None
+
+    def add(self, count: int, num_bytes: int) -> None:
+        self.count += count
+        self.num_bytes += num_bytes
+        if self.row is not None:
+            self.row.set(REGIONS, self.count)
+            self.row.set(REGION_BYTES, self.num_bytes)
+        if self.whole is not None:
+            self.whole.add(count, num_bytes)
 
 
 @dataclass(frozen=True)
@@ -70,8 +83,7 @@ class Region:
         self.key, self.offset, self.device_id = key, offset, device_id
         self._totals = totals
         self._users = 1  # the session
-        totals.count += 1
-        totals.num_bytes += byte_size
+        totals.add(1, byte_size)
 
     def release(self) -> None:
         """One user less."""
@@ -79,8 +91,7 @@ class Region:
         assert self._users >= 0, "a region was closed twice"
         if self._users == 0:
             self.memory.close()
-            self._totals.count -= 1
-            self._totals.num_bytes -= self.byte_size
+            self._totals.add(-1, -self.byte_size)
 
     @contextmanager
     def in_use(self) -> Iterator[Region]:

@@ -17,15 +17,34 @@ from grpc_status import rpc_status
 
 from kvservice.errors import FailedPreconditionError, InvalidArgumentError, KVServiceError
 from kvservice.server.dispatch import Dispatcher
+from kvservice.server.events import EventStreams
 from kvservice.server.sessions import Session, SessionRegistry
-from kvservice.v1 import attention_pb2, blocks_pb2, host_pb2, pool_pb2, session_pb2, shared_memory_pb2
+from kvservice.v1 import (
+    attention_pb2,
+    blocks_pb2,
+    events_pb2,
+    host_pb2,
+    inspect_pb2,
+    pool_pb2,
+    session_pb2,
+    shared_memory_pb2,
+)
 from kvservice.wire.status import to_status
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 SERVICES: tuple[ServiceDescriptor, ...] = tuple(
     service
-    for module in (session_pb2, blocks_pb2, attention_pb2, shared_memory_pb2, host_pb2, pool_pb2)
+    for module in (
+        session_pb2,
+        blocks_pb2,
+        attention_pb2,
+        shared_memory_pb2,
+        host_pb2,
+        pool_pb2,
+        inspect_pb2,
+        events_pb2,
+    )
     for service in module.DESCRIPTOR.services_by_name.values()
 )
 
@@ -36,6 +55,15 @@ SESSION_SERVICES = frozenset(("BlockService", "AttentionService", "SharedMemoryS
 def call_name(rpc_name: str) -> str:
     """CanAllocate → can_allocate: the name of the handler, and of the field in Call and Reply."""
     return re.sub(r"(?<!^)(?=[A-Z])", "_", rpc_name).lower()
+
+
+# Methods whose latency is measured: streams have none.
+METHODS: list[str] = [
+    call_name(method.name)
+    for service in SERVICES
+    for method in service.methods
+    if not (method.client_streaming or method.server_streaming)
+]
 
 
 class Malformed:
@@ -65,9 +93,10 @@ def _is_local(context: Context) -> bool:
 class Services:
     """`handlers()` is what a grpc.aio server is given."""
 
-    def __init__(self, dispatcher: Dispatcher, sessions: SessionRegistry) -> None:
+    def __init__(self, dispatcher: Dispatcher, sessions: SessionRegistry, events: EventStreams) -> None:
         self._dispatcher = dispatcher
         self._sessions = sessions
+        self._events = events
 
     def handlers(self) -> Iterable[grpc.GenericRpcHandler]:
         for service in SERVICES:
@@ -79,6 +108,8 @@ class Services:
         serialize = GetMessageClass(method.output_type).SerializeToString
         if method.client_streaming:
             return grpc.stream_stream_rpc_method_handler(self._connect, parse, serialize)
+        if method.server_streaming:
+            return grpc.unary_stream_rpc_method_handler(self._subscribe, parse, None)
         needs_session = service.name in SESSION_SERVICES
         return grpc.unary_unary_rpc_method_handler(self._unary(call_name(method.name), needs_session), parse, serialize)
 
@@ -93,6 +124,14 @@ class Services:
                 return await context.abort_with_status(rpc_status.to_status(to_status(error)))
 
         return answer
+
+    async def _subscribe(self, request: Any, context: Context) -> None:
+        try:
+            _check_parsed(request)
+            async for message in self._events.subscribe(request):
+                await context.write(message)
+        except KVServiceError as error:
+            await context.abort_with_status(rpc_status.to_status(to_status(error)))
 
     async def _connect(self, _: Any, context: Context) -> None:
         await Stream(self._dispatcher, self._sessions, context).serve()

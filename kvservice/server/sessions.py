@@ -11,6 +11,7 @@ import asyncio
 import logging
 import math
 import secrets
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ from kvservice.server.handover import Handover
 from kvservice.server.host_access import HostAccess, Lanes
 from kvservice.server.region import RegionTotals
 from kvservice.server.regions import Regions
+from kvservice.telemetry.sessions import ATTACHED, SessionRow, SessionTable
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +51,7 @@ class Session:
     space: SequenceSpace
     access: HostAccess
     regions: Regions
+    row: SessionRow
     wait_s: float
     replies: OrderedDict[int, tuple[str, Message]] = field(default_factory=OrderedDict)
     # Whose stream was the last to attach; see AttachRequest.
@@ -72,14 +75,15 @@ class Session:
 class SessionRegistry:
     """All sessions, by token. A token is a secret: an unknown one and a closed one are told alike."""
 
-    def __init__(self, config: ServeConfig, manager: BlockManager, device: Device) -> None:
+    def __init__(self, config: ServeConfig, manager: BlockManager, device: Device, table: SessionTable) -> None:
         self._config = config
         self._manager = manager
         self._device = device
+        self._table = table
         self.handover = Handover(config.trusted_uid_set)
         self.lanes = Lanes(len(device.lane_buckets_s) + 1)
         self._sessions: dict[bytes, Session] = {}
-        self._newest_id = 0
+        self.num_opened = self.num_closed = self.num_lost = 0
         self.region_totals = RegionTotals()
 
     def __len__(self) -> int:
@@ -88,31 +92,35 @@ class SessionRegistry:
     def __iter__(self) -> Iterator[Session]:
         return iter(self._sessions.values())
 
-    def open(self, name: str, detachable: bool, detach_ttl_s: float) -> Session:
-        if len(name) > MAX_NAME_LENGTH or not name.isprintable():
-            raise InvalidArgumentError(f"more than {MAX_NAME_LENGTH} characters, or unprintable ones", field="name")
+    def open(self, name: str, tenant: str, detachable: bool, detach_ttl_s: float) -> Session:
+        _check_name(name, "name")
+        _check_name(tenant, "tenant")
         limit = self._config.max_detach_ttl_s
         if not (math.isfinite(detach_ttl_s) and 0 <= detach_ttl_s <= limit):
             raise InvalidArgumentError(f"{detach_ttl_s} is not between 0 and {limit}", field="detach_ttl_s")
         if len(self._sessions) >= self._config.max_sessions:
             value = self._config.max_sessions
             raise QuotaExceededError(f"{value} sessions are open", limit="max_sessions", value=value)
-        self._newest_id += 1
+        self.num_opened += 1
         grace = self._config.session_grace_s
-        space = self._manager.open_space()
-        access = HostAccess(self._config, self._device, self._manager, space, self.handover, self.lanes)
+        row = self._table.open(self.num_opened, name, tenant, int(time.monotonic() * 1000))
+        space = self._manager.open_space(row.number + 1, row.counters)
+        access = HostAccess(self._config, self._device, self._manager, space, self.handover, self.lanes, row)
         session = Session(
-            session_id=self._newest_id,
+            session_id=self.num_opened,
             token=secrets.token_bytes(TOKEN_BYTES),
             name=name,
             space=space,
             access=access,
-            regions=Regions(self._config, self.region_totals, access),
+            regions=Regions(self._config, RegionTotals(whole=self.region_totals, row=row), access),
+            row=row,
             wait_s=(detach_ttl_s or limit) if detachable else grace,
         )
         self._sessions[session.token] = session
-        self._call_later(session, grace, self.close, session)
-        logger.info("session %d opened (%s)", session.session_id, name or "no name")
+        self._call_later(session, grace, self._lose, session)
+        logger.info(
+            "session %d opened (%s)", session.session_id, name or "no name", extra={"session_id": session.session_id}
+        )
         return session
 
     def get(self, token: bytes) -> Session:
@@ -138,6 +146,7 @@ class SessionRegistry:
             session.access.close()  # two clients on one lane would be none
         session.holder = holder
         session.end_stream = end_stream
+        session.row.set(ATTACHED, 1)
         return session
 
     def detach(self, session: Session, end_stream: Callable[[KVServiceError], None]) -> None:
@@ -145,7 +154,8 @@ class SessionRegistry:
         its client never waits longer than the grace time: without the client it is of no use, and holds memory."""
         if session.end_stream == end_stream and session.token in self._sessions:
             session.end_stream = None
-            self._call_later(session, session.wait_s, self.close, session)
+            session.row.set(ATTACHED, 0)
+            self._call_later(session, session.wait_s, self._lose, session)
             self._call_later(session, self._config.session_grace_s, session.unshare)
 
     def close_for(self, token: bytes, holder: int) -> None:
@@ -155,18 +165,32 @@ class SessionRegistry:
             _check_holder(session, holder)
         self.close(session)
 
+    def _lose(self, session: Session) -> None:
+        """Nobody came to take it up."""
+        self.num_lost += 1
+        self.close(session)
+
     def close(self, session: Session) -> None:
         if self._sessions.pop(session.token, None) is None:
             return
+        self.num_closed += 1
         _cancel_timers(session)
         if session.end_stream is not None:
             session.end_stream(FailedPreconditionError("the session was closed"))
         session.unshare()
         freed = self._manager.close_space(session.space)
-        logger.info("session %d closed, %d sequences freed", session.session_id, freed)
+        self._table.close(session.row)
+        logger.info(
+            "session %d closed, %d sequences freed", session.session_id, freed, extra={"session_id": session.session_id}
+        )
 
     def _call_later(self, session: Session, seconds: float, call: Callable[..., None], *args: Session) -> None:
         session.timers.append(asyncio.get_running_loop().call_later(seconds, call, *args))
+
+
+def _check_name(name: str, field: str) -> None:
+    if len(name) > MAX_NAME_LENGTH or not name.isprintable():
+        raise InvalidArgumentError(f"more than {MAX_NAME_LENGTH} characters, or unprintable ones", field=field)
 
 
 def _taken() -> SessionTakenError:

@@ -12,14 +12,16 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class OpenRequest(_message.Message):
-    __slots__ = ("name", "detachable", "detach_ttl_s")
+    __slots__ = ("name", "detachable", "detach_ttl_s", "tenant")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DETACHABLE_FIELD_NUMBER: _ClassVar[int]
     DETACH_TTL_S_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     name: str
     detachable: bool
     detach_ttl_s: float
-    def __init__(self, name: _Optional[str] = ..., detachable: bool = ..., detach_ttl_s: _Optional[float] = ...) -> None: ...
+    tenant: str
+    def __init__(self, name: _Optional[str] = ..., detachable: bool = ..., detach_ttl_s: _Optional[float] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class OpenResponse(_message.Message):
     __slots__ = ("session_token", "session_id")

@@ -17,15 +17,15 @@ import doomed_client
 import numpy as np
 import pytest
 from footprint import open_files
-from prometheus_client import CollectorRegistry
 from shm_objects import shm_objects
 from survivor import Survivor
 
+from kvservice.blocks.plans import numpy_zeros
 from kvservice.client import KVClient, PoolStats
 from kvservice.launch import Daemon
-from kvservice.metrics.rpc import RpcMetrics
 from kvservice.server.dispatch import Dispatcher
 from kvservice.server.host_access import Lanes
+from kvservice.telemetry.calls import CallTable, keys
 
 ROUNDS = 4
 CLIENTS = 8  # of a round; with the survivor's 8 blocks they fit into the pool
@@ -145,9 +145,9 @@ def test_a_call_that_was_cut_off_is_not_counted_as_answered() -> None:
         async def extend(self, _: Any, __: Any) -> None:
             await asyncio.Event().wait()
 
-    registry = CollectorRegistry()
+    table = CallTable(["extend"], numpy_zeros)
     sessions = SimpleNamespace(lanes=Lanes(0))
-    dispatcher = Dispatcher(SlowCalls(), None, sessions, RpcMetrics(registry))
+    dispatcher = Dispatcher(SlowCalls(), None, sessions, table)
 
     async def cut_off() -> None:
         call = asyncio.create_task(dispatcher.call("extend", object(), None, "stream", local=True))
@@ -159,6 +159,6 @@ def test_a_call_that_was_cut_off_is_not_counted_as_answered() -> None:
 
     asyncio.run(cut_off())
     assert dispatcher.in_flight == 0
-    (metric,) = registry.collect()
-    counts = {sample.labels["status"]: sample.value for sample in metric.samples if sample.name.endswith("_count")}
-    assert counts == {"CANCELLED": 1}
+    counts = table.counts.sum(axis=1)
+    counted = {key: int(count) for key, count in zip(keys(["extend"]), counts, strict=True) if count}
+    assert counted == {("extend", "CANCELLED", "stream"): 1}

@@ -14,11 +14,21 @@ import pytest
 
 from kvservice.errors import RegionNotOpenedError
 from kvservice.launch import Daemon
-from kvservice.server.services import SERVICES
-from kvservice.v1 import attention_pb2, blocks_pb2, host_pb2, pool_pb2, session_pb2, shared_memory_pb2, tensor_pb2
+from kvservice.server.services import SERVICES, SESSION_SERVICES
+from kvservice.v1 import (
+    attention_pb2,
+    blocks_pb2,
+    events_pb2,
+    host_pb2,
+    inspect_pb2,
+    pool_pb2,
+    session_pb2,
+    shared_memory_pb2,
+    tensor_pb2,
+)
 
 RPCS = [(service.full_name, method) for service in SERVICES for method in service.methods]
-UNARY = [(name, method) for name, method in RPCS if not method.client_streaming]
+UNARY = [(name, method) for name, method in RPCS if not (method.client_streaming or method.server_streaming)]
 OPENS = "/kvservice.v1.SessionService/Open"
 OBJECT = f"kvservice-random-bytes-{os.getpid()}"
 NUM_RANDOM = 40
@@ -133,6 +143,7 @@ def good_requests(token: bytes, tensor: Any) -> dict[str, Any]:
         "MapPool": host_pb2.MapPoolRequest(**name, writable=True),
         "UnmapPool": host_pb2.UnmapPoolRequest(**name),
         "Commit": host_pb2.CommitRequest(**name, step_id=1),
+        "GetSnapshot": inspect_pb2.GetSnapshotRequest(max_sessions=3, max_sequences=4, search="x"),
         "Ping": pool_pb2.PingRequest(payload=b"x"),
         "Open": session_pb2.OpenRequest(name="x", detachable=False, detach_ttl_s=1.0),
         "Close": session_pb2.CloseRequest(session_token=token),
@@ -211,6 +222,18 @@ def test_random_bytes_on_the_stream(channel: grpc.Channel, wire: Any, raw_sessio
     assert (wire.stats(), raw_session.describe()) == before
 
 
+def test_random_bytes_to_the_events(channel: grpc.Channel, wire: Any) -> None:
+    before = wire.stats()
+    for data in blobs("events"):
+        call = channel.unary_stream("/kvservice.v1.EventService/Subscribe")(data, timeout=0.2)
+        with contextlib.suppress(grpc.RpcError):
+            list(call)
+        good = _parses(events_pb2.DESCRIPTOR.services_by_name["EventService"].methods[0], data)
+        expected = REFUSALS | {grpc.StatusCode.DEADLINE_EXCEEDED} if good else {grpc.StatusCode.INVALID_ARGUMENT}
+        assert call.code() in expected, data[:50]
+    assert wire.stats() == before
+
+
 @pytest.mark.parametrize("path", ["/kvservice.v1.BlockService/Nothing", "/kvservice.v1.Nothing/Allocate", "/x", "//"])
 def test_methods_that_do_not_exist(channel: grpc.Channel, path: str) -> None:
     assert send(channel, path, b"") is grpc.StatusCode.UNIMPLEMENTED
@@ -220,6 +243,6 @@ def test_the_good_requests_are_understood(channel: grpc.Channel, raw: Any) -> No
     requests = good_requests(b"", raw.tensor)
     assert {method.name for _, method in UNARY} - set(requests) == {"GetInfo", "GetStats"}
     for service, method in UNARY:
-        if method.name in requests and service not in ("kvservice.v1.PoolService", "kvservice.v1.SessionService"):
+        if method.name in requests and service.removeprefix("kvservice.v1.") in SESSION_SERVICES:
             data = requests[method.name].SerializeToString()
             assert send(channel, f"/{service}/{method.name}", data) is grpc.StatusCode.NOT_FOUND

@@ -56,8 +56,9 @@ class DeadlockError(AssertionError):
 
 
 class Event:
-    def __init__(self, cuda: FakeCuda) -> None:
+    def __init__(self, cuda: FakeCuda, timing: bool) -> None:
         self.cuda = cuda
+        self.timing = timing
         self.recorded = self.reached = 0
 
     def record(self, stream: int) -> None:
@@ -72,6 +73,13 @@ class Event:
     def done(self) -> bool:
         with self.cuda.call():
             return self.reached >= self.recorded
+
+    def elapsed_ms(self, start: Event) -> float:
+        assert self.timing
+        assert start.timing
+        assert start.done()
+        assert self.done()
+        return 1.0
 
 
 class Stream:
@@ -273,7 +281,7 @@ class FakeCuda(ModuleType):
             return Stream(self)
 
     def Event(self, device: int, timing: bool = False) -> Event:  # noqa: ARG002, N802
-        return Event(self)
+        return Event(self, timing)
 
     def Attention(self) -> Attention:  # noqa: N802
         return Attention(self)

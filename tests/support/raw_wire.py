@@ -21,7 +21,9 @@ from kvservice.v1 import (
     attention_pb2_grpc,
     blocks_pb2,
     blocks_pb2_grpc,
+    events_pb2_grpc,
     host_pb2_grpc,
+    inspect_pb2_grpc,
     pool_pb2,
     pool_pb2_grpc,
     session_pb2,
@@ -108,6 +110,8 @@ class Wire:
             "AttentionService": attention_pb2_grpc.AttentionServiceStub(self.channel),
             "SharedMemoryService": shared_memory_pb2_grpc.SharedMemoryServiceStub(self.channel),
             "HostService": host_pb2_grpc.HostServiceStub(self.channel),
+            "InspectService": inspect_pb2_grpc.InspectServiceStub(self.channel),
+            "EventService": events_pb2_grpc.EventServiceStub(self.channel),
         }
         self.methods = {
             call_name(method.name): getattr(stubs[service.name], method.name)

@@ -1,0 +1,40 @@
+"""How long calls take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from prometheus_client.core import HistogramMetricFamily, Metric
+
+from kvservice.metrics.families import buckets, counter, gauge, histogram
+from kvservice.telemetry.calls import BUCKETS_S, Key
+from kvservice.telemetry.reading import Reading
+
+
+def call_metrics(reading: Reading, keys: Sequence[Key], lane_buckets_s: Sequence[float]) -> Iterator[Metric]:
+    """`keys`: of the rows of the reading's calls."""
+    yield _rpcs(reading, keys)
+    vitals = reading.vitals
+    yield gauge("calls_in_flight", "RPCs being answered.", vitals.calls_in_flight)
+    yield counter("lane_errors", "Calls over lanes that ended in an error.", vitals.lane_errors)
+    yield histogram(
+        "lane_call_duration_seconds",
+        "Time from taking a call from a lane's ring to its answer.",
+        lane_buckets_s,
+        reading.lane_counts,
+        vitals.lane_busy_s,
+    )
+
+
+def _rpcs(reading: Reading, keys: Sequence[Key]) -> Metric:
+    """Only combinations of labels that have occurred."""
+    family = HistogramMetricFamily(
+        "kvservice_rpc_duration_seconds",
+        "Time from a call's arrival to its answer, without the transport.",
+        labels=["method", "status", "transport"],
+    )
+    for row in np.flatnonzero(reading.call_counts.any(axis=1)).tolist():
+        counts = reading.call_counts[row].tolist()
+        family.add_metric(keys[row], buckets(BUCKETS_S, counts), float(reading.call_seconds[row]))
+    return family

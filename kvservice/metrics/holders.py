@@ -1,0 +1,65 @@
+"""Who holds the memory: sessions, tenants, regions, lanes. Labels are bounded in number."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+from prometheus_client.core import Metric
+
+from kvservice.metrics.families import counter, counters, gauge, gauges
+from kvservice.telemetry.reading import Reading, SessionReading
+
+OTHER = "other"
+_HELD = {"sequences": "Sequences", "tokens": "Tokens of sequences", "blocks": "Entries of block tables"}
+
+
+def holder_metrics(reading: Reading, max_labels: int, max_sessions: int, max_sequences: int) -> Iterator[Metric]:
+    vitals = reading.vitals
+    yield gauge("sessions", "Open sessions.", vitals.sessions)
+    yield gauge("capacity_sessions", "Sessions that may be open.", max_sessions)
+    yield gauge("capacity_sequences", "Sequences that may exist, swapped ones too.", max_sequences)
+    yield counter("sessions_opened", "Sessions opened.", vitals.sessions_opened)
+    closed = {"closed": vitals.sessions_closed - vitals.sessions_lost, "lost": vitals.sessions_lost}
+    yield counters(
+        "sessions_closed", "Sessions ended: by request, or as nobody took them up.", "reason", closed.items()
+    )
+    yield gauge("draining", "1 while the daemon is shutting down.", vitals.draining)
+    yield gauge("regions", "Shared-memory regions of all sessions.", vitals.regions)
+    yield gauge("region_bytes", "Bytes of shared-memory regions.", vitals.region_bytes)
+    yield gauge("lanes", "Open lanes of all sessions.", vitals.lanes)
+    names = _labels(reading.sessions, max_labels)
+    yield from _held("session", "sessions of a name", reading.sessions, names)
+    yield from _held(
+        "tenant", "a tenant", reading.sessions, {each.session_id: each.tenant for each in reading.sessions}
+    )
+    yield from _tenant_tokens(reading)
+
+
+def _labels(sessions: list[SessionReading], limit: int) -> dict[int, str]:
+    """The label of each session: its name, if that is among the first `limit` names of those that are open."""
+    known: set[str] = set()
+    labels = {}
+    for session in sorted(sessions, key=lambda each: each.session_id):
+        if len(known) < limit:
+            known.add(session.name)
+        labels[session.session_id] = session.name if session.name in known else OTHER
+    return labels
+
+
+def _held(label: str, whose: str, sessions: list[SessionReading], labels: Mapping[int, str]) -> Iterator[Metric]:
+    for held, text in _HELD.items():
+        sums: Counter[str] = Counter()
+        for session in sessions:
+            sums[labels[session.session_id]] += getattr(session, held)
+        yield gauges(f"{label}_{held}", f"{text} of {whose}.", label, sums.items())
+
+
+def _tenant_tokens(reading: Reading) -> Iterator[Metric]:
+    for column, name, text in (
+        (0, "computed_tokens", "Tokens whose K/V a tenant's sessions had written."),
+        (1, "prefix_cache_query_tokens", "Prompt tokens of a tenant that were looked up."),
+        (2, "prefix_cache_hit_tokens", "Prompt tokens of a tenant that were found computed."),
+    ):
+        values = ((tenant, tokens[column]) for tenant, tokens in reading.tenants.items())
+        yield counters(f"tenant_{name}", text, "tenant", values)

@@ -1,0 +1,139 @@
+"""What was read in the last minutes, one sample a second; rates and quantiles over the latest of it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvservice.telemetry.calls import BUCKETS_S, Key
+from kvservice.telemetry.reading import IntArray, Reading
+from kvservice.telemetry.vitals import Vitals
+
+SAMPLES = 600
+# Rates and quantiles are over this many samples.
+WINDOW = 10
+
+
+def quantile(counts: Sequence[int] | IntArray, share: float) -> float | None:
+    """Seconds below which this share of the calls lies, by linear interpolation within a bucket, as Prometheus does it.
+    None without calls; above the last bound, that bound."""
+    total = int(np.sum(counts))
+    if total == 0:
+        return None
+    below = np.cumsum(counts)
+    bucket = int(np.searchsorted(below, share * total))
+    if bucket == len(BUCKETS_S):
+        return BUCKETS_S[-1]
+    lower = BUCKETS_S[bucket - 1] if bucket else 0.0
+    before = int(below[bucket - 1]) if bucket else 0
+    return float(lower + (BUCKETS_S[bucket] - lower) * (share * total - before) / int(counts[bucket]))
+
+
+class History:
+    """Readings of the latest seconds, and a sample of each that came before."""
+
+    def __init__(self, keys: Sequence[Key], block_bytes: int) -> None:
+        self._block_bytes = block_bytes
+        self._methods = list(dict.fromkeys(method for method, _, _ in keys))
+        self._ok = np.array([status == "OK" for _, status, _ in keys])
+        # Rows of one method stand together.
+        self._rows_of_method = len(keys) // len(self._methods)
+        self._window: deque[Reading] = deque(maxlen=WINDOW + 1)
+        self._samples: deque[dict[str, Any]] = deque(maxlen=SAMPLES)
+
+    def add(self, reading: Reading, time_s: float) -> None:
+        """`time_s` is since 1970."""
+        if self._window:
+            self._samples.append(self._sample(self._window[-1], reading, time_s))
+        self._window.append(reading)
+
+    @property
+    def latest(self) -> Reading:
+        return self._window[-1]
+
+    def rates(self) -> dict[str, Any]:
+        """The fields of `Rates`."""
+        return self._rates(self._window[0], self._window[-1])
+
+    def calls(self) -> list[dict[str, Any]]:
+        """The fields of `CallSnapshot`, for each method that was called."""
+        first, last = self._window[0], self._window[-1]
+        seconds = _seconds(first, last)
+        totals, errors = self._by_method(last.call_counts)
+        recent, _ = self._by_method(last.call_counts - first.call_counts)
+        return [
+            {
+                "method": method,
+                "calls": int(totals[i].sum()),
+                "errors": int(errors[i]),
+                "calls_per_s": int(recent[i].sum()) / seconds,
+                **_quantiles(recent[i]),
+            }
+            for i, method in enumerate(self._methods)
+            if totals[i].any()
+        ]
+
+    def samples(self) -> dict[str, Any]:
+        """Columns of the samples, the oldest first; of `p99_s` those methods that were called."""
+        names = ("time_s", "usage", "hit_share", "computed_tokens", "swapped_out_bytes", "swapped_in_bytes")
+        columns: dict[str, Any] = {name: [sample[name] for sample in self._samples] for name in names}
+        methods = dict.fromkeys(method for sample in self._samples for method in sample["p99_s"])
+        columns["p99_s"] = {method: [sample["p99_s"].get(method) for sample in self._samples] for method in methods}
+        return columns
+
+    def _sample(self, before: Reading, now: Reading, time_s: float) -> dict[str, Any]:
+        rates = self._rates(before, now)
+        recent, _ = self._by_method(now.call_counts - before.call_counts)
+        vitals = now.vitals
+        called = np.flatnonzero(recent.any(axis=1)).tolist()
+        return {
+            "time_s": time_s,
+            "usage": (vitals.active_blocks + vitals.shared_blocks) / vitals.num_blocks,
+            "hit_share": rates.get("hit_share"),
+            "computed_tokens": rates["computed_tokens"],
+            "swapped_out_bytes": rates["swapped_out_bytes"],
+            "swapped_in_bytes": rates["swapped_in_bytes"],
+            "p99_s": {self._methods[i]: quantile(recent[i], 0.99) for i in called},
+        }
+
+    def _rates(self, first: Reading, last: Reading) -> dict[str, Any]:
+        seconds = _seconds(first, last)
+        grown = Vitals(*((b - a) / seconds for a, b in zip(first.vitals, last.vitals, strict=True)))
+        calls = last.call_counts - first.call_counts
+        num_calls = int(calls.sum())
+        rates = {
+            "window_s": seconds,
+            "computed_tokens": grown.computed_tokens,
+            "query_tokens": grown.prefix_query_tokens,
+            "hit_tokens": grown.prefix_hit_tokens,
+            "evicted_blocks": grown.evicted_blocks,
+            "cow_copies": grown.cow_copies,
+            "swapped_out_bytes": grown.swapped_out_blocks * self._block_bytes,
+            "swapped_in_bytes": grown.swapped_in_blocks * self._block_bytes,
+            "out_of_blocks": grown.out_of_blocks,
+            "calls": num_calls / seconds,
+            "errors": (num_calls - int(calls[self._ok].sum())) / seconds,
+            "lane_calls": grown.lane_calls,
+        }
+        if grown.prefix_query_tokens:
+            rates["hit_share"] = grown.prefix_hit_tokens / grown.prefix_query_tokens
+        return rates
+
+    def _by_method(self, counts: IntArray) -> tuple[IntArray, IntArray]:
+        """Buckets int64[methods, buckets + 1] of all calls, and the number int64[methods] of those that failed."""
+        shape = len(self._methods), self._rows_of_method
+        failed = np.where(self._ok, 0, counts.sum(axis=1)).reshape(shape).sum(axis=1)
+        return counts.reshape(*shape, -1).sum(axis=1), failed
+
+
+def _seconds(first: Reading, last: Reading) -> float:
+    """Of a window that has only begun, one."""
+    return (last.time_s - first.time_s) or 1.0
+
+
+def _quantiles(counts: IntArray) -> Mapping[str, float]:
+    quantiles = {"p50_s": quantile(counts, 0.5), "p99_s": quantile(counts, 0.99)}
+    return {name: value for name, value in quantiles.items() if value is not None}

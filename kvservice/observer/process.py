@@ -1,0 +1,148 @@
+"""The observer's life: learn what to read, read it once a second, answer, end with the daemon."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+import logging
+import os
+import socket
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import uvicorn
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from kvservice.metrics.about import about_metrics
+from kvservice.metrics.calls import call_metrics
+from kvservice.metrics.families import histogram
+from kvservice.metrics.holders import holder_metrics
+from kvservice.metrics.pool import pool_metrics
+from kvservice.observer.history import History
+from kvservice.observer.snapshot import take_snapshot
+from kvservice.observer.views import Views
+from kvservice.observer.web import HttpOptions, make_app
+from kvservice.telemetry.arrays import open_arrays
+from kvservice.telemetry.calls import BUCKETS_S
+from kvservice.telemetry.link import BLOCK_HASH, WRITE_VITALS, Asker, answer_all, open_link, receive, send
+from kvservice.telemetry.reading import Reader, Reading
+from kvservice.v1 import inspect_pb2
+
+logger = logging.getLogger(__name__)
+
+READ_EVERY_S = 1.0
+DEFAULT_ROWS = 100
+
+
+class Observer:
+    def __init__(
+        self, memory: int, asking: socket.socket, answering: socket.socket, http: socket.socket | None
+    ) -> None:
+        """`memory`: a descriptor of the daemon's arrays; `asking` and `answering`: the links' ends; `http` listens."""
+        self._memory, self._asking, self._answering, self._http = memory, asking, answering, http
+        self._loop_counts, self._loop_seconds = [0] * (len(BUCKETS_S) + 1), 0.0
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def run(self) -> None:
+        """Until the daemon is gone, or something here fails: then the daemon starts another."""
+        self._asker = Asker(*await open_link(self._asking))
+        reader, writer = await open_link(self._answering)
+        self._configure(json.loads((await receive(reader))[1:]))
+        await self._read()
+        send(writer, b"")
+        tasks = [answer_all(reader, writer, self._answer), self._read_on()]
+        if self._http is not None:
+            tasks.append(self._serve_http(self._http))
+        done, _ = await asyncio.wait(map(asyncio.ensure_future, tasks), return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            if (error := task.exception()) is not None and not isinstance(error, ConnectionError):
+                logger.error("the observer failed", exc_info=error)
+        # Whoever is connected has nothing more to expect.
+        os._exit(0)
+
+    def _configure(self, told: dict[str, Any]) -> None:
+        """`told`: see `configuration` of kvservice.server.telemetry."""
+        logging.basicConfig(level=told["log_level"].upper())
+        self._told = told
+        arrays = open_arrays(self._memory, told["manifest"])
+        self._reader = Reader(arrays, told["methods"], told["started_s"])
+        self._history = History(self._reader.call_keys, told["info"]["block_bytes"])
+        self._views = Views(arrays, self._reader, self._history, told["info"], self._block_hash)
+        self._registry = CollectorRegistry(auto_describe=False)
+        # Of the daemon, which is the parent.
+        ProcessCollector(pid=os.getppid, registry=self._registry)
+        self._registry.register(_Metrics(self._collect))
+
+    async def _answer(self, question: bytes) -> bytes:
+        request = inspect_pb2.GetSnapshotRequest.FromString(question[1:])
+        rows = request.max_sessions or DEFAULT_ROWS, request.max_sequences or DEFAULT_ROWS
+        latest = await self._fresh()
+        fields = take_snapshot(self._reader, self._history, latest, *rows, request.search)
+        return inspect_pb2.Snapshot(**fields).SerializeToString()
+
+    async def _fresh(self) -> Reading:
+        """What the daemon's memory says now."""
+        await self._asker.ask(WRITE_VITALS)
+        return self._reader.read()
+
+    async def _block_hash(self, block: int) -> bytes:
+        return await self._asker.ask(BLOCK_HASH + block.to_bytes(8, "little"))
+
+    async def _read(self) -> None:
+        start = time.perf_counter()
+        await self._asker.ask(WRITE_VITALS)
+        seconds = time.perf_counter() - start
+        self._loop_counts[bisect_left(BUCKETS_S, seconds)] += 1
+        self._loop_seconds += seconds
+        self._history.add(self._reader.read(), time.time())
+
+    async def _read_on(self) -> None:
+        while True:
+            await asyncio.sleep(READ_EVERY_S)
+            await self._read()
+
+    async def _serve_http(self, listening: socket.socket) -> None:
+        host = self._told["http_host"].strip("[]")
+        options = HttpOptions(loopback=is_loopback(host), token=self._told["http_token"])
+        app = make_app(self._views, options, self._metrics)
+        config = uvicorn.Config(app, access_log=False, log_config=None, lifespan="off", server_header=False)
+        await uvicorn.Server(config).serve(sockets=[listening])
+
+    async def _metrics(self) -> tuple[bytes, str]:
+        self._scraped = await self._fresh()
+        return generate_latest(self._registry), CONTENT_TYPE_LATEST
+
+    def _collect(self) -> Iterator[Metric]:
+        told, info, reading = self._told, self._told["info"], self._scraped
+        yield from about_metrics(info)
+        yield from pool_metrics(reading, info["block_bytes"], told["memory_bytes"])
+        yield from holder_metrics(reading, told["max_labels"], info["max_sessions"], info["max_sequences"])
+        yield from call_metrics(reading, self._reader.call_keys, told["lane_buckets_s"])
+        yield histogram(
+            "event_loop_latency_seconds",
+            "Time until the daemon's event loop answers the observer, once a second.",
+            BUCKETS_S,
+            self._loop_counts,
+            self._loop_seconds,
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this host reaches what listens there. A name is taken to be open to others, but for localhost."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class _Metrics(Collector):
+    def __init__(self, metrics: Callable[[], Iterator[Metric]]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterator[Metric]:
+        return self._metrics()

@@ -1,0 +1,98 @@
+"""The state in rows and rates: what `kvservice top` and the page show. Rows are dicts with the contract's fields."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from kvservice.observer.history import History
+from kvservice.telemetry.reading import Reader, Reading, SequenceRows, SessionReading
+from kvservice.telemetry.vitals import Vitals
+
+_POOL = (
+    "num_blocks", "free_blocks", "active_blocks", "shared_blocks", "cached_blocks", "pinned_blocks", "num_swap_blocks",
+    "used_swap_blocks", "sequences", "swapped_sequences", "tokens", "sessions", "lanes", "regions", "region_bytes",
+)  # fmt: skip
+
+
+def take_snapshot(
+    reader: Reader, history: History, latest: Reading, max_sessions: int, max_sequences: int, search: str
+) -> dict[str, Any]:
+    """The fields of `Snapshot`, as of the latest reading; rates are the history's. `search`: see GetSnapshotRequest."""
+    search = search.lower()
+    sessions = [session for session in latest.sessions if _fits(session, search)]
+    sessions.sort(key=lambda session: (-session.blocks, session.session_id))
+    sequences, num_sequences = _sequences(reader, {session.session_id for session in sessions}, max_sequences, search)
+    return {
+        "time_s": time.time(),
+        "uptime_s": latest.time_s - reader.started_s,
+        "pool": _pool(latest.vitals),
+        "rates": history.rates(),
+        "calls": history.calls(),
+        "sessions": [_session(session, latest.time_s) for session in sessions[:max_sessions]],
+        "sequences": sequences,
+        "num_sessions": len(sessions),
+        "num_sequences": num_sequences,
+    }
+
+
+def _fits(session: SessionReading, search: str) -> bool:
+    return search in session.name.lower() or search in session.tenant.lower() or search == str(session.session_id)
+
+
+def _pool(vitals: Vitals) -> dict[str, Any]:
+    return {name: int(getattr(vitals, name)) for name in _POOL} | {"draining": bool(vitals.draining)}
+
+
+def _session(session: SessionReading, now_s: float) -> dict[str, Any]:
+    return {
+        "session_id": session.session_id,
+        "name": session.name,
+        "tenant": session.tenant,
+        "attached": session.attached,
+        "age_s": now_s - session.opened_s,
+        "sequences": session.sequences,
+        "swapped_sequences": session.swapped_sequences,
+        "tokens": session.tokens,
+        "blocks": session.blocks,
+        "regions": session.regions,
+        "region_bytes": session.region_bytes,
+        "lane": session.lane,
+        "computed_tokens": session.computed_tokens,
+        "query_tokens": session.query_tokens,
+        "hit_tokens": session.hit_tokens,
+    }
+
+
+def _sequences(
+    reader: Reader, session_ids: set[int], max_sequences: int, search: str
+) -> tuple[list[dict[str, Any]], int]:
+    """The largest of the sequences that fit the search, and how many do: those of these sessions, and those whose id
+    contains it."""
+    rows = reader.sequences()
+    owners = {number: reader.session(number) for number in np.unique(rows.sessions).tolist()}
+    if search:
+        chosen = [
+            i
+            for i, (owner, sequence_id) in enumerate(zip(rows.sessions.tolist(), rows.ids.tolist(), strict=True))
+            if owners[owner][0] in session_ids or search in str(sequence_id)
+        ]
+        fitting = np.array(chosen, np.int64)
+    else:
+        fitting = np.arange(len(rows.ids))
+    order = fitting[np.argsort(-rows.blocks[fitting], kind="stable")][:max_sequences]
+    return [_sequence(rows, i, *owners[int(rows.sessions[i])]) for i in order.tolist()], len(fitting)
+
+
+def _sequence(rows: SequenceRows, i: int, session_id: int, session_name: str) -> dict[str, Any]:
+    return {
+        "session_id": session_id,
+        "session_name": session_name,
+        "sequence_id": int(rows.ids[i]),
+        "length": int(rows.lengths[i]),
+        "computed": int(rows.computed[i]),
+        "blocks": int(rows.blocks[i]),
+        "swapped": bool(rows.swapped[i]),
+    }

@@ -1,0 +1,141 @@
+"""The pool for the page: snapshots, the map, a block, a sequence. All of it is read from the daemon's memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+
+from kvservice.errors import InvalidArgumentError, UnknownSequenceError
+from kvservice.observer.blocks import CACHED, DEVICE, MAX_CELLS, PINNED, STATES, SWAP, Blocks, PoolMap
+from kvservice.observer.history import History
+from kvservice.observer.snapshot import take_snapshot
+from kvservice.telemetry.arrays import Arrays
+from kvservice.telemetry.reading import IntArray, Reader
+
+# Holders of a block, and blocks of a sequence, that are told.
+MAX_HOLDERS = 100
+MAX_TABLE = 16384
+
+
+class Views:
+    """`info` is what never changes, see `configuration` of kvservice.server.telemetry. Tables are dicts ready for JSON.
+
+    Raises InvalidArgumentError for what cannot be, UnknownSequenceError for what is not there.
+    """
+
+    def __init__(
+        self,
+        arrays: Arrays,
+        reader: Reader,
+        history: History,
+        info: dict[str, Any],
+        block_hash: Callable[[int], Awaitable[bytes]],
+    ) -> None:
+        self.info = info
+        self._arrays = arrays
+        self._reader = reader
+        self._history = history
+        self._blocks = Blocks(arrays)
+        self._block_hash = block_hash
+
+    async def snapshot(self, max_sessions: int = 100, max_sequences: int = 100, search: str = "") -> dict[str, Any]:
+        """As of the last second."""
+        return take_snapshot(self._reader, self._history, self._history.latest, max_sessions, max_sequences, search)
+
+    def history(self) -> dict[str, Any]:
+        return self._history.samples()
+
+    def map(self) -> PoolMap:
+        return self._blocks.map()
+
+    def blocks(self, tier: str, start: int, count: int) -> dict[str, Any]:
+        """States and ref counts of `count` blocks."""
+        self._blocks.check_tier(tier)
+        if not 0 <= start < self._blocks.num_blocks(tier):
+            raise InvalidArgumentError("is no block of the tier", field="start")
+        if not 0 < count <= MAX_CELLS:
+            raise InvalidArgumentError(f"is not from 1 to {MAX_CELLS}", field="count")
+        chosen = slice(start, start + count)
+        return {"start": start, **self._describe(tier, chosen)}
+
+    def _describe(self, tier: str, blocks: Any) -> dict[str, Any]:
+        states = self._blocks.states(tier, blocks).tolist()
+        return {
+            "states": [STATES[state] for state in states],
+            "ref_counts": self._blocks.ref_counts(tier, blocks).tolist(),
+        }
+
+    async def block(self, tier: str, block_id: int) -> dict[str, Any]:
+        """One block and the sequences that hold it. Ages are of blocks of the device that are in use."""
+        self._blocks.check_tier(tier)
+        if not 0 <= block_id < self._blocks.num_blocks(tier):
+            raise InvalidArgumentError("is no block of the tier", field="id")
+        state = int(self._blocks.states(tier, slice(block_id, block_id + 1))[0])
+        holders = self._holders(tier, block_id)
+        chain_hash = await self._block_hash(block_id) if tier == DEVICE else b""
+        return {
+            "tier": tier,
+            "block_id": block_id,
+            "state": STATES[state],
+            "ref_count": int(self._blocks.ref_counts(tier, block_id)),
+            "hash": chain_hash.hex() or None,
+            **self._ages(tier, block_id, state),
+            "sequences": holders[:MAX_HOLDERS],
+            "sequences_left_out": max(0, len(holders) - MAX_HOLDERS),
+        }
+
+    def _ages(self, tier: str, block_id: int, state: int) -> dict[str, float | None]:
+        if tier == SWAP or STATES[state] == "free":
+            return {"age_s": None, "idle_s": None}
+        now = time.monotonic()
+        idle_s = now - float(self._arrays["released_at"][block_id]) if state in (CACHED, PINNED) else None
+        return {"age_s": now - float(self._arrays["taken_at"][block_id]), "idle_s": idle_s}
+
+    def _holders(self, tier: str, block_id: int) -> list[dict[str, Any]]:
+        rows, tables = self._reader.sequences(), self._arrays["block_tables"]
+        holders = []
+        for i in np.flatnonzero((rows.swapped != 0) == (tier == SWAP)).tolist():
+            entries = np.flatnonzero(tables[rows.numbers[i], : rows.blocks[i]] == block_id)
+            if len(entries):
+                session_id, name = self._reader.session(int(rows.sessions[i]))
+                holders.append(
+                    {
+                        "session_id": session_id,
+                        "session_name": name,
+                        "sequence_id": int(rows.ids[i]),
+                        "position": int(entries[0]),
+                    }
+                )
+        return holders
+
+    def sequence(self, session_id: int, sequence_id: int) -> dict[str, Any]:
+        """A sequence and its table."""
+        rows = self._reader.sequences()
+        for i in np.flatnonzero(rows.ids == sequence_id).tolist():
+            owner, name = self._reader.session(int(rows.sessions[i]))
+            if owner == session_id:
+                break
+        else:
+            raise UnknownSequenceError(f"session {session_id} has no sequence {sequence_id}", field="sequence_id")
+        tier = SWAP if rows.swapped[i] else DEVICE
+        table = self._table(tier, int(rows.numbers[i]), int(rows.blocks[i]))
+        return {
+            "session_id": session_id,
+            "session_name": name,
+            "sequence_id": sequence_id,
+            "length": int(rows.lengths[i]),
+            "computed": int(rows.computed[i]),
+            "swapped": bool(rows.swapped[i]),
+            "tier": tier,
+            "block_ids": table.tolist(),
+            "blocks_left_out": int(rows.blocks[i]) - len(table),
+            **self._describe(tier, table),
+        }
+
+    def _table(self, tier: str, row: int, num_blocks: int) -> IntArray:
+        """A copy. Should the sequence be swapped at this moment, no entry is past the other tier's end."""
+        table = self._arrays["block_tables"][row, : min(num_blocks, MAX_TABLE)].astype(np.int64)
+        return table[table < self._blocks.num_blocks(tier)]

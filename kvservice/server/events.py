@@ -1,0 +1,127 @@
+"""Block events for subscribers: what the journal remembers, then what is added to it."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Iterable, Iterator
+
+import numpy as np
+
+from kvservice.blocks import EventJournal
+from kvservice.blocks.events import Cleared, EventBatch, RemovedBlocks, StoredBlock
+from kvservice.config import ServeConfig
+from kvservice.errors import EventsOffError, InvalidArgumentError, QuotaExceededError
+from kvservice.v1 import events_pb2
+
+# So that a burst of operations wakes a subscriber once, and nothing waits for long.
+GATHER_S = 0.005
+# Batches that are sent before others get their turn.
+MAX_BURST = 64
+
+
+class EventStreams:
+    """All subscribers. The journal is written by operations on the event loop; each stream reads it at its own pace,
+    and is told of a gap when what it would read next is forgotten."""
+
+    def __init__(self, config: ServeConfig, journal: EventJournal | None) -> None:
+        self._journal = journal
+        self._limit = config.max_event_streams
+        self._block_size = config.block_size
+        self._medium = "CPU" if config.cuda_device is None else "GPU"
+        # Never 0, which stands for any.
+        self._daemon_id = secrets.randbits(64) or 1
+        self._changed = asyncio.Event()
+        self._encoded: dict[int, bytes] = {}
+        self.count = 0
+        if journal is not None:
+            journal.on_change = self._changed.set
+
+    async def subscribe(self, request: events_pb2.SubscribeRequest) -> AsyncIterator[bytes]:
+        """Serialized KVEventBatch messages. Raises EventsOffError, QuotaExceededError, InvalidArgumentError."""
+        journal = self._journal
+        if journal is None:
+            raise EventsOffError("the daemon runs with event_window 0")
+        if request.start_number < 0:
+            raise InvalidArgumentError("is negative", field="start_number")
+        if self.count >= self._limit:
+            raise QuotaExceededError(
+                f"{self._limit} streams of events are open", limit="max_event_streams", value=self._limit
+            )
+        self.count += 1
+        try:
+            async for batch in self._from(journal, request):
+                yield batch
+        finally:
+            self.count -= 1
+
+    async def _from(self, journal: EventJournal, request: events_pb2.SubscribeRequest) -> AsyncIterator[bytes]:
+        number = request.start_number or journal.newest + 1
+        gap: events_pb2.Gap | None = None
+        if request.daemon_id not in (0, self._daemon_id) or number > journal.newest + 1:
+            number, gap = journal.oldest, events_pb2.Gap()
+        while True:
+            burst = journal.since(number, MAX_BURST)
+            if burst and burst[0].number > number:
+                gap = events_pb2.Gap(first_number=number, count=burst[0].number - number)
+            for batch in burst:
+                yield self._message(batch) if gap is None else self._with_gap(batch, gap)
+                number, gap = batch.number + 1, None
+            if not burst:
+                await self._change()
+
+    async def _change(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
+        await asyncio.sleep(GATHER_S)
+
+    def _message(self, batch: EventBatch) -> bytes:
+        """Encoded once for all who want it at about the same time."""
+        data = self._encoded.get(batch.number)
+        if data is None:
+            data = self._encoded[batch.number] = self._encode(batch).SerializeToString()
+            if len(self._encoded) > 2 * MAX_BURST:
+                del self._encoded[next(iter(self._encoded))]
+        return data
+
+    def _with_gap(self, batch: EventBatch, gap: events_pb2.Gap) -> bytes:
+        message = self._encode(batch)
+        message.gap.CopyFrom(gap)
+        return message.SerializeToString()
+
+    def _encode(self, batch: EventBatch) -> events_pb2.KVEventBatch:
+        return events_pb2.KVEventBatch(
+            number=batch.number, ts=batch.time_s, daemon_id=self._daemon_id, events=self._events(batch)
+        )
+
+    def _events(self, batch: EventBatch) -> Iterator[events_pb2.KVEvent]:
+        if isinstance(batch.change, Cleared):
+            yield events_pb2.KVEvent(all_blocks_cleared=events_pb2.AllBlocksCleared())
+        elif isinstance(batch.change, RemovedBlocks):
+            removed = events_pb2.BlockRemoved(block_hashes=batch.change.block_hashes, medium=self._medium)
+            yield events_pb2.KVEvent(block_removed=removed)
+        else:
+            for chain in chains(batch.change):
+                yield events_pb2.KVEvent(block_stored=self._stored(chain))
+
+    def _stored(self, chain: list[StoredBlock]) -> events_pb2.BlockStored:
+        tokens = b"".join(block.tokens for block in chain)
+        return events_pb2.BlockStored(
+            block_hashes=[block.block_hash for block in chain],
+            parent_block_hash=chain[0].parent,
+            token_ids=np.frombuffer(tokens, "<i4").tolist(),
+            block_size=self._block_size,
+            medium=self._medium,
+        )
+
+
+def chains(blocks: Iterable[StoredBlock]) -> Iterator[list[StoredBlock]]:
+    """Consecutive blocks, each the parent of the next, together."""
+    chain: list[StoredBlock] = []
+    for block in blocks:
+        if chain and block.parent != chain[-1].block_hash:
+            yield chain
+            chain = []
+        chain.append(block)
+    if chain:
+        yield chain

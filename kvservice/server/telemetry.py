@@ -1,0 +1,121 @@
+"""What the daemon tells its observer, besides the arrays of its bookkeeping."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from kvservice import __version__
+from kvservice.config import ServeConfig
+from kvservice.devices import Device
+from kvservice.engine import Engine
+from kvservice.server.dispatch import Dispatcher
+from kvservice.server.events import EventStreams
+from kvservice.server.sessions import SessionRegistry
+from kvservice.telemetry.arrays import SharedArrays
+from kvservice.telemetry.vitals import Vitals, VitalsTable
+
+
+class DaemonVitals:
+    """Gathers the figures of the whole, when it is asked to."""
+
+    def __init__(
+        self,
+        arrays: SharedArrays,
+        engine: Engine,
+        sessions: SessionRegistry,
+        dispatcher: Dispatcher,
+        events: EventStreams,
+    ) -> None:
+        self._engine, self._sessions, self._dispatcher, self._events = engine, sessions, dispatcher, events
+        self._table = VitalsTable(len(engine.device.lane_buckets_s) + 1, arrays.zeros)
+
+    def write(self) -> None:
+        engine, sessions, dispatcher = self._engine, self._sessions, self._dispatcher
+        manager, journal, busy_s = engine.manager, engine.journal, engine.device.swap_busy_s
+        stats = manager.stats()
+        manager.device.ages.fold()
+        lane_calls, lane_errors, lane_counts, lane_busy_s = sessions.lanes.stats()
+        vitals = Vitals(
+            num_blocks=stats.num_blocks,
+            free_blocks=stats.num_free_blocks,
+            active_blocks=stats.num_active_blocks - stats.num_shared_blocks,
+            shared_blocks=stats.num_shared_blocks,
+            cached_blocks=stats.num_cached_blocks - stats.num_pinned_blocks,
+            pinned_blocks=stats.num_pinned_blocks,
+            num_swap_blocks=stats.num_swap_blocks,
+            used_swap_blocks=stats.num_used_swap_blocks,
+            sequences=stats.num_sequences,
+            swapped_sequences=stats.num_swapped_sequences,
+            tokens=stats.num_tokens,
+            sessions=len(sessions),
+            regions=sessions.region_totals.count,
+            region_bytes=sessions.region_totals.num_bytes,
+            lanes=len(sessions.lanes.open),
+            event_streams=self._events.count,
+            calls_in_flight=dispatcher.in_flight,
+            draining=dispatcher.draining,
+            prefix_query_tokens=stats.prefix_query_tokens,
+            prefix_hit_tokens=stats.prefix_hit_tokens,
+            computed_tokens=stats.computed_tokens,
+            cow_copies=stats.cow_copies,
+            evicted_blocks=stats.evictions,
+            swapped_out_blocks=stats.swapped_out_blocks,
+            swapped_in_blocks=stats.swapped_in_blocks,
+            swapped_out_sequences=stats.swapped_out_sequences,
+            swapped_in_sequences=stats.swapped_in_sequences,
+            swap_out_busy_s=busy_s["out"],
+            swap_in_busy_s=busy_s["in"],
+            out_of_blocks=dispatcher.out_of_blocks,
+            sessions_opened=sessions.num_opened,
+            sessions_closed=sessions.num_closed,
+            sessions_lost=sessions.num_lost,
+            stored_events=journal.num_stored if journal else 0,
+            removed_events=journal.num_removed if journal else 0,
+            cleared_events=journal.num_cleared if journal else 0,
+            lane_calls=lane_calls,
+            lane_errors=lane_errors,
+            lane_busy_s=lane_busy_s,
+        )
+        self._table.write(vitals, lane_counts)
+
+    def block_hash(self, block: int) -> bytes:
+        """The chain hash of a block of the pool that can be found by it; b"" of others, and of what is no block."""
+        device = self._engine.manager.device
+        if block < device.num_blocks and device.indexed[block]:
+            return device.hashes[block] or b""
+        return b""
+
+
+def configuration(config: ServeConfig, device: Device, arrays: SharedArrays, methods: list[str]) -> dict[str, Any]:
+    """What the observer has to know to read the arrays, and to answer for the daemon."""
+    layout = config.layout
+    host = config.http_address.rpartition(":")[0]
+    return {
+        "manifest": arrays.manifest,
+        "methods": methods,
+        "started_s": time.monotonic(),
+        "lane_buckets_s": device.lane_buckets_s,
+        "memory_bytes": device.memory_bytes,
+        "max_labels": config.max_labels,
+        "http_host": host,
+        "http_token": config.http_token,
+        "log_level": config.log_level,
+        "log_format": config.log_format,
+        "info": {
+            "version": __version__,
+            "device": config.device,
+            "dtype": config.dtype,
+            "kv_cache_dtype": layout.dtype,
+            "num_layers": config.num_layers,
+            "num_kv_heads": config.num_kv_heads,
+            "head_size": config.head_size,
+            "block_size": config.block_size,
+            "block_bytes": layout.block_bytes,
+            "num_blocks": device.num_blocks,
+            "num_swap_blocks": device.num_swap_blocks,
+            "max_sequences": config.max_sequences,
+            "max_sessions": config.max_sessions,
+            "prefix_caching": config.enable_prefix_caching,
+        },
+    }

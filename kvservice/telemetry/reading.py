@@ -1,0 +1,159 @@
+"""The reader's end of it all: what the daemon's memory says, as plain values."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvservice.blocks.sequences import LENGTH, NUM_BLOCKS, NUM_COMPUTED, SEQUENCE_ID, SPACE, SWAPPED
+from kvservice.telemetry import sessions as columns
+from kvservice.telemetry.arrays import Arrays
+from kvservice.telemetry.calls import Key, keys
+from kvservice.telemetry.sessions import NUM_COUNTERS, get_name
+from kvservice.telemetry.vitals import Vitals
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class SessionReading:
+    """An open session, and sums over its sequences. `blocks` are entries of its block tables."""
+
+    session_id: int
+    name: str
+    tenant: str
+    attached: bool
+    opened_s: float
+    sequences: int
+    swapped_sequences: int
+    tokens: int
+    blocks: int
+    regions: int
+    region_bytes: int
+    lane: bool
+    computed_tokens: int
+    query_tokens: int
+    hit_tokens: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SequenceRows:
+    """Live sequences, int64[n] each: numbers of their rows, and of their sessions' rows, ids, and the rest of a row."""
+
+    numbers: IntArray
+    sessions: IntArray
+    ids: IntArray
+    lengths: IntArray
+    computed: IntArray
+    blocks: IntArray
+    swapped: IntArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reading:
+    """Everything but blocks and tables, as of one moment or nearly so. `time_s` is monotonic.
+
+    call_counts int64[rows, buckets + 1] and call_seconds float64[rows] are of `CallTable`, age_counts and age_seconds
+    of `BlockAges`. `tenants` has computed, looked-up and found tokens of each tenant, since the start.
+    """
+
+    time_s: float
+    vitals: Vitals
+    lane_counts: list[int]
+    call_counts: IntArray
+    call_seconds: FloatArray
+    age_counts: IntArray
+    age_seconds: FloatArray
+    sessions: list[SessionReading]
+    tenants: dict[str, tuple[int, ...]]
+
+
+class Reader:
+    """Reads the arrays of a daemon with these methods, which began at `started_s`, monotonic."""
+
+    def __init__(self, arrays: Arrays, methods: Sequence[str], started_s: float) -> None:
+        self.arrays = arrays
+        self.started_s = started_s
+        self.call_keys: list[Key] = list(keys(methods))
+
+    def read(self) -> Reading:
+        """The vitals are those that the daemon wrote last."""
+        arrays = self.arrays
+        session_rows, tenants = self._sessions()
+        return Reading(
+            time.monotonic(),
+            Vitals(*arrays["vitals"].tolist()),
+            arrays["lane_counts"].tolist(),
+            arrays["call_counts"].copy(),
+            arrays["call_seconds"].copy(),
+            arrays["age_counts"].copy(),
+            arrays["age_seconds"].copy(),
+            list(self._describe(session_rows)),
+            tenants,
+        )
+
+    def sequences(self) -> SequenceRows:
+        meta = self.arrays["meta"]
+        numbers = np.flatnonzero(meta[:, SPACE])
+        rows = meta[numbers]
+        wanted = (SEQUENCE_ID, LENGTH, NUM_COMPUTED, NUM_BLOCKS, SWAPPED)
+        return SequenceRows(numbers, rows[:, SPACE] - 1, *(rows[:, column] for column in wanted))
+
+    def session(self, row: int) -> tuple[int, str]:
+        """Id and name of the session in a row; id 0 if there is none."""
+        return int(self.arrays["sessions"][row, columns.SESSION_ID]), get_name(self.arrays["session_names"][row])
+
+    def _sessions(self) -> tuple[IntArray, dict[str, tuple[int, ...]]]:
+        """A copy of the sessions' rows, and the tenants' tokens at the same moment: so those of a session that ends are
+        neither missed nor counted twice."""
+        arrays = self.arrays
+        version = arrays["sessions_version"]
+        while True:
+            before = int(version[0])
+            rows, tenants = arrays["sessions"].copy(), arrays["tenants"].copy()
+            if before % 2 == 0 and before == int(version[0]):
+                break
+        live = rows[rows[:, columns.SESSION_ID] != 0]
+        np.add.at(tenants[:, :NUM_COUNTERS], live[:, columns.TENANT], live[:, :NUM_COUNTERS])
+        names = arrays["tenant_names"]
+        tokens = {
+            get_name(names[i]): tuple(tenants[i, :NUM_COUNTERS].tolist())
+            for i in np.flatnonzero(tenants[:, columns.IN_USE])
+        }
+        return rows, tokens
+
+    def _describe(self, rows: IntArray) -> Iterator[SessionReading]:
+        sequences = self.sequences()
+        count = len(rows)
+
+        def sums(weights: Any = None) -> list[float]:
+            return np.bincount(sequences.sessions, weights, minlength=count).tolist()  # type: ignore[no-any-return]
+
+        held, swapped = sums(), sums(sequences.swapped)
+        tokens, blocks = sums(sequences.lengths), sums(sequences.blocks)
+        tenants = self.arrays["tenant_names"]
+        for number in np.flatnonzero(rows[:, columns.SESSION_ID]).tolist():
+            row = rows[number].tolist()
+            yield SessionReading(
+                row[columns.SESSION_ID],
+                get_name(self.arrays["session_names"][number]),
+                get_name(tenants[row[columns.TENANT]]),
+                bool(row[columns.ATTACHED]),
+                row[columns.OPENED_MS] / 1e3,
+                int(held[number]),
+                int(swapped[number]),
+                int(tokens[number]),
+                int(blocks[number]),
+                row[columns.REGIONS],
+                row[columns.REGION_BYTES],
+                bool(row[columns.LANE]),
+                row[columns.COMPUTED_TOKENS],
+                row[columns.QUERY_TOKENS],
+                row[columns.HIT_TOKENS],
+            )

@@ -1,0 +1,67 @@
+"""Figures of the whole daemon. Unlike the other arrays, these are written when the observer asks for them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvservice.blocks.plans import Zeros
+
+
+class Vitals(NamedTuple):
+    """Gauges, then counters since the start. `..._s` are seconds."""
+
+    num_blocks: float = 0
+    free_blocks: float = 0
+    active_blocks: float = 0
+    shared_blocks: float = 0
+    cached_blocks: float = 0
+    pinned_blocks: float = 0
+    num_swap_blocks: float = 0
+    used_swap_blocks: float = 0
+    sequences: float = 0
+    swapped_sequences: float = 0
+    tokens: float = 0
+    sessions: float = 0
+    regions: float = 0
+    region_bytes: float = 0
+    lanes: float = 0
+    event_streams: float = 0
+    calls_in_flight: float = 0
+    draining: float = 0
+
+    prefix_query_tokens: float = 0
+    prefix_hit_tokens: float = 0
+    computed_tokens: float = 0
+    cow_copies: float = 0
+    evicted_blocks: float = 0
+    swapped_out_blocks: float = 0
+    swapped_in_blocks: float = 0
+    swapped_out_sequences: float = 0
+    swapped_in_sequences: float = 0
+    swap_out_busy_s: float = 0
+    swap_in_busy_s: float = 0
+    out_of_blocks: float = 0
+    sessions_opened: float = 0
+    sessions_closed: float = 0
+    sessions_lost: float = 0
+    stored_events: float = 0
+    removed_events: float = 0
+    cleared_events: float = 0
+    lane_calls: float = 0
+    lane_errors: float = 0
+    lane_busy_s: float = 0
+
+
+class VitalsTable:
+    """vitals float64[fields]; lane_counts int64[buckets + 1] of the lanes' calls."""
+
+    def __init__(self, num_lane_buckets: int, zeros: Zeros) -> None:
+        self._vitals: npt.NDArray[np.float64] = zeros("vitals", (len(Vitals._fields),), np.float64)
+        self._lane_counts: npt.NDArray[np.int64] = zeros("lane_counts", (num_lane_buckets,), np.int64)
+
+    def write(self, vitals: Vitals, lane_counts: list[int]) -> None:
+        self._vitals[:] = vitals
+        self._lane_counts[:] = lane_counts
