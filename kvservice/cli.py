@@ -133,6 +133,38 @@ def health(address: str | None, timeout_s: float) -> None:
         raise click.ClickException("not serving")
 
 
+@main.command()
+@click.option("--address", help="unix:///path/of.sock or host:port.  [default: what serve would listen on]")
+@click.option(
+    "--interval", type=click.FloatRange(0.1, 3600), default=1.0, show_default=True, help="Seconds between looks."
+)
+@click.option("--once", is_flag=True, help="Print one look and leave.")
+@click.option("--json", "as_json", is_flag=True, help="With --once: one JSON object instead of tables.")
+@click.option("--sort", default="blocks", show_default=True, help="The column by which tables that have it are sorted.")
+@click.option("--filter", "search", default="", help="Only sessions and sequences with this in a name, tenant or id.")
+def top(address: str | None, interval: float, once: bool, as_json: bool, sort: str, search: str) -> None:
+    """Show the pool, who holds it, and the calls, until q is pressed.
+
+    Needs no session and changes nothing. Exits with 1 if no daemon answers.
+    """
+    if as_json and not once:
+        raise click.UsageError("--json needs --once")
+    if not once and not sys.stdout.isatty():
+        raise click.UsageError("this is no terminal: --once prints one look")
+    from kvservice.health import address_of
+    from kvservice.top import SORT_KEYS, Options, run
+
+    if sort not in SORT_KEYS:
+        raise click.BadParameter(f"one of {', '.join(SORT_KEYS)}", param_hint="--sort")
+    where = address or address_of(_settings({}, os.environ.get(f"{ENV_PREFIX}CONFIG")))
+    if not where:
+        raise click.UsageError("--address is needed: the configuration opens no gRPC address")
+    try:
+        run(Options(where, interval, once, as_json, sort, search))
+    except KVServiceError as error:
+        raise click.ClickException(f"no answer from {where}: {error}") from None
+
+
 @main.group()
 def bench() -> None:
     """Measure: bookkeeping, RPCs, attention, swapping."""

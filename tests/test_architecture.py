@@ -63,11 +63,12 @@ ROOMS: dict[str, set[str]] = {
     # It measures the rooms from inside.
     "bench": {"", "blocks", "client", "config", "environment", "errors", "launch", "ops", "pool.layout", "v1", "wire"},
     "health": {"config", "environment"},
-    "cli": {"", "bench", "config", "demo", "environment", "errors", "health", "server"},
+    "top": {"client", "environment", "errors", "v1"},
+    "cli": {"", "bench", "config", "demo", "environment", "errors", "health", "server", "top"},
     "__main__": {"cli"},
     "": set(),
 }
-PROTOBUF_ROOMS = {"server", "observer", "client", "wire", "bench"}
+PROTOBUF_ROOMS = {"server", "observer", "client", "wire", "bench", "top"}
 TORCH_MODULES = (
     "ops/torch_",
     "integrations/",

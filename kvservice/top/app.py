@@ -1,0 +1,163 @@
+"""The screen: a summary, three tables, and the keys."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from rich.text import Text
+from textual import on
+from textual.app import App, ComposeResult
+from textual.binding import Binding, BindingType
+from textual.widgets import Footer, Input, Static
+from textual.worker import Worker
+
+from kvservice.errors import KVServiceError
+from kvservice.top.columns import TABLES
+from kvservice.top.format import printable
+from kvservice.top.source import Source
+from kvservice.top.summary import summary
+from kvservice.top.tables import SnapshotTable
+from kvservice.v1.inspect_pb2 import Snapshot
+
+# Up to this many lines only one table is shown.
+_SHORT_LINES = 40
+
+
+class TopApp(App[None]):
+    ENABLE_COMMAND_PALETTE = False
+    VERTICAL_BREAKPOINTS = [(0, "-short"), (_SHORT_LINES + 1, "-tall")]  # noqa: RUF012  its base says so
+    CSS = """
+    #summary { height: auto; }
+    #state { height: auto; text-style: bold reverse; }
+    #state, #search { display: none; }
+    #search { border: none; height: 1; padding: 0; background: ansi_default; color: ansi_default; }
+    #calls { height: auto; max-height: 12; }
+    Screen.-short SnapshotTable { display: none; }
+    Screen.-short SnapshotTable.current { display: block; height: 1fr; max-height: 100%; }
+    .stale { text-style: dim; }
+    Footer, FooterKey { background: ansi_default; color: ansi_default; }
+    FooterKey > .footer-key--key { background: ansi_default; color: ansi_default; text-style: bold reverse; }
+    FooterKey > .footer-key--description { background: ansi_default; color: ansi_default; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("q", "quit", "Quit"),
+        Binding("ctrl+c", "quit", show=False, priority=True),
+        Binding("tab", "next_table(1)", "Table", priority=True),
+        Binding("shift+tab", "next_table(-1)", show=False, priority=True),
+        Binding("greater_than_sign", "sort(1)", "Sort", key_display="< >"),
+        Binding("less_than_sign", "sort(-1)", show=False),
+        Binding("r", "reverse", "Reverse"),
+        # Before the table gets it: what is typed at once after it is for the filter.
+        Binding("slash", "search", "Filter", priority=True),
+        Binding("escape", "clear_search", "All", show=False, priority=True),
+        Binding("p", "pause", "Pause"),
+    ]
+
+    def __init__(self, source: Source, first: Snapshot, interval_s: float, sort_key: str, search: str) -> None:
+        super().__init__(ansi_color=True)
+        # The terminal's own colours, light or dark.
+        self.theme = "ansi-dark"
+        self._source = source
+        self._snapshot = first
+        self._interval_s = interval_s
+        self._tables = [SnapshotTable(table, sort_key) for table in TABLES]
+        self._current = self._tables[1]
+        self._search = search
+        self._error: KVServiceError | None = None
+        self._paused = False
+        self._asking: Worker[None] | None = None
+
+    def compose(self) -> ComposeResult:
+        yield Static(id="summary")
+        yield Static(id="state")
+        yield from self._tables
+        yield Input(self._search, id="search", placeholder="name, tenant or id", compact=True)
+        yield Footer()
+
+    def on_mount(self) -> None:
+        self._focus_table(self._current)
+        self._show()
+        self.set_interval(self._interval_s, self._tick)
+
+    def _tick(self) -> None:
+        if not self._paused and (self._asking is None or self._asking.is_finished):
+            self._ask()
+
+    def _ask(self) -> None:
+        self._asking = self.run_worker(self._take_snapshot, exclusive=True)
+
+    async def _take_snapshot(self) -> None:
+        try:
+            self._snapshot = await self._source.snapshot(self._search)
+            self._error = None
+        except KVServiceError as error:
+            self._error = error
+        self._show()
+
+    def _show(self) -> None:
+        self.query_one("#summary", Static).update(summary(self._snapshot, self._source.address))
+        for table in self._tables:
+            table.show(self._snapshot)
+        self._show_state()
+
+    def _show_state(self) -> None:
+        """Why the figures are not those of all that the daemon holds now, if they are not."""
+        reasons = []
+        if self._error is not None:
+            reasons.append(f"No answer, trying again. {printable(str(self._error))}")
+        if self._paused:
+            reasons.append("Paused.")
+        if self._search:
+            reasons.append(f"Filter: {printable(self._search)}")
+        state = self.query_one("#state", Static)
+        state.update(Text("  ".join(reasons)))
+        state.display = bool(reasons)
+        for widget in (self.query_one("#summary"), *self._tables):
+            widget.set_class(self._error is not None, "stale")
+
+    def _focus_table(self, table: SnapshotTable) -> None:
+        self._current.remove_class("current")
+        self._current = table
+        table.add_class("current")
+        table.focus()
+
+    def action_next_table(self, step: int) -> None:
+        self._focus_table(self._tables[(self._tables.index(self._current) + step) % len(self._tables)])
+
+    def action_sort(self, step: int) -> None:
+        self._current.sort_by_next(step)
+
+    def action_reverse(self) -> None:
+        self._current.reverse()
+
+    def action_pause(self) -> None:
+        self._paused = not self._paused
+        if self._paused and self._asking is not None:
+            self._asking.cancel()
+        self._show_state()
+        self._tick()
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:  # noqa: ARG002  Textual's
+        return not (action == "search" and isinstance(self.focused, Input))
+
+    def action_search(self) -> None:
+        field = self.query_one("#search", Input)
+        field.display = True
+        self.screen.set_focus(field)
+
+    def action_clear_search(self) -> None:
+        self.query_one("#search", Input).value = ""
+        self._leave_search()
+
+    @on(Input.Changed, "#search")
+    def _search_changed(self, event: Input.Changed) -> None:
+        if event.value != self._search:
+            self._search = event.value
+            self._show_state()
+            # Also while paused: who filters wants to see what he has asked for.
+            self._ask()
+
+    @on(Input.Submitted, "#search")
+    def _leave_search(self) -> None:
+        self.query_one("#search", Input).display = False
+        self._focus_table(self._current)

@@ -1,0 +1,130 @@
+"""The tables: which columns each has, and how its rows are put in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rich.text import Text
+
+from kvservice.top import format as fmt
+from kvservice.v1.inspect_pb2 import Snapshot
+
+
+@dataclass(frozen=True)
+class Column:
+    """`value` of a row is what it is ordered by, None if it has none; `text` is how the value is shown."""
+
+    key: str
+    title: str
+    width: int
+    value: Callable[[Any], Any]
+    text: Callable[[Any], str] = fmt.count
+    is_number: bool = True
+
+    @property
+    def justify(self) -> Literal["left", "right"]:
+        return "right" if self.is_number else "left"
+
+    def shown(self, row: Any) -> str:
+        return self.text(self.value(row))
+
+    def cell(self, shown: str) -> Text:
+        return Text(shown, no_wrap=True, overflow="ellipsis", justify=self.justify)
+
+
+@dataclass(frozen=True)
+class Table:
+    """`rows` of a snapshot, and how many there are with those that it left out."""
+
+    name: str
+    columns: tuple[Column, ...]
+    default_sort: str
+    rows: Callable[[Snapshot], Sequence[Any]]
+    total: Callable[[Snapshot], int]
+
+    def column(self, key: str) -> Column:
+        """The column of this key; if the table has none, the one that it is ordered by of itself."""
+        found = {column.key: column for column in self.columns}
+        return found.get(key, found[self.default_sort])
+
+    def ordered(self, snapshot: Snapshot, key: str, reverse: bool) -> list[Any]:
+        """Largest numbers first, texts from A to Z; `reverse`: the other way. Rows without a value are last."""
+        column = self.column(key)
+        rows = [row for row in self.rows(snapshot) if column.value(row) is not None]
+        without = [row for row in self.rows(snapshot) if column.value(row) is None]
+        return sorted(rows, key=column.value, reverse=column.is_number != reverse) + without
+
+
+def _text(key: str, title: str, width: int, value: Callable[[Any], str]) -> Column:
+    return Column(key, title, width, value, fmt.printable, is_number=False)
+
+
+def _hit_share(row: Any) -> float | None:
+    return row.hit_tokens / row.query_tokens if row.query_tokens else None
+
+
+def _p50_s(row: Any) -> float | None:
+    return row.p50_s if row.HasField("p50_s") else None
+
+
+def _p99_s(row: Any) -> float | None:
+    return row.p99_s if row.HasField("p99_s") else None
+
+
+CALLS = Table(
+    "Calls",
+    (
+        _text("method", "METHOD", 28, lambda row: row.method),
+        Column("rate", "CALLS/s", 9, lambda row: row.calls_per_s, fmt.rate),
+        Column("p50", "p50", 9, _p50_s, fmt.latency),
+        Column("p99", "p99", 9, _p99_s, fmt.latency),
+        Column("calls", "CALLS", 11, lambda row: row.calls),
+        Column("errors", "ERRORS", 9, lambda row: row.errors),
+    ),
+    "rate",
+    lambda snapshot: snapshot.calls,
+    lambda snapshot: len(snapshot.calls),
+)
+
+SESSIONS = Table(
+    "Sessions",
+    (
+        Column("session", "ID", 8, lambda row: row.session_id, str),
+        _text("name", "NAME", 18, lambda row: row.name),
+        _text("tenant", "TENANT", 12, lambda row: row.tenant),
+        Column("blocks", "BLOCKS", 9, lambda row: row.blocks),
+        Column("tokens", "TOKENS", 9, lambda row: row.tokens),
+        Column("sequences", "SEQS", 7, lambda row: row.sequences),
+        Column("swapped", "SWAPPED", 8, lambda row: row.swapped_sequences),
+        Column("hits", "HITS", 7, _hit_share, fmt.share),
+        Column("computed", "COMPUTED", 9, lambda row: row.computed_tokens),
+        Column("regions", "REGIONS", 8, lambda row: row.region_bytes, fmt.size),
+        _text("lane", "LANE", 5, lambda row: "lane" if row.lane else ""),
+        _text("state", "STATE", 8, lambda row: "" if row.attached else "detached"),
+        Column("age", "AGE", 8, lambda row: row.age_s, fmt.age),
+    ),
+    "blocks",
+    lambda snapshot: snapshot.sessions,
+    lambda snapshot: snapshot.num_sessions,
+)
+
+SEQUENCES = Table(
+    "Sequences",
+    (
+        Column("sequence", "SEQUENCE", 20, lambda row: row.sequence_id, str),
+        Column("session", "SESSION", 8, lambda row: row.session_id, str),
+        _text("name", "NAME", 18, lambda row: row.session_name),
+        Column("blocks", "BLOCKS", 9, lambda row: row.blocks),
+        Column("length", "LENGTH", 9, lambda row: row.length),
+        Column("computed", "COMPUTED", 9, lambda row: row.computed),
+        _text("tier", "TIER", 6, lambda row: "swap" if row.swapped else "device"),
+    ),
+    "blocks",
+    lambda snapshot: snapshot.sequences,
+    lambda snapshot: snapshot.num_sequences,
+)
+
+TABLES = (CALLS, SESSIONS, SEQUENCES)
+SORT_KEYS = tuple(dict.fromkeys(column.key for table in TABLES for column in table.columns))

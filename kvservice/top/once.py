@@ -1,0 +1,49 @@
+"""One snapshot, printed: for people as tables, for scripts as JSON."""
+
+from __future__ import annotations
+
+import json
+
+import rich.table
+from rich.console import Console
+from rich.text import Text
+
+from kvservice.top.columns import TABLES, Table
+from kvservice.top.source import to_json
+from kvservice.top.summary import summary
+from kvservice.v1.inspect_pb2 import Snapshot
+
+_ROWS = 40
+# Where the output is no terminal and has no width of its own.
+_WIDTH = 160
+
+
+def print_json(snapshot: Snapshot) -> None:
+    print(json.dumps(to_json(snapshot)))
+
+
+def print_tables(snapshot: Snapshot, address: str, sort_key: str) -> None:
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_WIDTH)
+    console.print(summary(snapshot, address))
+    for table in TABLES:
+        console.print()
+        console.print(_rendered(table, snapshot, sort_key))
+
+
+def _rendered(table: Table, snapshot: Snapshot, sort_key: str) -> rich.table.Table:
+    rows = table.ordered(snapshot, sort_key, reverse=False)[:_ROWS]
+    left_out = table.total(snapshot) - len(rows)
+    rendered = rich.table.Table(
+        box=None,
+        title=Text(table.name, style="bold"),
+        title_justify="left",
+        caption=Text(f"and {left_out:,} more") if left_out else None,
+        caption_justify="left",
+    )
+    for column in table.columns:
+        rendered.add_column(column.title, justify=column.justify, max_width=column.width)
+    for row in rows:
+        rendered.add_row(*(column.cell(column.shown(row)) for column in table.columns))
+    return rendered

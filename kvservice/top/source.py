@@ -1,0 +1,69 @@
+"""Where the figures come from: the daemon's InspectService."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+from google.protobuf.message import Message
+
+from kvservice.client.channel import CHANNEL_OPTIONS, to_error
+from kvservice.errors import ObserverUnavailableError
+from kvservice.v1 import inspect_pb2, inspect_pb2_grpc
+
+# The most that the daemon tells.
+MAX_ROWS = 1000
+_TIMEOUT_S = 5.0
+# The daemon may start its observer only when somebody asks.
+_START_TIMEOUT_S = 15.0
+_START_PAUSE_S = 0.1
+
+
+class Source:
+    """A connection to a daemon, made again whenever a call finds it broken. An asynchronous context manager."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+    async def __aenter__(self) -> Source:
+        self._channel = grpc.aio.insecure_channel(self.address, CHANNEL_OPTIONS)
+        self._stub = inspect_pb2_grpc.InspectServiceStub(self._channel)  # type: ignore[no-untyped-call]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._channel.close()
+
+    async def snapshot(self, search: str = "") -> inspect_pb2.Snapshot:
+        """What the daemon holds now; of sessions and sequences those that `search` finds. Raises KVServiceError."""
+        request = inspect_pb2.GetSnapshotRequest(max_sessions=MAX_ROWS, max_sequences=MAX_ROWS, search=search)
+        try:
+            snapshot: inspect_pb2.Snapshot = await self._stub.GetSnapshot(request, timeout=_TIMEOUT_S)
+        except grpc.RpcError as error:
+            raise to_error(error) from None
+        return snapshot
+
+    async def first_snapshot(self, search: str = "") -> inspect_pb2.Snapshot:
+        """The same, with patience for an observer that only now starts, but none for a daemon that is not there."""
+        deadline = asyncio.get_running_loop().time() + _START_TIMEOUT_S
+        while True:
+            try:
+                return await self.snapshot(search)
+            except ObserverUnavailableError:
+                if asyncio.get_running_loop().time() > deadline:
+                    raise
+            await asyncio.sleep(_START_PAUSE_S)
+
+
+def to_json(message: Message) -> dict[str, Any]:
+    """The message's fields by their names, integers of 64 bits as numbers; null for what it leaves out."""
+    return {field.name: _field_to_json(message, field) for field in message.DESCRIPTOR.fields}
+
+
+def _field_to_json(message: Message, field: Any) -> Any:
+    if field.has_presence and not message.HasField(field.name):
+        return None
+    value = getattr(message, field.name)
+    if field.message_type is None:
+        return value
+    return [to_json(row) for row in value] if field.is_repeated else to_json(value)

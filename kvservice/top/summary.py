@@ -1,0 +1,105 @@
+"""The pool as a whole, above the tables: bars, and what happens in a second."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.columns import Columns
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from kvservice.top import format as fmt
+from kvservice.v1.inspect_pb2 import PoolSnapshot, Rates, Snapshot
+
+# State of a block, its sign and its colour: without colours the signs tell them apart.
+_STATES = (
+    ("active", "█", "green"),
+    ("shared", "▓", "cyan"),
+    ("pinned", "▚", "blue"),
+    ("cached", "▒", "yellow"),
+    ("free", "·", "default"),
+)
+_SWAPPED = ("swapped", "█", "magenta")
+_FREE = _STATES[-1]
+_Part = tuple[int, str, str]
+
+
+class Bar:
+    """Counts with their signs and colours, side by side over the whole width."""
+
+    def __init__(self, parts: Sequence[_Part]) -> None:
+        self._parts = parts
+
+    def __rich_console__(self, _: Console, options: ConsoleOptions) -> Iterator[Text]:
+        bar, total, below = Text(no_wrap=True), sum(part[0] for part in self._parts), 0
+        for number, sign, colour in self._parts:
+            begin, below = below, below + number
+            width = options.max_width * below // total - options.max_width * begin // total if total else 0
+            bar.append(sign * width, style=colour)
+        yield bar
+
+
+def summary(snapshot: Snapshot, address: str) -> RenderableType:
+    return Group(_heading(snapshot, address), _bars(snapshot.pool), _legend(snapshot.pool), _rates(snapshot.rates))
+
+
+def _heading(snapshot: Snapshot, address: str) -> Text:
+    pool = snapshot.pool
+    heading = Text.assemble(("kvservice ", "bold"), fmt.printable(address), f"  up {fmt.age(snapshot.uptime_s)}")
+    for what in ("sessions", "sequences", "tokens", "lanes", "regions"):
+        heading.append(f"  {what} {fmt.count(getattr(pool, what))}")
+    if pool.regions:
+        heading.append(f" ({fmt.size(pool.region_bytes)})")
+    if pool.draining:
+        heading.append("  draining", style="bold red")
+    return heading
+
+
+def _bars(pool: PoolSnapshot) -> Table:
+    held = pool.active_blocks + pool.shared_blocks
+    device = [(getattr(pool, f"{state}_blocks"), sign, colour) for state, sign, colour in _STATES]
+    swap = [(pool.used_swap_blocks, *_SWAPPED[1:]), (pool.num_swap_blocks - pool.used_swap_blocks, *_FREE[1:])]
+    bars = Table.grid(padding=(0, 1), expand=True)
+    bars.add_column()
+    bars.add_column(ratio=1)
+    bars.add_column(justify="right", no_wrap=True)
+    for name, parts, used, total in (
+        ("Pool", device, held, pool.num_blocks),
+        ("Swap", swap, pool.used_swap_blocks, pool.num_swap_blocks),
+    ):
+        part = fmt.share(used / total if total else None)
+        bars.add_row(Text(name, style="bold"), Bar(parts), f"{fmt.count(used)} of {fmt.count(total)} blocks, {part}")
+    return bars
+
+
+def _legend(pool: PoolSnapshot) -> Columns:
+    counts = [(state, sign, colour, getattr(pool, f"{state}_blocks")) for state, sign, colour in _STATES]
+    counts.append((*_SWAPPED, pool.used_swap_blocks))
+    return _items(
+        Text.assemble((sign, colour), f" {fmt.count(number)} {state}") for state, sign, colour, number in counts
+    )
+
+
+def _rates(rates: Rates) -> Columns:
+    hits = fmt.share(rates.hit_share if rates.HasField("hit_share") else None)
+    pairs = (
+        ("computed", f"{fmt.rate(rates.computed_tokens)} tokens/s"),
+        ("prefix hits", f"{hits} of {fmt.rate(rates.query_tokens)} tokens/s"),
+        ("evicted", f"{fmt.rate(rates.evicted_blocks)}/s"),
+        ("copied on write", f"{fmt.rate(rates.cow_copies)}/s"),
+        ("swapped out", f"{fmt.size(rates.swapped_out_bytes)}/s"),
+        ("swapped in", f"{fmt.size(rates.swapped_in_bytes)}/s"),
+        ("calls", f"{fmt.rate(rates.calls)}/s"),
+        ("by lane", f"{fmt.rate(rates.lane_calls)}/s"),
+        ("errors", f"{fmt.rate(rates.errors)}/s"),
+        ("out of blocks", f"{fmt.rate(rates.out_of_blocks)}/s"),
+    )
+    alarming = {"errors": rates.errors, "out of blocks": rates.out_of_blocks}
+    return _items(
+        Text.assemble(f"{name} ", (value, "bold red" if alarming.get(name) else "bold")) for name, value in pairs
+    )
+
+
+def _items(texts: Iterator[Text]) -> Columns:
+    return Columns(list(texts), padding=(0, 2))

@@ -1,0 +1,123 @@
+"""`kvservice top --once`, as a script calls it, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from inspected_pool import Inspected
+
+from kvservice.errors import DrainingError, ObserverUnavailableError
+
+
+def top(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "kvservice", "top", *arguments],
+        env=os.environ | environ,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_json_is_the_snapshot_with_numbers(inspected: Inspected) -> None:
+    done = top("--once", "--json", "--address", inspected.address)
+    assert (done.returncode, done.stderr) == (0, "")
+    found = json.loads(done.stdout)
+    assert found["pool"]["num_blocks"] == 100
+    assert found["pool"]["draining"] is False
+    assert found["rates"]["hit_share"] == 0.25
+    assert [call["p50_s"] for call in found["calls"]] == [310e-6, 120e-6, None]
+    assert [row["sequence_id"] for row in found["sequences"]] == [(1 << 62) + place for place in range(5)]
+    assert found["num_sequences"] == 5
+    assert found["sessions"][1] == {
+        "session_id": 2,
+        "name": "batch",
+        "tenant": "",
+        "attached": False,
+        "age_s": 90.0,
+        "sequences": 2,
+        "swapped_sequences": 0,
+        "tokens": 2000,
+        "blocks": 12,
+        "regions": 0,
+        "region_bytes": 0,
+        "lane": False,
+        "computed_tokens": 0,
+        "query_tokens": 0,
+        "hit_tokens": 0,
+    }
+
+
+def test_tables_for_people(inspected: Inspected) -> None:
+    done = top("--once", "--address", inspected.address, "--sort", "tokens")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "50 of 100 blocks, 50.0 %" in done.stdout
+    assert "prefix hits 25.0 % of 1,000 tokens/s" in done.stdout
+    assert "310 µs" in done.stdout
+    assert "\x1b" not in done.stdout
+    names = [line.split()[1] for line in done.stdout.splitlines() if line.split()[2:3] in (["acme"], ["zeta"], ["12"])]
+    assert names == ["[red]evil�[2J", "batch", "chat"]
+
+
+def test_long_tables_say_what_they_leave_out(inspected: Inspected) -> None:
+    for number in range(100):
+        inspected.snapshot.sequences.add(session_id=1, session_name="chat", sequence_id=number, blocks=1)
+    inspected.snapshot.num_sequences = 2000
+    assert "and 1,960 more" in top("--once", "--address", inspected.address).stdout
+
+
+def test_the_filter_is_the_daemons_search(inspected: Inspected) -> None:
+    found = json.loads(top("--once", "--json", "--filter", "chat", "--address", inspected.address).stdout)
+    assert [request.search for request in inspected.requests] == ["chat"]
+    assert [row["name"] for row in found["sessions"]] == ["chat"]
+
+
+def test_an_observer_that_starts_is_waited_for(inspected: Inspected) -> None:
+    inspected.errors = [ObserverUnavailableError("it starts"), ObserverUnavailableError("it starts")]
+    assert top("--once", "--json", "--address", inspected.address).returncode == 0
+    assert len(inspected.requests) == 3
+
+
+def test_other_errors_are_told_at_once(inspected: Inspected) -> None:
+    inspected.errors = [DrainingError("the daemon is shutting down")]
+    refused = top("--once", "--address", inspected.address)
+    assert refused.returncode == 1
+    assert refused.stderr == f"Error: no answer from {inspected.address}: the daemon is shutting down\n"
+    assert len(inspected.requests) == 1
+
+
+def test_the_address_is_the_one_that_serve_would_listen_on(inspected: Inspected) -> None:
+    path = inspected.address.removeprefix("unix:")
+    assert top("--once", KVSERVICE_UNIX_SOCKET=path).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (("--once",), 1, "no answer from unix:"),
+        (("--json",), 2, "--json needs --once"),
+        ((), 2, "this is no terminal"),
+        (("--once", "--sort", "colour"), 2, "one of method"),
+        (("--interval", "0"), 2, "--interval"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_a_line(
+    tmp_path: Path, arguments: tuple[str, ...], status: int, said: str
+) -> None:
+    refused = top(*arguments, KVSERVICE_UNIX_SOCKET=f"{tmp_path}/none.sock")
+    assert refused.returncode == status
+    assert said in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert refused.stdout == ""
+
+
+def test_without_any_address_it_asks_for_one() -> None:
+    refused = top("--once", KVSERVICE_UNIX_SOCKET="", KVSERVICE_TCP_ADDRESS="")
+    assert refused.returncode == 2
+    assert "--address is needed" in refused.stderr
