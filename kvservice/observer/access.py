@@ -1,0 +1,120 @@
+"""Who may see the page: checked before anything else, for every path but /metrics.
+
+request ─▶ GET? ─▶ /metrics ──────────────────────────────────────────▶ app
+                └▶ a token is set: bearer, cookie, or /?token= once ──▶ app
+                └▶ none, on loopback: Host names this machine ────────▶ app
+                └▶ none, off loopback ────────────────────────────────▶ 403
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from starlette.datastructures import MutableHeaders
+from starlette.requests import HTTPConnection
+from starlette.responses import JSONResponse, RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+# A page of another site that has its own name point at 127.0.0.1 still sends that name.
+_THIS_MACHINE: Final = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:\d+)?", re.IGNORECASE)
+_OPEN_PATH: Final = "/metrics"
+_COOKIE_AGE_S: Final = 30 * 86400
+_POLICY: Final = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "connect-src 'self'",
+        "img-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+    )
+)
+_HEADERS: Final = {
+    "Content-Security-Policy": _POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+
+
+@dataclass(frozen=True)
+class HttpOptions:
+    """`loopback`: nobody but this host reaches the port. `token`: what a browser has to present. Empty: nothing."""
+
+    loopback: bool
+    token: str = ""
+
+
+class Guard:
+    """Middleware that answers what may not be seen by itself, and gives every answer its headers."""
+
+    def __init__(self, app: ASGIApp, options: HttpOptions) -> None:
+        self._app = app
+        self._options = options
+        # The cookie holds no token, which may have characters that a cookie may not.
+        self._cookie = hashlib.sha256(b"kvservice page " + options.token.encode()).hexdigest()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers.update(_HEADERS)
+                headers.setdefault("Cache-Control", "no-store")
+            await send(message)
+
+        answer = self._answer(HTTPConnection(scope), scope["method"])
+        await (answer or self._app)(scope, receive, send_with_headers)
+
+    def _answer(self, request: HTTPConnection, method: str) -> Response | None:
+        """None: the request goes on."""
+        if method != "GET":
+            return refusal(405, "only GET is served", Allow="GET")
+        if request.url.path == _OPEN_PATH:
+            return None
+        if self._options.token:
+            return self._token_answer(request)
+        if not self._options.loopback:
+            return refusal(403, "the page is served off the loopback interface only with a token: set http_token")
+        if not _THIS_MACHINE.fullmatch(request.headers.get("host", "")):
+            return refusal(403, "the Host header is none of localhost, 127.0.0.1 and [::1]")
+        return None
+
+    def _token_answer(self, request: HTTPConnection) -> Response | None:
+        name = _cookie_name(request)
+        presented = request.query_params.get("token", "") if request.url.path == "/" else ""
+        if presented and _same(presented, self._options.token):
+            answer = RedirectResponse("/", 303)
+            answer.set_cookie(name, self._cookie, max_age=_COOKIE_AGE_S, httponly=True, samesite="strict")
+            return answer
+        scheme, _, credentials = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "bearer" and _same(credentials.strip(), self._options.token):
+            return None
+        if not presented and _same(request.cookies.get(name, ""), self._cookie):
+            return None
+        hint = "open /?token=TOKEN once, or send the header Authorization: Bearer TOKEN"
+        return refusal(401, f"a token is needed: {hint}", **{"WWW-Authenticate": "Bearer"})
+
+
+def refusal(status: int, error: str, **headers: str) -> JSONResponse:
+    return JSONResponse({"error": error}, status, headers)
+
+
+def _cookie_name(request: HTTPConnection) -> str:
+    """Browsers send a cookie to all ports of a host: daemons beside each other must not take each other's."""
+    port = re.search(r":(\d{1,5})$", request.headers.get("host", ""))
+    return f"kvservice_{port[1]}" if port else "kvservice"
+
+
+def _same(presented: str, expected: str) -> bool:
+    return hmac.compare_digest(presented.encode(), expected.encode())

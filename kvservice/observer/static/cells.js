@@ -1,0 +1,202 @@
+// A grid of cells on a canvas, with a keyboard's cursor. To assistive technology it is a grid of one tab stop, of which
+// only the cell under the cursor is in the document: thousands of elements would cost more than they are worth.
+
+import { make } from "./dom.js";
+import { colours, paintBlock, paintGroup } from "./paint.js";
+
+const GAP = 1;
+const LEAST_PITCH = 4;
+const PAGE_ROWS = 8;
+let cellsMade = 0;
+
+export class Cells {
+  #cells = { count: 0, states: [], shares: new Uint8Array(), grouped: false };
+  #cursor = 0;
+  #hover = null;
+  #selected = new Set();
+  #only = null;
+
+  /** `describe(index)` is a cell's text, `choose(index)` is called when it is, `hover(index | null)` as the pointer moves. */
+  constructor({ label, maxHeight, maxCell, describe, choose, hover = () => {} }) {
+    Object.assign(this, { maxHeight, maxCell, describe, choose, hover });
+    this.canvas = make("canvas", { "aria-hidden": "true" });
+    this.row = make("div", { role: "row" });
+    this.grid = make("div", { role: "grid", class: "grid", tabindex: "0", "aria-label": label }, this.row);
+    this.#renewCell();
+    this.element = make("div", { class: "cells" }, this.canvas, this.grid);
+    this.grid.addEventListener("keydown", (event) => this.#key(event));
+    this.grid.addEventListener("focus", () => this.#moved());
+    this.grid.addEventListener("blur", () => this.draw());
+    this.grid.addEventListener("click", (event) => this.#click(event));
+    this.grid.addEventListener("pointermove", (event) => this.#hovered(this.#at(event)));
+    this.grid.addEventListener("pointerleave", () => this.#hovered(null));
+    new ResizeObserver(() => this.draw()).observe(this.element);
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
+  }
+
+  /** `shares`: of each cell, of 255, the share of its blocks in each of `states`. Ungrouped, a cell is a block. */
+  show({ states, shares, grouped }) {
+    this.#cells = { count: shares.length / states.length, states, shares, grouped };
+    this.#cursor = Math.min(this.#cursor, Math.max(0, this.#cells.count - 1));
+    this.draw();
+  }
+
+  /** Ring the cells of `selected`; where `only` is given the others fade. */
+  mark(selected, only = null) {
+    [this.#selected, this.#only] = [new Set(selected), only && new Set(only)];
+    this.draw();
+  }
+
+  /** The state of an ungrouped cell. */
+  stateOf(index) {
+    const { states } = this.#cells;
+    return states[this.sharesOf(index).indexOf(255)] ?? states[0];
+  }
+
+  sharesOf(index) {
+    const { states, shares } = this.#cells;
+    return shares.subarray(index * states.length, (index + 1) * states.length);
+  }
+
+  draw() {
+    const width = this.element.clientWidth;
+    const { count, states } = this.#cells;
+    if (!width || !count) return;
+    this.#layOut(width, count);
+    const ratio = window.devicePixelRatio || 1;
+    const [wide, high] = [this.columns * this.pitch, Math.ceil(count / this.columns) * this.pitch];
+    const [pixelsWide, pixelsHigh] = [Math.round(wide * ratio), Math.round(high * ratio)];
+    if (this.canvas.width !== pixelsWide || this.canvas.height !== pixelsHigh) {
+      Object.assign(this.canvas, { width: pixelsWide, height: pixelsHigh });
+      for (const element of [this.canvas, this.grid]) Object.assign(element.style, { width: `${wide}px`, height: `${high}px` });
+    }
+    const context = this.canvas.getContext("2d");
+    context.setTransform(ratio, 0, 0, ratio, 0, 0);
+    context.clearRect(0, 0, wide, high);
+    const colour = colours(this.element);
+    for (let index = 0; index < count; index++) this.#paint(context, colour, states, index);
+    this.#rings(context, colour);
+    this.#describeCursor();
+  }
+
+  #layOut(width, count) {
+    const ideal = Math.floor(Math.sqrt((width * this.maxHeight) / count));
+    this.columns = 0;
+    // Of the sizes about the ideal, the one that leaves the least of the width empty.
+    for (let pitch = ideal + 1; pitch >= ideal - 3; pitch--) {
+      const size = Math.max(LEAST_PITCH, Math.min(this.maxCell, pitch));
+      const columns = roundColumns(Math.floor(width / size));
+      if (columns * size > (this.columns * this.pitch || 0)) [this.columns, this.pitch] = [columns, size];
+    }
+    this.columns = Math.min(count, this.columns);
+  }
+
+  #paint(context, colour, states, index) {
+    const [x, y] = this.#corner(index);
+    context.globalAlpha = this.#only && !this.#only.has(index) ? 0.22 : 1;
+    const size = this.pitch - GAP;
+    if (this.#cells.grouped) paintGroup(context, colour, states, this.sharesOf(index), x, y, size);
+    else paintBlock(context, colour, this.stateOf(index), x, y, size);
+    context.globalAlpha = 1;
+  }
+
+  #rings(context, colour) {
+    for (const index of this.#selected) this.#ring(context, index, colour.hole, colour.ink);
+    if (this.#hover !== null) this.#ring(context, this.#hover, colour.hole, colour.ink);
+    if (document.activeElement === this.grid) this.#ring(context, this.#cursor, colour.hole, colour.ink);
+  }
+
+  #ring(context, index, halo, ink) {
+    if (index >= this.#cells.count) return;
+    const [x, y] = this.#corner(index);
+    const size = this.pitch - GAP;
+    for (const [colour, width, out] of [[halo, 4, 1], [ink, 2, 1]]) {
+      context.strokeStyle = colour;
+      context.lineWidth = width;
+      context.strokeRect(x - out, y - out, size + 2 * out, size + 2 * out);
+    }
+  }
+
+  #corner(index) {
+    return [(index % this.columns) * this.pitch, Math.floor(index / this.columns) * this.pitch];
+  }
+
+  #at(event) {
+    const box = this.canvas.getBoundingClientRect();
+    const column = Math.floor((event.clientX - box.left) / this.pitch);
+    const index = Math.floor((event.clientY - box.top) / this.pitch) * this.columns + column;
+    return column >= 0 && column < this.columns && index >= 0 && index < this.#cells.count ? index : null;
+  }
+
+  #hovered(index) {
+    if (index === this.#hover) return;
+    this.#hover = index;
+    this.hover(index);
+    this.draw();
+  }
+
+  #click(event) {
+    const index = this.#at(event);
+    if (index === null) return;
+    this.#cursor = index;
+    this.#moved();
+    this.choose(index);
+  }
+
+  #key(event) {
+    const last = this.#cells.count - 1;
+    const rowStart = this.#cursor - (this.#cursor % this.columns);
+    const rowEnd = Math.min(last, rowStart + this.columns - 1);
+    const targets = {
+      ArrowLeft: this.#cursor - 1,
+      ArrowRight: this.#cursor + 1,
+      ArrowUp: this.#cursor - this.columns,
+      ArrowDown: this.#cursor + this.columns,
+      PageUp: Math.max(this.#cursor % this.columns, this.#cursor - PAGE_ROWS * this.columns),
+      PageDown: Math.min(last, this.#cursor + PAGE_ROWS * this.columns),
+      Home: event.ctrlKey ? 0 : rowStart,
+      End: event.ctrlKey ? last : rowEnd,
+    };
+    if (event.key === "Enter" || event.key === " ") this.choose(this.#cursor);
+    else if (event.key in targets) {
+      const target = targets[event.key];
+      if (target >= 0 && target <= last) this.#cursor = target;
+      this.#moved();
+    } else return;
+    event.preventDefault();
+  }
+
+  /** A new element, not a new text: else a screen reader does not notice that the cursor has moved. */
+  #renewCell() {
+    this.cell = make("div", { role: "gridcell", id: `cell-${++cellsMade}` });
+    this.row.replaceChildren(this.cell);
+    this.grid.setAttribute("aria-activedescendant", this.cell.id);
+  }
+
+  #moved() {
+    this.#renewCell();
+    this.hover(this.#cursor);
+    this.draw();
+  }
+
+  #describeCursor() {
+    if (!this.#cells.count) return;
+    const row = Math.floor(this.#cursor / this.columns);
+    const attributes = [
+      [this.grid, "aria-rowcount", Math.ceil(this.#cells.count / this.columns)],
+      [this.grid, "aria-colcount", this.columns],
+      [this.row, "aria-rowindex", row + 1],
+      [this.cell, "aria-colindex", (this.#cursor % this.columns) + 1],
+      [this.cell, "aria-selected", this.#selected.has(this.#cursor)],
+      [this.cell, "aria-label", this.describe(this.#cursor)],
+    ];
+    for (const [element, name, value] of attributes) {
+      if (element.getAttribute(name) !== `${value}`) element.setAttribute(name, value);
+    }
+  }
+}
+
+/** Rows of whole eights: a block's number can be read off its place. */
+function roundColumns(fit) {
+  return Math.max(1, fit < 16 ? fit : fit - (fit % 8));
+}

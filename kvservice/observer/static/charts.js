@@ -1,0 +1,167 @@
+// Time series of the last ten minutes as SVG, with a text for those who do not see them.
+
+import { make, say, reconcile } from "./dom.js";
+const SPAN_S = 600;
+const GAP_S = 5;
+const HEIGHT = 132;
+const MARGIN = { top: 8, right: 8, bottom: 18, left: 52 };
+const TICKS_S = [0, 120, 240, 360, 480, 600];
+const WIDE = 420;
+const SVG = "http://www.w3.org/2000/svg";
+
+export class Chart {
+  #series = [];
+  #times = [];
+  #hover = null;
+
+  /** `show`: a value's text. `scale`: "share" from 0 to 1, "linear" and "bytes" from 0, "log". `hover(time_s | null)` as the pointer moves. */
+  constructor({ title, show, scale, hover }) {
+    Object.assign(this, { title, show, scale });
+    const id = `chart-${title.toLowerCase().replaceAll(/\W+/g, "-")}`;
+    this.key = make("ul", { class: "key" });
+    this.svg = svg("svg", { role: "img", height: HEIGHT });
+    this.svg.addEventListener("pointermove", (event) => hover(this.#timeAt(event)));
+    this.svg.addEventListener("pointerleave", () => hover(null));
+    this.element = make("section", { class: "panel chart", "aria-labelledby": id }, make("h2", { id }, title), this.key, this.svg);
+    new ResizeObserver(() => this.draw()).observe(this.element);
+  }
+
+  /** `series`: [{name, values, tone}], values by the times, null where there is none; `tone` is the colour's number. */
+  update(times, series) {
+    [this.#times, this.#series] = [times, series];
+    this.draw();
+  }
+
+  /** Show the values at a time, or the latest. */
+  point(time) {
+    this.#hover = time;
+    this.draw();
+  }
+
+  draw() {
+    this.width = this.svg.clientWidth;
+    if (!this.width) return;
+    this.now = this.#times.at(-1) ?? 0;
+    this.range = this.#range();
+    this.svg.setAttribute("viewBox", `0 0 ${this.width} ${HEIGHT}`);
+    const lines = this.#series.map((series) => svg("path", { class: `line tone-${series.tone}`, d: this.#path(series.values) }));
+    this.svg.replaceChildren(...this.#grid(), ...lines, ...this.#crosshair());
+    this.svg.setAttribute("aria-label", this.#summary());
+    this.#showKey();
+  }
+
+  #range() {
+    const values = this.#series.flatMap((series) => series.values.filter((value) => value !== null));
+    if (this.scale === "share") return { low: 0, high: 1, ticks: [0, 0.5, 1] };
+    const most = Math.max(0, ...values);
+    if (this.scale !== "log") {
+      const high = this.scale === "bytes" ? 2 ** Math.ceil(Math.log2(Math.max(1024, most))) : roundUp(most || 1);
+      return { low: 0, high, ticks: [0, high / 2, high] };
+    }
+    const positive = values.filter((value) => value > 0);
+    const low = Math.floor(Math.log10(Math.min(1e-3, ...positive)));
+    const high = Math.max(low + 2, Math.ceil(Math.log10(Math.max(1e-3, most))));
+    const ticks = Array.from({ length: high - low + 1 }, (_, index) => 10 ** (low + index));
+    return { low, high, ticks: ticks.filter((_, index) => ticks.length < 5 || index % 2 === 0) };
+  }
+
+  #x(time) {
+    return MARGIN.left + (1 - (this.now - time) / SPAN_S) * (this.width - MARGIN.left - MARGIN.right);
+  }
+
+  #y(value) {
+    const { low, high } = this.range;
+    const at = this.scale === "log" ? Math.max(0, (Math.log10(Math.max(value, 1e-12)) - low) / (high - low)) : value / high;
+    return HEIGHT - MARGIN.bottom - at * (HEIGHT - MARGIN.top - MARGIN.bottom);
+  }
+
+  #path(values) {
+    let path = "";
+    let last = -Infinity;
+    values.forEach((value, index) => {
+      const time = this.#times[index];
+      if (value === null || value === undefined || this.now - time > SPAN_S) return;
+      const joined = time - last < GAP_S && values[index - 1] !== null;
+      path += `${joined ? "L" : "M"}${this.#x(time).toFixed(1)} ${this.#y(value).toFixed(1)}`;
+      if (!joined) path += "h0.01";
+      last = time;
+    });
+    return path;
+  }
+
+  #grid() {
+    const right = this.width - MARGIN.right;
+    const bottom = HEIGHT - MARGIN.bottom;
+    const across = this.range.ticks.flatMap((tick) => {
+      const y = this.#y(tick);
+      return [svg("line", { class: "rule", x1: MARGIN.left, x2: right, y1: y, y2: y }), text("end", MARGIN.left - 6, y + 3.5, this.show(tick))];
+    });
+    const below = TICKS_S.filter((ago) => this.width > WIDE || ago % SPAN_S === 0).map((ago) => {
+      const anchor = ago === 0 ? "end" : ago === SPAN_S ? "start" : "middle";
+      return text(anchor, this.#x(this.now - ago), HEIGHT - 4, ago ? `−${ago / 60} min` : "now");
+    });
+    return [...across, ...below, svg("line", { class: "axis", x1: MARGIN.left, x2: right, y1: bottom, y2: bottom })];
+  }
+
+  #crosshair() {
+    const index = this.#index();
+    if (this.#hover === null || index < 0) return [];
+    const x = this.#x(this.#times[index]);
+    const dots = this.#series.flatMap(({ values, tone }) => {
+      const value = values[index] ?? null;
+      return value === null ? [] : [svg("circle", { class: `dot tone-${tone}`, cx: x, cy: this.#y(value), r: 3 })];
+    });
+    return [svg("line", { class: "cross", x1: x, x2: x, y1: MARGIN.top, y2: HEIGHT - MARGIN.bottom }), ...dots];
+  }
+
+  /** Of the sample to show. */
+  #index() {
+    if (this.#hover === null) return this.#times.length - 1;
+    return this.#times.findIndex((time) => time >= this.#hover);
+  }
+
+  #timeAt(event) {
+    const box = this.svg.getBoundingClientRect();
+    const share = (event.clientX - box.left - MARGIN.left) / (this.width - MARGIN.left - MARGIN.right);
+    return this.now - (1 - Math.min(1, Math.max(0, share))) * SPAN_S;
+  }
+
+  #showKey() {
+    const index = this.#index();
+    reconcile(this.key, this.#series, {
+      key: (series) => series.name,
+      create: ({ name, tone }) => make("li", {}, make("span", { class: `stroke tone-${tone}`, "aria-hidden": "true" }), make("span", {}, name), make("b")),
+      update: (entry, { values, tone }) => {
+        entry.firstElementChild.className = `stroke tone-${tone}`;
+        say(entry.lastElementChild, this.show(values[index] ?? null));
+      },
+    });
+  }
+
+  #summary() {
+    const parts = this.#series.map(({ name, values }) => {
+      const known = values.filter((value) => value !== null && value !== undefined);
+      if (!known.length) return `${name}: no values`;
+      const [least, most] = [Math.min(...known), Math.max(...known)];
+      return `${name}: now ${this.show(values.at(-1))}, from ${this.show(least)} to ${this.show(most)}`;
+    });
+    return `${this.title}, last ten minutes. ${parts.join("; ") || "No values"}.`;
+  }
+}
+
+function roundUp(value) {
+  const unit = 10 ** Math.floor(Math.log10(value));
+  return [1, 2, 4, 5, 8, 10].find((step) => step * unit >= value) * unit;
+}
+
+function svg(tag, attributes) {
+  const element = document.createElementNS(SVG, tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  return element;
+}
+
+function text(anchor, x, y, content) {
+  const element = svg("text", { "text-anchor": anchor, x, y });
+  element.textContent = content;
+  return element;
+}

@@ -1,0 +1,200 @@
+// The panel beside the map: one block, the blocks of a cell, or a sequence; kept up to date while it is shown.
+
+import { Cells } from "./cells.js";
+import { Facts, make, reconcile, say } from "./dom.js";
+import * as format from "./format.js";
+import { DEVICE, MEANING, SWAP } from "./paint.js";
+import { blockHash, go, sequenceHash } from "./selection.js";
+import { ask } from "./stream.js";
+
+const HINT = "Choose a block on the map, or a sequence in its table. On the map the arrow keys move, Enter chooses.";
+
+export class Detail {
+  #view = null;
+  #asked = false;
+
+  /** `mark({tier, ids, only})` is told which blocks to show on the map. */
+  constructor(host, mark) {
+    this.mark = mark;
+    this.title = make("h2", { id: "detail-title" }, "Nothing chosen");
+    this.line = make("p", { class: "line", id: "chosen", role: "status" }, HINT);
+    this.clear = make("button", { type: "button", class: "quiet", hidden: true, onclick: () => go("") }, "Clear");
+    this.body = make("div", { class: "body" });
+    host.append(make("div", { class: "head" }, this.title, this.clear), this.line, this.body);
+  }
+
+  /** Show a selection, as parse() gives it. */
+  choose(selection) {
+    this.#view = selection && new VIEWS[selection.kind](selection);
+    this.clear.hidden = !selection;
+    say(this.title, this.#view?.title ?? "Nothing chosen");
+    say(this.line, this.#view ? "" : HINT);
+    this.body.replaceChildren(...(this.#view?.elements ?? []));
+    this.mark(this.#view?.marks() ?? { tier: "device", ids: [], only: false });
+    this.#asked = false;
+    return this.refresh();
+  }
+
+  async refresh() {
+    const view = this.#view;
+    if (!view || this.#asked) return;
+    this.#asked = true;
+    try {
+      const answer = await ask(...view.question);
+      if (view !== this.#view) return;
+      view.show(answer);
+      say(this.line, view.line(answer));
+      this.mark(view.marks());
+    } catch (error) {
+      if (view === this.#view) say(this.line, error.message);
+    } finally {
+      if (view === this.#view) this.#asked = false;
+    }
+  }
+}
+
+class BlockView {
+  constructor({ tier, id }) {
+    Object.assign(this, { tier, id });
+    this.title = `${tier === "swap" ? "Swap block" : "Block"} ${format.count(id)}`;
+    this.question = ["block", { tier, id }];
+    this.facts = new Facts({ class: "facts" });
+    this.body = make("tbody");
+    const head = ["Sequence", "Session", "Place in its table"].map((text, index) => make("th", { scope: "col", class: index === 2 ? "number" : "" }, text));
+    this.table = make("table", { "aria-label": "Sequences that hold it", hidden: true }, make("thead", {}, make("tr", {}, ...head)), this.body);
+    this.more = make("p", { class: "note" });
+    this.elements = [this.facts.element, this.table, this.more];
+  }
+
+  marks() {
+    return { tier: this.tier, ids: [this.id], only: false };
+  }
+
+  line(block) {
+    const state = shown(this.tier, block.state);
+    return `${state}: ${MEANING[state]}`;
+  }
+
+  show(block) {
+    const facts = [["References", format.count(block.ref_count)]];
+    if (block.age_s !== null) facts.push(["Taken", `${format.age(block.age_s)} ago`]);
+    if (block.idle_s !== null) facts.push(["Released", `${format.age(block.idle_s)} ago`]);
+    facts.push(["Hash", block.hash ?? "none: not full, or not computed"]);
+    this.facts.show(facts);
+    this.table.hidden = !block.sequences.length;
+    say(this.more, block.sequences_left_out ? `and ${format.plural(block.sequences_left_out, "other sequence")}` : "");
+    reconcile(this.body, block.sequences, {
+      key: (row) => `${row.session_id}/${row.sequence_id}/${row.position}`,
+      create: (row) => {
+        const open = make("button", { type: "button", "aria-label": `Sequence ${row.sequence_id}`, onclick: () => go(sequenceHash(row)) }, row.sequence_id);
+        return make("tr", {}, make("th", { scope: "row" }, open), make("td", {}, row.session_name || row.session_id), make("td", { class: "number" }, format.count(row.position)));
+      },
+      update: () => {},
+    });
+  }
+}
+
+class BlocksView {
+  constructor({ tier, start, count }) {
+    Object.assign(this, { tier, start, count, refCounts: [] });
+    const last = start + count - 1;
+    this.title = `${tier === "swap" ? "Swap blocks" : "Blocks"} ${format.count(start)} to ${format.count(last)}`;
+    this.question = ["blocks", { tier, start, count }];
+    this.cells = new Cells({
+      label: this.title,
+      maxHeight: 300,
+      maxCell: 22,
+      describe: (index) => describeBlock(start + index, this.cells.stateOf(index), this.refCounts[index]),
+      choose: (index) => go(blockHash(tier, start + index)),
+      hover: (index) => say(this.readout, index === null ? "" : describeBlock(start + index, this.cells.stateOf(index), this.refCounts[index])),
+    });
+    this.readout = make("p", { class: "readout", "aria-hidden": "true" });
+    this.elements = [this.cells.element, this.readout];
+  }
+
+  marks() {
+    return { tier: this.tier, ids: [this.start], only: false };
+  }
+
+  line({ states }) {
+    return tally(this.tier, states);
+  }
+
+  show({ states, ref_counts }) {
+    this.refCounts = ref_counts;
+    this.cells.show(asCells(this.tier, states));
+  }
+}
+
+class SequenceView {
+  #ids = [];
+  #refCounts = [];
+  #tier = "device";
+
+  constructor({ session_id, sequence_id }) {
+    this.title = `Sequence ${sequence_id}`;
+    this.question = ["sequence", { session_id, sequence_id }];
+    this.facts = new Facts({ class: "facts" });
+    this.readout = make("p", { class: "readout", "aria-hidden": "true" });
+    this.cells = new Cells({
+      label: `Block table of sequence ${sequence_id}`,
+      maxHeight: 220,
+      maxCell: 22,
+      describe: (index) => this.#describe(index),
+      choose: (index) => go(blockHash(this.#tier, this.#ids[index])),
+      hover: (index) => say(this.readout, index === null ? "" : this.#describe(index)),
+    });
+    this.ids = make("p", { class: "ids" });
+    this.elements = [this.facts.element, make("h3", {}, "Block table"), this.cells.element, this.readout, this.ids];
+  }
+
+  marks() {
+    return { tier: this.#tier, ids: this.#ids, only: true };
+  }
+
+  line(sequence) {
+    return tally(sequence.tier, sequence.states);
+  }
+
+  show(sequence) {
+    [this.#ids, this.#refCounts, this.#tier] = [sequence.block_ids, sequence.ref_counts, sequence.tier];
+    const { number, text } = format.runs(sequence.block_ids);
+    const total = sequence.block_ids.length + sequence.blocks_left_out;
+    this.facts.show([
+      ["Session", sequence.session_name || sequence.session_id],
+      ["Tokens", `${format.count(sequence.length)}, ${format.count(sequence.computed)} computed`],
+      ["Tier", sequence.tier],
+      ["Blocks", `${format.count(total)}, in ${format.plural(number, "run")}`],
+    ]);
+    say(this.ids, text + (sequence.blocks_left_out ? `, and ${format.count(sequence.blocks_left_out)} more` : ""));
+    this.cells.show(asCells(sequence.tier, sequence.states));
+  }
+
+  #describe(index) {
+    return `Place ${format.count(index)}: ${describeBlock(this.#ids[index], this.cells.stateOf(index), this.#refCounts[index]).toLowerCase()}`;
+  }
+}
+
+const VIEWS = { block: BlockView, blocks: BlocksView, sequence: SequenceView };
+
+function describeBlock(id, state, references) {
+  const held = references > 1 ? `, ${format.plural(references, "reference")}` : "";
+  return `Block ${format.count(id)}: ${state}${held}`;
+}
+
+function tally(tier, states) {
+  const counts = Map.groupBy(states, (state) => shown(tier, state));
+  return [...counts].map(([state, found]) => `${format.count(found.length)} ${state}`).join(", ") || "no blocks";
+}
+
+/** In the swap tier a block is taken or not: how many hold it is told by its references. */
+function shown(tier, state) {
+  return tier === "swap" && state !== "free" ? "swapped" : state;
+}
+
+function asCells(tier, states) {
+  const names = tier === "swap" ? SWAP : DEVICE;
+  const shares = new Uint8Array(states.length * names.length);
+  states.forEach((state, index) => (shares[index * names.length + names.indexOf(shown(tier, state))] = 255));
+  return { states: names, shares, grouped: false };
+}

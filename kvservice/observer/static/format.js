@@ -1,0 +1,51 @@
+// Numbers as people read them. Every function takes null or undefined for "there is none".
+
+const NONE = "–";
+const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
+const short = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 });
+const share = new Intl.NumberFormat("en", { style: "percent", maximumFractionDigits: 1 });
+const digits = new Intl.NumberFormat("en", { maximumSignificantDigits: 3 });
+
+const given = (format) => (value) => (value === null || value === undefined ? NONE : format(Number(value)));
+
+export const count = given((value) => whole.format(value));
+/** 0.25, 1,234, 12.3K, 4.56M. */
+export const compact = given((value) => (value < 10 ? digits : value < 10_000 ? whole : short).format(value));
+export const percent = given((value) => share.format(value));
+export const bytes = given((value) => scaled(value, 1024, ["B", "KiB", "MiB", "GiB", "TiB"]));
+
+/** How long a call takes: 850 µs, 1.2 ms. */
+export const latency = given((seconds) => {
+  if (seconds === 0) return "0 s";
+  if (seconds < 1e-3) return `${digits.format(seconds * 1e6)} µs`;
+  return seconds < 1 ? `${digits.format(seconds * 1e3)} ms` : `${digits.format(seconds)} s`;
+});
+
+/** How long ago: 0.4 s, 12 s, 3 min 20 s, 5 h 2 min, 3 d 4 h. */
+export const age = given((seconds) => {
+  if (seconds < 10) return `${seconds.toFixed(1)} s`;
+  const rounded = Math.round(seconds);
+  for (const [name, size, below, part] of [["d", 86400, "h", 3600], ["h", 3600, "min", 60], ["min", 60, "s", 1]]) {
+    if (rounded >= size) return `${Math.floor(rounded / size)} ${name} ${Math.floor((rounded % size) / part)} ${below}`;
+  }
+  return `${rounded} s`;
+});
+
+export const plural = (number, one, many = `${one}s`) => `${count(number)} ${Number(number) === 1 ? one : many}`;
+
+/** Block ids in the order of a table, runs drawn together: "17–20, 3, 88–90"; and how many runs they are. */
+export function runs(ids) {
+  const found = [];
+  for (const id of ids) {
+    const last = found.at(-1);
+    if (last && last[1] + 1 === id) last[1] = id;
+    else found.push([id, id]);
+  }
+  return { number: found.length, text: found.map(([from, to]) => (from === to ? `${from}` : `${from}–${to}`)).join(", ") };
+}
+
+function scaled(value, step, units) {
+  let unit = 0;
+  while (value >= step && unit < units.length - 1) [value, unit] = [value / step, unit + 1];
+  return `${value < 100 ? digits.format(value) : whole.format(value)} ${units[unit]}`;
+}

@@ -1,0 +1,111 @@
+// hello ─▶ what the daemon is   map ─▶ pool   frame ─▶ figures, charts, tables   the address ─▶ detail ─▶ marks on the map
+
+import { say } from "./dom.js";
+import { Detail } from "./detail.js";
+import { Figures, shapeOf } from "./figures.js";
+import * as format from "./format.js";
+import { History } from "./history.js";
+import { PoolPanel } from "./map.js";
+import { blocksHash, go, parse, sequenceHash } from "./selection.js";
+import { Stream, ask } from "./stream.js";
+import * as tables from "./tables.js";
+
+const SEARCH_PAUSE_MS = 200;
+const REFRESH_EVERY = 2;
+const STATES = {
+  live: "Live",
+  draining: "Draining: no new work is taken",
+  late: "Nothing heard for seconds",
+  lost: "Connection lost, trying again",
+};
+
+const part = (id) => document.getElementById(id);
+const query = part("query");
+const figures = new Figures(part("figures"));
+const pool = new PoolPanel(part("pool"), ({ tier, start, count }) => go(blocksHash(tier, start, count)));
+const detail = new Detail(part("detail"), (marks) => pool.mark(marks));
+const history = new History(part("charts"));
+const sequences = tables.sequences(part("sequences"), (row) => go(sequenceHash(row)));
+const sessions = tables.sessions(part("sessions"), (row) => search(row.name || row.session_id));
+const calls = tables.calls(part("calls"), history.tones);
+
+let info = null;
+let frames = 0;
+let searching = false;
+let pause = 0;
+
+function rows(snapshot) {
+  sequences.show(snapshot.sequences, snapshot.num_sequences);
+  sessions.show(snapshot.sessions, snapshot.num_sessions);
+  markRow();
+}
+
+function markRow() {
+  const chosen = parse(location.hash);
+  sequences.mark(chosen?.kind === "sequence" ? tables.sequenceKey(chosen) : null);
+}
+
+function search(text) {
+  query.value = text;
+  find();
+}
+
+/** Fill the tables with what fits; each frame asks again. */
+async function find() {
+  const text = query.value.trim();
+  if (!text || searching) return;
+  searching = true;
+  try {
+    const { snapshot } = await ask("search", { q: text });
+    if (query.value.trim() === text) rows(snapshot);
+  } catch {
+    state("lost");
+  } finally {
+    searching = false;
+  }
+  if (query.value.trim() !== text) await find();
+}
+
+function state(name) {
+  part("status").dataset.state = name;
+  say(part("status-text"), STATES[name]);
+}
+
+function showFrame({ snapshot }) {
+  state(snapshot.pool.draining ? "draining" : "live");
+  say(part("uptime"), `up ${format.age(Math.floor(snapshot.uptime_s))}`);
+  figures.frame(snapshot, info);
+  pool.frame(snapshot);
+  history.frame(snapshot);
+  calls.show(snapshot.calls, snapshot.calls.length);
+  if (query.value.trim()) find();
+  else rows(snapshot);
+  if (++frames % REFRESH_EVERY === 0) detail.refresh();
+}
+
+query.addEventListener("input", () => {
+  clearTimeout(pause);
+  pause = setTimeout(find, SEARCH_PAUSE_MS);
+});
+part("search").addEventListener("submit", (event) => {
+  event.preventDefault();
+  find();
+});
+addEventListener("hashchange", () => {
+  markRow();
+  detail.choose(parse(location.hash));
+});
+
+new Stream({
+  state,
+  hello: (hello) => {
+    const first = info === null;
+    info = hello.info;
+    say(part("shape"), shapeOf(info));
+    pool.hello(info);
+    history.hello(hello.history);
+    if (first) detail.choose(parse(location.hash));
+  },
+  map: (map) => pool.map(map),
+  frame: showFrame,
+});

@@ -1,0 +1,121 @@
+// The pool as a map: a cell for each block, or for a group of neighbours where there are too many blocks.
+
+import { Cells } from "./cells.js";
+import { make, reconcile, say } from "./dom.js";
+import * as format from "./format.js";
+import { DEVICE, MEANING, SWAP, colours, paintBlock } from "./paint.js";
+
+const SWATCH = 12;
+
+export class PoolPanel {
+  #groups = { device: 1, swap: 1 };
+  #info = null;
+  #marks = { tier: "device", ids: [], only: false };
+
+  /** `choose({tier, start, count})` is called with the blocks of the cell that was chosen. */
+  constructor(host, choose) {
+    this.note = make("p", { class: "note" });
+    // To the eye what the cell under the cursor is to a screen reader.
+    this.readout = make("p", { class: "readout", "aria-hidden": "true" });
+    this.legend = make("ul", { class: "legend" });
+    this.device = this.#cells("device", "Map of the pool", 380, 26);
+    this.swap = this.#cells("swap", "Map of the swap tier", 110, 18);
+    this.swapLegend = make("ul", { class: "legend" });
+    this.swapNote = make("p", { class: "note" });
+    const head = make("div", { class: "head" }, make("h3", {}, "Swap tier"), this.swapNote);
+    this.swapPart = make("div", { class: "swap", hidden: true }, head, this.swapLegend, this.swap.element);
+    this.choose = choose;
+    host.append(
+      make("div", { class: "head" }, make("h2", { id: "pool-title" }, "Pool"), this.note),
+      this.legend, this.device.element, this.readout, this.swapPart,
+    );
+  }
+
+  hello(info) {
+    this.#info = info;
+    this.swapPart.hidden = !info.num_swap_blocks;
+  }
+
+  map({ group, group_swap, device, swap }) {
+    const regrouped = group !== this.#groups.device || group_swap !== this.#groups.swap;
+    this.#groups = { device: group, swap: group_swap };
+    this.device.show({ states: DEVICE, shares: device, grouped: group > 1 });
+    this.swap.show({ states: SWAP, shares: swap, grouped: group_swap > 1 });
+    const { num_blocks, num_swap_blocks, block_size, block_bytes } = this.#info;
+    const block = `of ${format.plural(block_size, "token")}, ${format.bytes(block_bytes)} each`;
+    say(this.note, `${format.plural(num_blocks, "block")} ${block}${toACell(group)}`);
+    say(this.swapNote, `${format.plural(num_swap_blocks, "block")}${toACell(group_swap)}`);
+    if (regrouped) this.mark(this.#marks);
+  }
+
+  frame({ pool }) {
+    showLegend(this.legend, DEVICE.map((state) => [state, pool[`${state}_blocks`]]), pool.num_blocks);
+    const freeSwap = pool.num_swap_blocks - pool.used_swap_blocks;
+    showLegend(this.swapLegend, [["free", freeSwap], ["swapped", pool.used_swap_blocks]], pool.num_swap_blocks);
+  }
+
+  /** Ring the chosen blocks, or show nothing but those of a sequence. */
+  mark(marks) {
+    const { tier, ids, only } = (this.#marks = marks);
+    for (const name of ["device", "swap"]) {
+      const cells = name === tier ? ids.map((id) => Math.floor(id / this.#groups[name])) : [];
+      this[name].mark(only ? [] : cells, only && name === tier ? cells : null);
+    }
+  }
+
+  #cells(tier, label, maxHeight, maxCell) {
+    return new Cells({
+      label, maxHeight, maxCell,
+      describe: (index) => this.#describe(tier, index),
+      choose: (index) => this.choose(this.#range(tier, index)),
+      hover: (index) => say(this.readout, index === null ? "" : this.#describe(tier, index)),
+    });
+  }
+
+  #range(tier, index) {
+    const group = this.#groups[tier];
+    const total = tier === "device" ? this.#info.num_blocks : this.#info.num_swap_blocks;
+    return { tier, start: index * group, count: Math.min(group, total - index * group) };
+  }
+
+  #describe(tier, index) {
+    const { start, count } = this.#range(tier, index);
+    const what = tier === "swap" ? "Swap block" : "Block";
+    if (count === 1) return `${what} ${format.count(start)}: ${this[tier].stateOf(index)}`;
+    const shares = this[tier].sharesOf(index);
+    const states = tier === "device" ? DEVICE : SWAP;
+    const parts = states.flatMap((state, at) => (shares[at] ? [`${format.percent(Math.round(shares[at] / 2.55) / 100)} ${state}`] : []));
+    return `${what}s ${format.count(start)} to ${format.count(start + count - 1)}: ${parts.join(", ")}`;
+  }
+}
+
+function toACell(group) {
+  return group > 1 ? `, ${format.count(group)} to a cell` : "";
+}
+
+function showLegend(list, counts, total) {
+  reconcile(list, counts, {
+    key: ([state]) => state,
+    create: ([state]) => {
+      const [number, share] = [make("span", { class: "number" }), make("span", { class: "share" })];
+      return make("li", { title: MEANING[state] }, swatch(state), make("span", {}, state), number, share);
+    },
+    update: (entry, [, number]) => {
+      say(entry.querySelector(".number"), format.count(number));
+      say(entry.querySelector(".share"), format.percent(total ? number / total : 0));
+    },
+  });
+}
+
+function swatch(state) {
+  const ratio = window.devicePixelRatio || 1;
+  const canvas = make("canvas", { "aria-hidden": "true", class: "swatch", width: SWATCH * ratio, height: SWATCH * ratio });
+  const paint = () => {
+    const context = canvas.getContext("2d");
+    context.setTransform(ratio, 0, 0, ratio, 0, 0);
+    paintBlock(context, colours(document.documentElement), state, 0, 0, SWATCH);
+  };
+  paint();
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", paint);
+  return canvas;
+}

@@ -1,0 +1,126 @@
+// Sequences, sessions and calls, as tables whose rows keep their place in the document while they live.
+
+import { make, reconcile, say } from "./dom.js";
+import * as format from "./format.js";
+import { stroke } from "./history.js";
+
+class Table {
+  /** `columns`: [{title, text(row), number, button(row)}]; the first names the row. */
+  constructor(host, { id, title, columns, key, empty }) {
+    Object.assign(this, { columns, key, empty });
+    this.note = make("p", { class: "note" });
+    this.body = make("tbody");
+    const heads = columns.map(({ title: text, number }) => make("th", { scope: "col", class: number ? "number" : "" }, text));
+    const table = make("table", { "aria-labelledby": `${id}-title` }, make("thead", {}, make("tr", {}, ...heads)), this.body);
+    this.none = make("p", { class: "none" }, empty);
+    host.append(
+      make("div", { class: "head" }, make("h2", { id: `${id}-title` }, title), this.note),
+      make("div", { class: "scroll", role: "region", tabindex: "0", "aria-labelledby": `${id}-title` }, table),
+      this.none,
+    );
+  }
+
+  show(rows, total) {
+    this.none.hidden = rows.length > 0;
+    say(this.note, total > rows.length ? `${format.count(rows.length)} of ${format.count(total)}, those with the most blocks` : format.count(total));
+    reconcile(this.body, rows, { key: this.key, create: () => this.#row(), update: (row, item) => this.#fill(row, item) });
+  }
+
+  #row() {
+    const row = make("tr");
+    this.columns.forEach((column, index) => {
+      const cell = make(index ? "td" : "th", index ? {} : { scope: "row" });
+      if (column.number) cell.className = "number";
+      if (column.before) cell.append(make("span"));
+      const press = () => column.press(row.item);
+      cell.append(column.press ? make("button", { type: "button", onclick: press }) : make("span"));
+      row.append(cell);
+    });
+    return row;
+  }
+
+  #fill(row, item) {
+    row.item = item;
+    this.columns.forEach(({ text, label, before }, index) => {
+      const cell = row.children[index];
+      const content = cell.lastElementChild;
+      say(content, text(item));
+      if (label) content.setAttribute("aria-label", label(item));
+      if (before) before(item, cell);
+    });
+  }
+
+  /** Tell which row is the chosen one. */
+  mark(key) {
+    for (const [name, row] of this.body.known ?? []) {
+      if (name === key) row.setAttribute("aria-current", "true");
+      else row.removeAttribute("aria-current");
+    }
+  }
+}
+
+export const sequenceKey = ({ session_id, sequence_id }) => `${session_id}/${sequence_id}`;
+
+export function sequences(host, choose) {
+  return new Table(host, {
+    id: "sequences",
+    title: "Sequences",
+    empty: "None.",
+    key: sequenceKey,
+    columns: [
+      { title: "Sequence", text: (row) => row.sequence_id, label: (row) => `Sequence ${row.sequence_id}`, press: choose },
+      { title: "Session", text: (row) => row.session_name || row.session_id },
+      { title: "Tokens", number: true, text: (row) => format.count(row.length) },
+      { title: "Computed", number: true, text: (row) => format.count(row.computed) },
+      { title: "Blocks", number: true, text: (row) => format.count(row.blocks) },
+      { title: "Tier", text: (row) => (row.swapped ? "swap" : "device") },
+    ],
+  });
+}
+
+export function sessions(host, choose) {
+  const hits = (row) => (row.query_tokens ? row.hit_tokens / row.query_tokens : null);
+  return new Table(host, {
+    id: "sessions",
+    title: "Sessions",
+    empty: "None.",
+    key: (row) => row.session_id,
+    columns: [
+      { title: "Session", text: (row) => row.name || row.session_id, label: (row) => `Find session ${row.name || row.session_id}`, press: choose },
+      { title: "Tenant", text: (row) => row.tenant || "–" },
+      { title: "Client", text: (row) => (row.attached ? "attached" : "waiting") },
+      { title: "Age", number: true, text: (row) => format.age(row.age_s) },
+      { title: "Sequences", number: true, text: (row) => format.count(row.sequences) },
+      { title: "Swapped", number: true, text: (row) => format.count(row.swapped_sequences) },
+      { title: "Blocks", number: true, text: (row) => format.count(row.blocks) },
+      { title: "Tokens", number: true, text: (row) => format.count(row.tokens) },
+      { title: "Computed", number: true, text: (row) => format.compact(row.computed_tokens) },
+      { title: "Hits", number: true, text: (row) => format.percent(hits(row)) },
+      { title: "Regions", number: true, text: (row) => format.count(row.regions) },
+      { title: "Region memory", number: true, text: (row) => format.bytes(row.region_bytes) },
+      { title: "Lane", text: (row) => (row.lane ? "yes" : "no") },
+    ],
+  });
+}
+
+/** `tones`: the colours of the methods that have a line in the chart. */
+export function calls(host, tones) {
+  const mark = (row, cell) => {
+    const line = stroke(tones.get(row.method));
+    if (cell.firstElementChild.className !== line.className) cell.firstElementChild.replaceWith(line);
+  };
+  return new Table(host, {
+    id: "calls",
+    title: "Calls",
+    empty: "None yet.",
+    key: (row) => row.method,
+    columns: [
+      { title: "Method", text: (row) => row.method, before: mark },
+      { title: "Per second", number: true, text: (row) => format.compact(row.calls_per_s) },
+      { title: "Median", number: true, text: (row) => format.latency(row.p50_s) },
+      { title: "99th percentile", number: true, text: (row) => format.latency(row.p99_s) },
+      { title: "Calls", number: true, text: (row) => format.count(row.calls) },
+      { title: "Errors", number: true, text: (row) => format.count(row.errors) },
+    ],
+  });
+}
