@@ -14,16 +14,22 @@ prepare_grpc()
 
 from kvservice.client.aio import AsyncKVClient, AsyncSession, AsyncStep  # noqa: E402  the environment comes first
 from kvservice.client.blocking import KVClient, Session, Step  # noqa: E402
+from kvservice.client.events import AllBlocksCleared, BlockRemoved, BlockStored, Gap, KVEventBatch  # noqa: E402
 from kvservice.client.mapped import MappedPool, MappedStep  # noqa: E402
 from kvservice.client.shared_memory import Memory, SharedMemory  # noqa: E402
 from kvservice.client.values import BlockSparse, Pin, PoolInfo, PoolStats, RegionInfo, Sequence, SequenceInfo  # noqa: E402
 
 __all__ = [
+    "AllBlocksCleared",
     "AsyncKVClient",
     "AsyncSession",
     "AsyncStep",
+    "BlockRemoved",
     "BlockSparse",
+    "BlockStored",
+    "Gap",
     "KVClient",
+    "KVEventBatch",
     "MappedPool",
     "MappedStep",
     "Memory",

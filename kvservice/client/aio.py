@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any, TypeVar
 
 import grpc
@@ -13,6 +13,7 @@ import grpc
 from kvservice.client import channel, handover
 from kvservice.client.choice import open_transport
 from kvservice.client.core import SessionCore
+from kvservice.client.events import KVEventBatch, to_batch
 from kvservice.client.requests import build
 from kvservice.client.step import StepCore
 from kvservice.client.values import PoolInfo, PoolStats, from_message
@@ -23,7 +24,7 @@ from kvservice.errors import (
     SessionTakenError,
     UnknownSessionError,
 )
-from kvservice.v1 import pool_pb2, pool_pb2_grpc, session_pb2, session_pb2_grpc
+from kvservice.v1 import events_pb2, events_pb2_grpc, pool_pb2, pool_pb2_grpc, session_pb2, session_pb2_grpc
 
 T = TypeVar("T")
 
@@ -91,10 +92,12 @@ class AsyncKVClient:
 
     @contextlib.asynccontextmanager
     async def session(
-        self, name: str = "", *, detachable: bool = False, detach_ttl_s: float = 0.0
+        self, name: str = "", *, tenant: str = "", detachable: bool = False, detach_ttl_s: float = 0.0
     ) -> AsyncIterator[AsyncSession]:
         """A session for the block. Detachable: it outlives its client, by `detach_ttl_s` (0: the daemon's limit)."""
-        request = build(session_pb2.OpenRequest, name=name, detachable=detachable, detach_ttl_s=detach_ttl_s)
+        request = build(
+            session_pb2.OpenRequest, name=name, tenant=tenant, detachable=detachable, detach_ttl_s=detach_ttl_s
+        )
         opened = await self._unary(self._sessions.Open, request)
         async with self._attached(opened.session_token, resumed=False) as session:
             yield session
@@ -122,6 +125,19 @@ class AsyncKVClient:
     async def ping(self, payload: bytes = b"") -> bytes:
         answer: bytes = (await self._unary(self._pool.Ping, build(pool_pb2.PingRequest, payload=payload))).payload
         return answer
+
+    async def events(self, start_number: int = 0, daemon_id: int = 0) -> AsyncGenerator[KVEventBatch]:
+        """See KVClient.events."""
+        request = build(events_pb2.SubscribeRequest, start_number=start_number, daemon_id=daemon_id)
+        stub = events_pb2_grpc.EventServiceStub(self._channel)  # type: ignore[no-untyped-call]
+        call = stub.Subscribe(request)
+        try:
+            async for message in call:
+                yield to_batch(message)
+        except grpc.RpcError as error:
+            raise channel.to_error(error) from None
+        finally:
+            call.cancel()
 
     async def _unary(self, method: Any, request: Any, **options: Any) -> Any:
         try:

@@ -8,7 +8,7 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Generator
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import grpc
@@ -16,11 +16,12 @@ import grpc
 from kvservice.client import channel, handover
 from kvservice.client.choice import open_transport
 from kvservice.client.core import SessionCore
+from kvservice.client.events import KVEventBatch, to_batch
 from kvservice.client.requests import build
 from kvservice.client.step import StepCore
 from kvservice.client.values import PoolInfo, PoolStats, from_message
 from kvservice.errors import ConnectionLostError, KVServiceError, SessionTakenError, UnknownSessionError
-from kvservice.v1 import pool_pb2, pool_pb2_grpc, session_pb2, session_pb2_grpc
+from kvservice.v1 import events_pb2, events_pb2_grpc, pool_pb2, pool_pb2_grpc, session_pb2, session_pb2_grpc
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -173,9 +174,14 @@ class KVClient:
             raise
         self.info: PoolInfo = from_message(PoolInfo, info)
 
-    def session(self, name: str = "", *, detachable: bool = False, detach_ttl_s: float = 0.0) -> Session:
-        """Open a session. Detachable: it outlives its client, by `detach_ttl_s` (0: by the daemon's limit)."""
-        request = build(session_pb2.OpenRequest, name=name, detachable=detachable, detach_ttl_s=detach_ttl_s)
+    def session(
+        self, name: str = "", *, tenant: str = "", detachable: bool = False, detach_ttl_s: float = 0.0
+    ) -> Session:
+        """Open a session. Detachable: it outlives its client, by `detach_ttl_s` (0: by the daemon's limit). Operators
+        see its name, and its tenant, on whose behalf it is."""
+        request = build(
+            session_pb2.OpenRequest, name=name, tenant=tenant, detachable=detachable, detach_ttl_s=detach_ttl_s
+        )
         opened = self._unary(self._sessions.Open, request)
         return Session(self, opened.session_token, resumed=False)
 
@@ -189,6 +195,21 @@ class KVClient:
     def ping(self, payload: bytes = b"") -> bytes:
         answer: bytes = self._unary(self._pool.Ping, build(pool_pb2.PingRequest, payload=payload)).payload
         return answer
+
+    def events(self, start_number: int = 0, daemon_id: int = 0) -> Generator[KVEventBatch]:
+        """What enters and leaves the prefix cache, until the generator is closed. From batch `start_number` on; 0: from
+        now on. `daemon_id` is that of the batches before: if the daemon was started anew, the first batch tells of a
+        gap. Raises EventsOffError, QuotaExceededError, ConnectionLostError."""
+        request = build(events_pb2.SubscribeRequest, start_number=start_number, daemon_id=daemon_id)
+        stub = events_pb2_grpc.EventServiceStub(self._channel)  # type: ignore[no-untyped-call]
+        call = stub.Subscribe(request)
+        try:
+            for message in call:
+                yield to_batch(message)
+        except grpc.RpcError as error:
+            raise channel.to_error(error) from None
+        finally:
+            call.cancel()
 
     def close(self) -> None:
         self._channel.close()

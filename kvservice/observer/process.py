@@ -110,7 +110,9 @@ class Observer:
         host = self._told["http_host"].strip("[]")
         options = HttpOptions(loopback=is_loopback(host), token=self._told["http_token"])
         app = make_app(self._views, options, self._metrics)
-        config = uvicorn.Config(app, access_log=False, log_config=None, lifespan="off", server_header=False)
+        config = uvicorn.Config(
+            app, access_log=False, log_config=None, log_level="warning", lifespan="off", server_header=False
+        )
         await uvicorn.Server(config).serve(sockets=[listening])
 
     async def _metrics(self) -> tuple[bytes, str]:
