@@ -196,7 +196,7 @@ export class Cells {
   }
 }
 
-/** Rows of whole eights: a block's number can be read off its place. */
+/** Whole fours, so that a block can be found by counting. */
 function roundColumns(fit) {
-  return Math.max(1, fit < 16 ? fit : fit - (fit % 8));
+  return Math.max(1, fit < 16 ? fit : fit - (fit % 4));
 }

@@ -4,13 +4,14 @@ const NONE = "–";
 const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 const short = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 });
 const share = new Intl.NumberFormat("en", { style: "percent", maximumFractionDigits: 1 });
+const brief = new Intl.NumberFormat("en", { maximumSignificantDigits: 2 });
 const digits = new Intl.NumberFormat("en", { maximumSignificantDigits: 3 });
 
 const given = (format) => (value) => (value === null || value === undefined ? NONE : format(Number(value)));
 
 export const count = given((value) => whole.format(value));
-/** 0.25, 1,234, 12.3K, 4.56M. */
-export const compact = given((value) => (value < 10 ? digits : value < 10_000 ? whole : short).format(value));
+/** 0.25, 12, 1,234, 12.3K, 4.56M. */
+export const compact = given((value) => (value < 10 ? brief : value < 10_000 ? whole : short).format(value));
 export const percent = given((value) => share.format(value));
 export const bytes = given((value) => scaled(value, 1024, ["B", "KiB", "MiB", "GiB", "TiB"]));
 
@@ -33,15 +34,16 @@ export const age = given((seconds) => {
 
 export const plural = (number, one, many = `${one}s`) => `${count(number)} ${Number(number) === 1 ? one : many}`;
 
-/** Block ids in the order of a table, runs drawn together: "17–20, 3, 88–90"; and how many runs they are. */
+/** Block ids in the order of a table, neighbours drawn together: "17–20, 3, 90–88"; and how many runs that makes. */
 export function runs(ids) {
   const found = [];
   for (const id of ids) {
     const last = found.at(-1);
-    if (last && last[1] + 1 === id) last[1] = id;
-    else found.push([id, id]);
+    const step = last ? id - last.to : 0;
+    if (Math.abs(step) === 1 && (last.step === 0 || last.step === step)) Object.assign(last, { to: id, step });
+    else found.push({ from: id, to: id, step: 0 });
   }
-  return { number: found.length, text: found.map(([from, to]) => (from === to ? `${from}` : `${from}–${to}`)).join(", ") };
+  return { number: found.length, text: found.map(({ from, to }) => (from === to ? `${from}` : `${from}–${to}`)).join(", ") };
 }
 
 function scaled(value, step, units) {

@@ -53,17 +53,21 @@ function search(text) {
 /** Fill the tables with what fits; each frame asks again. */
 async function find() {
   const text = query.value.trim();
+  if (!text) say(part("found"), "");
   if (!text || searching) return;
   searching = true;
   try {
     const { snapshot } = await ask("search", { q: text });
-    if (query.value.trim() === text) rows(snapshot);
+    if (query.value.trim() !== text) return;
+    rows(snapshot);
+    const { num_sequences, num_sessions } = snapshot;
+    say(part("found"), `${format.plural(num_sequences, "sequence")}, ${format.plural(num_sessions, "session")}`);
   } catch {
     state("lost");
   } finally {
     searching = false;
+    if (query.value.trim() !== text) find();
   }
-  if (query.value.trim() !== text) await find();
 }
 
 function state(name) {

@@ -1,0 +1,162 @@
+"""Who may see the page: the token, its cookie, the Host header, and the headers of every answer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from fake_views import FakeViews
+from http_app import Answer, request, serving
+
+from kvservice.observer.web import HttpOptions, make_app
+
+TOKEN = "a;quite, \"odd'=token".replace(" ", "_")
+GUARDED = ["/", "/static/main.js", "/api/blocks", "/api/search", "/api/stream", "/nothing"]
+
+
+async def metrics() -> tuple[bytes, str]:
+    return b"kvservice_tokens 7\n", "text/plain; version=1.0.0"
+
+
+@contextmanager
+def page(*, loopback: bool = True, token: str = "") -> Iterator[int]:
+    with serving(make_app(FakeViews(64, 16, 4), HttpOptions(loopback, token), metrics)) as port:
+        yield port
+
+
+@pytest.fixture(scope="module")
+def on_loopback() -> Iterator[int]:
+    with page() as port:
+        yield port
+
+
+@pytest.fixture(scope="module")
+def with_token() -> Iterator[int]:
+    with page(loopback=False, token=TOKEN) as port:
+        yield port
+
+
+def cookie_of(port: int) -> str:
+    quoted = TOKEN.replace(";", "%3B").replace("=", "%3D").replace('"', "%22")
+    return request(port, f"/?token={quoted}").headers["set-cookie"].split(";")[0]
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost", "localhost:9464", "LOCALHOST", "127.0.0.1", "127.0.0.1:80", "[::1]:9464"]
+)
+def test_this_machine_needs_no_token(on_loopback: int, host: str) -> None:
+    assert request(on_loopback, "/api/blocks", Host=host).status == 200
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "",
+        "evil.example",
+        "localhost.evil.example",
+        "evil.example:9464",
+        "127.0.0.1.evil.example",
+        "127.0.0.1:9464.evil",
+    ],
+)
+@pytest.mark.parametrize("path", GUARDED)
+def test_a_name_that_was_pointed_here_is_refused(on_loopback: int, path: str, host: str) -> None:
+    answer = request(on_loopback, path, Host=host)
+    assert answer.status == 403
+    assert b"Host" in answer.body
+
+
+@pytest.mark.parametrize("path", GUARDED)
+def test_off_loopback_nothing_is_shown_without_a_token(path: str) -> None:
+    with page(loopback=False) as port:
+        answer = request(port, path)
+    assert answer.status == 403
+    assert b"http_token" in answer.body
+
+
+@pytest.mark.parametrize(("loopback", "token"), [(True, ""), (False, ""), (True, TOKEN), (False, TOKEN)])
+def test_metrics_are_open(loopback: bool, token: str) -> None:
+    with page(loopback=loopback, token=token) as port:
+        answer = request(port, "/metrics", Host="prometheus.example")
+    assert (answer.status, answer.body) == (200, b"kvservice_tokens 7\n")
+    assert answer.headers["content-type"] == "text/plain; version=1.0.0"
+
+
+@pytest.mark.parametrize("path", GUARDED)
+@pytest.mark.parametrize(
+    "authorization",
+    ["", "Bearer", "Bearer ", f"Basic {TOKEN}", f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}", TOKEN, "Bearer \xe9\xff"],
+)
+def test_no_or_another_token_is_refused(with_token: int, path: str, authorization: str) -> None:
+    answer = request(with_token, path, Authorization=authorization)
+    assert answer.status == 401
+    assert answer.headers["www-authenticate"] == "Bearer"
+
+
+@pytest.mark.parametrize("scheme", ["Bearer", "bearer"])
+def test_the_token_opens_everything(with_token: int, scheme: str) -> None:
+    for path in ("/", "/static/main.js", "/api/blocks"):
+        assert request(with_token, path, Authorization=f"{scheme} {TOKEN}", Host="any.example").status == 200
+
+
+def test_a_token_is_asked_for_on_loopback_too() -> None:
+    with page(token=TOKEN) as port:
+        assert request(port, "/").status == 401
+
+
+def test_the_address_with_the_token_leaves_a_cookie(with_token: int) -> None:
+    answer = request(with_token, "/?token=" + "".join(f"%{ord(character):02x}" for character in TOKEN))
+    assert (answer.status, answer.headers["location"]) == (303, "/")
+    value, *attributes = answer.headers["set-cookie"].split("; ")
+    assert {"httponly", "samesite=strict", "path=/"} <= {attribute.lower() for attribute in attributes}
+    assert TOKEN not in str(answer)
+    for path in ("/", "/static/main.js", "/api/blocks"):
+        assert request(with_token, path, Cookie=value).status == 200
+
+
+def test_a_cookie_is_one_daemons(with_token: int) -> None:
+    name, _, value = cookie_of(with_token).partition("=")
+    assert name == f"kvservice_{with_token}"
+    assert request(with_token, "/", Cookie=f"{name}={value}x").status == 401
+    assert request(with_token, "/", Cookie=f"kvservice_1={value}").status == 401
+    with page(token=TOKEN + "other") as other:
+        assert request(other, "/", Cookie=f"kvservice_{other}={value}").status == 401
+
+
+@pytest.mark.parametrize("path", ["/?token=wrong", "/?token=%C3%A9", "/api/blocks?token=TOKEN"])
+def test_a_wrong_token_in_the_address_is_refused(with_token: int, path: str) -> None:
+    answer = request(with_token, path.replace("TOKEN", TOKEN.replace(";", "%3B").replace('"', "%22")))
+    assert answer.status == 401
+    assert "set-cookie" not in answer.headers
+    assert request(with_token, "/?token=wrong", Cookie=cookie_of(with_token)).status == 401
+
+
+@pytest.mark.parametrize("method", ["HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"])
+@pytest.mark.parametrize("path", ["/metrics", *GUARDED])
+def test_nothing_but_get(on_loopback: int, path: str, method: str) -> None:
+    answer = request(on_loopback, path, method)
+    assert (answer.status, answer.headers["allow"]) == (405, "GET")
+
+
+@pytest.mark.parametrize("path", ["/", "/metrics", "/static/main.js", "/api/blocks", "/api/block?id=x", "/nothing"])
+def test_every_answer_carries_the_policy(on_loopback: int, path: str) -> None:
+    check_headers(request(on_loopback, path))
+
+
+def test_refusals_carry_the_policy(on_loopback: int, with_token: int) -> None:
+    for answer in (request(with_token, "/"), request(on_loopback, "/", "POST"), request(on_loopback, "/", Host="x")):
+        check_headers(answer)
+        assert answer.headers["cache-control"] == "no-store"
+
+
+def check_headers(answer: Answer) -> None:
+    policy = dict(part.split(" ", 1) for part in answer.headers["content-security-policy"].split("; "))
+    assert policy.pop("require-trusted-types-for") == "'script'"
+    assert policy["default-src"] == policy["frame-ancestors"] == "'none'"
+    assert set(policy.values()) == {"'none'", "'self'"}
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert answer.headers["referrer-policy"] == "no-referrer"
+    assert re.fullmatch("no-(store|cache)", answer.headers["cache-control"])
+    assert "access-control-allow-origin" not in answer.headers

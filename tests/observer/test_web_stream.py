@@ -1,0 +1,251 @@
+"""The stream of events: what comes in which order, once for all, and what becomes of readers that do not read."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import json
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from fake_views import FIRST_SEQUENCE, FakeViews
+from http_app import serving
+
+import kvservice.observer.stream as stream
+from kvservice.observer.stream import MAX_STREAMS, EventStream, Ticker, encode
+from kvservice.observer.web import HttpOptions, make_app
+
+INTERVAL_S = 0.02
+Event = tuple[str, Any]
+
+
+class Reader:
+    """An ASGI client of an EventStream, in this process. It takes nothing while `reading` is not set."""
+
+    def __init__(self, app: EventStream) -> None:
+        self.status = 0
+        self.chunks: asyncio.Queue[bytes] = asyncio.Queue()
+        self.reading = asyncio.Event()
+        self.reading.set()
+        self._gone = asyncio.Event()
+        self.task = asyncio.create_task(app({"type": "http", "method": "GET"}, self._receive, self._send))
+
+    async def _receive(self) -> dict[str, str]:
+        await self._gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        await self.reading.wait()
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        else:
+            self.chunks.put_nowait(message["body"])
+
+    async def next(self) -> list[Event]:
+        return events(await asyncio.wait_for(self.chunks.get(), 10))
+
+    async def leave(self) -> None:
+        self._gone.set()
+        await self.task
+
+
+def events(chunk: bytes) -> list[Event]:
+    """By name, with data; comments and the time to wait for another try have none of either."""
+    found = []
+    for block in chunk.decode().removesuffix("\n\n").split("\n\n"):
+        fields = dict(line.split(": ", 1) for line in block.split("\n"))
+        if "event" in fields:
+            found.append((fields["event"], json.loads(fields["data"])))
+    return found
+
+
+@contextlib.asynccontextmanager
+async def reader(app: EventStream) -> AsyncIterator[Reader]:
+    opened = Reader(app)
+    try:
+        yield opened
+    finally:
+        opened.reading.set()
+        await opened.leave()
+
+
+def small_pool() -> FakeViews:
+    return FakeViews(64, 16, 4)
+
+
+def test_hello_then_the_map_then_frames() -> None:
+    async def run() -> None:
+        views = small_pool()
+        async with reader(EventStream(views, INTERVAL_S)) as page:
+            [(name, hello)] = await page.next()
+            assert (name, hello["info"]) == ("hello", views.info)
+            assert len(hello["history"]["time_s"]) == 600
+            (map_name, cells), (frame_name, frame) = await page.next()
+            assert (map_name, frame_name) == ("map", "frame")
+            assert (cells["group"], cells["group_swap"]) == (1, 1)
+            assert base64.b64decode(cells["device"]) == views.map().device
+            assert base64.b64decode(cells["swap"]) == views.map().swap
+            ids = {row["sequence_id"] for row in frame["snapshot"]["sequences"]}
+            assert ids == {str(FIRST_SEQUENCE + index) for index in range(5)}
+
+    asyncio.run(run())
+
+
+def test_the_map_comes_again_only_if_it_changed() -> None:
+    async def run() -> None:
+        views = small_pool()
+        async with reader(EventStream(views, INTERVAL_S)) as page:
+            names = [[name for name, _ in await page.next()] for _ in range(4)]
+            assert names == [["hello"], ["map", "frame"], ["frame"], ["frame"]]
+            views.step()
+            (_, cells), _ = await until(page, "map")
+            assert base64.b64decode(cells["device"]) == views.map().device
+            assert [name for name, _ in await page.next()] == ["frame"]
+
+    asyncio.run(run())
+
+
+async def until(page: Reader, name: str) -> list[Event]:
+    while (found := await page.next())[0][0] != name:
+        pass
+    return found
+
+
+def test_a_second_is_computed_once_for_all() -> None:
+    async def run() -> None:
+        views = small_pool()
+        ticker = Ticker(views, INTERVAL_S)
+        for number in range(3):
+            ticks = await asyncio.gather(*(ticker.newer_than(number) for _ in range(20)))
+            assert len({id(tick) for tick in ticks}) == 1
+            assert ticks[0].number == number + 1 == views.num_snapshots
+
+    asyncio.run(run())
+
+
+def test_nothing_is_computed_while_nobody_listens() -> None:
+    async def run() -> None:
+        views = small_pool()
+        app = EventStream(views, INTERVAL_S)
+        async with reader(app) as page:
+            await page.next()
+            await page.next()
+        computed = views.num_snapshots
+        await asyncio.sleep(10 * INTERVAL_S)
+        assert views.num_snapshots == computed
+
+    asyncio.run(run())
+
+
+def test_who_reads_slowly_misses_frames_and_sees_the_latest() -> None:
+    async def run() -> None:
+        views = small_pool()
+        app = EventStream(views, INTERVAL_S)
+        async with reader(app) as quick, reader(app) as slow:
+            await slow.next()
+            slow.reading.clear()
+            await quick.next()
+            for _ in range(8):
+                views.step()
+                latest = await quick.next()
+            while not slow.chunks.empty():
+                slow.chunks.get_nowait()
+            slow.reading.set()
+            waiting = await slow.next()  # what was being sent when it stopped to read
+            seen = await slow.next()
+            assert waiting[-1][1]["snapshot"]["time_s"] < latest[-1][1]["snapshot"]["time_s"]
+            assert seen[-1][1]["snapshot"]["time_s"] >= latest[-1][1]["snapshot"]["time_s"]
+            assert base64.b64decode(seen[0][1]["device"]) == views.map().device
+            assert slow.chunks.empty()
+
+    asyncio.run(run())
+
+
+def test_who_reads_nothing_at_all_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        app = EventStream(small_pool(), INTERVAL_S)
+        async with reader(app) as page:
+            await page.next()
+            monkeypatch.setattr(stream, "STALLED_S", 2 * INTERVAL_S)
+            page.reading.clear()
+            await asyncio.wait_for(page.task, 10)
+
+    asyncio.run(run())
+
+
+def test_there_is_an_end_to_streams() -> None:
+    async def run() -> None:
+        app = EventStream(small_pool(), INTERVAL_S)
+        async with contextlib.AsyncExitStack() as stack:
+            pages = [await stack.enter_async_context(reader(app)) for _ in range(MAX_STREAMS)]
+            for page in pages:
+                await page.next()
+            refused = Reader(app)
+            body = await asyncio.wait_for(refused.chunks.get(), 10)
+            assert (refused.status, set(json.loads(body))) == (503, {"error"})
+            await refused.leave()
+            await pages[0].leave()
+            async with reader(app) as again:
+                assert (await again.next())[0][0] == "hello"
+
+    asyncio.run(run())
+
+
+def test_a_failure_ends_the_stream_and_the_next_can_begin() -> None:
+    async def run() -> None:
+        views = small_pool()
+        app = EventStream(views, INTERVAL_S)
+        snapshot = views.snapshot
+
+        async def failing() -> dict[str, Any]:
+            raise OSError("the memory is gone")
+
+        views.snapshot = failing
+        with pytest.raises(OSError, match="gone"):
+            await Reader(app).task
+        views.snapshot = snapshot
+        async with reader(app) as page:
+            assert [(await page.next())[0][0] for _ in range(2)] == ["hello", "map"]
+
+    asyncio.run(run())
+
+
+def test_a_comment_is_sent_where_frames_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "KEEP_ALIVE_S", INTERVAL_S)
+
+    async def run() -> None:
+        async with reader(EventStream(small_pool(), interval_s=1000)) as page:
+            await page.next()
+            await page.next()
+            for _ in range(3):
+                assert (await asyncio.wait_for(page.chunks.get(), 10)).startswith(b": ")
+
+    asyncio.run(run())
+
+
+def test_json_has_no_nan_and_ids_are_text() -> None:
+    rows = {"sequences": [{"sequence_id": 2**63 - 1, "session_id": 1, "length": 3}], "name": "sequence_id"}
+    expected = b'{"sequences":[{"sequence_id":"9223372036854775807","session_id":"1","length":3}],"name":"sequence_id"}'
+    assert encode(rows) == expected
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        encode({"share": float("nan")})
+
+
+async def no_metrics() -> tuple[bytes, str]:
+    return b"", "text/plain"
+
+
+def test_over_a_socket() -> None:
+    app = make_app(small_pool(), HttpOptions(loopback=True), no_metrics, INTERVAL_S)
+    with serving(app) as port, socket.create_connection(("127.0.0.1", port), timeout=10) as page:
+        page.sendall(b"GET /api/stream HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        received = b""
+        while received.count(b"event: frame") < 3:
+            received += page.recv(65536)
+        head, _, body = received.partition(b"\r\n\r\n")
+        assert b"content-type: text/event-stream" in head.lower()
+        assert b"cache-control: no-store" in head.lower()
+        assert body.index(b"retry: ") < body.index(b"event: hello") < body.index(b"event: map")
