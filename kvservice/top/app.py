@@ -60,6 +60,9 @@ class TopApp(App[None]):
         self._source = source
         self._snapshot = first
         self._interval_s = interval_s
+        self._summary = Static(id="summary")
+        self._state = Static(id="state")
+        self._field = Input(search, id="search", placeholder="name, tenant or id", compact=True)
         self._tables = [SnapshotTable(table, sort_key) for table in TABLES]
         self._current = self._tables[1]
         self._search = search
@@ -68,10 +71,10 @@ class TopApp(App[None]):
         self._asking: Worker[None] | None = None
 
     def compose(self) -> ComposeResult:
-        yield Static(id="summary")
-        yield Static(id="state")
+        yield self._summary
+        yield self._state
         yield from self._tables
-        yield Input(self._search, id="search", placeholder="name, tenant or id", compact=True)
+        yield self._field
         yield Footer()
 
     def on_mount(self) -> None:
@@ -95,7 +98,7 @@ class TopApp(App[None]):
         self._show()
 
     def _show(self) -> None:
-        self.query_one("#summary", Static).update(summary(self._snapshot, self._source.address))
+        self._summary.update(summary(self._snapshot, self._source.address))
         for table in self._tables:
             table.show(self._snapshot)
         self._show_state()
@@ -109,10 +112,9 @@ class TopApp(App[None]):
             reasons.append("Paused.")
         if self._search:
             reasons.append(f"Filter: {printable(self._search)}")
-        state = self.query_one("#state", Static)
-        state.update(Text("  ".join(reasons)))
-        state.display = bool(reasons)
-        for widget in (self.query_one("#summary"), *self._tables):
+        self._state.update(Text("  ".join(reasons)))
+        self._state.display = bool(reasons)
+        for widget in (self._summary, *self._tables):
             widget.set_class(self._error is not None, "stale")
 
     def _focus_table(self, table: SnapshotTable) -> None:
@@ -141,12 +143,11 @@ class TopApp(App[None]):
         return not (action == "search" and isinstance(self.focused, Input))
 
     def action_search(self) -> None:
-        field = self.query_one("#search", Input)
-        field.display = True
-        self.screen.set_focus(field)
+        self._field.display = True
+        self.screen.set_focus(self._field)
 
     def action_clear_search(self) -> None:
-        self.query_one("#search", Input).value = ""
+        self._field.value = ""
         self._leave_search()
 
     @on(Input.Changed, "#search")
@@ -159,5 +160,5 @@ class TopApp(App[None]):
 
     @on(Input.Submitted, "#search")
     def _leave_search(self) -> None:
-        self.query_one("#search", Input).display = False
+        self._field.display = False
         self._focus_table(self._current)

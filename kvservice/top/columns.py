@@ -50,10 +50,14 @@ class Table:
         return found.get(key, found[self.default_sort])
 
     def ordered(self, snapshot: Snapshot, key: str, reverse: bool) -> list[Any]:
-        """Largest numbers first, texts from A to Z; `reverse`: the other way. Rows without a value are last."""
+        """Largest numbers first, texts from A to Z; `reverse`: the other way. Rows without a value are last.
+
+        Those with the same value are in the order of the first column: they must not change places at every look.
+        """
         column = self.column(key)
-        rows = [row for row in self.rows(snapshot) if column.value(row) is not None]
-        without = [row for row in self.rows(snapshot) if column.value(row) is None]
+        by_first = sorted(self.rows(snapshot), key=self.columns[0].value)
+        rows = [row for row in by_first if column.value(row) is not None]
+        without = [row for row in by_first if column.value(row) is None]
         return sorted(rows, key=column.value, reverse=column.is_number != reverse) + without
 
 

@@ -15,7 +15,7 @@ from kvservice.v1 import inspect_pb2, inspect_pb2_grpc
 # The most that the daemon tells.
 MAX_ROWS = 1000
 _TIMEOUT_S = 5.0
-# The daemon may start its observer only when somebody asks.
+# The daemon may start its observer only when somebody asks, and lets the call wait for it.
 _START_TIMEOUT_S = 15.0
 _START_PAUSE_S = 0.1
 
@@ -34,23 +34,24 @@ class Source:
     async def __aexit__(self, *_: object) -> None:
         await self._channel.close()
 
-    async def snapshot(self, search: str = "") -> inspect_pb2.Snapshot:
+    async def snapshot(self, search: str = "", timeout_s: float = _TIMEOUT_S) -> inspect_pb2.Snapshot:
         """What the daemon holds now; of sessions and sequences those that `search` finds. Raises KVServiceError."""
         request = inspect_pb2.GetSnapshotRequest(max_sessions=MAX_ROWS, max_sequences=MAX_ROWS, search=search)
         try:
-            snapshot: inspect_pb2.Snapshot = await self._stub.GetSnapshot(request, timeout=_TIMEOUT_S)
+            snapshot: inspect_pb2.Snapshot = await self._stub.GetSnapshot(request, timeout=timeout_s)
         except grpc.RpcError as error:
             raise to_error(error) from None
         return snapshot
 
     async def first_snapshot(self, search: str = "") -> inspect_pb2.Snapshot:
         """The same, with patience for an observer that only now starts, but none for a daemon that is not there."""
-        deadline = asyncio.get_running_loop().time() + _START_TIMEOUT_S
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + _START_TIMEOUT_S
         while True:
             try:
-                return await self.snapshot(search)
+                return await self.snapshot(search, deadline - clock())
             except ObserverUnavailableError:
-                if asyncio.get_running_loop().time() > deadline:
+                if clock() + _START_PAUSE_S > deadline:
                     raise
             await asyncio.sleep(_START_PAUSE_S)
 

@@ -40,6 +40,14 @@ def test_numbers_fall_texts_rise_and_rows_without_a_value_are_last(key: str, rev
     assert "".join(row.name for row in SESSIONS.ordered(SNAPSHOT, key, reverse)) == names
 
 
+def test_rows_with_the_same_value_keep_their_order_however_they_come() -> None:
+    rows = [inspect_pb2.SessionSnapshot(session_id=number, blocks=number % 2) for number in (3, 1, 4, 2)]
+    for reverse, numbers in ((False, [1, 3, 2, 4]), (True, [2, 4, 1, 3])):
+        for order in (rows, rows[::-1]):
+            found = SESSIONS.ordered(inspect_pb2.Snapshot(sessions=order), "blocks", reverse)
+            assert [row.session_id for row in found] == numbers
+
+
 def test_a_method_that_was_not_called_lately_has_no_latency() -> None:
     assert [row.method for row in CALLS.ordered(SNAPSHOT, "p99", reverse=True)] == ["append", "fork", "pin"]
     assert [CALLS.column("p99").shown(row) for row in SNAPSHOT.calls] == ["500.0 ms", "100.0 ms", "-"]
