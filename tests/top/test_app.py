@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import html
 import re
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 from inspected_pool import Inspected
 from textual.pilot import Pilot
+from top_screen import text_of, until
 
 from kvservice.top.app import TopApp
 from kvservice.top.source import Source
@@ -33,24 +32,9 @@ async def screen(
             yield app, pilot
 
 
-def text_of(app: TopApp) -> str:
-    """What stands on the screen, a line for each line."""
-    lines: dict[str, str] = {}
-    for y, text in re.findall(r'<text[^>]* y="([0-9.]+)"[^>]*>([^<]*)</text>', app.export_screenshot()):
-        lines[y] = lines.get(y, "") + html.unescape(text).replace("\xa0", " ")
-    return "\n".join(lines.values())
-
-
 def names(app: TopApp, table: str = "sessions") -> list[str]:
     shown = app.query_one(f"#{table}", SnapshotTable)
     return [shown.get_row_at(row)[1].plain for row in range(shown.row_count)]
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen in time"
-        await asyncio.sleep(0.02)
 
 
 def played(scene: Callable[[Inspected], Coroutine[Any, Any, None]]) -> Callable[[Inspected], None]:
