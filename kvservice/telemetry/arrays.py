@@ -36,13 +36,13 @@ class SharedArrays:
         num_bytes = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
         if num_bytes > available_bytes():
             raise MemoryError(f"{name} takes {num_bytes} bytes")
-        if num_bytes == 0:
-            return np.zeros(shape, kind)
         offset = self._num_bytes
+        self.manifest.append((name, kind.str, shape, offset))
+        if num_bytes == 0:  # no memory can be mapped for it
+            return np.zeros(shape, kind)
         self._num_bytes += -(-num_bytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         os.ftruncate(self.fd, self._num_bytes)
         memory = mmap.mmap(self.fd, num_bytes, offset=offset)
-        self.manifest.append((name, kind.str, shape, offset))
         return np.frombuffer(memory, kind).reshape(shape)
 
     def read_only(self) -> int:
@@ -56,6 +56,6 @@ def open_arrays(fd: int, manifest: Manifest) -> Arrays:
     for name, kind, shape, offset in manifest:
         dtype = np.dtype(kind)
         num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        memory = mmap.mmap(fd, num_bytes, prot=mmap.PROT_READ, offset=offset)
+        memory = mmap.mmap(fd, num_bytes, prot=mmap.PROT_READ, offset=offset) if num_bytes else b""
         arrays[name] = np.frombuffer(memory, dtype).reshape(shape)
     return arrays

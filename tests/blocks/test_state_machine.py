@@ -14,10 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
+import numpy as np
+from event_replica import EventReplica
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvservice.blocks import AllocationRequest, AllocStatus, BlockManager, BlocksConfig, Step
+from kvservice.blocks import AllocationRequest, AllocStatus, BlockManager, BlocksConfig, EventJournal, Step
+from kvservice.blocks.arguments import extra_keys_by_block
+from kvservice.blocks.prefix import block_hash, root_hash, token_bytes
 from kvservice.errors import (
     LayerWrittenError,
     NotComputedError,
@@ -100,7 +104,9 @@ class BlockManagerMachine(RuleBasedStateMachine):
             max_sequences=14,
             max_sequence_tokens=64,
         )
-        self.manager = BlockManager(self.config, clock=lambda: self.now)
+        journal = EventJournal(window=1 << 30, with_tokens=True)
+        self.manager = BlockManager(self.config, clock=lambda: self.now, journal=journal)
+        self.replica = EventReplica(journal)
         self.spaces = [self.manager.open_space(), self.manager.open_space()]
         self.models: list[dict[int, Model]] = [{}, {}]
         self.stale: list[list[int]] = [[], []]
@@ -443,6 +449,22 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def is_whole(self) -> None:
         if hasattr(self, "manager"):
             self.manager.check_integrity()
+
+    @invariant()
+    def tells_what_can_be_found(self) -> None:
+        if not hasattr(self, "manager"):
+            return
+        self.replica.follow()
+        assert self.replica.blocks.keys() == self.manager.device.index.blocks.keys()
+        size = self.config.block_size
+        for model in (model for models in self.models for model in models.values()):
+            extra = extra_keys_by_block(model.salt, "salt", size, self.config.max_sequence_tokens)
+            parent = None
+            for entry in range(model.computed // size):
+                tokens = token_bytes(np.array(model.tokens[entry * size : (entry + 1) * size], np.int32))
+                chain_hash = block_hash(parent or root_hash(size), tokens, extra.get(entry, b""))
+                assert self.replica.blocks.get(chain_hash, (parent, tokens)) == (parent, tokens)
+                parent = chain_hash
 
     @invariant()
     def is_as_the_model(self) -> None:

@@ -1,0 +1,88 @@
+"""Rates and quantiles over readings that the test makes up."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvservice.observer.history import SAMPLES, WINDOW, History, quantile
+from kvservice.telemetry.calls import BUCKETS_S, WIDTH, keys
+from kvservice.telemetry.reading import Reading
+from kvservice.telemetry.vitals import Vitals
+
+METHODS = ["append", "free", "fork"]
+KEYS = list(keys(METHODS))
+
+
+def reading(time_s: float, calls: dict[tuple[str, str, str], dict[int, int]] | None = None, **vitals: float) -> Reading:
+    counts = np.zeros((len(KEYS), WIDTH), np.int64)
+    for key, buckets in (calls or {}).items():
+        for bucket, count in buckets.items():
+            counts[KEYS.index(key), bucket] = count
+    empty = np.zeros(0)
+    named = Vitals(**{"num_blocks": 10, **vitals})
+    return Reading(time_s, named, [], counts, empty, np.zeros(0, np.int64), empty, [], {})
+
+
+def test_quantiles_are_interpolated_within_their_bucket() -> None:
+    counts = [0] * WIDTH
+    assert quantile(counts, 0.5) is None
+    counts[0] = 10  # up to 50 µs
+    assert quantile(counts, 0.5) == pytest.approx(25e-6)
+    counts[2] = 10  # 100 to 200 µs
+    assert quantile(counts, 0.5) == pytest.approx(50e-6)
+    assert quantile(counts, 0.75) == pytest.approx(150e-6)
+    counts[-1] = 1000  # above the last bound
+    assert quantile(counts, 0.99) == BUCKETS_S[-1]
+
+
+def test_rates_are_over_the_window() -> None:
+    history = History(KEYS, block_bytes=100)
+    for second in range(30):
+        call = {("append", "OK", "stream"): {0: 7 * second}, ("free", "NOT_FOUND", "unary"): {1: 2 * second}}
+        tokens = second if second < 20 else 20 + 5 * (second - 20)  # faster at the end
+        swapped = {"swapped_out_blocks": 3 * second, "prefix_query_tokens": 8 * second, "prefix_hit_tokens": 2 * second}
+        history.add(reading(100 + second, call, computed_tokens=tokens, **swapped), time_s=1000 + second)
+    rates = history.rates()
+    assert rates["window_s"] == WINDOW
+    assert rates["computed_tokens"] == pytest.approx((65 - 19) / 10)
+    assert (rates["swapped_out_bytes"], rates["hit_share"]) == (300, 0.25)
+    assert (rates["calls"], rates["errors"]) == (9, 2)
+    append, free = history.calls()
+    assert (append["method"], append["calls"], append["errors"], append["calls_per_s"]) == ("append", 7 * 29, 0, 7)
+    assert (free["method"], free["calls"], free["errors"], free["calls_per_s"]) == ("free", 2 * 29, 2 * 29, 2)
+    assert append["p50_s"] == pytest.approx(25e-6)
+    assert append["p99_s"] == pytest.approx(49.5e-6)
+
+
+def test_what_was_called_long_ago_has_no_quantiles() -> None:
+    history = History(KEYS, block_bytes=1)
+    for second in range(WINDOW + 3):
+        history.add(reading(second, {("fork", "OK", "unary"): {0: 1}}), second)
+    (fork,) = history.calls()
+    assert (fork["calls"], fork["calls_per_s"]) == (1, 0)
+    assert not {"p50_s", "p99_s"} & fork.keys()
+
+
+def test_without_lookups_there_is_no_hit_share() -> None:
+    history = History(KEYS, block_bytes=1)
+    history.add(reading(0.0), 0.0)
+    assert history.rates()["calls"] == 0
+    history.add(reading(1.0), 1.0)
+    assert "hit_share" not in history.rates()
+    assert history.samples()["hit_share"] == [None]
+
+
+def test_samples_are_columns_of_equal_length_and_bounded() -> None:
+    history = History(KEYS, block_bytes=1)
+    for second in range(SAMPLES + 50):
+        call = {("fork", "OK", "unary"): {0: max(0, second - SAMPLES)}}
+        history.add(reading(second, call, active_blocks=4, shared_blocks=1), second)
+    samples = history.samples()
+    assert samples["time_s"] == list(range(50, SAMPLES + 50))
+    assert set(samples["usage"]) == {0.5}
+    assert [len(column) for name, column in samples.items() if name != "p99_s"] == [SAMPLES] * 6
+    (fork,) = samples["p99_s"].values()
+    assert len(fork) == SAMPLES
+    assert fork[0] is None
+    assert fork[-1] == pytest.approx(49.5e-6)

@@ -1,0 +1,30 @@
+"""What a router knows that has followed the journal: which hashes can be found, each with its parent and its tokens."""
+
+from __future__ import annotations
+
+from kvservice.blocks import EventJournal
+from kvservice.blocks.events import Cleared, RemovedBlocks
+
+
+class EventReplica:
+    def __init__(self, journal: EventJournal) -> None:
+        self._journal = journal
+        self._next = 1
+        self.blocks: dict[bytes, tuple[bytes | None, bytes]] = {}
+
+    def follow(self) -> None:
+        """Apply what is new. Nothing is stored that is there, and nothing removed that is not."""
+        for batch in self._journal.since(self._next, 1 << 30):
+            assert batch.number == self._next
+            self._next += 1
+            change = batch.change
+            if isinstance(change, Cleared):
+                assert self.blocks
+                self.blocks.clear()
+            elif isinstance(change, RemovedBlocks):
+                for block_hash in change.block_hashes:
+                    del self.blocks[block_hash]
+            else:
+                for block in change:
+                    assert block.block_hash not in self.blocks
+                    self.blocks[block.block_hash] = block.parent, block.tokens

@@ -1,0 +1,37 @@
+"""The table of calls."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvservice.blocks.plans import numpy_zeros
+from kvservice.errors import KVServiceError
+from kvservice.server.services import METHODS
+from kvservice.telemetry.calls import BUCKETS_S, STATUSES, CallTable, keys
+
+
+def test_calls_are_counted_where_they_belong() -> None:
+    table = CallTable(["append", "free"], numpy_zeros)
+    table.observe("free", "NOT_FOUND", "stream", BUCKETS_S[3])  # at a bound: below it, as Prometheus counts
+    table.observe("free", "NOT_FOUND", "stream", BUCKETS_S[3] * 1.01)
+    table.observe("append", "OK", "unary", 1e9)
+    counted = {
+        key: ({i: n for i, n in enumerate(counts) if n}, seconds)
+        for key, counts, seconds in zip(
+            keys(["append", "free"]), table.counts.tolist(), table.seconds.tolist(), strict=True
+        )
+        if any(counts)
+    }
+    assert counted == {
+        ("free", "NOT_FOUND", "stream"): ({3: 1, 4: 1}, pytest.approx(2.01 * BUCKETS_S[3])),
+        ("append", "OK", "unary"): ({len(BUCKETS_S): 1}, 1e9),
+    }
+
+
+def test_every_status_and_method_has_a_row() -> None:
+    pending = [KVServiceError]
+    while pending:
+        kind = pending.pop()
+        pending += kind.__subclasses__()
+        assert kind.status in STATUSES
+    assert len(METHODS) == len(set(METHODS))

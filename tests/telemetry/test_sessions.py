@@ -1,0 +1,91 @@
+"""Rows of sessions and tenants, as the reader finds them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from kvservice.telemetry.arrays import Arrays
+from kvservice.telemetry.reading import Reader
+from kvservice.telemetry.sessions import ATTACHED, LANE, REGION_BYTES, REGIONS, SessionTable
+from kvservice.telemetry.vitals import Vitals
+
+MAX_SESSIONS, MAX_TENANTS = 4, 2
+
+
+class Both:
+    """The daemon's end and the observer's, over arrays of one process."""
+
+    def __init__(self) -> None:
+        self.arrays: Arrays = {
+            "meta": np.zeros((6, 8), np.int64),
+            "vitals": np.zeros(len(Vitals._fields)),
+            "lane_counts": np.zeros(2, np.int64),
+            "call_counts": np.zeros((1, 1), np.int64),
+            "call_seconds": np.zeros(1),
+            "age_counts": np.zeros((1, 1), np.int64),
+            "age_seconds": np.zeros(1),
+        }
+        self.table = SessionTable(MAX_SESSIONS, MAX_TENANTS, self._zeros)
+        self.reader = Reader(self.arrays, [], 0.0)
+
+    def _zeros(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        self.arrays[name] = np.zeros(shape, dtype)
+        return self.arrays[name]
+
+
+@pytest.fixture
+def both() -> Both:
+    return Both()
+
+
+def test_a_session_is_told_with_all_that_is_set(both: Both) -> None:
+    name = "\N{ROCKET}" * 64  # four bytes each
+    row = both.table.open(7, name, "acme", 1500)
+    for column, value in ((ATTACHED, 1), (LANE, 1), (REGIONS, 2), (REGION_BYTES, 8192)):
+        row.set(column, value)
+    row.counters[0] += 5
+    row.counters[2] += 3
+    # session's number + 1, id, length, computed, blocks, swapped: see SequenceRows
+    both.arrays["meta"][2, :7] = (10, 8, 3, 0, 0, row.number + 1, 42)
+    both.arrays["meta"][5, :7] = (4, 4, 1, 0, 1, row.number + 1, 43)
+    (session,) = both.reader.read().sessions
+    assert (session.session_id, session.name, session.tenant, session.opened_s) == (7, name, "acme", 1.5)
+    assert (session.attached, session.lane, session.regions, session.region_bytes) == (True, True, 2, 8192)
+    assert (session.sequences, session.swapped_sequences, session.tokens, session.blocks) == (2, 1, 14, 4)
+    assert (session.computed_tokens, session.query_tokens, session.hit_tokens) == (5, 0, 3)
+    rows = both.reader.sequences()
+    assert rows.ids.tolist() == [42, 43]
+    assert both.reader.session(row.number) == (7, name)
+
+
+def test_tenants_keep_the_tokens_of_sessions_that_ended(both: Both) -> None:
+    for n in range(3):
+        row = both.table.open(n + 1, "", "acme", 0)
+        row.counters[1] += 10
+        assert both.reader.read().tenants == {"acme": (0, 10 * (n + 1), 0)}
+        both.table.close(row)
+        assert both.reader.read().tenants == {"acme": (0, 10 * (n + 1), 0)}
+        assert both.reader.read().sessions == []
+
+
+def test_tenants_beyond_the_limit_are_one(both: Both) -> None:
+    rows = [both.table.open(n + 1, "", tenant, 0) for n, tenant in enumerate(("a", "", "c", "d"))]
+    for n, row in enumerate(rows):
+        row.counters[0] += 10**n
+    reading = both.reader.read()
+    assert reading.tenants == {"a": (1, 0, 0), "": (10, 0, 0), "other": (1100, 0, 0)}
+    assert [session.tenant for session in reading.sessions] == ["a", "", "other", "other"]
+
+
+def test_a_session_that_has_ended_writes_nothing_into_the_row_of_the_next(both: Both) -> None:
+    ended = both.table.open(1, "long name", "a", 0)
+    both.table.close(ended)
+    row = both.table.open(2, "n", "a", 0)
+    assert row.number == ended.number
+    ended.set(REGIONS, 9)
+    (session,) = both.reader.read().sessions
+    assert (session.name, session.regions) == ("n", 0)
