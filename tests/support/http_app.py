@@ -15,11 +15,12 @@ import uvicorn
 
 
 @contextmanager
-def serving(app: Any) -> Iterator[int]:
-    """Yields the port."""
+def serving(app: Any, port: int = 0) -> Iterator[int]:
+    """Yields the port: a free one, unless it is given."""
     with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(app, access_log=False, log_level="warning", lifespan="off"))
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(("127.0.0.1", port))
+        server = uvicorn.Server(uvicorn.Config(app, access_log=False, log_level="critical", lifespan="off"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
         try:

@@ -1,0 +1,5 @@
+"""A browser for the page."""
+
+from chromium import driver, open_page
+
+__all__ = ["driver", "open_page"]

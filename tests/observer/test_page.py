@@ -1,0 +1,344 @@
+"""The page in a browser, over made-up pools: what it shows, and what can be chosen, found and seen to change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from chromium import OpenPage, Page
+from fake_views import FIRST_SEQUENCE, STATES, FakeViews
+from http_app import serving
+from selenium.webdriver.common.keys import Keys
+
+from kvservice.observer.web import HttpOptions, make_app
+
+NUM_BLOCKS = 512
+# Shorter than a second, so that the tests wait less.
+INTERVAL_S = 0.2
+MAP = "#pool > .cells"
+SWAP_MAP = "#pool .swap .cells"
+
+
+async def no_metrics() -> tuple[bytes, str]:
+    return b"", "text/plain"
+
+
+@contextmanager
+def serve(views: FakeViews, port: int = 0) -> Iterator[int]:
+    with serving(make_app(views, HttpOptions(loopback=True), no_metrics, INTERVAL_S), port) as running:
+        yield running
+
+
+@pytest.fixture
+def views() -> FakeViews:
+    return FakeViews(NUM_BLOCKS, 128, 24)
+
+
+@pytest.fixture
+def port(views: FakeViews) -> Iterator[int]:
+    with serve(views) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def million() -> Iterator[tuple[FakeViews, int]]:
+    views = FakeViews(1_000_000, 60_000, 24)
+    with serve(views) as running:
+        yield views, running
+
+
+def first_of(views: FakeViews, state: str) -> int:
+    return int((views.states["device"] == STATES.index(state)).argmax())
+
+
+def rows(page: Page, table: str) -> list[list[str]]:
+    cells = "[...document.querySelectorAll(arguments[0])].map((row) => [...row.cells].map((cell) => cell.innerText))"
+    return list(page.js(cells, f"{table} tbody tr"))
+
+
+def test_what_the_pool_holds(views: FakeViews, port: int, open_page: OpenPage) -> None:
+    page = open_page(port)
+    counts = [str((views.states["device"] == index).sum()) for index in range(len(STATES))]
+    assert page.texts("#pool > .legend .number") == counts
+    assert page.texts("#pool .swap .number") == ["86", "42"]
+    assert "512 blocks of 16 tokens" in page.text("#pool .note")
+    assert page.text("#shape") == "0.1.0 · cuda:0 · 32 layers \u00d7 8 KV heads \u00d7 128 · bfloat16"
+    assert page.text("#status-text") == "Live"
+    figures = dict(zip(page.texts("#figures dt"), page.texts("#figures dd"), strict=True))
+    assert (figures["Sequences"], figures["Sessions"]) == ("24 + 1 swapped", "4")
+    assert figures["Lane calls/s"] == "52.3K"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_block_is_a_cell_in_the_colour_of_its_state(
+    views: FakeViews, port: int, open_page: OpenPage, scheme: str
+) -> None:
+    page = open_page(port, prefers_color_scheme=scheme)
+    grid = "document.querySelector(arguments[0] + ' .grid')"
+    columns, lines = (int(page.js(f"{grid}.getAttribute('aria-{name}count')", MAP)) for name in ("col", "row"))
+    assert NUM_BLOCKS <= columns * lines < NUM_BLOCKS + columns
+    colours = {state: (*page.colour("hole" if state == "free" else state), 255) for state in STATES}
+    expected = [colours[STATES[state]] for state in views.states["device"]]
+    assert page.pixels(MAP)[:NUM_BLOCKS] == expected
+
+
+def test_the_tables(views: FakeViews, port: int, open_page: OpenPage) -> None:
+    page = open_page(port)
+    sequences = rows(page, "#sequences")
+    held = {str(sequence_id): str(len(table)) for sequence_id, (_, table) in views.tables.items()}
+    assert {row[0]: row[4] for row in sequences} == held
+    assert [int(row[4]) for row in sequences] == sorted((int(blocks) for blocks in held.values()), reverse=True)
+    assert [row[:3] for row in rows(page, "#sessions")] == [
+        ["chat-eu", "\N{EN DASH}", "attached"],
+        ["chat-us", "acme", "attached"],
+        ["batch", "acme", "waiting"],
+        ["4", "acme", "attached"],
+    ]
+    calls = {row[0]: row[1:] for row in rows(page, "#calls")}
+    assert calls["append"][0] == "450"
+    assert calls["swap_out"][1:3] == ["\N{EN DASH}", "\N{EN DASH}"]
+
+
+def test_a_block_is_chosen_with_the_pointer(views: FakeViews, port: int, open_page: OpenPage) -> None:
+    page = open_page(port)
+    block = first_of(views, "shared")
+    page.click_cell(MAP, block)
+    page.wait_for_text("#chosen", "shared: held by several sequences")
+    assert page.text("#detail-title") == f"Block {block}"
+    facts = dict(zip(page.texts("#detail dt"), page.texts("#detail dd"), strict=True))
+    assert facts == {
+        "References": str(views.ref_counts["device"][block]),
+        "Taken": "13 s ago",
+        "Hash": f"{block:064x}",
+    }
+    holders = {
+        str(sequence_id) for sequence_id, (tier, table) in views.tables.items() if tier == "device" and block in table
+    }
+    assert {row[0] for row in rows(page, "#detail")} == holders
+    assert page.js("location.hash") == f"#block/device/{block}"
+    page.click("#detail button.quiet")
+    page.wait_for_text("#detail-title", "Nothing chosen")
+
+
+def test_a_block_is_chosen_with_the_keyboard(views: FakeViews, port: int, open_page: OpenPage) -> None:
+    page = open_page(port)
+    page.js(f"document.querySelector('{MAP} .grid').focus()")
+    columns = int(page.js(f"document.querySelector('{MAP} .grid').getAttribute('aria-colcount')"))
+    moves = [
+        (Keys.ARROW_RIGHT, 1),
+        (Keys.ARROW_DOWN, 1 + columns),
+        (Keys.END, 2 * columns - 1),
+        (Keys.ARROW_RIGHT, 2 * columns),
+        (Keys.ARROW_UP, columns),
+        (Keys.ARROW_LEFT, columns - 1),
+        (Keys.HOME, 0),
+        (Keys.ARROW_UP, 0),
+        (Keys.PAGE_DOWN, 8 * columns),
+    ]
+    active = f"document.getElementById(document.querySelector('{MAP} .grid').getAttribute('aria-activedescendant'))"
+    for key, block in moves:
+        page.press(key)
+        state = STATES[views.states["device"][block]]
+        assert page.js(f"{active}.getAttribute('aria-label')") == f"Block {block}: {state}"
+        assert page.js(f"{active}.getAttribute('aria-colindex')") == str(block % columns + 1)
+    page.press(Keys.ENTER)
+    page.wait_for_text("#detail-title", f"Block {8 * columns}")
+    assert page.js(f"document.activeElement.matches('{MAP} .grid')")
+    page.wait(f"{active}.getAttribute('aria-selected') === 'true'")
+
+
+def test_a_sequence_shows_its_table_and_only_its_blocks(views: FakeViews, port: int, open_page: OpenPage) -> None:
+    page = open_page(port)
+    page.click(f"#sequences button[aria-label='Sequence {FIRST_SEQUENCE + 1}']")
+    _, table = views.tables[FIRST_SEQUENCE + 1]
+    page.wait_for_text("#detail", f"{len(table)}, in ")
+    assert page.text("#detail-title") == f"Sequence {FIRST_SEQUENCE + 1}"
+    assert from_runs(page.text("#detail .ids")) == table.tolist()
+    shown = {block for block, (*_, opacity) in enumerate(page.pixels(MAP)) if opacity == 255}
+    assert shown == set(table.tolist())
+    assert page.js("document.querySelector('#sequences [aria-current=true] th').innerText") == str(FIRST_SEQUENCE + 1)
+    page.click_cell("#detail .cells", 2)
+    page.wait_for_text("#detail-title", f"Block {table[2]}")
+    assert page.js("document.querySelector('[aria-current]')") is None
+
+
+def from_runs(text: str) -> list[int]:
+    """The numbers of runs like "17–20, 3, 90–88"."""
+    ids: list[int] = []
+    for run in text.split(", "):
+        first, _, last = run.partition("\N{EN DASH}")
+        step = 1 if not last or int(first) <= int(last) else -1
+        ids += range(int(first), int(last or first) + step, step)
+    return ids
+
+
+def test_a_swapped_sequence_is_shown_in_the_swap_tier(port: int, open_page: OpenPage) -> None:
+    page = open_page(port, f"#sequence/1/{FIRST_SEQUENCE + 24}")
+    page.wait_for_text("#chosen", "42 swapped")
+    swap = page.pixels(SWAP_MAP)
+    assert set(swap[:42]) == {(*page.colour("swapped"), 255)}
+    assert all(opacity < 255 for *_, opacity in swap[42:])
+    assert all(opacity == 255 for *_, opacity in page.pixels(MAP)[:NUM_BLOCKS])
+    page.click_cell(SWAP_MAP, 3)
+    page.wait_for_text("#detail-title", "Swap block 3")
+    page.wait_for_text("#chosen", "swapped: held by a sequence that is swapped out")
+
+
+def test_a_choice_is_in_the_address(port: int, open_page: OpenPage) -> None:
+    page = open_page(port, "#block/device/7")
+    page.wait_for_text("#detail-title", "Block 7")
+    page.js("location.hash = '#block/device/8'")
+    page.wait_for_text("#detail-title", "Block 8")
+    page.driver.back()
+    page.wait_for_text("#detail-title", "Block 7")
+    page.js("location.hash = '#block/host/8'")
+    page.wait_for_text("#detail-title", "Nothing chosen")
+
+
+def test_the_search_finds_sequences_and_sessions(port: int, open_page: OpenPage) -> None:
+    page = open_page(port)
+    page.click("#query")
+    page.press("batch")
+    page.wait_for_text("#found", "6 sequences, 1 session")
+    assert {row[1] for row in rows(page, "#sequences")} == {"batch"}
+    assert [row[0] for row in rows(page, "#sessions")] == ["batch"]
+    page.press(Keys.CONTROL, "a")
+    page.js("document.querySelector('#query').select()")
+    page.press(str(FIRST_SEQUENCE + 5))
+    page.wait_for_text("#found", "1 sequence, 0 sessions")
+    assert [row[0] for row in rows(page, "#sequences")] == [str(FIRST_SEQUENCE + 5)]
+    page.js("document.querySelector('#query').select()")
+    page.press(Keys.DELETE)
+    page.wait("document.querySelectorAll('#sequences tbody tr').length === 25")
+    assert page.text("#found") == ""
+    page.click("#sessions button[aria-label='Find session chat-eu']")
+    page.wait_for_text("#found", "1 session")
+    assert page.js("document.querySelector('#query').value") == "chat-eu"
+
+
+def test_it_moves_with_the_pool(views: FakeViews, port: int, open_page: OpenPage) -> None:
+    page = open_page(port, f"#sequence/1/{FIRST_SEQUENCE}")
+    page.wait_for_text("#detail", "Block table")
+    free = (views.states["device"] == 0).sum()
+    length = len(views.tables[FIRST_SEQUENCE][1])
+    block = first_of(views, "free")
+    views.step()
+    page.wait_for_text("#pool > .legend li", str(free - 1))
+    page.wait_for_text("#detail", f"{length + 1}, in ")
+    assert page.pixels(MAP)[block] == (*page.colour("active"), 255)
+    views.drop(FIRST_SEQUENCE)
+    page.wait_for_text("#chosen", f"sequence {FIRST_SEQUENCE} is unknown")
+    views.draining = True
+    page.wait_for_text("#status-text", "Draining")
+    acknowledge(page, "404")
+
+
+def acknowledge(page: Page, *expected: str) -> None:
+    """The console also tells of answers that say no, and of lost connections."""
+    said = [entry["message"] for entry in page.driver.get_log("browser")]
+    assert said
+    assert [line for line in said if not any(text in line for text in expected)] == []
+
+
+def test_the_focus_stays_while_rows_come_and_go(views: FakeViews, port: int, open_page: OpenPage) -> None:
+    page = open_page(port)
+    page.js(f"document.querySelector(\"#sequences [aria-label='Sequence {FIRST_SEQUENCE}']\").focus()")
+    for _ in range(60):
+        views.step()  # the first sequence becomes the longest
+    views.drop(FIRST_SEQUENCE + 3)
+    page.wait(f"document.querySelector('#sequences tbody button').innerText === '{FIRST_SEQUENCE}'")
+    page.wait("document.querySelectorAll('#sequences tbody tr').length === 24")
+    assert page.js("document.activeElement.innerText") == str(FIRST_SEQUENCE)
+
+
+def test_charts_begin_with_the_servers_history_and_go_on(port: int, open_page: OpenPage) -> None:
+    page = open_page(port)
+    assert page.texts(".chart h2") == [
+        "Pool held by sequences",
+        "Prefix cache hits",
+        "Tokens computed per second",
+        "Swapped per second",
+        "99th percentile of calls",
+    ]
+    parts = page.js("[...document.querySelectorAll('.chart svg')].map((svg) => svg.querySelectorAll('path').length)")
+    assert parts == [1, 1, 1, 2, 6]
+    hits = page.js("document.querySelectorAll('.chart path')[1].getAttribute('d')")
+    assert hits.count("M") == 2  # where nothing was looked up there is no line
+    points = "document.querySelectorAll('.chart path')[0].getAttribute('d').match(/[ML]/g).length"
+    assert page.js(points) > 590
+    before = page.js("document.querySelectorAll('.chart path')[0].getAttribute('d')")
+    page.wait(f"document.querySelectorAll('.chart path')[0].getAttribute('d') !== '{before}'")
+    assert page.js(points) <= 600
+
+
+def test_all_charts_show_the_time_below_the_pointer(port: int, open_page: OpenPage) -> None:
+    page = open_page(port)
+    assert page.js("document.querySelectorAll('.cross').length") == 0
+    move = "document.querySelector('.chart svg').dispatchEvent(new PointerEvent(arguments[0], {clientX: 250}))"
+    page.js(move, "pointermove")
+    assert page.js("document.querySelectorAll('.cross').length") == 5
+    page.js(move, "pointerleave")
+    assert page.js("document.querySelectorAll('.cross').length") == 0
+
+
+def test_a_million_blocks_are_cells_of_neighbours(million: tuple[FakeViews, int], open_page: OpenPage) -> None:
+    views, port = million
+    page = open_page(port)
+    assert "1,000,000 blocks of 16 tokens, 2 MiB each, 245 to a cell" in page.text("#pool .note")
+    columns, lines = (
+        int(page.js(f"document.querySelector('{MAP} .grid').getAttribute('aria-{name}count')"))
+        for name in ("col", "row")
+    )
+    num_cells = -(-1_000_000 // 245)
+    assert num_cells <= columns * lines < num_cells + columns
+    page.click_cell(MAP, 30)
+    page.wait_for_text("#detail-title", "Blocks 7,350 to 7,594")
+    page.wait("document.querySelector('#detail .grid').getAttribute('aria-rowcount')")
+    states = views.states["device"][7350:7595]
+    page.wait_for_text("#chosen", f"{(states == 1).sum()} active")
+    page.js("document.querySelector('#detail .grid').focus()")
+    page.press(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT, Keys.ENTER)
+    page.wait_for_text("#detail-title", "Block 7,352")
+    page.wait_for_text("#chosen", STATES[views.states["device"][7352]])
+
+
+def test_the_last_cell_may_be_smaller(million: tuple[FakeViews, int], open_page: OpenPage) -> None:
+    _, port = million
+    page = open_page(port)
+    page.js(f"document.querySelector('{MAP} .grid').focus()")
+    page.driver.execute_cdp_cmd(
+        "Input.dispatchKeyEvent", {"type": "keyDown", "key": "End", "windowsVirtualKeyCode": 35, "modifiers": 2}
+    )
+    page.press(Keys.ENTER)
+    page.wait_for_text("#detail-title", "Blocks 999,845 to 999,999")
+
+
+def test_a_page_that_nobody_sees_listens_to_nothing(views: FakeViews, port: int, open_page: OpenPage) -> None:
+    page = open_page(port)
+    hide = "Object.defineProperty(document, 'hidden', {value: arguments[0], configurable: true})"
+    told = "document.dispatchEvent(new Event('visibilitychange'))"
+    page.js(f"[{hide}, {told}]", True)
+    page.wait("performance.now() > (window.hiddenAt ??= performance.now()) + 1000")  # what was under way has ended
+    computed = views.num_snapshots
+    page.wait("performance.now() > window.hiddenAt + 2500")
+    assert views.num_snapshots == computed
+    page.js(f"[{hide}, {told}]", False)
+    free = (views.states["device"] == 0).sum()
+    views.step()
+    page.wait_for_text("#pool > .legend li", str(free - 1))
+
+
+def test_a_lost_connection_is_told_and_taken_up_again(open_page: OpenPage, free_port: int) -> None:
+    views = FakeViews(NUM_BLOCKS, 0, 4)
+    with serve(views, free_port):
+        page = open_page(free_port)
+        assert page.js(f"document.querySelector('{SWAP_MAP}').offsetParent") is None
+    page.wait_for_text("#status-text", "Connection lost")
+    views.step()
+    with serve(views, free_port):
+        page.wait_for_text("#status-text", "Live")
+        free = (views.states["device"] == 0).sum()
+        page.wait_for_text("#pool > .legend li", str(free))
+        acknowledge(page, "ERR_")
+        page.leave()

@@ -1,0 +1,214 @@
+"""The page in a real Chromium without a screen. Where there is none it is installed, else the tests are skipped."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.wait import WebDriverWait
+
+PACKAGES = ("chromium", "chromium-driver")
+PATIENCE_S = 20.0
+MAX_TAB_STOPS = 200
+# Of the cells on a canvas. Read from a copy: a browser warns of a canvas that is read again and again.
+PIXELS = """
+const [canvas, grid] = [...arguments].map((selector) => document.querySelector(selector));
+const copy = Object.assign(document.createElement("canvas"), {width: canvas.width, height: canvas.height});
+const context = copy.getContext("2d", {willReadFrequently: true});
+context.drawImage(canvas, 0, 0);
+const {data} = context.getImageData(0, 0, copy.width, copy.height);
+const columns = Number(grid.getAttribute("aria-colcount"));
+const pitch = canvas.clientWidth / columns;
+return Array.from({length: columns * Number(grid.getAttribute("aria-rowcount"))}, (_, index) => {
+  const [x, y] = [(index % columns) * pitch + 1, (Math.floor(index / columns) + 1) * pitch - 3];
+  const at = 4 * (y * copy.width + x);
+  return Array.from(data.subarray(at, at + 4));
+});
+"""
+
+
+def programs() -> tuple[str, str] | None:
+    found = shutil.which("chromium"), shutil.which("chromedriver")
+    return (found[0], found[1]) if found[0] and found[1] else None
+
+
+def install() -> None:
+    if os.geteuid() or not shutil.which("apt-get"):
+        pytest.skip(f"there is no {' or no '.join(PACKAGES)}, and installing them takes root and apt-get")
+    done = subprocess.run(
+        ["apt-get", "install", "--yes", "--no-install-recommends", *PACKAGES],
+        env=os.environ | {"DEBIAN_FRONTEND": "noninteractive"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    if done.returncode:
+        pytest.skip(f"{' and '.join(PACKAGES)} could not be installed: {done.stderr.strip()[-300:]}")
+
+
+@pytest.fixture(scope="session")
+def driver() -> Iterator[webdriver.Chrome]:
+    if programs() is None:
+        install()
+    found = programs()
+    assert found is not None
+    options = webdriver.ChromeOptions()
+    options.binary_location = found[0]
+    for argument in ("--headless=new", "--disable-gpu", "--disable-dev-shm-usage"):
+        options.add_argument(argument)
+    if os.geteuid() == 0:
+        options.add_argument("--no-sandbox")  # Chromium's does not work for root
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    running = webdriver.Chrome(options=options, service=Service(found[1]))
+    try:
+        yield running
+    finally:
+        running.quit()
+
+
+class Page:
+    """One page. Everything is looked up by the JavaScript that a test hands over."""
+
+    def __init__(self, driver: webdriver.Chrome) -> None:
+        self.driver = driver
+        self.origin = ""
+
+    def open(self, port: int, hash_: str = "", *, width: int = 1280, height: int = 900, **features: str) -> None:
+        """`features` are of CSS: prefers_color_scheme="dark". Returns when the first frame is there."""
+        self.origin = f"http://127.0.0.1:{port}"
+        media = [{"name": name.replace("_", "-"), "value": value} for name, value in features.items()]
+        self.leave()
+        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": media})
+        for log in ("browser", "performance"):
+            self.driver.get_log(log)
+        self.driver.get(f"{self.origin}/{hash_}")
+        self.wait("document.querySelector('#status').dataset.state === 'live'")
+
+    def js(self, expression: str, *arguments: Any) -> Any:
+        return self.driver.execute_script(f"return {expression}", *arguments)
+
+    def wait(self, expression: str) -> Any:
+        """Its first true value."""
+        waiting = WebDriverWait(self.driver, PATIENCE_S, poll_frequency=0.05)
+        return waiting.until(lambda _: self.js(expression), f"never true: {expression}")
+
+    def text(self, selector: str) -> str:
+        return str(self.js("document.querySelector(arguments[0]).innerText", selector))
+
+    def texts(self, selector: str) -> list[str]:
+        return list(self.js("[...document.querySelectorAll(arguments[0])].map((found) => found.innerText)", selector))
+
+    def wait_for_text(self, selector: str, text: str) -> None:
+        self.wait(f"document.querySelector({json.dumps(selector)})?.innerText.includes({json.dumps(text)})")
+
+    def press(self, *keys: str) -> None:
+        """On whatever has the focus."""
+        ActionChains(self.driver).send_keys(*keys).perform()
+
+    def click(self, selector: str) -> None:
+        self.driver.find_element("css selector", selector).click()
+
+    def click_cell(self, grid: str, index: int) -> None:
+        """A cell of the grid of cells below `grid`, with the pointer."""
+        x, y = self.cell_corner(grid, index)
+        element = self.driver.find_element("css selector", f"{grid} .grid")
+        self.js("arguments[0].scrollIntoView({block: 'center'})", element)
+        width, height = self.js("[arguments[0].clientWidth, arguments[0].clientHeight]", element)
+        middle = ActionChains(self.driver)
+        middle.move_to_element_with_offset(element, x + 2 - width // 2, y + 2 - height // 2).click().perform()
+
+    def cell_corner(self, grid: str, index: int) -> tuple[int, int]:
+        columns = int(self.js("document.querySelector(arguments[0] + ' .grid').getAttribute('aria-colcount')", grid))
+        width = self.js("document.querySelector(arguments[0] + ' canvas').clientWidth", grid)
+        pitch = width // columns
+        return index % columns * pitch, index // columns * pitch
+
+    def pixels(self, grid: str) -> list[tuple[int, int, int, int]]:
+        """Of each cell red, green, blue and opacity near its lower left corner, which every state but free fills."""
+        found: list[list[int]] = self.driver.execute_script(PIXELS, f"{grid} canvas", f"{grid} .grid")
+        return [(red, green, blue, opacity) for red, green, blue, opacity in found]
+
+    def colour(self, name: str) -> tuple[int, int, int]:
+        """Of a custom property of the page's style."""
+        text = self.js("getComputedStyle(document.documentElement).getPropertyValue('--' + arguments[0]).trim()", name)
+        return int(text[1:3], 16), int(text[3:5], 16), int(text[5:7], 16)
+
+    def tab_stops(self) -> list[str]:
+        """What the Tab key reaches, in order: ids, or an ancestor's id with the element's class or tag."""
+        name = (
+            "((at) => at === document.body ? '' : at.id || "
+            "`${at.closest('[id]')?.id ?? ''} ${at.className || at.tagName.toLowerCase()}`)(document.activeElement)"
+        )
+        self.js("document.activeElement.blur()")
+        stops: list[str] = []
+        while len(stops) < MAX_TAB_STOPS:
+            self.press(Keys.TAB)
+            reached = self.js(name)
+            if not reached:
+                break
+            stops.append(reached)
+        return stops
+
+    def tab_to(self, selector: str) -> None:
+        """As one who has only a keyboard."""
+        self.js("document.activeElement.blur()")
+        for _ in range(MAX_TAB_STOPS):
+            self.press(Keys.TAB)
+            if self.js("document.activeElement.matches(arguments[0])", selector):
+                return
+        raise AssertionError(f"the Tab key does not reach {selector}")
+
+    def accessible(self) -> list[dict[str, Any]]:
+        """The accessibility tree's nodes: role, name, and other properties by name."""
+        nodes = self.driver.execute_cdp_cmd("Accessibility.getFullAXTree", {})["nodes"]
+        return [
+            {
+                "role": node.get("role", {}).get("value"),
+                "name": node.get("name", {}).get("value", ""),
+                **{found["name"]: found["value"].get("value") for found in node.get("properties", ())},
+            }
+            for node in nodes
+            if not node["ignored"]
+        ]
+
+    def leave(self) -> None:
+        self.driver.get("about:blank")
+
+    def problems(self) -> list[str]:
+        """What the console says, and requests to anywhere but the page's own origin."""
+        said = [entry["message"] for entry in self.driver.get_log("browser")]
+        events = (json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance"))
+        asked = [
+            event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"
+        ]
+        assert any(url.startswith(f"{self.origin}/static/") for url in asked), "the log of requests is empty"
+        return said + [url for url in asked if not url.startswith((f"{self.origin}/", "about:blank"))]
+
+
+OpenPage = Callable[..., Page]
+
+
+@pytest.fixture
+def open_page(driver: webdriver.Chrome) -> Iterator[OpenPage]:
+    """Opens the one page of a test; in the end there must have been no problems with it, but those that it has read."""
+    page = Page(driver)
+
+    def open_(port: int, hash_: str = "", **options: Any) -> Page:
+        page.open(port, hash_, **options)
+        return page
+
+    yield open_
+    page.leave()
+    assert page.problems() == []
