@@ -329,6 +329,17 @@ def test_a_page_that_nobody_sees_listens_to_nothing(views: FakeViews, port: int,
     page.wait_for_text("#pool > .legend li", str(free - 1))
 
 
+def test_the_token_is_given_once(open_page: OpenPage) -> None:
+    token = "sesame-sesame-sesame"
+    with serving(make_app(FakeViews(64, 0, 2), HttpOptions(False, token), no_metrics, INTERVAL_S)) as port:
+        page = open_page(port, f"?token={token}")
+        assert page.js("location.href") == f"http://127.0.0.1:{port}/"
+        assert page.js("document.cookie") == ""
+        page.open(port)
+        assert len(rows(page, "#sequences")) == 2
+        page.leave()
+
+
 def test_a_lost_connection_is_told_and_taken_up_again(open_page: OpenPage, free_port: int) -> None:
     views = FakeViews(NUM_BLOCKS, 0, 4)
     with serve(views, free_port):
