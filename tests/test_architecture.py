@@ -41,7 +41,7 @@ ROOMS: dict[str, set[str]] = {
     # What the daemon and its observer share.
     "telemetry": {"blocks", "pool.available"},
     "metrics": {"blocks", "telemetry"},
-    "observer": {"errors", "metrics", "telemetry", "v1"},
+    "observer": {"errors", "logs", "metrics", "telemetry", "v1"},
     "server": {
         "",
         "blocks",
@@ -50,6 +50,7 @@ ROOMS: dict[str, set[str]] = {
         "engine",
         "environment",
         "errors",
+        "logs",
         "telemetry",
         "pool.sealed",
         "v1",
@@ -57,6 +58,7 @@ ROOMS: dict[str, set[str]] = {
     },
     # On the daemon's host it works on the pool by itself, or through the native end of a lane.
     "client": {"_cuda", "_ext", "environment", "errors", "ops", "pool.layout", "v1", "wire"},
+    "logs": set(),
     "launch": {"config", "environment", "errors", "health"},
     "integrations": {"client", "errors", "pool.layout"},
     "demo": {"client", "errors", "integrations", "launch", "pool.layout"},
@@ -227,7 +229,7 @@ def test_every_rpc_of_a_session_can_go_over_its_stream(method: MethodDescriptor)
 
 def test_the_stream_carries_nothing_else() -> None:
     names = {call_name(method.name) for method in SESSION_RPCS} | OTHER_STREAM_CALLS
-    assert {field.name for field in session_pb2.Call.DESCRIPTOR.fields} == names | {"call_id"}
+    assert {field.name for field in session_pb2.Call.DESCRIPTOR.fields} == names | {"call_id", "traceparent"}
     assert {field.name for field in session_pb2.Reply.DESCRIPTOR.fields} == names | {"call_id", "error"}
 
 

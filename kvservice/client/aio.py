@@ -141,7 +141,7 @@ class AsyncKVClient:
 
     async def _unary(self, method: Any, request: Any, **options: Any) -> Any:
         try:
-            return await method(request, **options)
+            return await method(request, metadata=channel.trace_metadata(), **options)
         except grpc.RpcError as error:
             raise channel.to_error(error) from None
 

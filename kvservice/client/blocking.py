@@ -222,7 +222,7 @@ class KVClient:
 
     def _unary(self, method: Any, request: Any, **options: Any) -> Any:
         try:
-            return method(request, **options)
+            return method(request, metadata=channel.trace_metadata(), **options)
         except grpc.RpcError as error:
             raise channel.to_error(error) from None
 

@@ -9,6 +9,7 @@ import grpc
 from google.rpc import status_pb2
 from grpc_status import rpc_status
 
+from kvservice.client.tracing import traceparent
 from kvservice.errors import ConnectionLostError, KVServiceError, MessageTooLargeError
 from kvservice.v1 import session_pb2
 from kvservice.wire.status import from_status
@@ -71,7 +72,12 @@ def repeatable(name: str) -> bool:
 
 
 def make_call(call_id: int, name: str, request: Any) -> session_pb2.Call:
-    return session_pb2.Call(call_id=call_id, **{name: request})
+    return session_pb2.Call(call_id=call_id, traceparent=traceparent(), **{name: request})
+
+
+def trace_metadata() -> tuple[tuple[str, str], ...]:
+    """Of a unary call."""
+    return (("traceparent", header),) if (header := traceparent()) else ()
 
 
 def take_reply(reply: session_pb2.Reply) -> Any:

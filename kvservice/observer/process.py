@@ -18,6 +18,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCol
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from kvservice import logs
 from kvservice.metrics.about import about_metrics
 from kvservice.metrics.calls import call_metrics
 from kvservice.metrics.families import histogram
@@ -67,7 +68,7 @@ class Observer:
 
     def _configure(self, told: dict[str, Any]) -> None:
         """`told`: see `configuration` of kvservice.server.telemetry."""
-        logging.basicConfig(level=told["log_level"].upper())
+        logs.configure(told["log_level"], told["log_format"])
         self._told = told
         arrays = open_arrays(self._memory, told["manifest"])
         self._reader = Reader(arrays, told["methods"], told["started_s"])

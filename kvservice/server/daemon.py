@@ -11,13 +11,14 @@ import signal
 import socket
 import stat
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from kvservice import logs
 from kvservice.config import ServeConfig
 from kvservice.devices import open_device
 from kvservice.engine import Engine
@@ -32,6 +33,9 @@ from kvservice.server.telemetry import DaemonVitals, configuration
 from kvservice.telemetry.arrays import SharedArrays
 from kvservice.telemetry.calls import CallTable
 from kvservice.telemetry.sessions import SessionTable
+
+if TYPE_CHECKING:
+    from kvservice.server.tracing import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -50,12 +54,14 @@ class Daemon:
         self.engine = Engine(config, self.device, arrays.zeros)
         table = SessionTable(config.max_sessions, config.max_labels, arrays.zeros)
         self.sessions = SessionRegistry(config, self.engine.manager, self.device, table)
+        self._tracer = _open_tracer(config)
         self.events = EventStreams(config, self.engine.journal)
         self.dispatcher = Dispatcher(
             Calls(config, self.engine),
             OpenCalls(config, self.engine, self.sessions, lambda request: self.observing.snapshot(request)),
             self.sessions,
             CallTable(METHODS, arrays.zeros),
+            self._tracer,
         )
         vitals = DaemonVitals(arrays, self.engine, self.sessions, self.dispatcher, self.events)
         told = configuration(config, self.device, arrays, METHODS)
@@ -94,6 +100,8 @@ class Daemon:
             await asyncio.gather(*beside, return_exceptions=True)
             self.sessions.lanes.close()
             self.device.close()
+            if self._tracer is not None:
+                await asyncio.to_thread(self._tracer.close)
         return EXIT_FAULT if self.device.fault is not None else 0
 
     def _server(self) -> grpc.aio.Server:
@@ -183,6 +191,17 @@ class Daemon:
         )
 
 
+def _open_tracer(config: ServeConfig) -> Tracer | None:
+    """Raises StartError where OpenTelemetry is not installed, InvalidArgumentError for an endpoint that is none."""
+    if not config.otel_endpoint:
+        return None
+    try:
+        from kvservice.server.tracing import Tracer
+    except ModuleNotFoundError as error:
+        raise StartError(f"{error}: traces need kvservice[otel]", field="otel_endpoint") from None
+    return Tracer(config.otel_endpoint, config.otel_sample_ratio)
+
+
 def _check_socket_free(path: Path) -> None:
     """A socket file that nobody serves is removed by gRPC; one that is served must not be taken away."""
     if not path.exists():
@@ -211,7 +230,5 @@ async def _main(config: ServeConfig) -> int:
 
 def run(config: ServeConfig) -> int:
     """Run a daemon in this process until it is told to end. Returns the exit status."""
-    logging.basicConfig(
-        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
-    )
+    logs.configure(config.log_level, config.log_format)
     return uvloop.run(_main(config))

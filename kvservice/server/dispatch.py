@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import logging
 import time
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from google.protobuf.message import Message
 
@@ -22,6 +22,9 @@ from kvservice.server.calls import Calls, OpenCalls
 from kvservice.server.codec import shares_memory
 from kvservice.server.sessions import Session, SessionRegistry
 from kvservice.telemetry.calls import CallTable
+
+if TYPE_CHECKING:
+    from kvservice.server.tracing import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -39,32 +42,50 @@ STEP_WORK = frozenset(("decode", "extend", "write"))
 
 
 class Dispatcher:
-    def __init__(self, calls: Calls, open_calls: OpenCalls, sessions: SessionRegistry, table: CallTable) -> None:
+    """`tracer` is None where calls are not traced."""
+
+    def __init__(
+        self, calls: Calls, open_calls: OpenCalls, sessions: SessionRegistry, table: CallTable, tracer: Tracer | None
+    ) -> None:
         self._calls = calls
         self._open_calls = open_calls
         self._sessions = sessions
         self._table = table
+        self.tracer = tracer
         self.draining = False
         self.in_flight = 0
         # Calls that were refused because there were no blocks.
         self.out_of_blocks = 0
 
-    async def call(self, method: str, request: Any, session: Session, transport: str, local: bool) -> Message:
-        """A call within a session; `local`: it came over the unix socket. Raises KVServiceError."""
-        return await self._measured(method, transport, self._in_session, request, session, local)
+    async def call(
+        self, method: str, request: Any, session: Session, transport: str, local: bool, traceparent: str = ""
+    ) -> Message:
+        """A call within a session; `local`: it came over the unix socket; `traceparent` is its caller's. Raises
+        KVServiceError."""
+        return await self._measured(method, transport, traceparent, self._in_session, request, session, local)
 
-    async def call_by_token(self, method: str, request: Any, transport: str, local: bool) -> Message:
+    async def call_by_token(
+        self, method: str, request: Any, transport: str, local: bool, traceparent: str = ""
+    ) -> Message:
         """A call within the session whose token it carries."""
-        return await self._measured(method, transport, self._by_token, request, None, local)
+        return await self._measured(method, transport, traceparent, self._by_token, request, None, local)
 
-    async def call_open(self, method: str, request: Any, transport: str) -> Message:
+    async def call_open(self, method: str, request: Any, transport: str, traceparent: str = "") -> Message:
         """A call that needs no session."""
         self._sessions.lanes.collect()
-        return await self._measured(method, transport, self._without_session, request, None, local=True)
+        return await self._measured(method, transport, traceparent, self._without_session, request, None, local=True)
 
     async def _measured(
-        self, method: str, transport: str, run: Any, request: Any, session: Session | None, local: bool
+        self,
+        method: str,
+        transport: str,
+        traceparent: str,
+        run: Any,
+        request: Any,
+        session: Session | None,
+        local: bool,
     ) -> Message:
+        span = self.tracer.begin(method, transport, traceparent) if self.tracer is not None else None
         start = time.perf_counter()
         status = "OK"
         self.in_flight += 1
@@ -78,17 +99,35 @@ class Dispatcher:
         except KVServiceError as error:
             status = error.status
             self.out_of_blocks += isinstance(error, OutOfBlocksError)
+            if logger.isEnabledFor(logging.DEBUG):
+                logger.debug("%s refused: %s", method, error.reason, extra=self._told(method, status, request, session))
             raise
         except asyncio.CancelledError:
             status = "CANCELLED"  # cut off, as by the end of its stream: nobody gets an answer
             raise
         except Exception:
             status = InternalError.status
-            logger.exception("%s failed", method)
+            logger.exception("%s failed", method, extra=self._told(method, status, request, session))
             raise InternalError(f"{method} failed; the daemon's log says why") from None
         finally:
             self.in_flight -= 1
             self._table.observe(method, status, transport, time.perf_counter() - start)
+            if span is not None:
+                span.end(status, self._session_id(request, session))
+
+    def _session_id(self, request: Any, session: Session | None) -> int | None:
+        """Of a unary call's token, if there is still such a session."""
+        session = session or self._sessions.find(getattr(request, "session_token", b""))
+        return None if session is None else session.session_id
+
+    def _told(self, method: str, status: str, request: Any, session: Session | None) -> dict[str, Any]:
+        """What a line of the log says of a call: nothing of what it carries."""
+        return {
+            "method": method,
+            "status": status,
+            "session_id": self._session_id(request, session),
+            "request_id": getattr(request, "request_id", 0),
+        }
 
     def _in_session(self, method: str, request: Any, session: Session) -> Any:
         response = self._repeated_or_new(method, request, session)

@@ -90,6 +90,12 @@ def _is_local(context: Context) -> bool:
     return str(context.peer()).startswith("unix:")
 
 
+def _traceparent(context: Context) -> str:
+    """The W3C header of a unary call, or nothing."""
+    found = dict(context.invocation_metadata() or ()).get("traceparent", "")
+    return found if isinstance(found, str) else ""
+
+
 class Services:
     """`handlers()` is what a grpc.aio server is given."""
 
@@ -117,9 +123,10 @@ class Services:
         async def answer(request: Any, context: Context) -> Any:
             try:
                 _check_parsed(request)
+                traceparent = "" if self._dispatcher.tracer is None else _traceparent(context)
                 if needs_session:
-                    return await self._dispatcher.call_by_token(name, request, "unary", _is_local(context))
-                return await self._dispatcher.call_open(name, request, "unary")
+                    return await self._dispatcher.call_by_token(name, request, "unary", _is_local(context), traceparent)
+                return await self._dispatcher.call_open(name, request, "unary", traceparent)
             except KVServiceError as error:
                 return await context.abort_with_status(rpc_status.to_status(to_status(error)))
 
@@ -186,19 +193,19 @@ class Stream:
         try:
             if name is None:
                 raise FailedPreconditionError("a call of a later version, or none", field="call")
-            response = await self._call(name, getattr(call, name))
+            response = await self._call(name, getattr(call, name), call.traceparent)
             return session_pb2.Reply(call_id=call.call_id, **{name: response})
         except KVServiceError as error:
             return session_pb2.Reply(call_id=call.call_id, error=to_status(error))
 
-    async def _call(self, name: str, request: Any) -> Any:
+    async def _call(self, name: str, request: Any, traceparent: str) -> Any:
         if name == "attach":
             return self._attach(request)
         if name == "ping":
-            return await self._dispatcher.call_open(name, request, "stream")
+            return await self._dispatcher.call_open(name, request, "stream", traceparent)
         if self._session is None:
             raise FailedPreconditionError("the stream's first call must be attach", field="call")
-        return await self._dispatcher.call(name, request, self._session, "stream", self._local)
+        return await self._dispatcher.call(name, request, self._session, "stream", self._local, traceparent)
 
     def _attach(self, request: session_pb2.AttachRequest) -> session_pb2.AttachResponse:
         if self._session is not None:

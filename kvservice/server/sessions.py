@@ -123,8 +123,11 @@ class SessionRegistry:
         )
         return session
 
+    def find(self, token: bytes) -> Session | None:
+        return self._sessions.get(token)
+
     def get(self, token: bytes) -> Session:
-        session = self._sessions.get(token)
+        session = self.find(token)
         if session is None:
             raise UnknownSessionError("no such session: it was closed, or never opened", field="session_token")
         return session

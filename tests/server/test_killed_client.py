@@ -147,7 +147,7 @@ def test_a_call_that_was_cut_off_is_not_counted_as_answered() -> None:
 
     table = CallTable(["extend"], numpy_zeros)
     sessions = SimpleNamespace(lanes=Lanes(0))
-    dispatcher = Dispatcher(SlowCalls(), None, sessions, table)
+    dispatcher = Dispatcher(SlowCalls(), None, sessions, table, None)
 
     async def cut_off() -> None:
         call = asyncio.create_task(dispatcher.call("extend", object(), None, "stream", local=True))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvservice.server import logs
+from kvservice import logs
 
 logger = logging.getLogger("kvservice.test_logs")
 
