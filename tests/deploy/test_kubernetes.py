@@ -1,0 +1,192 @@
+"""The manifests of deploy/kubernetes: valid for Kubernetes and the Prometheus operator, and right for the daemon."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+from cloudcoil.models.prometheus_operator.v1 import PodMonitor, PrometheusRule
+
+from kvservice.config import ENV_PREFIX, ServeConfig, load_config
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+KUBERNETES = DEPLOY / "kubernetes"
+OVERLAYS = ("base", "gpu", "sidecar")
+VERSIONS = ("1.29", kubernetes_validate.latest_version())
+RULES = sorted((DEPLOY / "prometheus" / "rules").glob("*.yml"))
+
+
+@functools.cache
+def built(overlay: str) -> str:
+    commands = {"kubectl": ["kubectl", "kustomize"], "kustomize": ["kustomize", "build"]}
+    for program, command in commands.items():
+        if shutil.which(program):
+            done = subprocess.run([*command, KUBERNETES / overlay], capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stderr
+            return done.stdout
+    pytest.skip("neither kubectl nor kustomize is installed")
+
+
+def objects(overlay: str) -> list[Any]:
+    return list(yaml.safe_load_all(built(overlay)))
+
+
+def the(overlay: str, kind: str) -> Any:
+    (found,) = [each for each in objects(overlay) if each["kind"] == kind]
+    return found
+
+
+def pod(overlay: str) -> Any:
+    return the(overlay, "StatefulSet")["spec"]["template"]
+
+
+def container(overlay: str, name: str = "daemon") -> Any:
+    (found,) = [each for each in pod(overlay)["spec"]["containers"] if each["name"] == name]
+    return found
+
+
+def config(overlay: str) -> ServeConfig:
+    """As the daemon reads it there. Raises if there is what is no option."""
+    return load_config({}, the(overlay, "ConfigMap")["data"])
+
+
+def gib(quantity: str) -> float:
+    assert quantity.endswith("Gi")
+    return float(quantity.removesuffix("Gi"))
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_objects_follow_the_schemas(overlay: str, version: str) -> None:
+    for each in objects(overlay):
+        kubernetes_validate.validate(each, version, strict=True)
+
+
+def test_the_schemas_notice_what_does_not_exist() -> None:
+    stateful_set = the("base", "StatefulSet")
+    stateful_set["spec"]["template"]["spec"]["containers"][0]["readynessProbe"] = {}
+    with pytest.raises(jsonschema.ValidationError, match="readynessProbe"):
+        kubernetes_validate.validate(stateful_set, VERSIONS[0], strict=True)
+
+
+@pytest.fixture
+def pod_monitor() -> Any:
+    return yaml.safe_load((KUBERNETES / "monitoring" / "podmonitor.yaml").read_text())
+
+
+def as_understood(kind: type[PodMonitor | PrometheusRule], content: Any) -> Any:
+    """What the operator's types keep of an object: fields that they do not know are gone."""
+    return json.loads(kind.model_validate(content).model_dump_json(by_alias=True, exclude_none=True))
+
+
+def test_the_operator_understands_the_pod_monitor(pod_monitor: Any) -> None:
+    # Its types fill in what a relabeling does by default.
+    for endpoint in pod_monitor["spec"]["podMetricsEndpoints"]:
+        for relabeling in endpoint["relabelings"]:
+            relabeling.setdefault("action", "replace")
+    assert as_understood(PodMonitor, pod_monitor) == pod_monitor
+
+
+@pytest.mark.parametrize("path", RULES, ids=lambda path: path.name)
+def test_the_operator_understands_the_rules(path: Path) -> None:
+    """As deploy/README.md makes an object of them."""
+    head = {"apiVersion": "monitoring.coreos.com/v1", "kind": "PrometheusRule", "metadata": {"name": path.stem}}
+    rule = head | {"spec": yaml.safe_load(path.read_text())}
+    assert as_understood(PrometheusRule, rule) == rule
+
+
+def test_prometheus_finds_the_pod_and_the_alerts_its_job(pod_monitor: Any) -> None:
+    spec = pod_monitor["spec"]
+    labels = pod("base")["metadata"]["labels"]
+    assert spec["selector"]["matchLabels"].items() <= labels.items()
+    assert labels[spec["jobLabel"]] == "kvservice"
+    assert [endpoint["port"] for endpoint in spec["podMetricsEndpoints"]] == ["http"]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_ports_are_those_of_the_image(overlay: str) -> None:
+    image = dict(line.split("=", 1) for line in (DEPLOY / "Dockerfile").read_text().split() if "_ADDRESS=" in line)
+    ports = {each["name"]: each["containerPort"] for each in container(overlay)["ports"]}
+    assert image[f"{ENV_PREFIX}TCP_ADDRESS"] == f"0.0.0.0:{ports['grpc']}"
+    assert image[f"{ENV_PREFIX}HTTP_ADDRESS"] == f"0.0.0.0:{ports['http']}"
+    assert {each["name"]: each["port"] for each in the(overlay, "Service")["spec"]["ports"]} == ports
+    admitted = [port["port"] for rule in the(overlay, "NetworkPolicy")["spec"]["ingress"] for port in rule["ports"]]
+    assert admitted == ["grpc", "http"]
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container(overlay)[probe]["grpc"]["port"] == ports["grpc"]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_everything_is_about_the_same_pods(overlay: str) -> None:
+    labels = pod(overlay)["metadata"]["labels"]
+    assert the(overlay, "Service")["spec"]["selector"] == labels
+    for kind, field in (
+        ("StatefulSet", "selector"),
+        ("PodDisruptionBudget", "selector"),
+        ("NetworkPolicy", "podSelector"),
+    ):
+        assert the(overlay, kind)["spec"][field]["matchLabels"] == labels
+    assert {each["metadata"].get("namespace", "kvservice") for each in objects(overlay)} == {"kvservice"}
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_the_daemon_may_drain_and_fits_into_its_limits(overlay: str) -> None:
+    options = config(overlay)
+    assert pod(overlay)["spec"]["terminationGracePeriodSeconds"] > options.drain_timeout_s
+    resources = container(overlay)["resources"]
+    assert resources["requests"] == resources["limits"]
+    in_host_memory = options.swap_space_gib + (options.pool_gib if options.device == "cpu" else 0)
+    assert gib(resources["limits"]["memory"]) >= in_host_memory + 0.5
+    assert int(resources["limits"]["cpu"]) == options.num_threads
+
+
+def test_the_gpu_is_asked_for_where_the_pool_is_on_it() -> None:
+    assert config("base").device == "cpu"
+    assert "nvidia.com/gpu" not in container("base")["resources"]["limits"]
+    assert config("gpu").device == "cuda:0"
+    assert config("gpu").pool_blocks is None, "the pool takes what is free"
+    assert container("gpu")["resources"]["limits"]["nvidia.com/gpu"] == "1"
+    assert container("gpu")["image"] == "kvservice:cuda"
+
+
+def test_an_engine_in_the_pod_gets_a_lane() -> None:
+    assert config("sidecar").allow_client_shm
+    (mount,) = [each for each in container("sidecar", "engine")["volumeMounts"] if each["name"] == "socket"]
+    assert mount in container("sidecar")["volumeMounts"]
+
+
+def security_contexts(overlay: str) -> Iterator[tuple[Any, Any]]:
+    spec = pod(overlay)["spec"]
+    for each in spec["containers"]:
+        yield spec["securityContext"], each["securityContext"]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_pods_meet_the_restricted_standard_that_their_namespace_enforces(overlay: str) -> None:
+    assert the(overlay, "Namespace")["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "restricted"
+    for of_pod, of_container in security_contexts(overlay):
+        assert of_pod["runAsNonRoot"]
+        assert of_pod["runAsUser"] > 0
+        assert of_pod["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert of_container["allowPrivilegeEscalation"] is False
+        assert of_container["capabilities"] == {"drop": ["ALL"]}
+        assert of_container["readOnlyRootFilesystem"]
+    assert all("hostPath" not in volume for volume in pod(overlay)["spec"]["volumes"])
+    assert not pod(overlay)["spec"].keys() & {"hostNetwork", "hostPID", "hostIPC"}
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_the_token_comes_from_a_secret_that_is_not_here(overlay: str) -> None:
+    (token,) = container(overlay)["env"]
+    assert token["name"] == f"{ENV_PREFIX}HTTP_TOKEN"
+    assert token["valueFrom"]["secretKeyRef"]["optional"], "without a token there is no page"
+    assert not [each for each in objects(overlay) if each["kind"] == "Secret"]
