@@ -1,0 +1,97 @@
+"""Clients that have a small daemon do all that its metrics tell of: once, or as often as one asks."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from small_pool import SMALL_POOL
+
+from kvservice.client import KVClient, Session
+from kvservice.client import Sequence as KVSequence
+from kvservice.errors import KVServiceError, OutOfBlocksError
+
+BLOCK_SIZE, NUM_BLOCKS = int(SMALL_POOL["block_size"]), int(SMALL_POOL["num_blocks"])
+# Ends without a word to the daemon.
+VANISHING_CLIENT = """
+import os, signal, sys
+from kvservice.client import KVClient
+KVClient(sys.argv[1]).session("vanishes")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+class Traffic:
+    """Two tenants, and one session without; one by a lane with a region, the others by messages."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._numbers = np.random.default_rng(0)
+        self._rounds = 0
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[Traffic]:
+        with contextlib.ExitStack() as stack:
+            messages = stack.enter_context(KVClient(self.address, transport="inline"))
+            lanes = stack.enter_context(KVClient(self.address, transport="lane"))
+            self.chat = stack.enter_context(lanes.session("chat", tenant="chat"))
+            self.search = stack.enter_context(messages.session("search", tenant="search"))
+            self.nameless = stack.enter_context(messages.session())
+            self.chat.create_region(4096)
+            yield self
+
+    def play(self) -> None:
+        """Everything once. Leaves a sequence in each tier."""
+        self._rounds += 1
+        for session in (self.chat, self.search, self.nameless):
+            self._generate(session)
+        self._fill(self.search)
+        with pytest.raises(KVServiceError):
+            self.chat.append([KVSequence(10**6, 1)], [1])
+        _, waiting = self.chat.allocate_batch([[1], [2]])
+        self.chat.swap_out([waiting])
+        with KVClient(self.address) as client, client.session("visitor"):
+            pass  # the last of it: who sees this session closed has seen all
+
+    def lose_session(self) -> None:
+        command = [sys.executable, "-P", "-c", VANISHING_CLIENT, self.address]
+        assert subprocess.run(command, timeout=60, check=False).returncode == -signal.SIGKILL
+
+    def _compute(self, session: Session, sequence: KVSequence) -> None:
+        step = session.open_step([sequence])
+        for layer in range(session.info.num_layers):
+            step.extend(layer, *self._tensors(session, step.num_tokens))
+
+    def _tensors(self, session: Session, num_tokens: int) -> np.ndarray:
+        shape = (3, num_tokens, session.info.num_kv_heads, session.info.head_size)
+        return self._numbers.normal(size=shape).astype(session.info.dtype)
+
+    def _generate(self, session: Session) -> None:
+        """A prompt whose beginning is cached from the second time on; a fork that copies a block; a swap; an end."""
+        own = [1000 * self._rounds + token for token in range(BLOCK_SIZE + 2)]
+        sequence = session.allocate([*range(2 * BLOCK_SIZE), *own])
+        self._compute(session, sequence)
+        child = session.fork(sequence)
+        step = session.append([sequence, child], [1, 2])
+        for layer in range(session.info.num_layers):
+            step.decode(layer, *self._tensors(session, 2))
+        session.swap_out([child])
+        session.swap_in([child])
+        session.free([sequence, child])
+        session.unpin(session.pin([*range(BLOCK_SIZE)], ttl_s=60))
+
+    def _fill(self, session: Session) -> None:
+        """Until the pool refuses, so that cached blocks are evicted."""
+        first = 100_000 * self._rounds
+        prompts = [
+            range(at, at + 8 * BLOCK_SIZE) for at in range(first, first + 2 * NUM_BLOCKS * BLOCK_SIZE, 8 * BLOCK_SIZE)
+        ]
+        held: list[KVSequence] = []
+        with pytest.raises(OutOfBlocksError):
+            held.extend(map(session.allocate, prompts))
+        session.free(held)
