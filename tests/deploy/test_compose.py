@@ -1,16 +1,20 @@
-"""The daemon and Prometheus in containers, as the compose file starts them."""
+"""The daemon in containers, and those who watch it, as the compose file starts them."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import numpy as np
 import pytest
-from container_stack import DAEMON_IMAGE, OPTIONS, Stack, output, wait_for
+from container_engine import output, wait_for
+from container_stack import DAEMON_IMAGE, OPTIONS, Stack
 
 from kvservice.client import KVClient
 from kvservice.errors import ConnectionLostError, DrainingError
@@ -58,6 +62,62 @@ def test_prometheus_sees_the_daemon(stack: Stack) -> None:
     assert [series["value"][1] for series in found] == [str(NUM_BLOCKS)]
 
 
+def test_prometheus_evaluates_the_rules(stack: Stack) -> None:
+    def rules() -> set[tuple[str, str]]:
+        return {(group["name"], rule["health"]) for group in stack.query("rules")["groups"] for rule in group["rules"]}
+
+    wait_for("all rules were evaluated", lambda: {health for _, health in rules()} == {"ok"})
+    assert {name for name, _ in rules()} > {"kvservice-recording", "kvservice-memory"}
+
+
+def test_the_example_makes_traffic_of_every_kind(stack: Stack) -> None:
+    """Its service runs for a while, and goes without a trace."""
+    increases = (
+        "kvservice_tenant_computed_tokens_total{tenant='chat'}",
+        "kvservice_tenant_computed_tokens_total{tenant='search'}",
+        "kvservice_prefix_cache_hit_tokens_total",
+        "kvservice_cow_copies_total",
+        "kvservice_evictions_total",
+        "kvservice_swap_blocks_total{direction='out'}",
+        "kvservice_swap_blocks_total{direction='in'}",
+        "kvservice_lane_call_duration_seconds_count",
+    )
+    stack.compose("up", "--detach", "--no-build", "example")
+    try:
+        for increase in increases:
+            wait_for(increase, lambda increase=increase: any(stack.values(f"rate({increase}[1m]) > 0")))
+    finally:
+        stack.compose("stop", "example")
+    assert stack.state("example")["ExitCode"] == 0
+    with KVClient(stack.address) as client:
+        wait_for("its sessions are closed", lambda: client.stats().sessions == 0)
+        with client.session() as kv:
+            kv.reset_prefix_cache()
+
+
+def test_grafana_has_the_dashboard(stack: Stack) -> None:
+    if "grafana" not in stack.services:
+        pytest.skip("Grafana's image cannot be pulled here")
+    url = f"http://127.0.0.1:{stack.grafana_port}/api/dashboards/uid/kvservice"
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        found = json.load(answer)
+    assert found["dashboard"]["title"] == "kvservice"
+    assert not found["meta"]["canSave"]
+
+
+def test_the_page_wants_its_token_and_metrics_do_not(stack: Stack) -> None:
+    url = f"http://127.0.0.1:{stack.http_port}"
+    with pytest.raises(urllib.error.HTTPError) as refused, urllib.request.urlopen(f"{url}/", timeout=10):
+        pass
+    refused.value.close()
+    assert refused.value.code in (401, 403)
+    page = urllib.request.Request(f"{url}/", headers={"Authorization": f"Bearer {OPTIONS['http_token']}"})
+    with urllib.request.urlopen(page, timeout=10) as answer:
+        assert "text/html" in answer.headers["Content-Type"]
+    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+        assert b"kvservice_blocks" in answer.read()
+
+
 def test_the_host_reaches_the_daemon_over_tcp(stack: Stack) -> None:
     command = [sys.executable, "-P", "-c", ENGINE, stack.address]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -83,6 +143,30 @@ def test_an_engine_in_a_container_reaches_it_over_the_shared_socket(stack: Stack
     assert "attention over" in run_engine(address, *options, "--user=20000:10001")
     with pytest.raises(pytest.fail.Exception, match=r"CONNECTION_LOST|UNAVAILABLE|DEADLINE"):
         run_engine(address, *options, "--user=20000:20000")
+
+
+def test_the_demo_passes_over_tcp(stack: Stack, demo_image: str) -> None:
+    run_demo(demo_image, "daemon:50051", f"--network={stack.project}_default")
+
+
+def test_the_demo_passes_over_the_shared_socket_by_a_lane(stack: Stack, demo_image: str) -> None:
+    def lane_calls() -> float:
+        with urllib.request.urlopen(f"http://127.0.0.1:{stack.http_port}/metrics", timeout=10) as answer:
+            name = "kvservice_lane_call_duration_seconds_count"
+            (line,) = [line for line in answer.read().decode().splitlines() if line.startswith(name)]
+        return float(line.split()[1])
+
+    before = lane_calls()
+    options = ("--network=none", f"--volume={stack.socket_volume}:/run/kvservice")
+    run_demo(demo_image, "unix:/run/kvservice/kvservice.sock", *options)
+    assert lane_calls() > before
+
+
+def run_demo(image: str, address: str, *docker_options: str) -> None:
+    command = ["docker", "run", "--rm", *docker_options, image, "demo", "--json", f"--address={address}"]
+    result = json.loads(output(*command, timeout_s=300))
+    assert result["tokens_match"]
+    assert result["tokens"] > 100
 
 
 def test_the_container_is_nobody_has_no_compiler_and_is_published_on_loopback(stack: Stack) -> None:

@@ -1,6 +1,7 @@
 """The services of deploy/ in a container engine. Skips the test, and says why, where they cannot be had.
 
-Images that cannot be pulled are made from Debian packages, which takes minutes; those stay for the next run.
+Images that cannot be pulled are made from Debian packages, which takes minutes; those stay for the next run. Grafana is
+in no Debian: where its image cannot be pulled the others run without it.
 """
 
 from __future__ import annotations
@@ -9,17 +10,17 @@ import json
 import os
 import shutil
 import socket
-import subprocess
+import sys
 import tempfile
-import time
+import tomllib
 import urllib.parse
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from container_engine import output, succeeds, wait_for
 
 from kvservice.config import ENV_PREFIX
 
@@ -28,6 +29,7 @@ HOST_CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 DEBIAN_BASE = "kvservice-test:debian"
 DEBIAN_PROMETHEUS = "kvservice-test:prometheus"
 DAEMON_IMAGE = "kvservice-test:cpu"
+DEMO_IMAGE = "kvservice-test:demo"
 BASE_PACKAGES = "python3,python3-venv,python3-dev,ca-certificates"
 PROMETHEUS_RECIPE = f"""
 FROM {DEBIAN_BASE}
@@ -36,41 +38,27 @@ RUN install --directory --owner=65534 --group=65534 /prometheus
 USER 65534:65534
 ENTRYPOINT ["prometheus"]
 """
-# A small pool; a drain time that a test can see the end of.
+# What runs has no pip. The packages are fetched outside, by the pip of the tests, as theirs were.
+DEMO_RECIPE = f"""
+FROM {DAEMON_IMAGE}
+USER 0:0
+COPY wheels /wheels
+RUN python3 -m venv /builder && /builder/bin/pip --python /opt/kvservice/bin/python install --no-index \\
+    --find-links /wheels torch transformers && rm -r /builder
+USER 10001:10001
+"""
+# A small pool of the demo's shape; a drain time that a test can see the end of.
 OPTIONS = {
-    "num_layers": "2",
+    "num_layers": "4",
     "num_kv_heads": "2",
     "head_size": "64",
     "dtype": "float32",
     "num_blocks": "256",
     "swap_space_gib": "0.01",
     "drain_timeout_s": "25",
+    "allow_client_shm": "true",
+    "http_token": "token-of-these-tests",
 }
-
-
-def output(*command: str, timeout_s: float = 60, **options: Any) -> str:
-    """What a command says on its standard output. If it fails, so does the test, with all that it said."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False, **options)
-    if done.returncode:
-        pytest.fail(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
-    return done.stdout.strip()
-
-
-def succeeds(*command: str, timeout_s: float = 60) -> bool:
-    try:
-        return subprocess.run(command, capture_output=True, timeout=timeout_s, check=False).returncode == 0
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-
-
-def wait_for(what: str, ready: Callable[[], Any], timeout_s: float = 90) -> Any:
-    """The first true value of `ready`."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if value := ready():
-            return value
-        time.sleep(0.5)
-    pytest.fail(f"{what}: not within {timeout_s} s")
 
 
 def available(image: str) -> bool:
@@ -103,23 +91,41 @@ def debian_prometheus() -> str:
     return DEBIAN_PROMETHEUS
 
 
+def make_demo_image() -> None:
+    """The daemon's image with what `kvservice demo` needs besides. Torch without CUDA where pip is told of one."""
+    version = output("docker", "run", "--rm", "--entrypoint=python", DAEMON_IMAGE, "-c",
+                     "import sys; print('%d.%d' % sys.version_info[:2])")  # fmt: skip
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "Dockerfile").write_text(DEMO_RECIPE)
+        download = [sys.executable, "-m", "pip", "download", "--quiet", f"--dest={directory}/wheels"]
+        only = ["--only-binary=:all:", f"--python-version={version}"]
+        output(*download, *only, *demo_requirements(), timeout_s=1200)
+        output("docker", "build", "--tag", DEMO_IMAGE, directory, timeout_s=1200)
+
+
+def demo_requirements() -> list[str]:
+    """torch and transformers in the versions that the project takes."""
+    extras = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    return [
+        requirement
+        for extra in ("torch", "transformers")
+        for requirement in extras[extra]
+        if not requirement.startswith("kvservice")
+    ]
+
+
 def compose_command() -> list[str]:
-    """docker-compose or docker compose; skips without an engine that answers."""
-    if shutil.which("docker") is None:
-        pytest.skip("docker is not installed")
-    if not succeeds("docker", "version", timeout_s=20):
-        pytest.skip(f"no container engine answers at {os.environ.get('DOCKER_HOST', 'its default address')}")
     for command in (["docker-compose"], ["docker", "compose"]):
         if succeeds(*command, "version"):
             return command
     pytest.skip("neither docker-compose nor docker compose is installed")
 
 
-def default_images() -> tuple[str, str]:
-    services = yaml.safe_load((DEPLOY / "docker-compose.yml").read_text())["services"]
-    values = services["daemon"]["build"]["args"]["BASE_IMAGE"], services["prometheus"]["image"]
-    base, prometheus = (value.partition(":-")[2].removesuffix("}") for value in values)
-    return base, prometheus
+def default_image(service: str) -> str:
+    """The image that the compose file names, for the daemon that of its base."""
+    found = yaml.safe_load((DEPLOY / "docker-compose.yml").read_text())["services"][service]
+    value: str = found["build"]["args"]["BASE_IMAGE"] if "build" in found else found["image"]
+    return value.partition(":-")[2].removesuffix("}")
 
 
 def free_ports(count: int) -> list[int]:
@@ -137,20 +143,30 @@ class Stack:
 
     def __init__(self) -> None:
         self._compose = compose_command()
-        base, prometheus = default_images()
-        base = base if available(base) else debian_base()
-        prometheus = prometheus if available(prometheus) else debian_prometheus()
+        base, prometheus = default_image("daemon"), default_image("prometheus")
         self.project = f"kvservice-test-{os.getpid()}"
-        self.rpc_port, self.metrics_port, self.prometheus_port = free_ports(3)
+        self.services = ["daemon", "prometheus"]
+        if available(default_image("grafana")):
+            self.services.append("grafana")
+        self.rpc_port, self.http_port, self.prometheus_port, self.grafana_port = free_ports(4)
         self._environment = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)} | {
-            "BASE_IMAGE": base,
+            "COMPOSE_PROFILES": "cpu",
+            "BASE_IMAGE": base if available(base) else debian_base(),
             "DAEMON_IMAGE": DAEMON_IMAGE,
-            "PROMETHEUS_IMAGE": prometheus,
+            "PROMETHEUS_IMAGE": prometheus if available(prometheus) else debian_prometheus(),
             "DAEMON_PORT": str(self.rpc_port),
-            "METRICS_PORT": str(self.metrics_port),
+            "METRICS_PORT": str(self.http_port),
             "PROMETHEUS_PORT": str(self.prometheus_port),
+            "GRAFANA_PORT": str(self.grafana_port),
             **{ENV_PREFIX + name.upper(): value for name, value in OPTIONS.items()},
         }
+
+    def build(self) -> None:
+        self.compose("build", "daemon", timeout_s=1500)
+
+    def up(self) -> None:
+        self.compose("up", "--detach", "--no-build", *self.services)
+        self.await_healthy()
 
     @property
     def address(self) -> str:
@@ -174,7 +190,7 @@ class Stack:
         return json.loads(output("docker", "inspect", "--format", "{{json .State}}", self.container(service)))
 
     def await_healthy(self) -> None:
-        for service in ("daemon", "prometheus"):
+        for service in self.services:
             wait_for(f"{service} is healthy", lambda name=service: self.state(name)["Health"]["Status"] == "healthy")
 
     def query(self, path: str, **parameters: str) -> Any:
@@ -182,3 +198,7 @@ class Stack:
         url = f"http://127.0.0.1:{self.prometheus_port}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
         with urllib.request.urlopen(url, timeout=10) as answer:
             return json.load(answer)["data"]
+
+    def values(self, query: str) -> list[float]:
+        """One for each series that a query finds now."""
+        return [float(series["value"][1]) for series in self.query("query", query=query)["result"]]
