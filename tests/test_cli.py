@@ -131,3 +131,7 @@ def test_bench_rpc_prints_one_json_object_with_every_call() -> None:
     ways = [f"{way}_{size}" for way in LABELS for size in SIZES]
     for name in ("echo_unary", "echo_stream", "ring", *ways):
         assert 0 < by_transport[f"{name}_p50_s"] <= by_transport[f"{name}_p99_s"]
+    watched = results["observers"]
+    for name in ("nobody", "scraped", "pages", "events"):
+        for call in ("echo", "fork", "append_64"):
+            assert 0 < watched[f"{name}_{call}_p50_s"] <= watched[f"{name}_{call}_p99_s"]

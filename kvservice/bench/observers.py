@@ -1,0 +1,150 @@
+"""What being watched costs: calls to a daemon with a million blocks while nobody looks, and while many do.
+
+Each way of watching has a daemon of its own, started anew in each round; the ways take turns, so that a machine that
+slows down slows all of them. Those who watch are in a process of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import uvloop
+from rich.console import Console
+from rich.table import Table
+
+from kvservice.bench.workloads import IN_FLIGHT, Api, Append, Echo, Fork, Workload, connected, latencies, new_sequence
+from kvservice.launch import Daemon
+from kvservice.v1 import blocks_pb2
+
+NUM_PAGES = 10
+SHAPE = (1, 1, 32)
+NUM_BLOCKS, NUM_BLOCKS_QUICK = 1_000_000, 100_000
+# Tokens of the sequences that fill most of the pool.
+LARGE = 65_536
+POOL: dict[str, Any] = {
+    "num_layers": SHAPE[0],
+    "num_kv_heads": SHAPE[1],
+    "head_size": SHAPE[2],
+    "dtype": "bfloat16",
+    "block_size": 2,
+    "swap_space_gib": 0.0,
+    "max_sequences": 4096,
+    "num_threads": 1,
+}
+
+
+@dataclass(frozen=True)
+class Watch:
+    """`options` of the daemon; how many pages are open, and whether Prometheus scrapes and a router follows events."""
+
+    label: str
+    options: dict[str, Any]
+    pages: int = 0
+    scrapes: bool = False
+    events: bool = False
+
+
+def ways(port: int) -> dict[str, Watch]:
+    http = {"http_address": f"127.0.0.1:{port}"}
+    return {
+        "nobody": Watch("nobody; no HTTP, no events", {"event_window": 0}),
+        "scraped": Watch("Prometheus, each second", http, scrapes=True),
+        "pages": Watch(f"{NUM_PAGES} pages, and Prometheus", http, pages=NUM_PAGES, scrapes=True),
+        "events": Watch("a subscriber to block events", {}, events=True),
+    }
+
+
+async def fill(api: Api, num_blocks: int) -> None:
+    """Most of the pool is held or cached, so that there is something to look at."""
+    for n in range(num_blocks * POOL["block_size"] * 9 // 10 // LARGE):
+        sequence_id = await new_sequence(api, LARGE, SHAPE)
+        if n % 2:
+            await api.call("free", blocks_pb2.FreeRequest(sequence_ids=[sequence_id]))
+
+
+async def measure(address: str, watch: Watch, port: int, num_blocks: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds of each call, by what was called."""
+    async with connected(address) as api:
+        await fill(api, num_blocks)
+        append = Append(api, IN_FLIGHT, 64, 64, SHAPE)
+        await append.prepare()
+        workloads: dict[str, Workload] = {
+            "echo": Echo(api),
+            "fork": Fork(api, append.groups[0][0]),
+            "append_64": append,
+        }
+        samples: dict[str, list[float]] = {name: [] for name in workloads}
+        with watched(address, watch, port):
+            for round_number in range(rounds + 1):
+                for name, workload in workloads.items():
+                    seconds = await latencies(workload, api.call, 1)
+                    if round_number:  # the first warms up
+                        samples[name] += seconds
+        return samples
+
+
+@contextlib.contextmanager
+def watched(address: str, watch: Watch, port: int) -> Iterator[None]:
+    """While they watch, from a process of their own."""
+    if not (watch.pages or watch.scrapes or watch.events):
+        yield
+        return
+    wanted = [str(port), str(watch.pages), str(int(watch.scrapes)), address if watch.events else ""]
+    command = [sys.executable, "-P", "-m", "kvservice.bench.watchers", *wanted]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            if process.stdout.readline() != b"watching\n":
+                raise RuntimeError("those who were to watch have ended")
+            yield
+            if process.poll() is not None:
+                raise RuntimeError("those who watched have ended")
+        finally:
+            process.kill()
+
+
+def run(quick: bool) -> dict[str, Any]:
+    """`<way>_<call>_<p50_s|p99_s>`."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    num_blocks, rounds = (NUM_BLOCKS_QUICK, 5) if quick else (NUM_BLOCKS, 150)
+    samples: dict[str, dict[str, list[float]]] = {}
+    for _ in range(1 if quick else 5):
+        for name, watch in ways(port).items():
+            with Daemon(**POOL, num_blocks=num_blocks, **watch.options) as daemon:
+                found = uvloop.run(measure(daemon.address, watch, port, num_blocks, rounds))
+            for call, seconds in found.items():
+                samples.setdefault(name, {}).setdefault(call, []).extend(seconds)
+    return {
+        f"{name}_{call}_{key}": value
+        for name, calls in samples.items()
+        for call, seconds in calls.items()
+        for key, value in _quantiles(seconds).items()
+    }
+
+
+def _quantiles(seconds: list[float]) -> dict[str, float]:
+    return {"p50_s": statistics.median(seconds), "p99_s": statistics.quantiles(seconds, n=100)[98]}
+
+
+def render(results: dict[str, Any], console: Console) -> None:
+    title = "Calls on the stream while others watch, µs; in brackets: in units of nobody watching"
+    table = Table(title=title, title_justify="left")
+    table.add_column("who watches")
+    calls = ("echo", "fork", "append_64")
+    for call in calls:
+        for heading in (f"{call} p50", "p99"):
+            table.add_column(heading, justify="right")
+    for name, watch in ways(0).items():
+        keys = [f"{call}_{quantile}" for call in calls for quantile in ("p50_s", "p99_s")]
+        cells = [(results[f"{name}_{key}"], results[f"nobody_{key}"]) for key in keys]
+        table.add_row(watch.label, *(f"{value * 1e6:.0f} ({value / base:.2f})" for value, base in cells))
+    console.print(table)
