@@ -2,7 +2,7 @@
 
 hello   {"info", "history"}            once
 map     {"group", "group_swap", "device", "swap"}   the cells in base64; at first, and when they changed
-frame   {"snapshot"}                   each second
+frame   {"snapshot", "sample"}         each second; the sample is the history's latest, null before the first
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ class Ticker:
         now = asyncio.get_running_loop().time()
         await asyncio.sleep(self._due - now)
         self._due = max(now, self._due) + self._interval_s
-        frame = event("frame", {"snapshot": await self._views.snapshot()})
+        snapshot = await self._views.snapshot()
+        frame = event("frame", {"snapshot": snapshot, "sample": _last(self._views.history())})
         self._latest = Tick(self._latest.number + 1, frame, self._map_event())
 
     def hello(self) -> bytes:
@@ -92,7 +93,7 @@ class EventStream:
         self._num_streams = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._num_streams == MAX_STREAMS:
+        if self._num_streams >= MAX_STREAMS:
             await refusal(503, f"{MAX_STREAMS} pages are open, no more are served")(scope, receive, send)
             return
 
@@ -120,6 +121,14 @@ class EventStream:
                 continue
             yield tick.frame if tick.map is sent_map else tick.map + tick.frame
             number, sent_map = tick.number, tick.map
+
+
+def _last(history: dict[str, Any]) -> dict[str, Any] | None:
+    """The last sample of a history, named as its columns are."""
+    if not history["time_s"]:
+        return None
+    sample = {name: column[-1] for name, column in history.items() if name != "p99_s"}
+    return sample | {"p99_s": {method: column[-1] for method, column in history["p99_s"].items()}}
 
 
 def event(name: str, data: Any) -> bytes:

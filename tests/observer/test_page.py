@@ -11,6 +11,7 @@ from fake_views import FIRST_SEQUENCE, STATES, FakeViews
 from http_app import serving
 from selenium.webdriver.common.keys import Keys
 
+import kvservice.observer.stream as stream
 from kvservice.observer.web import HttpOptions, make_app
 
 NUM_BLOCKS = 512
@@ -18,6 +19,11 @@ NUM_BLOCKS = 512
 INTERVAL_S = 0.2
 MAP = "#pool > .cells"
 SWAP_MAP = "#pool .swap .cells"
+# As if another tab came before the page, or went.
+HIDE = """[
+  Object.defineProperty(document, "hidden", {value: arguments[0], configurable: true}),
+  document.dispatchEvent(new Event("visibilitychange")),
+]"""
 
 
 async def no_metrics() -> tuple[bytes, str]:
@@ -203,7 +209,6 @@ def test_the_search_finds_sequences_and_sessions(port: int, open_page: OpenPage)
     page.wait_for_text("#found", "6 sequences, 1 session")
     assert {row[1] for row in rows(page, "#sequences")} == {"batch"}
     assert [row[0] for row in rows(page, "#sessions")] == ["batch"]
-    page.press(Keys.CONTROL, "a")
     page.js("document.querySelector('#query').select()")
     page.press(str(FIRST_SEQUENCE + 5))
     page.wait_for_text("#found", "1 sequence, 0 sessions")
@@ -211,7 +216,7 @@ def test_the_search_finds_sequences_and_sessions(port: int, open_page: OpenPage)
     page.js("document.querySelector('#query').select()")
     page.press(Keys.DELETE)
     page.wait("document.querySelectorAll('#sequences tbody tr').length === 25")
-    assert page.text("#found") == ""
+    page.wait("document.querySelector('#found').innerText === ''")
     page.click("#sessions button[aria-label='Find session chat-eu']")
     page.wait_for_text("#found", "1 session")
     assert page.js("document.querySelector('#query').value") == "chat-eu"
@@ -316,17 +321,35 @@ def test_the_last_cell_may_be_smaller(million: tuple[FakeViews, int], open_page:
 
 def test_a_page_that_nobody_sees_listens_to_nothing(views: FakeViews, port: int, open_page: OpenPage) -> None:
     page = open_page(port)
-    hide = "Object.defineProperty(document, 'hidden', {value: arguments[0], configurable: true})"
-    told = "document.dispatchEvent(new Event('visibilitychange'))"
-    page.js(f"[{hide}, {told}]", True)
+    page.js(HIDE, True)
     page.wait("performance.now() > (window.hiddenAt ??= performance.now()) + 1000")  # what was under way has ended
     computed = views.num_snapshots
     page.wait("performance.now() > window.hiddenAt + 2500")
     assert views.num_snapshots == computed
-    page.js(f"[{hide}, {told}]", False)
+    page.js(HIDE, False)
     free = (views.states["device"] == 0).sum()
     views.step()
     page.wait_for_text("#pool > .legend li", str(free - 1))
+
+
+def test_names_are_text(views: FakeViews, port: int, open_page: OpenPage) -> None:
+    views.session_names[0] = "<b onclick=alert(1)>&amp;</b>"
+    page = open_page(port, f"#sequence/1/{FIRST_SEQUENCE}")
+    assert views.session_names[0] in [row[0] for row in rows(page, "#sessions")]
+    assert views.session_names[0] in {row[1] for row in rows(page, "#sequences")}
+    page.wait("document.querySelector('#detail dd')")
+    assert page.text("#detail dd") == views.session_names[0]
+
+
+def test_a_refusal_is_told(port: int, open_page: OpenPage, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = open_page(port)
+    monkeypatch.setattr(stream, "MAX_STREAMS", 0)
+    for hidden in (True, False):
+        page.js(HIDE, hidden)
+    page.wait_for_text("#status-text", "Refused: 0 pages are open")
+    monkeypatch.undo()
+    page.wait_for_text("#status-text", "Live")
+    acknowledge(page, "503")
 
 
 def test_the_token_is_given_once(open_page: OpenPage) -> None:

@@ -16,7 +16,10 @@ export class Cells {
   #selected = new Set();
   #only = null;
 
-  /** `describe(index)` is a cell's text, `choose(index)` is called when it is, `hover(index | null)` as the pointer moves. */
+  /**
+   * `describe(index)` is a cell's text. `choose(index)` is called when it is chosen, `hover(index | null)` as the
+   * pointer or the cursor moves. The cells take about `maxHeight` pixels, and `maxCell` each at most.
+   */
   constructor({ label, maxHeight, maxCell, describe, choose, hover = () => {} }) {
     Object.assign(this, { maxHeight, maxCell, describe, choose, hover });
     this.canvas = make("canvas", { "aria-hidden": "true" });
@@ -68,7 +71,8 @@ export class Cells {
     const [pixelsWide, pixelsHigh] = [Math.round(wide * ratio), Math.round(high * ratio)];
     if (this.canvas.width !== pixelsWide || this.canvas.height !== pixelsHigh) {
       Object.assign(this.canvas, { width: pixelsWide, height: pixelsHigh });
-      for (const element of [this.canvas, this.grid]) Object.assign(element.style, { width: `${wide}px`, height: `${high}px` });
+      const size = { width: `${wide}px`, height: `${high}px` };
+      for (const element of [this.canvas, this.grid]) Object.assign(element.style, size);
     }
     const context = this.canvas.getContext("2d");
     context.setTransform(ratio, 0, 0, ratio, 0, 0);

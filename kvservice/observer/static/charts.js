@@ -14,7 +14,10 @@ export class Chart {
   #times = [];
   #hover = null;
 
-  /** `show`: a value's text. `scale`: "share" from 0 to 1, "linear" and "bytes" from 0, "log". `hover(time_s | null)` as the pointer moves. */
+  /**
+   * `show`: a value's text. `scale`: "share" from 0 to 1, "linear" and "bytes" from 0, "log".
+   * `hover(time_s | null)` is called as the pointer moves.
+   */
   constructor({ title, show, scale, hover }) {
     Object.assign(this, { title, show, scale });
     const id = `chart-${title.toLowerCase().replaceAll(/\W+/g, "-")}`;
@@ -22,7 +25,8 @@ export class Chart {
     this.svg = svg("svg", { role: "img", height: HEIGHT });
     this.svg.addEventListener("pointermove", (event) => hover(this.#timeAt(event)));
     this.svg.addEventListener("pointerleave", () => hover(null));
-    this.element = make("section", { class: "panel chart", "aria-labelledby": id }, make("h2", { id }, title), this.key, this.svg);
+    const heading = make("h2", { id }, title);
+    this.element = make("section", { class: "panel chart", "aria-labelledby": id }, heading, this.key, this.svg);
     new ResizeObserver(() => this.draw()).observe(this.element);
   }
 
@@ -44,7 +48,8 @@ export class Chart {
     this.now = this.#times.at(-1) ?? 0;
     this.range = this.#range();
     this.svg.setAttribute("viewBox", `0 0 ${this.width} ${HEIGHT}`);
-    const lines = this.#series.map((series) => svg("path", { class: `line tone-${series.tone}`, d: this.#path(series.values) }));
+    const path = ({ tone, values }) => svg("path", { class: `line tone-${tone}`, d: this.#path(values) });
+    const lines = this.#series.map(path);
     this.svg.replaceChildren(...this.#grid(), ...lines, ...this.#crosshair());
     this.svg.setAttribute("aria-label", this.#summary());
     this.#showKey();
@@ -71,7 +76,7 @@ export class Chart {
 
   #y(value) {
     const { low, high } = this.range;
-    const at = this.scale === "log" ? Math.max(0, (Math.log10(Math.max(value, 1e-12)) - low) / (high - low)) : value / high;
+    const at = this.scale === "log" ? (Math.log10(Math.max(value, 10 ** low)) - low) / (high - low) : value / high;
     return HEIGHT - MARGIN.bottom - at * (HEIGHT - MARGIN.top - MARGIN.bottom);
   }
 
@@ -94,7 +99,8 @@ export class Chart {
     const bottom = HEIGHT - MARGIN.bottom;
     const across = this.range.ticks.flatMap((tick) => {
       const y = this.#y(tick);
-      return [svg("line", { class: "rule", x1: MARGIN.left, x2: right, y1: y, y2: y }), text("end", MARGIN.left - 6, y + 3.5, this.show(tick))];
+      const label = text("end", MARGIN.left - 6, y + 3.5, this.show(tick));
+      return [svg("line", { class: "rule", x1: MARGIN.left, x2: right, y1: y, y2: y }), label];
     });
     const below = TICKS_S.filter((ago) => this.width > WIDE || ago % SPAN_S === 0).map((ago) => {
       const anchor = ago === 0 ? "end" : ago === SPAN_S ? "start" : "middle";
@@ -130,9 +136,9 @@ export class Chart {
     const index = this.#index();
     reconcile(this.key, this.#series, {
       key: (series) => series.name,
-      create: ({ name, tone }) => make("li", {}, make("span", { class: `stroke tone-${tone}`, "aria-hidden": "true" }), make("span", {}, name), make("b")),
+      create: ({ name, tone }) => make("li", {}, stroke(tone), make("span", {}, name), make("b")),
       update: (entry, { values, tone }) => {
-        entry.firstElementChild.className = `stroke tone-${tone}`;
+        entry.firstElementChild.className = stroke(tone).className;
         say(entry.lastElementChild, this.show(values[index] ?? null));
       },
     });
@@ -147,6 +153,11 @@ export class Chart {
     });
     return `${this.title}, last ten minutes. ${parts.join("; ") || "No values"}.`;
   }
+}
+
+/** A piece of a series' line, to find it by. Without a tone there is none. */
+export function stroke(tone) {
+  return make("span", { class: tone === undefined ? "stroke none" : `stroke tone-${tone}`, "aria-hidden": "true" });
 }
 
 function roundUp(value) {

@@ -58,10 +58,12 @@ class BlockView {
     Object.assign(this, { tier, id });
     this.title = `${tier === "swap" ? "Swap block" : "Block"} ${format.count(id)}`;
     this.question = ["block", { tier, id }];
-    this.facts = new Facts({ class: "facts" });
+    this.facts = new Facts();
     this.body = make("tbody");
-    const head = ["Sequence", "Session", "Place in its table"].map((text, index) => make("th", { scope: "col", class: index === 2 ? "number" : "" }, text));
-    this.table = make("table", { "aria-label": "Sequences that hold it", hidden: true }, make("thead", {}, make("tr", {}, ...head)), this.body);
+    const heads = ["Sequence", "Session"].map((text) => make("th", { scope: "col" }, text));
+    heads.push(make("th", { scope: "col", class: "number" }, "Place in its table"));
+    const head = make("thead", {}, make("tr", {}, ...heads));
+    this.table = make("table", { "aria-label": "Sequences that hold it", hidden: true }, head, this.body);
     this.more = make("p", { class: "note" });
     this.elements = [this.facts.element, this.table, this.more];
   }
@@ -85,10 +87,7 @@ class BlockView {
     say(this.more, block.sequences_left_out ? `and ${format.plural(block.sequences_left_out, "other sequence")}` : "");
     reconcile(this.body, block.sequences, {
       key: (row) => `${row.session_id}/${row.sequence_id}/${row.position}`,
-      create: (row) => {
-        const open = make("button", { type: "button", "aria-label": `Sequence ${row.sequence_id}`, onclick: () => go(sequenceHash(row)) }, row.sequence_id);
-        return make("tr", {}, make("th", { scope: "row" }, open), make("td", {}, row.session_name || row.session_id), make("td", { class: "number" }, format.count(row.position)));
-      },
+      create: holderRow,
       update: () => {},
     });
   }
@@ -104,9 +103,9 @@ class BlocksView {
       label: this.title,
       maxHeight: 300,
       maxCell: 22,
-      describe: (index) => describeBlock(start + index, this.cells.stateOf(index), this.refCounts[index]),
+      describe: (index) => this.#describe(index),
       choose: (index) => go(blockHash(tier, start + index)),
-      hover: (index) => say(this.readout, index === null ? "" : describeBlock(start + index, this.cells.stateOf(index), this.refCounts[index])),
+      hover: (index) => say(this.readout, index === null ? "" : this.#describe(index)),
     });
     this.readout = make("p", { class: "readout", "aria-hidden": "true" });
     this.elements = [this.cells.element, this.readout];
@@ -124,6 +123,10 @@ class BlocksView {
     this.refCounts = ref_counts;
     this.cells.show(asCells(this.tier, states));
   }
+
+  #describe(index) {
+    return describeBlock(this.start + index, this.cells.stateOf(index), this.refCounts[index]);
+  }
 }
 
 class SequenceView {
@@ -134,7 +137,7 @@ class SequenceView {
   constructor({ session_id, sequence_id }) {
     this.title = `Sequence ${sequence_id}`;
     this.question = ["sequence", { session_id, sequence_id }];
-    this.facts = new Facts({ class: "facts" });
+    this.facts = new Facts();
     this.readout = make("p", { class: "readout", "aria-hidden": "true" });
     this.cells = new Cells({
       label: `Block table of sequence ${sequence_id}`,
@@ -145,7 +148,8 @@ class SequenceView {
       hover: (index) => say(this.readout, index === null ? "" : this.#describe(index)),
     });
     this.ids = make("p", { class: "ids" });
-    this.elements = [this.facts.element, make("h3", {}, "Block table"), this.cells.element, this.readout, this.ids];
+    const title = make("h3", {}, "Block table");
+    this.elements = [this.facts.element, title, this.cells.element, this.readout, this.ids];
   }
 
   marks() {
@@ -166,13 +170,28 @@ class SequenceView {
       ["Tier", sequence.tier],
       ["Blocks", `${format.count(total)}, in ${format.plural(number, "run")}`],
     ]);
-    say(this.ids, text + (sequence.blocks_left_out ? `, and ${format.count(sequence.blocks_left_out)} more` : ""));
+    const more = sequence.blocks_left_out ? `, and ${format.count(sequence.blocks_left_out)} more` : "";
+    say(this.ids, text + more);
     this.cells.show(asCells(sequence.tier, sequence.states));
   }
 
   #describe(index) {
-    return `Place ${format.count(index)}: ${describeBlock(this.#ids[index], this.cells.stateOf(index), this.#refCounts[index]).toLowerCase()}`;
+    const block = describeBlock(this.#ids[index], this.cells.stateOf(index), this.#refCounts[index]);
+    return `Place ${format.count(index)}. ${block}`;
   }
+}
+
+function holderRow(holder) {
+  const { session_id, session_name, sequence_id, position } = holder;
+  const open = () => go(sequenceHash(holder));
+  const label = `Sequence ${sequence_id}`;
+  const button = make("button", { type: "button", "aria-label": label, onclick: open }, sequence_id);
+  return make(
+    "tr", {},
+    make("th", { scope: "row" }, button),
+    make("td", {}, session_name || session_id),
+    make("td", { class: "number" }, format.count(position)),
+  );
 }
 
 const VIEWS = { block: BlockView, blocks: BlocksView, sequence: SequenceView };

@@ -6,7 +6,7 @@ export function make(tag, attributes = {}, ...children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
     else if (value === true) element.setAttribute(name, "");
-    else if (value !== false && value !== null) element.setAttribute(name, value);
+    else if (value !== false && value !== null && value !== undefined) element.setAttribute(name, value);
   }
   element.append(...children);
   return element;
@@ -48,8 +48,8 @@ function place(parent, child, before) {
 
 /** A list of terms and values. `show([[term, text], ...])` keeps it up to date. */
 export class Facts {
-  constructor(attributes) {
-    this.element = make("dl", attributes);
+  constructor(element = make("dl", { class: "facts" })) {
+    this.element = element;
   }
 
   show(facts) {

@@ -5,16 +5,16 @@ import * as format from "./format.js";
 
 export class Figures {
   constructor(host) {
-    this.facts = new Facts({ id: "figures", "aria-label": "Key figures" });
-    host.replaceWith(this.facts.element);
+    this.facts = new Facts(host);
   }
 
   frame({ pool, rates }, info) {
     const held = (pool.active_blocks + pool.shared_blocks) / pool.num_blocks;
+    const swapped = pool.swapped_sequences ? ` + ${format.count(pool.swapped_sequences)} swapped` : "";
     this.facts.show([
       ["Pool held", format.percent(held)],
       ["Tokens", format.compact(pool.tokens)],
-      ["Sequences", pool.swapped_sequences ? `${format.count(pool.sequences)} + ${format.count(pool.swapped_sequences)} swapped` : format.count(pool.sequences)],
+      ["Sequences", format.count(pool.sequences) + swapped],
       ["Sessions", format.count(pool.sessions)],
       ["Prefix hits", info.prefix_caching ? format.percent(rates.hit_share) : "off"],
       ["Tokens/s", format.compact(rates.computed_tokens)],
@@ -30,7 +30,8 @@ export class Figures {
   }
 }
 
-export function shapeOf(info) {
-  const stored = info.kv_cache_dtype === "auto" || info.kv_cache_dtype === info.dtype ? info.dtype : `${info.dtype} stored as ${info.kv_cache_dtype}`;
-  return `${info.version} · ${info.device} · ${format.plural(info.num_layers, "layer")} × ${format.plural(info.num_kv_heads, "KV head")} × ${info.head_size} · ${stored}`;
+export function shapeOf({ version, device, dtype, kv_cache_dtype, num_layers, num_kv_heads, head_size }) {
+  const stored = ["auto", dtype].includes(kv_cache_dtype) ? dtype : `${dtype} stored as ${kv_cache_dtype}`;
+  const layers = `${format.plural(num_layers, "layer")} × ${format.plural(num_kv_heads, "KV head")} × ${head_size}`;
+  return [version, device, layers, stored].join(" · ");
 }

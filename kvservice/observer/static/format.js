@@ -26,15 +26,16 @@ export const latency = given((seconds) => {
 export const age = given((seconds) => {
   if (seconds < 10) return `${seconds.toFixed(1)} s`;
   const rounded = Math.round(seconds);
-  for (const [name, size, below, part] of [["d", 86400, "h", 3600], ["h", 3600, "min", 60], ["min", 60, "s", 1]]) {
-    if (rounded >= size) return `${Math.floor(rounded / size)} ${name} ${Math.floor((rounded % size) / part)} ${below}`;
+  for (const [unit, size, smaller, part] of [["d", 86400, "h", 3600], ["h", 3600, "min", 60], ["min", 60, "s", 1]]) {
+    const rest = Math.floor((rounded % size) / part);
+    if (rounded >= size) return `${Math.floor(rounded / size)} ${unit} ${rest} ${smaller}`;
   }
   return `${rounded} s`;
 });
 
 export const plural = (number, one, many = `${one}s`) => `${count(number)} ${Number(number) === 1 ? one : many}`;
 
-/** Block ids in the order of a table, neighbours drawn together: "17–20, 3, 90–88"; and how many runs that makes. */
+/** Block ids in the order of a table, neighbours drawn together: "17–20, 3, 90–88"; and the number of runs. */
 export function runs(ids) {
   const found = [];
   for (const id of ids) {
@@ -43,7 +44,8 @@ export function runs(ids) {
     if (Math.abs(step) === 1 && (last.step === 0 || last.step === step)) Object.assign(last, { to: id, step });
     else found.push({ from: id, to: id, step: 0 });
   }
-  return { number: found.length, text: found.map(({ from, to }) => (from === to ? `${from}` : `${from}–${to}`)).join(", ") };
+  const texts = found.map(({ from, to }) => (from === to ? `${from}` : `${from}–${to}`));
+  return { number: found.length, text: texts.join(", ") };
 }
 
 function scaled(value, step, units) {

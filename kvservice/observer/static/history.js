@@ -1,14 +1,13 @@
-// The values of the charts: those that the server kept, and then those of each frame.
+// The values of the charts: the samples that the server kept, and then each frame's.
 
 import { Chart } from "./charts.js";
-import { make } from "./dom.js";
 import * as format from "./format.js";
 
 const MOST = 600;
 const MOST_METHODS = 6;
 
 export class History {
-  #data = { time_s: [], p99_s: {} };
+  #data = null;
   /** Of the methods that have a line, the colour. */
   tones = new Map();
 
@@ -30,30 +29,24 @@ export class History {
     this.#draw();
   }
 
-  frame({ time_s, pool, rates, calls }) {
+  /** `sample` is the history's latest; the hello's and the first frame's may be the same. */
+  frame(sample, calls) {
     const data = this.#data;
-    // The hello holds what the first frame tells as well.
-    if (time_s <= (data.time_s.at(-1) ?? 0) + 0.5) return;
-    const values = {
-      time_s,
-      usage: (pool.active_blocks + pool.shared_blocks) / pool.num_blocks,
-      hit_share: rates.hit_share ?? null,
-      computed_tokens: rates.computed_tokens,
-      swapped_out_bytes: rates.swapped_out_bytes,
-      swapped_in_bytes: rates.swapped_in_bytes,
-    };
-    for (const { method } of calls) data.p99_s[method] ??= data.time_s.map(() => null);
-    const p99 = new Map(calls.map((call) => [call.method, call.p99_s ?? null]));
-    for (const [name, value] of Object.entries(values)) append(data[name], value);
-    for (const [method, kept] of Object.entries(data.p99_s)) append(kept, p99.get(method) ?? null);
     this.#pick(calls);
+    if (sample && sample.time_s > (data.time_s.at(-1) ?? 0)) {
+      const { p99_s, ...values } = sample;
+      for (const method of Object.keys(p99_s)) data.p99_s[method] ??= data.time_s.map(() => null);
+      for (const [method, column] of Object.entries(data.p99_s)) append(column, p99_s[method] ?? null);
+      for (const [name, value] of Object.entries(values)) append(data[name], value);
+    }
     this.#draw();
   }
 
   /** The methods that are called most have a line, and keep their colour while they have it. */
   #pick(calls) {
-    const methods = calls.toSorted((one, other) => other.calls - one.calls).slice(0, MOST_METHODS).map(({ method }) => method);
-    for (const method of this.tones.keys()) if (!methods.includes(method)) this.tones.delete(method);
+    const byCalls = calls.toSorted((one, other) => other.calls - one.calls);
+    const methods = byCalls.slice(0, MOST_METHODS).map(({ method }) => method);
+    for (const method of [...this.tones.keys()]) if (!methods.includes(method)) this.tones.delete(method);
     for (const method of methods) {
       if (this.tones.has(method)) continue;
       const used = new Set(this.tones.values());
@@ -62,21 +55,17 @@ export class History {
   }
 
   #draw() {
-    const { time_s, usage = [], hit_share = [], computed_tokens = [], swapped_out_bytes = [], swapped_in_bytes = [], p99_s } = this.#data;
-    this.charts.usage.update(time_s, [{ name: "held", values: usage, tone: 0 }]);
-    this.charts.hits.update(time_s, [{ name: "of tokens looked up", values: hit_share, tone: 2 }]);
-    this.charts.tokens.update(time_s, [{ name: "tokens", values: computed_tokens, tone: 0 }]);
+    const { time_s, p99_s, ...data } = this.#data;
     const methods = [...this.tones].map(([name, tone]) => ({ name, tone, values: p99_s[name] ?? [] }));
-    this.charts.latency.update(time_s, methods);
+    this.charts.usage.update(time_s, [{ name: "held", values: data.usage, tone: 0 }]);
+    this.charts.hits.update(time_s, [{ name: "of tokens looked up", values: data.hit_share, tone: 2 }]);
+    this.charts.tokens.update(time_s, [{ name: "tokens", values: data.computed_tokens, tone: 0 }]);
     this.charts.swap.update(time_s, [
-      { name: "out", values: swapped_out_bytes, tone: 1 },
-      { name: "in", values: swapped_in_bytes, tone: 0 },
+      { name: "out", values: data.swapped_out_bytes, tone: 1 },
+      { name: "in", values: data.swapped_in_bytes, tone: 0 },
     ]);
+    this.charts.latency.update(time_s, methods);
   }
-}
-
-export function stroke(tone) {
-  return make("span", { class: tone === undefined ? "stroke none" : `stroke tone-${tone}`, "aria-hidden": "true" });
 }
 
 function append(values, value) {

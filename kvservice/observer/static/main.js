@@ -1,4 +1,5 @@
-// hello ─▶ what the daemon is   map ─▶ pool   frame ─▶ figures, charts, tables   the address ─▶ detail ─▶ marks on the map
+// hello ─▶ what the daemon is, charts            map ─▶ pool
+// frame ─▶ figures, counts, charts, tables       the address ─▶ detail ─▶ marks on the map
 
 import { say } from "./dom.js";
 import { Detail } from "./detail.js";
@@ -6,7 +7,7 @@ import { Figures, shapeOf } from "./figures.js";
 import * as format from "./format.js";
 import { History } from "./history.js";
 import { PoolPanel } from "./map.js";
-import { blocksHash, go, parse, sequenceHash } from "./selection.js";
+import { blockHash, blocksHash, go, parse, sequenceHash } from "./selection.js";
 import { Stream, ask } from "./stream.js";
 import * as tables from "./tables.js";
 
@@ -17,12 +18,15 @@ const STATES = {
   draining: "Draining: no new work is taken",
   late: "Nothing heard for seconds",
   lost: "Connection lost, trying again",
+  refused: "Refused",
 };
 
 const part = (id) => document.getElementById(id);
 const query = part("query");
 const figures = new Figures(part("figures"));
-const pool = new PoolPanel(part("pool"), ({ tier, start, count }) => go(blocksHash(tier, start, count)));
+const pool = new PoolPanel(part("pool"), ({ tier, start, count }) => {
+  go(count === 1 ? blockHash(tier, start) : blocksHash(tier, start, count));
+});
 const detail = new Detail(part("detail"), (marks) => pool.mark(marks));
 const history = new History(part("charts"));
 const sequences = tables.sequences(part("sequences"), (row) => go(sequenceHash(row)));
@@ -70,17 +74,17 @@ async function find() {
   }
 }
 
-function state(name) {
+function state(name, reason = "") {
   part("status").dataset.state = name;
-  say(part("status-text"), STATES[name]);
+  say(part("status-text"), STATES[name] + reason);
 }
 
-function showFrame({ snapshot }) {
+function showFrame({ snapshot, sample }) {
   state(snapshot.pool.draining ? "draining" : "live");
   say(part("uptime"), `up ${format.age(Math.floor(snapshot.uptime_s))}`);
   figures.frame(snapshot, info);
   pool.frame(snapshot);
-  history.frame(snapshot);
+  history.frame(sample, snapshot.calls);
   calls.show(snapshot.calls, snapshot.calls.length);
   if (query.value.trim()) find();
   else rows(snapshot);

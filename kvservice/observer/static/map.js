@@ -84,7 +84,8 @@ export class PoolPanel {
     if (count === 1) return `${what} ${format.count(start)}: ${this[tier].stateOf(index)}`;
     const shares = this[tier].sharesOf(index);
     const states = tier === "device" ? DEVICE : SWAP;
-    const parts = states.flatMap((state, at) => (shares[at] ? [`${format.percent(Math.round(shares[at] / 2.55) / 100)} ${state}`] : []));
+    const share = (at) => format.percent(Math.round(shares[at] / 2.55) / 100);
+    const parts = states.flatMap((state, at) => (shares[at] ? [`${share(at)} ${state}`] : []));
     return `${what}s ${format.count(start)} to ${format.count(start + count - 1)}: ${parts.join(", ")}`;
   }
 }
@@ -109,7 +110,8 @@ function showLegend(list, counts, total) {
 
 function swatch(state) {
   const ratio = window.devicePixelRatio || 1;
-  const canvas = make("canvas", { "aria-hidden": "true", class: "swatch", width: SWATCH * ratio, height: SWATCH * ratio });
+  const canvas = make("canvas", { "aria-hidden": "true", class: "swatch" });
+  Object.assign(canvas, { width: SWATCH * ratio, height: SWATCH * ratio });
   const paint = () => {
     const context = canvas.getContext("2d");
     context.setTransform(ratio, 0, 0, ratio, 0, 0);

@@ -8,7 +8,7 @@ export class Stream {
   #retry = 0;
   #watch = 0;
 
-  /** `on` has hello(data), map(data), frame(data) and state("late" | "lost"). */
+  /** `on` has hello(data), map(data), frame(data) and state("late" | "lost" | "refused", reason). */
   constructor(on) {
     this.on = on;
     document.addEventListener("visibilitychange", () => (document.hidden ? this.#close() : this.#open()));
@@ -28,8 +28,16 @@ export class Stream {
       clearTimeout(this.#watch);
       this.on.state("lost");
       // The browser tries again by itself, but not where the server has refused.
-      if (this.#source.readyState === EventSource.CLOSED) this.#retry = setTimeout(() => this.#open(), RETRY_MS);
+      if (this.#source.readyState === EventSource.CLOSED) this.#refused();
     };
+  }
+
+  /** Tell why, which an EventSource does not know, and try again later. */
+  async #refused() {
+    this.#retry = setTimeout(() => this.#open(), RETRY_MS);
+    const answer = await fetch("/api/stream");
+    if (answer.ok) answer.body.cancel();
+    else this.on.state("refused", `: ${(await answer.json()).error}`);
   }
 
   #expect() {

@@ -2,28 +2,34 @@
 
 import { make, reconcile, say } from "./dom.js";
 import * as format from "./format.js";
-import { stroke } from "./history.js";
+import { stroke } from "./charts.js";
 
 class Table {
-  /** `columns`: [{title, text(row), number, button(row)}]; the first names the row. */
+  /**
+   * `columns`: [{title, text(row)}]; the first names the row. Besides, of some: `number`, aligned to the right;
+   * `press(row)`, a button's; `label(row)`, its name; `before(row, cell)`, what fills the span before the text.
+   */
   constructor(host, { id, title, columns, key, empty }) {
     Object.assign(this, { columns, key, empty });
     this.note = make("p", { class: "note" });
     this.body = make("tbody");
-    const heads = columns.map(({ title: text, number }) => make("th", { scope: "col", class: number ? "number" : "" }, text));
-    const table = make("table", { "aria-labelledby": `${id}-title` }, make("thead", {}, make("tr", {}, ...heads)), this.body);
+    const heads = columns.map((column) => make("th", { scope: "col", class: column.number && "number" }, column.title));
+    const head = make("thead", {}, make("tr", {}, ...heads));
+    const table = make("table", { "aria-labelledby": `${id}-title` }, head, this.body);
     this.none = make("p", { class: "none" }, empty);
     host.append(
       make("div", { class: "head" }, make("h2", { id: `${id}-title` }, title), this.note),
-      make("div", { class: "scroll", role: "region", tabindex: "0", "aria-labelledby": `${id}-title` }, table),
+      make("div", { class: "scroll", role: "group", tabindex: "0", "aria-labelledby": `${id}-title` }, table),
       this.none,
     );
   }
 
   show(rows, total) {
     this.none.hidden = rows.length > 0;
-    say(this.note, total > rows.length ? `${format.count(rows.length)} of ${format.count(total)}, those with the most blocks` : format.count(total));
-    reconcile(this.body, rows, { key: this.key, create: () => this.#row(), update: (row, item) => this.#fill(row, item) });
+    const left = total > rows.length;
+    say(this.note, left ? `${format.count(rows.length)} of ${format.count(total)}, the largest` : format.count(total));
+    const update = (row, item) => this.#fill(row, item);
+    reconcile(this.body, rows, { key: this.key, create: () => this.#row(), update });
   }
 
   #row() {
@@ -61,6 +67,8 @@ class Table {
 
 export const sequenceKey = ({ session_id, sequence_id }) => `${session_id}/${sequence_id}`;
 
+const sequenceName = ({ sequence_id }) => `Sequence ${sequence_id}`;
+
 export function sequences(host, choose) {
   return new Table(host, {
     id: "sequences",
@@ -68,7 +76,7 @@ export function sequences(host, choose) {
     empty: "None.",
     key: sequenceKey,
     columns: [
-      { title: "Sequence", text: (row) => row.sequence_id, label: (row) => `Sequence ${row.sequence_id}`, press: choose },
+      { title: "Sequence", text: (row) => row.sequence_id, label: sequenceName, press: choose },
       { title: "Session", text: (row) => row.session_name || row.session_id },
       { title: "Tokens", number: true, text: (row) => format.count(row.length) },
       { title: "Computed", number: true, text: (row) => format.count(row.computed) },
@@ -79,6 +87,7 @@ export function sequences(host, choose) {
 }
 
 export function sessions(host, choose) {
+  const name = (row) => row.name || row.session_id;
   const hits = (row) => (row.query_tokens ? row.hit_tokens / row.query_tokens : null);
   return new Table(host, {
     id: "sessions",
@@ -86,7 +95,7 @@ export function sessions(host, choose) {
     empty: "None.",
     key: (row) => row.session_id,
     columns: [
-      { title: "Session", text: (row) => row.name || row.session_id, label: (row) => `Find session ${row.name || row.session_id}`, press: choose },
+      { title: "Session", text: name, label: (row) => `Find session ${name(row)}`, press: choose },
       { title: "Tenant", text: (row) => row.tenant || "–" },
       { title: "Client", text: (row) => (row.attached ? "attached" : "waiting") },
       { title: "Age", number: true, text: (row) => format.age(row.age_s) },
