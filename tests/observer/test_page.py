@@ -290,7 +290,7 @@ def test_all_charts_show_the_time_below_the_pointer(port: int, open_page: OpenPa
 def test_a_million_blocks_are_cells_of_neighbours(million: tuple[FakeViews, int], open_page: OpenPage) -> None:
     views, port = million
     page = open_page(port)
-    assert "1,000,000 blocks of 16 tokens, 2 MiB each, 245 to a cell" in page.text("#pool .note")
+    assert "1,000,000 blocks of 16 tokens, 2 MiB each, 245 to a cell, stacked by state" in page.text("#pool .note")
     columns, lines = (
         int(page.js(f"document.querySelector('{MAP} .grid').getAttribute('aria-{name}count')"))
         for name in ("col", "row")

@@ -19,17 +19,20 @@ from selenium.webdriver.support.wait import WebDriverWait
 PACKAGES = ("chromium", "chromium-driver")
 PATIENCE_S = 20.0
 MAX_TAB_STOPS = 200
+# Of the canvas, around its cells.
+EDGE = 3
 # Of the cells on a canvas. Read from a copy: a browser warns of a canvas that is read again and again.
 PIXELS = """
-const [canvas, grid] = [...arguments].map((selector) => document.querySelector(selector));
+const [canvas, grid] = [...arguments].slice(0, 2).map((selector) => document.querySelector(selector));
 const copy = Object.assign(document.createElement("canvas"), {width: canvas.width, height: canvas.height});
 const context = copy.getContext("2d", {willReadFrequently: true});
 context.drawImage(canvas, 0, 0);
 const {data} = context.getImageData(0, 0, copy.width, copy.height);
 const columns = Number(grid.getAttribute("aria-colcount"));
-const pitch = canvas.clientWidth / columns;
+const edge = arguments[2];
+const pitch = (canvas.clientWidth - 2 * edge) / columns;
 return Array.from({length: columns * Number(grid.getAttribute("aria-rowcount"))}, (_, index) => {
-  const [x, y] = [(index % columns) * pitch + 1, (Math.floor(index / columns) + 1) * pitch - 3];
+  const [x, y] = [edge + (index % columns) * pitch + 1, edge + (Math.floor(index / columns) + 1) * pitch - 3];
   const at = 4 * (y * copy.width + x);
   return Array.from(data.subarray(at, at + 4));
 });
@@ -132,12 +135,12 @@ class Page:
     def cell_corner(self, grid: str, index: int) -> tuple[int, int]:
         columns = int(self.js("document.querySelector(arguments[0] + ' .grid').getAttribute('aria-colcount')", grid))
         width = self.js("document.querySelector(arguments[0] + ' canvas').clientWidth", grid)
-        pitch = width // columns
-        return index % columns * pitch, index // columns * pitch
+        pitch = (width - 2 * EDGE) // columns
+        return EDGE + index % columns * pitch, EDGE + index // columns * pitch
 
     def pixels(self, grid: str) -> list[tuple[int, int, int, int]]:
         """Of each cell red, green, blue and opacity near its lower left corner, which every state but free fills."""
-        found: list[list[int]] = self.driver.execute_script(PIXELS, f"{grid} canvas", f"{grid} .grid")
+        found: list[list[int]] = self.driver.execute_script(PIXELS, f"{grid} canvas", f"{grid} .grid", EDGE)
         return [(red, green, blue, opacity) for red, green, blue, opacity in found]
 
     def colour(self, name: str) -> tuple[int, int, int]:

@@ -5,6 +5,8 @@ import { make } from "./dom.js";
 import { colours, paintBlock, paintGroup } from "./paint.js";
 
 const GAP = 1;
+// About the cells, for the ring of one at the edge; parts.css takes it back.
+const EDGE = 3;
 const LEAST_PITCH = 4;
 const PAGE_ROWS = 8;
 let cellsMade = 0;
@@ -62,12 +64,12 @@ export class Cells {
   }
 
   draw() {
-    const width = this.element.clientWidth;
+    const width = this.element.clientWidth - 2 * EDGE;
     const { count, states } = this.#cells;
-    if (!width || !count) return;
+    if (width <= 0 || !count) return;
     this.#layOut(width, count);
     const ratio = window.devicePixelRatio || 1;
-    const [wide, high] = [this.columns * this.pitch, Math.ceil(count / this.columns) * this.pitch];
+    const [wide, high] = [this.columns, Math.ceil(count / this.columns)].map((cells) => cells * this.pitch + 2 * EDGE);
     const [pixelsWide, pixelsHigh] = [Math.round(wide * ratio), Math.round(high * ratio)];
     if (this.canvas.width !== pixelsWide || this.canvas.height !== pixelsHigh) {
       Object.assign(this.canvas, { width: pixelsWide, height: pixelsHigh });
@@ -122,13 +124,13 @@ export class Cells {
   }
 
   #corner(index) {
-    return [(index % this.columns) * this.pitch, Math.floor(index / this.columns) * this.pitch];
+    return [index % this.columns, Math.floor(index / this.columns)].map((cells) => cells * this.pitch + EDGE);
   }
 
   #at(event) {
     const box = this.canvas.getBoundingClientRect();
-    const column = Math.floor((event.clientX - box.left) / this.pitch);
-    const index = Math.floor((event.clientY - box.top) / this.pitch) * this.columns + column;
+    const column = Math.floor((event.clientX - box.left - EDGE) / this.pitch);
+    const index = Math.floor((event.clientY - box.top - EDGE) / this.pitch) * this.columns + column;
     return column >= 0 && column < this.columns && index >= 0 && index < this.#cells.count ? index : null;
   }
 

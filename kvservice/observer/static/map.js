@@ -91,7 +91,7 @@ export class PoolPanel {
 }
 
 function toACell(group) {
-  return group > 1 ? `, ${format.count(group)} to a cell` : "";
+  return group > 1 ? `, ${format.count(group)} to a cell, stacked by state` : "";
 }
 
 function showLegend(list, counts, total) {
