@@ -6,17 +6,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
-
-@dataclass(frozen=True, slots=True)
-class StoredBlock:
-    """A block that can be found by `block_hash` from now on. `parent` is None for a prompt's first; `tokens` are
-    little-endian int32, or empty where they are not to be told."""
-
-    block_hash: bytes
-    parent: bytes | None
-    tokens: bytes
+# A block that can be found by its hash from now on: (hash, hash of its parent, tokens). A prompt's first has no parent;
+# the tokens are little-endian int32, or b"" where they are not to be told. A plain tuple: every block needs one.
+StoredBlock: TypeAlias = tuple[bytes, bytes | None, bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +28,7 @@ class Cleared:
 Change: TypeAlias = "list[StoredBlock] | RemovedBlocks | Cleared"
 
 
-@dataclass(frozen=True, slots=True)
-class EventBatch:
+class EventBatch(NamedTuple):
     """What one operation changed. `number` counts from 1; `time_s` is since 1970."""
 
     number: int
@@ -52,7 +45,7 @@ def _nobody_listens() -> None:
 class EventJournal:
     """The latest batches, of at most `window` blocks together, but always the last one.
 
-    `on_change` is called after each batch. `with_tokens`: stored blocks tell their tokens.
+    `on_change` is called after each batch. `with_tokens`: whoever tells of stored blocks is to tell their tokens.
     """
 
     window: int

@@ -113,15 +113,16 @@ class LayerOps(Core):
         size = 4 * self.config.block_size
         extra_keys = self.sequences.extra_keys
         names = zip(rows.tolist(), entries.tolist(), blocks.tolist(), before, strict=True)
-        journal, stored = device.journal, []
+        journal = device.journal
+        tells_tokens = journal is not None and journal.with_tokens
+        stored: list[StoredBlock] = []
         for i, (row, entry, block, previous) in enumerate(names):
             parent = device.hashes[previous] if entry else device.index.root
             assert parent is not None, "a full block stands before this one, so it has a hash"
             extra = extra_keys[row].get(entry, b"") if row in extra_keys else b""
             tokens = data[i * size : (i + 1) * size]
             chain_hash = block_hash(parent, tokens, extra)
-            if device.remember(block, chain_hash) and journal is not None:
-                told = tokens if journal.with_tokens else b""
-                stored.append(StoredBlock(chain_hash, parent if entry else None, told))
+            if device.remember(block, chain_hash):
+                stored.append((chain_hash, parent if entry else None, tokens if tells_tokens else b""))
         if journal is not None and stored:
             journal.stored(stored)

@@ -140,14 +140,13 @@ class SwapOps(Core):
             block: self.device.hashes[parent] if entry else None
             for block, entry, parent in zip(blocks.tolist(), entries.tolist(), before.tolist(), strict=True)
         }
-        journal.stored([self._stored_block(journal, block, parents[block]) for block in findable])
-
-    def _stored_block(self, journal: EventJournal, block: int, parent: bytes | None) -> StoredBlock:
-        chain_hash = self.device.hashes[block]
-        assert chain_hash is not None, "it is in the index"
-        return StoredBlock(
-            chain_hash, parent, token_bytes(self.device.token_ids[block]) if journal.with_tokens else b""
-        )
+        stored: list[StoredBlock] = []
+        for block in findable:
+            chain_hash = self.device.hashes[block]
+            assert chain_hash is not None, "it is in the index"
+            tokens = token_bytes(self.device.token_ids[block]) if journal.with_tokens else b""
+            stored.append((chain_hash, parents[block], tokens))
+        journal.stored(stored)
 
     def _swap_out_group(self, space: SequenceSpace, sequence_ids: npt.ArrayLike) -> _Group:
         ids, rows = space.lookup(sequence_ids)

@@ -105,11 +105,11 @@ class EventStreams:
                 yield events_pb2.KVEvent(block_stored=self._stored(chain))
 
     def _stored(self, chain: list[StoredBlock]) -> events_pb2.BlockStored:
-        tokens = b"".join(block.tokens for block in chain)
+        hashes, parents, tokens = zip(*chain, strict=True)
         return events_pb2.BlockStored(
-            block_hashes=[block.block_hash for block in chain],
-            parent_block_hash=chain[0].parent,
-            token_ids=np.frombuffer(tokens, "<i4").tolist(),
+            block_hashes=hashes,
+            parent_block_hash=parents[0],
+            token_ids=np.frombuffer(b"".join(tokens), "<i4").tolist(),
             block_size=self._block_size,
             medium=self._medium,
         )
@@ -119,7 +119,8 @@ def chains(blocks: Iterable[StoredBlock]) -> Iterator[list[StoredBlock]]:
     """Consecutive blocks, each the parent of the next, together."""
     chain: list[StoredBlock] = []
     for block in blocks:
-        if chain and block.parent != chain[-1].block_hash:
+        _, parent, _ = block
+        if chain and parent != chain[-1][0]:
             yield chain
             chain = []
         chain.append(block)

@@ -12,7 +12,7 @@ from kvservice.blocks.prefix import block_hash, root_hash
 
 
 def block(name: bytes) -> StoredBlock:
-    return StoredBlock(name, None, b"")
+    return name, None, b""
 
 
 def test_batches_are_numbered_and_the_oldest_are_forgotten() -> None:
@@ -74,7 +74,7 @@ def test_stored_blocks_are_chains_with_their_tokens() -> None:
     pool.compute(1, [1, 2, 3, 4, 5])
     first = block_hash(root_hash(2), little_endian(1, 2))
     second = block_hash(first, little_endian(3, 4))
-    stored = [StoredBlock(first, None, little_endian(1, 2)), StoredBlock(second, first, little_endian(3, 4))]
+    stored = [(first, None, little_endian(1, 2)), (second, first, little_endian(3, 4))]
     assert pool.changes() == [stored]
     pool.compute(2, [1, 2, 3, 4, 6])  # finds both; its last block is not full
     assert pool.changes() == [stored]
@@ -88,14 +88,14 @@ def test_tokens_are_told_only_with_permission() -> None:
     pool.manager.swap_in(pool.space, [1])
     stored = [change for change in pool.changes() if isinstance(change, list)]
     assert len(stored) == 2
-    assert {block.tokens for blocks in stored for block in blocks} == {b""}
+    assert {tokens for blocks in stored for _, _, tokens in blocks} == {b""}
 
 
 def test_eviction_removes_and_reset_clears() -> None:
     pool = Pool(3)
     pool.compute(1, [1, 2, 3, 4])
     pool.manager.free(pool.space, [1])
-    hashes = [block.block_hash for block in pool.changes()[0]]  # type: ignore[attr-defined]
+    hashes = [block_hash for block_hash, _, _ in pool.changes()[0]]  # type: ignore[attr-defined]
     pool.compute(2, [9, 8, 7])  # one block is free, one is evicted: the deepest
     assert pool.changes()[1] == RemovedBlocks([hashes[1]])
     pool.manager.free(pool.space, [2])
@@ -110,7 +110,7 @@ def test_a_reset_that_pins_survive_removes_the_others() -> None:
     pool = Pool(8)
     pool.compute(1, [1, 2, 3, 4])
     pool.manager.pin(pool.space, [1, 2], ttl_s=60)
-    hashes = [block.block_hash for block in pool.changes()[0]]  # type: ignore[attr-defined]
+    hashes = [block_hash for block_hash, _, _ in pool.changes()[0]]  # type: ignore[attr-defined]
     pool.manager.reset_prefix_cache()
     assert pool.changes()[1] == RemovedBlocks([hashes[1]])
 

@@ -25,6 +25,6 @@ class EventReplica:
                 for block_hash in change.block_hashes:
                     del self.blocks[block_hash]
             else:
-                for block in change:
-                    assert block.block_hash not in self.blocks
-                    self.blocks[block.block_hash] = block.parent, block.tokens
+                for block_hash, parent, tokens in change:
+                    assert block_hash not in self.blocks
+                    self.blocks[block_hash] = parent, tokens
