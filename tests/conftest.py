@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,8 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 if not any(CHECKOUT.glob("kvservice/_ext.*.so")):
     sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != CHECKOUT]
 
-from small_pool import SMALL_POOL  # noqa: E402  the path comes first
+from scraping import unused_port  # noqa: E402  the path comes first
+from small_pool import SMALL_POOL  # noqa: E402
 
 from kvservice.client import KVClient  # noqa: E402  the path comes first
 from kvservice.launch import Daemon  # noqa: E402
@@ -36,7 +36,4 @@ def client(daemon: Daemon) -> Iterator[KVClient]:
 @pytest.fixture
 def free_port() -> int:
     """A TCP port of the loopback interface that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    return unused_port()

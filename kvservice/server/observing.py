@@ -23,8 +23,8 @@ from kvservice.telemetry.link import BLOCK_HASH, CONFIGURE, SNAPSHOT, WRITE_VITA
 logger = logging.getLogger(__name__)
 
 RESTART_S = 1.0
-# For a client that is the first to ask: how long its call waits for the observer to start.
-START_S = 10.0
+# How long a client's call waits for the observer: it may be the first that wants it to be started.
+ANSWER_S = 10.0
 
 
 class Observing:
@@ -57,9 +57,10 @@ class Observing:
         """The observer's answer to a GetSnapshotRequest. Raises ObserverUnavailableError."""
         self._wanted.set()
         try:
-            await asyncio.wait_for(self._ready.wait(), START_S)
-            assert self._asker is not None, "it is ready"
-            return await self._asker.ask(SNAPSHOT + request)
+            async with asyncio.timeout(ANSWER_S):
+                await self._ready.wait()
+                assert self._asker is not None, "it is ready"
+                return await self._asker.ask(SNAPSHOT + request)
         except (TimeoutError, ConnectionError):
             raise ObserverUnavailableError("the observer is starting; ask again") from None
 
@@ -69,18 +70,19 @@ class Observing:
         while True:
             try:
                 await self._run_once()
+                logger.warning("the observer has ended; another is started")
+            except OSError as error:
+                logger.warning("the observer cannot be started: %s", error)
             finally:
                 self._ready.clear()
                 self._end()
-            logger.warning("the observer has ended; another is started")
             await asyncio.sleep(RESTART_S)
 
     async def _run_once(self) -> None:
         ours_asking, theirs_answering = socket.socketpair()
         ours_answering, theirs_asking = socket.socketpair()
-        self._process = self._start(theirs_asking, theirs_answering)
-        theirs_asking.close()
-        theirs_answering.close()
+        with theirs_asking, theirs_answering:
+            self._process = self._start(theirs_asking, theirs_answering)
         self._asker = Asker(*await open_link(ours_asking))
         answering = asyncio.ensure_future(answer_all(*await open_link(ours_answering), self._answer))
         try:

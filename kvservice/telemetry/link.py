@@ -29,14 +29,20 @@ class Asker:
 
     async def ask(self, question: bytes) -> bytes:
         """Raises ConnectionError when the other end is gone; the link is of no use then."""
-        async with self._turn:
-            # An answer that nobody waits for any more would be taken for the next one's.
-            exchange = asyncio.ensure_future(self._exchange(question))
-            try:
-                return await asyncio.shield(exchange)
-            except asyncio.CancelledError:
-                await exchange
-                raise
+        await self._turn.acquire()
+        exchange = asyncio.ensure_future(self._exchange(question))
+        try:
+            return await asyncio.shield(exchange)
+        finally:
+            if exchange.done():
+                self._turn.release()
+            else:  # given up: the answer that is still to come must not be taken for the next one's
+                exchange.add_done_callback(self._pass_turn)
+
+    def _pass_turn(self, given_up: asyncio.Future[bytes]) -> None:
+        if not given_up.cancelled():
+            given_up.exception()  # which is of no interest any more
+        self._turn.release()
 
     async def _exchange(self, question: bytes) -> bytes:
         send(self._writer, question)

@@ -17,6 +17,9 @@ from kvservice.telemetry.calls import Key, keys
 from kvservice.telemetry.sessions import NUM_COUNTERS, get_name
 from kvservice.telemetry.vitals import Vitals
 
+# For what is just changing. A change takes microseconds, unless the daemon has to wait for a processor.
+_MAX_TRIES, _RETRY_S = 100, 0.001
+
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
@@ -102,6 +105,8 @@ class Reader:
         meta = self.arrays["meta"]
         numbers = np.flatnonzero(meta[:, SPACE])
         rows = meta[numbers]
+        if not (live := rows[:, SPACE] != 0).all():  # one was freed just now
+            numbers, rows = numbers[live], rows[live]
         wanted = (SEQUENCE_ID, LENGTH, NUM_COMPUTED, NUM_BLOCKS, SWAPPED)
         return SequenceRows(numbers, rows[:, SPACE] - 1, *(rows[:, column] for column in wanted))
 
@@ -114,11 +119,12 @@ class Reader:
         neither missed nor counted twice."""
         arrays = self.arrays
         version = arrays["sessions_version"]
-        while True:
+        for _ in range(_MAX_TRIES):  # a daemon that is killed in the middle of a change never ends it
             before = int(version[0])
             rows, tenants = arrays["sessions"].copy(), arrays["tenants"].copy()
             if before % 2 == 0 and before == int(version[0]):
                 break
+            time.sleep(_RETRY_S)
         live = rows[rows[:, columns.SESSION_ID] != 0]
         np.add.at(tenants[:, :NUM_COUNTERS], live[:, columns.TENANT], live[:, :NUM_COUNTERS])
         names = arrays["tenant_names"]

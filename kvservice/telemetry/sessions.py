@@ -60,8 +60,8 @@ class SessionTable:
 
     def _tenant(self, name: str) -> int:
         number = self._numbers.get(name, len(self._numbers))
-        if number == self._max_tenants:
-            name = OTHER_TENANTS
+        if number == self._max_tenants or name == OTHER_TENANTS:
+            number, name = self._max_tenants, OTHER_TENANTS
         else:
             self._numbers[name] = number
         _put_name(self._tenant_names[number], name)

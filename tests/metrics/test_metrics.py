@@ -1,72 +1,37 @@
-"""The metrics port against the daemon's own statistics, after traffic that moves every figure."""
+"""The metrics against the daemon's own statistics, after traffic that moves every figure."""
 
 from __future__ import annotations
 
-import re
-import urllib.request
-from collections.abc import Iterator
+import os
+import platform
+import signal
+import time
+from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
+from footprint import children
+from scraping import BLOCK_BYTES, POOL, Samples, by_label, compute, scrape, scrape_until, value
 
-from kvservice.client import KVClient, Session
-from kvservice.errors import LayerWrittenError, UnknownSequenceError
+from kvservice import __version__
+from kvservice.client import KVClient
+from kvservice.errors import InvalidArgumentError, LayerWrittenError, OutOfBlocksError, UnknownSequenceError
 from kvservice.launch import Daemon
-from kvservice.v1 import blocks_pb2, blocks_pb2_grpc
-
-BLOCK_BYTES = 2 * 2 * 32 * 4 * 4
-POOL = {
-    "num_layers": 2,
-    "num_kv_heads": 1,
-    "head_size": 32,
-    "dtype": "float32",
-    "block_size": 4,
-    "num_blocks": 8,
-    "watermark": 0.0,
-    "swap_space_gib": 4 * BLOCK_BYTES / 2**30,
-}
-Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
-
-
-def scrape(port: int) -> Samples:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
-        families = text_string_to_metric_families(answer.read().decode())
-    return {(s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples}
-
-
-def value(samples: Samples, name: str, **labels: str) -> float:
-    return samples[name, frozenset(labels.items())]
-
-
-def compute(kv: Session, token_ids: list[int]) -> object:
-    sequence = kv.allocate(token_ids)
-    step = kv.open_step([sequence])
-    step.write(*(np.ones((2, step.num_tokens, 1, 32), np.float32),) * 2)
-    return sequence
-
-
-@pytest.fixture
-def running(free_port: int) -> Iterator[tuple[Daemon, int]]:
-    with Daemon(http_address=f"127.0.0.1:{free_port}", **POOL) as daemon:
-        yield daemon, free_port
+from kvservice.v1 import blocks_pb2, blocks_pb2_grpc, inspect_pb2, inspect_pb2_grpc, pool_pb2, pool_pb2_grpc
 
 
 def test_every_figure_is_the_pools(running: tuple[Daemon, int]) -> None:
     daemon, port = running
     with KVClient(daemon.address) as client, client.session() as kv:
         first = compute(kv, list(range(8)))
-        second = kv.allocate([0, 1, 2, 3, 50, 51])  # shares one block
-        kv.open_step([second]).write(*(np.ones((2, 2, 1, 32), np.float32),) * 2)
+        second = compute(kv, [0, 1, 2, 3, 50, 51])  # shares one block
         child = kv.fork(second)
         kv.append([child], [7])  # copies one block
         kv.swap_out([first])
         kv.pin(list(range(4)), ttl_s=60)
         kv.free([second])
-        with pytest.raises(UnknownSequenceError):
-            kv.free([second])
         samples, stats = scrape(port), client.stats()
 
         states = {
@@ -77,32 +42,118 @@ def test_every_figure_is_the_pools(running: tuple[Daemon, int]) -> None:
             "pinned": stats.pinned_blocks,
             "swapped": stats.used_swap_blocks,
         }
-        assert {state: value(samples, "kvservice_blocks", state=state) for state in states} == states
+        assert by_label(samples, "kvservice_blocks", "state") == states
         assert sum(states.values()) - states["swapped"] == 8
         assert states["swapped"] == 2
         assert value(samples, "kvservice_block_usage_ratio") == (stats.active_blocks + stats.shared_blocks) / 8
-        assert value(samples, "kvservice_capacity_blocks", tier="device") == 8
-        assert value(samples, "kvservice_capacity_blocks", tier="swap") == 4
+        assert by_label(samples, "kvservice_capacity_blocks", "tier") == {"device": 8, "swap": 4}
         assert value(samples, "kvservice_block_size_bytes") == BLOCK_BYTES
-        assert value(samples, "kvservice_memory_bytes", use="pool") == 8 * BLOCK_BYTES
-        assert value(samples, "kvservice_memory_bytes", use="swap") == 4 * BLOCK_BYTES
-        assert value(samples, "kvservice_tokens") == 8 + 7
-        assert value(samples, "kvservice_sequences", tier="device") == 1
-        assert value(samples, "kvservice_sequences", tier="swap") == 1
+        memory = {"pool": 8 * BLOCK_BYTES, "swap": 4 * BLOCK_BYTES}
+        assert by_label(samples, "kvservice_memory_bytes", "use") == memory
+        assert value(samples, "kvservice_tokens") == 8 + 7 == stats.tokens
+        assert by_label(samples, "kvservice_sequences", "tier") == {"device": 1, "swap": 1}
         assert value(samples, "kvservice_sessions") == 1
-        assert value(samples, "kvservice_prefix_cache_query_tokens_total") == 8 + 6
-        assert value(samples, "kvservice_prefix_cache_hit_tokens_total") == 4
-        assert value(samples, "kvservice_cow_copies_total") == 1
-        assert value(samples, "kvservice_swap_blocks_total", direction="out") == 2
-        assert value(samples, "kvservice_swap_blocks_total", direction="in") == 0
-        assert value(samples, "kvservice_swap_bytes_total", direction="out") == 2 * BLOCK_BYTES
+        assert value(samples, "kvservice_computed_tokens_total") == 8 + 2
+        assert value(samples, "kvservice_prefix_cache_query_tokens_total") == 8 + 6 == stats.prefix_cache_query_tokens
+        assert value(samples, "kvservice_prefix_cache_hit_tokens_total") == 4 == stats.prefix_cache_hit_tokens
+        assert value(samples, "kvservice_cow_copies_total") == 1 == stats.cow_copies
+        assert value(samples, "kvservice_draining") == 0
+        assert value(samples, "kvservice_calls_in_flight") == 0
 
-        def calls(method: str, status: str) -> float:
-            name = "kvservice_rpc_duration_seconds_count"
-            return value(samples, name, method=method, status=status, transport="stream")
 
-        assert (calls("allocate", "OK"), calls("write", "OK"), calls("free", "OK")) == (2, 2, 1)
-        assert calls("free", "NOT_FOUND") == 1
+def test_swapping_is_counted_in_both_directions(running: tuple[Daemon, int]) -> None:
+    daemon, port = running
+    with KVClient(daemon.address) as client, client.session() as kv:
+        one, two = compute(kv, list(range(8))), compute(kv, [100])
+        before = scrape(port)
+        kv.swap_out([one, two])
+        kv.reset_prefix_cache()  # so that each block has to be moved back
+        out = scrape_until(port, lambda found: busy(found, "out") > 0)
+        assert by_label(out, "kvservice_swap_blocks_total", "direction") == {"out": 3, "in": 0}
+        assert by_label(out, "kvservice_swap_bytes_total", "direction") == {"out": 3 * BLOCK_BYTES, "in": 0}
+        assert by_label(out, "kvservice_swapped_sequences_total", "direction") == {"out": 2, "in": 0}
+        kv.swap_in([one])
+        back = scrape_until(port, lambda found: busy(found, "in") > 0)
+        assert by_label(back, "kvservice_swap_blocks_total", "direction") == {"out": 3, "in": 2}
+        assert by_label(back, "kvservice_swap_bytes_total", "direction")["in"] == 2 * BLOCK_BYTES
+        assert by_label(back, "kvservice_swapped_sequences_total", "direction") == {"out": 2, "in": 1}
+        stats = client.stats()
+        assert (stats.swapped_out_blocks, stats.swapped_in_blocks) == (3, 2)
+        assert busy(before, "out") == busy(before, "in") == busy(out, "in") == 0
+        assert busy(back, "out") == busy(out, "out")
+
+
+def busy(samples: Samples, direction: str) -> float:
+    return value(samples, "kvservice_swap_busy_seconds_total", direction=direction)
+
+
+def test_calls_are_told_apart_by_method_status_and_transport(running: tuple[Daemon, int]) -> None:
+    daemon, port = running
+    with grpc.insecure_channel(daemon.address) as channel:
+        stub: Any = blocks_pb2_grpc.BlockServiceStub(channel)  # type: ignore[no-untyped-call]
+        with pytest.raises(grpc.RpcError):
+            stub.Free(blocks_pb2.FreeRequest(session_token=b"none", sequence_ids=[1]))
+    with KVClient(daemon.address, transport="inline") as client, client.session() as kv:
+        kept, freed = compute(kv, [1, 2]), compute(kv, [3])
+        kv.free([freed])
+        for _ in range(2):
+            with pytest.raises(UnknownSequenceError):
+                kv.free([freed])
+        kv.describe([kept])
+        samples = scrape(port)
+        counts = {
+            tuple(dict(labels)[name] for name in ("method", "status", "transport")): found
+            for (name, labels), found in samples.items()
+            if name == "kvservice_rpc_duration_seconds_count"
+        }
+        assert counts == {
+            ("free", "NOT_FOUND", "unary"): 1,
+            ("get_info", "OK", "unary"): 1,
+            ("open", "OK", "unary"): 1,
+            ("allocate", "OK", "stream"): 2,
+            ("open_step", "OK", "stream"): 2,
+            ("write", "OK", "stream"): 2,
+            ("free", "OK", "stream"): 1,
+            ("free", "NOT_FOUND", "stream"): 2,
+            ("describe", "OK", "stream"): 1,
+        }
+
+
+def test_calls_in_flight_are_counted(running: tuple[Daemon, int]) -> None:
+    """Calls that wait for the observer, as it is held, and then do not all get their answers at once."""
+    daemon, port = running
+    scrape(port)
+    (observer,) = children(daemon.process.pid)
+    with grpc.insecure_channel(daemon.address) as channel:
+        stub: Any = inspect_pb2_grpc.InspectServiceStub(channel)  # type: ignore[no-untyped-call]
+        os.kill(observer, signal.SIGSTOP)
+        try:
+            waiting = [stub.GetSnapshot.future(inspect_pb2.GetSnapshotRequest(), timeout=60) for _ in range(64)]
+            pool: Any = pool_pb2_grpc.PoolServiceStub(channel)  # type: ignore[no-untyped-call]
+            pool.Ping(pool_pb2.PingRequest())  # behind them on their connection
+        finally:
+            os.kill(observer, signal.SIGCONT)
+        assert value(scrape(port), "kvservice_calls_in_flight") > 0
+        for call in waiting:
+            call.result()
+    assert value(scrape(port), "kvservice_calls_in_flight") == 0
+
+
+def test_refusals_for_want_of_blocks_are_counted(running: tuple[Daemon, int]) -> None:
+    daemon, port = running
+    with KVClient(daemon.address) as client, client.session() as kv:
+        held = kv.allocate(list(range(32)))
+        for _ in range(2):
+            with pytest.raises(OutOfBlocksError):
+                kv.allocate([1])
+        with pytest.raises(OutOfBlocksError):
+            kv.append([held], [1])
+        with pytest.raises(OutOfBlocksError):
+            kv.swap_out([held])  # the other tier's are the fewer
+        with pytest.raises(InvalidArgumentError):
+            kv.allocate([])
+        assert kv.can_allocate([[1]]) == "later"  # is no refusal
+        assert value(scrape(port), "kvservice_out_of_blocks_total") == 4
 
 
 def test_regions_are_counted(free_port: int) -> None:
@@ -146,27 +197,101 @@ def test_lanes_and_their_calls_are_counted(free_port: int) -> None:
         assert value(samples, f"{duration}_count") == 4
 
 
-def test_unknown_sessions_are_counted(running: tuple[Daemon, int]) -> None:
+def test_what_happens_to_blocks_is_counted_with_their_ages(running: tuple[Daemon, int]) -> None:
     daemon, port = running
-    with grpc.insecure_channel(daemon.address) as channel:
-        stub: Any = blocks_pb2_grpc.BlockServiceStub(channel)  # type: ignore[no-untyped-call]
-        with pytest.raises(grpc.RpcError):
-            stub.Free(blocks_pb2.FreeRequest(session_token=b"none", sequence_ids=[1]))
-    name = "kvservice_rpc_duration_seconds_count"
-    assert value(scrape(port), name, method="free", status="NOT_FOUND", transport="unary") == 1
+    pause = 0.06  # longer than the second bucket's bound
+    with KVClient(daemon.address) as client, client.session() as kv:
+        kv.free([compute(kv, list(range(16)))])
+        time.sleep(pause)
+        again = kv.allocate(list(range(16)))
+        reused = again.num_cached_tokens // 4
+        kv.free([again])
+        ages = scrape(port)
+        assert age_count(ages, "reuse_gap") == reused == 3
+        assert age_count(ages, "lifetime") == 1  # the one that was taken anew, and not computed
+        assert_longer(ages, "reuse_gap", reused, pause)
+
+        time.sleep(pause)
+        compute(kv, list(range(100, 128)))  # seven blocks, of which four are free
+        stats, ages = client.stats(), scrape(port)
+        assert value(ages, "kvservice_evictions_total") == 3 == stats.evicted_blocks
+        assert age_count(ages, "idle_before_eviction") == 3
+        assert_longer(ages, "idle_before_eviction", 3, pause)
+        assert age_count(ages, "lifetime") == 1 + 3
 
 
-def test_evictions_are_counted(running: tuple[Daemon, int]) -> None:
+def age_count(samples: Samples, name: str) -> float:
+    return value(samples, f"kvservice_block_{name}_seconds_count")
+
+
+def assert_longer(samples: Samples, name: str, count: int, seconds: float) -> None:
+    """All of them have lasted for at least so long."""
+    family = f"kvservice_block_{name}_seconds"
+    assert value(samples, f"{family}_sum") >= count * seconds
+    assert value(samples, f"{family}_bucket", le="0.05") == 0
+    assert value(samples, f"{family}_bucket", le="86400") == count
+
+
+def test_block_events_and_their_subscribers_are_counted(running: tuple[Daemon, int]) -> None:
     daemon, port = running
     with KVClient(daemon.address) as client, client.session() as kv:
         kv.free([compute(kv, list(range(16)))])
-        compute(kv, list(range(100, 124)))
-        assert value(scrape(port), "kvservice_evictions_total") == 2 == client.stats().evicted_blocks
+        kv.free([compute(kv, list(range(100, 128)))])
+        events = client.events(start_number=1)
+        next(events)
+        samples = scrape(port)
+        assert value(samples, "kvservice_event_streams") == 1
+        counted = by_label(samples, "kvservice_block_events_total", "event")
+        assert counted == {"stored": 4 + 7, "removed": client.stats().evicted_blocks, "cleared": 0}
+        assert counted["removed"] == 3
+        kv.reset_prefix_cache()
+        assert by_label(scrape(port), "kvservice_block_events_total", "event") == counted | {"cleared": 1}
+        events.close()
+        scrape_until(port, lambda found: value(found, "kvservice_event_streams") == 0)
 
 
-def test_names_follow_the_conventions(running: tuple[Daemon, int]) -> None:
-    names = {name for name, _ in scrape(running[1]) if name.startswith("kvservice_")}
-    assert names
-    for name in names:
-        assert re.fullmatch(r"kvservice_[a-z_]+", name)
-        assert not re.search(r"_(ms|us|mb|gib|milliseconds|kilobytes)(_|$)", name), "base units only"
+def test_without_events_none_are_counted(free_port: int) -> None:
+    with (
+        Daemon(http_address=f"127.0.0.1:{free_port}", event_window=0, **POOL) as daemon,
+        KVClient(daemon.address) as client,
+        client.session() as kv,
+    ):
+        compute(kv, list(range(16)))
+        counted = by_label(scrape(free_port), "kvservice_block_events_total", "event")
+        assert counted == {"stored": 0, "removed": 0, "cleared": 0}
+
+
+def test_the_event_loop_is_asked_each_second(running: tuple[Daemon, int]) -> None:
+    family = "kvservice_event_loop_latency_seconds"
+    first = scrape(running[1])
+    later = scrape_until(running[1], lambda found: value(found, f"{family}_count") >= 3)
+    assert value(first, f"{family}_count") >= 1  # it does not answer before it has asked
+    assert 0 < value(first, f"{family}_sum") < value(later, f"{family}_sum")
+
+
+def test_the_build_and_the_configuration_are_told(running: tuple[Daemon, int]) -> None:
+    samples = scrape(running[1])
+    version = {"version": __version__, "python": platform.python_version()}
+    assert value(samples, "kvservice_build_info", **version) == 1
+    shape = {"block_size": "4", "num_layers": "2", "num_kv_heads": "1", "head_size": "32", "prefix_caching": "true"}
+    types = {"device": "cpu", "dtype": "float32", "kv_cache_dtype": "float32"}
+    assert value(samples, "kvservice_config_info", **shape, **types) == 1
+    assert value(samples, "kvservice_capacity_sessions") == 256
+    assert value(samples, "kvservice_capacity_sequences") == 1024
+
+
+def test_the_process_is_the_daemons_and_not_the_observers(running: tuple[Daemon, int]) -> None:
+    daemon, port = running
+    samples = scrape(port)
+    (observer,) = children(daemon.process.pid)
+    assert value(samples, "process_start_time_seconds") == pytest.approx(start_time(daemon.process.pid), abs=0.02)
+    assert start_time(observer) > start_time(daemon.process.pid)
+    assert value(samples, "process_open_fds") == len(os.listdir(f"/proc/{daemon.process.pid}/fd"))
+    assert value(samples, "process_resident_memory_bytes") > 2**20
+
+
+def start_time(pid: int) -> float:
+    """Since 1970, as the kernel counts it: in hundredths of seconds."""
+    ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    boot = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime"))
+    return int(boot.split()[1]) + ticks / os.sysconf("SC_CLK_TCK")

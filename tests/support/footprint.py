@@ -48,3 +48,10 @@ def await_equal(look: Callable[[], Any], wanted: Any, timeout_s: float, meanwhil
     while (found := look()) != wanted:
         assert time.monotonic() < deadline, f"found {found}, not {wanted}"
         meanwhile()
+
+
+def children(pid: int) -> list[int]:
+    """Processes that this one has started and that still run, or that it has not waited for."""
+    return [
+        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
+    ]

@@ -1,0 +1,70 @@
+"""A daemon with a metrics port and a pool that is easy to exhaust, and what its metrics say."""
+
+from __future__ import annotations
+
+import socket
+import time
+import urllib.request
+from collections.abc import Callable
+
+import numpy as np
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvservice.client import Sequence, Session
+
+BLOCK_BYTES = 2 * 2 * 32 * 4 * 4
+POOL = {
+    "num_layers": 2,
+    "num_kv_heads": 1,
+    "head_size": 32,
+    "dtype": "float32",
+    "block_size": 4,
+    "num_blocks": 8,
+    "watermark": 0.0,
+    "swap_space_gib": 4 * BLOCK_BYTES / 2**30,
+}
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def unused_port() -> int:
+    """Of the loopback interface."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def exposition(port: int) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as answer:
+        text: str = answer.read().decode()
+        return text
+
+
+def scrape(port: int) -> Samples:
+    families = text_string_to_metric_families(exposition(port))
+    return {(s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples}
+
+
+def scrape_until(port: int, condition: Callable[[Samples], bool]) -> Samples:
+    deadline = time.monotonic() + 20
+    while not condition(samples := scrape(port)):
+        assert time.monotonic() < deadline, "it did not come to that"
+        time.sleep(0.02)
+    return samples
+
+
+def value(samples: Samples, name: str, **labels: str) -> float:
+    return samples[name, frozenset(labels.items())]
+
+
+def by_label(samples: Samples, name: str, label: str) -> dict[str, float]:
+    """A metric with one label: its values."""
+    return {dict(labels)[label]: found for (of, labels), found in samples.items() if of == name}
+
+
+def compute(kv: Session, token_ids: list[int]) -> Sequence:
+    """A sequence of these tokens, of which those that the cache has not are computed."""
+    sequence = kv.allocate(token_ids)
+    step = kv.open_step([sequence])
+    step.write(*(np.ones((2, step.num_tokens, 1, 32), np.float32),) * 2)
+    return sequence
