@@ -153,6 +153,7 @@ class Stack:
             "COMPOSE_PROFILES": "cpu",
             "BASE_IMAGE": base if available(base) else debian_base(),
             "DAEMON_IMAGE": DAEMON_IMAGE,
+            "CLIENT_IMAGE": DAEMON_IMAGE,
             "PROMETHEUS_IMAGE": prometheus if available(prometheus) else debian_prometheus(),
             "DAEMON_PORT": str(self.rpc_port),
             "METRICS_PORT": str(self.http_port),
