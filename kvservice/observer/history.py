@@ -76,6 +76,9 @@ class History:
             if totals[i].any()
         ]
 
+    def sample(self) -> dict[str, Any] | None:
+        return self._samples[-1] if self._samples else None
+
     def samples(self) -> dict[str, Any]:
         """Columns of the samples, the oldest first; of `p99_s` those methods that were called."""
         names = ("time_s", "usage", "hit_share", "computed_tokens", "swapped_out_bytes", "swapped_in_bytes")

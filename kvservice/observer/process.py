@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 READ_EVERY_S = 1.0
 DEFAULT_ROWS = 100
+# Of HTTP. More are answered with 503.
+MAX_CONNECTIONS = 256
 
 
 class Observer:
@@ -112,7 +114,13 @@ class Observer:
         options = HttpOptions(loopback=is_loopback(host), token=self._told["http_token"])
         app = make_app(self._views, options, self._metrics)
         config = uvicorn.Config(
-            app, access_log=False, log_config=None, log_level="warning", lifespan="off", server_header=False
+            app,
+            access_log=False,
+            log_config=None,
+            log_level="warning",
+            lifespan="off",
+            server_header=False,
+            limit_concurrency=MAX_CONNECTIONS,
         )
         await uvicorn.Server(config).serve(sockets=[listening])
 

@@ -69,7 +69,7 @@ class Ticker:
         await asyncio.sleep(self._due - now)
         self._due = max(now, self._due) + self._interval_s
         snapshot = await self._views.snapshot()
-        frame = event("frame", {"snapshot": snapshot, "sample": _last(self._views.history())})
+        frame = event("frame", {"snapshot": snapshot, "sample": self._views.sample()})
         self._latest = Tick(self._latest.number + 1, frame, self._map_event())
 
     def hello(self) -> bytes:
@@ -121,14 +121,6 @@ class EventStream:
                 continue
             yield tick.frame if tick.map is sent_map else tick.map + tick.frame
             number, sent_map = tick.number, tick.map
-
-
-def _last(history: dict[str, Any]) -> dict[str, Any] | None:
-    """The last sample of a history, named as its columns are."""
-    if not history["time_s"]:
-        return None
-    sample = {name: column[-1] for name, column in history.items() if name != "p99_s"}
-    return sample | {"p99_s": {method: column[-1] for method, column in history["p99_s"].items()}}
 
 
 def event(name: str, data: Any) -> bytes:

@@ -46,7 +46,12 @@ class Views:
         return take_snapshot(self._reader, self._history, self._history.latest, max_sessions, max_sequences, search)
 
     def history(self) -> dict[str, Any]:
+        """Columns of samples."""
         return self._history.samples()
+
+    def sample(self) -> dict[str, Any] | None:
+        """The last of them; None before the first."""
+        return self._history.sample()
 
     def map(self) -> PoolMap:
         return self._blocks.map()

@@ -176,6 +176,11 @@ class FakeViews:
             },
         }
 
+    def sample(self) -> dict[str, Any]:
+        history = self.history()
+        sample = {name: column[-1] for name, column in history.items() if name != "p99_s"}
+        return sample | {"p99_s": {method: column[-1] for method, column in history["p99_s"].items()}}
+
     def map(self) -> FakeMap:
         group, device = grouped(self.states["device"], len(STATES))
         group_swap, swap = grouped(self.states["swap"], len(SWAP_STATES))
