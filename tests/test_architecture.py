@@ -15,8 +15,8 @@ from google.protobuf.descriptor import FieldDescriptor, MethodDescriptor
 
 import kvservice
 from kvservice.server.calls import Calls, OpenCalls
+from kvservice.server.contract import SERVICES, SESSION_SERVICES, call_name
 from kvservice.server.dispatch import NEW_WORK, STEP_WORK
-from kvservice.server.services import SERVICES, SESSION_SERVICES, call_name
 from kvservice.v1 import session_pb2
 
 PACKAGE = Path(kvservice.__file__).parent

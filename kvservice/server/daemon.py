@@ -24,10 +24,11 @@ from kvservice.devices import open_device
 from kvservice.engine import Engine
 from kvservice.errors import KVServiceError
 from kvservice.server.calls import Calls, OpenCalls
+from kvservice.server.contract import METHODS, SERVICES
 from kvservice.server.dispatch import Dispatcher
 from kvservice.server.events import EventStreams
 from kvservice.server.observing import Observing
-from kvservice.server.services import METHODS, SERVICES, Services
+from kvservice.server.services import Services
 from kvservice.server.sessions import SessionRegistry
 from kvservice.server.telemetry import DaemonVitals, configuration
 from kvservice.telemetry.arrays import SharedArrays

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
@@ -16,54 +15,14 @@ from google.rpc import code_pb2
 from grpc_status import rpc_status
 
 from kvservice.errors import FailedPreconditionError, InvalidArgumentError, KVServiceError
+from kvservice.server.contract import SERVICES, SESSION_SERVICES, call_name
 from kvservice.server.dispatch import Dispatcher
 from kvservice.server.events import EventStreams
 from kvservice.server.sessions import Session, SessionRegistry
-from kvservice.v1 import (
-    attention_pb2,
-    blocks_pb2,
-    events_pb2,
-    host_pb2,
-    inspect_pb2,
-    pool_pb2,
-    session_pb2,
-    shared_memory_pb2,
-)
+from kvservice.v1 import session_pb2
 from kvservice.wire.status import to_status
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-
-SERVICES: tuple[ServiceDescriptor, ...] = tuple(
-    service
-    for module in (
-        session_pb2,
-        blocks_pb2,
-        attention_pb2,
-        shared_memory_pb2,
-        host_pb2,
-        pool_pb2,
-        inspect_pb2,
-        events_pb2,
-    )
-    for service in module.DESCRIPTOR.services_by_name.values()
-)
-
-# Their calls are a session's, and go over its stream too.
-SESSION_SERVICES = frozenset(("BlockService", "AttentionService", "SharedMemoryService", "HostService"))
-
-
-def call_name(rpc_name: str) -> str:
-    """CanAllocate → can_allocate: the name of the handler, and of the field in Call and Reply."""
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", rpc_name).lower()
-
-
-# Methods whose latency is measured: streams have none.
-METHODS: list[str] = [
-    call_name(method.name)
-    for service in SERVICES
-    for method in service.methods
-    if not (method.client_streaming or method.server_streaming)
-]
 
 
 class Malformed:

@@ -20,7 +20,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from kvservice import __version__
 from kvservice.errors import InvalidArgumentError
-from kvservice.server.services import SERVICES, call_name
+from kvservice.server.contract import SERVICES, call_name
 
 # Spans that wait to be sent; later ones are dropped.
 _QUEUE_SPANS = 2048

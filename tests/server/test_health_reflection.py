@@ -20,7 +20,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 
 from kvservice.client import KVClient
 from kvservice.launch import Daemon
-from kvservice.server.services import SERVICES
+from kvservice.server.contract import SERVICES
 
 NAMES = [service.full_name for service in SERVICES]
 STATUS = health_pb2.HealthCheckResponse

@@ -14,7 +14,7 @@ import pytest
 
 from kvservice.errors import RegionNotOpenedError
 from kvservice.launch import Daemon
-from kvservice.server.services import SERVICES, SESSION_SERVICES
+from kvservice.server.contract import SERVICES, SESSION_SERVICES
 from kvservice.v1 import (
     attention_pb2,
     blocks_pb2,

@@ -15,7 +15,8 @@ import pytest
 from grpc_status import rpc_status
 
 from kvservice.errors import SessionTakenError
-from kvservice.server.services import SERVICES, SESSION_SERVICES, Stream, call_name
+from kvservice.server.contract import SERVICES, SESSION_SERVICES, call_name
+from kvservice.server.services import Stream
 from kvservice.v1 import attention_pb2, blocks_pb2, host_pb2, pool_pb2, session_pb2, shared_memory_pb2
 
 SESSION_CALLS = sorted(

@@ -16,7 +16,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from kvservice.launch import Daemon
-from kvservice.server.services import SERVICES, call_name
+from kvservice.server.contract import SERVICES, call_name
 from kvservice.v1 import (
     attention_pb2_grpc,
     blocks_pb2,

@@ -6,7 +6,7 @@ import pytest
 
 from kvservice.blocks.plans import numpy_zeros
 from kvservice.errors import KVServiceError
-from kvservice.server.services import METHODS
+from kvservice.server.contract import METHODS
 from kvservice.telemetry.calls import BUCKETS_S, STATUSES, CallTable, keys
 
 
