@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import debian_packages
 import pytest
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
@@ -16,7 +16,7 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.wait import WebDriverWait
 
-PACKAGES = ("chromium", "chromium-driver")
+PACKAGES = {"chromium": "chromium", "chromedriver": "chromium-driver"}
 PATIENCE_S = 20.0
 MAX_TAB_STOPS = 200
 # Of the canvas, around its cells.
@@ -39,40 +39,17 @@ return Array.from({length: columns * Number(grid.getAttribute("aria-rowcount"))}
 """
 
 
-def programs() -> tuple[str, str] | None:
-    found = shutil.which("chromium"), shutil.which("chromedriver")
-    return (found[0], found[1]) if found[0] and found[1] else None
-
-
-def install() -> None:
-    if os.geteuid() or not shutil.which("apt-get"):
-        pytest.skip(f"there is no {' or no '.join(PACKAGES)}, and installing them takes root and apt-get")
-    done = subprocess.run(
-        ["apt-get", "install", "--yes", "--no-install-recommends", *PACKAGES],
-        env=os.environ | {"DEBIAN_FRONTEND": "noninteractive"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    if done.returncode:
-        pytest.skip(f"{' and '.join(PACKAGES)} could not be installed: {done.stderr.strip()[-300:]}")
-
-
 @pytest.fixture(scope="session")
 def driver() -> Iterator[webdriver.Chrome]:
-    if programs() is None:
-        install()
-    found = programs()
-    assert found is not None
+    debian_packages.require(PACKAGES)
     options = webdriver.ChromeOptions()
-    options.binary_location = found[0]
+    options.binary_location = shutil.which("chromium")
     for argument in ("--headless=new", "--disable-gpu", "--disable-dev-shm-usage"):
         options.add_argument(argument)
     if os.geteuid() == 0:
         options.add_argument("--no-sandbox")  # Chromium's does not work for root
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    running = webdriver.Chrome(options=options, service=Service(found[1]))
+    running = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
     try:
         yield running
     finally:
