@@ -1,0 +1,262 @@
+"""Snapshots against what the bookkeeping says of each session, and readings of what is just changing."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from observed_pool import MAX_TENANTS, ObservedPool, RandomOperations
+
+from kvservice.blocks.plans import SequenceInfo
+from kvservice.blocks.sequences import SPACE
+from kvservice.observer.snapshot import take_snapshot
+from kvservice.telemetry.reading import Reading
+from kvservice.telemetry.sessions import ATTACHED, LANE, REGION_BYTES, REGIONS
+from kvservice.telemetry.vitals import Vitals
+from kvservice.v1 import inspect_pb2
+
+POOL_FIELDS = [field.name for field in inspect_pb2.PoolSnapshot.DESCRIPTOR.fields]
+
+
+def snapshot_of(
+    pool: ObservedPool, max_sessions: int = 100, max_sequences: int = 100, search: str = ""
+) -> dict[str, Any]:
+    pool.read()
+    return take_snapshot(pool.reader, pool.history, pool.history.latest, max_sessions, max_sequences, search)
+
+
+def assert_sessions(pool: ObservedPool, found: dict[str, Any]) -> None:
+    rows = {row["session_id"]: row for row in found["sessions"]}
+    assert set(rows) == {session.session_id for session in pool.sessions}
+    for session in pool.sessions:
+        row, infos = rows[session.session_id], pool.manager.describe(session.space)
+        assert row["name"] == session.name
+        assert row["sequences"] == len(infos)
+        assert row["swapped_sequences"] == sum(info.swapped for info in infos)
+        assert row["tokens"] == sum(info.length for info in infos)
+        assert row["blocks"] == sum(info.num_blocks for info in infos)
+    blocks = [row["blocks"] for row in found["sessions"]]
+    assert blocks == sorted(blocks, reverse=True)
+
+
+def assert_sequences(pool: ObservedPool, found: dict[str, Any]) -> None:
+    expected = [
+        sequence_row(session.session_id, session.name, info)
+        for session in pool.sessions
+        for info in pool.manager.describe(session.space)
+    ]
+    by_id = {(row["session_id"], row["sequence_id"]): row for row in found["sequences"]}
+    assert by_id == {(row["session_id"], row["sequence_id"]): row for row in expected}
+    assert len(found["sequences"]) == len(expected) == found["num_sequences"]
+    blocks = [row["blocks"] for row in found["sequences"]]
+    assert blocks == sorted(blocks, reverse=True)
+
+
+def sequence_row(session_id: int, session_name: str, info: SequenceInfo) -> dict[str, Any]:
+    return {
+        "session_id": session_id,
+        "session_name": session_name,
+        "sequence_id": info.sequence_id,
+        "length": info.length,
+        "computed": info.num_computed,
+        "blocks": info.num_blocks,
+        "swapped": info.swapped,
+    }
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_rows_agree_with_the_bookkeeping_after_each_operation(seed: int) -> None:
+    pool = ObservedPool()
+    operations = RandomOperations(pool, seed)
+    most: Counter[str] = Counter()
+    for _ in range(300):
+        operations.step()
+        found = snapshot_of(pool)
+        assert_sessions(pool, found)
+        assert_sequences(pool, found)
+        tenants = pool.reader.read().tenants
+        assert len(tenants) <= MAX_TENANTS + 1
+        counted = [sum(of) for of in zip(*tenants.values(), strict=True)]
+        stats = pool.manager.stats()
+        assert counted == [stats.computed_tokens, stats.prefix_query_tokens, stats.prefix_hit_tokens]
+        for column, name in enumerate(("computed_tokens", "query_tokens", "hit_tokens")):
+            by_sessions = sum(row[name] for row in found["sessions"])
+            assert by_sessions <= counted[column]
+            most[name] = max(most[name], by_sessions)
+        inspect_pb2.Snapshot(**found)  # has these fields, of these types
+    assert min(most.values()) > 0
+
+
+def test_the_pools_figures_are_the_vitals() -> None:
+    pool = ObservedPool()
+    gauges = {name: 100 + n for n, name in enumerate(Vitals._fields)} | {"draining": 1}
+    pool.read(**gauges)
+    found = take_snapshot(pool.reader, pool.history, pool.history.latest, 1, 1, "")["pool"]
+    assert found == {name: gauges[name] for name in POOL_FIELDS}
+    assert found["draining"] is True
+    assert snapshot_of(pool)["pool"]["draining"] is False
+
+
+def test_a_session_is_told_with_what_it_shares_and_whether_it_waits() -> None:
+    pool = ObservedPool()
+    before = time.monotonic()
+    session = pool.open("\N{SNOWMAN}" * 64, "acme")
+    (row,) = snapshot_of(pool)["sessions"]
+    assert (row["session_id"], row["name"], row["tenant"]) == (1, "\N{SNOWMAN}" * 64, "acme")
+    assert (row["attached"], row["lane"], row["regions"], row["region_bytes"]) == (False, False, 0, 0)
+    assert 0 <= row["age_s"] <= time.monotonic() - before + 0.001  # the time of opening is in whole milliseconds
+    for column, number in ((ATTACHED, 1), (LANE, 1), (REGIONS, 3), (REGION_BYTES, 1 << 40)):
+        session.row.set(column, number)
+    (row,) = snapshot_of(pool)["sessions"]
+    assert (row["attached"], row["lane"], row["regions"], row["region_bytes"]) == (True, True, 3, 1 << 40)
+
+
+def test_rates_and_calls_are_the_historys() -> None:
+    pool = ObservedPool()
+    pool.read()
+    pool.calls.observe("allocate", "OK", "stream", 1e-3)
+    pool.calls.observe("allocate", "RESOURCE_EXHAUSTED", "unary", 1e-3)
+    pool.read(computed_tokens=50, out_of_blocks=2)
+    found = take_snapshot(pool.reader, pool.history, pool.history.latest, 1, 1, "")
+    assert found["rates"] == pool.history.rates()
+    assert found["rates"]["computed_tokens"] > 0
+    (calls,) = found["calls"]
+    assert (calls["method"], calls["calls"], calls["errors"]) == ("allocate", 2, 1)
+
+
+def small_pool() -> ObservedPool:
+    """Three sessions; the second has the most blocks."""
+    pool = ObservedPool()
+    for name, tenant, lengths in (("Engine", "acme", (4, 8)), ("batch", "Zeta", (30,)), ("", "acme", (12, 5))):
+        session = pool.open(name, tenant)
+        for length in lengths:
+            pool.compute(session, 700_000 + length, [length] * length)
+    return pool
+
+
+def rows(pool: ObservedPool, **request: Any) -> tuple[list[int], list[int], int, int]:
+    found = snapshot_of(pool, **request)
+    sessions = [row["session_id"] for row in found["sessions"]]
+    return sessions, [row["length"] for row in found["sequences"]], found["num_sessions"], found["num_sequences"]
+
+
+def test_the_largest_come_first_and_the_others_are_counted() -> None:
+    pool = small_pool()
+    everything = ([2, 3, 1], [30, 12, 8, 5, 4], 3, 5)
+    assert rows(pool) == everything
+    for count in range(7):
+        expected = everything[0][:count], everything[1][:count], 3, 5
+        assert rows(pool, max_sessions=count, max_sequences=count) == expected
+
+
+@pytest.mark.parametrize(
+    ("search", "found"),
+    [
+        ("", ([2, 3, 1], [30, 12, 8, 5, 4], 3, 5)),
+        ("eng", ([1], [8, 4], 1, 2)),
+        ("NGIN", ([1], [8, 4], 1, 2)),
+        ("acme", ([3, 1], [12, 8, 5, 4], 2, 4)),
+        ("zeta", ([2], [30], 1, 1)),
+        ("2", ([2], [30, 12], 1, 2)),  # a session's id, and a part of sequences'
+        ("700", ([], [30, 12, 8, 5, 4], 0, 5)),
+        ("700005", ([], [5], 0, 1)),
+        ("%", ([], [], 0, 0)),
+    ],
+)
+def test_search(search: str, found: Any) -> None:
+    assert rows(small_pool(), search=search) == found
+
+
+def beside(work: Callable[[], object], look: Callable[[], object], looks: int) -> None:
+    """`look` many times while another thread works, each interrupting the other wherever it is."""
+    done = threading.Event()
+
+    def on_and_on() -> None:
+        while not done.is_set():
+            work()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    working = threading.Thread(target=on_and_on)
+    working.start()
+    try:
+        for _ in range(looks):
+            look()
+    finally:
+        done.set()
+        working.join()
+        sys.setswitchinterval(interval)
+
+
+def test_sequences_that_are_freed_while_they_are_read_are_left_out() -> None:
+    pool = ObservedPool()
+    for number in range(3):
+        pool.compute(pool.open(f"{number}"), 1, [1])
+    meta = pool.manager.meta
+    whose = meta[:, SPACE].copy()
+
+    def free_and_take_again() -> None:
+        meta[:, SPACE] = 0
+        meta[:, SPACE] = whose
+
+    def look() -> None:
+        assert set(pool.reader.sequences().sessions.tolist()) <= {0, 1, 2}
+        pool.reader.read()
+
+    beside(free_and_take_again, look, 3000)
+
+
+def test_tokens_of_a_session_that_ends_are_neither_missed_nor_counted_twice() -> None:
+    pool = ObservedPool()
+    spent = 0
+    seen = [0]
+
+    def come_and_go() -> None:
+        nonlocal spent
+        session = pool.open("", "acme")
+        session.row.counters[0] += 1000
+        spent += 1000
+        pool.close(session)
+
+    def look() -> None:
+        before = spent
+        found = pool.reader.read().tenants.get("acme", (0,))[0]
+        # What is counted is known here a moment later.
+        assert max(before, seen[-1]) <= found <= spent + 1000
+        seen.append(found)
+
+    beside(come_and_go, look, 2000)
+    assert len(set(seen)) > 10
+
+
+def test_a_change_that_was_never_finished_does_not_hold_the_reader() -> None:
+    """Its writer was killed in the middle of it."""
+    pool = ObservedPool()
+    pool.compute(pool.open("name"), 1, [1])
+    pool.table._version[0] += 1
+    found: list[Reading] = []
+    reading = threading.Thread(target=lambda: found.append(pool.reader.read()), daemon=True)
+    reading.start()
+    reading.join(20)
+    assert [session.name for session in found[0].sessions] == ["name"]
+
+
+def test_a_reading_is_a_copy() -> None:
+    pool = ObservedPool()
+    pool.compute(pool.open("name"), 1, [1])
+    reading = pool.reader.read()
+    pool.calls.observe("free", "OK", "unary", 1.0)
+    pool.manager.device.ages.counts += 1
+    pool.manager.device.ages.seconds += 1
+    assert not np.any(reading.call_counts)
+    assert not np.any(reading.call_seconds)
+    assert not np.any(reading.age_counts)
+    assert not np.any(reading.age_seconds)
+    for array in pool.reader.arrays.values():
+        assert not array.flags.writeable
