@@ -214,9 +214,10 @@ class OpenCalls:
     def get_stats(self, _: pool_pb2.GetStatsRequest) -> pool_pb2.GetStatsResponse:
         return codec.stats_response(self._engine.manager.stats(), len(self._sessions))
 
-    async def get_snapshot(self, request: inspect_pb2.GetSnapshotRequest) -> inspect_pb2.Snapshot:
+    async def get_snapshot(self, request: inspect_pb2.GetSnapshotRequest) -> bytes:
+        """A serialized Snapshot."""
         codec.check_snapshot_request(request)
-        return inspect_pb2.Snapshot.FromString(await self._snapshot(request.SerializeToString()))
+        return await self._snapshot(request.SerializeToString())
 
     def ping(self, request: pool_pb2.PingRequest) -> pool_pb2.PingResponse:
         return pool_pb2.PingResponse(payload=request.payload)

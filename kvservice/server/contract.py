@@ -32,6 +32,9 @@ SERVICES: tuple[ServiceDescriptor, ...] = tuple(
     for service in module.DESCRIPTOR.services_by_name.values()
 )
 
+# The observer serializes their answers; they are passed on as they are.
+ANSWERED_BY_OBSERVER = frozenset(("GetSnapshot",))
+
 # Their calls are a session's, and go over its stream too.
 SESSION_SERVICES = frozenset(("BlockService", "AttentionService", "SharedMemoryService", "HostService"))
 

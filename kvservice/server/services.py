@@ -15,7 +15,7 @@ from google.rpc import code_pb2
 from grpc_status import rpc_status
 
 from kvservice.errors import FailedPreconditionError, InvalidArgumentError, KVServiceError
-from kvservice.server.contract import SERVICES, SESSION_SERVICES, call_name
+from kvservice.server.contract import ANSWERED_BY_OBSERVER, SERVICES, SESSION_SERVICES, call_name
 from kvservice.server.dispatch import Dispatcher
 from kvservice.server.events import EventStreams
 from kvservice.server.sessions import Session, SessionRegistry
@@ -70,7 +70,8 @@ class Services:
 
     def _rpc(self, service: ServiceDescriptor, method: MethodDescriptor) -> grpc.RpcMethodHandler[Any, Any]:
         parse = _parser(GetMessageClass(method.input_type))
-        serialize = GetMessageClass(method.output_type).SerializeToString
+        answered_here = method.name not in ANSWERED_BY_OBSERVER
+        serialize = GetMessageClass(method.output_type).SerializeToString if answered_here else None
         if method.client_streaming:
             return grpc.stream_stream_rpc_method_handler(self._connect, parse, serialize)
         if method.server_streaming:
