@@ -25,7 +25,6 @@ from kvservice.metrics.families import histogram
 from kvservice.metrics.holders import holder_metrics
 from kvservice.metrics.pool import pool_metrics
 from kvservice.observer.history import History
-from kvservice.observer.snapshot import take_snapshot
 from kvservice.observer.views import Views
 from kvservice.observer.web import HttpOptions, make_app
 from kvservice.telemetry.arrays import open_arrays
@@ -75,7 +74,7 @@ class Observer:
         arrays = open_arrays(self._memory, told["manifest"])
         self._reader = Reader(arrays, told["methods"], told["started_s"])
         self._history = History(self._reader.call_keys, told["info"]["block_bytes"])
-        self._views = Views(arrays, self._reader, self._history, told["info"], self._block_hash)
+        self._views = Views(arrays, self._reader, self._history, told["info"], self._fresh, self._block_hash)
         self._registry = CollectorRegistry(auto_describe=False)
         # Of the daemon, which is the parent.
         ProcessCollector(pid=os.getppid, registry=self._registry)
@@ -84,8 +83,7 @@ class Observer:
     async def _answer(self, question: bytes) -> bytes:
         request = inspect_pb2.GetSnapshotRequest.FromString(question[1:])
         rows = request.max_sessions or DEFAULT_ROWS, request.max_sequences or DEFAULT_ROWS
-        latest = await self._fresh()
-        fields = take_snapshot(self._reader, self._history, latest, *rows, request.search)
+        fields = await self._views.snapshot(*rows, request.search)
         return inspect_pb2.Snapshot(**fields).SerializeToString()
 
     async def _fresh(self) -> Reading:

@@ -13,7 +13,7 @@ from kvservice.observer.blocks import CACHED, DEVICE, MAX_CELLS, PINNED, STATES,
 from kvservice.observer.history import History
 from kvservice.observer.snapshot import take_snapshot
 from kvservice.telemetry.arrays import Arrays
-from kvservice.telemetry.reading import IntArray, Reader
+from kvservice.telemetry.reading import IntArray, Reader, Reading
 
 # Holders of a block, and blocks of a sequence, that are told.
 MAX_HOLDERS = 100
@@ -32,18 +32,20 @@ class Views:
         reader: Reader,
         history: History,
         info: dict[str, Any],
+        read: Callable[[], Awaitable[Reading]],
         block_hash: Callable[[int], Awaitable[bytes]],
     ) -> None:
         self.info = info
         self._arrays = arrays
         self._reader = reader
         self._history = history
+        self._read = read
         self._blocks = Blocks(arrays)
         self._block_hash = block_hash
 
     async def snapshot(self, max_sessions: int = 100, max_sequences: int = 100, search: str = "") -> dict[str, Any]:
-        """As of the last second."""
-        return take_snapshot(self._reader, self._history, self._history.latest, max_sessions, max_sequences, search)
+        """As of now: what else is looked at in the same moment agrees with it."""
+        return take_snapshot(self._reader, self._history, await self._read(), max_sessions, max_sequences, search)
 
     def history(self) -> dict[str, Any]:
         """Columns of samples."""

@@ -16,7 +16,7 @@ from kvservice.observer.history import History
 from kvservice.observer.views import Views
 from kvservice.telemetry.arrays import SharedArrays, open_arrays
 from kvservice.telemetry.calls import CallTable
-from kvservice.telemetry.reading import Reader
+from kvservice.telemetry.reading import Reader, Reading
 from kvservice.telemetry.sessions import SessionRow, SessionTable
 from kvservice.telemetry.vitals import Vitals, VitalsTable
 
@@ -54,7 +54,10 @@ class ObservedPool:
         os.close(descriptor)
         self.reader = Reader(arrays, METHODS, started_s=time.monotonic())
         self.history = History(self.reader.call_keys, block_bytes=100)
-        self.views = Views(arrays, self.reader, self.history, {}, self._block_hash)
+        self.views = Views(arrays, self.reader, self.history, {}, self._read, self._block_hash)
+
+    async def _read(self) -> Reading:
+        return self.history.latest
 
     async def _block_hash(self, block: int) -> bytes:
         """The oracle's: what the index would find the block by."""
