@@ -62,7 +62,7 @@ class Observing:
                 assert self._asker is not None, "it is ready"
                 return await self._asker.ask(SNAPSHOT + request)
         except (TimeoutError, ConnectionError):
-            raise ObserverUnavailableError("the observer is starting; ask again") from None
+            raise ObserverUnavailableError("the observer does not answer yet; ask again") from None
 
     async def run(self) -> None:
         """Until cancelled."""

@@ -29,7 +29,7 @@ class InspectServiceStub(object):
     """What operators look at: `kvservice top` and the daemon's page show it. Needs no session, changes nothing, and costs the
     daemon's other calls nothing: another process computes the answers. They hold neither tokens of sequences nor secrets.
 
-    UNAVAILABLE with reason OBSERVER_UNAVAILABLE while that process is starting, or is started again.
+    UNAVAILABLE with reason OBSERVER_UNAVAILABLE while that process is starting, is started again, or hangs.
     """
 
     def __init__(self, channel):
@@ -49,7 +49,7 @@ class InspectServiceServicer(object):
     """What operators look at: `kvservice top` and the daemon's page show it. Needs no session, changes nothing, and costs the
     daemon's other calls nothing: another process computes the answers. They hold neither tokens of sequences nor secrets.
 
-    UNAVAILABLE with reason OBSERVER_UNAVAILABLE while that process is starting, or is started again.
+    UNAVAILABLE with reason OBSERVER_UNAVAILABLE while that process is starting, is started again, or hangs.
     """
 
     def GetSnapshot(self, request, context):
@@ -79,7 +79,7 @@ class InspectService(object):
     """What operators look at: `kvservice top` and the daemon's page show it. Needs no session, changes nothing, and costs the
     daemon's other calls nothing: another process computes the answers. They hold neither tokens of sequences nor secrets.
 
-    UNAVAILABLE with reason OBSERVER_UNAVAILABLE while that process is starting, or is started again.
+    UNAVAILABLE with reason OBSERVER_UNAVAILABLE while that process is starting, is started again, or hangs.
     """
 
     @staticmethod
