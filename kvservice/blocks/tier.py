@@ -184,12 +184,10 @@ class DeviceTier(Tier):
 
     def _take_from_index(self, blocks: Int64Array) -> list[bytes]:
         """Returns their hashes."""
-        forgotten: list[bytes] = []
-        for block in blocks.tolist():
-            chain_hash = self.hashes[block]
-            assert chain_hash is not None
-            del self.index.blocks[chain_hash]
-            forgotten.append(chain_hash)
+        # What is indexed has a hash, and is found by it; else this is a KeyError.
+        forgotten: list[bytes] = list(map(self.hashes.__getitem__, blocks.tolist()))  # type: ignore[arg-type]
+        for _ in map(self.index.blocks.pop, forgotten):
+            pass
         self.indexed[blocks] = False
         return forgotten
 
