@@ -95,7 +95,6 @@ class ServeConfig(BaseModel):
     )
     http_token: str = Field(
         "",
-        pattern=r"^([\x21-\x7e]{16,256})?$",
         description="What a browser has to present for the page. Needed off the loopback interface. Better not on the "
         "command line, where others can read it.",
     )
@@ -160,6 +159,13 @@ class ServeConfig(BaseModel):
     @classmethod
     def _numbered(cls, value: str) -> str:
         return "cuda:0" if value == "cuda" else value
+
+    @field_validator("http_token")
+    @classmethod
+    def _token(cls, value: str) -> str:
+        if not re.fullmatch(r"([\x21-\x7e]{16,256})?", value):
+            raise ValueError("must be 16 to 256 printable characters of ASCII without spaces, or empty")
+        return value
 
     @field_validator("tcp_address", "http_address")
     @classmethod
