@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
@@ -29,7 +30,10 @@ class ByteQueue:
         self.on_fault: Callable[[], object] = lambda: None
         self._device_errors = device_errors
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="bytes", initializer=on_start)
-        self._last: Future[object] | None = None
+        # Set when what was submitted last is done. Not its future, which would keep a result that may lie in memory of a
+        # client that is gone.
+        self._last_done = threading.Event()
+        self._last_done.set()
 
     async def run(self, work: Callable[[], T], *, inline: bool) -> T:
         """Do `work` in its turn and return its result, `inline` on the event loop if nothing is queued. A caller that
@@ -47,16 +51,22 @@ class ByteQueue:
 
     @property
     def idle(self) -> bool:
-        return self._last is None or self._last.done()
+        return self._last_done.is_set()
 
     def close(self) -> None:
         """Finish what is queued."""
         self._worker.shutdown(wait=True)
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        future = self._worker.submit(self.guarded, work)
-        self._last = future  # type: ignore[assignment]
-        return future
+        done = self._last_done = threading.Event()
+
+        def run() -> T:
+            try:
+                return self.guarded(work)
+            finally:
+                done.set()
+
+        return self._worker.submit(run)
 
     def guarded(self, work: Callable[[], T]) -> T:
         """Do `work`, on whatever thread this is; what it raises becomes the fault."""
