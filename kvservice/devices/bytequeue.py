@@ -30,7 +30,7 @@ class ByteQueue:
         self.on_fault: Callable[[], object] = lambda: None
         self._device_errors = device_errors
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="bytes", initializer=on_start)
-        # Set when what was submitted last is done. Not its future, which would keep a result that may lie in memory of a
+        # Set when what was submitted last is done. Its future would do, but keep a result that may lie in memory of a
         # client that is gone.
         self._last_done = threading.Event()
         self._last_done.set()
