@@ -70,7 +70,7 @@ def test_a_token_is_good_for_its_descriptors_and_once(path: Path) -> None:
             await asyncio.to_thread(client_side.fetch, where, token, 2)
         for descriptor in got:
             os.close(descriptor)
-        assert num_descriptors() == before
+        assert num_descriptors() <= before  # what an earlier test has left may be gone by now
         for descriptor in files:
             os.close(descriptor)
 
@@ -86,7 +86,7 @@ def test_a_token_is_good_for_so_long(path: Path, monkeypatch: pytest.MonkeyPatch
         token = handover.offer([descriptor])
         os.close(descriptor)
         await asyncio.sleep(0.1)
-        assert num_descriptors() == before
+        assert num_descriptors() <= before  # what an earlier test has left may be gone by now
         with pytest.raises(RegionsNotAllowedError):
             await asyncio.to_thread(client_side.fetch, where, token, 1)
 
@@ -179,7 +179,7 @@ def test_those_who_connect_and_say_nothing_are_shown_out(path: Path, monkeypatch
 
         await asyncio.to_thread(ask)
         await asyncio.sleep(0.05)
-        assert num_descriptors() == before
+        assert num_descriptors() <= before  # what an earlier test has left may be gone by now
         descriptor = memory_file(b"")
         (got,) = await asyncio.to_thread(client_side.fetch, where, handover.offer([descriptor]), 1)
         os.close(got)
