@@ -10,11 +10,22 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvservice.blocks.sequences import LENGTH, NUM_BLOCKS, NUM_COMPUTED, SEQUENCE_ID, SPACE, SWAPPED
+from kvservice.blocks.sequences import (
+    COMPUTED_TOKENS,
+    HIT_TOKENS,
+    LENGTH,
+    NUM_BLOCKS,
+    NUM_COMPUTED,
+    NUM_COUNTERS,
+    QUERY_TOKENS,
+    SEQUENCE_ID,
+    SPACE,
+    SWAPPED,
+)
 from kvservice.telemetry import sessions as columns
 from kvservice.telemetry.arrays import Arrays
 from kvservice.telemetry.calls import Key, keys
-from kvservice.telemetry.sessions import NUM_COUNTERS, get_name
+from kvservice.telemetry.sessions import get_name
 from kvservice.telemetry.vitals import Vitals
 
 # For what is just changing. A change takes microseconds, unless the daemon has to wait for a processor.
@@ -158,7 +169,7 @@ class Reader:
                 row[columns.REGIONS],
                 row[columns.REGION_BYTES],
                 bool(row[columns.LANE]),
-                row[columns.COMPUTED_TOKENS],
-                row[columns.QUERY_TOKENS],
-                row[columns.HIT_TOKENS],
+                row[COMPUTED_TOKENS],
+                row[QUERY_TOKENS],
+                row[HIT_TOKENS],
             )

@@ -8,15 +8,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvservice.blocks.plans import Zeros
+from kvservice.blocks.sequences import NUM_COUNTERS
 
-# Columns of a session's row. The tokens are counted by bookkeeping, in the order of its counters.
-COMPUTED_TOKENS, QUERY_TOKENS, HIT_TOKENS, SESSION_ID, ATTACHED, OPENED_MS, REGIONS, REGION_BYTES, LANE, TENANT = range(
-    10
-)
-NUM_COLUMNS = 10
-NUM_COUNTERS = 3
+# Columns of a session's row, behind the tokens that bookkeeping counts for its space.
+SESSION_ID, ATTACHED, OPENED_MS, REGIONS, REGION_BYTES, LANE, TENANT = range(NUM_COUNTERS, NUM_COUNTERS + 7)
+NUM_COLUMNS = NUM_COUNTERS + 7
 # Column of a tenant's row, behind its tokens.
-IN_USE = 3
+IN_USE = NUM_COUNTERS
 # Names are UTF-8, of at most 64 characters, with zeros behind.
 NAME_BYTES = 256
 OTHER_TENANTS = "other"
