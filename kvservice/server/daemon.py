@@ -6,11 +6,7 @@ import asyncio
 import contextlib
 import functools
 import logging
-import os
 import signal
-import socket
-import stat
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -22,11 +18,11 @@ from kvservice import logs
 from kvservice.config import ServeConfig
 from kvservice.devices import open_device
 from kvservice.engine import Engine
-from kvservice.errors import KVServiceError
 from kvservice.server.calls import Calls, OpenCalls
 from kvservice.server.contract import METHODS, SERVICES
 from kvservice.server.dispatch import Dispatcher
 from kvservice.server.events import EventStreams
+from kvservice.server.listening import StartError, listen, listen_http, open_unix_socket
 from kvservice.server.observing import Observing
 from kvservice.server.services import Services
 from kvservice.server.sessions import SessionRegistry
@@ -41,10 +37,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 EXIT_FAULT = 70
-
-
-class StartError(KVServiceError):
-    """The daemon cannot start as it is configured."""
 
 
 class Daemon:
@@ -78,10 +70,11 @@ class Daemon:
         self.device.on_fault = functools.partial(loop.call_soon_threadsafe, self._stop.set)
         with contextlib.ExitStack() as cleanup:
             server = self._server()
-            self._listen(server, cleanup)
-            self._listen_http(cleanup)
+            listen(server, self.sessions.handover, self._config, cleanup)
+            if self._config.http_address:
+                self.observing.serve_http(listen_http(self._config.http_address, cleanup))
             await server.start()
-            self._restrict_unix_socket()
+            open_unix_socket(self._config)
             beside = [asyncio.create_task(task) for task in (self.sessions.handover.serve(), self.observing.run())]
             await self._set_health(health_pb2.HealthCheckResponse.SERVING)
             logger.info(
@@ -127,47 +120,6 @@ class Daemon:
         reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
         return server
 
-    def _listen(self, server: grpc.aio.Server, cleanup: contextlib.ExitStack) -> None:
-        if not (self._config.unix_socket or self._config.tcp_address):
-            raise StartError("there is nothing to listen on: set one of the two", field="unix_socket, tcp_address")
-        if self._config.unix_socket:
-            path = Path(self._config.unix_socket)
-            _check_socket_free(path)
-            # Until its mode is set the socket must not be open to others.
-            umask = os.umask(0o177)
-            try:
-                _bind(server, f"unix:{path}", "unix_socket")
-            finally:
-                os.umask(umask)
-            cleanup.callback(path.unlink, missing_ok=True)
-        if self._config.handover_socket:
-            path = Path(self._config.handover_socket)
-            _check_socket_free(path)
-            try:
-                self.sessions.handover.listen(path, int(self._config.unix_socket_mode, 8))
-            except OSError as error:
-                raise StartError(f"cannot listen on {path}: {error}", field="unix_socket") from None
-            cleanup.callback(self.sessions.handover.close)
-        if self._config.tcp_address:
-            _bind(server, self._config.tcp_address, "tcp_address")
-
-    def _restrict_unix_socket(self) -> None:
-        if self._config.unix_socket:
-            os.chmod(self._config.unix_socket, int(self._config.unix_socket_mode, 8))
-
-    def _listen_http(self, cleanup: contextlib.ExitStack) -> None:
-        if not self._config.http_address:
-            return
-        host, _, port = self._config.http_address.rpartition(":")
-        try:
-            listening = socket.create_server(
-                (host.strip("[]"), int(port)), family=socket.AF_INET6 if ":" in host else socket.AF_INET
-            )
-        except OSError as error:
-            raise StartError(f"cannot listen on {self._config.http_address}: {error}", field="http_address") from None
-        cleanup.callback(listening.close)
-        self.observing.serve_http(listening)
-
     async def _set_health(self, status: Any) -> None:
         for name in ("", *(service.full_name for service in SERVICES)):
             await self._health.set(name, status)
@@ -201,28 +153,6 @@ def _open_tracer(config: ServeConfig) -> Tracer | None:
     except ModuleNotFoundError as error:
         raise StartError(f"{error}: traces need kvservice[otel]", field="otel_endpoint") from None
     return Tracer(config.otel_endpoint, config.otel_sample_ratio)
-
-
-def _check_socket_free(path: Path) -> None:
-    """A socket file that nobody serves is removed by gRPC; one that is served must not be taken away."""
-    if not path.exists():
-        if not path.parent.is_dir():
-            raise StartError(f"{path.parent} is not a directory", field="unix_socket")
-        return
-    if not stat.S_ISSOCK(path.stat().st_mode):
-        raise StartError(f"{path} exists and is no socket", field="unix_socket")
-    with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(ConnectionRefusedError):
-        probe.connect(str(path))
-        raise StartError(f"{path} is served by another process", field="unix_socket")
-
-
-def _bind(server: grpc.aio.Server, address: str, field: str) -> None:
-    try:
-        port = server.add_insecure_port(address)
-    except RuntimeError:
-        port = 0
-    if port == 0:
-        raise StartError(f"cannot listen on {address}: is it in use, and are you allowed to?", field=field)
 
 
 async def _main(config: ServeConfig) -> int:
