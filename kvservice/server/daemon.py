@@ -22,6 +22,7 @@ from kvservice.server.calls import Calls, OpenCalls
 from kvservice.server.contract import METHODS, SERVICES
 from kvservice.server.dispatch import Dispatcher
 from kvservice.server.events import EventStreams
+from kvservice.server.grpc_options import server_options
 from kvservice.server.listening import StartError, listen, listen_http, open_unix_socket
 from kvservice.server.observing import Observing
 from kvservice.server.services import Services
@@ -101,17 +102,7 @@ class Daemon:
     def _server(self) -> grpc.aio.Server:
         config = self._config
         server = grpc.aio.server(
-            options=[
-                ("grpc.max_receive_message_length", config.max_message_bytes),
-                ("grpc.max_send_message_length", config.max_message_bytes),
-                # A second daemon on the same port must fail, not share it.
-                ("grpc.so_reuseport", 0),
-                # A client whose host is gone is noticed within the two times together.
-                ("grpc.keepalive_time_ms", 10_000),
-                ("grpc.keepalive_timeout_ms", 5_000),
-                ("grpc.keepalive_permit_without_calls", 1),
-                ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
-            ],
+            options=server_options(config),
             maximum_concurrent_rpcs=4 * config.max_sessions + 64,
         )
         server.add_generic_rpc_handlers(tuple(Services(self.dispatcher, self.sessions, self.events).handlers()))

@@ -1,0 +1,25 @@
+"""gRPC's arguments for the daemon's side of its connections. gRPC ignores a name that it does not know."""
+
+from __future__ import annotations
+
+from kvservice.config import ServeConfig
+
+CONNECTION_OPTIONS: tuple[tuple[str, int], ...] = (
+    # A second daemon on the same port must fail, not share it.
+    ("grpc.so_reuseport", 0),
+    # A client whose host is gone is noticed within the two times together.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    # Clients ping more rarely than that. A client that pings more often than the daemon permits loses its connection.
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+)
+
+
+def server_options(config: ServeConfig) -> list[tuple[str, int]]:
+    """All options of the daemon's server."""
+    return [
+        ("grpc.max_receive_message_length", config.max_message_bytes),
+        ("grpc.max_send_message_length", config.max_message_bytes),
+        *CONNECTION_OPTIONS,
+    ]

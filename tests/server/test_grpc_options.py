@@ -1,0 +1,78 @@
+"""gRPC's arguments: that it knows their names, and that the daemon permits its clients' pings."""
+
+from __future__ import annotations
+
+import ast
+import re
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+from grpc._cython import cygrpc
+from http2_pings import PingingClient
+
+import kvservice
+from kvservice.client.channel import CHANNEL_OPTIONS
+from kvservice.config import ServeConfig
+from kvservice.server.grpc_options import CONNECTION_OPTIONS, server_options
+
+PACKAGE = Path(kvservice.__file__).parent
+LIBRARY = Path(cygrpc.__file__).read_bytes()
+PERMISSION = "grpc.http2.min_ping_interval_without_data_ms"
+PINGS = 8  # gRPC closes the connection at the third that it does not permit
+
+
+def is_known(name: str) -> bool:
+    """Whether it is one of the strings in gRPC's library, which end with a zero byte."""
+    return name.encode() + b"\0" in LIBRARY
+
+
+def names_in_sources() -> Iterator[str]:
+    for path in PACKAGE.rglob("*.py"):
+        if "v1" not in path.parts:
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Constant) and re.fullmatch(r"grpc\.[a-z0-9_.]+", str(node.value)):
+                    yield str(node.value)
+
+
+def test_every_option_is_one_that_grpc_knows() -> None:
+    ours = {name for name, _ in (*server_options(ServeConfig()), *CHANNEL_OPTIONS)}
+    assert {name for name in ours if not is_known(name)} == set()
+    assert set(names_in_sources()) == ours, "an option is set elsewhere"
+
+
+def test_a_wrong_name_is_noticed() -> None:
+    assert not is_known("grpc.http2.min_recv_ping_interval_without_data_ms")
+    assert not is_known("grpc.http2.min_ping_interval")
+
+
+def test_clients_ping_less_often_than_the_daemon_permits() -> None:
+    assert dict(CHANNEL_OPTIONS)["grpc.keepalive_time_ms"] >= 2 * dict(CONNECTION_OPTIONS)[PERMISSION]
+
+
+def answers(options: Iterable[tuple[str, int]], path: Path) -> list[bytes]:
+    """What a server with these options has against pings that come every two milliseconds or more."""
+    server = grpc.server(ThreadPoolExecutor(1), options=list(options))
+    assert server.add_insecure_port(f"unix:{path}")
+    server.start()
+    try:
+        with PingingClient(path) as client:
+            found = [client.ping()]
+            while len(found) < PINGS and not found[-1]:
+                time.sleep(0.002)
+                found.append(client.ping())
+            return found
+    finally:
+        server.stop(None).wait()
+
+
+def test_pings_at_the_permitted_interval_are_answered(tmp_path: Path) -> None:
+    quicker = [(name, 1 if name == PERMISSION else value) for name, value in CONNECTION_OPTIONS]
+    assert answers(quicker, tmp_path / "socket") == [b""] * PINGS
+
+
+def test_without_the_permission_they_end_the_connection(tmp_path: Path) -> None:
+    without = [(name, value) for name, value in CONNECTION_OPTIONS if name != PERMISSION]
+    assert answers(without, tmp_path / "socket")[-1] == b"too_many_pings"

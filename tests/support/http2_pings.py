@@ -1,0 +1,50 @@
+"""A connection of HTTP/2 that does nothing but ping: gRPC's own client pings once a second at most."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+SETTINGS, PING, GOAWAY = 4, 6, 7
+ACK = 1
+
+
+class PingingClient:
+    """Connected to the server on a unix socket. A context manager."""
+
+    def __init__(self, path: Path) -> None:
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.settimeout(60)
+        self._socket.connect(str(path))
+        self._socket.sendall(PREFACE + _frame(SETTINGS))
+        self._stream = self._socket.makefile("rb")
+
+    def __enter__(self) -> PingingClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stream.close()
+        self._socket.close()
+
+    def ping(self) -> bytes:
+        """Returns what the server has against it: the text of its GOAWAY, b"" for a ping that it answers."""
+        with contextlib.suppress(BrokenPipeError):  # its last words can still be read
+            self._socket.sendall(_frame(PING, bytes(8)))
+        for kind, flags, payload in self._received():
+            if kind == GOAWAY:
+                return payload[8:]
+            if kind == PING and flags & ACK:
+                return b""
+        raise AssertionError("the server closed the connection")
+
+    def _received(self) -> Iterator[tuple[int, int, bytes]]:
+        while header := self._stream.read(9):
+            yield header[3], header[4], self._stream.read(int.from_bytes(header[:3], "big"))
+
+
+def _frame(kind: int, payload: bytes = b"") -> bytes:
+    """Of the connection, not of a stream."""
+    return len(payload).to_bytes(3, "big") + bytes((kind, 0)) + bytes(4) + payload
