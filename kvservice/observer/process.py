@@ -13,7 +13,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
@@ -24,7 +23,9 @@ from kvservice.metrics.calls import call_metrics
 from kvservice.metrics.families import histogram
 from kvservice.metrics.holders import holder_metrics
 from kvservice.metrics.pool import pool_metrics
+from kvservice.observer.connections import Connections, HttpLimits
 from kvservice.observer.history import History
+from kvservice.observer.http_server import serve_http
 from kvservice.observer.views import Views
 from kvservice.observer.web import HttpOptions, make_app
 from kvservice.telemetry.arrays import open_arrays
@@ -37,8 +38,6 @@ logger = logging.getLogger(__name__)
 
 READ_EVERY_S = 1.0
 DEFAULT_ROWS = 100
-# Of HTTP. More are answered with 503.
-MAX_CONNECTIONS = 256
 
 
 class Observer:
@@ -111,16 +110,7 @@ class Observer:
         host = self._told["http_host"].strip("[]")
         options = HttpOptions(loopback=is_loopback(host), token=self._told["http_token"])
         app = make_app(self._views, options, self._metrics)
-        config = uvicorn.Config(
-            app,
-            access_log=False,
-            log_config=None,
-            log_level="warning",
-            lifespan="off",
-            server_header=False,
-            limit_concurrency=MAX_CONNECTIONS,
-        )
-        await uvicorn.Server(config).serve(sockets=[listening])
+        await serve_http(app, listening, Connections(HttpLimits()))
 
     async def _metrics(self) -> tuple[bytes, str]:
         self._scraped = await self._fresh()
