@@ -12,17 +12,19 @@ from grpc_status import rpc_status
 from kvservice.client.tracing import traceparent
 from kvservice.errors import ConnectionLostError, KVServiceError, MessageTooLargeError
 from kvservice.v1 import session_pb2
+from kvservice.wire.keepalive import keepalive_options
 from kvservice.wire.status import from_status
 
 # The daemon bounds messages, and tells its bound; this only keeps gRPC's own smaller default away.
 _MAX_MESSAGE_BYTES = 1 << 30
 
+# A daemon that does not answer for so long is gone, or frozen, while there is a call or a session's stream.
+DAEMON_TIMEOUT_S = 15.0
+
 CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
-    # A daemon whose host is gone is noticed within the two times together.
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
+    *keepalive_options(DAEMON_TIMEOUT_S),
     ("grpc.initial_reconnect_backoff_ms", 50),
     # Not a pause: what an attempt to connect may take.
     ("grpc.min_reconnect_backoff_ms", 5_000),

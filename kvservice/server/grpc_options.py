@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from kvservice.config import ServeConfig
+from kvservice.wire.keepalive import MIN_PING_INTERVAL_MS, keepalive_options
 
 CONNECTION_OPTIONS: tuple[tuple[str, int], ...] = (
     # A second daemon on the same port must fail, not share it.
     ("grpc.so_reuseport", 0),
-    # A client whose host is gone is noticed within the two times together.
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
-    # Clients ping more rarely than that. A client that pings more often than the daemon permits loses its connection.
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    # A client that pings more often than the daemon permits loses its connection.
+    ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
 )
 
 
@@ -21,5 +19,6 @@ def server_options(config: ServeConfig) -> list[tuple[str, int]]:
     return [
         ("grpc.max_receive_message_length", config.max_message_bytes),
         ("grpc.max_send_message_length", config.max_message_bytes),
+        *keepalive_options(config.client_timeout_s),
         *CONNECTION_OPTIONS,
     ]

@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
@@ -52,20 +53,36 @@ def test_clients_ping_less_often_than_the_daemon_permits() -> None:
     assert dict(CHANNEL_OPTIONS)["grpc.keepalive_time_ms"] >= 2 * dict(CONNECTION_OPTIONS)[PERMISSION]
 
 
-def answers(options: Iterable[tuple[str, int]], path: Path) -> list[bytes]:
-    """What a server with these options has against pings that come every two milliseconds or more."""
+@contextmanager
+def serving(options: Iterable[tuple[str, int]], path: Path) -> Iterator[None]:
+    """gRPC's server with these options and no services."""
     server = grpc.server(ThreadPoolExecutor(1), options=list(options))
     assert server.add_insecure_port(f"unix:{path}")
     server.start()
     try:
-        with PingingClient(path) as client:
-            found = [client.ping()]
-            while len(found) < PINGS and not found[-1]:
-                time.sleep(0.002)
-                found.append(client.ping())
-            return found
+        yield
     finally:
         server.stop(None).wait()
+
+
+def test_a_client_that_does_not_answer_loses_its_connection_in_its_time(tmp_path: Path) -> None:
+    """gRPC's own bound is a minute."""
+    options = server_options(ServeConfig(client_timeout_s=3.0))
+    with serving(options, tmp_path / "socket"):
+        begin = time.monotonic()
+        with PingingClient(tmp_path / "socket") as client:
+            assert client.goodbye() == b"ping_timeout"
+        assert 2.9 < time.monotonic() - begin < 30
+
+
+def answers(options: Iterable[tuple[str, int]], path: Path) -> list[bytes]:
+    """What a server with these options has against pings that come every two milliseconds or more."""
+    with serving(options, path), PingingClient(path) as client:
+        found = [client.ping()]
+        while len(found) < PINGS and not found[-1]:
+            time.sleep(0.002)
+            found.append(client.ping())
+        return found
 
 
 def test_pings_at_the_permitted_interval_are_answered(tmp_path: Path) -> None:

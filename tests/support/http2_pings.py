@@ -1,4 +1,5 @@
-"""A connection of HTTP/2 that does nothing but ping: gRPC's own client pings once a second at most."""
+"""A connection of HTTP/2 that does nothing but ping, or nothing at all: gRPC's own client pings once a second at most,
+and always answers."""
 
 from __future__ import annotations
 
@@ -39,6 +40,10 @@ class PingingClient:
             if kind == PING and flags & ACK:
                 return b""
         raise AssertionError("the server closed the connection")
+
+    def goodbye(self) -> bytes:
+        """The text with which the server closes a connection that answers nothing."""
+        return next(payload[8:] for kind, _, payload in self._received() if kind == GOAWAY)
 
     def _received(self) -> Iterator[tuple[int, int, bytes]]:
         while header := self._stream.read(9):
