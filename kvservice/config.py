@@ -121,8 +121,8 @@ class ServeConfig(BaseModel):
         15.0,
         ge=3,
         le=3600,
-        description="Seconds without an answer after which a client that is frozen, or whose host is gone, has lost its "
-        "connection. Its sessions then have session_grace_s.",
+        description="Seconds without an answer after which a client that is frozen, or whose host is gone, has lost "
+        "its connection. Its sessions then have session_grace_s.",
     )
     max_detach_ttl_s: float = Field(3600.0, ge=0, le=30 * 86400, description="Longest wait of a detached session.")
     max_sessions: int = Field(256, ge=1, le=65536, description="Sessions at one time.")
