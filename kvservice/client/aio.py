@@ -104,7 +104,7 @@ class AsyncKVClient:
 
     @contextlib.asynccontextmanager
     async def resume(self, token: bytes) -> AsyncIterator[AsyncSession]:
-        """Take over a session for the block. `describe()` tells its sequences."""
+        """Take over a session for the block; see KVClient.resume."""
         async with self._attached(token, resumed=True) as session:
             yield session
 
@@ -115,6 +115,13 @@ class AsyncKVClient:
         session = AsyncSession(self, stream, token, resumed)
         try:
             session.attending = await open_transport(session, self._transport, self._completion)
+        except BaseException:
+            if resumed:
+                await stream.close()  # the session is left as it was, for the next who presents its token
+            else:
+                await session.close()
+            raise
+        try:
             yield session
         finally:
             await session.close()

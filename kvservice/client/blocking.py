@@ -91,7 +91,10 @@ class Session:
         try:
             self._core.attending = finish(open_transport(self._core, client._transport, client._completion))
         except BaseException:
-            self.close()
+            if resumed:
+                self._stream.close()  # the session is left as it was, for the next who presents its token
+            else:
+                self.close()
             raise
 
     @property
@@ -186,7 +189,8 @@ class KVClient:
         return Session(self, opened.session_token, resumed=False)
 
     def resume(self, token: bytes) -> Session:
-        """Take over a session. `describe()` tells its sequences. A stream that still holds it is ended."""
+        """Take over a session. `describe()` tells its sequences. A stream that still holds it is ended. One that cannot
+        be resumed, as when there is no lane left for it, keeps its sequences and waits as one that was detached."""
         return Session(self, token, resumed=True)
 
     def stats(self) -> PoolStats:

@@ -54,8 +54,8 @@ class Session:
     row: SessionRow
     wait_s: float
     replies: OrderedDict[int, tuple[str, Message]] = field(default_factory=OrderedDict)
-    # Whose stream was the last to attach; see AttachRequest.
-    holder: int = 0
+    # Whose stream was the last to attach; see AttachRequest. None: no stream was attached yet.
+    holder: int | None = None
     # Ends the stream that holds the lease, with an error. None: no stream does.
     end_stream: Callable[[KVServiceError], None] | None = None
     # What happens to a session that no stream holds.
@@ -135,7 +135,8 @@ class SessionRegistry:
     def attach(
         self, token: bytes, holder: int, reconnects: bool, end_stream: Callable[[KVServiceError], None]
     ) -> Session:
-        """Give the lease to a holder's stream. The stream that had it is ended.
+        """Give the lease to a holder's stream. The stream that had it is ended. Unless the holder reconnects, what the
+        session shared with its client is closed: the new client makes its own.
 
         Raises UnknownSessionError, and SessionTakenError for a holder that reconnects when the session is another's.
         """
@@ -145,8 +146,8 @@ class SessionRegistry:
         _cancel_timers(session)
         if session.end_stream is not None:
             session.end_stream(_taken())
-        if session.holder != holder:
-            session.access.close()  # two clients on one lane would be none
+        if session.holder is not None and not reconnects:
+            session.unshare()
         session.holder = holder
         session.end_stream = end_stream
         session.row.set(ATTACHED, 1)
@@ -201,7 +202,7 @@ def _taken() -> SessionTakenError:
 
 
 def _check_holder(session: Session, holder: int) -> None:
-    if session.holder != holder:
+    if session.holder not in (None, holder):
         raise _taken()
 
 

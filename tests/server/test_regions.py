@@ -38,7 +38,7 @@ from kvservice.server.calls import Calls
 from kvservice.server.region import GPU, HOST, Place, RegionTotals
 from kvservice.server.regions import Regions
 from kvservice.server.shm_object import ShmObject
-from kvservice.v1 import attention_pb2, host_pb2, shared_memory_pb2, tensor_pb2
+from kvservice.v1 import attention_pb2, host_pb2, session_pb2, shared_memory_pb2, tensor_pb2
 
 OBJECT_BYTES = 1 << 16
 PREFIX = f"/dev/shm/kvservice-test-{os.getpid()}"
@@ -479,10 +479,33 @@ def test_regions_outlive_a_broken_stream(client: KVClient, wire: Any, raw: Any, 
     session.stream.cancel()
     time.sleep(client.info.session_grace_s / 5)
     session.stream = wire.stream()
-    session.stream.attach(session.token)
+    session.stream.attach(session.token, reconnects=True)
     time.sleep(2 * client.info.session_grace_s)  # what the broken stream's end had started must be off
     assert session.ok("system_shared_memory_status", Status()).regions.keys() == {"r"}
     session.close()
+
+
+def test_what_a_resumed_session_had_shared_is_closed(daemon: Daemon) -> None:
+    """Each client that takes the session over makes its own, within the bound of one session."""
+    with KVClient(daemon.address, transport="lane") as client, client.session(detachable=True) as kv:
+        for _ in range(SMALL_POOL["max_regions"] + 1):
+            kv.detach()
+            kv = client.resume(kv.token)
+            kv.create_region(4096)
+            kv.map_pool()
+            assert len(kv.regions()) == 1
+        kv.close()
+
+
+def test_a_session_shares_before_its_first_stream(wire: Any, shm: Object) -> None:
+    token = wire.unary("open", session_pb2.OpenRequest()).session_token
+    wire.unary("system_shared_memory_register", Register(session_token=token, name="r", key=shm.key, byte_size=64))
+    stream = wire.stream()
+    stream.attach(token)
+    reply = stream.send("system_shared_memory_status", Status())
+    assert reply.system_shared_memory_status.regions.keys() == {"r"}
+    stream.cancel()
+    wire.unary("close", session_pb2.CloseRequest(session_token=token))
 
 
 def test_a_lane_over_host_memory_has_no_event(raw_session: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import subprocess
 import sys
@@ -14,9 +15,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from both_faces import Face
 from cutting_proxy import CuttingProxy
 
-from kvservice.client import KVClient, PoolStats, Session
+from kvservice.client import AsyncKVClient, KVClient, PoolStats, Session
 from kvservice.errors import (
     ConnectionLostError,
     FailedPreconditionError,
@@ -215,6 +217,30 @@ def test_a_detached_session_is_resumed_by_another_process(daemon: Daemon, client
     digest = hashlib.sha256(KEY.tobytes() + VALUE.tobytes()).hexdigest()
     assert child.stdout.strip() == f"(1, 2, 3, 4, 5, 6) 6 {digest}", child.stderr
     assert client.stats().sessions == 0  # the child's block closed it
+
+
+@pytest.mark.parametrize("face", ["blocking", "asyncio"])
+@pytest.mark.parametrize("transport", ["lane", "mapped", "region"])
+def test_a_session_that_cannot_be_resumed_is_left_as_it_was(
+    daemon: Daemon, client: KVClient, tmp_path: Path, transport: str, face: Face
+) -> None:
+    """Nothing is handed over on the way through a proxy."""
+    session = client.session(detachable=True)
+    sequence = computed(session, [1, 2, 3, 4, 5, 6])
+    token = session.detach()
+    with CuttingProxy(tmp_path, daemon.address) as proxy, pytest.raises(ConnectionLostError, match="fds"):
+        asyncio.run(resume(face, proxy.address, transport, token))
+    with client.resume(token) as again:
+        assert_intact(again, sequence)
+        assert again.regions() == []
+
+
+async def resume(face: Face, address: str, transport: str, token: bytes) -> None:
+    if face == "blocking":
+        with KVClient(address, transport=transport) as client, client.resume(token):
+            pytest.fail("it was resumed")
+    async with AsyncKVClient(address, transport=transport) as client, client.resume(token):
+        pytest.fail("it was resumed")
 
 
 HOLD = """

@@ -84,8 +84,8 @@ class RawStream:
         assert reply.call_id == call_id
         return reply
 
-    def attach(self, token: bytes) -> session_pb2.Reply:
-        return self.send("attach", session_pb2.AttachRequest(session_token=token))
+    def attach(self, token: bytes, *, reconnects: bool = False) -> session_pb2.Reply:
+        return self.send("attach", session_pb2.AttachRequest(session_token=token, reconnects=reconnects))
 
     def end(self) -> None:
         """Half-close, as a client that is done."""
