@@ -1,0 +1,254 @@
+"""Every causal language model type of the library: equal to the library's own cache, or refused before it computes.
+
+The expected outcomes are in causal_lm_types.toml. KVSERVICE_TYPES_SEED changes which types run the further scenarios.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import os
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from causal_lms import TABLE, Case, installed_cases, make_config, make_model, model_class
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from kvservice.client import KVClient, Session, Step
+from kvservice.errors import InvalidArgumentError
+from kvservice.integrations.transformers import KVServiceCache, columns, forward, install, pool_options
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # The library warns of much that tiny random models do.
+
+SEED = int(os.environ.pop("KVSERVICE_TYPES_SEED", "11"))
+# Logits have a standard deviation of about 1. float32 sums in another order than the library's differ by 1e-6 to 4e-5.
+TOLERANCE = 5e-4
+CASES = installed_cases()
+EQUAL = [case for case in CASES if case.is_equal]
+
+
+@dataclass
+class Subject:
+    """A model with its K/V in the daemon, beside the same weights with the library's own cache."""
+
+    model: PreTrainedModel
+    reference: PreTrainedModel
+    kv: Session
+
+
+@dataclass
+class Output:
+    tokens: torch.Tensor
+    logits: torch.Tensor
+
+
+NewCache = Callable[[PreTrainedModel], Cache]
+Scenario = Callable[[PreTrainedModel, NewCache], Output]
+
+
+def prompts() -> dict[str, torch.Tensor]:
+    """Three prompts of 18, 13 and 6 tokens, padded on the left; longer than the sliding windows, and not in blocks."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.tensor([18, 13, 6])
+    mask = (torch.arange(18) >= 18 - lengths[:, None]).long()
+    return {"input_ids": torch.randint(2, 97, (3, 18), generator=generator) * mask, "attention_mask": mask}
+
+
+def generate(model: PreTrainedModel, cache: Cache, **arguments: Any) -> Output:
+    arguments = {"do_sample": False, "max_new_tokens": 24} | prompts() | arguments
+    torch.manual_seed(5)
+    result = model.generate(**arguments, past_key_values=cache, output_logits=True, return_dict_in_generate=True)
+    return Output(result.sequences, torch.stack(result.logits))
+
+
+def greedy(model: PreTrainedModel, new_cache: NewCache) -> Output:
+    return generate(model, new_cache(model))
+
+
+def short(model: PreTrainedModel, new_cache: NewCache) -> Output:
+    return generate(model, new_cache(model), max_new_tokens=4)
+
+
+def one_row(model: PreTrainedModel, new_cache: NewCache) -> Output:
+    return generate(model, new_cache(model), input_ids=prompts()["input_ids"][:1], attention_mask=None)
+
+
+def in_chunks(model: PreTrainedModel, new_cache: NewCache) -> Output:
+    cache = new_cache(model)
+    chunks = {"prefill_chunk_size": 4} if isinstance(cache, KVServiceCache) else {}
+    return generate(model, cache, max_new_tokens=6, **chunks)
+
+
+def beams(model: PreTrainedModel, new_cache: NewCache) -> Output:
+    return generate(model, new_cache(model), max_new_tokens=8, num_beams=3, num_return_sequences=2)
+
+
+def sampled(model: PreTrainedModel, new_cache: NewCache) -> Output:
+    return generate(model, new_cache(model), max_new_tokens=8, do_sample=True, top_k=0, num_return_sequences=2)
+
+
+def two_turns(model: PreTrainedModel, new_cache: NewCache) -> Output:
+    cache = new_cache(model)
+    first = generate(model, cache, max_new_tokens=5).tokens
+    ids = torch.cat([first, prompts()["input_ids"][:, -4:].flip(0)], 1)
+    mask = torch.cat([prompts()["attention_mask"], torch.ones(3, 9, dtype=torch.long)], 1)
+    return generate(model, cache, input_ids=ids, attention_mask=mask, max_new_tokens=6)
+
+
+SCENARIOS: list[Scenario] = [one_row, in_chunks, beams, sampled, two_turns]
+
+
+def check(subject: Subject, *scenarios: Scenario) -> None:
+    """Fails unless the model in the daemon gives what the library gives, in one scenario after the other."""
+    for scenario in scenarios:
+        expected = scenario(subject.reference, lambda model: DynamicCache(config=model.config))
+        actual = scenario(subject.model, lambda _: KVServiceCache(subject.kv))
+        assert torch.equal(actual.tokens, expected.tokens), f"{scenario.__name__}: other tokens"
+        assert_close(actual.logits, expected.logits, scenario.__name__)
+
+
+def check_ragged_step(subject: Subject) -> None:
+    batch = prompts()
+    rows = [ids[mask.bool()] for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
+    expected = torch.cat([subject.reference(row[None]).logits[0] for row in rows])
+    subject.kv.reset_prefix_cache()
+    sequences = subject.kv.allocate_batch([row.tolist() for row in rows])
+    actual = forward(subject.model, subject.kv.open_step(sequences), torch.cat(rows))
+    subject.kv.free(sequences)
+    assert_close(actual, expected, "forward()")
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    error = float((actual - expected).abs().max() / expected.std())
+    assert error < TOLERANCE, f"{what}: logits differ by {error} of their standard deviation"
+
+
+@pytest.fixture
+def make_subject(clients: Callable[[dict[str, Any]], KVClient]) -> Any:
+    sessions: list[Session] = []
+
+    def make(case: Case) -> Subject:
+        config = make_config(case)
+        options = pool_options(config)
+        model = make_model(config)
+        reference = copy.deepcopy(model)
+        reference.set_attn_implementation("eager")
+        install(model)
+        sessions.append(clients(options).session())
+        sessions[-1].reset_prefix_cache()
+        return Subject(model, reference, sessions[-1])
+
+    with torch.no_grad():
+        yield make
+    for session in sessions:
+        session.close()
+
+
+@pytest.fixture
+def attended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The layers that were sent to the daemon."""
+    layers: list[int] = []
+    attend = Step.attend
+
+    def counting(step: Step, layer: int, *tensors: Any, **options: Any) -> Any:
+        layers.append(layer)
+        return attend(step, layer, *tensors, **options)
+
+    monkeypatch.setattr(Step, "attend", counting)
+    return layers
+
+
+def expected_to_fail(case: Case) -> Any:
+    marks = [pytest.mark.xfail(reason=TABLE["wrong"][case.name])] if case.name in TABLE["wrong"] else []
+    return pytest.param(case, marks=marks, id=case.name)
+
+
+def drawn(cases: list[Case], draw: str) -> Case:
+    return random.Random(f"{SEED} {draw}").choice(cases)
+
+
+def test_the_table_names_each_case_once() -> None:
+    named = [*TABLE["equal"], *(name for names in TABLE["refused"].values() for name in names), *TABLE["wrong"]]
+    assert len(named) == len(set(named))
+    assert named
+
+
+def refusal_of(make_subject: Callable[[Case], Subject], case: Case) -> str | None:
+    """The message with which a type is refused. None: it is equal. Fails if it is neither."""
+    try:
+        subject = make_subject(case)
+        # The second time, the prompts are in the prefix cache.
+        check(subject, greedy, short)
+        check_ragged_step(subject)
+    except InvalidArgumentError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("case", [expected_to_fail(case) for case in CASES])
+def test_a_type_is_equal_or_refused(case: Case, make_subject: Callable[[Case], Subject], attended: list[int]) -> None:
+    refusal = refusal_of(make_subject, case)
+    if refusal is None:
+        assert case.refusal is None, "not refused"
+    else:
+        assert not case.is_equal, f"refused: {refusal}"
+        assert attended == [], f"refused after it has computed: {refusal}"
+        assert (case.refusal or "") in refusal
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+@pytest.mark.parametrize("draw", range(4))
+def test_scenarios_on_types_drawn_by_the_seed(scenario: Scenario, draw: int, make_subject) -> None:
+    case = drawn(EQUAL, f"{scenario.__name__} {draw}")
+    try:
+        check(make_subject(case), scenario)
+    except AssertionError as error:
+        raise AssertionError(f"{case.name}, KVSERVICE_TYPES_SEED={SEED}: {error}") from error
+
+
+def ignore_windows(_: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = Step.attend
+    monkeypatch.setattr(
+        Step, "attend", lambda *arguments, **options: attend(*arguments, **options | {"sliding_window": 0})
+    )
+
+
+def shift_positions(model: PreTrainedModel, _: pytest.MonkeyPatch) -> None:
+    """Decode steps get positions that are one too large; a model in which all were would be none the wiser."""
+
+    def shift(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        positions = kwargs["position_ids"]
+        return args, kwargs | {"position_ids": positions + (positions.shape[1] == 1)}
+
+    model.register_forward_pre_hook(shift, with_kwargs=True)
+
+
+def attend_to_padding(_: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(columns, "token_mask", lambda inputs: torch.ones(inputs["input_ids"].shape, dtype=torch.bool))
+
+
+def slides(case: Case) -> bool:
+    config = make_config(case)
+    layer_types = getattr(config, "layer_types", None) or []
+    return "sliding_attention" in layer_types or getattr(config, "sliding_window", None) is not None
+
+
+def takes_positions(case: Case) -> bool:
+    return "position_ids" in inspect.signature(model_class(make_config(case)).forward).parameters
+
+
+@pytest.mark.parametrize("draw", range(3))
+@pytest.mark.parametrize(
+    "mutate", [ignore_windows, shift_positions, attend_to_padding], ids=lambda mutate: mutate.__name__
+)
+def test_a_mutant_is_caught(mutate: Callable[..., None], draw: int, make_subject, monkeypatch) -> None:
+    sensitive = {ignore_windows: slides, shift_positions: takes_positions}.get(mutate, lambda _: True)
+    cases = [case for case in EQUAL if sensitive(case)]
+    subject = make_subject(drawn(cases, f"{mutate.__name__} {draw}"))
+    mutate(subject.model, monkeypatch)
+    with pytest.raises(AssertionError, match=r"other tokens|logits differ"):
+        check(subject, greedy)

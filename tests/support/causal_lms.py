@@ -1,0 +1,87 @@
+"""Tiny random models of every causal language model type that the installed transformers library has."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+PATH = Path(__file__).parents[1] / "integrations" / "causal_lm_types.toml"
+TABLE: dict[str, Any] = tomllib.loads(PATH.read_text())
+# Configurations take these whether or not they declare them.
+UNIVERSAL_OPTIONS = {"pad_token_id", "eos_token_id", "tie_word_embeddings"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A type of the library, or a variant of one with other options."""
+
+    name: str
+    model_type: str
+    options: dict[str, Any]
+
+    @property
+    def refusal(self) -> str | None:
+        """The part of the error's message that the table names. None: the case is not refused, or not in the table."""
+        return next((reason for reason, names in TABLE["refused"].items() if self.name in names), None)
+
+    @property
+    def is_equal(self) -> bool:
+        return self.name in TABLE["equal"]
+
+
+def installed_cases() -> list[Case]:
+    """A case for each type, and for each variant of the table whose type is installed."""
+    types = {name: Case(name, name, TABLE["options"].get(name, {})) for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+    variants = [
+        Case(
+            name,
+            options["type"],
+            types[options["type"]].options | {key: options[key] for key in options.keys() - {"type"}},
+        )
+        for name, options in TABLE["variants"].items()
+        if options["type"] in types
+    ]
+    return [*types.values(), *variants]
+
+
+def make_config(case: Case) -> PreTrainedConfig:
+    """A configuration of 4 small layers, every other one with a sliding window where the type has layer types."""
+    cls = CONFIG_MAPPING[case.model_type]
+    fields = inspect.signature(cls.__init__).parameters.keys() | cls.attribute_map.keys() | UNIVERSAL_OPTIONS
+    options = {name: value for name, value in TABLE["common"].items() if name in fields}
+    if {"layer_types", "sliding_window"} <= fields:
+        options["layer_types"] = ["sliding_attention", "full_attention"] * 2
+    options |= case.options
+    special = {"none": None}
+    return cls(**{name: special.get(str(value), value) for name, value in options.items() if value != "default"})
+
+
+def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+
+
+def make_model(config: PreTrainedConfig) -> PreTrainedModel:
+    """A model whose logits have a standard deviation of about 1 and which hardly ever repeats a token.
+
+    Its weights keep the size of what goes through them, so that attention is not close to uniform and an error of it
+    becomes another token. Biases and norms are random too, for families initialize them to constants.
+    """
+    torch.manual_seed(2)
+    model = model_class(config)(config)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            torch.nn.init.normal_(parameter, mean=float(parameter.mean()), std=0.1)
+        elif re.search(r"embed|wte|wpe", name):
+            torch.nn.init.normal_(parameter, std=1.0)
+        else:
+            torch.nn.init.normal_(parameter, std=1.3 * parameter.shape[-1] ** -0.5)
+    return model.eval()
