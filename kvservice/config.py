@@ -152,6 +152,9 @@ class ServeConfig(BaseModel):
     )
     max_message_mib: int = Field(64, ge=1, le=1024, description="Largest gRPC message in MiB, both ways.")
     drain_timeout_s: float = Field(30.0, ge=0, le=3600, description="Seconds that running steps have after SIGTERM.")
+    drain_stall_s: float = Field(
+        5.0, ge=0, le=3600, description="Seconds without another layer after which SIGTERM waits for a step no longer."
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level that is logged.")
     log_format: Literal["text", "json"] = Field("text", description="How it is logged. json: an object in each line.")
 

@@ -129,8 +129,9 @@ class SequenceSpace:
         step = self.steps.get(step_id)
         return step is not None and step.begun and not step.complete
 
-    def has_steps_in_progress(self) -> bool:
-        return any(self.in_progress(step_id) for step_id in self.steps)
+    def layers_in_progress(self) -> int:
+        """Layers that are written of steps that lack others."""
+        return sum(step.written.count(1) for step in self.steps.values() if not step.complete)
 
     def remove(self, sequence_id: int) -> int:
         self._batch = _NO_BATCH

@@ -21,6 +21,7 @@ from kvservice.engine import Engine
 from kvservice.server.calls import Calls, OpenCalls
 from kvservice.server.contract import METHODS, SERVICES
 from kvservice.server.dispatch import Dispatcher
+from kvservice.server.draining import Drain
 from kvservice.server.events import EventStreams
 from kvservice.server.grpc_options import server_options
 from kvservice.server.listening import StartError, listen, listen_http, open_unix_socket
@@ -116,23 +117,15 @@ class Daemon:
             await self._health.set(name, status)
 
     async def _drain(self) -> None:
-        """Refuse new work, wait for calls and for steps that have begun, at most for the drain time."""
+        """Refuse new work; wait for calls, and for steps that have begun and go on."""
         self.dispatcher.draining = True
         self.sessions.lanes.drain()
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         logger.info("draining")
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._config.drain_timeout_s
-        while self._busy():
-            if loop.time() > deadline:
-                logger.warning("still busy after %g s of draining", self._config.drain_timeout_s)
-                break
+        drain = Drain(self._config.drain_timeout_s, self._config.drain_stall_s, loop.time())
+        while drain.goes_on(loop.time(), self.dispatcher.in_flight, self.sessions.layers_in_progress()):
             await asyncio.sleep(0.02)
-
-    def _busy(self) -> bool:
-        return self.dispatcher.in_flight > 0 or any(
-            session.end_stream is not None and session.space.has_steps_in_progress() for session in self.sessions
-        )
 
 
 def _open_tracer(config: ServeConfig) -> Tracer | None:

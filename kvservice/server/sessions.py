@@ -92,6 +92,12 @@ class SessionRegistry:
     def __iter__(self) -> Iterator[Session]:
         return iter(self._sessions.values())
 
+    def layers_in_progress(self) -> dict[int, int]:
+        """For each attached session with steps that are half written, by its id, the layers that these have."""
+        attached = (session for session in self if session.end_stream is not None)
+        counts = {session.session_id: session.space.layers_in_progress() for session in attached}
+        return {session_id: count for session_id, count in counts.items() if count}
+
     def open(self, name: str, tenant: str, detachable: bool, detach_ttl_s: float) -> Session:
         _check_name(name, "name")
         _check_name(tenant, "tenant")

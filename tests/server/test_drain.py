@@ -20,6 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvservice.client import KVClient, Session, Step
 from kvservice.errors import DrainingError
 from kvservice.launch import Daemon
+from kvservice.server.draining import Drain
 from kvservice.v1 import blocks_pb2
 
 POOL = {"num_layers": 3, "num_kv_heads": 1, "head_size": 32, "dtype": "float32", "num_blocks": 16, "swap_space_gib": 0}
@@ -66,7 +67,8 @@ def drains(kv: Session) -> bool:
 
 
 def test_a_step_between_two_layers_is_finished_and_nothing_new_is_begun() -> None:
-    with Daemon(**POOL) as daemon, KVClient(daemon.address) as client, client.session() as kv:
+    options = POOL | {"drain_stall_s": 60}
+    with Daemon(**options) as daemon, KVClient(daemon.address) as client, client.session() as kv:
         step = begun_step(kv)
         waiting = kv.allocate([4, 5])
         unbegun = kv.open_step([waiting])
@@ -121,14 +123,42 @@ def test_an_idle_daemon_leaves_at_once_and_takes_its_socket_away(number: signal.
         assert not socket.exists()
 
 
-def test_a_step_that_is_never_finished_holds_the_daemon_for_the_drain_time_only() -> None:
-    with Daemon(drain_timeout_s=0.5, **POOL) as daemon, KVClient(daemon.address) as client, client.session() as kv:
+def test_a_step_that_is_never_finished_does_not_hold_the_daemon() -> None:
+    options = POOL | {"drain_timeout_s": 3600, "drain_stall_s": 0.1}
+    with Daemon(**options) as daemon, KVClient(daemon.address) as client, client.session() as kv:
         begun_step(kv)
-        start = time.monotonic()
         daemon.process.send_signal(signal.SIGTERM)
-        assert daemon.process.wait(10) == 0
-        assert time.monotonic() - start >= 0.5
-        assert "still busy" in daemon.log.read_text()
+        assert daemon.process.wait(60) == 0
+        assert "half-written steps are given up, sessions [1]" in daemon.log.read_text()
+
+
+def test_steps_are_waited_for_while_their_layers_come() -> None:
+    drain = Drain(timeout_s=30.0, stall_s=5.0, now=100.0)
+    assert drain.goes_on(100.0, 0, {1: 3, 2: 7})
+    assert drain.goes_on(104.9, 0, {1: 4, 2: 7})
+    assert drain.goes_on(109.8, 0, {1: 4, 2: 7})  # the second has stalled, the first has not
+    assert not drain.goes_on(110.0, 0, {1: 4, 2: 7})
+
+
+def test_a_session_that_goes_on_after_a_stall_is_waited_for_again() -> None:
+    drain = Drain(timeout_s=30.0, stall_s=5.0, now=0.0)
+    assert drain.goes_on(0.0, 0, {1: 1, 2: 1})
+    assert drain.goes_on(4.0, 0, {1: 1, 2: 2})
+    assert drain.goes_on(8.0, 0, {1: 2, 2: 2})
+    assert drain.goes_on(12.0, 0, {1: 2})
+
+
+def test_calls_in_flight_are_waited_for_until_the_time_is_over(caplog: pytest.LogCaptureFixture) -> None:
+    drain = Drain(timeout_s=30.0, stall_s=5.0, now=0.0)
+    assert drain.goes_on(0.0, 1, {1: 1})
+    assert drain.goes_on(29.9, 1, {1: 1})
+    assert not drain.goes_on(30.1, 1, {1: 1})
+    assert "still busy after 30 s" in caplog.text
+
+
+def test_nothing_is_waited_for_where_nothing_has_begun(caplog: pytest.LogCaptureFixture) -> None:
+    assert not Drain(timeout_s=30.0, stall_s=5.0, now=0.0).goes_on(0.0, 0, {})
+    assert not caplog.records
 
 
 def test_a_killed_clients_step_does_not_hold_the_daemon() -> None:
