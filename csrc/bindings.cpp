@@ -19,6 +19,7 @@
 #include "kv_slots.h"
 #include "lane/cpu_executor.h"
 #include "lane_bindings.h"
+#include "wire/bindings.h"
 
 namespace py = pybind11;
 
@@ -273,6 +274,7 @@ PYBIND11_MODULE(_ext, m) {
   m.def("cpu_isa", [] { return cpu_kernels().isa; });
   m.def("address_of", &address_of);
   define_lane(m);
+  define_wire(m);
   py::class_<CpuLaneExecutor, LaneExecutor>(m, "CpuLaneExecutor", py::module_local())
       .def(py::init(&make_lane_executor), py::arg("pool"), py::arg("head_size"), py::arg("batch_invariant"),
            py::keep_alive<1, 2>());

@@ -25,6 +25,25 @@ def num_threads() -> int: ...
 def set_num_threads(count: Any) -> None: ...
 def cpu_isa() -> str: ...
 
+# What WireScanner.scan() says besides the number of a counter.
+WIRE_WITHIN_LIMITS: int
+WIRE_TOO_MANY_RECORDS: int
+WIRE_MALFORMED: int
+
+class WireScanner:
+    """Counts what a serialized protobuf message holds, before anything is built from it. csrc/wire/scanner.h says how.
+
+    `messages[i]` are the fields of message type i as (number, kind, counter, message type): kind 0 is a varint, 1 and 2
+    are fixed 64 and 32 bits, 3 is a string or bytes, 4 is a message. Counter and message type are -1 where there is
+    none. `messages[0]` is the type of the whole. `limits[c]` is the most that counter c may reach.
+    """
+
+    def __init__(
+        self, messages: list[list[tuple[int, int, int, int]]], limits: list[int], max_records: int
+    ) -> None: ...
+    def scan(self, data: bytes) -> int:
+        """The number of a counter that is above its limit, or one of the constants above."""
+
 # Lanes: Decode and Extend through shared memory. csrc/lane/ring.h is the format.
 
 # Of a lane's memory, a multiple of 4096.

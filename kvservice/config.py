@@ -10,6 +10,7 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +27,15 @@ SERVICE_LINK = re.compile(r"KVSERVICE_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\w
 GIB = 1 << 30
 # vLLM's names for what the cache can hold when that is not what the model computes with.
 CACHE_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    """What one request may hold, or may be about; see the fields of ServeConfig."""
+
+    max_request_sequences: int
+    max_request_tokens: int
+    max_request_blocks: int
 
 
 def default_unix_socket() -> str:
@@ -79,6 +89,23 @@ class ServeConfig(BaseModel):
     max_pinned_fraction: float = Field(0.5, ge=0, le=1, description="Share of the pool that clients may pin.")
     max_sequences: int = Field(1024, ge=1, le=1 << 20, description="Sequences at one time, of all sessions.")
     max_sequence_tokens: int = Field(131072, ge=1, le=1 << 24, description="Longest sequence, in tokens.")
+    max_request_sequences: int = Field(
+        1024, ge=1, le=1 << 16, description="Sequences, or ranges of them, that one request may name."
+    )
+    max_request_tokens: int | None = Field(
+        None,
+        ge=1,
+        le=1 << 24,
+        description="Tokens that one request may hold, or its step cover. Left out: 131072, or max-sequence-tokens if "
+        "that is more.",
+    )
+    max_request_blocks: int | None = Field(
+        None,
+        ge=1,
+        le=1 << 24,
+        description="Blocks of one request's sequences that may be swapped, or may wait to be computed. Left out: "
+        "32768, or those of the longest sequence if they are more.",
+    )
     num_threads: int = Field(0, ge=0, le=1024, description="Threads of the CPU's kernels. 0: one for each core.")
     batch_invariant: bool = Field(
         False,
@@ -194,6 +221,15 @@ class ServeConfig(BaseModel):
         elif self.head_size % 16:
             raise ValueError(f"kv_cache_dtype: an 8-bit cache takes heads of a multiple of 16, not {self.head_size}")
         return self
+
+    @property
+    def request_limits(self) -> RequestLimits:
+        longest = -(-self.max_sequence_tokens // self.block_size)
+        return RequestLimits(
+            self.max_request_sequences,
+            self.max_request_tokens or max(131072, self.max_sequence_tokens),
+            self.max_request_blocks or max(32768, longest),
+        )
 
     @property
     def cuda_device(self) -> int | None:

@@ -44,6 +44,7 @@ ROOMS: dict[str, set[str]] = {
     "observer": {"errors", "logs", "metrics", "telemetry", "v1"},
     "server": {
         "",
+        "_ext",
         "blocks",
         "config",
         "devices",

@@ -28,6 +28,9 @@ class PoolInfo:
     max_sequences: int
     max_sequence_tokens: int
     max_message_bytes: int
+    max_request_sequences: int
+    max_request_tokens: int
+    max_request_blocks: int
     session_grace_s: float
     kv_cache_dtype: str
     batch_invariant: bool

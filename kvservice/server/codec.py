@@ -194,6 +194,7 @@ def describe_response(sequences: Iterable[SequenceInfo]) -> blocks_pb2.DescribeR
 
 
 def info_response(config: ServeConfig, device: Device, version: str) -> pool_pb2.GetInfoResponse:
+    limits = config.request_limits
     return pool_pb2.GetInfoResponse(
         version=version,
         device=config.device,
@@ -209,6 +210,9 @@ def info_response(config: ServeConfig, device: Device, version: str) -> pool_pb2
         max_sequences=config.max_sequences,
         max_sequence_tokens=config.max_sequence_tokens,
         max_message_bytes=config.max_message_bytes,
+        max_request_sequences=limits.max_request_sequences,
+        max_request_tokens=limits.max_request_tokens,
+        max_request_blocks=limits.max_request_blocks,
         session_grace_s=config.session_grace_s,
         kv_cache_dtype=config.layout.dtype,
         batch_invariant=config.batch_invariant,

@@ -7,12 +7,10 @@ import contextlib
 import functools
 import logging
 import signal
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import grpc
 import uvloop
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from kvservice import logs
 from kvservice.config import ServeConfig
@@ -24,10 +22,12 @@ from kvservice.server.dispatch import Dispatcher
 from kvservice.server.draining import Drain
 from kvservice.server.events import EventStreams
 from kvservice.server.grpc_options import server_options
+from kvservice.server.health import Health
 from kvservice.server.listening import StartError, listen, listen_http, open_unix_socket
 from kvservice.server.observing import Observing
 from kvservice.server.services import Services
 from kvservice.server.sessions import SessionRegistry
+from kvservice.server.standard import health_handler, reflection_handler
 from kvservice.server.telemetry import DaemonVitals, configuration
 from kvservice.telemetry.arrays import SharedArrays
 from kvservice.telemetry.calls import CallTable
@@ -61,7 +61,7 @@ class Daemon:
         vitals = DaemonVitals(arrays, self.engine, self.sessions, self.dispatcher, self.events)
         told = configuration(config, self.device, arrays, METHODS)
         self.observing = Observing(arrays, told, vitals.write, vitals.block_hash)
-        self._health = health.aio.HealthServicer()
+        self._health = Health()
         self._stop = asyncio.Event()
 
     async def serve(self) -> int:
@@ -78,7 +78,7 @@ class Daemon:
             await server.start()
             open_unix_socket(self._config)
             beside = [asyncio.create_task(task) for task in (self.sessions.handover.serve(), self.observing.run())]
-            await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+            self._set_health(serving=True)
             logger.info(
                 "serving %d blocks of %d bytes on %s",
                 self.device.num_blocks,
@@ -106,21 +106,22 @@ class Daemon:
             options=server_options(config),
             maximum_concurrent_rpcs=4 * config.max_sessions + 64,
         )
-        server.add_generic_rpc_handlers(tuple(Services(self.dispatcher, self.sessions, self.events).handlers()))
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        names = [service.full_name for service in SERVICES]
-        reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+        limits = config.request_limits
+        services = Services(self.dispatcher, self.sessions, self.events, limits)
+        server.add_generic_rpc_handlers(
+            (*services.handlers(), health_handler(self._health, limits), reflection_handler(limits))
+        )
         return server
 
-    async def _set_health(self, status: Any) -> None:
+    def _set_health(self, *, serving: bool) -> None:
         for name in ("", *(service.full_name for service in SERVICES)):
-            await self._health.set(name, status)
+            self._health.set(name, serving=serving)
 
     async def _drain(self) -> None:
         """Refuse new work; wait for calls, and for steps that have begun and go on."""
         self.dispatcher.draining = True
         self.sessions.lanes.drain()
-        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        self._set_health(serving=False)
         logger.info("draining")
         loop = asyncio.get_running_loop()
         drain = Drain(self._config.drain_timeout_s, self._config.drain_stall_s, loop.time())

@@ -4,44 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 import grpc
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
-from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 from google.rpc import code_pb2
 from grpc_status import rpc_status
 
-from kvservice.errors import FailedPreconditionError, InvalidArgumentError, KVServiceError
+from kvservice.config import RequestLimits
+from kvservice.errors import FailedPreconditionError, KVServiceError
 from kvservice.server.contract import ANSWERED_BY_OBSERVER, SERVICES, SESSION_SERVICES, call_name
 from kvservice.server.dispatch import Dispatcher
 from kvservice.server.events import EventStreams
+from kvservice.server.parsing import Refused, check_accepted, parser
 from kvservice.server.sessions import Session, SessionRegistry
 from kvservice.v1 import session_pb2
 from kvservice.wire.status import to_status
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-
-
-class Malformed:
-    """Stands for a request whose bytes are no message: an exception in gRPC's hands would end the call as UNKNOWN."""
-
-
-def _parser(kind: type[Message]) -> Callable[[bytes], Message | Malformed]:
-    def parse(data: bytes) -> Message | Malformed:
-        try:
-            return kind.FromString(data)
-        except DecodeError:
-            return Malformed()
-
-    return parse
-
-
-def _check_parsed(request: Any) -> None:
-    if isinstance(request, Malformed):
-        raise InvalidArgumentError("the request's bytes are no message of its type")
 
 
 def _is_local(context: Context) -> bool:
@@ -58,10 +40,13 @@ def _traceparent(context: Context) -> str:
 class Services:
     """`handlers()` is what a grpc.aio server is given."""
 
-    def __init__(self, dispatcher: Dispatcher, sessions: SessionRegistry, events: EventStreams) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, sessions: SessionRegistry, events: EventStreams, limits: RequestLimits
+    ) -> None:
         self._dispatcher = dispatcher
         self._sessions = sessions
         self._events = events
+        self._limits = limits
 
     def handlers(self) -> Iterable[grpc.GenericRpcHandler]:
         for service in SERVICES:
@@ -69,7 +54,7 @@ class Services:
             yield grpc.method_handlers_generic_handler(service.full_name, methods)
 
     def _rpc(self, service: ServiceDescriptor, method: MethodDescriptor) -> grpc.RpcMethodHandler[Any, Any]:
-        parse = _parser(GetMessageClass(method.input_type))
+        parse = parser(GetMessageClass(method.input_type), self._limits)
         answered_here = method.name not in ANSWERED_BY_OBSERVER
         serialize = GetMessageClass(method.output_type).SerializeToString if answered_here else None
         if method.client_streaming:
@@ -82,7 +67,7 @@ class Services:
     def _unary(self, name: str, needs_session: bool) -> Any:
         async def answer(request: Any, context: Context) -> Any:
             try:
-                _check_parsed(request)
+                check_accepted(request)
                 traceparent = "" if self._dispatcher.tracer is None else _traceparent(context)
                 if needs_session:
                     return await self._dispatcher.call_by_token(name, request, "unary", _is_local(context), traceparent)
@@ -94,7 +79,7 @@ class Services:
 
     async def _subscribe(self, request: Any, context: Context) -> None:
         try:
-            _check_parsed(request)
+            check_accepted(request)
             async for message in self._events.subscribe(request):
                 await context.write(message)
         except KVServiceError as error:
@@ -136,17 +121,22 @@ class Stream:
             while (call := await self._context.read()) is not grpc.aio.EOF:
                 if self._ending is not None:  # the lease is lost, though the client does not know it yet
                     return await self._ending
-                _check_parsed(call)
-                reply = await self._answer(call)
+                reply = self._refusal(call) if isinstance(call, Refused) else await self._answer(call)
                 async with self._sending:
                     if self._ended:
                         return None
                     await self._context.write(reply)
-        except InvalidArgumentError as error:
+        except KVServiceError as error:
             await self._context.abort_with_status(rpc_status.to_status(to_status(error)))
         finally:
             if self._session is not None:
                 self._sessions.detach(self._session, self.end)
+
+    def _refusal(self, call: Refused) -> session_pb2.Reply:
+        """Raises the error of a call whose bytes do not say which it is: nobody would know whose the reply is."""
+        if call.call_id is None:
+            raise call.error
+        return session_pb2.Reply(call_id=call.call_id, error=to_status(call.error))
 
     async def _answer(self, call: session_pb2.Call) -> session_pb2.Reply:
         name = call.WhichOneof("call")

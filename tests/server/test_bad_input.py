@@ -197,7 +197,7 @@ def allocate_cases() -> Iterator[Case]:
         name = f"extra key of {len(key)} bytes at {position}"
         yield case(name, INVALID, "sequences[0].extra_keys[0]", good | {"extra_keys": [bad]})
     many = [blocks_pb2.ExtraKey(key=b"x")] * 4097
-    yield case("many extra keys", INVALID, "sequences[0].extra_keys", good | {"extra_keys": many})
+    yield case("many extra keys", INVALID, "sequences.extra_keys", good | {"extra_keys": many})
     half = [{"sequence_id": 10 + i, "token_ids": range(100)} for i in range(4)]
     yield case("out of blocks in the batch", "OUT_OF_BLOCKS", "", *half)
     most = [{"sequence_id": 10 + i, "token_ids": [1]} for i in range(60)]

@@ -11,6 +11,7 @@ from typing import Any, cast
 from unittest.mock import AsyncMock, Mock
 
 import grpc
+import numpy as np
 import pytest
 from grpc_status import rpc_status
 
@@ -349,9 +350,19 @@ def test_a_message_over_the_limit_ends_its_stream_alone(wire: Any, raw: Any, raw
     other.close()
 
 
-def test_the_largest_message_goes_through(wire: Any) -> None:
-    payload = bytes(range(256)) * ((MESSAGE_BYTES - 1024) // 256)
-    assert wire.unary("ping", pool_pb2.PingRequest(payload=payload)).payload == payload
+def test_the_largest_tensors_go_through(raw: Any, raw_session: Any) -> None:
+    """Nearly a whole message each way: the output is as large as the query."""
+    num_tokens, num_heads = 200, (MESSAGE_BYTES * 7 // 8 // 200 // 128) & ~1
+    prompt = blocks_pb2.SequenceAllocation(sequence_id=1, token_ids=range(70_000, 70_000 + num_tokens))
+    raw_session.ok("allocate", blocks_pb2.AllocateRequest(sequences=[prompt]))
+    step = raw_session.ok("open_step", blocks_pb2.OpenStepRequest(sequence_ids=[1]))
+    query, key = raw.tensor(num_tokens, num_heads, 32), raw.tensor(num_tokens, 2, 32)
+    request = attention_pb2.AttendRequest(step_id=step.step_id, query=query, key=key, value=key)
+    for way in ("unary", "stream"):
+        request.layer = int(way == "stream")
+        answer = raw_session.call("extend", request, way)
+        assert not isinstance(answer, raw.Refusal), answer
+        assert np.allclose(np.frombuffer(answer.output.inline, np.float32), 1)
 
 
 def test_out_of_blocks_says_how_many_and_when(raw_session: Any) -> None:

@@ -1,0 +1,10 @@
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace kvservice {
+
+// WireScanner.
+void define_wire(pybind11::module_& m);
+
+}  // namespace kvservice

@@ -1,0 +1,48 @@
+"""Health after grpc.health.v1: the status of each service, to be asked for or watched.
+
+Every watcher sees the latest status, and one that does not read keeps nobody else waiting: neither the other watchers
+nor the daemon, which sets the status when it drains.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2
+
+SERVICE_NAME = "grpc.health.v1.Health"
+Status = health_pb2.HealthCheckResponse
+
+
+class Health:
+    """The statuses, by service name; "" is the daemon as a whole. Used on the event loop only."""
+
+    def __init__(self) -> None:
+        self._statuses: dict[str, Any] = {}
+        # Set, and replaced by another, at each change.
+        self._changed = asyncio.Event()
+
+    def set(self, name: str, *, serving: bool) -> None:
+        self._statuses[name] = Status.SERVING if serving else Status.NOT_SERVING
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def check(self, request: health_pb2.HealthCheckRequest, context: Any) -> Status:
+        status = self._statuses.get(request.service)
+        if status is None:
+            await context.abort(grpc.StatusCode.NOT_FOUND)
+        return Status(status=status)
+
+    async def watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:
+        """Until the caller is gone."""
+        sent = None
+        while True:
+            changed = self._changed
+            status = self._statuses.get(request.service, Status.SERVICE_UNKNOWN)
+            if status != sent:
+                await context.write(Status(status=status))
+                sent = status
+            else:
+                await changed.wait()

@@ -1,0 +1,182 @@
+"""Requests from their bytes: what a message holds is counted first, and it is parsed only if that is within the limits.
+
+A message of a few MiB can hold millions of entries, and building them would hold the event loop for seconds. The rules
+for counting are made from the contract's descriptors, so a new repeated field must say here what it counts as.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import DecodeError, Message
+
+from kvservice import _ext
+from kvservice.blocks.arguments import MAX_EXTRA_KEY_BYTES, MAX_EXTRA_KEYS
+from kvservice.config import RequestLimits
+from kvservice.errors import InvalidArgumentError, KVServiceError, QuotaExceededError
+from kvservice.v1 import session_pb2
+
+MAX_TEXT_BYTES: Final = 4096
+MAX_PING_BYTES: Final = 1 << 20
+# Records (a tag with its value) that a request may have besides one for each token and a few for each sequence.
+_MAX_OTHER_RECORDS: Final = 16384
+_RECORDS_PER_SEQUENCE: Final = 16
+
+_SEQUENCES: Final = "max_request_sequences"
+_TOKENS: Final = "max_request_tokens"
+# What the elements of repeated fields count as: a field of RequestLimits, or a number. By the field's name.
+_ELEMENTS: Final[dict[str, str | int]] = {
+    "sequences": _SEQUENCES,
+    "sequence_ids": _SEQUENCES,
+    "parent_ids": _SEQUENCES,
+    "child_ids": _SEQUENCES,
+    "num_tokens": _SEQUENCES,
+    "lengths": _SEQUENCES,
+    "expected_lengths": _SEQUENCES,
+    "ranges": _SEQUENCES,
+    "token_ids": _TOKENS,
+    "extra_keys": MAX_EXTRA_KEYS,
+    "shape": 8,
+    "alibi_slopes": 65535,
+}
+# How many bytes fields may have that are not texts. None: as many as the message.
+_BYTES: Final[dict[str, int | None]] = {
+    "kvservice.v1.Tensor.inline": None,
+    "kvservice.v1.PingRequest.payload": MAX_PING_BYTES,
+    "kvservice.v1.ExtraKey.key": MAX_EXTRA_KEYS * MAX_EXTRA_KEY_BYTES,
+}
+
+# The scanner's kinds of fields.
+_VARINT, _FIXED64, _FIXED32, _LENGTH, _MESSAGE = range(5)
+_KINDS: Final = {
+    FieldDescriptor.TYPE_FIXED64: _FIXED64,
+    FieldDescriptor.TYPE_SFIXED64: _FIXED64,
+    FieldDescriptor.TYPE_DOUBLE: _FIXED64,
+    FieldDescriptor.TYPE_FIXED32: _FIXED32,
+    FieldDescriptor.TYPE_SFIXED32: _FIXED32,
+    FieldDescriptor.TYPE_FLOAT: _FIXED32,
+    FieldDescriptor.TYPE_STRING: _LENGTH,
+    FieldDescriptor.TYPE_BYTES: _LENGTH,
+    FieldDescriptor.TYPE_MESSAGE: _MESSAGE,
+}
+_NONE: Final = -1
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Stands for a request that cannot be had, or must not be: an exception in gRPC's hands would end the call as
+    UNKNOWN. `call_id` is that of a stream's call, if its bytes say it."""
+
+    error: KVServiceError
+    call_id: int | None = None
+
+
+def check_accepted(request: object) -> None:
+    """Raise the error of a request that was refused."""
+    if isinstance(request, Refused):
+        raise request.error
+
+
+def parser(kind: type[Message], limits: RequestLimits) -> Callable[[bytes], Message | Refused]:
+    """A gRPC deserializer of requests of this kind."""
+    rules = _Rules(limits)
+    rules.add(kind.DESCRIPTOR, "")
+    scanner = _ext.WireScanner(rules.messages, [counter.limit for counter in rules.counters], rules.max_records)
+    is_call = kind is session_pb2.Call
+
+    def parse(data: bytes) -> Message | Refused:
+        found = scanner.scan(data)
+        if found == _ext.WIRE_WITHIN_LIMITS:
+            try:
+                return kind.FromString(data)
+            except DecodeError:  # a text that is not UTF-8
+                found = _ext.WIRE_MALFORMED
+        return Refused(rules.error(found), _call_id(data) if is_call else None)
+
+    return parse
+
+
+@dataclass(frozen=True)
+class _Counter:
+    """`field` as a path from the request; `option` is the configuration's field that sets the limit, if one does."""
+
+    field: str
+    limit: int
+    unit: str
+    option: str = ""
+
+    def error(self) -> KVServiceError:
+        if not self.option:
+            return InvalidArgumentError(f"a request may have {self.limit} {self.unit} here", field=self.field)
+        return QuotaExceededError(
+            f"a request may have {self.option} = {self.limit} {self.unit} here",
+            field=self.field,
+            limit=self.option,
+            value=self.limit,
+        )
+
+
+@dataclass
+class _Rules:
+    """The scanner's table for one kind of message, and what its counters mean."""
+
+    limits: RequestLimits
+    messages: list[list[tuple[int, int, int, int]]] = field(default_factory=list)
+    counters: list[_Counter] = field(default_factory=list)
+
+    @property
+    def max_records(self) -> int:
+        limits = self.limits
+        return limits.max_request_tokens + _RECORDS_PER_SEQUENCE * limits.max_request_sequences + _MAX_OTHER_RECORDS
+
+    def add(self, kind: Any, path: str) -> int:
+        """Add a message type, by its descriptor, that stands at this path. Returns its number."""
+        number = len(self.messages)
+        self.messages.append([])
+        self.messages[number] = [self._rule(of, f"{path}{of.name}") for of in kind.fields]
+        return number
+
+    def _rule(self, of: FieldDescriptor, path: str) -> tuple[int, int, int, int]:
+        kind = _KINDS.get(of.type, _VARINT)
+        counter = self._counter(of, path)
+        if counter is not None:
+            self.counters.append(counter)
+        number = _NONE if counter is None else len(self.counters) - 1
+        if kind != _MESSAGE:
+            return of.number, kind, number, _NONE
+        # What a stream's call is has no part in the names of its fields.
+        below = "" if of.containing_type is session_pb2.Call.DESCRIPTOR else f"{path}."
+        return of.number, kind, number, self.add(of.message_type, below)
+
+    def _counter(self, of: FieldDescriptor, path: str) -> _Counter | None:
+        if of.is_repeated:
+            limit = _ELEMENTS[of.name]
+            if isinstance(limit, str):
+                return _Counter(path, getattr(self.limits, limit), "elements", limit)
+            return _Counter(path, limit, "elements")
+        if _KINDS.get(of.type) == _LENGTH:
+            num_bytes = _BYTES.get(of.full_name, MAX_TEXT_BYTES)
+            return None if num_bytes is None else _Counter(path, num_bytes, "bytes")
+        return None
+
+    def error(self, found: int) -> KVServiceError:
+        """For what the scanner says."""
+        if found == _ext.WIRE_MALFORMED:
+            return InvalidArgumentError("the request's bytes are no message of its type")
+        if found == _ext.WIRE_TOO_MANY_RECORDS:
+            return InvalidArgumentError(f"the request's message has more than {self.max_records} fields")
+        return self.counters[found].error()
+
+
+def _call_id(data: bytes) -> int | None:
+    """The first field of a Call, if it is the call's id, as it is where a library wrote the bytes."""
+    number = 0
+    if data[:1] == b"\x08":
+        for i, byte in enumerate(data[1:11]):
+            number |= (byte & 0x7F) << 7 * i
+            if byte < 0x80:
+                return number & (1 << 64) - 1
+    return None

@@ -1,0 +1,71 @@
+"""The health service's watchers, by themselves."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from grpc_health.v1 import health_pb2
+
+from kvservice.server.health import Health
+
+Status = health_pb2.HealthCheckResponse
+
+
+class Watcher:
+    """A caller of Watch. `heard` are the statuses that it has read; it reads while `reads` is set."""
+
+    def __init__(self, health: Health, service: str = "") -> None:
+        self.heard: list[int] = []
+        self.reads = asyncio.Event()
+        self.reads.set()
+        self.task = asyncio.create_task(health.watch(health_pb2.HealthCheckRequest(service=service), self))
+
+    async def write(self, answer: Any) -> None:
+        await self.reads.wait()
+        self.heard.append(answer.status)
+
+
+async def settle() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def test_a_watcher_that_does_not_read_keeps_nobody_waiting() -> None:
+    async def scenario() -> None:
+        health = Health()
+        health.set("", serving=True)
+        silent, other = Watcher(health), Watcher(health)
+        silent.reads.clear()
+        await settle()
+        health.set("", serving=False)
+        await settle()
+        assert other.heard == [Status.SERVING, Status.NOT_SERVING]
+        health.set("", serving=True)
+        silent.reads.set()
+        await settle()
+        assert silent.heard == [Status.SERVING], "what it missed is the latest again"
+        assert other.heard == [Status.SERVING, Status.NOT_SERVING, Status.SERVING]
+        silent.task.cancel()
+        other.task.cancel()
+
+    asyncio.run(scenario())
+
+
+def test_a_watcher_that_leaves_takes_no_other_along() -> None:
+    async def scenario() -> None:
+        health = Health()
+        health.set("", serving=True)
+        leaving, other, unknown = Watcher(health), Watcher(health), Watcher(health, "later")
+        await settle()
+        leaving.task.cancel()
+        await settle()
+        health.set("", serving=False)
+        health.set("later", serving=True)
+        await settle()
+        assert other.heard == [Status.SERVING, Status.NOT_SERVING]
+        assert unknown.heard == [Status.SERVICE_UNKNOWN, Status.SERVING]
+        other.task.cancel()
+        unknown.task.cancel()
+
+    asyncio.run(scenario())
