@@ -20,6 +20,7 @@ from pydantic_core import PydanticUndefined
 from rich.console import Console
 
 from kvservice import __version__
+from kvservice.commands.token import token
 from kvservice.config import ENV_PREFIX, ServeConfig, load_config
 from kvservice.environment import missing_environment, prepare_grpc
 from kvservice.errors import KVServiceError
@@ -75,6 +76,7 @@ def _serve(config: str | None, **options: Any) -> None:
         raise click.ClickException(str(error)) from None
 
 
+main.add_command(token)
 main.add_command(
     click.Command(
         "serve",

@@ -117,12 +117,36 @@ class ServeConfig(BaseModel):
     )
     unix_socket_mode: str = Field("0600", pattern="^0?[0-7]{3}$", description="Who may connect to it, in octal.")
     tcp_address: str = Field("127.0.0.1:50051", description="host:port for gRPC over TCP. Empty: none is opened.")
+    tls_cert: str = Field(
+        "",
+        description="PEM file with the daemon's certificate and its chain, for gRPC over TCP and for HTTP. Read again "
+        "when it changes. Empty: neither is encrypted.",
+    )
+    tls_key: str = Field("", description="PEM file with the key of tls_cert.")
+    tls_client_ca: str = Field(
+        "",
+        description="PEM file with the CA of clients' certificates. gRPC clients over TCP must present one. Empty: "
+        "they need none.",
+    )
+    auth_tokens: str = Field(
+        "",
+        description="File with names and hashes of tokens, as `kvservice token` makes them. gRPC clients over TCP must "
+        "present one. Read again when it changes. Empty: they need none.",
+    )
+    insecure: bool = Field(
+        False, description="Let other hosts use gRPC over TCP even without TLS, or without tokens and client CA."
+    )
     http_address: str = Field(
         "127.0.0.1:9464", description="host:port of the metrics and of the live page. Empty: none is opened."
     )
     http_token: str = Field(
         "",
         description="What a browser has to present for the page. Needed off the loopback interface. Better not on the "
+        "command line, where others can read it.",
+    )
+    metrics_token: str = Field(
+        "",
+        description="What has to be presented for /metrics, as a bearer token. Empty: nothing. Better not on the "
         "command line, where others can read it.",
     )
     event_window: int = Field(
@@ -197,7 +221,7 @@ class ServeConfig(BaseModel):
     def _numbered(cls, value: str) -> str:
         return "cuda:0" if value == "cuda" else value
 
-    @field_validator("http_token")
+    @field_validator("http_token", "metrics_token")
     @classmethod
     def _token(cls, value: str) -> str:
         if not re.fullmatch(r"([\x21-\x7e]{16,256})?", value):
@@ -220,6 +244,14 @@ class ServeConfig(BaseModel):
                 raise ValueError("kv_scales: only an 8-bit cache has scales, and kv_cache_dtype is auto")
         elif self.head_size % 16:
             raise ValueError(f"kv_cache_dtype: an 8-bit cache takes heads of a multiple of 16, not {self.head_size}")
+        return self
+
+    @model_validator(mode="after")
+    def _certificate_and_key(self) -> ServeConfig:
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise ValueError(f"{'tls_key' if self.tls_cert else 'tls_cert'}: a certificate and its key go together")
+        if self.tls_client_ca and not self.tls_cert:
+            raise ValueError("tls_client_ca: certificates of clients can be asked for only over TLS: set tls_cert")
         return self
 
     @property

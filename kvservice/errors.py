@@ -29,6 +29,8 @@
     ├── DrainingError               UNAVAILABLE          the daemon is shutting down
     ├── ObserverUnavailableError    UNAVAILABLE          the process that computes the answer is starting
     ├── ConnectionLostError         UNAVAILABLE          raised by clients only
+    │   └── TLSHandshakeError                            client and daemon do not agree on TLS or on certificates
+    ├── UnauthenticatedError        UNAUTHENTICATED      the daemon does not know the caller's token
     ├── RegionNotOpenedError        INTERNAL             no such shared-memory object; the status is Triton's
     └── InternalError               INTERNAL             a bug of ours, or a device that failed
 
@@ -191,6 +193,17 @@ class ObserverUnavailableError(KVServiceError):
 class ConnectionLostError(KVServiceError):
     status = "UNAVAILABLE"
     reason = "CONNECTION_LOST"
+
+
+class TLSHandshakeError(ConnectionLostError):
+    reason = "TLS_HANDSHAKE"
+
+
+class UnauthenticatedError(KVServiceError):
+    """`metadata` carries `cause`: missing, malformed or unknown."""
+
+    status = "UNAUTHENTICATED"
+    reason = "UNAUTHENTICATED"
 
 
 class RegionNotOpenedError(KVServiceError):

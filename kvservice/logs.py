@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import logging
+import math
+import time
+from collections.abc import Callable
 
 from pythonjsonlogger.core import RESERVED_ATTRS
 from pythonjsonlogger.json import JsonFormatter
 
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+# Of one kind of event that strangers can cause, so that they cannot fill the disk.
+_LINES_PER_WINDOW = 20
+_WINDOW_S = 60.0
 _NAMES = {"levelname": "level", "name": "logger", "exc_info": "exception", "stack_info": "stack"}
 
 
@@ -30,3 +36,24 @@ def _json() -> logging.Formatter:
         # The message once more, with a terminal's colours, by the HTTP server.
         reserved_attrs=[*RESERVED_ATTRS, "color_message"],
     )
+
+
+class LogBudget:
+    """Writes at most 20 lines a minute. The first line after that says how many were left out."""
+
+    def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
+        self._logger = logger
+        self._clock = clock
+        self._window_end = -math.inf
+        self._lines = 0
+
+    def write(self, level: int, message: str, *args: object) -> None:
+        now = self._clock()
+        if now >= self._window_end:
+            left_out = self._lines - _LINES_PER_WINDOW
+            if left_out > 0:
+                self._logger.log(level, "%d more lines like those before were left out", left_out)
+            self._window_end, self._lines = now + _WINDOW_S, 0
+        self._lines += 1
+        if self._lines <= _LINES_PER_WINDOW:
+            self._logger.log(level, message, *args)

@@ -26,6 +26,7 @@ SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if "v1" not in path.rela
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
     "environment": set(),
+    "auth": {"errors"},
     "blocks": {"errors"},
     "ops": {"errors", "_cuda", "_ext", "pool.layout"},
     # Facts about shapes, which both ends of the wire know; the rest of the pool is the daemon's.
@@ -41,10 +42,11 @@ ROOMS: dict[str, set[str]] = {
     # What the daemon and its observer share.
     "telemetry": {"blocks", "pool.available"},
     "metrics": {"blocks", "telemetry"},
-    "observer": {"errors", "logs", "metrics", "telemetry", "v1"},
+    "observer": {"auth", "errors", "logs", "metrics", "telemetry", "v1"},
     "server": {
         "",
         "_ext",
+        "auth",
         "blocks",
         "config",
         "devices",
@@ -67,7 +69,8 @@ ROOMS: dict[str, set[str]] = {
     "bench": {"", "blocks", "client", "config", "environment", "errors", "launch", "ops", "pool.layout", "v1", "wire"},
     "health": {"config", "environment"},
     "top": {"client", "environment", "errors", "v1"},
-    "cli": {"", "bench", "config", "demo", "environment", "errors", "health", "server", "top"},
+    "commands": {"auth", "errors"},
+    "cli": {"", "bench", "commands", "config", "demo", "environment", "errors", "health", "server", "top"},
     "__main__": {"cli"},
     "": set(),
 }

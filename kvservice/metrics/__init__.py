@@ -2,4 +2,5 @@
 
 pool      blocks, tokens, swap, prefix cache        calls     latency of RPCs and of lanes, the event loop
 holders   sessions, tenants, regions, lanes         about     build, configuration, events
+access    connections over TCP, refused callers
 """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import json
 import logging
 import os
@@ -18,7 +17,9 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from kvservice import logs
+from kvservice.auth import is_loopback
 from kvservice.metrics.about import about_metrics
+from kvservice.metrics.access import access_metrics
 from kvservice.metrics.calls import call_metrics
 from kvservice.metrics.families import histogram
 from kvservice.metrics.holders import holder_metrics
@@ -107,8 +108,7 @@ class Observer:
             await self._read()
 
     async def _serve_http(self, listening: socket.socket) -> None:
-        host = self._told["http_host"].strip("[]")
-        options = HttpOptions(loopback=is_loopback(host), token=self._told["http_token"])
+        options = HttpOptions(loopback=is_loopback(self._told["http_host"]), token=self._told["http_token"])
         app = make_app(self._views, options, self._metrics)
         await serve_http(app, listening, Connections(HttpLimits()))
 
@@ -121,6 +121,7 @@ class Observer:
         yield from about_metrics(info)
         yield from pool_metrics(reading, info["block_bytes"], told["memory_bytes"])
         yield from holder_metrics(reading, told["max_labels"], info["max_sessions"], info["max_sequences"])
+        yield from access_metrics(reading.vitals)
         yield from call_metrics(reading, self._reader.call_keys, told["lane_buckets_s"])
         yield histogram(
             "event_loop_latency_seconds",
@@ -129,14 +130,6 @@ class Observer:
             self._loop_counts,
             self._loop_seconds,
         )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this host reaches what listens there. A name is taken to be open to others, but for localhost."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 class _Metrics(Collector):

@@ -16,14 +16,24 @@ from kvservice import logs
 from kvservice.config import ServeConfig
 from kvservice.devices import open_device
 from kvservice.engine import Engine
+from kvservice.server.audit import Audit
+from kvservice.server.callers import Callers, LocalCallers, RemoteCallers
 from kvservice.server.calls import Calls, OpenCalls
 from kvservice.server.contract import METHODS, SERVICES
+from kvservice.server.credentials import Credentials
 from kvservice.server.dispatch import Dispatcher
 from kvservice.server.draining import Drain
 from kvservice.server.events import EventStreams
 from kvservice.server.grpc_options import server_options
 from kvservice.server.health import Health
-from kvservice.server.listening import StartError, listen, listen_http, open_unix_socket
+from kvservice.server.listening import (
+    StartError,
+    check_addresses,
+    listen_http,
+    listen_tcp,
+    listen_unix,
+    open_unix_socket,
+)
 from kvservice.server.observing import Observing
 from kvservice.server.services import Services
 from kvservice.server.sessions import SessionRegistry
@@ -43,7 +53,11 @@ EXIT_FAULT = 70
 
 class Daemon:
     def __init__(self, config: ServeConfig) -> None:
+        check_addresses(config)
         self._config = config
+        self.credentials = Credentials(config)
+        self.audit = Audit()
+        self._remote_callers = RemoteCallers(self.credentials.tokens, bool(config.tls_client_ca), self.audit)
         self.device = open_device(config)
         arrays = SharedArrays()
         self.engine = Engine(config, self.device, arrays.zeros)
@@ -58,7 +72,9 @@ class Daemon:
             CallTable(METHODS, arrays.zeros),
             self._tracer,
         )
-        vitals = DaemonVitals(arrays, self.engine, self.sessions, self.dispatcher, self.events)
+        vitals = DaemonVitals(
+            arrays, self.engine, self.sessions, self.dispatcher, self.events, self.credentials, self.audit
+        )
         told = configuration(config, self.device, arrays, METHODS)
         self.observing = Observing(arrays, told, vitals.write, vitals.block_hash)
         self._health = Health()
@@ -71,13 +87,18 @@ class Daemon:
             loop.add_signal_handler(signal_number, self._stop.set)
         self.device.on_fault = functools.partial(loop.call_soon_threadsafe, self._stop.set)
         with contextlib.ExitStack() as cleanup:
-            server = self._server()
-            listen(server, self.sessions.handover, self._config, cleanup)
+            servers = self._listen(cleanup)
             if self._config.http_address:
                 self.observing.serve_http(listen_http(self._config.http_address, cleanup))
-            await server.start()
+            for server in servers:
+                await server.start()
             open_unix_socket(self._config)
-            beside = [asyncio.create_task(task) for task in (self.sessions.handover.serve(), self.observing.run())]
+            tasks = (
+                self.sessions.handover.serve(),
+                self.observing.run(),
+                self.credentials.keep_current(self._end_revoked),
+            )
+            beside = [asyncio.create_task(task) for task in tasks]
             self._set_health(serving=True)
             logger.info(
                 "serving %d blocks of %d bytes on %s",
@@ -90,7 +111,7 @@ class Daemon:
             await self._stop.wait()
             if self.device.fault is None:
                 await self._drain()
-            await server.stop(grace=0.5)
+            await asyncio.gather(*(server.stop(grace=0.5) for server in servers))
             for task in beside:
                 task.cancel()
             await asyncio.gather(*beside, return_exceptions=True)
@@ -100,18 +121,35 @@ class Daemon:
                 await asyncio.to_thread(self._tracer.close)
         return EXIT_FAULT if self.device.fault is not None else 0
 
-    def _server(self) -> grpc.aio.Server:
+    def _listen(self, cleanup: contextlib.ExitStack) -> list[grpc.aio.Server]:
+        """A server for each gRPC address, not yet started. Raises StartError."""
+        config = self._config
+        servers = []
+        if config.unix_socket:
+            servers.append(self._server(LocalCallers()))
+            listen_unix(servers[-1], config, self.sessions.handover, cleanup)
+        if config.tcp_address:
+            servers.append(self._server(self._remote_callers))
+            listen_tcp(servers[-1], config.tcp_address, self.credentials.for_server())
+        return servers
+
+    def _server(self, callers: Callers) -> grpc.aio.Server:
         config = self._config
         server = grpc.aio.server(
+            interceptors=callers.interceptors,
             options=server_options(config),
             maximum_concurrent_rpcs=4 * config.max_sessions + 64,
         )
         limits = config.request_limits
-        services = Services(self.dispatcher, self.sessions, self.events, limits)
+        services = Services(self.dispatcher, self.sessions, self.events, limits, callers)
         server.add_generic_rpc_handlers(
             (*services.handlers(), health_handler(self._health, limits), reflection_handler(limits))
         )
         return server
+
+    def _end_revoked(self) -> None:
+        """The token file has changed."""
+        self.sessions.end_streams_of(self._remote_callers.check)
 
     def _set_health(self, *, serving: bool) -> None:
         for name in ("", *(service.full_name for service in SERVICES)):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import grpc
 
+from kvservice.auth import is_loopback
 from kvservice.config import ServeConfig
 from kvservice.errors import KVServiceError
 from kvservice.server.handover import Handover
@@ -19,16 +20,37 @@ class StartError(KVServiceError):
     """The daemon cannot start as it is configured."""
 
 
-def listen(server: grpc.aio.Server, handover: Handover, config: ServeConfig, cleanup: contextlib.ExitStack) -> None:
-    """Bind the configured gRPC addresses, before the server starts. Raises StartError."""
+def check_addresses(config: ServeConfig) -> None:
+    """Raise StartError if there is no gRPC address, or one that other hosts reach without TLS or authentication."""
     if not (config.unix_socket or config.tcp_address):
         raise StartError("there is nothing to listen on: set one of the two", field="unix_socket, tcp_address")
-    if config.unix_socket:
-        _listen_unix(server, Path(config.unix_socket), cleanup)
+    if not config.tcp_address or config.insecure or is_loopback(config.tcp_address.rpartition(":")[0]):
+        return
+    missing = []
+    if not config.tls_cert:
+        missing.append("tls_cert and tls_key")
+    if not (config.auth_tokens or config.tls_client_ca):
+        missing.append("auth_tokens or tls_client_ca")
+    if missing:
+        raise StartError(
+            f"other hosts reach {config.tcp_address}: set {', and '.join(missing)}; "
+            "or insecure, if whoever reaches it may use the pool and read what is sent",
+            field="tcp_address",
+        )
+
+
+def listen_unix(
+    server: grpc.aio.Server, config: ServeConfig, handover: Handover, cleanup: contextlib.ExitStack
+) -> None:
+    """Bind the unix socket before its server starts, and the handover socket if there is one. Raises StartError."""
+    _bind_unix(server, Path(config.unix_socket), cleanup)
     if config.handover_socket:
         _listen_handover(handover, Path(config.handover_socket), int(config.unix_socket_mode, 8), cleanup)
-    if config.tcp_address:
-        _bind(server, config.tcp_address, "tcp_address")
+
+
+def listen_tcp(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> None:
+    """Bind host:port before the server starts, for TLS if there are credentials. Raises StartError."""
+    _bind(server, address, "tcp_address", credentials)
 
 
 def open_unix_socket(config: ServeConfig) -> None:
@@ -49,7 +71,7 @@ def listen_http(address: str, cleanup: contextlib.ExitStack) -> socket.socket:
     return listening
 
 
-def _listen_unix(server: grpc.aio.Server, path: Path, cleanup: contextlib.ExitStack) -> None:
+def _bind_unix(server: grpc.aio.Server, path: Path, cleanup: contextlib.ExitStack) -> None:
     _check_socket_free(path)
     # The socket must not be open to others until its mode is set.
     umask = os.umask(0o177)
@@ -82,9 +104,12 @@ def _check_socket_free(path: Path) -> None:
         raise StartError(f"{path} is served by another process", field="unix_socket")
 
 
-def _bind(server: grpc.aio.Server, address: str, field: str) -> None:
+def _bind(server: grpc.aio.Server, address: str, field: str, credentials: grpc.ServerCredentials | None = None) -> None:
     try:
-        port = server.add_insecure_port(address)
+        if credentials is None:
+            port = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, credentials)
     except RuntimeError:
         port = 0
     if port == 0:

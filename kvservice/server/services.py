@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterable
-from typing import Any, TypeAlias
+from typing import Any
 
 import grpc
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
@@ -13,8 +13,10 @@ from google.protobuf.message_factory import GetMessageClass
 from google.rpc import code_pb2
 from grpc_status import rpc_status
 
+from kvservice.auth import CALLER
 from kvservice.config import RequestLimits
 from kvservice.errors import FailedPreconditionError, KVServiceError
+from kvservice.server.callers import Callers, Context
 from kvservice.server.contract import ANSWERED_BY_OBSERVER, SERVICES, SESSION_SERVICES, call_name
 from kvservice.server.dispatch import Dispatcher
 from kvservice.server.events import EventStreams
@@ -22,13 +24,6 @@ from kvservice.server.parsing import Refused, check_accepted, parser
 from kvservice.server.sessions import Session, SessionRegistry
 from kvservice.v1 import session_pb2
 from kvservice.wire.status import to_status
-
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-
-
-def _is_local(context: Context) -> bool:
-    """Whether the caller is connected to the unix socket, and so on this host."""
-    return str(context.peer()).startswith("unix:")
 
 
 def _traceparent(context: Context) -> str:
@@ -38,12 +33,18 @@ def _traceparent(context: Context) -> str:
 
 
 class Services:
-    """`handlers()` is what a grpc.aio server is given."""
+    """`handlers()` is what a grpc.aio server is given. `callers` are those of the server's ports."""
 
     def __init__(
-        self, dispatcher: Dispatcher, sessions: SessionRegistry, events: EventStreams, limits: RequestLimits
+        self,
+        dispatcher: Dispatcher,
+        sessions: SessionRegistry,
+        events: EventStreams,
+        limits: RequestLimits,
+        callers: Callers,
     ) -> None:
         self._dispatcher = dispatcher
+        self._callers = callers
         self._sessions = sessions
         self._events = events
         self._limits = limits
@@ -67,10 +68,13 @@ class Services:
     def _unary(self, name: str, needs_session: bool) -> Any:
         async def answer(request: Any, context: Context) -> Any:
             try:
+                self._callers.admit(context)
                 check_accepted(request)
                 traceparent = "" if self._dispatcher.tracer is None else _traceparent(context)
                 if needs_session:
-                    return await self._dispatcher.call_by_token(name, request, "unary", _is_local(context), traceparent)
+                    return await self._dispatcher.call_by_token(
+                        name, request, "unary", self._callers.local, traceparent
+                    )
                 return await self._dispatcher.call_open(name, request, "unary", traceparent)
             except KVServiceError as error:
                 return await context.abort_with_status(rpc_status.to_status(to_status(error)))
@@ -79,24 +83,27 @@ class Services:
 
     async def _subscribe(self, request: Any, context: Context) -> None:
         try:
+            self._callers.admit(context)
             check_accepted(request)
             async for message in self._events.subscribe(request):
+                self._callers.check(CALLER.get())
                 await context.write(message)
         except KVServiceError as error:
             await context.abort_with_status(rpc_status.to_status(to_status(error)))
 
     async def _connect(self, _: Any, context: Context) -> None:
-        await Stream(self._dispatcher, self._sessions, context).serve()
+        self._callers.admit(context)
+        await Stream(self._dispatcher, self._sessions, context, self._callers.local).serve()
 
 
 class Stream:
     """One session's stream: reads a call, answers it, reads the next."""
 
-    def __init__(self, dispatcher: Dispatcher, sessions: SessionRegistry, context: Context) -> None:
+    def __init__(self, dispatcher: Dispatcher, sessions: SessionRegistry, context: Context, local: bool) -> None:
         self._dispatcher = dispatcher
         self._sessions = sessions
         self._context = context
-        self._local = _is_local(context)
+        self._local = local
         self._session: Session | None = None
         self._ending: asyncio.Task[None] | None = None
         # gRPC fails if it is to send a status while it sends a message.

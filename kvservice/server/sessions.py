@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from google.protobuf.message import Message
 
+from kvservice.auth import CALLER, Identity
 from kvservice.blocks import BlockManager, SequenceSpace
 from kvservice.config import ServeConfig
 from kvservice.devices import Device
@@ -27,8 +28,10 @@ from kvservice.errors import (
     KVServiceError,
     QuotaExceededError,
     SessionTakenError,
+    UnauthenticatedError,
     UnknownSessionError,
 )
+from kvservice.logs import LogBudget
 from kvservice.server.handover import Handover
 from kvservice.server.host_access import HostAccess, Lanes
 from kvservice.server.region import RegionTotals
@@ -48,6 +51,7 @@ class Session:
     session_id: int
     token: bytes
     name: str
+    owner: Identity
     space: SequenceSpace
     access: HostAccess
     regions: Regions
@@ -73,7 +77,8 @@ class Session:
 
 
 class SessionRegistry:
-    """All sessions, by token. A token is a secret: an unknown one and a closed one are told alike."""
+    """All sessions, by token. A token is a secret: an unknown one, a closed one and another identity's are told
+    alike."""
 
     def __init__(self, config: ServeConfig, manager: BlockManager, device: Device, table: SessionTable) -> None:
         self._config = config
@@ -84,6 +89,9 @@ class SessionRegistry:
         self.lanes = Lanes(len(device.lane_buckets_s) + 1)
         self._sessions: dict[bytes, Session] = {}
         self.num_opened = self.num_closed = self.num_lost = 0
+        # Calls that presented the token of another identity's session.
+        self.num_foreign = 0
+        self._foreign_log = LogBudget(logger)
         self.region_totals = RegionTotals()
 
     def __len__(self) -> int:
@@ -116,6 +124,7 @@ class SessionRegistry:
             session_id=self.num_opened,
             token=secrets.token_bytes(TOKEN_BYTES),
             name=name,
+            owner=CALLER.get(),
             space=space,
             access=access,
             regions=Regions(self._config, RegionTotals(whole=self.region_totals, row=row), access),
@@ -125,18 +134,31 @@ class SessionRegistry:
         self._sessions[session.token] = session
         self._call_later(session, grace, self._lose, session)
         logger.info(
-            "session %d opened (%s)", session.session_id, name or "no name", extra={"session_id": session.session_id}
+            "session %d opened (%s)%s",
+            session.session_id,
+            name or "no name",
+            f" by {session.owner.name}" if session.owner.name else "",
+            extra={"session_id": session.session_id},
         )
         return session
 
     def find(self, token: bytes) -> Session | None:
-        return self._sessions.get(token)
+        """The session of this token, if it is the caller's."""
+        session = self._sessions.get(token)
+        return session if session is not None and session.owner == CALLER.get() else None
 
     def get(self, token: bytes) -> Session:
         session = self.find(token)
         if session is None:
+            self._note_foreign(token)
             raise UnknownSessionError("no such session: it was closed, or never opened", field="session_token")
         return session
+
+    def _note_foreign(self, token: bytes) -> None:
+        if (session := self._sessions.get(token)) is not None:
+            self.num_foreign += 1
+            who = CALLER.get().name or "a client without a name"
+            self._foreign_log.write(logging.WARNING, "session %d refused to %s: not theirs", session.session_id, who)
 
     def attach(
         self, token: bytes, holder: int, reconnects: bool, end_stream: Callable[[KVServiceError], None]
@@ -155,6 +177,7 @@ class SessionRegistry:
         if session.holder is not None and not reconnects:
             session.unshare()
         session.holder = holder
+        session.owner = CALLER.get()  # the same identity, perhaps with a newer token
         session.end_stream = end_stream
         session.row.set(ATTACHED, 1)
         return session
@@ -167,6 +190,15 @@ class SessionRegistry:
             session.row.set(ATTACHED, 0)
             self._call_later(session, session.wait_s, self._lose, session)
             self._call_later(session, self._config.session_grace_s, session.unshare)
+
+    def end_streams_of(self, check: Callable[[Identity], None]) -> None:
+        """End the streams of owners for whom `check` raises; their sessions wait as after any end of a stream."""
+        for session in self:
+            try:
+                check(session.owner)
+            except UnauthenticatedError as error:
+                if session.end_stream is not None:
+                    session.end_stream(error)
 
     def close_for(self, token: bytes, holder: int) -> None:
         """Close a session if it is still the holder's; for holder 0, whosever it is. Raises what `attach` does."""

@@ -9,6 +9,8 @@ from kvservice import __version__
 from kvservice.config import ServeConfig
 from kvservice.devices import Device
 from kvservice.engine import Engine
+from kvservice.server.audit import Audit
+from kvservice.server.credentials import Credentials
 from kvservice.server.dispatch import Dispatcher
 from kvservice.server.events import EventStreams
 from kvservice.server.sessions import SessionRegistry
@@ -26,8 +28,11 @@ class DaemonVitals:
         sessions: SessionRegistry,
         dispatcher: Dispatcher,
         events: EventStreams,
+        credentials: Credentials,
+        audit: Audit,
     ) -> None:
         self._engine, self._sessions, self._dispatcher, self._events = engine, sessions, dispatcher, events
+        self._credentials, self._audit = credentials, audit
         self._table = VitalsTable(len(engine.device.lane_buckets_s) + 1, arrays.zeros)
 
     def write(self) -> None:
@@ -76,6 +81,12 @@ class DaemonVitals:
             lane_calls=lane_calls,
             lane_errors=lane_errors,
             lane_busy_s=lane_busy_s,
+            tcp_connections=self._audit.num_connections,
+            tls_handshakes=self._credentials.num_handshakes,
+            missing_tokens=self._audit.refusals["missing"],
+            malformed_tokens=self._audit.refusals["malformed"],
+            unknown_tokens=self._audit.refusals["unknown"],
+            foreign_sessions=sessions.num_foreign,
         )
         self._table.write(vitals, lane_counts)
 
@@ -100,6 +111,9 @@ def configuration(config: ServeConfig, device: Device, arrays: SharedArrays, met
         "max_labels": config.max_labels,
         "http_host": host,
         "http_token": config.http_token,
+        "metrics_token": config.metrics_token,
+        "tls_cert": config.tls_cert,
+        "tls_key": config.tls_key,
         "log_level": config.log_level,
         "log_format": config.log_format,
         "info": {

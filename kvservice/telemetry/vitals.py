@@ -53,6 +53,12 @@ class Vitals(NamedTuple):
     lane_calls: float = 0
     lane_errors: float = 0
     lane_busy_s: float = 0
+    tcp_connections: float = 0
+    tls_handshakes: float = 0
+    missing_tokens: float = 0
+    malformed_tokens: float = 0
+    unknown_tokens: float = 0
+    foreign_sessions: float = 0
 
 
 class VitalsTable:

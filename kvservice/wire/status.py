@@ -85,4 +85,5 @@ _BY_STATUS = {
     "FAILED_PRECONDITION": errors.FailedPreconditionError,
     "RESOURCE_EXHAUSTED": errors.ResourceExhaustedError,
     "UNAVAILABLE": errors.ConnectionLostError,
+    "UNAUTHENTICATED": errors.UnauthenticatedError,
 }

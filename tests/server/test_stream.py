@@ -198,7 +198,7 @@ def test_a_call_that_comes_after_the_lease_is_lost_is_not_done(outcome: type[Exc
     context, dispatcher, sessions = LosingContext(outcome), Mock(), Mock()
     dispatcher.call = AsyncMock(return_value=blocks_pb2.DescribeResponse())
     sessions.attach.return_value.session_id = 1
-    context.stream = Stream(dispatcher, sessions, cast(Any, context))
+    context.stream = Stream(dispatcher, sessions, cast(Any, context), local=True)
     asyncio.run(context.stream.serve())
     assert (context.written, context.aborted) == (["attach", "describe"], "taken over")
     assert dispatcher.call.await_count == 1

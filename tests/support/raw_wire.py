@@ -97,10 +97,10 @@ class RawStream:
 
 
 class Wire:
-    """Every RPC by its call's name."""
+    """Every RPC by its call's name, at an address or over a channel."""
 
-    def __init__(self, address: str) -> None:
-        self.channel = grpc.insecure_channel(address)
+    def __init__(self, where: str | grpc.Channel) -> None:
+        self.channel = grpc.insecure_channel(where) if isinstance(where, str) else where
         self.sessions = session_pb2_grpc.SessionServiceStub(self.channel)
         self.pool = pool_pb2_grpc.PoolServiceStub(self.channel)
         stubs = {

@@ -1,0 +1,80 @@
+"""TLS certificates and keys, checked before anything uses them."""
+
+from __future__ import annotations
+
+import os
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvservice.errors import InvalidArgumentError
+
+
+@dataclass(frozen=True)
+class CertificateFiles:
+    """PEM files: a certificate with its chain, its key, and the CA of clients' certificates if these are asked for."""
+
+    cert: Path
+    key: Path
+    client_ca: Path | None = None
+
+    @property
+    def paths(self) -> list[Path]:
+        return [path for path in (self.cert, self.key, self.client_ca) if path is not None]
+
+
+@dataclass(frozen=True)
+class Certificates:
+    """What the files hold, in PEM. The key is the certificate's. `client_ca` is b"" if there is none."""
+
+    cert: bytes
+    key: bytes
+    client_ca: bytes = b""
+
+    @classmethod
+    def read(cls, files: CertificateFiles) -> Certificates:
+        """Raises InvalidArgumentError naming the option whose file is at fault."""
+        cert, key = _read(files.cert, "tls_cert"), _read(files.key, "tls_key")
+        client_ca = b"" if files.client_ca is None else _read(files.client_ca, "tls_client_ca")
+        read = cls(cert, key, client_ca)
+        # Checked on a context of its own: loading a key that does not match leaves half of it in the context.
+        read.load_into(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
+        if files.client_ca is not None:
+            _check_ca(client_ca)
+        return read
+
+    def load_into(self, context: ssl.SSLContext) -> None:
+        """Use certificate and key in a context from now on; handshakes that have begun keep what they had. Raises
+        InvalidArgumentError."""
+        # The bytes that were read, and not the files, which may change: OpenSSL takes them only by a path.
+        memory = os.memfd_create("kvservice-tls", os.MFD_CLOEXEC)
+        try:
+            os.write(memory, self.key + b"\n" + self.cert)
+            context.load_cert_chain(f"/proc/self/fd/{memory}", password=_no_password)
+        except (ssl.SSLError, OSError, ValueError) as error:
+            reason = getattr(error, "reason", None) or error
+            raise InvalidArgumentError(f"certificate and key cannot be used: {reason}", field="tls_cert") from None
+        finally:
+            os.close(memory)
+
+
+def _read(file: Path, field: str) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise InvalidArgumentError(f"{file}: {error.strerror or error}", field=field) from None
+
+
+def _check_ca(pem: bytes) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_verify_locations(cadata=pem.decode("ascii"))
+    except (ssl.SSLError, UnicodeDecodeError, ValueError) as error:
+        reason = getattr(error, "reason", None) or error
+        raise InvalidArgumentError(f"holds no certificate that can be used: {reason}", field="tls_client_ca") from None
+    if not context.cert_store_stats()["x509"]:
+        raise InvalidArgumentError("holds no certificate", field="tls_client_ca")
+
+
+def _no_password() -> str:
+    raise ValueError("the key is encrypted")

@@ -1,0 +1,132 @@
+"""Bearer tokens, and the file that names their hashes.
+
+A line of the file is a name and the SHA-256 of its token in hexadecimal; empty lines and lines that begin with # are
+comments. A token is 256 random bits, so a plain hash cannot be inverted, and looking it up tells nothing by its time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import secrets
+import stat
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Final
+
+from kvservice.auth.identity import Identity
+from kvservice.errors import InvalidArgumentError, UnauthenticatedError
+
+_PREFIX: Final = "kvs_"
+_TOKEN: Final = re.compile(r"kvs_[A-Za-z0-9_-]{43}")
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
+_HASH: Final = re.compile(r"[0-9a-f]{64}")
+_MAX_FILE_BYTES: Final = 1 << 20
+_FIELD: Final = "auth_tokens"
+
+MISSING, MALFORMED, UNKNOWN = CAUSES = ("missing", "malformed", "unknown")
+
+
+class Tokens:
+    """The identities of a token file."""
+
+    def __init__(self, identities: Mapping[bytes, Identity]) -> None:
+        """`identities`: by the SHA-256 of their token."""
+        self._identities = identities
+
+    @classmethod
+    def read(cls, file: Path) -> Tokens:
+        """Raises InvalidArgumentError that names the file, and the line if it is one line's fault."""
+        return cls({identity.credential: identity for identity in parse(load(file), file)})
+
+    def __len__(self) -> int:
+        return len(self._identities)
+
+    def identify(self, token: str | None) -> Identity:
+        """The identity of a token. Raises UnauthenticatedError, with one of CAUSES in `metadata`."""
+        if token is None:
+            raise UnauthenticatedError(
+                "the daemon asks for a token and the call has none: "
+                "pass token= to the client, or KVSERVICE_TOKEN or --token-file to a command",
+                cause=MISSING,
+            )
+        # The length is bounded before anything is computed.
+        if not _TOKEN.fullmatch(token):
+            raise UnauthenticatedError(
+                f"the token does not have the form of one, {_PREFIX} and 43 characters: was it cut short?",
+                cause=MALFORMED,
+            )
+        identity = self._identities.get(digest(token))
+        if identity is None:
+            raise UnauthenticatedError(
+                "the daemon does not know the token: it was removed, replaced, or made for another daemon",
+                cause=UNKNOWN,
+            )
+        return identity
+
+    def has(self, identity: Identity) -> bool:
+        """Whether the token that the identity presented is still in the file."""
+        return identity.credential in self._identities
+
+
+def new_token() -> str:
+    return _PREFIX + secrets.token_urlsafe(32)
+
+
+def digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode()).digest()
+
+
+def check_name(name: str) -> None:
+    """Raise InvalidArgumentError for what cannot name an identity."""
+    if not _NAME.fullmatch(name):
+        raise InvalidArgumentError("must be 1 to 64 letters, digits, and . _ @ - after the first", field="name")
+
+
+def load(file: Path) -> str:
+    """The text of a token file. Raises InvalidArgumentError if it cannot be read, or if others could change it."""
+    try:
+        with file.open("rb") as stream:
+            _check_owner_and_mode(os.fstat(stream.fileno()), file)
+            data = stream.read(_MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise InvalidArgumentError(f"{file}: {error.strerror or error}", field=_FIELD) from None
+    if len(data) > _MAX_FILE_BYTES:
+        raise InvalidArgumentError(f"{file} has more than {_MAX_FILE_BYTES} bytes", field=_FIELD)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        raise InvalidArgumentError(f"{file} is no text in UTF-8", field=_FIELD) from None
+
+
+def parse(text: str, file: Path) -> Iterator[Identity]:
+    """The identities of a token file's text. Raises InvalidArgumentError that names the line."""
+    seen: dict[str, int] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        where = f"{file}, line {number}"
+        if len(words) != 2 or not _NAME.fullmatch(words[0]) or not _HASH.fullmatch(words[1]):
+            raise InvalidArgumentError(f"{where}: must be a name and 64 hexadecimal digits", field=_FIELD)
+        for word in words:
+            if word in seen:
+                raise InvalidArgumentError(f"{where}: {word} is in line {seen[word]} already", field=_FIELD)
+            seen[word] = number
+        yield Identity(words[0], bytes.fromhex(words[1]))
+
+
+def _check_owner_and_mode(status: os.stat_result, file: Path) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise InvalidArgumentError(f"{file} is no regular file", field=_FIELD)
+    if status.st_uid not in (0, os.geteuid()):
+        raise InvalidArgumentError(
+            f"{file} belongs to user {status.st_uid}, who could add tokens: it must be this user's or root's",
+            field=_FIELD,
+        )
+    if status.st_mode & (stat.S_IWGRP | stat.S_IRWXO):
+        mode = stat.S_IMODE(status.st_mode)
+        raise InvalidArgumentError(
+            f"{file} has mode {mode:04o}: group may not write and others may do nothing; chmod 0600", field=_FIELD
+        )

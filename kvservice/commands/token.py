@@ -1,0 +1,73 @@
+"""`kvservice token`: make, list and remove the tokens of a token file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from kvservice.auth import token_file
+from kvservice.auth.tokens import load, parse
+from kvservice.errors import KVServiceError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_file_option: Callable[[F], F] = click.option(
+    "--file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    envvar="KVSERVICE_AUTH_TOKENS",
+    required=True,
+    show_envvar=True,
+    help="The token file: what the daemon has as --auth-tokens.",
+)
+
+
+@click.group()
+def token() -> None:
+    """Make, list and remove the tokens by which a daemon knows its clients.
+
+    A token file holds names and hashes, no tokens. The daemon reads it again when it changes.
+    """
+
+
+@token.command("new")
+@click.argument("name")
+@_file_option
+def new(name: str, file: Path) -> None:
+    """Make a token for NAME, add its hash to the file, and print it.
+
+    The token is printed this once and kept nowhere.
+    """
+    try:
+        made = token_file.add(file, name)
+    except KVServiceError as error:
+        raise click.ClickException(str(error)) from None
+    click.echo(made)
+
+
+@token.command("list")
+@_file_option
+def list_names(file: Path) -> None:
+    """Print the names in the file."""
+    try:
+        identities = list(parse(load(file), file))
+    except KVServiceError as error:
+        raise click.ClickException(str(error)) from None
+    for identity in identities:
+        click.echo(identity.name)
+
+
+@token.command("remove")
+@click.argument("name")
+@_file_option
+def remove(name: str, file: Path) -> None:
+    """Remove the token of NAME from the file.
+
+    The daemon ends the streams that were opened with it, and refuses further calls.
+    """
+    try:
+        token_file.remove(file, name)
+    except KVServiceError as error:
+        raise click.ClickException(str(error)) from None

@@ -1,0 +1,24 @@
+"""Who connects over TCP, and who is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.core import Metric
+
+from kvservice.metrics.families import counter, counters
+from kvservice.telemetry.vitals import Vitals
+
+
+def access_metrics(vitals: Vitals) -> Iterator[Metric]:
+    yield counter("tcp_connections", "Connections over TCP that a call was accepted on.", vitals.tcp_connections)
+    yield counter("tls_handshakes", "TLS handshakes that gRPC clients began, failed ones too.", vitals.tls_handshakes)
+    causes = {
+        "missing_token": vitals.missing_tokens,
+        "malformed_token": vitals.malformed_tokens,
+        "unknown_token": vitals.unknown_tokens,
+        "foreign_session": vitals.foreign_sessions,
+    }
+    yield counters(
+        "refused_calls", "Calls of callers who are not known, or whose session it is not.", "cause", causes.items()
+    )

@@ -1,0 +1,63 @@
+"""Who connects over TCP, and who is refused: counted and logged, at a bounded cost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+
+from kvservice.auth import Identity
+from kvservice.auth.tokens import CAUSES
+from kvservice.errors import UnauthenticatedError
+from kvservice.logs import LogBudget
+
+logger = logging.getLogger(__name__)
+
+# A refusal is answered after this time, so that a caller cannot try many tokens, unless so many wait already.
+REFUSAL_DELAY_S = 1.0
+MAX_DELAYED_REFUSALS = 64
+# Connections that are remembered, to be logged once.
+MAX_KNOWN_CONNECTIONS = 4096
+
+
+class Audit:
+    """`refusals` counts refused RPCs by cause, `num_connections` connections with an accepted RPC."""
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self.refusals = dict.fromkeys(CAUSES, 0)
+        self.num_connections = 0
+        self._sleep = sleep
+        self._num_delayed = 0
+        self._known: OrderedDict[tuple[str, Identity], None] = OrderedDict()
+        self._connection_log = LogBudget(logger, clock)
+        self._refusal_log = LogBudget(logger, clock)
+
+    def accepted(self, peer: str, caller: Identity) -> None:
+        """An RPC passed. `peer` is gRPC's name of the connection's other end."""
+        connection = peer, caller
+        if connection in self._known:
+            return
+        self.num_connections += 1
+        self._known[connection] = None
+        if len(self._known) > MAX_KNOWN_CONNECTIONS:
+            self._known.popitem(last=False)
+        self._connection_log.write(logging.INFO, "%s connected from %s", caller.name or "a client", peer)
+
+    async def refused(self, peer: str, method: str, error: UnauthenticatedError) -> None:
+        """An RPC is refused. Returns when the caller may know."""
+        cause = error.metadata["cause"]
+        self.refusals[cause] += 1
+        self._refusal_log.write(logging.WARNING, "%s refused to %s: %s token", repr(method[:100]), peer, cause)
+        if self._num_delayed >= MAX_DELAYED_REFUSALS:
+            return
+        self._num_delayed += 1
+        try:
+            await self._sleep(REFUSAL_DELAY_S)
+        finally:
+            self._num_delayed -= 1

@@ -1,0 +1,110 @@
+"""The callers of each port: trusted on the unix socket, checked over TCP."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import grpc
+from grpc_status import rpc_status
+
+from kvservice.auth import CALLER, Identity, Reloading, Tokens
+from kvservice.auth.tokens import UNKNOWN
+from kvservice.errors import UnauthenticatedError
+from kvservice.server.audit import Audit
+from kvservice.wire.status import to_status
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+
+_SCHEME = "bearer "
+
+
+class Callers(Protocol):
+    """`local`: they are on this host, connected to the unix socket. `interceptors` are for the server of the port."""
+
+    local: bool
+    interceptors: Sequence[grpc.aio.ServerInterceptor]
+
+    def admit(self, context: Context) -> None:
+        """Called at the beginning of each RPC that passed."""
+
+    def check(self, caller: Identity) -> None:
+        """Raise UnauthenticatedError for a caller whose token is no longer in the token file."""
+
+
+class LocalCallers:
+    """Whoever the mode of the unix socket lets in."""
+
+    local = True
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = ()
+
+    def admit(self, _context: Context) -> None:
+        """They have no names."""
+
+    def check(self, _caller: Identity) -> None:
+        """They have no tokens."""
+
+
+class RemoteCallers(grpc.aio.ServerInterceptor):
+    """Callers over TCP. Where the daemon has tokens an RPC needs one, of any service and method; the RPC is refused
+    before its message is received."""
+
+    local = False
+
+    def __init__(self, tokens: Reloading[Tokens] | None, certified: bool, audit: Audit) -> None:
+        """`certified`: TLS has checked their certificates, which name them unless tokens do."""
+        self.interceptors: Sequence[grpc.aio.ServerInterceptor] = () if tokens is None else (self,)
+        self._tokens = tokens
+        self._named_by_certificate = certified and tokens is None
+        self._audit = audit
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        if self._tokens is not None:
+            try:
+                CALLER.set(self._tokens.value.identify(_bearer_token(details.invocation_metadata)))
+            except UnauthenticatedError as error:
+                return self._refusal(details.method, error)
+        return await continuation(details)
+
+    def admit(self, context: Context) -> None:
+        if self._named_by_certificate:
+            CALLER.set(Identity(_certificate_name(context.auth_context())))
+        self._audit.accepted(context.peer(), CALLER.get())
+
+    def check(self, caller: Identity) -> None:
+        if caller.credential and self._tokens is not None and not self._tokens.value.has(caller):
+            raise UnauthenticatedError("the token was removed from the daemon's token file", cause=UNKNOWN)
+
+    def _refusal(self, method: str, error: UnauthenticatedError) -> Handler:
+        async def refuse(_: Any, context: Context) -> None:
+            await self._audit.refused(context.peer(), method, error)
+            await context.abort_with_status(rpc_status.to_status(to_status(error)))
+
+        # Streaming, whatever the method is: gRPC receives no message before such a handler asks for one.
+        return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+def _bearer_token(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
+    """The token of an RPC; None if it has none, "" if what it has is no bearer token, or more than one."""
+    values = [value for key, value in metadata if key == "authorization"]
+    if not values:
+        return None
+    (value, *others) = values
+    if others or not isinstance(value, str) or value[: len(_SCHEME)].lower() != _SCHEME:
+        return ""
+    return value[len(_SCHEME) :]
+
+
+def _certificate_name(auth_context: Mapping[str, Iterable[bytes]]) -> str:
+    """The name in a client's certificate, with unprintable characters escaped: its common name, or else the first
+    alternative name."""
+    for key in ("x509_common_name", "x509_subject_alternative_name"):
+        for name in auth_context.get(key, ()):
+            return name.decode(errors="backslashreplace").encode("unicode_escape").decode()
+    # Not the empty name, which is that of callers who are trusted without one.
+    return "certificate without a name"
