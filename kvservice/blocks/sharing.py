@@ -118,7 +118,8 @@ class SharingOps(AllocationOps):
             self.sequences.free_rows.append(row)
 
     def common_prefix_blocks(self, space: SequenceSpace, sequence_ids: npt.ArrayLike) -> int:
-        """How many leading blocks all these sequences share, so that attention may read them once (cascade).
+        """How many leading blocks all these sequences share, so that attention may read them once (cascade). Only
+        blocks that are full and computed in each of them count.
 
         Raises InvalidArgumentError, UnknownSequenceError, SequenceSwappedError.
         """

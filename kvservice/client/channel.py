@@ -10,7 +10,7 @@ from google.rpc import status_pb2
 from grpc_status import rpc_status
 
 from kvservice.client.tracing import traceparent
-from kvservice.errors import ConnectionLostError, KVServiceError, MessageTooLargeError
+from kvservice.errors import ConnectionLostError, KVServiceError, MessageTooLargeError, ResourceExhaustedError
 from kvservice.v1 import session_pb2
 from kvservice.wire.keepalive import keepalive_options
 from kvservice.wire.status import from_status
@@ -30,6 +30,9 @@ CHANNEL_OPTIONS = [
     ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
 ]
+
+# What gRPC says of a message above its bound, received or to be sent. It says other things under the same status.
+_TOO_LARGE = "message larger than max"
 
 # Between attempts to reconnect. An attempt itself waits for the connection: gRPC works at one only while a call waits.
 PAUSE_S = 0.02
@@ -51,7 +54,8 @@ def to_error(error: grpc.RpcError) -> KVServiceError:
         return from_status(status)
     text = f"{error.code().name}: {error.details()}"
     if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        return MessageTooLargeError(text)
+        too_large = _TOO_LARGE in (error.details() or "")
+        return MessageTooLargeError(text) if too_large else ResourceExhaustedError(text)
     return ConnectionLostError(text)
 
 

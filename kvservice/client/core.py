@@ -281,7 +281,7 @@ class SessionCore(RegionCore, Generic[StepT]):
         )
 
     async def common_prefix(self, sequences: Batch[Sequence]) -> int:
-        """Leading blocks that all of them share."""
+        """Leading blocks that all of them share, of those that are full and computed in each."""
         response = await self.call("common_prefix", build(blocks_pb2.CommonPrefixRequest, sequence_ids=_ids(sequences)))
         return int(response.num_blocks)
 

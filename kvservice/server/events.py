@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Iterable, Iterator
 
 import numpy as np
 
@@ -37,7 +38,7 @@ class EventStreams:
         if journal is not None:
             journal.on_change = self._changed.set
 
-    async def subscribe(self, request: events_pb2.SubscribeRequest) -> AsyncIterator[bytes]:
+    async def subscribe(self, request: events_pb2.SubscribeRequest) -> AsyncGenerator[bytes]:
         """Serialized KVEventBatch messages. Raises EventsOffError, QuotaExceededError, InvalidArgumentError."""
         journal = self._journal
         if journal is None:
@@ -50,12 +51,13 @@ class EventStreams:
             )
         self.count += 1
         try:
-            async for batch in self._from(journal, request):
-                yield batch
+            async with contextlib.aclosing(self._from(journal, request)) as batches:
+                async for batch in batches:
+                    yield batch
         finally:
             self.count -= 1
 
-    async def _from(self, journal: EventJournal, request: events_pb2.SubscribeRequest) -> AsyncIterator[bytes]:
+    async def _from(self, journal: EventJournal, request: events_pb2.SubscribeRequest) -> AsyncGenerator[bytes]:
         number = request.start_number or journal.newest + 1
         gap: events_pb2.Gap | None = None
         if request.daemon_id not in (0, self._daemon_id) or number > journal.newest + 1:

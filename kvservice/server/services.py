@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -24,6 +25,8 @@ from kvservice.server.parsing import Refused, check_accepted, parser
 from kvservice.server.sessions import Session, SessionRegistry
 from kvservice.v1 import session_pb2
 from kvservice.wire.status import to_status
+
+logger = logging.getLogger(__name__)
 
 
 def _traceparent(context: Context) -> str:
@@ -85,9 +88,12 @@ class Services:
         try:
             self._callers.admit(context)
             check_accepted(request)
-            async for message in self._events.subscribe(request):
-                self._callers.check(CALLER.get())
-                await context.write(message)
+            async with contextlib.aclosing(self._events.subscribe(request)) as messages:
+                async for message in messages:
+                    self._callers.check(CALLER.get())
+                    await context.write(message)
+        except (grpc.aio.UsageError, grpc.aio.InternalError) as error:
+            logger.debug("a subscriber has gone: %s", error)  # gRPC noticed it only while it sent
         except KVServiceError as error:
             await context.abort_with_status(rpc_status.to_status(to_status(error)))
 

@@ -248,7 +248,8 @@ class BlockServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CommonPrefix(self, request, context):
-        """Number of leading blocks that all given sequences share.
+        """Number of leading blocks that all given sequences share: those that are full and computed in each of them. A block
+        that they share but have not computed yet, or that is the last one and not full, is not counted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

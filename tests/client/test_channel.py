@@ -10,7 +10,13 @@ from google.rpc import code_pb2
 from grpc_status import rpc_status
 
 from kvservice.client.channel import to_error
-from kvservice.errors import ConnectionLostError, KVServiceError, MessageTooLargeError, SessionTakenError
+from kvservice.errors import (
+    ConnectionLostError,
+    KVServiceError,
+    MessageTooLargeError,
+    ResourceExhaustedError,
+    SessionTakenError,
+)
 from kvservice.wire.status import to_status
 
 
@@ -47,8 +53,10 @@ def taken() -> Any:
         (Ended(grpc.StatusCode.INTERNAL, "Internal error from Core", None), ConnectionLostError),
         (Ended(grpc.StatusCode.UNAVAILABLE, "Socket closed"), ConnectionLostError),
         (Ended(grpc.StatusCode.RESOURCE_EXHAUSTED, "Received message larger than max"), MessageTooLargeError),
+        (Ended(grpc.StatusCode.RESOURCE_EXHAUSTED, "Sent message larger than max (9 vs. 4)"), MessageTooLargeError),
+        (Ended(grpc.StatusCode.RESOURCE_EXHAUSTED, "Concurrent RPC limit exceeded!"), ResourceExhaustedError),
     ],
-    ids=["taken", "taken and cancelled", "cancelled and taken", "hidden", "cut", "too large"],
+    ids=["taken", "taken and cancelled", "cancelled and taken", "hidden", "cut", "received", "sent", "too many"],
 )
 def test_the_error_of_an_ended_call(ended: Ended, kind: type[KVServiceError]) -> None:
     assert type(to_error(cast(grpc.RpcError, ended))) is kind

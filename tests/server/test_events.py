@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
 from collections.abc import Iterator
+from typing import Any
+from unittest.mock import Mock
 
+import grpc
 import numpy as np
 import pytest
 
+from kvservice.blocks import EventJournal
 from kvservice.blocks.prefix import block_hash, root_hash, token_bytes
 from kvservice.client import AllBlocksCleared, AsyncKVClient, BlockRemoved, BlockStored, Gap, KVClient, Session
+from kvservice.config import ServeConfig
 from kvservice.errors import EventsOffError, InvalidArgumentError, KVServiceError, QuotaExceededError
 from kvservice.launch import Daemon
+from kvservice.server.events import EventStreams
+from kvservice.server.services import Services
+from kvservice.v1 import events_pb2
 
 BLOCK_SIZE = 4
 POOL = {
@@ -193,6 +202,37 @@ def await_room(client: KVClient) -> None:
         except QuotaExceededError:
             threading.Event().wait(0.02)
     pytest.fail("the streams were not given back")
+
+
+class LeavingContext:
+    """A subscriber that leaves while a message is sent to it."""
+
+    def __init__(self, outcome: type[BaseException]) -> None:
+        self._outcome = outcome
+
+    async def write(self, _: bytes) -> None:
+        raise self._outcome
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [grpc.aio.InternalError, grpc.aio.UsageError, asyncio.CancelledError],
+    ids=["noticed by sending", "noticed before sending", "noticed by waiting"],
+)
+def test_a_subscriber_that_leaves_while_it_is_sent_to_is_no_fault(outcome: type[BaseException]) -> None:
+    """gRPC logs an error with its traceback for each exception that a handler lets out, but for a cancellation."""
+    journal = EventJournal(8, False)
+    journal.cleared()
+    streams = EventStreams(ServeConfig(), journal)
+    services = Services(Mock(), Mock(), streams, Mock(), Mock())
+
+    async def subscribe() -> None:
+        context: Any = LeavingContext(outcome)
+        with contextlib.suppress(asyncio.CancelledError):
+            await services._subscribe(events_pb2.SubscribeRequest(start_number=1), context)
+        assert streams.count == 0
+
+    asyncio.run(subscribe())
 
 
 def test_refusals(client: KVClient) -> None:
