@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,11 +14,26 @@ CHECKOUT = Path(__file__).resolve().parents[1]
 if not any(CHECKOUT.glob("kvservice/_ext.*.so")):
     sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != CHECKOUT]
 
-from scraping import unused_port  # noqa: E402  the path comes first
+import ports  # noqa: E402  the path comes first
 from small_pool import SMALL_POOL  # noqa: E402
 
 from kvservice.client import KVClient  # noqa: E402  the path comes first
 from kvservice.launch import Daemon  # noqa: E402
+
+# It waits for images of containers that are being made.
+WAITING = {"test_compose.py"}
+# Each worker process loads torch and starts daemons of its own.
+MAX_WORKERS = 4
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Run test files side by side, but those of a GPU one after the other: they fill its memory."""
+    return 0 if config.option.markexpr == "gpu" else min(len(os.sched_getaffinity(0)), MAX_WORKERS)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that mostly wait, so that others run beside them to the end."""
+    items.sort(key=lambda item: item.path.name not in WAITING)
 
 
 @pytest.fixture(scope="session")
@@ -36,4 +52,4 @@ def client(daemon: Daemon) -> Iterator[KVClient]:
 @pytest.fixture
 def free_port() -> int:
     """A TCP port of the loopback interface that nobody listens on."""
-    return unused_port()
+    return ports.free_port()

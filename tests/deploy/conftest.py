@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import container_engine
 import pytest
-from container_stack import DEMO_IMAGE, Stack, make_demo_image
+from container_stack import Stack
 
 
 @pytest.fixture(scope="session")
@@ -19,9 +19,3 @@ def stack() -> Iterator[Stack]:
             yield running
         finally:
             running.compose("down", "--volumes", "--timeout", "5")
-
-
-@pytest.fixture(scope="session")
-def demo_image(stack: Stack) -> str:  # noqa: ARG001  it is made from the daemon's
-    make_demo_image()
-    return DEMO_IMAGE

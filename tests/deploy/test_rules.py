@@ -12,8 +12,8 @@ from typing import Any
 import prometheus_server
 import pytest
 import yaml
-from container_stack import free_ports
 from observed_traffic import Traffic
+from ports import free_ports
 from prometheus_server import PrometheusServer
 from small_pool import SMALL_POOL
 

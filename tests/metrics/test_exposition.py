@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from ports import free_port
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
-from scraping import POOL, compute, exposition, unused_port
+from scraping import POOL, compute, exposition
 
 from kvservice.client import KVClient
 from kvservice.errors import OutOfBlocksError
@@ -36,7 +37,7 @@ class Exposed:
 @pytest.fixture(scope="module")
 def exposed() -> Exposed:
     """By a daemon with calls that bring forth every kind of metric."""
-    port = unused_port()
+    port = free_port()
     options = {"http_address": f"127.0.0.1:{port}", "http_token": HTTP_TOKEN, "event_token_ids": True}
     with (
         Daemon(allow_client_shm=True, **options, **POOL) as daemon,

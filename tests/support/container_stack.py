@@ -9,10 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
-import sys
 import tempfile
-import tomllib
 import urllib.parse
 import urllib.request
 from pathlib import Path
@@ -21,6 +18,7 @@ from typing import Any
 import pytest
 import yaml
 from container_engine import output, succeeds, wait_for
+from ports import free_ports
 
 from kvservice.config import ENV_PREFIX
 
@@ -29,7 +27,6 @@ HOST_CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 DEBIAN_BASE = "kvservice-test:debian"
 DEBIAN_PROMETHEUS = "kvservice-test:prometheus"
 DAEMON_IMAGE = "kvservice-test:cpu"
-DEMO_IMAGE = "kvservice-test:demo"
 BASE_PACKAGES = "python3,python3-venv,python3-dev,ca-certificates"
 PROMETHEUS_RECIPE = f"""
 FROM {DEBIAN_BASE}
@@ -37,15 +34,6 @@ RUN apt-get update && apt-get install --yes --no-install-recommends prometheus
 RUN install --directory --owner=65534 --group=65534 /prometheus
 USER 65534:65534
 ENTRYPOINT ["prometheus"]
-"""
-# What runs has no pip. The packages are fetched outside, by the pip of the tests, as theirs were.
-DEMO_RECIPE = f"""
-FROM {DAEMON_IMAGE}
-USER 0:0
-COPY wheels /wheels
-RUN python3 -m venv /builder && /builder/bin/pip --python /opt/kvservice/bin/python install --no-index \\
-    --find-links /wheels torch transformers && rm -r /builder
-USER 10001:10001
 """
 # A small pool of the demo's shape; a drain time that a test can see the end of.
 OPTIONS = {
@@ -91,29 +79,6 @@ def debian_prometheus() -> str:
     return DEBIAN_PROMETHEUS
 
 
-def make_demo_image() -> None:
-    """The daemon's image with what `kvservice demo` needs besides. Torch without CUDA where pip is told of one."""
-    version = output("docker", "run", "--rm", "--entrypoint=python", DAEMON_IMAGE, "-c",
-                     "import sys; print('%d.%d' % sys.version_info[:2])")  # fmt: skip
-    with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "Dockerfile").write_text(DEMO_RECIPE)
-        download = [sys.executable, "-m", "pip", "download", "--quiet", f"--dest={directory}/wheels"]
-        only = ["--only-binary=:all:", f"--python-version={version}"]
-        output(*download, *only, *demo_requirements(), timeout_s=1200)
-        output("docker", "build", "--tag", DEMO_IMAGE, directory, timeout_s=1200)
-
-
-def demo_requirements() -> list[str]:
-    """torch and transformers in the versions that the project takes."""
-    extras = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    return [
-        requirement
-        for extra in ("torch", "transformers")
-        for requirement in extras[extra]
-        if not requirement.startswith("kvservice")
-    ]
-
-
 def compose_command() -> list[str]:
     for command in (["docker-compose"], ["docker", "compose"]):
         if succeeds(*command, "version"):
@@ -126,16 +91,6 @@ def default_image(service: str) -> str:
     found = yaml.safe_load((DEPLOY / "docker-compose.yml").read_text())["services"][service]
     value: str = found["build"]["args"]["BASE_IMAGE"] if "build" in found else found["image"]
     return value.partition(":-")[2].removesuffix("}")
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 class Stack:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 import urllib.request
 from collections.abc import Callable
@@ -24,14 +23,6 @@ POOL = {
     "swap_space_gib": 4 * BLOCK_BYTES / 2**30,
 }
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
-
-
-def unused_port() -> int:
-    """Of the loopback interface."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def exposition(port: int) -> str:
