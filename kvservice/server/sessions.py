@@ -1,8 +1,8 @@
 """Sessions: a client's lease on its sequences.
 
 open ── attach ──▶ attached ── its stream ends ──▶ waiting ── attach in time ──▶ attached
-                                                      ├── grace passed ──▶ its regions and its lane are closed
-                                                      └── grace or detach_ttl passed ──▶ closed: everything freed
+ │                                                    ├── grace passed ──▶ its regions and its lane are closed
+ └── ATTACH_S or grace passed ──▶ closed              └── grace or detach_ttl passed ──▶ closed: everything freed
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from google.protobuf.message import Message
 
@@ -42,8 +43,17 @@ logger = logging.getLogger(__name__)
 
 TOKEN_BYTES = 16
 MAX_NAME_LENGTH = 64
+# A session that was opened waits for its first stream at least so long, however short the grace time is.
+ATTACH_S = 5.0
 # Answers kept for requests that are sent again.
 MAX_REPLIES = 128
+
+
+class Timers(Protocol):
+    """An event loop's timers."""
+
+    def call_later(self, delay: float, callback: Callable[..., None], /, *args: Any) -> asyncio.TimerHandle:
+        """Call `callback(*args)` after `delay` seconds, unless the handle is cancelled before."""
 
 
 @dataclass(eq=False)
@@ -78,9 +88,17 @@ class Session:
 
 class SessionRegistry:
     """All sessions, by token. A token is a secret: an unknown one, a closed one and another identity's are told
-    alike."""
+    alike. `timers` run what is to happen later; they are the running event loop's unless a test gives its own."""
 
-    def __init__(self, config: ServeConfig, manager: BlockManager, device: Device, table: SessionTable) -> None:
+    def __init__(
+        self,
+        config: ServeConfig,
+        manager: BlockManager,
+        device: Device,
+        table: SessionTable,
+        timers: Timers | None = None,
+    ) -> None:
+        self._timers = timers
         self._config = config
         self._manager = manager
         self._device = device
@@ -132,7 +150,7 @@ class SessionRegistry:
             wait_s=(detach_ttl_s or limit) if detachable else grace,
         )
         self._sessions[session.token] = session
-        self._call_later(session, grace, self._lose, session)
+        self._call_later(session, max(grace, ATTACH_S), self._lose, session)
         logger.info(
             "session %d opened (%s)%s",
             session.session_id,
@@ -227,7 +245,8 @@ class SessionRegistry:
         )
 
     def _call_later(self, session: Session, seconds: float, call: Callable[..., None], *args: Session) -> None:
-        session.timers.append(asyncio.get_running_loop().call_later(seconds, call, *args))
+        timers = self._timers or asyncio.get_running_loop()
+        session.timers.append(timers.call_later(seconds, call, *args))
 
 
 def _check_name(name: str, field: str) -> None:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
-import grpc
 from scraping import POOL, Samples, by_label, compute, scrape, scrape_until, value
 
 from kvservice.client import KVClient
 from kvservice.launch import Daemon
-from kvservice.v1 import session_pb2, session_pb2_grpc
 
 HELD = ("sequences", "tokens", "blocks")
 
@@ -23,12 +20,10 @@ def test_sessions_are_counted_by_their_ends(free_port: int) -> None:
     with (
         Daemon(http_address=f"127.0.0.1:{free_port}", session_grace_s=0.1, **POOL) as daemon,
         KVClient(daemon.address) as client,
-        grpc.insecure_channel(daemon.address) as channel,
     ):
         with client.session(), client.session():
             assert counted(scrape(free_port)) == (2, 2, {"closed": 0, "lost": 0})
-        stub: Any = session_pb2_grpc.SessionServiceStub(channel)  # type: ignore[no-untyped-call]
-        stub.Open(session_pb2.OpenRequest())  # and nobody attaches
+        client.session().detach()  # and nobody resumes it
         samples = scrape_until(free_port, lambda found: value(found, "kvservice_sessions") == 0)
         assert counted(samples) == (0, 3, {"closed": 2, "lost": 1})
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import grpc
 import pytest
 from certificates import Authority, Signed
-from scraping import unused_port
+from ports import free_port
 from small_pool import SMALL_POOL
 
 from kvservice.auth import token_file
@@ -45,7 +45,7 @@ def secured(files: Path, *, tls: bool = True, tokens: bool = True, client_ca: bo
     """A daemon of the small pool, on loopback."""
     authority = Authority()
     made: dict[str, str] = {}
-    port, http_port = unused_port(), unused_port()
+    port, http_port = free_port(), free_port()
     options: dict[str, Any] = {"tcp_address": f"127.0.0.1:{port}", "http_address": f"127.0.0.1:{http_port}"}
     if tls:
         options["tls_cert"], options["tls_key"] = authority.sign("daemon").write(files, "tls")
