@@ -312,17 +312,26 @@ def load_config(options: Mapping[str, Any], environ: Mapping[str, str], file: Pa
     for source, found in ((str(file), _read_file(file)), ("environment", _read_environ(environ)), ("option", options)):
         values.update(found)
         origin.update(dict.fromkeys(found, source))
-    try:
-        config = ServeConfig.model_validate(values)
-    except ValidationError as error:
-        field, message = _first_error(error)
-        raise InvalidArgumentError(f"{message} ({origin.get(field, 'default')})", field=field) from None
+    config = checked_config(values, origin)
     if config.pool_blocks == 0:
         raise InvalidArgumentError(
             f"no block fits: a block is {config.layout.block_bytes} bytes, pool_gib is {config.pool_gib}",
             field="pool_gib",
         )
     return config
+
+
+def checked_config(values: Mapping[str, Any], origin: Mapping[str, str] | None = None) -> ServeConfig:
+    """The configuration of these fields. `origin` says where each was read.
+
+    Raises InvalidArgumentError naming the field.
+    """
+    try:
+        return ServeConfig.model_validate(values)
+    except ValidationError as error:
+        field, message = _first_error(error)
+        source = "" if origin is None else f" ({origin.get(field, 'default')})"
+        raise InvalidArgumentError(message + source, field=field) from None
 
 
 def _first_error(error: ValidationError) -> tuple[str, str]:

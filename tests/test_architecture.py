@@ -63,7 +63,7 @@ ROOMS: dict[str, set[str]] = {
     "client": {"_cuda", "_ext", "environment", "errors", "ops", "pool.layout", "v1", "wire"},
     "logs": set(),
     "launch": {"config", "environment", "errors", "health"},
-    "integrations": {"client", "errors", "pool.layout"},
+    "integrations": {"client", "config", "errors"},
     "demo": {"client", "errors", "integrations", "launch", "pool.layout"},
     # It measures the rooms from inside.
     "bench": {"", "blocks", "client", "config", "environment", "errors", "launch", "ops", "pool.layout", "v1", "wire"},

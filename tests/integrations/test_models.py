@@ -12,7 +12,7 @@ from transformers.models.bloom.modeling_bloom import _get_alibi_slopes
 
 from kvservice.errors import InvalidArgumentError
 from kvservice.integrations.transformers import install, pool_options, uninstall
-from kvservice.integrations.transformers.bloom import alibi_slopes
+from kvservice.integrations.transformers.own_attention import alibi_slopes
 
 TINY = {"vocab_size": 11, "hidden_size": 64, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
 
@@ -29,8 +29,16 @@ def test_pool_options_dtype() -> None:
     config = transformers.LlamaConfig(**TINY, dtype="bfloat16")
     assert pool_options(config)["dtype"] == "bfloat16"
     assert pool_options(config, torch.float16)["dtype"] == "float16"
-    with pytest.raises(InvalidArgumentError, match="float64"):
+    with pytest.raises(InvalidArgumentError) as refused:
         pool_options(config, "float64")
+    assert refused.value.field == "dtype"
+
+
+@pytest.mark.parametrize(("head_dim", "reason"), [(16, "32"), (36, "multiple of 8"), (512, "256")])
+def test_pool_options_refuses_what_no_daemon_has(head_dim: int, reason: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=reason) as refused:
+        pool_options(transformers.LlamaConfig(**TINY, head_dim=head_dim))
+    assert refused.value.field == "head_size"
 
 
 def test_uninstall_gives_the_model_its_own_attention_back(pair) -> None:
@@ -60,9 +68,19 @@ def test_unsupported_configurations_are_refused_by_name(name, options, reason) -
 
 
 def test_attention_outside_of_the_registry_is_refused() -> None:
-    config = transformers.CodeGenConfig(vocab_size=11, n_embd=64, n_layer=1, n_head=4, rotary_dim=8)
+    config = transformers.OpenAIGPTConfig(vocab_size=11, n_embd=64, n_layer=1, n_head=2)
     with pytest.raises(InvalidArgumentError, match="attention code of its own"):
-        install(transformers.CodeGenForCausalLM(config))
+        install(transformers.OpenAIGPTLMHeadModel(config))
+
+
+def test_a_model_that_is_refused_is_as_it_was() -> None:
+    model = transformers.DiffLlamaForCausalLM(transformers.DiffLlamaConfig(**TINY)).eval()
+    ids, attention = torch.tensor([[5, 6, 7]]), model.config._attn_implementation
+    expected = model(ids).logits
+    with pytest.raises(InvalidArgumentError, match="attends 2 times"):
+        install(model)
+    assert model.config._attn_implementation == attention
+    assert torch.equal(model(ids).logits, expected)
 
 
 def test_encoders_are_refused() -> None:

@@ -10,15 +10,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import AttentionInterface
 
 from kvservice.client import Step
 from kvservice.errors import FailedPreconditionError, InvalidArgumentError
-
-ATTENTION_NAME = "kvservice"
+from kvservice.integrations.transformers.masks import ATTENTION_NAME, StepMask
 
 # Arguments with which some families change what attention computes, in ways that the daemon does not offer.
 _UNSUPPORTED_ARGUMENTS = {
@@ -28,6 +27,16 @@ _UNSUPPORTED_ARGUMENTS = {
     "indices": "sparse attention",
     "block_indices": "sparse attention",
 }
+
+
+class Pass(Protocol):
+    """What a model's layers attend in while it runs."""
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
+    ) -> torch.Tensor:
+        """query: `[batch, num_heads, columns, head_size]`; key, value: `[batch, num_kv_heads, columns, head_size]`;
+        options: those of `Step.attend`. Returns `[batch, columns, num_heads, head_size]`."""
 
 
 @dataclass
@@ -41,6 +50,13 @@ class ForwardPass:
     step: Step
     tokens: torch.Tensor | None = None
     num_attended_layers: int = 0
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
+    ) -> torch.Tensor:
+        output = self.step.attend(layer, self.pack(query), self.pack(key), self.pack(value), **options)
+        self.num_attended_layers += 1
+        return self.unpack(output, query)
 
     def pack(self, states: torch.Tensor) -> torch.Tensor:
         """`[batch, heads, columns, head_size]` -> `[num_tokens, heads, head_size]`, in host memory."""
@@ -66,10 +82,10 @@ class ForwardPass:
             )
 
 
-_running: ContextVar[ForwardPass | None] = ContextVar("kvservice_forward_pass", default=None)
+_running: ContextVar[Pass | None] = ContextVar("kvservice_forward_pass", default=None)
 
 
-def start(forward_pass: ForwardPass) -> None:
+def start(forward_pass: Pass) -> None:
     if _running.get() is not None:
         raise FailedPreconditionError("a forward pass is running already in this thread")
     _running.set(forward_pass)
@@ -80,10 +96,10 @@ def stop() -> None:
 
 
 @contextmanager
-def running(forward_pass: ForwardPass) -> Iterator[ForwardPass]:
+def running(forward_pass: Pass) -> Iterator[None]:
     start(forward_pass)
     try:
-        yield forward_pass
+        yield
     finally:
         stop()
 
@@ -93,7 +109,7 @@ def kvservice_attention_forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,
+    attention_mask: StepMask | None = None,
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -112,30 +128,31 @@ def kvservice_attention_forward(
     Raises FailedPreconditionError outside of a pass, InvalidArgumentError for what the daemon's attention cannot do,
     and whatever the daemon answers.
     """
-    _refuse_unsupported(module, attention_mask, dropout, is_causal, kwargs)
+    _refuse_unsupported(module, dropout, is_causal, kwargs)
     forward_pass = _running.get()
     if forward_pass is None:
         raise FailedPreconditionError(
             "no step is running: call the model with past_key_values=KVServiceCache(...), through forward(), "
             "or uninstall() it"
         )
-    output = forward_pass.step.attend(
-        module.layer_idx,
-        forward_pass.pack(query),
-        forward_pass.pack(key),
-        forward_pass.pack(value),
+    layer = getattr(module, "layer_idx", None)
+    if layer is None:
+        raise InvalidArgumentError(f"{type(module).__name__} does not say which layer it is", field="layer_idx")
+    output = forward_pass.attend(
+        layer,
+        query,
+        key,
+        value,
         scale=scaling,
-        sliding_window=sliding_window or 0,
+        sliding_window=_window(attention_mask, sliding_window or 0),
         logits_soft_cap=softcap or 0.0,
         alibi_slopes=alibi_slopes,
     )
-    forward_pass.num_attended_layers += 1
-    return forward_pass.unpack(output, query), None
+    return output, None
 
 
 def _refuse_unsupported(
     module: torch.nn.Module,
-    attention_mask: torch.Tensor | None,
     dropout: float,
     is_causal: bool | None,
     kwargs: dict[str, Any],
@@ -146,10 +163,22 @@ def _refuse_unsupported(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if not causal or getattr(module, "is_cross_attention", False):
         raise InvalidArgumentError("only causal self-attention runs in the daemon", field="is_causal")
-    if attention_mask is not None:
-        raise InvalidArgumentError("the daemon takes no attention mask of the caller's own", field="attention_mask")
     if dropout:
         raise InvalidArgumentError("inference only: call model.eval()", field="dropout")
+
+
+def _window(mask: StepMask | None, window: int) -> int:
+    """The window of a layer, of which its mask and its arguments may tell."""
+    if mask is None:
+        return window
+    if not isinstance(mask, StepMask):
+        raise InvalidArgumentError("the model makes attention masks of its own", field="attention_mask")
+    if window and window != mask.sliding_window:
+        raise InvalidArgumentError(
+            f"attention is in a window of {window}, its mask is for one of {mask.sliding_window}",
+            field="sliding_window",
+        )
+    return mask.sliding_window
 
 
 AttentionInterface.register(ATTENTION_NAME, kvservice_attention_forward)

@@ -10,13 +10,12 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
-from transformers.models.bloom.modeling_bloom import BloomPreTrainedModel
 
+from kvservice.config import checked_config
 from kvservice.errors import FailedPreconditionError, InvalidArgumentError
-from kvservice.integrations.transformers import bloom
-from kvservice.integrations.transformers.attention import ATTENTION_NAME
+from kvservice.integrations.transformers import own_attention, probe
 from kvservice.integrations.transformers.cache import track_passes
-from kvservice.pool.layout import TENSOR_DTYPES
+from kvservice.integrations.transformers.masks import ATTENTION_NAME
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
@@ -34,7 +33,8 @@ def pool_options(config: PreTrainedConfig, dtype: torch.dtype | str | None = Non
     """The pool's shape for a model: `num_layers`, `num_kv_heads`, `head_size` and `dtype`, named as in the daemon's
     configuration. `dtype` defaults to the configuration's, and that to float32.
 
-    Raises InvalidArgumentError for models that cannot keep their K/V in a pool (see `install`).
+    Raises InvalidArgumentError for models that cannot keep their K/V in a pool (see `install`), and for shapes that the
+    daemon does not have: heads are of 32 to 256 elements, in multiples of 8.
     """
     for problem in _config_problems(config):
         raise InvalidArgumentError(problem, field="config")
@@ -42,35 +42,42 @@ def pool_options(config: PreTrainedConfig, dtype: torch.dtype | str | None = Non
     if len(shapes) > 1:
         raise InvalidArgumentError(f"K/V heads differ between layers: {sorted(shapes)}", field="config")
     (num_kv_heads, head_size), *_ = shapes
-    return {
+    options = {
         "num_layers": int(config.num_hidden_layers),
         "num_kv_heads": num_kv_heads,
         "head_size": head_size,
-        "dtype": _dtype_name(dtype or config.dtype or torch.float32),
+        "dtype": str(dtype or config.dtype or torch.float32).removeprefix("torch."),
     }
+    checked_config(options)
+    return options
 
 
 def install(model: PreTrainedModel) -> PreTrainedModel:
     """Switches a causal language model, in place, to attention in the daemon. Returns the model.
 
     From here on it runs with `past_key_values=KVServiceCache(...)`, or through `forward`; `uninstall` switches it back.
+    One token is run through the model, to see how it attends.
 
     Raises InvalidArgumentError, saying why, for what the daemon cannot do: encoders and cross-attention, latent or
     linear or chunked attention, attention sinks, layers that share K/V or differ in their heads, models with attention
-    code of their own.
+    code or masks of their own. The model is then as it was.
     """
     if model in _installations:
         return model
-    pool_options(model.config)
-    for problem in _model_problems(model):
-        raise InvalidArgumentError(problem, field="model")
-    installation = _Installation(model.config._attn_implementation, track_passes(model))
-    if isinstance(model, BloomPreTrainedModel):
-        bloom.adapt(model)
-        model.config._attn_implementation = ATTENTION_NAME
-    else:
-        model.set_attn_implementation(ATTENTION_NAME)
-    _installations[model] = installation
+    pool = pool_options(model.config)
+    if not model._can_set_attn_implementation() and not own_attention.is_adaptable(model):
+        raise InvalidArgumentError(
+            f"{type(model).__name__} has attention code of its own, outside the library's registry", field="model"
+        )
+    previous_attention = model.config._attn_implementation
+    _switch_on(model)
+    try:
+        for problem in probe.attention_problems(model, pool):
+            raise InvalidArgumentError(problem, field="model")
+    except InvalidArgumentError:
+        _switch_off(model, previous_attention)
+        raise
+    _installations[model] = _Installation(previous_attention, track_passes(model))
     return model
 
 
@@ -81,10 +88,21 @@ def uninstall(model: PreTrainedModel) -> PreTrainedModel:
         return model
     for hook in installation.hooks:
         hook.remove()
-    if isinstance(model, BloomPreTrainedModel):
-        bloom.restore(model)
-    model.config._attn_implementation = installation.previous_attention
+    _switch_off(model, installation.previous_attention)
     return model
+
+
+def _switch_on(model: PreTrainedModel) -> None:
+    if own_attention.is_adaptable(model):
+        own_attention.adapt(model)
+        model.config._attn_implementation = ATTENTION_NAME
+    else:
+        model.set_attn_implementation(ATTENTION_NAME)
+
+
+def _switch_off(model: PreTrainedModel, previous_attention: str) -> None:
+    own_attention.restore(model)
+    model.config._attn_implementation = previous_attention
 
 
 def check_installed(model: PreTrainedModel) -> None:
@@ -99,34 +117,27 @@ def _config_problems(config: PreTrainedConfig) -> Iterator[str]:
         yield "attention has to be causal"
     if config.get_text_config(decoder=True) is not config:
         yield "only plain text models are supported"
-    if getattr(config, "num_attention_heads", None) is None:
+    layers = config.per_layer_config if hasattr(config, "num_hidden_layers") else []
+    if not layers or any(getattr(layer, "num_attention_heads", None) is None for layer in layers):
         yield "the model has no attention heads"
-    if getattr(config, "kv_lora_rank", None) is not None:
+    if any(getattr(layer, "kv_lora_rank", None) is not None for layer in layers):
         yield "multi-head latent attention is not supported"
+    if config.model_type == "falcon" and config.alibi:
+        # From 256 tokens on the rounding changes logits.
+        yield "ALiBi biases that the library rounds to bfloat16 are not supported"
     unsupported = set(get_layer_types_and_kwargs(config)[0]) - _LAYER_TYPES
     if unsupported:
         yield f"layers of type {', '.join(sorted(unsupported))} are not supported"
 
 
-def _model_problems(model: PreTrainedModel) -> Iterator[str]:
-    if not model._can_set_attn_implementation() and not isinstance(model, BloomPreTrainedModel):
-        yield f"{type(model).__name__} has attention code of its own, outside the library's registry"
-    if not all(getattr(module, "is_causal", True) for module in model.modules()):
-        yield "attention has to be causal"
-    if any(hasattr(module, "sinks") for module in model.modules()):
-        yield "attention sinks are not supported"
-
-
 def _kv_shape(config: PreTrainedConfig) -> tuple[int, int]:
-    """K/V heads of a layer and their size."""
+    """K/V heads of a layer and their size, as its attention gets them."""
     num_heads = config.num_attention_heads
     num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
+    if config.model_type == "falcon":
+        num_kv_heads = config.num_kv_heads if config.new_decoder_architecture or not config.multi_query else 1
+    if config.model_type == "jetmoe":
+        # Each of a token's experts has queries of its own, and the library repeats K/V for them.
+        num_kv_heads *= config.num_experts_per_tok
     head_size = getattr(config, "head_dim", None) or config.hidden_size // num_heads
     return int(num_kv_heads), int(head_size)
-
-
-def _dtype_name(dtype: torch.dtype | str) -> str:
-    name = str(dtype).removeprefix("torch.")
-    if name not in TENSOR_DTYPES:
-        raise InvalidArgumentError(f"{name} is none of {', '.join(TENSOR_DTYPES)}", field="dtype")
-    return name

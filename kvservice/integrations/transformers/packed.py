@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,6 +13,7 @@ from kvservice.client import Step
 from kvservice.errors import InvalidArgumentError
 from kvservice.integrations.transformers.attention import ForwardPass, running
 from kvservice.integrations.transformers.models import check_installed
+from kvservice.integrations.transformers.probe import first_position
 
 
 def forward(
@@ -24,19 +24,25 @@ def forward(
     token_ids: the step's `num_tokens` tokens, in the order of its sequences. Returns logits
     `[num_tokens, vocabulary]`, or with `last_only` `[sequences, vocabulary]`, those of the last token of each.
 
-    Raises InvalidArgumentError if the number of tokens is not the step's, FailedPreconditionError if the model is not
+    Raises InvalidArgumentError if the number of tokens is not the step's, and for models that cannot be told where
+    sequences begin, FailedPreconditionError if the model is not
     installed or left out layers, and whatever the daemon answers.
     """
     check_installed(model)
     ids = torch.as_tensor(token_ids, dtype=torch.long, device=model.device).reshape(1, -1)
     if ids.shape[1] != step.num_tokens:
         raise InvalidArgumentError(f"{ids.shape[1]} tokens for a step of {step.num_tokens}", field="token_ids")
-    inputs = {"input_ids": ids}
-    if "position_ids" in inspect.signature(model.forward).parameters:
-        inputs["position_ids"] = torch.from_numpy(_positions(step)).to(model.device)[None]
+    # With a mask of ones the library does not look for sequences in the positions.
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    first = first_position(model)
+    if first is not None:
+        inputs["position_ids"] = torch.from_numpy(first + _positions(step)).to(model.device)[None]
+    if first and (ids == model.config.pad_token_id).any():
+        raise InvalidArgumentError("padding has no position of its own in this model", field="token_ids")
     if last_only:
         inputs["logits_to_keep"] = torch.from_numpy(np.cumsum(step.query_lens) - 1).to(model.device)
-    with running(ForwardPass(step)) as forward_pass:
+    forward_pass = ForwardPass(step)
+    with running(forward_pass):
         logits: torch.Tensor = model(**inputs, use_cache=False).logits[0]
     forward_pass.check_complete(model.config.num_hidden_layers)
     return logits
