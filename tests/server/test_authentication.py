@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
@@ -15,6 +14,7 @@ from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 from scraping import scrape_until, value
 from secure_daemon import Secured, WithToken, secured, with_token
+from waiting import until
 
 from kvservice.auth import token_file
 from kvservice.auth.tokens import new_token
@@ -37,13 +37,6 @@ GARBAGE = b"\xff" * 64
 def channel(encrypted: Secured) -> Iterator[grpc.Channel]:
     with grpc.secure_channel(encrypted.address, encrypted.tls()) as connected:
         yield connected
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to that"
-        time.sleep(0.05)
 
 
 def refusal_of(call: Any) -> tuple[str, str, str]:

@@ -16,9 +16,10 @@ from typing import Any
 
 import churning_client
 import pytest
-from footprint import await_equal, footprint
+from footprint import footprint
 from small_pool import SMALL_POOL
 from survivor import Survivor
+from waiting import until
 
 from kvservice.client import KVClient
 from kvservice.launch import Daemon
@@ -68,7 +69,7 @@ def come_and_go(options: dict[str, Any], look_elsewhere: Callable[[], Any]) -> N
         before = look()
         run(daemon, survivor, seeds, choose, SECONDS)
         await_rest(client, survivor)
-        await_equal(look, before, 10, survivor.lap)
+        until(lambda: look() == before, survivor.lap)
         with client.session() as last:  # sessions are counted
             assert last.session_id > 2 * PROCESSES * CLIENTS
         assert daemon.log.read_text() == ""
@@ -80,7 +81,7 @@ def run(daemon: Daemon, survivor: Survivor, seeds: Any, choose: random.Random, s
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             pause = time.monotonic() + choose.uniform(0, 3)
-            survivor.laps_until(lambda pause=pause: time.monotonic() > pause, 60)
+            until(lambda pause=pause: time.monotonic() > pause, survivor.lap)
             victim = choose.randrange(PROCESSES)
             kill(processes[victim])
             processes[victim] = start(daemon, next(seeds))
@@ -90,4 +91,4 @@ def run(daemon: Daemon, survivor: Survivor, seeds: Any, choose: random.Random, s
 
 
 def await_rest(client: KVClient, survivor: Survivor) -> None:
-    survivor.laps_until(lambda: client.stats().sessions == 1, 20)
+    until(lambda: client.stats().sessions == 1, survivor.lap)

@@ -8,14 +8,13 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import grpc
 import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from waiting import PATIENCE_S, until
 
 from kvservice.client import KVClient, Session, Step
 from kvservice.errors import DrainingError
@@ -51,13 +50,6 @@ def begun_step(kv: Session) -> Step:
     return step
 
 
-def await_true(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen in time"
-        time.sleep(0.01)
-
-
 def drains(kv: Session) -> bool:
     try:
         kv.allocate([9])
@@ -79,12 +71,12 @@ def test_a_step_between_two_layers_is_finished_and_nothing_new_is_begun() -> Non
         states: queue.SimpleQueue[int] = queue.SimpleQueue()
         watching = threading.Thread(target=_watch, args=(daemon.address, states))
         watching.start()
-        assert states.get(timeout=5) == SERVING
+        assert states.get(timeout=PATIENCE_S) == SERVING
 
         daemon.process.send_signal(signal.SIGTERM)
 
-        assert states.get(timeout=5) == NOT_SERVING
-        await_true(lambda: drains(kv))
+        assert states.get(timeout=PATIENCE_S) == NOT_SERVING
+        until(lambda: drains(kv))
         for refused in (
             lambda: client.session(),
             lambda: kv.append([waiting], [6]),
@@ -232,7 +224,7 @@ def test_a_fault_in_the_pool_ends_the_daemon_with_its_own_status(tmp_path: Path)
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen([sys.executable, str(script), str(path)], stdout=log, stderr=log)
     try:
-        await_true(path.exists, 30)
+        until(path.exists)
         with KVClient(f"unix://{path}") as client, client.session() as kv:
             step = kv.open_step([kv.allocate([1, 2])])
             with pytest.raises(Exception, match=r"failed|ended|UNAVAILABLE"):

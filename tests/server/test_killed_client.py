@@ -19,6 +19,7 @@ import pytest
 from footprint import open_files
 from shm_objects import shm_objects
 from survivor import Survivor
+from waiting import until
 
 from kvservice.blocks.plans import numpy_zeros
 from kvservice.client import KVClient, PoolStats
@@ -46,7 +47,7 @@ def kill_at_random(processes: list[subprocess.Popen[str]], survivor: Survivor) -
     random.shuffle(processes)
     for process in processes:
         end = time.monotonic() + random.uniform(0, 0.06)
-        survivor.laps_until(lambda end=end: time.monotonic() > end, 30)
+        until(lambda end=end: time.monotonic() > end, survivor.lap)
         process.send_signal(random.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP)))
     survivor.lap()
     for process in processes:
@@ -85,7 +86,7 @@ def test_killed_clients_leave_nothing_behind(daemon: Daemon, client: KVClient, w
                     process.kill()
                     process.wait()
             cut_off += client.stats().sequences - alone.sequences
-            survivor.laps_until(lambda: client.stats().sessions == 1, client.info.session_grace_s + 2)
+            until(lambda: client.stats().sessions == 1, survivor.lap)
             kv.reset_prefix_cache()
             for gauge in ("sequences", "tokens", "free_blocks", "pinned_blocks", "used_swap_blocks"):
                 assert getattr(client.stats(), gauge) == getattr(alone, gauge), gauge
@@ -123,10 +124,7 @@ def test_a_client_killed_between_two_layers_gives_its_blocks_to_the_next(
             assert client.stats().free_blocks == 0
         finally:
             process.kill()
-    killed = time.monotonic()
-    while client.stats().sessions:
-        assert time.monotonic() - killed < client.info.session_grace_s + 2
-        time.sleep(0.01)
+    until(lambda: client.stats().sessions == 0)
     # What it began to write is nobody's prefix, and a sequence of the same tokens computes all of its own.
     token_ids = list(range(client.info.num_blocks * client.info.block_size))
     with client.session() as kv:

@@ -9,18 +9,19 @@ import signal
 import socket
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
-from footprint import await_equal, children, open_files
+from footprint import children, open_files
 from grpc_status import rpc_status
 from raw_wire import refusal
 from scraping import POOL, compute, exposition, scrape, scrape_until, value
 from small_pool import SMALL_POOL
+from waiting import PATIENCE_S, until
 
 from kvservice.client import KVClient
 from kvservice.errors import OutOfBlocksError
@@ -50,7 +51,7 @@ def get_snapshot(daemon: Daemon, timeout_s: float = 60.0, **request: Any) -> ins
 
 def snapshot_when_there_is_one(daemon: Daemon) -> inspect_pb2.Snapshot:
     """The call that shows the daemon that its observer has ended is refused; one after it waits for the next."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE_S
     while True:
         try:
             return get_snapshot(daemon)
@@ -62,10 +63,6 @@ def snapshot_when_there_is_one(daemon: Daemon) -> inspect_pb2.Snapshot:
 def observer_of(daemon: Daemon) -> int:
     (pid,) = children(daemon.process.pid)
     return pid
-
-
-def await_true(condition: Callable[[], bool]) -> None:
-    await_equal(condition, True, 20, lambda: time.sleep(0.02))
 
 
 def has_ended(pid: int) -> bool:
@@ -235,14 +232,14 @@ def test_restarts_of_the_observer_leave_nothing(free_port: int) -> None:
 
         def kill_and_look() -> None:
             os.kill(observer_of(daemon), signal.SIGKILL)
-            await_true(lambda: children(pid) == [])
+            until(lambda: children(pid) == [])
             exposition(free_port)
 
         kill_and_look()
         before = open_files(pid)
         for _ in range(3):
             kill_and_look()
-        await_equal(lambda: open_files(pid), before, 20, lambda: time.sleep(0.02))
+        until(lambda: open_files(pid) == before)
         assert len(children(pid)) == 1
 
 
@@ -285,7 +282,7 @@ def test_an_observer_that_cannot_be_started_is_started_later(daemon: Daemon, cli
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (len(os.listdir(f"/proc/{pid}/fd")), limits[1]))
         stub: Any = inspect_pb2_grpc.InspectServiceStub(channel)  # type: ignore[no-untyped-call]
         waiting = stub.GetSnapshot.future(inspect_pb2.GetSnapshotRequest(), timeout=60)
-        await_true(lambda: "the observer cannot be started" in daemon.log.read_text())
+        until(lambda: "the observer cannot be started" in daemon.log.read_text())
         resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
         assert waiting.result().pool.num_blocks == 8
     client.ping()
@@ -300,7 +297,7 @@ def test_the_observer_ends_with_a_daemon_that_is_killed(free_port: int) -> None:
         observer = observer_of(daemon)
         daemon.process.kill()
         daemon.process.wait()
-        await_true(lambda: has_ended(observer))
+        until(lambda: has_ended(observer))
     with socket.socket() as again:
         again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         again.bind(("127.0.0.1", free_port))

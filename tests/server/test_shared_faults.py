@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import staged_client
 from both_faces import Face, session_of
-from footprint import await_equal, footprint
+from footprint import footprint
 from lane_ring import (
     CAPACITY,
     COMPLETED,
@@ -37,6 +37,7 @@ from lane_ring import (
 from shm_objects import shm_objects
 from small_pool import SMALL_POOL
 from survivor import Survivor
+from waiting import until
 
 from kvservice.client import KVClient, Session
 from kvservice.errors import ConnectionLostError, FailedPreconditionError, RegionShrunkError
@@ -80,7 +81,7 @@ def survivor(shared_daemon: Daemon) -> Iterator[Survivor]:
 
 def footprint_at_rest(daemon: Daemon, client: KVClient, survivor: Survivor) -> dict[str, Any]:
     """Of a daemon with no session but the survivor's."""
-    await_equal(lambda: client.stats().sessions, 1, client.info.session_grace_s + 5, survivor.lap)
+    until(lambda: client.stats().sessions == 1, survivor.lap)
     return footprint(daemon.process.pid)
 
 
@@ -94,8 +95,8 @@ def test_a_client_killed_at_any_stage_leaves_nothing(shared_daemon: Daemon, surv
             assert footprint(pid) != before
             process.kill()
             process.wait()
-            await_equal(lambda: footprint(pid), before, client.info.session_grace_s + 5, survivor.lap)
-            await_equal(lambda: gauges(client), gauges_of(stats), 5, survivor.lap)
+            until(lambda: footprint(pid) == before, survivor.lap)
+            until(lambda: gauges(client) == gauges_of(stats), survivor.lap)
     assert shm_objects(process.pid) == set()
     assert shared_daemon.log.read_text() == log
 
@@ -252,5 +253,5 @@ def test_whatever_is_written_into_a_lane_others_are_served(shared_daemon: Daemon
             assert vandal.lanes > 3
             # Its own calls by the stream are served on as well.
             kv.open_step([kv.allocate([9])]).extend(0, *(np.ones((1, 2, 32), np.float32) for _ in range(3)))
-        await_equal(lambda: footprint(pid), before, 5, survivor.lap)
+        until(lambda: footprint(pid) == before, survivor.lap)
     assert shared_daemon.log.read_text() == log

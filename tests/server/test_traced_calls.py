@@ -24,6 +24,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from otlp_collector import Collector, attributes
 from scraping import POOL, compute
+from waiting import PATIENCE_S
 
 from kvservice.client import AsyncKVClient, KVClient
 from kvservice.errors import OutOfBlocksError, UnknownSequenceError
@@ -176,7 +177,7 @@ def lines_of(daemon: Daemon) -> list[dict[str, Any]]:
 
 
 def await_line(daemon: Daemon, condition: Callable[[dict[str, Any]], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE_S
     while not any(condition(line) for line in lines_of(daemon)):
         assert time.monotonic() < deadline, daemon.log.read_text()
         time.sleep(0.02)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import os
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +38,6 @@ def num_threads(pid: int) -> int:
 
 def footprint(pid: int) -> dict[str, Any]:
     return {"files": open_files(pid), "mappings": shared_mappings(pid), "threads": num_threads(pid)}
-
-
-def await_equal(look: Callable[[], Any], wanted: Any, timeout_s: float, meanwhile: Callable[[], Any]) -> None:
-    """Until `look()` finds it."""
-    deadline = time.monotonic() + timeout_s
-    while (found := look()) != wanted:
-        assert time.monotonic() < deadline, f"found {found}, not {wanted}"
-        meanwhile()
 
 
 def children(pid: int) -> list[int]:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
+from waiting import PATIENCE_S
 
 from kvservice.client import Sequence, Session
 
@@ -37,7 +38,7 @@ def scrape(port: int) -> Samples:
 
 
 def scrape_until(port: int, condition: Callable[[Samples], bool]) -> Samples:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE_S
     while not condition(samples := scrape(port)):
         assert time.monotonic() < deadline, "it did not come to that"
         time.sleep(0.02)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-
 import doomed_client
 import numpy as np
 
@@ -36,9 +33,3 @@ class Survivor:
         key, value = self._kv.read(sequence, 0, len(token_ids))
         np.testing.assert_array_equal(key, expected)
         np.testing.assert_array_equal(value, -expected)
-
-    def laps_until(self, condition: Callable[[], bool], timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < deadline, "did not happen in time"
-            self.lap()

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from textual.app import App
+from waiting import PATIENCE_S
 
 
 def text_of(app: App[Any]) -> str:
@@ -21,7 +22,7 @@ def text_of(app: App[Any]) -> str:
 
 
 async def until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline, "did not happen in time"
         await asyncio.sleep(0.02)

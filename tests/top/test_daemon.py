@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from small_pool import SMALL_POOL
 from top_screen import text_of, until
+from waiting import PATIENCE_S
 
 from kvservice.client import KVClient
 from kvservice.errors import OutOfBlocksError
@@ -38,7 +39,7 @@ def top_json(daemon: Daemon, *arguments: str) -> dict[str, Any]:
 
 def top_until(daemon: Daemon, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
     """The observer looks once a second."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE_S
     while not condition(found := top_json(daemon)):
         assert time.monotonic() < deadline, found
     return found

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 
 import pytest
 from inspected_pool import Inspected
+from waiting import PATIENCE_S
 
 COLOUR = re.compile(rb"\x1b\[(?:\d+;)*(?:3[0-8]|4[0-8]|9[0-7]|10[0-7])(?:;\d+)*m")
 # By number or by red, green and blue, where others are one of the terminal's sixteen.
@@ -49,7 +50,7 @@ class Terminal:
         os.write(self._ours, keys)
 
     def read_until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + PATIENCE_S
         while not condition():
             assert time.monotonic() < deadline, self.output[-2000:]
             if select.select([self._ours], [], [], 0.05)[0]:
