@@ -20,6 +20,7 @@ from pydantic_core import PydanticUndefined
 from rich.console import Console
 
 from kvservice import __version__
+from kvservice.commands.connection import Presented, connection_options
 from kvservice.commands.token import token
 from kvservice.config import ENV_PREFIX, ServeConfig, load_config
 from kvservice.environment import missing_environment, prepare_grpc
@@ -102,7 +103,8 @@ main.add_command(
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
 @click.option("--address", help="Use this daemon instead of starting one: its pool must have the demo model's shape.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
-def demo(device: str, dtype: str, address: str | None, as_json: bool) -> None:
+@connection_options
+def demo(device: str, dtype: str, address: str | None, as_json: bool, presented: Presented) -> None:
     """Generate with a small Llama whose K/V live in a daemon, and compare every token with the library's own cache.
 
     In bfloat16, where rounding picks tokens, the logits are compared. The model computes on the CPU.
@@ -114,7 +116,15 @@ def demo(device: str, dtype: str, address: str | None, as_json: bool) -> None:
     except ModuleNotFoundError as error:
         raise click.ClickException(f"{error.name} is missing: pip install .kvservice[demo].") from None
     try:
-        result = run(address=address, device=device, dtype=dtype, console=Console(), quiet=as_json)
+        credentials = presented.at(address or "unix:")
+        result = run(
+            address=address,
+            device=device,
+            dtype=dtype,
+            console=Console(),
+            quiet=as_json,
+            credentials=credentials,
+        )
     except KVServiceError as error:
         raise click.ClickException(str(error)) from None
     if as_json:
@@ -126,13 +136,19 @@ def demo(device: str, dtype: str, address: str | None, as_json: bool) -> None:
 @main.command()
 @click.option("--address", help="unix:///path/of.sock or host:port.  [default: what serve would listen on]")
 @click.option("--timeout-s", type=float, default=5.0, show_default=True)
-def health(address: str | None, timeout_s: float) -> None:
+@connection_options
+def health(address: str | None, timeout_s: float, presented: Presented) -> None:
     """Exit with 0 if the daemon serves, with 1 if not."""
     prepare_grpc()
-    from kvservice.health import address_of, check
+    from kvservice.health import address_of, reason_not_serving
 
-    if not check(address or address_of(_settings({}, os.environ.get(f"{ENV_PREFIX}CONFIG"))), timeout_s):
-        raise click.ClickException("not serving")
+    where = address or address_of(_settings({}, os.environ.get(f"{ENV_PREFIX}CONFIG")))
+    try:
+        reason = reason_not_serving(where, timeout_s, presented.at(where))
+    except KVServiceError as error:
+        raise click.ClickException(str(error)) from None
+    if reason:
+        raise click.ClickException(f"not serving: {reason}")
 
 
 @main.command()
@@ -144,7 +160,10 @@ def health(address: str | None, timeout_s: float) -> None:
 @click.option("--json", "as_json", is_flag=True, help="With --once: one JSON object instead of tables.")
 @click.option("--sort", default="blocks", show_default=True, help="The column by which tables that have it are sorted.")
 @click.option("--filter", "search", default="", help="Only sessions and sequences with this in a name, tenant or id.")
-def top(address: str | None, interval: float, once: bool, as_json: bool, sort: str, search: str) -> None:
+@connection_options
+def top(
+    address: str | None, interval: float, once: bool, as_json: bool, sort: str, search: str, presented: Presented
+) -> None:
     """Show the pool, who holds it, and the calls, until q is pressed.
 
     Needs no session and changes nothing. Exits with 1 if no daemon answers.
@@ -162,7 +181,7 @@ def top(address: str | None, interval: float, once: bool, as_json: bool, sort: s
     if not where:
         raise click.UsageError("--address is needed: the configuration opens no gRPC address")
     try:
-        run(Options(where, interval, once, as_json, sort, search))
+        run(Options(where, interval, once, as_json, sort, search, presented.at(where)))
     except KVServiceError as error:
         raise click.ClickException(f"no answer from {where}: {error}") from None
 

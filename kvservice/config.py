@@ -20,8 +20,13 @@ from kvservice.errors import InvalidArgumentError
 from kvservice.pool.layout import PoolLayout
 
 ENV_PREFIX = "KVSERVICE_"
-# Read by other parts than the daemon's configuration: the kernels, the command line, the build.
-OTHER_ENV = {"KVSERVICE_CPU_ISA", "KVSERVICE_CONFIG", "KVSERVICE_CUDA"}
+# Read by other parts than the daemon's configuration: the kernels, the command line, the build, the commands that
+# connect to a daemon.
+OTHER_ENV = {
+    "KVSERVICE_CPU_ISA", "KVSERVICE_CONFIG", "KVSERVICE_CUDA",
+    "KVSERVICE_TLS", "KVSERVICE_TLS_CA", "KVSERVICE_CLIENT_CERT", "KVSERVICE_CLIENT_KEY", "KVSERVICE_SERVER_NAME",
+    "KVSERVICE_TOKEN", "KVSERVICE_TOKEN_FILE",
+}  # fmt: skip
 # Kubernetes puts these into every container beside a Service that is named kvservice.
 SERVICE_LINK = re.compile(r"KVSERVICE_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\w+)?)")
 GIB = 1 << 30

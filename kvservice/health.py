@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from kvservice.auth.client import NO_CREDENTIALS, ClientCredentials
 from kvservice.config import ServeConfig
 from kvservice.environment import prepare_grpc
 
@@ -11,6 +12,8 @@ prepare_grpc()
 
 import grpc  # noqa: E402  the environment comes first
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # noqa: E402
+
+from kvservice.wire.channels import connection_error, open_channel  # noqa: E402
 
 # A daemon that listens on every interface is asked on the loopback one.
 _LOOPBACK: Final = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
@@ -27,15 +30,22 @@ def address_of(config: ServeConfig) -> str:
     return f"{_LOOPBACK.get(host, host)}:{port}" if host else ""
 
 
-def check(address: str, timeout_s: float) -> bool:
+def check(address: str, timeout_s: float, credentials: ClientCredentials = NO_CREDENTIALS) -> bool:
     """True if the daemon at `address` (a gRPC target) says within `timeout_s` that it is SERVING.
 
     False if it says otherwise (it drains), does not answer in time, or nothing is there: no error is raised.
     """
-    with grpc.insecure_channel(address) as channel:
+    return not reason_not_serving(address, timeout_s, credentials)
+
+
+def reason_not_serving(address: str, timeout_s: float, credentials: ClientCredentials) -> str:
+    """Why the daemon does not serve, as far as it is known here; empty if it does."""
+    with open_channel(address, credentials, ()) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)  # its published types know no methods
         try:
-            answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
-        except grpc.RpcError:
-            return False
-    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+            answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s, metadata=credentials.headers())
+        except grpc.RpcError as error:
+            return str(connection_error(f"{error.code().name}: {error.details()}"))
+    if answer.status == health_pb2.HealthCheckResponse.SERVING:
+        return ""
+    return f"it says {health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)}"

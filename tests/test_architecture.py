@@ -38,7 +38,7 @@ ROOMS: dict[str, set[str]] = {
     "config": {"errors", "pool.layout"},
     "devices": {"_cuda", "_ext", "blocks", "config", "errors", "ops", "pool", "pool.layout", "pool.sealed"},
     "engine": {"blocks", "config", "devices", "errors", "pool.layout"},
-    "wire": {"errors", "pool.layout", "v1"},
+    "wire": {"auth", "errors", "pool.layout", "v1"},
     # What the daemon and its observer share.
     "telemetry": {"blocks", "pool.available"},
     "metrics": {"blocks", "telemetry"},
@@ -60,15 +60,15 @@ ROOMS: dict[str, set[str]] = {
         "wire",
     },
     # On the daemon's host it works on the pool by itself, or through the native end of a lane.
-    "client": {"_cuda", "_ext", "environment", "errors", "ops", "pool.layout", "v1", "wire"},
+    "client": {"_cuda", "_ext", "auth", "environment", "errors", "ops", "pool.layout", "v1", "wire"},
     "logs": set(),
     "launch": {"config", "environment", "errors", "health"},
     "integrations": {"client", "config", "errors"},
-    "demo": {"client", "errors", "integrations", "launch", "pool.layout"},
+    "demo": {"auth", "client", "errors", "integrations", "launch", "pool.layout"},
     # It measures the rooms from inside.
     "bench": {"", "blocks", "client", "config", "environment", "errors", "launch", "ops", "pool.layout", "v1", "wire"},
-    "health": {"config", "environment"},
-    "top": {"client", "environment", "errors", "v1"},
+    "health": {"auth", "config", "environment", "wire"},
+    "top": {"auth", "client", "environment", "errors", "v1", "wire"},
     "commands": {"auth", "errors"},
     "cli": {"", "bench", "commands", "config", "demo", "environment", "errors", "health", "server", "top"},
     "__main__": {"cli"},

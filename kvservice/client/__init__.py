@@ -12,7 +12,8 @@ from kvservice.environment import prepare_grpc
 
 prepare_grpc()
 
-from kvservice.client.aio import AsyncKVClient, AsyncSession, AsyncStep  # noqa: E402  the environment comes first
+from kvservice.auth.client import TLSConfig  # noqa: E402  the environment comes first
+from kvservice.client.aio import AsyncKVClient, AsyncSession, AsyncStep  # noqa: E402
 from kvservice.client.blocking import KVClient, Session, Step  # noqa: E402
 from kvservice.client.events import AllBlocksCleared, BlockRemoved, BlockStored, Gap, KVEventBatch  # noqa: E402
 from kvservice.client.mapped import MappedPool, MappedStep  # noqa: E402
@@ -42,4 +43,5 @@ __all__ = [
     "Session",
     "SharedMemory",
     "Step",
+    "TLSConfig",
 ]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import grpc
 
+from kvservice.auth.client import ClientCredentials, TLSOption
 from kvservice.client import channel, handover
 from kvservice.client.choice import open_transport
 from kvservice.client.core import SessionCore
@@ -22,9 +24,12 @@ from kvservice.errors import (
     FailedPreconditionError,
     KVServiceError,
     SessionTakenError,
+    TLSHandshakeError,
+    UnauthenticatedError,
     UnknownSessionError,
 )
 from kvservice.v1 import events_pb2, events_pb2_grpc, pool_pb2, pool_pb2_grpc, session_pb2, session_pb2_grpc
+from kvservice.wire.channels import open_aio_channel
 
 T = TypeVar("T")
 
@@ -57,7 +62,7 @@ class AsyncSession(SessionCore[AsyncStep]):
 
 
 class AsyncKVClient:
-    """A connection to a daemon. `address`: unix:///path/of.sock or host:port. `transport`, `completion`: see KVClient.
+    """A connection to a daemon. Arguments and errors are KVClient's; entering the block connects.
 
     async with AsyncKVClient(address) as client, client.session() as kv: ...
     """
@@ -65,27 +70,49 @@ class AsyncKVClient:
     info: PoolInfo
 
     def __init__(
-        self, address: str, *, connect_timeout_s: float = 10.0, transport: str = "auto", completion: str = "host"
+        self,
+        address: str,
+        *,
+        tls: TLSOption = None,
+        token: str | os.PathLike[str] = "",
+        connect_timeout_s: float = 10.0,
+        transport: str = "auto",
+        completion: str = "host",
     ) -> None:
         self._address = address
+        self._credentials = ClientCredentials.for_address(address, tls, token)
         self._transport = transport
         self._completion = completion
         self._handover_path = handover.socket_path(address)
         self._connect_timeout_s = connect_timeout_s
 
     async def __aenter__(self) -> AsyncKVClient:
-        self._channel = grpc.aio.insecure_channel(self._address, channel.CHANNEL_OPTIONS)
+        self._channel = open_aio_channel(self._address, self._credentials, channel.CHANNEL_OPTIONS)
         self._pool = pool_pb2_grpc.PoolServiceStub(self._channel)  # type: ignore[no-untyped-call]
         self._sessions = session_pb2_grpc.SessionServiceStub(self._channel)  # type: ignore[no-untyped-call]
         try:
-            request = pool_pb2.GetInfoRequest()
-            timeout_s = self._connect_timeout_s
-            info = await self._unary(self._pool.GetInfo, request, wait_for_ready=True, timeout=timeout_s)
+            info = await self._first_answer()
         except KVServiceError:
             await self._channel.close()
             raise
         self.info = from_message(PoolInfo, info)
         return self
+
+    async def _first_answer(self) -> pool_pb2.GetInfoResponse:
+        """See KVClient."""
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + self._connect_timeout_s
+        while True:
+            try:
+                left_s = max(deadline - clock(), channel.PAUSE_S)
+                answer = await self._unary(self._pool.GetInfo, pool_pb2.GetInfoRequest(), timeout=left_s)
+                return cast(pool_pb2.GetInfoResponse, answer)
+            except TLSHandshakeError:
+                raise
+            except ConnectionLostError:
+                if clock() + channel.PAUSE_S >= deadline:
+                    raise
+                await asyncio.sleep(channel.PAUSE_S)
 
     async def __aexit__(self, *_: object) -> None:
         await self._channel.close()
@@ -110,7 +137,7 @@ class AsyncKVClient:
 
     @contextlib.asynccontextmanager
     async def _attached(self, token: bytes, resumed: bool) -> AsyncIterator[AsyncSession]:
-        stream = _Stream(self._sessions, token, self.info.session_grace_s)
+        stream = _Stream(self._sessions, self._credentials, token, self.info.session_grace_s)
         await stream.connect(max(self.info.session_grace_s, 1.0), reconnects=False)
         session = AsyncSession(self, stream, token, resumed)
         try:
@@ -137,7 +164,7 @@ class AsyncKVClient:
         """See KVClient.events."""
         request = build(events_pb2.SubscribeRequest, start_number=start_number, daemon_id=daemon_id)
         stub = events_pb2_grpc.EventServiceStub(self._channel)  # type: ignore[no-untyped-call]
-        call = stub.Subscribe(request)
+        call = stub.Subscribe(request, metadata=self._credentials.headers())
         try:
             async for message in call:
                 yield to_batch(message)
@@ -148,20 +175,27 @@ class AsyncKVClient:
 
     async def _unary(self, method: Any, request: Any, **options: Any) -> Any:
         try:
-            return await method(request, metadata=channel.trace_metadata(), **options)
+            return await method(request, metadata=channel.trace_metadata() + self._credentials.headers(), **options)
         except grpc.RpcError as error:
             raise channel.to_error(error) from None
 
     async def _close_session(self, token: bytes, holder: int) -> None:
-        with contextlib.suppress(UnknownSessionError, SessionTakenError, ConnectionLostError):
+        with contextlib.suppress(UnknownSessionError, SessionTakenError, ConnectionLostError, UnauthenticatedError):
             await self._unary(self._sessions.Close, session_pb2.CloseRequest(session_token=token, holder=holder))
 
 
 class _Stream:
     """A session's stream. Calls may overlap; reconnects within the grace time, once for all that wait."""
 
-    def __init__(self, stub: session_pb2_grpc.SessionServiceStub, token: bytes, grace_s: float) -> None:
+    def __init__(
+        self,
+        stub: session_pb2_grpc.SessionServiceStub,
+        credentials: ClientCredentials,
+        token: bytes,
+        grace_s: float,
+    ) -> None:
         self._stub = stub
+        self._credentials = credentials
         self._token = token
         self._grace_s = grace_s
         self._in_flight = asyncio.Semaphore(channel.MAX_IN_FLIGHT)
@@ -170,7 +204,7 @@ class _Stream:
         self.closed = False
 
     async def connect(self, wait_s: float, *, reconnects: bool) -> None:
-        connection = _Connection(self._stub)
+        connection = _Connection(self._stub, self._credentials.headers())
         try:
             async with asyncio.timeout(wait_s):
                 request = session_pb2.AttachRequest(
@@ -269,12 +303,12 @@ class _Stream:
 class _Connection:
     """One stream, from its attaching to its end. `error` is why it ended."""
 
-    def __init__(self, stub: session_pb2_grpc.SessionServiceStub) -> None:
+    def __init__(self, stub: session_pb2_grpc.SessionServiceStub, headers: tuple[tuple[str, str], ...]) -> None:
         self.error: KVServiceError | None = None
         self._call_ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._outbox: asyncio.Queue[session_pb2.Call | None] = asyncio.Queue()
-        self._call: Any = stub.Connect(self._outgoing(), wait_for_ready=True)
+        self._call: Any = stub.Connect(self._outgoing(), metadata=headers, wait_for_ready=True)
         self._reader = asyncio.create_task(self._read())
 
     async def exchange(self, name: str, request: Any) -> Any:

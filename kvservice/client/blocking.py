@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import os
 import queue
 import threading
 import time
 from collections.abc import Callable, Coroutine, Generator
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import grpc
 
+from kvservice.auth.client import ClientCredentials, TLSOption
 from kvservice.client import channel, handover
 from kvservice.client.choice import open_transport
 from kvservice.client.core import SessionCore
@@ -20,8 +22,16 @@ from kvservice.client.events import KVEventBatch, to_batch
 from kvservice.client.requests import build
 from kvservice.client.step import StepCore
 from kvservice.client.values import PoolInfo, PoolStats, from_message
-from kvservice.errors import ConnectionLostError, KVServiceError, SessionTakenError, UnknownSessionError
+from kvservice.errors import (
+    ConnectionLostError,
+    KVServiceError,
+    SessionTakenError,
+    TLSHandshakeError,
+    UnauthenticatedError,
+    UnknownSessionError,
+)
 from kvservice.v1 import events_pb2, events_pb2_grpc, pool_pb2, pool_pb2_grpc, session_pb2, session_pb2_grpc
+from kvservice.wire.channels import open_channel
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -75,7 +85,7 @@ class Session:
 
     def __init__(self, client: KVClient, token: bytes, resumed: bool) -> None:
         self._client = client
-        self._stream = _Stream(client._channel, token, client.info.session_grace_s)
+        self._stream = _Stream(client._channel, client._credentials, token, client.info.session_grace_s)
         self.info = client.info
         self.token = token
         self.session_id = self._stream.session_id
@@ -157,25 +167,54 @@ class KVClient:
     `completion` is how a lane's call ends whose tensors are on a GPU: "host", when it is done; "event", when it is
     launched, and the caller's stream waits for it. That hides what calls cost on the host, but if the daemon is killed
     in the middle of a call the stream stands for ever.
+
+    `tls`, for host:port: True, the path of a CA's certificate, or a TLSConfig. `token`: what a daemon with tokens knows
+    the client by, or the path (a pathlib.Path) of a file that holds it and is read again for each call.
+
+    The daemon may still be starting: the client tries for `connect_timeout_s`. Raises ConnectionLostError then, and
+    TLSHandshakeError or UnauthenticatedError at once.
     """
 
     def __init__(
-        self, address: str, *, connect_timeout_s: float = 10.0, transport: str = "auto", completion: str = "host"
+        self,
+        address: str,
+        *,
+        tls: TLSOption = None,
+        token: str | os.PathLike[str] = "",
+        connect_timeout_s: float = 10.0,
+        transport: str = "auto",
+        completion: str = "host",
     ) -> None:
         self._transport = transport
         self._completion = completion
         self._handover_path = handover.socket_path(address)
-        self._channel = grpc.insecure_channel(address, channel.CHANNEL_OPTIONS)
+        self._credentials = ClientCredentials.for_address(address, tls, token)
+        self._channel = open_channel(address, self._credentials, channel.CHANNEL_OPTIONS)
         self._pool = pool_pb2_grpc.PoolServiceStub(self._channel)  # type: ignore[no-untyped-call]
         self._sessions = session_pb2_grpc.SessionServiceStub(self._channel)  # type: ignore[no-untyped-call]
         try:
-            info = self._unary(
-                self._pool.GetInfo, pool_pb2.GetInfoRequest(), wait_for_ready=True, timeout=connect_timeout_s
-            )
+            info = self._first_answer(connect_timeout_s)
         except KVServiceError:
             self._channel.close()
             raise
         self.info: PoolInfo = from_message(PoolInfo, info)
+
+    def _first_answer(self, timeout_s: float) -> pool_pb2.GetInfoResponse:
+        """The daemon's answer to GetInfo, once it listens. What TLS does not agree on does not change by waiting."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                left_s = max(deadline - time.monotonic(), channel.PAUSE_S)
+                return cast(
+                    pool_pb2.GetInfoResponse,
+                    self._unary(self._pool.GetInfo, pool_pb2.GetInfoRequest(), timeout=left_s),
+                )
+            except TLSHandshakeError:
+                raise
+            except ConnectionLostError:
+                if time.monotonic() + channel.PAUSE_S >= deadline:
+                    raise
+                time.sleep(channel.PAUSE_S)
 
     def session(
         self, name: str = "", *, tenant: str = "", detachable: bool = False, detach_ttl_s: float = 0.0
@@ -206,7 +245,7 @@ class KVClient:
         gap. Raises EventsOffError, QuotaExceededError, ConnectionLostError."""
         request = build(events_pb2.SubscribeRequest, start_number=start_number, daemon_id=daemon_id)
         stub = events_pb2_grpc.EventServiceStub(self._channel)  # type: ignore[no-untyped-call]
-        call = stub.Subscribe(request)
+        call = stub.Subscribe(request, metadata=self._credentials.headers())
         try:
             for message in call:
                 yield to_batch(message)
@@ -226,12 +265,12 @@ class KVClient:
 
     def _unary(self, method: Any, request: Any, **options: Any) -> Any:
         try:
-            return method(request, metadata=channel.trace_metadata(), **options)
+            return method(request, metadata=channel.trace_metadata() + self._credentials.headers(), **options)
         except grpc.RpcError as error:
             raise channel.to_error(error) from None
 
     def _close_session(self, token: bytes, holder: int) -> None:
-        with contextlib.suppress(UnknownSessionError, SessionTakenError, ConnectionLostError):
+        with contextlib.suppress(UnknownSessionError, SessionTakenError, ConnectionLostError, UnauthenticatedError):
             self._unary(self._sessions.Close, session_pb2.CloseRequest(session_token=token, holder=holder))
 
 
@@ -251,8 +290,11 @@ class _Lock:
 class _Stream:
     """A session's stream. One call at a time; reconnects within the grace time."""
 
-    def __init__(self, grpc_channel: grpc.Channel, token: bytes, grace_s: float) -> None:
+    def __init__(
+        self, grpc_channel: grpc.Channel, credentials: ClientCredentials, token: bytes, grace_s: float
+    ) -> None:
         self._stub = session_pb2_grpc.SessionServiceStub(grpc_channel)  # type: ignore[no-untyped-call]
+        self._credentials = credentials
         self._token = token
         self._grace_s = grace_s
         self._lock = threading.Lock()
@@ -306,7 +348,8 @@ class _Stream:
 
     def _connect(self, wait_s: float, *, reconnects: bool) -> None:
         self._requests: queue.SimpleQueue[session_pb2.Call | None] = queue.SimpleQueue()
-        self._replies = self._stub.Connect(iter(self._requests.get, None), wait_for_ready=True)
+        headers = self._credentials.headers()
+        self._replies = self._stub.Connect(iter(self._requests.get, None), metadata=headers, wait_for_ready=True)
         too_late = threading.Timer(wait_s, self._replies.cancel)
         too_late.start()
         try:

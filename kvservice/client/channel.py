@@ -10,8 +10,9 @@ from google.rpc import status_pb2
 from grpc_status import rpc_status
 
 from kvservice.client.tracing import traceparent
-from kvservice.errors import ConnectionLostError, KVServiceError, MessageTooLargeError, ResourceExhaustedError
+from kvservice.errors import KVServiceError, MessageTooLargeError, ResourceExhaustedError
 from kvservice.v1 import session_pb2
+from kvservice.wire.channels import connection_error
 from kvservice.wire.keepalive import keepalive_options
 from kvservice.wire.status import from_status
 
@@ -56,7 +57,7 @@ def to_error(error: grpc.RpcError) -> KVServiceError:
     if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
         too_large = _TOO_LARGE in (error.details() or "")
         return MessageTooLargeError(text) if too_large else ResourceExhaustedError(text)
-    return ConnectionLostError(text)
+    return connection_error(text)
 
 
 def _status_with_details(error: grpc.RpcError) -> status_pb2.Status | None:

@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 from transformers import LlamaForCausalLM
 
+from kvservice.auth.client import NO_CREDENTIALS, ClientCredentials
 from kvservice.client import KVClient, PoolStats
 from kvservice.demo.engine import Engine, Generation
 from kvservice.demo.model import Picker, build_model, generate_alone, largest_error
@@ -56,7 +57,15 @@ class DemoResult:
         return {name: value for name, value in asdict(self).items() if name != "problems"}
 
 
-def run(*, address: str | None, device: str, console: Console, quiet: bool, dtype: str = "float32") -> DemoResult:
+def run(
+    *,
+    address: str | None,
+    device: str,
+    console: Console,
+    quiet: bool,
+    dtype: str = "float32",
+    credentials: ClientCredentials = NO_CREDENTIALS,
+) -> DemoResult:
     """Plays the demo against the daemon at `address`, or a private one on `device`, and shows it unless `quiet`.
 
     The model computes on the CPU, in `dtype`, float32 or bfloat16; K/V and attention are the daemon's. Raises
@@ -68,7 +77,7 @@ def run(*, address: str | None, device: str, console: Console, quiet: bool, dtyp
         model = build_model(dtype)
         if address is None:
             address = stack.enter_context(_private_daemon(model, device)).address
-        client = stack.enter_context(KVClient(address))
+        client = stack.enter_context(KVClient(address, tls=credentials.tls, token=credentials.token))
         _check_pool(client, model)
         before = client.stats()
         generations, after = _generate(client, model, console, quiet)

@@ -104,7 +104,7 @@ def _certificate_name(auth_context: Mapping[str, Iterable[bytes]]) -> str:
     """The name in a client's certificate, with unprintable characters escaped: its common name, or else the first
     alternative name."""
     for key in ("x509_common_name", "x509_subject_alternative_name"):
-        for name in auth_context.get(key, ()):
+        for name in filter(None, auth_context.get(key, ())):
             return name.decode(errors="backslashreplace").encode("unicode_escape").decode()
     # Not the empty name, which is that of callers who are trusted without one.
     return "certificate without a name"

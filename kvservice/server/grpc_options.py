@@ -8,6 +8,8 @@ from kvservice.wire.keepalive import MIN_PING_INTERVAL_MS, keepalive_options
 CONNECTION_OPTIONS: tuple[tuple[str, int], ...] = (
     # A second daemon on the same port must fail, not share it.
     ("grpc.so_reuseport", 0),
+    # A connection whose client says nothing, or does not get on with TLS, ends after this time.
+    ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     # A client that pings more often than the daemon permits loses its connection.
     ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),

@@ -6,6 +6,7 @@ import asyncio
 import signal
 from dataclasses import dataclass
 
+from kvservice.auth.client import ClientCredentials
 from kvservice.top.once import print_json, print_tables
 from kvservice.top.source import Source
 
@@ -18,6 +19,7 @@ class Options:
     as_json: bool
     sort_key: str
     search: str
+    credentials: ClientCredentials
 
 
 def run(options: Options) -> None:
@@ -26,7 +28,7 @@ def run(options: Options) -> None:
 
 
 async def _run(options: Options) -> None:
-    async with Source(options.address) as source:
+    async with Source(options.address, options.credentials) as source:
         snapshot = await source.first_snapshot(options.search)
         if options.as_json:
             print_json(snapshot)

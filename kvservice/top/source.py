@@ -8,9 +8,11 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 
+from kvservice.auth.client import NO_CREDENTIALS, ClientCredentials
 from kvservice.client.channel import CHANNEL_OPTIONS, to_error
 from kvservice.errors import ObserverUnavailableError
 from kvservice.v1 import inspect_pb2, inspect_pb2_grpc
+from kvservice.wire.channels import open_aio_channel
 
 # The most that the daemon tells.
 MAX_ROWS = 1000
@@ -23,11 +25,12 @@ _START_PAUSE_S = 0.1
 class Source:
     """A connection to a daemon, made again whenever a call finds it broken. An asynchronous context manager."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, credentials: ClientCredentials = NO_CREDENTIALS) -> None:
         self.address = address
+        self._credentials = credentials
 
     async def __aenter__(self) -> Source:
-        self._channel = grpc.aio.insecure_channel(self.address, CHANNEL_OPTIONS)
+        self._channel = open_aio_channel(self.address, self._credentials, CHANNEL_OPTIONS)
         self._stub = inspect_pb2_grpc.InspectServiceStub(self._channel)  # type: ignore[no-untyped-call]
         return self
 
@@ -38,7 +41,8 @@ class Source:
         """What the daemon holds now; of sessions and sequences those that `search` finds. Raises KVServiceError."""
         request = inspect_pb2.GetSnapshotRequest(max_sessions=MAX_ROWS, max_sequences=MAX_ROWS, search=search)
         try:
-            snapshot: inspect_pb2.Snapshot = await self._stub.GetSnapshot(request, timeout=timeout_s)
+            headers = self._credentials.headers()
+            snapshot: inspect_pb2.Snapshot = await self._stub.GetSnapshot(request, metadata=headers, timeout=timeout_s)
         except grpc.RpcError as error:
             raise to_error(error) from None
         return snapshot

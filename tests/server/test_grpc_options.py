@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import socket
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
+import pytest
+from certificates import Authority
 from grpc._cython import cygrpc
 from http2_pings import PingingClient
 
@@ -18,6 +21,7 @@ import kvservice
 from kvservice.client.channel import CHANNEL_OPTIONS
 from kvservice.config import ServeConfig
 from kvservice.server.grpc_options import CONNECTION_OPTIONS, server_options
+from kvservice.wire.channels import SERVER_NAME_OPTION
 
 PACKAGE = Path(kvservice.__file__).parent
 LIBRARY = Path(cygrpc.__file__).read_bytes()
@@ -40,6 +44,7 @@ def names_in_sources() -> Iterator[str]:
 
 def test_every_option_is_one_that_grpc_knows() -> None:
     ours = {name for name, _ in (*server_options(ServeConfig()), *CHANNEL_OPTIONS)}
+    ours.add(SERVER_NAME_OPTION)
     assert {name for name in ours if not is_known(name)} == set()
     assert set(names_in_sources()) == ours, "an option is set elsewhere"
 
@@ -93,3 +98,20 @@ def test_pings_at_the_permitted_interval_are_answered(tmp_path: Path) -> None:
 def test_without_the_permission_they_end_the_connection(tmp_path: Path) -> None:
     without = [(name, value) for name, value in CONNECTION_OPTIONS if name != PERMISSION]
     assert answers(without, tmp_path / "socket")[-1] == b"too_many_pings"
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_a_connection_that_says_nothing_ends(tls: bool) -> None:
+    quicker = [(name, 1 if name == "grpc.server_handshake_timeout_ms" else value) for name, value in CONNECTION_OPTIONS]
+    server = grpc.server(ThreadPoolExecutor(1), options=quicker)
+    signed = Authority().sign("daemon")
+    credentials = grpc.ssl_server_credentials([(signed.key, signed.cert)])
+    address = "127.0.0.1:0"
+    port = server.add_secure_port(address, credentials) if tls else server.add_insecure_port(address)
+    server.start()
+    try:
+        with socket.create_connection(("127.0.0.1", port), 60) as silent:
+            while silent.recv(4096):  # what the server says first
+                pass
+    finally:
+        server.stop(None).wait()

@@ -31,11 +31,11 @@ class Awaitable:
 
 
 @asynccontextmanager
-async def session_of(face: Face, address: str, transport: str) -> AsyncIterator[Any]:
-    """A session, whose methods are awaited."""
+async def session_of(face: Face, address: str, transport: str, **options: Any) -> AsyncIterator[Any]:
+    """A session, whose methods are awaited. `options` are the client's."""
     if face == "blocking":
-        with KVClient(address, transport=transport) as client, client.session() as session:
+        with KVClient(address, transport=transport, **options) as client, client.session() as session:
             yield Awaitable(session)
     else:
-        async with AsyncKVClient(address, transport=transport) as client, client.session() as session:
+        async with AsyncKVClient(address, transport=transport, **options) as client, client.session() as session:
             yield session

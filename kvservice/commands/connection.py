@@ -1,0 +1,90 @@
+"""Options of commands that connect to a daemon over TCP."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import click
+
+from kvservice.auth.client import NO_CREDENTIALS, ClientCredentials, TLSConfig
+from kvservice.errors import KVServiceError
+
+_FILE = click.Path(dir_okay=False)
+_OPTIONS = (
+    click.option("--tls", is_flag=True, envvar="KVSERVICE_TLS", show_envvar=True, help="Use TLS, with public CAs."),
+    click.option(
+        "--tls-ca",
+        type=_FILE,
+        envvar="KVSERVICE_TLS_CA",
+        show_envvar=True,
+        help="Use TLS, with the CA in this PEM file.",
+    ),
+    click.option(
+        "--client-cert", type=_FILE, envvar="KVSERVICE_CLIENT_CERT", show_envvar=True, help="PEM file: a certificate."
+    ),
+    click.option(
+        "--client-key", type=_FILE, envvar="KVSERVICE_CLIENT_KEY", show_envvar=True, help="PEM file: its key."
+    ),
+    click.option(
+        "--server-name",
+        default="",
+        envvar="KVSERVICE_SERVER_NAME",
+        show_envvar=True,
+        help="The name in the daemon's certificate, if that is not the address's host.",
+    ),
+    click.option(
+        "--token-file",
+        type=_FILE,
+        envvar="KVSERVICE_TOKEN_FILE",
+        show_envvar=True,
+        help="File with the token to present; or KVSERVICE_TOKEN in the environment, with the token itself.",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Presented:
+    """What the options say. They count for TCP; the unix socket asks for nothing."""
+
+    tls: TLSConfig | None
+    token: str = field(repr=False)
+
+    def at(self, address: str) -> ClientCredentials:
+        """The credentials for a gRPC target."""
+        if address.startswith("unix:"):
+            return NO_CREDENTIALS
+        return ClientCredentials.for_address(address, self.tls, self.token)
+
+
+def connection_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the options; the command gets a Presented as `presented`."""
+
+    @functools.wraps(command)
+    def with_credentials(**given: Any) -> Any:
+        names = ("tls", "tls_ca", "client_cert", "client_key", "server_name", "token_file")
+        try:
+            presented = _presented(*(given.pop(name) for name in names))
+        except KVServiceError as error:
+            raise click.ClickException(str(error)) from None
+        return command(presented=presented, **given)
+
+    for option in reversed(_OPTIONS):
+        with_credentials = option(with_credentials)
+    return with_credentials
+
+
+def _presented(
+    tls: bool, ca: str | None, cert: str | None, key: str | None, server_name: str, token_file: str | None
+) -> Presented:
+    config = TLSConfig(ca, cert, key, server_name) if tls or ca or cert or key or server_name else None
+    if token_file is None:
+        return Presented(config, os.environ.get("KVSERVICE_TOKEN", "").strip())
+    try:
+        with open(token_file, encoding="ascii") as stream:
+            return Presented(config, stream.read().strip())
+    except (OSError, UnicodeDecodeError) as error:
+        raise click.ClickException(f"{token_file}: {error}") from None

@@ -1,0 +1,74 @@
+"""gRPC channels to a daemon, in plain text or over TLS."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+
+from kvservice.auth.client import ClientCredentials, PathLike, TLSConfig
+from kvservice.errors import ConnectionLostError, InvalidArgumentError, TLSHandshakeError
+
+Options = Sequence[tuple[str, Any]]
+
+SERVER_NAME_OPTION: Final = "grpc.ssl_target_name_override"
+# In what gRPC says of a failed connection, and what it means. The first that is found counts.
+_HANDSHAKE_FAILURES: Final = (
+    ("WRONG_VERSION_NUMBER", "the daemon does not speak TLS at this address"),
+    (
+        "Hostname Verification Check failed",
+        "the daemon's certificate is for another name: see server_name of TLSConfig",
+    ),
+    (
+        "unable to get local issuer certificate",
+        "the daemon's certificate comes from a CA that the client does not trust",
+    ),
+    ("self.signed certificate", "the daemon's certificate comes from a CA that the client does not trust"),
+    ("certificate has expired", "the daemon's certificate has expired"),
+    ("Secure read failed", "the daemon closed the connection: it may want a certificate of a CA that it trusts"),
+    ("(Tls|Ssl|SSL|TLS) handshake failed", "client and daemon do not agree"),
+)
+
+
+def open_channel(address: str, credentials: ClientCredentials, options: Options) -> grpc.Channel:
+    """Raises InvalidArgumentError for files that cannot be read."""
+    if credentials.tls is None:
+        return grpc.insecure_channel(address, options)
+    return grpc.secure_channel(address, _for_grpc(credentials.tls), [*options, *_name_options(credentials.tls)])
+
+
+def open_aio_channel(address: str, credentials: ClientCredentials, options: Options) -> grpc.aio.Channel:
+    """As open_channel."""
+    if credentials.tls is None:
+        return grpc.aio.insecure_channel(address, options)
+    return grpc.aio.secure_channel(address, _for_grpc(credentials.tls), [*options, *_name_options(credentials.tls)])
+
+
+def connection_error(text: str) -> ConnectionLostError:
+    """The error for an RPC that failed for want of a connection, of which gRPC says `text`."""
+    for pattern, meaning in _HANDSHAKE_FAILURES:
+        if re.search(pattern, text):
+            return TLSHandshakeError(f"TLS handshake failed: {meaning} ({text})")
+    if "failed to connect" in text and "Socket closed" in text:
+        return ConnectionLostError(f"{text}: the other end closed the connection; it may expect TLS")
+    return ConnectionLostError(text)
+
+
+def _for_grpc(tls: TLSConfig) -> grpc.ChannelCredentials:
+    return grpc.ssl_channel_credentials(_read(tls.ca), _read(tls.key), _read(tls.cert))
+
+
+def _name_options(tls: TLSConfig) -> Options:
+    return [(SERVER_NAME_OPTION, tls.server_name)] if tls.server_name else []
+
+
+def _read(file: PathLike | None) -> bytes | None:
+    if file is None:
+        return None
+    try:
+        return Path(file).read_bytes()
+    except OSError as error:
+        raise InvalidArgumentError(f"{file}: {error.strerror or error}", field="tls") from None
