@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-# gRPC's older poller answers in about half the time of the event engine. Both sides of a connection want it.
-GRPC_ENVIRONMENT = {"GRPC_EXPERIMENTS": "-event_engine_client,-event_engine_listener"}
+GRPC_ENVIRONMENT = {
+    # gRPC's older poller answers in about half the time of the event engine. Both sides of a connection want it.
+    "GRPC_EXPERIMENTS": "-event_engine_client,-event_engine_listener",
+    # Below that level gRPC writes a line for each TLS handshake that fails, so that strangers could fill a disk.
+    "GRPC_VERBOSITY": "ERROR",
+}
 
 # Large messages live shortly: without these every one is mapped, faulted in page by page, and unmapped.
 MALLOC_ENVIRONMENT = {

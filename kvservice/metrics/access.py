@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from prometheus_client.core import Metric
 
@@ -10,7 +10,8 @@ from kvservice.metrics.families import counter, counters
 from kvservice.telemetry.vitals import Vitals
 
 
-def access_metrics(vitals: Vitals) -> Iterator[Metric]:
+def access_metrics(vitals: Vitals, http_refusals: Mapping[str, int]) -> Iterator[Metric]:
+    """`http_refusals`: HTTP requests that were refused, by what they asked for."""
     yield counter("tcp_connections", "Connections over TCP that a call was accepted on.", vitals.tcp_connections)
     yield counter("tls_handshakes", "TLS handshakes that gRPC clients began, failed ones too.", vitals.tls_handshakes)
     causes = {
@@ -21,4 +22,10 @@ def access_metrics(vitals: Vitals) -> Iterator[Metric]:
     }
     yield counters(
         "refused_calls", "Calls of callers who are not known, or whose session it is not.", "cause", causes.items()
+    )
+    yield counters(
+        "http_refused_requests",
+        "HTTP requests without the token, or under another host name.",
+        "target",
+        http_refusals.items(),
     )

@@ -1,6 +1,6 @@
-"""Who may see the page: checked before anything else, for every path but /metrics.
+"""Who may see the page and the metrics: checked before anything else.
 
-request ─▶ GET? ─▶ /metrics ──────────────────────────────────────────▶ app
+request ─▶ GET? ─▶ /metrics: no token is set for them, or bearer ─────▶ app
                 └▶ a token is set: bearer, cookie, or /?token= once ──▶ app
                 └▶ none, on loopback: Host names this machine ────────▶ app
                 └▶ none, off loopback ────────────────────────────────▶ 403
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 import re
 from dataclasses import dataclass
 from typing import Final
@@ -19,9 +20,13 @@ from starlette.requests import HTTPConnection
 from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvservice.logs import LogBudget
+
+logger = logging.getLogger(__name__)
+
 # A page of another site that has its own name point at 127.0.0.1 still sends that name.
 _THIS_MACHINE: Final = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:\d+)?", re.IGNORECASE)
-_OPEN_PATH: Final = "/metrics"
+_METRICS_PATH: Final = "/metrics"
 _COOKIE_AGE_S: Final = 30 * 86400
 _POLICY: Final = "; ".join(
     (
@@ -46,17 +51,34 @@ _HEADERS: Final = {
 
 @dataclass(frozen=True)
 class HttpOptions:
-    """`loopback`: nobody but this host reaches the port. `token`: what a browser has to present. Empty: nothing."""
+    """`loopback`: nobody but this host reaches the port. `token`: what a browser has to present; `metrics_token`: what
+    Prometheus has to. Empty: nothing."""
 
     loopback: bool
     token: str = ""
+    metrics_token: str = ""
+
+
+class Refusals:
+    """Requests that were refused for want of a token or for their Host header, by what they asked for."""
+
+    def __init__(self) -> None:
+        self.counts = {"metrics": 0, "page": 0}
+        self._log = LogBudget(logger)
+
+    def add(self, request: HTTPConnection, status: int) -> None:
+        target = "metrics" if request.url.path == _METRICS_PATH else "page"
+        self.counts[target] += 1
+        peer = request.client.host if request.client else "a client"
+        self._log.write(logging.WARNING, "HTTP: %s refused to %s with %d", target, peer, status)
 
 
 class Guard:
     """Middleware that answers what may not be seen by itself, and gives every answer its headers."""
 
-    def __init__(self, app: ASGIApp, options: HttpOptions) -> None:
+    def __init__(self, app: ASGIApp, options: HttpOptions, refusals: Refusals) -> None:
         self._app = app
+        self._refusals = refusals
         self._options = options
         # The cookie holds no token, which may have characters that a cookie may not.
         self._cookie = hashlib.sha256(b"kvservice page " + options.token.encode()).hexdigest()
@@ -73,15 +95,20 @@ class Guard:
                 headers.setdefault("Cache-Control", "no-store")
             await send(message)
 
-        answer = self._answer(HTTPConnection(scope), scope["method"])
+        request = HTTPConnection(scope)
+        answer = self._answer(request, scope["method"])
+        if answer is not None and answer.status_code in (401, 403):
+            self._refusals.add(request, answer.status_code)
         await (answer or self._app)(scope, receive, send_with_headers)
 
     def _answer(self, request: HTTPConnection, method: str) -> Response | None:
         """None: the request goes on."""
         if method != "GET":
             return refusal(405, "only GET is served", Allow="GET")
-        if request.url.path == _OPEN_PATH:
-            return None
+        if request.url.path == _METRICS_PATH:
+            if not self._options.metrics_token or _presents(request, self._options.metrics_token):
+                return None
+            return _unknown("send the header Authorization: Bearer TOKEN")
         if self._options.token:
             return self._token_answer(request)
         if not self._options.loopback:
@@ -95,19 +122,29 @@ class Guard:
         presented = request.query_params.get("token", "") if request.url.path == "/" else ""
         if presented and _same(presented, self._options.token):
             answer = RedirectResponse("/", 303)
-            answer.set_cookie(name, self._cookie, max_age=_COOKIE_AGE_S, httponly=True, samesite="strict")
+            encrypted = request.url.scheme == "https"
+            answer.set_cookie(
+                name, self._cookie, max_age=_COOKIE_AGE_S, httponly=True, samesite="strict", secure=encrypted
+            )
             return answer
-        scheme, _, credentials = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and _same(credentials.strip(), self._options.token):
+        if _presents(request, self._options.token):
             return None
         if not presented and _same(request.cookies.get(name, ""), self._cookie):
             return None
-        hint = "open /?token=TOKEN once, or send the header Authorization: Bearer TOKEN"
-        return refusal(401, f"a token is needed: {hint}", **{"WWW-Authenticate": "Bearer"})
+        return _unknown("open /?token=TOKEN once, or send the header Authorization: Bearer TOKEN")
 
 
 def refusal(status: int, error: str, **headers: str) -> JSONResponse:
     return JSONResponse({"error": error}, status, headers)
+
+
+def _unknown(hint: str) -> JSONResponse:
+    return refusal(401, f"a token is needed: {hint}", **{"WWW-Authenticate": "Bearer"})
+
+
+def _presents(request: HTTPConnection, token: str) -> bool:
+    scheme, _, credentials = request.headers.get("authorization", "").partition(" ")
+    return scheme.lower() == "bearer" and _same(credentials.strip(), token)
 
 
 def _cookie_name(request: HTTPConnection) -> str:

@@ -5,20 +5,27 @@ from __future__ import annotations
 import asyncio
 import functools
 import socket
+import ssl
 from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from kvservice.auth import Certificates, Reloading
 from kvservice.observer.connections import Connections
 
 SWEEP_EVERY_S = 1.0
 _NO_ROOM = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
-async def serve_http(app: ASGIApp, listening: socket.socket, connections: Connections) -> None:
-    """Serve an app on a listening socket until SIGTERM or SIGINT."""
+async def serve_http(
+    app: ASGIApp,
+    listening: socket.socket,
+    connections: Connections,
+    certificates: Reloading[Certificates] | None = None,
+) -> None:
+    """Serve an app on a listening socket until SIGTERM or SIGINT, over TLS if there are certificates."""
     config = uvicorn.Config(
         app,
         http=functools.partial(GuardedProtocol, connections),  # type: ignore[arg-type]
@@ -30,17 +37,54 @@ async def serve_http(app: ASGIApp, listening: socket.socket, connections: Connec
         lifespan="off",
         server_header=False,
     )
-    closing = asyncio.create_task(_close_late(connections))
+    context = None
+    if certificates is not None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        certificates.value.load_into(context)
+    sweeping = asyncio.create_task(_sweep(connections, certificates, context))
     try:
-        await uvicorn.Server(config).serve(sockets=[listening])
+        await _Server(config, context, connections.limits.request_s).serve(sockets=[listening])
     finally:
-        closing.cancel()
+        sweeping.cancel()
 
 
-async def _close_late(connections: Connections) -> None:
+class _Server(uvicorn.Server):
+    """uvicorn's server, with a time limit for TLS handshakes: connections are counted only after theirs."""
+
+    def __init__(self, config: uvicorn.Config, context: ssl.SSLContext | None, handshake_s: float) -> None:
+        super().__init__(config)
+        self._context = context
+        self._handshake_s = handshake_s
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup([])
+        protocol: Any = self.config.http_protocol_class
+        make_protocol = functools.partial(
+            protocol,
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )
+        for listening in sockets or ():
+            server = await asyncio.get_running_loop().create_server(
+                make_protocol,
+                sock=listening,
+                ssl=self._context,
+                ssl_handshake_timeout=None if self._context is None else self._handshake_s,
+                backlog=self.config.backlog,
+            )
+            self.servers.append(server)
+
+
+async def _sweep(
+    connections: Connections, certificates: Reloading[Certificates] | None, context: ssl.SSLContext | None
+) -> None:
     while True:
         await asyncio.sleep(SWEEP_EVERY_S)
         connections.close_late()
+        if context is not None and certificates is not None and certificates.reload():
+            certificates.value.load_into(context)
 
 
 class GuardedProtocol(H11Protocol):

@@ -10,6 +10,7 @@ import socket
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector, generate_latest
@@ -17,13 +18,14 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from kvservice import logs
-from kvservice.auth import is_loopback
+from kvservice.auth import CertificateFiles, Certificates, Reloading, is_loopback
 from kvservice.metrics.about import about_metrics
 from kvservice.metrics.access import access_metrics
 from kvservice.metrics.calls import call_metrics
 from kvservice.metrics.families import histogram
 from kvservice.metrics.holders import holder_metrics
 from kvservice.metrics.pool import pool_metrics
+from kvservice.observer.access import Refusals
 from kvservice.observer.connections import Connections, HttpLimits
 from kvservice.observer.history import History
 from kvservice.observer.http_server import serve_http
@@ -48,6 +50,7 @@ class Observer:
         """`memory`: a descriptor of the daemon's arrays; `asking` and `answering`: the links' ends; `http` listens."""
         self._memory, self._asking, self._answering, self._http = memory, asking, answering, http
         self._loop_counts, self._loop_seconds = [0] * (len(BUCKETS_S) + 1), 0.0
+        self._refusals = Refusals()
         self._tasks: list[asyncio.Task[None]] = []
 
     async def run(self) -> None:
@@ -108,9 +111,14 @@ class Observer:
             await self._read()
 
     async def _serve_http(self, listening: socket.socket) -> None:
-        options = HttpOptions(loopback=is_loopback(self._told["http_host"]), token=self._told["http_token"])
-        app = make_app(self._views, options, self._metrics)
-        await serve_http(app, listening, Connections(HttpLimits()))
+        told = self._told
+        options = HttpOptions(is_loopback(told["http_host"]), told["http_token"], told["metrics_token"])
+        app = make_app(self._views, options, self._metrics, self._refusals)
+        certificates = None
+        if told["tls_cert"]:
+            files = CertificateFiles(Path(told["tls_cert"]), Path(told["tls_key"]))
+            certificates = Reloading(files.paths, lambda: Certificates.read(files))
+        await serve_http(app, listening, Connections(HttpLimits()), certificates)
 
     async def _metrics(self) -> tuple[bytes, str]:
         self._scraped = await self._fresh()
@@ -121,7 +129,7 @@ class Observer:
         yield from about_metrics(info)
         yield from pool_metrics(reading, info["block_bytes"], told["memory_bytes"])
         yield from holder_metrics(reading, told["max_labels"], info["max_sessions"], info["max_sequences"])
-        yield from access_metrics(reading.vitals)
+        yield from access_metrics(reading.vitals, self._refusals.counts)
         yield from call_metrics(reading, self._reader.call_keys, told["lane_buckets_s"])
         yield histogram(
             "event_loop_latency_seconds",

@@ -17,7 +17,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
 from kvservice.errors import InvalidArgumentError, NotFoundError
-from kvservice.observer.access import Guard, HttpOptions, refusal
+from kvservice.observer.access import Guard, HttpOptions, Refusals, refusal
 from kvservice.observer.stream import FRAME_INTERVAL_S, EventStream, encode
 from kvservice.observer.views import Views
 
@@ -33,9 +33,10 @@ def make_app(
     views: Views,
     http: HttpOptions,
     metrics: Callable[[], Awaitable[tuple[bytes, str]]],
+    refusals: Refusals,
     frame_interval_s: float = FRAME_INTERVAL_S,
 ) -> Starlette:
-    """`metrics` gives the exposition and its content type."""
+    """`metrics` gives the exposition and its content type; `refusals` are added to."""
 
     async def exposition(_request: Request) -> Response:
         body, content_type = await metrics()
@@ -55,7 +56,7 @@ def make_app(
     ]
     return Starlette(
         routes=routes,
-        middleware=[Middleware(Guard, options=http)],
+        middleware=[Middleware(Guard, options=http, refusals=refusals)],
         exception_handlers={InvalidArgumentError: _failure, NotFoundError: _failure, HTTPException: _http_failure},
     )
 

@@ -12,6 +12,7 @@ import pytest
 from fake_views import FakeViews
 
 from kvservice.observer import http_server
+from kvservice.observer.access import Refusals
 from kvservice.observer.connections import Connections, HttpLimits
 from kvservice.observer.http_server import serve_http
 from kvservice.observer.web import HttpOptions, make_app
@@ -146,7 +147,7 @@ def scenario(connections: Connections, body: Exchange, app: Any = None) -> None:
     """Run `body` beside a server in one event loop; it is given the port. The observer's app is served by default."""
 
     async def run() -> None:
-        served = app or make_app(FakeViews(64, 16, 4), HttpOptions(loopback=True), no_metrics, 0.02)
+        served = app or make_app(FakeViews(64, 16, 4), HttpOptions(loopback=True), no_metrics, Refusals(), 0.02)
         with socket.create_server(("127.0.0.1", 0), backlog=1024) as listening:
             serving = asyncio.create_task(serve_http(served, listening, connections))
             try:

@@ -12,6 +12,7 @@ from http_app import serving
 from selenium.webdriver.common.keys import Keys
 
 import kvservice.observer.stream as stream
+from kvservice.observer.access import Refusals
 from kvservice.observer.web import HttpOptions, make_app
 
 NUM_BLOCKS = 512
@@ -32,7 +33,7 @@ async def no_metrics() -> tuple[bytes, str]:
 
 @contextmanager
 def serve(views: FakeViews, port: int = 0) -> Iterator[int]:
-    with serving(make_app(views, HttpOptions(loopback=True), no_metrics, INTERVAL_S), port) as running:
+    with serving(make_app(views, HttpOptions(loopback=True), no_metrics, Refusals(), INTERVAL_S), port) as running:
         yield running
 
 
@@ -354,7 +355,7 @@ def test_a_refusal_is_told(port: int, open_page: OpenPage, monkeypatch: pytest.M
 
 def test_the_token_is_given_once(open_page: OpenPage) -> None:
     token = "sesame-sesame-sesame"
-    with serving(make_app(FakeViews(64, 0, 2), HttpOptions(False, token), no_metrics, INTERVAL_S)) as port:
+    with serving(make_app(FakeViews(64, 0, 2), HttpOptions(False, token), no_metrics, Refusals(), INTERVAL_S)) as port:
         page = open_page(port, f"?token={token}")
         assert page.js("location.href") == f"http://127.0.0.1:{port}/"
         assert page.js("document.cookie") == ""

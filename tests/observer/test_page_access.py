@@ -13,6 +13,7 @@ from chromium import OpenPage, Page
 from fake_views import FIRST_SEQUENCE, STATES, FakeViews
 from http_app import serving
 
+from kvservice.observer.access import Refusals
 from kvservice.observer.web import HttpOptions, make_app
 
 SCHEMES = ["light", "dark"]
@@ -44,7 +45,7 @@ async def no_metrics() -> tuple[bytes, str]:
 
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
-    with serving(make_app(FakeViews(512, 128, 24), HttpOptions(loopback=True), no_metrics, 0.2)) as running:
+    with serving(make_app(FakeViews(512, 128, 24), HttpOptions(loopback=True), no_metrics, Refusals(), 0.2)) as running:
         yield running
 
 

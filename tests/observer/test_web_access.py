@@ -10,8 +10,11 @@ import pytest
 from fake_views import FakeViews
 from http_app import Answer, request, serving
 
+from kvservice.observer.access import Refusals
 from kvservice.observer.web import HttpOptions, make_app
 
+METRICS_TOKEN = "of-prometheus-0123"
+REFUSALS = Refusals()
 TOKEN = "a;quite, \"odd'=token".replace(" ", "_")
 GUARDED = ["/", "/static/main.js", "/api/blocks", "/api/search", "/api/stream", "/nothing"]
 
@@ -21,8 +24,16 @@ async def metrics() -> tuple[bytes, str]:
 
 
 @contextmanager
-def page(*, loopback: bool = True, token: str = "") -> Iterator[int]:
-    with serving(make_app(FakeViews(64, 16, 4), HttpOptions(loopback, token), metrics)) as port:
+def page(*, loopback: bool = True, token: str = "", metrics_token: str = "") -> Iterator[int]:
+    with serving(
+        make_app(FakeViews(64, 16, 4), HttpOptions(loopback, token, metrics_token), metrics, REFUSALS)
+    ) as port:
+        yield port
+
+
+@pytest.fixture(scope="module")
+def with_metrics_token() -> Iterator[int]:
+    with page(loopback=False, token=TOKEN, metrics_token=METRICS_TOKEN) as port:
         yield port
 
 
@@ -63,8 +74,10 @@ def test_this_machine_needs_no_token(on_loopback: int, host: str) -> None:
 )
 @pytest.mark.parametrize("path", GUARDED)
 def test_a_name_that_was_pointed_here_is_refused(on_loopback: int, path: str, host: str) -> None:
+    before = REFUSALS.counts["page"]
     answer = request(on_loopback, path, Host=host)
     assert answer.status == 403
+    assert REFUSALS.counts["page"] == before + 1
     assert b"Host" in answer.body
 
 
@@ -82,6 +95,18 @@ def test_metrics_are_open(loopback: bool, token: str) -> None:
         answer = request(port, "/metrics", Host="prometheus.example")
     assert (answer.status, answer.body) == (200, b"kvservice_tokens 7\n")
     assert answer.headers["content-type"] == "text/plain; version=1.0.0"
+
+
+@pytest.mark.parametrize("authorization", ["", f"Bearer {TOKEN}", f"Bearer {METRICS_TOKEN[:-1]}", METRICS_TOKEN])
+def test_metrics_with_a_token_of_their_own(with_metrics_token: int, authorization: str) -> None:
+    before = REFUSALS.counts.copy()
+    answer = request(with_metrics_token, "/metrics", Authorization=authorization)
+    assert (answer.status, answer.headers["www-authenticate"]) == (401, "Bearer")
+    assert REFUSALS.counts == {"metrics": before["metrics"] + 1, "page": before["page"]}
+    answer = request(with_metrics_token, "/metrics", Authorization=f"Bearer {METRICS_TOKEN}", Host="a.example")
+    assert (answer.status, answer.body) == (200, b"kvservice_tokens 7\n")
+    assert request(with_metrics_token, "/", Authorization=f"Bearer {METRICS_TOKEN}").status == 401
+    assert REFUSALS.counts == {"metrics": before["metrics"] + 1, "page": before["page"] + 1}
 
 
 @pytest.mark.parametrize("path", GUARDED)

@@ -13,6 +13,7 @@ from fake_views import FIRST_SEQUENCE, FakeViews
 from http_app import request, serving
 
 import kvservice.observer.web as web
+from kvservice.observer.access import Refusals
 from kvservice.observer.web import HttpOptions, make_app
 
 VIEWS = FakeViews(5000, 64, 4)
@@ -24,7 +25,7 @@ async def metrics() -> tuple[bytes, str]:
 
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
-    with serving(make_app(VIEWS, HttpOptions(loopback=True), metrics)) as running:
+    with serving(make_app(VIEWS, HttpOptions(loopback=True), metrics, Refusals())) as running:
         yield running
 
 

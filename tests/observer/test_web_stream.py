@@ -15,6 +15,7 @@ from fake_views import FIRST_SEQUENCE, FakeViews
 from http_app import serving
 
 import kvservice.observer.stream as stream
+from kvservice.observer.access import Refusals
 from kvservice.observer.stream import MAX_STREAMS, EventStream, Ticker, encode
 from kvservice.observer.web import HttpOptions, make_app
 
@@ -239,7 +240,7 @@ async def no_metrics() -> tuple[bytes, str]:
 
 
 def test_over_a_socket() -> None:
-    app = make_app(small_pool(), HttpOptions(loopback=True), no_metrics, INTERVAL_S)
+    app = make_app(small_pool(), HttpOptions(loopback=True), no_metrics, Refusals(), INTERVAL_S)
     with serving(app) as port, socket.create_connection(("127.0.0.1", port), timeout=10) as page:
         page.sendall(b"GET /api/stream HTTP/1.1\r\nHost: localhost\r\n\r\n")
         received = b""

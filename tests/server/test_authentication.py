@@ -209,3 +209,31 @@ def test_a_new_token_is_good_at_once_and_a_wrong_file_changes_nothing(own: Secur
         assert carol.unary("ping", pool_pb2.PingRequest()) == pool_pb2.PingResponse()
         with pytest.raises(grpc.RpcError):
             raw.Wire(plain).stats()
+
+
+def test_what_happens_is_counted(encrypted: Secured, channel: grpc.Channel, wires: dict[str, Any]) -> None:
+    before = encrypted.samples()
+    opened = wires["alice"].unary("open", session_pb2.OpenRequest())
+    wires["bob"].unary("close", session_pb2.CloseRequest(session_token=opened.session_token))
+    wires["alice"].unary("close", session_pb2.CloseRequest(session_token=opened.session_token))
+    strangers = [[], ["Bearer short"], [f"Bearer {new_token()}"]]
+    calls = [start(grpc.intercept_channel(channel, WithToken(*headers)), METHODS[0]) for headers in strangers]
+    for call in calls:
+        refusal_of(call)
+    with grpc.insecure_channel(encrypted.address) as plain, pytest.raises(grpc.RpcError):
+        raw_ping(plain)
+    after = encrypted.samples()
+
+    def more(name: str, **labels: str) -> float:
+        return value(after, name, **labels) - value(before, name, **labels)
+
+    causes = ("missing_token", "malformed_token", "unknown_token", "foreign_session")
+    assert [more("kvservice_refused_calls_total", cause=cause) for cause in causes] == [1, 1, 1, 1]
+    assert more("kvservice_tcp_connections_total") == 2, "two names on one connection"
+    assert more("kvservice_tls_handshakes_total") >= 2, "one failed"
+    assert "andshake failed" not in encrypted.daemon.log.read_text(), "strangers write no lines"
+
+
+def raw_ping(channel: grpc.Channel) -> bytes:
+    answer: bytes = channel.unary_unary("/kvservice.v1.PoolService/Ping")(b"", timeout=TIMEOUT_S)
+    return answer

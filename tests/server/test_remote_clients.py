@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,13 +16,13 @@ from both_faces import Face, session_of
 from certificates import Authority
 from click.testing import CliRunner, Result
 from secure_daemon import Secured, secured
+from waiting import until
 
 from kvservice.auth.client import ClientCredentials
 from kvservice.cli import main
 from kvservice.client import AsyncKVClient, KVClient, TLSConfig
 from kvservice.errors import KVServiceError, TLSHandshakeError, UnauthenticatedError, UnknownSessionError
 
-TIMEOUT_S = 20.0
 KEY = np.random.default_rng(1).standard_normal((2, 4, 2, 32)).astype(np.float32)
 FACES: list[Face] = ["blocking", "asyncio"]
 
@@ -206,10 +205,3 @@ def test_the_daemon_takes_new_certificates_by_itself(certified: Secured, tmp_pat
     until(connects)
     with pytest.raises(TLSHandshakeError):
         KVClient(certified.address, tls=old)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to that"
-        time.sleep(0.05)

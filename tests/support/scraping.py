@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 import time
 import urllib.request
 from collections.abc import Callable
@@ -26,14 +27,16 @@ POOL = {
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
-def exposition(port: int) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as answer:
+def exposition(port: int, context: ssl.SSLContext | None = None) -> str:
+    """Over TLS if there is a context."""
+    scheme = "http" if context is None else "https"
+    with urllib.request.urlopen(f"{scheme}://127.0.0.1:{port}/metrics", timeout=20, context=context) as answer:
         text: str = answer.read().decode()
         return text
 
 
-def scrape(port: int) -> Samples:
-    families = text_string_to_metric_families(exposition(port))
+def scrape(port: int, context: ssl.SSLContext | None = None) -> Samples:
+    families = text_string_to_metric_families(exposition(port, context))
     return {(s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples}
 
 

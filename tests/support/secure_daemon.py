@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ssl
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ import grpc
 import pytest
 from certificates import Authority, Signed
 from ports import free_port
+from scraping import Samples, scrape
 from small_pool import SMALL_POOL
 
 from kvservice.auth import token_file
@@ -34,6 +36,11 @@ class Secured:
     @property
     def address(self) -> str:
         return f"127.0.0.1:{self.port}"
+
+    def samples(self) -> Samples:
+        """What its metrics say."""
+        context = ssl.create_default_context(cadata=self.authority.cert.decode())
+        return scrape(self.http_port, context)
 
     def tls(self, client: Signed | None = None) -> grpc.ChannelCredentials:
         pair = (client.key, client.cert) if client else ()
