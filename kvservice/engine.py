@@ -16,7 +16,7 @@ from kvservice.blocks import BlockManager, BlocksConfig, EventJournal, SequenceS
 from kvservice.blocks.plans import Zeros, numpy_zeros
 from kvservice.config import ServeConfig
 from kvservice.devices import AttentionOptions, BlockSparse, Device
-from kvservice.errors import InvalidArgumentError, KVServiceError, ResourceExhaustedError
+from kvservice.errors import InvalidArgumentError, ResourceExhaustedError
 from kvservice.pool.layout import TENSOR_DTYPES
 
 Array = np.ndarray[Any, Any]
@@ -120,21 +120,12 @@ class Engine:
 
         Returns key and value, `[num_tokens, num_kv_heads, head_size]`, `[num_layers]` before it if `layer` is None.
         """
-        if not ranges:
-            raise InvalidArgumentError("no ranges", field="ranges")
         if layer is not None and not 0 <= layer < self.layout.num_layers:
             raise InvalidArgumentError(f"{layer} is not below {self.layout.num_layers}", field="layer")
-        slots = np.concatenate([self._range_slots(space, i, token_range) for i, token_range in enumerate(ranges)])
+        slots = self.manager.read_slots(space, ranges)
         layers = range(self.layout.num_layers) if layer is None else (layer,)
         key, value = await self.device.read(layers, slots)
         return (key, value) if layer is None else (key[0], value[0])
-
-    def _range_slots(self, space: SequenceSpace, index: int, token_range: tuple[int, int, int]) -> Array:
-        try:
-            return self.manager.read_slots(space, *token_range)
-        except KVServiceError as error:
-            error.field = f"ranges[{index}].{error.field.removesuffix('[0]')}"
-            raise
 
     def _check_query(self, query: Array, num_tokens: int) -> None:
         layout = self.layout
@@ -169,6 +160,7 @@ class Engine:
 
 
 def _make_manager(config: ServeConfig, device: Device, journal: EventJournal | None, zeros: Zeros) -> BlockManager:
+    limits = config.request_limits
     try:
         return BlockManager(
             BlocksConfig(
@@ -180,6 +172,8 @@ def _make_manager(config: ServeConfig, device: Device, journal: EventJournal | N
                 enable_prefix_caching=config.enable_prefix_caching,
                 max_sequences=config.max_sequences,
                 max_sequence_tokens=config.max_sequence_tokens,
+                max_request_tokens=limits.max_request_tokens,
+                max_request_blocks=limits.max_request_blocks,
                 max_pinned_fraction=config.max_pinned_fraction,
             ),
             journal=journal,

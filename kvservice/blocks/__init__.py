@@ -23,6 +23,7 @@ from kvservice.blocks.plans import (
     SwapPlan,
 )
 from kvservice.blocks.sequences import SequenceSpace
+from kvservice.blocks.slices import Slices
 
 __all__ = [
     "AllocStatus",
@@ -37,6 +38,7 @@ __all__ = [
     "SequenceInfo",
     "SequenceSpace",
     "SequenceTables",
+    "Slices",
     "Step",
     "SwapPlan",
 ]

@@ -16,8 +16,9 @@ from kvservice.blocks.plans import Int64Array, Zeros
 LIFETIME, IDLE_BEFORE_EVICTION, REUSE_GAP = range(3)
 NUM_HISTOGRAMS = 3
 BUCKETS_S = (0.01, 0.05, 0.1, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 14400, 86400)
-# Notes that may wait for `fold`.
+# Notes that may wait for `fold`, and the blocks that they may be about.
 _MAX_NOTES = 256
+_MAX_NOTED_BLOCKS = 65536
 
 Float64Array = npt.NDArray[np.float64]
 
@@ -33,6 +34,7 @@ class BlockAges:
         self.seconds: Float64Array = zeros("age_seconds", (NUM_HISTOGRAMS,), np.float64)
         self._clock = clock
         self._notes: list[tuple[int, Float64Array, float]] = []
+        self._num_noted_blocks = 0
 
     def take(self, blocks: Int64Array) -> None:
         """They begin to live."""
@@ -58,12 +60,13 @@ class BlockAges:
 
     def _note(self, histogram: int, begun: Float64Array, now: float) -> None:
         self._notes.append((histogram, begun, now))
-        if len(self._notes) > _MAX_NOTES:
+        self._num_noted_blocks += len(begun)
+        if len(self._notes) > _MAX_NOTES or self._num_noted_blocks > _MAX_NOTED_BLOCKS:
             self.fold()
 
     def fold(self) -> None:
         """Put what was noted into the histograms."""
-        notes, self._notes = self._notes, []
+        notes, self._notes, self._num_noted_blocks = self._notes, [], 0
         for histogram in range(NUM_HISTOGRAMS):
             ages = [now - begun for which, begun, now in notes if which == histogram]
             if ages:

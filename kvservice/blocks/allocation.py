@@ -67,8 +67,9 @@ class AllocationOps(Core):
         if plan.status is not AllocStatus.OK:
             raise self._out_of_device_blocks(plan.required, never=plan.status is AllocStatus.NEVER)
         for new in plan.sequences:  # before any block is taken, so that none that was found is evicted
-            self.device.hold_found(new.found)
-        return [self._make(space, new) for new in plan.sequences]
+            if len(new.found):
+                self.device.hold_found(new.found)
+        return self._make(space, plan.sequences)
 
     def _plan_allocation(self, space: SequenceSpace, requests: Sequence[AllocationRequest]) -> _Plan:
         if not requests:
@@ -123,31 +124,57 @@ class AllocationOps(Core):
                 )
             seen.add(sequence_id)
 
-    def _make(self, space: SequenceSpace, new: _NewSequence) -> Allocation:
-        """Builds the table of a sequence that is known to fit, and whose found blocks are held."""
-        row = self.sequences.free_rows.pop()
-        num_found, length = len(new.found), len(new.tokens)
-        taken = self.device.take(new.num_blocks - num_found)
-        self.block_tables[row, :num_found] = new.found
-        self.block_tables[row, num_found : new.num_blocks] = taken
-        self._fill(taken, new.tokens[num_found << self._shift :])
-        num_computed = num_found << self._shift
-        self.meta[row] = (length, num_computed, new.num_blocks, NO_STEP, 0, space.number, new.sequence_id, 0)
-        if new.extra:
-            self.sequences.extra_keys[row] = new.extra
-        space.rows[new.sequence_id] = row
-        self.sequences.num_tokens += length
-        self.prefix_query_tokens += length
-        self.prefix_hit_tokens += num_computed
-        space.counters[QUERY_TOKENS] += length
-        space.counters[HIT_TOKENS] += num_computed
-        return Allocation(new.sequence_id, length, num_computed, new.num_blocks)
+    def _make(self, space: SequenceSpace, sequences: list[_NewSequence]) -> list[Allocation]:
+        """Builds the tables of sequences that are known to fit, and whose found blocks are held."""
+        counts = [new.num_blocks - len(new.found) for new in sequences]
+        taken = self.device.take(sum(counts))
+        self._fill(taken, sequences, counts)
+        rows, first = [], 0
+        for new, count in zip(sequences, counts, strict=True):
+            row = self.sequences.free_rows.pop()
+            num_found = len(new.found)
+            if num_found:
+                self.block_tables[row, :num_found] = new.found
+            self.block_tables[row, num_found : new.num_blocks] = taken[first : first + count]
+            if new.extra:
+                self.sequences.extra_keys[row] = new.extra
+            space.rows[new.sequence_id] = row
+            rows.append(row)
+            first += count
+        allocations = [
+            Allocation(new.sequence_id, len(new.tokens), len(new.found) << self._shift, new.num_blocks)
+            for new in sequences
+        ]
+        self.meta[rows] = [
+            (one.num_tokens, one.num_cached_tokens, one.num_blocks, NO_STEP, 0, space.number, one.sequence_id, 0)
+            for one in allocations
+        ]
+        self._count(space, allocations)
+        return allocations
 
-    def _fill(self, blocks: Int64Array, tokens: Int32Array) -> None:
-        """Notes the tokens int32[n] in the slots of the blocks from the first one's start."""
-        num_full = len(tokens) >> self._shift
+    def _fill(self, taken: Int64Array, sequences: list[_NewSequence], counts: list[int]) -> None:
+        """Notes the tokens that are not cached in the taken blocks, of which each sequence has so many in turn."""
         size = self.config.block_size
-        self.device.token_ids[blocks[:num_full]] = tokens[: num_full << self._shift].reshape(num_full, size)
-        rest = tokens[num_full << self._shift :]
-        if len(rest):
-            self.device.token_ids[blocks[num_full], : len(rest)] = rest
+        if len(sequences) == 1:
+            tokens = sequences[0].tokens[len(sequences[0].found) << self._shift :]
+            num_full = len(tokens) >> self._shift
+            self.device.token_ids[taken[:num_full]] = tokens[: num_full << self._shift].reshape(num_full, size)
+            rest = tokens[num_full << self._shift :]
+            if len(rest):
+                self.device.token_ids[taken[num_full], : len(rest)] = rest
+            return
+        slots, first = np.zeros(len(taken) << self._shift, np.int32), 0
+        for new, count in zip(sequences, counts, strict=True):
+            tokens = new.tokens[len(new.found) << self._shift :]
+            slots[first : first + len(tokens)] = tokens
+            first += count << self._shift
+        self.device.token_ids[taken] = slots.reshape(len(taken), size)
+
+    def _count(self, space: SequenceSpace, allocations: list[Allocation]) -> None:
+        queried = sum(one.num_tokens for one in allocations)
+        hit = sum(one.num_cached_tokens for one in allocations)
+        self.sequences.num_tokens += queried
+        self.prefix_query_tokens += queried
+        self.prefix_hit_tokens += hit
+        space.counters[QUERY_TOKENS] += queried
+        space.counters[HIT_TOKENS] += hit

@@ -12,8 +12,10 @@ from kvservice.errors import InvalidArgumentError
 class BlocksConfig:
     """Sizes and bounds; every array of the manager is allocated from them, once.
 
-    `watermark` is the fraction of the device pool that allocate and swap_in leave free, so that running sequences
-    can still grow. `max_pinned_fraction` bounds the blocks that pins may withhold from eviction.
+    `max_request_tokens` bounds what one step covers, `max_request_blocks` the table entries that one operation goes
+    through, so that none takes long; ending sequences has no bound, it is done in slices. `watermark` is the fraction
+    of the device pool that allocate and swap_in leave free, so that running sequences can still grow.
+    `max_pinned_fraction` bounds the blocks that pins may withhold from eviction.
     Raises InvalidArgumentError naming the field that is out of range.
     """
 
@@ -25,6 +27,8 @@ class BlocksConfig:
     enable_prefix_caching: bool = True
     max_sequences: int = 1024
     max_sequence_tokens: int = 131072
+    max_request_tokens: int = 2**31 - 1
+    max_request_blocks: int = 2**31 - 1
     max_pinned_fraction: float = 0.5
 
     def __post_init__(self) -> None:
@@ -35,6 +39,8 @@ class BlocksConfig:
             ("num_swap_blocks", 0, 2**31 - 1),
             ("max_sequences", 1, 2**24),
             ("max_sequence_tokens", 1, 2**31 - 1),
+            ("max_request_tokens", 1, 2**31 - 1),
+            ("max_request_blocks", 1, 2**31 - 1),
         ):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value <= highest:

@@ -13,7 +13,8 @@ from kvservice.blocks.config import BlocksConfig
 from kvservice.blocks.events import EventJournal
 from kvservice.blocks.plans import Int64Array, Zeros, numpy_zeros
 from kvservice.blocks.sequences import NO_STEP, NUM_BLOCKS, SWAPPED, SequenceRows, SequenceSpace
-from kvservice.blocks.tier import DeviceTier, Tier
+from kvservice.blocks.slices import SLICE_BLOCKS
+from kvservice.blocks.tier import ONE, DeviceTier, Tier
 from kvservice.errors import OutOfBlocksError, QuotaExceededError, SequenceSwappedError, UnknownSessionError
 
 
@@ -52,7 +53,9 @@ class Core:
         self._flat_tables = self.block_tables.reshape(-1)
         self.spaces: set[SequenceSpace] = set()
         self.clock = clock
-        self.pin_counts: dict[int, int] = {}
+        # How many pins each block has, and how many blocks have any.
+        self.pin_counts = np.zeros(config.num_blocks, np.int32)
+        self.num_pinned = 0
         self.pin_deadlines: list[tuple[float, int, int, SequenceSpace]] = []
         self.num_pins = 0
         self.prefix_query_tokens = self.prefix_hit_tokens = self.computed_tokens = 0
@@ -75,21 +78,22 @@ class Core:
             self._expire_pins()
 
     def _expire_pins(self) -> None:
-        now = self.clock()
-        while self.pin_deadlines and self.pin_deadlines[0][0] <= now:
+        """Ends pins that are over, one slice of them: where many end at one time, later operations end the others."""
+        now, left = self.clock(), SLICE_BLOCKS
+        while left > 0 and self.pin_deadlines and self.pin_deadlines[0][0] <= now:
             _, _, pin_id, space = heapq.heappop(self.pin_deadlines)
             if pin_id in space.pins:
-                self._end_pin(space, pin_id)
+                left -= self._end_pin(space, pin_id)
 
-    def _end_pin(self, space: SequenceSpace, pin_id: int) -> None:
-        ended = []
-        for block in space.pins.pop(pin_id).tolist():
-            self.pin_counts[block] -= 1
-            if self.pin_counts[block] == 0:
-                del self.pin_counts[block]
-                ended.append(block)
-        self.device.unpin(np.array(ended[::-1], np.int64))
+    def _end_pin(self, space: SequenceSpace, pin_id: int) -> int:
+        """Returns how many blocks it had pinned."""
+        blocks = space.pins.pop(pin_id)
+        self.pin_counts[blocks] -= ONE
+        ended = blocks[self.pin_counts[blocks] == 0]
+        self.num_pinned -= len(ended)
+        self.device.unpin(ended[::-1])
         self.num_pins -= 1
+        return len(blocks)
 
     def _blocks_for(self, num_tokens: int) -> int:
         return (num_tokens + self._mask) >> self._shift
@@ -113,10 +117,20 @@ class Core:
 
     def _table_entries(self, rows: Int64Array, first: Int64Array | None = None) -> tuple[Int64Array, Int64Array]:
         """All blocks in these rows' tables from entry `first` on: (entry number int64[m], block int64[m])."""
+        if len(rows) == 1:
+            row, begin = int(rows[0]), 0 if first is None else int(first[0])
+            end = self.meta.item(row, NUM_BLOCKS)
+            return np.arange(begin, end), self.block_tables[row, begin:end].astype(np.int64)
         num_blocks = self.sequences.num_blocks[rows]
         start = np.zeros(len(rows), np.int64) if first is None else first
         which, entry = ragged(start, num_blocks - start)
         return entry, self.block_tables[rows[which], entry].astype(np.int64)
+
+    def _slots(self, rows: Int64Array, starts: Int64Array, counts: Int64Array) -> Int64Array:
+        """Slots of the tokens starts[i], ..., starts[i] + counts[i] - 1 of each row: int64[sum(counts)]."""
+        which, positions = ragged(starts, counts)
+        blocks: Int64Array = self.block_tables[rows[which], positions >> self._shift].astype(np.int64)
+        return (blocks << self._shift) | (positions & self._mask)
 
     def _release_entries(self, tier: Tier, entries: Int64Array, blocks: Int64Array) -> None:
         """Table entries give up their blocks; the deepest will be evicted first.
@@ -161,6 +175,22 @@ class Core:
             f"{required} blocks are needed and {free} of {self.config.num_blocks} can be had",
             tier="device", required=required, free=free, total=self.config.num_blocks, never=never,
         )  # fmt: skip
+
+    def _check_request_tokens(self, count: int, field: str) -> None:
+        limit = self.config.max_request_tokens
+        if count > limit:
+            raise QuotaExceededError(
+                f"is about {count} tokens, a request may be about max_request_tokens = {limit}",
+                field=field, limit="max_request_tokens", value=limit,
+            )  # fmt: skip
+
+    def _check_request_blocks(self, count: int, field: str) -> None:
+        limit = self.config.max_request_blocks
+        if count > limit:
+            raise QuotaExceededError(
+                f"is about {count} blocks, a request may be about max_request_blocks = {limit}",
+                field=field, limit="max_request_blocks", value=limit,
+            )  # fmt: skip
 
     def _check_reach(self, lengths: Int64Array, lookahead: int) -> None:
         """No sequence, and no slot reserved past its end, may lie past the longest allowed."""

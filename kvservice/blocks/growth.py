@@ -110,11 +110,13 @@ class GrowthOps(Core):
         grown = np.maximum(((batch.lengths + (lookahead + self._mask)) >> self._shift) - held, 0)
         first = batch.meta[:, NUM_COMPUTED] >> self._shift
         written = (batch.lengths + self._mask) >> self._shift
-        which, entries = ragged(first, np.minimum(written, held) - first)
+        pending = np.minimum(written, held) - first
+        num_grown = int(np.add.reduce(grown))
+        self._check_request_blocks(int(np.add.reduce(pending)) + num_grown, "sequence_ids")
+        which, entries = ragged(first, pending)
         rows = batch.rows[which]
         blocks = self.block_tables[rows, entries].astype(np.int64)
         taken = (self.device.ref_count[blocks] > 1) | self.device.indexed[blocks]
-        num_grown = int(np.add.reduce(grown))
         if not np.count_nonzero(taken):
             return Growth(grown, num_grown, None)
         copied, forgotten = self._plan_copies(blocks[taken])
@@ -155,9 +157,3 @@ class GrowthOps(Core):
         self.cow_copies += len(src)
         made = copying.computed
         return BlockCopies(src[made].astype(np.int32), dst[made].astype(np.int32))
-
-    def _slots(self, rows: Int64Array, starts: Int64Array, counts: Int64Array) -> Int64Array:
-        """Slots of the tokens starts[i], ..., starts[i] + counts[i] - 1 of each row: int64[sum(counts)]."""
-        which, positions = ragged(starts, counts)
-        blocks: Int64Array = self.block_tables[rows[which], positions >> self._shift].astype(np.int64)
-        return (blocks << self._shift) | (positions & self._mask)

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
-from kvservice.blocks.arguments import whole_number
 from kvservice.blocks.core import Core
-from kvservice.blocks.plans import BlocksStats, Int64Array, SequenceInfo, SequenceTables, gather_block_tables
-from kvservice.blocks.sequences import LENGTH, NUM_BLOCKS, NUM_COMPUTED, SWAPPED, SequenceSpace
-from kvservice.errors import NotComputedError
+from kvservice.blocks.plans import (
+    BlocksStats,
+    BoolArray,
+    Int64Array,
+    SequenceInfo,
+    SequenceTables,
+    gather_block_tables,
+)
+from kvservice.blocks.sequences import LENGTH, NUM_BLOCKS, NUM_COMPUTED, SWAPPED, SequenceSpace, unknown_sequence
+from kvservice.errors import InvalidArgumentError, KVServiceError, NotComputedError
 
 
 class InspectionOps(Core):
@@ -26,44 +35,71 @@ class InspectionOps(Core):
         tables = gather_block_tables(self.block_tables, rows, context_lens, self.config.block_size)
         return SequenceTables(tables, context_lens)
 
-    def read_slots(self, space: SequenceSpace, sequence_id: int, start: int, stop: int) -> Int64Array:
-        """Slots int64[stop - start] of the tokens start <= position < stop of a sequence.
+    def read_slots(self, space: SequenceSpace, ranges: Sequence[tuple[int, int, int]]) -> Int64Array:
+        """Slots int64[m] of the tokens start <= position < stop of ranges (sequence id, start, stop), in their order. A
+        sequence may be there more than once.
 
         Raises InvalidArgumentError, UnknownSequenceError, SequenceSwappedError, and NotComputedError if one of these
-        tokens is not computed.
+        tokens is not computed; a field is named as in ranges[0].stop.
         """
         self._enter(space)
-        ids, rows = space.lookup([sequence_id], "sequence_id")
-        meta = self._resident(ids, rows, "sequence_id")
-        stop = whole_number(stop, "stop", 0, int(meta[0, LENGTH]))
-        start = whole_number(start, "start", 0, stop)
-        if stop > meta[0, NUM_COMPUTED]:
+        if not ranges:
+            raise InvalidArgumentError("must not be empty", field="ranges")
+        names = [sequence_id for sequence_id, _, _ in ranges]
+        rows = self._range_rows(space, names)
+        length, computed = self.sequences.lengths[rows], self.sequences.num_computed[rows]
+        starts, stops = (np.array([token_range[i] for token_range in ranges], np.int64) for i in (1, 2))
+        _refuse_range((stops < 0) | (stops > length), "stop", "must be from 0 to the sequence's length")
+        _refuse_range((starts < 0) | (starts > stops), "start", "must be from 0 to stop")
+        if np.count_nonzero(stops > computed):
+            i = int((stops > computed).argmax())
             raise NotComputedError(
-                f"only {meta[0, NUM_COMPUTED]} tokens of sequence {sequence_id} are computed", field="stop",
-                sequence_id=int(ids[0]), num_computed=int(meta[0, NUM_COMPUTED]),
+                f"only {computed[i]} tokens of sequence {names[i]} are computed", field=f"ranges[{i}].stop",
+                sequence_id=names[i], num_computed=int(computed[i]),
             )  # fmt: skip
-        positions = np.arange(start, stop)
-        blocks: Int64Array = self.block_tables[rows[0], positions >> self._shift].astype(np.int64)
-        return (blocks << self._shift) | (positions & self._mask)
+        return self._slots(rows, starts, stops - starts)
+
+    def _range_rows(self, space: SequenceSpace, names: list[int]) -> Int64Array:
+        try:
+            rows = np.array([space.rows[name] for name in names], np.int64)
+            self._resident(np.array(names, np.int64), rows, "ranges")
+        except KeyError:
+            error = unknown_sequence(names, space.rows, "ranges")
+        except KVServiceError as swapped:
+            error = swapped
+        else:
+            return rows
+        error.field += ".sequence_id"
+        raise error
 
     def describe(
         self,
         space: SequenceSpace,
         sequence_ids: npt.ArrayLike | None = None,
         *,
+        first: int = 0,
+        limit: int | None = None,
         include_tokens: bool = False,
         include_blocks: bool = False,
     ) -> list[SequenceInfo]:
-        """Each sequence as it stands, in the order asked, or all of the space in the order of their making.
+        """Each sequence as it stands, in the order asked, or those of the space in the order of their making: from
+        number `first` on, at most `limit`.
 
-        Raises InvalidArgumentError, UnknownSequenceError.
+        Raises InvalidArgumentError, UnknownSequenceError, and QuotaExceededError for more tokens or blocks than one
+        request may be about.
         """
         self._enter(space)
         if sequence_ids is None:
-            names = list(space.rows.items())
+            stop = None if limit is None else first + limit
+            names = list(itertools.islice(space.rows.items(), first, stop))
         else:
             ids, rows = space.lookup(sequence_ids)
             names = list(zip(ids.tolist(), rows.tolist(), strict=True))
+        described = [row for _, row in names]
+        if include_tokens:
+            self._check_request_tokens(int(self.sequences.lengths[described].sum()), "sequence_ids")
+        if include_blocks:
+            self._check_request_blocks(int(self.sequences.num_blocks[described].sum()), "sequence_ids")
         return [self._describe_row(name, row, include_tokens, include_blocks) for name, row in names]
 
     def _describe_row(self, sequence_id: int, row: int, include_tokens: bool, include_blocks: bool) -> SequenceInfo:
@@ -105,3 +141,8 @@ class InspectionOps(Core):
             swapped_in_sequences=self.swapped_in_sequences,
             evictions=device.evictions,
         )
+
+
+def _refuse_range(bad: BoolArray, name: str, message: str) -> None:
+    if np.count_nonzero(bad):
+        raise InvalidArgumentError(message, field=f"ranges[{int(bad.argmax())}].{name}")

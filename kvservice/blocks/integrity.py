@@ -19,7 +19,7 @@ def check_integrity(core: Core) -> None:
     """Raises InternalError naming the first invariant that does not hold."""
     rows = _live_rows(core)
     _check_lengths(core, rows)
-    named = np.array([row for space in core.spaces for row in space.rows.values()], np.int64)
+    named = np.array([row for space in core.spaces for row in space.rows.values()] + [*core.sequences.ending], np.int64)
     _hold(np.array_equal(np.sort(named), rows), "the spaces' names are not the rows in use, once each")
     for space in core.spaces:
         for step_id in space.steps:
@@ -104,9 +104,9 @@ def _check_cached(device: DeviceTier) -> None:
 
 
 def _check_pins(core: Core) -> None:
-    counted = np.array(sorted(core.pin_counts), np.int64)
-    _hold(np.array_equal(counted, np.flatnonzero(core.device.pinned)), "the pins' blocks are not the pinned blocks")
-    _hold(len(counted) <= core.config.max_pinned_blocks, "more blocks are pinned than may be")
+    _hold(np.array_equal(core.pin_counts > 0, core.device.pinned), "the pins' blocks are not the pinned blocks")
+    _hold(core.num_pinned == np.count_nonzero(core.pin_counts), "the count of pinned blocks is wrong")
+    _hold(core.num_pinned <= core.config.max_pinned_blocks, "more blocks are pinned than may be")
 
 
 def _check_index(device: DeviceTier) -> None:

@@ -5,11 +5,12 @@ Checking and marking are apart, so that the bytes are written in between and a f
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
 from kvservice.blocks.arguments import whole_number
 from kvservice.blocks.core import Core, ragged
-from kvservice.blocks.events import StoredBlock
 from kvservice.blocks.plans import Int64Array, Step
 from kvservice.blocks.prefix import block_hash, token_bytes
 from kvservice.blocks.sequences import COMPUTED_TOKENS, OpenStep, SequenceSpace
@@ -104,25 +105,32 @@ class LayerOps(Core):
 
     def _hash_blocks(self, rows: Int64Array, first: Int64Array, num_full: Int64Array) -> None:
         """Chains the hashes of num_full[i] blocks of each row on from entry first[i]."""
-        device = self.device
+        device, journal = self.device, self.device.journal
         which, entries = ragged(first, num_full)
         rows = rows[which]
         blocks = self.block_tables[rows, entries].astype(np.int64)
         before = self.block_tables[rows, np.maximum(entries - 1, 0)].tolist()
-        data = token_bytes(device.token_ids[blocks])
-        size = 4 * self.config.block_size
-        extra_keys = self.sequences.extra_keys
-        names = zip(rows.tolist(), entries.tolist(), blocks.tolist(), before, strict=True)
-        journal = device.journal
-        tells_tokens = journal is not None and journal.with_tokens
-        stored: list[StoredBlock] = []
-        for i, (row, entry, block, previous) in enumerate(names):
-            parent = device.hashes[previous] if entry else device.index.root
+        data, size = token_bytes(device.token_ids[blocks]), 4 * self.config.block_size
+        names = blocks.tolist()
+        known, root, extra_keys = device.hashes, device.index.root, self.sequences.extra_keys
+        hashes: list[bytes] = []
+        parents: list[bytes] = []
+        starts = range(0, len(data), size)
+        for row, entry, block, previous, start in zip(
+            rows.tolist(), entries.tolist(), names, before, starts, strict=True
+        ):
+            parent = known[previous] if entry else root
             assert parent is not None, "a full block stands before this one, so it has a hash"
             extra = extra_keys[row].get(entry, b"") if row in extra_keys else b""
-            tokens = data[i * size : (i + 1) * size]
-            chain_hash = block_hash(parent, tokens, extra)
-            if device.remember(block, chain_hash):
-                stored.append((chain_hash, parent if entry else None, tokens if tells_tokens else b""))
-        if journal is not None and stored:
-            journal.stored(stored)
+            known[block] = chain_hash = block_hash(parent, data[start : start + size], extra)
+            hashes.append(chain_hash)
+            parents.append(parent)
+        found = device.make_findable(names, hashes)
+        if journal is not None and any(found):
+            contents = _split(data, size) if journal.with_tokens else [b""] * len(hashes)
+            told = (None if parent == root else parent for parent in parents)
+            journal.stored(list(itertools.compress(zip(hashes, told, contents, strict=True), found)))
+
+
+def _split(data: bytes, size: int) -> list[bytes]:
+    return [data[start : start + size] for start in range(0, len(data), size)]

@@ -7,6 +7,9 @@ of the batch or raises one of kvservice.errors. When a `can_...` says yes, the o
 from __future__ import annotations
 
 from collections.abc import MutableSequence
+from typing import Final
+
+import numpy as np
 
 from kvservice.blocks.inspection import InspectionOps
 from kvservice.blocks.integrity import check_integrity
@@ -14,8 +17,12 @@ from kvservice.blocks.layers import LayerOps
 from kvservice.blocks.pins import PinOps
 from kvservice.blocks.sequences import NUM_COUNTERS, SequenceSpace
 from kvservice.blocks.sharing import SharingOps
+from kvservice.blocks.slices import SLICE_BLOCKS, Slices, finish
 from kvservice.blocks.steps import StepOps
 from kvservice.blocks.swapping import SwapOps
+
+# Steps that are ended in one slice.
+_SLICE_STEPS: Final = 1024
 
 
 class BlockManager(StepOps, LayerOps, SharingOps, SwapOps, PinOps, InspectionOps):
@@ -33,19 +40,38 @@ class BlockManager(StepOps, LayerOps, SharingOps, SwapOps, PinOps, InspectionOps
         return space
 
     def close_space(self, space: SequenceSpace) -> int:
-        """Frees all sequences of a space and ends its pins; the space is of no use after. Returns how many sequences
-        were freed; closing it again frees none."""
+        """`close_space_in_slices` without a pause."""
+        return finish(self.close_space_in_slices(space))
+
+    def close_space_in_slices(self, space: SequenceSpace) -> Slices[int]:
+        """Frees all sequences of a space and ends its pins; the space is of no use after the first slice. Returns how
+        many sequences were freed; closing it again frees none."""
         if space.closed:
             return 0
-        num_sequences = len(space)
-        if num_sequences:
-            self._free_rows(space, *space.lookup(space.sequence_ids()))
-        for pin_id in list(space.pins):
-            self._end_pin(space, pin_id)
-        space.supersede(list(space.steps))
         space.closed = True
         self.spaces.remove(space)
-        return num_sequences
+        rows = np.array(list(space.rows.values()), np.int64)
+        self.sequences.ending.update(rows.tolist())
+        yield from self._end_steps(space)
+        yield from self._end_pins(space)
+        if len(rows):
+            yield from self._end_rows(rows)
+        return len(rows)
+
+    def _end_steps(self, space: SequenceSpace) -> Slices[None]:
+        step_ids = list(space.steps)
+        for first in range(0, len(step_ids), _SLICE_STEPS):
+            if first:
+                yield
+            space.supersede(step_ids[first : first + _SLICE_STEPS])
+
+    def _end_pins(self, space: SequenceSpace) -> Slices[None]:
+        left = SLICE_BLOCKS
+        while space.pins:
+            if left <= 0:
+                yield
+                left = SLICE_BLOCKS
+            left -= self._end_pin(space, next(iter(space.pins)))
 
     def check_integrity(self) -> None:
         """Recomputes every invariant from scratch; O(pool). Raises InternalError naming the one that is broken."""

@@ -17,6 +17,8 @@ from kvservice.blocks.arguments import extra_keys_by_block, int32_array, whole_n
 from kvservice.blocks.core import Core
 from kvservice.blocks.plans import Int64Array, Pin
 from kvservice.blocks.sequences import SequenceSpace
+from kvservice.blocks.slices import Slices, finish
+from kvservice.blocks.tier import ONE
 from kvservice.errors import InvalidArgumentError, NotComputedError, QuotaExceededError, UnknownPinError
 
 
@@ -53,14 +55,14 @@ class PinOps(Core):
             raise NotComputedError("no block of this prefix is cached", field="token_ids")
         fresh = blocks[~self.device.pinned[blocks]]
         limit = self.config.max_pinned_blocks
-        if len(self.pin_counts) + len(fresh) > limit or self.num_pins >= limit:
+        if self.num_pinned + len(fresh) > limit or self.num_pins >= limit:
             raise QuotaExceededError(
                 f"at most {limit} blocks, and as many pins, may be pinned",
                 field="token_ids", limit="max_pinned_fraction", value=str(self.config.max_pinned_fraction),
             )  # fmt: skip
         self.device.pin(fresh)
-        for block in blocks.tolist():
-            self.pin_counts[block] = self.pin_counts.get(block, 0) + 1
+        self.pin_counts[blocks] += ONE
+        self.num_pinned += len(fresh)
         space.last_pin_id += 1
         space.pins[space.last_pin_id] = blocks
         self.num_pins += 1
@@ -79,10 +81,15 @@ class PinOps(Core):
             heapq.heapify(self.pin_deadlines)
 
     def reset_prefix_cache(self) -> int:
-        """Makes all computed blocks unfindable but the pinned ones. Returns how many cached blocks became free."""
+        """`reset_prefix_cache_in_slices` without a pause."""
+        return finish(self.reset_prefix_cache_in_slices())
+
+    def reset_prefix_cache_in_slices(self) -> Slices[int]:
+        """Makes all blocks unfindable that are computed by now, but the pinned ones. Returns how many cached blocks
+        became free."""
         if self.pin_deadlines:
             self._expire_pins()
-        return self.device.reset()
+        return (yield from self.device.reset_in_slices())
 
     def _find_prefix(self, token_ids: npt.ArrayLike, extra_keys: Sequence[tuple[int, bytes]]) -> Int64Array:
         tokens = int32_array(token_ids, "token_ids")

@@ -40,8 +40,8 @@ class PrefixIndex:
         data = token_bytes(token_ids)
         blocks, parent = self.blocks, self.root
         found: list[int] = []
-        for entry in range(len(token_ids) // self.block_size):
-            parent = block_hash(parent, data[entry * size : (entry + 1) * size], extra.get(entry, b""))
+        for entry, start in enumerate(range(0, len(data) - size + 1, size)):
+            parent = block_hash(parent, data[start : start + size], extra.get(entry, b"") if extra else b"")
             block = blocks.get(parent)
             if block is None:
                 break

@@ -46,6 +46,8 @@ class SequenceRows:
         self.num_blocks = self.meta[:, NUM_BLOCKS]
         self.steps = self.meta[:, STEP]
         self.free_rows = list(range(config.max_sequences - 1, -1, -1))
+        # Rows that no name leads to any more, whose blocks are still to be given up.
+        self.ending: set[int] = set()
         self.extra_keys: dict[int, dict[int, bytes]] = {}
         self.num_tokens = 0
         self.num_swapped = 0
@@ -153,5 +155,6 @@ def unknown_sequence(names: list[int], known: dict[int, int], field: str) -> KVS
 
 
 def _repeated(names: list[int], field: str) -> KVServiceError:
-    i = next(i for i, name in enumerate(names) if name in names[:i])
+    seen: set[int] = set()
+    i = next(i for i, name in enumerate(names) if name in seen or seen.add(name))  # type: ignore[func-returns-value]
     return InvalidArgumentError(f"sequence {names[i]} is there twice", field=f"{field}[{i}]")

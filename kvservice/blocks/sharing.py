@@ -19,6 +19,8 @@ from kvservice.blocks.sequences import (
     SequenceSpace,
     unknown_sequence,
 )  # fmt: skip
+from kvservice.blocks.slices import Slices, cut_rows, finish
+from kvservice.blocks.tier import ONE
 from kvservice.errors import InvalidArgumentError
 
 
@@ -40,8 +42,15 @@ class SharingOps(AllocationOps):
         rows = self._parent_rows(space, parents)
         self._check_new_ids(space, children, "child_ids[{}]")
         self._require_rows(len(children), "child_ids")
+        if len(rows) == 1:
+            self._fork_row(space, rows[0], children)
+            return
+        self._check_request_blocks(int(self.sequences.num_blocks[rows].sum()), "parent_ids")
+        by_parent: dict[int, list[int]] = {}
         for row, child_id in zip(rows, children, strict=True):
-            self._fork_row(space, row, child_id)
+            by_parent.setdefault(row, []).append(child_id)
+        for row, child_ids in by_parent.items():
+            self._fork_row(space, row, child_ids)
 
     def _parent_rows(self, space: SequenceSpace, parents: list[int]) -> list[int]:
         """A parent may be there more than once, so this is no `lookup`."""
@@ -53,22 +62,23 @@ class SharingOps(AllocationOps):
             self._resident(np.array(parents, np.int64), np.array(rows, np.int64), "parent_ids")
         return rows
 
-    def _fork_row(self, space: SequenceSpace, parent: int, child_id: int) -> None:
+    def _fork_row(self, space: SequenceSpace, parent: int, child_ids: list[int]) -> None:
         sequences, meta, tables = self.sequences, self.meta, self.block_tables
-        row = sequences.free_rows.pop()
         step_id = meta.item(parent, STEP)
         if step_id != NO_STEP:
             space.supersede((step_id,))
             meta[parent, STEP] = NO_STEP
         table = tables[parent, : meta.item(parent, NUM_BLOCKS)]
-        self.device.hold_active(table)
-        tables[row, : len(table)] = table
-        meta[row] = meta[parent]
-        meta[row, SEQUENCE_ID] = child_id
-        sequences.num_tokens += meta.item(parent, LENGTH)
-        if parent in sequences.extra_keys:
-            sequences.extra_keys[row] = sequences.extra_keys[parent]
-        space.rows[child_id] = row
+        self.device.hold_active(table, ONE if len(child_ids) == 1 else np.array(len(child_ids), np.int32))
+        for child_id in child_ids:
+            row = sequences.free_rows.pop()
+            tables[row, : len(table)] = table
+            meta[row] = meta[parent]
+            meta[row, SEQUENCE_ID] = child_id
+            if parent in sequences.extra_keys:
+                sequences.extra_keys[row] = sequences.extra_keys[parent]
+            space.rows[child_id] = row
+        sequences.num_tokens += meta.item(parent, LENGTH) * len(child_ids)
 
     def truncate(self, space: SequenceSpace, sequence_ids: npt.ArrayLike, lengths: npt.ArrayLike) -> None:
         """Gives tokens back at the end: rejected speculation, a retried step (vLLM v1 and SGLang do the same).
@@ -83,8 +93,9 @@ class SharingOps(AllocationOps):
         kept = counts_for(lengths, "lengths", len(ids))
         if np.count_nonzero(kept > meta[:, LENGTH]):
             refuse("lengths", kept > meta[:, LENGTH], "must not be above the sequence's length")
-        self._supersede(space, rows)
         num_blocks = (kept + self._mask) >> self._shift
+        self._check_request_blocks(int((meta[:, NUM_BLOCKS] - num_blocks).sum()), "sequence_ids")
+        self._supersede(space, rows)
         self._release_entries(self.device, *self._table_entries(rows, num_blocks))
         self.meta[rows, LENGTH] = kept
         self.meta[rows, NUM_COMPUTED] = np.minimum(kept, meta[:, NUM_COMPUTED])
@@ -92,30 +103,52 @@ class SharingOps(AllocationOps):
         self.sequences.num_tokens -= int((meta[:, LENGTH] - kept).sum())
 
     def free(self, space: SequenceSpace, sequence_ids: npt.ArrayLike) -> None:
+        """`free_in_slices` without a pause."""
+        finish(self.free_in_slices(space, sequence_ids))
+
+    def free_in_slices(self, space: SequenceSpace, sequence_ids: npt.ArrayLike) -> Slices[None]:
         """Ends sequences, also swapped-out ones. sequence_ids int64[n], distinct.
 
         Computed full blocks that nobody holds any more stay findable as cached blocks, the deepest in its chain to be
-        evicted first; the others are free. Raises InvalidArgumentError, UnknownSequenceError.
+        evicted first; the others are free. The names are free after the first slice, all blocks after the last.
+        Raises InvalidArgumentError, UnknownSequenceError.
         """
         self._enter(space)
         ids, rows = space.lookup(sequence_ids)
-        self._free_rows(space, ids, rows)
-
-    def _free_rows(self, space: SequenceSpace, ids: Int64Array, rows: Int64Array) -> None:
         self._supersede(space, rows)
-        swapped = self.meta[rows, SWAPPED] != 0
-        self.sequences.num_tokens -= int(self.meta[rows, LENGTH].sum())
-        num_swapped = int(np.count_nonzero(swapped))
-        if num_swapped < len(rows):
-            self._release_entries(self.device, *self._table_entries(rows[~swapped]))
-        if num_swapped:
-            self._release_entries(self.swap, *self._table_entries(rows[swapped]))
-            self.sequences.num_swapped -= num_swapped
-        self.meta[rows] = 0
         for sequence_id in ids.tolist():
-            row = space.remove(sequence_id)
-            self.sequences.extra_keys.pop(row, None)
-            self.sequences.free_rows.append(row)
+            space.remove(sequence_id)
+        yield from self._end_rows(rows)
+
+    def _end_rows(self, rows: Int64Array) -> Slices[None]:
+        """Gives up rows that no name and no step leads to any more."""
+        parts = [rows] if len(rows) == 1 else cut_rows(rows, self.sequences.num_blocks[rows])
+        if len(parts) > 1:
+            self.sequences.ending.update(rows.tolist())
+        for part in parts[:-1]:
+            self._free_rows(part)
+            yield
+        self._free_rows(parts[-1])
+
+    def _free_rows(self, rows: Int64Array) -> None:
+        self.sequences.num_tokens -= int(self.meta[rows, LENGTH].sum())
+        resident = rows
+        if self.sequences.num_swapped:
+            swapped = self.meta[rows, SWAPPED] != 0
+            resident, gone = rows[~swapped], rows[swapped]
+            self.sequences.num_swapped -= len(gone)
+            if len(gone):
+                self._release_entries(self.swap, *self._table_entries(gone))
+        if len(resident):
+            self._release_entries(self.device, *self._table_entries(resident))
+        self.meta[rows] = 0
+        free = rows.tolist()
+        if self.sequences.extra_keys:
+            for row in free:
+                self.sequences.extra_keys.pop(row, None)
+        if self.sequences.ending:
+            self.sequences.ending.difference_update(free)
+        self.sequences.free_rows.extend(free)
 
     def common_prefix_blocks(self, space: SequenceSpace, sequence_ids: npt.ArrayLike) -> int:
         """How many leading blocks all these sequences share, so that attention may read them once (cascade). Only
@@ -127,6 +160,9 @@ class SharingOps(AllocationOps):
         ids, rows = space.lookup(sequence_ids)
         meta = self._resident(ids, rows)
         width = int(((meta[:, NUM_COMPUTED]) >> self._shift).min())
-        tables = self.block_tables[:, :width].take(rows, axis=0)
-        differs = (tables != tables[0]).any(axis=0)
-        return int(differs.argmax()) if differs.any() else width
+        first = self.block_tables[rows[0]]
+        for row in rows[1:].tolist():
+            differs = self.block_tables[row, :width] != first[:width]
+            if np.count_nonzero(differs):
+                width = int(differs.argmax())
+        return width

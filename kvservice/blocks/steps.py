@@ -46,6 +46,7 @@ class StepOps(GrowthOps):
             if one_each is not None:
                 return len(one_each.fresh) <= self.device.num_available
         batch = Batch(ids, rows, meta, meta[:, LENGTH] + counts)
+        self._check_request_tokens(int((batch.lengths - meta[:, NUM_COMPUTED]).sum()), "sequence_ids")
         return self._plan_growth(batch, lookahead).num_new <= self.device.num_available
 
     def append(
@@ -86,10 +87,11 @@ class StepOps(GrowthOps):
             if one_each is not None:
                 return self._append_one_each(space, Batch(ids, rows, meta, one_each.positions + ONE), one_each, tokens)
         batch = Batch(ids, rows, meta, meta[:, LENGTH] + counts)
+        query_lens = batch.lengths - meta[:, NUM_COMPUTED]
+        self._check_request_tokens(int(np.add.reduce(query_lens)), "sequence_ids")
         growth = self._plan_growth(batch, lookahead)
         self._require_device_blocks(growth.num_new)
 
-        query_lens = batch.lengths - meta[:, NUM_COMPUTED]
         copies = self._grow(batch, growth)
         slots = self._slots(batch.rows, meta[:, NUM_COMPUTED], query_lens)
         if len(slots) == len(tokens):  # nothing was pending before
@@ -113,7 +115,9 @@ class StepOps(GrowthOps):
     def can_open_step(self, space: SequenceSpace, sequence_ids: npt.ArrayLike, lookahead: int = 0) -> bool:
         """Whether `open_step` has the blocks: exact."""
         self._enter(space)
-        return self._plan_growth(self._pending(space, sequence_ids), lookahead).num_new <= self.device.num_available
+        batch = self._pending(space, sequence_ids)
+        self._check_request_tokens(int((batch.lengths - batch.meta[:, NUM_COMPUTED]).sum()), "sequence_ids")
+        return self._plan_growth(batch, lookahead).num_new <= self.device.num_available
 
     def open_step(
         self,
@@ -136,6 +140,7 @@ class StepOps(GrowthOps):
             outside = (query_lens < 1) | (query_lens > pending)
             if np.count_nonzero(outside):
                 refuse("num_tokens", outside, "must be from 1 to the tokens that are not computed")
+        self._check_request_tokens(int(np.add.reduce(query_lens)), "sequence_ids")
         growth = self._plan_growth(batch, lookahead)
         self._require_device_blocks(growth.num_new)
 

@@ -6,6 +6,7 @@ swap-in takes it back from the index instead of copying.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -115,11 +116,16 @@ class SwapOps(Core):
         to[copied] = self._taken(self.device, group.holders[copied])
         src, dst = group.blocks[copied], to[copied]
         self.device.token_ids[dst] = self.swap.token_ids[src]
-        findable = [
-            block
+        hashed = [
+            (block, chain_hash)
             for back, block in zip(src.tolist(), dst.tolist(), strict=True)
-            if (chain_hash := self.swap.hashes[back]) is not None and self.device.remember(block, chain_hash)
+            if (chain_hash := self.swap.hashes[back]) is not None
         ]
+        for block, chain_hash in hashed:
+            self.device.hashes[block] = chain_hash
+        blocks = [block for block, _ in hashed]
+        found = self.device.make_findable(blocks, [chain_hash for _, chain_hash in hashed])
+        findable = list(itertools.compress(blocks, found))
         self.block_tables[group.rows[group.which], group.entries] = to[group.inverse]
         if self.device.journal is not None and findable:
             self._note_findable(self.device.journal, group, to, findable)
@@ -154,6 +160,7 @@ class SwapOps(Core):
         return self._group(rows, meta)
 
     def _group(self, rows: Int64Array, meta: Int64Array) -> _Group:
+        self._check_request_blocks(int(np.add.reduce(meta[:, NUM_BLOCKS])), "sequence_ids")
         which, entries = ragged(np.zeros(len(rows), np.int64), meta[:, NUM_BLOCKS])
         held = self.block_tables[rows[which], entries].astype(np.int64)
         blocks, inverse, holders = np.unique(held, return_inverse=True, return_counts=True)

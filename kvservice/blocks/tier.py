@@ -6,6 +6,7 @@ table holds any more but that the prefix index can still find. All arguments tha
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -15,9 +16,10 @@ from kvservice.blocks.events import EventJournal
 from kvservice.blocks.eviction import EvictionQueue
 from kvservice.blocks.plans import BoolArray, Int32Array, Int64Array, Zeros
 from kvservice.blocks.prefix import PrefixIndex
+from kvservice.blocks.slices import Slices, cut
 
-# Typed arrays of no dimension: NumPy takes these in half the time that it needs for Python's integers.
-ONE, _TWO = np.array(1, np.int32), np.array(2, np.int32)
+# A typed array of no dimension: NumPy takes it in half the time that it needs for Python's integer.
+ONE = np.array(1, np.int32)
 
 
 class Tier:
@@ -58,13 +60,14 @@ class Tier:
         self.num_active += len(blocks) - int(np.count_nonzero(before))
         self.num_shared += int(np.count_nonzero(after > 1)) - int(np.count_nonzero(before > 1))
 
-    def hold_active(self, table: Int32Array) -> None:
-        """`hold` by one more for a table int32[n] whose blocks are held already: what a fork does, on the fast path."""
+    def hold_active(self, table: Int32Array, more: Int32Array) -> None:
+        """`hold` by `more` (int32 of no dimension, at least 1) for a table int32[n] whose blocks are held already: what
+        forks do, on the fast path."""
         blocks = table.astype(np.int64)
         counts = self.ref_count[blocks]
-        counts += ONE
+        self.num_shared += int(np.count_nonzero(counts == ONE))
+        counts += more
         self.ref_count[blocks] = counts
-        self.num_shared += int(np.count_nonzero(counts == _TWO))
 
     def release(self, blocks: Int64Array, counts: Int64Array | int = 1) -> None:
         """Takes `counts` holders from each of these distinct blocks; those without any left become free."""
@@ -167,14 +170,13 @@ class DeviceTier(Tier):
         self.ages.free(blocks)
         self._push_free(blocks)
 
-    def remember(self, block: int, chain_hash: bytes) -> bool:
-        """Records the hash of a block that is now full and computed. Whether it is found by it from now on: not if
-        another block is."""
-        self.hashes[block] = chain_hash
-        if self.index.blocks.setdefault(chain_hash, block) != block:
-            return False
-        self.indexed[block] = True
-        return True
+    def make_findable(self, blocks: list[int], chain_hashes: list[bytes]) -> list[bool]:
+        """Puts blocks that are full and computed into the index. Which of them are found by their hashes from now on:
+        not those whose hash finds another block."""
+        setdefault = self.index.blocks.setdefault
+        found = [setdefault(chain_hash, block) == block for block, chain_hash in zip(blocks, chain_hashes, strict=True)]
+        self.indexed[blocks if all(found) else list(itertools.compress(blocks, found))] = True
+        return found
 
     def forget(self, blocks: Int64Array) -> None:
         """Takes blocks out of the index; their hashes stay, for the chains of those who hold them."""
@@ -205,15 +207,24 @@ class DeviceTier(Tier):
         self.evictable.add(unheld)
         self.num_pinned_unheld -= len(unheld)
 
-    def reset(self) -> int:
+    def reset_in_slices(self) -> Slices[int]:
         """Forgets all that is not pinned. Returns how many cached blocks became free."""
-        unheld = self.evictable.blocks()
-        forgotten = self._take_from_index(np.flatnonzero(self.indexed & ~self.pinned))
+        blocks = np.flatnonzero(self.indexed & ~self.pinned)
+        num_freed = 0
+        for i, part in enumerate(cut(blocks)):
+            if i:
+                yield
+            num_freed += self._reset(part[self.indexed[part] & ~self.pinned[part]], whole=len(part) == len(blocks))
+        return num_freed
+
+    def _reset(self, blocks: Int64Array, *, whole: bool) -> int:
+        unheld = blocks[self.ref_count[blocks] == 0]
+        forgotten = self._take_from_index(blocks)
         if self.journal is not None and forgotten:
-            if self.index.blocks:
-                self.journal.removed(forgotten)
-            else:
+            if whole and not self.index.blocks:
                 self.journal.cleared()
+            else:
+                self.journal.removed(forgotten)
         self.evictable.remove(unheld)
         self._give_up(unheld)
         return len(unheld)

@@ -13,6 +13,7 @@ from collections.abc import Sequence as Batch
 from typing import Generic, TypeVar
 
 from kvservice.client import tensors
+from kvservice.client.batches import describable_batches, id_batches
 from kvservice.client.mapped import MappedPool, OpenStep
 from kvservice.client.requests import build, int_list, whole
 from kvservice.client.shared_memory import RegionCore, Stream
@@ -211,9 +212,11 @@ class SessionCore(RegionCore, Generic[StepT]):
         return int((await self.call("swap_in", request)).moved_blocks)
 
     async def free(self, sequences: Batch[Sequence]) -> None:
-        """End sequences. Their computed full blocks stay in the prefix cache."""
-        request = build(blocks_pb2.FreeRequest, request_id=self.next_request_id(), sequence_ids=_ids(sequences))
-        await self.call("free", request)
+        """End sequences. Their computed full blocks stay in the prefix cache. More than one request may name are ended
+        by several requests, each of which does all or nothing."""
+        for ids in list(id_batches(_ids(sequences), self.info)) or [[]]:
+            request = build(blocks_pb2.FreeRequest, request_id=self.next_request_id(), sequence_ids=ids)
+            await self.call("free", request)
 
     async def map_pool(self, *, writable: bool = False) -> MappedPool:
         """The pool in this process, and tables of the steps that are opened from now on. For clients on the unix socket
@@ -230,13 +233,26 @@ class SessionCore(RegionCore, Generic[StepT]):
         self, sequences: Batch[Sequence] | None = None, *, token_ids: bool = False, block_ids: bool = False
     ) -> list[SequenceInfo]:
         """What the daemon knows of sequences; of all that the session has if none are given."""
-        request = build(
-            blocks_pb2.DescribeRequest,
-            sequence_ids=None if sequences is None else _ids(sequences),
-            return_token_ids=token_ids,
-            return_block_ids=block_ids,
-        )
-        response = await self.call("describe", request)
+        if sequences is None:
+            found = await self._describe_all()
+        else:
+            found = [info for ids in id_batches(_ids(sequences), self.info) for info in await self._describe(ids)]
+        if not (token_ids or block_ids):
+            return found
+        details = {"return_token_ids": token_ids, "return_block_ids": block_ids}
+        batches = describable_batches(found, self.info)
+        return [info for ids in batches for info in await self._describe(ids, **details)]
+
+    async def _describe_all(self) -> list[SequenceInfo]:
+        found: list[SequenceInfo] = []
+        while True:
+            response = await self.call("describe", build(blocks_pb2.DescribeRequest, first=len(found)))
+            found += [from_message(SequenceInfo, one) for one in response.sequences]
+            if not response.sequences or len(found) >= response.num_sequences:
+                return found
+
+    async def _describe(self, ids: list[int], **details: bool) -> list[SequenceInfo]:
+        response = await self.call("describe", build(blocks_pb2.DescribeRequest, sequence_ids=ids, **details))
         return [from_message(SequenceInfo, one) for one in response.sequences]
 
     async def read(self, sequence: Sequence, start: int, stop: int, layer: int | None = None) -> tuple[Array, Array]:

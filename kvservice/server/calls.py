@@ -5,6 +5,7 @@ One function for each RPC, named as the RPC and as the field of a stream's `Call
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Awaitable, Callable
 
 import numpy as np
@@ -16,20 +17,23 @@ from kvservice.errors import InvalidArgumentError
 from kvservice.server import codec
 from kvservice.server.host_calls import HostCalls
 from kvservice.server.sessions import Session, SessionRegistry
+from kvservice.server.slices import Answer, in_slices
 from kvservice.v1 import attention_pb2, blocks_pb2, inspect_pb2, pool_pb2, session_pb2
-from kvservice.wire.tensors import put_tensor, to_ints
+from kvservice.wire.tensors import put_tensor, to_ints, token_array
 
 # Room for what surrounds the tensors in a message.
 MESSAGE_OVERHEAD = 4096
 
 
 class Calls(HostCalls):
-    """Calls within a session: `(session, request) -> response`, or a coroutine of it where bytes are moved."""
+    """Calls within a session: `(session, request) -> response`, or a coroutine of it where bytes are moved, or a task
+    where more is done than fits into one slice."""
 
     def __init__(self, config: ServeConfig, engine: Engine) -> None:
         super().__init__(engine.manager)
         self._engine = engine
         self._max_request_bytes = config.max_message_bytes
+        self._max_request_sequences = config.max_request_sequences
         self._max_response_bytes = config.max_message_bytes - MESSAGE_OVERHEAD
 
     def allocate(self, session: Session, request: blocks_pb2.AllocateRequest) -> blocks_pb2.AllocateResponse:
@@ -51,7 +55,7 @@ class Calls(HostCalls):
         step = self._engine.append(
             session.space,
             to_ints(request.sequence_ids),
-            to_ints(request.token_ids, np.int32),
+            token_array(request),
             codec.optional_ints(request.num_tokens, np.int32),
             codec.optional_ints(request.expected_lengths),
             request.lookahead,
@@ -79,30 +83,33 @@ class Calls(HostCalls):
         plan = self._engine.swap_in(session.space, to_ints(request.sequence_ids))
         return blocks_pb2.SwapResponse(moved_blocks=len(plan))
 
-    def free(self, session: Session, request: blocks_pb2.FreeRequest) -> blocks_pb2.FreeResponse:
-        self._manager.free(session.space, to_ints(request.sequence_ids))
-        return blocks_pb2.FreeResponse()
+    def free(self, session: Session, request: blocks_pb2.FreeRequest) -> Answer[blocks_pb2.FreeResponse]:
+        freeing = self._manager.free_in_slices(session.space, to_ints(request.sequence_ids))
+        return in_slices(freeing, lambda _: blocks_pb2.FreeResponse())
 
     def describe(self, session: Session, request: blocks_pb2.DescribeRequest) -> blocks_pb2.DescribeResponse:
-        ids = codec.optional_ints(request.sequence_ids)
-        sequences = self._manager.describe(session.space, ids)
+        if request.first < 0:
+            raise InvalidArgumentError("is negative", field="first")
+        chosen = functools.partial(
+            self._manager.describe,
+            session.space,
+            codec.optional_ints(request.sequence_ids),
+            first=request.first,
+            limit=self._max_request_sequences,
+        )
+        sequences = chosen()
         if request.return_token_ids or request.return_block_ids:
             num_bytes = sum(4 * (info.length + info.num_blocks) for info in sequences)
             codec.check_response_size(num_bytes, self._max_response_bytes, "sequence_ids")
-            sequences = self._manager.describe(
-                session.space,
-                ids,
-                include_tokens=request.return_token_ids,
-                include_blocks=request.return_block_ids,
-            )
-        return codec.describe_response(sequences)
+            sequences = chosen(include_tokens=request.return_token_ids, include_blocks=request.return_block_ids)
+        return codec.describe_response(sequences, len(session.space))
 
     def match_prefix(self, _: Session, request: blocks_pb2.MatchPrefixRequest) -> blocks_pb2.MatchPrefixResponse:
-        tokens = self._manager.match_prefix(to_ints(request.token_ids, np.int32), codec.extra_keys(request.extra_keys))
+        tokens = self._manager.match_prefix(token_array(request), codec.extra_keys(request.extra_keys))
         return blocks_pb2.MatchPrefixResponse(num_cached_tokens=tokens)
 
     def pin(self, session: Session, request: blocks_pb2.PinRequest) -> blocks_pb2.PinResponse:
-        token_ids = to_ints(request.token_ids, np.int32)
+        token_ids = token_array(request)
         pin = self._manager.pin(session.space, token_ids, codec.extra_keys(request.extra_keys), ttl_s=request.ttl_s)
         return blocks_pb2.PinResponse(pin_id=pin.pin_id, num_pinned_tokens=pin.num_tokens)
 
@@ -112,9 +119,9 @@ class Calls(HostCalls):
 
     def reset_prefix_cache(
         self, _: Session, __: blocks_pb2.ResetPrefixCacheRequest
-    ) -> blocks_pb2.ResetPrefixCacheResponse:
-        self._manager.reset_prefix_cache()
-        return blocks_pb2.ResetPrefixCacheResponse()
+    ) -> Answer[blocks_pb2.ResetPrefixCacheResponse]:
+        resetting = self._manager.reset_prefix_cache_in_slices()
+        return in_slices(resetting, lambda _: blocks_pb2.ResetPrefixCacheResponse())
 
     def common_prefix(
         self, session: Session, request: blocks_pb2.CommonPrefixRequest
@@ -226,6 +233,5 @@ class OpenCalls:
         session = self._sessions.open(request.name, request.tenant, request.detachable, request.detach_ttl_s)
         return session_pb2.OpenResponse(session_token=session.token, session_id=session.session_id)
 
-    def close(self, request: session_pb2.CloseRequest) -> session_pb2.CloseResponse:
-        self._sessions.close_for(request.session_token, request.holder)
-        return session_pb2.CloseResponse()
+    def close(self, request: session_pb2.CloseRequest) -> Answer[session_pb2.CloseResponse]:
+        return self._sessions.close_for(request.session_token, request.holder, session_pb2.CloseResponse)

@@ -26,7 +26,7 @@ from kvservice.v1 import (
     shared_memory_pb2,
     tensor_pb2,
 )
-from kvservice.wire.tensors import Array, put_tensor, put_type, to_array, to_ints
+from kvservice.wire.tensors import Array, put_tensor, put_type, to_array, to_ints, token_array
 
 MAX_SNAPSHOT_ROWS = 1000
 MAX_SEARCH_LENGTH = 128
@@ -45,9 +45,7 @@ HOST_REQUESTS = tuple(
 
 def allocation_requests(sequences: Iterable[blocks_pb2.SequenceAllocation], lookahead: int) -> list[AllocationRequest]:
     return [
-        AllocationRequest(
-            sequence.sequence_id, to_ints(sequence.token_ids, np.int32), extra_keys(sequence.extra_keys), lookahead
-        )
+        AllocationRequest(sequence.sequence_id, token_array(sequence), extra_keys(sequence.extra_keys), lookahead)
         for sequence in sequences
     ]
 
@@ -176,8 +174,10 @@ def step_response(step: Step, return_slot_mapping: bool, mapped: tuple[int, int]
     return response
 
 
-def describe_response(sequences: Iterable[SequenceInfo]) -> blocks_pb2.DescribeResponse:
+def describe_response(sequences: Iterable[SequenceInfo], num_sequences: int) -> blocks_pb2.DescribeResponse:
+    """`num_sequences`: that the session has."""
     return blocks_pb2.DescribeResponse(
+        num_sequences=num_sequences,
         sequences=[
             blocks_pb2.SequenceDescription(
                 sequence_id=info.sequence_id,
@@ -189,7 +189,7 @@ def describe_response(sequences: Iterable[SequenceInfo]) -> blocks_pb2.DescribeR
                 block_ids=() if info.block_ids is None else info.block_ids.tolist(),
             )
             for info in sequences
-        ]
+        ],
     )
 
 

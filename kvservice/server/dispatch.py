@@ -93,7 +93,9 @@ class Dispatcher:
             if not local and shares_memory(request):
                 raise RegionsNotAllowedError("shared memory is for clients on the unix socket")
             response = run(method, request, session)
-            if inspect.isawaitable(response):
+            if isinstance(response, asyncio.Task):
+                response = await asyncio.shield(response)  # it is ended, whether or not its caller still waits
+            elif inspect.isawaitable(response):
                 response = await response
             return cast(Message, response)
         except KVServiceError as error:

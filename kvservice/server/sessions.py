@@ -37,6 +37,7 @@ from kvservice.server.handover import Handover
 from kvservice.server.host_access import HostAccess, Lanes
 from kvservice.server.region import RegionTotals
 from kvservice.server.regions import Regions
+from kvservice.server.slices import Answer, AnswerT, in_slices
 from kvservice.telemetry.sessions import ATTACHED, SessionRow, SessionTable
 
 logger = logging.getLogger(__name__)
@@ -107,6 +108,8 @@ class SessionRegistry:
         self.lanes = Lanes(len(device.lane_buckets_s) + 1)
         self._sessions: dict[bytes, Session] = {}
         self.num_opened = self.num_closed = self.num_lost = 0
+        # Sessions that are closed, but for some of their sequences.
+        self._num_closing = 0
         # Calls that presented the token of another identity's session.
         self.num_foreign = 0
         self._foreign_log = LogBudget(logger)
@@ -130,7 +133,7 @@ class SessionRegistry:
         limit = self._config.max_detach_ttl_s
         if not (math.isfinite(detach_ttl_s) and 0 <= detach_ttl_s <= limit):
             raise InvalidArgumentError(f"{detach_ttl_s} is not between 0 and {limit}", field="detach_ttl_s")
-        if len(self._sessions) >= self._config.max_sessions:
+        if len(self._sessions) + self._num_closing >= self._config.max_sessions:
             value = self._config.max_sessions
             raise QuotaExceededError(f"{value} sessions are open", limit="max_sessions", value=value)
         self.num_opened += 1
@@ -218,31 +221,37 @@ class SessionRegistry:
                 if session.end_stream is not None:
                     session.end_stream(error)
 
-    def close_for(self, token: bytes, holder: int) -> None:
-        """Close a session if it is still the holder's; for holder 0, whosever it is. Raises what `attach` does."""
+    def close_for(self, token: bytes, holder: int, then: Callable[[], AnswerT]) -> Answer[AnswerT]:
+        """Close a session if it is still the holder's; for holder 0, whosever it is. Answers when all is freed. Raises
+        what `attach` does."""
         session = self.get(token)
         if holder:
             _check_holder(session, holder)
-        self.close(session)
+        return self.close(session, then)
 
     def _lose(self, session: Session) -> None:
         """Nobody came to take it up."""
         self.num_lost += 1
-        self.close(session)
+        self.close(session, lambda: None)
 
-    def close(self, session: Session) -> None:
-        if self._sessions.pop(session.token, None) is None:
-            return
+    def close(self, session: Session, then: Callable[[], AnswerT]) -> Answer[AnswerT]:
+        """Close a session, which is open. Others get their turns while many sequences are freed; `then` comes after."""
+        del self._sessions[session.token]
+        self._num_closing += 1
         self.num_closed += 1
         _cancel_timers(session)
         if session.end_stream is not None:
             session.end_stream(FailedPreconditionError("the session was closed"))
         session.unshare()
-        freed = self._manager.close_space(session.space)
-        self._table.close(session.row)
-        logger.info(
-            "session %d closed, %d sequences freed", session.session_id, freed, extra={"session_id": session.session_id}
-        )
+
+        def closed(freed: int) -> AnswerT:
+            self._num_closing -= 1
+            self._table.close(session.row)
+            number = session.session_id
+            logger.info("session %d closed, %d sequences freed", number, freed, extra={"session_id": number})
+            return then()
+
+        return in_slices(self._manager.close_space_in_slices(session.space), closed)
 
     def _call_later(self, session: Session, seconds: float, call: Callable[..., None], *args: Session) -> None:
         timers = self._timers or asyncio.get_running_loop()

@@ -203,16 +203,18 @@ class FreeResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class DescribeRequest(_message.Message):
-    __slots__ = ("session_token", "sequence_ids", "return_token_ids", "return_block_ids")
+    __slots__ = ("session_token", "sequence_ids", "return_token_ids", "return_block_ids", "first")
     SESSION_TOKEN_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
     RETURN_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     RETURN_BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
     session_token: bytes
     sequence_ids: _containers.RepeatedScalarFieldContainer[int]
     return_token_ids: bool
     return_block_ids: bool
-    def __init__(self, session_token: _Optional[bytes] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., return_token_ids: bool = ..., return_block_ids: bool = ...) -> None: ...
+    first: int
+    def __init__(self, session_token: _Optional[bytes] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., return_token_ids: bool = ..., return_block_ids: bool = ..., first: _Optional[int] = ...) -> None: ...
 
 class SequenceDescription(_message.Message):
     __slots__ = ("sequence_id", "length", "num_computed_tokens", "num_blocks", "swapped", "token_ids", "block_ids")
@@ -233,10 +235,12 @@ class SequenceDescription(_message.Message):
     def __init__(self, sequence_id: _Optional[int] = ..., length: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., swapped: bool = ..., token_ids: _Optional[_Iterable[int]] = ..., block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("sequences",)
+    __slots__ = ("sequences", "num_sequences")
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     sequences: _containers.RepeatedCompositeFieldContainer[SequenceDescription]
-    def __init__(self, sequences: _Optional[_Iterable[_Union[SequenceDescription, _Mapping]]] = ...) -> None: ...
+    num_sequences: int
+    def __init__(self, sequences: _Optional[_Iterable[_Union[SequenceDescription, _Mapping]]] = ..., num_sequences: _Optional[int] = ...) -> None: ...
 
 class MatchPrefixRequest(_message.Message):
     __slots__ = ("session_token", "token_ids", "extra_keys")

@@ -213,7 +213,8 @@ class BlockServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Describe(self, request, context):
-        """What the daemon knows of the session's sequences.
+        """What the daemon knows of the session's sequences. At most max_request_sequences at one time: `first` asks for more.
+        QUOTA_EXCEEDED for more tokens than max_request_tokens, or more block ids than max_request_blocks.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

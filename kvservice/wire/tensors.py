@@ -17,6 +17,8 @@ Array = np.ndarray[Any, Any]
 _TYPE_OF_NAME: dict[str, Any] = {name: tensor_pb2.DataType.Value("DATA_TYPE_" + name.upper()) for name in TENSOR_DTYPES}
 _DTYPE_OF_TYPE = {_TYPE_OF_NAME[name]: dtype for name, dtype in TENSOR_DTYPES.items()}
 _TYPE_OF_DTYPE = {dtype: data_type for data_type, dtype in _DTYPE_OF_TYPE.items()}
+# From here on a field of tokens is read from its message's serialized form.
+_MANY_TOKENS = 256
 
 
 # What is at a place in shared memory, uint8; the name is the place's, for errors.
@@ -67,5 +69,48 @@ def put_type(array: Array, message: tensor_pb2.Tensor) -> None:
 
 
 def to_ints(repeated: Iterable[int], dtype: type[np.integer[Any]] = np.int64) -> Array:
-    """A repeated integer field as an array; by its buffer, not element by element."""
+    """A repeated integer field as an array, element by element: see `token_array` for those with many."""
     return np.array(repeated, dtype)
+
+
+def token_array(message: Any) -> Array:
+    """The field `token_ids`, packed sfixed32, of a message that has it, as int32[n].
+
+    Protobuf makes a Python object of each element. Where they are many it takes less time to serialize the message and
+    find the field in it, where it is an array already.
+    """
+    count = len(message.token_ids)
+    if count < _MANY_TOKENS:
+        return np.array(message.token_ids, np.int32)
+    data = message.SerializeToString()
+    start = _find_packed(data, message.DESCRIPTOR.fields_by_name["token_ids"].number)
+    return np.frombuffer(data, "<i4", count, start).astype(np.int32, copy=False)
+
+
+def _find_packed(data: bytes, number: int) -> int:
+    """Where the elements of a packed field begin in a serialized message that has it."""
+    at = 0
+    while True:
+        tag, at = _varint(data, at)
+        wire_type = tag & 7
+        if wire_type == 0:
+            _, at = _varint(data, at)
+        elif wire_type == 2:
+            size, at = _varint(data, at)
+            if tag >> 3 == number:
+                return at
+            at += size
+        else:
+            at += 8 if wire_type == 1 else 4
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """The number that begins there, and where the next begins."""
+    number = shift = 0
+    while True:
+        byte = data[at]
+        at += 1
+        number |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return number, at
+        shift += 7

@@ -41,7 +41,7 @@ def full_state(manager: BlockManager) -> dict[str, Any]:
         "meta": manager.meta.tolist(),
         "free_rows": list(manager.sequences.free_rows),
         "extra_keys": dict(manager.sequences.extra_keys),
-        "pin_counts": dict(manager.pin_counts),
+        "pin_counts": manager.pin_counts.tolist(),
         "deadlines": len(manager.pin_deadlines),
         "spaces": [_space_state(space) for space in sorted(manager.spaces, key=id)],
         "stats": manager.stats(),

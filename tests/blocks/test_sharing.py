@@ -217,15 +217,19 @@ def test_tables_and_slots_of_what_is_computed(make: Make) -> None:
     assert found.context_lens.tolist() == [1, 6]
     at = table(manager, space, 1)
     assert found.block_tables.tolist() == [[table(manager, space, 2)[0], 0], at[:2]]
-    assert manager.read_slots(space, 1, 2, 6).tolist() == [at[p // 4] * 4 + p % 4 for p in range(2, 6)]
-    assert manager.read_slots(space, 1, 3, 3).tolist() == []
+    assert manager.read_slots(space, [(1, 2, 6)]).tolist() == [at[p // 4] * 4 + p % 4 for p in range(2, 6)]
+    assert manager.read_slots(space, [(1, 3, 3)]).tolist() == []
+    parts = [(1, 2, 6), (2, 0, 1), (1, 0, 1), (2, 1, 1), (1, 5, 6)]
+    assert manager.read_slots(space, parts).tolist() == [
+        slot for part in parts for slot in manager.read_slots(space, [part]).tolist()
+    ]
     with pytest.raises(NotComputedError) as caught:
-        manager.read_slots(space, 1, 0, 7)
-    assert caught.value.field == "stop"
+        manager.read_slots(space, [(1, 0, 1), (1, 0, 7)])
+    assert caught.value.field == "ranges[1].stop"
     for start, stop, field in ((0, 10, "stop"), (0, -1, "stop"), (4, 3, "start"), (-1, 3, "start")):
         with pytest.raises(InvalidArgumentError) as refused:
-            manager.read_slots(space, 1, start, stop)
-        assert refused.value.field == field
+            manager.read_slots(space, [(2, 0, 1), (1, start, stop)])
+        assert refused.value.field == f"ranges[1].{field}"
 
 
 def test_closing_a_space_leaves_nothing_but_cached_blocks(make: Make) -> None:

@@ -186,7 +186,7 @@ def test_which_operations_a_swapped_out_sequence_takes(make: Make, snapshot: Cal
         manager.fork(space, both, [3, 4])
     assert fork.value.field == "parent_ids[1]"
     with pytest.raises(SequenceSwappedError):
-        manager.read_slots(space, 2, 0, 1)
+        manager.read_slots(space, [(2, 0, 1)])
     for swap_in in (manager.can_swap_in, manager.swap_in):
         with pytest.raises(SequenceNotSwappedError) as resident:
             swap_in(space, both)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from kvservice.errors import InvalidArgumentError
 from kvservice.pool.layout import TENSOR_DTYPES
-from kvservice.v1 import tensor_pb2
-from kvservice.wire.tensors import put_tensor, to_array, to_ints
+from kvservice.v1 import blocks_pb2, tensor_pb2
+from kvservice.wire.tensors import put_tensor, to_array, to_ints, token_array
 
 FLOAT32 = tensor_pb2.DATA_TYPE_FLOAT32
 
@@ -107,3 +107,22 @@ def test_repeated_integers(dtype: type) -> None:
     array = to_ints(values, dtype)
     assert array.dtype == dtype
     assert array.tolist() == values
+
+
+@pytest.mark.parametrize("count", [0, 1, 255, 256, 5000])
+def test_token_ids_as_an_array(count: int) -> None:
+    """However many they are, and whatever stands before and behind them."""
+    tokens = [(7919 * i) % (1 << 32) - (1 << 31) for i in range(count)]
+    keys = [blocks_pb2.ExtraKey(position=1, key=b"x" * 300)]
+    unknown = b"\xc5\x3e1234\xc1\x3e12345678\xc0\x3e\xff\xff\x03"
+    messages = [
+        blocks_pb2.SequenceAllocation(sequence_id=(1 << 63) - 1, token_ids=tokens, extra_keys=keys),
+        blocks_pb2.AppendRequest(session_token=bytes(200), request_id=1, sequence_ids=[5, 6], token_ids=tokens),
+        blocks_pb2.PinRequest(token_ids=tokens, ttl_s=1.5),
+        blocks_pb2.MatchPrefixRequest(token_ids=tokens),
+    ]
+    for message in messages:
+        message.MergeFromString(unknown)
+        array = token_array(message)
+        assert array.dtype == np.int32
+        assert array.tolist() == tokens

@@ -1,0 +1,37 @@
+"""Operations of the bookkeeping that are done in slices, driven by the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TypeAlias, TypeVar
+
+from kvservice.blocks import Slices
+
+T = TypeVar("T")
+AnswerT = TypeVar("AnswerT")
+
+# What there is to answer, or a task that is going to say it.
+Answer: TypeAlias = AnswerT | asyncio.Task[AnswerT]
+
+
+def in_slices(slices: Slices[T], then: Callable[[T], AnswerT]) -> Answer[AnswerT]:
+    """Do the first slice now. If there are more, others get their turns between them, and the answer is a task.
+
+    `then` makes the answer from the result. Errors of the first slice are raised here. The task must not be cancelled:
+    what was begun is to be ended.
+    """
+    try:
+        next(slices)
+    except StopIteration as end:
+        return then(end.value)
+    return asyncio.get_running_loop().create_task(_rest(slices, then))
+
+
+async def _rest(slices: Slices[T], then: Callable[[T], AnswerT]) -> AnswerT:
+    while True:
+        await asyncio.sleep(0)
+        try:
+            next(slices)
+        except StopIteration as end:
+            return then(end.value)

@@ -1,0 +1,240 @@
+"""Operations that are done in slices: between two of them the bookkeeping is whole, and others may use it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvservice.blocks import AllocationRequest, AllocStatus, BlockManager, BlocksConfig, EventJournal, SequenceSpace
+from kvservice.blocks.events import Cleared, RemovedBlocks
+from kvservice.blocks.slices import SLICE_BLOCKS, Slices, cut, cut_rows, finish
+from kvservice.errors import QuotaExceededError, UnknownSequenceError, UnknownSessionError
+
+# Of a sequence: three of them are more than two slices.
+LONG = 14_000
+Make = Callable[..., tuple[BlockManager, SequenceSpace]]
+
+
+def large(**changes: Any) -> BlockManager:
+    sizes = {"num_blocks": 60_000, "block_size": 1, "num_swap_blocks": 30_000, "watermark": 0.0}
+    limits = {"max_sequences": 16, "max_sequence_tokens": 20_000}
+    return BlockManager(BlocksConfig(**sizes | limits), **changes)  # type: ignore[arg-type]
+
+
+def add(manager: BlockManager, space: SequenceSpace, sequence_id: int, first_token: int = 0, count: int = LONG) -> None:
+    """A sequence whose tokens are computed."""
+    tokens = np.arange(first_token, first_token + count, dtype=np.int32)
+    manager.allocate(space, [AllocationRequest(sequence_id, tokens)])
+    manager.mark_all_layers(space, manager.open_step(space, [sequence_id]).step_id)
+
+
+def run(slices: Slices[Any], between: Callable[[int], object]) -> tuple[int, Any]:
+    """How many slices there were, and the result. `between` is called after each but the last, with its number."""
+    count = 1
+    while True:
+        try:
+            next(slices)
+        except StopIteration as end:
+            return count, end.value
+        between(count)
+        count += 1
+
+
+def test_cutting() -> None:
+    assert [part.tolist() for part in cut(np.arange(0))] == []
+    parts = list(cut(np.arange(2 * SLICE_BLOCKS + 1)))
+    assert [len(part) for part in parts] == [SLICE_BLOCKS, SLICE_BLOCKS, 1]
+    assert np.concatenate(parts).tolist() == list(range(2 * SLICE_BLOCKS + 1))
+    rows = np.arange(100, 110)
+    for num_blocks in (np.zeros(10, int), np.full(10, SLICE_BLOCKS), np.arange(10) * 3000, np.full(10, 5)):
+        cuts = cut_rows(rows, num_blocks)
+        assert np.concatenate(cuts).tolist() == rows.tolist()
+        held = dict(zip(rows.tolist(), num_blocks.tolist(), strict=True))
+        assert all(len(part) == 1 or sum(held[row] for row in part.tolist()) <= 2 * SLICE_BLOCKS for part in cuts)
+    assert len(cut_rows(rows, np.full(10, SLICE_BLOCKS))) == 10
+
+
+def test_free_while_others_work() -> None:
+    manager = large()
+    space, other = manager.open_space(), manager.open_space(2)
+    for n in range(3):
+        add(manager, space, n, n * LONG)
+    manager.fork(space, [0], [9])
+    manager.swap_out(space, [2])
+
+    def between(count: int) -> None:
+        manager.check_integrity()
+        assert space.sequence_ids() == [9, *range(count - 1)]
+        add(manager, other, count, 100_000 + count * 10, 10)
+        add(manager, space, count - 1, 200_000 + count * 10, 10)  # a name of one that is being freed
+
+    slices, _ = run(manager.free_in_slices(space, [0, 1, 2]), between)
+    assert slices > 2
+    manager.check_integrity()
+    assert not manager.sequences.ending
+    assert manager.match_prefix(range(LONG)) == LONG
+    assert manager.match_prefix(range(LONG, 2 * LONG)) == LONG, "they stay cached"
+    assert manager.stats().num_used_swap_blocks == 0
+    assert sorted(space.sequence_ids()) == [*range(slices - 1), 9]
+
+
+def test_free_refuses_before_the_first_slice() -> None:
+    manager = large()
+    space = manager.open_space()
+    add(manager, space, 1)
+    slices = manager.free_in_slices(space, [1, 2])
+    with pytest.raises(UnknownSequenceError):
+        next(slices)
+    assert space.sequence_ids() == [1]
+    manager.check_integrity()
+
+
+def test_close_a_space_while_others_work() -> None:
+    clock = [0.0]
+    manager = large(clock=lambda: clock[0])
+    space, other = manager.open_space(), manager.open_space(2)
+    ended: list[int] = []
+    space.on_step_end = ended.append
+    for n in range(3):
+        add(manager, space, n, n * LONG)
+    for ttl_s in (10, 20, 1000):
+        manager.pin(space, np.arange(LONG), ttl_s=ttl_s)
+    steps = [manager.append(space, [n], [7]).step_id for n in range(3)]
+
+    def between(count: int) -> None:
+        manager.check_integrity()
+        clock[0] += 8  # pins end by themselves meanwhile
+        with pytest.raises(UnknownSessionError):
+            manager.free(space, [0])
+        add(manager, other, count, 100_000 + count * 10, 10)
+
+    slices, freed = run(manager.close_space_in_slices(space), between)
+    assert (slices > 3, freed) == (True, 3)
+    assert set(steps) <= set(ended)
+    manager.check_integrity()
+    assert (manager.num_pins, manager.num_pinned, len(other)) == (0, 0, slices - 1)
+    assert not manager.sequences.ending
+    assert manager.close_space(space) == 0
+
+
+def test_reset_while_others_work() -> None:
+    journal = EventJournal(window=1 << 20)
+    manager = large(journal=journal)
+    space, other = manager.open_space(), manager.open_space(2)
+    for n in range(3):
+        add(manager, space, n, n * LONG)
+    manager.free(space, [0, 1])
+    manager.pin(space, [0, 1, 2], ttl_s=1000)
+    first = journal.newest + 1
+
+    def between(count: int) -> None:
+        manager.check_integrity()
+        add(manager, other, count, 100_000 + count * 10, 10)
+
+    slices, freed = run(manager.reset_prefix_cache_in_slices(), between)
+    assert slices == 3
+    assert freed >= 2 * LONG - 3 - 20, "but what is pinned, and what the others took"
+    manager.check_integrity()
+    assert manager.match_prefix(range(LONG)) == 3
+    assert manager.match_prefix(range(2 * LONG, 3 * LONG)) == 0
+    assert manager.match_prefix(range(100_010, 100_020)) == 10, "what came later stays"
+    changes = [batch.change for batch in journal.since(first, 100)]
+    removed = [block for change in changes if isinstance(change, RemovedBlocks) for block in change.block_hashes]
+    assert len(removed) == len(set(removed)) == 3 * LONG - 3
+    assert not any(isinstance(change, Cleared) for change in changes)
+
+
+def test_a_small_cache_is_cleared_at_once() -> None:
+    journal = EventJournal(window=1 << 20)
+    manager = large(journal=journal)
+    space = manager.open_space()
+    add(manager, space, 1, count=100)
+    assert finish(manager.reset_prefix_cache_in_slices()) == 0
+    assert isinstance(journal.since(journal.newest, 1)[0].change, Cleared)
+
+
+def test_pins_that_end_at_one_time_end_one_slice_after_the_other() -> None:
+    clock = [0.0]
+    manager = large(clock=lambda: clock[0])
+    space = manager.open_space()
+    add(manager, space, 1)
+    for _ in range(5):
+        manager.pin(space, np.arange(LONG), ttl_s=1.0)
+    clock[0] = 2.0
+    left = []
+    while manager.num_pins:
+        manager.can_append(space, [1])
+        left.append(manager.num_pins)
+        manager.check_integrity()
+    assert left == [3, 1, 0]
+
+
+LIMITED = {"max_request_tokens": 12, "max_request_blocks": 4}
+
+
+def limited(make: Make) -> tuple[BlockManager, SequenceSpace]:
+    """Sequences 1 and 2 of 10 tokens, computed, 3 blocks each; 3 and 4 of 8 tokens that wait; 5 as 1, swapped out."""
+    manager, space = make(**LIMITED)
+    for n, length in ((1, 10), (2, 10), (3, 8), (4, 8), (5, 10)):
+        manager.allocate(space, [AllocationRequest(n, range(100 * n, 100 * n + length))])
+        if length == 10:
+            manager.mark_all_layers(space, manager.open_step(space, [n]).step_id)
+    manager.swap_out(space, [5])
+    return manager, space
+
+
+ABOVE: dict[str, tuple[Callable[[BlockManager, SequenceSpace], object], str, str]] = {
+    "a step's tokens": (lambda m, s: m.open_step(s, [3, 4]), "sequence_ids", "max_request_tokens"),
+    "whether it could": (lambda m, s: m.can_open_step(s, [3, 4]), "sequence_ids", "max_request_tokens"),
+    "an append's tokens": (lambda m, s: m.append(s, [1], [5] * 13, [13]), "sequence_ids", "max_request_tokens"),
+    "and those that wait": (lambda m, s: m.append(s, [3], [5] * 5, [5]), "sequence_ids", "max_request_tokens"),
+    "whether that could": (lambda m, s: m.can_append(s, [3], [5]), "sequence_ids", "max_request_tokens"),
+    "blocks for lookahead": (lambda m, s: m.append(s, [1], [5], [1], None, 20), "sequence_ids", "max_request_blocks"),
+    "forks": (lambda m, s: m.fork(s, [1, 2], [8, 9]), "parent_ids", "max_request_blocks"),
+    "forks of one": (lambda m, s: m.fork(s, [1, 1], [8, 9]), "parent_ids", "max_request_blocks"),
+    "truncated": (lambda m, s: m.truncate(s, [1, 2], [0, 0]), "sequence_ids", "max_request_blocks"),
+    "swapped out": (lambda m, s: m.swap_out(s, [1, 2]), "sequence_ids", "max_request_blocks"),
+    "told tokens": (
+        lambda m, s: m.describe(s, [1, 2], include_tokens=True),
+        "sequence_ids",
+        "max_request_tokens",
+    ),
+    "told blocks": (
+        lambda m, s: m.describe(s, include_blocks=True, limit=2),
+        "sequence_ids",
+        "max_request_blocks",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ABOVE)
+def test_what_goes_through_too_much_is_refused(make: Make, snapshot: Callable[..., Any], case: str) -> None:
+    call, field, option = ABOVE[case]
+    manager, space = limited(make)
+    before = snapshot(manager)
+    with pytest.raises(QuotaExceededError) as caught:
+        call(manager, space)
+    assert caught.value.field == field
+    assert caught.value.metadata == {"limit": option, "value": str(LIMITED[option])}
+    assert snapshot(manager) == before
+
+
+def test_what_is_within_is_done(make: Make) -> None:
+    manager, space = limited(make)
+    manager.open_step(space, [3, 4], [4, 8])
+    manager.append(space, [1], [5] * 12, [12])
+    manager.fork(space, [2], [8])
+    manager.truncate(space, [1, 2], [14, 4])
+    assert manager.can_swap_in(space, [5]) is AllocStatus.OK
+    manager.swap_in(space, [5])
+    assert len(manager.describe(space, include_tokens=True, first=5, limit=1)) == 1
+    manager.check_integrity()
+
+
+def test_describe_tells_a_part(make: Make) -> None:
+    manager, space = limited(make)
+    told = [[info.sequence_id for info in manager.describe(space, first=n, limit=2)] for n in range(7)]
+    assert told == [[1, 2], [2, 3], [3, 4], [4, 5], [5], [], []]

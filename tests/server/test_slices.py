@@ -1,0 +1,161 @@
+"""Calls whose work is done in slices: others have their turns, and what was begun is ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from small_pool import SMALL_POOL
+
+from kvservice.blocks import AllocationRequest, Slices
+from kvservice.config import ServeConfig
+from kvservice.devices import open_device
+from kvservice.engine import Engine
+from kvservice.errors import InvalidArgumentError, QuotaExceededError
+from kvservice.server.calls import Calls
+from kvservice.server.dispatch import Dispatcher
+from kvservice.server.sessions import SessionRegistry
+from kvservice.server.slices import in_slices
+from kvservice.telemetry.arrays import SharedArrays
+from kvservice.telemetry.calls import CallTable
+from kvservice.telemetry.sessions import SessionTable
+from kvservice.v1 import blocks_pb2
+
+# Sequences of so many blocks are freed one in a slice.
+LONG = 20_000
+POOL = {
+    "num_layers": 1,
+    "num_kv_heads": 1,
+    "head_size": 32,
+    "block_size": 1,
+    "num_blocks": 3 * LONG,
+    "max_sequence_tokens": LONG,
+    "max_sessions": 2,
+}
+
+
+async def turns(log: list[str], count: int) -> None:
+    """Somebody else on the event loop."""
+    for n in range(count):
+        log.append(f"other {n}")
+        await asyncio.sleep(0)
+
+
+def work(log: list[str], count: int) -> Slices[int]:
+    for n in range(count):
+        if n:
+            yield
+        log.append(f"slice {n}")
+    return count
+
+
+def test_one_slice_is_answered_at_once() -> None:
+    """Without an event loop, even."""
+    log: list[str] = []
+    assert in_slices(work(log, 1), str) == "1"
+    assert log == ["slice 0"]
+
+
+def test_others_have_their_turns_between_slices() -> None:
+    async def scenario() -> list[str]:
+        log: list[str] = []
+        answer = in_slices(work(log, 3), str)
+        assert isinstance(answer, asyncio.Task)
+        await asyncio.gather(turns(log, 3), answer)
+        assert answer.result() == "3"
+        return log
+
+    log = asyncio.run(scenario())
+    assert [log.index(f"slice {n}") < log.index(f"slice {n + 1}") for n in range(2)] == [True, True]
+    assert log.index("slice 0") < log.index("other 0") < log.index("slice 2")
+
+
+def test_what_the_first_slice_refuses_is_raised_at_once() -> None:
+    def refusing() -> Slices[None]:
+        raise InvalidArgumentError("no")
+        yield
+
+    with pytest.raises(InvalidArgumentError):
+        in_slices(refusing(), str)
+
+
+class Rig:
+    """A daemon's calls without its server."""
+
+    def __init__(self) -> None:
+        config = ServeConfig(**SMALL_POOL | POOL)
+        self.device = open_device(config)
+        arrays = SharedArrays()
+        self.engine = Engine(config, self.device, arrays.zeros)
+        table = SessionTable(config.max_sessions, config.max_labels, arrays.zeros)
+        self.sessions = SessionRegistry(config, self.engine.manager, self.device, table)
+        calls: Any = Calls(config, self.engine)
+        self.dispatcher = Dispatcher(calls, None, self.sessions, CallTable(["free"], arrays.zeros), None)  # type: ignore[arg-type]
+
+    def open(self, num_sequences: int) -> Any:
+        session = self.sessions.open("", "", False, 0.0)
+        for n in range(num_sequences):
+            tokens = np.arange(n * LONG, (n + 1) * LONG, dtype=np.int32)
+            self.engine.manager.allocate(session.space, [AllocationRequest(n, tokens)])
+        return session
+
+    async def free(self, session: Any, request: blocks_pb2.FreeRequest) -> Any:
+        return await self.dispatcher.call("free", request, session, "stream", True)
+
+    @property
+    def num_free(self) -> int:
+        return self.engine.manager.stats().num_free_blocks
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    made = Rig()
+    yield made
+    made.device.close()
+
+
+def test_a_call_whose_caller_is_gone_is_ended(rig: Rig) -> None:
+    async def scenario() -> None:
+        session = rig.open(3)
+        call = asyncio.create_task(rig.free(session, blocks_pb2.FreeRequest(sequence_ids=range(3))))
+        await asyncio.sleep(0)
+        assert 0 < rig.num_free < 3 * LONG
+        call.cancel()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert call.cancelled()
+        assert rig.num_free == 3 * LONG
+        rig.engine.manager.check_integrity()
+
+    asyncio.run(scenario())
+
+
+def test_a_call_that_is_sent_again_meanwhile_has_the_same_answer(rig: Rig) -> None:
+    async def scenario() -> None:
+        session = rig.open(3)
+        request = blocks_pb2.FreeRequest(request_id=1, sequence_ids=range(3))
+        first, again = await asyncio.gather(rig.free(session, request), rig.free(session, request))
+        assert first is again
+        assert rig.num_free == 3 * LONG
+        assert await rig.free(session, request) is first
+
+    asyncio.run(scenario())
+
+
+def test_a_session_counts_until_all_of_it_is_freed(rig: Rig) -> None:
+    async def scenario() -> None:
+        rig.open(0)
+        full = rig.open(3)
+        closing = rig.sessions.close(full, lambda: "closed")
+        assert isinstance(closing, asyncio.Task)
+        assert len(rig.sessions) == 1
+        with pytest.raises(QuotaExceededError):
+            rig.open(0)
+        assert await closing == "closed"
+        assert rig.num_free == 3 * LONG
+        rig.open(0)
+
+    asyncio.run(scenario())
