@@ -9,6 +9,7 @@ import copy
 import inspect
 import os
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -192,7 +193,7 @@ def test_a_type_is_equal_or_refused(case: Case, make_subject: Callable[[Case], S
     else:
         assert not case.is_equal, f"refused: {refusal}"
         assert attended == [], f"refused after it has computed: {refusal}"
-        assert (case.refusal or "") in refusal
+        assert re.search(case.refusal or "", refusal)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)

@@ -114,7 +114,7 @@ def test_assisted_generation_takes_rejected_tokens_back(llama, make_pair, monkey
     # A prompt that repeats itself, for the lookup to find candidates in.
     ids = torch.tensor([[5, 9, 23, 61, 7, 5, 9, 23, 44, 8, 5, 9]])
     assistant = (
-        {"assistant_model": make_pair("mistral").reference} if with_assistant else {"prompt_lookup_num_tokens": 3}
+        {"assistant_model": make_pair("llama_mqa").reference} if with_assistant else {"prompt_lookup_num_tokens": 3}
     )
     kv = llama.new_session()
     cache = KVServiceCache(kv)

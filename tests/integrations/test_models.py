@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 import transformers
-from transformers.models.bloom.modeling_bloom import _get_alibi_slopes
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
 from kvservice.errors import InvalidArgumentError
 from kvservice.integrations.transformers import install, pool_options, uninstall
@@ -56,7 +56,7 @@ def test_uninstall_gives_the_model_its_own_attention_back(pair) -> None:
         ("GemmaConfig", {"use_bidirectional_attention": True}, "causal"),
         ("DeepseekV3Config", {}, "latent"),
         ("Llama4TextConfig", {}, "chunked_attention"),
-        ("Gemma3nTextConfig", {}, "dummy"),
+        ("Gemma3nTextConfig", {}, "dummy|share K/V"),
         ("MambaConfig", {}, "no attention heads"),
         ("Qwen3NextConfig", {}, "linear_attention"),
         ("Gemma3Config", {}, "text models"),
@@ -96,7 +96,8 @@ def test_attention_sinks_are_refused() -> None:
 
 @pytest.mark.parametrize("num_heads", [1, 2, 8, 12, 20, 32])
 def test_alibi_slopes_are_the_librarys(num_heads: int) -> None:
-    expected = _get_alibi_slopes(num_heads, torch.device("cpu"))
+    # Biases over two keys: 0 and the slope.
+    expected = build_alibi_tensor(torch.ones(1, 2), num_heads, torch.float32)[:, 0, 1]
     torch.testing.assert_close(torch.tensor(alibi_slopes(num_heads)), expected)
 
 

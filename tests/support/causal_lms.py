@@ -30,7 +30,7 @@ class Case:
 
     @property
     def refusal(self) -> str | None:
-        """The part of the error's message that the table names. None: the case is not refused, or not in the table."""
+        """What the error's message contains. None: the table does not say that the case is refused."""
         return next((reason for reason, names in TABLE["refused"].items() if self.name in names), None)
 
     @property

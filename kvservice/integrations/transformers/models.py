@@ -125,9 +125,11 @@ def _config_problems(config: PreTrainedConfig) -> Iterator[str]:
     if config.model_type == "falcon" and config.alibi:
         # From 256 tokens on the rounding changes logits.
         yield "ALiBi biases that the library rounds to bfloat16 are not supported"
-    unsupported = set(get_layer_types_and_kwargs(config)[0]) - _LAYER_TYPES
-    if unsupported:
+    layer_types = get_layer_types_and_kwargs(config)[0]
+    if unsupported := set(layer_types) - _LAYER_TYPES:
         yield f"layers of type {', '.join(sorted(unsupported))} are not supported"
+    if len(layer_types) < len(layers) or getattr(config, "num_kv_shared_layers", None):
+        yield "layers that share K/V are not supported"
 
 
 def _kv_shape(config: PreTrainedConfig) -> tuple[int, int]:
