@@ -2,12 +2,15 @@
 
     python example_client.py [ADDRESS]
 
+For a daemon with TLS the environment names its CA's certificate, KVSERVICE_TLS_CA, and holds a token, KVSERVICE_TOKEN.
+
 Two tenants send requests. Those of a tenant begin alike, so part of each prompt is in the prefix cache; some are
 answered twice, by a fork. In a small pool they are more than it holds, so that the youngest wait in the swap tier.
 """
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import sys
@@ -107,7 +110,8 @@ class Engine:
 
 
 def work(address: str) -> None:
-    with KVClient(address, connect_timeout_s=60) as client:
+    ca, token = os.environ.get("KVSERVICE_TLS_CA"), os.environ.get("KVSERVICE_TOKEN", "")
+    with KVClient(address, tls=ca, token=token, connect_timeout_s=60) as client:
         engines = [Engine(client.session(tenant, tenant=tenant), seed) for seed, tenant in enumerate(TENANTS)]
         print(f"{len(engines)} sessions over {engines[0].kv.transport}", flush=True)
         try:

@@ -11,7 +11,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -38,7 +38,8 @@ class Tokens:
     @classmethod
     def read(cls, file: Path) -> Tokens:
         """Raises InvalidArgumentError that names the file, and the line if it is one line's fault."""
-        return cls({identity.credential: identity for identity in parse(load(file), file)})
+        text = load(file, owners=(0, os.geteuid()))
+        return cls({identity.credential: identity for identity in parse(text, file)})
 
     def __len__(self) -> int:
         return len(self._identities)
@@ -84,11 +85,14 @@ def check_name(name: str) -> None:
         raise InvalidArgumentError("must be 1 to 64 letters, digits, and . _ @ - after the first", field="name")
 
 
-def load(file: Path) -> str:
-    """The text of a token file. Raises InvalidArgumentError if it cannot be read, or if others could change it."""
+def load(file: Path, owners: Collection[int] = ()) -> str:
+    """The text of a token file. `owners`: users who may own it; empty: anybody.
+
+    Raises InvalidArgumentError if it cannot be read, is another's, or if others than its owner could change it.
+    """
     try:
         with file.open("rb") as stream:
-            _check_owner_and_mode(os.fstat(stream.fileno()), file)
+            _check_owner_and_mode(os.fstat(stream.fileno()), owners, file)
             data = stream.read(_MAX_FILE_BYTES + 1)
     except OSError as error:
         raise InvalidArgumentError(f"{file}: {error.strerror or error}", field=_FIELD) from None
@@ -117,10 +121,10 @@ def parse(text: str, file: Path) -> Iterator[Identity]:
         yield Identity(words[0], bytes.fromhex(words[1]))
 
 
-def _check_owner_and_mode(status: os.stat_result, file: Path) -> None:
+def _check_owner_and_mode(status: os.stat_result, owners: Collection[int], file: Path) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise InvalidArgumentError(f"{file} is no regular file", field=_FIELD)
-    if status.st_uid not in (0, os.geteuid()):
+    if owners and status.st_uid not in owners:
         raise InvalidArgumentError(
             f"{file} belongs to user {status.st_uid}, who could add tokens: it must be this user's or root's",
             field=_FIELD,

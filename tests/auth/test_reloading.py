@@ -35,32 +35,31 @@ def test_certificate_key_and_authority_are_read(files: CertificateFiles) -> None
     assert len(without.paths) == 2
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "field"),
-    [
-        ("cert", SECOND.cert, "tls_cert"),
-        ("cert", b"", "tls_cert"),
-        ("cert", FIRST.cert[:-60], "tls_cert"),
-        ("key", SECOND.key, "tls_cert"),
-        ("key", FIRST.key[:80], "tls_cert"),
-        ("key", encrypted(FIRST.key), "tls_cert"),
-        ("client_ca", b"", "tls_client_ca"),
-        ("client_ca", b"no certificate", "tls_client_ca"),
-        ("client_ca", AUTHORITY.cert[:-60], "tls_client_ca"),
-        ("client_ca", b"\xff", "tls_client_ca"),
-        ("cert", None, "tls_cert"),
-        ("key", None, "tls_key"),
-        ("client_ca", None, "tls_client_ca"),
-    ],
-)
+BAD: dict[str, tuple[str, bytes | None, str]] = {
+    "another certificate": ("cert", SECOND.cert, "tls_cert"),
+    "empty certificate": ("cert", b"", "tls_cert"),
+    "half a certificate": ("cert", FIRST.cert[:-60], "tls_cert"),
+    "no certificate": ("cert", None, "tls_cert"),
+    "another key": ("key", SECOND.key, "tls_cert"),
+    "half a key": ("key", FIRST.key[:80], "tls_cert"),
+    "encrypted key": ("key", encrypted(FIRST.key), "tls_cert"),
+    "no key": ("key", None, "tls_key"),
+    "empty authority": ("client_ca", b"", "tls_client_ca"),
+    "text for an authority": ("client_ca", b"no certificate", "tls_client_ca"),
+    "half an authority": ("client_ca", AUTHORITY.cert[:-60], "tls_client_ca"),
+    "bytes for an authority": ("client_ca", b"\xff", "tls_client_ca"),
+    "no authority": ("client_ca", None, "tls_client_ca"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
 def test_what_cannot_be_used_is_refused_and_later_kept_out(
     files: CertificateFiles,
     reloading: Reloading[Certificates],
     caplog: pytest.LogCaptureFixture,
-    name: str,
-    content: bytes | None,
-    field: str,
+    case: str,
 ) -> None:
+    name, content, field = BAD[case]
     file: Path = getattr(files, name)
     if content is None:
         file.unlink()

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import shutil
+import ssl
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from kvservice.auth import CertificateFiles, Certificates
 from kvservice.cli import main
 from kvservice.config import ENV_PREFIX, GIB, ServeConfig, load_config
 from kvservice.environment import missing_environment
+from kvservice.server.listening import check_addresses
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -190,6 +196,83 @@ def test_prometheus_scrapes_the_daemon(image_config: ServeConfig, compose: Any) 
     source, directory, _ = compose["services"]["prometheus"]["volumes"][0].split(":")
     assert (DEPLOY / source / "prometheus.yml").exists()
     assert f"--config.file={directory}/prometheus.yml" in compose["services"]["prometheus"]["command"]
+
+
+@pytest.fixture
+def compose_tls() -> Any:
+    text = (DEPLOY / "docker-compose.tls.yml").read_text()
+    return yaml.safe_load(re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text))
+
+
+@pytest.mark.parametrize("name", DAEMONS)
+def test_with_tls_the_daemon_may_be_published(compose_tls: Any, image_config: ServeConfig, name: str) -> None:
+    daemon = compose_tls["services"][name]
+    options = dict(line.split("=") for line in daemon["environment"] if "=" in line)
+    config = load_config({"tcp_address": image_config.tcp_address}, options)
+    check_addresses(config)
+    assert not config.insecure, "which .env says"
+    (volume,) = daemon["volumes"]
+    _, directory, mode = volume.split(":")
+    assert mode == "ro"
+    files = (config.tls_cert, config.tls_key, config.auth_tokens)
+    assert {str(Path(file).parent) for file in files} == {directory}, "in one directory, so that new files are seen"
+
+
+def test_with_tls_prometheus_asks_by_https(compose: Any, compose_tls: Any) -> None:
+    prometheus = compose_tls["services"]["prometheus"]
+    plain, encrypted = (
+        yaml.safe_load((DEPLOY / "prometheus" / name).read_text()) for name in ("prometheus.yml", "prometheus.tls.yml")
+    )
+    job = encrypted["scrape_configs"][0]
+    assert job.pop("scheme") == "https"
+    (mounted,) = prometheus["volumes"]
+    assert job.pop("tls_config") == {"ca_file": mounted.split(":")[1]}
+    assert encrypted == plain, "else they are the same"
+    command = [line.replace("prometheus.tls.yml", "prometheus.yml") for line in prometheus["command"]]
+    assert command == compose["services"]["prometheus"]["command"]
+
+
+@pytest.mark.skipif(shutil.which("docker-compose") is None, reason="docker-compose is not installed")
+def test_compose_takes_both_files() -> None:
+    files = ("--file=docker-compose.yml", "--file=docker-compose.tls.yml")
+    done = subprocess.run(["docker-compose", *files, "config"], cwd=DEPLOY, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    merged = yaml.safe_load(done.stdout)["services"]["daemon"]
+    assert merged["environment"]["KVSERVICE_INSECURE"] == "false"
+    assert len(merged["volumes"]) == 2
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
+def test_certificates_are_made_that_clients_accept(tmp_path: Path) -> None:
+    def make(*names: str) -> Certificates:
+        subprocess.run([DEPLOY / "make-certificates.sh", tmp_path, *names], capture_output=True, check=True)
+        return Certificates.read(CertificateFiles(tmp_path / "tls.crt", tmp_path / "tls.key", tmp_path / "ca.crt"))
+
+    first = make("daemon", "kv1.example.a2.b3.c4", "192.0.2.7", "::1")
+    for name in ("daemon", "kv1.example.a2.b3.c4", "192.0.2.7", "::1"):
+        shake_hands(first, name)
+    with pytest.raises(ssl.SSLCertVerificationError):
+        shake_hands(first, "other")
+    assert {file.name: file.stat().st_mode & 0o077 for file in tmp_path.glob("*.key")} == {"ca.key": 0, "tls.key": 0}
+    again = make("other")
+    assert again.client_ca == first.client_ca, "the authority stays"
+    shake_hands(again, "other")
+
+
+def shake_hands(certificates: Certificates, name: str) -> None:
+    """In memory, as a client that trusts the authority and wants this name."""
+    server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    certificates.load_into(server)
+    client.load_verify_locations(cadata=certificates.client_ca.decode())
+    to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = [
+        client.wrap_bio(to_client, to_server, server_hostname=name),
+        server.wrap_bio(to_server, to_client, server_side=True),
+    ]
+    for end in ends * 2:
+        with contextlib.suppress(ssl.SSLWantReadError):
+            end.do_handshake()
+    assert ends[0].version() == "TLSv1.3"
 
 
 def test_images_are_pinned_and_bases_are_said_once(compose: Any) -> None:

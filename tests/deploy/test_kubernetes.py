@@ -17,6 +17,7 @@ import yaml
 from cloudcoil.models.prometheus_operator.v1 import PodMonitor, PrometheusRule
 
 from kvservice.config import ENV_PREFIX, ServeConfig, load_config
+from kvservice.server.listening import check_addresses
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 KUBERNETES = DEPLOY / "kubernetes"
@@ -109,7 +110,10 @@ def test_prometheus_finds_the_pod_and_the_alerts_its_job(pod_monitor: Any) -> No
     labels = pod("base")["metadata"]["labels"]
     assert spec["selector"]["matchLabels"].items() <= labels.items()
     assert labels[spec["jobLabel"]] == "kvservice"
-    assert [endpoint["port"] for endpoint in spec["podMetricsEndpoints"]] == ["http"]
+    (endpoint,) = spec["podMetricsEndpoints"]
+    assert (endpoint["port"], endpoint["scheme"]) == ("http", "https")
+    volumes = {each["name"]: each for each in pod("base")["spec"]["volumes"]}
+    assert endpoint["tlsConfig"]["ca"]["secret"]["name"] == volumes["tls"]["secret"]["secretName"]
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
@@ -121,8 +125,32 @@ def test_ports_are_those_of_the_image(overlay: str) -> None:
     assert {each["name"]: each["port"] for each in the(overlay, "Service")["spec"]["ports"]} == ports
     admitted = [port["port"] for rule in the(overlay, "NetworkPolicy")["spec"]["ingress"] for port in rule["ports"]]
     assert admitted == ["grpc", "http"]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_probes_are_the_images_health_check(overlay: str) -> None:
+    _, _, check = (DEPLOY / "Dockerfile").read_text().partition("HEALTHCHECK")
+    command = json.loads(check.partition(" CMD ")[2].partition("\n")[0])
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-        assert container(overlay)[probe]["grpc"]["port"] == ports["grpc"]
+        assert container(overlay)[probe]["exec"]["command"] == command
+    assert config(overlay).unix_socket, "where it asks, and needs no token"
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_tls_and_tokens_come_from_secrets(overlay: str) -> None:
+    options = config(overlay)
+    check_addresses(options.model_copy(update={"tcp_address": "0.0.0.0:50051"}))
+    assert not options.insecure
+    mounts = {each["name"]: each for each in container(overlay)["volumeMounts"]}
+    volumes = {each["name"]: each for each in pod(overlay)["spec"]["volumes"]}
+    for volume, files in (("tls", (options.tls_cert, options.tls_key)), ("tokens", (options.auth_tokens,))):
+        assert {str(Path(file).parent) for file in files} == {mounts[volume]["mountPath"]}
+        assert mounts[volume]["readOnly"]
+        assert "subPath" not in mounts[volume], "such a file does not follow its secret"
+        assert volumes[volume]["secret"]["secretName"] == f"kvservice-{volume}"
+        # With fsGroup it is the pod's group that may read: see kvservice/auth/tokens.py for what is refused.
+        assert volumes[volume]["secret"]["defaultMode"] == 0o440
+    assert pod(overlay)["spec"]["securityContext"]["fsGroup"]
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
@@ -185,8 +213,9 @@ def test_pods_meet_the_restricted_standard_that_their_namespace_enforces(overlay
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_the_token_comes_from_a_secret_that_is_not_here(overlay: str) -> None:
-    (token,) = container(overlay)["env"]
-    assert token["name"] == f"{ENV_PREFIX}HTTP_TOKEN"
-    assert token["valueFrom"]["secretKeyRef"]["optional"], "without a token there is no page"
+def test_tokens_of_http_come_from_secrets_that_are_not_here(overlay: str) -> None:
+    tokens = container(overlay)["env"]
+    assert [token["name"] for token in tokens] == [f"{ENV_PREFIX}HTTP_TOKEN", f"{ENV_PREFIX}METRICS_TOKEN"]
+    for token in tokens:
+        assert token["valueFrom"]["secretKeyRef"]["optional"]
     assert not [each for each in objects(overlay) if each["kind"] == "Secret"]
