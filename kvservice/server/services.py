@@ -16,7 +16,7 @@ from grpc_status import rpc_status
 
 from kvservice.auth import CALLER
 from kvservice.config import RequestLimits
-from kvservice.errors import FailedPreconditionError, KVServiceError
+from kvservice.errors import FailedPreconditionError, KVServiceError, UnauthenticatedError
 from kvservice.server.callers import Callers, Context
 from kvservice.server.contract import ANSWERED_BY_OBSERVER, SERVICES, SESSION_SERVICES, call_name
 from kvservice.server.dispatch import Dispatcher
@@ -117,9 +117,14 @@ class Stream:
         self._ended = False
 
     def end(self, error: KVServiceError) -> None:
-        """End the stream with ABORTED, from outside `serve`, for an error. Its read ends when the status is sent."""
+        """End the stream from outside `serve`, for an error. Its read ends when the status is sent.
+
+        The status is ABORTED: the lease is lost. A caller who is not known any more has not lost it, and may come back
+        with another token.
+        """
         status = to_status(error)
-        status.code = code_pb2.ABORTED
+        if not isinstance(error, UnauthenticatedError):
+            status.code = code_pb2.ABORTED
         self._ending = asyncio.create_task(self._abort(rpc_status.to_status(status)))
 
     async def _abort(self, status: grpc.Status) -> None:

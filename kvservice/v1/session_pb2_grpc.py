@@ -32,6 +32,11 @@ class SessionServiceStub(object):
     are freed, their computed full blocks stay in the prefix cache. A detachable session waits instead, with its K/V, for
     a client that presents its token, until detach_ttl_s have passed. Shared-memory regions are closed after the grace
     time in either case.
+
+    Where the daemon knows its callers, a session belongs to the identity that opened it; to others its token is unknown.
+    Over TCP an RPC of any service carries its caller's token as metadata, authorization: Bearer TOKEN, if the daemon has
+    tokens. Without one that it knows the RPC ends with UNAUTHENTICATED, before its message is read; a stream whose token
+    is taken away ends so, too, and its session waits as after any end of a stream.
     """
 
     def __init__(self, channel):
@@ -64,6 +69,11 @@ class SessionServiceServicer(object):
     are freed, their computed full blocks stay in the prefix cache. A detachable session waits instead, with its K/V, for
     a client that presents its token, until detach_ttl_s have passed. Shared-memory regions are closed after the grace
     time in either case.
+
+    Where the daemon knows its callers, a session belongs to the identity that opened it; to others its token is unknown.
+    Over TCP an RPC of any service carries its caller's token as metadata, authorization: Bearer TOKEN, if the daemon has
+    tokens. Without one that it knows the RPC ends with UNAUTHENTICATED, before its message is read; a stream whose token
+    is taken away ends so, too, and its session waits as after any end of a stream.
     """
 
     def Open(self, request, context):
@@ -123,6 +133,11 @@ class SessionService(object):
     are freed, their computed full blocks stay in the prefix cache. A detachable session waits instead, with its K/V, for
     a client that presents its token, until detach_ttl_s have passed. Shared-memory regions are closed after the grace
     time in either case.
+
+    Where the daemon knows its callers, a session belongs to the identity that opened it; to others its token is unknown.
+    Over TCP an RPC of any service carries its caller's token as metadata, authorization: Bearer TOKEN, if the daemon has
+    tokens. Without one that it knows the RPC ends with UNAUTHENTICATED, before its message is read; a stream whose token
+    is taken away ends so, too, and its session waits as after any end of a stream.
     """
 
     @staticmethod

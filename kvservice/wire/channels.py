@@ -15,21 +15,21 @@ from kvservice.errors import ConnectionLostError, InvalidArgumentError, TLSHands
 Options = Sequence[tuple[str, Any]]
 
 SERVER_NAME_OPTION: Final = "grpc.ssl_target_name_override"
-# In what gRPC says of a failed connection, and what it means. The first that is found counts.
+# What gRPC says of a failed connection, in different words in its versions, and what it means. The first that is found
+# counts.
 _HANDSHAKE_FAILURES: Final = (
     ("WRONG_VERSION_NUMBER", "the daemon does not speak TLS at this address"),
     (
-        "Hostname Verification Check failed",
+        "Hostname Verification Check failed|is not in peer certificate",
         "the daemon's certificate is for another name: see server_name of TLSConfig",
     ),
     (
-        "unable to get local issuer certificate",
+        "unable to get local issuer certificate|self.signed certificate",
         "the daemon's certificate comes from a CA that the client does not trust",
     ),
-    ("self.signed certificate", "the daemon's certificate comes from a CA that the client does not trust"),
     ("certificate has expired", "the daemon's certificate has expired"),
     ("Secure read failed", "the daemon closed the connection: it may want a certificate of a CA that it trusts"),
-    ("(Tls|Ssl|SSL|TLS) handshake failed", "client and daemon do not agree"),
+    ("(Tls|Ssl) handshake failed", "client and daemon do not agree"),
 )
 
 
@@ -53,7 +53,7 @@ def connection_error(text: str) -> ConnectionLostError:
         if re.search(pattern, text):
             return TLSHandshakeError(f"TLS handshake failed: {meaning} ({text})")
     if "failed to connect" in text and "Socket closed" in text:
-        return ConnectionLostError(f"{text}: the other end closed the connection; it may expect TLS")
+        return ConnectionLostError(f"{text}: the other end closed the connection; it may expect TLS, or a certificate")
     return ConnectionLostError(text)
 
 

@@ -259,5 +259,28 @@ def test_credentials_do_not_show_their_token() -> None:
     assert "secret" not in repr(ClientCredentials(None, "secret"))
 
 
-def test_what_grpc_says_is_kept() -> None:
-    assert str(connection_error("UNAVAILABLE: no route")) == "UNAVAILABLE: no route"
+FAILED = "UNAVAILABLE: failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1: "
+SSL_ERROR = "(TSI_PROTOCOL_FAILURE): SSL_ERROR_SSL: error:1000007d:SSL routines:OPENSSL_internal:"
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [
+        (f"Ssl handshake failed {SSL_ERROR}CERTIFICATE_VERIFY_FAILED: certificate has expired", "has expired"),
+        (f"Ssl handshake failed {SSL_ERROR}WRONG_VERSION_NUMBER: Invalid", "does not speak TLS"),
+        (f"Ssl handshake failed {SSL_ERROR}TLSV1_ALERT_INTERNAL_ERROR", "do not agree"),
+        ("Peer name localhost is not in peer certificate", "for another name"),
+    ],
+)
+def test_the_words_of_an_older_grpc_are_understood(said: str, meant: str) -> None:
+    error = connection_error(FAILED + said)
+    assert isinstance(error, TLSHandshakeError)
+    assert meant in str(error)
+    assert said in str(error)
+
+
+def test_what_is_no_handshake_is_left_as_it_is() -> None:
+    for text in ("UNAVAILABLE: no route", f"{FAILED}connect: Connection refused (111)", "UNAVAILABLE: Socket closed"):
+        error = connection_error(text)
+        assert not isinstance(error, TLSHandshakeError)
+        assert str(error) == text
