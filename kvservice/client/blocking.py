@@ -9,7 +9,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator, Iterable
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import grpc
@@ -21,7 +21,7 @@ from kvservice.client.core import SessionCore
 from kvservice.client.events import KVEventBatch, to_batch
 from kvservice.client.requests import build
 from kvservice.client.step import StepCore
-from kvservice.client.values import PoolInfo, PoolStats, from_message
+from kvservice.client.values import PoolInfo, PoolStats, Sequence, from_message
 from kvservice.errors import (
     ConnectionLostError,
     KVServiceError,
@@ -136,6 +136,10 @@ class Session:
     regions = blocking(_Core.regions)
     map_pool = blocking(_Core.map_pool)
     commit = blocking(_Core.commit)
+
+    def free_later(self, sequences: Iterable[Sequence]) -> None:
+        """See SessionCore.free_later."""
+        self._core.free_later(sequences)
 
     def detach(self) -> bytes:
         """Leave the session to whoever presents its token, the result. Only of use if it was opened as detachable."""

@@ -6,8 +6,10 @@ them a stream that never suspends, and runs them to their end.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import secrets
+from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Batch
 from typing import Generic, TypeVar
@@ -19,7 +21,12 @@ from kvservice.client.requests import build, int_list, whole
 from kvservice.client.shared_memory import RegionCore, Stream
 from kvservice.client.transports import StreamTransport, Transport, TransportName
 from kvservice.client.values import Pin, PoolInfo, Sequence, SequenceInfo, from_message
-from kvservice.errors import InvalidArgumentError, MessageTooLargeError, RegionsNotAllowedError
+from kvservice.errors import (
+    InvalidArgumentError,
+    MessageTooLargeError,
+    RegionsNotAllowedError,
+    UnknownSequenceError,
+)
 from kvservice.v1 import attention_pb2, blocks_pb2, host_pb2
 from kvservice.wire.tensors import Array
 
@@ -49,6 +56,7 @@ class SessionCore(RegionCore, Generic[StepT]):
         self._make_step = make_step
         # Where a resumed session begins is random, so that it does not repeat the ids of its former owner.
         self._sequence_ids = itertools.count(secrets.randbits(62) if resumed else 0)
+        self._dropped: deque[Sequence] = deque()
         # How calls of lanes on a GPU are waited for; see KVClient.
         self.completion = "host"
         # Replaced by the one that the face chooses.
@@ -90,6 +98,7 @@ class SessionCore(RegionCore, Generic[StepT]):
     ) -> list[Sequence]:
         """Create several sequences, or none."""
         allocations = self._allocations(prompts, sequence_ids, extra_keys)
+        await self._free_dropped()
         request = build(
             blocks_pb2.AllocateRequest,
             request_id=self.next_request_id(),
@@ -98,13 +107,14 @@ class SessionCore(RegionCore, Generic[StepT]):
         )
         response = await self.call("allocate", request)
         return [
-            Sequence(allocation.sequence_id, len(allocation.token_ids), cached)
+            Sequence(allocation.sequence_id, len(allocation.token_ids), cached, _key_pairs(allocation))
             for allocation, cached in zip(allocations, response.num_cached_tokens, strict=True)
         ]
 
     async def can_allocate(self, prompts: Batch[Iterable[int]], *, lookahead: int = 0) -> str:
         """ "ok", "later" or "never"."""
         allocations = self._allocations(prompts, None, None)
+        await self._free_dropped()
         request = build(blocks_pb2.CanAllocateRequest, sequences=allocations, lookahead=whole(lookahead, "lookahead"))
         response = await self.call("can_allocate", request)
         return str(blocks_pb2.AllocStatus.Name(response.status)).removeprefix("ALLOC_STATUS_").lower()
@@ -151,6 +161,7 @@ class SessionCore(RegionCore, Generic[StepT]):
             expected_lengths=[sequence.length for sequence in sequences],
             lookahead=whole(lookahead, "lookahead"),
         )
+        await self._free_dropped()
         response = await self.call("append", request)
         for sequence, added in zip(sequences, counts or itertools.repeat(1, len(sequences)), strict=True):
             sequence.length += added
@@ -187,7 +198,10 @@ class SessionCore(RegionCore, Generic[StepT]):
             blocks_pb2.ForkRequest, request_id=self.next_request_id(), parent_ids=_ids(parents), child_ids=child_ids
         )
         await self.call("fork", request)
-        return [Sequence(child_id, parent.length) for child_id, parent in zip(child_ids, parents, strict=True)]
+        return [
+            Sequence(child_id, parent.length, extra_keys=parent.extra_keys)
+            for child_id, parent in zip(child_ids, parents, strict=True)
+        ]
 
     async def truncate(self, sequence: Sequence, length: int) -> None:
         """Give the tokens past `length` back."""
@@ -217,6 +231,21 @@ class SessionCore(RegionCore, Generic[StepT]):
         for ids in list(id_batches(_ids(sequences), self.info)) or [[]]:
             request = build(blocks_pb2.FreeRequest, request_id=self.next_request_id(), sequence_ids=ids)
             await self.call("free", request)
+
+    def free_later(self, sequences: Iterable[Sequence]) -> None:
+        """Have sequences freed before the session's next allocation or append. Sequences that are freed by then are
+        passed over. Makes no call and takes no lock, so that finalizers may use it."""
+        self._dropped.extend(sequences)
+
+    async def _free_dropped(self) -> None:
+        while self._dropped:
+            sequence = self._dropped.popleft()
+            try:
+                with contextlib.suppress(UnknownSequenceError):
+                    await self.free([sequence])
+            except BaseException:
+                self._dropped.append(sequence)
+                raise
 
     async def map_pool(self, *, writable: bool = False) -> MappedPool:
         """The pool in this process, and tables of the steps that are opened from now on. For clients on the unix socket
@@ -315,6 +344,10 @@ class SessionCore(RegionCore, Generic[StepT]):
 
 def _ids(sequences: Iterable[Sequence]) -> list[int]:
     return [sequence.sequence_id for sequence in sequences]
+
+
+def _key_pairs(allocation: blocks_pb2.SequenceAllocation) -> tuple[tuple[int, bytes], ...]:
+    return tuple((extra.position, extra.key) for extra in allocation.extra_keys)
 
 
 def _extra_keys(keys: ExtraKeys) -> list[blocks_pb2.ExtraKey]:

@@ -76,11 +76,15 @@ class BlockSparse:
 
 @dataclass
 class Sequence:
-    """A sequence of this session. `length` follows the calls made through the session that it belongs to."""
+    """A sequence of this session. `length` follows the calls made through the session that it belongs to.
+
+    `extra_keys`: the (position, bytes) pairs that it was allocated with, in their order.
+    """
 
     sequence_id: int
     length: int
     num_cached_tokens: int = 0
+    extra_keys: tuple[tuple[int, bytes], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -155,6 +155,33 @@ def test_both_faces_have_the_same_methods(core: type, blocking: type, asynchrono
     assert methods(blocking).keys() == methods(asynchronous).keys() - internal
 
 
+def test_what_is_freed_later_is_freed_before_the_next_allocation(
+    daemon: Daemon, client: KVClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def asynchronous() -> None:
+        async with AsyncKVClient(daemon.address) as remote, remote.session() as kv:
+            kv.free_later(await kv.allocate_batch([[1], [2, 3]]))
+            assert [one.length for one in await kv.describe()] == [1, 2]
+            assert await kv.can_allocate([[1]]) == "ok"
+            assert await kv.describe() == []
+
+    run(asynchronous())
+    with client.session() as kv:
+        one, two, three = kv.allocate_batch([[1], [2, 3], [4, 5, 6]])
+        kv.free([one])
+        kv.free_later(iter([one, two]))
+
+        async def fail(_: Any) -> None:
+            raise ConnectionLostError("for the test")
+
+        with monkeypatch.context() as broken:
+            broken.setattr(kv._core, "free", fail)
+            with pytest.raises(ConnectionLostError):
+                kv.append([three], [7])
+        kv.append([three], [7])
+        assert [sequence.length for sequence in kv.describe()] == [4]
+
+
 async def generate(kv: AsyncSession, number: int) -> list[Any]:
     """A sequence of its own: prefill, three tokens, all read back."""
     sequence = await kv.allocate([number, number + 1, number + 2])
