@@ -16,7 +16,7 @@ from kvservice import client
 from kvservice.client import Session
 from kvservice.demo.model import Picker
 from kvservice.demo.script import Part
-from kvservice.integrations.transformers import forward
+from kvservice.integrations.transformers import forward, model_keys
 
 
 @dataclass
@@ -81,7 +81,7 @@ class Engine:
 
     def _start(self, part: Part) -> None:
         """Computes a prompt, but for what the prefix cache has, and forks it for each further sample."""
-        parent = self.kv.allocate(part.prompt)
+        parent = self.kv.allocate(part.prompt, extra_keys=model_keys(self.model))
         step = self.kv.open_step([parent])
         (logits,) = forward(self.model, step, part.prompt[parent.num_cached_tokens :], last_only=True)
         children = self.kv.fork_batch([parent] * (len(part.seeds) - 1)) if len(part.seeds) > 1 else []

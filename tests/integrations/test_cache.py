@@ -86,17 +86,31 @@ def test_crop_takes_columns_back(llama, ids) -> None:
     torch.testing.assert_close(again, llama.reference(ids).logits[:, 7:], atol=1e-3, rtol=0)
 
 
-def test_crop_refuses_what_it_would_get_wrong(llama, ids) -> None:
+@pytest.mark.parametrize("count", [2, 5, 8])
+def test_crop_counts_columns_with_and_without_tokens(llama, ids, positions, count: int) -> None:
     cache = KVServiceCache(llama.new_session())
     mask = torch.ones_like(ids)
     mask[1, :7] = 0
-    llama.model(ids, attention_mask=mask, past_key_values=cache)
-    with pytest.raises(InvalidArgumentError):
-        cache.crop(3)
-    with pytest.raises(FailedPreconditionError, match="last 5 columns"):
-        cache.crop(-6)
-    cache.crop(-5)
-    assert [sequence.length for sequence in cache.sequences] == [7, 0]
+    inputs = {"attention_mask": mask, **positions(llama.model, mask)}
+    llama.model(ids, **inputs, past_key_values=cache)
+    cache.crop(-count)
+    kept = 12 - count
+    assert [sequence.length for sequence in cache.sequences] == mask[:, :kept].sum(1).tolist()
+    logits = llama.model(
+        ids[:, kept:], attention_mask=mask, position_ids=inputs["position_ids"][:, kept:], past_key_values=cache
+    ).logits
+    is_new = (torch.arange(12) >= kept) & mask.bool()
+    expected = llama.reference(ids, **inputs).logits[is_new]
+    torch.testing.assert_close(logits[is_new[:, kept:]], expected, atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("count", [3, -13])
+def test_crop_refuses_other_numbers_of_columns(llama, ids, count: int) -> None:
+    cache = KVServiceCache(llama.new_session())
+    llama.model(ids, past_key_values=cache)
+    with pytest.raises(InvalidArgumentError, match="from -12 to 0"):
+        cache.crop(count)
+    assert cache.get_seq_length() == 12
 
 
 def test_selected_rows_are_forks_and_the_others_are_freed(llama, ids) -> None:
@@ -117,10 +131,11 @@ def test_selected_rows_are_forks_and_the_others_are_freed(llama, ids) -> None:
     ("inputs", "field"),
     [
         ({"inputs_embeds": torch.zeros(1, 3, 128)}, "input_ids"),
+        ({"input_ids": [[1, 2, 3]]}, "input_ids"),
+        ({"input_ids": torch.zeros(1, 0, dtype=torch.long)}, "input_ids"),
         ({"attention_mask": torch.ones(2, 1, 12, 12)}, "attention_mask"),
         ({"attention_mask": torch.ones(2, 5)}, "attention_mask"),
         ({"attention_mask": torch.zeros(2, 12)}, "attention_mask"),
-        ({"output_attentions": True}, "output_attentions"),
     ],
 )
 def test_refuses(llama, ids, inputs, field) -> None:
@@ -142,11 +157,11 @@ def test_refuses_another_number_of_rows(llama, ids) -> None:
 
 def test_refuses_to_run_without_a_step(llama, ids) -> None:
     with pytest.raises(FailedPreconditionError, match="no step is running"):
-        llama.model(ids)
+        llama.model.model(ids)
 
 
 def test_refuses_dropout(make_pair, ids) -> None:
     pair = make_pair("gpt2")
+    pair.model.transformer.h[0].train()
     with pytest.raises(InvalidArgumentError, match="dropout"):
-        pair.model.train()(ids, past_key_values=KVServiceCache(pair.new_session()))
-    pair.model.eval()
+        pair.model(ids, past_key_values=KVServiceCache(pair.new_session()))

@@ -21,7 +21,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from kvservice.client import KVClient, Session, Step
 from kvservice.errors import InvalidArgumentError
-from kvservice.integrations.transformers import KVServiceCache, columns, forward, install, pool_options
+from kvservice.integrations.transformers import KVServiceCache, columns, forward, install, model_keys, pool_options
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # The library warns of much that tiny random models do.
 
@@ -117,7 +117,8 @@ def check_ragged_step(subject: Subject) -> None:
     rows = [ids[mask.bool()] for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
     expected = torch.cat([subject.reference(row[None]).logits[0] for row in rows])
     subject.kv.reset_prefix_cache()
-    sequences = subject.kv.allocate_batch([row.tolist() for row in rows])
+    keys = [model_keys(subject.model) for _ in rows]
+    sequences = subject.kv.allocate_batch([row.tolist() for row in rows], extra_keys=keys)
     actual = forward(subject.model, subject.kv.open_step(sequences), torch.cat(rows))
     subject.kv.free(sequences)
     assert_close(actual, expected, "forward()")
@@ -224,7 +225,9 @@ def shift_positions(model: PreTrainedModel, _: pytest.MonkeyPatch) -> None:
 
 
 def attend_to_padding(_: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(columns, "token_mask", lambda inputs: torch.ones(inputs["input_ids"].shape, dtype=torch.bool))
+    read = columns.read_batch
+    blind = lambda inputs, past: read(inputs | {"attention_mask": None}, past)  # noqa: E731
+    monkeypatch.setattr(columns, "read_batch", blind)
 
 
 def slides(case: Case) -> bool:

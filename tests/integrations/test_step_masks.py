@@ -87,8 +87,10 @@ def test_masks_that_contradict_attention_are_refused(llama, mask: Any, field: st
     layer = llama.model.model.layers[0].self_attn
     states = torch.zeros(1, 4, 2, 32)
     cache = KVServiceCache(llama.new_session())
-    cache.begin({"input_ids": torch.tensor([[3, 4]])}, every_output=True)
-    with pytest.raises(InvalidArgumentError) as refused:
+    inputs = {"input_ids": torch.tensor([[3, 4]])}
+    with (
+        pytest.raises(InvalidArgumentError) as refused,
+        cache.forward_pass(llama.model, inputs, every_output=True, takes_position_ids=True),
+    ):
         kvservice_attention_forward(layer, states, states[:, :2], states[:, :2], mask, sliding_window=6)
-    cache.end(succeeded=False)
     assert refused.value.field == field

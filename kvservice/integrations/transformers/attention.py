@@ -6,18 +6,22 @@ starts a forward pass declares it (`running`), and the function finds it in a co
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from transformers import AttentionInterface
 
 from kvservice.client import Step
 from kvservice.errors import FailedPreconditionError, InvalidArgumentError
-from kvservice.integrations.transformers.masks import ATTENTION_NAME, StepMask
+from kvservice.integrations.transformers import columns
+from kvservice.integrations.transformers.masks import ATTENTION_NAME, LAYER_CHANGED, StepMask
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 # Arguments with which some families change what attention computes, in ways that the daemon does not offer.
 _UNSUPPORTED_ARGUMENTS = {
@@ -27,6 +31,11 @@ _UNSUPPORTED_ARGUMENTS = {
     "indices": "sparse attention",
     "block_indices": "sparse attention",
 }
+
+
+def not_compiled(function: FunctionT) -> FunctionT:
+    """Has compiled code call the function as it is."""
+    return cast(FunctionT, torch.compiler.disable(function))  # type: ignore[no-untyped-call]
 
 
 class Pass(Protocol):
@@ -44,16 +53,26 @@ class ForwardPass:
     """One forward pass of a model over one step.
 
     `tokens` says which columns of the pass's `[batch, columns]` input are tokens of the step, as bool of that shape;
-    row by row they are the step's tokens in order. None: all of them.
+    row by row they are the step's tokens in order. None: all of them. `mask` says the same of past and new columns.
     """
 
     step: Step
     tokens: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
     num_attended_layers: int = 0
+    num_updated_layers: int = 0
+
+    @cached_property
+    def holed_span(self) -> int:
+        """See `columns.holed_span`."""
+        return 0 if self.mask is None else columns.holed_span(self.mask)
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
     ) -> torch.Tensor:
+        _refuse_gradients(query, key, value)
+        if options["sliding_window"]:
+            self.refuse_holes(options["sliding_window"])
         output = self.step.attend(layer, self.pack(query), self.pack(key), self.pack(value), **options)
         self.num_attended_layers += 1
         return self.unpack(output, query)
@@ -74,6 +93,21 @@ class ForwardPass:
         padded[self.tokens.to(like.device)] = output
         return padded
 
+    def refuse_holes(self, num_columns: int) -> None:
+        """Raises InvalidArgumentError if a row has padding between tokens and goes over more than `num_columns`."""
+        if self.holed_span > num_columns:
+            raise InvalidArgumentError(
+                f"has padding between tokens of a row, over {self.holed_span} columns: in sliding windows and some "
+                "ALiBi biases the library counts padding, the daemon does not. Pad on one side only",
+                field="attention_mask",
+            )
+
+    def expect_attention(self) -> None:
+        """Raises FailedPreconditionError if a layer that updated its cache before did not attend in the daemon."""
+        if self.num_updated_layers > self.num_attended_layers:
+            raise FailedPreconditionError(LAYER_CHANGED)
+        self.num_updated_layers += 1
+
     def check_complete(self, num_layers: int) -> None:
         """Raises FailedPreconditionError unless each of the pool's `num_layers` layers was sent."""
         if self.num_attended_layers != num_layers:
@@ -85,25 +119,31 @@ class ForwardPass:
 _running: ContextVar[Pass | None] = ContextVar("kvservice_forward_pass", default=None)
 
 
-def start(forward_pass: Pass) -> None:
-    if _running.get() is not None:
-        raise FailedPreconditionError("a forward pass is running already in this thread")
-    _running.set(forward_pass)
-
-
-def stop() -> None:
-    _running.set(None)
+def is_running() -> bool:
+    """Whether a pass is running in this thread."""
+    return _running.get() is not None
 
 
 @contextmanager
 def running(forward_pass: Pass) -> Iterator[None]:
-    start(forward_pass)
+    if is_running():
+        raise FailedPreconditionError("a forward pass is running already in this thread")
+    _running.set(forward_pass)
     try:
         yield
     finally:
-        stop()
+        _running.set(None)
 
 
+def refuse_holes() -> None:
+    """For attention with biases that go by the distance of columns: raises InvalidArgumentError if the running pass has
+    rows with padding between tokens."""
+    forward_pass = _running.get()
+    if isinstance(forward_pass, ForwardPass):
+        forward_pass.refuse_holes(0)
+
+
+@not_compiled
 def kvservice_attention_forward(
     module: Any,
     query: torch.Tensor,
@@ -132,7 +172,7 @@ def kvservice_attention_forward(
     forward_pass = _running.get()
     if forward_pass is None:
         raise FailedPreconditionError(
-            "no step is running: call the model with past_key_values=KVServiceCache(...), through forward(), "
+            "no step is running: call the whole model with past_key_values=KVServiceCache(...), or through forward(), "
             "or uninstall() it"
         )
     layer = getattr(module, "layer_idx", None)
@@ -149,6 +189,13 @@ def kvservice_attention_forward(
         alibi_slopes=alibi_slopes,
     )
     return output, None
+
+
+def _refuse_gradients(*states: torch.Tensor) -> None:
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in states):
+        raise FailedPreconditionError(
+            "the daemon computes no gradients: call the model under torch.no_grad(), or freeze its parameters"
+        )
 
 
 def _refuse_unsupported(

@@ -1,41 +1,102 @@
-"""The padded side of a pass: which columns of a batch are tokens, which need computing, and what the caller wants back.
+"""The columns of a pass: which of them are tokens, which need computing, and what the caller wants back.
 
-A batch is `[rows, columns]`; a row is one sequence with padding anywhere.
+A batch is `[rows, columns]`; a row is one sequence with padding anywhere. Past columns are those of earlier passes.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from kvservice.errors import InvalidArgumentError
 
-# Inputs that have one entry per column, in their last dimension. The attention mask is none: it covers the past too.
+# Inputs that have one entry per new column, in their last dimension. The attention mask covers past columns too.
 _BY_COLUMN = ("input_ids", "position_ids", "token_type_ids")
 
 
-def token_mask(inputs: dict[str, Any]) -> torch.Tensor:
-    """bool `[rows, columns]` of a call of the model: true where there is a token, false where there is padding.
+@dataclass(frozen=True)
+class Batch:
+    """The new columns of a call of the model, and the mask that the past ones have. Tensors are in host memory.
 
-    Raises InvalidArgumentError for inputs without token ids, which the prefix cache goes by, and for masks that are
-    not `[rows, past and new columns]`.
+    input_ids: `[rows, columns]`. mask: bool `[rows, past and new columns]`, true where a column is a token.
     """
+
+    input_ids: torch.Tensor
+    mask: torch.Tensor
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.input_ids.shape[0])
+
+    @property
+    def num_columns(self) -> int:
+        return int(self.input_ids.shape[1])
+
+    @property
+    def num_past(self) -> int:
+        return int(self.mask.shape[1]) - self.num_columns
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """bool `[rows, columns]`: the new columns' part of the mask."""
+        return self.mask[:, self.num_past :]
+
+    def token_ids(self) -> list[list[int]]:
+        """The new tokens of each row."""
+        return [row[is_token].tolist() for row, is_token in zip(self.input_ids, self.tokens, strict=True)]
+
+
+def read_batch(inputs: dict[str, Any], past_mask: torch.Tensor | None) -> Batch:
+    """The batch of a call of the model with the keyword arguments `inputs`.
+
+    past_mask: bool `[rows, past columns]` of the columns that are stored already, None if there are none.
+
+    Raises InvalidArgumentError for inputs without token ids, for masks that are not `[rows, past and new columns]`, and
+    for masks that say something else than `past_mask` about the columns that are stored.
+    """
+    input_ids = _input_ids(inputs)
+    if past_mask is None:
+        past_mask = torch.ones((len(input_ids), 0), dtype=torch.bool)
+    if len(input_ids) != len(past_mask):
+        raise InvalidArgumentError(f"has {len(input_ids)} rows, the cache {len(past_mask)}", field="input_ids")
+    mask = _full_mask(inputs.get("attention_mask"), input_ids, past_mask)
+    if not torch.equal(mask[:, : past_mask.shape[1]], past_mask):
+        raise InvalidArgumentError(
+            "is another one than before over columns that the cache holds: their K/V were computed with the mask of "
+            "then. reset() the cache, or give the mask that continues it",
+            field="attention_mask",
+        )
+    if not mask[:, past_mask.shape[1] :].any():
+        raise InvalidArgumentError("the new columns are all padding", field="attention_mask")
+    return Batch(input_ids, mask)
+
+
+def _input_ids(inputs: dict[str, Any]) -> torch.Tensor:
     input_ids = inputs.get("input_ids")
     if input_ids is None:
         raise InvalidArgumentError("the daemon needs token ids, embeddings alone do not do", field="input_ids")
-    mask = inputs.get("attention_mask")
+    if not isinstance(input_ids, torch.Tensor) or input_ids.ndim != 2 or 0 in input_ids.shape:
+        raise InvalidArgumentError("is to be a tensor [rows, columns] of token ids, not empty", field="input_ids")
+    return input_ids.cpu()
+
+
+def _full_mask(mask: object, input_ids: torch.Tensor, past_mask: torch.Tensor) -> torch.Tensor:
+    """bool `[rows, past and new columns]`, in host memory; without a mask every column is a token."""
+    rows, columns = len(input_ids), past_mask.shape[1] + input_ids.shape[1]
     if mask is None:
-        return torch.ones(input_ids.shape, dtype=torch.bool)
-    rows, columns = input_ids.shape
-    if mask.ndim != 2 or mask.shape[0] != rows or mask.shape[1] < columns:
+        return torch.ones((rows, columns), dtype=torch.bool)
+    if not isinstance(mask, torch.Tensor):
         raise InvalidArgumentError(
-            f"is to be [{rows}, at least {columns}], not {list(mask.shape)}", field="attention_mask"
+            f"is to be a tensor [rows, past and new columns], not {type(mask).__name__}", field="attention_mask"
         )
-    latest: torch.Tensor = mask[:, -columns:].bool().cpu()
-    if not latest.any():
-        raise InvalidArgumentError("the new columns are all padding", field="attention_mask")
-    return latest
+    if mask.ndim != 2 or len(mask) != rows or mask.shape[1] < columns:
+        raise InvalidArgumentError(
+            f"is to be [{rows}, {columns}], past and new columns, not {list(mask.shape)}", field="attention_mask"
+        )
+    # The library looks at no more of a longer one either.
+    return mask[:, :columns].bool().cpu()
 
 
 def num_wanted_columns(inputs: dict[str, Any], every_output: bool) -> int:
@@ -47,6 +108,41 @@ def num_wanted_columns(inputs: dict[str, Any], every_output: bool) -> int:
     return min(logits_to_keep, columns)
 
 
+def has_plain_positions(inputs: dict[str, Any], batch: Batch, takes_position_ids: bool) -> bool:
+    """Whether every new token's position is its index among the tokens of its row.
+
+    A model that takes position ids and gets none counts columns. One that does not take them goes by distances, or by
+    the mask: there every row has to be without holes.
+
+    Raises InvalidArgumentError unless position ids have an entry for each new column.
+    """
+    if not takes_position_ids:
+        return holed_span(batch.mask) == 0
+    expected = batch.mask[:, : batch.num_past].sum(1, keepdim=True) + batch.tokens.cumsum(1) - 1
+    position_ids = inputs.get("position_ids")
+    if position_ids is None:
+        position_ids = torch.arange(batch.num_past, batch.mask.shape[1])[None]
+    elif not isinstance(position_ids, torch.Tensor) or position_ids.shape[-1] != batch.num_columns:
+        raise InvalidArgumentError(f"is to be a tensor of {batch.num_columns} columns", field="position_ids")
+    if position_ids.ndim > 2 or position_ids.shape[0] not in (1, batch.num_rows):
+        return False
+    return bool(((position_ids.cpu() == expected) | ~batch.tokens).all())
+
+
+def holed_span(mask: torch.Tensor) -> int:
+    """Columns from the first token to the last, the most of any row that has padding between tokens; 0 if none has.
+
+    mask: bool `[rows, columns]`.
+    """
+    if mask.all():
+        return 0
+    columns = torch.arange(mask.shape[1])
+    last = torch.where(mask, columns, -1).amax(1)
+    first = torch.where(mask, columns, mask.shape[1]).amin(1)
+    span = last - first + 1
+    return int(torch.where(span > mask.sum(1), span, 0).amax())
+
+
 def pending_mask(tokens: torch.Tensor, num_computed: list[int]) -> torch.Tensor:
     """`tokens` without the first `num_computed[row]` tokens of each row, whose K/V are in the pool already."""
     return tokens & (tokens.cumsum(1) > torch.tensor(num_computed)[:, None])
@@ -56,12 +152,6 @@ def num_unneeded_columns(pending: torch.Tensor, num_wanted: int) -> int:
     """Leading columns that hold no pending token in any row, short of the last `num_wanted`."""
     first_pending = int(pending.any(0).nonzero()[0])
     return min(first_pending, pending.shape[1] - num_wanted)
-
-
-def num_full_columns(tokens: torch.Tensor) -> int:
-    """Last columns that hold a token in every row."""
-    padded = (~tokens.all(0)).nonzero()
-    return tokens.shape[1] - 1 - int(padded[-1]) if len(padded) else tokens.shape[1]
 
 
 def without_first(inputs: dict[str, Any], count: int) -> dict[str, Any]:

@@ -19,6 +19,9 @@ from kvservice.errors import FailedPreconditionError, InvalidArgumentError
 
 ATTENTION_NAME = "kvservice"
 """The name of the daemon's attention in the library's registries."""
+LAYER_CHANGED = (
+    "a layer computes its attention itself: install() the model again after changing its layers or their attention"
+)
 
 MaskFunction = Callable[..., torch.Tensor]
 _CAUSAL: Callable[..., Any] = causal_mask_function
@@ -41,10 +44,7 @@ class StepMask:
     @classmethod
     def __torch_function__(cls, *_: Any, **__: Any) -> Any:
         """torch calls this when a mask gets into a computation."""
-        raise FailedPreconditionError(
-            "a layer computes its attention itself: install() the model again after changing its layers or their "
-            "attention"
-        )
+        raise FailedPreconditionError(LAYER_CHANGED)
 
 
 def kvservice_mask(

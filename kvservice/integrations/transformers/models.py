@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,20 +12,14 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 
 from kvservice.config import checked_config
 from kvservice.errors import FailedPreconditionError, InvalidArgumentError
-from kvservice.integrations.transformers import own_attention, probe
-from kvservice.integrations.transformers.cache import track_passes
+from kvservice.integrations.transformers import keys, own_attention, passes, probe
 from kvservice.integrations.transformers.masks import ATTENTION_NAME
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
-@dataclass(frozen=True)
-class _Installation:
-    previous_attention: str
-    hooks: tuple[torch.utils.hooks.RemovableHandle, ...]
-
-
-_installations: WeakKeyDictionary[PreTrainedModel, _Installation] = WeakKeyDictionary()
+# The attention that each installed model had before.
+_installations: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()
 
 
 def pool_options(config: PreTrainedConfig, dtype: torch.dtype | str | None = None) -> dict[str, Any]:
@@ -62,8 +55,7 @@ def install(model: PreTrainedModel) -> PreTrainedModel:
     linear or chunked attention, attention sinks, layers that share K/V or differ in their heads, models with attention
     code or masks of their own. The model is then as it was.
     """
-    if model in _installations:
-        return model
+    uninstall(model)
     pool = pool_options(model.config)
     if not model._can_set_attn_implementation() and not own_attention.is_adaptable(model):
         raise InvalidArgumentError(
@@ -77,18 +69,19 @@ def install(model: PreTrainedModel) -> PreTrainedModel:
     except InvalidArgumentError:
         _switch_off(model, previous_attention)
         raise
-    _installations[model] = _Installation(previous_attention, track_passes(model))
+    _installations[model] = previous_attention
+    passes.track(model)
     return model
 
 
 def uninstall(model: PreTrainedModel) -> PreTrainedModel:
     """Gives a model its own attention back. Returns the model."""
-    installation = _installations.pop(model, None)
-    if installation is None:
+    previous_attention = _installations.pop(model, None)
+    if previous_attention is None:
         return model
-    for hook in installation.hooks:
-        hook.remove()
-    _switch_off(model, installation.previous_attention)
+    passes.untrack(model)
+    keys.forget(model)
+    _switch_off(model, previous_attention)
     return model
 
 
@@ -102,7 +95,8 @@ def _switch_on(model: PreTrainedModel) -> None:
 
 def _switch_off(model: PreTrainedModel, previous_attention: str) -> None:
     own_attention.restore(model)
-    model.config._attn_implementation = previous_attention
+    if model.config._attn_implementation == ATTENTION_NAME:
+        model.config._attn_implementation = previous_attention
 
 
 def check_installed(model: PreTrainedModel) -> None:

@@ -17,7 +17,7 @@ from transformers.models.gpt_neox_japanese.modeling_gpt_neox_japanese import GPT
 from transformers.models.gptj.modeling_gptj import GPTJAttention
 from transformers.models.mpt.modeling_mpt import MptAttention
 
-from kvservice.integrations.transformers.attention import kvservice_attention_forward
+from kvservice.integrations.transformers.attention import kvservice_attention_forward, refuse_holes
 
 
 def alibi_slopes(num_heads: int) -> list[float]:
@@ -87,6 +87,7 @@ def _mpt_forward(
     attention_mask: Any = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
+    refuse_holes()
     projected = self.Wqkv(hidden_states)
     if self.clip_qkv:
         projected = projected.clamp(min=-self.clip_qkv, max=self.clip_qkv)

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from kvservice.client import Step
 from kvservice.errors import InvalidArgumentError
+from kvservice.integrations.transformers import keys
 from kvservice.integrations.transformers.attention import ForwardPass, running
 from kvservice.integrations.transformers.models import check_installed
 from kvservice.integrations.transformers.probe import first_position
@@ -21,14 +22,17 @@ def forward(
 ) -> torch.Tensor:
     """Runs an `install`ed causal language model over the tokens of a step; its K/V are in the daemon afterwards.
 
-    token_ids: the step's `num_tokens` tokens, in the order of its sequences. Returns logits
-    `[num_tokens, vocabulary]`, or with `last_only` `[sequences, vocabulary]`, those of the last token of each.
+    token_ids: the step's `num_tokens` tokens, in the order of its sequences, which were allocated with
+    `extra_keys=model_keys(model)`. Returns logits `[num_tokens, vocabulary]`, or with `last_only`
+    `[sequences, vocabulary]`, those of the last token of each.
 
     Raises InvalidArgumentError if the number of tokens is not the step's, and for models that cannot be told where
-    sequences begin, FailedPreconditionError if the model is not
-    installed or left out layers, and whatever the daemon answers.
+    sequences begin, or whose rotary embeddings depend on the length of other sequences; FailedPreconditionError if the
+    model is not installed, sequences were allocated for another one, or layers were left out; and whatever the daemon
+    answers.
     """
     check_installed(model)
+    keys.check_sequences(model, step.sequences, prompts=step.num_tokens > len(step.sequences))
     ids = torch.as_tensor(token_ids, dtype=torch.long, device=model.device).reshape(1, -1)
     if ids.shape[1] != step.num_tokens:
         raise InvalidArgumentError(f"{ids.shape[1]} tokens for a step of {step.num_tokens}", field="token_ids")

@@ -1,0 +1,232 @@
+"""Keys of the prefix cache for what K/V depend on besides tokens: the model that computed them.
+
+A model's key is a SHA-256 over its class and configuration, the library's version, its modules, the state of its
+adapters, and its weights. It is the same in every process that loads the same model, so that they share prefixes.
+Before each pass it is looked whether it still holds: whether modules hold the same modules and tensors, the
+configuration equals a copy, PEFT's layers have the same adapters active, merged, disabled and scaled, and the weights
+are unchanged (see `weights.py`). Not noticed is a change of what modules keep outside of tensors, such as another
+`scaling` of an attention module, and of code. After one of these, uninstall() the model and install() it again.
+
+K/V of some models are never shared, because they depend on more than that: `Identity.private_because` says on what.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import operator
+import secrets
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.nn.modules import module as torch_modules
+from transformers import PreTrainedModel
+
+from kvservice.client import Sequence
+from kvservice.errors import FailedPreconditionError, InvalidArgumentError
+from kvservice.integrations.transformers.weights import Weights, can_digest
+
+ExtraKeys = list[tuple[int, bytes]]
+
+# What a configuration says about one call or one place, or what the model's class and tensors say better.
+_NOT_OF_THE_MODEL = {
+    "_name_or_path",
+    "architectures",
+    "dtype",
+    "output_attentions",
+    "output_hidden_states",
+    "return_dict",
+    "use_cache",
+}
+_LENGTH_REASON = "rotary embeddings depend on the length of the longest sequence of a pass"
+_PRIVATE = b"private:"
+_END = object()
+_values_of: Callable[[dict[Any, Any]], Iterable[Any]] = dict.values
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a model is at present.
+
+    `private_because`: why its K/V must not be shared, empty if they may be; the key is that of no model then.
+    `depends_on_length`: they depend on the length of the longest sequence of their pass.
+    """
+
+    key: bytes
+    private_because: str = ""
+    depends_on_length: bool = False
+
+
+class _Fingerprint:
+    """The identity of one model, and what it takes to know that it still holds. Thread-safe.
+
+    It must not hold the model itself, by which it is found as long as that lives.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._lock = threading.Lock()
+        self._weights = Weights()
+        self._walk(model)
+
+    def identity(self, model: PreTrainedModel, thorough: bool) -> Identity:
+        with self._lock:
+            if not self._same_objects(model):
+                self._walk(model)
+            elif not self._weights.unchanged(thorough):
+                self._identity = self._identify()
+        if any(self._hooks) and any(map(_is_foreign, chain.from_iterable(map(_values_of, self._hooks)))):
+            return replace(self._identity, key=b"", private_because="forward hooks may change what the model computes")
+        return self._identity
+
+    def _walk(self, model: PreTrainedModel) -> None:
+        """Notes what the model consists of."""
+        modules = list(model.modules())
+        tables: list[list[dict[str, Any]]] = [[one._modules, one._parameters, one._buffers] for one in modules]
+        self._tables = [table for table in chain.from_iterable(tables) if table]
+        self._members = [*self._current_members()]
+        self._config = copy.deepcopy(vars(model.config))
+        self._adapters = [module for module in modules if hasattr(module, "_disable_adapters")]
+        self._adapter_states = [_adapter_state(module) for module in self._adapters]
+        self._hooks = [*_hook_tables(model)]
+        self._depends_on_length = any(map(_depends_on_length, modules))
+        self._private_because = _LENGTH_REASON if self._depends_on_length else next(_other_reasons(model), "")
+        named = {} if self._private_because else {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        self._weights.track(named)
+        self._description = _describe(model, self._adapter_states)
+        self._identity = self._identify()
+
+    def _identify(self) -> Identity:
+        if self._private_because:
+            return Identity(b"", self._private_because, self._depends_on_length)
+        return Identity(hashlib.sha256(self._description + self._weights.digest()).digest())
+
+    def _current_members(self) -> Iterator[object]:
+        return chain(chain.from_iterable(map(_values_of, self._tables)), (_END,))
+
+    def _same_objects(self, model: PreTrainedModel) -> bool:
+        return (
+            all(map(operator.is_, self._current_members(), self._members))
+            and vars(model.config) == self._config
+            and all(map(operator.eq, map(_adapter_state, self._adapters), self._adapter_states))
+        )
+
+
+_fingerprints: WeakKeyDictionary[PreTrainedModel, _Fingerprint] = WeakKeyDictionary()
+
+
+def identify(model: PreTrainedModel, thorough: bool = True) -> Identity:
+    """The model's identity at present. `thorough`: notice also changes of weights that raise no version, most of them;
+    for passes that compute a prompt."""
+    fingerprint = _fingerprints.get(model)
+    if fingerprint is None:
+        fingerprint = _fingerprints[model] = _Fingerprint(model)
+    return fingerprint.identity(model, thorough)
+
+
+def forget(model: PreTrainedModel) -> None:
+    """Has the model looked at anew the next time."""
+    _fingerprints.pop(model, None)
+
+
+def model_keys(model: PreTrainedModel) -> ExtraKeys:
+    """The `extra_keys` to allocate a sequence with whose K/V a model computes in `forward`.
+
+    Where K/V of the model must not be shared the key is one that nobody else gets, so ask anew for each sequence.
+    """
+    identity = identify(model)
+    return private_keys() if identity.private_because else shared_keys(identity)
+
+
+def shared_keys(identity: Identity) -> ExtraKeys:
+    return [(0, b"model:" + identity.key)]
+
+
+def private_keys() -> ExtraKeys:
+    return [(0, _PRIVATE + secrets.token_bytes(16))]
+
+
+def check_sequences(model: PreTrainedModel, sequences: Iterable[Sequence], prompts: bool) -> None:
+    """Looks at the sequences of a step before a model computes it; `prompts`: with more than a token of any of them.
+
+    Raises FailedPreconditionError unless they were allocated with the `model_keys` that the model has now, and
+    InvalidArgumentError for models for which it matters which sequences are in the step.
+    """
+    identity = identify(model, thorough=prompts)
+    if identity.depends_on_length:
+        raise InvalidArgumentError(f"{_LENGTH_REASON}: use generate with a KVServiceCache", field="model")
+    own = shared_keys(identity)[0]
+    for sequence in sequences:
+        keys = sequence.extra_keys
+        if own not in keys and not (identity.private_because and any(key.startswith(_PRIVATE) for _, key in keys)):
+            raise FailedPreconditionError(
+                f"sequence {sequence.sequence_id} was not allocated for this model as it is now, so others would take "
+                "its K/V for theirs: allocate it with extra_keys=model_keys(model)"
+            )
+
+
+def _depends_on_length(module: torch.nn.Module) -> bool:
+    """Whether it is a rotary embedding whose frequencies the library changes with the largest position of a pass."""
+    rope_types = getattr(module, "rope_type", None)
+    names = rope_types.values() if isinstance(rope_types, dict) else [rope_types]
+    return any(name == "longrope" or "dynamic" in (name or "") for name in names)
+
+
+def _other_reasons(model: PreTrainedModel) -> Iterator[str]:
+    """Why K/V of the model depend on more than tokens and what its key covers."""
+    for module in model.modules():
+        if hasattr(module, "create_position_ids_from_input_ids"):
+            yield "positions depend on which tokens are padding"
+        kind = type(module)
+        saves_more = kind._save_to_state_dict is not torch.nn.Module._save_to_state_dict
+        if saves_more or kind.get_extra_state is not torch.nn.Module.get_extra_state:
+            yield f"{kind.__name__} keeps weights outside of its parameters and buffers"
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if not can_digest(tensor):
+            yield f"{name} is a {type(tensor).__name__} whose values are not all here"
+
+
+def _hook_tables(model: PreTrainedModel) -> Iterator[dict[int, Any]]:
+    """Where hooks are that could change what enters the pool; hooks on the whole model's output cannot."""
+    yield torch_modules._global_forward_pre_hooks
+    yield torch_modules._global_forward_hooks
+    for module in model.modules():
+        yield module._forward_pre_hooks
+        if module is not model:
+            yield module._forward_hooks
+
+
+def _is_foreign(hook: Any) -> bool:
+    """The library's own hooks only record."""
+    return getattr(hook, "__module__", "").partition(".")[0] != "transformers"
+
+
+def _adapter_state(layer: Any) -> tuple[Any, ...]:
+    """What says which adapters of one of PEFT's layers take part, and how much."""
+    active = layer._active_adapter
+    scaling = getattr(layer, "scaling", None)
+    return (
+        active if isinstance(active, str) else tuple(active),
+        layer._disable_adapters,
+        tuple(getattr(layer, "merged_adapters", ())),
+        dict(scaling) if isinstance(scaling, dict) else scaling,
+    )
+
+
+def _describe(model: PreTrainedModel, adapter_states: list[tuple[Any, ...]]) -> bytes:
+    """Everything that the key covers but the weights."""
+    kind = type(model)
+    config = {name: value for name, value in model.config.to_dict().items() if name not in _NOT_OF_THE_MODEL}
+    modules = [(name, type(one).__qualname__, one.extra_repr()) for name, one in model.named_modules()]
+    description = [f"{kind.__module__}.{kind.__qualname__}", config, modules, [repr(state) for state in adapter_states]]
+    return json.dumps(description, sort_keys=True, default=_plain).encode()
+
+
+def _plain(value: object) -> object:
+    """For what JSON has no word; never the address that an object's repr may have."""
+    return sorted(map(str, value)) if isinstance(value, set | frozenset) else type(value).__name__

@@ -1,0 +1,126 @@
+"""Calls of an installed model: each one that names a KVServiceCache is a pass of that cache, others are refused.
+
+The model gets a `forward` of its own, not hooks: torch does not call those when a pass is interrupted.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from types import MethodType
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from kvservice.errors import FailedPreconditionError, InvalidArgumentError
+from kvservice.integrations.transformers import attention
+from kvservice.integrations.transformers.cache import KVServiceCache
+from kvservice.integrations.transformers.masks import ATTENTION_NAME
+
+# The instance's own `forward` that was there before, such as accelerate's.
+_INNER = "_kvservice_inner_forward"
+_WRONG_CACHE = (
+    "an installed model runs with past_key_values=KVServiceCache(...), or through forward(), but got {}. Where the "
+    "library calls a model without its caller's cache, for guidance_scale or as an assistant, it needs a model that is "
+    "not installed: uninstall() it, or take a copy made before install()"
+)
+
+
+def track(model: PreTrainedModel) -> None:
+    """Makes calls of the model passes of the cache that they name. Compiled code calls it as it is."""
+    kind: Any = type(model)
+    if "forward" in vars(model):
+        vars(model)[_INNER] = vars(model)["forward"]
+
+    @attention.not_compiled
+    @functools.wraps(kind.forward)
+    def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        return _run(self, _bind(kind.forward, args, kwargs))
+
+    # Methods bound to the instance: a deep copy of the model gets them bound to itself.
+    vars(model)["forward"] = MethodType(forward, model)
+    if not hasattr(kind, "prepare_inputs_for_generation"):
+        return
+
+    @functools.wraps(kind.prepare_inputs_for_generation)
+    def prepare(self: PreTrainedModel, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return _prepare(self, _bind(kind.prepare_inputs_for_generation, args, kwargs))
+
+    vars(model)["prepare_inputs_for_generation"] = MethodType(prepare, model)
+
+
+def untrack(model: PreTrainedModel) -> None:
+    """Undoes `track`."""
+    for name in ("forward", "prepare_inputs_for_generation"):
+        vars(model).pop(name, None)
+    if _INNER in vars(model):
+        vars(model)["forward"] = vars(model).pop(_INNER)
+
+
+def _bind(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments by name, but for self."""
+    if not args:
+        return kwargs
+    names = list(inspect.signature(function).parameters)[1:]
+    if len(args) > len(names):
+        raise TypeError(f"{function.__qualname__} takes {len(names)} arguments, not {len(args)}")
+    return dict(zip(names, args, strict=False)) | kwargs
+
+
+def _run(model: PreTrainedModel, inputs: dict[str, Any]) -> Any:
+    inner = vars(model).get(_INNER) or functools.partial(type(model).forward, model)
+    cache = inputs.get("past_key_values")
+    if cache is None and attention.is_running():
+        return inner(**inputs)  # in forward(), which runs the pass
+    if not isinstance(cache, KVServiceCache):
+        given = "none" if cache is None else f"a {type(cache).__name__}"
+        raise FailedPreconditionError(_WRONG_CACHE.format(given))
+    _check_model(model)
+    _check_inputs(inputs)
+    every_output = bool(inputs.get("output_hidden_states") or model.config.output_hidden_states)
+    with cache.forward_pass(
+        model,
+        inputs,
+        every_output=every_output or inputs.get("labels") is not None,
+        takes_position_ids="position_ids" in inspect.signature(type(model).forward).parameters,
+    ) as pass_inputs:
+        return inner(**pass_inputs)
+
+
+def _check_model(model: PreTrainedModel) -> None:
+    implementation = model.config._attn_implementation
+    if implementation != ATTENTION_NAME:
+        raise FailedPreconditionError(
+            f"the model's attention was changed to {implementation} after install(): install() it again, or "
+            "uninstall() it and use another cache"
+        )
+    if model.training:
+        raise FailedPreconditionError("inference only, dropout would enter the cache: call model.eval()")
+
+
+def _check_inputs(inputs: dict[str, Any]) -> None:
+    if inputs.get("output_attentions"):
+        raise InvalidArgumentError("attention weights stay in the daemon", field="output_attentions")
+    if inputs.get("use_cache") is False:
+        raise InvalidArgumentError("is False, but the K/V go into the cache that was given", field="use_cache")
+
+
+def _prepare(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[str, Any]:
+    """What `generate` calls the model with.
+
+    Raises InvalidArgumentError if the cache holds more than the inputs, of which the library would take a wrong part.
+    """
+    cache, num_new = inputs.get("past_key_values"), inputs.get("next_sequence_length")
+    if isinstance(cache, KVServiceCache) and num_new is not None and num_new <= 0:
+        raise InvalidArgumentError(
+            f"has no column that is not in the cache, which holds {cache.get_seq_length()}: give it with everything "
+            "that follows, crop() or reset() the cache, or use a new one",
+            field="input_ids",
+        )
+    kind: Any = type(model)
+    prepared: dict[str, Any] = kind.prepare_inputs_for_generation(model, **inputs)
+    if isinstance(cache, KVServiceCache) and prepared.get("past_key_values") is None:
+        # Longrope has changed its frequencies (Phi-3): the model wants everything computed again, into a new cache.
+        cache.reset()
+        prepared["past_key_values"] = cache
+    return prepared

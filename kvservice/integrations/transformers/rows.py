@@ -1,0 +1,130 @@
+"""The sequences of a cache, one for each row of its batch."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+
+from kvservice.client import Sequence, Session, Step
+from kvservice.integrations.transformers.keys import ExtraKeys
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The rows before a pass, to go back to if it fails."""
+
+    sequences: tuple[Sequence | None, ...]
+    lengths: tuple[int, ...]
+
+
+class Rows:
+    """Sequences of a session by row; None while a row has had padding only. Empty until the first pass.
+
+    When nobody holds the rows any more, the session frees their sequences before its next allocation.
+    """
+
+    def __init__(self, kv: Session) -> None:
+        self.kv = kv
+        # The finalizer holds this list, so it is changed in place.
+        self.sequences: list[Sequence | None] = []
+        finalizer = weakref.finalize(self, _abandon, kv, self.sequences)
+        finalizer.atexit = False
+
+    def held(self) -> list[Sequence]:
+        return [sequence for sequence in self.sequences if sequence is not None]
+
+    def open_step(
+        self, token_ids: list[list[int]], num_wanted: int, extra_keys: list[ExtraKeys]
+    ) -> tuple[Step, list[int]]:
+        """Gives the rows their new tokens and opens a step over those that need computing. Returns it with the number
+        of new tokens of each row that need none, because the prefix cache has them.
+
+        extra_keys: for each row, those that its sequence is allocated with if it has none yet.
+
+        Only what is allocated can be found in the prefix cache, appended tokens are always pending. So the last
+        `num_wanted` tokens of a new row, whose outputs the caller wants, are left to be computed.
+        """
+        self.sequences[:] = self.sequences or [None] * len(token_ids)
+        active = [row for row, ids in enumerate(token_ids) if ids]
+        prompts = {
+            row: token_ids[row][: max(1, len(token_ids[row]) - num_wanted + 1)]
+            for row in active
+            if self.sequences[row] is None
+        }
+        if prompts:
+            self._allocate(prompts, extra_keys)
+        rest = {row: token_ids[row][len(prompts.get(row, ())) :] for row in active}
+        appended = [row for row in active if rest[row]]
+        if appended:
+            step = self.kv.append(
+                [self._sequence(row) for row in appended],
+                [token_id for row in appended for token_id in rest[row]],
+                num_tokens=[len(rest[row]) for row in appended],
+            )
+        if appended != active:
+            step = self.kv.open_step([self._sequence(row) for row in active])
+        pending = dict(zip(active, step.query_lens.tolist(), strict=True))
+        return step, [len(ids) - pending.get(row, 0) for row, ids in enumerate(token_ids)]
+
+    def _allocate(self, prompts: dict[int, list[int]], extra_keys: list[ExtraKeys]) -> None:
+        keys = [extra_keys[row] for row in prompts]
+        sequences = self.kv.allocate_batch(list(prompts.values()), extra_keys=keys)
+        for row, sequence in zip(prompts, sequences, strict=True):
+            self.sequences[row] = sequence
+
+    def _sequence(self, row: int) -> Sequence:
+        sequence = self.sequences[row]
+        assert sequence is not None, f"row {row} has no tokens yet"
+        return sequence
+
+    def snapshot(self) -> Snapshot:
+        lengths = tuple(sequence.length if sequence else 0 for sequence in self.sequences)
+        return Snapshot(tuple(self.sequences), lengths)
+
+    def roll_back(self, before: Snapshot) -> None:
+        kept = {sequence.sequence_id for sequence in before.sequences if sequence}
+        if created := [sequence for sequence in self.held() if sequence.sequence_id not in kept]:
+            self.kv.free(created)
+        for sequence, length in zip(before.sequences, before.lengths, strict=True):
+            if sequence and sequence.length > length:
+                self.kv.truncate(sequence, length)
+        self.sequences[:] = before.sequences
+
+    def select(self, parents: list[int]) -> None:
+        """Makes row i what row `parents[i]` was: its first copy is the sequence itself, every further one a fork."""
+        rows: list[Sequence | None] = []
+        forked: list[int] = []
+        for row, parent in enumerate(parents):
+            if parent in parents[:row] and self.sequences[parent]:
+                forked.append(row)
+            rows.append(self.sequences[parent])
+        if forked:
+            children = self.kv.fork_batch([self._sequence(parents[row]) for row in forked])
+            for row, child in zip(forked, children, strict=True):
+                rows[row] = child
+        if dropped := [sequence for row, sequence in enumerate(self.sequences) if sequence and row not in parents]:
+            self.kv.free(dropped)
+        self.sequences[:] = rows
+
+    def fork(self) -> Rows:
+        """Rows of their own that share every block with these."""
+        copy = Rows(self.kv)
+        children = iter(self.kv.fork_batch(held) if (held := self.held()) else [])
+        copy.sequences[:] = [sequence and next(children) for sequence in self.sequences]
+        return copy
+
+    def take_back(self, num_tokens: list[int]) -> None:
+        """Gives the last `num_tokens[row]` tokens of each row back."""
+        for sequence, count in zip(self.sequences, num_tokens, strict=True):
+            if sequence and count:
+                self.kv.truncate(sequence, sequence.length - count)
+
+    def free(self) -> None:
+        if held := self.held():
+            self.kv.free(held)
+        self.sequences.clear()
+
+
+def _abandon(kv: Session, sequences: list[Sequence | None]) -> None:
+    """Runs wherever the garbage collector does, maybe within a call of the session: no call can be made here."""
+    kv.free_later(sequence for sequence in sequences if sequence is not None)

@@ -1,0 +1,126 @@
+"""Attention masks over columns that are stored, and padding between tokens: as in the library, or refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+from kvservice.errors import InvalidArgumentError
+from kvservice.integrations.transformers import KVServiceCache, install, pool_options
+
+IDS = torch.arange(1, 25).reshape(2, 12)
+
+
+def masked(*columns: int) -> torch.Tensor:
+    """Ones `[2, 12]`, but zeros in these columns of the second row."""
+    mask = torch.ones_like(IDS)
+    mask[1, list(columns)] = 0
+    return mask
+
+
+def positions(model, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Those of the tokens; ALiBi models take none."""
+    return {} if model.config.model_type == "bloom" else {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+
+
+def logits_in_two_passes(model, cache, mask: torch.Tensor, second_mask: torch.Tensor | None = None) -> torch.Tensor:
+    """Logits of the tokens after the first 8 columns."""
+    for columns in (slice(0, 8), slice(8, 12)):
+        inputs = {name: value[:, columns] for name, value in positions(model, mask).items()}
+        inputs["attention_mask"] = mask[:, : columns.stop]
+        if second_mask is not None and columns.stop == 12:
+            inputs["attention_mask"] = second_mask
+        logits = model(IDS[:, columns], **inputs, past_key_values=cache).logits
+    return logits[mask[:, 8:].bool()]
+
+
+def expected_logits(model, mask: torch.Tensor) -> torch.Tensor:
+    logits = model(IDS, attention_mask=mask, **positions(model, mask)).logits
+    return logits[:, 8:][mask[:, 8:].bool()]
+
+
+@pytest.mark.parametrize("changed", [masked(), masked(0, 1, 2), masked(0, 5)], ids=["unmasked", "more", "other"])
+def test_a_mask_that_changes_over_stored_columns_is_refused(llama, changed) -> None:
+    cache = KVServiceCache(llama.new_session())
+    with pytest.raises(InvalidArgumentError, match="attention_mask: is another one"):
+        logits_in_two_passes(llama.model, cache, masked(0, 1), second_mask=changed)
+    assert [sequence.length for sequence in cache.sequences] == [8, 6]
+    assert cache.get_seq_length() == 8
+
+
+def test_no_mask_after_a_mask_is_another_mask(llama) -> None:
+    cache = KVServiceCache(llama.new_session())
+    llama.model(IDS[:, :8], attention_mask=masked(0)[:, :8], past_key_values=cache)
+    with pytest.raises(InvalidArgumentError, match="attention_mask: is another one"):
+        llama.model(IDS[:, 8:], past_key_values=cache)
+
+
+def test_a_mask_of_the_new_columns_alone_is_refused(llama) -> None:
+    cache = KVServiceCache(llama.new_session())
+    with pytest.raises(InvalidArgumentError, match=r"is to be \[2, 12\], past and new columns, not \[2, 4\]"):
+        logits_in_two_passes(llama.model, cache, masked(), second_mask=masked()[:, 8:])
+
+
+def test_a_mask_may_be_longer_than_the_columns(llama) -> None:
+    mask = masked(0, 1)
+    longer = torch.cat([mask, torch.zeros(2, 3, dtype=torch.long)], 1)
+    actual = logits_in_two_passes(llama.model, KVServiceCache(llama.new_session()), mask, second_mask=longer)
+    torch.testing.assert_close(actual, expected_logits(llama.reference, mask), atol=1e-3, rtol=0)
+
+
+def test_selected_rows_keep_their_masks(llama) -> None:
+    cache = KVServiceCache(llama.new_session())
+    mask = masked(0, 1)
+    llama.model(IDS, attention_mask=mask, **positions(llama.model, mask), past_key_values=cache)
+    cache.batch_select_indices(torch.tensor([1]))
+    token, mask = torch.tensor([[41]]), torch.cat([mask[1:], torch.ones(1, 1, dtype=torch.long)], 1)
+    actual = llama.model(token, attention_mask=mask, position_ids=torch.tensor([[10]]), past_key_values=cache).logits
+    inputs = {"attention_mask": mask, **positions(llama.model, mask), "logits_to_keep": 1}
+    expected = llama.reference(torch.cat([IDS[1:], token], 1), **inputs).logits
+    torch.testing.assert_close(actual, expected, atol=1e-3, rtol=0)
+
+
+HOLES = {"in one pass": masked(3, 4), "where passes meet": masked(6, 7), "and padding": masked(0, 5, 9)}
+
+
+@pytest.mark.parametrize("mask", HOLES.values(), ids=HOLES)
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bloom"])
+def test_padding_between_tokens(make_pair, family, mask) -> None:
+    pair = make_pair(family)
+    # Without position ids the daemon cannot know that these are the tokens' own, so nothing can be shared.
+    cache = KVServiceCache(pair.new_session(), share=family != "bloom")
+    actual = logits_in_two_passes(pair.model, cache, mask)
+    torch.testing.assert_close(actual, expected_logits(pair.reference, mask), atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("mask", HOLES.values(), ids=HOLES)
+def test_padding_between_tokens_within_a_sliding_window_is_refused(make_pair, mask) -> None:
+    """The library counts columns in its windows, here of 5, the daemon tokens."""
+    pair = make_pair("mistral")
+    cache = KVServiceCache(pair.new_session())
+    with pytest.raises(InvalidArgumentError, match="attention_mask: has padding between tokens"):
+        logits_in_two_passes(pair.model, cache, mask)
+    lengths = [info.length for info in cache.kv.describe()]
+    assert sum(lengths) == mask[:, : cache.get_seq_length()].sum()
+
+
+def test_padding_between_tokens_whose_columns_mpt_counts_is_refused(clients) -> None:
+    """Its ALiBi biases go by columns, those of BLOOM by tokens."""
+    torch.manual_seed(2)
+    config = transformers.MptConfig(d_model=64, n_heads=2, n_layers=2, vocab_size=97)
+    model = install(transformers.MptForCausalLM(config).eval())
+    with clients(pool_options(config)).session() as kv, torch.no_grad():
+        for share in (True, False):
+            cache = KVServiceCache(kv, share=share)
+            model(IDS, attention_mask=masked(0, 1), past_key_values=cache)
+            with pytest.raises(InvalidArgumentError, match="attention_mask: has padding between tokens"):
+                model(IDS, attention_mask=masked(3), past_key_values=KVServiceCache(kv, share=share))
+
+
+def test_a_window_that_sees_the_whole_row_does_not_matter(make_pair) -> None:
+    pair = make_pair("mistral")
+    mask = torch.tensor([[1] * 8, [0, 0, 0, 1, 1, 0, 1, 1]])
+    inputs = {"input_ids": IDS[:, :8], "attention_mask": mask, **positions(pair.model, mask)}
+    actual = pair.model(**inputs, past_key_values=KVServiceCache(pair.new_session())).logits
+    torch.testing.assert_close(actual[mask.bool()], pair.reference(**inputs).logits[mask.bool()], atol=1e-3, rtol=0)

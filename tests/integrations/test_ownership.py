@@ -1,0 +1,77 @@
+"""Sequences of a cache are freed with it, wherever it ends."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from kvservice.errors import InvalidArgumentError
+from kvservice.integrations.transformers import KVServiceCache, install
+
+IDS = torch.arange(1, 97).repeat(2)[:180].reshape(2, 90)
+
+
+def fail_after_a_pass(model, cache: KVServiceCache) -> None:
+    model(IDS, past_key_values=cache)
+    cache.crop(1)
+
+
+def test_requests_with_a_cache_each_never_fill_the_pool(llama) -> None:
+    """The README's three lines, in a loop. The pool has 256 blocks, each request takes 46."""
+    kv = llama.new_session()
+    for request in range(8):
+        ids = IDS.roll(request, 1)
+        tokens = install(llama.model).generate(
+            ids, max_new_tokens=2, do_sample=False, past_key_values=KVServiceCache(kv)
+        )
+        assert torch.equal(tokens, llama.reference.generate(ids, max_new_tokens=2, do_sample=False))
+
+
+def test_a_context_manager_frees_at_once(llama) -> None:
+    kv = llama.new_session()
+    with KVServiceCache(kv) as cache:
+        llama.model(IDS, past_key_values=cache)
+        assert len(kv.describe()) == 2
+    assert kv.describe() == []
+    with pytest.raises(InvalidArgumentError), KVServiceCache(kv) as cache:
+        fail_after_a_pass(llama.model, cache)
+    assert kv.describe() == []
+
+
+def test_a_dropped_cache_is_freed_before_the_next_allocation(llama) -> None:
+    kv = llama.new_session()
+    cache = KVServiceCache(kv)
+    llama.model(IDS, past_key_values=cache)
+    fork = cache.fork()
+    del cache
+    kv.allocate([1])
+    assert sorted(info.length for info in kv.describe()) == [1, 90, 90]
+    fork.reset()
+    del fork
+    kv.allocate([1])
+    assert [info.length for info in kv.describe()] == [1, 1]
+
+
+def test_sequences_that_the_caller_freed_are_passed_over(llama) -> None:
+    kv = llama.new_session()
+    cache = KVServiceCache(kv)
+    llama.model(IDS, past_key_values=cache)
+    kv.free(cache.sequences[:1])
+    del cache
+    assert kv.can_allocate([[1, 2, 3]]) == "ok"
+    assert kv.describe() == []
+
+
+def test_the_collector_may_run_within_a_call_of_the_session(llama) -> None:
+    """A cache in a cycle ends where the garbage collector happens to run: here with the session's stream locked."""
+    kv = llama.new_session()
+    cache = KVServiceCache(kv)
+    llama.model(IDS, past_key_values=cache)
+    cache.itself = cache
+    del cache
+    with kv._stream._lock:
+        gc.collect()
+    kv.allocate([1])
+    assert [info.length for info in kv.describe()] == [1]

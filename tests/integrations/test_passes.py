@@ -1,0 +1,206 @@
+"""Every way to call a model with a cache is a pass of that cache, or refused by name before anything is stored."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from kvservice.client import Step
+from kvservice.errors import FailedPreconditionError, InvalidArgumentError
+from kvservice.integrations.transformers import KVServiceCache, install, uninstall
+
+IDS = torch.arange(1, 25).reshape(2, 12)
+
+
+def assert_refused(
+    cache: KVServiceCache, error: type[BaseException], match: str | None, call: Callable[[], Any]
+) -> None:
+    """The call raises, and neither the cache nor the session has anything after it that was not there before."""
+    before = cache.get_seq_length(), cache.sequences, cache.kv.describe()
+    with pytest.raises(error, match=match):
+        call()
+    assert (cache.get_seq_length(), cache.sequences, cache.kv.describe()) == before
+
+
+@pytest.fixture
+def cache(llama) -> KVServiceCache:
+    return KVServiceCache(llama.new_session())
+
+
+def test_a_model_that_is_not_installed_is_refused(llama, cache) -> None:
+    for implementation in ("eager", "sdpa"):
+        llama.reference.set_attn_implementation(implementation)
+        calls = {
+            "generate": lambda: llama.reference.generate(IDS, max_new_tokens=3, past_key_values=cache),
+            "call": lambda: llama.reference(IDS, past_key_values=cache),
+            "positional": lambda: llama.reference.model.forward(IDS, None, None, cache),
+        }
+        for call in calls.values():
+            assert_refused(cache, FailedPreconditionError, r"install\(model\) first", call)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bloom", "gemma2"])
+def test_other_families_that_are_not_installed_are_refused(make_pair, family) -> None:
+    pair = make_pair(family)
+    cache = KVServiceCache(pair.new_session())
+    generate = lambda: pair.reference.generate(IDS, max_new_tokens=3, past_key_values=cache)  # noqa: E731
+    assert_refused(cache, FailedPreconditionError, r"install\(model\) first", generate)
+
+
+def test_attention_that_was_changed_back_is_refused(llama, cache) -> None:
+    llama.model.set_attn_implementation("sdpa")
+    calls = {
+        "call": lambda: llama.model(IDS, past_key_values=cache),
+        "forward": lambda: llama.model.forward(IDS, past_key_values=cache),
+        "generate": lambda: llama.model.generate(IDS, max_new_tokens=3, past_key_values=cache),
+    }
+    for call in calls.values():
+        assert_refused(cache, FailedPreconditionError, "changed to sdpa", call)
+    install(llama.model)
+    expected = llama.reference(IDS).logits
+    torch.testing.assert_close(llama.model(IDS, past_key_values=cache).logits, expected, atol=1e-3, rtol=0)
+    uninstall(llama.model)
+    assert llama.model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_layer_whose_attention_was_changed_is_refused(llama, cache, layer: int) -> None:
+    attention = llama.model.model.layers[layer].self_attn
+    attention.config = copy.deepcopy(attention.config)
+    attention.config._attn_implementation = "eager"
+    call = lambda: llama.model(IDS, past_key_values=cache)  # noqa: E731
+    assert_refused(cache, FailedPreconditionError, "attention itself|sent 1 layers", call)
+
+
+def test_a_part_of_the_model_is_refused(llama, cache) -> None:
+    decoder, layer = llama.model.model, llama.model.model.layers[0]
+    embedded = decoder.embed_tokens(IDS)
+    rotary = decoder.rotary_emb(embedded, torch.arange(12)[None])
+    calls = {
+        "decoder": lambda: decoder(IDS, past_key_values=cache),
+        "layer": lambda: layer(embedded, past_key_values=cache, position_embeddings=rotary),
+        "attention": lambda: layer.self_attn(embedded, rotary, None, cache),
+    }
+    for call in calls.values():
+        assert_refused(cache, FailedPreconditionError, "do not call a part of the model", call)
+
+
+def test_every_way_to_name_the_cache_is_a_pass(llama) -> None:
+    expected = llama.reference(IDS).logits
+    calls = {
+        "by name": lambda cache: llama.model(input_ids=IDS, past_key_values=cache),
+        "positional": lambda cache: llama.model(IDS, None, None, cache),
+        "forward": lambda cache: llama.model.forward(IDS, past_key_values=cache),
+    }
+    for call in calls.values():
+        cache = KVServiceCache(llama.new_session())
+        torch.testing.assert_close(call(cache).logits, expected, atol=1e-3, rtol=0)
+        assert cache.get_seq_length() == 12
+
+
+def test_compiled_code_calls_the_model_as_it_is(llama) -> None:
+    ids = IDS[:1]
+    expected = llama.reference(ids).logits
+    for layer in llama.model.model.layers:
+        layer.compile(backend="eager")
+    for _ in range(2):
+        llama.model.compile(backend="eager")
+        cache = KVServiceCache(llama.new_session())
+        prompt = llama.model(ids[:, :11], past_key_values=cache).logits
+        last = llama.model(ids[:, 11:], past_key_values=cache).logits
+        torch.testing.assert_close(torch.cat([prompt, last], 1), expected, atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ({}, FailedPreconditionError, "got none"),
+        ({"past_key_values": DynamicCache()}, FailedPreconditionError, "got a DynamicCache"),
+        ({"output_attentions": True}, InvalidArgumentError, "output_attentions"),
+        ({"use_cache": False}, InvalidArgumentError, "use_cache"),
+        ({"attention_mask": {"full_attention": torch.ones(2, 12)}}, InvalidArgumentError, r"attention_mask.*not dict"),
+        ({"attention_mask": torch.ones(2, 1, 12, 12)}, InvalidArgumentError, "attention_mask"),
+        ({"position_ids": torch.arange(5)[None]}, InvalidArgumentError, "position_ids: is to be a tensor of 12"),
+    ],
+    ids=["no cache", "another cache", "weights", "use_cache", "dict", "4 dimensions", "positions"],
+)
+def test_refuses(llama, cache, arguments, error, match) -> None:
+    inputs = {"past_key_values": cache, **arguments} if arguments else {}
+    assert_refused(cache, error, match, lambda: llama.model(IDS, **inputs))
+
+
+def test_a_model_in_training_is_refused(llama, cache) -> None:
+    llama.model.train()
+    assert_refused(cache, FailedPreconditionError, r"eval\(\)", lambda: llama.model(IDS, past_key_values=cache))
+
+
+def test_gradients_through_attention_are_refused(llama, cache) -> None:
+    with torch.enable_grad():
+        call = lambda: llama.model(IDS, past_key_values=cache).logits.sum().backward()  # noqa: E731
+        assert_refused(cache, FailedPreconditionError, r"no gradients.*torch.no_grad\(\)", call)
+        for parameter in llama.model.model.parameters():
+            parameter.requires_grad_(False)
+        llama.model(IDS, past_key_values=cache).logits.sum().backward()
+    expected = llama.reference(IDS, output_hidden_states=True).hidden_states[-1].sum((0, 1))
+    torch.testing.assert_close(llama.model.lm_head.weight.grad[0], expected, atol=1e-2, rtol=0)
+
+
+def test_guidance_and_installed_assistants_are_refused(llama, make_pair, cache) -> None:
+    guided = {"guidance_scale": 1.5}
+    assisted = {"assistant_model": make_pair("mistral").model}
+    for arguments in (guided, assisted):
+        with pytest.raises(FailedPreconditionError, match=r"got .*guidance_scale or as an assistant.*uninstall"):
+            llama.model.generate(IDS[:1], max_new_tokens=4, past_key_values=cache, **arguments)
+        cache.reset()
+
+
+@pytest.mark.parametrize("family", ["llama", "bloom"])
+@pytest.mark.parametrize("length", [5, 9, 10])
+def test_a_prompt_that_the_cache_holds_already_is_refused(make_pair, family, length: int) -> None:
+    pair = make_pair(family)
+    cache = KVServiceCache(pair.new_session(), share=False)
+    pair.model(IDS[:, :10], past_key_values=cache)
+    generate = lambda: pair.model.generate(IDS[:, :length], max_new_tokens=2, past_key_values=cache)  # noqa: E731
+    assert_refused(cache, InvalidArgumentError, "input_ids: has no column.*holds 10", generate)
+
+
+@pytest.mark.parametrize("kv", ["client", "address"])
+def test_only_a_session_makes_a_cache(llama, kv) -> None:
+    argument = llama.new_session()._client if kv == "client" else "unix:///run/kvservice.sock"
+    with pytest.raises(InvalidArgumentError, match=r"kv: is to be a session, .*client.session\(\)") as refused:
+        KVServiceCache(argument)
+    assert refused.value.field == "kv"
+
+
+def test_a_copy_of_a_cache_is_a_fork(llama, cache) -> None:
+    """The library's idiom for prompts that begin alike."""
+    prefix = {"input_ids": IDS[:1, :7]}
+    expected = llama.reference(**prefix, past_key_values=DynamicCache(), use_cache=True).past_key_values
+    llama.model(**prefix, past_key_values=cache)
+    for ending in ([[41, 3]], [[18, 77]]):
+        prompt = torch.cat([prefix["input_ids"], torch.tensor(ending)], 1)
+        arguments = {"max_new_tokens": 8, "do_sample": False}
+        actual = llama.model.generate(prompt, past_key_values=copy.deepcopy(cache), **arguments)
+        assert torch.equal(
+            actual, llama.reference.generate(prompt, past_key_values=copy.deepcopy(expected), **arguments)
+        )
+    assert (cache.get_seq_length(), cache.sequences[0].length) == (7, 7)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_an_interrupted_pass_leaves_the_cache_as_it_was(llama, cache, monkeypatch, error) -> None:
+    llama.model(IDS[:, :8], past_key_values=cache)
+
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise error
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Step, "attend", interrupt)
+        assert_refused(cache, error, None, lambda: llama.model(IDS[:, 8:], past_key_values=cache))
+    logits = llama.model(IDS[:, 8:], past_key_values=cache).logits
+    torch.testing.assert_close(logits, llama.reference(IDS).logits[:, 8:], atol=1e-3, rtol=0)

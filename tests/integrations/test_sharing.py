@@ -1,0 +1,293 @@
+"""What a model computed is found by the same model only, and only where it depends on nothing but the tokens."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from kvservice.errors import FailedPreconditionError, InvalidArgumentError
+from kvservice.integrations.transformers import KVServiceCache, install, model_keys, uninstall
+
+PROMPT = torch.tensor([[5, 9, 23, 61, 7, 44, 8, 33, 12, 71, 3, 90, 14]])
+NUM_CACHED = 12  # tokens in full blocks of 4
+
+
+def generate(model: PreTrainedModel, kv: Any, prompt: torch.Tensor = PROMPT, **options: Any) -> torch.Tensor:
+    """Prompt, 8 tokens, and how many tokens were found in the prefix cache."""
+    with KVServiceCache(kv, **options) as cache:
+        tokens = model.generate(prompt, max_new_tokens=8, do_sample=False, past_key_values=cache)
+        generate.num_found = [sequence.num_cached_tokens for sequence in cache.sequences]
+        return tokens
+
+
+def generate_alone(model: PreTrainedModel, prompt: torch.Tensor = PROMPT) -> torch.Tensor:
+    return model.generate(prompt, max_new_tokens=8, do_sample=False)
+
+
+class Adapted(nn.Module):
+    """What PEFT puts in a linear layer's place."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.lora = nn.Linear(base.in_features, base.out_features, bias=False)
+        nn.init.ones_(self.lora.weight)
+        self.scaling = {"default": 1.0}
+        self.merged_adapters: list[str] = []
+        self._active_adapter = "default"
+        self._disable_adapters = True
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        output = self.base_layer(hidden)
+        return output if self._disable_adapters else output + self.scaling["default"] * self.lora(hidden)
+
+
+def weight_of(model: PreTrainedModel) -> nn.Parameter:
+    return model.model.layers[0].self_attn.k_proj.weight
+
+
+def optimize(model: PreTrainedModel) -> None:
+    weight_of(model).grad = torch.ones_like(weight_of(model))
+    torch.optim.AdamW([weight_of(model)], lr=0.5).step()
+
+
+def write_data_in_place(model: PreTrainedModel) -> None:
+    for parameter in model.parameters():
+        parameter.data.copy_(parameter.data.flip(0))
+
+
+def write_behind_torch(model: PreTrainedModel) -> None:
+    weight_of(model).detach().numpy()[:] *= -1
+
+
+def replace_memory(model: PreTrainedModel) -> None:
+    weight_of(model).data = -weight_of(model).data
+
+
+def replace_parameter(model: PreTrainedModel) -> None:
+    model.model.layers[0].self_attn.k_proj.weight = nn.Parameter(-weight_of(model))
+
+
+def replace_layer(model: PreTrainedModel) -> None:
+    model.model.layers[0] = copy.deepcopy(model.model.layers[0])
+    model.model.layers[0].self_attn.k_proj.weight.neg_()
+
+
+def load(model: PreTrainedModel) -> None:
+    model.load_state_dict({name: tensor.flip(0) for name, tensor in model.state_dict().items()})
+
+
+def change_in_inference_mode(model: PreTrainedModel) -> None:
+    with torch.inference_mode():
+        weight_of(model).neg_()
+
+
+def add_adapter(model: PreTrainedModel) -> None:
+    attention = model.model.layers[0].self_attn
+    attention.k_proj = Adapted(attention.k_proj)
+    attention.k_proj._disable_adapters = False
+
+
+CHANGES = [
+    optimize,
+    write_data_in_place,
+    write_behind_torch,
+    replace_memory,
+    replace_parameter,
+    replace_layer,
+    load,
+    change_in_inference_mode,
+    add_adapter,
+]
+
+
+def test_two_models_of_one_shape_find_nothing_of_each_other(llama, make_pair) -> None:
+    kv = llama.new_session()
+    other = make_pair("llama")
+    for parameter in (*other.model.parameters(), *other.reference.parameters()):
+        parameter.copy_(parameter.flip(0))
+    for pair, num_found in ((llama, 0), (other, 0), (llama, NUM_CACHED), (other, NUM_CACHED)):
+        assert torch.equal(generate(pair.model, kv), generate_alone(pair.reference))
+        assert generate.num_found == [num_found]
+    assert not torch.equal(generate_alone(llama.reference), generate_alone(other.reference))
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_weights_that_change_between_generations(llama, change) -> None:
+    kv = llama.new_session()
+    before = generate(llama.model, kv)
+    change(llama.model)
+    change(llama.reference)
+    after = generate(llama.model, kv)
+    assert generate.num_found == [0]
+    assert torch.equal(after, generate_alone(llama.reference))
+    assert not torch.equal(after, before)
+
+
+def test_adapters_that_are_switched_and_scaled(llama) -> None:
+    kv = llama.new_session()
+    add_adapter(llama.model)
+    add_adapter(llama.reference)
+    seen = []
+    for state in ({"_disable_adapters": True}, {"_disable_adapters": False}, {"scaling": {"default": 3.0}}):
+        for model in (llama.model, llama.reference):
+            vars(model.model.layers[0].self_attn.k_proj).update(copy.deepcopy(state))
+        seen.append(generate(llama.model, kv))
+        assert generate.num_found == [0]
+        assert torch.equal(seen[-1], generate_alone(llama.reference))
+    assert len({tuple(tokens[0].tolist()) for tokens in seen}) == 3
+    llama.model.model.layers[0].self_attn.k_proj.scaling["default"] = 1.0
+    generate(llama.model, kv)
+    assert generate.num_found == [NUM_CACHED], "as it was in the second generation"
+
+
+def test_functional_calls_with_other_weights(llama) -> None:
+    kv = llama.new_session()
+    generate(llama.model, kv)
+    others = {name: parameter.flip(0) for name, parameter in llama.reference.named_parameters()}
+    arguments = {"past_key_values": KVServiceCache(kv), "logits_to_keep": 1}
+    actual = torch.func.functional_call(llama.model, others, (PROMPT,), arguments).logits
+    expected = torch.func.functional_call(llama.reference, others, (PROMPT,), {"logits_to_keep": 1}).logits
+    torch.testing.assert_close(actual, expected, atol=1e-3, rtol=0)
+
+
+def test_a_cache_is_not_continued_with_other_weights(llama) -> None:
+    kv = llama.new_session()
+    cache, private = KVServiceCache(kv), KVServiceCache(kv, share=False)
+    token = torch.tensor([[17]])
+    for one in (cache, private):
+        llama.model(PROMPT, past_key_values=one)
+    library = llama.reference(PROMPT, use_cache=True).past_key_values
+    weight_of(llama.model).neg_()
+    weight_of(llama.reference).neg_()
+    with pytest.raises(FailedPreconditionError, match=r"weights have changed.*reset\(\)"):
+        llama.model(token, past_key_values=cache)
+    assert cache.get_seq_length() == 13
+    expected = llama.reference(token, past_key_values=library).logits
+    torch.testing.assert_close(llama.model(token, past_key_values=private).logits, expected, atol=1e-3, rtol=0)
+    cache.reset()
+    llama.model(PROMPT, past_key_values=cache)
+
+
+def test_nothing_is_shared_if_the_caller_says_so(llama) -> None:
+    kv = llama.new_session()
+    for options in ({}, {"share": False}, {"share": False}):
+        assert torch.equal(generate(llama.model, kv, **options), generate_alone(llama.reference))
+        assert generate.num_found == [0]
+
+
+def test_extra_keys_keep_prefixes_apart(llama) -> None:
+    kv = llama.new_session()
+    tenants = [[(0, b"one")], [(0, b"two")], [(5, b"two")]]
+    # A key belongs to the block of its position: the third has the first block in common with no keys at all.
+    for keys, num_found in zip([*tenants, *tenants, []], [0, 0, 0, NUM_CACHED, NUM_CACHED, NUM_CACHED, 4], strict=True):
+        assert torch.equal(generate(llama.model, kv, extra_keys=keys), generate_alone(llama.reference))
+        assert generate.num_found == [num_found]
+
+
+@pytest.mark.parametrize("keys", [[b"one"], [(0, "one")], [("0", b"one")], [(0, b"one", 2)]])
+def test_refuses_extra_keys_that_are_none(llama, keys) -> None:
+    with pytest.raises(InvalidArgumentError) as refused:
+        KVServiceCache(llama.new_session(), extra_keys=keys)
+    assert refused.value.field == "extra_keys"
+
+
+LEFT_PADDED = {
+    "input_ids": torch.cat([torch.zeros(1, 3, dtype=torch.long), PROMPT], 1),
+    "attention_mask": torch.tensor([[0] * 3 + [1] * 13]),
+}
+UNUSUAL_INPUTS = [
+    ("llama", {"input_ids": PROMPT, "position_ids": torch.arange(13)[None] + 5}, "positions"),
+    ("llama", LEFT_PADDED, "positions"),
+    ("gpt2", LEFT_PADDED, "positions"),
+    ("gpt2", {"input_ids": PROMPT, "token_type_ids": torch.full((1, 13), 4)}, "token_type_ids"),
+]
+
+
+@pytest.mark.parametrize(("family", "inputs", "reason"), UNUSUAL_INPUTS)
+@pytest.mark.parametrize("unusual_first", [True, False])
+def test_unusual_inputs_share_nothing(make_pair, family, inputs, reason, unusual_first: bool) -> None:
+    pair = make_pair(family)
+    kv = pair.new_session()
+
+    def unusual() -> None:
+        with KVServiceCache(kv) as cache:
+            logits = pair.model(**inputs, logits_to_keep=1, past_key_values=cache).logits
+            assert reason in cache.private_because
+            assert cache.sequences[0].num_cached_tokens == 0
+        torch.testing.assert_close(logits, pair.reference(**inputs, logits_to_keep=1).logits, atol=1e-3, rtol=0)
+
+    def usual() -> None:
+        assert torch.equal(generate(pair.model, kv), generate_alone(pair.reference))
+        assert generate.num_found == [0]
+
+    for run in (unusual, usual) if unusual_first else (usual, unusual):
+        run()
+
+
+def test_a_shared_cache_is_not_continued_with_unusual_inputs(llama) -> None:
+    cache = KVServiceCache(llama.new_session())
+    llama.model(PROMPT, past_key_values=cache)
+    token, position = torch.tensor([[17]]), torch.tensor([[20]])
+    with pytest.raises(FailedPreconditionError, match=r"positions.*share=False"):
+        llama.model(token, position_ids=position, past_key_values=cache)
+    assert (cache.get_seq_length(), cache.sequences[0].length, cache.private_because) == (13, 13, "")
+
+
+def test_hooks_that_may_steer_share_nothing(llama) -> None:
+    kv = llama.new_session()
+    plain = generate(llama.model, kv)
+    for model in (llama.model, llama.reference):
+        model.model.layers[0].register_forward_hook(lambda _module, _args, output: output * 0.3)
+    assert torch.equal(generate(llama.model, kv), generate_alone(llama.reference))
+    assert generate.num_found == [0]
+    assert not torch.equal(generate_alone(llama.reference), plain)
+
+
+def test_hooks_of_the_library_only_record(llama) -> None:
+    kv = llama.new_session()
+    llama.model(PROMPT, output_hidden_states=True, past_key_values=KVServiceCache(kv))
+    generate(llama.model, kv)
+    assert generate.num_found == [NUM_CACHED]
+
+
+def test_a_copy_of_an_installed_model_is_a_model_of_its_own(llama) -> None:
+    kv = llama.new_session()
+    generate(llama.model, kv)
+    twin = copy.deepcopy(llama.model)
+    weight_of(twin).neg_()
+    expected = copy.deepcopy(llama.reference)
+    weight_of(expected).neg_()
+    assert torch.equal(generate(twin, kv), generate_alone(expected))
+    assert torch.equal(generate(llama.model, kv), generate_alone(llama.reference))
+
+
+def test_the_same_model_in_another_process_finds_what_this_one_computed(llama, tmp_path) -> None:
+    kv = llama.new_session()
+    llama.reference.save_pretrained(tmp_path)
+    generate(llama.model, kv)
+    program = (
+        "import sys, transformers; from kvservice.integrations.transformers import install, model_keys;"
+        "model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1]);"
+        "[(position, key)] = model_keys(install(model)); print(position, key.hex())"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", program, tmp_path], capture_output=True, text=True, check=True)
+    position, key = done.stdout.split()
+    assert kv.match_prefix(PROMPT[0].tolist(), [(int(position), bytes.fromhex(key))]) == NUM_CACHED
+    assert model_keys(llama.model) == [(int(position), bytes.fromhex(key))]
+
+
+def test_what_is_noticed_by_nothing_is_looked_at_again_after_install(llama) -> None:
+    before = model_keys(llama.model)
+    llama.model.model.embed_tokens.weight.data[1, 1] = 7
+    llama.model.model.layers[0].self_attn.scaling *= 2
+    assert model_keys(llama.model) == before
+    install(uninstall(llama.model))
+    assert model_keys(llama.model) != before
