@@ -47,15 +47,16 @@ class Certificates:
         """Use certificate and key in a context from now on; handshakes that have begun keep what they had. Raises
         InvalidArgumentError."""
         # The bytes that were read, and not the files, which may change: OpenSSL takes them only by a path.
-        memory = os.memfd_create("kvservice-tls", os.MFD_CLOEXEC)
         try:
-            os.write(memory, self.key + b"\n" + self.cert)
-            context.load_cert_chain(f"/proc/self/fd/{memory}", password=_no_password)
+            memory = os.memfd_create("kvservice-tls", os.MFD_CLOEXEC)
+            try:
+                os.write(memory, self.key + b"\n" + self.cert)
+                context.load_cert_chain(f"/proc/self/fd/{memory}", password=_no_password)
+            finally:
+                os.close(memory)
         except (ssl.SSLError, OSError, ValueError) as error:
             reason = getattr(error, "reason", None) or error
             raise InvalidArgumentError(f"certificate and key cannot be used: {reason}", field="tls_cert") from None
-        finally:
-            os.close(memory)
 
 
 def _read(file: Path, field: str) -> bytes:

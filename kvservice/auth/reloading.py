@@ -24,22 +24,27 @@ class Reloading(Generic[T]):
     def __init__(self, files: Sequence[Path], read: Callable[[], T]) -> None:
         self._files = files
         self._read = read
-        # Taken before the files are read: a change in between is seen at the next reload.
+        # Of the files that gave the value. Taken before they are read: a change in between is seen at the next reload.
         self._versions = self._current_versions()
         self.value = read()
+        # What was logged of files that cannot be used.
+        self._logged = ""
 
     def reload(self) -> bool:
-        """Read again if a file has changed since the last time. Returns whether there is a new value."""
+        """Read again if a file has changed since the value was read. Returns whether there is a new value."""
         versions = self._current_versions()
         if versions == self._versions:
             return False
-        self._versions = versions
         names = ", ".join(map(str, self._files))
         try:
             self.value = self._read()
         except InvalidArgumentError as error:
-            logger.warning("%s changed and cannot be used; what was read before stays in use: %s", names, error)
+            # The next reload tries again: it may be the system that was short of something.
+            if str(error) != self._logged:
+                logger.warning("%s changed and cannot be used; what was read before stays in use: %s", names, error)
+            self._logged = str(error)
             return False
+        self._versions, self._logged = versions, ""
         logger.info("%s changed and is in use", names)
         return True
 

@@ -15,7 +15,7 @@ from kvservice.logs import LogBudget
 
 logger = logging.getLogger(__name__)
 
-# A refusal is answered after this time, so that a caller cannot try many tokens, unless so many wait already.
+# A refusal is answered after this time, so that callers who try again and again are slow, unless so many wait already.
 REFUSAL_DELAY_S = 1.0
 MAX_DELAYED_REFUSALS = 64
 # Connections that are remembered, to be logged once.

@@ -108,6 +108,27 @@ def test_a_link_that_leads_elsewhere_is_a_change(tmp_path: Path) -> None:
     assert reloading.value.cert == SECOND.cert
 
 
+def test_a_failure_that_passes_by_itself_is_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "value"
+    file.write_text("first")
+    short = False
+
+    def read() -> str:
+        if short:
+            raise InvalidArgumentError("too many open files")
+        return file.read_text()
+
+    reloading = Reloading([file], read)
+    file.write_text("the second")
+    short = True
+    for _ in range(3):
+        assert not reloading.reload()
+    assert len(caplog.records) == 1
+    short = False
+    assert reloading.reload()
+    assert reloading.value == "the second"
+
+
 def test_a_change_while_the_files_are_read_is_seen_next_time(tmp_path: Path) -> None:
     file = tmp_path / "value"
     file.write_text("first")
