@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,9 +17,11 @@ from both_faces import Face, session_of
 from certificates import Authority
 from click.testing import CliRunner, Result
 from secure_daemon import Secured, secured
-from waiting import until
+from waiting import PATIENCE_S, until
 
+from kvservice.auth import token_file
 from kvservice.auth.client import ClientCredentials
+from kvservice.auth.tokens import digest, new_token
 from kvservice.cli import main
 from kvservice.client import AsyncKVClient, KVClient, TLSConfig
 from kvservice.errors import KVServiceError, TLSHandshakeError, UnauthenticatedError, UnknownSessionError
@@ -95,14 +98,14 @@ def kvservice(*arguments: str, **environ: str) -> Result:
 
 
 @pytest.fixture
-def token_file(encrypted: Secured, tmp_path: Path) -> Path:
+def presented(encrypted: Secured, tmp_path: Path) -> Path:
     file = tmp_path / "token"
     file.write_text(encrypted.tokens["alice"] + "\n")
     return file
 
 
-def test_commands_take_options(encrypted: Secured, ca: Path, token_file: Path) -> None:
-    options = ("--tls-ca", str(ca), "--token-file", str(token_file))
+def test_commands_take_options(encrypted: Secured, ca: Path, presented: Path) -> None:
+    options = ("--tls-ca", str(ca), "--token-file", str(presented))
     assert kvservice("health", "--address", encrypted.address, *options).exit_code == 0
 
 
@@ -113,7 +116,7 @@ def test_commands_take_the_environment(encrypted: Secured, ca: Path) -> None:
     assert json.loads(done.stdout)["pool"]["num_blocks"] == 64
 
 
-def test_the_demo_takes_them_too(monkeypatch: pytest.MonkeyPatch, ca: Path, token_file: Path) -> None:
+def test_the_demo_takes_them_too(monkeypatch: pytest.MonkeyPatch, ca: Path, presented: Path) -> None:
     given = {}
 
     def run(**arguments: Any) -> Any:
@@ -122,9 +125,9 @@ def test_the_demo_takes_them_too(monkeypatch: pytest.MonkeyPatch, ca: Path, toke
 
     monkeypatch.setitem(sys.modules, "kvservice.demo", SimpleNamespace(run=run))  # which imports torch
     monkeypatch.setattr("kvservice.cli._reexec_with", lambda environment: None)
-    environ = {"KVSERVICE_TLS_CA": str(ca), "KVSERVICE_TOKEN_FILE": str(token_file)}
+    environ = {"KVSERVICE_TLS_CA": str(ca), "KVSERVICE_TOKEN_FILE": str(presented)}
     assert kvservice("demo", "--address", "example:1", **environ).output == "Error: that is all\n"
-    assert given["credentials"] == ClientCredentials(TLSConfig(str(ca)), token_file.read_text().strip())
+    assert given["credentials"] == ClientCredentials(TLSConfig(str(ca)), presented.read_text().strip())
 
 
 @pytest.mark.parametrize(
@@ -149,6 +152,42 @@ def test_health_says_why_not(encrypted: Secured, ca: Path, environ: dict[str, st
 def test_on_the_unix_socket_none_of_it_counts(encrypted: Secured) -> None:
     environ = {"KVSERVICE_TLS": "1", "KVSERVICE_TOKEN": "anything"}
     assert kvservice("health", "--address", encrypted.daemon.address, **environ).exit_code == 0
+
+
+@pytest.fixture(scope="module")
+def patient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
+    """A daemon whose sessions wait for long, and whose tokens change."""
+    with secured(tmp_path_factory.mktemp("patient"), tls=False, session_grace_s=PATIENCE_S) as running:
+        yield running
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_a_session_outlives_its_token_where_the_client_finds_the_next(
+    patient: Secured, tmp_path: Path, face: Face
+) -> None:
+    presented, known = tmp_path / "alice.token", patient.files / "tokens"
+    token = token_file.add(known, face)
+    presented.write_text(token)
+    log_before = patient.daemon.log.read_text()
+
+    def log() -> str:
+        return patient.daemon.log.read_text().removeprefix(log_before)
+
+    until(lambda: "changed and is in use" in log())
+
+    async def play() -> None:
+        async with session_of(face, patient.address, "inline", token=presented) as kv:
+            sequence = await kv.allocate([1, 2, 3])
+            presented.write_text(successor := new_token())
+            replaced = known.read_text().replace(digest(token).hex(), digest(successor).hex())
+            (tmp_path / "next").write_text(replaced)
+            (tmp_path / "next").chmod(0o600)
+            os.replace(tmp_path / "next", known)
+            await asyncio.to_thread(until, lambda: log().count("changed and is in use") == 2)
+            (info,) = await kv.describe([sequence])
+            assert info.length == 3
+
+    asyncio.run(play())
 
 
 @pytest.fixture(scope="module")

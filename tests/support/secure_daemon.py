@@ -48,8 +48,10 @@ class Secured:
 
 
 @contextlib.contextmanager
-def secured(files: Path, *, tls: bool = True, tokens: bool = True, client_ca: bool = False) -> Iterator[Secured]:
-    """A daemon of the small pool, on loopback."""
+def secured(
+    files: Path, *, tls: bool = True, tokens: bool = True, client_ca: bool = False, **pool: Any
+) -> Iterator[Secured]:
+    """A daemon of the small pool, but for `pool`, on loopback."""
     authority = Authority()
     made: dict[str, str] = {}
     port, http_port = free_port(), free_port()
@@ -62,7 +64,7 @@ def secured(files: Path, *, tls: bool = True, tokens: bool = True, client_ca: bo
     if tokens:
         options["auth_tokens"] = files / "tokens"
         made = {name: token_file.add(options["auth_tokens"], name) for name in NAMES}
-    with Daemon(**SMALL_POOL, **options, log_level="info") as daemon:
+    with Daemon(**SMALL_POOL | options | pool, log_level="info") as daemon:
         yield Secured(daemon, port, http_port, files, authority, made)
 
 
