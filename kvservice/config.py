@@ -182,13 +182,20 @@ class ServeConfig(BaseModel):
     )
     max_detach_ttl_s: float = Field(3600.0, ge=0, le=30 * 86400, description="Longest wait of a detached session.")
     max_sessions: int = Field(256, ge=1, le=65536, description="Sessions at one time.")
-    allow_client_shm: bool = Field(
-        False,
-        description="Clients on the unix socket may have lanes and shared memory: any that the daemon may open.",
+    allow_client_shm: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="Who may have lanes and shared memory over the unix socket. auto: the daemon's own user and root; "
+        "on: trusted_uids, too; off: nobody.",
     )
     max_regions: int = Field(16, ge=1, le=1024, description="Shared-memory regions of a session at one time.")
     max_region_mib: int = Field(
         256, ge=1, le=1 << 20, description="Memory in MiB that the daemon makes for regions, for each session."
+    )
+    max_shared_mib: int = Field(
+        1024,
+        ge=0,
+        le=1 << 24,
+        description="Host memory in MiB that regions, lanes and tables of mapped pools take, of all sessions.",
     )
     max_lanes: int = Field(64, ge=0, le=1024, description="Lanes at one time. Each is a thread of the daemon.")
     max_pool_mappings: int = Field(
@@ -204,7 +211,8 @@ class ServeConfig(BaseModel):
     trusted_uids: str = Field(
         "",
         pattern=r"^(\d+(,\d+)*)?$",
-        description="Users, by number, who are handed memory besides the daemon's own user and root. With commas.",
+        description="Users, by number, who are trusted besides the daemon's own user and root: with the pool as "
+        "share_pool says, with lanes and regions if allow_client_shm is on. With commas.",
     )
     max_message_mib: int = Field(64, ge=1, le=1024, description="Largest gRPC message in MiB, both ways.")
     drain_timeout_s: float = Field(30.0, ge=0, le=3600, description="Seconds that running steps have after SIGTERM.")
@@ -295,8 +303,18 @@ class ServeConfig(BaseModel):
     @property
     def handover_socket(self) -> str:
         """Path of the socket over which clients on this host get descriptors. Empty: there is none."""
-        wanted = self.unix_socket and (self.allow_client_shm or self.share_pool != "off")
+        wanted = self.unix_socket and (self.allow_client_shm != "off" or self.share_pool != "off")
         return f"{self.unix_socket}.fds" if wanted else ""
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether clients may have lanes and regions at all."""
+        return bool(self.unix_socket) and self.allow_client_shm != "off"
+
+    @property
+    def unix_socket_is_private(self) -> bool:
+        """Whether only the daemon's own user and root can connect to the unix socket: that takes the right to write."""
+        return int(self.unix_socket_mode, 8) & 0o022 == 0
 
     @property
     def trusted_uid_set(self) -> frozenset[int]:

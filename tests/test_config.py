@@ -146,15 +146,30 @@ def test_a_file_that_is_no_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "wanted"),
     [
-        ({}, ""),
-        ({"allow_client_shm": True}, "/run/kv.sock.fds"),
-        ({"share_pool": "read"}, "/run/kv.sock.fds"),
-        ({"share_pool": "write"}, "/run/kv.sock.fds"),
+        ({}, "/run/kv.sock.fds"),
+        ({"allow_client_shm": "on"}, "/run/kv.sock.fds"),
+        ({"allow_client_shm": "off"}, ""),
+        ({"allow_client_shm": "off", "share_pool": "read"}, "/run/kv.sock.fds"),
+        ({"allow_client_shm": "off", "share_pool": "write"}, "/run/kv.sock.fds"),
         ({"share_pool": "write", "unix_socket": ""}, ""),
     ],
 )
 def test_where_descriptors_are_handed_over(options: dict[str, Any], wanted: str) -> None:
     assert load_config({"unix_socket": "/run/kv.sock"} | options, {}).handover_socket == wanted
+
+
+@pytest.mark.parametrize(
+    ("mode", "private"),
+    [("0600", True), ("644", True), ("0700", True), ("0660", False), ("0602", False), ("620", False)],
+)
+def test_who_can_connect_to_the_unix_socket(mode: str, private: bool) -> None:
+    assert load_config({"unix_socket_mode": mode}, {}).unix_socket_is_private == private
+
+
+def test_memory_is_shared_over_the_unix_socket_only() -> None:
+    assert load_config({}, {}).shares_memory
+    assert not load_config({"unix_socket": ""}, {}).shares_memory
+    assert not load_config({"allow_client_shm": "off"}, {}).shares_memory
 
 
 def test_who_is_trusted() -> None:

@@ -38,7 +38,6 @@ POOL: dict[str, Any] = {
     "swap_space_gib": 0.0,
     "enable_prefix_caching": False,
     "max_sequence_tokens": 8192,
-    "allow_client_shm": True,
     "share_pool": "write",
 }
 LABELS = {

@@ -56,7 +56,6 @@ POOL: dict[str, Any] = {
     "num_blocks": 320,
     "swap_space_gib": 0.0,
     "num_threads": 1,
-    "allow_client_shm": True,
     "share_pool": "write",
 }
 

@@ -13,7 +13,7 @@ import grpc
 
 from kvservice.auth.client import ClientCredentials, TLSOption
 from kvservice.client import channel, handover
-from kvservice.client.choice import open_transport
+from kvservice.client.choice import close_transport, open_transport
 from kvservice.client.core import SessionCore
 from kvservice.client.events import KVEventBatch, to_batch
 from kvservice.client.requests import build
@@ -50,13 +50,13 @@ class AsyncSession(SessionCore[AsyncStep]):
 
     async def detach(self) -> bytes:
         """Leave the session to whoever presents its token, the result. Only of use if it was opened as detachable."""
-        await self.attending.close()
+        await close_transport(self)
         await self._stream.close()
         return self.token
 
     async def close(self) -> None:
         """Free all that the session has. A session that is gone, or another client's by now, is left alone."""
-        await self.attending.close()
+        await close_transport(self)
         if await self._stream.close():
             await self._client._close_session(self.token, self._stream.holder)
 

@@ -16,7 +16,7 @@ import grpc
 
 from kvservice.auth.client import ClientCredentials, TLSOption
 from kvservice.client import channel, handover
-from kvservice.client.choice import open_transport
+from kvservice.client.choice import close_transport, open_transport
 from kvservice.client.core import SessionCore
 from kvservice.client.events import KVEventBatch, to_batch
 from kvservice.client.requests import build
@@ -143,13 +143,13 @@ class Session:
 
     def detach(self) -> bytes:
         """Leave the session to whoever presents its token, the result. Only of use if it was opened as detachable."""
-        finish(self._core.attending.close())
+        finish(close_transport(self._core))
         self._stream.close()
         return self.token
 
     def close(self) -> None:
         """Free all that the session has. A session that is gone, or another client's by now, is left alone."""
-        finish(self._core.attending.close())
+        finish(close_transport(self._core))
         if self._stream.close():
             self._client._close_session(self.token, self._stream.holder)
 

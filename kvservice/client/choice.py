@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import mmap
+import logging
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     Session = SessionCore[Any]
 
+logger = logging.getLogger(__name__)
+
 AUTO = "auto"
 
 
@@ -40,22 +42,41 @@ async def open_transport(session: Session, wanted: TransportName | str, completi
     return await _open_first(session, _allowed(session))
 
 
+async def close_transport(session: Session) -> None:
+    """Let go of what the session shares with the daemon, so that the system has the memory back when it ends."""
+    await session.attending.close()
+    session.attending = StreamTransport(session)
+    session.forget_regions()
+
+
 async def _open_first(session: Session, names: Iterable[str]) -> Transport:
-    """Messages, if none can be had."""
+    """Messages, if none can be had. A warning in the log says what cannot, and why."""
+    reasons: list[str] = []
+    opened: Transport | None = None
     for name in names:
         try:
-            return await _OPEN[name](session)
-        except (RegionsNotAllowedError, ResourceExhaustedError, ConnectionLostError, FailedPreconditionError):
+            opened = await _OPEN[name](session)
+            break
+        except (RegionsNotAllowedError, ResourceExhaustedError, ConnectionLostError, FailedPreconditionError) as error:
             # All lanes are taken, or nothing is handed over to this user, or there is no CUDA here.
+            reasons.append(f"{name}: {error}")
             if name in _GIVE_UP:
                 call, request = _GIVE_UP[name]
                 await session.call(call, build(request, request_id=session.next_request_id()))
-    return StreamTransport(session)
+    opened = opened or StreamTransport(session)
+    if reasons:
+        logger.warning(
+            "session %d uses the transport %s, slower than what the daemon offers (%s)",
+            session.session_id,
+            opened.name,
+            "; ".join(reasons),
+        )
+    return opened
 
 
 def _allowed(session: Session) -> Iterator[str]:
     """The fastest first."""
-    if not session.on_unix_socket:
+    if not session.can_share:
         return
     may_write, on_cpu = session.info.share_pool == "write", session.info.device == "cpu"
     # On a GPU two processes take turns, for which the device needs longer than for a small call. Whoever uses no torch
@@ -81,7 +102,7 @@ async def _open_mapped(session: Session) -> Transport:
 async def _open_region(session: Session) -> Transport:
     session.check_regions_allowed()
     # Whoever is handed nothing would learn it in the middle of a step.
-    await session.unregister_region(await session.create_region(mmap.PAGESIZE))
+    await session.unregister_region(await session.create_region(1))
     return RegionTransport(session)
 
 

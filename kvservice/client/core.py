@@ -49,9 +49,9 @@ class SessionCore(RegionCore, Generic[StepT]):
         make_step: Callable[..., StepT],
         resumed: bool,
     ) -> None:
-        super().__init__(stream, handover_path)
+        shares = info.allow_client_shm or info.share_pool != "off"
+        super().__init__(stream, handover_path if shares else None, token)
         self.info = info
-        self.token = token
         self.session_id = session_id
         self._make_step = make_step
         # Where a resumed session begins is random, so that it does not repeat the ids of its former owner.
@@ -69,7 +69,7 @@ class SessionCore(RegionCore, Generic[StepT]):
 
     def check_regions_allowed(self) -> None:
         """Raise RegionsNotAllowedError where the session can have no regions."""
-        if not (self.on_unix_socket and self.info.allow_client_shm):
+        if not (self.can_share and self.info.allow_client_shm):
             raise RegionsNotAllowedError("regions are for clients on the unix socket, with --allow-client-shm")
 
     async def allocate(

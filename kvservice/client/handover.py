@@ -1,13 +1,16 @@
-"""The client's side of the handover socket: a token for descriptors."""
+"""The client's side of the handover socket: a token for descriptors, and whose a session is."""
 
 from __future__ import annotations
 
 import array
+import contextlib
 import os
 import socket
+from collections.abc import Iterator
 
 from kvservice.errors import ConnectionLostError, RegionsNotAllowedError
 
+TOKEN_BYTES = 16
 _UNIX = "unix:"
 _TIMEOUT_S = 10.0
 
@@ -26,21 +29,44 @@ def fetch(path: str, token: bytes, count: int) -> list[int]:
     Raises RegionsNotAllowedError if the daemon does not hand them to this process, ConnectionLostError if it cannot be
     asked.
     """
+    with _presented(path, token) as connection:
+        descriptors = _receive(connection, count)
+    if len(descriptors) != count:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise _refused()
+    return descriptors
+
+
+def introduce(path: str, session_token: bytes) -> bytes:
+    """Let the daemon know that a session is this user's. Returns a token that shows it in a call, once. Raises as
+    `fetch` does."""
+    with _presented(path, session_token) as connection:
+        token = connection.recv(TOKEN_BYTES)
+    if len(token) != TOKEN_BYTES:
+        raise _refused()
+    return token
+
+
+@contextlib.contextmanager
+def _presented(path: str, token: bytes) -> Iterator[socket.socket]:
+    """A connection over which a token was sent."""
     try:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(_TIMEOUT_S)
             connection.connect(path)
             connection.sendall(token)
-            descriptors = _receive(connection, count)
+            yield connection
+    except (BrokenPipeError, ConnectionResetError):  # the daemon does not read what it will not answer
+        raise _refused() from None
     except OSError as error:
         raise ConnectionLostError(f"{path}: {error.strerror or error}") from None
-    if len(descriptors) != count:
-        for descriptor in descriptors:
-            os.close(descriptor)
-        raise RegionsNotAllowedError(
-            f"the daemon hands nothing over to user {os.geteuid()} (trusted_uids), or not for this token"
-        )
-    return descriptors
+
+
+def _refused() -> RegionsNotAllowedError:
+    return RegionsNotAllowedError(
+        f"the daemon hands nothing over to user {os.geteuid()} (allow_client_shm, trusted_uids), or not for this token"
+    )
 
 
 def _receive(connection: socket.socket, count: int) -> list[int]:

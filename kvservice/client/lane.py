@@ -12,7 +12,7 @@ import numpy as np
 from kvservice import _ext
 from kvservice.client.gpu import StreamEvent, device_of, finish_stream
 from kvservice.client.requests import build
-from kvservice.client.shared_memory import Place, fetch
+from kvservice.client.shared_memory import Place, fetch, introduce_once
 from kvservice.client.tensors import Tensor, is_on_gpu
 from kvservice.client.transports import (
     ALIGNMENT,
@@ -264,6 +264,7 @@ class LaneTransport:
 
 
 async def _open_lane(session: SessionCore[Any]) -> tuple[_ext.LaneClient, StreamEvent | None]:
+    await introduce_once(session)
     response = await session.call("open_lane", build(host_pb2.OpenLaneRequest, request_id=session.next_request_id()))
     (descriptor,) = await fetch(session, response.handover_token, 1)
     try:

@@ -12,7 +12,7 @@ import numpy as np
 from kvservice import ops
 from kvservice.client.gpu import GpuKernels, device_of, extension
 from kvservice.client.requests import build
-from kvservice.client.shared_memory import fetch
+from kvservice.client.shared_memory import fetch, introduce_once
 from kvservice.client.tensors import Tensor, is_on_gpu
 from kvservice.client.transports import (
     Layer,
@@ -75,6 +75,7 @@ class MappedPool:
         if (device := device_of(info)) is not None:
             extension()
         request = build(host_pb2.MapPoolRequest, request_id=session.next_request_id(), writable=writable)
+        await introduce_once(session)
         response = await session.call("map_pool", request)
         layout = PoolLayout(info.num_layers, info.num_kv_heads, info.head_size, info.block_size, info.kv_cache_dtype)
         shape = (info.num_blocks, *layout.block_shape)

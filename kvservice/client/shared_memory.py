@@ -102,12 +102,15 @@ class Stream(Protocol):
 class RegionCore:
     """What of a session is about regions; see SessionCore."""
 
-    def __init__(self, stream: Stream, handover_path: str | None) -> None:
+    def __init__(self, stream: Stream, handover_path: str | None, token: bytes) -> None:
+        """`handover_path`: None for a client that is not on the unix socket of a daemon that shares memory."""
         self.stream = stream
         self.call: Callable[[str, Any], Awaitable[Any]] = stream.call
         self.handover_path = handover_path
+        self.token = token
         self._request_ids = itertools.count(secrets.randbits(62) + 1)
-        self.was_handed_memory = False
+        # Whether the daemon knows whose session it is.
+        self.is_introduced = False
         self._memories: list[Memory] = []
         # Counts their changes.
         self.regions_version = 0
@@ -116,8 +119,8 @@ class RegionCore:
         return next(self._request_ids)
 
     @property
-    def on_unix_socket(self) -> bool:
-        """Whether the client is on the daemon's host."""
+    def can_share(self) -> bool:
+        """Whether the client is on the unix socket of a daemon that shares memory."""
         return self.handover_path is not None
 
     async def create_region(self, num_bytes: int, *, device: int | None = None) -> Memory:
@@ -133,6 +136,7 @@ class RegionCore:
             raise InvalidArgumentError(f"{num_bytes} is not above 0", field="num_bytes")
         if device is not None:
             return await self._create_on_gpu(num_bytes, whole(device, "device"))
+        await introduce_once(self)
         name = _new_name()
         request = build(
             shared_memory_pb2.CreateRegionRequest, request_id=self.next_request_id(), name=name, byte_size=num_bytes
@@ -155,8 +159,7 @@ class RegionCore:
     async def _create_on_gpu(self, num_bytes: int, device: int) -> Memory:
         from kvservice.client import gpu
 
-        if not self.was_handed_memory:  # by which the daemon knows who asks
-            await self.unregister_region(await self.create_region(1))
+        await introduce_once(self)
         memory = gpu.GpuMemory(_new_name(), num_bytes, device)
         request = build(
             shared_memory_pb2.CudaSharedMemoryRegisterRequest,
@@ -176,7 +179,7 @@ class RegionCore:
 
     async def open_region(self, key: str, num_bytes: int, offset: int = 0) -> SharedMemory:
         """Share `num_bytes` from `offset` on of a POSIX shared-memory object that exists, by its name as for shm_open.
-        The daemon copies what lies there."""
+        This process's user must be allowed to read and write it. The daemon copies what lies there."""
         num_bytes, offset = whole(num_bytes, "num_bytes"), whole(offset, "offset")
         name = _new_name()
         request = build(
@@ -186,6 +189,7 @@ class RegionCore:
             key=key,
             offset=offset,
             byte_size=num_bytes,
+            handover_token=await introduce(self),
         )
         await self.call("system_shared_memory_register", request)
         try:
@@ -255,13 +259,27 @@ class RegionCore:
         return None
 
 
+async def introduce(session: RegionCore) -> bytes:
+    """Let the daemon know whose session it is. Returns a token that shows it in a call, once; b"" where no memory is
+    shared. Raises as `handover.introduce` does."""
+    if session.handover_path is None:
+        return b""
+    token = await session.stream.run(handover.introduce, session.handover_path, session.token)
+    session.is_introduced = True
+    return token
+
+
+async def introduce_once(session: RegionCore) -> None:
+    """Needed before the daemon makes memory for the session. Raises as `handover.introduce` does."""
+    if not session.is_introduced:
+        await introduce(session)
+
+
 async def fetch(session: RegionCore, token: bytes, count: int) -> list[int]:
     """The descriptors that a handover token stands for, the caller's to close. Raises as `handover.fetch` does."""
     if session.handover_path is None:
         raise RegionsNotAllowedError("shared memory is for clients on the unix socket")
-    descriptors = await session.stream.run(handover.fetch, session.handover_path, token, count)
-    session.was_handed_memory = True
-    return descriptors
+    return await session.stream.run(handover.fetch, session.handover_path, token, count)
 
 
 def _new_name() -> str:

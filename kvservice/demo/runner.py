@@ -104,7 +104,7 @@ def _torch_settings() -> Iterator[None]:
 
 def _private_daemon(model: LlamaForCausalLM, device: str) -> Daemon:
     options = pool_options(model.config) | {"device": device, "block_size": BLOCK_SIZE}
-    return Daemon(num_blocks=NUM_BLOCKS, swap_space_gib=SWAP_SPACE_GIB, allow_client_shm=True, **options)
+    return Daemon(num_blocks=NUM_BLOCKS, swap_space_gib=SWAP_SPACE_GIB, **options)
 
 
 def _check_pool(client: KVClient, model: LlamaForCausalLM) -> None:

@@ -64,7 +64,7 @@ class CudaDevice:
             self._compute = Compute(self._cuda, self._number)
             self._take_workspaces()
             self._take_pools()
-            self._lanes = self._take_lanes() if config.allow_client_shm else None
+            self._lanes = self._take_lanes() if config.shares_memory else None
         except self._cuda.CudaError as error:
             raise _start_error(error, config.device) from None
 

@@ -62,7 +62,7 @@ def blocks_that_fit(cuda: ModuleType, device: int, config: ServeConfig) -> int:
     Raises ResourceExhaustedError with the numbers if not one fits.
     """
     free, total = cuda.memory_info(device)
-    free -= LANE_WORKSPACE_BYTES if config.allow_client_shm else 0
+    free -= LANE_WORKSPACE_BYTES if config.shares_memory else 0
     usable = int(free * config.gpu_memory_utilization) // GRANULE_BYTES * GRANULE_BYTES
     num_blocks = usable // config.layout.block_bytes
     if num_blocks < 1:

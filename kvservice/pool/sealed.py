@@ -26,9 +26,9 @@ class SealedMemory:
     `fd` is its descriptor. With `read_only` no mapping that is made later, by whomever, can be written to.
     """
 
-    def __init__(self, name: str, num_bytes: int, *, read_only: bool) -> None:
-        """Raises OSError where there is not that much memory."""
-        if num_bytes > available_bytes():
+    def __init__(self, name: str, num_bytes: int, *, read_only: bool, reserve_bytes: int = 0) -> None:
+        """Raises OSError where there is not that much memory, with `reserve_bytes` left."""
+        if num_bytes + reserve_bytes > available_bytes():
             raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
         self.num_bytes = num_bytes
         self.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

@@ -216,7 +216,7 @@ def info_response(config: ServeConfig, device: Device, version: str) -> pool_pb2
         session_grace_s=config.session_grace_s,
         kv_cache_dtype=config.layout.dtype,
         batch_invariant=config.batch_invariant,
-        allow_client_shm=config.allow_client_shm,
+        allow_client_shm=config.shares_memory,
         share_pool=config.share_pool,
     )
 

@@ -1,6 +1,11 @@
-"""Hands descriptors over: a unix socket beside the RPC one, for what gRPC cannot carry.
+"""The handover socket: a unix socket beside the RPC one, for what gRPC cannot carry.
 
-A client that was given a token over its RPC connection presents it here, once, and gets what the token stands for.
+A client sends a token of 16 bytes, in one piece:
+
+    the token of a call's answer ──▶ a byte and the descriptors that the token stands for; a token is good once
+    a session's token ─────────────▶ a token of 16 bytes: from now on it is known whose session it is
+
+The kernel says which user is at the other end. Whoever is wrong in anything sees the connection close.
 """
 
 from __future__ import annotations
@@ -11,59 +16,62 @@ import logging
 import os
 import secrets
 import socket
-import struct
-import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from kvservice.errors import QuotaExceededError
+from kvservice.server.peers import Peer, peer_of
 
 logger = logging.getLogger(__name__)
 
 TOKEN_BYTES = 16
-# How long a token is good, and how long a client may take to present it.
+# How long a token is good.
 TOKEN_S = 10.0
-MAX_OFFERS = 1024
-MAX_CONNECTIONS = 64
+# How long a client may take to present it.
+PRESENT_S = 2.0
+MAX_OFFERS_OF_SESSION = 8
+# Connections of one user that have not presented a token. When another comes, the oldest is closed.
+MAX_SILENT_OF_USER = 32
 BACKLOG = 128
-# struct ucred: pid, uid, gid
-_CREDENTIALS = struct.Struct("iII")
 
 
 class Handover:
     """Offers wait for who presents their token; descriptors in them are the handover's own."""
 
-    def __init__(self, trusted_uids: frozenset[int]) -> None:
-        self._trusted = trusted_uids | {0, os.geteuid()}
+    def __init__(self, uids: frozenset[int], introduce: Callable[[bytes, Peer], bytes | None]) -> None:
+        """`uids` are the users who are answered. `introduce` takes a session's token and returns the answer; None for a
+        session that does not exist."""
+        self._uids = uids
+        self._introduce = introduce
         # By token: whose offer it is, and what.
-        self._offers: dict[bytes, tuple[object, list[int]]] = {}
-        # Owners of what was fetched.
-        self._served: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._connections: set[asyncio.Task[None]] = set()
+        self._offers: dict[bytes, tuple[object, Sequence[int]]] = {}
+        # By user, the oldest first.
+        self._silent: dict[int, dict[asyncio.Task[None], None]] = {}
+        self._refused_uids: set[int] = set()
         self._listener: socket.socket | None = None
 
-    def offer(self, descriptors: Sequence[int], owner: object = None) -> bytes:
-        """A token for duplicates of these. Raises QuotaExceededError while too many wait to be fetched."""
-        if len(self._offers) >= MAX_OFFERS:
-            raise QuotaExceededError(f"{MAX_OFFERS} offers wait", limit="offers", value=MAX_OFFERS)
+    def offer(self, descriptors: Sequence[int], owner: object) -> bytes:
+        """A token for these, which become the handover's. Raises QuotaExceededError, with them closed, while too many
+        of the owner's wait to be fetched."""
+        if sum(offer[0] is owner for offer in self._offers.values()) >= MAX_OFFERS_OF_SESSION:
+            _close(descriptors)
+            raise QuotaExceededError(
+                f"{MAX_OFFERS_OF_SESSION} offers wait", limit="offers", value=MAX_OFFERS_OF_SESSION
+            )
         token = secrets.token_bytes(TOKEN_BYTES)
-        self._offers[token] = owner, [os.dup(descriptor) for descriptor in descriptors]
-        asyncio.get_running_loop().call_later(TOKEN_S, self._withdraw, token)
+        self._offers[token] = owner, descriptors
+        asyncio.get_running_loop().call_later(TOKEN_S, self.withdraw, token)
         return token
 
-    def has_served(self, owner: object) -> bool:
-        """Whether a trusted user has fetched something that it offered."""
-        return owner in self._served
-
-    def withdraw(self, owner: object) -> None:
-        """Nobody fetches what it has offered any more."""
-        for token in [token for token, offer in self._offers.items() if offer[0] is owner]:
-            self._withdraw(token)
-
-    def _withdraw(self, token: bytes) -> None:
-        _, descriptors = self._offers.pop(token, (None, []))
+    def withdraw(self, token: bytes) -> None:
+        """Nobody fetches it any more. No error if it is not there."""
+        _, descriptors = self._offers.pop(token, (None, ()))
         _close(descriptors)
+
+    def withdraw_all(self, owner: object) -> None:
+        """Nobody fetches what the owner has offered any more."""
+        for token in [token for token, offer in self._offers.items() if offer[0] is owner]:
+            self.withdraw(token)
 
     def listen(self, path: Path, mode: int) -> None:
         """Open the socket at a path where nobody listens. Raises OSError."""
@@ -89,12 +97,45 @@ class Handover:
                 logger.warning("the handover socket cannot accept: %s", error)
                 await asyncio.sleep(0.1)
                 continue
-            if len(self._connections) >= MAX_CONNECTIONS:
-                connection.close()
-                continue
-            task = asyncio.create_task(self._answer(connection))
-            self._connections.add(task)
-            task.add_done_callback(self._connections.discard)
+            self._admit(connection)
+            # Whoever has sent its token already is answered before others are accepted, and is never silent.
+            await asyncio.sleep(0)
+
+    def _admit(self, connection: socket.socket) -> None:
+        """Begin to answer, if it is somebody who is answered."""
+        try:
+            peer = peer_of(connection)
+        except OSError as error:
+            logger.warning("a user is not handed anything: %s", error)
+            connection.close()
+            return
+        if peer.uid not in self._uids:
+            if peer.uid not in self._refused_uids:
+                self._refused_uids.add(peer.uid)
+                logger.warning("user %d is not handed anything: see allow_client_shm, trusted_uids", peer.uid)
+            connection.close()
+            return
+        silent = self._silent.setdefault(peer.uid, {})
+        silent[asyncio.create_task(self._answer(connection, peer))] = None
+        if len(silent) > MAX_SILENT_OF_USER:
+            next(iter(silent)).cancel()
+
+    async def _answer(self, connection: socket.socket, peer: Peer) -> None:
+        with connection, contextlib.suppress(OSError, TimeoutError):
+            try:
+                connection.setblocking(False)
+                async with asyncio.timeout(PRESENT_S):
+                    token = await asyncio.get_running_loop().sock_recv(connection, TOKEN_BYTES)
+            finally:
+                del self._silent[peer.uid][asyncio.current_task()]  # type: ignore[arg-type]
+            if token in self._offers:
+                _, descriptors = self._offers.pop(token)
+                try:
+                    socket.send_fds(connection, [b"\0"], descriptors)
+                finally:
+                    _close(descriptors)
+            elif (introduction := self._introduce(token, peer)) is not None:
+                connection.send(introduction)
 
     def close(self) -> None:
         """Close the socket and all that was offered."""
@@ -103,40 +144,7 @@ class Handover:
             self._listener = None
             self._path.unlink(missing_ok=True)
         for token in list(self._offers):
-            self._withdraw(token)
-
-    async def _answer(self, connection: socket.socket) -> None:
-        """Whoever is wrong in anything sees the connection close."""
-        with connection, contextlib.suppress(OSError, TimeoutError):
-            connection.setblocking(False)
-            async with asyncio.timeout(TOKEN_S):
-                token = await _receive(connection, TOKEN_BYTES)
-            uid = _peer_uid(connection)
-            if uid not in self._trusted:
-                logger.warning("user %d is not handed anything: see trusted_uids", uid)
-                return
-            if token in self._offers:
-                owner, descriptors = self._offers.pop(token)
-                if owner is not None:
-                    self._served.add(owner)
-                try:
-                    socket.send_fds(connection, [b"\0"], descriptors)
-                finally:
-                    _close(descriptors)
-
-
-def _peer_uid(connection: socket.socket) -> int:
-    _, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    return int(uid)
-
-
-async def _receive(connection: socket.socket, num_bytes: int) -> bytes:
-    """So many bytes, or those before the peer's end."""
-    loop = asyncio.get_running_loop()
-    data = b""
-    while len(data) < num_bytes and (part := await loop.sock_recv(connection, num_bytes - len(data))):
-        data += part
-    return data
+            self.withdraw(token)
 
 
 def _close(descriptors: Sequence[int]) -> None:

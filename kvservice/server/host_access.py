@@ -7,7 +7,9 @@ open_step ─▶ publish ─▶ the client works on the step, by itself or by it
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Awaitable
+from dataclasses import dataclass
 
 from kvservice.blocks import BlockManager, SequenceSpace, Step
 from kvservice.config import ServeConfig
@@ -16,12 +18,12 @@ from kvservice.errors import (
     FailedPreconditionError,
     PoolNotSharedError,
     QuotaExceededError,
-    RegionsNotAllowedError,
     ResourceExhaustedError,
 )
-from kvservice.pool.sealed import SealedMemory
+from kvservice.server.budget import Budget, BudgetedMemory
 from kvservice.server.handover import Handover
-from kvservice.server.step_tables import StepTables
+from kvservice.server.session_user import SessionUser, Trust
+from kvservice.server.step_tables import TABLE_BYTES, StepTables
 from kvservice.telemetry.sessions import LANE, SessionRow
 
 # Calls, those of them that ended in an error, calls in each bucket of seconds and above the last, seconds of all.
@@ -70,6 +72,16 @@ def _sum(one: LaneStats, other: LaneStats) -> LaneStats:
     return one[0] + other[0], one[1] + other[1], counts, one[3] + other[3]
 
 
+@dataclass(frozen=True)
+class Sharing:
+    """What the sessions of a daemon have in common here."""
+
+    trust: Trust
+    budget: Budget
+    handover: Handover
+    lanes: Lanes
+
+
 class HostAccess:
     """One session's. Everything here is called on the event loop."""
 
@@ -79,31 +91,40 @@ class HostAccess:
         device: Device,
         manager: BlockManager,
         space: SequenceSpace,
-        handover: Handover,
-        lanes: Lanes,
+        sharing: Sharing,
         row: SessionRow,
     ) -> None:
         self._config = config
         self._device = device
         self._manager = manager
         self._space = space
-        self._handover = handover
-        self._lanes = lanes
+        self.budget, self._handover, self._lanes = sharing.budget, sharing.handover, sharing.lanes
         self._row = row
+        self.user = SessionUser(sharing.trust)
         self._shared: LaneSession | None = None
         self._lane: LaneServer | None = None
+        self._lane_memory: BudgetedMemory | None = None
         self._tables: StepTables | None = None
+        self._table_memory: BudgetedMemory | None = None
         self._writable = False
         self._published: set[int] = set()
         # Of the step that was opened last. Its answer waits for it.
         self.publishing: asyncio.Future[None] | None = None
         space.on_step_end = self._retire
 
-    # ---- regions, for lanes
+    # ---- regions
 
-    def hand_over(self, memory: SealedMemory) -> bytes:
-        """A handover token for it."""
-        return self._handover.offer([memory.fd], self)
+    def make_memory(self, name: str, num_bytes: int, field: str) -> BudgetedMemory:
+        """Raises QuotaExceededError and ResourceExhaustedError with the field."""
+        return self.budget.make(name, num_bytes, field=field)
+
+    def hand_over(self, memory: BudgetedMemory) -> bytes:
+        """A handover token for it. Raises QuotaExceededError."""
+        return self._handover.offer([memory.descriptor()], self)
+
+    def withdraw(self, token: bytes) -> None:
+        """What was not fetched is not handed over any more."""
+        self._handover.withdraw(token)
 
     def add_region(self, address: int, num_bytes: int) -> int:
         """The number by which a lane's entries name memory of the daemon's."""
@@ -114,12 +135,8 @@ class HostAccess:
         self._of_lane().remove_region(number)
 
     def open_cuda_region(self, raw_handle: bytes, device_id: int, byte_size: int) -> CudaRegion:
-        """For users who are trusted: a forged handle that the driver takes can cost the daemon its GPU. Raises
+        """For users who may have lanes: a forged handle that the driver takes can cost the daemon its GPU. Raises
         RegionsNotAllowedError, RegionNotOpenedError, InvalidArgumentError."""
-        if not self._handover.has_served(self):
-            raise RegionsNotAllowedError(
-                "memory of a GPU is for sessions that were handed a lane or a region, so of trusted users"
-            )
         return self._device.open_cuda_region(self._of_lane(), raw_handle, device_id, byte_size)
 
     def _of_lane(self) -> LaneSession:
@@ -132,20 +149,21 @@ class HostAccess:
     def open_lane(self) -> tuple[bytes, bytes]:
         """A handover token for the lane's memory, and the handle of its event, b"" on the CPU. Raises
         RegionsNotAllowedError, FailedPreconditionError, QuotaExceededError, ResourceExhaustedError."""
-        if not self._config.allow_client_shm:
-            raise RegionsNotAllowedError("the daemon opens no lanes: it needs --allow-client-shm")
+        self.user.check_may_share()
         if self._lane is not None and not self._lane.closed:
             raise FailedPreconditionError("the session has a lane")
         self.close_lane()
         limit = self._config.max_lanes
         if len(self._lanes.open) >= limit:
             raise QuotaExceededError(f"{limit} lanes are open", limit="max_lanes", value=limit)
-        memory = self._make("kvservice-lane", self._device.lane_bytes)
+        memory = self.budget.make("kvservice-lane", self._device.lane_bytes)
         try:
             token = self.hand_over(memory)
-            self._lane = self._device.open_lane(memory, self._of_lane())
-        finally:
+            self._lane = self._device.open_lane(memory.sealed, self._of_lane())
+        except BaseException:
             memory.close()
+            raise
+        self._lane_memory = memory
         self._lanes.open[self] = self._lane
         self._row.set(LANE, 1)
         return token, self._lane.event_handle
@@ -153,16 +171,13 @@ class HostAccess:
     def close_lane(self) -> None:
         """After the calls that run."""
         if self._lane is not None:
+            assert self._lane_memory is not None, "a lane has memory"
             self._lanes.end(self)
             self._lane = None
+            self._lane_memory.close()
+            self._lane_memory = None
             self._row.set(LANE, 0)
             self.collect()
-
-    def _make(self, name: str, num_bytes: int) -> SealedMemory:
-        try:
-            return SealedMemory(name, num_bytes, read_only=False)
-        except OSError as error:
-            raise ResourceExhaustedError(f"no {num_bytes} bytes of shared memory: {error.strerror}") from None
 
     # ---- the pool
 
@@ -172,26 +187,26 @@ class HostAccess:
         shared = self._config.share_pool
         if shared == "off" or (writable and shared != "write"):
             raise PoolNotSharedError(f"the daemon runs with --share-pool {shared}", field="writable")
-        if self._tables is None:
+        self.user.check_may_map()
+        if self._table_memory is None:
             limit = self._config.max_pool_mappings
             if self._lanes.num_mapped >= limit:
                 raise QuotaExceededError(
                     f"{limit} sessions have mapped the pool", limit="max_pool_mappings", value=limit
                 )
-            try:
-                self._tables = StepTables()
-            except OSError as error:
-                raise ResourceExhaustedError(f"no shared memory for tables: {error.strerror}") from None
+            self._table_memory = self.budget.make("kvservice-tables", TABLE_BYTES, read_only=True)
+            self._tables = StepTables(self._table_memory.sealed)
             self._lanes.num_mapped += 1
         with self._device.exported_pool() as pool:
-            token = self._handover.offer([pool.descriptor, self._tables.memory.fd], self)
+            token = self._handover.offer([os.dup(pool.descriptor), self._table_memory.descriptor()], self)
         self._writable = self._writable or writable
-        return token, pool.num_bytes, self._tables.memory.num_bytes
+        return token, pool.num_bytes, TABLE_BYTES
 
     def unmap_pool(self) -> None:
-        if self._tables is not None:
+        if self._tables is not None and self._table_memory is not None:
             self._tables.close()
-            self._tables = None
+            self._table_memory.close()
+            self._tables, self._table_memory = None, None
             self._lanes.num_mapped -= 1
         self._writable = False
 
@@ -249,6 +264,6 @@ class HostAccess:
             self._shared.set_draining()
 
     def close(self) -> None:
-        self._handover.withdraw(self)
+        self._handover.withdraw_all(self)
         self.close_lane()
         self.unmap_pool()

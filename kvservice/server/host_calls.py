@@ -23,7 +23,7 @@ class HostCalls:
     def system_shared_memory_register(
         self, session: Session, request: shared_memory_pb2.SystemSharedMemoryRegisterRequest
     ) -> shared_memory_pb2.SystemSharedMemoryRegisterResponse:
-        session.regions.register(request.name, request.key, request.offset, request.byte_size)
+        session.regions.register(request.name, request.key, request.offset, request.byte_size, request.handover_token)
         return shared_memory_pb2.SystemSharedMemoryRegisterResponse()
 
     def system_shared_memory_unregister(

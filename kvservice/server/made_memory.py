@@ -4,30 +4,24 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvservice.errors import ResourceExhaustedError
-from kvservice.pool.sealed import SealedMemory
 from kvservice.server.host_access import HostAccess
 from kvservice.server.region import Array
 
 
 class MadeMemory:
-    """A region's `Memory`. `number` is what the entries of lanes call it."""
+    """A region's `Memory`. `number` is what the entries of lanes call it, `token` gets its descriptor."""
 
     def __init__(self, num_bytes: int, access: HostAccess) -> None:
-        """Raises ResourceExhaustedError."""
+        """Raises QuotaExceededError and ResourceExhaustedError naming byte_size."""
         self._access = access
+        self._memory = access.make_memory("kvservice-region", num_bytes, "byte_size")
         try:
-            self._memory = SealedMemory("kvservice-region", num_bytes, read_only=False)
-        except OSError as error:
-            raise ResourceExhaustedError(
-                f"no {num_bytes} bytes of shared memory: {error.strerror}", field="byte_size"
-            ) from None
-        self._bytes: Array = np.frombuffer(self._memory.map, np.uint8)
-        self.number = access.add_region(self._memory.address, num_bytes)
-
-    def hand_over(self) -> bytes:
-        """A handover token for it."""
-        return self._access.hand_over(self._memory)
+            self.token = access.hand_over(self._memory)
+        except BaseException:
+            self._memory.close()
+            raise
+        self._bytes: Array = np.frombuffer(self._memory.sealed.map, np.uint8)
+        self.number = access.add_region(self._memory.sealed.address, num_bytes)
 
     def check(self, end: int) -> None:
         """It is always as long as it was."""
@@ -43,4 +37,5 @@ class MadeMemory:
 
     def close(self) -> None:
         self._access.remove_region(self.number)
+        self._access.withdraw(self.token)
         self._memory.close()

@@ -74,14 +74,15 @@ class Regions:
         self._access = access
         self._regions: dict[str, Region] = {}
 
-    def register(self, name: str, key: str, offset: int, byte_size: int) -> None:
-        """Open `byte_size` bytes from `offset` on of the object `key`, a name as for shm_open.
+    def register(self, name: str, key: str, offset: int, byte_size: int, token: bytes = b"") -> None:
+        """Open `byte_size` bytes from `offset` on of the object `key`, a name as for shm_open, for the user to whom the
+        handover socket gave `token`.
 
         Raises RegionsNotAllowedError, DuplicateRegionError, QuotaExceededError, RegionNotOpenedError, and
-        InvalidArgumentError naming name, key, offset or byte_size.
+        InvalidArgumentError naming name, key, offset, byte_size or handover_token.
         """
         self._check_new(name)
-        memory = ShmObject(key, offset, byte_size)
+        memory = ShmObject(key, offset, byte_size, self._access.user.opening_peer(token), self._access.budget)
         self._regions[name] = Region(memory, byte_size, self._totals, HOST, key=key, offset=offset)
 
     def register_cuda(self, name: str, raw_handle: bytes, device_id: int, byte_size: int) -> int:
@@ -113,16 +114,11 @@ class Regions:
                 value=limit,
             )  # fmt: skip
         memory = MadeMemory(byte_size, self._access)
-        try:
-            token = memory.hand_over()
-        except BaseException:
-            memory.close()
-            raise
         self._regions[name] = Region(memory, byte_size, self._totals, HOST)
-        return token, memory.number
+        return memory.token, memory.number
 
     def _check_new(self, name: str) -> None:
-        self.check_allowed()
+        self._access.user.check_may_share()
         if not 0 < len(name) <= MAX_NAME_LENGTH:
             raise InvalidArgumentError(f"has {len(name)} characters, not 1 to {MAX_NAME_LENGTH}", field="name")
         if name in self._regions:
@@ -170,8 +166,8 @@ class Regions:
             self._regions.popitem()[1].release()
 
     def check_allowed(self) -> None:
-        if not self._config.allow_client_shm:
-            raise RegionsNotAllowedError("the daemon takes no shared-memory regions: it needs --allow-client-shm")
+        if not self._config.shares_memory:
+            raise RegionsNotAllowedError(f"the daemon runs with --allow-client-shm {self._config.allow_client_shm}")
 
     def _find(self, place: Place, field: str) -> Region:
         self.check_allowed()

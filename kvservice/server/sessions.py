@@ -33,10 +33,13 @@ from kvservice.errors import (
     UnknownSessionError,
 )
 from kvservice.logs import LogBudget
+from kvservice.server.budget import Budget
 from kvservice.server.handover import Handover
-from kvservice.server.host_access import HostAccess, Lanes
+from kvservice.server.host_access import HostAccess, Lanes, Sharing
+from kvservice.server.peers import Peer
 from kvservice.server.region import RegionTotals
 from kvservice.server.regions import Regions
+from kvservice.server.session_user import Trust
 from kvservice.server.slices import Answer, AnswerT, in_slices
 from kvservice.telemetry.sessions import ATTACHED, SessionRow, SessionTable
 
@@ -104,8 +107,10 @@ class SessionRegistry:
         self._manager = manager
         self._device = device
         self._table = table
-        self.handover = Handover(config.trusted_uid_set)
+        trust = Trust.of(config)
+        self.handover = Handover(trust.shm_uids | trust.pool_uids, self._introduce)
         self.lanes = Lanes(len(device.lane_buckets_s) + 1)
+        self._sharing = Sharing(trust, Budget(config.max_shared_mib), self.handover, self.lanes)
         self._sessions: dict[bytes, Session] = {}
         self.num_opened = self.num_closed = self.num_lost = 0
         # Sessions that are closed, but for some of their sequences.
@@ -140,7 +145,7 @@ class SessionRegistry:
         grace = self._config.session_grace_s
         row = self._table.open(self.num_opened, name, tenant, int(time.monotonic() * 1000))
         space = self._manager.open_space(row.number + 1, row.counters)
-        access = HostAccess(self._config, self._device, self._manager, space, self.handover, self.lanes, row)
+        access = HostAccess(self._config, self._device, self._manager, space, self._sharing, row)
         session = Session(
             session_id=self.num_opened,
             token=secrets.token_bytes(TOKEN_BYTES),
@@ -197,6 +202,7 @@ class SessionRegistry:
             session.end_stream(_taken())
         if session.holder is not None and not reconnects:
             session.unshare()
+            session.access.user.forget()
         session.holder = holder
         session.owner = CALLER.get()  # the same identity, perhaps with a newer token
         session.end_stream = end_stream
@@ -228,6 +234,10 @@ class SessionRegistry:
         if holder:
             _check_holder(session, holder)
         return self.close(session, then)
+
+    def _introduce(self, token: bytes, peer: Peer) -> bytes | None:
+        session = self.find(token)
+        return None if session is None else session.access.user.introduce(peer)
 
     def _lose(self, session: Session) -> None:
         """Nobody came to take it up."""

@@ -13,24 +13,30 @@ import stat
 import numpy as np
 
 from kvservice.errors import InvalidArgumentError, RegionNotOpenedError, RegionShrunkError, ResourceExhaustedError
+from kvservice.server.budget import Budget
+from kvservice.server.peers import Peer
 from kvservice.server.region import Array
 
 # Where Linux keeps POSIX shared-memory objects.
 SHM_DIRECTORY = b"/dev/shm"
 MAX_KEY_BYTES = 255
+_ACL = "system.posix_acl_access"
 # Not the client's fault, or not only: the daemon has too many files, or the kernel too little memory.
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 class ShmObject:
-    """The bytes of an object from `offset` on: a region's `Memory`."""
+    """The bytes of an object from `offset` on: a region's `Memory`. They count in the budget: where the object has
+    holes, it is the daemon that fills them."""
 
-    def __init__(self, key: str, offset: int, byte_size: int) -> None:
-        """`key`: a name as for shm_open. Raises InvalidArgumentError, RegionNotOpenedError, ResourceExhaustedError."""
-        self._offset = offset
-        self._descriptor = _open(_path_of(key))
+    def __init__(self, key: str, offset: int, byte_size: int, peer: Peer, budget: Budget) -> None:
+        """`key`: a name as for shm_open. `peer`: for whom it is opened. Raises InvalidArgumentError,
+        RegionNotOpenedError, QuotaExceededError, ResourceExhaustedError."""
+        self._offset, self._num_bytes, self._budget = offset, byte_size, budget
+        self._descriptor = _open(_path_of(key), peer)
         try:
             _check_extent(self._descriptor, offset, byte_size)
+            budget.take(byte_size, "byte_size")
         except BaseException:
             os.close(self._descriptor)
             raise
@@ -69,6 +75,7 @@ class ShmObject:
 
     def close(self) -> None:
         os.close(self._descriptor)
+        self._budget.give_back(self._num_bytes)
 
 
 def _path_of(key: str) -> bytes:
@@ -79,23 +86,43 @@ def _path_of(key: str) -> bytes:
     return SHM_DIRECTORY + b"/" + name
 
 
-def _open(path: bytes) -> int:
+def _open(path: bytes, peer: Peer) -> int:
+    """Open an object if the peer could. It is looked at before it is opened: the directory may hold other things than
+    shared memory, on which an open could wait or have effects."""
     try:
-        # Not blocking: the directory may hold other things than shared memory, on which an open could wait.
-        return os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+        found = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            _check_object(found, peer)
+            return os.open(f"/proc/self/fd/{found}", os.O_RDWR | os.O_CLOEXEC)
+        finally:
+            os.close(found)
     except OSError as error:
         if error.errno in _EXHAUSTED:
             raise ResourceExhaustedError(f"the daemon cannot open one more: {error.strerror}", field="key") from None
         raise RegionNotOpenedError(f"cannot be opened: {error.strerror}", field="key") from None
 
 
-def _check_extent(descriptor: int, offset: int, byte_size: int) -> None:
+def _check_object(descriptor: int, peer: Peer) -> None:
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode):
         raise RegionNotOpenedError("is no shared-memory object", field="key")
-    if offset >= found.st_size:
-        raise InvalidArgumentError(f"{offset} is not below the object's {found.st_size} bytes", field="offset")
-    if not 0 < byte_size <= found.st_size - offset:
-        raise InvalidArgumentError(
-            f"{byte_size} bytes from {offset} on, the object has {found.st_size}", field="byte_size"
-        )
+    # The mode does not say whom an access control list lets in.
+    if not peer.may_read_and_write(found) or (found.st_uid != peer.uid and _has_acl(descriptor)):
+        raise RegionNotOpenedError(f"user {peer.uid} may not read and write it", field="key")
+
+
+def _has_acl(descriptor: int) -> bool:
+    try:
+        return _ACL in os.listxattr(f"/proc/self/fd/{descriptor}")
+    except OSError as error:
+        if error.errno == errno.ENOTSUP:
+            return False
+        raise
+
+
+def _check_extent(descriptor: int, offset: int, byte_size: int) -> None:
+    size = os.fstat(descriptor).st_size
+    if offset >= size:
+        raise InvalidArgumentError(f"{offset} is not below the object's {size} bytes", field="offset")
+    if not 0 < byte_size <= size - offset:
+        raise InvalidArgumentError(f"{byte_size} bytes from {offset} on, the object has {size}", field="byte_size")

@@ -26,9 +26,9 @@ NOT_LIVE = 0
 class StepTables:
     """Made by the daemon, mapped read-only by the client."""
 
-    def __init__(self, num_bytes: int = TABLE_BYTES) -> None:
-        """Raises OSError where there is no memory."""
-        self.memory = SealedMemory("kvservice-tables", num_bytes, read_only=True)
+    def __init__(self, memory: SealedMemory) -> None:
+        """In memory that clients can only read."""
+        self.memory = memory
         self._words = np.frombuffer(self.memory.map, np.int64, NUM_SLOTS)
         # Live steps: id → (slot, first byte, end).
         self._extents: dict[int, tuple[int, int, int]] = {}
@@ -62,7 +62,6 @@ class StepTables:
         """No step is live any more."""
         for step_id in list(self._extents):
             self.retire(step_id)
-        self.memory.close()
 
     def _find_room(self, num_bytes: int) -> int | None:
         """The first gap that is large enough. Few steps are live at one time."""

@@ -30,11 +30,16 @@ class HostServiceStub(object):
 
     What they share is memory, which a descriptor names, and descriptors do not travel over gRPC. A call answers with a
     handover token instead; the client connects to the handover socket (the path of the daemon's unix socket with ".fds"
-    behind it), sends the token's bytes and gets the descriptors, in the order that the call states, with one byte. A token
-    is good once, for ten seconds, for the daemon's own user, root and trusted_uids.
+    behind it), sends the token's 16 bytes in one piece, within two seconds, and gets the descriptors, in the order that the
+    call states, with one byte. A token is good once, for ten seconds. The kernel tells the socket which user has connected:
+    the daemon's own, root, and trusted_uids as allow_client_shm and share_pool say. Others see the connection close.
 
-    The caller must be connected to the unix socket. FAILED_PRECONDITION with reason REGIONS_NOT_ALLOWED for lanes where the
-    daemon runs without allow_client_shm, POOL_NOT_SHARED for the pool where share_pool is not set.
+    A client that sends its session's token instead lets the daemon know whose the session is, and gets 16 bytes, the
+    handover_token of SystemSharedMemoryRegister. Where other users than the daemon's own and root can connect to the unix
+    socket (unix_socket_mode), it must do so before it asks for a lane, a region or the pool.
+
+    The caller must be connected to the unix socket. FAILED_PRECONDITION with reason REGIONS_NOT_ALLOWED for lanes that the
+    user may not have (allow_client_shm), POOL_NOT_SHARED for the pool where share_pool is not set.
     """
 
     def __init__(self, channel):
@@ -75,17 +80,22 @@ class HostServiceServicer(object):
 
     What they share is memory, which a descriptor names, and descriptors do not travel over gRPC. A call answers with a
     handover token instead; the client connects to the handover socket (the path of the daemon's unix socket with ".fds"
-    behind it), sends the token's bytes and gets the descriptors, in the order that the call states, with one byte. A token
-    is good once, for ten seconds, for the daemon's own user, root and trusted_uids.
+    behind it), sends the token's 16 bytes in one piece, within two seconds, and gets the descriptors, in the order that the
+    call states, with one byte. A token is good once, for ten seconds. The kernel tells the socket which user has connected:
+    the daemon's own, root, and trusted_uids as allow_client_shm and share_pool say. Others see the connection close.
 
-    The caller must be connected to the unix socket. FAILED_PRECONDITION with reason REGIONS_NOT_ALLOWED for lanes where the
-    daemon runs without allow_client_shm, POOL_NOT_SHARED for the pool where share_pool is not set.
+    A client that sends its session's token instead lets the daemon know whose the session is, and gets 16 bytes, the
+    handover_token of SystemSharedMemoryRegister. Where other users than the daemon's own and root can connect to the unix
+    socket (unix_socket_mode), it must do so before it asks for a lane, a region or the pool.
+
+    The caller must be connected to the unix socket. FAILED_PRECONDITION with reason REGIONS_NOT_ALLOWED for lanes that the
+    user may not have (allow_client_shm), POOL_NOT_SHARED for the pool where share_pool is not set.
     """
 
     def OpenLane(self, request, context):
         """Opens a lane: two rings in shared memory that carry Decode and Extend of this session, with tensors in regions that the
         daemon has made (CreateRegion) or that are a GPU's, served by a thread of its own. csrc/lane/ring.h is its format. One
-        descriptor. A session has at most one lane; QUOTA_EXCEEDED above max_lanes of all sessions.
+        descriptor. A session has at most one lane; QUOTA_EXCEEDED above max_lanes and max_shared_mib of all sessions.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -101,7 +111,7 @@ class HostServiceServicer(object):
     def MapPool(self, request, context):
         """Hands over the pool's memory and the session's tables. Two descriptors: of the pool (on a GPU, of its CUDA
         virtual-memory allocation), and of the tables, which are read-only. From now on the answers of Append and OpenStep say
-        where in the tables the step is. QUOTA_EXCEEDED above max_pool_mappings of all sessions.
+        where in the tables the step is. QUOTA_EXCEEDED above max_pool_mappings and max_shared_mib of all sessions.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -163,11 +173,16 @@ class HostService(object):
 
     What they share is memory, which a descriptor names, and descriptors do not travel over gRPC. A call answers with a
     handover token instead; the client connects to the handover socket (the path of the daemon's unix socket with ".fds"
-    behind it), sends the token's bytes and gets the descriptors, in the order that the call states, with one byte. A token
-    is good once, for ten seconds, for the daemon's own user, root and trusted_uids.
+    behind it), sends the token's 16 bytes in one piece, within two seconds, and gets the descriptors, in the order that the
+    call states, with one byte. A token is good once, for ten seconds. The kernel tells the socket which user has connected:
+    the daemon's own, root, and trusted_uids as allow_client_shm and share_pool say. Others see the connection close.
 
-    The caller must be connected to the unix socket. FAILED_PRECONDITION with reason REGIONS_NOT_ALLOWED for lanes where the
-    daemon runs without allow_client_shm, POOL_NOT_SHARED for the pool where share_pool is not set.
+    A client that sends its session's token instead lets the daemon know whose the session is, and gets 16 bytes, the
+    handover_token of SystemSharedMemoryRegister. Where other users than the daemon's own and root can connect to the unix
+    socket (unix_socket_mode), it must do so before it asks for a lane, a region or the pool.
+
+    The caller must be connected to the unix socket. FAILED_PRECONDITION with reason REGIONS_NOT_ALLOWED for lanes that the
+    user may not have (allow_client_shm), POOL_NOT_SHARED for the pool where share_pool is not set.
     """
 
     @staticmethod

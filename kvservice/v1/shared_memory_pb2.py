@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n kvservice/v1/shared_memory.proto\x12\x0ckvservice.v1\"F\n\x1fSystemSharedMemoryStatusRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rsession_token\x18\x0f \x01(\x0c\"\xab\x02\n SystemSharedMemoryStatusResponse\x12L\n\x07regions\x18\x01 \x03(\x0b\x32;.kvservice.v1.SystemSharedMemoryStatusResponse.RegionsEntry\x1aL\n\x0cRegionStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x11\n\tbyte_size\x18\x04 \x01(\x04\x1ak\n\x0cRegionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12J\n\x05value\x18\x02 \x01(\x0b\x32;.kvservice.v1.SystemSharedMemoryStatusResponse.RegionStatus:\x02\x38\x01\"\x8c\x01\n!SystemSharedMemoryRegisterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x11\n\tbyte_size\x18\x04 \x01(\x04\x12\x12\n\nrequest_id\x18\x0e \x01(\x04\x12\x15\n\rsession_token\x18\x0f \x01(\x0c\"$\n\"SystemSharedMemoryRegisterResponse\"^\n#SystemSharedMemoryUnregisterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x0e \x01(\x04\x12\x15\n\rsession_token\x18\x0f \x01(\x0c\"&\n$SystemSharedMemoryUnregisterResponse\"D\n\x1d\x43udaSharedMemoryStatusRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rsession_token\x18\x0f \x01(\x0c\"\x9b\x02\n\x1e\x43udaSharedMemoryStatusResponse\x12J\n\x07regions\x18\x01 \x03(\x0b\x32\x39.kvservice.v1.CudaSharedMemoryStatusResponse.RegionsEntry\x1a\x42\n\x0cRegionStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tdevice_id\x18\x02 \x01(\x04\x12\x11\n\tbyte_size\x18\x03 \x01(\x04\x1ai\n\x0cRegionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12H\n\x05value\x18\x02 \x01(\x0b\x32\x39.kvservice.v1.CudaSharedMemoryStatusResponse.RegionStatus:\x02\x38\x01\"\x94\x01\n\x1f\x43udaSharedMemoryRegisterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nraw_handle\x18\x02 \x01(\x0c\x12\x11\n\tdevice_id\x18\x03 \x01(\x03\x12\x11\n\tbyte_size\x18\x04 \x01(\x04\x12\x12\n\nrequest_id\x18\x0e \x01(\x04\x12\x15\n\rsession_token\x18\x0f \x01(\x0c\"2\n CudaSharedMemoryRegisterResponse\x12\x0e\n\x06number\x18\x01 \x01(\r\"\\\n!CudaSharedMemoryUnregisterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x0e \x01(\x04\x12\x15\n\rsession_token\x18\x0f \x01(\x0c\"$\n\"CudaSharedMemoryUnregisterResponse\"a\n\x13\x43reateRegionRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tbyte_size\x18\x02 \x01(\x04\x12\x12\n\nrequest_id\x18\x0e \x01(\x04\x12\x15\n\rsession_token\x18\x0f \x01(\x0c\">\n\x14\x43reateRegionResponse\x12\x16\n\x0ehandover_token\x18\x01 \x01(\x0c\x12\x0e\n\x06number\x18\x02 \x01(\r2\xe1\x06\n\x13SharedMemoryService\x12y\n\x18SystemSharedMemoryStatus\x12-.kvservice.v1.SystemSharedMemoryStatusRequest\x1a..kvservice.v1.SystemSharedMemoryStatusResponse\x12\x7f\n\x1aSystemSharedMemoryRegister\x12/.kvservice.v1.SystemSharedMemoryRegisterRequest\x1a\x30.kvservice.v1.SystemSharedMemoryRegisterResponse\x12\x85\x01\n\x1cSystemSharedMemoryUnregister\x12\x31.kvservice.v1.SystemSharedMemoryUnregisterRequest\x1a\x32.kvservice.v1.SystemSharedMemoryUnregisterResponse\x12s\n\x16\x43udaSharedMemoryStatus\x12+.kvservice.v1.CudaSharedMemoryStatusRequest\x1a,.kvservice.v1.CudaSharedMemoryStatusResponse\x12y\n\x18\x43udaSharedMemoryRegister\x12-.kvservice.v1.CudaSharedMemoryRegisterRequest\x1a..kvservice.v1.CudaSharedMemoryRegisterResponse\x12\x7f\n\x1a\x43udaSharedMemoryUnregister\x12/.kvservice.v1.CudaSharedMemoryUnregisterRequest\x1a\x30.kvservice.v1.CudaSharedMemoryUnregisterResponse\x12U\n\x0c\x43reateRegion\x12!.kvservice.v1.CreateRegionRequest\x1a\".kvservice.v1.CreateRegionResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n kvservice/v1/shared_memory.proto\x12\x0ckvservice.v1\"F\n\x1fSystemSharedMemoryStatusRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rsession_token\x18\x0f \x01(\x0c\"\xab\x02\n SystemSharedMemoryStatusResponse\x12L\n\x07regions\x18\x01 \x03(\x0b\x32;.kvservice.v1.SystemSharedMemoryStatusResponse.RegionsEntry\x1aL\n\x0cRegionStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x11\n\tbyte_size\x18\x04 \x01(\x04\x1ak\n\x0cRegionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12J\n\x05value\x18\x02 \x01(\x0b\x32;.kvservice.v1.SystemSharedMemoryStatusResponse.RegionStatus:\x02\x38\x01\"\xa4\x01\n!SystemSharedMemoryRegisterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\t\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x11\n\tbyte_size\x18\x04 \x01(\x04\x12\x16\n\x0ehandover_token\x18\r \x01(\x0c\x12\x12\n\nrequest_id\x18\x0e \x01(\x04\x12\x15\n\rsession_token\x18\x0f \x01(\x0c\"$\n\"SystemSharedMemoryRegisterResponse\"^\n#SystemSharedMemoryUnregisterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x0e \x01(\x04\x12\x15\n\rsession_token\x18\x0f \x01(\x0c\"&\n$SystemSharedMemoryUnregisterResponse\"D\n\x1d\x43udaSharedMemoryStatusRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rsession_token\x18\x0f \x01(\x0c\"\x9b\x02\n\x1e\x43udaSharedMemoryStatusResponse\x12J\n\x07regions\x18\x01 \x03(\x0b\x32\x39.kvservice.v1.CudaSharedMemoryStatusResponse.RegionsEntry\x1a\x42\n\x0cRegionStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tdevice_id\x18\x02 \x01(\x04\x12\x11\n\tbyte_size\x18\x03 \x01(\x04\x1ai\n\x0cRegionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12H\n\x05value\x18\x02 \x01(\x0b\x32\x39.kvservice.v1.CudaSharedMemoryStatusResponse.RegionStatus:\x02\x38\x01\"\x94\x01\n\x1f\x43udaSharedMemoryRegisterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nraw_handle\x18\x02 \x01(\x0c\x12\x11\n\tdevice_id\x18\x03 \x01(\x03\x12\x11\n\tbyte_size\x18\x04 \x01(\x04\x12\x12\n\nrequest_id\x18\x0e \x01(\x04\x12\x15\n\rsession_token\x18\x0f \x01(\x0c\"2\n CudaSharedMemoryRegisterResponse\x12\x0e\n\x06number\x18\x01 \x01(\r\"\\\n!CudaSharedMemoryUnregisterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x0e \x01(\x04\x12\x15\n\rsession_token\x18\x0f \x01(\x0c\"$\n\"CudaSharedMemoryUnregisterResponse\"a\n\x13\x43reateRegionRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tbyte_size\x18\x02 \x01(\x04\x12\x12\n\nrequest_id\x18\x0e \x01(\x04\x12\x15\n\rsession_token\x18\x0f \x01(\x0c\">\n\x14\x43reateRegionResponse\x12\x16\n\x0ehandover_token\x18\x01 \x01(\x0c\x12\x0e\n\x06number\x18\x02 \x01(\r2\xe1\x06\n\x13SharedMemoryService\x12y\n\x18SystemSharedMemoryStatus\x12-.kvservice.v1.SystemSharedMemoryStatusRequest\x1a..kvservice.v1.SystemSharedMemoryStatusResponse\x12\x7f\n\x1aSystemSharedMemoryRegister\x12/.kvservice.v1.SystemSharedMemoryRegisterRequest\x1a\x30.kvservice.v1.SystemSharedMemoryRegisterResponse\x12\x85\x01\n\x1cSystemSharedMemoryUnregister\x12\x31.kvservice.v1.SystemSharedMemoryUnregisterRequest\x1a\x32.kvservice.v1.SystemSharedMemoryUnregisterResponse\x12s\n\x16\x43udaSharedMemoryStatus\x12+.kvservice.v1.CudaSharedMemoryStatusRequest\x1a,.kvservice.v1.CudaSharedMemoryStatusResponse\x12y\n\x18\x43udaSharedMemoryRegister\x12-.kvservice.v1.CudaSharedMemoryRegisterRequest\x1a..kvservice.v1.CudaSharedMemoryRegisterResponse\x12\x7f\n\x1a\x43udaSharedMemoryUnregister\x12/.kvservice.v1.CudaSharedMemoryUnregisterRequest\x1a\x30.kvservice.v1.CudaSharedMemoryUnregisterResponse\x12U\n\x0c\x43reateRegion\x12!.kvservice.v1.CreateRegionRequest\x1a\".kvservice.v1.CreateRegionResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,33 +44,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SYSTEMSHAREDMEMORYSTATUSRESPONSE_REGIONSENTRY']._serialized_start=315
   _globals['_SYSTEMSHAREDMEMORYSTATUSRESPONSE_REGIONSENTRY']._serialized_end=422
   _globals['_SYSTEMSHAREDMEMORYREGISTERREQUEST']._serialized_start=425
-  _globals['_SYSTEMSHAREDMEMORYREGISTERREQUEST']._serialized_end=565
-  _globals['_SYSTEMSHAREDMEMORYREGISTERRESPONSE']._serialized_start=567
-  _globals['_SYSTEMSHAREDMEMORYREGISTERRESPONSE']._serialized_end=603
-  _globals['_SYSTEMSHAREDMEMORYUNREGISTERREQUEST']._serialized_start=605
-  _globals['_SYSTEMSHAREDMEMORYUNREGISTERREQUEST']._serialized_end=699
-  _globals['_SYSTEMSHAREDMEMORYUNREGISTERRESPONSE']._serialized_start=701
-  _globals['_SYSTEMSHAREDMEMORYUNREGISTERRESPONSE']._serialized_end=739
-  _globals['_CUDASHAREDMEMORYSTATUSREQUEST']._serialized_start=741
-  _globals['_CUDASHAREDMEMORYSTATUSREQUEST']._serialized_end=809
-  _globals['_CUDASHAREDMEMORYSTATUSRESPONSE']._serialized_start=812
-  _globals['_CUDASHAREDMEMORYSTATUSRESPONSE']._serialized_end=1095
-  _globals['_CUDASHAREDMEMORYSTATUSRESPONSE_REGIONSTATUS']._serialized_start=922
-  _globals['_CUDASHAREDMEMORYSTATUSRESPONSE_REGIONSTATUS']._serialized_end=988
-  _globals['_CUDASHAREDMEMORYSTATUSRESPONSE_REGIONSENTRY']._serialized_start=990
-  _globals['_CUDASHAREDMEMORYSTATUSRESPONSE_REGIONSENTRY']._serialized_end=1095
-  _globals['_CUDASHAREDMEMORYREGISTERREQUEST']._serialized_start=1098
-  _globals['_CUDASHAREDMEMORYREGISTERREQUEST']._serialized_end=1246
-  _globals['_CUDASHAREDMEMORYREGISTERRESPONSE']._serialized_start=1248
-  _globals['_CUDASHAREDMEMORYREGISTERRESPONSE']._serialized_end=1298
-  _globals['_CUDASHAREDMEMORYUNREGISTERREQUEST']._serialized_start=1300
-  _globals['_CUDASHAREDMEMORYUNREGISTERREQUEST']._serialized_end=1392
-  _globals['_CUDASHAREDMEMORYUNREGISTERRESPONSE']._serialized_start=1394
-  _globals['_CUDASHAREDMEMORYUNREGISTERRESPONSE']._serialized_end=1430
-  _globals['_CREATEREGIONREQUEST']._serialized_start=1432
-  _globals['_CREATEREGIONREQUEST']._serialized_end=1529
-  _globals['_CREATEREGIONRESPONSE']._serialized_start=1531
-  _globals['_CREATEREGIONRESPONSE']._serialized_end=1593
-  _globals['_SHAREDMEMORYSERVICE']._serialized_start=1596
-  _globals['_SHAREDMEMORYSERVICE']._serialized_end=2461
+  _globals['_SYSTEMSHAREDMEMORYREGISTERREQUEST']._serialized_end=589
+  _globals['_SYSTEMSHAREDMEMORYREGISTERRESPONSE']._serialized_start=591
+  _globals['_SYSTEMSHAREDMEMORYREGISTERRESPONSE']._serialized_end=627
+  _globals['_SYSTEMSHAREDMEMORYUNREGISTERREQUEST']._serialized_start=629
+  _globals['_SYSTEMSHAREDMEMORYUNREGISTERREQUEST']._serialized_end=723
+  _globals['_SYSTEMSHAREDMEMORYUNREGISTERRESPONSE']._serialized_start=725
+  _globals['_SYSTEMSHAREDMEMORYUNREGISTERRESPONSE']._serialized_end=763
+  _globals['_CUDASHAREDMEMORYSTATUSREQUEST']._serialized_start=765
+  _globals['_CUDASHAREDMEMORYSTATUSREQUEST']._serialized_end=833
+  _globals['_CUDASHAREDMEMORYSTATUSRESPONSE']._serialized_start=836
+  _globals['_CUDASHAREDMEMORYSTATUSRESPONSE']._serialized_end=1119
+  _globals['_CUDASHAREDMEMORYSTATUSRESPONSE_REGIONSTATUS']._serialized_start=946
+  _globals['_CUDASHAREDMEMORYSTATUSRESPONSE_REGIONSTATUS']._serialized_end=1012
+  _globals['_CUDASHAREDMEMORYSTATUSRESPONSE_REGIONSENTRY']._serialized_start=1014
+  _globals['_CUDASHAREDMEMORYSTATUSRESPONSE_REGIONSENTRY']._serialized_end=1119
+  _globals['_CUDASHAREDMEMORYREGISTERREQUEST']._serialized_start=1122
+  _globals['_CUDASHAREDMEMORYREGISTERREQUEST']._serialized_end=1270
+  _globals['_CUDASHAREDMEMORYREGISTERRESPONSE']._serialized_start=1272
+  _globals['_CUDASHAREDMEMORYREGISTERRESPONSE']._serialized_end=1322
+  _globals['_CUDASHAREDMEMORYUNREGISTERREQUEST']._serialized_start=1324
+  _globals['_CUDASHAREDMEMORYUNREGISTERREQUEST']._serialized_end=1416
+  _globals['_CUDASHAREDMEMORYUNREGISTERRESPONSE']._serialized_start=1418
+  _globals['_CUDASHAREDMEMORYUNREGISTERRESPONSE']._serialized_end=1454
+  _globals['_CREATEREGIONREQUEST']._serialized_start=1456
+  _globals['_CREATEREGIONREQUEST']._serialized_end=1553
+  _globals['_CREATEREGIONRESPONSE']._serialized_start=1555
+  _globals['_CREATEREGIONRESPONSE']._serialized_end=1617
+  _globals['_SHAREDMEMORYSERVICE']._serialized_start=1620
+  _globals['_SHAREDMEMORYSERVICE']._serialized_end=2485
 # @@protoc_insertion_point(module_scope)

@@ -39,20 +39,22 @@ class SystemSharedMemoryStatusResponse(_message.Message):
     def __init__(self, regions: _Optional[_Mapping[str, SystemSharedMemoryStatusResponse.RegionStatus]] = ...) -> None: ...
 
 class SystemSharedMemoryRegisterRequest(_message.Message):
-    __slots__ = ("name", "key", "offset", "byte_size", "request_id", "session_token")
+    __slots__ = ("name", "key", "offset", "byte_size", "handover_token", "request_id", "session_token")
     NAME_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     BYTE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    HANDOVER_TOKEN_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     SESSION_TOKEN_FIELD_NUMBER: _ClassVar[int]
     name: str
     key: str
     offset: int
     byte_size: int
+    handover_token: bytes
     request_id: int
     session_token: bytes
-    def __init__(self, name: _Optional[str] = ..., key: _Optional[str] = ..., offset: _Optional[int] = ..., byte_size: _Optional[int] = ..., request_id: _Optional[int] = ..., session_token: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., key: _Optional[str] = ..., offset: _Optional[int] = ..., byte_size: _Optional[int] = ..., handover_token: _Optional[bytes] = ..., request_id: _Optional[int] = ..., session_token: _Optional[bytes] = ...) -> None: ...
 
 class SystemSharedMemoryRegisterResponse(_message.Message):
     __slots__ = ()

@@ -32,8 +32,9 @@ class SharedMemoryServiceStub(object):
     request_id are as in BlockService; an offset needs not be a multiple of the page size; a name is free again as soon as
     it is unregistered. CreateRegion is not Triton's.
 
-    The daemon must be told to allow it (allow_client_shm), and the caller be connected to its unix socket; if not, these
-    calls and those that name a region are refused with FAILED_PRECONDITION, reason REGIONS_NOT_ALLOWED.
+    The daemon must allow it (allow_client_shm), to this user, and the caller be connected to its unix socket; if not, these
+    calls and those that name a region are refused with FAILED_PRECONDITION, reason REGIONS_NOT_ALLOWED. Where other users
+    can connect to the unix socket, too, the handover socket must be told whose the session is, see HostService.
     """
 
     def __init__(self, channel):
@@ -86,8 +87,9 @@ class SharedMemoryServiceServicer(object):
     request_id are as in BlockService; an offset needs not be a multiple of the page size; a name is free again as soon as
     it is unregistered. CreateRegion is not Triton's.
 
-    The daemon must be told to allow it (allow_client_shm), and the caller be connected to its unix socket; if not, these
-    calls and those that name a region are refused with FAILED_PRECONDITION, reason REGIONS_NOT_ALLOWED.
+    The daemon must allow it (allow_client_shm), to this user, and the caller be connected to its unix socket; if not, these
+    calls and those that name a region are refused with FAILED_PRECONDITION, reason REGIONS_NOT_ALLOWED. Where other users
+    can connect to the unix socket, too, the handover socket must be told whose the session is, see HostService.
     """
 
     def SystemSharedMemoryStatus(self, request, context):
@@ -100,8 +102,9 @@ class SharedMemoryServiceServicer(object):
     def SystemSharedMemoryRegister(self, request, context):
         """Opens a POSIX shared-memory object that the client has made, for reading and writing. It may be unlinked afterwards.
         ALREADY_EXISTS, reason DUPLICATE_REGION, if the session has a region of this name; INTERNAL, reason
-        REGION_NOT_OPENED, if there is no such object, or none that the daemon may open; INVALID_ARGUMENT for a key that is
-        no name, and for an offset and size that the object does not have.
+        REGION_NOT_OPENED, if there is no such object, or none that both the daemon and the client's user may read and write;
+        INVALID_ARGUMENT for a key that is no name, and for an offset and size that the object does not have; QUOTA_EXCEEDED
+        above max_shared_mib, of all sessions.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -116,8 +119,7 @@ class SharedMemoryServiceServicer(object):
 
     def CudaSharedMemoryStatus(self, request, context):
         """The same three for memory of a GPU that the client has allocated: daemons on a GPU only, others refuse them with
-        REGIONS_NOT_ALLOWED, and so do those for sessions that have fetched nothing yet over the handover socket, which hands
-        to trusted users only. REGION_NOT_OPENED if the driver does not open the handle; INVALID_ARGUMENT for a handle that is
+        REGIONS_NOT_ALLOWED. REGION_NOT_OPENED if the driver does not open the handle; INVALID_ARGUMENT for a handle that is
         none or is registered already, another device than the daemon's, and a size that the allocation does not have.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -139,7 +141,7 @@ class SharedMemoryServiceServicer(object):
     def CreateRegion(self, request, context):
         """A region of memory that the daemon makes, which no one can truncate: the daemon works on it in place, and lanes take
         it. Its descriptor is handed over, see HostService. Listed and given up as those of system shared memory are.
-        QUOTA_EXCEEDED above max_region_mib, of all such regions of the session.
+        QUOTA_EXCEEDED above max_region_mib, of all such regions of the session, and above max_shared_mib, of all sessions.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -198,8 +200,9 @@ class SharedMemoryService(object):
     request_id are as in BlockService; an offset needs not be a multiple of the page size; a name is free again as soon as
     it is unregistered. CreateRegion is not Triton's.
 
-    The daemon must be told to allow it (allow_client_shm), and the caller be connected to its unix socket; if not, these
-    calls and those that name a region are refused with FAILED_PRECONDITION, reason REGIONS_NOT_ALLOWED.
+    The daemon must allow it (allow_client_shm), to this user, and the caller be connected to its unix socket; if not, these
+    calls and those that name a region are refused with FAILED_PRECONDITION, reason REGIONS_NOT_ALLOWED. Where other users
+    can connect to the unix socket, too, the handover socket must be told whose the session is, see HostService.
     """
 
     @staticmethod

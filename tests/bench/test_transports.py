@@ -46,7 +46,7 @@ def test_every_way_computes_the_same(cleanup: contextlib.ExitStack) -> None:
 
 
 def test_what_the_daemon_refuses_is_left_out_and_named(cleanup: contextlib.ExitStack) -> None:
-    daemon = cleanup.enter_context(Daemon(**POOL | {"allow_client_shm": False, "share_pool": "off"}))
+    daemon = cleanup.enter_context(Daemon(**POOL | {"allow_client_shm": "off", "share_pool": "off"}))
     ways, refused = transports.open_ways(daemon.address, NativeWay(), cleanup)
     assert set(ways) == {"native", "unary", "inline"}
     assert [name for name, _ in transports.probes(ways)] == ["echo_unary", "echo_stream"]

@@ -32,11 +32,11 @@ NO_REGIONS: Refused = {"lane": (RegionsNotAllowedError, ""), "region": (RegionsN
 NO_POOL: Refused = {"mapped": (PoolNotSharedError, "writable")}
 NO_LANE: Refused = {"lane": (QuotaExceededError, "")}
 ALLOWED: list[tuple[dict[str, Any], str, Refused]] = [
-    ({"allow_client_shm": True, "share_pool": "write"}, "lane", {}),
-    ({"allow_client_shm": True, "share_pool": "write", "max_lanes": 0}, "mapped", NO_LANE),
-    ({"allow_client_shm": True, "share_pool": "read", "max_lanes": 0}, "region", NO_LANE),
-    ({"allow_client_shm": False, "share_pool": "write"}, "mapped", NO_REGIONS),
-    ({"allow_client_shm": False, "share_pool": "off"}, "inline", NO_REGIONS | NO_POOL),
+    ({"allow_client_shm": "auto", "share_pool": "write"}, "lane", {}),
+    ({"allow_client_shm": "auto", "share_pool": "write", "max_lanes": 0}, "mapped", NO_LANE),
+    ({"allow_client_shm": "auto", "share_pool": "read", "max_lanes": 0}, "region", NO_LANE),
+    ({"allow_client_shm": "off", "share_pool": "write"}, "mapped", NO_REGIONS),
+    ({"allow_client_shm": "off", "share_pool": "off"}, "inline", NO_REGIONS | NO_POOL),
 ]
 EVERY = ("lane", "mapped", "region", "inline")
 
@@ -125,6 +125,47 @@ def test_so_many_may_have_mapped_the_pool() -> None:
         with client.session() as third:
             assert third.transport == "mapped"
             check_working(third)
+
+
+def test_all_sessions_together_share_so_much(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    """Regions that the daemon makes and those that it opens, lanes and tables, all of which it would pay for."""
+    object_ = Path("/dev/shm", f"kvservice-test-{tmp_path.parent.name}-{tmp_path.name}")
+    object_.write_bytes(bytes(4096))
+    with (
+        Daemon(**SMALL_POOL | {"max_shared_mib": 1}) as daemon,
+        KVClient(daemon.address, transport="inline") as client,
+        client.session() as one,
+        client.session() as other,
+    ):
+        one.create_region(1 << 20)
+        for share in (
+            lambda: other.create_region(1),
+            lambda: other.open_region(object_.name, 4096),
+            lambda: finish(other._core.call("open_lane", host_pb2.OpenLaneRequest())),
+            lambda: other.map_pool(),
+        ):
+            with pytest.raises(QuotaExceededError) as refused:
+                share()
+            assert refused.value.metadata["limit"] == "max_shared_mib"
+        with KVClient(daemon.address) as fast, fast.session() as kv:
+            assert kv.transport == "inline"
+            check_working(kv)
+        assert "uses the transport inline" in caplog.text
+        assert "all sessions have 1048576 of 1 MiB" in caplog.text
+        one.unregister_region()
+        other.open_region(object_.name, 4096)
+        other.unregister_region()
+        other.create_region(1 << 20)
+    object_.unlink()
+
+
+def test_nothing_is_logged_of_what_the_daemon_does_not_offer(caplog: pytest.LogCaptureFixture, free_port: int) -> None:
+    options = SMALL_POOL | {"allow_client_shm": "off", "share_pool": "off"}
+    with Daemon(**options, tcp_address=f"127.0.0.1:{free_port}") as daemon:
+        for address in (daemon.address, f"127.0.0.1:{free_port}"):
+            with KVClient(address) as client, client.session() as kv:
+                assert kv.transport == "inline"
+    assert not [record for record in caplog.records if record.name.startswith("kvservice")]
 
 
 @pytest.mark.parametrize("share_pool", ["off", "write"])

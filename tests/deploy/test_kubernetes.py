@@ -187,7 +187,7 @@ def test_the_gpu_is_asked_for_where_the_pool_is_on_it() -> None:
 
 
 def test_an_engine_in_the_pod_gets_a_lane() -> None:
-    assert config("sidecar").allow_client_shm
+    assert config("sidecar").shares_memory
     (mount,) = [each for each in container("sidecar", "engine")["volumeMounts"] if each["name"] == "socket"]
     assert mount in container("sidecar")["volumeMounts"]
 

@@ -26,7 +26,7 @@ from kvservice.engine import Engine
 from kvservice.errors import InternalError, InvalidArgumentError, KVServiceError, ResourceExhaustedError
 
 BLOCK_BYTES = 4096
-CUDA = POOL | {"device": "cuda", "max_message_mib": 1}
+CUDA = POOL | {"device": "cuda", "max_message_mib": 1, "allow_client_shm": "off"}
 
 
 def config_of(**changes: Any) -> ServeConfig:

@@ -27,7 +27,7 @@ from kvservice.devices.copies import Copies
 from kvservice.engine import Engine
 from kvservice.errors import InternalError, InvalidArgumentError
 
-CONFIG = ServeConfig.model_validate(POOL | {"device": "cuda", "max_message_mib": 1})
+CONFIG = ServeConfig.model_validate(POOL | {"device": "cuda", "max_message_mib": 1, "allow_client_shm": "off"})
 COMMON = {
     "stateful_step_count": 40,
     "phases": [Phase.generate],

@@ -40,7 +40,7 @@ def exposed() -> Exposed:
     port = free_port()
     options = {"http_address": f"127.0.0.1:{port}", "http_token": HTTP_TOKEN, "event_token_ids": True}
     with (
-        Daemon(allow_client_shm=True, **options, **POOL) as daemon,
+        Daemon(**options, **POOL) as daemon,
         KVClient(daemon.address) as client,
         client.session("engine", tenant="acme") as kv,
     ):

@@ -158,7 +158,7 @@ def test_refusals_for_want_of_blocks_are_counted(running: tuple[Daemon, int]) ->
 
 def test_regions_are_counted(free_port: int) -> None:
     with (
-        Daemon(http_address=f"127.0.0.1:{free_port}", allow_client_shm=True, **POOL) as daemon,
+        Daemon(http_address=f"127.0.0.1:{free_port}", **POOL) as daemon,
         KVClient(daemon.address) as client,
         client.session() as kv,
         client.session() as other,
@@ -177,7 +177,7 @@ def test_regions_are_counted(free_port: int) -> None:
 def test_lanes_and_their_calls_are_counted(free_port: int) -> None:
     duration = "kvservice_lane_call_duration_seconds"
     with (
-        Daemon(http_address=f"127.0.0.1:{free_port}", allow_client_shm=True, **POOL) as daemon,
+        Daemon(http_address=f"127.0.0.1:{free_port}", **POOL) as daemon,
         KVClient(daemon.address, transport="lane") as client,
     ):
         for after in (2, 4):  # what ended lanes did is counted as well

@@ -225,7 +225,7 @@ def test_a_fault_in_the_pool_ends_the_daemon_with_its_own_status(tmp_path: Path)
         process = subprocess.Popen([sys.executable, str(script), str(path)], stdout=log, stderr=log)
     try:
         until(path.exists)
-        with KVClient(f"unix://{path}") as client, client.session() as kv:
+        with KVClient(f"unix://{path}", transport="inline") as client, client.session() as kv:
             step = kv.open_step([kv.allocate([1, 2])])
             with pytest.raises(Exception, match=r"failed|ended|UNAVAILABLE"):
                 send_layer(step, 0)

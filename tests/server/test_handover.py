@@ -1,4 +1,4 @@
-"""The handover socket: who gets descriptors, what for, and how often."""
+"""The handover socket: who gets descriptors, what for, and how often; and whose a session is."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -16,11 +16,22 @@ from kvservice.client import handover as client_side
 from kvservice.errors import ConnectionLostError, QuotaExceededError, RegionsNotAllowedError
 from kvservice.server import handover as server_side
 from kvservice.server.handover import Handover
+from kvservice.server.peers import Peer
+
+SESSION_TOKEN = b"a session's one."
+INTRODUCED = b"an introduction."
+introductions: list[tuple[bytes, Peer]] = []
+
+
+def introduce(token: bytes, peer: Peer) -> bytes | None:
+    introductions.append((token, peer))
+    return INTRODUCED if token == SESSION_TOKEN else None
 
 
 @asynccontextmanager
 async def serving(path: Path) -> AsyncIterator[Handover]:
-    handover = Handover(frozenset())
+    introductions.clear()
+    handover = Handover(frozenset({os.geteuid(), ANOTHER_UID}), introduce)
     handover.listen(path, 0o600)
     task = asyncio.create_task(handover.serve())
     try:
@@ -42,6 +53,16 @@ class Owner:
     pass
 
 
+ANOTHER_UID, STRANGER_UID = 4242, 4343
+
+
+@contextlib.contextmanager
+def connecting_as(monkeypatch: pytest.MonkeyPatch, uid: int) -> Iterator[None]:
+    with monkeypatch.context() as patch:
+        patch.setattr(server_side, "peer_of", lambda _: Peer(uid, frozenset()))
+        yield
+
+
 def memory_file(content: bytes) -> int:
     descriptor = os.memfd_create("test")
     os.write(descriptor, content)
@@ -52,6 +73,25 @@ def num_descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+async def fetch(where: str, token: bytes, count: int = 1) -> list[int]:
+    return await asyncio.to_thread(client_side.fetch, where, token, count)
+
+
+async def connect(where: str) -> socket.socket:
+    """A connection over which nothing was sent yet."""
+    connection = socket.socket(socket.AF_UNIX)
+    connection.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(connection, where)
+    return connection
+
+
+async def is_closed(connection: socket.socket) -> bool:
+    """Wait until the daemon has closed it."""
+    with connection:
+        async with asyncio.timeout(20):
+            return await asyncio.get_running_loop().sock_recv(connection, 1) == b""
+
+
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "daemon.sock.fds"
@@ -59,20 +99,20 @@ def path(tmp_path: Path) -> Path:
 
 def test_a_token_is_good_for_its_descriptors_and_once(path: Path) -> None:
     async def body(handover: Handover, where: str) -> None:
-        files = [memory_file(b"one"), memory_file(b"two")]
         before = num_descriptors()
-        token = handover.offer(files)
-        got = await asyncio.to_thread(client_side.fetch, where, token, 2)
+        inodes = []
+        files = [memory_file(b"one"), memory_file(b"two")]
+        inodes = [os.fstat(descriptor).st_ino for descriptor in files]
+        token = handover.offer(files, Owner())
+        got = await fetch(where, token, 2)
         assert [os.pread(descriptor, 10, 0) for descriptor in got] == [b"one", b"two"]
-        assert [os.fstat(a).st_ino for a in got] == [os.fstat(b).st_ino for b in files]
+        assert [os.fstat(descriptor).st_ino for descriptor in got] == inodes
         assert not any(os.get_inheritable(descriptor) for descriptor in got)
         with pytest.raises(RegionsNotAllowedError):
-            await asyncio.to_thread(client_side.fetch, where, token, 2)
+            await fetch(where, token, 2)
         for descriptor in got:
             os.close(descriptor)
         assert num_descriptors() <= before  # what an earlier test has left may be gone by now
-        for descriptor in files:
-            os.close(descriptor)
 
     scenario(path, body)
 
@@ -81,35 +121,37 @@ def test_a_token_is_good_for_so_long(path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(server_side, "TOKEN_S", 0.01)
 
     async def body(handover: Handover, where: str) -> None:
-        before = num_descriptors()
         descriptor = memory_file(b"")
-        token = handover.offer([descriptor])
-        os.close(descriptor)
-        await asyncio.sleep(0.1)
-        assert num_descriptors() <= before  # what an earlier test has left may be gone by now
+        token = handover.offer([descriptor], Owner())
+        while True:
+            try:
+                os.fstat(descriptor)
+            except OSError:
+                break
+            await asyncio.sleep(0.01)
         with pytest.raises(RegionsNotAllowedError):
-            await asyncio.to_thread(client_side.fetch, where, token, 1)
+            await fetch(where, token)
 
     scenario(path, body)
 
 
-def test_what_an_owner_has_offered_is_withdrawn_with_it(path: Path) -> None:
+def test_what_is_withdrawn_is_not_handed_over(path: Path) -> None:
     async def body(handover: Handover, where: str) -> None:
-        descriptor, one, other = memory_file(b"kept"), Owner(), Owner()
+        one, other = Owner(), Owner()
         before = num_descriptors()
-        gone = [handover.offer([descriptor, descriptor], one) for _ in range(3)]
-        kept = handover.offer([descriptor], other)
-        handover.withdraw(one)
+        gone = [handover.offer([memory_file(b""), memory_file(b"")], one) for _ in range(3)]
+        gone_alone = handover.offer([memory_file(b"")], other)
+        kept = handover.offer([memory_file(b"kept")], other)
+        handover.withdraw_all(one)
+        handover.withdraw(gone_alone)
+        handover.withdraw(gone_alone)
         assert num_descriptors() == before + 1
-        for token in gone:
+        for token in (*gone, gone_alone):
             with pytest.raises(RegionsNotAllowedError):
-                await asyncio.to_thread(client_side.fetch, where, token, 2)
-        (got,) = await asyncio.to_thread(client_side.fetch, where, kept, 1)
+                await fetch(where, token, 2)
+        (got,) = await fetch(where, kept)
         assert os.pread(got, 10, 0) == b"kept"
-        assert handover.has_served(other)
-        assert not handover.has_served(one)
         os.close(got)
-        os.close(descriptor)
 
     scenario(path, body)
 
@@ -117,8 +159,7 @@ def test_what_an_owner_has_offered_is_withdrawn_with_it(path: Path) -> None:
 @pytest.mark.parametrize("sent", [b"", b"\0" * 15, b"\0" * 16, b"\xff" * 1000])
 def test_a_wrong_token_gets_nothing_and_costs_no_one(path: Path, sent: bytes) -> None:
     async def body(handover: Handover, where: str) -> None:
-        descriptor = memory_file(b"mine")
-        token = handover.offer([descriptor])
+        token = handover.offer([memory_file(b"mine")], Owner())
 
         def ask() -> tuple[bytes, list[int]]:
             with socket.socket(socket.AF_UNIX) as connection:
@@ -132,74 +173,105 @@ def test_a_wrong_token_gets_nothing_and_costs_no_one(path: Path, sent: bytes) ->
                 return data, descriptors
 
         assert await asyncio.to_thread(ask) == (b"", [])
-        (got,) = await asyncio.to_thread(client_side.fetch, where, token, 1)
+        (got,) = await fetch(where, token)
         assert os.pread(got, 10, 0) == b"mine"
         os.close(got)
-        os.close(descriptor)
 
     scenario(path, body)
 
 
-def test_another_user_gets_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stranger_gets_nothing_and_is_named_once(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     async def body(handover: Handover, where: str) -> None:
-        descriptor = memory_file(b"")
-        token = handover.offer([descriptor])
-        monkeypatch.setattr(server_side, "_peer_uid", lambda _: 4242)
-        with pytest.raises(RegionsNotAllowedError, match="trusted_uids"):
-            await asyncio.to_thread(client_side.fetch, where, token, 1)
-        monkeypatch.undo()
-        (got,) = await asyncio.to_thread(client_side.fetch, where, token, 1)
+        token = handover.offer([memory_file(b"")], Owner())
+        with connecting_as(monkeypatch, STRANGER_UID):
+            for _ in range(3):
+                assert await is_closed(await connect(where))  # with no wait for a token
+            with pytest.raises((RegionsNotAllowedError, ConnectionLostError)):
+                await fetch(where, token)
+        (got,) = await fetch(where, token)
         os.close(got)
-        os.close(descriptor)
 
     scenario(path, body)
+    assert [record.message for record in caplog.records].count(
+        f"user {STRANGER_UID} is not handed anything: see allow_client_shm, trusted_uids"
+    ) == 1
 
 
-def test_the_kernel_says_who_the_peer_is() -> None:
-    one, other = socket.socketpair(socket.AF_UNIX)
-    with one, other:
-        assert server_side._peer_uid(one) == os.geteuid()
+def test_a_sessions_token_says_whose_it_is(path: Path) -> None:
+    async def body(_: Handover, where: str) -> None:
+        assert await asyncio.to_thread(client_side.introduce, where, SESSION_TOKEN) == INTRODUCED
+        token, peer = introductions[-1]
+        assert (token, peer.uid) == (SESSION_TOKEN, os.geteuid())
+        assert os.getegid() in peer.gids
+        with pytest.raises(RegionsNotAllowedError):
+            await asyncio.to_thread(client_side.introduce, where, bytes(16))
+
+    scenario(path, body)
 
 
 def test_those_who_connect_and_say_nothing_are_shown_out(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_side, "TOKEN_S", 0.2)
-    monkeypatch.setattr(server_side, "MAX_CONNECTIONS", 4)
+    monkeypatch.setattr(server_side, "PRESENT_S", 0.05)
 
-    async def body(handover: Handover, where: str) -> None:
+    async def body(_: Handover, where: str) -> None:
         before = num_descriptors()
-
-        def ask() -> None:
-            with contextlib.ExitStack() as stack:
-                silent = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(12)]
-                for connection in silent:
-                    connection.connect(where)
-                    connection.settimeout(10)
-                for connection in silent:
-                    assert connection.recv(1) == b""
-
-        await asyncio.to_thread(ask)
-        await asyncio.sleep(0.05)
-        assert num_descriptors() <= before  # what an earlier test has left may be gone by now
-        descriptor = memory_file(b"")
-        (got,) = await asyncio.to_thread(client_side.fetch, where, handover.offer([descriptor]), 1)
-        os.close(got)
-        os.close(descriptor)
+        for connection in [await connect(where) for _ in range(8)]:
+            assert await is_closed(connection)
+        assert num_descriptors() <= before
 
     scenario(path, body)
 
 
-def test_so_many_offers_may_wait(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_side, "MAX_OFFERS", 2)
+def test_a_users_oldest_gives_way_to_its_newest_and_nobody_elses(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_side, "PRESENT_S", 1000.0)
 
     async def body(handover: Handover, where: str) -> None:
-        descriptor = memory_file(b"")
-        tokens = [handover.offer([descriptor]) for _ in range(2)]
-        with pytest.raises(QuotaExceededError):
-            handover.offer([descriptor])
-        (got,) = await asyncio.to_thread(client_side.fetch, where, tokens[0], 1)
-        handover.offer([descriptor])
+        patient = await connect(where)
+        await asyncio.to_thread(client_side.introduce, where, SESSION_TOKEN)  # by now it is accepted
+        token = handover.offer([memory_file(b"mine")], Owner())
+        with connecting_as(monkeypatch, ANOTHER_UID):
+            silent = [await connect(where) for _ in range(server_side.MAX_SILENT_OF_USER + 3)]
+            for connection in silent[:3]:
+                assert await is_closed(connection)
+        (got,) = await fetch(where, token)
+        assert os.pread(got, 10, 0) == b"mine"
+        # Those who are left are answered when they speak.
+        for connection in (patient, silent[3], silent[-1]):
+            connection.send(SESSION_TOKEN)
+            assert await asyncio.get_running_loop().sock_recv(connection, 16) == INTRODUCED
+        for connection in (patient, *silent[3:]):
+            connection.close()
         os.close(got)
-        os.close(descriptor)
+
+    scenario(path, body)
+
+
+def test_many_of_a_user_who_speak_are_all_answered(path: Path) -> None:
+    async def body(_: Handover, where: str) -> None:
+        def ask() -> list[bytes]:
+            with contextlib.ExitStack() as stack:
+                connections = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(100)]
+                for connection in connections:
+                    connection.connect(where)
+                    connection.send(SESSION_TOKEN)
+                return [connection.recv(16) for connection in connections]
+
+        assert await asyncio.to_thread(ask) == [INTRODUCED] * 100
+
+    scenario(path, body)
+
+
+def test_so_many_offers_of_an_owner_may_wait(path: Path) -> None:
+    async def body(handover: Handover, where: str) -> None:
+        owner = Owner()
+        tokens = [handover.offer([memory_file(b"")], owner) for _ in range(server_side.MAX_OFFERS_OF_SESSION)]
+        with pytest.raises(QuotaExceededError):
+            handover.offer([memory_file(b"")], owner)
+        handover.offer([memory_file(b"")], Owner())
+        (got,) = await fetch(where, tokens[0])
+        handover.offer([memory_file(b"")], owner)
+        os.close(got)
 
     before = num_descriptors()
     scenario(path, body)
@@ -210,6 +282,8 @@ def test_so_many_offers_may_wait(path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_no_daemon(path: Path) -> None:
     with pytest.raises(ConnectionLostError):
         client_side.fetch(str(path), bytes(16), 1)
+    with pytest.raises(ConnectionLostError):
+        client_side.introduce(str(path), bytes(16))
 
 
 @pytest.mark.parametrize(

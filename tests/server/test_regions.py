@@ -35,13 +35,16 @@ from kvservice.errors import (
     UnknownRegionError,
 )
 from kvservice.launch import Daemon
+from kvservice.server.budget import Budget, BudgetedMemory
 from kvservice.server.calls import Calls
 from kvservice.server.region import GPU, HOST, Place, RegionTotals
 from kvservice.server.regions import Regions
+from kvservice.server.session_user import SessionUser, Trust
 from kvservice.server.shm_object import ShmObject
 from kvservice.v1 import attention_pb2, host_pb2, session_pb2, shared_memory_pb2, tensor_pb2
 
 OBJECT_BYTES = 1 << 16
+CONFIG = ServeConfig(max_regions=3, max_region_mib=1, max_shared_mib=2)
 PREFIX = f"/dev/shm/kvservice-test-{os.getpid()}"
 Register = shared_memory_pb2.SystemSharedMemoryRegisterRequest
 Status = shared_memory_pb2.SystemSharedMemoryStatusRequest
@@ -63,9 +66,14 @@ class Object:
 class Access:
     """What regions need of the rest of a session."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: ServeConfig = CONFIG) -> None:
         self.numbers: list[int] = []
         self.offered: list[Any] = []
+        self.budget = Budget(config.max_shared_mib)
+        self.user = SessionUser(Trust.of(config))
+
+    def make_memory(self, name: str, num_bytes: int, field: str) -> BudgetedMemory:
+        return self.budget.make(name, num_bytes, field=field)
 
     def add_region(self, address: int, num_bytes: int) -> int:
         assert address % mmap.PAGESIZE == 0
@@ -77,8 +85,11 @@ class Access:
         self.numbers.remove(number)
 
     def hand_over(self, memory: Any) -> bytes:
-        self.offered.append(memory)
+        self.offered.append(memory.sealed)
         return b"token"
+
+    def withdraw(self, token: bytes) -> None:
+        assert token == b"token"
 
 
 @pytest.fixture
@@ -95,10 +106,12 @@ def totals() -> RegionTotals:
 
 @pytest.fixture
 def regions(totals: RegionTotals) -> Iterator[Regions]:
-    made = Regions(ServeConfig(allow_client_shm=True, max_regions=3, max_region_mib=1), totals, Access())  # type: ignore[arg-type]
+    access = Access()
+    made = Regions(CONFIG, totals, access)  # type: ignore[arg-type]
     yield made
     made.close()
     assert not shm_files()
+    assert access.budget.used_bytes == 0
     assert (totals.count, totals.num_bytes) == (0, 0)
 
 
@@ -212,7 +225,8 @@ def test_a_refused_registration_leaves_nothing_open(regions: Regions, shm: Objec
 
 
 def test_a_daemon_that_takes_none(shm: Object) -> None:
-    regions = Regions(ServeConfig(), RegionTotals(), Access())  # type: ignore[arg-type]
+    config = ServeConfig(allow_client_shm="off")
+    regions = Regions(config, RegionTotals(), Access(config))  # type: ignore[arg-type]
     calls: list[Callable[[], object]] = [
         lambda: regions.register("r", shm.key, 0, 1),
         lambda: regions.unregister("", HOST),
@@ -558,7 +572,7 @@ def test_a_client_over_tcp_is_refused(shm: Object, raw: Any, free_port: int) -> 
 
 def test_a_daemon_says_whether_it_takes_regions(client: KVClient) -> None:
     assert client.info.allow_client_shm
-    with Daemon(**SMALL_POOL | {"allow_client_shm": False}) as daemon, KVClient(daemon.address) as other:
+    with Daemon(**SMALL_POOL | {"allow_client_shm": "off"}) as daemon, KVClient(daemon.address) as other:
         assert not other.info.allow_client_shm
         with other.session() as kv:
             with pytest.raises(RegionsNotAllowedError):
@@ -571,9 +585,9 @@ def test_a_daemon_says_whether_it_takes_regions(client: KVClient) -> None:
 def test_tensors_in_regions_are_bounded_as_messages_are(raw_session: Any, daemon: Daemon) -> None:
     path = Path("/dev/shm", f"kvservice-test-{os.getpid()}-large")
     with path.open("wb") as file:
-        file.truncate(1 << 40)  # a hole, which takes no memory
+        file.truncate(1 << 28)  # a hole, which takes no memory
     try:
-        raw_session.ok("system_shared_memory_register", Register(name="r", key=path.name, byte_size=1 << 40))
+        raw_session.ok("system_shared_memory_register", Register(name="r", key=path.name, byte_size=1 << 28))
         shape = (1, 2, 1 << 24)
         place = tensor_pb2.SharedMemoryPlace(region="r", byte_size=4 << 25)
         tensor = tensor_pb2.Tensor(data_type=1, shape=shape, shared_memory=place)

@@ -41,7 +41,7 @@ COMMON = {
 
 @pytest.fixture(scope="module")
 def small_daemon() -> Iterator[Daemon]:
-    with Daemon(**POOL, allow_client_shm=True, share_pool="write") as running:
+    with Daemon(**POOL, share_pool="write") as running:
         yield running
 
 

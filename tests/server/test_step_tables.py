@@ -9,9 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvservice.pool.sealed import SealedMemory
 from kvservice.server.step_tables import ALIGNMENT, NUM_SLOTS, StepTables
 
 WORD_BYTES = 8 * NUM_SLOTS
+
+
+def in_memory(num_bytes: int) -> StepTables:
+    return StepTables(SealedMemory("test", num_bytes, read_only=True))
 
 
 def step(step_id: int, num_seqs: int, num_blocks: int) -> Any:
@@ -53,7 +58,7 @@ def check(tables: StepTables, live: dict[int, tuple[tuple[int, int], Any]]) -> N
 @pytest.mark.parametrize("seed", range(5))
 def test_steps_come_and_go(seed: int) -> None:
     rng = random.Random(seed)
-    tables = StepTables(WORD_BYTES + 12_000)
+    tables = in_memory(WORD_BYTES + 12_000)
     live: dict[int, tuple[tuple[int, int], Any]] = {}
     refused, most_live = 0, 0
     for step_id in range(1, 400):
@@ -77,7 +82,7 @@ def test_steps_come_and_go(seed: int) -> None:
 
 
 def test_all_slots_are_taken() -> None:
-    tables = StepTables(WORD_BYTES + NUM_SLOTS * 4 * ALIGNMENT)
+    tables = in_memory(WORD_BYTES + NUM_SLOTS * 4 * ALIGNMENT)
     ones = [step(step_id, 1, 1) for step_id in range(1, NUM_SLOTS + 2)]
     found = [tables.publish(one) for one in ones[:-1]]
     assert None not in found
@@ -89,7 +94,7 @@ def test_all_slots_are_taken() -> None:
 
 
 def test_a_step_larger_than_all() -> None:
-    tables = StepTables(WORD_BYTES + 4096)
+    tables = in_memory(WORD_BYTES + 4096)
     assert tables.publish(step(1, 20, 1000)) is None
     assert tables.publish(step(2, 2, 2)) is not None
     tables.close()

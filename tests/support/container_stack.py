@@ -44,7 +44,7 @@ OPTIONS = {
     "num_blocks": "256",
     "swap_space_gib": "0.01",
     "drain_timeout_s": "25",
-    "allow_client_shm": "true",
+    "allow_client_shm": "on",
     "http_token": "token-of-these-tests",
 }
 

@@ -18,7 +18,7 @@ from kvservice.devices import AttentionOptions, open_device
 from kvservice.engine import Engine
 from kvservice.pool.layout import TENSOR_DTYPES
 
-ON_GPU = POOL | {"device": "cuda", "max_message_mib": 1}
+ON_GPU = POOL | {"device": "cuda", "max_message_mib": 1, "allow_client_shm": "off"}
 # What tensors are, and what is stored.
 TYPES = [
     ("float32", "auto"),

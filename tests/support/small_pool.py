@@ -13,7 +13,6 @@ SMALL_POOL = {
     "max_sequence_tokens": 512,
     "session_grace_s": 0.5,
     "max_message_mib": 4,
-    "allow_client_shm": True,
     "max_regions": 4,
     "max_region_mib": 32,
     "share_pool": "write",

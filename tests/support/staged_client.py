@@ -55,7 +55,10 @@ def lane_made(kv: Session) -> Any:
 def lane_fetched(kv: Session) -> mmap.mmap:
     assert kv._core.handover_path is not None
     (descriptor,) = fetch(kv._core.handover_path, lane_made(kv).handover_token, 1)
-    return mmap.mmap(descriptor, _ext.LANE_BYTES)
+    try:
+        return mmap.mmap(descriptor, _ext.LANE_BYTES)
+    finally:
+        os.close(descriptor)  # what a client keeps, the daemon keeps
 
 
 def index(lane: mmap.mmap, which: int) -> int:

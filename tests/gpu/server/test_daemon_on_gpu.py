@@ -27,7 +27,7 @@ __all__ = [
 
 @pytest.fixture(scope="module")
 def small_daemon() -> Iterator[Daemon]:
-    with Daemon(**(POOL | {"device": "cuda"}), allow_client_shm=True, share_pool="write") as running:
+    with Daemon(**(POOL | {"device": "cuda"}), share_pool="write") as running:
         yield running
 
 

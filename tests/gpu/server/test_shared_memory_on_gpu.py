@@ -40,7 +40,6 @@ POOL: dict[str, Any] = {
     "num_blocks": 512,
     "swap_space_gib": 0.01,
     "session_grace_s": 0.3,
-    "allow_client_shm": True,
     "share_pool": "write",
 }
 GIB = 1 << 30
@@ -266,16 +265,21 @@ def test_handles_that_are_wrong_foreign_repeated_or_stale(shared: Daemon) -> Non
         attend_all(kv, "cuda:0")
 
 
-def test_memory_of_a_gpu_is_taken_from_those_who_were_handed_memory(shared: Daemon) -> None:
-    """Which the daemon hands to trusted users only."""
-    with KVClient(shared.address, transport="inline") as client, client.session() as kv, peer() as other:
+def test_memory_of_a_gpu_is_taken_from_those_who_are_known() -> None:
+    """Where others can connect than the daemon's own user."""
+    with (
+        Daemon(**POOL | {"unix_socket_mode": "0666"}) as daemon,
+        KVClient(daemon.address, transport="inline") as client,
+        client.session() as kv,
+        peer() as other,
+    ):
         handle = other.run(allocate, "memory", 4 << 20, 6)
         request = shared_memory_pb2.CudaSharedMemoryRegisterRequest(
             name="theirs", raw_handle=handle, device_id=0, byte_size=4 << 20
         )
         with pytest.raises(RegionsNotAllowedError):
             finish(kv, "cuda_shared_memory_register", request)
-        kv.create_region(4096)
+        kv.create_region(4096)  # before which the client says whose the session is
         finish(kv, "cuda_shared_memory_register", request)
 
 

@@ -1,0 +1,40 @@
+"""Who is at the other end of a unix socket."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from dataclasses import dataclass
+
+# struct ucred: pid, uid, gid
+_CREDENTIALS = struct.Struct("iII")
+_SO_PEERGROUPS = 59
+# As many as Python's getsockopt has room for.
+_MAX_GROUPS_BYTES = 1024
+_READ_AND_WRITE = 0o6
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A user: its number, and those of all its groups."""
+
+    uid: int
+    gids: frozenset[int]
+
+    def may_read_and_write(self, found: os.stat_result) -> bool:
+        """Whether the kernel would let this user open a file of that owner and mode. Root gets no more than others."""
+        if found.st_uid == self.uid:
+            granted = found.st_mode >> 6
+        elif found.st_gid in self.gids:
+            granted = found.st_mode >> 3
+        else:
+            granted = found.st_mode
+        return granted & _READ_AND_WRITE == _READ_AND_WRITE
+
+
+def peer_of(connection: socket.socket) -> Peer:
+    """The user who connected, as the kernel says. Raises OSError where it is in more than 256 groups."""
+    _, uid, gid = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    groups = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _MAX_GROUPS_BYTES)
+    return Peer(uid, frozenset((gid, *struct.unpack(f"{len(groups) // 4}I", groups))))

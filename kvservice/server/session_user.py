@@ -1,0 +1,104 @@
+"""Which user a session's client is, and what of the daemon's memory that user may share.
+
+gRPC does not say who is connected to a unix socket. Where its mode lets only the daemon's own user and root connect,
+every client is one of these. Elsewhere a client presents its session's token at the handover socket, which learns the
+user from the kernel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from dataclasses import dataclass
+
+from kvservice.config import ServeConfig
+from kvservice.errors import InvalidArgumentError, PoolNotSharedError, RegionsNotAllowedError
+from kvservice.server.handover import TOKEN_BYTES, TOKEN_S
+from kvservice.server.peers import Peer
+
+# Tokens of a session's introductions that are good at one time.
+MAX_INTRODUCTIONS = 8
+
+
+@dataclass(frozen=True)
+class Trust:
+    """`owner` is the daemon's own user. `shm_uids` may have lanes and regions, `pool_uids` may map the pool. `private`:
+    only the owner and root can connect to the unix socket. `shm` is the option that says so."""
+
+    owner: Peer
+    shm_uids: frozenset[int]
+    pool_uids: frozenset[int]
+    private: bool
+    shm: str
+
+    @staticmethod
+    def of(config: ServeConfig) -> Trust:
+        owner = Peer(os.geteuid(), frozenset((os.getegid(), *os.getgroups())))
+        nobody: frozenset[int] = frozenset()
+        own = nobody | {owner.uid, 0}
+        trusted = own | config.trusted_uid_set
+        return Trust(
+            owner,
+            shm_uids={"off": nobody, "auto": own, "on": trusted}[config.allow_client_shm],
+            pool_uids=nobody if config.share_pool == "off" else trusted,
+            private=config.unix_socket_is_private,
+            shm=f"--allow-client-shm {config.allow_client_shm}",
+        )
+
+
+class SessionUser:
+    """The user of one session, as far as it is known."""
+
+    def __init__(self, trust: Trust) -> None:
+        self._trust = trust
+        # Users by the tokens that show them, and until when these are good; the oldest first.
+        self._introductions: dict[bytes, tuple[Peer, float]] = {}
+        self.forget()
+
+    def forget(self) -> None:
+        """Another client holds the session now."""
+        self._peer = self._trust.owner if self._trust.private else None
+        self._introductions.clear()
+
+    def introduce(self, peer: Peer) -> bytes:
+        """A user has presented the session's token. Returns a token by which a call shows that it is this user's."""
+        self._peer = peer
+        if len(self._introductions) == MAX_INTRODUCTIONS:
+            del self._introductions[next(iter(self._introductions))]
+        token = secrets.token_bytes(TOKEN_BYTES)
+        self._introductions[token] = peer, asyncio.get_running_loop().time() + TOKEN_S
+        return token
+
+    def check_may_share(self) -> None:
+        """Raise RegionsNotAllowedError unless the session's client may have lanes and regions."""
+        if not self._trust.shm_uids:
+            raise RegionsNotAllowedError(f"the daemon runs with {self._trust.shm}")
+        if self._peer is None:
+            raise RegionsNotAllowedError("the handover socket was not told whose session it is")
+        if self._peer.uid not in self._trust.shm_uids:
+            raise RegionsNotAllowedError(f"not for user {self._peer.uid}: the daemon runs with {self._trust.shm}")
+
+    def check_may_map(self) -> None:
+        """Raise PoolNotSharedError unless the session's client may map the pool."""
+        if self._peer is None or self._peer.uid not in self._trust.pool_uids:
+            raise PoolNotSharedError("not for this session's user: see trusted_uids")
+
+    def opening_peer(self, token: bytes) -> Peer:
+        """The user for whom a call opens an object by its name: the one whom the token of an introduction shows, once;
+        without a token the daemon's own user, where nobody else can connect.
+
+        The session does not show it: where it has changed hands, its former client knows its token, too. Raises
+        RegionsNotAllowedError, InvalidArgumentError.
+        """
+        if not token:
+            if not self._trust.private:
+                raise RegionsNotAllowedError(
+                    "other users can connect to the unix socket (unix_socket_mode): objects are opened by their names "
+                    "for calls with a handover_token"
+                )
+            return self._trust.owner
+        peer, expires = self._introductions.pop(token, (self._trust.owner, 0.0))
+        if asyncio.get_running_loop().time() > expires:
+            raise InvalidArgumentError("is not known, was used, or has expired", field="handover_token")
+        return peer
