@@ -29,13 +29,16 @@
     ├── DrainingError               UNAVAILABLE          the daemon is shutting down
     ├── ObserverUnavailableError    UNAVAILABLE          the process that computes the answer is starting
     ├── ConnectionLostError         UNAVAILABLE          raised by clients only
+    │   ├── DaemonAwayError                              known from an earlier call: raised at once, nothing was sent
     │   └── TLSHandshakeError                            client and daemon do not agree on TLS or on certificates
+    ├── CallTimeoutError            DEADLINE_EXCEEDED    raised by clients only: no answer within the call's timeout_s
     ├── UnauthenticatedError        UNAUTHENTICATED      the daemon does not know the caller's token
     ├── RegionNotOpenedError        INTERNAL             no such shared-memory object; the status is Triton's
     └── InternalError               INTERNAL             a bug of ours, or a device that failed
 
-Nothing is changed by an operation that raises one of these, but for one case: a client truncates its shared-memory
-object while a call that puts its output there is under way. Then the layer is written and the output lost.
+Nothing is changed by an operation that raises one of these, but for two cases. A client truncates its shared-memory
+object while a call that puts its output there is under way: then the layer is written and the output lost. Or an answer
+is lost on its way, which the client sees as ConnectionLostError or CallTimeoutError: then the call may have been done.
 """
 
 from __future__ import annotations
@@ -193,6 +196,15 @@ class ObserverUnavailableError(KVServiceError):
 class ConnectionLostError(KVServiceError):
     status = "UNAVAILABLE"
     reason = "CONNECTION_LOST"
+
+
+class DaemonAwayError(ConnectionLostError):
+    reason = "DAEMON_AWAY"
+
+
+class CallTimeoutError(KVServiceError):
+    status = "DEADLINE_EXCEEDED"
+    reason = "CALL_TIMEOUT"
 
 
 class TLSHandshakeError(ConnectionLostError):

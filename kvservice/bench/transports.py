@@ -23,8 +23,8 @@ from rich.table import Table
 
 from kvservice import ops
 from kvservice.client import KVClient, Memory, Step
-from kvservice.client.blocking import finish
 from kvservice.client.channel import CHANNEL_OPTIONS
+from kvservice.client.threads import finish
 from kvservice.errors import FailedPreconditionError
 from kvservice.launch import Daemon
 from kvservice.pool.layout import DTYPES

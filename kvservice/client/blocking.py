@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import os
-import queue
-import threading
-import time
+import weakref
 from collections.abc import Callable, Coroutine, Generator, Iterable
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import grpc
 
@@ -19,33 +16,20 @@ from kvservice.client import channel, handover
 from kvservice.client.choice import close_transport, open_transport
 from kvservice.client.core import SessionCore
 from kvservice.client.events import KVEventBatch, to_batch
-from kvservice.client.requests import build
+from kvservice.client.face import Connection, first_answer
+from kvservice.client.link import RECONNECT_WAIT_S, Link
+from kvservice.client.requests import build, time_limit, wait_time
 from kvservice.client.step import StepCore
+from kvservice.client.threads import BlockingConnection, ThreadFace, finish
 from kvservice.client.values import PoolInfo, PoolStats, Sequence, from_message
-from kvservice.errors import (
-    ConnectionLostError,
-    KVServiceError,
-    SessionTakenError,
-    TLSHandshakeError,
-    UnauthenticatedError,
-    UnknownSessionError,
-)
+from kvservice.client.watchdog import Watchdog
+from kvservice.errors import KVServiceError
 from kvservice.v1 import events_pb2, events_pb2_grpc, pool_pb2, pool_pb2_grpc, session_pb2, session_pb2_grpc
 from kvservice.wire.channels import open_channel
 
 P = ParamSpec("P")
 T = TypeVar("T")
 SelfT = TypeVar("SelfT")
-
-
-def finish(coroutine: Coroutine[Any, Any, T]) -> T:
-    """What a coroutine over a blocking stream returns."""
-    try:
-        coroutine.send(None)
-    except StopIteration as end:
-        value: T = end.value
-        return value
-    raise AssertionError("a blocking stream suspended")
 
 
 def blocking(method: Callable[Concatenate[SelfT, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Any, P], T]:
@@ -83,12 +67,12 @@ _Core = SessionCore[Step]
 class Session:
     """See SessionCore. A context manager: leaving it closes the session, which frees what it has."""
 
-    def __init__(self, client: KVClient, token: bytes, resumed: bool) -> None:
+    def __init__(self, client: KVClient, token: bytes, resumed: bool, timeout_s: float | None) -> None:
         self._client = client
-        self._stream = _Stream(client._channel, client._credentials, token, client.info.session_grace_s)
+        self._stream = client._link(token, timeout_s)
         self.info = client.info
         self.token = token
-        self.session_id = self._stream.session_id
+        self.session_id = finish(self._stream.connect(max(client.info.session_grace_s, 1.0)))
         self._core = _Core(
             self._stream,
             client._handover_path,
@@ -102,7 +86,7 @@ class Session:
             self._core.attending = finish(open_transport(self._core, client._transport, client._completion))
         except BaseException:
             if resumed:
-                self._stream.close()  # the session is left as it was, for the next who presents its token
+                finish(self._stream.close())  # the session is left as it was, for the next who presents its token
             else:
                 self.close()
             raise
@@ -144,13 +128,13 @@ class Session:
     def detach(self) -> bytes:
         """Leave the session to whoever presents its token, the result. Only of use if it was opened as detachable."""
         finish(close_transport(self._core))
-        self._stream.close()
+        finish(self._stream.close())
         return self.token
 
     def close(self) -> None:
         """Free all that the session has. A session that is gone, or another client's by now, is left alone."""
         finish(close_transport(self._core))
-        if self._stream.close():
+        if finish(self._stream.close()):
             self._client._close_session(self.token, self._stream.holder)
 
     def __enter__(self) -> Session:
@@ -172,6 +156,12 @@ class KVClient:
     launched, and the caller's stream waits for it. That hides what calls cost on the host, but if the daemon is killed
     in the middle of a call the stream stands for ever.
 
+    `timeout_s` is the time limit of calls, of the client and of its sessions, that name none of their own; None: they
+    wait for as long as the daemon lives. A call without an answer by then raises CallTimeoutError. When a session's
+    connection breaks, the client makes it again in the background. Meanwhile calls wait, until `reconnect_wait_s` have
+    passed or one of them has come to its limit; from then on they raise DaemonAwayError at once, until there is a
+    connection again.
+
     `tls`, for host:port: True, the path of a CA's certificate, or a TLSConfig. `token`: what a daemon with tokens knows
     the client by, or the path (a pathlib.Path) of a file that holds it and is read again for each call.
 
@@ -186,61 +176,60 @@ class KVClient:
         tls: TLSOption = None,
         token: str | os.PathLike[str] = "",
         connect_timeout_s: float = 10.0,
+        timeout_s: float | None = None,
+        reconnect_wait_s: float = RECONNECT_WAIT_S,
         transport: str = "auto",
         completion: str = "host",
     ) -> None:
         self._transport = transport
         self._completion = completion
+        self._timeout_s = time_limit(timeout_s)
+        self._reconnect_wait_s = wait_time(reconnect_wait_s, "reconnect_wait_s")
+        self._watchdog = Watchdog()
+        self._links: weakref.WeakSet[Link] = weakref.WeakSet()
         self._handover_path = handover.socket_path(address)
         self._credentials = ClientCredentials.for_address(address, tls, token)
         self._channel = open_channel(address, self._credentials, channel.CHANNEL_OPTIONS)
         self._pool = pool_pb2_grpc.PoolServiceStub(self._channel)  # type: ignore[no-untyped-call]
         self._sessions = session_pb2_grpc.SessionServiceStub(self._channel)  # type: ignore[no-untyped-call]
         try:
-            info = self._first_answer(connect_timeout_s)
+            info = finish(first_answer(ThreadFace(), self._get_info, connect_timeout_s))
         except KVServiceError:
             self._channel.close()
             raise
         self.info: PoolInfo = from_message(PoolInfo, info)
 
-    def _first_answer(self, timeout_s: float) -> pool_pb2.GetInfoResponse:
-        """The daemon's answer to GetInfo, once it listens. What TLS does not agree on does not change by waiting."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                left_s = max(deadline - time.monotonic(), channel.PAUSE_S)
-                return cast(
-                    pool_pb2.GetInfoResponse,
-                    self._unary(self._pool.GetInfo, pool_pb2.GetInfoRequest(), timeout=left_s),
-                )
-            except TLSHandshakeError:
-                raise
-            except ConnectionLostError:
-                if time.monotonic() + channel.PAUSE_S >= deadline:
-                    raise
-                time.sleep(channel.PAUSE_S)
+    async def _get_info(self, timeout_s: float) -> pool_pb2.GetInfoResponse:
+        info: pool_pb2.GetInfoResponse = self._unary(self._pool.GetInfo, pool_pb2.GetInfoRequest(), timeout_s)
+        return info
 
     def session(
-        self, name: str = "", *, tenant: str = "", detachable: bool = False, detach_ttl_s: float = 0.0
+        self,
+        name: str = "",
+        *,
+        tenant: str = "",
+        detachable: bool = False,
+        detach_ttl_s: float = 0.0,
+        timeout_s: float | None = None,
     ) -> Session:
         """Open a session. Detachable: it outlives its client, by `detach_ttl_s` (0: by the daemon's limit). Operators
-        see its name, and its tenant, on whose behalf it is."""
+        see its name, and its tenant, on whose behalf it is. `timeout_s`: for its calls, in place of the client's."""
         request = build(
             session_pb2.OpenRequest, name=name, tenant=tenant, detachable=detachable, detach_ttl_s=detach_ttl_s
         )
-        opened = self._unary(self._sessions.Open, request)
-        return Session(self, opened.session_token, resumed=False)
+        opened = self._unary(self._sessions.Open, request, timeout_s)
+        return Session(self, opened.session_token, False, timeout_s)
 
-    def resume(self, token: bytes) -> Session:
+    def resume(self, token: bytes, *, timeout_s: float | None = None) -> Session:
         """Take over a session. `describe()` tells its sequences. A stream that still holds it is ended. One that cannot
         be resumed, as when there is no lane left for it, keeps its sequences and waits as one that was detached."""
-        return Session(self, token, resumed=True)
+        return Session(self, token, True, timeout_s)
 
-    def stats(self) -> PoolStats:
-        return from_message(PoolStats, self._unary(self._pool.GetStats, pool_pb2.GetStatsRequest()))
+    def stats(self, *, timeout_s: float | None = None) -> PoolStats:
+        return from_message(PoolStats, self._unary(self._pool.GetStats, pool_pb2.GetStatsRequest(), timeout_s))
 
-    def ping(self, payload: bytes = b"") -> bytes:
-        answer: bytes = self._unary(self._pool.Ping, build(pool_pb2.PingRequest, payload=payload)).payload
+    def ping(self, payload: bytes = b"", *, timeout_s: float | None = None) -> bytes:
+        answer: bytes = self._unary(self._pool.Ping, build(pool_pb2.PingRequest, payload=payload), timeout_s).payload
         return answer
 
     def events(self, start_number: int = 0, daemon_id: int = 0) -> Generator[KVEventBatch]:
@@ -259,6 +248,10 @@ class KVClient:
             call.cancel()
 
     def close(self) -> None:
+        """End the connection. Sessions that are still open are left as by `detach`."""
+        for link in list(self._links):
+            finish(link.close())
+        self._watchdog.close()
         self._channel.close()
 
     def __enter__(self) -> KVClient:
@@ -267,131 +260,28 @@ class KVClient:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _unary(self, method: Any, request: Any, **options: Any) -> Any:
+    def _link(self, token: bytes, timeout_s: float | None) -> Link:
+        """The connection of a session that is still to be attached."""
+
+        def open_connection(on_end: Callable[[Connection], None], waits_for_daemon: bool) -> Connection:
+            headers = self._credentials.headers()
+            return BlockingConnection(self._sessions, headers, self._watchdog, on_end, waits_for_daemon)
+
+        limit_s = self._timeout_s if timeout_s is None else time_limit(timeout_s)
+        link = Link(ThreadFace(), open_connection, token, timeout_s=limit_s, reconnect_wait_s=self._reconnect_wait_s)
+        self._links.add(link)
+        return link
+
+    def _unary(self, method: Any, request: Any, timeout_s: float | None = None) -> Any:
+        limit_s = self._timeout_s if timeout_s is None else time_limit(timeout_s)
+        metadata = channel.trace_metadata() + self._credentials.headers()
         try:
-            return method(request, metadata=channel.trace_metadata() + self._credentials.headers(), **options)
+            return method(request, metadata=metadata, timeout=limit_s)
         except grpc.RpcError as error:
             raise channel.to_error(error) from None
 
     def _close_session(self, token: bytes, holder: int) -> None:
-        with contextlib.suppress(UnknownSessionError, SessionTakenError, ConnectionLostError, UnauthenticatedError):
-            self._unary(self._sessions.Close, session_pb2.CloseRequest(session_token=token, holder=holder))
-
-
-class _Lock:
-    """A lock for coroutines that never suspend."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-
-    async def __aenter__(self) -> None:
-        self._lock.acquire()
-
-    async def __aexit__(self, *_: object) -> None:
-        self._lock.release()
-
-
-class _Stream:
-    """A session's stream. One call at a time; reconnects within the grace time."""
-
-    def __init__(
-        self, grpc_channel: grpc.Channel, credentials: ClientCredentials, token: bytes, grace_s: float
-    ) -> None:
-        self._stub = session_pb2_grpc.SessionServiceStub(grpc_channel)  # type: ignore[no-untyped-call]
-        self._credentials = credentials
-        self._token = token
-        self._grace_s = grace_s
-        self._lock = threading.Lock()
-        self._call_ids = itertools.count(1)
-        self._taken: SessionTakenError | None = None
-        self.holder = channel.new_holder()
-        self.closed = False
-        self._connect(max(grace_s, 1.0), reconnects=False)
-
-    async def call(self, name: str, request: Any) -> Any:
-        with self._lock:
-            if self._replies.done() and not (self.closed or self._lost()):
-                self._reconnect()
-            for _ in range(channel.MAX_SENDS - 1):
-                try:
-                    return self._exchange(name, request)
-                except ConnectionLostError:
-                    if self.closed:
-                        raise
-                    self._reconnect()
-                    if not channel.repeatable(name):
-                        raise
-            return self._exchange(name, request)
-
-    async def run(self, work: Callable[..., T], *args: Any) -> T:
-        return work(*args)
-
-    def lock(self) -> _Lock:
-        return _Lock()
-
-    @property
-    def broken(self) -> bool:
-        return self.closed or self._replies.done()
-
-    def close(self) -> bool:
-        """Whether the session was held until now, as far as is known here."""
-        held = not (self.closed or self._lost())
-        self.closed = True
-        self._end()
-        return held
-
-    def _lost(self) -> bool:
-        """Whether the daemon has said that the session is closed, or another client's."""
-        if self._taken is not None:
-            return True
-        return self._replies.done() and self._replies.code() is grpc.StatusCode.ABORTED
-
-    def _end(self) -> None:
-        self._requests.put(None)  # gRPC's thread waits for it
-        self._replies.cancel()
-
-    def _connect(self, wait_s: float, *, reconnects: bool) -> None:
-        self._requests: queue.SimpleQueue[session_pb2.Call | None] = queue.SimpleQueue()
-        headers = self._credentials.headers()
-        self._replies = self._stub.Connect(iter(self._requests.get, None), metadata=headers, wait_for_ready=True)
-        too_late = threading.Timer(wait_s, self._replies.cancel)
-        too_late.start()
-        try:
-            request = session_pb2.AttachRequest(session_token=self._token, holder=self.holder, reconnects=reconnects)
-            self.session_id: int = self._exchange("attach", request).session_id
-        except BaseException:
-            self._end()
-            raise
-        finally:
-            too_late.cancel()
-
-    def _exchange(self, name: str, request: Any) -> Any:
-        if self.closed:
-            raise ConnectionLostError("the session is closed")
-        if self._taken is not None:
-            raise self._taken.with_traceback(None)
-        call_id = next(self._call_ids)
-        self._requests.put(channel.make_call(call_id, name, request))
-        try:
-            # A reply to an earlier call is there if that call was interrupted while it waited.
-            while (reply := next(self._replies)).call_id != call_id:
-                pass
-            return channel.take_reply(reply)
-        except grpc.RpcError as error:
-            raise channel.to_error(error) from None
-        except StopIteration:
-            raise ConnectionLostError("the daemon ended the stream") from None
-
-    def _reconnect(self) -> None:
-        self._end()
-        deadline = time.monotonic() + self._grace_s
-        while True:
-            try:
-                return self._connect(deadline - time.monotonic(), reconnects=True)
-            except SessionTakenError as taken:
-                self._taken = taken
-                raise
-            except ConnectionLostError:
-                if self.closed or time.monotonic() + channel.PAUSE_S >= deadline:
-                    raise
-                time.sleep(channel.PAUSE_S)
+        """If the daemon cannot be told in time, the session is closed as one that lost its stream."""
+        request = session_pb2.CloseRequest(session_token=token, holder=holder)
+        with contextlib.suppress(*channel.NO_CLOSING):
+            self._unary(self._sessions.Close, request, min(self._timeout_s or channel.CLOSE_S, channel.CLOSE_S))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from typing import Any, cast
 
 import grpc
@@ -10,7 +9,16 @@ from google.rpc import status_pb2
 from grpc_status import rpc_status
 
 from kvservice.client.tracing import traceparent
-from kvservice.errors import KVServiceError, MessageTooLargeError, ResourceExhaustedError
+from kvservice.errors import (
+    CallTimeoutError,
+    ConnectionLostError,
+    KVServiceError,
+    MessageTooLargeError,
+    ResourceExhaustedError,
+    SessionTakenError,
+    UnauthenticatedError,
+    UnknownSessionError,
+)
 from kvservice.v1 import session_pb2
 from kvservice.wire.channels import connection_error
 from kvservice.wire.keepalive import keepalive_options
@@ -35,8 +43,10 @@ CHANNEL_OPTIONS = [
 # What gRPC says of a message above its bound, received or to be sent. It says other things under the same status.
 _TOO_LARGE = "message larger than max"
 
-# Between attempts to reconnect. An attempt itself waits for the connection: gRPC works at one only while a call waits.
-PAUSE_S = 0.02
+# For how long a daemon is asked to close a session; and what it says of one that is another's or gone. If it cannot be
+# asked, the session is closed as one that has lost its stream.
+CLOSE_S = 2.0
+NO_CLOSING = (UnknownSessionError, SessionTakenError, ConnectionLostError, CallTimeoutError, UnauthenticatedError)
 
 # A call under which so many streams broke breaks them itself.
 MAX_SENDS = 4
@@ -57,6 +67,8 @@ def to_error(error: grpc.RpcError) -> KVServiceError:
     if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
         too_large = _TOO_LARGE in (error.details() or "")
         return MessageTooLargeError(text) if too_large else ResourceExhaustedError(text)
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return CallTimeoutError(text)
     return connection_error(text)
 
 
@@ -66,11 +78,6 @@ def _status_with_details(error: grpc.RpcError) -> status_pb2.Status | None:
     except ValueError:
         # Cancelled here just as the daemon's status came: it has the code of the one and the details of the other.
         return None
-
-
-def new_holder() -> int:
-    """The number by which the daemon knows one session object, whichever of its streams it attaches."""
-    return secrets.randbelow((1 << 64) - 1) + 1
 
 
 def repeatable(name: str) -> bool:

@@ -37,7 +37,9 @@ _OVERHEAD_BYTES = 4096
 
 
 class SessionCore(RegionCore, Generic[StepT]):
-    """A lease on sequences. Methods raise the errors of `kvservice.errors`; one that raises has changed nothing."""
+    """A lease on sequences. Methods raise the errors of `kvservice.errors`; one that raises has changed nothing, unless
+    its answer was lost: ConnectionLostError, CallTimeoutError. `timeout_s` is a call's time limit in seconds, math.inf
+    for none; None: the session's. A call that takes several requests has it for each."""
 
     def __init__(
         self,
@@ -79,13 +81,16 @@ class SessionCore(RegionCore, Generic[StepT]):
         sequence_id: int | None = None,
         extra_keys: ExtraKeys = (),
         lookahead: int = 0,
+        timeout_s: float | None = None,
     ) -> Sequence:
         """Create a sequence from its prompt. `num_cached_tokens` of the result says how many need no computing.
 
         `extra_keys`: (position, bytes) of what K/V depend on besides tokens. `lookahead`: slots to reserve.
         """
         ids = None if sequence_id is None else [sequence_id]
-        batch = await self.allocate_batch([token_ids], sequence_ids=ids, extra_keys=[extra_keys], lookahead=lookahead)
+        batch = await self.allocate_batch(
+            [token_ids], sequence_ids=ids, extra_keys=[extra_keys], lookahead=lookahead, timeout_s=timeout_s
+        )
         return batch[0]
 
     async def allocate_batch(
@@ -95,28 +100,31 @@ class SessionCore(RegionCore, Generic[StepT]):
         sequence_ids: Batch[int] | None = None,
         extra_keys: Batch[ExtraKeys] | None = None,
         lookahead: int = 0,
+        timeout_s: float | None = None,
     ) -> list[Sequence]:
         """Create several sequences, or none."""
         allocations = self._allocations(prompts, sequence_ids, extra_keys)
-        await self._free_dropped()
+        await self._free_dropped(timeout_s)
         request = build(
             blocks_pb2.AllocateRequest,
             request_id=self.next_request_id(),
             sequences=allocations,
             lookahead=whole(lookahead, "lookahead"),
         )
-        response = await self.call("allocate", request)
+        response = await self.call("allocate", request, timeout_s)
         return [
             Sequence(allocation.sequence_id, len(allocation.token_ids), cached, _key_pairs(allocation))
             for allocation, cached in zip(allocations, response.num_cached_tokens, strict=True)
         ]
 
-    async def can_allocate(self, prompts: Batch[Iterable[int]], *, lookahead: int = 0) -> str:
+    async def can_allocate(
+        self, prompts: Batch[Iterable[int]], *, lookahead: int = 0, timeout_s: float | None = None
+    ) -> str:
         """ "ok", "later" or "never"."""
         allocations = self._allocations(prompts, None, None)
-        await self._free_dropped()
+        await self._free_dropped(timeout_s)
         request = build(blocks_pb2.CanAllocateRequest, sequences=allocations, lookahead=whole(lookahead, "lookahead"))
-        response = await self.call("can_allocate", request)
+        response = await self.call("can_allocate", request, timeout_s)
         return str(blocks_pb2.AllocStatus.Name(response.status)).removeprefix("ALLOC_STATUS_").lower()
 
     def _allocations(
@@ -147,6 +155,7 @@ class SessionCore(RegionCore, Generic[StepT]):
         *,
         num_tokens: Iterable[int] | None = None,
         lookahead: int = 0,
+        timeout_s: float | None = None,
     ) -> StepT:
         """Add tokens, one each unless `num_tokens` says otherwise, and open a step over all pending ones."""
         counts = None if num_tokens is None else int_list(num_tokens, "num_tokens")
@@ -161,13 +170,19 @@ class SessionCore(RegionCore, Generic[StepT]):
             expected_lengths=[sequence.length for sequence in sequences],
             lookahead=whole(lookahead, "lookahead"),
         )
-        await self._free_dropped()
-        response = await self.call("append", request)
+        await self._free_dropped(timeout_s)
+        response = await self.call("append", request, timeout_s)
         for sequence, added in zip(sequences, counts or itertools.repeat(1, len(sequences)), strict=True):
             sequence.length += added
         return self._step(sequences, response)
 
-    async def open_step(self, sequences: Batch[Sequence], num_tokens: int | Iterable[int] | None = None) -> StepT:
+    async def open_step(
+        self,
+        sequences: Batch[Sequence],
+        num_tokens: int | Iterable[int] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> StepT:
         """Open a step over tokens that are not computed: all, or the next `num_tokens` of each (chunked prefill)."""
         counts = None
         if isinstance(num_tokens, Iterable):
@@ -180,16 +195,25 @@ class SessionCore(RegionCore, Generic[StepT]):
             sequence_ids=_ids(sequences),
             num_tokens=counts,
         )
-        return self._step(sequences, await self.call("open_step", request))
+        return self._step(sequences, await self.call("open_step", request, timeout_s))
 
     def _step(self, sequences: Batch[Sequence], response: blocks_pb2.StepResponse) -> StepT:
         return self._make_step(self, tuple(sequences), response)
 
-    async def fork(self, parent: Sequence, sequence_id: int | None = None) -> Sequence:
+    async def fork(
+        self, parent: Sequence, sequence_id: int | None = None, *, timeout_s: float | None = None
+    ) -> Sequence:
         """A sequence that shares every block of `parent`; whoever writes into a shared block first gets a copy."""
-        return (await self.fork_batch([parent], None if sequence_id is None else [sequence_id]))[0]
+        ids = None if sequence_id is None else [sequence_id]
+        return (await self.fork_batch([parent], ids, timeout_s=timeout_s))[0]
 
-    async def fork_batch(self, parents: Batch[Sequence], sequence_ids: Batch[int] | None = None) -> list[Sequence]:
+    async def fork_batch(
+        self,
+        parents: Batch[Sequence],
+        sequence_ids: Batch[int] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> list[Sequence]:
         """One child for each parent; a parent may stand several times."""
         if sequence_ids is None:
             sequence_ids = [next(self._sequence_ids) for _ in parents]
@@ -197,13 +221,13 @@ class SessionCore(RegionCore, Generic[StepT]):
         request = build(
             blocks_pb2.ForkRequest, request_id=self.next_request_id(), parent_ids=_ids(parents), child_ids=child_ids
         )
-        await self.call("fork", request)
+        await self.call("fork", request, timeout_s)
         return [
             Sequence(child_id, parent.length, extra_keys=parent.extra_keys)
             for child_id, parent in zip(child_ids, parents, strict=True)
         ]
 
-    async def truncate(self, sequence: Sequence, length: int) -> None:
+    async def truncate(self, sequence: Sequence, length: int, *, timeout_s: float | None = None) -> None:
         """Give the tokens past `length` back."""
         length = whole(length, "lengths")
         request = build(
@@ -212,79 +236,94 @@ class SessionCore(RegionCore, Generic[StepT]):
             sequence_ids=[sequence.sequence_id],
             lengths=[length],
         )
-        await self.call("truncate", request)
+        await self.call("truncate", request, timeout_s)
         sequence.length = length
 
-    async def swap_out(self, sequences: Batch[Sequence]) -> int:
+    async def swap_out(self, sequences: Batch[Sequence], *, timeout_s: float | None = None) -> int:
         """Move to the swap tier. Returns the blocks moved."""
         request = build(blocks_pb2.SwapOutRequest, request_id=self.next_request_id(), sequence_ids=_ids(sequences))
-        return int((await self.call("swap_out", request)).moved_blocks)
+        return int((await self.call("swap_out", request, timeout_s)).moved_blocks)
 
-    async def swap_in(self, sequences: Batch[Sequence]) -> int:
+    async def swap_in(self, sequences: Batch[Sequence], *, timeout_s: float | None = None) -> int:
         """Move back. Returns the blocks moved; those that the prefix cache still had are not among them."""
         request = build(blocks_pb2.SwapInRequest, request_id=self.next_request_id(), sequence_ids=_ids(sequences))
-        return int((await self.call("swap_in", request)).moved_blocks)
+        return int((await self.call("swap_in", request, timeout_s)).moved_blocks)
 
-    async def free(self, sequences: Batch[Sequence]) -> None:
+    async def free(self, sequences: Batch[Sequence], *, timeout_s: float | None = None) -> None:
         """End sequences. Their computed full blocks stay in the prefix cache. More than one request may name are ended
         by several requests, each of which does all or nothing."""
         for ids in list(id_batches(_ids(sequences), self.info)) or [[]]:
             request = build(blocks_pb2.FreeRequest, request_id=self.next_request_id(), sequence_ids=ids)
-            await self.call("free", request)
+            await self.call("free", request, timeout_s)
 
     def free_later(self, sequences: Iterable[Sequence]) -> None:
         """Have sequences freed before the session's next allocation or append. Sequences that are freed by then are
         passed over. Makes no call and takes no lock, so that finalizers may use it."""
         self._dropped.extend(sequences)
 
-    async def _free_dropped(self) -> None:
+    async def _free_dropped(self, timeout_s: float | None) -> None:
         while self._dropped:
             sequence = self._dropped.popleft()
             try:
                 with contextlib.suppress(UnknownSequenceError):
-                    await self.free([sequence])
+                    await self.free([sequence], timeout_s=timeout_s)
             except BaseException:
                 self._dropped.append(sequence)
                 raise
 
-    async def map_pool(self, *, writable: bool = False) -> MappedPool:
+    async def map_pool(self, *, writable: bool = False, timeout_s: float | None = None) -> MappedPool:
         """The pool in this process, and tables of the steps that are opened from now on. For clients on the unix socket
         whom the daemon trusts with the K/V of all sessions (--share-pool); others get PoolNotSharedError."""
-        return await MappedPool.open(self, bool(writable))
+        return await MappedPool.open(self, bool(writable), timeout_s)
 
-    async def commit(self, step: OpenStep) -> None:
+    async def commit(self, step: OpenStep, *, timeout_s: float | None = None) -> None:
         """Every layer of a step has been written into the mapped pool: its tokens are computed. On a GPU, wait for that
         first."""
         request = build(host_pb2.CommitRequest, request_id=self.next_request_id(), step_id=step.step_id)
-        await self.call("commit", request)
+        await self.call("commit", request, timeout_s)
 
     async def describe(
-        self, sequences: Batch[Sequence] | None = None, *, token_ids: bool = False, block_ids: bool = False
+        self,
+        sequences: Batch[Sequence] | None = None,
+        *,
+        token_ids: bool = False,
+        block_ids: bool = False,
+        timeout_s: float | None = None,
     ) -> list[SequenceInfo]:
         """What the daemon knows of sequences; of all that the session has if none are given."""
         if sequences is None:
-            found = await self._describe_all()
+            found = await self._describe_all(timeout_s)
         else:
-            found = [info for ids in id_batches(_ids(sequences), self.info) for info in await self._describe(ids)]
+            batches = id_batches(_ids(sequences), self.info)
+            found = [info for ids in batches for info in await self._describe(ids, timeout_s)]
         if not (token_ids or block_ids):
             return found
         details = {"return_token_ids": token_ids, "return_block_ids": block_ids}
-        batches = describable_batches(found, self.info)
-        return [info for ids in batches for info in await self._describe(ids, **details)]
+        details_of = describable_batches(found, self.info)
+        return [info for ids in details_of for info in await self._describe(ids, timeout_s, **details)]
 
-    async def _describe_all(self) -> list[SequenceInfo]:
+    async def _describe_all(self, timeout_s: float | None) -> list[SequenceInfo]:
         found: list[SequenceInfo] = []
         while True:
-            response = await self.call("describe", build(blocks_pb2.DescribeRequest, first=len(found)))
+            response = await self.call("describe", build(blocks_pb2.DescribeRequest, first=len(found)), timeout_s)
             found += [from_message(SequenceInfo, one) for one in response.sequences]
             if not response.sequences or len(found) >= response.num_sequences:
                 return found
 
-    async def _describe(self, ids: list[int], **details: bool) -> list[SequenceInfo]:
-        response = await self.call("describe", build(blocks_pb2.DescribeRequest, sequence_ids=ids, **details))
+    async def _describe(self, ids: list[int], timeout_s: float | None, **details: bool) -> list[SequenceInfo]:
+        request = build(blocks_pb2.DescribeRequest, sequence_ids=ids, **details)
+        response = await self.call("describe", request, timeout_s)
         return [from_message(SequenceInfo, one) for one in response.sequences]
 
-    async def read(self, sequence: Sequence, start: int, stop: int, layer: int | None = None) -> tuple[Array, Array]:
+    async def read(
+        self,
+        sequence: Sequence,
+        start: int,
+        stop: int,
+        layer: int | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> tuple[Array, Array]:
         """K and V of token positions start <= p < stop: `[num_tokens, num_kv_heads, head_size]`, `[num_layers]` before
         it if no layer is named."""
         part = build(
@@ -293,19 +332,24 @@ class SessionCore(RegionCore, Generic[StepT]):
             start=whole(start, "start"),
             stop=whole(stop, "stop"),
         )
-        response = await self.call("read", build(attention_pb2.ReadRequest, ranges=[part], layer=layer))
+        request = build(attention_pb2.ReadRequest, ranges=[part], layer=layer)
+        response = await self.call("read", request, timeout_s)
         return tensors.from_message(response.key, "key"), tensors.from_message(response.value, "value")
 
-    async def match_prefix(self, token_ids: Iterable[int], extra_keys: ExtraKeys = ()) -> int:
+    async def match_prefix(
+        self, token_ids: Iterable[int], extra_keys: ExtraKeys = (), *, timeout_s: float | None = None
+    ) -> int:
         """Leading tokens that the prefix cache has."""
         request = build(
             blocks_pb2.MatchPrefixRequest,
             token_ids=self._token_list(token_ids),
             extra_keys=_extra_keys(extra_keys),
         )
-        return int((await self.call("match_prefix", request)).num_cached_tokens)
+        return int((await self.call("match_prefix", request, timeout_s)).num_cached_tokens)
 
-    async def pin(self, token_ids: Iterable[int], ttl_s: float, extra_keys: ExtraKeys = ()) -> Pin:
+    async def pin(
+        self, token_ids: Iterable[int], ttl_s: float, extra_keys: ExtraKeys = (), *, timeout_s: float | None = None
+    ) -> Pin:
         """Protect a prefix's cached blocks from eviction for `ttl_s` seconds."""
         request = build(
             blocks_pb2.PinRequest,
@@ -314,20 +358,21 @@ class SessionCore(RegionCore, Generic[StepT]):
             extra_keys=_extra_keys(extra_keys),
             ttl_s=ttl_s,
         )
-        return from_message(Pin, await self.call("pin", request))
+        return from_message(Pin, await self.call("pin", request, timeout_s))
 
-    async def unpin(self, pin: Pin) -> None:
-        await self.call("unpin", build(blocks_pb2.UnpinRequest, request_id=self.next_request_id(), pin_id=pin.pin_id))
+    async def unpin(self, pin: Pin, *, timeout_s: float | None = None) -> None:
+        request = build(blocks_pb2.UnpinRequest, request_id=self.next_request_id(), pin_id=pin.pin_id)
+        await self.call("unpin", request, timeout_s)
 
-    async def reset_prefix_cache(self) -> None:
+    async def reset_prefix_cache(self, *, timeout_s: float | None = None) -> None:
         """Forget the prefix cache, of all sessions."""
-        await self.call(
-            "reset_prefix_cache", build(blocks_pb2.ResetPrefixCacheRequest, request_id=self.next_request_id())
-        )
+        request = build(blocks_pb2.ResetPrefixCacheRequest, request_id=self.next_request_id())
+        await self.call("reset_prefix_cache", request, timeout_s)
 
-    async def common_prefix(self, sequences: Batch[Sequence]) -> int:
+    async def common_prefix(self, sequences: Batch[Sequence], *, timeout_s: float | None = None) -> int:
         """Leading blocks that all of them share, of those that are full and computed in each."""
-        response = await self.call("common_prefix", build(blocks_pb2.CommonPrefixRequest, sequence_ids=_ids(sequences)))
+        request = build(blocks_pb2.CommonPrefixRequest, sequence_ids=_ids(sequences))
+        response = await self.call("common_prefix", request, timeout_s)
         return int(response.num_blocks)
 
     def _token_list(self, token_ids: Iterable[int]) -> list[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -27,7 +26,7 @@ from kvservice.client.transports import (
     staged_bytes,
     write,
 )
-from kvservice.errors import ConnectionLostError, UnknownStepError
+from kvservice.errors import ConnectionLostError, DaemonAwayError, UnknownStepError
 from kvservice.pool.layout import TENSOR_DTYPES
 from kvservice.v1 import host_pb2
 from kvservice.wire.status import from_reason
@@ -110,8 +109,9 @@ class LaneTransport:
             return await self._attend(layer)
 
     async def _attend(self, layer: Layer) -> tuple[Tensor, Tensor | None]:
+        deadline = self._session.stream.deadline(layer.timeout_s)
         async with self._lock:
-            await self._settle()
+            await self._settle(deadline)
             placed = self._placed(layer)
             if placed is None:
                 placed = await self._staged(layer)
@@ -120,7 +120,7 @@ class LaneTransport:
                 await self._session.stream.run(finish_stream, layer.query)
             event = self._event if layer.on_gpu else None
             self._unanswered = self._submit(layer, placed, by_event=event is not None)
-            reason, field, message = await self._answer()
+            reason, field, message = await self._answer(deadline)
             if not reason:
                 if event is not None:
                     event.hold_up(layer.query)
@@ -150,13 +150,15 @@ class LaneTransport:
                 self._unanswered = submit(step.step_id, step.num_tokens, number, decode, query, key, value, out)
             except ConnectionLostError:
                 return False
-            return self._unanswered is not None and not (await self._answer())[0]
+            return self._unanswered is not None and not (await self._answer(self._session.stream.deadline()))[0]
 
-    async def _settle(self) -> None:
+    async def _settle(self, deadline: float | None) -> None:
         """Take an answer that nobody has taken; the call at hand has not been sent."""
         if self._unanswered is not None:
             try:
-                await self._answer()
+                await self._answer(deadline)
+            except DaemonAwayError:
+                raise
             except ConnectionLostError as error:
                 raise _LaneClosedError(str(error)) from None
 
@@ -222,19 +224,15 @@ class LaneTransport:
             ),
         )
 
-    async def _answer(self) -> tuple[str, str, str]:
-        """Reason, field and message; no reason where the call was done."""
+    async def _answer(self, deadline: float | None) -> tuple[str, str, str]:
+        """Reason, field and message; no reason where the call was done. Raises what `Stream.check` does."""
         assert self._unanswered is not None, "a call was made"
         number = self._unanswered
+        stream = self._session.stream
         answer = self._lane.wait(number, HERE_S)
-        broken_at: float | None = None
         while answer is None:
-            if self._session.stream.broken:
-                # A stream breaks and is mended while the daemon lives; if it does not, no answer comes.
-                broken_at = broken_at or time.monotonic()
-                if time.monotonic() - broken_at > 2 * LOOK_S:
-                    raise ConnectionLostError("the daemon is gone, or has closed the session")
-            answer = await self._session.stream.run(self._lane.wait, number, LOOK_S)
+            stream.check(deadline)
+            answer = await stream.run(self._lane.wait, number, stream.left_s(deadline, LOOK_S))
         self._unanswered = None
         return answer
 
@@ -256,8 +254,10 @@ class LaneTransport:
         place = self._session.find_place(tensor)
         return None if place is None or place.memory.number is None or place.offset % 16 else _entry(place)
 
-    async def write(self, step: StepCore, number: int | None, key: Tensor, value: Tensor) -> None:
-        await write(self._region, step, number, key, value)
+    async def write(
+        self, step: StepCore, number: int | None, key: Tensor, value: Tensor, timeout_s: float | None = None
+    ) -> None:
+        await write(self._region, step, number, key, value, timeout_s)
 
     async def close(self) -> None:
         pass  # with the session

@@ -68,7 +68,7 @@ class MappedPool:
         self._last: MappedStep | None = None
 
     @staticmethod
-    async def open(session: SessionCore[Any], writable: bool) -> MappedPool:
+    async def open(session: SessionCore[Any], writable: bool, timeout_s: float | None = None) -> MappedPool:
         """Raises PoolNotSharedError, ConnectionLostError where the descriptors are not to be had, and for the pool of a
         GPU FailedPreconditionError."""
         info = session.info
@@ -76,7 +76,7 @@ class MappedPool:
             extension()
         request = build(host_pb2.MapPoolRequest, request_id=session.next_request_id(), writable=writable)
         await introduce_once(session)
-        response = await session.call("map_pool", request)
+        response = await session.call("map_pool", request, timeout_s)
         layout = PoolLayout(info.num_layers, info.num_kv_heads, info.head_size, info.block_size, info.kv_cache_dtype)
         shape = (info.num_blocks, *layout.block_shape)
         open_kernels = HostKernels.open if device is None else GpuKernels.open
@@ -209,11 +209,11 @@ class MappedTransport:
             self._call = session.call
             session.call = self._call_after_kernels
 
-    async def _call_after_kernels(self, name: str, request: Any) -> Any:
+    async def _call_after_kernels(self, name: str, request: Any, timeout_s: float | None = None) -> Any:
         """A call may end a step, and the daemon orders nothing behind another process's stream: it could stand for ever
         if that process were killed."""
         await self._session.stream.run(self._kernels.wait)
-        return await self._call(name, request)
+        return await self._call(name, request, timeout_s)
 
     async def attend(self, layer: Layer) -> tuple[Tensor, Tensor | None]:
         step = layer.step
@@ -224,7 +224,7 @@ class MappedTransport:
         if self.pool.writable:
             self._claim(step, (layer.number,))
         else:
-            await write(self.rest, step, layer.number, layer.key, layer.value)
+            await write(self.rest, step, layer.number, layer.key, layer.value, layer.timeout_s)
         try:
             result = await self._run(self._attend, mapped, layer)
             mapped.check()
@@ -233,7 +233,7 @@ class MappedTransport:
             if isinstance(error, InvalidArgumentError):
                 mapped.check()  # tables of a step that has ended may be anything
             raise
-        await self._commit_if_complete(step)
+        await self._commit_if_complete(step, layer.timeout_s)
         return result
 
     async def attend_in_place(
@@ -255,7 +255,7 @@ class MappedTransport:
         kernels.write_and_attend(mapped, number, query, key, value, out)
         mapped.check()
         step.written.add(number)
-        await self._commit_if_complete(step)
+        await self._commit_if_complete(step, None)
         return True
 
     def _can_attend(self, layer: Layer) -> bool:
@@ -290,9 +290,11 @@ class MappedTransport:
         output, lse = self._kernels.attend(mapped, layer, _as_options(layer.options))
         return output, lse if layer.return_lse else None
 
-    async def write(self, step: StepCore, number: int | None, key: Tensor, value: Tensor) -> None:
+    async def write(
+        self, step: StepCore, number: int | None, key: Tensor, value: Tensor, timeout_s: float | None = None
+    ) -> None:
         if step.mapped is None or not self.pool.writable or is_on_gpu(key) != self.takes_gpu_tensors:
-            await write(self.rest, step, number, key, value)
+            await write(self.rest, step, number, key, value, timeout_s)
             return
         mapped = self.pool.step(step)
         layers = range(self.pool.layout.num_layers) if number is None else (number,)
@@ -306,15 +308,15 @@ class MappedTransport:
         except BaseException:
             step.written.difference_update(layers)
             raise
-        await self._commit_if_complete(step)
+        await self._commit_if_complete(step, timeout_s)
 
     def _write(self, mapped: MappedStep, layers: Any, parts: list[tuple[Tensor, Tensor]]) -> None:
         for layer, (key, value) in zip(layers, parts, strict=True):
             self._kernels.write(mapped, layer, key, value)
 
-    async def _commit_if_complete(self, step: StepCore) -> None:
+    async def _commit_if_complete(self, step: StepCore, timeout_s: float | None) -> None:
         if self.pool.writable and len(step.written) == self.pool.layout.num_layers:
-            await self._session.commit(step)
+            await self._session.commit(step, timeout_s=timeout_s)
 
     async def close(self) -> None:
         await self._session.stream.run(self._kernels.wait)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -33,6 +34,23 @@ def whole(value: Any, field: str) -> int:
         return operator.index(value)
     except TypeError:
         raise InvalidArgumentError(f"{value!r} is not a whole number", field=field) from None
+
+
+def time_limit(timeout_s: Any) -> float | None:
+    """A call's time limit in seconds; None for one without, which is also said as infinity. Raises
+    InvalidArgumentError."""
+    if timeout_s is None or timeout_s == math.inf:
+        return None
+    if isinstance(timeout_s, (int, float)) and timeout_s > 0:
+        return float(timeout_s)
+    raise InvalidArgumentError(f"{timeout_s!r} is no number of seconds above 0", field="timeout_s")
+
+
+def wait_time(wait_s: Any, field: str) -> float:
+    """Seconds, 0 or more. Raises InvalidArgumentError."""
+    if isinstance(wait_s, (int, float)) and 0 <= wait_s < math.inf:
+        return float(wait_s)
+    raise InvalidArgumentError(f"{wait_s!r} is no number of seconds", field=field)
 
 
 def int_list(values: Iterable[int], field: str) -> list[int]:

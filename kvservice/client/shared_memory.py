@@ -85,8 +85,8 @@ class Place(NamedTuple):
 class Stream(Protocol):
     """How a face of the client does things. The blocking one's coroutines never suspend."""
 
-    async def call(self, name: str, request: Any) -> Any:
-        """Send one call of a session and return its answer. Raises KVServiceError."""
+    async def call(self, name: str, request: Any, timeout_s: float | None = None) -> Any:
+        """Send one call of a session and return its answer. `timeout_s` None: the session's. Raises KVServiceError."""
 
     async def run(self, work: Callable[..., T], *args: Any) -> T:
         """Do what blocks."""
@@ -94,9 +94,20 @@ class Stream(Protocol):
     def lock(self) -> AbstractAsyncContextManager[object]:
         """A new lock."""
 
-    @property
-    def broken(self) -> bool:
-        """Whether the connection to the daemon has ended, for now or for good."""
+    def deadline(self, timeout_s: float | None = None) -> float | None:
+        """Of a call that begins now, to be given to `check`. Raises InvalidArgumentError."""
+
+    def left_s(self, deadline: float | None, most_s: float) -> float:
+        """Until the deadline, but at most so many seconds."""
+
+    def check(self, deadline: float | None = None) -> None:
+        """Raise what a call would while the daemon is away, and CallTimeoutError past the deadline."""
+
+
+class Call(Protocol):
+    """See Stream.call."""
+
+    def __call__(self, name: str, request: Any, timeout_s: float | None = None) -> Awaitable[Any]: ...
 
 
 class RegionCore:
@@ -105,7 +116,7 @@ class RegionCore:
     def __init__(self, stream: Stream, handover_path: str | None, token: bytes) -> None:
         """`handover_path`: None for a client that is not on the unix socket of a daemon that shares memory."""
         self.stream = stream
-        self.call: Callable[[str, Any], Awaitable[Any]] = stream.call
+        self.call: Call = stream.call
         self.handover_path = handover_path
         self.token = token
         self._request_ids = itertools.count(secrets.randbits(62) + 1)
@@ -123,7 +134,9 @@ class RegionCore:
         """Whether the client is on the unix socket of a daemon that shares memory."""
         return self.handover_path is not None
 
-    async def create_region(self, num_bytes: int, *, device: int | None = None) -> Memory:
+    async def create_region(
+        self, num_bytes: int, *, device: int | None = None, timeout_s: float | None = None
+    ) -> Memory:
         """Shared memory that the daemon works on in place. For clients on the unix socket of a daemon that allows it;
         others get RegionsNotAllowedError.
 
@@ -135,14 +148,14 @@ class RegionCore:
         if num_bytes <= 0:
             raise InvalidArgumentError(f"{num_bytes} is not above 0", field="num_bytes")
         if device is not None:
-            return await self._create_on_gpu(num_bytes, whole(device, "device"))
+            return await self._create_on_gpu(num_bytes, whole(device, "device"), timeout_s)
         await introduce_once(self)
         name = _new_name()
         request = build(
             shared_memory_pb2.CreateRegionRequest, request_id=self.next_request_id(), name=name, byte_size=num_bytes
         )
         try:
-            response = await self.call("create_region", request)
+            response = await self.call("create_region", request, timeout_s)
             (descriptor,) = await fetch(self, response.handover_token, 1)
             try:
                 memory = SharedMemory(name, descriptor, num_bytes, response.number)
@@ -156,7 +169,7 @@ class RegionCore:
         self._add(memory)
         return memory
 
-    async def _create_on_gpu(self, num_bytes: int, device: int) -> Memory:
+    async def _create_on_gpu(self, num_bytes: int, device: int, timeout_s: float | None) -> Memory:
         from kvservice.client import gpu
 
         await introduce_once(self)
@@ -170,14 +183,16 @@ class RegionCore:
             byte_size=num_bytes,
         )
         try:
-            memory.number = (await self.call("cuda_shared_memory_register", request)).number
+            memory.number = (await self.call("cuda_shared_memory_register", request, timeout_s)).number
         except BaseException:
             await self._unregister_on_gpu(memory.name)
             raise
         self._add(memory)
         return memory
 
-    async def open_region(self, key: str, num_bytes: int, offset: int = 0) -> SharedMemory:
+    async def open_region(
+        self, key: str, num_bytes: int, offset: int = 0, *, timeout_s: float | None = None
+    ) -> SharedMemory:
         """Share `num_bytes` from `offset` on of a POSIX shared-memory object that exists, by its name as for shm_open.
         This process's user must be allowed to read and write it. The daemon copies what lies there."""
         num_bytes, offset = whole(num_bytes, "num_bytes"), whole(offset, "offset")
@@ -191,7 +206,7 @@ class RegionCore:
             byte_size=num_bytes,
             handover_token=await introduce(self),
         )
-        await self.call("system_shared_memory_register", request)
+        await self.call("system_shared_memory_register", request, timeout_s)
         try:
             descriptor = os.open(f"{SHM_DIRECTORY}/{key.removeprefix('/')}", os.O_RDWR | os.O_CLOEXEC)
             try:
@@ -204,34 +219,33 @@ class RegionCore:
         self._add(memory)
         return memory
 
-    async def unregister_region(self, memory: Memory | None = None) -> None:
+    async def unregister_region(self, memory: Memory | None = None, *, timeout_s: float | None = None) -> None:
         """Give shared memory up; None: all that the session has, a former owner's too. Arrays over it can still be
         used, and travel inside messages from now on."""
         self._memories = [] if memory is None else [one for one in self._memories if one is not memory]
         self.regions_version += 1
         name = "" if memory is None else memory.name
         if memory is None or isinstance(memory, SharedMemory):
-            await self._unregister(name)
+            await self._unregister(name, timeout_s)
         if memory is None or not isinstance(memory, SharedMemory):
-            await self._unregister_on_gpu(name)
+            await self._unregister_on_gpu(name, timeout_s)
 
-    async def _unregister(self, name: str) -> None:
+    async def _unregister(self, name: str, timeout_s: float | None = None) -> None:
         request = build(
             shared_memory_pb2.SystemSharedMemoryUnregisterRequest, request_id=self.next_request_id(), name=name
         )
-        await self.call("system_shared_memory_unregister", request)
+        await self.call("system_shared_memory_unregister", request, timeout_s)
 
-    async def _unregister_on_gpu(self, name: str) -> None:
+    async def _unregister_on_gpu(self, name: str, timeout_s: float | None = None) -> None:
         request = build(
             shared_memory_pb2.CudaSharedMemoryUnregisterRequest, request_id=self.next_request_id(), name=name
         )
-        await self.call("cuda_shared_memory_unregister", request)
+        await self.call("cuda_shared_memory_unregister", request, timeout_s)
 
-    async def regions(self) -> list[RegionInfo]:
+    async def regions(self, *, timeout_s: float | None = None) -> list[RegionInfo]:
         """What the daemon knows of the session's regions in host memory."""
-        response = await self.call(
-            "system_shared_memory_status", build(shared_memory_pb2.SystemSharedMemoryStatusRequest)
-        )
+        request = build(shared_memory_pb2.SystemSharedMemoryStatusRequest)
+        response = await self.call("system_shared_memory_status", request, timeout_s)
         return [from_message(RegionInfo, one) for _, one in sorted(response.regions.items())]
 
     def _add(self, memory: Memory) -> None:

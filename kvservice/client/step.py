@@ -26,7 +26,7 @@ class AttentionOptions(TypedDict, total=False):
     `scale`: None is 1/sqrt(head_size). `sliding_window`: a token sees that many latest positions, its own included; 0
     is all. `logits_soft_cap`: cap * tanh(score / cap), 0 is off. `alibi_slopes`: a number for each query head.
     `block_sparse`: which keys are left out, None is none. `out`, `lse_out`: arrays shaped as the output and the
-    log-sum-exp that are filled and returned instead of new ones.
+    log-sum-exp that are filled and returned instead of new ones. `timeout_s`: see SessionCore.
     """
 
     scale: float | None
@@ -37,6 +37,7 @@ class AttentionOptions(TypedDict, total=False):
     return_lse: bool
     out: Tensor | None
     lse_out: Tensor | None
+    timeout_s: float | None
 
 
 class StepCore:
@@ -110,6 +111,7 @@ class StepCore:
         return_lse: bool = False,
         out: Tensor | None = None,
         lse_out: Tensor | None = None,
+        timeout_s: float | None = None,
     ) -> Any:
         call = Layer(
             self,
@@ -122,6 +124,7 @@ class StepCore:
             return_lse,
             None if out is None else tensors.as_result(out, "out"),
             None if lse_out is None else tensors.as_result(lse_out, "lse_out"),
+            timeout_s,
         )
         self._check_results(call)
         check_same_device(call)
@@ -139,9 +142,11 @@ class StepCore:
                 raise InvalidArgumentError("there is no log-sum-exp without return_lse", field="lse_out")
             check_out(call.lse_out, call.lse_shape, "float32", "lse_out")
 
-    async def write(self, key: Tensor, value: Tensor, layer: int | None = None) -> None:
+    async def write(
+        self, key: Tensor, value: Tensor, layer: int | None = None, *, timeout_s: float | None = None
+    ) -> None:
         """Write the step's K/V without attention: `[num_tokens, num_kv_heads, head_size]` of one layer, or
         `[num_layers, num_tokens, num_kv_heads, head_size]` of all."""
         number = None if layer is None else whole(layer, "layer")
         arrays = tensors.as_tensor(key, "key"), tensors.as_tensor(value, "value")
-        await write(self.session.attending, self, number, *arrays)
+        await write(self.session.attending, self, number, *arrays, timeout_s)

@@ -115,6 +115,7 @@ class Layer:
     return_lse: bool
     out: Tensor | None
     lse_out: Tensor | None
+    timeout_s: float | None
 
     @property
     def on_gpu(self) -> bool:
@@ -142,7 +143,9 @@ class Transport(Protocol):
         """The short way of a call without options and with `out`, of arguments that nobody has looked at. False: it was
         none for it, or failed, and `attend` will do it, or say what is wrong."""
 
-    async def write(self, step: StepCore, number: int | None, key: Tensor, value: Tensor) -> None:
+    async def write(
+        self, step: StepCore, number: int | None, key: Tensor, value: Tensor, timeout_s: float | None = None, /
+    ) -> None:
         """K/V of one layer, or of all (`number` None), without attention."""
 
     async def close(self) -> None:
@@ -174,15 +177,17 @@ def _takes(transport: Transport, step: StepCore, tensor: Tensor) -> bool:
     return device < 0 or (transport.takes_gpu_tensors and device == device_of(step.session.info))
 
 
-async def write(transport: Transport, step: StepCore, number: int | None, key: Tensor, value: Tensor) -> None:
+async def write(
+    transport: Transport, step: StepCore, number: int | None, key: Tensor, value: Tensor, timeout_s: float | None
+) -> None:
     """By any transport, wherever the tensors are."""
     if not _takes(transport, step, key):
         key, value = tensors.as_array(key), tensors.as_array(value)
     try:
-        await transport.write(step, number, key, value)
+        await transport.write(step, number, key, value, timeout_s)
     except UnknownRegionError:
         step.session.forget_regions()
-        await transport.write(step, number, key, value)
+        await transport.write(step, number, key, value, timeout_s)
 
 
 class StreamTransport:
@@ -199,7 +204,7 @@ class StreamTransport:
         self._put(request, layer.query, layer.key, layer.value)
         self._name(request.output_place, layer.out)
         self._name(request.lse_place, layer.lse_out)
-        response = await self._session.call("decode" if layer.decode else "extend", request)
+        response = await self._session.call("decode" if layer.decode else "extend", request, layer.timeout_s)
         output = self._take(response.output, layer.out, "output")
         return output, self._take(response.lse, layer.lse_out, "lse") if layer.return_lse else None
 
@@ -244,10 +249,12 @@ class StreamTransport:
     async def attend_in_place(self, *_: object) -> bool:
         return False
 
-    async def write(self, step: StepCore, number: int | None, key: Array, value: Array) -> None:
+    async def write(
+        self, step: StepCore, number: int | None, key: Array, value: Array, timeout_s: float | None = None
+    ) -> None:
         request = build(attention_pb2.WriteRequest, step_id=step.step_id, layer=number)
         self._put(request, key, value)
-        await self._session.call("write", request)
+        await self._session.call("write", request, timeout_s)
 
     async def close(self) -> None:
         pass
@@ -329,13 +336,15 @@ class RegionTransport(StreamTransport):
         array: Array = self._staging.place(shape, dtype)[0]
         return array
 
-    async def write(self, step: StepCore, number: int | None, key: Array, value: Array) -> None:
+    async def write(
+        self, step: StepCore, number: int | None, key: Array, value: Array, timeout_s: float | None = None
+    ) -> None:
         if key.nbytes + value.nbytes < STAGED_BYTES:
-            await super().write(step, number, key, value)
+            await super().write(step, number, key, value, timeout_s)
             return
         async with self._lock:
             await self._staging.reserve(key.nbytes + value.nbytes + 2 * ALIGNMENT)
-            await super().write(step, number, self._staged(key), self._staged(value))
+            await super().write(step, number, self._staged(key), self._staged(value), timeout_s)
 
     def _staged(self, array: Array) -> Array:
         return array if self._session.find_place(array) is not None else self._staging.put(array)[0]

@@ -85,5 +85,6 @@ _BY_STATUS = {
     "FAILED_PRECONDITION": errors.FailedPreconditionError,
     "RESOURCE_EXHAUSTED": errors.ResourceExhaustedError,
     "UNAVAILABLE": errors.ConnectionLostError,
+    "DEADLINE_EXCEEDED": errors.CallTimeoutError,
     "UNAUTHENTICATED": errors.UnauthenticatedError,
 }

@@ -20,6 +20,7 @@ from kvservice.client.core import SessionCore
 from kvservice.client.step import StepCore
 from kvservice.errors import (
     ConnectionLostError,
+    DaemonAwayError,
     KVServiceError,
     LayerWrittenError,
     MessageTooLargeError,
@@ -171,7 +172,7 @@ def test_what_is_freed_later_is_freed_before_the_next_allocation(
         kv.free([one])
         kv.free_later(iter([one, two]))
 
-        async def fail(_: Any) -> None:
+        async def fail(*_: Any, **__: Any) -> None:
             raise ConnectionLostError("for the test")
 
         with monkeypatch.context() as broken:
@@ -296,10 +297,9 @@ def test_a_daemon_out_of_reach_is_an_error_for_all_at_once(tmp_path: Path, daemo
     async def scenario(proxy: CuttingProxy) -> None:
         async with AsyncKVClient(proxy.address) as client, client.session() as kv:
             proxy.cut(stay_down=True)
-            start = time.monotonic()
-            answers = await asyncio.gather(*(kv.describe() for _ in range(50)), return_exceptions=True)
-            assert {type(answer) for answer in answers} == {ConnectionLostError}
-            assert time.monotonic() - start < GRACE_S + 2.0
+            for _ in range(2):
+                answers = await asyncio.gather(*(kv.describe() for _ in range(50)), return_exceptions=True)
+                assert {type(answer) for answer in answers} == {DaemonAwayError}
 
     with CuttingProxy(tmp_path, daemon.address) as proxy:
         run(scenario(proxy))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from cutting_proxy import CuttingProxy
 from small_daemons import TRANSPORTS, OpenDaemon
 from small_pool import SMALL_POOL
 
@@ -20,18 +22,19 @@ def inputs(num_tokens: int) -> list[np.ndarray]:
     return [random.standard_normal((num_tokens, heads, 32), np.float32) for heads in (4, 2, 2)]
 
 
-def break_stream(kv: Session) -> None:
-    kv._stream._replies.cancel()
-    time.sleep(2 * SMALL_POOL["session_grace_s"] + 0.5)  # detached by then
+def break_line(proxy: CuttingProxy) -> None:
+    proxy.cut(stay_down=True)
+    time.sleep(2 * SMALL_POOL["session_grace_s"] + 0.5)  # nothing is shared by then
+    proxy.up()
 
 
-def walk(kv: Session, *, broken: bool, place: Any = lambda array: array) -> list[np.ndarray]:
-    """Prefill by half, then the rest; in between the stream breaks. Then a decode."""
+def walk(kv: Session, proxy: CuttingProxy | None, place: Any = lambda array: array) -> list[np.ndarray]:
+    """Prefill by half, then the rest; in between the line breaks, if there is one. Then a decode."""
     sequence = kv.allocate(PROMPT)
     results = []
     for number, count in enumerate((30, 30)):
-        if broken and number == 1:
-            break_stream(kv)
+        if proxy is not None and number == 1:
+            break_line(proxy)
         step = kv.open_step([sequence], count)
         for layer in range(2):
             arrays = [place(array) for array in inputs(count)]
@@ -46,12 +49,16 @@ def walk(kv: Session, *, broken: bool, place: Any = lambda array: array) -> list
 
 @pytest.mark.parametrize("in_region", [False, True])
 @pytest.mark.parametrize("name", ["inline", *TRANSPORTS])
-def test_it_goes_on(open_daemon: OpenDaemon, name: str, in_region: bool) -> None:
+def test_it_goes_on(open_daemon: OpenDaemon, tmp_path: Path, name: str, in_region: bool) -> None:
     transport, share_pool = TRANSPORTS.get(name, ("inline", "write"))
     daemon = open_daemon("float32", share_pool)
     with KVClient(daemon.address, transport="inline") as client, client.session() as kv:
-        expected = walk(kv, broken=False)
-    with KVClient(daemon.address, transport=transport) as client, client.session(detachable=True) as kv:
+        expected = walk(kv, None)
+    with (
+        CuttingProxy(tmp_path, daemon.address, handover=True) as proxy,
+        KVClient(proxy.address, transport=transport, reconnect_wait_s=60) as client,
+        client.session(detachable=True) as kv,
+    ):
         memory = kv.create_region(1 << 20)
         lane = getattr(kv._core.attending, "_lane", None)
         used = 0
@@ -63,7 +70,7 @@ def test_it_goes_on(open_daemon: OpenDaemon, name: str, in_region: bool) -> None
             used += -(-array.nbytes // 64) * 64
             return inside
 
-        found = walk(kv, broken=True, place=place) if in_region else walk(kv, broken=True)
+        found = walk(kv, proxy, place) if in_region else walk(kv, proxy)
         assert kv.transport == transport
         for one, other in zip(found, expected, strict=True):
             np.testing.assert_array_equal(one, other)

@@ -62,9 +62,9 @@ class Spy:
         self._call = kv._core.call
         kv._core.call = self.call  # type: ignore[method-assign]
 
-    async def call(self, name: str, request: Any) -> Any:
+    async def call(self, name: str, request: Any, timeout_s: float | None = None) -> Any:
         self.requests.append(request)
-        return await self._call(name, request)
+        return await self._call(name, request, timeout_s)
 
 
 def test_a_layer_whose_tensors_do_not_travel(kv: Session) -> None:

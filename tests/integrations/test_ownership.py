@@ -7,6 +7,7 @@ import gc
 import pytest
 import torch
 
+from kvservice.client.threads import finish
 from kvservice.errors import InvalidArgumentError
 from kvservice.integrations.transformers import KVServiceCache, install
 
@@ -65,13 +66,14 @@ def test_sequences_that_the_caller_freed_are_passed_over(llama) -> None:
 
 
 def test_the_collector_may_run_within_a_call_of_the_session(llama) -> None:
-    """A cache in a cycle ends where the garbage collector happens to run: here with the session's stream locked."""
+    """A cache in a cycle ends where the garbage collector happens to run: here while it is another call's turn."""
     kv = llama.new_session()
     cache = KVServiceCache(kv)
     llama.model(IDS, past_key_values=cache)
     cache.itself = cache
     del cache
-    with kv._stream._lock:
-        gc.collect()
+    assert finish(kv._stream._turns.take(None))
+    gc.collect()
+    kv._stream._turns.give_back()
     kv.allocate([1])
     assert [info.length for info in kv.describe()] == [1]

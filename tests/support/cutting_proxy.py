@@ -9,12 +9,15 @@ from pathlib import Path
 
 
 class CuttingProxy:
-    """Forwards a unix socket. A context manager; clients connect to `address`."""
+    """Forwards a unix socket. A context manager; clients connect to `address`. `handover`: they reach the socket for
+    descriptors, too, past the proxy."""
 
-    def __init__(self, directory: Path, address: str) -> None:
+    def __init__(self, directory: Path, address: str, *, handover: bool = False) -> None:
         self._target = address.removeprefix("unix://")
         self._path = directory / "proxy.sock"
         self.address = f"unix://{self._path}"
+        if handover:
+            Path(f"{self._path}.fds").symlink_to(f"{self._target}.fds")
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(self._path))
         self._listener.listen()

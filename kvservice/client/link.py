@@ -1,0 +1,240 @@
+"""A session's connection to the daemon, which is made again in the background when it breaks. Both faces of the client
+use it: its coroutines wait by what a face gives them.
+
+    connected ── its stream ends ──▶ broken: calls wait ── their time is up ──▶ away: calls fail at once
+        ▲                                   │                                      │
+        └────────── attached again ─────────┴──────────────────────────────────────┘
+    any ── closed here, or the daemon says that the session is closed or another's ──▶ ended: calls raise why
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from typing import Any
+
+from kvservice.client.channel import MAX_SENDS, repeatable
+from kvservice.client.face import PAUSE_S, Background, Connection, Face, OpenConnection
+from kvservice.client.requests import time_limit
+from kvservice.errors import (
+    CallTimeoutError,
+    ConnectionLostError,
+    DaemonAwayError,
+    FailedPreconditionError,
+    KVServiceError,
+    NotFoundError,
+)
+from kvservice.v1 import session_pb2
+
+# For how long calls wait for a connection that has broken, unless the client says otherwise.
+RECONNECT_WAIT_S = 1.0
+# What an attempt to attach may take. gRPC works at a connection only while a call waits for it, and so does this one.
+ATTEMPT_S = 5.0
+# Between attempts that fail sooner: PAUSE_S, and twice as long each time, up to this.
+MAX_PAUSE_S = 1.0
+
+# The daemon's answer to a stream whose session is closed or another client's: no attempt will be answered otherwise.
+_SESSION_OVER = (FailedPreconditionError, NotFoundError)
+
+
+class Link:
+    """Calls of one session; see Stream in shared_memory.py. `timeout_s` is that of calls that name none; None: they
+    have no limit."""
+
+    def __init__(
+        self,
+        face: Face,
+        open_connection: OpenConnection,
+        token: bytes,
+        *,
+        timeout_s: float | None,
+        reconnect_wait_s: float,
+    ) -> None:
+        self._face = face
+        self._open_connection = open_connection
+        self._token = token
+        self._timeout_s = timeout_s
+        self._reconnect_wait_s = reconnect_wait_s
+        self._turns = face.turns()
+        self.lock = face.lock
+        self.run = face.run
+        # By this number the daemon knows the session object, whichever of its streams it attaches.
+        self.holder = secrets.randbelow((1 << 64) - 1) + 1
+        self._state_lock = threading.Lock()  # several threads may notice a break
+        self._connection: Connection | None = None
+        self._attempt: Connection | None = None
+        self._mending: Background | None = None
+        # Set while there is a connection, and when there will be none again.
+        self._settled = face.signal()
+        self._ended: KVServiceError | None = None
+        self._broken_at = 0.0
+        self._given_up = False
+        self._cause: KVServiceError = ConnectionLostError("the session was never attached")
+
+    async def connect(self, wait_s: float) -> int:
+        """Attach for the first time, within `wait_s` or the session's own limit. Returns the session's id. Raises
+        ConnectionLostError, at once if there is no connection to the daemon, and UnknownSessionError."""
+        connection, session_id = await self._attach(min(wait_s, self._timeout_s or wait_s), reconnects=False)
+        self._join(connection)
+        return session_id
+
+    async def call(self, name: str, request: Any, timeout_s: float | None = None) -> Any:
+        """The answer to one call. It is sent again if its stream broke, unless it is one that is done only once.
+
+        Raises the daemon's errors; CallTimeoutError; ConnectionLostError if the stream broke and it is not known
+        whether the call was done; DaemonAwayError, at once, while there is no connection.
+        """
+        deadline = self.deadline(timeout_s)
+        if not await self._turns.take(None if deadline is None else deadline - self._face.clock()):
+            raise CallTimeoutError(f"{name}: it was not its turn in time, other calls of the session are under way")
+        try:
+            return await self._call(name, request, deadline)
+        finally:
+            self._turns.give_back()
+
+    async def _call(self, name: str, request: Any, deadline: float | None) -> Any:
+        sends = 0
+        while True:
+            connection = self._connection
+            if connection is None or connection.error is not None:
+                connection = await self._connected(deadline)
+            try:
+                return await connection.exchange(name, request, deadline)
+            except CallTimeoutError:
+                if connection.error is not None:
+                    self._broke(connection)
+                    self._given_up = True
+                raise
+            except ConnectionLostError:
+                self._broke(connection)
+                sends += 1
+                if sends == MAX_SENDS or not repeatable(name):
+                    raise
+
+    def deadline(self, timeout_s: float | None = None) -> float | None:
+        """By the face's clock, for a call that begins now. None: there is none. Raises InvalidArgumentError."""
+        limit_s = self._timeout_s if timeout_s is None else time_limit(timeout_s)
+        return None if limit_s is None else self._face.clock() + limit_s
+
+    def left_s(self, deadline: float | None, most_s: float) -> float:
+        """Until the deadline, but at most so many seconds."""
+        return most_s if deadline is None else min(most_s, max(deadline - self._face.clock(), 0.0))
+
+    def check(self, deadline: float | None = None) -> None:
+        """Raise what a call would if there is no connection and none is waited for any more, CallTimeoutError past the
+        deadline. For work that the daemon does without a call."""
+        if self._ended is not None:
+            raise self._ended.with_traceback(None)
+        if self._connection is None and self.left_s(deadline, self._patience_s()) <= 0:
+            raise self._away()
+        if deadline is not None and self._face.clock() >= deadline:
+            raise CallTimeoutError("no answer in time")
+
+    async def close(self) -> bool:
+        """Whether the session was held until now, as far as is known here."""
+        held = self._end(ConnectionLostError("the session is closed"))
+        for connection in (self._connection, self._attempt):
+            if connection is not None:
+                await connection.end()
+        if self._mending is not None:
+            await self._mending.stop()
+        return held
+
+    async def _connected(self, deadline: float | None) -> Connection:
+        """The connection, as soon as there is one."""
+        while True:
+            if self._ended is not None:
+                raise self._ended.with_traceback(None)
+            connection = self._connection
+            if connection is None:
+                await self._wait_until_settled(deadline)
+            elif connection.error is None:
+                return connection
+            else:
+                self._broke(connection)
+
+    async def _wait_until_settled(self, deadline: float | None) -> None:
+        left_s = self.left_s(deadline, self._patience_s())
+        if left_s <= 0 or not await self._settled.wait(left_s):
+            raise self._away()
+
+    def _patience_s(self) -> float:
+        """For how long calls still wait for the connection."""
+        return 0.0 if self._given_up else self._broken_at + self._reconnect_wait_s - self._face.clock()
+
+    def _away(self) -> KVServiceError:
+        """The error of a call that waits no longer; the next will not wait at all."""
+        self._given_up = True
+        if not isinstance(self._cause, ConnectionLostError):
+            return self._cause.with_traceback(None)
+        gone_s = self._face.clock() - self._broken_at
+        return DaemonAwayError(
+            f"the daemon has been out of reach for {gone_s:.1f} s; the client goes on trying ({self._cause})"
+        )
+
+    def _broke(self, connection: Connection) -> None:
+        """The connection has ended. Whoever notices says so; the first begins to make another."""
+        assert connection.error is not None, "it has ended"
+        with self._state_lock:
+            if self._connection is not connection or self._ended is not None:
+                return
+            self._connection = None
+            if isinstance(connection.error, _SESSION_OVER):
+                self._ended = connection.error
+                return
+            self._broken_at, self._given_up, self._cause = self._face.clock(), False, connection.error
+            self._settled.clear()
+            self._mending = self._face.start(self._mend())
+
+    def _join(self, connection: Connection) -> bool:
+        """Whether the connection is used from now on; it is not if the session has ended."""
+        with self._state_lock:
+            if self._ended is not None:
+                return False
+            self._connection = connection
+            self._settled.set()
+        if connection.error is not None:
+            self._broke(connection)
+        return True
+
+    def _end(self, error: KVServiceError) -> bool:
+        """Whether the session had not ended before."""
+        with self._state_lock:
+            if self._ended is not None:
+                return False
+            self._ended = error
+            self._settled.set()
+            return True
+
+    async def _mend(self) -> None:
+        """Attach again; until that is done, or the session has ended."""
+        pause_s = PAUSE_S
+        while self._ended is None:
+            try:
+                connection, _ = await self._attach(ATTEMPT_S, reconnects=True)
+            except _SESSION_OVER as over:
+                self._end(over)
+            except KVServiceError as error:
+                self._cause = error
+                await self._settled.wait(pause_s)  # which only the session's end sets
+                pause_s = min(2 * pause_s, MAX_PAUSE_S)
+            else:
+                if not self._join(connection):
+                    await connection.end()
+                return
+
+    async def _attach(self, wait_s: float, *, reconnects: bool) -> tuple[Connection, int]:
+        connection = self._attempt = self._open_connection(self._broke, reconnects)
+        try:
+            if self._ended is not None:  # it may not have seen the attempt
+                raise self._ended.with_traceback(None)
+            request = session_pb2.AttachRequest(session_token=self._token, holder=self.holder, reconnects=reconnects)
+            response = await connection.exchange("attach", request, self._face.clock() + wait_s)
+        except BaseException as error:
+            await connection.end()
+            if isinstance(error, CallTimeoutError):
+                raise ConnectionLostError(f"the daemon has not answered for {wait_s:g} s") from None
+            raise
+        finally:
+            self._attempt = None
+        return connection, response.session_id

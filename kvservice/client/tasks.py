@@ -1,0 +1,150 @@
+"""How the asynchronous face waits, and its streams."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, TypeVar
+
+import grpc
+
+from kvservice.client import channel
+from kvservice.client.face import Connection
+from kvservice.errors import CallTimeoutError, ConnectionLostError, KVServiceError
+from kvservice.v1 import session_pb2, session_pb2_grpc
+
+T = TypeVar("T")
+
+
+class _Signal:
+    """See Signal in face.py."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+        self.set = self._event.set
+        self.clear = self._event.clear
+
+    async def wait(self, timeout_s: float) -> bool:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._event.wait()
+        return self._event.is_set()
+
+
+class _Turns:
+    """See Turns in face.py."""
+
+    def __init__(self) -> None:
+        self._semaphore = asyncio.Semaphore(channel.MAX_IN_FLIGHT)
+
+    async def take(self, timeout_s: float | None) -> bool:
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._semaphore.acquire()
+        except TimeoutError:
+            return False
+
+    def give_back(self) -> None:
+        self._semaphore.release()
+
+
+class _Task:
+    """See Background in face.py."""
+
+    def __init__(self, work: Coroutine[Any, Any, None]) -> None:
+        self._task = asyncio.create_task(work)
+
+    async def stop(self) -> None:
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+
+class TaskFace:
+    """See Face in face.py."""
+
+    def __init__(self) -> None:
+        self.clock = asyncio.get_running_loop().time
+
+    signal = _Signal
+    turns = _Turns
+    start = _Task
+    lock = asyncio.Lock
+
+    async def run(self, work: Callable[..., T], *args: Any) -> T:
+        """In a thread. Who is cancelled waits for its end: it uses the caller's memory."""
+        working = asyncio.ensure_future(asyncio.to_thread(work, *args))
+        try:
+            return await asyncio.shield(working)
+        except asyncio.CancelledError:
+            while not working.done():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait([working])
+            raise
+
+
+class TaskConnection:
+    """See Connection in face.py. Calls may overlap; one without an answer by its deadline leaves the others alone."""
+
+    def __init__(
+        self,
+        stub: session_pb2_grpc.SessionServiceStub,
+        headers: tuple[tuple[str, str], ...],
+        on_end: Callable[[Connection], None],
+        waits_for_daemon: bool,
+    ) -> None:
+        self.error: KVServiceError | None = None
+        self._on_end = on_end
+        self._call_ids = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._outbox: asyncio.Queue[session_pb2.Call | None] = asyncio.Queue()
+        self._call: Any = stub.Connect(self._outgoing(), metadata=headers, wait_for_ready=waits_for_daemon)
+        self._reader = asyncio.create_task(self._read())
+
+    async def exchange(self, name: str, request: Any, deadline: float | None) -> Any:
+        if self.error is not None:
+            raise self.error.with_traceback(None)
+        call_id = next(self._call_ids)
+        answer = self._waiting[call_id] = asyncio.get_running_loop().create_future()
+        try:
+            # Not written from here: a caller that is cancelled while gRPC writes takes the stream with it.
+            self._outbox.put_nowait(channel.make_call(call_id, name, request))
+            if deadline is None:
+                return channel.take_reply(await answer)
+            async with asyncio.timeout_at(deadline):
+                return channel.take_reply(await answer)
+        except TimeoutError:
+            raise CallTimeoutError(f"{name}: no answer in time") from None
+        finally:
+            del self._waiting[call_id]
+
+    async def end(self) -> None:
+        self._call.cancel()
+        await self._reader
+
+    async def _outgoing(self) -> AsyncIterator[session_pb2.Call]:
+        while (call := await self._outbox.get()) is not None:
+            yield call
+
+    async def _read(self) -> None:
+        self.error = await self._hand_out_replies()
+        self._outbox.put_nowait(None)
+        for answer in self._waiting.values():
+            if not answer.done():
+                answer.set_exception(self.error)
+        self._on_end(self)
+
+    async def _hand_out_replies(self) -> KVServiceError:
+        """Until the stream ends; why it did."""
+        try:
+            while (reply := await self._call.read()) is not grpc.aio.EOF:
+                answer = self._waiting.get(reply.call_id)
+                if answer is not None and not answer.done():
+                    answer.set_result(reply)
+        except grpc.RpcError as broken:
+            return channel.to_error(broken)
+        except asyncio.CancelledError:
+            # Cancelling the call ends its reads so; the task itself is never cancelled.
+            return ConnectionLostError("the session's stream was closed here")
+        return ConnectionLostError("the daemon ended the stream")

@@ -1,0 +1,160 @@
+"""How the blocking face waits, and its streams: coroutines that never suspend, run to their end."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import grpc
+
+from kvservice.client import channel
+from kvservice.client.face import Connection
+from kvservice.client.watchdog import Watchdog
+from kvservice.errors import CallTimeoutError, ConnectionLostError, KVServiceError
+from kvservice.v1 import session_pb2, session_pb2_grpc
+
+T = TypeVar("T")
+
+
+def finish(coroutine: Coroutine[Any, Any, T]) -> T:
+    """What a coroutine over a blocking stream returns."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        value: T = end.value
+        return value
+    raise AssertionError("a blocking stream suspended")
+
+
+class _Signal:
+    """See Signal in face.py."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self.set = self._event.set
+        self.clear = self._event.clear
+
+    async def wait(self, timeout_s: float) -> bool:
+        return self._event.wait(timeout_s)
+
+
+class _Turns:
+    """See Turns in face.py. One call at a time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    async def take(self, timeout_s: float | None) -> bool:
+        return self._lock.acquire(timeout=-1 if timeout_s is None else max(timeout_s, 0))
+
+    def give_back(self) -> None:
+        self._lock.release()
+
+
+class _Lock:
+    """A lock for coroutines that never suspend."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    async def __aenter__(self) -> None:
+        self._lock.acquire()
+
+    async def __aexit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+class _Thread:
+    """See Background in face.py."""
+
+    def __init__(self, work: Coroutine[Any, Any, None]) -> None:
+        self._thread = threading.Thread(target=finish, args=(work,), name="kvservice-reconnects", daemon=True)
+        self._thread.start()
+
+    async def stop(self) -> None:
+        self._thread.join()
+
+
+class ThreadFace:
+    """See Face in face.py."""
+
+    clock = staticmethod(time.monotonic)
+    signal = _Signal
+    turns = _Turns
+    start = _Thread
+    lock = _Lock
+
+    async def run(self, work: Callable[..., T], *args: Any) -> T:
+        return work(*args)
+
+
+class BlockingConnection:
+    """See Connection in face.py. One call at a time. A call that is not answered by its deadline takes the stream with
+    it: gRPC's replies can only be waited for without a limit."""
+
+    def __init__(
+        self,
+        stub: session_pb2_grpc.SessionServiceStub,
+        headers: tuple[tuple[str, str], ...],
+        watchdog: Watchdog,
+        on_end: Callable[[Connection], None],
+        waits_for_daemon: bool,
+    ) -> None:
+        self.error: KVServiceError | None = None
+        self._watchdog = watchdog
+        self._on_end = on_end
+        self._expired: int | None = None
+        self._call_ids = itertools.count(1)
+        self._requests: queue.SimpleQueue[session_pb2.Call | None] = queue.SimpleQueue()
+        self._replies = stub.Connect(iter(self._requests.get, None), metadata=headers, wait_for_ready=waits_for_daemon)
+        if not self._replies.add_callback(self._has_ended):
+            self._has_ended()
+
+    async def exchange(self, name: str, request: Any, deadline: float | None) -> Any:
+        call_id = next(self._call_ids)
+        watched = None if deadline is None else self._watchdog.watch(deadline, lambda: self._expire(call_id))
+        self._requests.put(channel.make_call(call_id, name, request))
+        try:
+            # A reply to an earlier call is there if that call was interrupted while it waited.
+            while (reply := next(self._replies)).call_id != call_id:
+                pass
+            return channel.take_reply(reply)
+        except (grpc.RpcError, StopIteration):
+            why = self._why()
+            if self._expired == call_id:
+                raise CallTimeoutError(f"{name}: no answer in time") from None
+            raise why.with_traceback(None) from None
+        finally:
+            if watched is not None:
+                self._watchdog.forget(watched)
+
+    async def end(self) -> None:
+        self._replies.cancel()
+
+    def _expire(self, call_id: int) -> None:
+        self._expired = call_id
+        self._replies.cancel()
+
+    def _has_ended(self) -> None:
+        """On a thread of gRPC's, or of the caller's."""
+        self._requests.put(None)  # gRPC's other thread waits for it
+        self._why()
+        self._on_end(self)
+
+    def _why(self) -> KVServiceError:
+        """The error with which the stream has ended."""
+        if self.error is None:
+            code = self._replies.code()
+            if self._expired is not None:
+                self.error = ConnectionLostError("a call was not answered in time")
+            elif code is grpc.StatusCode.OK:
+                self.error = ConnectionLostError("the daemon ended the stream")
+            elif code is grpc.StatusCode.CANCELLED:
+                self.error = ConnectionLostError("the session's stream was closed here")
+            else:
+                self.error = channel.to_error(self._replies)
+        return self.error
