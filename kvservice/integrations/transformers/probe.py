@@ -86,7 +86,8 @@ def first_position(model: PreTrainedModel) -> int | None:
         return None
     if model not in _first_positions:
         expected = _run(model)
-        candidates = [0] if model.config.pad_token_id is None else [0, model.config.pad_token_id + 1]
+        padding_id = _padding_id(model)
+        candidates = [0] if padding_id is None else [0, padding_id + 1]
         found = [first for first in candidates if torch.equal(_run(model, first_position=first), expected)]
         if not found:
             raise InvalidArgumentError(f"the first token's position is none of {candidates}", field="model")
@@ -97,12 +98,16 @@ def first_position(model: PreTrainedModel) -> int | None:
 _first_positions: WeakKeyDictionary[PreTrainedModel, int] = WeakKeyDictionary()
 
 
+def _padding_id(model: PreTrainedModel) -> int | None:
+    return getattr(model.config, "pad_token_id", None)
+
+
 def _run(model: PreTrainedModel, probe: _Probe | None = None, first_position: int | None = None) -> torch.Tensor:
     """Logits `[vocabulary]` of one token that attends to nothing.
 
     Raises InvalidArgumentError if the model fails on it.
     """
-    token = 1 if model.config.pad_token_id == 0 else 0
+    token = 1 if _padding_id(model) == 0 else 0
     inputs = {"input_ids": torch.tensor([[token]], device=model.device)}
     if first_position is not None:
         inputs["position_ids"] = torch.full_like(inputs["input_ids"], first_position)

@@ -1,0 +1,98 @@
+"""What install() finds out by running one token, and forward() about positions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, RobertaConfig, RobertaForCausalLM
+
+from kvservice.client import Session
+from kvservice.errors import InvalidArgumentError
+from kvservice.integrations.transformers import forward, install, pool_options
+from kvservice.integrations.transformers.probe import first_position
+
+GPT2 = GPT2Config(vocab_size=23, n_embd=64, n_layer=2, n_head=2, n_positions=64, initializer_range=0.5)
+
+
+class BeginsAtFive(GPT2LMHeadModel):
+    def forward(self, input_ids: torch.Tensor, position_ids: Any = None, **arguments: Any) -> Any:
+        if position_ids is None:
+            position_ids = torch.arange(5, 5 + input_ids.shape[1])[None]
+        return super().forward(input_ids=input_ids, position_ids=position_ids, **arguments)
+
+
+class CountsColumns(GPT2LMHeadModel):
+    def forward(self, input_ids: torch.Tensor, **arguments: Any) -> Any:
+        return super().forward(input_ids=input_ids, **arguments)
+
+
+class Fails(GPT2LMHeadModel):
+    def forward(self, **_: Any) -> Any:
+        raise ValueError("no image")
+
+
+class NamesNoLayers(GPT2LMHeadModel):
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__(config)
+        for block in self.transformer.h:
+            block.attn.layer_idx = None
+
+
+class AttendsInOneLayer(GPT2LMHeadModel):
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__(config)
+        del self.transformer.h[1]
+
+
+class RepeatsHeads(GPT2LMHeadModel):
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__(config)
+        for block in self.transformer.h:
+            block.attn.num_heads, block.attn.head_dim = 1, 64
+
+
+@pytest.fixture
+def kv(clients) -> Session:
+    with clients(pool_options(GPT2)).session() as session:
+        session.reset_prefix_cache()
+        yield session
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (Fails, "fails on one token: no image"),
+        (NamesNoLayers, "does not say which layer it is"),
+        (AttendsInOneLayer, "layers .0. attend, of 2"),
+        (RepeatsHeads, "another shape"),
+    ],
+)
+def test_install_refuses(model: type[GPT2LMHeadModel], reason: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=reason):
+        install(model(GPT2).eval())
+
+
+def test_positions_begin_after_padding_in_models_like_roberta() -> None:
+    config = RobertaConfig(
+        vocab_size=23, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, is_decoder=True, pad_token_id=3
+    )
+    assert first_position(install(RobertaForCausalLM(config).eval())) == 4
+    assert first_position(install(GPT2LMHeadModel(GPT2).eval())) == 0
+
+
+@pytest.mark.parametrize(("model", "reason"), [(BeginsAtFive, "none of .0."), (CountsColumns, "takes no position_ids")])
+def test_forward_refuses_models_whose_positions_it_cannot_give(kv, model, reason: str) -> None:
+    installed = install(model(GPT2).eval())
+    step = kv.open_step([kv.allocate([5, 6])])
+    with pytest.raises(InvalidArgumentError, match=reason):
+        forward(installed, step, [5, 6])
+
+
+def test_forward_refuses_padding_where_it_has_no_position(kv) -> None:
+    config = RobertaConfig(vocab_size=23, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, is_decoder=True)
+    step = kv.open_step([kv.allocate([5, config.pad_token_id])])
+    with pytest.raises(InvalidArgumentError) as refused:
+        forward(install(RobertaForCausalLM(config).eval()), step, [5, config.pad_token_id])
+    assert refused.value.field == "token_ids"
