@@ -129,6 +129,18 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, what: str) -> Non
     assert error < TOLERANCE, f"{what}: logits differ by {error} of their standard deviation"
 
 
+def check_router_logits(subject: Subject) -> None:
+    """Router logits are of every column, also where the prompt is cached and logits are wanted of the last only."""
+    inputs = {"input_ids": prompts()["input_ids"][:1], "logits_to_keep": 1, "output_router_logits": True}
+    expected = subject.reference(**inputs).router_logits
+    for _ in range(2):
+        actual = subject.model(**inputs, past_key_values=KVServiceCache(subject.kv)).router_logits
+        assert len(actual) == len(expected) > 0
+        for one, other in zip(actual, expected, strict=True):
+            assert one.shape == other.shape, f"router logits: {list(one.shape)}, not {list(other.shape)}"
+            assert_close(one, other, "router logits")
+
+
 @pytest.fixture
 def make_subject(clients: Callable[[dict[str, Any]], KVClient]) -> Any:
     sessions: list[Session] = []
@@ -181,6 +193,8 @@ def refusal_of(make_subject: Callable[[Case], Subject], case: Case) -> str | Non
         # The second time, the prompts are in the prefix cache.
         check(subject, greedy, short)
         check_ragged_step(subject)
+        if hasattr(subject.model.config, "output_router_logits"):
+            check_router_logits(subject)
     except InvalidArgumentError as error:
         return str(error)
     return None

@@ -10,7 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, RobertaConfig, RobertaForC
 
 from kvservice.client import Session
 from kvservice.errors import InvalidArgumentError
-from kvservice.integrations.transformers import forward, install, pool_options
+from kvservice.integrations.transformers import forward, install, model_keys, pool_options
 from kvservice.integrations.transformers.probe import first_position
 
 GPT2 = GPT2Config(vocab_size=23, n_embd=64, n_layer=2, n_head=2, n_positions=64, initializer_range=0.5)
@@ -85,14 +85,15 @@ def test_positions_begin_after_padding_in_models_like_roberta() -> None:
 @pytest.mark.parametrize(("model", "reason"), [(BeginsAtFive, "none of .0."), (CountsColumns, "takes no position_ids")])
 def test_forward_refuses_models_whose_positions_it_cannot_give(kv, model, reason: str) -> None:
     installed = install(model(GPT2).eval())
-    step = kv.open_step([kv.allocate([5, 6])])
+    step = kv.open_step([kv.allocate([5, 6], extra_keys=model_keys(installed))])
     with pytest.raises(InvalidArgumentError, match=reason):
         forward(installed, step, [5, 6])
 
 
 def test_forward_refuses_padding_where_it_has_no_position(kv) -> None:
     config = RobertaConfig(vocab_size=23, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, is_decoder=True)
-    step = kv.open_step([kv.allocate([5, config.pad_token_id])])
+    model = install(RobertaForCausalLM(config).eval())
+    step = kv.open_step([kv.allocate([5, config.pad_token_id], extra_keys=model_keys(model))])
     with pytest.raises(InvalidArgumentError) as refused:
-        forward(install(RobertaForCausalLM(config).eval()), step, [5, config.pad_token_id])
+        forward(model, step, [5, config.pad_token_id])
     assert refused.value.field == "token_ids"

@@ -76,12 +76,11 @@ def _run(model: PreTrainedModel, inputs: dict[str, Any]) -> Any:
         given = "none" if cache is None else f"a {type(cache).__name__}"
         raise FailedPreconditionError(_WRONG_CACHE.format(given))
     _check_model(model)
-    _check_inputs(inputs)
-    every_output = bool(inputs.get("output_hidden_states") or model.config.output_hidden_states)
+    _check_inputs(model, inputs)
     with cache.forward_pass(
         model,
         inputs,
-        every_output=every_output or inputs.get("labels") is not None,
+        every_output=_wants_every_output(model, inputs),
         takes_position_ids="position_ids" in inspect.signature(type(model).forward).parameters,
     ) as pass_inputs:
         return inner(**pass_inputs)
@@ -98,11 +97,22 @@ def _check_model(model: PreTrainedModel) -> None:
         raise FailedPreconditionError("inference only, dropout would enter the cache: call model.eval()")
 
 
-def _check_inputs(inputs: dict[str, Any]) -> None:
-    if inputs.get("output_attentions"):
+def _check_inputs(model: PreTrainedModel, inputs: dict[str, Any]) -> None:
+    if _is_asked_for(model, inputs, "output_attentions"):
         raise InvalidArgumentError("attention weights stay in the daemon", field="output_attentions")
     if inputs.get("use_cache") is False:
         raise InvalidArgumentError("is False, but the K/V go into the cache that was given", field="use_cache")
+
+
+def _wants_every_output(model: PreTrainedModel, inputs: dict[str, Any]) -> bool:
+    """Whether the caller wants more than logits: a loss, hidden states, router logits, which are of every column."""
+    flags = {"output_hidden_states", "output_router_logits"} | {name for name in inputs if name.startswith("output_")}
+    return inputs.get("labels") is not None or any(_is_asked_for(model, inputs, name) for name in flags)
+
+
+def _is_asked_for(model: PreTrainedModel, inputs: dict[str, Any], flag: str) -> bool:
+    asked = inputs.get(flag)
+    return bool(getattr(model.config, flag, False) if asked is None else asked)
 
 
 def _prepare(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[str, Any]:
