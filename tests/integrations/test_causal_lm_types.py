@@ -12,6 +12,7 @@ import random
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,12 +20,14 @@ import torch
 from causal_lms import TABLE, Case, installed_cases, make_config, make_model, model_class
 from transformers import Cache, DynamicCache, PreTrainedModel
 
+import kvservice.integrations.transformers
 from kvservice.client import KVClient, Session, Step
 from kvservice.errors import InvalidArgumentError
 from kvservice.integrations.transformers import KVServiceCache, columns, forward, install, model_keys, pool_options
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # The library warns of much that tiny random models do.
 
+README = (Path(__file__).parents[2] / "README.md").read_text()
 SEED = int(os.environ.pop("KVSERVICE_TYPES_SEED", "11"))
 # Logits have a standard deviation of about 1. float32 sums in another order than the library's differ by 1e-6 to 4e-5.
 TOLERANCE = 5e-4
@@ -184,6 +187,14 @@ def test_the_table_names_each_case_once() -> None:
     named = [*TABLE["equal"], *(name for names in TABLE["refused"].values() for name in names)]
     assert len(named) == len(set(named))
     assert named
+
+
+@pytest.mark.parametrize("text", [README, kvservice.integrations.transformers.__doc__], ids=["README", "docstring"])
+def test_supported_types_are_named(text: str) -> None:
+    """Both name the types that the table says are equal, without the variants."""
+    supported = sorted(set(TABLE["equal"]) - set(TABLE["variants"]))
+    paragraph = next(paragraph for paragraph in text.split("\n\n") if re.match(r"\s*`?afmoe", paragraph))
+    assert re.findall(r"[\w-]+", paragraph) == supported
 
 
 def refusal_of(make_subject: Callable[[Case], Subject], case: Case) -> str | None:

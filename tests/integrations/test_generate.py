@@ -93,6 +93,14 @@ def test_hidden_states_are_complete_on_a_cached_prompt(llama, batch) -> None:
         torch.testing.assert_close(actual, expected, atol=1e-3, rtol=1e-3)
 
 
+def test_hidden_states_are_complete_where_the_configuration_asks_for_them(llama, batch, monkeypatch) -> None:
+    kv = llama.new_session()
+    monkeypatch.setattr(llama.model.config, "output_hidden_states", True)
+    for _ in range(2):
+        output = llama.model(batch["input_ids"][:1], logits_to_keep=1, past_key_values=KVServiceCache(kv))
+        assert [states.shape[1] for states in output.hidden_states] == [18] * 3
+
+
 def test_beam_search_forks(llama, batch) -> None:
     kv = llama.new_session()
     arguments = {**batch, "max_new_tokens": 12, "num_beams": 3, "num_return_sequences": 2}

@@ -7,9 +7,23 @@
 or, for an engine with a loop of its own, `forward(model, step, token_ids)`: one ragged step without padding, over
 sequences that were allocated with `extra_keys=model_keys(model)`.
 
-Supported are decoders whose attention is plain, grouped-query or multi-query and goes through the library's
-attention-function registry (and BLOOM, which has attention code of its own), with rotary, learned or ALiBi positions,
-sliding windows and logits soft caps. `install` names what keeps a model from being supported.
+`pool_options(model.config)` is the shape of the pool that a model needs: `num_layers`, `num_kv_heads`, `head_size` (32
+to 256, in steps of 8) and `dtype`. `cache.reset()` frees the sequences of a cache, which then takes another batch.
+
+Supported are decoders whose attention is plain, grouped-query or multi-query, with rotary, learned or ALiBi positions,
+sliding windows and logits soft caps. It goes through the library's registry of attention functions; seven families with
+attention code of their own are adapted (`own_attention`). `install` names what keeps a model from being supported.
+These model types give the library's own tokens and logits:
+
+    afmoe, apertus, arcee, aria_text, beam, bert, bert-generation, biogpt, bitnet, bloom, camembert, codegen, cohere,
+    cohere2, cohere2_moe, cohere_compass_text, ctrl, cwm, data2vec-text, dbrx, dots1, electra, ernie, ernie4_5,
+    ernie4_5_moe, exaone4, exaone_moe, falcon, flex_olmo, gemma, gemma2, gemma3_text, glm, glm4, glm4_moe, gpt-sw3,
+    gpt2, gpt_bigcode, gpt_neo, gpt_neox, gpt_neox_japanese, gptj, granite, granitemoe, granitemoeshared, helium,
+    hunyuan_v1_dense, hunyuan_v1_moe, hy_v3, hyperclovax, internlm3, iquestcoder, jais2, jetmoe, kolibri1, laguna,
+    llama, mellum, minimax_m2, ministral, ministral3, mistral, mixtral, modernbert-decoder, mpt, nanochat, nemotron,
+    olmo, olmo2, olmo3, olmoe, opt, persimmon, phi, phi3, phi4_multimodal, phimoe, qwen2, qwen2_moe, qwen3, qwen3_moe,
+    roberta, roberta-prelayernorm, roc_bert, seed_oss, smollm3, solar_open, stablelm, starcoder2, vaultgemma,
+    xlm-roberta, xlm-roberta-xl, xmod.
 """
 
 from kvservice.integrations.transformers.cache import KVServiceCache
