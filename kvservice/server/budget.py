@@ -10,6 +10,7 @@ import asyncio
 import errno
 import fcntl
 import os
+import signal
 
 from kvservice.errors import QuotaExceededError, ResourceExhaustedError
 from kvservice.pool.sealed import SealedMemory
@@ -113,8 +114,10 @@ class BudgetedMemory:
 
 def _is_open_elsewhere(descriptor: int) -> bool:
     """Whether there is an open file of this memory besides that of `descriptor`, or a mapping of one. The kernel grants
-    a write lease (fcntl(2)) only where there is none."""
+    a write lease (fcntl(2)) only where there is none. If somebody opens the file in that very moment, it sends a signal:
+    SIGURG, which is ignored, in place of SIGIO, which would end the process."""
     try:
+        fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)
         fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
     except OSError as error:
         return error.errno == errno.EAGAIN
