@@ -66,6 +66,14 @@ class Connections:
         self._num_from[connection.address] += 1
         self.await_request(connection)
 
+    def replace(self, old: Connection, new: Connection) -> bool:
+        """Let a connection take the place of one from the same address. False: that has none any more."""
+        if old not in self._open:
+            return False
+        self.remove(old)
+        self._add(new)
+        return True
+
     def remove(self, connection: Connection) -> None:
         """The connection has ended. No error if it is not there."""
         if connection not in self._open:

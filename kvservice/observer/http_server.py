@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import socket
 import ssl
 from typing import Any
@@ -13,10 +12,10 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvservice.auth import Certificates, Reloading
+from kvservice.observer.accepting import Acceptor, Arrival
 from kvservice.observer.connections import Connections
 
 SWEEP_EVERY_S = 1.0
-_NO_ROOM = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
 async def serve_http(
@@ -28,7 +27,6 @@ async def serve_http(
     """Serve an app on a listening socket until SIGTERM or SIGINT, over TLS if there are certificates."""
     config = uvicorn.Config(
         app,
-        http=functools.partial(GuardedProtocol, connections),  # type: ignore[arg-type]
         # An upgraded connection would not be counted.
         ws="none",
         access_log=False,
@@ -43,38 +41,34 @@ async def serve_http(
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         certificates.value.load_into(context)
     sweeping = asyncio.create_task(_sweep(connections, certificates, context))
+    server = _Server(config, connections, context)
     try:
-        await _Server(config, context, connections.limits.request_s).serve(sockets=[listening])
+        await server.serve(sockets=[listening])
     finally:
         sweeping.cancel()
+        server.accepting.cancel()
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, with a time limit for TLS handshakes: connections are counted only after theirs."""
+    """uvicorn's server, but for how it accepts connections."""
 
-    def __init__(self, config: uvicorn.Config, context: ssl.SSLContext | None, handshake_s: float) -> None:
+    def __init__(self, config: uvicorn.Config, connections: Connections, context: ssl.SSLContext | None) -> None:
         super().__init__(config)
+        self._connections = connections
         self._context = context
-        self._handshake_s = handshake_s
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        assert sockets is not None, "they are given"
         await super().startup([])
-        protocol: Any = self.config.http_protocol_class
-        make_protocol = functools.partial(
-            protocol,
-            config=self.config,
-            server_state=self.server_state,
-            app_state=self.lifespan.state,
-        )
-        for listening in sockets or ():
-            server = await asyncio.get_running_loop().create_server(
-                make_protocol,
-                sock=listening,
-                ssl=self._context,
-                ssl_handshake_timeout=None if self._context is None else self._handshake_s,
-                backlog=self.config.backlog,
-            )
-            self.servers.append(server)
+        (listening,) = sockets
+        listening.listen(self.config.backlog)
+        listening.setblocking(False)
+        acceptor = Acceptor(listening, self._connections, self._make_protocol, self._context)
+        self.accepting = asyncio.create_task(acceptor.run())
+
+    def _make_protocol(self, arrival: Arrival) -> GuardedProtocol:
+        state: Any = {"server_state": self.server_state, "app_state": self.lifespan.state}
+        return GuardedProtocol(self._connections, arrival, config=self.config, **state)
 
 
 async def _sweep(
@@ -90,17 +84,16 @@ async def _sweep(
 class GuardedProtocol(H11Protocol):
     """uvicorn's HTTP protocol, whose connections are counted and awaited."""
 
-    def __init__(self, connections: Connections, **arguments: Any) -> None:
+    def __init__(self, connections: Connections, arrival: Arrival, **arguments: Any) -> None:
         super().__init__(**arguments)
         self._connections = connections
-        self.address = ""
+        self._arrival = arrival
+        self.address = arrival.address
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.address = self.client[0] if self.client else ""
-        if not self._connections.admit(self):
-            transport.write(_NO_ROOM)
-            transport.close()
+        if not self._connections.replace(self._arrival, self):
+            transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._connections.remove(self)

@@ -142,3 +142,23 @@ def test_the_cookie_is_for_encrypted_connections(reloading: Reloading[Certificat
         assert {"secure", "httponly", "samesite=strict"} <= set(cookie.split("; "))
 
     scenario(reloading, body, HttpOptions(loopback=False, token=TOKEN))
+
+
+def test_handshakes_that_do_not_end_keep_nobody_out(reloading: Reloading[Certificates]) -> None:
+    """The oldest is closed for each that comes when all places are taken."""
+    limits = HttpLimits(max_connections=8, max_per_address=8, request_s=1000.0)
+
+    async def body(port: int) -> None:
+        loop = asyncio.get_running_loop()
+        with contextlib.ExitStack() as stack:
+            silent = [stack.enter_context(socket.socket()) for _ in range(40)]
+            for connection in silent:
+                connection.setblocking(False)
+                await loop.sock_connect(connection, ("127.0.0.1", port))
+                await loop.sock_sendall(connection, b"\x16\x03\x01")
+            assert (await get(port, trusting(AUTHORITY))).startswith("HTTP/1.1 200")
+            for connection in silent[:32]:
+                with contextlib.suppress(ConnectionResetError):
+                    assert await loop.sock_recv(connection, 1) == b""
+
+    scenario(reloading, body, limits=limits)
