@@ -114,8 +114,8 @@ class BudgetedMemory:
 
 def _is_open_elsewhere(descriptor: int) -> bool:
     """Whether there is an open file of this memory besides that of `descriptor`, or a mapping of one. The kernel grants
-    a write lease (fcntl(2)) only where there is none. If somebody opens the file in that very moment, it sends a signal:
-    SIGURG, which is ignored, in place of SIGIO, which would end the process."""
+    a write lease (fcntl(2)) only where there is none. If somebody opens the file in that very moment, it sends a
+    signal: SIGURG, which is ignored, in place of SIGIO, which would end the process."""
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)
         fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
