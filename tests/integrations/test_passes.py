@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 from kvservice.client import Step
 from kvservice.errors import FailedPreconditionError, InvalidArgumentError
-from kvservice.integrations.transformers import KVServiceCache, install, uninstall
+from kvservice.integrations.transformers import KVServiceCache, install, probe, uninstall
 
 IDS = torch.arange(1, 25).reshape(2, 12)
 
@@ -192,15 +192,48 @@ def test_a_copy_of_a_cache_is_a_fork(llama, cache) -> None:
     assert (cache.get_seq_length(), cache.sequences[0].length) == (7, 7)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_an_interrupted_pass_leaves_the_cache_as_it_was(llama, cache, monkeypatch, error) -> None:
+def test_install_looks_again_only_where_something_changed(make_pair, monkeypatch) -> None:
+    pair = make_pair("bloom")
+    probed = []
+    run = probe.attention_problems
+    monkeypatch.setattr(probe, "attention_problems", lambda *args: (probed.append(args), run(*args))[1])
+    install(install(pair.model))
+    assert probed == []
+    pair.model.transformer.h[0] = copy.deepcopy(pair.reference.transformer.h[0])
+    cache = KVServiceCache(pair.new_session())
+    call = lambda: pair.model(IDS, past_key_values=cache)  # noqa: E731
+    assert_refused(cache, FailedPreconditionError, "install", call)
+    install(pair.model)
+    assert len(probed) == 1
+    torch.testing.assert_close(call().logits, pair.reference(IDS).logits, atol=1e-3, rtol=0)
+
+
+def interrupt_attention(_: KVServiceCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    def attend(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Step, "attend", attend)
+
+
+def interrupt_after_the_append(cache: KVServiceCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The daemon has done it, but the answer is not read."""
+    session = cache.kv._core
+    call = session.call
+
+    async def call_and_stop(name: str, request: Any) -> Any:
+        reply = await call(name, request)
+        if name == "append":
+            raise KeyboardInterrupt
+        return reply
+
+    monkeypatch.setattr(session, "call", call_and_stop)
+
+
+@pytest.mark.parametrize("interrupt", [interrupt_attention, interrupt_after_the_append])
+def test_an_interrupted_pass_leaves_the_cache_as_it_was(llama, cache, monkeypatch, interrupt) -> None:
     llama.model(IDS[:, :8], past_key_values=cache)
-
-    def interrupt(*_: Any, **__: Any) -> None:
-        raise error
-
-    with monkeypatch.context() as broken:
-        broken.setattr(Step, "attend", interrupt)
-        assert_refused(cache, error, None, lambda: llama.model(IDS[:, 8:], past_key_values=cache))
+    with monkeypatch.context() as interrupted:
+        interrupt(cache, interrupted)
+        assert_refused(cache, KeyboardInterrupt, None, lambda: llama.model(IDS[:, 8:], past_key_values=cache))
     logits = llama.model(IDS[:, 8:], past_key_values=cache).logits
     torch.testing.assert_close(logits, llama.reference(IDS).logits[:, 8:], atol=1e-3, rtol=0)

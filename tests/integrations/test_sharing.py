@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import subprocess
 import sys
+import weakref
 from typing import Any
 
 import pytest
@@ -258,15 +260,28 @@ def test_hooks_of_the_library_only_record(llama) -> None:
     assert generate.num_found == [NUM_CACHED]
 
 
-def test_a_copy_of_an_installed_model_is_a_model_of_its_own(llama) -> None:
-    kv = llama.new_session()
-    generate(llama.model, kv)
-    twin = copy.deepcopy(llama.model)
-    weight_of(twin).neg_()
-    expected = copy.deepcopy(llama.reference)
-    weight_of(expected).neg_()
-    assert torch.equal(generate(twin, kv), generate_alone(expected))
-    assert torch.equal(generate(llama.model, kv), generate_alone(llama.reference))
+@pytest.mark.parametrize("family", ["llama", "bloom"])
+def test_a_copy_of_an_installed_model_is_an_installed_model_of_its_own(make_pair, family) -> None:
+    pair = make_pair(family)
+    kv = pair.new_session()
+    generate(pair.model, kv)
+    twin, expected = copy.deepcopy(pair.model), copy.deepcopy(pair.reference)
+    for model in (twin, expected):
+        for parameter in model.parameters():
+            parameter.copy_(parameter.flip(0))
+    for model in (twin, install(twin)):
+        assert torch.equal(generate(model, kv), generate_alone(expected))
+    assert torch.equal(generate(pair.model, kv), generate_alone(pair.reference))
+    assert torch.equal(generate_alone(uninstall(twin)), generate_alone(expected))
+
+
+def test_a_model_that_nobody_holds_is_collected(llama) -> None:
+    model = install(copy.deepcopy(llama.reference))
+    generate(model, llama.new_session())
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
 
 
 def test_the_same_model_in_another_process_finds_what_this_one_computed(llama, tmp_path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -16,10 +15,8 @@ from kvservice.integrations.transformers import keys, own_attention, passes, pro
 from kvservice.integrations.transformers.masks import ATTENTION_NAME
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
-
-
-# The attention that each installed model had before.
-_installations: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()
+# An attribute of installed models, which copies of them have too: the attention that they had before.
+_PREVIOUS_ATTENTION = "_kvservice_previous_attention"
 
 
 def pool_options(config: PreTrainedConfig, dtype: torch.dtype | str | None = None) -> dict[str, Any]:
@@ -55,6 +52,8 @@ def install(model: PreTrainedModel) -> PreTrainedModel:
     linear or chunked attention, attention sinks, layers that share K/V or differ in their heads, models with attention
     code or masks of their own. The model is then as it was.
     """
+    if _is_switched_on(model):
+        return model
     uninstall(model)
     pool = pool_options(model.config)
     if not model._can_set_attn_implementation() and not own_attention.is_adaptable(model):
@@ -69,20 +68,30 @@ def install(model: PreTrainedModel) -> PreTrainedModel:
     except InvalidArgumentError:
         _switch_off(model, previous_attention)
         raise
-    _installations[model] = previous_attention
+    vars(model)[_PREVIOUS_ATTENTION] = previous_attention
     passes.track(model)
     return model
 
 
 def uninstall(model: PreTrainedModel) -> PreTrainedModel:
     """Gives a model its own attention back. Returns the model."""
-    previous_attention = _installations.pop(model, None)
-    if previous_attention is None:
+    if not _is_installed(model):
         return model
     passes.untrack(model)
     keys.forget(model)
-    _switch_off(model, previous_attention)
+    _switch_off(model, vars(model).pop(_PREVIOUS_ATTENTION))
     return model
+
+
+def _is_installed(model: PreTrainedModel) -> bool:
+    return _PREVIOUS_ATTENTION in vars(model)
+
+
+def _is_switched_on(model: PreTrainedModel) -> bool:
+    """Whether a model is installed and neither its attention nor its layers were changed since."""
+    configs = [vars(module)["config"] for module in model.modules() if "config" in vars(module)]
+    attends = all(getattr(config, "_attn_implementation", ATTENTION_NAME) == ATTENTION_NAME for config in configs)
+    return _is_installed(model) and attends and own_attention.is_adapted(model)
 
 
 def _switch_on(model: PreTrainedModel) -> None:
@@ -100,7 +109,7 @@ def _switch_off(model: PreTrainedModel, previous_attention: str) -> None:
 
 
 def check_installed(model: PreTrainedModel) -> None:
-    if model not in _installations:
+    if not _is_installed(model):
         raise FailedPreconditionError("the model computes its attention itself: install() it first")
 
 

@@ -147,6 +147,12 @@ def is_adaptable(model: PreTrainedModel) -> bool:
     return any(type(module) in _REPLACED for module in model.modules())
 
 
+def is_adapted(model: PreTrainedModel) -> bool:
+    """Whether all of the model's attention that has to be replaced is."""
+    replaceable = [module for module in model.modules() if type(module) in _REPLACED]
+    return all(_REPLACED[type(module)][0] in vars(module) for module in replaceable)
+
+
 def adapt(model: PreTrainedModel) -> None:
     for module in model.modules():
         if type(module) in _REPLACED:
@@ -157,4 +163,4 @@ def adapt(model: PreTrainedModel) -> None:
 def restore(model: PreTrainedModel) -> None:
     for module in model.modules():
         if type(module) in _REPLACED:
-            delattr(module, _REPLACED[type(module)][0])
+            vars(module).pop(_REPLACED[type(module)][0], None)

@@ -86,7 +86,8 @@ class Rows:
         if created := [sequence for sequence in self.held() if sequence.sequence_id not in kept]:
             self.kv.free(created)
         for sequence, length in zip(before.sequences, before.lengths, strict=True):
-            if sequence and sequence.length > length:
+            # An interrupted append may have made it longer than it says.
+            if sequence:
                 self.kv.truncate(sequence, length)
         self.sequences[:] = before.sequences
 
