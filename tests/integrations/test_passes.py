@@ -220,8 +220,8 @@ def interrupt_after_the_append(cache: KVServiceCache, monkeypatch: pytest.Monkey
     session = cache.kv._core
     call = session.call
 
-    async def call_and_stop(name: str, request: Any) -> Any:
-        reply = await call(name, request)
+    async def call_and_stop(name: str, *arguments: Any, **options: Any) -> Any:
+        reply = await call(name, *arguments, **options)
         if name == "append":
             raise KeyboardInterrupt
         return reply
