@@ -182,6 +182,13 @@ class ServeConfig(BaseModel):
     )
     max_detach_ttl_s: float = Field(3600.0, ge=0, le=30 * 86400, description="Longest wait of a detached session.")
     max_sessions: int = Field(256, ge=1, le=65536, description="Sessions at one time.")
+    max_connections: int | None = Field(
+        None,
+        ge=1,
+        le=1 << 18,
+        description="gRPC connections at one time, on each address. Left out: 512, or twice max-sessions if that is "
+        "more.",
+    )
     allow_client_shm: Literal["auto", "on", "off"] = Field(
         "auto",
         description="Who may have lanes and shared memory over the unix socket. auto: the daemon's own user and root; "
@@ -275,6 +282,10 @@ class ServeConfig(BaseModel):
             self.max_request_tokens or max(131072, self.max_sequence_tokens),
             self.max_request_blocks or max(32768, longest),
         )
+
+    @property
+    def connection_limit(self) -> int:
+        return self.max_connections or max(512, 2 * self.max_sessions)
 
     @property
     def cuda_device(self) -> int | None:

@@ -26,6 +26,7 @@ from kvservice.server.draining import Drain
 from kvservice.server.events import EventStreams
 from kvservice.server.grpc_options import server_options
 from kvservice.server.health import Health
+from kvservice.server.heap import trim_heap
 from kvservice.server.listening import (
     StartError,
     check_addresses,
@@ -37,7 +38,8 @@ from kvservice.server.listening import (
 from kvservice.server.observing import Observing
 from kvservice.server.services import Services
 from kvservice.server.sessions import SessionRegistry
-from kvservice.server.standard import health_handler, reflection_handler
+from kvservice.server.slots import Slots, max_rpcs
+from kvservice.server.standard import health_handlers, reflection_handlers
 from kvservice.server.telemetry import DaemonVitals, configuration
 from kvservice.telemetry.arrays import SharedArrays
 from kvservice.telemetry.calls import CallTable
@@ -78,6 +80,7 @@ class Daemon:
         told = configuration(config, self.device, arrays, METHODS)
         self.observing = Observing(arrays, told, vitals.write, vitals.block_hash)
         self._health = Health()
+        self._slots: list[Slots] = []
         self._stop = asyncio.Event()
 
     async def serve(self) -> int:
@@ -97,6 +100,8 @@ class Daemon:
                 self.sessions.handover.serve(),
                 self.observing.run(),
                 self.credentials.keep_current(self._end_revoked),
+                *(slots.end_stalled() for slots in self._slots),
+                trim_heap(),
             )
             beside = [asyncio.create_task(task) for task in tasks]
             self._set_health(serving=True)
@@ -135,16 +140,19 @@ class Daemon:
 
     def _server(self, callers: Callers) -> grpc.aio.Server:
         config = self._config
+        slots = Slots(config)
+        self._slots.append(slots)
         server = grpc.aio.server(
             interceptors=callers.interceptors,
             options=server_options(config),
-            maximum_concurrent_rpcs=4 * config.max_sessions + 64,
+            maximum_concurrent_rpcs=max_rpcs(config),
         )
         limits = config.request_limits
-        services = Services(self.dispatcher, self.sessions, self.events, limits, callers)
-        server.add_generic_rpc_handlers(
-            (*services.handlers(), health_handler(self._health, limits), reflection_handler(limits))
-        )
+        services = Services(self.dispatcher, self.sessions, self.events, limits, callers, slots)
+        slots.add(services.handlers())
+        slots.add(health_handlers(self._health, limits, slots))
+        slots.add(reflection_handlers(limits, slots))
+        server.add_generic_rpc_handlers((slots,))
         return server
 
     def _end_revoked(self) -> None:

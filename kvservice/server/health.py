@@ -7,6 +7,7 @@ nor the daemon, which sets the status when it drains.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -35,14 +36,14 @@ class Health:
             await context.abort(grpc.StatusCode.NOT_FOUND)
         return Status(status=status)
 
-    async def watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:
-        """Until the caller is gone."""
+    async def watch(self, request: health_pb2.HealthCheckRequest, write: Callable[[Status], Awaitable[object]]) -> None:
+        """Write the status, and each that follows, until the caller is gone."""
         sent = None
         while True:
             changed = self._changed
             status = self._statuses.get(request.service, Status.SERVICE_UNKNOWN)
             if status != sent:
-                await context.write(Status(status=status))
+                await write(Status(status=status))
                 sent = status
             else:
                 await changed.wait()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterable
+import time
 from typing import Any
 
 import grpc
@@ -23,6 +23,7 @@ from kvservice.server.dispatch import Dispatcher
 from kvservice.server.events import EventStreams
 from kvservice.server.parsing import Refused, check_accepted, parser
 from kvservice.server.sessions import Session, SessionRegistry
+from kvservice.server.slots import RPC, UNATTACHED_S, Handler, Rpc, Slots
 from kvservice.v1 import session_pb2
 from kvservice.wire.status import to_status
 
@@ -36,7 +37,7 @@ def _traceparent(context: Context) -> str:
 
 
 class Services:
-    """`handlers()` is what a grpc.aio server is given. `callers` are those of the server's ports."""
+    """The contract's, on one port. `callers` are the port's."""
 
     def __init__(
         self,
@@ -45,19 +46,24 @@ class Services:
         events: EventStreams,
         limits: RequestLimits,
         callers: Callers,
+        slots: Slots,
     ) -> None:
         self._dispatcher = dispatcher
         self._callers = callers
         self._sessions = sessions
         self._events = events
         self._limits = limits
+        self._slots = slots
 
-    def handlers(self) -> Iterable[grpc.GenericRpcHandler]:
-        for service in SERVICES:
-            methods = {method.name: self._rpc(service, method) for method in service.methods}
-            yield grpc.method_handlers_generic_handler(service.full_name, methods)
+    def handlers(self) -> dict[str, Handler]:
+        """By the paths of their methods."""
+        return {
+            f"/{service.full_name}/{method.name}": self._rpc(service, method)
+            for service in SERVICES
+            for method in service.methods
+        }
 
-    def _rpc(self, service: ServiceDescriptor, method: MethodDescriptor) -> grpc.RpcMethodHandler[Any, Any]:
+    def _rpc(self, service: ServiceDescriptor, method: MethodDescriptor) -> Handler:
         parse = parser(GetMessageClass(method.input_type), self._limits)
         answered_here = method.name not in ANSWERED_BY_OBSERVER
         serialize = GetMessageClass(method.output_type).SerializeToString if answered_here else None
@@ -70,6 +76,8 @@ class Services:
 
     def _unary(self, name: str, needs_session: bool) -> Any:
         async def answer(request: Any, context: Context) -> Any:
+            rpc = RPC.get()
+            rpc.stalled_since = None
             try:
                 self._callers.admit(context)
                 check_accepted(request)
@@ -81,17 +89,22 @@ class Services:
                 return await self._dispatcher.call_open(name, request, "unary", traceparent)
             except KVServiceError as error:
                 return await context.abort_with_status(rpc_status.to_status(to_status(error)))
+            finally:
+                rpc.stalled_since = time.monotonic()
 
         return answer
 
     async def _subscribe(self, request: Any, context: Context) -> None:
         try:
-            self._callers.admit(context)
-            check_accepted(request)
-            async with contextlib.aclosing(self._events.subscribe(request)) as messages:
-                async for message in messages:
-                    self._callers.check(CALLER.get())
-                    await context.write(message)
+            rpc = RPC.get()
+            with rpc.working(), self._slots.of_peer("event stream", context.peer()):
+                self._callers.admit(context)
+                check_accepted(request)
+                async with contextlib.aclosing(self._events.subscribe(request)) as messages:
+                    async for message in messages:
+                        self._callers.check(CALLER.get())
+                        with rpc.waiting():
+                            await context.write(message)
         except (grpc.aio.UsageError, grpc.aio.InternalError) as error:
             logger.debug("a subscriber has gone: %s", error)  # gRPC noticed it only while it sent
         except KVServiceError as error:
@@ -99,17 +112,27 @@ class Services:
 
     async def _connect(self, _: Any, context: Context) -> None:
         self._callers.admit(context)
-        await Stream(self._dispatcher, self._sessions, context, self._callers.local).serve()
+        try:
+            self._slots.check_unattached()
+        except KVServiceError as error:
+            await context.abort_with_status(rpc_status.to_status(to_status(error)))
+        rpc, local = RPC.get(), self._callers.local
+        with rpc.working():
+            await Stream(self._dispatcher, self._sessions, context, local, self._slots, rpc).serve()
 
 
 class Stream:
     """One session's stream: reads a call, answers it, reads the next."""
 
-    def __init__(self, dispatcher: Dispatcher, sessions: SessionRegistry, context: Context, local: bool) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, sessions: SessionRegistry, context: Context, local: bool, slots: Slots, rpc: Rpc
+    ) -> None:
         self._dispatcher = dispatcher
         self._sessions = sessions
         self._context = context
         self._local = local
+        self._slots = slots
+        self._rpc = rpc
         self._session: Session | None = None
         self._ending: asyncio.Task[None] | None = None
         # gRPC fails if it is to send a status while it sends a message.
@@ -135,6 +158,9 @@ class Stream:
                 await self._context.abort_with_status(status)
 
     async def serve(self) -> None:
+        self._slots.num_unattached += 1
+        late = FailedPreconditionError(f"the stream was not attached within {UNATTACHED_S:g} s")
+        self._unattached = asyncio.get_running_loop().call_later(UNATTACHED_S, self.end, late)
         try:
             while (call := await self._context.read()) is not grpc.aio.EOF:
                 if self._ending is not None:  # the lease is lost, though the client does not know it yet
@@ -143,12 +169,21 @@ class Stream:
                 async with self._sending:
                     if self._ended:
                         return None
+                    self._rpc.stalled_since = time.monotonic()
                     await self._context.write(reply)
+                    self._rpc.stalled_since = None
         except KVServiceError as error:
             await self._context.abort_with_status(rpc_status.to_status(to_status(error)))
         finally:
             if self._session is not None:
                 self._sessions.detach(self._session, self.end)
+            else:
+                self._attached()
+
+    def _attached(self) -> None:
+        """Or ended: its time to attach is over."""
+        self._unattached.cancel()
+        self._slots.num_unattached -= 1
 
     def _refusal(self, call: Refused) -> session_pb2.Reply:
         """Raises the error of a call whose bytes do not say which it is: nobody would know whose the reply is."""
@@ -180,4 +215,5 @@ class Stream:
             raise FailedPreconditionError("the stream is attached already", field="call")
         self._dispatcher.admit("attach")
         self._session = self._sessions.attach(request.session_token, request.holder, request.reconnects, self.end)
+        self._attached()
         return session_pb2.AttachResponse(session_id=self._session.session_id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,57 +13,74 @@ from grpc_status import rpc_status
 
 from kvservice.config import RequestLimits
 from kvservice.errors import KVServiceError
-from kvservice.server import health
 from kvservice.server.contract import SERVICES
+from kvservice.server.health import SERVICE_NAME, Health
 from kvservice.server.parsing import check_accepted, parser
+from kvservice.server.slots import RPC, Handler, Rpc, Slots
 from kvservice.wire.status import to_status
 
 
-def health_handler(statuses: health.Health, limits: RequestLimits) -> grpc.GenericRpcHandler:
-    """Check and Watch."""
+def health_handlers(statuses: Health, limits: RequestLimits, slots: Slots) -> dict[str, Handler]:
+    """Check and Watch, by their paths."""
 
     async def check(request: Any, context: Any) -> Any:
-        return await _answered(statuses.check, request, context)
+        async with _answering(context):
+            check_accepted(request)
+            return await statuses.check(request, context)
 
     async def watch(request: Any, context: Any) -> None:
-        await _answered(statuses.watch, request, context)
+        async with _answering(context) as rpc:
+
+            async def write(status: Any) -> None:
+                with rpc.waiting():
+                    await context.write(status)
+
+            check_accepted(request)
+            with slots.of_peer("health watch", context.peer()):
+                await statuses.watch(request, write)
 
     parse = parser(health_pb2.HealthCheckRequest, limits)
     serialize = health_pb2.HealthCheckResponse.SerializeToString
-    methods = {
-        "Check": grpc.unary_unary_rpc_method_handler(check, parse, serialize),
-        "Watch": grpc.unary_stream_rpc_method_handler(watch, parse, serialize),
+    return {
+        f"/{SERVICE_NAME}/Check": grpc.unary_unary_rpc_method_handler(check, parse, serialize),
+        f"/{SERVICE_NAME}/Watch": grpc.unary_stream_rpc_method_handler(watch, parse, serialize),
     }
-    return grpc.method_handlers_generic_handler(health.SERVICE_NAME, methods)
 
 
-async def _answered(answer: Any, request: Any, context: Any) -> Any:
-    try:
-        check_accepted(request)
-        return await answer(request, context)
-    except KVServiceError as error:
-        return await context.abort_with_status(rpc_status.to_status(to_status(error)))
-
-
-def reflection_handler(limits: RequestLimits) -> grpc.GenericRpcHandler:
+def reflection_handlers(limits: RequestLimits, slots: Slots) -> dict[str, Handler]:
     """What the contract's services, and the standard ones, look like."""
-    names = [*(service.full_name for service in SERVICES), health.SERVICE_NAME, reflection.SERVICE_NAME]
+    names = [*(service.full_name for service in SERVICES), SERVICE_NAME, reflection.SERVICE_NAME]
     servicer: Any = reflection.aio.ReflectionServicer(names)  # its published types are wrong
 
-    async def info(requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-        try:
-            async for response in servicer.ServerReflectionInfo(_accepted(requests), context):
-                yield response
-        except KVServiceError as error:
-            await context.abort_with_status(rpc_status.to_status(to_status(error)))
+    async def info(requests: AsyncIterator[Any], context: Any) -> None:
+        async with _answering(context) as rpc:
+            with slots.of_peer("reflection", context.peer()):
+                async for response in servicer.ServerReflectionInfo(_accepted(requests, rpc), context):
+                    with rpc.waiting():
+                        await context.write(response)
 
     parse = parser(reflection_pb2.ServerReflectionRequest, limits)
     serialize = reflection_pb2.ServerReflectionResponse.SerializeToString
-    methods = {"ServerReflectionInfo": grpc.stream_stream_rpc_method_handler(info, parse, serialize)}
-    return grpc.method_handlers_generic_handler(reflection.SERVICE_NAME, methods)
+    path = f"/{reflection.SERVICE_NAME}/ServerReflectionInfo"
+    return {path: grpc.stream_stream_rpc_method_handler(info, parse, serialize)}
 
 
-async def _accepted(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    async for request in requests:
+@contextlib.asynccontextmanager
+async def _answering(context: Any) -> AsyncIterator[Rpc]:
+    """Errors of ours become the RPC's status."""
+    try:
+        with RPC.get().working():
+            yield RPC.get()
+    except KVServiceError as error:
+        await context.abort_with_status(rpc_status.to_status(to_status(error)))
+
+
+async def _accepted(requests: AsyncIterator[Any], rpc: Rpc) -> AsyncIterator[Any]:
+    """A client that sends nothing for long has stalled its RPC, too."""
+    while True:
+        with rpc.waiting():
+            request = await anext(requests, None)
+        if request is None:
+            return
         check_accepted(request)
         yield request

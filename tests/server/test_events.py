@@ -22,6 +22,7 @@ from kvservice.errors import EventsOffError, InvalidArgumentError, KVServiceErro
 from kvservice.launch import Daemon
 from kvservice.server.events import EventStreams
 from kvservice.server.services import Services
+from kvservice.server.slots import RPC, Rpc, Slots
 from kvservice.v1 import events_pb2
 
 BLOCK_SIZE = 4
@@ -210,6 +211,9 @@ class LeavingContext:
     def __init__(self, outcome: type[BaseException]) -> None:
         self._outcome = outcome
 
+    def peer(self) -> str:
+        return "unix:"
+
     async def write(self, _: bytes) -> None:
         raise self._outcome
 
@@ -224,10 +228,11 @@ def test_a_subscriber_that_leaves_while_it_is_sent_to_is_no_fault(outcome: type[
     journal = EventJournal(8, False)
     journal.cleared()
     streams = EventStreams(ServeConfig(), journal)
-    services = Services(Mock(), Mock(), streams, Mock(), Mock())
+    services = Services(Mock(), Mock(), streams, Mock(), Mock(), Slots(ServeConfig()))
 
     async def subscribe() -> None:
         context: Any = LeavingContext(outcome)
+        RPC.set(Rpc(Mock(), None, Mock(), "event stream"))
         with contextlib.suppress(asyncio.CancelledError):
             await services._subscribe(events_pb2.SubscribeRequest(start_number=1), context)
         assert streams.count == 0

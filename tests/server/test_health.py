@@ -19,7 +19,7 @@ class Watcher:
         self.heard: list[int] = []
         self.reads = asyncio.Event()
         self.reads.set()
-        self.task = asyncio.create_task(health.watch(health_pb2.HealthCheckRequest(service=service), self))
+        self.task = asyncio.create_task(health.watch(health_pb2.HealthCheckRequest(service=service), self.write))
 
     async def write(self, answer: Any) -> None:
         await self.reads.wait()

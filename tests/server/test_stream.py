@@ -15,9 +15,11 @@ import numpy as np
 import pytest
 from grpc_status import rpc_status
 
+from kvservice.config import ServeConfig
 from kvservice.errors import SessionTakenError
 from kvservice.server.contract import SERVICES, SESSION_SERVICES, call_name
 from kvservice.server.services import Stream
+from kvservice.server.slots import Rpc, Slots
 from kvservice.v1 import attention_pb2, blocks_pb2, host_pb2, pool_pb2, session_pb2, shared_memory_pb2
 
 SESSION_CALLS = sorted(
@@ -198,8 +200,10 @@ def test_a_call_that_comes_after_the_lease_is_lost_is_not_done(outcome: type[Exc
     context, dispatcher, sessions = LosingContext(outcome), Mock(), Mock()
     dispatcher.call = AsyncMock(return_value=blocks_pb2.DescribeResponse())
     sessions.attach.return_value.session_id = 1
-    context.stream = Stream(dispatcher, sessions, cast(Any, context), local=True)
+    slots, rpc = Slots(ServeConfig()), Rpc(Mock(), None, Mock(), "session stream")
+    context.stream = Stream(dispatcher, sessions, cast(Any, context), True, slots, rpc)
     asyncio.run(context.stream.serve())
+    assert (slots.num_unattached, rpc.stalled_since) == (0, None)
     assert (context.written, context.aborted) == (["attach", "describe"], "taken over")
     assert dispatcher.call.await_count == 1
 

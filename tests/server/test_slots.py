@@ -1,0 +1,319 @@
+"""RPCs that are open at one time: those of one kind take no slot of another, and stalled ones are ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import Mock
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from small_pool import SMALL_POOL
+
+from kvservice.config import ServeConfig
+from kvservice.errors import ResourceExhaustedError
+from kvservice.launch import Daemon
+from kvservice.server import slots
+from kvservice.server.contract import SERVICES
+from kvservice.server.slots import RPC, STALL_S, Rpc, Slots, kind_limits, max_rpcs, max_rpcs_of_connection
+from kvservice.v1 import pool_pb2, pool_pb2_grpc, session_pb2, session_pb2_grpc
+
+CONFIG = ServeConfig(max_sessions=3, max_event_streams=2)
+LIMITS = kind_limits(CONFIG)
+HANDLER = Mock()
+WATCH, PING, FREE = "/grpc.health.v1.Health/Watch", "/kvservice.v1.PoolService/Ping", "/kvservice.v1.BlockService/Free"
+
+
+METHODS = [
+    *(f"/{service.full_name}/{method.name}" for service in SERVICES for method in service.methods),
+    "/grpc.health.v1.Health/Check",
+    WATCH,
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+]
+
+
+class Calls:
+    """RPCs that have come to a port, each in a task as gRPC has it."""
+
+    def __init__(self, port: Slots) -> None:
+        self._port = port
+        self.rpcs: list[Rpc] = []
+        self.tasks: list[asyncio.Task[Any]] = []
+
+    async def come(self, method: str) -> bool:
+        """Whether it gets a slot, which it has until its task ends."""
+        answered: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+        async def rpc() -> None:
+            handler = self._port.service(cast(Any, SimpleNamespace(method=method)))
+            answered.set_result(handler is HANDLER)
+            if handler is HANDLER:
+                self.rpcs.append(RPC.get())
+                await asyncio.Event().wait()
+
+        self.tasks.append(asyncio.create_task(rpc()))
+        return await answered
+
+    async def end(self, task: asyncio.Task[Any]) -> None:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+@contextlib.asynccontextmanager
+async def calls(port: Slots) -> AsyncIterator[Calls]:
+    port.add(dict.fromkeys(METHODS, HANDLER))
+    made = Calls(port)
+    yield made
+    for task in made.tasks:
+        await made.end(task)
+
+
+def test_a_kind_takes_no_slot_of_another() -> None:
+    async def scenario() -> None:
+        async with calls(Slots(CONFIG)) as made:
+            assert [await made.come(WATCH) for _ in range(70)] == [True] * 64 + [False] * 6
+            assert await made.come(PING)
+            assert await made.come(FREE)
+            await made.end(made.tasks[0])
+            assert [await made.come(WATCH) for _ in range(2)] == [True, False]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("method", "kind"),
+    [
+        ("/kvservice.v1.SessionService/Connect", "session stream"),
+        ("/kvservice.v1.SessionService/Open", "other call"),
+        ("/kvservice.v1.EventService/Subscribe", "event stream"),
+        ("/kvservice.v1.AttentionService/Decode", "session call"),
+        ("/kvservice.v1.InspectService/GetSnapshot", "other call"),
+        ("/grpc.health.v1.Health/Check", "other call"),
+        ("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", "reflection"),
+    ],
+)
+def test_kinds(method: str, kind: Any) -> None:
+    async def scenario() -> None:
+        async with calls(Slots(CONFIG)) as made:
+            accepted = [await made.come(method) for _ in range(LIMITS[kind] + 1)]
+            assert accepted == [True] * LIMITS[kind] + [False]
+
+    asyncio.run(scenario())
+
+
+def test_a_method_of_nobody_takes_no_slot() -> None:
+    async def scenario() -> None:
+        port = Slots(CONFIG)
+        async with calls(port) as made:
+            assert not await made.come("/of/nobody")
+            assert not port._rpcs
+
+    asyncio.run(scenario())
+
+
+def test_a_connection_is_no_more_than_a_part() -> None:
+    """But it can have all sessions, with calls beside them."""
+    for config in (CONFIG, ServeConfig(), ServeConfig(max_sessions=4096)):
+        assert config.max_sessions < max_rpcs_of_connection(config) < max_rpcs(config) / 2
+        assert sum(kind_limits(config).values()) < max_rpcs(config)
+
+
+def test_a_peer_has_a_fourth_of_a_kind() -> None:
+    port = Slots(CONFIG)
+    with contextlib.ExitStack() as open_:
+        for _ in range(LIMITS["health watch"] // 4):
+            open_.enter_context(port.of_peer("health watch", "ipv4:10.0.0.1:5"))
+        with pytest.raises(ResourceExhaustedError, match="health watch"):
+            open_.enter_context(port.of_peer("health watch", "ipv4:10.0.0.1:5"))
+        open_.enter_context(port.of_peer("health watch", "ipv4:10.0.0.1:6"))
+        for _ in range(100):  # they are not told apart
+            open_.enter_context(port.of_peer("health watch", "unix:"))
+        open_.pop_all().close()
+    with port.of_peer("health watch", "ipv4:10.0.0.1:5"):
+        pass
+
+
+def test_who_stalls_an_rpc_loses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(slots, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    async def scenario() -> None:
+        port = Slots(CONFIG)
+        async with calls(port) as made:
+            for _ in range(3):
+                await made.come(PING)
+            half_sent, worked_on, unread = made.tasks
+            with made.rpcs[1].working():
+                with made.rpcs[2].working():
+                    now[0] += STALL_S
+                port.sweep(now[0])
+                await asyncio.sleep(0)
+                assert not any(task.cancelling() for task in made.tasks)
+                now[0] += 1
+                port.sweep(now[0])
+                assert [task.cancelling() for task in made.tasks] == [1, 0, 0]
+                now[0] += STALL_S
+                port.sweep(now[0])
+                assert [bool(task.cancelling()) for task in made.tasks] == [True, False, True]
+            assert {half_sent, worked_on, unread} == set(made.tasks)
+
+    asyncio.run(scenario())
+
+
+def test_a_stream_waits_for_its_client_only_while_it_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slots, "time", SimpleNamespace(monotonic=lambda: 7.0))
+    rpc = Rpc(Mock(), 1.0, Mock(), "session stream")
+    with rpc.working():
+        assert rpc.stalled_since is None
+        with rpc.waiting():
+            assert rpc.stalled_since == 7.0
+        assert rpc.stalled_since is None
+    assert rpc.stalled_since == 7.0, "its status is to be read"
+
+
+def test_an_rpc_whose_message_never_comes_loses_its_slot(tmp_path: Path) -> None:
+    async def answer(request: bytes, _: Any) -> bytes:
+        with RPC.get().working():
+            return request
+
+    async def scenario() -> None:
+        port = Slots(CONFIG)
+        port.add({PING: grpc.unary_unary_rpc_method_handler(answer)})
+        server = grpc.aio.server()
+        server.add_generic_rpc_handlers((port,))
+        server.add_insecure_port(f"unix:{tmp_path}/socket")
+        await server.start()
+        async with grpc.aio.insecure_channel(f"unix:{tmp_path}/socket") as channel:
+            half_sent = channel.stream_stream(PING)()
+            while not port._rpcs:
+                await asyncio.sleep(0.01)
+            port.sweep(time.monotonic() + STALL_S + 1)
+            while port._rpcs:
+                await asyncio.sleep(0.01)
+            assert port._open["other call"] == 0
+            assert await channel.unary_unary(PING)(b"later") == b"later"
+            half_sent.cancel()
+        await server.stop(None)
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with Daemon(**SMALL_POOL) as daemon:
+        yield daemon.address
+
+
+async def first(stream: Any) -> Any:
+    """Its first message, or its error."""
+    try:
+        return await stream.read()
+    except grpc.aio.AioRpcError as error:
+        return error
+
+
+def is_error(answer: Any) -> bool:
+    return isinstance(answer, grpc.aio.AioRpcError)
+
+
+def test_many_health_watches_leave_the_others_alone(address: str) -> None:
+    async def scenario() -> None:
+        async with grpc.aio.insecure_channel(address) as channel:
+            health: Any = health_pb2_grpc.HealthStub(channel)
+            watches = [health.Watch(health_pb2.HealthCheckRequest()) for _ in range(300)]
+            answers = await asyncio.gather(*map(first, watches))
+            refused = list(filter(is_error, answers))
+            assert len(refused) == 300 - 64
+            assert {error.code() for error in refused} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+            assert "64 RPCs of the kind 'health watch' are open" in str(refused[0].details())
+            await health.Check(health_pb2.HealthCheckRequest())
+            await pool_pb2_grpc.PoolServiceStub(channel).Ping(pool_pb2.PingRequest())
+            reflection: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
+            told = reflection.ServerReflectionInfo()
+            await told.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+            assert (await told.read()).HasField("list_services_response")
+
+    asyncio.run(scenario())
+
+
+def test_streams_that_attach_to_nothing_leave_room_for_those_that_do(address: str) -> None:
+    async def scenario() -> None:
+        async with grpc.aio.insecure_channel(address) as channel:
+            stub: Any = session_pb2_grpc.SessionServiceStub(channel)
+            idle = [stub.Connect() for _ in range(slots.MAX_UNATTACHED + 20)]
+            for stream in idle:
+                with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                    await stream.write(session_pb2.Call(call_id=1, ping=pool_pb2.PingRequest()))
+            answers = await asyncio.gather(*map(first, idle))
+            assert len(idle) - sum(map(is_error, answers)) == slots.MAX_UNATTACHED
+            taken = next(stream for stream, answer in zip(idle, answers, strict=True) if not is_error(answer))
+            token = (await stub.Open(session_pb2.OpenRequest())).session_token
+            attach = session_pb2.Call(call_id=2, attach=session_pb2.AttachRequest(session_token=token))
+            await taken.write(attach)
+            assert (await taken.read()).WhichOneof("reply") == "attach"
+            another = stub.Connect()  # in the place of the one that is attached now
+            await another.write(session_pb2.Call(call_id=1, ping=pool_pb2.PingRequest()))
+            assert (await another.read()).call_id == 1
+
+    asyncio.run(scenario())
+
+
+def test_connections_are_bounded() -> None:
+    async def scenario(address: str) -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            channels = []
+            for number in range(3):
+                options = [("grpc.use_local_subchannel_pool", 1), ("kvservice.number", number)]
+                channels.append(await stack.enter_async_context(grpc.aio.insecure_channel(address, options)))
+            one, two, three = (pool_pb2_grpc.PoolServiceStub(channel) for channel in channels)
+            await one.Ping(pool_pb2.PingRequest())
+            await two.Ping(pool_pb2.PingRequest())
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await three.Ping(pool_pb2.PingRequest())
+            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+            await channels[0].close()
+            await three.Ping(pool_pb2.PingRequest(), wait_for_ready=True, timeout=60)
+
+    with Daemon(**SMALL_POOL, max_connections=2) as daemon:
+        asyncio.run(scenario(daemon.address))
+
+
+def resident_mib(daemon: Daemon) -> int:
+    with open(f"/proc/{daemon.process.pid}/status") as status:
+        return next(int(line.split()[1]) >> 10 for line in status if line.startswith("RssAnon:"))
+
+
+def test_clients_that_never_read_take_little_memory() -> None:
+    """60 streams of each of 6 connections send pings of 60 kB until they are held up. Unbounded, they take a GiB."""
+    call = session_pb2.Call(call_id=1, ping=pool_pb2.PingRequest(payload=bytes(60_000)))
+
+    async def send(stream: Any) -> None:
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            for _ in range(100):
+                await stream.write(call)
+
+    async def scenario(daemon: Daemon) -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            sending = []
+            for number in range(6):
+                options = [("grpc.use_local_subchannel_pool", 1), ("kvservice.number", number)]
+                channel = await stack.enter_async_context(grpc.aio.insecure_channel(daemon.address, options))
+                stub: Any = session_pb2_grpc.SessionServiceStub(channel)
+                sending += [asyncio.create_task(send(stub.Connect())) for _ in range(60)]
+            await asyncio.wait(sending, timeout=4)
+            assert resident_mib(daemon) < before + 200
+            for task in sending:
+                task.cancel()
+            await asyncio.gather(*sending, return_exceptions=True)
+
+    with Daemon(**SMALL_POOL) as daemon:
+        before = resident_mib(daemon)
+        asyncio.run(scenario(daemon))
