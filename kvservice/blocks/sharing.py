@@ -43,14 +43,17 @@ class SharingOps(AllocationOps):
         self._check_new_ids(space, children, "child_ids[{}]")
         self._require_rows(len(children), "child_ids")
         if len(rows) == 1:
-            self._fork_row(space, rows[0], children)
+            space.rows[children[0]] = self._fork_row(space, rows[0], children)[0]
             return
         self._check_request_blocks(int(self.sequences.num_blocks[rows].sum()), "parent_ids")
         by_parent: dict[int, list[int]] = {}
         for row, child_id in zip(rows, children, strict=True):
             by_parent.setdefault(row, []).append(child_id)
+        made: dict[int, int] = {}
         for row, child_ids in by_parent.items():
-            self._fork_row(space, row, child_ids)
+            made.update(zip(child_ids, self._fork_row(space, row, child_ids), strict=True))
+        for child_id in children:  # `describe` lists sequences in the order in which they were made
+            space.rows[child_id] = made[child_id]
 
     def _parent_rows(self, space: SequenceSpace, parents: list[int]) -> list[int]:
         """A parent may be there more than once, so this is no `lookup`."""
@@ -62,7 +65,8 @@ class SharingOps(AllocationOps):
             self._resident(np.array(parents, np.int64), np.array(rows, np.int64), "parent_ids")
         return rows
 
-    def _fork_row(self, space: SequenceSpace, parent: int, child_ids: list[int]) -> None:
+    def _fork_row(self, space: SequenceSpace, parent: int, child_ids: list[int]) -> list[int]:
+        """Returns the rows of the children, which have no names yet."""
         sequences, meta, tables = self.sequences, self.meta, self.block_tables
         step_id = meta.item(parent, STEP)
         if step_id != NO_STEP:
@@ -70,15 +74,17 @@ class SharingOps(AllocationOps):
             meta[parent, STEP] = NO_STEP
         table = tables[parent, : meta.item(parent, NUM_BLOCKS)]
         self.device.hold_active(table, ONE if len(child_ids) == 1 else np.array(len(child_ids), np.int32))
+        rows = []
         for child_id in child_ids:
             row = sequences.free_rows.pop()
+            rows.append(row)
             tables[row, : len(table)] = table
             meta[row] = meta[parent]
             meta[row, SEQUENCE_ID] = child_id
             if parent in sequences.extra_keys:
                 sequences.extra_keys[row] = sequences.extra_keys[parent]
-            space.rows[child_id] = row
         sequences.num_tokens += meta.item(parent, LENGTH) * len(child_ids)
+        return rows
 
     def truncate(self, space: SequenceSpace, sequence_ids: npt.ArrayLike, lengths: npt.ArrayLike) -> None:
         """Gives tokens back at the end: rejected speculation, a retried step (vLLM v1 and SGLang do the same).
