@@ -92,7 +92,7 @@ def test_a_kernel_that_faults_ends_the_daemon_with_one_clear_line(tmp_path: Path
         while not path.exists():
             assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()  # noqa: PT018
             time.sleep(0.05)
-        with KVClient(f"unix://{path}") as client, client.session() as kv:
+        with KVClient(f"unix://{path}", transport="inline") as client, client.session() as kv:
             step = kv.open_step([kv.allocate([1, 2])])
             query, key = np.ones((2, 4, 32), np.float32), np.ones((2, 2, 32), np.float32)
             with pytest.raises(KVServiceError, match=r"the device failed|UNAVAILABLE|connect"):
