@@ -8,9 +8,11 @@ import os
 import socket
 from collections.abc import Iterator
 
-from kvservice.errors import ConnectionLostError, RegionsNotAllowedError
+from kvservice.errors import ConnectionLostError, KVServiceError, RegionsNotAllowedError, ResourceExhaustedError
 
 TOKEN_BYTES = 16
+# In place of an answer: the daemon has no file descriptor left.
+EXHAUSTED = b"\1"
 _UNIX = "unix:"
 _TIMEOUT_S = 10.0
 
@@ -26,15 +28,15 @@ def socket_path(address: str) -> str | None:
 def fetch(path: str, token: bytes, count: int) -> list[int]:
     """The descriptors that a token stands for, the caller's to close.
 
-    Raises RegionsNotAllowedError if the daemon does not hand them to this process, ConnectionLostError if it cannot be
-    asked.
+    Raises RegionsNotAllowedError if the daemon does not hand them to this process, ResourceExhaustedError if it has no
+    descriptor left, ConnectionLostError if it cannot be asked.
     """
     with _presented(path, token) as connection:
-        descriptors = _receive(connection, count)
+        answer, descriptors = _receive(connection, count)
     if len(descriptors) != count:
         for descriptor in descriptors:
             os.close(descriptor)
-        raise _refused()
+        raise _refused(answer)
     return descriptors
 
 
@@ -44,7 +46,7 @@ def introduce(path: str, session_token: bytes) -> bytes:
     with _presented(path, session_token) as connection:
         token = connection.recv(TOKEN_BYTES)
     if len(token) != TOKEN_BYTES:
-        raise _refused()
+        raise _refused(token)
     return token
 
 
@@ -55,26 +57,29 @@ def _presented(path: str, token: bytes) -> Iterator[socket.socket]:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(_TIMEOUT_S)
             connection.connect(path)
-            connection.sendall(token)
+            with contextlib.suppress(BrokenPipeError):  # the daemon does not read what it refuses, but may say why
+                connection.sendall(token)
             yield connection
-    except (BrokenPipeError, ConnectionResetError):  # the daemon does not read what it will not answer
+    except ConnectionResetError:
         raise _refused() from None
     except OSError as error:
         raise ConnectionLostError(f"{path}: {error.strerror or error}") from None
 
 
-def _refused() -> RegionsNotAllowedError:
+def _refused(answer: bytes = b"") -> KVServiceError:
+    if answer == EXHAUSTED:
+        return ResourceExhaustedError("the daemon has no file descriptor left")
     return RegionsNotAllowedError(
         f"the daemon hands nothing over to user {os.geteuid()} (allow_client_shm, trusted_uids), or not for this token"
     )
 
 
-def _receive(connection: socket.socket, count: int) -> list[int]:
-    """As socket.recv_fds, which leaves them open in child processes."""
+def _receive(connection: socket.socket, count: int) -> tuple[bytes, list[int]]:
+    """A byte and descriptors, as socket.recv_fds, which leaves them open in child processes."""
     numbers = array.array("i")
     room = socket.CMSG_LEN(count * numbers.itemsize)
-    _, messages, _, _ = connection.recvmsg(1, room, socket.MSG_CMSG_CLOEXEC)
+    answer, messages, _, _ = connection.recvmsg(1, room, socket.MSG_CMSG_CLOEXEC)
     for level, kind, data in messages:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             numbers.frombytes(data[: len(data) - len(data) % numbers.itemsize])
-    return numbers.tolist()
+    return answer, numbers.tolist()

@@ -9,11 +9,15 @@ from __future__ import annotations
 import asyncio
 import errno
 import fcntl
+import logging
 import os
 import signal
 
 from kvservice.errors import QuotaExceededError, ResourceExhaustedError
 from kvservice.pool.sealed import SealedMemory
+from kvservice.server import descriptors
+
+logger = logging.getLogger(__name__)
 
 # Memory that is left to the daemon itself, for the calls in flight.
 RESERVE_BYTES = 64 << 20
@@ -31,6 +35,8 @@ class Budget:
         self.used_bytes = 0
         # Descriptors of memory that was given up and that clients keep, with their bytes.
         self._kept: dict[int, int] = {}
+        # For memory that is given up where no descriptor is left.
+        self.spare = descriptors.Spare()
 
     def take(self, num_bytes: int, field: str = "") -> None:
         """Raises QuotaExceededError with the field."""
@@ -95,7 +101,11 @@ class BudgetedMemory:
 
     def descriptor(self) -> int:
         """A descriptor to be handed over, the caller's to close: an open file of its own, unlike a duplicate, so that
-        it is known when the last one is closed."""
+        it is known when the last one is closed. Raises ResourceExhaustedError."""
+        with descriptors.needed():
+            return self._open()
+
+    def _open(self) -> int:
         return os.open(f"/proc/self/fd/{self.sealed.fd}", os.O_RDWR | os.O_CLOEXEC)
 
     def close(self) -> None:
@@ -103,8 +113,15 @@ class BudgetedMemory:
         if not self._is_open:
             return
         self._is_open = False
-        descriptor = self.descriptor()
-        self.sealed.close()
+        try:
+            with self._budget.spare.lent():
+                descriptor = self._open()
+                self.sealed.close()
+        except OSError as error:  # another thread has taken the one that was lent
+            self.sealed.close()
+            self._budget.give_back(self.sealed.num_bytes)
+            logger.warning("it is not known whether a client keeps %d bytes: %s", self.sealed.num_bytes, error)
+            return
         if _is_open_elsewhere(descriptor):
             self._budget.keep(descriptor, self.sealed.num_bytes)
         else:

@@ -5,6 +5,8 @@ A client sends a token of 16 bytes, in one piece:
     the token of a call's answer ──▶ a byte and the descriptors that the token stands for; a token is good once
     a session's token ─────────────▶ a token of 16 bytes: from now on it is known whose session it is
 
+A byte of 1, and nothing else: the daemon has no file descriptor left.
+
 The kernel says which user is at the other end. Whoever is wrong in anything sees the connection close.
 """
 
@@ -20,11 +22,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvservice.errors import QuotaExceededError
+from kvservice.server.descriptors import Spare
 from kvservice.server.peers import Peer, peer_of
 
 logger = logging.getLogger(__name__)
 
 TOKEN_BYTES = 16
+EXHAUSTED = b"\1"
 # How long a token is good.
 TOKEN_S = 10.0
 # How long a client may take to present it.
@@ -48,6 +52,9 @@ class Handover:
         # By user, the oldest first.
         self._silent: dict[int, dict[asyncio.Task[None], None]] = {}
         self._refused_uids: set[int] = set()
+        self._spare = Spare()
+        # Since the last time that it could not; so that the log says it once.
+        self._accepts = True
         self._listener: socket.socket | None = None
 
     def offer(self, descriptors: Sequence[int], owner: object) -> bytes:
@@ -94,12 +101,23 @@ class Handover:
             try:
                 connection, _ = await loop.sock_accept(self._listener)
             except OSError as error:  # out of descriptors, most likely: they come back
-                logger.warning("the handover socket cannot accept: %s", error)
+                self._refuse(self._listener, error)
                 await asyncio.sleep(0.1)
                 continue
+            self._accepts = True
             self._admit(connection)
             # Whoever has sent its token already is answered before others are accepted, and is never silent.
             await asyncio.sleep(0)
+
+    def _refuse(self, listener: socket.socket, error: OSError) -> None:
+        """Tell whoever waits that the daemon has no descriptor left."""
+        if self._accepts:
+            self._accepts = False
+            logger.warning("the handover socket cannot accept: %s", error)
+        with contextlib.suppress(OSError), self._spare.lent():
+            connection, _ = listener.accept()
+            with connection:
+                connection.send(EXHAUSTED)
 
     def _admit(self, connection: socket.socket) -> None:
         """Begin to answer, if it is somebody who is answered."""
@@ -145,6 +163,7 @@ class Handover:
             self._path.unlink(missing_ok=True)
         for token in list(self._offers):
             self.withdraw(token)
+        self._spare.close()
 
 
 def _close(descriptors: Sequence[int]) -> None:

@@ -20,6 +20,7 @@ from kvservice.errors import (
     QuotaExceededError,
     ResourceExhaustedError,
 )
+from kvservice.server import descriptors
 from kvservice.server.budget import Budget, BudgetedMemory
 from kvservice.server.handover import Handover
 from kvservice.server.session_user import SessionUser, Trust
@@ -188,19 +189,35 @@ class HostAccess:
         if shared == "off" or (writable and shared != "write"):
             raise PoolNotSharedError(f"the daemon runs with --share-pool {shared}", field="writable")
         self.user.check_may_map()
+        memory = self._table_memory or self._make_tables()
+        try:
+            with descriptors.needed(), self._device.exported_pool() as pool:
+                token = self._offer_pool(pool.descriptor, memory)
+        except BaseException:
+            if self._table_memory is None:
+                memory.close()
+            raise
         if self._table_memory is None:
-            limit = self._config.max_pool_mappings
-            if self._lanes.num_mapped >= limit:
-                raise QuotaExceededError(
-                    f"{limit} sessions have mapped the pool", limit="max_pool_mappings", value=limit
-                )
-            self._table_memory = self.budget.make("kvservice-tables", TABLE_BYTES, read_only=True)
-            self._tables = StepTables(self._table_memory.sealed)
+            self._table_memory = memory
+            self._tables = StepTables(memory.sealed)
             self._lanes.num_mapped += 1
-        with self._device.exported_pool() as pool:
-            token = self._handover.offer([os.dup(pool.descriptor), self._table_memory.descriptor()], self)
         self._writable = self._writable or writable
         return token, pool.num_bytes, TABLE_BYTES
+
+    def _make_tables(self) -> BudgetedMemory:
+        limit = self._config.max_pool_mappings
+        if self._lanes.num_mapped >= limit:
+            raise QuotaExceededError(f"{limit} sessions have mapped the pool", limit="max_pool_mappings", value=limit)
+        return self.budget.make("kvservice-tables", TABLE_BYTES, read_only=True)
+
+    def _offer_pool(self, pool_descriptor: int, tables: BudgetedMemory) -> bytes:
+        copy = os.dup(pool_descriptor)
+        try:
+            table_descriptor = tables.descriptor()
+        except BaseException:
+            os.close(copy)
+            raise
+        return self._handover.offer([copy, table_descriptor], self)
 
     def unmap_pool(self) -> None:
         if self._tables is not None and self._table_memory is not None:
