@@ -64,24 +64,34 @@ def come_and_go(options: dict[str, Any], look_elsewhere: Callable[[], Any]) -> N
             gauges = (stats.sessions, stats.sequences, stats.free_blocks, stats.used_swap_blocks, stats.pinned_blocks)
             return *gauges, footprint(daemon.process.pid), look_elsewhere()
 
-        run(daemon, survivor, seeds, choose, 2.0)  # whatever the daemon keeps for good, it has by then
+        run(daemon, client, survivor, seeds, choose, 0.0)  # whatever the daemon keeps for good, it has by then
         await_rest(client, survivor)
         before = look()
-        run(daemon, survivor, seeds, choose, SECONDS)
+        run(daemon, client, survivor, seeds, choose, SECONDS)
         await_rest(client, survivor)
         until(lambda: look() == before, survivor.lap)
-        with client.session() as last:  # sessions are counted
-            assert last.session_id > 2 * PROCESSES * CLIENTS
         assert daemon.log.read_text() == ""
 
 
-def run(daemon: Daemon, survivor: Survivor, seeds: Any, choose: random.Random, seconds: float) -> None:
+def run(
+    daemon: Daemon, client: KVClient, survivor: Survivor, seeds: Any, choose: random.Random, seconds: float
+) -> None:
+    """Kills processes for so long, each after clients have come and gone, and at least as many as run at a time."""
+    own = itertools.count()
+
+    def num_opened() -> int:
+        """Sessions that the processes have opened."""
+        with client.session() as one:
+            return one.session_id - next(own)
+
     processes = [start(daemon, next(seeds)) for _ in range(PROCESSES)]
     try:
         end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            pause = time.monotonic() + choose.uniform(0, 3)
-            until(lambda pause=pause: time.monotonic() > pause, survivor.lap)
+        for number in itertools.count():
+            if number >= PROCESSES and time.monotonic() >= end:
+                break
+            wanted = num_opened() + choose.randrange(1, 2 * CLIENTS)
+            until(lambda wanted=wanted: num_opened() >= wanted, survivor.lap)
             victim = choose.randrange(PROCESSES)
             kill(processes[victim])
             processes[victim] = start(daemon, next(seeds))
