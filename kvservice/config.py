@@ -1,7 +1,8 @@
 """The daemon's configuration: one frozen model. The command line, the environment and the file are made from it.
 
 A value is taken from the first of: command line option, environment variable `KVSERVICE_<FIELD>`, the TOML file, the
-default. Keys that are no field are errors in the file and in the environment.
+`config.json` of the model that these name, the default. Keys that are no field are errors in the file and in the
+environment.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from kvservice.errors import InvalidArgumentError
+from kvservice.model_shape import read_pool_options
 from kvservice.pool.layout import PoolLayout
 
 ENV_PREFIX = "KVSERVICE_"
@@ -58,6 +60,11 @@ class ServeConfig(BaseModel):
 
     device: str = Field(
         "cpu", pattern="^(cpu|cuda(:[0-9]{1,3})?)$", description="Where the pool lies: cpu, cuda (the first) or cuda:N."
+    )
+    model: str = Field(
+        "",
+        description="Directory of a Hugging Face model, or its config.json, from which the layers, KV heads, head size "
+        "and dtype are taken that are not named.",
     )
     num_layers: int = Field(32, ge=1, le=4096, description="Layers of the model.")
     num_kv_heads: int = Field(8, ge=1, le=4096, description="K/V heads of a layer.")
@@ -337,7 +344,7 @@ class ServeConfig(BaseModel):
 
 
 def load_config(options: Mapping[str, Any], environ: Mapping[str, str], file: Path | None = None) -> ServeConfig:
-    """Merge options (those given), environment and file into one configuration.
+    """Merge options (those given), environment, file and the model that they name into one configuration.
 
     Raises InvalidArgumentError naming the field, and where it was read.
     """
@@ -346,6 +353,10 @@ def load_config(options: Mapping[str, Any], environ: Mapping[str, str], file: Pa
     for source, found in ((str(file), _read_file(file)), ("environment", _read_environ(environ)), ("option", options)):
         values.update(found)
         origin.update(dict.fromkeys(found, source))
+    if model := values.get("model"):
+        found = asdict(read_pool_options(Path(str(model))))
+        values = found | values
+        origin = dict.fromkeys(found, str(model)) | origin
     config = checked_config(values, origin)
     if config.pool_blocks == 0:
         raise InvalidArgumentError(

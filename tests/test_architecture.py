@@ -35,7 +35,8 @@ ROOMS: dict[str, set[str]] = {
     "pool.available": {"errors"},
     "pool.sealed": {"pool.available"},
     "pool": {"_cuda", "errors", "ops", "pool.available", "pool.layout", "pool.sealed"},
-    "config": {"errors", "pool.layout"},
+    "model_shape": {"errors"},
+    "config": {"errors", "model_shape", "pool.layout"},
     "devices": {"_cuda", "_ext", "blocks", "config", "errors", "ops", "pool", "pool.layout", "pool.sealed"},
     "engine": {"blocks", "config", "devices", "errors", "pool.layout"},
     "wire": {"auth", "errors", "pool.layout", "v1"},
@@ -63,7 +64,7 @@ ROOMS: dict[str, set[str]] = {
     "client": {"_cuda", "_ext", "auth", "environment", "errors", "ops", "pool.layout", "v1", "wire"},
     "logs": set(),
     "launch": {"config", "environment", "errors", "health"},
-    "integrations": {"client", "config", "errors"},
+    "integrations": {"client", "config", "errors", "model_shape"},
     "demo": {"auth", "client", "errors", "integrations", "launch", "pool.layout"},
     # It measures the rooms from inside.
     "bench": {"", "blocks", "client", "config", "environment", "errors", "launch", "ops", "pool.layout", "v1", "wire"},

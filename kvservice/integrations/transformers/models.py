@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
+from kvservice import model_shape
 from kvservice.config import checked_config
 from kvservice.errors import FailedPreconditionError, InvalidArgumentError
 from kvservice.integrations.transformers import keys, own_attention, passes, probe
@@ -28,16 +30,8 @@ def pool_options(config: PreTrainedConfig, dtype: torch.dtype | str | None = Non
     """
     for problem in _config_problems(config):
         raise InvalidArgumentError(problem, field="config")
-    shapes = {_kv_shape(layer_config) for layer_config in config.per_layer_config}
-    if len(shapes) > 1:
-        raise InvalidArgumentError(f"K/V heads differ between layers: {sorted(shapes)}", field="config")
-    (num_kv_heads, head_size), *_ = shapes
-    options = {
-        "num_layers": int(config.num_hidden_layers),
-        "num_kv_heads": num_kv_heads,
-        "head_size": head_size,
-        "dtype": str(dtype or config.dtype or torch.float32).removeprefix("torch."),
-    }
+    shape = model_shape.pool_options(config.to_dict())
+    options = asdict(shape) | ({} if dtype is None else {"dtype": str(dtype).removeprefix("torch.")})
     checked_config(options)
     return options
 
@@ -133,16 +127,3 @@ def _config_problems(config: PreTrainedConfig) -> Iterator[str]:
         yield f"layers of type {', '.join(sorted(unsupported))} are not supported"
     if len(layer_types) < len(layers) or getattr(config, "num_kv_shared_layers", None):
         yield "layers that share K/V are not supported"
-
-
-def _kv_shape(config: PreTrainedConfig) -> tuple[int, int]:
-    """K/V heads of a layer and their size, as its attention gets them."""
-    num_heads = config.num_attention_heads
-    num_kv_heads = getattr(config, "num_key_value_heads", None) or num_heads
-    if config.model_type == "falcon":
-        num_kv_heads = config.num_kv_heads if config.new_decoder_architecture or not config.multi_query else 1
-    if config.model_type == "jetmoe":
-        # Each of a token's experts has queries of its own, and the library repeats K/V for them.
-        num_kv_heads *= config.num_experts_per_tok
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-    return int(num_kv_heads), int(head_size)

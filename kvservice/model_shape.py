@@ -1,0 +1,237 @@
+"""The pool's shape for a model, from its `config.json` as Hugging Face's transformers writes it.
+
+Plain data: neither torch nor transformers is needed. A model whose K/V do not fit into one pool is refused, and so is
+one whose file leaves out what the library would take from the model type's own default.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvservice.errors import InvalidArgumentError
+
+Config = Mapping[str, Any]
+
+FILE_NAME = "config.json"
+# Larger ones are something else.
+MAX_FILE_BYTES = 16 << 20
+
+# Layers, query heads and hidden size in model types that do not call them num_hidden_layers, num_attention_heads and
+# hidden_size, or not all of them.
+_GPT2_NAMES = ("n_layer", "n_head", "n_embd")
+_MPT_NAMES = ("n_layers", "n_heads", "d_model")
+_NAMES: dict[str, tuple[str, str, str]] = {
+    "bloom": ("n_layer", "n_head", "hidden_size"),
+    "codegen": _GPT2_NAMES,
+    "ctrl": _GPT2_NAMES,
+    "dbrx": _MPT_NAMES,
+    "gpt2": _GPT2_NAMES,
+    "gpt_bigcode": _GPT2_NAMES,
+    "gpt_neo": ("num_layers", "num_heads", "hidden_size"),
+    "gptj": _GPT2_NAMES,
+    "mpt": _MPT_NAMES,
+    "openai-gpt": _GPT2_NAMES,
+    "trocr": ("decoder_layers", "decoder_attention_heads", "d_model"),
+    "xglm": ("num_layers", "attention_heads", "d_model"),
+    "xlm": ("n_layers", "n_heads", "emb_dim"),
+    "xlnet": ("n_layer", "n_head", "d_model"),
+}
+_HEAD_SIZE_NAMES = {"jetmoe": "kv_channels", "xlnet": "d_head"}
+
+# A model whose file has no num_key_value_heads has as many as query heads, and without head_dim it is hidden_size over
+# heads. For these model types the library has other defaults.
+_NEED_KV_HEADS = frozenset(
+    {
+        "beam", "bitnet", "cwm", "ernie4_5", "ernie4_5_moe", "flint", "gemma2", "gemma3_text", "glm", "glm4",
+        "gpt_oss", "granite_swa", "hy_v3", "internlm3", "iquestcoder", "jetmoe", "kolibri1", "laguna", "lfm2",
+        "lfm2_moe", "mellum", "mimo_v2_flash", "minimax_m2", "minimax_m3_vl_text", "ministral", "ministral3",
+        "mistral", "mixtral", "phi4_multimodal", "phimoe", "qwen3_moe", "seed_oss", "smollm3", "solar_open",
+        "starcoder2", "vaultgemma",
+    }
+)  # fmt: skip
+_NEED_HEAD_SIZE = frozenset(
+    {
+        "beam", "ernie4_5", "flint", "gemma", "gemma2", "gemma3_text", "gpt_oss", "hy_v3", "kolibri1", "laguna",
+        "mellum", "mimo_v2_flash", "minimax_m2", "minimax_m3_vl_text", "seed_oss", "solar_open", "vaultgemma",
+    }
+)  # fmt: skip
+
+_LAYER_TYPES = {"attention", "full_attention", "sliding_attention"}
+# Keys of models some of whose layers keep something else than K/V, where no list of layer types says which.
+_OTHER_LAYERS = {
+    "attention_chunk_size": "chunked attention",
+    "attn_layer_period": "layers without attention",
+    "block_types": "layers without attention",
+    "conv_L_cache": "convolution layers",
+    "full_attention_interval": "linear attention",
+    "linear_num_key_heads": "linear attention",
+    "lru_width": "recurrent layers",
+    "mamba_d_state": "state-space layers",
+    "ssm_state_size": "state-space layers",
+}
+# Keys by which layers have shapes of their own that are not looked into.
+_DIFFERING = ("block_configs", "num_key_value_heads_per_layer")
+_SHAPE_KEYS = ("num_attention_heads", "num_key_value_heads", "head_dim")
+
+
+@dataclass(frozen=True)
+class PoolOptions:
+    """Fields of the daemon's configuration that a model determines. `dtype` is the name of a type."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_size: int
+    dtype: str
+
+
+def read_pool_options(model: Path) -> PoolOptions:
+    """The pool for the model of a directory, or of a file `config.json`. Raises InvalidArgumentError naming `model`."""
+    path = model / FILE_NAME if model.is_dir() else model
+    try:
+        with path.open("rb") as file:
+            config = json.loads(file.read(MAX_FILE_BYTES))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InvalidArgumentError(f"{path}: {error}", field="model") from None
+    if not isinstance(config, dict):
+        raise InvalidArgumentError(f"{path}: is no JSON object", field="model")
+    try:
+        return pool_options(config)
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"{path}: {error.message}", field="model") from None
+
+
+def pool_options(config: Config) -> PoolOptions:
+    """The pool for a model's configuration; of a model of several kinds of input, for that of its text.
+
+    Raises InvalidArgumentError naming `config`, with the reason, for models that cannot keep their K/V in one pool.
+    Whether the daemon has such heads and types is another question: its configuration is checked as a whole.
+    """
+    dtype = _dtype(config)
+    while isinstance(config.get("text_config"), dict):
+        config = config["text_config"]
+        dtype = _dtype(config) or dtype
+    for problem in _problems(config):
+        raise InvalidArgumentError(problem, field="config")
+    shapes = sorted({_kv_shape(layer) for layer in _layers(config)})
+    if len(shapes) > 1:
+        raise InvalidArgumentError(f"K/V heads differ between layers: {shapes}", field="config")
+    ((num_kv_heads, head_size),) = shapes
+    return PoolOptions(_whole(config, *_names(config, 0)), num_kv_heads, head_size, dtype or "float32")
+
+
+def _dtype(config: Config) -> str:
+    """The type that the model's weights have; "" where the file does not say."""
+    found = config.get("dtype") or config.get("torch_dtype") or ""
+    return str(found).removeprefix("torch.")
+
+
+def _problems(config: Config) -> Iterator[str]:
+    if config.get("is_encoder_decoder") or config.get("add_cross_attention") or config.get("cross_attention_layers"):
+        yield "models with cross-attention are not supported"
+    if not config.get("is_causal", True) or config.get("use_bidirectional_attention"):
+        yield "attention has to be causal"
+    if config.get("kv_lora_rank") is not None:
+        yield "multi-head latent attention is not supported"
+    if config.get("num_kv_shared_layers") or config.get("use_cla"):
+        yield "layers that share K/V are not supported"
+    for key in _DIFFERING:
+        if config.get(key) is not None:
+            yield f"K/V heads differ between layers ({key})"
+    if config.get("model_type") == "falcon" and config.get("alibi"):
+        yield "ALiBi biases that the library rounds to bfloat16 are not supported"
+    yield from _layer_problems(config)
+    for names in (_names(config, 0), _names(config, 1)):
+        if not any(name in config for name in names):
+            yield f"the model has no {' and no '.join(names)}, or leaves it to the library's default"
+
+
+def _layer_problems(config: Config) -> Iterator[str]:
+    layer_types = config.get("layer_types") or config.get("layers_block_type")
+    if isinstance(layer_types, list):
+        if unsupported := sorted({str(one) for one in layer_types} - _LAYER_TYPES):
+            yield f"layers of type {', '.join(unsupported)} are not supported"
+        return
+    for key, what in _OTHER_LAYERS.items():
+        if config.get(key) is not None:
+            yield f"{what} ({key}) are not supported" if what.endswith("s") else f"{what} ({key}) is not supported"
+    attended = config.get("attn_type_list")
+    if isinstance(attended, list) and not all(attended):
+        yield "linear attention (attn_type_list) is not supported"
+
+
+def _layers(config: Config) -> Iterator[Config]:
+    """The configuration, and that of each layer that has something of its own."""
+    own = config.get("per_layer_config") or {}
+    parts = own.values() if isinstance(own, dict) else own
+    changes = [part for part in parts if isinstance(part, dict) and any(key in part for key in _SHAPE_KEYS)]
+    if len(changes) < _whole(config, *_names(config, 0)):
+        yield config
+    for change in changes:
+        yield {**config, **change}
+
+
+def _kv_shape(config: Config) -> tuple[int, int]:
+    """K/V heads of a layer, and their size."""
+    kind = config.get("model_type")
+    num_heads = _whole(config, *_names(config, 1))
+    head_size = _optional(config, "head_dim", *([_HEAD_SIZE_NAMES[kind]] if kind in _HEAD_SIZE_NAMES else []))
+    if head_size is None and kind in _NEED_HEAD_SIZE and "head_dim" not in config:
+        raise InvalidArgumentError(f"there is no head_dim, for which {kind} has a default of its own", field="config")
+    head_size = head_size or _whole(config, *_names(config, 2)) // num_heads
+    for key in ("v_head_dim", "swa_head_dim", "global_head_dim"):
+        if config.get(key) not in (None, head_size):
+            raise InvalidArgumentError(f"head_dim is {head_size}, {key} {config[key]}", field="config")
+    return _num_kv_heads(config, num_heads), head_size
+
+
+def _num_kv_heads(config: Config, num_heads: int) -> int:
+    kind = config.get("model_type")
+    if kind == "falcon":
+        if config.get("multi_query", True) and not config.get("new_decoder_architecture"):
+            return 1
+        return _optional(config, "num_kv_heads") or num_heads
+    if kind == "gpt_bigcode":
+        return 1 if config.get("multi_query", True) else num_heads
+    if kind == "dbrx":
+        attention = config.get("attn_config")
+        return _whole(attention if isinstance(attention, dict) else config, "kv_n_heads", "num_key_value_heads")
+    if kind in _NEED_KV_HEADS and "num_key_value_heads" not in config:
+        raise InvalidArgumentError(
+            f"there is no num_key_value_heads, for which {kind} has a default of its own", field="config"
+        )
+    found = _optional(config, "num_key_value_heads") or num_heads
+    for key in ("swa_num_key_value_heads", "num_global_key_value_heads"):
+        if config.get(key) not in (None, found):
+            raise InvalidArgumentError(f"num_key_value_heads is {found}, {key} {config[key]}", field="config")
+    # Each of a token's experts has queries of its own there, for which the library repeats K/V.
+    return found * _whole(config, "num_experts_per_tok") if kind == "jetmoe" else found
+
+
+def _names(config: Config, which: int) -> tuple[str, ...]:
+    """What the file may call the layers (0), the query heads (1), or the hidden size (2)."""
+    usual = ("num_hidden_layers", "num_attention_heads", "hidden_size")[which]
+    own = _NAMES.get(str(config.get("model_type")))
+    return (usual,) if own is None or own[which] == usual else (usual, own[which])
+
+
+def _whole(config: Config, *names: str) -> int:
+    found = _optional(config, *names)
+    if found is None:
+        raise InvalidArgumentError(f"the model has no {' and no '.join(names)}", field="config")
+    return found
+
+
+def _optional(config: Config, *names: str) -> int | None:
+    """The first of these that is there and not null."""
+    for name in names:
+        value = config.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise InvalidArgumentError(f"{name} is {value!r:.60}, not a number above 0", field="config")
+        return value
+    return None

@@ -1,0 +1,71 @@
+"""What the daemon takes from a config.json is what `pool_options` says of the configuration, for all types."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from kvservice import model_shape
+from kvservice.config import checked_config
+from kvservice.errors import InvalidArgumentError
+from kvservice.integrations.transformers import pool_options
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # The library warns of some default values.
+
+TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+OPTIONAL = ("num_key_value_heads", "head_dim")
+
+
+def default_config(kind: str) -> PreTrainedConfig:
+    try:
+        return CONFIG_MAPPING[kind]()
+    except Exception as error:  # whatever a type's own checks raise
+        pytest.skip(f"{kind} has no default values that are valid: {error}")
+
+
+def from_file(content: dict[str, Any]) -> dict[str, Any] | None:
+    """None: refused."""
+    try:
+        options = asdict(model_shape.pool_options(content))
+        checked_config(options)
+    except InvalidArgumentError:
+        return None
+    return options
+
+
+def from_library(config: PreTrainedConfig) -> dict[str, Any] | None:
+    try:
+        return pool_options(config)
+    except InvalidArgumentError:
+        return None
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_a_file_with_default_values(kind: str) -> None:
+    """Of a model with several kinds of input, its text's."""
+    config = default_config(kind)
+    text = config.text_config if isinstance(getattr(config, "text_config", None), PreTrainedConfig) else config
+    for use_diff in (True, False):
+        content = json.loads(config.to_json_string(use_diff))
+        assert from_file(content) == from_library(text)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_a_file_without_what_may_be_left_out(kind: str) -> None:
+    """What is guessed then is what the library takes, or nothing is."""
+    content = json.loads(default_config(kind).to_json_string())
+    for key in OPTIONAL:
+        if key in content:
+            less = {name: value for name, value in content.items() if name != key}
+            found = from_file(less)
+            assert found is None or found == from_library(CONFIG_MAPPING[kind].from_dict(less)), key
+
+
+def test_not_all_types_are_refused() -> None:
+    for kind in ("llama", "mistral", "qwen3", "gemma2", "gpt2", "falcon", "mpt", "gptj", "opt", "phi3", "olmo2"):
+        assert from_file(json.loads(CONFIG_MAPPING[kind]().to_json_string())) is not None, kind
