@@ -130,8 +130,8 @@ def _prepare(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[str, Any]:
     kind: Any = type(model)
     prepared: dict[str, Any] = kind.prepare_inputs_for_generation(model, **inputs)
     if isinstance(cache, KVServiceCache) and prepared.get("past_key_values") is None:
-        # Longrope has changed its frequencies (Phi-3): the model wants everything computed again, into a new cache. Some
-        # versions of the library then prepare the last column only.
+        # Longrope has changed its frequencies (Phi-3): the model wants everything computed again, into a new cache.
+        # Older versions of the library then prepare the last column only.
         cache.reset()
         everything = inputs | {"past_key_values": None, "next_sequence_length": None}
         prepared = kind.prepare_inputs_for_generation(model, **everything) | {"past_key_values": cache}
