@@ -9,11 +9,12 @@ from pathlib import Path
 from kvservice.errors import ResourceExhaustedError
 
 CGROUPS = Path("/sys/fs/cgroup")
+OWN_CGROUPS = Path("/proc/self/cgroup")
 
 
 def available_bytes() -> int:
-    """Memory that can be had without swapping, and within the container's limit. Asked first: a memory file that is too
-    large ends in a kill, not in an error."""
+    """Memory that can be had without swapping, and within the limits of the process's control groups, of a container or
+    a service. Asked first: a memory file that is too large ends in a kill, not in an error."""
     return min([_host_available_bytes(), *_cgroup_available_bytes()])
 
 
@@ -27,9 +28,33 @@ def _host_available_bytes() -> int:
 
 def _cgroup_available_bytes() -> Iterator[int]:
     """What the limits of control groups, version 2 and 1, leave: none where there is no limit."""
-    for limit, usage in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        with contextlib.suppress(OSError, ValueError):  # no such group, or "max"
-            yield int((CGROUPS / limit).read_text()) - int((CGROUPS / usage).read_text())
+    for group in _groups(CGROUPS, ""):
+        yield from _left(group, "memory.max", "memory.current", "inactive_file")
+    for group in _groups(CGROUPS / "memory", "memory"):
+        yield from _left(group, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+def _groups(root: Path, controller: str) -> Iterator[Path]:
+    """The process's group and those that it is in. A container sees its own as the root, whatever it is called."""
+    yield root
+    with contextlib.suppress(OSError):
+        for line in OWN_CGROUPS.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            parts = Path(path).parts[1:]
+            if controller in controllers.split(",") and ".." not in parts:
+                yield from (root.joinpath(*parts[:depth]) for depth in range(1, len(parts) + 1))
+
+
+def _left(group: Path, limit: str, usage: str, cache: str) -> Iterator[int]:
+    with contextlib.suppress(OSError, ValueError):  # no such group, or "max"
+        limit_bytes = int((group / limit).read_text())
+        yield limit_bytes - int((group / usage).read_text()) + _droppable_bytes(group, cache)
+
+
+def _droppable_bytes(group: Path, name: str) -> int:
+    """Files that were read and are not in use count as used memory, and are dropped when it is needed."""
+    with contextlib.suppress(OSError):
+        for line in (group / "memory.stat").read_text().splitlines():
+            if line.startswith(f"{name} "):
+                return int(line.split()[1])
+    return 0
