@@ -36,6 +36,7 @@ from kvservice.server.listening import (
     open_unix_socket,
 )
 from kvservice.server.observing import Observing
+from kvservice.server.open_files import raise_file_limit
 from kvservice.server.services import Services
 from kvservice.server.sessions import SessionRegistry
 from kvservice.server.slots import Slots, max_rpcs
@@ -193,4 +194,5 @@ async def _main(config: ServeConfig) -> int:
 def run(config: ServeConfig) -> int:
     """Run a daemon in this process until it is told to end. Returns the exit status."""
     logs.configure(config.log_level, config.log_format)
+    raise_file_limit(config)
     return uvloop.run(_main(config))

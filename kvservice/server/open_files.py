@@ -1,0 +1,49 @@
+"""File descriptors: as many as the configuration may need are there before the daemon starts, or it does not start."""
+
+from __future__ import annotations
+
+import logging
+import resource
+
+from kvservice.config import ServeConfig
+from kvservice.server.listening import StartError
+
+logger = logging.getLogger(__name__)
+
+# The daemon's own: its memory, its observer, the event loop, gRPC, logs, and some to spare.
+_BASE = 128
+# What is kept open for each, the descriptors that wait to be fetched included.
+_OF_LANE, _OF_MAPPING, _OF_REGION = 4, 4, 2
+# Clients that fetch descriptors.
+_HANDOVER = 64
+
+
+def needed_files(config: ServeConfig) -> dict[str, int]:
+    """File descriptors that the daemon may come to need, by the options that say so."""
+    addresses = bool(config.unix_socket) + bool(config.tcp_address)
+    needed = {"max_connections": _BASE + config.connection_limit * addresses}
+    if config.handover_socket:
+        needed["max_connections"] += _HANDOVER
+    if config.allow_client_shm != "off":
+        needed["max_lanes"] = _OF_LANE * config.max_lanes
+        needed["max_regions"] = _OF_REGION * config.max_regions * config.max_sessions
+    if config.share_pool != "off":
+        needed["max_pool_mappings"] = _OF_MAPPING * config.max_pool_mappings
+    return needed
+
+
+def raise_file_limit(config: ServeConfig) -> None:
+    """Raise the soft limit on file descriptors to the hard one. Raises StartError, with the numbers, where that is
+    below what the configuration needs."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        logger.info("the limit on file descriptors is raised from %d to %d", soft, hard)
+    needed = needed_files(config)
+    total = sum(needed.values())
+    if hard != resource.RLIM_INFINITY and hard < total:
+        parts = ", ".join(f"{count} for {option}" for option, count in needed.items())
+        raise StartError(
+            f"the daemon may need {total} file descriptors ({parts}), and the hard limit is {hard} (ulimit -Hn)",
+            field=max(needed, key=lambda option: needed[option]),
+        )
