@@ -19,7 +19,8 @@ from kvservice.server.host_calls import HostCalls
 from kvservice.server.sessions import Session, SessionRegistry
 from kvservice.server.slices import Answer, in_slices
 from kvservice.v1 import attention_pb2, blocks_pb2, inspect_pb2, pool_pb2, session_pb2
-from kvservice.wire.tensors import put_tensor, to_ints, token_array
+from kvservice.wire.encoded import Encoded, encode_tensor
+from kvservice.wire.tensors import to_ints, token_array
 
 # Room for what surrounds the tensors in a message.
 MESSAGE_OVERHEAD = 4096
@@ -27,7 +28,7 @@ MESSAGE_OVERHEAD = 4096
 
 class Calls(HostCalls):
     """Calls within a session: `(session, request) -> response`, or a coroutine of it where bytes are moved, or a task
-    where more is done than fits into one slice."""
+    where more is done than fits into one slice. Responses with tensors are encoded already."""
 
     def __init__(self, config: ServeConfig, engine: Engine) -> None:
         super().__init__(engine.manager)
@@ -129,18 +130,20 @@ class Calls(HostCalls):
         num_blocks = self._manager.common_prefix_blocks(session.space, to_ints(request.sequence_ids))
         return blocks_pb2.CommonPrefixResponse(num_blocks=num_blocks)
 
-    async def decode(self, session: Session, request: attention_pb2.AttendRequest) -> attention_pb2.AttendResponse:
+    async def decode(self, session: Session, request: attention_pb2.AttendRequest) -> Encoded:
+        """An AttendResponse."""
         step = self._manager.get_step(session.space, request.step_id)
         if len(step.slot_mapping) != len(step.query_lens):
             raise InvalidArgumentError("a sequence has several tokens in this step: use Extend", field="step_id")
         return await self.extend(session, request)
 
-    async def extend(self, session: Session, request: attention_pb2.AttendRequest) -> attention_pb2.AttendResponse:
+    async def extend(self, session: Session, request: attention_pb2.AttendRequest) -> Encoded:
+        """An AttendResponse."""
         options = codec.attention_options(request.options)
         if request.validate_only:
             self._manager.check_layer(session.space, request.step_id, request.layer)
             self._engine.check_options(options, num_heads=None)
-            return attention_pb2.AttendResponse()
+            return Encoded()
         if request.HasField("lse_place") and not request.return_lse:
             raise InvalidArgumentError("there is no log-sum-exp without return_lse", field="lse_place")
         tensors = self._tensors(session)
@@ -161,10 +164,10 @@ class Calls(HostCalls):
             output, lse = await self._engine.attend(
                 session.space, request.step_id, request.layer, query, key, value, options, request.return_lse, out
             )
-            response = attention_pb2.AttendResponse()
-            codec.put_output(output, output_target, response.output)
+            kind = attention_pb2.AttendResponse
+            response = codec.encode_output(output, output_target).inside(kind.OUTPUT_FIELD_NUMBER)
             if lse is not None:
-                codec.put_output(lse, lse_target, response.lse)
+                response += codec.encode_output(lse, lse_target).inside(kind.LSE_FIELD_NUMBER)
             return response
 
     async def write(self, session: Session, request: attention_pb2.WriteRequest) -> attention_pb2.WriteResponse:
@@ -178,15 +181,14 @@ class Calls(HostCalls):
         )
         return attention_pb2.WriteResponse()
 
-    async def read(self, session: Session, request: attention_pb2.ReadRequest) -> attention_pb2.ReadResponse:
+    async def read(self, session: Session, request: attention_pb2.ReadRequest) -> Encoded:
+        """A ReadResponse."""
         layer = codec.optional_layer(request)
         ranges = [(part.sequence_id, part.start, part.stop) for part in request.ranges]
         self._check_read_size(ranges, layer)
         key, value = await self._engine.read(session.space, ranges, layer)
-        response = attention_pb2.ReadResponse()
-        put_tensor(key, response.key)
-        put_tensor(value, response.value)
-        return response
+        kind = attention_pb2.ReadResponse
+        return encode_tensor(key).inside(kind.KEY_FIELD_NUMBER) + encode_tensor(value).inside(kind.VALUE_FIELD_NUMBER)
 
     def _tensors(self, session: Session) -> codec.TensorReader:
         return codec.TensorReader(session.regions, self._max_request_bytes)

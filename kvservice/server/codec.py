@@ -26,7 +26,8 @@ from kvservice.v1 import (
     shared_memory_pb2,
     tensor_pb2,
 )
-from kvservice.wire.tensors import Array, put_tensor, put_type, to_array, to_ints, token_array
+from kvservice.wire.encoded import Encoded, encode_tensor
+from kvservice.wire.tensors import Array, put_type, to_array, to_ints, token_array
 
 MAX_SNAPSHOT_ROWS = 1000
 MAX_SEARCH_LENGTH = 128
@@ -111,16 +112,17 @@ def output_target(regions: Regions, request: attention_pb2.AttendRequest, field:
         yield target
 
 
-def put_output(array: Array, target: Target | None, message: tensor_pb2.Tensor) -> None:
-    """Into the message, or into the target and its place into the message."""
+def encode_output(array: Array, target: Target | None) -> Encoded:
+    """A Tensor message that has the elements, or one that has their place in the target, where they are put."""
     if target is None:
-        put_tensor(array, message)
-        return
+        return encode_tensor(array)
     place = target.put(array)
+    message = tensor_pb2.Tensor()
     put_type(array, message)
     message.shared_memory.region = place.region
     message.shared_memory.offset = place.offset
     message.shared_memory.byte_size = place.byte_size
+    return Encoded((message.SerializeToString(),))
 
 
 def system_region_status(regions: Mapping[str, Region]) -> shared_memory_pb2.SystemSharedMemoryStatusResponse:

@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from google.rpc import code_pb2
 from grpc_status import rpc_status
@@ -25,6 +26,7 @@ from kvservice.server.parsing import Refused, check_accepted, parser
 from kvservice.server.sessions import Session, SessionRegistry
 from kvservice.server.slots import RPC, UNATTACHED_S, Handler, Rpc, Slots
 from kvservice.v1 import session_pb2
+from kvservice.wire.encoded import Encoded
 from kvservice.wire.status import to_status
 
 logger = logging.getLogger(__name__)
@@ -34,6 +36,10 @@ def _traceparent(context: Context) -> str:
     """The W3C header of a unary call, or nothing."""
     found = dict(context.invocation_metadata() or ()).get("traceparent", "")
     return found if isinstance(found, str) else ""
+
+
+def _serialize(response: Message | Encoded) -> bytes:
+    return response.to_bytes() if isinstance(response, Encoded) else response.SerializeToString()
 
 
 class Services:
@@ -66,7 +72,7 @@ class Services:
     def _rpc(self, service: ServiceDescriptor, method: MethodDescriptor) -> Handler:
         parse = parser(GetMessageClass(method.input_type), self._limits)
         answered_here = method.name not in ANSWERED_BY_OBSERVER
-        serialize = GetMessageClass(method.output_type).SerializeToString if answered_here else None
+        serialize = _serialize if answered_here else None
         if method.client_streaming:
             return grpc.stream_stream_rpc_method_handler(self._connect, parse, serialize)
         if method.server_streaming:
@@ -191,12 +197,16 @@ class Stream:
             raise call.error
         return session_pb2.Reply(call_id=call.call_id, error=to_status(call.error))
 
-    async def _answer(self, call: session_pb2.Call) -> session_pb2.Reply:
+    async def _answer(self, call: session_pb2.Call) -> session_pb2.Reply | Encoded:
         name = call.WhichOneof("call")
         try:
             if name is None:
                 raise FailedPreconditionError("a call of a later version, or none", field="call")
             response = await self._call(name, getattr(call, name), call.traceparent)
+            if isinstance(response, Encoded):
+                reply = session_pb2.Reply(call_id=call.call_id)
+                field = session_pb2.Reply.DESCRIPTOR.fields_by_name[name]
+                return Encoded((reply.SerializeToString(),)) + response.inside(field.number)
             return session_pb2.Reply(call_id=call.call_id, **{name: response})
         except KVServiceError as error:
             return session_pb2.Reply(call_id=call.call_id, error=to_status(error))

@@ -402,7 +402,7 @@ def test_unregistered_in_use_it_lives_until_the_call_is_over(
         assert regions.status("", HOST) == {}
         assert (len(shm_files()), totals.count, totals.num_bytes) == (1, 1, OBJECT_BYTES)
         finish.set()
-        return await attending
+        return attention_pb2.AttendResponse.FromString((await attending).to_bytes())
 
     response = asyncio.run(scenario())
     written = shm.path.read_bytes()

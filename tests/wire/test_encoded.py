@@ -1,0 +1,47 @@
+"""Messages that are serialized by hand, read by protobuf."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvservice.pool.layout import TENSOR_DTYPES
+from kvservice.v1 import attention_pb2, session_pb2, tensor_pb2
+from kvservice.wire.encoded import Encoded, encode_tensor
+from kvservice.wire.tensors import put_tensor
+
+
+@pytest.mark.parametrize("dtype", TENSOR_DTYPES)
+@pytest.mark.parametrize("shape", [(1,), (3, 4), (2, 3, 4), (0, 5), (40, 8, 64), ()])
+def test_a_tensor_is_what_protobuf_makes_of_it(shape: tuple[int, ...], dtype: str) -> None:
+    array = np.random.default_rng(0).standard_normal(shape).astype(TENSOR_DTYPES[dtype])
+    expected = tensor_pb2.Tensor()
+    put_tensor(array, expected)
+    found = tensor_pb2.Tensor.FromString(encode_tensor(array).to_bytes())
+    assert found == expected
+    assert found.HasField("inline"), "also where there are no elements"
+
+
+def test_elements_in_another_order_are_put_in_row_major_order() -> None:
+    array = np.arange(24, dtype=np.float32).reshape(2, 3, 4).transpose(2, 0, 1)
+    expected = tensor_pb2.Tensor()
+    put_tensor(array, expected)
+    assert tensor_pb2.Tensor.FromString(encode_tensor(array).to_bytes()) == expected
+
+
+@pytest.mark.parametrize("num_elements", [1, 31, 32, 4000, 4096, 600_000])
+def test_fields_of_fields(num_elements: int) -> None:
+    """Whatever the number of bytes that their sizes take."""
+    output, lse = np.ones(num_elements, np.float32), np.full(3, 2.0, np.float32)
+    response = encode_tensor(output).inside(attention_pb2.AttendResponse.OUTPUT_FIELD_NUMBER)
+    response += encode_tensor(lse).inside(attention_pb2.AttendResponse.LSE_FIELD_NUMBER)
+    head = Encoded((session_pb2.Reply(call_id=300).SerializeToString(),))
+    reply = session_pb2.Reply.FromString((head + response.inside(session_pb2.Reply.EXTEND_FIELD_NUMBER)).to_bytes())
+    assert reply.call_id == 300
+    assert np.array_equal(np.frombuffer(reply.extend.output.inline, np.float32), output)
+    assert np.array_equal(np.frombuffer(reply.extend.lse.inline, np.float32), lse)
+
+
+def test_a_message_without_fields() -> None:
+    reply = session_pb2.Reply.FromString(Encoded().inside(session_pb2.Reply.DECODE_FIELD_NUMBER).to_bytes())
+    assert reply.WhichOneof("reply") == "decode"
