@@ -228,7 +228,9 @@ class ServeConfig(BaseModel):
         description="Users, by number, who are trusted besides the daemon's own user and root: with the pool as "
         "share_pool says, with lanes and regions if allow_client_shm is on. With commas.",
     )
-    max_message_mib: int = Field(64, ge=1, le=1024, description="Largest gRPC message in MiB, both ways.")
+    max_message_mib: int = Field(
+        8, ge=1, le=1024, description="Largest gRPC message in MiB, both ways. Larger tensors go in parts."
+    )
     drain_timeout_s: float = Field(30.0, ge=0, le=3600, description="Seconds that running steps have after SIGTERM.")
     drain_stall_s: float = Field(
         5.0, ge=0, le=3600, description="Seconds without another layer after which SIGTERM waits for a step no longer."

@@ -20,6 +20,8 @@ from kvservice.errors import InvalidArgumentError, ResourceExhaustedError
 from kvservice.pool.layout import TENSOR_DTYPES
 
 Array = np.ndarray[Any, Any]
+# The part of a step that is all of it.
+WHOLE = (0, 0)
 
 
 class Engine:
@@ -80,37 +82,50 @@ class Engine:
         options: AttentionOptions,
         return_lse: bool,
         out: Array | None = None,
+        part: tuple[int, int] = WHOLE,
     ) -> tuple[Array, Array | None]:
-        """Write one layer's K/V of a step, then attend.
+        """Write one layer's K/V of a step, then attend. `part`: of the step's tokens, the first and how many; 0 are all
+        that are left. The tensors are then those of these tokens.
 
         `query` `[num_tokens, num_heads, head_size]`, `key` and `value` `[num_tokens, num_kv_heads, head_size]`, of the
         tensors' type. Returns the output, shaped as `query`, and the log-sum-exp, float32
         `[num_tokens, num_heads]`, or None. The device may put the output into `out`, of the same shape and type and
         sharing memory with none of the others; what is returned is that then.
         """
-        step = self.manager.check_layer(space, step_id, layer)
+        step = self.manager.check_part(space, step_id, layer, *part)
         num_tokens = len(step.slot_mapping)
         self._check_query(query, num_tokens)
         self._check_kv(key, value, (num_tokens,))
         self.check_options(options, query.shape[1])
         done = self.device.attend(step, layer, query, key, value, options, out)
-        self.manager.mark_layer(space, step_id, layer)
+        self.manager.mark_part(space, step_id, layer, step)
         output, lse = await done
         return output, lse if return_lse else None
 
-    async def write(self, space: SequenceSpace, step_id: int, layer: int | None, key: Array, value: Array) -> None:
+    async def write(
+        self,
+        space: SequenceSpace,
+        step_id: int,
+        layer: int | None,
+        key: Array,
+        value: Array,
+        part: tuple[int, int] = WHOLE,
+    ) -> None:
         """Write a step's K/V without attention: `[num_tokens, num_kv_heads, head_size]` for one layer,
-        `[num_layers, num_tokens, num_kv_heads, head_size]` for all (`layer` None)."""
+        `[num_layers, num_tokens, num_kv_heads, head_size]` for all (`layer` None). `part` as in `attend`, for one
+        layer."""
         if layer is None:
+            if part != WHOLE:
+                raise InvalidArgumentError("only one layer can be sent in parts", field="layer")
             step = self.manager.check_all_layers(space, step_id)
             self._check_kv(key, value, (self.layout.num_layers, len(step.slot_mapping)))
             done = self.device.write(step, range(self.layout.num_layers), key, value)
             self.manager.mark_all_layers(space, step_id)
         else:
-            step = self.manager.check_layer(space, step_id, layer)
+            step = self.manager.check_part(space, step_id, layer, *part)
             self._check_kv(key, value, (len(step.slot_mapping),))
             done = self.device.write(step, (layer,), key[None], value[None])
-            self.manager.mark_layer(space, step_id, layer)
+            self.manager.mark_part(space, step_id, layer, step)
         await done
 
     async def read(

@@ -14,7 +14,7 @@ from kvservice.blocks.core import Core, ragged
 from kvservice.blocks.plans import Int64Array, Step
 from kvservice.blocks.prefix import block_hash, token_bytes
 from kvservice.blocks.sequences import COMPUTED_TOKENS, OpenStep, SequenceSpace
-from kvservice.errors import LayerWrittenError, StaleStepError, UnknownStepError
+from kvservice.errors import FailedPreconditionError, LayerWrittenError, StaleStepError, UnknownStepError
 
 
 class LayerOps(Core):
@@ -47,6 +47,43 @@ class LayerOps(Core):
         entry.written[layer] = 1
         return self._commit_if_complete(space, entry)
 
+    def check_part(self, space: SequenceSpace, step_id: int, layer: int, first: int, count: int) -> Step:
+        """The part of a step of which this layer is to be written next: `count` tokens from `first` on, all that are
+        left if `count` is 0. The whole step, if that is what the part is. Changes nothing.
+
+        Raises LayerWrittenError, and FailedPreconditionError if tokens before the part are not written.
+        """
+        step = self.check_layer(space, step_id, layer)
+        entry = space.steps[step_id]
+        if not (first or count or entry.sent):
+            return step
+        num_tokens = len(step.slot_mapping)
+        first = whole_number(first, "first_token", 0, num_tokens - 1)
+        stop = first + whole_number(count, "num_tokens", 0, num_tokens - first) if count else num_tokens
+        sent = entry.sent.get(layer, 0)
+        if first < sent:
+            raise LayerWrittenError(
+                f"the first {sent} tokens of layer {layer} of step {step_id} are written", field="first_token",
+                step_id=step_id, layer=layer,
+            )  # fmt: skip
+        if first > sent:
+            raise FailedPreconditionError(f"the part from token {sent} on comes first", field="first_token")
+        if stop - first == num_tokens:
+            return step
+        if (first, stop) not in entry.parts:
+            entry.parts[first, stop] = step.part(first, stop)
+        return entry.parts[first, stop]
+
+    def mark_part(self, space: SequenceSpace, step_id: int, layer: int, part: Step) -> bool:
+        """Records that a part is written, as `check_part` gave it. With the last one the layer is; see `mark_layer`."""
+        entry = space.steps[step_id]
+        if part is not entry.plan:
+            sent = entry.sent.pop(layer, 0) + len(part.slot_mapping)
+            if sent < len(entry.plan.slot_mapping):
+                entry.sent[layer] = sent
+                return False
+        return self.mark_layer(space, step_id, layer)
+
     def commit_written(self, space: SequenceSpace, step_id: int) -> bool:
         """Commits a step whose layers others have marked in its `written`. False if it is live no longer, lacks some
         or was committed before."""
@@ -67,7 +104,7 @@ class LayerOps(Core):
         """The step, if no layer of it is written; else LayerWrittenError. Changes nothing."""
         entry = self._live(space, step_id)
         if entry.begun:
-            layer = entry.written.index(1)
+            layer = entry.written.index(1) if 1 in entry.written else next(iter(entry.sent))
             raise LayerWrittenError(
                 f"layer {layer} of step {step_id} is written", field="layer", step_id=step_id, layer=layer
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -117,6 +118,22 @@ class Step:
     def block_tables(self) -> Int32Array:
         """int32[n, blocks of the longest context], padded with PADDING_BLOCK. Valid while the step is live."""
         return gather_block_tables(self.tables, self.rows, self.context_lens, self.block_size)
+
+    def part(self, first: int, stop: int) -> Step:
+        """The step's tokens first <= token < stop, counted over its sequences, as a step of those that have any. Its
+        tokens see those of the step before them, which must be written by then."""
+        ends = np.cumsum(self.query_lens, dtype=np.int64)
+        cut_ends = np.minimum(ends, stop)
+        query_lens = cut_ends - np.maximum(ends - self.query_lens, first)
+        there = np.flatnonzero(query_lens > 0)
+        return dataclasses.replace(
+            self,
+            sequence_ids=self.sequence_ids[there],
+            rows=self.rows[there],
+            query_lens=query_lens[there].astype(np.int32),
+            context_lens=(self.context_lens - (ends - cut_ends))[there].astype(np.int32),
+            slot_mapping=self.slot_mapping[first:stop],
+        )
 
 
 def gather_block_tables(

@@ -59,16 +59,20 @@ class OpenStep:
 
     `written` has a byte for each layer, 0 or 1; it stays the same object, and others may mark layers in it too.
     `num_appended` is int64[n], or one number for all; None for a step that was opened over tokens already there.
+    `sent` says of how many of its tokens a layer is written that is sent in parts; `parts` are those of all layers, by
+    their first token and the one after the last.
     """
 
     plan: Step
     written: bytearray
     num_appended: Int64Array | int | None
     committed: bool = False
+    sent: dict[int, int] = field(default_factory=dict)
+    parts: dict[tuple[int, int], Step] = field(default_factory=dict)
 
     @property
     def begun(self) -> bool:
-        return 1 in self.written
+        return 1 in self.written or bool(self.sent)
 
     @property
     def complete(self) -> bool:

@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Batch
 from typing import Generic, TypeVar
 
+import numpy as np
+
 from kvservice.client import tensors
-from kvservice.client.batches import describable_batches, id_batches
+from kvservice.client.batches import OVERHEAD_BYTES, describable_batches, id_batches, token_parts
 from kvservice.client.mapped import MappedPool, OpenStep
 from kvservice.client.requests import build, int_list, whole
 from kvservice.client.shared_memory import RegionCore, Stream
@@ -27,13 +29,12 @@ from kvservice.errors import (
     RegionsNotAllowedError,
     UnknownSequenceError,
 )
+from kvservice.pool.layout import TENSOR_DTYPES
 from kvservice.v1 import attention_pb2, blocks_pb2, host_pb2
 from kvservice.wire.tensors import Array
 
 ExtraKeys = Iterable[tuple[int, bytes]]
 StepT = TypeVar("StepT")
-# What surrounds the tensors of a message, generously.
-_OVERHEAD_BYTES = 4096
 
 
 class SessionCore(RegionCore, Generic[StepT]):
@@ -325,16 +326,32 @@ class SessionCore(RegionCore, Generic[StepT]):
         timeout_s: float | None = None,
     ) -> tuple[Array, Array]:
         """K and V of token positions start <= p < stop: `[num_tokens, num_kv_heads, head_size]`, `[num_layers]` before
-        it if no layer is named."""
-        part = build(
-            attention_pb2.SequenceRange,
-            sequence_id=sequence.sequence_id,
-            start=whole(start, "start"),
-            stop=whole(stop, "stop"),
-        )
+        it if no layer is named. What is larger than a message is read in parts."""
+        start, stop = whole(start, "start"), whole(stop, "stop")
+        parts = [
+            await self._read(sequence.sequence_id, first, end, layer, timeout_s)
+            for first, end in self._read_parts(start, stop, layer)
+        ]
+        if len(parts) == 1:
+            return parts[0]
+        keys, values = zip(*parts, strict=True)
+        return np.concatenate(keys, axis=-3), np.concatenate(values, axis=-3)
+
+    async def _read(
+        self, sequence_id: int, start: int, stop: int, layer: int | None, timeout_s: float | None
+    ) -> tuple[Array, Array]:
+        part = build(attention_pb2.SequenceRange, sequence_id=sequence_id, start=start, stop=stop)
         request = build(attention_pb2.ReadRequest, ranges=[part], layer=layer)
         response = await self.call("read", request, timeout_s)
         return tensors.from_message(response.key, "key"), tensors.from_message(response.value, "value")
+
+    def _read_parts(self, start: int, stop: int, layer: int | None) -> list[tuple[int, int]]:
+        """One part, where the daemon will say what is wrong with it."""
+        if stop <= start:
+            return [(start, stop)]
+        info, num_layers = self.info, 1 if layer is not None else self.info.num_layers
+        token_bytes = 2 * num_layers * info.num_kv_heads * info.head_size * TENSOR_DTYPES[info.dtype].itemsize
+        return [(start + first, start + end) for first, end in token_parts(stop - start, token_bytes, info)]
 
     async def match_prefix(
         self, token_ids: Iterable[int], extra_keys: ExtraKeys = (), *, timeout_s: float | None = None
@@ -380,10 +397,14 @@ class SessionCore(RegionCore, Generic[StepT]):
         self.check_size(4 * len(flat), "token_ids")
         return flat
 
+    def fits(self, num_bytes: int) -> bool:
+        """Whether so many bytes fit into a message."""
+        return num_bytes + OVERHEAD_BYTES <= self.info.max_message_bytes
+
     def check_size(self, num_bytes: int, field: str) -> None:
         """Raise MessageTooLargeError for what the daemon would refuse to receive."""
-        limit = self.info.max_message_bytes
-        if num_bytes + _OVERHEAD_BYTES > limit:
+        if not self.fits(num_bytes):
+            limit = self.info.max_message_bytes
             raise MessageTooLargeError(f"{num_bytes} bytes, a message may have {limit}", field=field)
 
 

@@ -7,13 +7,14 @@ mapped pool (`mapped.py`) are the others.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
 from kvservice.client import tensors
+from kvservice.client.batches import token_parts
 from kvservice.client.gpu import device_of
 from kvservice.client.requests import build, whole
 from kvservice.client.shared_memory import Memory, Place
@@ -200,13 +201,50 @@ class StreamTransport:
         self._session = session
 
     async def attend(self, layer: Layer) -> tuple[Array, Array | None]:
+        parts = self._parts(layer.step, layer.query, layer.key, layer.value)
+        if len(parts) == 1:
+            return await self._attend(layer)
+        output = np.empty_like(layer.query) if layer.out is None else layer.out
+        lse = layer.lse_out
+        if layer.return_lse and lse is None:
+            lse = np.empty(layer.lse_shape, np.float32)
+        stream = self._session.stream
+        deadline = stream.deadline(layer.timeout_s)
+        for first, stop in parts:
+            stream.check(deadline)
+            part = replace(
+                layer,
+                query=layer.query[first:stop],
+                key=layer.key[first:stop],
+                value=layer.value[first:stop],
+                out=output[first:stop],
+                lse_out=None if lse is None else lse[first:stop],
+                timeout_s=stream.left_s(deadline, math.inf),
+            )
+            await self._attend(part, first)
+        return output, lse
+
+    async def _attend(self, layer: Layer, first_token: int | None = None) -> tuple[Array, Array | None]:
+        """A layer, or a part of one."""
         request = self._request(layer)
+        if first_token is not None:
+            request.first_token, request.num_tokens = first_token, len(layer.query)
         self._put(request, layer.query, layer.key, layer.value)
         self._name(request.output_place, layer.out)
         self._name(request.lse_place, layer.lse_out)
         response = await self._session.call("decode" if layer.decode else "extend", request, layer.timeout_s)
         output = self._take(response.output, layer.out, "output")
         return output, self._take(response.lse, layer.lse_out, "lse") if layer.return_lse else None
+
+    def _parts(self, step: StepCore, *arrays: Array) -> list[tuple[int, int]]:
+        """Of the step's tokens, as many at a time as fit into a message each way. Where the outputs must not depend on
+        the batch, there is one part: which tokens of a sequence go together would."""
+        whole_step = [(0, step.num_tokens)]
+        if self._session.info.batch_invariant or any(array.shape[:1] != (step.num_tokens,) for array in arrays):
+            return whole_step
+        sizes = [array.nbytes // step.num_tokens for array in arrays]
+        # The output is as large as the query; the log-sum-exp adds at most an eighth.
+        return token_parts(step.num_tokens, max(sum(sizes), sizes[0] * 9 // 8), self._session.info)
 
     def _take(self, message: Any, wanted: Array | None, field: str) -> Array:
         """A result, in the array where the caller wants it."""
@@ -252,9 +290,30 @@ class StreamTransport:
     async def write(
         self, step: StepCore, number: int | None, key: Array, value: Array, timeout_s: float | None = None
     ) -> None:
-        request = build(attention_pb2.WriteRequest, step_id=step.step_id, layer=number)
-        self._put(request, key, value)
-        await self._session.call("write", request, timeout_s)
+        stream = self._session.stream
+        deadline = stream.deadline(timeout_s)
+        for layer, (first, stop), arrays in self._writes(step, number, key, value):
+            request = build(attention_pb2.WriteRequest, step_id=step.step_id, layer=layer)
+            if stop - first < step.num_tokens:
+                request.first_token, request.num_tokens = first, stop - first
+                arrays = tuple(array[first:stop] for array in arrays)
+            self._put(request, *arrays)
+            stream.check(deadline)
+            await self._session.call("write", request, stream.left_s(deadline, math.inf))
+
+    def _writes(
+        self, step: StepCore, number: int | None, key: Array, value: Array
+    ) -> Iterator[tuple[int | None, tuple[int, int], tuple[Array, ...]]]:
+        """Layer, tokens and tensors of each call: one for all layers, where they fit into a message."""
+        if number is not None:
+            yield from ((number, part, (key, value)) for part in self._parts(step, key, value))
+            return
+        num_layers = self._session.info.num_layers
+        if self._session.fits(key.nbytes + value.nbytes) or {len(key), len(value)} != {num_layers}:
+            yield None, (0, step.num_tokens), (key, value)
+            return
+        for layer in range(num_layers):
+            yield from self._writes(step, layer, key[layer], value[layer])
 
     async def close(self) -> None:
         pass

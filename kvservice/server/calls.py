@@ -161,8 +161,9 @@ class Calls(HostCalls):
             if lse_target is not None and query.ndim == 3:
                 lse_target.check_size(query.shape[0] * query.shape[1] * 4)
             out = None if output_target is None else output_target.view_for(query, key, value)
+            part = request.first_token, request.num_tokens
             output, lse = await self._engine.attend(
-                session.space, request.step_id, request.layer, query, key, value, options, request.return_lse, out
+                session.space, request.step_id, request.layer, query, key, value, options, request.return_lse, out, part
             )
             kind = attention_pb2.AttendResponse
             response = codec.encode_output(output, output_target).inside(kind.OUTPUT_FIELD_NUMBER)
@@ -178,6 +179,7 @@ class Calls(HostCalls):
             codec.optional_layer(request),
             tensors.array(request.key, "key"),
             tensors.array(request.value, "value"),
+            (request.first_token, request.num_tokens),
         )
         return attention_pb2.WriteResponse()
 

@@ -396,3 +396,53 @@ def test_max_sequence_tokens(make: Make, snapshot: Callable[..., Any]) -> None:
         assert "max_sequence_tokens = 10" in str(caught.value)
     assert snapshot(manager) == before
     assert manager.append(space, [0], [1]).context_lens.tolist() == [10]
+
+
+def test_a_part_of_a_step(make: Make) -> None:
+    """Its slots, lengths and contexts are those of its tokens, wherever it is cut."""
+    manager, space = make()
+    for n, length in ((1, 5), (2, 7), (3, 1), (4, 6)):
+        manager.allocate(space, [AllocationRequest(n, range(100 * n, 100 * n + length))])
+    manager.mark_all_layers(space, manager.open_step(space, [1]).step_id)
+    manager.append(space, [1], [7, 8, 9], [3])
+    step = manager.open_step(space, [1, 2, 3, 4])
+    positions = [(n, p) for n, first, end in ((1, 5, 8), (2, 0, 7), (3, 0, 1), (4, 0, 6)) for p in range(first, end)]
+    assert len(positions) == len(step.slot_mapping) == 17
+    for first in range(17):
+        for stop in range(first + 1, 18):
+            part = step.part(first, stop)
+            assert part.slot_mapping.tolist() == step.slot_mapping[first:stop].tolist()
+            found = [
+                (sequence_id, position)
+                for sequence_id, query, context in zip(
+                    part.sequence_ids.tolist(), part.query_lens.tolist(), part.context_lens.tolist(), strict=True
+                )
+                for position in range(context - query, context)
+            ]
+            assert found == positions[first:stop]
+            assert part.rows.tolist() == [space.rows[n] for n in part.sequence_ids.tolist()]
+
+
+def test_a_layer_in_parts(make: Make) -> None:
+    manager, space = make()
+    manager.allocate(space, [AllocationRequest(1, range(10))])
+    step = manager.open_step(space, [1])
+    first = manager.check_part(space, step.step_id, 0, 0, 6)
+    assert manager.check_part(space, step.step_id, 1, 0, 6) is first, "of all layers the same"
+    assert not manager.mark_part(space, step.step_id, 0, first)
+    for layer, begin, kind in (
+        (0, 5, LayerWrittenError),
+        (0, 7, FailedPreconditionError),
+        (1, 6, FailedPreconditionError),
+    ):
+        with pytest.raises(kind):
+            manager.check_part(space, step.step_id, layer, begin, 0)
+    with pytest.raises(LayerWrittenError):
+        manager.check_all_layers(space, step.step_id)
+    assert space.in_progress(step.step_id)
+    rest = manager.check_part(space, step.step_id, 0, 6, 0)
+    assert not manager.mark_part(space, step.step_id, 0, rest)
+    assert manager.check_part(space, step.step_id, 1, 0, 10) is step
+    assert manager.mark_part(space, step.step_id, 1, step)
+    manager.check_integrity()
+    assert manager.match_prefix(range(10)) == 8
