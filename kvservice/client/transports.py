@@ -309,7 +309,8 @@ class StreamTransport:
             yield from ((number, part, (key, value)) for part in self._parts(step, key, value))
             return
         num_layers = self._session.info.num_layers
-        if self._session.fits(key.nbytes + value.nbytes) or {len(key), len(value)} != {num_layers}:
+        regular = {key.shape[:2], value.shape[:2]} == {(num_layers, step.num_tokens)}
+        if self._session.fits(key.nbytes + value.nbytes) or not regular:
             yield None, (0, step.num_tokens), (key, value)
             return
         for layer in range(num_layers):

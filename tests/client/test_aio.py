@@ -145,6 +145,7 @@ def test_both_faces_have_the_same_methods(core: type, blocking: type, asynchrono
         "check_regions_allowed",
         "check_size",
         "find_place",
+        "fits",
         "forget_regions",
         "has_region",
         "lane_regions",
