@@ -47,7 +47,7 @@ def expected_states(pool: ObservedPool, tier: str, num_blocks: int) -> tuple[lis
         if counts[block]:
             states.append("active" if counts[block] == 1 else "shared")
         elif block in findable:
-            states.append("pinned" if block in pool.manager.pin_counts else "cached")
+            states.append("pinned" if pool.manager.pin_counts[block] else "cached")
         else:
             states.append("free")
     return states, [counts[block] for block in range(num_blocks)]
