@@ -44,7 +44,6 @@ OPTIONS = {
     "num_blocks": "256",
     "swap_space_gib": "0.01",
     "drain_timeout_s": "120",
-    "drain_stall_s": "10",
     "allow_client_shm": "on",
     "http_token": "token-of-these-tests",
 }
