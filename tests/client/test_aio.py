@@ -72,6 +72,11 @@ def run(scenario: Coroutine[Any, Any, Any]) -> Any:
     return result
 
 
+def far_client(proxy: CuttingProxy) -> AsyncKVClient:
+    """A client whose connection can be cut. Its calls wait until the connection is made again."""
+    return AsyncKVClient(proxy.address, reconnect_wait_s=60)
+
+
 def tensors(seed: int, *leading: int) -> list[Any]:
     rng = np.random.default_rng(seed)
     return [rng.standard_normal((*leading, HEADS, HEAD_SIZE)).astype(np.float32) for _ in range(3)]
@@ -257,7 +262,7 @@ def test_overlapping_calls_over_a_line_that_breaks(tmp_path: Path, daemon: Daemo
     count = 300
 
     async def scenario(proxy: CuttingProxy) -> None:
-        async with AsyncKVClient(proxy.address) as client, client.session() as kv:
+        async with far_client(proxy) as client, client.session(detachable=True) as kv:
             sequence = await kv.allocate([1, 2, 3, 4])
             first = (await kv.open_step([sequence])).step_id
             steps = [asyncio.create_task(kv.open_step([sequence])) for _ in range(count)]
@@ -277,7 +282,7 @@ def test_large_calls_that_wait_to_be_written_when_the_line_breaks(tmp_path: Path
     """What is not sent again says so; nothing reaches the next stream before its attach; the session goes on."""
 
     async def scenario(proxy: CuttingProxy) -> None:
-        async with AsyncKVClient(proxy.address) as client, client.session() as kv:
+        async with far_client(proxy) as client, client.session(detachable=True) as kv:
             for number in range(6):
                 sequence = await kv.allocate(range(1000 * number, 1000 * number + 200))
                 step = await kv.open_step([sequence])
@@ -308,7 +313,7 @@ def test_a_daemon_out_of_reach_is_an_error_for_all_at_once(tmp_path: Path, daemo
 
 def test_closing_ends_calls_that_wait(tmp_path: Path, daemon: Daemon) -> None:
     async def scenario(proxy: CuttingProxy, *, reconnecting: bool) -> None:
-        async with AsyncKVClient(proxy.address) as client, client.session() as kv:
+        async with far_client(proxy) as client, client.session() as kv:
             if reconnecting:
                 proxy.cut(stay_down=True)
             else:
@@ -317,7 +322,9 @@ def test_closing_ends_calls_that_wait(tmp_path: Path, daemon: Daemon) -> None:
             await asyncio.sleep(0.1)
             await kv.detach()
             answers = await asyncio.gather(*waiting, return_exceptions=True)
-            assert {type(answer) for answer in answers} == {ConnectionLostError}
+            assert {(type(answer), str(answer)) for answer in answers} == {
+                (ConnectionLostError, "the session is closed")
+            }
 
     with CuttingProxy(tmp_path, daemon.address) as proxy:
         run(scenario(proxy, reconnecting=False))
@@ -362,7 +369,7 @@ def test_who_lost_a_session_unawares_is_refused_and_asks_no_more(tmp_path: Path,
                 assert await new.describe() == []
 
     async def connected(proxy: CuttingProxy) -> None:
-        async with AsyncKVClient(proxy.address) as far, AsyncKVClient(daemon.address) as near:
+        async with far_client(proxy) as far, AsyncKVClient(daemon.address) as near:
             await scenario(proxy, far, near)
 
     with CuttingProxy(tmp_path, daemon.address) as proxy:
@@ -379,7 +386,7 @@ def test_who_lost_a_session_unawares_does_not_close_it(tmp_path: Path, daemon: D
                 await asyncio.sleep(0.01)
 
     async def scenario(proxy: CuttingProxy) -> None:
-        async with AsyncKVClient(proxy.address) as far, AsyncKVClient(daemon.address) as near:
+        async with far_client(proxy) as far, AsyncKVClient(daemon.address) as near:
             async with far.session(detachable=True) as old:
                 proxy.cut(stay_down=True)
                 taken = near.resume(old.token)
@@ -437,7 +444,7 @@ def test_detach_and_resume(daemon: Daemon) -> None:
 
 def test_a_session_whose_opening_is_cancelled_is_given_up(tmp_path: Path, daemon: Daemon, client: KVClient) -> None:
     async def scenario(proxy: CuttingProxy) -> None:
-        async with AsyncKVClient(proxy.address) as remote, remote.session(detachable=True) as kv:
+        async with far_client(proxy) as remote, remote.session(detachable=True) as kv:
             token = await kv.detach()
             proxy.lose_replies()
             with pytest.raises(TimeoutError):

@@ -76,21 +76,19 @@ def assert_intact(session: Session, sequence: Any) -> None:
 
 
 def test_a_cut_stream_is_resumed(proxy: CuttingProxy, far: KVClient) -> None:
-    with far.session() as session:
+    with far.session(detachable=True) as session:
         sequence = computed(session, [1, 2, 3, 4, 5, 6])
         for _ in range(3):
             proxy.cut()
             assert [info.length for info in session.describe()] == [6]
         assert_intact(session, sequence)
-        time.sleep(2 * GRACE_S)  # what the cut streams' ends had started must be off
-        assert_intact(session, sequence)
 
 
-def test_a_broken_line_shorter_than_the_grace_time(proxy: CuttingProxy, far: KVClient) -> None:
-    with far.session() as session:
+def test_a_line_that_is_broken_for_a_while(proxy: CuttingProxy, far: KVClient) -> None:
+    with far.session(detachable=True) as session:
         sequence = computed(session, [1, 2, 3, 4, 5, 6])
         proxy.cut(stay_down=True)
-        threading.Timer(GRACE_S / 5, proxy.up).start()
+        threading.Timer(0.1, proxy.up).start()
         assert_intact(session, sequence)
 
 
@@ -176,7 +174,7 @@ def test_a_call_whose_answer_was_lost_is_done_once(
     proxy: CuttingProxy, far: KVClient, client: KVClient, name: str
 ) -> None:
     call, change = CUT_CALLS[name]
-    with far.session() as session, ThreadPoolExecutor(1) as pool:
+    with far.session(detachable=True) as session, ThreadPoolExecutor(1) as pool:
         session.free([computed(session, [40, 41, 42, 43, 44, 45])])  # leaves a cached block
         of = {"a": computed(session, [1, 2, 3, 4, 5, 6]), "b": computed(session, [11, 12, 13, 14, 15, 16])}
         session.swap_out([of["b"]])  # leaves another
@@ -192,14 +190,14 @@ def test_a_call_whose_answer_was_lost_is_done_once(
         after = client.stats()
         assert not answer.done()
         proxy.cut()
-        answer.result(10)
+        answer.result(PATIENCE_S)
         assert client.stats() == after
         assert {key: changed(key) for key in change} == change
 
 
 def test_a_layer_whose_answer_was_lost_is_not_sent_again(proxy: CuttingProxy, far: KVClient, wire: Any) -> None:
     token = np.ones((1, 2, 32), np.float32)
-    with far.session() as session, ThreadPoolExecutor(1) as pool:
+    with far.session(detachable=True) as session, ThreadPoolExecutor(1) as pool:
         step = session.append([computed(session, [1, 2, 3, 4, 5, 6])], [7])
 
         def done() -> bool:
@@ -211,7 +209,7 @@ def test_a_layer_whose_answer_was_lost_is_not_sent_again(proxy: CuttingProxy, fa
         until(done)
         proxy.cut()
         with pytest.raises(ConnectionLostError):
-            answer.result(10)
+            answer.result(PATIENCE_S)
         with pytest.raises(LayerWrittenError):
             step.decode(0, token, token, token)
         step.decode(1, token, token, token)
@@ -222,7 +220,7 @@ def test_a_layer_is_sent_over_a_new_stream_if_the_old_one_is_known_to_be_broken(
     proxy: CuttingProxy, far: KVClient
 ) -> None:
     token = np.ones((1, 2, 32), np.float32)
-    with far.session() as session:
+    with far.session(detachable=True) as session:
         step = session.append([session.allocate([1])], [2])
         connection = session._stream._connection
         proxy.cut()
@@ -435,7 +433,7 @@ def test_a_call_that_waits_ends_when_another_thread_closes(proxy: CuttingProxy, 
         time.sleep(0.1)
         session.detach()
         with pytest.raises(ConnectionLostError):
-            answer.result(10)
+            answer.result(PATIENCE_S)
 
 
 def test_a_message_over_the_limit_is_refused_and_the_session_lives(daemon: Daemon) -> None:
