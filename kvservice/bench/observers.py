@@ -27,7 +27,7 @@ NUM_PAGES = 10
 SHAPE = (1, 1, 32)
 NUM_BLOCKS, NUM_BLOCKS_QUICK = 1_000_000, 100_000
 # Tokens of the sequences that fill most of the pool.
-LARGE = 65_536
+LARGE = 16_384
 POOL: dict[str, Any] = {
     "num_layers": SHAPE[0],
     "num_kv_heads": SHAPE[1],
