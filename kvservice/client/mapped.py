@@ -320,6 +320,8 @@ class MappedTransport:
 
     async def close(self) -> None:
         await self._session.stream.run(self._kernels.wait)
+        if self.takes_gpu_tensors:
+            self._session.call = self._call  # or the session would keep what is mapped
 
 
 def _as_options(options: Options) -> dict[str, Any]:

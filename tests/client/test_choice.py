@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +159,21 @@ def test_all_sessions_together_share_so_much(caplog: pytest.LogCaptureFixture, t
         other.unregister_region()
         other.create_region(1 << 20)
     object_.unlink()
+
+
+@pytest.mark.parametrize("wanted", EVERY)
+def test_a_session_that_is_closed_keeps_nothing_mapped(daemon: Daemon, wanted: str) -> None:
+    """Though its object is still there, and nothing was collected: the daemon counts what a client keeps."""
+    gc.disable()
+    try:
+        with KVClient(daemon.address, transport=wanted) as client:
+            with client.session() as kv:
+                check_working(kv)
+                transport = weakref.ref(kv._core.attending)
+            assert transport() is None
+            assert kv.transport == "inline"
+    finally:
+        gc.enable()
 
 
 def test_nothing_is_logged_of_what_the_daemon_does_not_offer(caplog: pytest.LogCaptureFixture, free_port: int) -> None:
