@@ -66,8 +66,9 @@ class Connection(Protocol):
     """Why it ended."""
 
     async def exchange(self, name: str, request: Any, deadline: float | None) -> Any:
-        """The answer to one call, or the error raised that is its answer. Raises ConnectionLostError if the stream ends
-        before, CallTimeoutError at the deadline, a time of the face's clock."""
+        """The answer to one call, or the error raised that is its answer. Raises `error` if the stream ends before,
+        which is a ConnectionLostError unless the daemon said why; CallTimeoutError at the deadline, a time of the
+        face's clock."""
 
     async def end(self) -> None: ...
 

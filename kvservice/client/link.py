@@ -23,6 +23,7 @@ from kvservice.errors import (
     FailedPreconditionError,
     KVServiceError,
     NotFoundError,
+    UnauthenticatedError,
 )
 from kvservice.v1 import session_pb2
 
@@ -35,6 +36,9 @@ MAX_PAUSE_S = 1.0
 
 # The daemon's answer to a stream whose session is closed or another client's: no attempt will be answered otherwise.
 _SESSION_OVER = (FailedPreconditionError, NotFoundError)
+# What a stream ends with that another may replace. The daemon ends the streams of a token that was removed; the client
+# may have the next token by then, which each attempt to attach reads anew.
+_STREAM_OVER = (ConnectionLostError, UnauthenticatedError)
 
 
 class Link:
@@ -82,7 +86,8 @@ class Link:
         """The answer to one call. It is sent again if its stream broke, unless it is one that is done only once.
 
         Raises the daemon's errors; CallTimeoutError; ConnectionLostError if the stream broke and it is not known
-        whether the call was done; DaemonAwayError, at once, while there is no connection.
+        whether the call was done; DaemonAwayError, at once, while there is no connection, or UnauthenticatedError if
+        the daemon refuses the client's token.
         """
         deadline = self.deadline(timeout_s)
         if not await self._turns.take(None if deadline is None else deadline - self._face.clock()):
@@ -105,11 +110,14 @@ class Link:
                     self._broke(connection)
                     self._given_up = True
                 raise
-            except ConnectionLostError:
+            except _STREAM_OVER as over:
                 self._broke(connection)
                 sends += 1
-                if sends == MAX_SENDS or not repeatable(name):
+                if sends < MAX_SENDS and repeatable(name):
+                    continue
+                if isinstance(over, ConnectionLostError):
                     raise
+                raise ConnectionLostError(f"{name}: its stream ended before the answer came ({over})") from None
 
     def deadline(self, timeout_s: float | None = None) -> float | None:
         """By the face's clock, for a call that begins now. None: there is none. Raises InvalidArgumentError."""

@@ -20,11 +20,13 @@ from kvservice.errors import (
     KVServiceError,
     SessionTakenError,
     TLSHandshakeError,
+    UnauthenticatedError,
     UnknownSessionError,
 )
 
 CUT = ConnectionLostError("UNAVAILABLE: Socket closed")
 REFUSED = ConnectionLostError("UNAVAILABLE: Connection refused")
+REMOVED = UnauthenticatedError("the token was removed")
 WAIT_S = 2.0
 
 
@@ -94,6 +96,29 @@ def test_a_layer_whose_stream_breaks_is_not_sent_again() -> None:
     rig.face.work()
     assert rig.call("decode") == "decode"
     assert rig.sent() == [["attach", "decode"], ["attach", "decode"]]
+
+
+def test_a_call_whose_stream_a_removed_token_ends_is_sent_again_with_the_next() -> None:
+    rig = Rig([ATTACHED, REMOVED], [ATTACHED])
+    rig.face.plan(0.5, rig.face.work)
+    assert rig.call("allocate") == "allocate"
+    assert rig.sent() == [["attach", "allocate"], ["attach", "allocate"]]
+
+
+def test_a_layer_whose_stream_a_removed_token_ends_may_have_been_written() -> None:
+    rig = Rig([ATTACHED, REMOVED], [ATTACHED])
+    assert rig.fails(ConnectionLostError, "decode") == 0
+    rig.face.work()
+    assert rig.call("decode") == "decode"
+
+
+def test_a_next_token_that_is_refused_too_is_what_calls_raise() -> None:
+    """The client goes on trying: the file of its token may be the last that is changed."""
+    rig = Rig([ATTACHED, REMOVED], *3 * [[REMOVED]], [ATTACHED])
+    assert rig.fails(UnauthenticatedError) == WAIT_S
+    assert rig.fails(UnauthenticatedError) == 0
+    rig.face.work()
+    assert rig.call() == "describe"
 
 
 def test_a_call_that_breaks_every_stream_is_given_up() -> None:

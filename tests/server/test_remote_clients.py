@@ -161,7 +161,6 @@ def patient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
         yield running
 
 
-@pytest.mark.xfail(strict=False, reason="a stream that a removed token ended is not always taken up with the next")
 @pytest.mark.parametrize("face", FACES)
 def test_a_session_outlives_its_token_where_the_client_finds_the_next(
     patient: Secured, tmp_path: Path, face: Face

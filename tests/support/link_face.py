@@ -128,7 +128,7 @@ class FakeConnection:
                 raise self.error
             raise CallTimeoutError("no answer in time")
         if isinstance(answer, KVServiceError):
-            if answer.status == "UNAVAILABLE":
+            if answer.status in ("UNAVAILABLE", "UNAUTHENTICATED"):
                 self.breaks(answer)
             raise answer
         return answer
