@@ -88,12 +88,13 @@ def _path_of(key: str) -> bytes:
 
 def _open(path: bytes, peer: Peer) -> int:
     """Open an object if the peer could. It is looked at before it is opened: the directory may hold other things than
-    shared memory, on which an open could wait or have effects."""
+    shared memory, on which an open could wait or have effects. An open that conflicts with a lease of the owner's
+    (fcntl(2), F_SETLEASE) would wait 45 s for it; O_NONBLOCK makes it fail, and changes nothing else of a file."""
     try:
         found = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             _check_object(found, peer)
-            return os.open(f"/proc/self/fd/{found}", os.O_RDWR | os.O_CLOEXEC)
+            return os.open(f"/proc/self/fd/{found}", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         finally:
             os.close(found)
     except OSError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import itertools
 import mmap
 import os
@@ -45,6 +46,8 @@ from kvservice.v1 import attention_pb2, host_pb2, session_pb2, shared_memory_pb2
 
 OBJECT_BYTES = 1 << 16
 CONFIG = ServeConfig(max_regions=3, max_region_mib=1, max_shared_mib=2)
+# Of fcntl(2).
+F_SETSIG = 10
 PREFIX = f"/dev/shm/kvservice-test-{os.getpid()}"
 Register = shared_memory_pb2.SystemSharedMemoryRegisterRequest
 Status = shared_memory_pb2.SystemSharedMemoryStatusRequest
@@ -213,6 +216,27 @@ def test_what_is_no_shared_memory_is_not_opened(regions: Regions, make: Callable
         (os.rmdir if path.is_dir() else os.unlink)(path)
     assert caught.value.field == "key"
     assert num_descriptors() == before
+
+
+@pytest.fixture
+def leased() -> Iterator[Path]:
+    """An object whose owner has a lease on it, and never gives it up."""
+    path = Path(f"{PREFIX}-leased")
+    path.write_bytes(bytes(OBJECT_BYTES))
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        # The signal that tells the owner of an open that conflicts; this one is ignored if nobody handles it.
+        fcntl.fcntl(descriptor, F_SETSIG, signal.SIGURG)
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+        yield path
+    finally:
+        os.close(descriptor)
+        path.unlink()
+
+
+def test_an_object_with_a_lease_keeps_nobody_waiting(regions: Regions, leased: Path) -> None:
+    with pytest.raises(RegionNotOpenedError, match="Resource temporarily unavailable"):
+        regions.register("r", leased.name, 0, 1)
 
 
 @pytest.mark.parametrize(("offset", "byte_size"), [(OBJECT_BYTES, 1), (0, OBJECT_BYTES + 1), (0, 0)])
