@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
@@ -65,7 +67,65 @@ def test_a_change_is_followed_and_back(other: float) -> None:
     assert weights.digest() == first
 
 
-def test_changes_that_raise_no_version_are_found_in_samples() -> None:
+SHAPES = {
+    "embedding": (1500, 96),
+    "projection": (257, 640),
+    "bias": (17,),
+    "less than a word": (3,),
+    "scalar": (),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_a_change_of_any_element_that_raises_no_version_is_found(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    rng = random.Random(0)
+    for place in (lambda tensor: tensor, _transposed, _at_odd_offset, _part_of_more):
+        tensor = place(torch.zeros(shape).to(dtype))
+        weights = Weights()
+        weights.track({"other": torch.ones(3), "weight": tensor})
+        before = weights.digest()
+        for _ in range(5):
+            index = tuple(rng.randrange(size) for size in shape)
+            tensor.data[index] = 1
+            assert weights.unchanged(thorough=False)
+            assert not weights.unchanged(thorough=True)
+            assert weights.digest() == digest({"other": torch.ones(3), "weight": tensor}) != before
+            assert weights.unchanged(thorough=True)
+            tensor.data[index] = 0
+            assert weights.digest() == before
+
+
+def _transposed(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.t().contiguous().t() if tensor.dim() == 2 else tensor
+
+
+def _at_odd_offset(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.flatten()
+    return torch.cat([flat[:1], flat])[1:].reshape(tensor.shape)
+
+
+def _part_of_more(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.stack([tensor, tensor], -1)[..., 1]
+
+
+@pytest.mark.parametrize("permuted", ["rows", "columns", "two rows"])
+def test_elements_that_change_places_are_found(permuted: str) -> None:
+    tensor = torch.randn(3000, 512, generator=torch.Generator().manual_seed(0))
+    weights = Weights()
+    weights.track({"weight": tensor})
+    before = weights.digest()
+    if permuted == "rows":
+        tensor.data[:] = tensor.flip(0)
+    elif permuted == "columns":
+        tensor.data[:] = tensor.flip(1)
+    else:
+        tensor.data[[5, 2900]] = tensor[[2900, 5]]
+    assert not weights.unchanged(thorough=True)
+    assert weights.digest() != before
+
+
+def test_changes_in_inference_mode_are_found() -> None:
     with torch.inference_mode():
         tensors = {"one": values(), "two": values()}
     weights = Weights()
@@ -76,6 +136,18 @@ def test_changes_that_raise_no_version_are_found_in_samples() -> None:
     assert weights.unchanged(thorough=False)
     assert not weights.unchanged(thorough=True)
     assert weights.digest() == digest(tensors)
+
+
+def test_other_memory_is_noticed_and_its_changes_too() -> None:
+    tensor = torch.zeros(2000)
+    weights = Weights()
+    weights.track({"weight": tensor})
+    weights.digest()
+    tensor.data = torch.ones(2000)
+    assert not weights.unchanged(thorough=False)
+    weights.digest()
+    tensor.data[1234] = 5
+    assert not weights.unchanged(thorough=True)
 
 
 def test_only_what_changed_is_hashed_again(monkeypatch) -> None:

@@ -121,8 +121,8 @@ _fingerprints: WeakKeyDictionary[PreTrainedModel, _Fingerprint] = WeakKeyDiction
 
 
 def identify(model: PreTrainedModel, thorough: bool = True) -> Identity:
-    """The model's identity at present. `thorough`: notice also changes of weights that raise no version, most of them;
-    for passes that compute a prompt."""
+    """The model's identity at present. `thorough`: notice also changes of weights that raise no version, which costs
+    about as much as computing a token; for passes that compute a prompt."""
     fingerprint = _fingerprints.get(model)
     if fingerprint is None:
         fingerprint = _fingerprints[model] = _Fingerprint(model)
