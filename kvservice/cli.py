@@ -188,7 +188,7 @@ def top(
 
 @main.group()
 def bench() -> None:
-    """Measure: bookkeeping, RPCs, attention, swapping."""
+    """Measure: bookkeeping, RPCs, the largest requests, attention, swapping."""
 
 
 def _report(
@@ -244,6 +244,17 @@ def bench_rpc(device: str, quick: bool, as_json: bool) -> None:
 
     with _torch_wanted():
         _report(lambda: rpc.run(quick, device), rpc.render, as_json)
+
+
+@bench.command("limits")
+@_quick_option
+@_json_option
+def bench_limits(quick: bool, as_json: bool) -> None:
+    """Pings to a real daemon while another client sends the largest request of each RPC."""
+    _reexec_with(missing_environment(os.environ))
+    from kvservice.bench import limits
+
+    _report(lambda: limits.run(quick), limits.render, as_json)
 
 
 @bench.command("attention")

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from kvservice.bench.largest import WITHOUT_MEANING
 from kvservice.bench.transports import LABELS, SIZES
 from kvservice.config import ServeConfig
 from kvservice.launch import Daemon
+from kvservice.server.contract import SERVICES
 
 TINY_POOL = {"KVSERVICE_NUM_LAYERS": "1", "KVSERVICE_NUM_BLOCKS": "8", "KVSERVICE_SWAP_SPACE_GIB": "0"}
 
@@ -110,6 +112,20 @@ def test_bench_blocks_prints_one_json_object() -> None:
     results = json.loads(done.stdout)
     assert {"calibration_s", "append_step_256_s", "allocate_1024_s", "allocate_1024_hit_s", "fork_s"} <= set(results)
     assert all(results[name] > 0 for name in ("append_step_256_s", "allocate_1024_s", "fork_s", "free_s"))
+
+
+def test_bench_limits_sends_large_requests_of_every_rpc_of_the_contract() -> None:
+    done = kvservice("bench", "limits", "--quick", "--json")
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout)
+    assert 0 < results["idle"]["ping_p50_s"] <= results["idle"]["ping_max_s"]
+    rpcs = {method.name for service in SERVICES for method in service.methods}
+    rows = results["rows"]
+    assert {row["rpc"] for row in rows if row["content"] != WITHOUT_MEANING} == rpcs
+    assert {row["rpc"] for row in rows if row["content"] == WITHOUT_MEANING} == rpcs - {"Connect", "Subscribe"}
+    # Of every RPC some request is done, but for a daemon without a GPU.
+    done_rpcs = {row["rpc"] for row in rows if "OK" in row["statuses"] and row["content"] != WITHOUT_MEANING}
+    assert rpcs - done_rpcs == {"SystemSharedMemoryRegister", "CudaSharedMemoryRegister"}
 
 
 def test_bench_rpc_prints_one_json_object_with_every_call() -> None:
