@@ -100,9 +100,8 @@ def extra_keys_by_block(extra_keys: object, field: str, block_size: int, max_tok
         if not 1 <= len(pair[1]) <= MAX_EXTRA_KEY_BYTES:
             raise InvalidArgumentError(f"must have from 1 to {MAX_EXTRA_KEY_BYTES} bytes", field=f"{field}[{i}]")
         pairs.append((whole_number(pair[0], f"{field}[{i}]", 0, max_tokens - 1), pair[1]))
-    by_block: dict[int, bytes] = {}
+    by_block: dict[int, bytearray] = {}
     for position, key in sorted(pairs):
-        offset = position % block_size
-        encoded = offset.to_bytes(4, "little") + len(key).to_bytes(4, "little") + key
-        by_block[position // block_size] = by_block.get(position // block_size, b"") + encoded
-    return by_block
+        encoded = by_block.setdefault(position // block_size, bytearray())
+        encoded += (position % block_size).to_bytes(4, "little") + len(key).to_bytes(4, "little") + key
+    return {block: bytes(encoded) for block, encoded in by_block.items()}

@@ -26,7 +26,7 @@ from kvservice.server.draining import Drain
 from kvservice.server.events import EventStreams
 from kvservice.server.grpc_options import server_options
 from kvservice.server.health import Health
-from kvservice.server.heap import trim_heap
+from kvservice.server.heap import freeze_heap, trim_heap
 from kvservice.server.listening import (
     StartError,
     check_addresses,
@@ -104,6 +104,7 @@ class Daemon:
                 *(slots.end_stalled() for slots in self._slots),
                 trim_heap(),
             )
+            freeze_heap()
             beside = [asyncio.create_task(task) for task in tasks]
             self._set_health(serving=True)
             logger.info(

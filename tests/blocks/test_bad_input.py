@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvservice.blocks import AllocationRequest, BlockManager, BlocksConfig, SequenceSpace
+from kvservice.blocks.arguments import extra_keys_by_block
 from kvservice.errors import InvalidArgumentError, KVServiceError, UnknownSequenceError
 
 Make = Callable[..., tuple[BlockManager, SequenceSpace]]
@@ -185,3 +186,14 @@ def test_a_step_keeps_its_ids_when_the_callers_buffer_changes(pool: tuple[BlockM
     ids[:] = [2, 1]
     assert step.sequence_ids.tolist() == [1, 2]
     assert manager.append(space, ids, [1, 1]).sequence_ids.tolist() == [2, 1]
+
+
+def test_extra_keys_of_a_block_follow_each_other_by_position_and_key() -> None:
+    keys = [(5, b"c"), (4, b"b"), (0, b"x"), (4, b"aa")]
+    encoded = [
+        offset.to_bytes(4, "little") + len(key).to_bytes(4, "little") + key
+        for offset, key in ((0, b"aa"), (0, b"b"), (1, b"c"))
+    ]
+    found = extra_keys_by_block(keys, "keys", 4, 100)
+    assert found == {0: bytes(4) + b"\1\0\0\0x", 1: b"".join(encoded)}
+    assert all(type(value) is bytes for value in found.values())

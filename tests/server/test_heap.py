@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 
 import pytest
 
-from kvservice.server.heap import LEAST_BYTES, NUM_SAMPLES, HeapTrimmer, Malloc
+from kvservice.server.heap import LEAST_BYTES, NUM_SAMPLES, HeapTrimmer, Malloc, freeze_heap
 
 MIB = 1 << 20
 
@@ -47,6 +48,16 @@ def test_what_was_free_for_a_while_is_given_back(malloc: FakeMalloc) -> None:
     assert (malloc.num_trims, malloc.spare) == (1, 0)
     sample(trimmer, 3 * NUM_SAMPLES)
     assert malloc.num_trims == 1, "what is free is resident no longer"
+
+
+def test_the_collector_does_not_look_again_at_what_there_was() -> None:
+    before, marker = gc.get_freeze_count(), [object()]
+    freeze_heap()
+    try:
+        assert gc.get_freeze_count() > before
+        assert not any(each is marker for each in gc.get_objects())
+    finally:
+        gc.unfreeze()
 
 
 def test_what_comes_and_goes_is_kept(malloc: FakeMalloc) -> None:
