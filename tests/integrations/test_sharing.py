@@ -299,10 +299,22 @@ def test_the_same_model_in_another_process_finds_what_this_one_computed(llama, t
     assert model_keys(llama.model) == [(int(position), bytes.fromhex(key))]
 
 
-def test_what_is_noticed_by_nothing_is_looked_at_again_after_install(llama) -> None:
+def test_a_change_that_raises_no_version_is_noticed_before_a_prompt(llama) -> None:
     before = model_keys(llama.model)
-    llama.model.model.embed_tokens.weight.data[1, 1] = 7
+    row = llama.model.model.embed_tokens.weight.data[1]
+    row[1] += 1
+    changed = model_keys(llama.model)
     llama.model.model.layers[0].self_attn.scaling *= 2
+    assert len({str(keys) for keys in (before, changed, model_keys(llama.model))}) == 3
+    llama.model.model.layers[0].self_attn.scaling /= 2
+    assert model_keys(llama.model) == changed
+
+
+def test_what_is_noticed_by_nothing_is_looked_at_again_after_install(llama) -> None:
+    llama.model.model.layers[0].self_attn.scales = [1.0, 2.0]
+    before = model_keys(llama.model)
+    llama.model.model.layers[0].self_attn.scales[0] = 3.0
+    llama.model.model.layers[0].mlp.extra_repr = lambda: "other code"
     assert model_keys(llama.model) == before
     install(uninstall(llama.model))
     assert model_keys(llama.model) != before

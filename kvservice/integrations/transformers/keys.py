@@ -1,11 +1,12 @@
 """Keys of the prefix cache for what K/V depend on besides tokens: the model that computed them.
 
-A model's key is a SHA-256 over its class and configuration, the library's version, its modules, the state of its
-adapters, and its weights. It is the same in every process that loads the same model, so that they share prefixes.
+A model's key is a SHA-256 over its class and configuration, the library's version, its modules with their numbers and
+words (an attention's scaling, a norm's epsilon), the state of its adapters, and its weights. It is the same in every
+process that loads the same model, so that they share prefixes.
 Before each pass it is looked whether it still holds: whether modules hold the same modules and tensors, the
 configuration equals a copy, PEFT's layers have the same adapters active, merged, disabled and scaled, and the weights
-are unchanged (see `weights.py`). Not noticed is a change of what modules keep outside of tensors, such as another
-`scaling` of an attention module, and of code. After one of these, uninstall() the model and install() it again.
+are unchanged (see `weights.py`). Before a prompt's pass, modules' numbers and words are compared too. Not noticed is a
+change of code and of other objects that modules keep. After one of these, uninstall() the model and install() it again.
 
 K/V of some models are never shared, because they depend on more than that: `Identity.private_because` says on what.
 """
@@ -44,6 +45,10 @@ _NOT_OF_THE_MODEL = {
     "return_dict",
     "use_cache",
 }
+# Types of the attributes that modules take their constants from.
+_PLAIN = {bool, int, float, str}
+# Where the model was loaded from and how it is trained.
+_OF_THE_RUN = {"name_or_path", "training", "gradient_checkpointing"}
 _LENGTH_REASON = "rotary embeddings depend on the length of the longest sequence of a pass"
 _PRIVATE = b"private:"
 _END = object()
@@ -76,7 +81,7 @@ class _Fingerprint:
 
     def identity(self, model: PreTrainedModel, thorough: bool) -> Identity:
         with self._lock:
-            if not self._same_objects(model):
+            if not self._same_objects(model) or (thorough and _plain_attributes(model) != self._plain):
                 self._walk(model)
             elif not self._weights.unchanged(thorough):
                 self._identity = self._identify()
@@ -90,6 +95,7 @@ class _Fingerprint:
         tables: list[list[dict[str, Any]]] = [[one._modules, one._parameters, one._buffers] for one in modules]
         self._tables = [table for table in chain.from_iterable(tables) if table]
         self._members = [*self._current_members()]
+        self._plain = _plain_attributes(model)
         self._config = copy.deepcopy(vars(model.config))
         self._adapters = [module for module in modules if hasattr(module, "_disable_adapters")]
         self._adapter_states = [_adapter_state(module) for module in self._adapters]
@@ -98,7 +104,7 @@ class _Fingerprint:
         self._private_because = _LENGTH_REASON if self._depends_on_length else next(_other_reasons(model), "")
         named = {} if self._private_because else {**dict(model.named_parameters()), **dict(model.named_buffers())}
         self._weights.track(named)
-        self._description = _describe(model, self._adapter_states)
+        self._description = _describe(model, self._adapter_states, self._plain)
         self._identity = self._identify()
 
     def _identify(self) -> Identity:
@@ -218,11 +224,24 @@ def _adapter_state(layer: Any) -> tuple[Any, ...]:
     )
 
 
-def _describe(model: PreTrainedModel, adapter_states: list[tuple[Any, ...]]) -> bytes:
+def _plain_attributes(model: PreTrainedModel) -> list[dict[str, object]]:
+    """The numbers and words that each module keeps, without those that are private: the library's notes."""
+    return [
+        {
+            name: value
+            for name, value in vars(module).items()
+            if type(value) in _PLAIN and name not in _OF_THE_RUN and not name.startswith("_")
+        }
+        for module in model.modules()
+    ]
+
+
+def _describe(model: PreTrainedModel, adapter_states: list[tuple[Any, ...]], plain: list[dict[str, object]]) -> bytes:
     """Everything that the key covers but the weights."""
     kind = type(model)
     config = {name: value for name, value in model.config.to_dict().items() if name not in _NOT_OF_THE_MODEL}
-    modules = [(name, type(one).__qualname__, one.extra_repr()) for name, one in model.named_modules()]
+    named = zip(model.named_modules(), plain, strict=True)
+    modules = [(name, type(one).__qualname__, one.extra_repr(), values) for (name, one), values in named]
     description = [f"{kind.__module__}.{kind.__qualname__}", config, modules, [repr(state) for state in adapter_states]]
     return json.dumps(description, sort_keys=True, default=_plain).encode()
 
