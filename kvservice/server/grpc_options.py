@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvservice.config import ServeConfig
-from kvservice.server.slots import max_rpcs_of_connection
+from kvservice.server.slots import max_rpcs, max_rpcs_of_connection
 from kvservice.wire.keepalive import MIN_PING_INTERVAL_MS, keepalive_options
 
 CONNECTION_OPTIONS: tuple[tuple[str, int], ...] = (
@@ -22,11 +22,16 @@ CONNECTION_OPTIONS: tuple[tuple[str, int], ...] = (
 
 def server_options(config: ServeConfig) -> list[tuple[str, int]]:
     """All options of the daemon's server."""
+    # RPCs that have come and that the event loop has not looked at yet; more are cancelled. Each may hold 600 KB of
+    # metadata, whatever its frames are: left to itself, gRPC lets 3000 wait.
+    waiting = max_rpcs(config)
     return [
         ("grpc.max_receive_message_length", config.max_message_bytes),
         ("grpc.max_send_message_length", config.max_message_bytes),
         ("grpc.max_allowed_incoming_connections", config.connection_limit),
         ("grpc.max_concurrent_streams", max_rpcs_of_connection(config)),
+        ("grpc.server.max_pending_requests", waiting),
+        ("grpc.server.max_pending_requests_hard_limit", waiting),
         *keepalive_options(config.client_timeout_s),
         *CONNECTION_OPTIONS,
     ]

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import ast
+import asyncio
+import contextlib
+import queue
 import re
 import socket
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +25,7 @@ import kvservice
 from kvservice.client.channel import CHANNEL_OPTIONS
 from kvservice.config import ServeConfig
 from kvservice.server.grpc_options import CONNECTION_OPTIONS, server_options
+from kvservice.server.slots import max_rpcs, max_rpcs_of_connection
 from kvservice.wire.channels import SERVER_NAME_OPTION
 
 PACKAGE = Path(kvservice.__file__).parent
@@ -78,6 +83,47 @@ def test_a_client_that_does_not_answer_loses_its_connection_in_its_time(tmp_path
         with PingingClient(tmp_path / "socket") as client:
             assert client.goodbye() == b"ping_timeout"
         assert 2.9 < time.monotonic() - begin < 30
+
+
+def test_calls_that_wait_for_the_event_loop_are_bounded(tmp_path: Path) -> None:
+    """Those that come while the loop is busy; gRPC's own bound is 3000."""
+    config = ServeConfig(max_sessions=1)
+    bound = max_rpcs(config)
+    with held_loop(server_options(config), tmp_path / "socket") as is_free, contextlib.ExitStack() as clients:
+        done: queue.Queue[grpc.Future] = queue.Queue()
+        for _ in range(bound // max_rpcs_of_connection(config) + 1):
+            options = [("grpc.use_local_subchannel_pool", 1)]
+            channel = clients.enter_context(grpc.insecure_channel(f"unix:{tmp_path}/socket", options))
+            for _ in range(max_rpcs_of_connection(config)):
+                channel.unary_unary("/none/none").future(b"").add_done_callback(done.put)
+        code = done.get(timeout=30).code()
+        is_free.set()
+    assert code is grpc.StatusCode.CANCELLED
+
+
+@contextmanager
+def held_loop(options: Iterable[tuple[str, int]], path: Path) -> Iterator[threading.Event]:
+    """A server whose event loop does nothing until the event is set."""
+    started, is_free, stop = threading.Event(), threading.Event(), threading.Event()
+
+    async def serve() -> None:
+        server = grpc.aio.server(options=list(options))
+        server.add_insecure_port(f"unix:{path}")
+        await server.start()
+        started.set()
+        is_free.wait()
+        await asyncio.to_thread(stop.wait)
+        await server.stop(None)
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    try:
+        assert started.wait(60)
+        yield is_free
+    finally:
+        is_free.set()
+        stop.set()
+        thread.join()
 
 
 def answers(options: Iterable[tuple[str, int]], path: Path) -> list[bytes]:
