@@ -53,6 +53,8 @@ class Core:
         self._flat_tables = self.block_tables.reshape(-1)
         self.spaces: set[SequenceSpace] = set()
         self.clock = clock
+        # Another number after each slice of an operation that may have changed the bookkeeping.
+        self.generation = 0
         # How many pins each block has, and how many blocks have any.
         self.pin_counts = np.zeros(config.num_blocks, np.int32)
         self.num_pinned = 0
@@ -74,6 +76,7 @@ class Core:
         """Every operation begins here: the space is open, and pins that are over are ended."""
         if space.closed:
             raise UnknownSessionError("the sequences' space is closed")
+        self.generation += 1
         if self.pin_deadlines:
             self._expire_pins()
 
@@ -87,6 +90,7 @@ class Core:
 
     def _end_pin(self, space: SequenceSpace, pin_id: int) -> int:
         """Returns how many blocks it had pinned."""
+        self.generation += 1
         blocks = space.pins.pop(pin_id)
         self.pin_counts[blocks] -= ONE
         ended = blocks[self.pin_counts[blocks] == 0]

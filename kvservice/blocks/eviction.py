@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvservice.blocks.plans import Int64Array
+from kvservice.blocks.plans import BoolArray, Int64Array
 
 _NOWHERE = -1
 _SLACK = 1024
@@ -64,6 +64,14 @@ class EvictionQueue:
         entries = self._log[self._head : self._tail]
         valid: Int64Array = entries[self._stamp[entries] == np.arange(self._head, self._tail)]
         return valid
+
+    def has(self, blocks: slice) -> BoolArray:
+        """Which of the blocks with these numbers are in the queue: bool[n]."""
+        stamps = self._stamp[blocks]
+        inside = (stamps >= self._head) & (stamps < self._tail)
+        entries = self._log[np.where(inside, stamps, 0)]
+        found: BoolArray = inside & (entries == np.arange(blocks.start, blocks.stop))
+        return found
 
     def _compact(self) -> None:
         valid = self.blocks()

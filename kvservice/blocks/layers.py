@@ -94,6 +94,7 @@ class LayerOps(Core):
         if entry.committed or not entry.complete:
             return False
         entry.committed = True
+        self.generation += 1
         num_tokens = len(entry.plan.slot_mapping)
         self.computed_tokens += num_tokens
         space.counters[COMPUTED_TOKENS] += num_tokens

@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 
 from kvservice.blocks.inspection import InspectionOps
-from kvservice.blocks.integrity import check_integrity
+from kvservice.blocks.integrity import check_in_slices, check_integrity
 from kvservice.blocks.layers import LayerOps
 from kvservice.blocks.pins import PinOps
 from kvservice.blocks.sequences import NUM_COUNTERS, SequenceSpace
@@ -49,6 +49,7 @@ class BlockManager(StepOps, LayerOps, SharingOps, SwapOps, PinOps, InspectionOps
         if space.closed:
             return 0
         space.closed = True
+        self.generation += 1
         self.spaces.remove(space)
         rows = np.array(list(space.rows.values()), np.int64)
         self.sequences.ending.update(rows.tolist())
@@ -76,3 +77,7 @@ class BlockManager(StepOps, LayerOps, SharingOps, SwapOps, PinOps, InspectionOps
     def check_integrity(self) -> None:
         """Recomputes every invariant from scratch; O(pool). Raises InternalError naming the one that is broken."""
         check_integrity(self)
+
+    def check_integrity_in_slices(self) -> Slices[bool]:
+        """The same, with operations in between; see check_in_slices."""
+        return check_in_slices(self)

@@ -17,7 +17,7 @@ from kvservice.blocks.arguments import extra_keys_by_block, int32_array, whole_n
 from kvservice.blocks.core import Core
 from kvservice.blocks.plans import Int64Array, Pin
 from kvservice.blocks.sequences import SequenceSpace
-from kvservice.blocks.slices import Slices, finish
+from kvservice.blocks.slices import Slices, cut, finish
 from kvservice.blocks.tier import ONE
 from kvservice.errors import InvalidArgumentError, NotComputedError, QuotaExceededError, UnknownPinError
 
@@ -89,7 +89,14 @@ class PinOps(Core):
         became free."""
         if self.pin_deadlines:
             self._expire_pins()
-        return (yield from self.device.reset_in_slices())
+        blocks = self.device.unpinned()
+        num_freed = 0
+        for i, part in enumerate(cut(blocks)):
+            if i:
+                yield
+            self.generation += 1
+            num_freed += self.device.reset(part, whole=len(part) == len(blocks))
+        return num_freed
 
     def _find_prefix(self, token_ids: npt.ArrayLike, extra_keys: Sequence[tuple[int, bytes]]) -> Int64Array:
         tokens = int32_array(token_ids, "token_ids")

@@ -137,6 +137,7 @@ class SharingOps(AllocationOps):
         self._free_rows(parts[-1])
 
     def _free_rows(self, rows: Int64Array) -> None:
+        self.generation += 1
         self.sequences.num_tokens -= int(self.meta[rows, LENGTH].sum())
         resident = rows
         if self.sequences.num_swapped:

@@ -16,7 +16,6 @@ from kvservice.blocks.events import EventJournal
 from kvservice.blocks.eviction import EvictionQueue
 from kvservice.blocks.plans import BoolArray, Int32Array, Int64Array, Zeros
 from kvservice.blocks.prefix import PrefixIndex
-from kvservice.blocks.slices import Slices, cut
 
 # A typed array of no dimension: NumPy takes it in half the time that it needs for Python's integer.
 ONE = np.array(1, np.int32)
@@ -94,9 +93,9 @@ class Tier:
         self._free[self.num_free : end] = blocks
         self.num_free = end
 
-    def free_blocks(self) -> Int64Array:
-        """The free stack, bottom first."""
-        return self._free[: self.num_free].astype(np.int64)
+    def free_blocks(self, part: slice = slice(None)) -> Int64Array:
+        """The free stack, bottom first, or a part of it."""
+        return self._free[: self.num_free][part].astype(np.int64)
 
 
 class DeviceTier(Tier):
@@ -207,17 +206,14 @@ class DeviceTier(Tier):
         self.evictable.add(unheld)
         self.num_pinned_unheld -= len(unheld)
 
-    def reset_in_slices(self) -> Slices[int]:
-        """Forgets all that is not pinned. Returns how many cached blocks became free."""
-        blocks = np.flatnonzero(self.indexed & ~self.pinned)
-        num_freed = 0
-        for i, part in enumerate(cut(blocks)):
-            if i:
-                yield
-            num_freed += self._reset(part[self.indexed[part] & ~self.pinned[part]], whole=len(part) == len(blocks))
-        return num_freed
+    def unpinned(self) -> Int64Array:
+        """The indexed blocks that no pin keeps."""
+        return np.flatnonzero(self.indexed & ~self.pinned)
 
-    def _reset(self, blocks: Int64Array, *, whole: bool) -> int:
+    def reset(self, blocks: Int64Array, *, whole: bool) -> int:
+        """Forgets those of these blocks that are unpinned still. `whole`: they were all there are. Returns how many of
+        them were cached and are free now."""
+        blocks = blocks[self.indexed[blocks] & ~self.pinned[blocks]]
         unheld = blocks[self.ref_count[blocks] == 0]
         forgotten = self._take_from_index(blocks)
         if self.journal is not None and forgotten:

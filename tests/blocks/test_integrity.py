@@ -1,0 +1,382 @@
+"""check_integrity, whole and in slices: it sees each kind of corruption, and nothing else, whatever comes between."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvservice.blocks import AllocationRequest, BlockManager, BlocksConfig, SequenceSpace, Slices
+from kvservice.blocks import integrity as integrity_module
+from kvservice.blocks.integrity import MAX_TRIES, check_in_slices
+from kvservice.blocks.invariants import parts, pieces, windows
+from kvservice.blocks.sequences import NUM_BLOCKS, STEP, SWAPPED
+from kvservice.blocks.slices import finish
+from kvservice.errors import InternalError, InvalidArgumentError, KVServiceError
+
+Make = Callable[..., tuple[BlockManager, SequenceSpace]]
+Corruption = Callable[[BlockManager, SequenceSpace], object]
+
+
+def add(manager: BlockManager, space: SequenceSpace, sequence_id: int, tokens: Any, salt: Any = ()) -> None:
+    """A sequence whose tokens are computed."""
+    manager.allocate(space, [AllocationRequest(sequence_id, tokens, salt)])
+    manager.mark_all_layers(space, manager.open_step(space, [sequence_id]).step_id)
+
+
+@pytest.fixture
+def corruptible(make: Make) -> tuple[BlockManager, SequenceSpace]:
+    """Rows 0 and 1 share a block, row 2 is a live step's, row 3 is swapped out; one sequence is cached, one pinned."""
+    manager, space = make()
+    add(manager, space, 1, range(10), [(0, b"salt")])
+    add(manager, space, 2, [*range(4), 50, 51], [(0, b"salt")])
+    manager.allocate(space, [AllocationRequest(3, range(20, 30))])
+    manager.open_step(space, [3])
+    add(manager, space, 4, range(60, 70))
+    manager.swap_out(space, [4])
+    add(manager, space, 5, range(90, 100))
+    manager.free(space, [5])
+    add(manager, space, 6, range(110, 118))
+    manager.pin(space, range(110, 118), ttl_s=1e9)
+    manager.free(space, [6])
+    finish(manager.check_integrity_in_slices())
+    return manager, space
+
+
+def table(manager: BlockManager, row: int) -> list[int]:
+    return manager.block_tables[row, : manager.meta[row, NUM_BLOCKS]].tolist()
+
+
+def other_place(manager: BlockManager, _: SequenceSpace) -> None:
+    """The same block as two entries of a table, counted as such."""
+    first, second = table(manager, 0)[:2]
+    manager.block_tables[0, 1] = first
+    manager.device.ref_count[[first, second]] += [1, -1]
+    manager.device._push_free(np.array([second]))
+    manager.device.num_active -= 1
+
+
+def own_block_given_to_another(manager: BlockManager, space: SequenceSpace) -> None:
+    """Two sequences write to one block, counted as such."""
+    mine, free = table(manager, 2)[0], manager.sequences.free_rows.pop()
+    space.rows[77] = free
+    manager.block_tables[free, 0] = mine
+    manager.meta[free] = [4, 0, 1, 0, 0, 1, 77, 0]
+    manager.sequences.num_tokens += 4
+    manager.device.ref_count[mine] = 2
+    manager.device.num_shared += 1
+
+
+def step_block_findable(manager: BlockManager, _: SequenceSpace) -> None:
+    """Consistently so, and with a hash that no content has."""
+    block = table(manager, 2)[0]
+    manager.device.hashes[block] = b"hash"
+    manager.device.make_findable([block], [b"hash"])
+
+
+def two_hashes_swapped(manager: BlockManager, _: SequenceSpace) -> None:
+    """Each is found by the hash that it has, but has the other's content."""
+    device, (one, other) = manager.device, table(manager, 0)[:2]
+    device.hashes[one], device.hashes[other] = device.hashes[other], device.hashes[one]
+    for block in (one, other):
+        hashed = device.hashes[block]
+        assert hashed is not None
+        device.index.blocks[hashed] = block
+
+
+def retaken_hash(manager: BlockManager, _: SequenceSpace) -> None:
+    device, block = manager.device, table(manager, 0)[0]
+    device.index.blocks[b"other"] = device.index.blocks.pop(device.hashes[block])  # type: ignore[arg-type]
+
+
+def cell(array: Any, index: Any, value: Any) -> None:
+    array[index] = value
+
+
+CORRUPTIONS: dict[str, Corruption] = {
+    "ref count": lambda m, _: cell(m.device.ref_count, table(m, 0)[0], 1),
+    "swap ref count": lambda m, _: cell(m.swap.ref_count, table(m, 3)[0], 2),
+    "free twice": lambda m, _: m.device._push_free(m.device.free_blocks()[:1]),
+    "lost": lambda m, _: m.device._pop_free(1),
+    "lost in swap": lambda m, _: m.swap._pop_free(1),
+    "held and free": lambda m, _: m.device._push_free(np.array(table(m, 0)[1:2])),
+    "cached and free": lambda m, _: m.device._push_free(m.device.evictable.blocks()[:1]),
+    "free one replaced": lambda m, _: cell(m.device._free, 0, m.device._free[1]),
+    "no such free block": lambda m, _: cell(m.device._free, 0, -1),
+    "free count": lambda m, _: setattr(m.device, "num_free", 99),
+    "tokens of a hashed block": lambda m, _: cell(m.device.token_ids, (table(m, 0)[0], 0), 999),
+    "extra keys": lambda m, _: m.sequences.extra_keys[0].update({0: b"other"}),
+    "extra keys of a free row": lambda m, _: m.sequences.extra_keys.update({m.sequences.free_rows[0]: {}}),
+    "hashes of two blocks": two_hashes_swapped,
+    "no hash": lambda m, _: cell(m.device.hashes, table(m, 0)[0], None),
+    "index": lambda m, _: m.device.index.blocks.popitem(),
+    "index knows more": lambda m, _: m.device.index.blocks.update({b"more": 0}),
+    "found by another hash": retaken_hash,
+    "not indexed": lambda m, _: cell(m.device.indexed, table(m, 0)[0], False),
+    "eviction queue": lambda m, _: m.device.evictable.pop(1),
+    "eviction queue's length": lambda m, _: setattr(m.device.evictable, "_size", 1),
+    "evictable while held": lambda m, _: m.device.evictable.add(np.array(table(m, 0)[:1])),
+    "active count": lambda m, _: setattr(m.device, "num_active", 99),
+    "shared count": lambda m, _: setattr(m.device, "num_shared", 99),
+    "length": lambda m, _: cell(m.sequences.lengths, 0, 500),
+    "token count": lambda m, _: setattr(m.sequences, "num_tokens", 1),
+    "swapped": lambda m, _: cell(m.meta, (0, SWAPPED), 1),
+    "swapped count": lambda m, _: setattr(m.sequences, "num_swapped", 0),
+    "computed": lambda m, _: cell(m.sequences.num_computed, 0, 11),
+    "computed below 0": lambda m, _: cell(m.sequences.num_computed, 0, -1),
+    "table's length": lambda m, _: cell(m.meta, (0, NUM_BLOCKS), 1 << 20),
+    "no such block in a table": lambda m, _: cell(m.block_tables, (0, 1), 32),
+    "negative block in a table": lambda m, _: cell(m.block_tables, (0, 1), -1),
+    "place in a table": other_place,
+    "row free and named": lambda m, _: m.sequences.free_rows.append(0),
+    "row free twice": lambda m, _: cell(m.sequences.free_rows, 0, m.sequences.free_rows[1]),
+    "row lost": lambda m, _: m.sequences.free_rows.pop(),
+    "row named twice": lambda _, space: space.rows.update({99: 0}),
+    "row ending": lambda m, _: m.sequences.ending.add(0),
+    "pin": lambda m, _: cell(m.device.pinned, table(m, 0)[0], True),
+    "pin lost": lambda m, _: cell(m.device.pinned, m.device.pinned.argmax(), False),
+    "pin's count": lambda m, _: cell(m.pin_counts, table(m, 0)[0], 1),
+    "pinned count": lambda m, _: setattr(m, "num_pinned", 0),
+    "unheld pins' count": lambda m, _: setattr(m.device, "num_pinned_unheld", 0),
+    "step is not the newest": lambda m, _: cell(m.meta, (2, STEP), 1000),
+    "step of computed tokens": lambda m, _: cell(m.sequences.num_computed, 2, 1),
+    "step of another's name": lambda _, space: space.rows.update({1: 2, 3: 0}),
+    "step's slots are another's": own_block_given_to_another,
+    "step's block can be found": step_block_findable,
+}
+
+
+@pytest.mark.parametrize("size", [1, 3, integrity_module.SLICE_ENTRIES])
+@pytest.mark.parametrize("what", CORRUPTIONS)
+def test_a_corruption_is_found(corruptible: tuple[BlockManager, SequenceSpace], what: str, size: int) -> None:
+    CORRUPTIONS[what](*corruptible)
+    with pytest.raises(InternalError, match=r"^integrity: "):
+        finish(check_in_slices(corruptible[0], size))
+
+
+def test_the_whole_check_is_all_slices(corruptible: tuple[BlockManager, SequenceSpace]) -> None:
+    manager, _ = corruptible
+    manager.check_integrity()
+    manager.device.num_shared = 99
+    with pytest.raises(InternalError, match="shared blocks"):
+        manager.check_integrity()
+
+
+def test_cutting() -> None:
+    assert [part.tolist() for part in parts(range(5), 2)] == [[0, 1], [2, 3], [4]]
+    assert list(parts((), 2)) == []
+    assert list(windows(5, 2)) == [slice(0, 2), slice(2, 4), slice(4, 5)]
+    rows, first, counts = np.array([7, 8, 9, 4]), np.array([1, 0, 2, 0]), np.array([2, 0, 5, 1])
+    cut = [np.stack(piece).T.tolist() for piece in pieces(rows, first, counts, 3)]
+    assert cut == [[[7, 1], [7, 2], [9, 2]], [[9, 3], [9, 4], [9, 5]], [[9, 6], [4, 0]]]
+    assert list(pieces(rows[:0], first[:0], counts[:0], 3)) == []
+
+
+def test_slices_are_bounded(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what NumPy goes through in them, and by what Python does."""
+    manager, space = make(num_blocks=700, max_sequence_tokens=4096)
+    for sequence_id in range(4):
+        add(manager, space, sequence_id, range(1000 * sequence_id, 1000 * sequence_id + 600))
+    manager.allocate(space, [AllocationRequest(9, range(9000, 9300))])
+    manager.open_step(space, [9])
+    hashed, looked_up, added = [], [], []
+    block_hash, hold_range = integrity_module.block_hash, integrity_module.hold_range
+
+    class Index(dict[bytes, int]):
+        def get(self, key: bytes, default: Any = None) -> Any:
+            looked_up.append(key)
+            return super().get(key, default)
+
+    def counted_range(numbers: Any, stop: int, what: str) -> None:
+        added.append(len(numbers))
+        hold_range(numbers, stop, what)
+
+    monkeypatch.setattr(integrity_module, "block_hash", lambda *rest: hashed.append(1) or block_hash(*rest))  # type: ignore[func-returns-value]
+    for module in ("integrity", "sums"):
+        monkeypatch.setattr(f"kvservice.blocks.{module}.hold_range", counted_range)
+    manager.device.index.blocks = Index(manager.device.index.blocks)
+    total_hashed = total_looked_up = total_added = 0
+    for _ in check_in_slices(manager, 64):
+        assert len(hashed) <= 64 // 32
+        assert len(looked_up) <= 64 // 8
+        assert sum(added) <= 2 * 64
+        total_hashed, total_looked_up = total_hashed + len(hashed), total_looked_up + len(looked_up)
+        total_added += sum(added)
+        del hashed[:], looked_up[:], added[:]
+    assert total_hashed == total_looked_up == 4 * 150
+    assert total_added > 4 * 150 + 75
+
+
+def test_sums_are_given_up_where_operations_never_end(corruptible: tuple[BlockManager, SequenceSpace]) -> None:
+    """What is local is still checked."""
+    manager, space = corruptible
+
+    def disturbed() -> Iterator[bool]:
+        slices = check_in_slices(manager, 3)
+        for count in range(10_000):
+            try:
+                next(slices)
+            except StopIteration as end:
+                yield end.value
+                return
+            if count < MAX_TRIES:
+                manager.can_open_step(space, [3])
+
+    assert list(disturbed()) == [False]
+    assert finish(check_in_slices(manager, 3)) is True
+    manager.device.token_ids[table(manager, 0)[0], 0] = 999
+    with pytest.raises(InternalError, match="not its content's"):
+        list(disturbed())
+
+
+def test_a_step_that_ends_meanwhile_is_left_alone(corruptible: tuple[BlockManager, SequenceSpace]) -> None:
+    manager, space = corruptible
+    slices = check_in_slices(manager, 1)
+    for _ in slices:
+        if slices.gi_yieldfrom.__name__ == "_check_step":
+            break
+    manager.fork(space, [3], [30])
+    for _ in slices:
+        pass
+
+
+class Operations:
+    """Random operations of three clients, those that are done in slices a slice at a time."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.now = 0.0
+        self.manager = BlockManager(
+            BlocksConfig(
+                num_blocks=48, block_size=2, num_layers=2, num_swap_blocks=24, watermark=0.0, max_sequences=20,
+                max_sequence_tokens=40,
+            ),
+            clock=lambda: self.now,
+        )  # fmt: skip
+        self.spaces = [self.manager.open_space(n + 1) for n in range(3)]
+        self.under_way: list[Slices[Any]] = []
+        # Steps of which all layers are marked, as lanes do; they are still to be committed.
+        self.marked: list[tuple[SequenceSpace, int]] = []
+        self.done = 0
+
+    def one(self) -> None:
+        self.now += self.random.random()
+        if self.under_way and self.random.random() < 0.5:
+            slices = self.random.choice(self.under_way)
+            if next(slices, self) is self:
+                self.under_way.remove(slices)
+            return
+        operation = self.random.choice(
+            [self.allocate] * 4
+            + [self.write] * 4
+            + [self.append, self.commit, self.pin, self.match] * 2
+            + [self.fork, self.truncate, self.free, self.swap, self.reset, self.close]
+        )
+        space = self.random.choice(self.spaces)
+        try:
+            operation(space)
+        except InternalError:
+            raise
+        except KVServiceError:
+            return  # out of blocks, of rows, or swapped
+        self.done += 1
+
+    def some(self, space: SequenceSpace) -> list[int]:
+        names = space.sequence_ids()
+        if not names:
+            raise InvalidArgumentError("there is none")
+        return self.random.sample(names, self.random.randint(1, min(3, len(names))))
+
+    def begin(self, slices: Slices[Any]) -> None:
+        if next(slices, self) is not self:
+            self.under_way.append(slices)
+
+    def allocate(self, space: SequenceSpace) -> None:
+        tokens = [self.random.randint(0, 1) for _ in range(self.random.randint(1, 16))]
+        salt = [(0, b"salt")] if self.random.random() < 0.2 else []
+        self.manager.allocate(space, [AllocationRequest(self.random.randint(0, 99), tokens, salt)])
+
+    def write(self, space: SequenceSpace) -> None:
+        step_id = self.manager.open_step(space, self.some(space)).step_id
+        if self.random.random() < 0.5:
+            self.manager.mark_all_layers(space, step_id)
+        elif self.random.random() < 0.5:
+            written = self.manager.written_layers(space, step_id)
+            assert written is not None
+            written[:] = b"\1" * len(written)
+            self.marked.append((space, step_id))
+
+    def commit(self, _: SequenceSpace) -> None:
+        if self.marked:
+            self.manager.commit_written(*self.marked.pop())
+
+    def append(self, space: SequenceSpace) -> None:
+        names = self.some(space)
+        self.manager.append(space, names, [self.random.randint(0, 1) for _ in names])
+
+    def fork(self, space: SequenceSpace) -> None:
+        parents = self.some(space)
+        self.manager.fork(space, parents, [self.random.randint(0, 99) for _ in parents])
+
+    def truncate(self, space: SequenceSpace) -> None:
+        names = self.some(space)
+        self.manager.truncate(space, names, [0 for _ in names])
+
+    def free(self, space: SequenceSpace) -> None:
+        self.begin(self.manager.free_in_slices(space, self.some(space)))
+
+    def swap(self, space: SequenceSpace) -> None:
+        names = self.some(space)
+        if self.manager.meta[space.rows[names[0]], SWAPPED]:
+            self.manager.swap_in(space, names)
+        else:
+            self.manager.swap_out(space, names)
+
+    def pin(self, space: SequenceSpace) -> None:
+        if space.pins and self.random.random() < 0.5:
+            self.manager.unpin(space, next(iter(space.pins)))
+        else:
+            tokens = [self.random.randint(0, 1) for _ in range(4)]
+            self.manager.pin(space, tokens, ttl_s=self.random.random() * 20)
+
+    def match(self, _: SequenceSpace) -> None:
+        self.manager.match_prefix([0, 0])
+
+    def reset(self, _: SequenceSpace) -> None:
+        self.begin(self.manager.reset_prefix_cache_in_slices())
+
+    def close(self, space: SequenceSpace) -> None:
+        if self.random.random() < 0.2:
+            self.begin(self.manager.close_space_in_slices(space))
+            self.spaces[self.spaces.index(space)] = self.manager.open_space(9)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_operations_in_between_are_no_corruption(
+    seed: int, monkeypatch: pytest.MonkeyPatch, snapshot: Callable[[BlockManager], dict[str, Any]]
+) -> None:
+    """And none of them, nor a slice of one, changes what the sums depend on without another generation."""
+    for module in ("slices", "core", "manager"):
+        monkeypatch.setattr(f"kvservice.blocks.{module}.SLICE_BLOCKS", 4)
+    operations = Operations(seed)
+    manager, choose = operations.manager, random.Random(seed + 100)
+    checking = check_in_slices(manager, 3)
+    results: list[bool] = []
+    for _ in range(1000):
+        before, generation = snapshot(manager), manager.generation
+        operations.one()
+        if manager.generation == generation:
+            # Ends of pins that are over already may go.
+            assert snapshot(manager) | {"deadlines": before["deadlines"]} == before
+        for _ in range(choose.choice([0, 1, 5, 400])):
+            try:
+                next(checking)
+            except StopIteration as end:
+                results.append(end.value)
+                checking = check_in_slices(manager, choose.choice([1, 3, 100]))
+    assert operations.done > 300
+    assert {True, False} == set(results), "some passes are disturbed, and some are not"
+    manager.check_integrity()
