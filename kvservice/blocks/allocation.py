@@ -5,8 +5,10 @@ can_allocate and allocate draw up the same plan, so the one cannot contradict th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +16,7 @@ from kvservice.blocks.arguments import extra_keys_by_block, int32_array, whole_n
 from kvservice.blocks.core import Core
 from kvservice.blocks.plans import Allocation, AllocationRequest, AllocStatus, Int32Array, Int64Array
 from kvservice.blocks.sequences import HIT_TOKENS, NO_STEP, QUERY_TOKENS, SequenceSpace
+from kvservice.blocks.slices import SLICE_SEQUENCES, Slices, finish, in_turn
 from kvservice.errors import DuplicateSequenceError, InvalidArgumentError
 
 
@@ -50,8 +53,14 @@ class AllocationOps(Core):
         As in v0, room for the lookahead is asked for here and reserved by the steps.
         Raises InvalidArgumentError, DuplicateSequenceError.
         """
-        self._enter(space)
-        return self._plan_allocation(space, requests).status
+        return finish(self.can_allocate_in_slices(space, requests))
+
+    def can_allocate_in_slices(
+        self, space: SequenceSpace, requests: Sequence[AllocationRequest]
+    ) -> Slices[AllocStatus]:
+        """`can_allocate`, as of the last slice."""
+        plan = yield from self._plan_allocation(space, requests)
+        return plan.status
 
     def allocate(self, space: SequenceSpace, requests: Sequence[AllocationRequest]) -> list[Allocation]:
         """Makes all these sequences or none.
@@ -61,20 +70,32 @@ class AllocationOps(Core):
         logits. Requests of one batch do not find each other's blocks: they are not computed. To compute the rest, see
         open_step. Raises InvalidArgumentError, DuplicateSequenceError, QuotaExceededError, OutOfBlocksError.
         """
-        self._enter(space)
-        plan = self._plan_allocation(space, requests)
+        return finish(self.allocate_in_slices(space, requests))
+
+    def allocate_in_slices(
+        self, space: SequenceSpace, requests: Sequence[AllocationRequest]
+    ) -> Slices[list[Allocation]]:
+        """`allocate`, whose last slice makes all the sequences. UnknownSessionError if the space is closed
+        meanwhile."""
+        plan = yield from self._plan_allocation(space, requests)
         self._require_rows(len(plan.sequences), "requests")
         if plan.status is not AllocStatus.OK:
             raise self._out_of_device_blocks(plan.required, never=plan.status is AllocStatus.NEVER)
-        for new in plan.sequences:  # before any block is taken, so that none that was found is evicted
-            if len(new.found):
-                self.device.hold_found(new.found)
+        found = [new.found for new in plan.sequences if len(new.found)]
+        if found:  # before any block is taken, so that none that was found is evicted
+            self.device.hold_found(*np.unique(np.concatenate(found), return_counts=True))
         return self._make(space, plan.sequences)
 
-    def _plan_allocation(self, space: SequenceSpace, requests: Sequence[AllocationRequest]) -> _Plan:
+    def _plan_allocation(self, space: SequenceSpace, requests: Sequence[AllocationRequest]) -> Slices[_Plan]:
+        """The plan is as of the last slice."""
+        self._enter(space)
         if not requests:
             raise InvalidArgumentError("must not be empty", field="requests")
-        sequences = [self._check_request(request, f"requests[{i}]") for i, request in enumerate(requests)]
+        if len(requests) <= SLICE_SEQUENCES:
+            sequences = [self._check_request(request, f"requests[{i}]") for i, request in enumerate(requests)]
+        else:
+            sequences = yield from self._check_in_slices(requests)
+            self._enter(space)
         self._check_new_ids(space, [new.sequence_id for new in sequences], "requests[{}].sequence_id")
         required = sum(new.required for new in sequences)
         found = [new.found for new in sequences if len(new.found)]
@@ -82,6 +103,24 @@ class AllocationOps(Core):
         if found:
             to_take += self.device.num_evictable(np.unique(np.concatenate(found)))
         return _Plan(sequences, self._allocation_status(len(sequences), required, to_take), required)
+
+    def _check_in_slices(self, requests: Sequence[AllocationRequest]) -> Slices[list[_NewSequence]]:
+        """What was found for a request counts as far as the prefix index still has it after the last slice."""
+
+        def checked() -> Iterator[tuple[_NewSequence, list[Any]]]:
+            for i, request in enumerate(requests):
+                new = self._check_request(request, f"requests[{i}]")
+                yield new, [self.device.hashes[block] for block in new.found.tolist()]
+
+        return [self._still_found(*one) for one in (yield from in_turn(checked()))]
+
+    def _still_found(self, new: _NewSequence, hashes: list[bytes]) -> _NewSequence:
+        found, index = new.found.tolist(), self.device.index.blocks
+        gone = (
+            i for i, (block, chain_hash) in enumerate(zip(found, hashes, strict=True)) if index.get(chain_hash) != block
+        )
+        first = next(gone, len(found))
+        return new if first == len(found) else dataclasses.replace(new, found=new.found[:first])
 
     def _allocation_status(self, num_sequences: int, required: int, to_take: int) -> AllocStatus:
         fits = self.device.num_available - to_take >= self.config.watermark_blocks

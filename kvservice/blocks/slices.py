@@ -1,12 +1,13 @@
 """Work that grows with what it finds, done in slices: between two slices others may use the thread that does it.
 
-Such an operation is a generator. It checks everything in its first slice and cannot fail afterwards; at each `yield`
-the bookkeeping is whole, and a caller who does not mind the time runs it to its end.
+Such an operation is a generator. It changes nothing before it has checked everything, in its first slice or in several,
+and cannot fail afterwards; at each `yield` the bookkeeping is whole, and a caller who does not mind the time runs it to
+its end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Final, TypeAlias, TypeVar
 
 import numpy as np
@@ -18,6 +19,8 @@ Slices: TypeAlias = Generator[None, None, T]
 
 # Table entries, or blocks, of one slice: a few milliseconds.
 SLICE_BLOCKS: Final = 16384
+# Sequences of a batch that are looked at one by one in one slice.
+SLICE_SEQUENCES: Final = 128
 # What a sequence costs besides its blocks, in blocks.
 _BLOCKS_PER_ROW: Final = 16
 
@@ -30,6 +33,16 @@ def finish(slices: Slices[T]) -> T:
         except StopIteration as end:
             result: T = end.value
             return result
+
+
+def in_turn(items: Iterable[T]) -> Generator[None, None, list[T]]:
+    """Makes as many items in each slice as it may look at. Returns the list of all."""
+    made: list[T] = []
+    for item in items:
+        if made and len(made) % SLICE_SEQUENCES == 0:
+            yield
+        made.append(item)
+    return made
 
 
 def cut(blocks: Int64Array) -> Iterator[Int64Array]:

@@ -15,6 +15,7 @@ from kvservice.config import ServeConfig
 from kvservice.engine import Engine
 from kvservice.errors import InvalidArgumentError
 from kvservice.server import codec
+from kvservice.server.allocating import ALLOC_STATUS, allocate_response, allocating
 from kvservice.server.host_calls import HostCalls
 from kvservice.server.sessions import Session, SessionRegistry
 from kvservice.server.slices import Answer, in_slices
@@ -37,20 +38,15 @@ class Calls(HostCalls):
         self._max_request_sequences = config.max_request_sequences
         self._max_response_bytes = config.max_message_bytes - MESSAGE_OVERHEAD
 
-    def allocate(self, session: Session, request: blocks_pb2.AllocateRequest) -> blocks_pb2.AllocateResponse:
-        requests = codec.allocation_requests(request.sequences, request.lookahead)
-        with codec.allocation_fields():
-            allocations = self._manager.allocate(session.space, requests)
-        return blocks_pb2.AllocateResponse(
-            num_cached_tokens=[allocation.num_cached_tokens for allocation in allocations],
-            num_blocks=[allocation.num_blocks for allocation in allocations],
-        )
+    def allocate(self, session: Session, request: blocks_pb2.AllocateRequest) -> Answer[blocks_pb2.AllocateResponse]:
+        sequences = allocating(self._manager.allocate_in_slices, session.space, request)
+        return in_slices(sequences, allocate_response)
 
-    def can_allocate(self, session: Session, request: blocks_pb2.CanAllocateRequest) -> blocks_pb2.CanAllocateResponse:
-        requests = codec.allocation_requests(request.sequences, request.lookahead)
-        with codec.allocation_fields():
-            status = self._manager.can_allocate(session.space, requests)
-        return blocks_pb2.CanAllocateResponse(status=codec.ALLOC_STATUS[status])
+    def can_allocate(
+        self, session: Session, request: blocks_pb2.CanAllocateRequest
+    ) -> Answer[blocks_pb2.CanAllocateResponse]:
+        asking = allocating(self._manager.can_allocate_in_slices, session.space, request)
+        return in_slices(asking, lambda status: blocks_pb2.CanAllocateResponse(status=ALLOC_STATUS[status]))
 
     def append(self, session: Session, request: blocks_pb2.AppendRequest) -> blocks_pb2.StepResponse:
         step = self._engine.append(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,10 +10,10 @@ import numpy as np
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from kvservice.blocks import AllocationRequest, AllocStatus, BlocksStats, SequenceInfo, Step
+from kvservice.blocks import BlocksStats, SequenceInfo, Step
 from kvservice.config import ServeConfig
 from kvservice.devices import AttentionOptions, BlockSparse, Device
-from kvservice.errors import InvalidArgumentError, KVServiceError
+from kvservice.errors import InvalidArgumentError
 from kvservice.server.region import Place, Region
 from kvservice.server.regions import Regions, Target
 from kvservice.v1 import (
@@ -27,39 +26,16 @@ from kvservice.v1 import (
     tensor_pb2,
 )
 from kvservice.wire.encoded import Encoded, encode_tensor
-from kvservice.wire.tensors import Array, put_type, to_array, to_ints, token_array
+from kvservice.wire.tensors import Array, put_type, to_array, to_ints
 
 MAX_SNAPSHOT_ROWS = 1000
 MAX_SEARCH_LENGTH = 128
-ALLOC_STATUS = {
-    AllocStatus.OK: blocks_pb2.ALLOC_STATUS_OK,
-    AllocStatus.LATER: blocks_pb2.ALLOC_STATUS_LATER,
-    AllocStatus.NEVER: blocks_pb2.ALLOC_STATUS_NEVER,
-}
 # Requests of clients on this host.
 HOST_REQUESTS = tuple(
     GetMessageClass(method.input_type)
     for module, name in ((shared_memory_pb2, "SharedMemoryService"), (host_pb2, "HostService"))
     for method in module.DESCRIPTOR.services_by_name[name].methods
 )
-
-
-def allocation_requests(sequences: Iterable[blocks_pb2.SequenceAllocation], lookahead: int) -> list[AllocationRequest]:
-    return [
-        AllocationRequest(sequence.sequence_id, token_array(sequence), extra_keys(sequence.extra_keys), lookahead)
-        for sequence in sequences
-    ]
-
-
-@contextlib.contextmanager
-def allocation_fields() -> Iterator[None]:
-    """Errors about the requests of a batch name the fields of the message that they came in."""
-    try:
-        yield
-    except KVServiceError as error:
-        field = re.sub(r"^requests\b", "sequences", error.field)
-        error.field = re.sub(r"^sequences\[\d+\]\.lookahead$", "lookahead", field)
-        raise
 
 
 def extra_keys(keys: Iterable[blocks_pb2.ExtraKey]) -> tuple[tuple[int, bytes], ...]:

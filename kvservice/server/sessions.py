@@ -8,6 +8,7 @@ open ── attach ──▶ attached ── its stream ends ──▶ waiting �
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import math
 import secrets
@@ -71,7 +72,7 @@ class Session:
     regions: Regions
     row: SessionRow
     wait_s: float
-    replies: OrderedDict[int, tuple[str, Message]] = field(default_factory=OrderedDict)
+    replies: OrderedDict[int, tuple[str, Answer[Message]]] = field(default_factory=OrderedDict)
     # Whose stream was the last to attach; see AttachRequest. None: no stream was attached yet.
     holder: int | None = None
     # Ends the stream that holds the lease, with an error. None: no stream does.
@@ -79,10 +80,18 @@ class Session:
     # What happens to a session that no stream holds.
     timers: list[asyncio.TimerHandle] = field(default_factory=list)
 
-    def remember(self, request_id: int, method: str, reply: Message) -> None:
+    def remember(self, request_id: int, method: str, reply: Answer[Message]) -> None:
+        """What is refused is not remembered, also if a task says so later."""
         self.replies[request_id] = (method, reply)
+        if isinstance(reply, asyncio.Task):
+            reply.add_done_callback(functools.partial(self._forget_refused, request_id))
         if len(self.replies) > MAX_REPLIES:
             self.replies.popitem(last=False)
+
+    def _forget_refused(self, request_id: int, task: asyncio.Task[Message]) -> None:
+        known = self.replies.get(request_id)
+        if known is not None and known[1] is task and (task.cancelled() or task.exception() is not None):
+            del self.replies[request_id]
 
     def unshare(self) -> None:
         """Close what it shares with its client."""

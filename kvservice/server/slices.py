@@ -18,14 +18,22 @@ Answer: TypeAlias = AnswerT | asyncio.Task[AnswerT]
 def in_slices(slices: Slices[T], then: Callable[[T], AnswerT]) -> Answer[AnswerT]:
     """Do the first slice now. If there are more, others get their turns between them, and the answer is a task.
 
-    `then` makes the answer from the result. Errors of the first slice are raised here. The task must not be cancelled:
-    what was begun is to be ended.
+    `then` makes the answer from the result. Errors of the first slice are raised here, later ones by the task. It must
+    not be cancelled: what was begun is to be ended.
     """
     try:
         next(slices)
     except StopIteration as end:
         return then(end.value)
-    return asyncio.get_running_loop().create_task(_rest(slices, then))
+    task = asyncio.get_running_loop().create_task(_rest(slices, then))
+    task.add_done_callback(_look_at)
+    return task
+
+
+def _look_at(task: asyncio.Task[AnswerT]) -> None:
+    """Where nobody waits for the answer any more, an error is no news."""
+    if not task.cancelled():
+        task.exception()
 
 
 async def _rest(slices: Slices[T], then: Callable[[T], AnswerT]) -> AnswerT:

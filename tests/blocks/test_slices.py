@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -10,17 +10,23 @@ import pytest
 
 from kvservice.blocks import AllocationRequest, AllocStatus, BlockManager, BlocksConfig, EventJournal, SequenceSpace
 from kvservice.blocks.events import Cleared, RemovedBlocks
-from kvservice.blocks.slices import SLICE_BLOCKS, Slices, cut, cut_rows, finish
-from kvservice.errors import QuotaExceededError, UnknownSequenceError, UnknownSessionError
+from kvservice.blocks.slices import SLICE_BLOCKS, SLICE_SEQUENCES, Slices, cut, cut_rows, finish, in_turn
+from kvservice.errors import (
+    DuplicateSequenceError,
+    InvalidArgumentError,
+    QuotaExceededError,
+    UnknownSequenceError,
+    UnknownSessionError,
+)
 
 # Of a sequence: three of them are more than two slices.
 LONG = 14_000
 Make = Callable[..., tuple[BlockManager, SequenceSpace]]
 
 
-def large(**changes: Any) -> BlockManager:
-    sizes = {"num_blocks": 60_000, "block_size": 1, "num_swap_blocks": 30_000, "watermark": 0.0}
-    limits = {"max_sequences": 16, "max_sequence_tokens": 20_000}
+def large(max_sequences: int = 16, num_blocks: int = 60_000, **changes: Any) -> BlockManager:
+    sizes = {"num_blocks": num_blocks, "block_size": 1, "num_swap_blocks": 30_000, "watermark": 0.0}
+    limits = {"max_sequences": max_sequences, "max_sequence_tokens": 20_000}
     return BlockManager(BlocksConfig(**sizes | limits), **changes)  # type: ignore[arg-type]
 
 
@@ -238,3 +244,106 @@ def test_describe_tells_a_part(make: Make) -> None:
     manager, space = limited(make)
     told = [[info.sequence_id for info in manager.describe(space, first=n, limit=2)] for n in range(7)]
     assert told == [[1, 2], [2, 3], [3, 4], [4, 5], [5], [], []]
+
+
+def test_items_are_made_in_their_turns() -> None:
+    made: list[int] = []
+
+    def items(count: int) -> Iterator[int]:
+        for n in range(count):
+            made.append(n)
+            yield n
+
+    for count, slices in ((0, 1), (1, 1), (SLICE_SEQUENCES, 1), (SLICE_SEQUENCES + 1, 2), (5 * SLICE_SEQUENCES, 5)):
+        made.clear()
+        found, result = run(
+            in_turn(items(count)), lambda n: len(made) == n * SLICE_SEQUENCES + 1 or pytest.fail("many")
+        )
+        assert (found, result) == (slices, list(range(count)))
+
+
+def many_requests(count: int = 3 * SLICE_SEQUENCES, length: int = 4) -> list[AllocationRequest]:
+    """Each with a prompt of its own."""
+    return [AllocationRequest(n, np.arange(n * length, (n + 1) * length)) for n in range(count)]
+
+
+@pytest.fixture
+def batch() -> tuple[BlockManager, SequenceSpace, list[AllocationRequest]]:
+    """A manager that has computed the prompts of as many sequences as there are requests, and cached them."""
+    requests = many_requests()
+    manager = large(max_sequences=1024, num_blocks=4 * len(requests) + 100)
+    space = manager.open_space()
+    manager.allocate(space, requests)
+    manager.mark_all_layers(space, manager.open_step(space, space.sequence_ids()).step_id)
+    manager.free(space, space.sequence_ids())
+    return manager, space, requests
+
+
+Batch = tuple[BlockManager, SequenceSpace, list[AllocationRequest]]
+
+
+def test_a_large_batch_is_allocated_in_slices(batch: Batch) -> None:
+    manager, space, requests = batch
+    assert run(manager.can_allocate_in_slices(space, requests), lambda _: None) == (3, AllocStatus.OK)
+    slices, made = run(manager.allocate_in_slices(space, requests), lambda _: len(space) == 0 or pytest.fail("early"))
+    assert slices == 3
+    assert [one.num_cached_tokens for one in made] == [3] * len(requests)
+    assert run(manager.allocate_in_slices(space, [AllocationRequest(5000, [1])]), pytest.fail)[0] == 1
+    manager.check_integrity()
+
+
+@pytest.mark.parametrize("when", [1, 2])
+def test_what_was_found_may_be_gone_when_a_large_batch_is_allocated(batch: Batch, when: int) -> None:
+    """Its blocks were evicted meanwhile, and hold what others have computed."""
+    manager, space, requests = batch
+    other = manager.open_space(2)
+
+    def between(count: int) -> None:
+        if count == when:
+            add(manager, other, 1, 1_000_000, 4 * len(requests))
+            manager.free(other, [1])
+
+    slices, made = run(manager.allocate_in_slices(space, requests), between)
+    assert slices == 3
+    # A hundred blocks were never used. Those that were left of the others may be found still.
+    assert sum(one.num_cached_tokens for one in made) <= 100
+    manager.check_integrity()
+    described = manager.describe(space, space.sequence_ids(), include_tokens=True)
+    tokens = [info.token_ids.tolist() for info in described if info.token_ids is not None]
+    assert tokens == [np.asarray(request.token_ids).tolist() for request in requests]
+
+
+def test_a_batch_finds_as_much_of_a_chain_as_is_left(batch: Batch) -> None:
+    manager, space, _ = batch
+    longest = AllocationRequest(7000, np.arange(4))
+    slices = manager.allocate_in_slices(space, [longest, *many_requests(2 * SLICE_SEQUENCES)[1:]])
+    next(slices)
+    block = manager.device.index.match(np.arange(4, dtype=np.int32), {})[1]
+    manager.device.evictable.remove(np.array([block]))
+    manager.device.forget(np.array([block]))
+    manager.device._give_up(np.array([block]))
+    assert finish(slices)[0].num_cached_tokens == 1
+    manager.check_integrity()
+
+
+def test_a_large_batch_is_refused_with_nothing_changed(batch: Batch) -> None:
+    manager, space, requests = batch
+    before = manager.stats()
+    slices = manager.allocate_in_slices(space, [*requests, AllocationRequest(9999, [-1])])
+    with pytest.raises(InvalidArgumentError) as caught:
+        finish(slices)
+    assert caught.value.field == f"requests[{len(requests)}].token_ids[0]"
+    assert manager.stats() == before
+
+    slices = manager.allocate_in_slices(space, requests)
+    next(slices)
+    manager.allocate(space, requests[:1])
+    with pytest.raises(DuplicateSequenceError):
+        finish(slices)
+
+    slices = manager.allocate_in_slices(space, requests)
+    next(slices)
+    manager.close_space(space)
+    with pytest.raises(UnknownSessionError):
+        finish(slices)
+    manager.check_integrity()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,10 +12,11 @@ import pytest
 from small_pool import SMALL_POOL
 
 from kvservice.blocks import AllocationRequest, Slices
+from kvservice.blocks.slices import SLICE_SEQUENCES
 from kvservice.config import ServeConfig
 from kvservice.devices import open_device
 from kvservice.engine import Engine
-from kvservice.errors import InvalidArgumentError, QuotaExceededError
+from kvservice.errors import DuplicateSequenceError, InvalidArgumentError, QuotaExceededError
 from kvservice.server.calls import Calls
 from kvservice.server.dispatch import Dispatcher
 from kvservice.server.sessions import SessionRegistry
@@ -34,6 +36,7 @@ POOL = {
     "num_blocks": 3 * LONG,
     "max_sequence_tokens": LONG,
     "max_sessions": 2,
+    "max_sequences": 2 * SLICE_SEQUENCES,
 }
 
 
@@ -93,7 +96,7 @@ class Rig:
         table = SessionTable(config.max_sessions, config.max_labels, arrays.zeros)
         self.sessions = SessionRegistry(config, self.engine.manager, self.device, table)
         calls: Any = Calls(config, self.engine)
-        self.dispatcher = Dispatcher(calls, None, self.sessions, CallTable(["free"], arrays.zeros), None)  # type: ignore[arg-type]
+        self.dispatcher = Dispatcher(calls, None, self.sessions, CallTable(["free", "allocate"], arrays.zeros), None)  # type: ignore[arg-type]
 
     def open(self, num_sequences: int) -> Any:
         session = self.sessions.open("", "", False, 0.0)
@@ -157,5 +160,22 @@ def test_a_session_counts_until_all_of_it_is_freed(rig: Rig) -> None:
         assert await closing == "closed"
         assert rig.num_free == 3 * LONG
         rig.open(0)
+
+    asyncio.run(scenario())
+
+
+def test_a_call_that_is_refused_in_a_later_slice_may_be_sent_again(rig: Rig) -> None:
+    async def scenario() -> None:
+        session = rig.open(2)
+        sequences = [blocks_pb2.SequenceAllocation(sequence_id=n, token_ids=[n]) for n in range(SLICE_SEQUENCES + 1)]
+        request = blocks_pb2.AllocateRequest(request_id=1, sequences=sequences)
+        allocate = functools.partial(rig.dispatcher.call, "allocate", request, session, "stream", True)
+        with pytest.raises(DuplicateSequenceError) as caught:
+            await allocate()
+        assert caught.value.field == "sequences[0].sequence_id"
+        await rig.free(session, blocks_pb2.FreeRequest(sequence_ids=[0, 1]))
+        response = await allocate()
+        assert len(response.num_blocks) == len(sequences)
+        assert await allocate() is response
 
     asyncio.run(scenario())
