@@ -82,7 +82,9 @@ class AllocationOps(Core):
         if plan.status is not AllocStatus.OK:
             raise self._out_of_device_blocks(plan.required, never=plan.status is AllocStatus.NEVER)
         found = [new.found for new in plan.sequences if len(new.found)]
-        if found:  # before any block is taken, so that none that was found is evicted
+        if len(found) == 1:  # before any block is taken, so that none that was found is evicted
+            self.device.hold_found(found[0])
+        elif found:
             self.device.hold_found(*np.unique(np.concatenate(found), return_counts=True))
         return self._make(space, plan.sequences)
 

@@ -18,7 +18,8 @@ from kvservice.blocks.plans import (
     gather_block_tables,
 )
 from kvservice.blocks.sequences import LENGTH, NUM_BLOCKS, NUM_COMPUTED, SWAPPED, SequenceSpace, unknown_sequence
-from kvservice.errors import InvalidArgumentError, KVServiceError, NotComputedError
+from kvservice.blocks.slices import Slices, finish, in_turn
+from kvservice.errors import InvalidArgumentError, KVServiceError, NotComputedError, UnknownSequenceError
 
 
 class InspectionOps(Core):
@@ -88,21 +89,51 @@ class InspectionOps(Core):
         Raises InvalidArgumentError, UnknownSequenceError, and QuotaExceededError for more tokens or blocks than one
         request may be about.
         """
+        return finish(
+            self.describe_in_slices(
+                space,
+                sequence_ids,
+                first=first,
+                limit=limit,
+                include_tokens=include_tokens,
+                include_blocks=include_blocks,
+            )
+        )
+
+    def describe_in_slices(
+        self,
+        space: SequenceSpace,
+        sequence_ids: npt.ArrayLike | None = None,
+        *,
+        first: int = 0,
+        limit: int | None = None,
+        include_tokens: bool = False,
+        include_blocks: bool = False,
+    ) -> Slices[list[SequenceInfo]]:
+        """`describe`: which sequences, as of the first slice; each as it stands in its own. UnknownSequenceError for
+        one that is freed meanwhile."""
         self._enter(space)
         if sequence_ids is None:
             stop = None if limit is None else first + limit
-            names = list(itertools.islice(space.rows.items(), first, stop))
+            named = dict(itertools.islice(space.rows.items(), first, stop))
         else:
             ids, rows = space.lookup(sequence_ids)
-            names = list(zip(ids.tolist(), rows.tolist(), strict=True))
-        described = [row for _, row in names]
+            named = dict(zip(ids.tolist(), rows.tolist(), strict=True))
+        described = list(named.values())
         if include_tokens:
             self._check_request_tokens(int(self.sequences.lengths[described].sum()), "sequence_ids")
         if include_blocks:
             self._check_request_blocks(int(self.sequences.num_blocks[described].sum()), "sequence_ids")
-        return [self._describe_row(name, row, include_tokens, include_blocks) for name, row in names]
+        return (yield from in_turn(self._describe(space, name, include_tokens, include_blocks) for name in named))
 
-    def _describe_row(self, sequence_id: int, row: int, include_tokens: bool, include_blocks: bool) -> SequenceInfo:
+    def _describe(
+        self, space: SequenceSpace, sequence_id: int, include_tokens: bool, include_blocks: bool
+    ) -> SequenceInfo:
+        row = None if space.closed else space.rows.get(sequence_id)
+        if row is None:
+            raise UnknownSequenceError(
+                f"sequence {sequence_id} was freed meanwhile", field="sequence_ids", sequence_id=sequence_id
+            )
         meta = self.meta[row].tolist()
         blocks = self.block_tables[row, : meta[NUM_BLOCKS]]
         tier = self.swap if meta[SWAPPED] else self.device

@@ -11,6 +11,8 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 
 from kvservice import __version__
+from kvservice.blocks import SequenceInfo, Slices
+from kvservice.blocks.slices import in_turn
 from kvservice.config import ServeConfig
 from kvservice.engine import Engine
 from kvservice.errors import InvalidArgumentError
@@ -84,22 +86,37 @@ class Calls(HostCalls):
         freeing = self._manager.free_in_slices(session.space, to_ints(request.sequence_ids))
         return in_slices(freeing, lambda _: blocks_pb2.FreeResponse())
 
-    def describe(self, session: Session, request: blocks_pb2.DescribeRequest) -> blocks_pb2.DescribeResponse:
+    def describe(self, session: Session, request: blocks_pb2.DescribeRequest) -> Answer[blocks_pb2.DescribeResponse]:
         if request.first < 0:
             raise InvalidArgumentError("is negative", field="first")
+        described = self._describe(session, request)
+        return in_slices(
+            described,
+            lambda sequences: blocks_pb2.DescribeResponse(num_sequences=len(session.space), sequences=sequences),
+        )
+
+    def _describe(
+        self, session: Session, request: blocks_pb2.DescribeRequest
+    ) -> Slices[list[blocks_pb2.SequenceDescription]]:
         chosen = functools.partial(
-            self._manager.describe,
+            self._manager.describe_in_slices,
             session.space,
             codec.optional_ints(request.sequence_ids),
             first=request.first,
             limit=self._max_request_sequences,
         )
-        sequences = chosen()
+        sequences = yield from chosen()
         if request.return_token_ids or request.return_block_ids:
-            num_bytes = sum(4 * (info.length + info.num_blocks) for info in sequences)
-            codec.check_response_size(num_bytes, self._max_response_bytes, "sequence_ids")
-            sequences = chosen(include_tokens=request.return_token_ids, include_blocks=request.return_block_ids)
-        return codec.describe_response(sequences, len(session.space))
+            self._check_described(sequences)
+            sequences = yield from chosen(
+                include_tokens=request.return_token_ids, include_blocks=request.return_block_ids
+            )
+            self._check_described(sequences)  # they may have grown meanwhile
+        return (yield from in_turn(codec.description(info) for info in sequences))
+
+    def _check_described(self, sequences: list[SequenceInfo]) -> None:
+        num_bytes = sum(4 * (info.length + info.num_blocks) for info in sequences)
+        codec.check_response_size(num_bytes, self._max_response_bytes, "sequence_ids")
 
     def match_prefix(self, _: Session, request: blocks_pb2.MatchPrefixRequest) -> blocks_pb2.MatchPrefixResponse:
         tokens = self._manager.match_prefix(token_array(request), codec.extra_keys(request.extra_keys))

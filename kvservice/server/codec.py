@@ -152,22 +152,15 @@ def step_response(step: Step, return_slot_mapping: bool, mapped: tuple[int, int]
     return response
 
 
-def describe_response(sequences: Iterable[SequenceInfo], num_sequences: int) -> blocks_pb2.DescribeResponse:
-    """`num_sequences`: that the session has."""
-    return blocks_pb2.DescribeResponse(
-        num_sequences=num_sequences,
-        sequences=[
-            blocks_pb2.SequenceDescription(
-                sequence_id=info.sequence_id,
-                length=info.length,
-                num_computed_tokens=info.num_computed,
-                num_blocks=info.num_blocks,
-                swapped=info.swapped,
-                token_ids=() if info.token_ids is None else info.token_ids.tolist(),
-                block_ids=() if info.block_ids is None else info.block_ids.tolist(),
-            )
-            for info in sequences
-        ],
+def description(info: SequenceInfo) -> blocks_pb2.SequenceDescription:
+    return blocks_pb2.SequenceDescription(
+        sequence_id=info.sequence_id,
+        length=info.length,
+        num_computed_tokens=info.num_computed,
+        num_blocks=info.num_blocks,
+        swapped=info.swapped,
+        token_ids=() if info.token_ids is None else info.token_ids.tolist(),
+        block_ids=() if info.block_ids is None else info.block_ids.tolist(),
     )
 
 

@@ -347,3 +347,32 @@ def test_a_large_batch_is_refused_with_nothing_changed(batch: Batch) -> None:
     with pytest.raises(UnknownSessionError):
         finish(slices)
     manager.check_integrity()
+
+
+def test_many_sequences_are_described_in_slices(batch: Batch) -> None:
+    manager, space, requests = batch
+    manager.allocate(space, requests)
+    expected = manager.describe(space, include_tokens=True)
+    slices, found = run(manager.describe_in_slices(space, include_tokens=True), lambda _: None)
+    assert slices == 3
+    assert [info.sequence_id for info in found] == [info.sequence_id for info in expected] == space.sequence_ids()
+    assert all(
+        info.token_ids is not None and info.token_ids.tolist() == np.asarray(r.token_ids).tolist()
+        for info, r in zip(found, requests, strict=True)
+    )
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_sequence_that_is_freed_while_many_are_described_is_unknown(batch: Batch, closes: bool) -> None:
+    """Its row may be another's already."""
+    manager, space, requests = batch
+    manager.allocate(space, requests)
+    slices = manager.describe_in_slices(space, include_tokens=True)
+    next(slices)
+    if closes:
+        manager.close_space(space)
+    else:
+        manager.free(space, [2 * SLICE_SEQUENCES])
+        manager.allocate(manager.open_space(2), [AllocationRequest(1, [1, 2, 3])])
+    with pytest.raises(UnknownSequenceError):
+        finish(slices)
