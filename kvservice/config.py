@@ -377,16 +377,18 @@ def checked_config(values: Mapping[str, Any], origin: Mapping[str, str] | None =
         return ServeConfig.model_validate(values)
     except ValidationError as error:
         field, message = _first_error(error)
-        source = "" if origin is None else f" ({origin.get(field, 'default')})"
+        source = f" ({origin[field]})" if origin and field in origin else ""
         raise InvalidArgumentError(message + source, field=field) from None
 
 
 def _first_error(error: ValidationError) -> tuple[str, str]:
     """Field and message; where several fields do not go together, the message begins with the one to name."""
     first = error.errors()[0]
+    # pydantic's words before those of our own validators.
+    said = first["msg"].removeprefix("Value error, ")
     if first["loc"]:
-        return str(first["loc"][0]), first["msg"]
-    field, _, message = first["msg"].removeprefix("Value error, ").partition(": ")
+        return str(first["loc"][0]), said
+    field, _, message = said.partition(": ")
     return field, message
 
 

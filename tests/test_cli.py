@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -69,6 +70,7 @@ def test_a_wrong_word_is_a_usage_error(arguments: tuple[str, ...], named: str) -
         (("serve", "--tcp-address", "0.0.0.0:1"), TINY_POOL, "tcp_address: other hosts reach 0.0.0.0:1"),
         (("serve", "--tls-cert", "/absent.crt", "--tls-key", "/absent.key"), TINY_POOL, "tls_cert: /absent.crt"),
         (("serve", "--tls-key", "/absent.key"), TINY_POOL, "tls_cert: a certificate and its key go together"),
+        (("serve", "--http-token", "short"), TINY_POOL, "http_token: must be 16 to 256 printable characters"),
         (("serve", "--auth-tokens", "/absent"), TINY_POOL, "auth_tokens: /absent"),
         (("serve", "--device", "cuda:900"), TINY_POOL, "device"),
         (("serve", "--device", "gpu"), TINY_POOL, "device"),
@@ -84,7 +86,17 @@ def test_what_cannot_be_served_is_one_clear_line(
     refused = kvservice(*arguments, **(private | environ))
     assert refused.returncode == 1
     assert re.fullmatch(rf"Error: .*{re.escape(named)}.*\n", refused.stderr.splitlines(keepends=True)[-1])
-    assert "Traceback" not in refused.stderr
+    for foreign in ("Traceback", "Value error", "(default)"):
+        assert foreign not in refused.stderr
+
+
+def test_a_taken_port_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GRPC_VERBOSITY", raising=False)  # a client in this process has set it
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        private = {"KVSERVICE_UNIX_SOCKET": str(tmp_path / "k.sock"), "KVSERVICE_HTTP_ADDRESS": ""}
+        refused = kvservice("serve", "--tcp-address", address, "--log-level", "warning", **private, **TINY_POOL)
+    assert refused.stderr == f"Error: tcp_address: cannot listen on {address}: Address already in use\n"
 
 
 def test_a_pool_larger_than_the_memory_is_refused_with_the_numbers(tmp_path: Path) -> None:

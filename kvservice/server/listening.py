@@ -61,14 +61,26 @@ def open_unix_socket(config: ServeConfig) -> None:
 
 def listen_http(address: str, cleanup: contextlib.ExitStack) -> socket.socket:
     """A socket that listens at host:port. Raises StartError."""
-    host, _, port = address.rpartition(":")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        listening = socket.create_server((host.strip("[]"), int(port)), family=family)
+        listening = _bound(address)
     except OSError as error:
-        raise StartError(f"cannot listen on {address}: {error}", field="http_address") from None
+        raise StartError(f"cannot listen on {address}: {error.strerror}", field="http_address") from None
     cleanup.callback(listening.close)
+    listening.listen()
     return listening
+
+
+def _bound(address: str) -> socket.socket:
+    """A socket that is bound to host:port. Raises OSError."""
+    host, _, port = address.rpartition(":")
+    found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind((host.strip("[]"), int(port)))
+    except BaseException:
+        found.close()
+        raise
+    return found
 
 
 def _bind_unix(server: grpc.aio.Server, path: Path, cleanup: contextlib.ExitStack) -> None:
@@ -113,4 +125,14 @@ def _bind(server: grpc.aio.Server, address: str, field: str, credentials: grpc.S
     except RuntimeError:
         port = 0
     if port == 0:
-        raise StartError(f"cannot listen on {address}: is it in use, and are you allowed to?", field=field)
+        raise StartError(f"cannot listen on {address}: {_reason(address)}", field=field)
+
+
+def _reason(address: str) -> str:
+    """Why gRPC cannot listen there: it does not say so, the system does."""
+    if not address.startswith("unix:"):
+        try:
+            _bound(address).close()
+        except OSError as error:
+            return str(error.strerror)
+    return "is it in use, and are you allowed to?"
