@@ -235,6 +235,13 @@ class ServeConfig(BaseModel):
     drain_stall_s: float = Field(
         5.0, ge=0, le=3600, description="Seconds without another layer after which SIGTERM waits for a step no longer."
     )
+    integrity_interval_s: float = Field(
+        60.0,
+        ge=0,
+        le=86400,
+        description="Seconds between checks of the whole bookkeeping, which are made while no call is at work. 0: none "
+        "are made.",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level that is logged.")
     log_format: Literal["text", "json"] = Field("text", description="How it is logged. json: an object in each line.")
 

@@ -14,6 +14,7 @@ import grpc  # noqa: E402  the environment comes first
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # noqa: E402
 
 from kvservice.wire.channels import connection_error, open_channel  # noqa: E402
+from kvservice.wire.status import HEALTH_REASON  # noqa: E402
 
 # A daemon that listens on every interface is asked on the loopback one.
 _LOOPBACK: Final = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
@@ -33,7 +34,8 @@ def address_of(config: ServeConfig) -> str:
 def check(address: str, timeout_s: float, credentials: ClientCredentials = NO_CREDENTIALS) -> bool:
     """True if the daemon at `address` (a gRPC target) says within `timeout_s` that it is SERVING.
 
-    False if it says otherwise (it drains), does not answer in time, or nothing is there: no error is raised.
+    False if it says otherwise (it drains, or is corrupt), does not answer in time, or nothing is there: no error is
+    raised.
     """
     return not reason_not_serving(address, timeout_s, credentials)
 
@@ -43,9 +45,12 @@ def reason_not_serving(address: str, timeout_s: float, credentials: ClientCreden
     with open_channel(address, credentials, ()) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)  # its published types know no methods
         try:
-            answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s, metadata=credentials.headers())
+            request, headers = health_pb2.HealthCheckRequest(), credentials.headers()
+            answer, call = stub.Check.with_call(request, timeout=timeout_s, metadata=headers)
         except grpc.RpcError as error:
             return str(connection_error(f"{error.code().name}: {error.details()}"))
     if answer.status == health_pb2.HealthCheckResponse.SERVING:
         return ""
-    return f"it says {health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)}"
+    reason = dict(call.trailing_metadata() or ()).get(HEALTH_REASON, "")
+    status = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+    return f"it says {status}: {reason}" if reason else f"it says {status}"

@@ -22,6 +22,7 @@ def pool_metrics(reading: Reading, block_bytes: int, memory_bytes: Mapping[str, 
     yield from _prefix_cache(vitals)
     yield from _swap(vitals, block_bytes)
     yield from _ages(reading)
+    yield from _integrity(vitals)
 
 
 def _blocks(vitals: Vitals) -> Iterator[Metric]:
@@ -63,6 +64,12 @@ def _swap(vitals: Vitals, block_bytes: int) -> Iterator[Metric]:
     yield counters("swapped_sequences", "Sequences moved between tiers.", "direction", sequences.items())
     busy = {"out": vitals.swap_out_busy_s, "in": vitals.swap_in_busy_s}
     yield counters("swap_busy_seconds", "Time for which such moves ran.", "direction", busy.items())
+
+
+def _integrity(vitals: Vitals) -> Iterator[Metric]:
+    checks, failures = vitals.integrity_checks, vitals.integrity_failures
+    yield counter("integrity_checks", "Checks of the whole bookkeeping that found all in order.", checks)
+    yield counter("integrity_failures", "Checks that found the bookkeeping corrupt.", failures)
 
 
 def _ages(reading: Reading) -> Iterator[Metric]:

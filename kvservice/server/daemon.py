@@ -27,6 +27,7 @@ from kvservice.server.events import EventStreams
 from kvservice.server.grpc_options import server_options
 from kvservice.server.health import Health
 from kvservice.server.heap import freeze_heap, trim_heap
+from kvservice.server.integrity import IntegrityWatch
 from kvservice.server.listening import (
     StartError,
     check_addresses,
@@ -75,12 +76,22 @@ class Daemon:
             CallTable(METHODS, arrays.zeros),
             self._tracer,
         )
+        self._health = Health()
+        self.integrity = IntegrityWatch(
+            self.engine.manager.check_integrity_in_slices, self.dispatcher, self._set_health
+        )
         vitals = DaemonVitals(
-            arrays, self.engine, self.sessions, self.dispatcher, self.events, self.credentials, self.audit
+            arrays,
+            self.engine,
+            self.sessions,
+            self.dispatcher,
+            self.events,
+            self.credentials,
+            self.audit,
+            self.integrity,
         )
         told = configuration(config, self.device, arrays, METHODS)
         self.observing = Observing(arrays, told, vitals.write, vitals.block_hash)
-        self._health = Health()
         self._slots: list[Slots] = []
         self._stop = asyncio.Event()
 
@@ -103,10 +114,11 @@ class Daemon:
                 self.credentials.keep_current(self._end_revoked),
                 *(slots.end_stalled() for slots in self._slots),
                 trim_heap(),
+                self.integrity.run(self._config.integrity_interval_s),
             )
             freeze_heap()
             beside = [asyncio.create_task(task) for task in tasks]
-            self._set_health(serving=True)
+            self._set_health()
             logger.info(
                 "serving %d blocks of %d bytes on %s",
                 self.device.num_blocks,
@@ -161,15 +173,17 @@ class Daemon:
         """The token file has changed."""
         self.sessions.end_streams_of(self._remote_callers.check)
 
-    def _set_health(self, *, serving: bool) -> None:
+    def _set_health(self, reason: str = "") -> None:
+        """Of all services. They serve, unless there is a reason why not. Corrupt bookkeeping is one: the K/V of one
+        sequence may be given to another, and wrong answers are worse than none."""
         for name in ("", *(service.full_name for service in SERVICES)):
-            self._health.set(name, serving=serving)
+            self._health.set(name, reason=reason)
 
     async def _drain(self) -> None:
         """Refuse new work; wait for calls, and for steps that have begun and go on."""
         self.dispatcher.draining = True
         self.sessions.lanes.drain()
-        self._set_health(serving=False)
+        self._set_health(self.integrity.failure or "the daemon is shutting down")
         logger.info("draining")
         loop = asyncio.get_running_loop()
         drain = Drain(self._config.drain_timeout_s, self._config.drain_stall_s, loop.time())

@@ -53,7 +53,7 @@ class Dispatcher:
         self._table = table
         self.tracer = tracer
         self.draining = False
-        self.in_flight = 0
+        self.in_flight = self.num_begun = 0
         # Calls that were refused because there were no blocks.
         self.out_of_blocks = 0
 
@@ -89,6 +89,7 @@ class Dispatcher:
         start = time.perf_counter()
         status = "OK"
         self.in_flight += 1
+        self.num_begun += 1
         try:
             if not local and shares_memory(request):
                 raise RegionsNotAllowedError("shared memory is for clients on the unix socket")

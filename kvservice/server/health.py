@@ -13,6 +13,8 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2
 
+from kvservice.wire.status import HEALTH_REASON
+
 SERVICE_NAME = "grpc.health.v1.Health"
 Status = health_pb2.HealthCheckResponse
 
@@ -22,11 +24,15 @@ class Health:
 
     def __init__(self) -> None:
         self._statuses: dict[str, Any] = {}
+        # Why services do not serve. The protocol has no field for it, so a check's metadata tells it.
+        self._reasons: dict[str, str] = {}
         # Set, and replaced by another, at each change.
         self._changed = asyncio.Event()
 
-    def set(self, name: str, *, serving: bool) -> None:
-        self._statuses[name] = Status.SERVING if serving else Status.NOT_SERVING
+    def set(self, name: str, *, reason: str = "") -> None:
+        """The service serves, unless there is a reason why not."""
+        self._statuses[name] = Status.NOT_SERVING if reason else Status.SERVING
+        self._reasons[name] = reason
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -34,6 +40,8 @@ class Health:
         status = self._statuses.get(request.service)
         if status is None:
             await context.abort(grpc.StatusCode.NOT_FOUND)
+        if reason := self._reasons[request.service]:
+            context.set_trailing_metadata(((HEALTH_REASON, reason),))
         return Status(status=status)
 
     async def watch(self, request: health_pb2.HealthCheckRequest, write: Callable[[Status], Awaitable[object]]) -> None:

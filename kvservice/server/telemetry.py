@@ -13,6 +13,7 @@ from kvservice.server.audit import Audit
 from kvservice.server.credentials import Credentials
 from kvservice.server.dispatch import Dispatcher
 from kvservice.server.events import EventStreams
+from kvservice.server.integrity import IntegrityWatch
 from kvservice.server.sessions import SessionRegistry
 from kvservice.telemetry.arrays import SharedArrays
 from kvservice.telemetry.vitals import Vitals, VitalsTable
@@ -30,9 +31,10 @@ class DaemonVitals:
         events: EventStreams,
         credentials: Credentials,
         audit: Audit,
+        integrity: IntegrityWatch,
     ) -> None:
         self._engine, self._sessions, self._dispatcher, self._events = engine, sessions, dispatcher, events
-        self._credentials, self._audit = credentials, audit
+        self._credentials, self._audit, self._integrity = credentials, audit, integrity
         self._table = VitalsTable(len(engine.device.lane_buckets_s) + 1, arrays.zeros)
 
     def write(self) -> None:
@@ -87,6 +89,8 @@ class DaemonVitals:
             malformed_tokens=self._audit.refusals["malformed"],
             unknown_tokens=self._audit.refusals["unknown"],
             foreign_sessions=sessions.num_foreign,
+            integrity_checks=self._integrity.num_checks,
+            integrity_failures=self._integrity.num_failures,
         )
         self._table.write(vitals, lane_counts)
 

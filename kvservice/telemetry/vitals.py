@@ -59,6 +59,8 @@ class Vitals(NamedTuple):
     malformed_tokens: float = 0
     unknown_tokens: float = 0
     foreign_sessions: float = 0
+    integrity_checks: float = 0
+    integrity_failures: float = 0
 
 
 class VitalsTable:

@@ -15,6 +15,8 @@ from kvservice.errors import KVServiceError, OutOfBlocksError, QuotaExceededErro
 DOMAIN = "kvservice"
 # When blocks may have become free: about the time of a few decode steps.
 RETRY_DELAY_MS = 50
+# The trailing metadata of a health check that say why the daemon does not serve.
+HEALTH_REASON = "kvservice-reason"
 
 
 def to_status(error: KVServiceError) -> status_pb2.Status:

@@ -34,14 +34,14 @@ async def settle() -> None:
 def test_a_watcher_that_does_not_read_keeps_nobody_waiting() -> None:
     async def scenario() -> None:
         health = Health()
-        health.set("", serving=True)
+        health.set("")
         silent, other = Watcher(health), Watcher(health)
         silent.reads.clear()
         await settle()
-        health.set("", serving=False)
+        health.set("", reason="it drains")
         await settle()
         assert other.heard == [Status.SERVING, Status.NOT_SERVING]
-        health.set("", serving=True)
+        health.set("")
         silent.reads.set()
         await settle()
         assert silent.heard == [Status.SERVING], "what it missed is the latest again"
@@ -55,13 +55,13 @@ def test_a_watcher_that_does_not_read_keeps_nobody_waiting() -> None:
 def test_a_watcher_that_leaves_takes_no_other_along() -> None:
     async def scenario() -> None:
         health = Health()
-        health.set("", serving=True)
+        health.set("")
         leaving, other, unknown = Watcher(health), Watcher(health), Watcher(health, "later")
         await settle()
         leaving.task.cancel()
         await settle()
-        health.set("", serving=False)
-        health.set("later", serving=True)
+        health.set("", reason="it drains")
+        health.set("later")
         await settle()
         assert other.heard == [Status.SERVING, Status.NOT_SERVING]
         assert unknown.heard == [Status.SERVICE_UNKNOWN, Status.SERVING]

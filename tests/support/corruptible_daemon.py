@@ -1,0 +1,24 @@
+"""A daemon whose bookkeeping SIGUSR1 corrupts. Its argument: a JSON object of its configuration."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+
+from kvservice import logs
+from kvservice.config import ServeConfig
+from kvservice.server.daemon import Daemon
+
+
+async def serve(config: ServeConfig) -> int:
+    daemon = Daemon(config)
+    ref_count = daemon.engine.manager.device.ref_count
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, ref_count.__setitem__, 0, 7)
+    return await daemon.serve()
+
+
+if __name__ == "__main__":
+    logs.configure("warning", "text")
+    sys.exit(asyncio.run(serve(ServeConfig(**json.loads(sys.argv[1])))))
