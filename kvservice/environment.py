@@ -11,8 +11,8 @@ GRPC_ENVIRONMENT = {
     # Below that level gRPC writes a line for each TLS handshake that fails.
     "GRPC_VERBOSITY": "ERROR",
 }
-# The daemon says itself what is wrong. The rest of gRPC's lines a stranger can cause as often as it likes, one with each
-# RPC that has too many headers, and so fill a disk.
+# The daemon says itself what is wrong. The rest of gRPC's lines a stranger can cause as often as it likes, one with
+# each RPC that has too many headers, and so fill a disk.
 GRPC_SILENCE = {"GRPC_VERBOSITY": "NONE"}
 
 # Large messages live shortly: without these every one is mapped, faulted in page by page, and unmapped.
