@@ -142,7 +142,7 @@ def gather_block_tables(
     """The leading entries of some rows as one rectangle: int32[n, ceil(max(context_lens) / block_size)]."""
     num_blocks = -(-context_lens // block_size)
     width = int(num_blocks.max(initial=0))
-    gathered = tables[:, :width].take(rows, axis=0)
+    gathered = tables[rows, :width]  # not `take`, which would copy this part of all rows first
     gathered[np.arange(width) >= num_blocks[:, None]] = PADDING_BLOCK
     return gathered
 
