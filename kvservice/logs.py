@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from pythonjsonlogger.core import RESERVED_ATTRS
 from pythonjsonlogger.json import JsonFormatter
@@ -47,7 +47,7 @@ class LogBudget:
         self._window_end = -math.inf
         self._lines = 0
 
-    def write(self, level: int, message: str, *args: object) -> None:
+    def write(self, level: int, message: str, *args: object, extra: Mapping[str, object] | None = None) -> None:
         now = self._clock()
         if now >= self._window_end:
             left_out = self._lines - _LINES_PER_WINDOW
@@ -56,4 +56,4 @@ class LogBudget:
             self._window_end, self._lines = now + _WINDOW_S, 0
         self._lines += 1
         if self._lines <= _LINES_PER_WINDOW:
-            self._logger.log(level, message, *args)
+            self._logger.log(level, message, *args, extra=extra)

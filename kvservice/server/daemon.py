@@ -172,6 +172,8 @@ class Daemon:
     def _end_revoked(self) -> None:
         """The token file has changed."""
         self.sessions.end_streams_of(self._remote_callers.check)
+        for slots in self._slots:
+            slots.end_revoked(self._remote_callers.check)
 
     def _set_health(self, reason: str = "") -> None:
         """Of all services. They serve, unless there is a reason why not. Corrupt bookkeeping is one: the K/V of one

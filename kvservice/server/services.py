@@ -24,7 +24,7 @@ from kvservice.server.dispatch import Dispatcher
 from kvservice.server.events import EventStreams
 from kvservice.server.parsing import Refused, check_accepted, parser
 from kvservice.server.sessions import Session, SessionRegistry
-from kvservice.server.slots import RPC, UNATTACHED_S, Handler, Rpc, Slots
+from kvservice.server.slots import RPC, UNATTACHED_S, Handler, Rpc, Slots, answering
 from kvservice.v1 import session_pb2
 from kvservice.wire.encoded import Encoded
 from kvservice.wire.status import to_status
@@ -102,19 +102,16 @@ class Services:
 
     async def _subscribe(self, request: Any, context: Context) -> None:
         try:
-            rpc = RPC.get()
-            with rpc.working(), self._slots.of_peer("event stream", context.peer()):
-                self._callers.admit(context)
-                check_accepted(request)
-                async with contextlib.aclosing(self._events.subscribe(request)) as messages:
-                    async for message in messages:
-                        self._callers.check(CALLER.get())
-                        with rpc.waiting():
-                            await context.write(message)
+            async with answering(context) as rpc:
+                with self._slots.of_peer("event stream", context.peer()):
+                    self._callers.admit(context)
+                    check_accepted(request)
+                    async with contextlib.aclosing(self._events.subscribe(request)) as messages:
+                        async for message in messages:
+                            with rpc.waiting():
+                                await context.write(message)
         except (grpc.aio.UsageError, grpc.aio.InternalError) as error:
             logger.debug("a subscriber has gone: %s", error)  # gRPC noticed it only while it sent
-        except KVServiceError as error:
-            await context.abort_with_status(rpc_status.to_status(to_status(error)))
 
     async def _connect(self, _: Any, context: Context) -> None:
         self._callers.admit(context)
@@ -122,21 +119,27 @@ class Services:
             self._slots.check_unattached()
         except KVServiceError as error:
             await context.abort_with_status(rpc_status.to_status(to_status(error)))
-        rpc, local = RPC.get(), self._callers.local
+        rpc = RPC.get()
         with rpc.working():
-            await Stream(self._dispatcher, self._sessions, context, local, self._slots, rpc).serve()
+            await Stream(self._dispatcher, self._sessions, context, self._callers, self._slots, rpc).serve()
 
 
 class Stream:
     """One session's stream: reads a call, answers it, reads the next."""
 
     def __init__(
-        self, dispatcher: Dispatcher, sessions: SessionRegistry, context: Context, local: bool, slots: Slots, rpc: Rpc
+        self,
+        dispatcher: Dispatcher,
+        sessions: SessionRegistry,
+        context: Context,
+        callers: Callers,
+        slots: Slots,
+        rpc: Rpc,
     ) -> None:
         self._dispatcher = dispatcher
         self._sessions = sessions
         self._context = context
-        self._local = local
+        self._callers = callers
         self._slots = slots
         self._rpc = rpc
         self._session: Session | None = None
@@ -218,11 +221,12 @@ class Stream:
             return await self._dispatcher.call_open(name, request, "stream", traceparent)
         if self._session is None:
             raise FailedPreconditionError("the stream's first call must be attach", field="call")
-        return await self._dispatcher.call(name, request, self._session, "stream", self._local, traceparent)
+        return await self._dispatcher.call(name, request, self._session, "stream", self._callers.local, traceparent)
 
     def _attach(self, request: session_pb2.AttachRequest) -> session_pb2.AttachResponse:
         if self._session is not None:
             raise FailedPreconditionError("the stream is attached already", field="call")
+        self._callers.check(CALLER.get())
         self._dispatcher.admit("attach")
         self._session = self._sessions.attach(request.session_token, request.holder, request.reconnects, self.end)
         self._attached()

@@ -126,7 +126,7 @@ class SessionRegistry:
         self._num_closing = 0
         # Calls that presented the token of another identity's session.
         self.num_foreign = 0
-        self._foreign_log = LogBudget(logger)
+        self._foreign_log, self._opened_log, self._closed_log = LogBudget(logger), LogBudget(logger), LogBudget(logger)
         self.region_totals = RegionTotals()
 
     def __len__(self) -> int:
@@ -168,7 +168,8 @@ class SessionRegistry:
         )
         self._sessions[session.token] = session
         self._call_later(session, max(grace, ATTACH_S), self._lose, session)
-        logger.info(
+        self._opened_log.write(
+            logging.INFO,
             "session %d opened (%s)%s",
             session.session_id,
             name or "no name",
@@ -267,7 +268,8 @@ class SessionRegistry:
             self._num_closing -= 1
             self._table.close(session.row)
             number = session.session_id
-            logger.info("session %d closed, %d sequences freed", number, freed, extra={"session_id": number})
+            said = "session %d closed, %d sequences freed"
+            self._closed_log.write(logging.INFO, said, number, freed, extra={"session_id": number})
             return then()
 
         return in_slices(self._manager.close_space_in_slices(session.space), closed)

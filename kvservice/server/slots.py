@@ -12,17 +12,18 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeAlias
 
 import grpc
 from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
+from kvservice.auth import CALLER, Identity
 from kvservice.config import ServeConfig
-from kvservice.errors import KVServiceError, ResourceExhaustedError
+from kvservice.errors import KVServiceError, ResourceExhaustedError, UnauthenticatedError
 from kvservice.server import health
 from kvservice.server.contract import SERVICES, SESSION_SERVICES
 from kvservice.wire.status import to_status
@@ -40,6 +41,8 @@ UNATTACHED_S: Final = 30.0
 _PEERS: Final = 4
 # RPCs above the limits that are being refused.
 _REFUSING: Final = 64
+# Streams that belong to no session. What is known of their callers may change while they are open.
+_SESSIONLESS: Final[tuple[Kind, ...]] = ("event stream", "health watch", "reflection")
 
 
 def kind_limits(config: ServeConfig) -> dict[Kind, int]:
@@ -85,12 +88,15 @@ _KINDS: Final[dict[str, Kind]] = {
 
 @dataclass(slots=True, eq=False)
 class Rpc:
-    """One that has a slot. `stalled_since`, on the clock of `time.monotonic`, while its client keeps it waiting."""
+    """One that has a slot. `stalled_since`, on the clock of `time.monotonic`, while its client keeps it waiting.
+    `ended_for` is why the daemon has cancelled it."""
 
     task: asyncio.Task[Any]
     stalled_since: float | None
     slots: Slots
     kind: Kind
+    caller: Identity = field(default_factory=CALLER.get)
+    ended_for: KVServiceError | None = None
 
     def end(self, _: asyncio.Task[Any]) -> None:
         self.slots.end(self)
@@ -186,6 +192,31 @@ class Slots(grpc.GenericRpcHandler):
         for rpc in self._rpcs:
             if rpc.stalled_since is not None and now - rpc.stalled_since > STALL_S:
                 rpc.task.cancel()
+
+    def end_revoked(self, check: Callable[[Identity], None]) -> None:
+        """End the streams of no session whose caller `check` raises UnauthenticatedError for, with that error."""
+        for rpc in self._rpcs:
+            if rpc.kind in _SESSIONLESS:
+                try:
+                    check(rpc.caller)
+                except UnauthenticatedError as error:
+                    rpc.ended_for = error
+                    rpc.task.cancel()
+
+
+@contextlib.asynccontextmanager
+async def answering(context: Any) -> AsyncIterator[Rpc]:
+    """For an RPC's handler: errors of ours become its status."""
+    rpc = RPC.get()
+    try:
+        with rpc.working():
+            yield rpc
+    except KVServiceError as error:
+        await context.abort_with_status(rpc_status.to_status(to_status(error)))
+    except asyncio.CancelledError:
+        if rpc.ended_for is None:
+            raise
+        await context.abort_with_status(rpc_status.to_status(to_status(rpc.ended_for)))
 
 
 def _full(kind: Kind, limit: int, whose: str = "") -> ResourceExhaustedError:

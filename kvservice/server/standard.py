@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
-from grpc_status import rpc_status
 
 from kvservice.config import RequestLimits
-from kvservice.errors import KVServiceError
 from kvservice.server.contract import SERVICES
 from kvservice.server.health import SERVICE_NAME, Health
 from kvservice.server.parsing import check_accepted, parser
-from kvservice.server.slots import RPC, Handler, Rpc, Slots
-from kvservice.wire.status import to_status
+from kvservice.server.slots import Handler, Rpc, Slots, answering
 
 
 def health_handlers(statuses: Health, limits: RequestLimits, slots: Slots) -> dict[str, Handler]:
     """Check and Watch, by their paths."""
 
     async def check(request: Any, context: Any) -> Any:
-        async with _answering(context):
+        async with answering(context):
             check_accepted(request)
             return await statuses.check(request, context)
 
     async def watch(request: Any, context: Any) -> None:
-        async with _answering(context) as rpc:
+        async with answering(context) as rpc:
 
             async def write(status: Any) -> None:
                 with rpc.waiting():
@@ -53,7 +49,7 @@ def reflection_handlers(limits: RequestLimits, slots: Slots) -> dict[str, Handle
     servicer: Any = reflection.aio.ReflectionServicer(names)  # its published types are wrong
 
     async def info(requests: AsyncIterator[Any], context: Any) -> None:
-        async with _answering(context) as rpc:
+        async with answering(context) as rpc:
             with slots.of_peer("reflection", context.peer()):
                 async for response in servicer.ServerReflectionInfo(_accepted(requests, rpc), context):
                     with rpc.waiting():
@@ -63,16 +59,6 @@ def reflection_handlers(limits: RequestLimits, slots: Slots) -> dict[str, Handle
     serialize = reflection_pb2.ServerReflectionResponse.SerializeToString
     path = f"/{reflection.SERVICE_NAME}/ServerReflectionInfo"
     return {path: grpc.stream_stream_rpc_method_handler(info, parse, serialize)}
-
-
-@contextlib.asynccontextmanager
-async def _answering(context: Any) -> AsyncIterator[Rpc]:
-    """Errors of ours become the RPC's status."""
-    try:
-        with RPC.get().working():
-            yield RPC.get()
-    except KVServiceError as error:
-        await context.abort_with_status(rpc_status.to_status(to_status(error)))
 
 
 async def _accepted(requests: AsyncIterator[Any], rpc: Rpc) -> AsyncIterator[Any]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 import re
 from collections.abc import Iterator
 from typing import Any
 
 import grpc
-import numpy as np
 import pytest
 from google.rpc import error_details_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 from scraping import scrape_until, value
 from secure_daemon import Secured, WithToken, secured, with_token
@@ -18,7 +20,6 @@ from waiting import until
 
 from kvservice.auth import token_file
 from kvservice.auth.tokens import new_token
-from kvservice.client import KVClient
 from kvservice.server.contract import SERVICES
 from kvservice.v1 import events_pb2, pool_pb2, session_pb2
 
@@ -172,6 +173,12 @@ def test_a_token_that_is_removed_ends_what_was_opened_with_it(own: Secured, raw:
         alice, bob = (raw.Wire(with_token(plain, own.tokens[name])) for name in ("alice", "bob"))
         local = raw.RawSession(raw.Wire(stack.enter_context(grpc.insecure_channel(own.daemon.address))))
         sessions = {wire: raw.RawSession(wire) for wire in (alice, bob)}
+        as_alice = with_token(plain, own.tokens["alice"])
+        watch = health_pb2_grpc.HealthStub(as_alice).Watch(health_pb2.HealthCheckRequest(), timeout=60)
+        next(watch)
+        answers, questions = reflect(as_alice)
+        not_attached = alice.stream()
+        not_attached.send("ping", pool_pb2.PingRequest())
         events = alice.methods["subscribe"](events_pb2.SubscribeRequest(), timeout=60)
         scrape_until(own.http_port, lambda samples: value(samples, "kvservice_event_streams") == 1)
         token_file.remove(own.files / "tokens", "alice")
@@ -182,17 +189,23 @@ def test_a_token_that_is_removed_ends_what_was_opened_with_it(own: Secured, raw:
         for other in (sessions[bob], local):
             reply = other.stream.send("ping", pool_pb2.PingRequest(payload=b"still here"))
             assert reply.ping.payload == b"still here"
-        # A subscriber is told at the next event.
-        store_a_block(own.daemon.address)
-        assert refusal_of(events) == ("UNAUTHENTICATED", "UNAUTHENTICATED", "unknown")
+        for stream in (events, watch, answers):
+            assert refusal_of(stream) == ("UNAUTHENTICATED", "UNAUTHENTICATED", "unknown")
+        questions.put(None)
+        attach = session_pb2.AttachRequest(session_token=sessions[alice].token)
+        assert not_attached.send("attach", attach).error.code == grpc.StatusCode.UNAUTHENTICATED.value[0]
         for session in (sessions[bob], local):
             session.close()
 
 
-def store_a_block(address: str) -> None:
-    with KVClient(address, transport="inline") as client, client.session() as kv:
-        ones = np.ones((2, 4, 2, 32), np.float32)
-        kv.open_step([kv.allocate([1, 2, 3, 4])]).write(ones, ones)
+def reflect(channel: grpc.Channel) -> tuple[Any, queue.Queue[Any]]:
+    """A stream of reflection that has answered once, and what it is asked with."""
+    questions: queue.Queue[Any] = queue.Queue()
+    questions.put(reflection_pb2.ServerReflectionRequest(list_services=""))
+    stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+    answers = stub.ServerReflectionInfo(iter(questions.get, None), timeout=60)
+    next(answers)
+    return answers, questions
 
 
 def test_a_new_token_is_good_at_once_and_a_wrong_file_changes_nothing(own: Secured, raw: Any) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -150,3 +152,13 @@ def test_what_a_detachable_session_shares_is_closed_after_the_grace_time(make_re
     timers.advance(60)
     assert closed == [SHORT_GRACE_S]
     assert len(registry) == 1
+
+
+def test_sessions_that_come_and_go_do_not_fill_the_log(make_registry, caplog) -> None:
+    registry = make_registry()
+    caplog.set_level(logging.INFO, "kvservice.server.sessions")
+    for _ in range(100):
+        registry.close(registry.open("engine", "", False, 0.0), lambda: None)
+    said = [record.message.split()[2] for record in caplog.records]
+    assert Counter(said) == {"opened": 20, "closed,": 20}
+    assert [record.session_id for record in caplog.records[:2]] == [1, 1]

@@ -17,6 +17,7 @@ from grpc_status import rpc_status
 
 from kvservice.config import ServeConfig
 from kvservice.errors import SessionTakenError
+from kvservice.server.callers import LocalCallers
 from kvservice.server.contract import SERVICES, SESSION_SERVICES, call_name
 from kvservice.server.services import Stream
 from kvservice.server.slots import Rpc, Slots
@@ -201,7 +202,7 @@ def test_a_call_that_comes_after_the_lease_is_lost_is_not_done(outcome: type[Exc
     dispatcher.call = AsyncMock(return_value=blocks_pb2.DescribeResponse())
     sessions.attach.return_value.session_id = 1
     slots, rpc = Slots(ServeConfig()), Rpc(Mock(), None, Mock(), "session stream")
-    context.stream = Stream(dispatcher, sessions, cast(Any, context), True, slots, rpc)
+    context.stream = Stream(dispatcher, sessions, cast(Any, context), LocalCallers(), slots, rpc)
     asyncio.run(context.stream.serve())
     assert (slots.num_unattached, rpc.stalled_since) == (0, None)
     assert (context.written, context.aborted) == (["attach", "describe"], "taken over")
