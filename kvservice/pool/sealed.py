@@ -11,6 +11,8 @@ import fcntl
 import mmap
 import os
 import weakref
+from collections.abc import Generator
+from typing import Final
 
 import numpy as np
 
@@ -18,6 +20,8 @@ from kvservice.pool.available import available_bytes
 
 _ADD_SEALS = 1033
 _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW, _SEAL_FUTURE_WRITE = 1, 2, 4, 16
+# What `in_slices` takes at one time: a few milliseconds.
+SLICE_BYTES: Final = 4 << 20
 
 
 class SealedMemory:
@@ -28,21 +32,55 @@ class SealedMemory:
 
     def __init__(self, name: str, num_bytes: int, *, read_only: bool, reserve_bytes: int = 0) -> None:
         """Raises OSError where there is not that much memory, with `reserve_bytes` left."""
-        if num_bytes + reserve_bytes > available_bytes():
-            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-        self.num_bytes = num_bytes
-        self.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._create(name, num_bytes, reserve_bytes)
         try:
             os.posix_fallocate(self.fd, 0, num_bytes)
             self.map = mmap.mmap(self.fd, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-            seals = _SEAL_SHRINK | _SEAL_GROW | _SEAL_SEAL | (_SEAL_FUTURE_WRITE if read_only else 0)
-            fcntl.fcntl(self.fd, _ADD_SEALS, seals)
+            self._seal(read_only=read_only)
         except OSError:
             os.close(self.fd)
             raise
+
+    @classmethod
+    def in_slices(
+        cls, name: str, num_bytes: int, *, read_only: bool, reserve_bytes: int = 0
+    ) -> Generator[None, None, SealedMemory]:
+        """The same in slices of SLICE_BYTES. Returns the memory."""
+        memory = cls.__new__(cls)
+        memory._create(name, num_bytes, reserve_bytes)
+        try:
+            os.ftruncate(memory.fd, num_bytes)
+            memory.map = mmap.mmap(memory.fd, num_bytes, flags=mmap.MAP_SHARED)
+            pages = np.frombuffer(memory.map, np.uint8)[:: mmap.PAGESIZE]
+            for begin in range(0, num_bytes, SLICE_BYTES):
+                if begin:
+                    yield
+                    _require(num_bytes - begin + reserve_bytes)
+                end = min(begin + SLICE_BYTES, num_bytes)
+                os.posix_fallocate(memory.fd, begin, end - begin)
+                pages[begin // mmap.PAGESIZE : -(-end // mmap.PAGESIZE)] = 0  # as they are, so that they are mapped
+            memory._seal(read_only=read_only)
+        except BaseException:  # also where nobody wants the rest any more
+            os.close(memory.fd)
+            raise
+        return memory
+
+    def _create(self, name: str, num_bytes: int, reserve_bytes: int) -> None:
+        _require(num_bytes + reserve_bytes)
+        self.num_bytes = num_bytes
+        self.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+
+    def _seal(self, *, read_only: bool) -> None:
+        seals = _SEAL_SHRINK | _SEAL_GROW | _SEAL_SEAL | (_SEAL_FUTURE_WRITE if read_only else 0)
+        fcntl.fcntl(self.fd, _ADD_SEALS, seals)
         self.address: int = np.frombuffer(self.map, np.uint8).ctypes.data
         self._close_fd = weakref.finalize(self, os.close, self.fd)
 
     def close(self) -> None:
         """Close the descriptor. The memory is freed when the last view of `map` is gone, here and elsewhere."""
         self._close_fd()
+
+
+def _require(num_bytes: int) -> None:
+    if num_bytes > available_bytes():
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))

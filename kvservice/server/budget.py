@@ -13,6 +13,8 @@ import logging
 import os
 import signal
 
+from kvservice.blocks import Slices
+from kvservice.blocks.slices import finish
 from kvservice.errors import QuotaExceededError, ResourceExhaustedError
 from kvservice.pool.sealed import SealedMemory
 from kvservice.server import descriptors
@@ -62,13 +64,24 @@ class Budget:
     def make(self, name: str, num_bytes: int, *, read_only: bool = False, field: str = "") -> BudgetedMemory:
         """Memory for a client and the daemon. Raises QuotaExceededError, and ResourceExhaustedError where there is not
         that much memory, with the field."""
+        return finish(self.make_in_slices(name, num_bytes, read_only=read_only, field=field))
+
+    def make_in_slices(
+        self, name: str, num_bytes: int, *, read_only: bool = False, field: str = ""
+    ) -> Slices[BudgetedMemory]:
+        """`make`; all of it counts from the first slice on."""
         self.take(num_bytes, field)
         try:
-            sealed = SealedMemory(name, num_bytes, read_only=read_only, reserve_bytes=RESERVE_BYTES)
+            sealed = yield from SealedMemory.in_slices(
+                name, num_bytes, read_only=read_only, reserve_bytes=RESERVE_BYTES
+            )
         except OSError as error:
             self.give_back(num_bytes)
             text = f"no {num_bytes} bytes of shared memory: {error.strerror}"
             raise ResourceExhaustedError(text, field=field) from None
+        except GeneratorExit:
+            self.give_back(num_bytes)
+            raise
         return BudgetedMemory(sealed, self)
 
     def keep(self, descriptor: int, num_bytes: int) -> None:

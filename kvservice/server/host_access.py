@@ -11,7 +11,7 @@ import os
 from collections.abc import Awaitable
 from dataclasses import dataclass
 
-from kvservice.blocks import BlockManager, SequenceSpace, Step
+from kvservice.blocks import BlockManager, SequenceSpace, Slices, Step
 from kvservice.config import ServeConfig
 from kvservice.devices import CudaRegion, Device, LaneServer, LaneSession
 from kvservice.errors import (
@@ -115,9 +115,9 @@ class HostAccess:
 
     # ---- regions
 
-    def make_memory(self, name: str, num_bytes: int, field: str) -> BudgetedMemory:
+    def make_memory(self, name: str, num_bytes: int, field: str) -> Slices[BudgetedMemory]:
         """Raises QuotaExceededError and ResourceExhaustedError with the field."""
-        return self.budget.make(name, num_bytes, field=field)
+        return self.budget.make_in_slices(name, num_bytes, field=field)
 
     def hand_over(self, memory: BudgetedMemory) -> bytes:
         """A handover token for it. Raises QuotaExceededError."""

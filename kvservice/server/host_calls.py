@@ -6,11 +6,12 @@ from kvservice.blocks import BlockManager
 from kvservice.server import codec
 from kvservice.server.region import GPU, HOST
 from kvservice.server.sessions import Session
+from kvservice.server.slices import Answer, in_slices
 from kvservice.v1 import host_pb2, shared_memory_pb2
 
 
 class HostCalls:
-    """`(session, request) -> response`, as in `Calls`."""
+    """`(session, request) -> response`, or a task of it, as in `Calls`."""
 
     def __init__(self, manager: BlockManager) -> None:
         self._manager = manager
@@ -51,9 +52,11 @@ class HostCalls:
 
     def create_region(
         self, session: Session, request: shared_memory_pb2.CreateRegionRequest
-    ) -> shared_memory_pb2.CreateRegionResponse:
-        token, number = session.regions.create(request.name, request.byte_size)
-        return shared_memory_pb2.CreateRegionResponse(handover_token=token, number=number)
+    ) -> Answer[shared_memory_pb2.CreateRegionResponse]:
+        creating = session.regions.create_in_slices(request.name, request.byte_size)
+        return in_slices(
+            creating, lambda made: shared_memory_pb2.CreateRegionResponse(handover_token=made[0], number=made[1])
+        )
 
     def open_lane(self, session: Session, _: host_pb2.OpenLaneRequest) -> host_pb2.OpenLaneResponse:
         token, event_handle = session.access.open_lane()

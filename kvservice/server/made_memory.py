@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvservice.server.budget import BudgetedMemory
 from kvservice.server.host_access import HostAccess
 from kvservice.server.region import Array
 
@@ -11,17 +12,13 @@ from kvservice.server.region import Array
 class MadeMemory:
     """A region's `Memory`. `number` is what the entries of lanes call it, `token` gets its descriptor."""
 
-    def __init__(self, num_bytes: int, access: HostAccess) -> None:
-        """Raises QuotaExceededError and ResourceExhaustedError naming byte_size."""
+    def __init__(self, memory: BudgetedMemory, access: HostAccess) -> None:
+        """Raises QuotaExceededError and ResourceExhaustedError; the memory is still the caller's then."""
         self._access = access
-        self._memory = access.make_memory("kvservice-region", num_bytes, "byte_size")
-        try:
-            self.token = access.hand_over(self._memory)
-        except BaseException:
-            self._memory.close()
-            raise
-        self._bytes: Array = np.frombuffer(self._memory.sealed.map, np.uint8)
-        self.number = access.add_region(self._memory.sealed.address, num_bytes)
+        self._memory = memory
+        self.token = access.hand_over(memory)
+        self._bytes: Array = np.frombuffer(memory.sealed.map, np.uint8)
+        self.number = access.add_region(memory.sealed.address, memory.sealed.num_bytes)
 
     def check(self, end: int) -> None:
         """It is always as long as it was."""

@@ -13,9 +13,11 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from kvservice.blocks import Slices
 from kvservice.config import ServeConfig
 from kvservice.errors import (
     DuplicateRegionError,
+    FailedPreconditionError,
     InvalidArgumentError,
     QuotaExceededError,
     RegionShrunkError,
@@ -73,6 +75,8 @@ class Regions:
         self._totals = totals
         self._access = access
         self._regions: dict[str, Region] = {}
+        # Of regions that are being made, and how often all were closed.
+        self._making_bytes = self._num_closings = 0
 
     def register(self, name: str, key: str, offset: int, byte_size: int, token: bytes = b"") -> None:
         """Open `byte_size` bytes from `offset` on of the object `key`, a name as for shm_open, for the user to whom the
@@ -96,26 +100,45 @@ class Regions:
         self._regions[name] = Region(memory, byte_size, self._totals, GPU, device_id=device_id)
         return memory.number
 
-    def create(self, name: str, byte_size: int) -> tuple[bytes, int]:
+    def create_in_slices(self, name: str, byte_size: int) -> Slices[tuple[bytes, int]]:
         """Make memory of at least so many bytes. Returns a handover token for it, and what lanes call it.
 
         Raises RegionsNotAllowedError, DuplicateRegionError, QuotaExceededError, ResourceExhaustedError,
-        InvalidArgumentError naming name or byte_size.
+        InvalidArgumentError naming name or byte_size, and FailedPreconditionError if all regions of the session are
+        closed meanwhile.
         """
         self._check_new(name)
         if byte_size == 0:
             raise InvalidArgumentError("is 0", field="byte_size")
         byte_size = -(-byte_size // mmap.PAGESIZE) * mmap.PAGESIZE
         limit = self._config.max_region_mib
-        made = sum(region.byte_size for region in self._regions.values() if isinstance(region.memory, MadeMemory))
+        made = self._making_bytes + sum(
+            region.byte_size for region in self._regions.values() if isinstance(region.memory, MadeMemory)
+        )
         if made + byte_size > limit << 20:
             raise QuotaExceededError(
                 f"{byte_size} bytes, the session has {made} of {limit} MiB", field="byte_size", limit="max_region_mib",
                 value=limit,
             )  # fmt: skip
-        memory = MadeMemory(byte_size, self._access)
+        memory = yield from self._make(name, byte_size)
         self._regions[name] = Region(memory, byte_size, self._totals, HOST)
         return memory.token, memory.number
+
+    def _make(self, name: str, byte_size: int) -> Slices[MadeMemory]:
+        num_closings = self._num_closings
+        self._making_bytes += byte_size
+        try:
+            memory = yield from self._access.make_memory("kvservice-region", byte_size, "byte_size")
+        finally:
+            self._making_bytes -= byte_size
+        try:
+            if self._num_closings != num_closings:
+                raise FailedPreconditionError("the session's regions were closed meanwhile")
+            self._check_new(name)
+            return MadeMemory(memory, self._access)
+        except BaseException:
+            memory.close()
+            raise
 
     def _check_new(self, name: str) -> None:
         self._access.user.check_may_share()
@@ -162,6 +185,7 @@ class Regions:
 
     def close(self) -> None:
         """Give up all; what a call still uses is closed after it."""
+        self._num_closings += 1
         while self._regions:
             self._regions.popitem()[1].release()
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvservice.pool.sealed import SealedMemory
+from kvservice.pool import sealed
+from kvservice.pool.sealed import SLICE_BYTES, SealedMemory
 
 NUM_BYTES = 4 * mmap.PAGESIZE
 
@@ -63,6 +64,35 @@ def test_nothing_stays() -> None:
     del memory
     assert len(os.listdir("/proc/self/fd")) == before
     assert "kvservice-test-sealed" not in Path("/proc/self/maps").read_text()
+
+
+@pytest.mark.parametrize(("num_bytes", "slices"), [(1, 1), (SLICE_BYTES, 1), (2 * SLICE_BYTES + mmap.PAGESIZE, 3)])
+def test_memory_is_made_in_slices(num_bytes: int, slices: int) -> None:
+    making = SealedMemory.in_slices("test", num_bytes, read_only=True)
+    for _ in range(slices - 1):
+        next(making)
+    with pytest.raises(StopIteration) as end:
+        next(making)
+    memory: SealedMemory = end.value.value
+    assert len(memory.map) == memory.num_bytes == num_bytes
+    assert memory.map[-1] == 0
+    assert os.fstat(memory.fd).st_blocks * 512 >= num_bytes, "all of it is taken"
+    descriptor = reopened(memory)
+    for change in (lambda: os.ftruncate(descriptor, 0), lambda: os.pwrite(descriptor, b"x", 0)):
+        with pytest.raises(PermissionError):
+            change()
+    os.close(descriptor)
+    memory.close()
+
+
+def test_memory_may_become_less_while_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    making = SealedMemory.in_slices("test", 2 * SLICE_BYTES, read_only=False)
+    next(making)
+    monkeypatch.setattr(sealed, "available_bytes", lambda: SLICE_BYTES - 1)
+    with pytest.raises(OSError, match="memory"):
+        next(making)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_more_than_there_is() -> None:

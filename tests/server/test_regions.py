@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import gc
 import itertools
 import mmap
 import os
@@ -24,9 +25,13 @@ from shm_objects import shm_objects
 from small_pool import SMALL_POOL
 from waiting import until
 
+from kvservice.blocks import Slices
+from kvservice.blocks.slices import finish
 from kvservice.client import KVClient
 from kvservice.config import ServeConfig
 from kvservice.errors import (
+    DuplicateRegionError,
+    FailedPreconditionError,
     InvalidArgumentError,
     KVServiceError,
     QuotaExceededError,
@@ -36,6 +41,7 @@ from kvservice.errors import (
     UnknownRegionError,
 )
 from kvservice.launch import Daemon
+from kvservice.pool import sealed
 from kvservice.server.budget import Budget, BudgetedMemory
 from kvservice.server.calls import Calls
 from kvservice.server.region import GPU, HOST, Place, RegionTotals
@@ -75,8 +81,8 @@ class Access:
         self.budget = Budget(config.max_shared_mib)
         self.user = SessionUser(Trust.of(config))
 
-    def make_memory(self, name: str, num_bytes: int, field: str) -> BudgetedMemory:
-        return self.budget.make(name, num_bytes, field=field)
+    def make_memory(self, name: str, num_bytes: int, field: str) -> Slices[BudgetedMemory]:
+        return self.budget.make_in_slices(name, num_bytes, field=field)
 
     def add_region(self, address: int, num_bytes: int) -> int:
         assert address % mmap.PAGESIZE == 0
@@ -266,7 +272,7 @@ def test_a_daemon_that_takes_none(shm: Object) -> None:
 
 
 def test_a_region_that_the_daemon_makes(regions: Regions, totals: RegionTotals) -> None:
-    token, number = regions.create("made", 5000)
+    token, number = finish(regions.create_in_slices("made", 5000))
     assert (token, number) == (b"token", 1)
     byte_size = 2 * mmap.PAGESIZE
     assert (totals.count, totals.num_bytes) == (1, byte_size)
@@ -283,17 +289,62 @@ def test_a_region_that_the_daemon_makes(regions: Regions, totals: RegionTotals) 
 
 
 def test_a_session_may_have_so_much_made(regions: Regions) -> None:
-    regions.create("a", 700 << 10)
+    finish(regions.create_in_slices("a", 700 << 10))
     with pytest.raises(QuotaExceededError) as caught:
-        regions.create("b", 400 << 10)
+        finish(regions.create_in_slices("b", 400 << 10))
     assert caught.value.metadata["limit"] == "max_region_mib"
     with pytest.raises(InvalidArgumentError):
-        regions.create("b", 0)
+        finish(regions.create_in_slices("b", 0))
     regions.unregister("a", HOST)
-    regions.create("b", 1 << 20)
+    finish(regions.create_in_slices("b", 1 << 20))
     assert regions._access.numbers == [1]  # type: ignore[attr-defined]
     regions.close()
     assert regions._access.numbers == []  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def slow_regions(monkeypatch: pytest.MonkeyPatch) -> tuple[Regions, Access]:
+    """Whose memory is made page by page."""
+    monkeypatch.setattr(sealed, "SLICE_BYTES", mmap.PAGESIZE)
+    access = Access()
+    return Regions(CONFIG, RegionTotals(), access), access  # type: ignore[arg-type]
+
+
+def test_a_region_is_made_in_slices(slow_regions: tuple[Regions, Access]) -> None:
+    regions, access = slow_regions
+    slices = regions.create_in_slices("made", 3 * mmap.PAGESIZE - 1)
+    for _ in range(2):
+        next(slices)
+        assert access.budget.used_bytes == 3 * mmap.PAGESIZE, "all of it counts"
+        assert regions.status("", HOST) == {}
+    with pytest.raises(QuotaExceededError):
+        finish(regions.create_in_slices("other", CONFIG.max_region_mib << 20))
+    assert finish(slices) == (b"token", 1)
+    assert list(regions.status("", HOST)) == ["made"]
+
+
+def test_a_region_whose_session_closes_its_own_meanwhile_is_not_made(slow_regions: tuple[Regions, Access]) -> None:
+    regions, access = slow_regions
+    descriptors = len(os.listdir("/proc/self/fd"))
+    slices = regions.create_in_slices("made", 2 * mmap.PAGESIZE)
+    next(slices)
+    regions.close()
+    with pytest.raises(FailedPreconditionError):
+        finish(slices)
+    slices = regions.create_in_slices("twice", 2 * mmap.PAGESIZE)
+    next(slices)
+    finish(regions.create_in_slices("twice", 1))
+    with pytest.raises(DuplicateRegionError):
+        finish(slices)
+    regions.unregister("twice", HOST)
+    abandoned = regions.create_in_slices("abandoned", 2 * mmap.PAGESIZE)
+    next(abandoned)
+    abandoned.close()
+    assert access.budget.used_bytes == 0
+    assert access.numbers == []
+    gc.collect()  # the errors' frames
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
+    finish(regions.create_in_slices("all", CONFIG.max_region_mib << 20))
 
 
 def test_regions_of_one_kind_are_none_of_the_other(regions: Regions, shm: Object) -> None:
