@@ -17,6 +17,7 @@
     │   ├── NotComputedError                             its K/V are not written yet
     │   ├── StaleStepError                               a newer operation replaced the step
     │   ├── LayerWrittenError                            the layer was already sent in this step
+    │   ├── ReplyForgottenError                          the request was done before; its reply is not known any more
     │   ├── SessionTakenError                            another client has taken the session over
     │   ├── RegionsNotAllowedError                       the daemon takes none, or none over this connection
     │   ├── PoolNotSharedError                           the daemon does not let clients map its pool, or not to write
@@ -38,7 +39,8 @@
 
 Nothing is changed by an operation that raises one of these, but for two cases. A client truncates its shared-memory
 object while a call that puts its output there is under way: then the layer is written and the output lost. Or an answer
-is lost on its way, which the client sees as ConnectionLostError or CallTimeoutError: then the call may have been done.
+is lost on its way, which the client sees as ConnectionLostError or CallTimeoutError: then the call may have been done;
+as ReplyForgottenError: then it was.
 """
 
 from __future__ import annotations
@@ -129,6 +131,10 @@ class StaleStepError(FailedPreconditionError):
 
 class LayerWrittenError(FailedPreconditionError):
     reason = "LAYER_WRITTEN"
+
+
+class ReplyForgottenError(FailedPreconditionError):
+    reason = "REPLY_FORGOTTEN"
 
 
 class SessionTakenError(FailedPreconditionError):

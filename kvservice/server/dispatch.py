@@ -13,7 +13,6 @@ from google.protobuf.message import Message
 from kvservice.errors import (
     DrainingError,
     InternalError,
-    InvalidArgumentError,
     KVServiceError,
     OutOfBlocksError,
     RegionsNotAllowedError,
@@ -140,17 +139,15 @@ class Dispatcher:
 
     def _repeated_or_new(self, method: str, request: Any, session: Session) -> Any:
         request_id = getattr(request, "request_id", 0)
-        if request_id and (known := session.replies.get(request_id)) is not None:
-            if known[0] != method:
-                raise InvalidArgumentError(f"{request_id} was used for {known[0]}", field="request_id")
-            return known[1]
+        if request_id and (known := session.replies.find(request_id, method)) is not None:
+            return known
         self.admit(method)
         self._sessions.lanes.collect()
         if self.draining and method in STEP_WORK and not session.space.in_progress(request.step_id):
             raise DrainingError("the daemon is shutting down, and this step has not begun")
         response = getattr(self._calls, method)(session, request)
         if request_id:
-            session.remember(request_id, method, response)
+            session.replies.remember(request_id, method, response)
         return response
 
     def _by_token(self, method: str, request: Any, _: None) -> Any:

@@ -8,17 +8,13 @@ open ── attach ──▶ attached ── its stream ends ──▶ waiting �
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import math
 import secrets
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
-
-from google.protobuf.message import Message
 
 from kvservice.auth import CALLER, Identity
 from kvservice.blocks import BlockManager, SequenceSpace
@@ -40,6 +36,7 @@ from kvservice.server.host_access import HostAccess, Lanes, Sharing
 from kvservice.server.peers import Peer
 from kvservice.server.region import RegionTotals
 from kvservice.server.regions import Regions
+from kvservice.server.replies import Replies
 from kvservice.server.session_user import Trust
 from kvservice.server.slices import Answer, AnswerT, in_slices
 from kvservice.telemetry.sessions import ATTACHED, SessionRow, SessionTable
@@ -50,8 +47,6 @@ TOKEN_BYTES = 16
 MAX_NAME_LENGTH = 64
 # A session that was opened waits for its first stream at least so long, however short the grace time is.
 ATTACH_S = 5.0
-# Answers kept for requests that are sent again.
-MAX_REPLIES = 128
 
 
 class Timers(Protocol):
@@ -72,26 +67,13 @@ class Session:
     regions: Regions
     row: SessionRow
     wait_s: float
-    replies: OrderedDict[int, tuple[str, Answer[Message]]] = field(default_factory=OrderedDict)
+    replies: Replies = field(default_factory=Replies)
     # Whose stream was the last to attach; see AttachRequest. None: no stream was attached yet.
     holder: int | None = None
     # Ends the stream that holds the lease, with an error. None: no stream does.
     end_stream: Callable[[KVServiceError], None] | None = None
     # What happens to a session that no stream holds.
     timers: list[asyncio.TimerHandle] = field(default_factory=list)
-
-    def remember(self, request_id: int, method: str, reply: Answer[Message]) -> None:
-        """What is refused is not remembered, also if a task says so later."""
-        self.replies[request_id] = (method, reply)
-        if isinstance(reply, asyncio.Task):
-            reply.add_done_callback(functools.partial(self._forget_refused, request_id))
-        if len(self.replies) > MAX_REPLIES:
-            self.replies.popitem(last=False)
-
-    def _forget_refused(self, request_id: int, task: asyncio.Task[Message]) -> None:
-        known = self.replies.get(request_id)
-        if known is not None and known[1] is task and (task.cancelled() or task.exception() is not None):
-            del self.replies[request_id]
 
     def unshare(self) -> None:
         """Close what it shares with its client."""

@@ -38,6 +38,8 @@ class BlockServiceStub(object):
     Requests carry the session's token when they travel as unary calls; on a session's stream the field is ignored.
     A request that changes state may carry a request_id, unique in its session and not 0. The daemon remembers the
     answers to a session's latest 128 such requests: sent again, a request is answered again and not executed again.
+    They take 4 MiB at most, beside the latest; of older ones only the ids are remembered then, and a request that is sent
+    again ends with FAILED_PRECONDITION, reason REPLY_FORGOTTEN: it was executed, and its answer is lost.
 
     Common errors: INVALID_ARGUMENT names the field (google.rpc.BadRequest). NOT_FOUND: a sequence that this session does
     not have. FAILED_PRECONDITION, ALREADY_EXISTS: google.rpc.ErrorInfo gives the reason. RESOURCE_EXHAUSTED with reason
@@ -141,6 +143,8 @@ class BlockServiceServicer(object):
     Requests carry the session's token when they travel as unary calls; on a session's stream the field is ignored.
     A request that changes state may carry a request_id, unique in its session and not 0. The daemon remembers the
     answers to a session's latest 128 such requests: sent again, a request is answered again and not executed again.
+    They take 4 MiB at most, beside the latest; of older ones only the ids are remembered then, and a request that is sent
+    again ends with FAILED_PRECONDITION, reason REPLY_FORGOTTEN: it was executed, and its answer is lost.
 
     Common errors: INVALID_ARGUMENT names the field (google.rpc.BadRequest). NOT_FOUND: a sequence that this session does
     not have. FAILED_PRECONDITION, ALREADY_EXISTS: google.rpc.ErrorInfo gives the reason. RESOURCE_EXHAUSTED with reason
@@ -355,6 +359,8 @@ class BlockService(object):
     Requests carry the session's token when they travel as unary calls; on a session's stream the field is ignored.
     A request that changes state may carry a request_id, unique in its session and not 0. The daemon remembers the
     answers to a session's latest 128 such requests: sent again, a request is answered again and not executed again.
+    They take 4 MiB at most, beside the latest; of older ones only the ids are remembered then, and a request that is sent
+    again ends with FAILED_PRECONDITION, reason REPLY_FORGOTTEN: it was executed, and its answer is lost.
 
     Common errors: INVALID_ARGUMENT names the field (google.rpc.BadRequest). NOT_FOUND: a sequence that this session does
     not have. FAILED_PRECONDITION, ALREADY_EXISTS: google.rpc.ErrorInfo gives the reason. RESOURCE_EXHAUSTED with reason

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,7 +16,15 @@ from kvservice.blocks.integrity import MAX_TRIES, check_in_slices
 from kvservice.blocks.invariants import parts, pieces, windows
 from kvservice.blocks.sequences import NUM_BLOCKS, STEP, SWAPPED
 from kvservice.blocks.slices import finish
-from kvservice.errors import InternalError, InvalidArgumentError, KVServiceError
+from kvservice.errors import (
+    DuplicateSequenceError,
+    InternalError,
+    InvalidArgumentError,
+    KVServiceError,
+    OutOfBlocksError,
+    QuotaExceededError,
+    UnknownSessionError,
+)
 
 Make = Callable[..., tuple[BlockManager, SequenceSpace]]
 Corruption = Callable[[BlockManager, SequenceSpace], object]
@@ -265,9 +274,7 @@ class Operations:
     def one(self) -> None:
         self.now += self.random.random()
         if self.under_way and self.random.random() < 0.5:
-            slices = self.random.choice(self.under_way)
-            if next(slices, self) is self:
-                self.under_way.remove(slices)
+            self.go_on(self.under_way.pop(self.random.randrange(len(self.under_way))))
             return
         operation = self.random.choice(
             [self.allocate] * 4
@@ -290,14 +297,18 @@ class Operations:
             raise InvalidArgumentError("there is none")
         return self.random.sample(names, self.random.randint(1, min(3, len(names))))
 
-    def begin(self, slices: Slices[Any]) -> None:
-        if next(slices, self) is not self:
-            self.under_way.append(slices)
+    def go_on(self, slices: Slices[Any]) -> None:
+        with contextlib.suppress(OutOfBlocksError, QuotaExceededError, DuplicateSequenceError, UnknownSessionError):
+            if next(slices, self) is not self:
+                self.under_way.append(slices)
 
     def allocate(self, space: SequenceSpace) -> None:
-        tokens = [self.random.randint(0, 1) for _ in range(self.random.randint(1, 16))]
-        salt = [(0, b"salt")] if self.random.random() < 0.2 else []
-        self.manager.allocate(space, [AllocationRequest(self.random.randint(0, 99), tokens, salt)])
+        requests = []
+        for sequence_id in self.random.sample(range(100), self.random.randint(1, 3)):
+            tokens = [self.random.randint(0, 1) for _ in range(self.random.randint(1, 16))]
+            salt = [(0, b"salt")] if self.random.random() < 0.2 else []
+            requests.append(AllocationRequest(sequence_id, tokens, salt))
+        self.go_on(self.manager.allocate_in_slices(space, requests))
 
     def write(self, space: SequenceSpace) -> None:
         step_id = self.manager.open_step(space, self.some(space)).step_id
@@ -326,7 +337,7 @@ class Operations:
         self.manager.truncate(space, names, [0 for _ in names])
 
     def free(self, space: SequenceSpace) -> None:
-        self.begin(self.manager.free_in_slices(space, self.some(space)))
+        self.go_on(self.manager.free_in_slices(space, self.some(space)))
 
     def swap(self, space: SequenceSpace) -> None:
         names = self.some(space)
@@ -346,11 +357,11 @@ class Operations:
         self.manager.match_prefix([0, 0])
 
     def reset(self, _: SequenceSpace) -> None:
-        self.begin(self.manager.reset_prefix_cache_in_slices())
+        self.go_on(self.manager.reset_prefix_cache_in_slices())
 
     def close(self, space: SequenceSpace) -> None:
         if self.random.random() < 0.2:
-            self.begin(self.manager.close_space_in_slices(space))
+            self.go_on(self.manager.close_space_in_slices(space))
             self.spaces[self.spaces.index(space)] = self.manager.open_space(9)
 
 
@@ -361,6 +372,8 @@ def test_operations_in_between_are_no_corruption(
     """And none of them, nor a slice of one, changes what the sums depend on without another generation."""
     for module in ("slices", "core", "manager"):
         monkeypatch.setattr(f"kvservice.blocks.{module}.SLICE_BLOCKS", 4)
+    for module in ("slices", "allocation"):
+        monkeypatch.setattr(f"kvservice.blocks.{module}.SLICE_SEQUENCES", 1)
     operations = Operations(seed)
     manager, choose = operations.manager, random.Random(seed + 100)
     checking = check_in_slices(manager, 3)

@@ -1,0 +1,161 @@
+"""Replies that are remembered for requests that are sent again: which they are, and when they are forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+
+from kvservice.blocks import Slices
+from kvservice.blocks.plans import numpy_zeros
+from kvservice.errors import InvalidArgumentError, OutOfBlocksError, ReplyForgottenError
+from kvservice.server.contract import METHODS, SERVICES, SESSION_SERVICES
+from kvservice.server.dispatch import Dispatcher
+from kvservice.server.replies import MAX_REPLIES, MAX_REPLY_BYTES, Replies, memory_bytes
+from kvservice.server.slices import in_slices
+from kvservice.telemetry.calls import CallTable
+from kvservice.v1 import blocks_pb2
+
+SMALL = blocks_pb2.FreeResponse()
+# 64 for the message, 16 for a field of two numbers.
+NUM_LARGE = 16
+LARGE_BYTES = MAX_REPLY_BYTES // NUM_LARGE
+
+
+def reply_of(num_bytes: int) -> Message:
+    reply = blocks_pb2.StepResponse()
+    reply.slot_mapping.extend(range((num_bytes - memory_bytes(reply)) // 8))
+    assert memory_bytes(reply) == num_bytes
+    return reply
+
+
+def is_kept(replies: Replies, request_id: int, method: str) -> bool:
+    try:
+        return replies.find(request_id, method) is not None
+    except ReplyForgottenError:
+        return False
+
+
+def kept(replies: Replies, request_ids: range, method: str = "append") -> list[int]:
+    return [request_id for request_id in request_ids if is_kept(replies, request_id, method)]
+
+
+def test_a_reply_is_the_same_again() -> None:
+    replies, reply = Replies(), reply_of(1024)
+    assert replies.find(1, "append") is None
+    replies.remember(1, "append", reply)
+    assert replies.find(1, "append") == reply
+    with pytest.raises(InvalidArgumentError, match="used for append") as caught:
+        replies.find(1, "fork")
+    assert caught.value.field == "request_id"
+
+
+def test_so_many_small_ones_are_remembered() -> None:
+    replies = Replies()
+    for request_id in range(1, MAX_REPLIES + 1):
+        replies.remember(request_id, "free", SMALL)
+    assert kept(replies, range(1, MAX_REPLIES + 1), "free") == [*range(1, MAX_REPLIES + 1)]
+    replies.remember(MAX_REPLIES + 1, "free", SMALL)
+    assert replies.find(1, "free") is None, "as of one that was never made"
+    assert kept(replies, range(2, MAX_REPLIES + 2), "free") == [*range(2, MAX_REPLIES + 2)]
+
+
+def test_so_much_is_remembered_beside_the_newest() -> None:
+    replies = Replies()
+    for request_id in range(1, NUM_LARGE + 1):
+        replies.remember(request_id, "append", reply_of(LARGE_BYTES))
+    replies.remember(NUM_LARGE + 1, "append", reply_of(2 * MAX_REPLY_BYTES))
+    assert kept(replies, range(1, NUM_LARGE + 2)) == [*range(1, NUM_LARGE + 2)], "they fill the limit"
+    replies.remember(NUM_LARGE + 2, "append", SMALL)
+    assert kept(replies, range(1, NUM_LARGE + 3)) == [NUM_LARGE + 2], "the largest is the newest no more"
+
+
+def test_a_byte_more_and_the_oldest_is_forgotten() -> None:
+    replies = Replies()
+    replies.remember(1, "append", reply_of(LARGE_BYTES + 8))
+    for request_id in range(2, NUM_LARGE + 1):
+        replies.remember(request_id, "append", reply_of(LARGE_BYTES))
+    assert len(kept(replies, range(1, NUM_LARGE + 1))) == NUM_LARGE
+    replies.remember(NUM_LARGE + 1, "append", SMALL)
+    assert kept(replies, range(1, NUM_LARGE + 2)) == [*range(2, NUM_LARGE + 2)]
+    for request_id in range(NUM_LARGE + 2, NUM_LARGE + 2 + MAX_REPLIES):
+        replies.remember(request_id, "append", SMALL)
+    replies.remember(1000, "append", reply_of(MAX_REPLY_BYTES))
+    newest = range(NUM_LARGE + 3, NUM_LARGE + 2 + MAX_REPLIES)
+    assert kept(replies, newest) == [*newest], "what was forgotten is not counted any more"
+
+
+def work(num_slices: int, result: Any) -> Slices[Any]:
+    for _ in range(num_slices - 1):
+        yield
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+def test_a_task_is_remembered_while_it_works_and_its_reply_after() -> None:
+    async def scenario() -> None:
+        replies, large = Replies(), reply_of(2 * MAX_REPLY_BYTES)
+        task = in_slices(work(3, large), lambda reply: reply)
+        assert isinstance(task, asyncio.Task)
+        replies.remember(1, "append", task)
+        replies.remember(2, "append", reply_of(LARGE_BYTES))
+        assert replies.find(1, "append") is task
+        await task
+        assert replies.find(1, "append") is large
+        assert kept(replies, range(1, 3)) == [1, 2]
+        replies.remember(3, "append", SMALL)
+        assert kept(replies, range(1, 4)) == [3], "it was the newest, and its size counts"
+
+    asyncio.run(scenario())
+
+
+def test_what_a_task_refuses_is_not_remembered() -> None:
+    async def scenario() -> None:
+        replies = Replies()
+        error = OutOfBlocksError("none", tier="device", required=1, free=0, total=1)
+        task = in_slices(work(2, error), lambda reply: reply)
+        assert isinstance(task, asyncio.Task)
+        replies.remember(1, "allocate", task)
+        await asyncio.wait([task])
+        await asyncio.sleep(0)
+        assert replies.find(1, "allocate") is None
+
+    asyncio.run(scenario())
+
+
+def test_replies_that_are_remembered_repeat_numbers_only() -> None:
+    """So their lengths tell what they take."""
+    methods = [method for service in SERVICES if service.name in SESSION_SERVICES for method in service.methods]
+    remembered = [method.output_type for method in methods if "request_id" in method.input_type.fields_by_name]
+    assert blocks_pb2.StepResponse.DESCRIPTOR in remembered
+    no_numbers = (FieldDescriptor.CPPTYPE_MESSAGE, FieldDescriptor.CPPTYPE_STRING)
+    repeated = [field for one in remembered for field in one.fields if field.is_repeated]
+    assert not [field.full_name for field in repeated if field.cpp_type in no_numbers]
+
+
+def test_a_request_whose_reply_is_forgotten_is_not_done_again() -> None:
+    async def scenario() -> None:
+        done: list[int] = []
+
+        def append(_: Any, request: blocks_pb2.AppendRequest) -> Message:
+            done.append(request.request_id)
+            return reply_of(MAX_REPLY_BYTES)
+
+        calls, sessions = SimpleNamespace(append=append), SimpleNamespace(lanes=SimpleNamespace(collect=lambda: None))
+        open_calls = SimpleNamespace()
+        dispatcher = Dispatcher(calls, open_calls, sessions, CallTable(METHODS, numpy_zeros), None)  # type: ignore[arg-type]
+        session: Any = SimpleNamespace(replies=Replies(), access=SimpleNamespace(publishing=None), session_id=1)
+        for request_id in (1, 2, 2, 1, 3, 2):
+            request = blocks_pb2.AppendRequest(request_id=request_id)
+            await dispatcher.call("append", request, session, "stream", local=True)
+        assert done == [1, 2, 3]
+        with pytest.raises(ReplyForgottenError, match=r"^request_id: request 1 was done before"):
+            await dispatcher.call("append", blocks_pb2.AppendRequest(request_id=1), session, "stream", local=True)
+        assert done == [1, 2, 3]
+
+    asyncio.run(scenario())
