@@ -97,9 +97,12 @@ def extra_keys_by_block(extra_keys: object, field: str, block_size: int, max_tok
     for i, pair in enumerate(extra_keys):
         if not isinstance(pair, list | tuple) or len(pair) != 2 or not isinstance(pair[1], bytes):
             raise InvalidArgumentError("must be a (position, bytes) pair", field=f"{field}[{i}]")
-        if not 1 <= len(pair[1]) <= MAX_EXTRA_KEY_BYTES:
+        position, key = pair
+        if not 1 <= len(key) <= MAX_EXTRA_KEY_BYTES:
             raise InvalidArgumentError(f"must have from 1 to {MAX_EXTRA_KEY_BYTES} bytes", field=f"{field}[{i}]")
-        pairs.append((whole_number(pair[0], f"{field}[{i}]", 0, max_tokens - 1), pair[1]))
+        if type(position) is not int or not 0 <= position < max_tokens:
+            position = whole_number(position, f"{field}[{i}]", 0, max_tokens - 1)
+        pairs.append((position, key))
     by_block: dict[int, bytearray] = {}
     for position, key in sorted(pairs):
         encoded = by_block.setdefault(position // block_size, bytearray())

@@ -20,8 +20,10 @@ from kvservice.pool.available import available_bytes
 
 _ADD_SEALS = 1033
 _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW, _SEAL_FUTURE_WRITE = 1, 2, 4, 16
-# What `in_slices` takes at one time: a few milliseconds.
-SLICE_BYTES: Final = 4 << 20
+# What `in_slices` takes at one time: at most a few milliseconds.
+SLICE_BYTES: Final = 1 << 20
+# After so much it asks again what there is, which takes as long.
+CHECKED_BYTES: Final = 16 << 20
 
 
 class SealedMemory:
@@ -55,6 +57,7 @@ class SealedMemory:
             for begin in range(0, num_bytes, SLICE_BYTES):
                 if begin:
                     yield
+                if begin and begin % CHECKED_BYTES == 0:
                     _require(num_bytes - begin + reserve_bytes)
                 end = min(begin + SLICE_BYTES, num_bytes)
                 os.posix_fallocate(memory.fd, begin, end - begin)

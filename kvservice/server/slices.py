@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import TypeAlias, TypeVar
+from typing import Final, TypeAlias, TypeVar
 
 from kvservice.blocks import Slices
 
 T = TypeVar("T")
 AnswerT = TypeVar("AnswerT")
+
+# Between two slices. A call takes several turns of the event loop, and one in each pause would take as many slices.
+PAUSE_S: Final = 0.001
 
 # What there is to answer, or a task that is going to say it.
 Answer: TypeAlias = AnswerT | asyncio.Task[AnswerT]
@@ -38,7 +41,7 @@ def _look_at(task: asyncio.Task[AnswerT]) -> None:
 
 async def _rest(slices: Slices[T], then: Callable[[T], AnswerT]) -> AnswerT:
     while True:
-        await asyncio.sleep(0)
+        await asyncio.sleep(PAUSE_S)
         try:
             next(slices)
         except StopIteration as end:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvservice.pool import sealed
-from kvservice.pool.sealed import SLICE_BYTES, SealedMemory
+from kvservice.pool.sealed import CHECKED_BYTES, SLICE_BYTES, SealedMemory
 
 NUM_BYTES = 4 * mmap.PAGESIZE
 
@@ -87,9 +87,10 @@ def test_memory_is_made_in_slices(num_bytes: int, slices: int) -> None:
 
 def test_memory_may_become_less_while_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     before = len(os.listdir("/proc/self/fd"))
-    making = SealedMemory.in_slices("test", 2 * SLICE_BYTES, read_only=False)
-    next(making)
-    monkeypatch.setattr(sealed, "available_bytes", lambda: SLICE_BYTES - 1)
+    making = SealedMemory.in_slices("test", 2 * CHECKED_BYTES, read_only=False)
+    for _ in range(CHECKED_BYTES // SLICE_BYTES):
+        next(making)
+    monkeypatch.setattr(sealed, "available_bytes", lambda: CHECKED_BYTES - 1)
     with pytest.raises(OSError, match="memory"):
         next(making)
     assert len(os.listdir("/proc/self/fd")) == before

@@ -17,6 +17,7 @@ from kvservice.config import ServeConfig
 from kvservice.devices import open_device
 from kvservice.engine import Engine
 from kvservice.errors import DuplicateSequenceError, InvalidArgumentError, QuotaExceededError
+from kvservice.server import slices
 from kvservice.server.calls import Calls
 from kvservice.server.dispatch import Dispatcher
 from kvservice.server.sessions import SessionRegistry
@@ -38,6 +39,11 @@ POOL = {
     "max_sessions": 2,
     "max_sequences": 2 * SLICE_SEQUENCES,
 }
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slices, "PAUSE_S", 0)
 
 
 async def turns(log: list[str], count: int) -> None:
@@ -74,6 +80,22 @@ def test_others_have_their_turns_between_slices() -> None:
     log = asyncio.run(scenario())
     assert [log.index(f"slice {n}") < log.index(f"slice {n + 1}") for n in range(2)] == [True, True]
     assert log.index("slice 0") < log.index("other 0") < log.index("slice 2")
+
+
+def test_slices_pause_for_calls_of_several_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses, turn = [], asyncio.sleep
+
+    async def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        await turn(0)
+
+    async def scenario() -> None:
+        monkeypatch.setattr(asyncio, "sleep", pause)
+        assert await in_slices(work([], 3), str) == "3"  # type: ignore[misc]
+
+    monkeypatch.setattr(slices, "PAUSE_S", 0.001)
+    asyncio.run(scenario())
+    assert pauses == [0.001, 0.001]
 
 
 def test_what_the_first_slice_refuses_is_raised_at_once() -> None:
