@@ -91,8 +91,10 @@ class Bench:
         # Before the last token; its blocks have random content, like all of the pool.
         random = np.random.default_rng(0)
         prompts = [random.integers(0, 50_000, length - 1).tolist() for _ in range(num_seqs)]
-        self.sequences: list[Sequence] = session.allocate_batch(prompts)
-        session.commit(session.open_step(self.sequences))
+        # One by one: together they are more tokens than a request may hold.
+        self.sequences: list[Sequence] = [session.allocate(prompt) for prompt in prompts]
+        for sequence in self.sequences:
+            session.commit(session.open_step([sequence]))
         size = 2 * num_seqs * (NUM_HEADS + NUM_KV_HEADS) * HEAD_SIZE * 2
         by_event = mapped.rest
         assert isinstance(by_event, LaneTransport), "the daemon allows it"
