@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import struct
 from typing import NoReturn
 
 import numpy as np
@@ -14,6 +15,8 @@ from kvservice.errors import InvalidArgumentError
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 MAX_EXTRA_KEYS = 4096
 MAX_EXTRA_KEY_BYTES = 1024
+# Stands before each key where they are hashed.
+_OFFSET_AND_SIZE = struct.Struct("<II")
 
 
 def refuse(field: str, bad: BoolArray, message: str) -> NoReturn:
@@ -103,8 +106,8 @@ def extra_keys_by_block(extra_keys: object, field: str, block_size: int, max_tok
         if type(position) is not int or not 0 <= position < max_tokens:
             position = whole_number(position, f"{field}[{i}]", 0, max_tokens - 1)
         pairs.append((position, key))
-    by_block: dict[int, bytearray] = {}
+    by_block: dict[int, list[bytes]] = {}
     for position, key in sorted(pairs):
-        encoded = by_block.setdefault(position // block_size, bytearray())
-        encoded += (position % block_size).to_bytes(4, "little") + len(key).to_bytes(4, "little") + key
-    return {block: bytes(encoded) for block, encoded in by_block.items()}
+        pieces = by_block.setdefault(position // block_size, [])
+        pieces += (_OFFSET_AND_SIZE.pack(position % block_size, len(key)), key)
+    return {block: b"".join(pieces) for block, pieces in by_block.items()}
