@@ -191,4 +191,5 @@ def open_page(driver: webdriver.Chrome) -> Iterator[OpenPage]:
 
     yield open_
     page.leave()
-    assert page.problems() == []
+    problems = page.problems()
+    assert not problems, problems
