@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import time
@@ -26,6 +27,13 @@ def configure(level: str, format: str) -> None:  # noqa: A002  the option's name
     handler = logging.StreamHandler()
     handler.setFormatter(_json() if format == "json" else logging.Formatter(_TEXT))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_no_client_gone)
+
+
+def _is_no_client_gone(record: logging.LogRecord) -> bool:
+    """gRPC logs a traceback as an error when a client goes away, or is given up, before it has read an answer."""
+    is_cancelled = record.exc_info is not None and isinstance(record.exc_info[1], asyncio.CancelledError)
+    return not is_cancelled and not str(record.msg).startswith("ExecuteBatchError raised in core")
 
 
 def _json() -> logging.Formatter:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import json
 import logging
@@ -66,6 +67,20 @@ def test_an_exception_is_a_field(capsys) -> None:
     assert line["message"] == "append failed"
     assert line["exception"].startswith("Traceback")
     assert line["exception"].endswith("ValueError: of the test")
+
+
+def test_a_client_that_goes_away_is_no_error(capsys) -> None:
+    """As gRPC logs it, with a traceback for each."""
+    logs.configure("info", "json")
+    grpc = logging.getLogger("grpc._cython.cygrpc")
+    grpc.error("ExecuteBatchError raised in core by servicer method [/a/b]")
+    for error in (asyncio.CancelledError(), ValueError()):
+        try:
+            raise error
+        except BaseException:
+            grpc.exception("Exception not handled by _handle_exceptions in servicer method [/a/b]")
+    (line,) = logged(capsys)
+    assert line["exception"].endswith("ValueError")
 
 
 @pytest.mark.parametrize("format_", ["text", "json"])

@@ -31,7 +31,8 @@ async def serve_http(
         ws="none",
         access_log=False,
         log_config=None,
-        log_level="warning",
+        # Its warnings are about requests, so strangers could fill a disk with them.
+        log_level="error",
         lifespan="off",
         server_header=False,
     )

@@ -38,6 +38,7 @@ from kvservice.server.listening import (
 )
 from kvservice.server.observing import Observing
 from kvservice.server.open_files import raise_file_limit
+from kvservice.server.rpc_tasks import task_factory
 from kvservice.server.services import Services
 from kvservice.server.sessions import SessionRegistry
 from kvservice.server.slots import Slots, max_rpcs
@@ -98,6 +99,7 @@ class Daemon:
     async def serve(self) -> int:
         """Serve until SIGTERM, SIGINT or a fault. Returns the exit status."""
         loop = asyncio.get_running_loop()
+        loop.set_task_factory(task_factory)
         for signal_number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signal_number, self._stop.set)
         self.device.on_fault = functools.partial(loop.call_soon_threadsafe, self._stop.set)

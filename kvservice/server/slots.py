@@ -2,8 +2,8 @@
 
 An RPC has its slot from its arrival until its status is sent: also while its message is still coming in, and while its
 answer waits for a client that does not read. So what clients make the daemon hold is bounded, kind by kind, and nobody
-takes the slots of another kind. An RPC that its client stalls loses its slot, though gRPC forgets it only when the
-client does. gRPC itself bounds connections, and the RPCs of each; see grpc_options.
+takes the slots of another kind. An RPC that its client stalls is ended. gRPC itself bounds connections, and the RPCs of
+each; see grpc_options.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from kvservice.config import ServeConfig
 from kvservice.errors import KVServiceError, ResourceExhaustedError, UnauthenticatedError
 from kvservice.server import health
 from kvservice.server.contract import SERVICES, SESSION_SERVICES
+from kvservice.server.rpc_tasks import OUTER_TASK
 from kvservice.wire.status import to_status
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
@@ -96,10 +97,17 @@ class Rpc:
     slots: Slots
     kind: Kind
     caller: Identity = field(default_factory=CALLER.get)
+    outer: asyncio.Task[Any] | None = field(default_factory=OUTER_TASK.get)
     ended_for: KVServiceError | None = None
 
     def end(self, _: asyncio.Task[Any]) -> None:
         self.slots.end(self)
+
+    def cancel(self) -> None:
+        """End it without a status: its client does not read."""
+        self.task.cancel()
+        if self.outer is not None:
+            self.outer.cancel()
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
@@ -191,7 +199,7 @@ class Slots(grpc.GenericRpcHandler):
     def sweep(self, now: float) -> None:
         for rpc in self._rpcs:
             if rpc.stalled_since is not None and now - rpc.stalled_since > STALL_S:
-                rpc.task.cancel()
+                rpc.cancel()
 
     def end_revoked(self, check: Callable[[Identity], None]) -> None:
         """End the streams of no session whose caller `check` raises UnauthenticatedError for, with that error."""

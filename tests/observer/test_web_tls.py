@@ -41,7 +41,7 @@ def sweeping_often(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def scenario(
-    certificates: Reloading[Certificates],
+    certificates: Reloading[Certificates] | None,
     body: Callable[[int], Awaitable[None]],
     options: HttpOptions | None = None,
     limits: HttpLimits | None = None,
@@ -83,6 +83,21 @@ def test_it_is_encrypted_and_nothing_else(reloading: Reloading[Certificates]) ->
         assert await get(port, None) == ""
 
     scenario(reloading, body)
+
+
+UPGRADE = b"GET / HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: close\r\n\r\n"
+
+
+@pytest.mark.parametrize("nonsense", [b"\xff\r\n\r\n", UPGRADE], ids=["no HTTP", "another protocol"])
+def test_requests_that_are_wrong_write_nothing_into_the_log(nonsense: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    async def body(port: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(nonsense)
+        assert (await reader.read()).startswith(b"HTTP/1.1 ")
+        writer.close()
+
+    scenario(None, body)
+    assert caplog.messages == []
 
 
 @pytest.mark.filterwarnings("ignore:ssl.TLSVersion.TLSv1_1 is deprecated")

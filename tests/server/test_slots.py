@@ -15,6 +15,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from http2_requests import HEADERS, RST_STREAM, opening_without_a_window, request, until_frame
 from small_pool import SMALL_POOL
 
 from kvservice.config import ServeConfig
@@ -22,6 +23,7 @@ from kvservice.errors import ResourceExhaustedError
 from kvservice.launch import Daemon
 from kvservice.server import slots
 from kvservice.server.contract import SERVICES
+from kvservice.server.rpc_tasks import task_factory
 from kvservice.server.slots import RPC, STALL_S, Rpc, Slots, kind_limits, max_rpcs, max_rpcs_of_connection
 from kvservice.v1 import pool_pb2, pool_pb2_grpc, session_pb2, session_pb2_grpc
 
@@ -204,6 +206,32 @@ def test_an_rpc_whose_message_never_comes_loses_its_slot(tmp_path: Path) -> None
         await server.stop(None)
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_grpc_forgets_answers_that_are_not_read(tmp_path: Path) -> None:
+    """It resets their streams, but for those of the latest RPCs, which it remembers until others come."""
+
+    async def answer(_: bytes, __: Any) -> bytes:
+        return bytes(3 << 20)
+
+    async def scenario() -> None:
+        asyncio.get_running_loop().set_task_factory(task_factory)
+        port = Slots(CONFIG)
+        port.add({PING: grpc.unary_unary_rpc_method_handler(answer)})
+        server = grpc.aio.server()
+        server.add_generic_rpc_handlers((port,))
+        server.add_insecure_port(f"unix:{tmp_path}/socket")
+        await server.start()
+        reader, writer = await asyncio.open_unix_connection(f"{tmp_path}/socket")
+        writer.write(opening_without_a_window() + b"".join(request(PING, stream) for stream in (1, 3, 5, 7)))
+        for _ in range(4):
+            await until_frame(reader, HEADERS)
+        port.sweep(time.monotonic() + STALL_S + 1)
+        assert await until_frame(reader, RST_STREAM) in (1, 3, 5, 7)
+        writer.close()
+        await server.stop(None)
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,48 @@
+"""Frames of HTTP/2 for a client that sends RPCs and takes no answers: gRPC's own client always takes some."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+DATA, HEADERS, RST_STREAM, SETTINGS = 0, 1, 3, 4
+END_STREAM, END_HEADERS = 1, 4
+INITIAL_WINDOW_SIZE = 4
+
+
+def opening_without_a_window() -> bytes:
+    """What a connection begins with whose server may send no data on any stream."""
+    return PREFACE + _frame(SETTINGS, 0, 0, struct.pack(">HI", INITIAL_WINDOW_SIZE, 0))
+
+
+def request(path: str, stream: int) -> bytes:
+    """An RPC with an empty message."""
+    fields = {
+        ":method": "POST",
+        ":scheme": "http",
+        ":path": path,
+        ":authority": "localhost",
+        "te": "trailers",
+        "content-type": "application/grpc",
+    }
+    headers = b"".join(b"\0" + _text(name) + _text(value) for name, value in fields.items())
+    return _frame(HEADERS, END_HEADERS, stream, headers) + _frame(DATA, END_STREAM, stream, bytes(5))
+
+
+async def until_frame(reader: asyncio.StreamReader, kind: int) -> int:
+    """The stream of the next frame of this kind."""
+    while True:
+        header = await reader.readexactly(9)
+        await reader.readexactly(int.from_bytes(header[:3], "big"))
+        if header[3] == kind:
+            return int.from_bytes(header[5:], "big")
+
+
+def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    return len(payload).to_bytes(3, "big") + bytes((kind, flags)) + stream.to_bytes(4, "big") + payload
+
+
+def _text(text: str) -> bytes:
+    """A string of HPACK, shorter than 127 bytes."""
+    return bytes((len(text),)) + text.encode()
