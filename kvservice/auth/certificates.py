@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvservice.errors import InvalidArgumentError
+
+# X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED.
+_TIME_FAULTS = (9, 10)
 
 
 @dataclass(frozen=True)
@@ -37,11 +41,37 @@ class Certificates:
         cert, key = _read(files.cert, "tls_cert"), _read(files.key, "tls_key")
         client_ca = b"" if files.client_ca is None else _read(files.client_ca, "tls_client_ca")
         read = cls(cert, key, client_ca)
-        # Checked on a context of its own: loading a key that does not match leaves half of it in the context.
-        read.load_into(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
+        _check_holds(cert, b"CERTIFICATE-----", "certificate", files.cert, "tls_cert")
+        _check_holds(key, b"PRIVATE KEY-----", "private key", files.key, "tls_key")
+        try:
+            # Checked on a context of its own: loading a key that does not match leaves half of it in the context.
+            read.load_into(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
+        except InvalidArgumentError as error:
+            raise InvalidArgumentError(f"{files.cert} and {files.key}: {error.message}", field=error.field) from None
         if files.client_ca is not None:
-            _check_ca(client_ca)
+            _check_ca(client_ca, files.client_ca)
         return read
+
+    def time_fault(self) -> str:
+        """What a client says of the certificate's dates; "" if the present is between them.
+
+        The certificate is shown to a client in this process that trusts it: Python's library does not read dates."""
+        server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        self.load_into(server)
+        client.check_hostname = False
+        client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+        to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
+        asking = client.wrap_bio(to_client, to_server)
+        answering = server.wrap_bio(to_server, to_client, server_side=True)
+        try:
+            client.load_verify_locations(cadata=self.cert.decode("ascii", errors="ignore"))
+            for side in (asking, answering, asking):
+                with contextlib.suppress(ssl.SSLWantReadError):
+                    side.do_handshake()
+        except ssl.SSLError as error:  # any other is found by those who connect
+            if isinstance(error, ssl.SSLCertVerificationError) and error.verify_code in _TIME_FAULTS:
+                return error.verify_message
+        return ""
 
     def load_into(self, context: ssl.SSLContext) -> None:
         """Use certificate and key in a context from now on; handshakes that have begun keep what they had. Raises
@@ -66,15 +96,22 @@ def _read(file: Path, field: str) -> bytes:
         raise InvalidArgumentError(f"{file}: {error.strerror or error}", field=field) from None
 
 
-def _check_ca(pem: bytes) -> None:
+def _check_holds(pem: bytes, mark: bytes, what: str, file: Path, field: str) -> None:
+    if mark not in pem:
+        raise InvalidArgumentError(f"{file} holds no {what} in PEM", field=field)
+
+
+def _check_ca(pem: bytes, file: Path) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_verify_locations(cadata=pem.decode("ascii"))
     except (ssl.SSLError, UnicodeDecodeError, ValueError) as error:
         reason = getattr(error, "reason", None) or error
-        raise InvalidArgumentError(f"holds no certificate that can be used: {reason}", field="tls_client_ca") from None
+        raise InvalidArgumentError(
+            f"{file} holds no certificate that can be used: {reason}", field="tls_client_ca"
+        ) from None
     if not context.cert_store_stats()["x509"]:
-        raise InvalidArgumentError("holds no certificate", field="tls_client_ca")
+        raise InvalidArgumentError(f"{file} holds no certificate", field="tls_client_ca")
 
 
 def _no_password() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,8 @@ import grpc
 
 from kvservice.auth import CertificateFiles, Certificates, Reloading, Tokens
 from kvservice.config import ServeConfig
+
+logger = logging.getLogger(__name__)
 
 RELOAD_EVERY_S = 1.0
 
@@ -29,7 +32,7 @@ class Credentials:
         if config.tls_cert:
             client_ca = Path(config.tls_client_ca) if config.tls_client_ca else None
             files = CertificateFiles(Path(config.tls_cert), Path(config.tls_key), client_ca)
-            self.certificates = Reloading(files.paths, lambda: Certificates.read(files))
+            self.certificates = Reloading(files.paths, lambda: _read(files))
         # TLS handshakes that clients began. gRPC does not say how many of them fail.
         self.num_handshakes = 0
         self._lock = threading.Lock()
@@ -62,6 +65,14 @@ class Credentials:
                 return None
             self._served = current
             return _configuration(current)
+
+
+def _read(files: CertificateFiles) -> Certificates:
+    """Raises InvalidArgumentError."""
+    found = Certificates.read(files)
+    if fault := found.time_fault():
+        logger.warning("%s: clients will refuse it: %s", files.cert, fault)
+    return found
 
 
 def _configuration(certificates: Certificates) -> grpc.ServerCertificateConfiguration:
