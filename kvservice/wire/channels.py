@@ -31,6 +31,8 @@ _HANDSHAKE_FAILURES: Final = (
     ("Secure read failed", "the daemon closed the connection: it may want a certificate of a CA that it trusts"),
     ("(Tls|Ssl) handshake failed", "client and daemon do not agree"),
 )
+# As for localhost, which has an address of IPv4 too.
+_REFUSED_ON_LOOPBACK_6: Final = r"ipv6:(\[|%5B)::1(\]|%5D):\d+: .*Connection refused"
 
 
 def open_channel(address: str, credentials: ClientCredentials, options: Options) -> grpc.Channel:
@@ -54,6 +56,10 @@ def connection_error(text: str) -> ConnectionLostError:
             return TLSHandshakeError(f"TLS handshake failed: {meaning} ({text})")
     if "failed to connect" in text and "Socket closed" in text:
         return ConnectionLostError(f"{text}: the other end closed the connection; it may expect TLS, or a certificate")
+    if re.search(_REFUSED_ON_LOOPBACK_6, text):
+        return ConnectionLostError(
+            f"{text}: gRPC tells of the last address only; if the daemon listens on 127.0.0.1, it may expect TLS there"
+        )
     return ConnectionLostError(text)
 
 

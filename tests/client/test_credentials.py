@@ -284,3 +284,10 @@ def test_what_is_no_handshake_is_left_as_it_is() -> None:
         error = connection_error(text)
         assert not isinstance(error, TLSHandshakeError)
         assert str(error) == text
+
+
+@pytest.mark.parametrize("address", ["[::1]", "%5B::1%5D"])
+def test_a_refusal_at_the_last_address_of_localhost_is_not_all(address: str) -> None:
+    said = f"last error: UNKNOWN: ipv6:{address}:50051: Failed to connect to remote host: connect: Connection refused"
+    assert "127.0.0.1, it may expect TLS" in str(connection_error(said))
+    assert "TLS" not in str(connection_error(said.replace(f"ipv6:{address}", "ipv4:127.0.0.1")))
