@@ -43,7 +43,7 @@ def names_in_sources() -> Iterator[str]:
     for path in PACKAGE.rglob("*.py"):
         if "v1" not in path.parts:
             for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.Constant) and re.fullmatch(r"grpc\.[a-z0-9_.]+", str(node.value)):
+                if isinstance(node, ast.Constant) and re.fullmatch(r"grpc\.[a-z][a-z0-9_.]+", str(node.value)):
                     yield str(node.value)
 
 
