@@ -17,7 +17,7 @@ from kvservice.blocks import Slices
 from kvservice.blocks.slices import finish
 from kvservice.errors import QuotaExceededError, ResourceExhaustedError
 from kvservice.pool.sealed import SealedMemory
-from kvservice.server import descriptors
+from kvservice.server import descriptors, unmapping
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class Budget:
         for descriptor, num_bytes in list(self._kept.items()):
             if not _is_open_elsewhere(descriptor):
                 del self._kept[descriptor]
-                os.close(descriptor)
+                unmapping.close(descriptor)
                 self.give_back(num_bytes)
 
     def _look_again(self) -> None:

@@ -16,6 +16,7 @@ from kvservice import logs
 from kvservice.config import ServeConfig
 from kvservice.devices import open_device
 from kvservice.engine import Engine
+from kvservice.server import unmapping
 from kvservice.server.audit import Audit
 from kvservice.server.callers import Callers, LocalCallers, RemoteCallers
 from kvservice.server.calls import Calls, OpenCalls
@@ -118,6 +119,7 @@ class Daemon:
                 trim_heap(),
                 self.integrity.run(self._config.integrity_interval_s),
             )
+            unmapping.start()
             freeze_heap()
             beside = [asyncio.create_task(task) for task in tasks]
             self._set_health()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvservice.server import unmapping
 from kvservice.server.budget import BudgetedMemory
 from kvservice.server.host_access import HostAccess
 from kvservice.server.region import Array
@@ -35,4 +36,5 @@ class MadeMemory:
     def close(self) -> None:
         self._access.remove_region(self.number)
         self._access.withdraw(self.token)
+        unmapping.unmap(self._memory.sealed)
         self._memory.close()
