@@ -13,8 +13,8 @@ from kvservice.blocks.plans import BoolArray, Int32Array, Int64Array
 from kvservice.errors import InvalidArgumentError
 
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
-MAX_EXTRA_KEYS = 4096
-MAX_EXTRA_KEY_BYTES = 1024
+MAX_EXTRA_KEYS = 1024
+MAX_EXTRA_KEY_BYTES = 256
 # Stands before each key where they are hashed.
 _OFFSET_AND_SIZE = struct.Struct("<II")
 

@@ -30,7 +30,7 @@ def allocate(*sequences: Any) -> Any:
 WITHIN: list[Any] = [
     allocate(*[Allocation()] * 4),
     allocate(Allocation(token_ids=range(6)), Allocation(token_ids=range(4))),
-    allocate(Allocation(extra_keys=[Key(key=bytes(1024))] * 4096)),
+    allocate(Allocation(extra_keys=[Key(key=bytes(256))] * 1024)),
     blocks_pb2.AppendRequest(sequence_ids=range(4), token_ids=range(10), num_tokens=[1] * 4, expected_lengths=[1] * 4),
     attention_pb2.WriteRequest(key=tensor_pb2.Tensor(shape=[1] * 8, inline=bytes(1 << 20))),
     pool_pb2.PingRequest(payload=bytes(1 << 20)),
