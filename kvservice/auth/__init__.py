@@ -1,8 +1,8 @@
-"""Who a caller is, and what the daemon and its clients need to know each other by.
+"""Authentication: the identity of a caller, bearer tokens and TLS certificates.
 
-identity    the caller of the RPC under way       tokens        bearer tokens, and the file that names their hashes
-addresses   whether other hosts reach an address  certificates  TLS certificates and keys
-reloading   a value read again when its files change
+identity    the caller of the current RPC          tokens        bearer tokens, and the file with their hashes
+addresses   whether an address is loopback         certificates  TLS certificates and keys
+reloading   a value that is read again when its files change
 """
 
 from kvservice.auth.addresses import is_loopback

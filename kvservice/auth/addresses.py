@@ -1,4 +1,4 @@
-"""Whether other hosts reach an address."""
+"""Loopback detection for addresses."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import ipaddress
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this host reaches `host`, an IP address (IPv6 with or without brackets) or a name. Of names only
-    localhost is known to be loopback."""
+    """Return whether `host` is reachable from this host only. `host` is an IP address (IPv6 with or without brackets)
+    or a name. The only name that counts as loopback is localhost."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

@@ -1,4 +1,4 @@
-"""TLS certificates and keys, checked before anything uses them."""
+"""TLS certificates and keys. They are checked before they are used."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ _TIME_FAULTS = (9, 10)
 
 @dataclass(frozen=True)
 class CertificateFiles:
-    """PEM files: a certificate with its chain, its key, and the CA of clients' certificates if these are asked for."""
+    """Paths of PEM files: a certificate with its chain, its private key, and the CA of client certificates if the
+    daemon requires them."""
 
     cert: Path
     key: Path
@@ -29,7 +30,7 @@ class CertificateFiles:
 
 @dataclass(frozen=True)
 class Certificates:
-    """What the files hold, in PEM. The key is the certificate's. `client_ca` is b"" if there is none."""
+    """Contents of the files, in PEM. `key` matches `cert`. `client_ca` is b"" if there is none."""
 
     cert: bytes
     key: bytes
@@ -37,14 +38,14 @@ class Certificates:
 
     @classmethod
     def read(cls, files: CertificateFiles) -> Certificates:
-        """Raises InvalidArgumentError naming the option whose file is at fault."""
+        """Read and check the files. Raises InvalidArgumentError naming the option whose file is invalid."""
         cert, key = _read(files.cert, "tls_cert"), _read(files.key, "tls_key")
         client_ca = b"" if files.client_ca is None else _read(files.client_ca, "tls_client_ca")
         read = cls(cert, key, client_ca)
         _check_holds(cert, b"CERTIFICATE-----", "certificate", files.cert, "tls_cert")
         _check_holds(key, b"PRIVATE KEY-----", "private key", files.key, "tls_key")
         try:
-            # Checked on a context of its own: loading a key that does not match leaves half of it in the context.
+            # The check uses its own context, because loading a key that does not match leaves a partial state behind.
             read.load_into(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
         except InvalidArgumentError as error:
             raise InvalidArgumentError(f"{files.cert} and {files.key}: {error.message}", field=error.field) from None
@@ -53,9 +54,10 @@ class Certificates:
         return read
 
     def time_fault(self) -> str:
-        """What a client says of the certificate's dates; "" if the present is between them.
+        """Return why clients reject the certificate's validity period; "" if it is valid now.
 
-        The certificate is shown to a client in this process that trusts it: Python's library does not read dates."""
+        Python's library does not read the dates. A handshake in memory, with a client that trusts the certificate,
+        finds them out."""
         server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         self.load_into(server)
         client.check_hostname = False
@@ -68,15 +70,16 @@ class Certificates:
             for side in (asking, answering, asking):
                 with contextlib.suppress(ssl.SSLWantReadError):
                     side.do_handshake()
-        except ssl.SSLError as error:  # any other is found by those who connect
+        except ssl.SSLError as error:  # clients report all other errors when they connect
             if isinstance(error, ssl.SSLCertVerificationError) and error.verify_code in _TIME_FAULTS:
                 return error.verify_message
         return ""
 
     def load_into(self, context: ssl.SSLContext) -> None:
-        """Use certificate and key in a context from now on; handshakes that have begun keep what they had. Raises
+        """Set the certificate and the key of a context. Handshakes in progress keep the previous ones. Raises
         InvalidArgumentError."""
-        # The bytes that were read, and not the files, which may change: OpenSSL takes them only by a path.
+        # OpenSSL loads certificates only from a path. A memory file gives it the bytes that were checked; the original
+        # files may have changed since.
         try:
             memory = os.memfd_create("kvservice-tls", os.MFD_CLOEXEC)
             try:

@@ -1,4 +1,4 @@
-"""What a client presents to a daemon, and what it checks the daemon by."""
+"""Client credentials: the token and certificate for the daemon, and the CA that verifies the daemon."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ _TOKEN_CHARACTERS: Final = re.compile(r"[\x21-\x7e]*")
 
 @dataclass(frozen=True)
 class TLSConfig:
-    """`ca`: PEM file of the CA that the daemon's certificate comes from; None: the public ones that gRPC knows.
+    """TLS settings of a client.
 
-    `cert` and `key`: PEM files of the client's own certificate, for a daemon that asks for one. `server_name`: the name
-    that the daemon's certificate is for, if that is not the address's host.
+    `ca` is a PEM file with the CA that issued the daemon's certificate; None selects gRPC's public CAs. `cert` and
+    `key` are PEM files with the client's own certificate, for a daemon that requires one. `server_name` is the name in
+    the daemon's certificate if it differs from the host of the address.
     """
 
     ca: PathLike | None = None
@@ -39,21 +40,25 @@ class TLSConfig:
             raise InvalidArgumentError("a certificate and its key go together", field="tls")
 
 
-# True: TLSConfig(); a path: TLSConfig(ca=path); False and None: plain text.
+# True means TLSConfig(), a path means TLSConfig(ca=path), False and None mean plain text.
 TLSOption: TypeAlias = TLSConfig | bool | PathLike | None
 
 
 @dataclass(frozen=True)
 class ClientCredentials:
-    """`tls`: None for plain text. `token`: a token, or a path of the file that holds it, which is read for each call
-    anew; "" for none."""
+    """TLS settings and token of a client.
+
+    `tls` is None for plain text. `token` is a token, or the path of a file that holds it and is read for each call; ""
+    means no token.
+    """
 
     tls: TLSConfig | None = None
     token: str | os.PathLike[str] = field(default="", repr=False)
 
     @classmethod
     def for_address(cls, address: str, tls: TLSOption, token: str | os.PathLike[str] | None) -> ClientCredentials:
-        """Of a client's arguments. The unix socket asks for no token and gets none. Raises InvalidArgumentError."""
+        """Build credentials from a client's arguments. A unix socket needs no token and gets none. Raises
+        InvalidArgumentError."""
         config = _tls_config(tls)
         if address.startswith(_UNIX):
             if config is not None:
@@ -65,7 +70,7 @@ class ClientCredentials:
         return credentials
 
     def headers(self) -> tuple[tuple[str, str], ...]:
-        """The metadata of an RPC. Raises InvalidArgumentError for what cannot be a token."""
+        """Return the metadata of an RPC. Raises InvalidArgumentError if the token has characters that no token has."""
         token = self.token if isinstance(self.token, str) else _read(self.token)
         if len(token) > _MAX_TOKEN_LENGTH or not _TOKEN_CHARACTERS.fullmatch(token):
             raise InvalidArgumentError("has spaces, line ends or other characters that no token has", field="token")
@@ -84,7 +89,7 @@ def _tls_config(tls: TLSOption) -> TLSConfig | None:
 
 
 def _host(address: str) -> str:
-    """The host of a gRPC target."""
+    """Return the host of a gRPC target."""
     return re.sub(r"^(dns|ipv4|ipv6):(//[^/]*/)?", "", address).rpartition(":")[0]
 
 

@@ -1,4 +1,4 @@
-"""The caller of an RPC."""
+"""Identity of the caller of an RPC."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 
 @dataclass(frozen=True)
 class Identity:
-    """A caller that the daemon knows. Two identities are the same if their names are.
+    """A caller that the daemon knows. Two identities are equal if their names are equal.
 
     `credential` is the SHA-256 of the token that the caller presented; b"" if it presented none.
     """
@@ -18,8 +18,8 @@ class Identity:
     credential: bytes = field(default=b"", compare=False, repr=False)
 
 
-# A caller on the unix socket, or over TCP where the daemon asks for no name.
+# The identity of a caller on the unix socket, or over TCP if the daemon requires no authentication.
 UNNAMED: Final = Identity("")
 
-# The caller of the RPC under way. gRPC runs each RPC in a task of its own, so each has its own value.
+# The caller of the current RPC. gRPC runs each RPC in a separate task, so each RPC has its own value.
 CALLER: Final[ContextVar[Identity]] = ContextVar("kvservice_caller", default=UNNAMED)

@@ -1,4 +1,4 @@
-"""A value that is read from files, and read again when they change."""
+"""A value that is read from files and reloaded when they change."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ T = TypeVar("T")
 
 
 class Reloading(Generic[T]):
-    """`value` is what `read` returned last.
+    """Holds the last result of `read` as `value`.
 
-    `read` raises InvalidArgumentError for files that are missing, half written, or do not go together. The constructor
-    passes that on; `reload` logs it and keeps the value.
+    `read` raises InvalidArgumentError for files that are missing, incomplete, or inconsistent with each other. The
+    constructor propagates that error; `reload` logs it and keeps the value.
     """
 
     def __init__(self, files: Sequence[Path], read: Callable[[], T]) -> None:
         self._files = files
         self._read = read
-        # Of the files that gave the value. Taken before they are read: a change in between is seen at the next reload.
+        # Versions of the files that gave the value. They are taken before the files are read, so that the next reload
+        # sees a change in between.
         self._versions = self._current_versions()
         self.value = read()
-        # What was logged of files that cannot be used.
+        # The last error that was logged, so that a repeated one is not logged again.
         self._logged = ""
 
     def reload(self) -> bool:
-        """Read again if a file has changed since the value was read. Returns whether there is a new value."""
+        """Read the files again if one has changed since the last read. Returns whether there is a new value."""
         versions = self._current_versions()
         if versions == self._versions:
             return False
@@ -39,9 +40,9 @@ class Reloading(Generic[T]):
         try:
             self.value = self._read()
         except InvalidArgumentError as error:
-            # The next reload tries again: it may be the system that was short of something.
+            # The next reload tries again, because the cause may be a temporary shortage of the system.
             if str(error) != self._logged:
-                logger.warning("%s changed and cannot be used; what was read before stays in use: %s", names, error)
+                logger.warning("%s changed and cannot be used; the previous contents stay in use: %s", names, error)
             self._logged = str(error)
             return False
         self._versions, self._logged = versions, ""
@@ -49,8 +50,8 @@ class Reloading(Generic[T]):
         return True
 
     def _current_versions(self) -> list[tuple[int, int, int, int] | None]:
-        """Device, inode, size and time of change of each file; None for one that is missing. Symbolic links are
-        followed: Kubernetes changes a mounted secret by changing a link."""
+        """Return device, inode, size and modification time (ns) of each file, or None if it is missing. Symbolic links
+        are followed, because Kubernetes updates a mounted secret by changing a link."""
         return [_version(file) for file in self._files]
 
 

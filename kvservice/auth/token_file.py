@@ -1,4 +1,4 @@
-"""Changes of a token file. Readers find the old file or the new one, whole."""
+"""Atomic updates of a token file: a reader sees the complete old file or the complete new one."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from kvservice.errors import InvalidArgumentError
 
 
 def add(file: Path, name: str) -> str:
-    """Make a token for a name and add its hash; a missing file is created with mode 0600. Returns the token, which is
-    kept nowhere. Raises InvalidArgumentError if the name is taken or is none, or if the file cannot be used."""
+    """Create a token for a name and add its hash to the file. A missing file is created with mode 0600. Returns the
+    token, which is not stored. Raises InvalidArgumentError if the name is taken or invalid, or if the file cannot be
+    used."""
     check_name(name)
     with _locked(file) as path:
         text = load(path) if path.exists() else ""
@@ -29,7 +30,7 @@ def add(file: Path, name: str) -> str:
 
 
 def remove(file: Path, name: str) -> None:
-    """Remove a name and its token. Raises InvalidArgumentError if there is no such name."""
+    """Remove a name and its token. Raises InvalidArgumentError if the name is unknown."""
     with _locked(file) as path:
         text = load(path)
         if all(identity.name != name for identity in parse(text, path)):
@@ -39,12 +40,12 @@ def remove(file: Path, name: str) -> None:
 
 @contextlib.contextmanager
 def _locked(file: Path) -> Iterator[Path]:
-    """The file that a path leads to, for one process at a time."""
+    """Lock the token file against other processes and yield its resolved path."""
     path = file.resolve()
     try:
         directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            # The directory, because the file itself is replaced.
+            # The lock is on the directory, because the file itself is replaced.
             fcntl.flock(directory, fcntl.LOCK_EX)
             yield path
         finally:
@@ -54,7 +55,7 @@ def _locked(file: Path) -> Iterator[Path]:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Give the file a new text, and leave its owner and mode as they are."""
+    """Replace the text of the file. Owner and mode stay the same."""
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with open(descriptor, "w", encoding="utf-8") as stream:

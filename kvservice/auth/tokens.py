@@ -1,7 +1,7 @@
-"""Bearer tokens, and the file that names their hashes.
+"""Bearer tokens, and the token file that lists their hashes.
 
-A line of the file is a name and the SHA-256 of its token in hexadecimal; empty lines and lines that begin with # are
-comments. A token is 256 random bits, so a plain hash cannot be inverted, and looking it up tells nothing by its time.
+Each line of the file is a name and the SHA-256 of its token in hexadecimal. Empty lines and lines that begin with # are
+ignored. A token has 256 random bits, so a plain hash cannot be inverted and the duration of a lookup reveals nothing.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Tokens:
     """The identities of a token file."""
 
     def __init__(self, identities: Mapping[bytes, Identity]) -> None:
-        """`identities`: by the SHA-256 of their token."""
+        """`identities` maps the SHA-256 of each token to its identity."""
         self._identities = identities
 
     @classmethod
     def read(cls, file: Path) -> Tokens:
-        """Raises InvalidArgumentError that names the file, and the line if it is one line's fault."""
+        """Read a token file. Raises InvalidArgumentError that names the file, and the line if one line is invalid."""
         text = load(file, owners=(0, os.geteuid()))
         return cls({identity.credential: identity for identity in parse(text, file)})
 
@@ -45,14 +45,14 @@ class Tokens:
         return len(self._identities)
 
     def identify(self, token: str | None) -> Identity:
-        """The identity of a token. Raises UnauthenticatedError, with one of CAUSES in `metadata`."""
+        """Return the identity of a token. Raises UnauthenticatedError with one of CAUSES in `metadata`."""
         if token is None:
             raise UnauthenticatedError(
                 "the daemon asks for a token and the call has none: "
                 "pass token= to the client, or KVSERVICE_TOKEN or --token-file to a command",
                 cause=MISSING,
             )
-        # The length is bounded before anything is computed.
+        # The pattern bounds the length before the hash is computed.
         if not _TOKEN.fullmatch(token):
             raise UnauthenticatedError(
                 f"the token does not have the form of one, {_PREFIX} and 43 characters: was it cut short?",
@@ -67,7 +67,7 @@ class Tokens:
         return identity
 
     def has(self, identity: Identity) -> bool:
-        """Whether the token that the identity presented is still in the file."""
+        """Return whether the token that the identity presented is still in the file."""
         return identity.credential in self._identities
 
 
@@ -80,15 +80,16 @@ def digest(token: str) -> bytes:
 
 
 def check_name(name: str) -> None:
-    """Raise InvalidArgumentError for what cannot name an identity."""
+    """Raise InvalidArgumentError if `name` is not a valid identity name."""
     if not _NAME.fullmatch(name):
         raise InvalidArgumentError("must be 1 to 64 letters, digits, and . _ @ - after the first", field="name")
 
 
 def load(file: Path, owners: Collection[int] = ()) -> str:
-    """The text of a token file. `owners`: users who may own it; empty: anybody.
+    """Return the text of a token file. `owners` are the user ids that may own the file; empty means any user.
 
-    Raises InvalidArgumentError if it cannot be read, is another's, or if others than its owner could change it.
+    Raises InvalidArgumentError if the file cannot be read, belongs to another user, or is writable by users other than
+    its owner.
     """
     try:
         with file.open("rb") as stream:
@@ -101,11 +102,11 @@ def load(file: Path, owners: Collection[int] = ()) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError:
-        raise InvalidArgumentError(f"{file} is no text in UTF-8", field=_FIELD) from None
+        raise InvalidArgumentError(f"{file} is not UTF-8 text", field=_FIELD) from None
 
 
 def parse(text: str, file: Path) -> Iterator[Identity]:
-    """The identities of a token file's text. Raises InvalidArgumentError that names the line."""
+    """Yield the identities in the text of a token file. Raises InvalidArgumentError that names the line."""
     seen: dict[str, int] = {}
     for number, line in enumerate(text.splitlines(), 1):
         words = line.split()
@@ -123,7 +124,7 @@ def parse(text: str, file: Path) -> Iterator[Identity]:
 
 def _check_owner_and_mode(status: os.stat_result, owners: Collection[int], file: Path) -> None:
     if not stat.S_ISREG(status.st_mode):
-        raise InvalidArgumentError(f"{file} is no regular file", field=_FIELD)
+        raise InvalidArgumentError(f"{file} is not a regular file", field=_FIELD)
     if owners and status.st_uid not in owners:
         raise InvalidArgumentError(
             f"{file} belongs to user {status.st_uid}, who could add tokens: it must be this user's or root's",
