@@ -1,10 +1,10 @@
-"""Bookkeeping of the KV pool: which sequence's tokens lie in which block. Plain Python and NumPy.
+"""Block management for the KV pool: block tables, allocation, prefix cache and swap. Plain Python and NumPy.
 
-plans       the frozen values that go out       tier        who holds a block, which are free or cached
-arguments   the caller's values, checked        eviction    the order in which cached blocks are given up
-sequences   rows and the names for them         prefix      chain hashes and their index
-ages        how long blocks live and idle       events      what enters and leaves the index
-manager     BlockManager, of one file per kind of operation; integrity checks what they must keep true
+plans       frozen result values                tier        reference counts, free and cached blocks
+arguments   validation of arguments             eviction    LRU order of cached blocks
+sequences   sequence slots and namespaces       prefix      chain hashes and the prefix index
+ages        lifetimes and idle times of blocks  events      changes of the prefix index
+manager     BlockManager, with one file per group of operations; `integrity` checks its invariants
 """
 
 from kvservice.blocks.config import BlocksConfig

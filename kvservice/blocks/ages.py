@@ -1,7 +1,7 @@
-"""How long blocks live, how long they lie idle before they are evicted, and how soon they are found again.
+"""Histograms of block lifetimes, of idle times before eviction, and of the time until a cached block is reused.
 
-An operation only notes the times of its blocks. They are put into the histograms later, many at once, so that taking
-and releasing blocks costs one array assignment each.
+An operation only records the times of its blocks. `fold` adds many records to the histograms at once, so allocating or
+releasing blocks costs one array assignment each.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvservice.blocks.plans import Int64Array, Zeros
 LIFETIME, IDLE_BEFORE_EVICTION, REUSE_GAP = range(3)
 NUM_HISTOGRAMS = 3
 BUCKETS_S = (0.01, 0.05, 0.1, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 14400, 86400)
-# Notes that may wait for `fold`, and the blocks that they may be about.
+# Limits on the records that wait for `fold`: their number, and the number of blocks in them.
 _MAX_NOTES = 256
 _MAX_NOTED_BLOCKS = 65536
 
@@ -24,8 +24,11 @@ Float64Array = npt.NDArray[np.float64]
 
 
 class BlockAges:
-    """taken_at and released_at float64[num_blocks], in the clock's seconds; counts int64[3, buckets + 1] and seconds
-    float64[3] of the histograms, in the order of the constants above."""
+    """Timestamps of blocks and histograms of their ages.
+
+    `taken_at` and `released_at` are float64[num_blocks] in seconds of the clock. `counts` int64[3, buckets + 1] and
+    `seconds` float64[3] are the histograms, in the order of the constants above.
+    """
 
     def __init__(self, num_blocks: int, clock: Callable[[], float], zeros: Zeros) -> None:
         self.taken_at: Float64Array = zeros("taken_at", (num_blocks,), np.float64)
@@ -37,25 +40,25 @@ class BlockAges:
         self._num_noted_blocks = 0
 
     def take(self, blocks: Int64Array) -> None:
-        """They begin to live."""
+        """Record the allocation of these blocks."""
         self.taken_at[blocks] = self._clock()
 
     def cache(self, blocks: Int64Array) -> None:
-        """Nobody holds them any more, but they can be found."""
+        """Record that these blocks lost their last reference and are cached from now on."""
         self.released_at[blocks] = self._clock()
 
     def reuse(self, blocks: Int64Array) -> None:
-        """Cached ones were found."""
+        """Record a prefix-cache hit on these cached blocks."""
         self._note(REUSE_GAP, self.released_at[blocks], self._clock())
 
     def evict(self, blocks: Int64Array) -> None:
-        """Cached ones are given up for others."""
+        """Record the eviction of these cached blocks."""
         now = self._clock()
         self._note(IDLE_BEFORE_EVICTION, self.released_at[blocks], now)
         self._note(LIFETIME, self.taken_at[blocks], now)
 
     def free(self, blocks: Int64Array) -> None:
-        """They hold nothing any more."""
+        """Record that these blocks were freed."""
         self._note(LIFETIME, self.taken_at[blocks], self._clock())
 
     def _note(self, histogram: int, begun: Float64Array, now: float) -> None:
@@ -65,7 +68,7 @@ class BlockAges:
             self.fold()
 
     def fold(self) -> None:
-        """Put what was noted into the histograms."""
+        """Add the pending records to the histograms."""
         notes, self._notes, self._num_noted_blocks = self._notes, [], 0
         for histogram in range(NUM_HISTOGRAMS):
             ages = [now - begun for which, begun, now in notes if which == histogram]

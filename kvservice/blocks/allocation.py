@@ -1,6 +1,6 @@
-"""Allocate: make sequences, sharing the blocks of their prompts that are computed already.
+"""Allocation of sequences. The computed blocks of a prompt are shared through the prefix index.
 
-can_allocate and allocate draw up the same plan, so the one cannot contradict the other.
+`can_allocate` and `allocate` compute the same plan, so they cannot contradict each other.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ from kvservice.errors import DuplicateSequenceError, InvalidArgumentError
 
 @dataclass(frozen=True, slots=True)
 class _NewSequence:
-    """A checked request: int32[n] tokens, extra keys by block, the cached blocks of its prompt, its table's size now
-    and with its lookahead."""
+    """A validated request.
+
+    `tokens` is int32[n]. `extra` maps block numbers to extra keys. `found` are the prefix-cache hits of the prompt.
+    `num_blocks` and `required` are the sizes of the block table without and with lookahead, in blocks.
+    """
 
     sequence_id: int
     tokens: Int32Array
@@ -44,13 +47,13 @@ class AllocationOps(Core):
     """can_allocate and allocate."""
 
     def can_allocate(self, space: SequenceSpace, requests: Sequence[AllocationRequest]) -> AllocStatus:
-        """Whether the whole batch fits above the watermark (vLLM v0's three answers).
+        """Return whether the whole batch fits above the watermark (the three answers of vLLM v0).
 
-        OK: after it `watermark_blocks` blocks still could be taken. A block of the prompt that the prefix index finds
-        need not be taken, but if it is cached and evictable it no longer could be, either; both are counted exactly,
-        each block once. NEVER: not OK, and `num_blocks - required < watermark_blocks`, with required the blocks of
-        all tables, ceil((tokens + lookahead) / block_size) each, or more sequences than max_sequences. Else LATER.
-        As in v0, room for the lookahead is asked for here and reserved by the steps.
+        OK: after the allocation at least `watermark_blocks` blocks remain available. A prefix-cache hit needs no new
+        block, but a hit on an evictable block makes that block unavailable; each block is counted exactly once.
+        NEVER: not OK, and `num_blocks - required < watermark_blocks`, where `required` is the number of blocks of all
+        tables, ceil((tokens + lookahead) / block_size) each; or the batch has more than max_sequences sequences.
+        LATER: otherwise. As in vLLM v0, this check includes the lookahead slots; the steps reserve them.
         Raises InvalidArgumentError, DuplicateSequenceError.
         """
         return finish(self.can_allocate_in_slices(space, requests))
@@ -58,38 +61,38 @@ class AllocationOps(Core):
     def can_allocate_in_slices(
         self, space: SequenceSpace, requests: Sequence[AllocationRequest]
     ) -> Slices[AllocStatus]:
-        """`can_allocate`, as of the last slice."""
+        """`can_allocate` in slices. The answer describes the state at the last slice."""
         plan = yield from self._plan_allocation(space, requests)
         return plan.status
 
     def allocate(self, space: SequenceSpace, requests: Sequence[AllocationRequest]) -> list[Allocation]:
-        """Makes all these sequences or none.
+        """Allocate all sequences of the batch, or none.
 
-        Full blocks of a prompt that are computed already, under the same extra keys, are shared and not filled again
-        (vLLM's automatic prefix caching); at least the last token is left to compute, since an engine needs its
-        logits. Requests of one batch do not find each other's blocks: they are not computed. To compute the rest, see
-        open_step. Raises InvalidArgumentError, DuplicateSequenceError, QuotaExceededError, OutOfBlocksError.
+        Full blocks of a prompt that are already computed under the same extra keys are shared (vLLM's automatic prefix
+        caching). At least the last token is left to compute, because an engine needs its logits. Requests of one batch
+        do not share each other's new blocks, since those are not computed yet. `open_step` covers the remaining
+        tokens. Raises InvalidArgumentError, DuplicateSequenceError, QuotaExceededError, OutOfBlocksError.
         """
         return finish(self.allocate_in_slices(space, requests))
 
     def allocate_in_slices(
         self, space: SequenceSpace, requests: Sequence[AllocationRequest]
     ) -> Slices[list[Allocation]]:
-        """`allocate`, whose last slice makes all the sequences. UnknownSessionError if the space is closed
-        meanwhile."""
+        """`allocate` in slices; the last slice creates all sequences. Raises UnknownSessionError if the namespace is
+        closed in the meantime."""
         plan = yield from self._plan_allocation(space, requests)
         self._require_rows(len(plan.sequences), "requests")
         if plan.status is not AllocStatus.OK:
             raise self._out_of_device_blocks(plan.required, never=plan.status is AllocStatus.NEVER)
         found = [new.found for new in plan.sequences if len(new.found)]
-        if len(found) == 1:  # before any block is taken, so that none that was found is evicted
+        if len(found) == 1:  # the hits are referenced before new blocks are allocated, so that they are not evicted
             self.device.hold_found(found[0])
         elif found:
             self.device.hold_found(*np.unique(np.concatenate(found), return_counts=True))
         return self._make(space, plan.sequences)
 
     def _plan_allocation(self, space: SequenceSpace, requests: Sequence[AllocationRequest]) -> Slices[_Plan]:
-        """The plan is as of the last slice."""
+        """Compute the plan in slices. It describes the state at the last slice."""
         self._enter(space)
         if not requests:
             raise InvalidArgumentError("must not be empty", field="requests")
@@ -107,7 +110,8 @@ class AllocationOps(Core):
         return _Plan(sequences, self._allocation_status(len(sequences), required, to_take), required)
 
     def _check_in_slices(self, requests: Sequence[AllocationRequest]) -> Slices[list[_NewSequence]]:
-        """What was found for a request counts as far as the prefix index still has it after the last slice."""
+        """Validate the requests in slices. Prefix-cache hits count only if the index still has them after the last
+        slice."""
 
         def checked() -> Iterator[tuple[_NewSequence, list[Any]]]:
             for i, request in enumerate(requests):
@@ -152,7 +156,8 @@ class AllocationOps(Core):
         return _NewSequence(request.sequence_id, tokens, extra, np.array(found, np.int64), num_blocks, required)
 
     def _check_new_ids(self, space: SequenceSpace, ids: list[int], field: str) -> None:
-        """`field` has a place for the index. Raises InvalidArgumentError, DuplicateSequenceError."""
+        """Check that the ids are valid and unused. `field` is a format string for the index of an id. Raises
+        InvalidArgumentError, DuplicateSequenceError."""
         if len(ids) == 1 and type(ids[0]) is int and 0 <= ids[0] < 2**63 and ids[0] not in space.rows:
             return
         seen: set[int] = set()
@@ -166,7 +171,7 @@ class AllocationOps(Core):
             seen.add(sequence_id)
 
     def _make(self, space: SequenceSpace, sequences: list[_NewSequence]) -> list[Allocation]:
-        """Builds the tables of sequences that are known to fit, and whose found blocks are held."""
+        """Build the block tables. The sequences are known to fit, and references to their hits are already counted."""
         counts = [new.num_blocks - len(new.found) for new in sequences]
         taken = self.device.take(sum(counts))
         self._fill(taken, sequences, counts)
@@ -194,7 +199,7 @@ class AllocationOps(Core):
         return allocations
 
     def _fill(self, taken: Int64Array, sequences: list[_NewSequence], counts: list[int]) -> None:
-        """Notes the tokens that are not cached in the taken blocks, of which each sequence has so many in turn."""
+        """Store the token ids of the new blocks. `taken` lists the blocks sequence after sequence, counts[i] each."""
         size = self.config.block_size
         if len(sequences) == 1:
             tokens = sequences[0].tokens[len(sequences[0].found) << self._shift :]

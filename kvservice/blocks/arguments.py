@@ -1,4 +1,4 @@
-"""The caller's arguments, checked and made into arrays of one dtype. Every refusal names the field and the index."""
+"""Validation of arguments and their conversion to arrays. Every error names the field and the index."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from kvservice.errors import InvalidArgumentError
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 MAX_EXTRA_KEYS = 1024
 MAX_EXTRA_KEY_BYTES = 256
-# Stands before each key where they are hashed.
+# The prefix of each extra key in the hash input.
 _OFFSET_AND_SIZE = struct.Struct("<II")
 
 
 def refuse(field: str, bad: BoolArray, message: str) -> NoReturn:
-    """Raises for the first element that is bad."""
+    """Raise InvalidArgumentError for the first bad element."""
     raise InvalidArgumentError(message, field=f"{field}[{int(bad.argmax())}]")
 
 
@@ -39,7 +39,7 @@ def _integers(value: npt.ArrayLike, field: str) -> npt.NDArray[np.integer]:
 
 
 def int64_array(value: npt.ArrayLike, field: str) -> Int64Array:
-    """int64[n], n >= 1."""
+    """Return `value` as int64[n], n >= 1. Raises InvalidArgumentError."""
     if type(value) is np.ndarray and value.dtype is _INT64 and value.ndim == 1 and value.size:
         return value
     array = _integers(value, field)
@@ -49,7 +49,7 @@ def int64_array(value: npt.ArrayLike, field: str) -> Int64Array:
 
 
 def int32_array(value: npt.ArrayLike, field: str) -> Int32Array:
-    """int32[n], n >= 1, none negative."""
+    """Return `value` as int32[n], n >= 1, no element negative. Raises InvalidArgumentError."""
     if type(value) is np.ndarray and value.dtype is _INT32 and value.ndim == 1 and value.size:
         array = value
     else:
@@ -65,7 +65,7 @@ def int32_array(value: npt.ArrayLike, field: str) -> Int32Array:
 
 
 def counts_for(value: npt.ArrayLike, field: str, batch: int) -> Int64Array:
-    """int64[batch], none negative."""
+    """Return `value` as int64[batch], no element negative. Raises InvalidArgumentError."""
     array = int64_array(value, field)
     if len(array) != batch:
         raise InvalidArgumentError(f"has {len(array)} elements for {batch} sequences", field=field)
@@ -75,7 +75,7 @@ def counts_for(value: npt.ArrayLike, field: str, batch: int) -> Int64Array:
 
 
 def whole_number(value: object, field: str, lowest: int, highest: int) -> int:
-    """A Python or NumPy integer from lowest to highest."""
+    """Return `value`, a Python or NumPy integer from `lowest` to `highest`. Raises InvalidArgumentError."""
     if type(value) is int:
         number = value
     elif isinstance(value, bool | np.bool_):
@@ -91,7 +91,8 @@ def whole_number(value: object, field: str, lowest: int, highest: int) -> int:
 
 
 def extra_keys_by_block(extra_keys: object, field: str, block_size: int, max_tokens: int) -> dict[int, bytes]:
-    """Block number to the length-prefixed keys at its positions, in the order of (position, key)."""
+    """Map each block number to the length-prefixed keys at its positions, sorted by (position, key). Raises
+    InvalidArgumentError."""
     if not isinstance(extra_keys, list | tuple):
         raise InvalidArgumentError("must be a list of (position, bytes)", field=field)
     if len(extra_keys) > MAX_EXTRA_KEYS:

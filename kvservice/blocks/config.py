@@ -1,4 +1,4 @@
-"""The limits of one block manager, fixed for its life."""
+"""Configuration of a block manager."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from kvservice.errors import InvalidArgumentError
 
 @dataclass(frozen=True)
 class BlocksConfig:
-    """Sizes and bounds; every array of the manager is allocated from them, once.
+    """Sizes and limits. All arrays of the manager are allocated once, with these sizes.
 
-    `max_request_tokens` bounds what one step covers, `max_request_blocks` the table entries that one operation goes
-    through, so that none takes long; ending sequences has no bound, it is done in slices. `watermark` is the fraction
-    of the device pool that allocate and swap_in leave free, so that running sequences can still grow.
-    `max_pinned_fraction` bounds the blocks that pins may withhold from eviction.
+    `max_request_tokens` limits the tokens of one step, and `max_request_blocks` the table entries that one operation
+    processes, so that no operation takes long. Freeing sequences has no limit, because it runs in slices. `watermark`
+    is the fraction of the device pool that allocate and swap_in leave free, so that running sequences can still grow.
+    `max_pinned_fraction` limits the blocks that pins keep from eviction.
     Raises InvalidArgumentError naming the field that is out of range.
     """
 

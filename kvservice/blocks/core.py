@@ -1,4 +1,4 @@
-"""What all operations of the block manager share: the two tiers, the rows, the counters, and the way in."""
+"""State and helpers that all operations of the block manager share: tiers, sequence slots, counters, entry checks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from kvservice.errors import OutOfBlocksError, QuotaExceededError, SequenceSwapp
 
 
 def ragged(starts: Int64Array, counts: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """For each i the numbers starts[i], ..., starts[i] + counts[i] - 1: (which i int64[sum], the number int64[sum])."""
+    """Concatenate the ranges starts[i], ..., starts[i] + counts[i] - 1.
+
+    Returns (index i int64[sum(counts)], number int64[sum(counts)]).
+    """
     if not np.count_nonzero(counts > 1):
         which = counts.nonzero()[0]
         return which, starts[which]
@@ -29,7 +32,7 @@ def ragged(starts: Int64Array, counts: Int64Array) -> tuple[Int64Array, Int64Arr
 
 
 class Core:
-    """The state of a block manager. One thread only: the daemon's event loop."""
+    """State of a block manager. It is used by one thread only, the daemon's event loop."""
 
     def __init__(
         self,
@@ -39,9 +42,9 @@ class Core:
         journal: EventJournal | None = None,
         zeros: Zeros = numpy_zeros,
     ) -> None:
-        """`zeros` makes what others may want to read, e.g. in shared memory: who holds each block, block tables, rows
-        of sequences. `clock` gives seconds, for pins and for ages. `journal` is told what the prefix index gets and
-        loses."""
+        """`zeros` allocates the arrays that other processes may read, for example in shared memory: reference counts,
+        block tables, sequence states. `clock` returns seconds; pins and ages use it. `journal` records the changes of
+        the prefix index."""
         self.config = config
         self.device = DeviceTier(config.num_blocks, config.block_size, clock, journal, zeros)
         self.swap = Tier(config.num_swap_blocks, config.block_size, "swap", zeros)
@@ -53,9 +56,9 @@ class Core:
         self._flat_tables = self.block_tables.reshape(-1)
         self.spaces: set[SequenceSpace] = set()
         self.clock = clock
-        # Another number after each slice of an operation that may have changed the bookkeeping.
+        # Incremented by each slice of an operation that may change the state.
         self.generation = 0
-        # How many pins each block has, and how many blocks have any.
+        # Pins of each block, and the number of blocks with at least one pin.
         self.pin_counts = np.zeros(config.num_blocks, np.int32)
         self.num_pinned = 0
         self.pin_deadlines: list[tuple[float, int, int, SequenceSpace]] = []
@@ -67,13 +70,13 @@ class Core:
         self._ones.flags.writeable = False
         self._shift = config.block_size.bit_length() - 1
         self._mask = config.block_size - 1
-        # For the hottest path, as in tier.py.
+        # Zero-dimensional arrays for the hot path; see ONE in tier.py.
         self._shift_array, self._mask_array = np.array(self._shift), np.array(self._mask)
         self._max_length_array = np.array(config.max_sequence_tokens)
         self._table_width_array = np.array(self.block_tables.shape[1])
 
     def _enter(self, space: SequenceSpace) -> None:
-        """Every operation begins here: the space is open, and pins that are over are ended."""
+        """Start an operation: check that the namespace is open, and expire pins."""
         if space.closed:
             raise UnknownSessionError("the sequences' space is closed")
         self.generation += 1
@@ -81,7 +84,7 @@ class Core:
             self._expire_pins()
 
     def _expire_pins(self) -> None:
-        """Ends pins that are over, one slice of them: where many end at one time, later operations end the others."""
+        """Remove expired pins, at most one slice of them. Later operations remove the rest."""
         now, left = self.clock(), SLICE_BLOCKS
         while left > 0 and self.pin_deadlines and self.pin_deadlines[0][0] <= now:
             _, _, pin_id, space = heapq.heappop(self.pin_deadlines)
@@ -89,7 +92,7 @@ class Core:
                 left -= self._end_pin(space, pin_id)
 
     def _end_pin(self, space: SequenceSpace, pin_id: int) -> int:
-        """Returns how many blocks it had pinned."""
+        """Remove a pin. Returns the number of blocks that it pinned."""
         self.generation += 1
         blocks = space.pins.pop(pin_id)
         self.pin_counts[blocks] -= ONE
@@ -103,7 +106,7 @@ class Core:
         return (num_tokens + self._mask) >> self._shift
 
     def _resident(self, ids: Int64Array, rows: Int64Array, field: str = "sequence_ids") -> Int64Array:
-        """A copy of the rows' meta int64[n, 8]. Raises SequenceSwappedError."""
+        """Return a copy of the sequence states int64[n, 8] of these rows. Raises SequenceSwappedError."""
         meta = self.meta.take(rows, axis=0)
         if self.sequences.num_swapped:
             swapped = meta[:, SWAPPED] != 0
@@ -115,12 +118,12 @@ class Core:
         return meta
 
     def _supersede(self, space: SequenceSpace, rows: Int64Array) -> None:
-        """The newest steps of these rows are stale from now on."""
+        """Make the newest steps of these rows stale."""
         space.supersede(distinct_steps(self.sequences.steps[rows]))
         self.sequences.steps[rows] = NO_STEP
 
     def _table_entries(self, rows: Int64Array, first: Int64Array | None = None) -> tuple[Int64Array, Int64Array]:
-        """All blocks in these rows' tables from entry `first` on: (entry number int64[m], block int64[m])."""
+        """Return all table entries of these rows from entry `first` on: (entry number int64[m], block int64[m])."""
         if len(rows) == 1:
             row, begin = int(rows[0]), 0 if first is None else int(first[0])
             end = self.meta.item(row, NUM_BLOCKS)
@@ -131,15 +134,15 @@ class Core:
         return entry, self.block_tables[rows[which], entry].astype(np.int64)
 
     def _slots(self, rows: Int64Array, starts: Int64Array, counts: Int64Array) -> Int64Array:
-        """Slots of the tokens starts[i], ..., starts[i] + counts[i] - 1 of each row: int64[sum(counts)]."""
+        """Return the slots of the tokens starts[i], ..., starts[i] + counts[i] - 1 of each row: int64[sum(counts)]."""
         which, positions = ragged(starts, counts)
         blocks: Int64Array = self.block_tables[rows[which], positions >> self._shift].astype(np.int64)
         return (blocks << self._shift) | (positions & self._mask)
 
     def _release_entries(self, tier: Tier, entries: Int64Array, blocks: Int64Array) -> None:
-        """Table entries give up their blocks; the deepest will be evicted first.
+        """Drop the references of table entries to their blocks. The deepest blocks become the first to be evicted.
 
-        A block that several of the tables share stands at the same entry in all of them.
+        A block that several tables share is at the same entry in all of them.
         """
         if not np.count_nonzero(entries[1:] <= entries[:-1]):  # one table only
             tier.release(blocks[::-1])
@@ -151,13 +154,13 @@ class Core:
         tier.release(distinct[order], counts[order])
 
     def _taken(self, tier: Tier, holders: Int64Array) -> Int64Array:
-        """As many blocks as `holders` int64[n] has elements, each held by so many tables."""
+        """Allocate one block per element of `holders` int64[n], which is the block's reference count."""
         blocks = tier.take(len(holders))
         tier.hold(blocks, holders - 1)
         return blocks
 
     def _reserve(self, rows: Int64Array, grown: Int64Array) -> None:
-        """Adds grown[i] new blocks at the end of each row's table."""
+        """Append grown[i] new blocks to the table of each row."""
         which, entries = ragged(self.meta[rows, NUM_BLOCKS], grown)
         self.block_tables[rows[which], entries] = self.device.take(len(which))
         self.meta[rows, NUM_BLOCKS] += grown
@@ -197,7 +200,7 @@ class Core:
             )  # fmt: skip
 
     def _check_reach(self, lengths: Int64Array, lookahead: int) -> None:
-        """No sequence, and no slot reserved past its end, may lie past the longest allowed."""
+        """Check that no sequence, including its lookahead slots, exceeds max_sequence_tokens."""
         limit = self.config.max_sequence_tokens
         if int(np.maximum.reduce(lengths)) + lookahead <= limit:
             return
@@ -207,7 +210,7 @@ class Core:
 
 
 def distinct_steps(steps: Int64Array) -> Iterator[int]:
-    """The step ids in a column of meta; a running batch mostly has one."""
+    """Return the distinct step ids of a column. A running batch usually has one."""
     first = int(steps[0])
     if not np.count_nonzero(steps != first):
         return iter((first,))

@@ -1,4 +1,4 @@
-"""What enters the prefix index and what leaves it, in numbered batches, the latest of which are remembered."""
+"""Journal of changes of the prefix index, in numbered batches. It keeps the latest batches for replay."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
-# A block that can be found by its hash from now on: (hash, hash of its parent, tokens). A prompt's first has no parent;
-# the tokens are little-endian int32, or b"" where they are not to be told. A plain tuple: every block needs one.
+# A block that entered the index: (hash, hash of its parent, tokens). The first block of a prompt has no parent. The
+# tokens are little-endian int32, or b"" if the journal omits them. It is a plain tuple because every block needs one.
 StoredBlock: TypeAlias = tuple[bytes, bytes | None, bytes]
 
 
 @dataclass(frozen=True, slots=True)
 class RemovedBlocks:
-    """Hashes by which nothing can be found any more."""
+    """Hashes that left the index."""
 
     block_hashes: list[bytes]
 
 
 @dataclass(frozen=True, slots=True)
 class Cleared:
-    """Nothing can be found any more."""
+    """The index became empty."""
 
 
 Change: TypeAlias = "list[StoredBlock] | RemovedBlocks | Cleared"
 
 
 class EventBatch(NamedTuple):
-    """What one operation changed. `number` counts from 1; `time_s` is since 1970."""
+    """The changes of one operation. `number` starts at 1; `time_s` is in seconds since 1970."""
 
     number: int
     time_s: float
@@ -43,9 +43,9 @@ def _nobody_listens() -> None:
 
 @dataclass
 class EventJournal:
-    """The latest batches, of at most `window` blocks together, but always the last one.
+    """Keeps the latest batches, with at most `window` blocks in total, and always the last one.
 
-    `on_change` is called after each batch. `with_tokens`: whoever tells of stored blocks is to tell their tokens.
+    `on_change` is called after each batch. `with_tokens` says that stored blocks are recorded with their tokens.
     """
 
     window: int
@@ -61,7 +61,7 @@ class EventJournal:
 
     @property
     def oldest(self) -> int:
-        """Number of the first batch that is remembered, or of the next one if none is."""
+        """Number of the oldest batch that is kept, or of the next batch if none is kept."""
         return self._batches[0].number if self._batches else self.newest + 1
 
     def stored(self, blocks: list[StoredBlock]) -> None:
@@ -77,7 +77,7 @@ class EventJournal:
         self._add(Cleared(), 1)
 
     def since(self, number: int, limit: int) -> list[EventBatch]:
-        """The first `limit` batches from this number on that are remembered."""
+        """Return at most `limit` of the batches that are kept, from this number on."""
         first = max(0, number - self.oldest)
         return [self._batches[i] for i in range(first, min(first + limit, len(self._batches)))]
 

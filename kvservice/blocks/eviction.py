@@ -1,9 +1,9 @@
-"""The order in which cached blocks are given up: least recently used first.
+"""Eviction order of cached blocks: least recently used first.
 
-A log of entries rather than a linked list, so that adding, removing and popping many blocks are a few NumPy
-operations each. An entry is valid while the block's stamp says its place; a removed block's entry just goes stale and
-is skipped once. When the log is full the valid entries are moved to its front, at most once per `num_blocks` entries
-added, so each operation costs O(blocks in it), amortised, whatever the pool's size.
+The queue is a log of entries and not a linked list, so that adding, removing and popping many blocks takes a few NumPy
+operations each. An entry is valid while the block's stamp is the entry's position; the entry of a removed block becomes
+stale and is skipped once. When the log is full, the valid entries move to its front, at most once per `num_blocks`
+added entries. Each operation therefore costs amortised O(blocks in it), independent of the pool size.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SLACK = 1024
 
 
 class EvictionQueue:
-    """Blocks of a pool in the order of their release."""
+    """Queue of a pool's cached blocks in the order of their release."""
 
     def __init__(self, num_blocks: int) -> None:
         self._log = np.zeros(2 * num_blocks + _SLACK, np.int64)
@@ -29,7 +29,7 @@ class EvictionQueue:
         return self._size
 
     def add(self, blocks: Int64Array) -> None:
-        """Appends distinct blocks that are not in the queue; the first of them is given up first."""
+        """Append distinct blocks that are not in the queue. The first of them is evicted first."""
         if self._tail + len(blocks) > len(self._log):
             self._compact()
         end = self._tail + len(blocks)
@@ -39,12 +39,12 @@ class EvictionQueue:
         self._size += len(blocks)
 
     def remove(self, blocks: Int64Array) -> None:
-        """Takes out distinct blocks that are in the queue."""
+        """Remove distinct blocks that are in the queue."""
         self._stamp[blocks] = _NOWHERE
         self._size -= len(blocks)
 
     def pop(self, count: int) -> Int64Array:
-        """The `count` blocks to give up first, in that order."""
+        """Remove and return the `count` blocks to evict first, in that order."""
         assert count <= self._size
         parts = []
         left = count
@@ -60,13 +60,13 @@ class EvictionQueue:
         return popped
 
     def blocks(self) -> Int64Array:
-        """All blocks in the queue, the first to be given up first."""
+        """Return all blocks in the queue, in eviction order."""
         entries = self._log[self._head : self._tail]
         valid: Int64Array = entries[self._stamp[entries] == np.arange(self._head, self._tail)]
         return valid
 
     def has(self, blocks: slice) -> BoolArray:
-        """Which of the blocks with these numbers are in the queue: bool[n]."""
+        """Return bool[n]: which of the blocks with these ids are in the queue."""
         stamps = self._stamp[blocks]
         inside = (stamps >= self._head) & (stamps < self._tail)
         entries = self._log[np.where(inside, stamps, 0)]

@@ -1,6 +1,6 @@
-"""What a batch of sequences needs so that it can be written: new blocks at the end, and blocks of its own.
+"""Growth of a batch before it is written: new blocks at the end of tables, and copies of shared blocks.
 
-Planning counts every block before anything changes; applying cannot fail.
+Planning counts every block before anything changes; applying a plan cannot fail.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ NO_COPIES = BlockCopies(np.zeros(0, np.int32), np.zeros(0, np.int32))
 
 
 class Batch(NamedTuple):
-    """Sequences about to be written: ids, rows, a copy of their meta int64[n, 8], lengths int64[n] to come."""
+    """Sequences that will be written: ids int64[n], rows int64[n], a copy of their states int64[n, 8], and their new
+    lengths int64[n]."""
 
     ids: Int64Array
     rows: Int64Array
@@ -31,8 +32,8 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Copying:
-    """Blocks to copy, by row, table entry and block int64[c]; `computed` bool[c] says which hold computed tokens of
-    their sequence. `forgotten` are blocks that leave the prefix index instead."""
+    """Blocks to copy: row, table entry and block id, int64[c] each. `computed` bool[c] says which of them hold computed
+    tokens of their sequence. `forgotten` are blocks that are not copied but leave the prefix index."""
 
     rows: Int64Array
     entries: Int64Array
@@ -43,7 +44,7 @@ class _Copying:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """What a batch needs: grown int64[n] new blocks at each end, and copies of blocks that are not its own."""
+    """Blocks that a batch needs: `grown` int64[n] new blocks at the end of each table, and copies of shared blocks."""
 
     grown: Int64Array
     num_grown: int
@@ -55,10 +56,10 @@ class Growth:
 
 
 class OneEach(NamedTuple):
-    """A batch whose sequences get one token each, every token before it computed, into blocks that are theirs.
+    """Plan for a batch where each sequence gets one token, has no other pending tokens, and owns the block to write.
 
-    positions int64[n] of the tokens; cells int64[n] of the flat block tables that hold the tokens' blocks int64[n],
-    where those of `fresh` int64[f] are still to be taken.
+    `positions` int64[n] are the token positions. `cells` int64[n] are indices into the flat block tables, and `blocks`
+    int64[n] the block ids there. `fresh` int64[f] are the sequences whose block is still to be allocated.
     """
 
     positions: Int64Array
@@ -68,10 +69,10 @@ class OneEach(NamedTuple):
 
 
 class GrowthOps(Core):
-    """Plans and applies growth."""
+    """Planning and application of growth."""
 
     def _plan_one_each(self, rows: Int64Array, meta: Int64Array) -> OneEach | None:
-        """The plan for a decode step, the most frequent of all; None if the batch needs the general one."""
+        """Return the plan for a decode step, the most frequent case, or None if the batch needs the general plan."""
         positions = meta[:, LENGTH]
         if np.count_nonzero(positions != meta[:, NUM_COMPUTED]):
             return None
@@ -83,14 +84,14 @@ class GrowthOps(Core):
         blocks = self._flat_tables[cells]
         fresh = (entries >= meta[:, NUM_BLOCKS]).nonzero()[0]
         if len(fresh):
-            blocks[fresh] = 0  # these entries of the tables mean nothing yet
+            blocks[fresh] = 0  # these table entries are not valid yet
         taken = (self.device.ref_count[blocks] > ONE) | self.device.indexed[blocks]
         if len(fresh):
             taken[fresh] = False
         return None if np.count_nonzero(taken) else OneEach(positions, cells, blocks, fresh)
 
     def _grow_one_each(self, rows: Int64Array, plan: OneEach) -> Int64Array:
-        """Applies a plan that is known to fit. Returns the tokens' slots int64[n]."""
+        """Apply a plan that is known to fit. Returns the slots int64[n] of the tokens."""
         blocks, fresh = plan.blocks, plan.fresh
         if len(fresh):
             taken = self.device.take(len(fresh))
@@ -102,7 +103,7 @@ class GrowthOps(Core):
         return slots
 
     def _plan_growth(self, batch: Batch, lookahead: int) -> Growth:
-        """Counts, before anything changes, every block that the batch will take."""
+        """Count every block that the batch will allocate, before anything changes."""
         if lookahead != 0:
             lookahead = whole_number(lookahead, "lookahead", 0, self.config.max_sequence_tokens)
         self._check_reach(batch.lengths, lookahead)
@@ -125,9 +126,10 @@ class GrowthOps(Core):
         return Growth(grown, num_grown, _Copying(rows[chosen], entries[chosen], blocks[chosen], computed, forgotten))
 
     def _plan_copies(self, blocks: Int64Array) -> tuple[BoolArray, Int64Array]:
-        """Blocks to be written that others hold or the index knows: (which are copied bool[n], which are forgotten).
+        """Plan copy-on-write for `blocks` int64[n], which are shared or indexed and will be written.
 
-        Where all holders of a block write, the last of them keeps it, unless a pin keeps its content.
+        Returns (bool[n], which of them are copied; int64[m], blocks that leave the prefix index). If all holders of a
+        block write to it, the last of them keeps the block, unless the block is pinned.
         """
         distinct, inverse, writers = np.unique(blocks, return_inverse=True, return_counts=True)
         kept = (writers == self.device.ref_count[distinct]) & ~self.device.pinned[distinct]
@@ -138,7 +140,7 @@ class GrowthOps(Core):
         return copied, distinct[kept & self.device.indexed[distinct]]
 
     def _grow(self, batch: Batch, growth: Growth) -> BlockCopies:
-        """Applies a growth that is known to fit."""
+        """Apply a growth that is known to fit."""
         new = self.device.take(growth.num_new) if growth.num_new else _NO_BLOCKS
         if growth.num_grown:
             which, entries = ragged(batch.meta[:, NUM_BLOCKS], growth.grown)
@@ -147,7 +149,7 @@ class GrowthOps(Core):
         return self._copy(growth.copying, new[growth.num_grown :]) if growth.copying else NO_COPIES
 
     def _copy(self, copying: _Copying, dst: Int64Array) -> BlockCopies:
-        """Puts new blocks dst in the place of those to be copied."""
+        """Replace the blocks to be copied with the new blocks `dst`."""
         device, src = self.device, copying.src
         device.forget(copying.forgotten)
         device.token_ids[dst] = device.token_ids[src]

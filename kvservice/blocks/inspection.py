@@ -1,4 +1,4 @@
-"""Reading the state without changing it: tables and slots for attention, descriptions, figures."""
+"""Read-only operations: block tables and slots for attention, descriptions of sequences, statistics."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class InspectionOps(Core):
     """gather_tables, read_slots, describe, stats."""
 
     def gather_tables(self, space: SequenceSpace, sequence_ids: npt.ArrayLike) -> SequenceTables:
-        """Tables of the computed tokens of sequence_ids int64[n], for attention outside a step.
+        """Return the block tables of the computed tokens of sequence_ids int64[n], for attention outside a step.
 
         Raises InvalidArgumentError, UnknownSequenceError, SequenceSwappedError.
         """
@@ -37,11 +37,11 @@ class InspectionOps(Core):
         return SequenceTables(tables, context_lens)
 
     def read_slots(self, space: SequenceSpace, ranges: Sequence[tuple[int, int, int]]) -> Int64Array:
-        """Slots int64[m] of the tokens start <= position < stop of ranges (sequence id, start, stop), in their order. A
-        sequence may be there more than once.
+        """Return the slots int64[m] of the token positions start <= position < stop of each (sequence id, start, stop)
+        range, in order. A sequence may appear more than once.
 
-        Raises InvalidArgumentError, UnknownSequenceError, SequenceSwappedError, and NotComputedError if one of these
-        tokens is not computed; a field is named as in ranges[0].stop.
+        Raises InvalidArgumentError, UnknownSequenceError, SequenceSwappedError, and NotComputedError if one of the
+        tokens is not computed. Fields are named as in ranges[0].stop.
         """
         self._enter(space)
         if not ranges:
@@ -83,11 +83,11 @@ class InspectionOps(Core):
         include_tokens: bool = False,
         include_blocks: bool = False,
     ) -> list[SequenceInfo]:
-        """Each sequence as it stands, in the order asked, or those of the space in the order of their making: from
-        number `first` on, at most `limit`.
+        """Describe sequences in the requested order. Without ids it describes the sequences of the namespace in the
+        order of their creation, at most `limit` of them from index `first` on.
 
-        Raises InvalidArgumentError, UnknownSequenceError, and QuotaExceededError for more tokens or blocks than one
-        request may be about.
+        Raises InvalidArgumentError, UnknownSequenceError, and QuotaExceededError if the tokens or blocks exceed the
+        limits of one request.
         """
         return finish(
             self.describe_in_slices(
@@ -110,8 +110,8 @@ class InspectionOps(Core):
         include_tokens: bool = False,
         include_blocks: bool = False,
     ) -> Slices[list[SequenceInfo]]:
-        """`describe`: which sequences, as of the first slice; each as it stands in its own. UnknownSequenceError for
-        one that is freed meanwhile."""
+        """`describe` in slices. The first slice selects the sequences; each is described as of its own slice. Raises
+        UnknownSequenceError if one is freed in the meantime."""
         self._enter(space)
         if sequence_ids is None:
             stop = None if limit is None else first + limit
@@ -148,7 +148,7 @@ class InspectionOps(Core):
         )
 
     def stats(self) -> BlocksStats:
-        """All gauges and counters; nothing is scanned for them."""
+        """Return all gauges and counters, in O(1)."""
         device = self.device
         return BlocksStats(
             num_blocks=device.num_blocks,

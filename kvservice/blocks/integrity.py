@@ -1,7 +1,7 @@
-"""The invariants of the bookkeeping, recomputed from the block tables alone: at once for tests, in slices for a daemon.
+"""Integrity checks: invariants recomputed from the block tables, at once for tests or in slices for a daemon.
 
-What concerns one block, one table entry or one part of a step is checked within a slice, so it does not matter what
-changes between two of them. Sums over the whole are in sums.py.
+An invariant of one block, one table entry or one part of a step is checked within one slice, so changes between slices
+do not matter. The checks of sums over the whole state are in sums.py.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from kvservice.blocks.sequences import LENGTH, NUM_COMPUTED, STEP, SWAPPED, Open
 from kvservice.blocks.slices import Slices, finish
 from kvservice.blocks.sums import check_sums
 
-# Table entries, rows or blocks that NumPy goes through in one slice: a fraction of a millisecond.
+# Table entries, rows or blocks that NumPy processes in one slice. It takes a fraction of a millisecond.
 SLICE_ENTRIES: Final = 8192
-# What Python does for a block costs as much as NumPy for so many: to look it up in the index, and to hash it.
+# Cost of the work in Python for one block, in units of NumPy's work for one entry: an index lookup, and a hash.
 _LOOKUP_COST: Final = 8
 _HASH_COST: Final = 32
-# How often one pass begins with the sums.
+# How often one pass tries to check the sums.
 MAX_TRIES: Final = 4
 
 
 def check_integrity(core: Core) -> None:
-    """Raises InternalError naming the first invariant that does not hold."""
+    """Check all invariants. Raises InternalError naming the first one that is violated."""
     finish(check_in_slices(core))
 
 
 def check_in_slices(core: Core, size: int = SLICE_ENTRIES) -> Slices[bool]:
-    """The same in slices, see SLICE_ENTRIES for their `size`; operations may come in between. Returns whether the sums
-    were checked, too: they are not when the bookkeeping changed too often. Raises InternalError."""
+    """`check_integrity` in slices of `size` entries; other operations may run in between. Returns False if the sums
+    could not be checked because the state changed too often. Raises InternalError."""
     complete = yield from check_sums(core, size, MAX_TRIES)
     yield from _check_index(core, max(size // _LOOKUP_COST, 1))
     for space in tuple(core.spaces):
@@ -55,10 +55,11 @@ def _check_index(core: Core, size: int) -> Slices[None]:
 
 
 def _check_step(core: Core, space: SequenceSpace, step_id: int, size: int) -> Slices[None]:
-    """A live step is the newest of all its sequences, and until it commits nobody else can write or find its slots."""
+    """Check that a live step is the newest step of its sequences, and that until it commits no other sequence can write
+    or find its slots."""
     entry = space.steps.get(step_id)
     if entry is None:
-        return  # it was live when the pass came to its space
+        return  # the step ended after this pass listed the live steps
     step = entry.plan
     hold((core.meta[step.rows, STEP] == step_id).all(), f"live step {step_id} is not its sequences' newest")
     names = [space.rows.get(sequence_id) for sequence_id in step.sequence_ids.tolist()]
@@ -69,7 +70,8 @@ def _check_step(core: Core, space: SequenceSpace, step_id: int, size: int) -> Sl
 
 
 def _check_slots(core: Core, space: SequenceSpace, entry: OpenStep, size: int) -> Slices[None]:
-    """While a step is live its sequences have no new tokens, so it does not matter for how long this takes."""
+    """Check that the slots of a step are exclusive. The sequences of a live step get no new tokens, so the check may
+    take any number of slices."""
     step, device = entry.plan, core.device
     starts = (step.context_lens - step.query_lens).astype(np.int64)
     hold((core.meta[step.rows, NUM_COMPUTED] == starts).all(), f"step {step.step_id} covers computed tokens")
@@ -86,7 +88,7 @@ def _check_slots(core: Core, space: SequenceSpace, entry: OpenStep, size: int) -
 
 
 def _check_chains(core: Core, size: int) -> Slices[None]:
-    """The hashes along tables are those of their tokens, so what the index finds holds what the hash says."""
+    """Check that the chain hashes along the tables match the tokens, so that the index finds the right content."""
     for window in windows(core.config.max_sequences, size * _HASH_COST):
         rows = np.arange(window.start, window.stop)
         counts = _num_hashed(core, rows)
@@ -97,13 +99,13 @@ def _check_chains(core: Core, size: int) -> Slices[None]:
 
 
 def _num_hashed(core: Core, rows: Int64Array) -> Int64Array:
-    """How many blocks of each row's table have a hash on the device: int64[n]."""
+    """Return int64[n]: how many blocks of each row's table have a hash on the device."""
     counts: Int64Array = core.meta[rows, NUM_COMPUTED] // core.config.block_size * (core.meta[rows, SWAPPED] == 0)
     return counts
 
 
 def _check_hashes(core: Core, rows: Int64Array, entries: Int64Array) -> None:
-    """Each block's hash is that of its tokens after the hash of the block before it in its table."""
+    """Check that each block's hash is computed from its tokens and the hash of the previous block in its table."""
     device, size = core.device, 4 * core.config.block_size
     blocks = core.block_tables[rows, entries].astype(np.int64)
     before = core.block_tables[rows, np.maximum(entries - 1, 0)].astype(np.int64)

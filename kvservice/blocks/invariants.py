@@ -1,4 +1,4 @@
-"""What the checks of the bookkeeping share: how they fail, and how they cut what they look at into slices."""
+"""Helpers of the integrity checks: assertions, and iteration in slices."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from kvservice.errors import InternalError
 
 
 def hold(invariant: bool | np.bool_, broken: str) -> None:
-    """Raises InternalError unless the invariant holds."""
+    """Raise InternalError unless the invariant holds."""
     if not invariant:
         raise InternalError(f"integrity: {broken}")
 
 
 def hold_range(numbers: Int64Array, stop: int, what: str) -> None:
-    """Each of numbers int64[n] is an index below `stop`. Checked before they are used as one."""
+    """Check that each of `numbers` int64[n] is an index below `stop`, before they are used as indices."""
     hold(((numbers >= 0) & (numbers < stop)).all(), f"{what} is not from 0 to {stop - 1}")
 
 
 def parts(numbers: Iterable[int], size: int) -> Iterator[Int64Array]:
-    """Numbers as int64[n], n at most `size`."""
+    """Yield the numbers in arrays int64[n], n <= `size`."""
     left = iter(numbers)
     while len(part := np.fromiter(itertools.islice(left, size), np.int64)):
         yield part
 
 
 def windows(stop: int, size: int) -> Iterator[slice]:
-    """0, ..., stop - 1 in slices of at most `size`."""
+    """Yield the range 0, ..., stop - 1 in slices of at most `size`."""
     for first in range(0, stop, size):
         yield slice(first, min(first + size, stop))
 
@@ -38,8 +38,8 @@ def windows(stop: int, size: int) -> Iterator[slice]:
 def pieces(
     rows: Int64Array, first: Int64Array, counts: Int64Array, size: int
 ) -> Iterator[tuple[Int64Array, Int64Array]]:
-    """The table entries first[i], ..., first[i] + counts[i] - 1 of each row, at most `size` at a time: (row int64[m],
-    entry int64[m])."""
+    """Yield the table entries first[i], ..., first[i] + counts[i] - 1 of each row, at most `size` at a time, as (row
+    int64[m], entry int64[m])."""
     ends = np.cumsum(counts)
     total = int(ends[-1]) if len(ends) else 0
     for window in windows(total, size):

@@ -1,6 +1,6 @@
-"""The layers of a step: each is written once, and when all are the step's tokens count as computed.
+"""Layers of a step. Each layer is written once; the step commits, and its tokens are computed, after the last one.
 
-Checking and marking are apart, so that the bytes are written in between and a failed write leaves nothing changed.
+Checking and marking are separate operations. The bytes are written in between, so a failed write changes nothing.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ from kvservice.errors import FailedPreconditionError, LayerWrittenError, StaleSt
 
 
 class LayerOps(Core):
-    """check, write, mark; commit with the last mark."""
+    """Checking and marking of layers, and the commit after the last one."""
 
     def get_step(self, space: SequenceSpace, step_id: int) -> Step:
-        """The live step of that id. Raises UnknownStepError if it was never opened, StaleStepError if a newer
-        operation on one of its sequences replaced it."""
+        """Return the live step with this id. Raises UnknownStepError if it was never opened, and StaleStepError if a
+        newer operation on one of its sequences replaced it."""
         return self._live(space, step_id).plan
 
     def written_layers(self, space: SequenceSpace, step_id: int) -> bytearray | None:
-        """The byte for each layer of a live step in which whoever writes a layer marks it; None if it is not live."""
+        """Return the flags of a live step, one byte per layer, which the writer of a layer sets. None if the step is
+        not live."""
         entry = space.steps.get(step_id)
         return None if entry is None else entry.written
 
     def check_layer(self, space: SequenceSpace, step_id: int, layer: int) -> Step:
-        """The step, if this layer of it is still to be written; else LayerWrittenError. Changes nothing."""
+        """Return the step. Raises LayerWrittenError if this layer of it is already written. Changes nothing."""
         entry = self._live(space, step_id)
         layer = whole_number(layer, "layer", 0, self.config.num_layers - 1)
         if entry.written[layer]:
@@ -41,15 +42,15 @@ class LayerOps(Core):
         return entry.plan
 
     def mark_layer(self, space: SequenceSpace, step_id: int, layer: int) -> bool:
-        """Records that a layer is written. With the last one the step commits, and the answer is True."""
+        """Record that a layer is written. Returns True if it was the last one, which commits the step."""
         self.check_layer(space, step_id, layer)
         entry = space.steps[step_id]
         entry.written[layer] = 1
         return self._commit_if_complete(space, entry)
 
     def check_part(self, space: SequenceSpace, step_id: int, layer: int, first: int, count: int) -> Step:
-        """The part of a step of which this layer is to be written next: `count` tokens from `first` on, all that are
-        left if `count` is 0. The whole step, if that is what the part is. Changes nothing.
+        """Return the part of a step that is written next in this layer: `count` tokens from `first` on, or all
+        remaining tokens if `count` is 0. Returns the step itself if the part covers all of it. Changes nothing.
 
         Raises LayerWrittenError, and FailedPreconditionError if tokens before the part are not written.
         """
@@ -75,7 +76,8 @@ class LayerOps(Core):
         return entry.parts[first, stop]
 
     def mark_part(self, space: SequenceSpace, step_id: int, layer: int, part: Step) -> bool:
-        """Records that a part is written, as `check_part` gave it. With the last one the layer is; see `mark_layer`."""
+        """Record that a part from `check_part` is written. The last part marks the layer and returns as
+        `mark_layer`."""
         entry = space.steps[step_id]
         if part is not entry.plan:
             sent = entry.sent.pop(layer, 0) + len(part.slot_mapping)
@@ -85,8 +87,8 @@ class LayerOps(Core):
         return self.mark_layer(space, step_id, layer)
 
     def commit_written(self, space: SequenceSpace, step_id: int) -> bool:
-        """Commits a step whose layers others have marked in its `written`. False if it is live no longer, lacks some
-        or was committed before."""
+        """Commit a step whose layers were marked directly in its `written` flags. Returns False if the step is not
+        live, is incomplete, or was committed before."""
         entry = space.steps.get(step_id)
         return entry is not None and self._commit_if_complete(space, entry)
 
@@ -102,7 +104,7 @@ class LayerOps(Core):
         return True
 
     def check_all_layers(self, space: SequenceSpace, step_id: int) -> Step:
-        """The step, if no layer of it is written; else LayerWrittenError. Changes nothing."""
+        """Return the step. Raises LayerWrittenError if a layer of it is already written. Changes nothing."""
         entry = self._live(space, step_id)
         if entry.begun:
             layer = entry.written.index(1) if 1 in entry.written else next(iter(entry.sent))
@@ -112,7 +114,7 @@ class LayerOps(Core):
         return entry.plan
 
     def mark_all_layers(self, space: SequenceSpace, step_id: int) -> None:
-        """Records that all layers are written, and commits the step."""
+        """Record that all layers are written, and commit the step."""
         self.check_all_layers(space, step_id)
         entry = space.steps[step_id]
         entry.written[:] = b"\1" * self.config.num_layers
@@ -131,7 +133,7 @@ class LayerOps(Core):
         raise UnknownStepError(f"step {step_id} was never opened", field="step_id", step_id=step_id)
 
     def _commit(self, step: Step) -> None:
-        """The step's tokens are computed; blocks that became full get their hash and can be shared from now on."""
+        """Mark the tokens of a step as computed. Blocks that became full get their hash and can be shared."""
         before = self.sequences.num_computed[step.rows]
         self.sequences.num_computed[step.rows] = step.context_lens
         if not self.config.enable_prefix_caching:
@@ -142,7 +144,7 @@ class LayerOps(Core):
             self._hash_blocks(step.rows, first, num_full)
 
     def _hash_blocks(self, rows: Int64Array, first: Int64Array, num_full: Int64Array) -> None:
-        """Chains the hashes of num_full[i] blocks of each row on from entry first[i]."""
+        """Compute the chain hashes of num_full[i] blocks of each row from entry first[i] on."""
         device, journal = self.device, self.device.journal
         which, entries = ragged(first, num_full)
         rows = rows[which]

@@ -1,7 +1,7 @@
-"""The block manager: all bookkeeping of the KV pool, without a byte of it.
+"""Block manager of the KV pool. It plans all operations and never touches the bytes of the pool.
 
-Every operation takes a space first, takes a batch, checks everything before it changes anything, and either does all
-of the batch or raises one of kvservice.errors. When a `can_...` says yes, the operation does not fail.
+Every operation takes a session namespace and a batch. It validates everything before it changes anything, and either
+performs the whole batch or raises one of kvservice.errors. If a `can_...` method says yes, the operation does not fail.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from kvservice.blocks.slices import SLICE_BLOCKS, Slices, finish
 from kvservice.blocks.steps import StepOps
 from kvservice.blocks.swapping import SwapOps
 
-# Steps that are ended in one slice.
+# Steps that one slice ends.
 _SLICE_STEPS: Final = 1024
 
 
 class BlockManager(StepOps, LayerOps, SharingOps, SwapOps, PinOps, InspectionOps):
-    """Allocator, block tables, prefix index and swap tier of one pool (vLLM's block manager, as a service needs it).
+    """Allocator, block tables, prefix index and swap tier of one pool (vLLM's block manager, adapted to a service).
 
-    The operations stand in the files of their mixins: allocate in allocation.py, append and open_step in steps.py,
-    layers of a step in layers.py, fork, truncate and free in sharing.py, swap in swapping.py, pins in pins.py.
+    The mixins implement the operations: allocate in allocation.py, append and open_step in steps.py, layers of a step
+    in layers.py, fork, truncate and free in sharing.py, swap in swapping.py, pins in pins.py.
     """
 
     def open_space(self, number: int = 1, counters: MutableSequence[int] | None = None) -> SequenceSpace:
-        """Names for one client's sequences, steps and pins. `number`, above 0, says in `meta` whose a row is;
-        `counters` has three elements to count in, see SequenceSpace."""
+        """Open a namespace for one client's sequences, steps and pins. `number`, above 0, identifies the namespace in
+        sequence states. `counters` has three elements, see SequenceSpace."""
         space = SequenceSpace(number, [0] * NUM_COUNTERS if counters is None else counters)
         self.spaces.add(space)
         return space
@@ -44,8 +44,8 @@ class BlockManager(StepOps, LayerOps, SharingOps, SwapOps, PinOps, InspectionOps
         return finish(self.close_space_in_slices(space))
 
     def close_space_in_slices(self, space: SequenceSpace) -> Slices[int]:
-        """Frees all sequences of a space and ends its pins; the space is of no use after the first slice. Returns how
-        many sequences were freed; closing it again frees none."""
+        """Free all sequences of a namespace and remove its pins. The namespace is closed after the first slice. Returns
+        the number of sequences freed, which is 0 if it was already closed."""
         if space.closed:
             return 0
         space.closed = True
@@ -75,9 +75,9 @@ class BlockManager(StepOps, LayerOps, SharingOps, SwapOps, PinOps, InspectionOps
             left -= self._end_pin(space, next(iter(space.pins)))
 
     def check_integrity(self) -> None:
-        """Recomputes every invariant from scratch; O(pool). Raises InternalError naming the one that is broken."""
+        """Recompute every invariant from scratch, in O(pool). Raises InternalError naming the one that is violated."""
         check_integrity(self)
 
     def check_integrity_in_slices(self) -> Slices[bool]:
-        """The same, with operations in between; see check_in_slices."""
+        """Check integrity in slices; other operations may run in between. See integrity.check_in_slices."""
         return check_in_slices(self)

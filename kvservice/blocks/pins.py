@@ -1,7 +1,7 @@
-"""Pins: cached prefixes that stay until their time is over.
+"""Pins: cached prefixes that are kept until the pin expires.
 
-A pin does not hold a block (ref_count counts tables only); it keeps it in the prefix index and from eviction, and a
-sequence that has to write into it gets a copy.
+A pin is not a reference to a block (ref_count counts tables only). It keeps the block in the prefix index and from
+eviction; a sequence that writes into a pinned block gets a copy.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class PinOps(Core):
     """match_prefix, pin, unpin, reset_prefix_cache."""
 
     def match_prefix(self, token_ids: npt.ArrayLike, extra_keys: Sequence[tuple[int, bytes]] = ()) -> int:
-        """How many leading tokens of a prompt int32[n] are computed and findable: a multiple of the block size.
+        """Return how many leading tokens of a prompt int32[n] the prefix cache holds, a multiple of the block size.
 
         Raises InvalidArgumentError.
         """
@@ -42,10 +42,10 @@ class PinOps(Core):
         *,
         ttl_s: float,
     ) -> Pin:
-        """Keeps the cached prefix of a prompt int32[n] from eviction for ttl_s seconds, or until unpin or close_space.
+        """Keep the cached prefix of a prompt int32[n] from eviction for ttl_s seconds, or until unpin or close_space.
 
-        Raises InvalidArgumentError, NotComputedError when no block of it is cached, and QuotaExceededError when more
-        than max_pinned_fraction of the pool would be pinned, or more pins than such blocks would exist.
+        Raises InvalidArgumentError, NotComputedError if no block of the prompt is cached, and QuotaExceededError if
+        more than max_pinned_fraction of the pool would be pinned, or if there would be more pins than that many blocks.
         """
         self._enter(space)
         if isinstance(ttl_s, bool) or not isinstance(ttl_s, int | float) or not 0 < ttl_s < math.inf:
@@ -70,7 +70,7 @@ class PinOps(Core):
         return Pin(space.last_pin_id, len(blocks) << self._shift, len(blocks))
 
     def unpin(self, space: SequenceSpace, pin_id: int) -> None:
-        """Ends a pin. Raises UnknownPinError if there is none of that id, or no longer."""
+        """Remove a pin. Raises UnknownPinError if the id is unknown or the pin has ended."""
         self._enter(space)
         if pin_id not in space.pins:
             pin_id = whole_number(pin_id, "pin_id", 0, 2**63 - 1)
@@ -85,8 +85,8 @@ class PinOps(Core):
         return finish(self.reset_prefix_cache_in_slices())
 
     def reset_prefix_cache_in_slices(self) -> Slices[int]:
-        """Makes all blocks unfindable that are computed by now, but the pinned ones. Returns how many cached blocks
-        became free."""
+        """Remove all blocks from the prefix index that are in it now, except pinned ones. Returns how many cached
+        blocks became free."""
         if self.pin_deadlines:
             self._expire_pins()
         blocks = self.device.unpinned()

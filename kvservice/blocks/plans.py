@@ -1,4 +1,4 @@
-"""What the block manager hands out: frozen values, the joint between bookkeeping and bytes."""
+"""Frozen values that the block manager returns. They are the interface between bookkeeping and the device."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ Int64Array = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
 
-# Makes a zeroed array, given name, shape and dtype. The name says what it is to those who read it.
+# Allocates a zeroed array, given name, shape and dtype. The name identifies the array to its readers.
 Zeros = Callable[[str, tuple[int, ...], npt.DTypeLike], npt.NDArray[Any]]
 
 
 def numpy_zeros(_name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """Of this process alone."""
+    """Return a zeroed array in private memory of this process."""
     return np.zeros(shape, dtype)
 
 
 PADDING_BLOCK = 0
-"""Fills a gathered block table past a sequence's last block; no attention reads there."""
+"""Padding of gathered block tables past a sequence's last block. No attention kernel reads it."""
 
 
 class AllocStatus(Enum):
-    """The three answers of vLLM's v0 block manager: now, not yet, not in this pool."""
+    """The three answers of vLLM's v0 block manager: it fits now, later, or never in this pool."""
 
     OK = "ok"
     LATER = "later"
@@ -40,11 +40,11 @@ class AllocStatus(Enum):
 
 @dataclass(frozen=True, slots=True)
 class AllocationRequest:
-    """A sequence to be made: its own id within the space, its prompt, and what its hashes depend on besides tokens.
+    """A sequence to allocate: its id within the namespace, its prompt, and the extra keys of its block hashes.
 
-    token_ids: int32[n], n >= 1. extra_keys: (token position, bytes) pairs; a key belongs to the block that contains
-    its position, so a tenant's salt or an adapter's id stands at 0 and an image's hash at its placeholder.
-    lookahead: slots past the prompt that must fit too; the steps reserve them.
+    token_ids: int32[n], n >= 1. extra_keys: (token position, bytes) pairs. A key belongs to the block that contains its
+    position, so a tenant's salt or an adapter id is at position 0, and an image hash at its placeholder.
+    lookahead: slots past the prompt that must also fit; the steps reserve them.
     """
 
     sequence_id: int
@@ -55,7 +55,7 @@ class AllocationRequest:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """`num_cached_tokens` leading tokens are computed already; the rest is to be covered by steps."""
+    """Result of an allocation. The first `num_cached_tokens` tokens are already computed; steps cover the rest."""
 
     sequence_id: int
     num_tokens: int
@@ -65,7 +65,7 @@ class Allocation:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockCopies:
-    """Copy-on-write within the device tier: whole blocks, src int32[c] to dst int32[c], no dst is a src."""
+    """Copies of whole blocks within the device tier (copy-on-write): src int32[c] to dst int32[c]. No dst is a src."""
 
     src: Int32Array
     dst: Int32Array
@@ -76,7 +76,7 @@ class BlockCopies:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SwapPlan:
-    """Whole blocks to move between the tiers: src int32[m] in the one, dst int32[m] in the other."""
+    """Whole blocks to move between the tiers: src int32[m] in the source tier, dst int32[m] in the destination tier."""
 
     src: Int32Array
     dst: Int32Array
@@ -87,7 +87,7 @@ class SwapPlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SequenceTables:
-    """block_tables int32[n, m], padded with PADDING_BLOCK; context_lens int32[n], the computed tokens of each."""
+    """block_tables int32[n, m], padded with PADDING_BLOCK; context_lens int32[n], the computed tokens per sequence."""
 
     block_tables: Int32Array
     context_lens: Int32Array
@@ -97,8 +97,8 @@ class SequenceTables:
 class Step:
     """One engine iteration over a batch of n sequences.
 
-    Sequence i takes part with its tokens [context_lens[i] - query_lens[i], context_lens[i]), whose slots lie in
-    slot_mapping, sequence after sequence. `copies` are made before anything of the step is written.
+    The step covers the tokens [context_lens[i] - query_lens[i], context_lens[i]) of sequence i. slot_mapping holds
+    their slots, sequence after sequence. The device performs `copies` before it writes any layer of the step.
 
     sequence_ids int64[n], rows int64[n] (rows of the manager's block_tables), query_lens int32[n],
     context_lens int32[n], slot_mapping int64[sum(query_lens)].
@@ -120,8 +120,8 @@ class Step:
         return gather_block_tables(self.tables, self.rows, self.context_lens, self.block_size)
 
     def part(self, first: int, stop: int) -> Step:
-        """The step's tokens first <= token < stop, counted over its sequences, as a step of those that have any. Its
-        tokens see those of the step before them, which must be written by then."""
+        """Return the tokens first <= token < stop of this step, counted over all its sequences, as a step of the
+        sequences concerned. They attend to the earlier tokens of this step, which must be written before."""
         ends = np.cumsum(self.query_lens, dtype=np.int64)
         cut_ends = np.minimum(ends, stop)
         query_lens = cut_ends - np.maximum(ends - self.query_lens, first)
@@ -139,17 +139,18 @@ class Step:
 def gather_block_tables(
     tables: Int32Array, rows: Int64Array, context_lens: Int32Array | Int64Array, block_size: int
 ) -> Int32Array:
-    """The leading entries of some rows as one rectangle: int32[n, ceil(max(context_lens) / block_size)]."""
+    """Gather the leading entries of some rows: int32[n, ceil(max(context_lens) / block_size)], padded with
+    PADDING_BLOCK."""
     num_blocks = -(-context_lens // block_size)
     width = int(num_blocks.max(initial=0))
-    gathered = tables[rows, :width]  # not `take`, which would copy this part of all rows first
+    gathered = tables[rows, :width]  # `take` would copy this part of all rows first
     gathered[np.arange(width) >= num_blocks[:, None]] = PADDING_BLOCK
     return gathered
 
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """Leading blocks of a prompt that stay cached until the pin ends."""
+    """A pin, which keeps the leading blocks of a prompt cached."""
 
     pin_id: int
     num_tokens: int
@@ -158,7 +159,8 @@ class Pin:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SequenceInfo:
-    """`token_ids` int32[length] and `block_ids` int32[num_blocks] are None unless asked for."""
+    """Description of a sequence. `token_ids` int32[length] and `block_ids` int32[num_blocks] are None unless
+    requested."""
 
     sequence_id: int
     length: int
@@ -171,10 +173,11 @@ class SequenceInfo:
 
 @dataclass(frozen=True, slots=True)
 class BlocksStats:
-    """Gauges, then counters since the start.
+    """Gauges, followed by counters since the start.
 
-    active (some table holds it) + cached (none does, but its hash finds it) + free = num_blocks. shared blocks are
-    active ones that two tables or more hold, pinned blocks are cached ones that a pin keeps from eviction.
+    num_blocks = active + cached + free. An active block is in at least one table; a cached block is in no table but in
+    the prefix index. Shared blocks are active blocks in two or more tables. Pinned blocks are cached blocks that a pin
+    keeps from eviction.
     """
 
     num_blocks: int

@@ -1,4 +1,4 @@
-"""Chain hashes: what a block holds and all that comes before it, in 32 bytes (vLLM's automatic prefix caching)."""
+"""Chain hashes: 32 bytes identify a block's content and all content before it (vLLM's automatic prefix caching)."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from kvservice.blocks.plans import Int32Array
 
 
 def root_hash(block_size: int) -> bytes:
-    """The parent of every first block; it depends on the block size, so that chains of two sizes never meet."""
+    """Return the parent hash of every first block. It depends on the block size, so chains of two sizes never match."""
     return sha256(b"kvservice chain root, block size %d" % block_size).digest()
 
 
 def block_hash(parent: bytes, token_bytes: bytes, extra: bytes = b"") -> bytes:
-    """SHA-256 over the parent's hash, the token ids as little-endian int32 and the block's encoded extra keys."""
+    """Return SHA-256 over the parent's hash, the token ids as little-endian int32 and the encoded extra keys."""
     return sha256(parent + token_bytes + extra).digest()
 
 
 def token_bytes(token_ids: Int32Array) -> bytes:
-    """Little-endian int32, whatever the machine."""
+    """Return the token ids as little-endian int32, on any machine."""
     return token_ids.astype("<i4", copy=False).tobytes()
 
 
 class PrefixIndex:
-    """Which block of the device pool holds the content of a chain hash. One block per hash, one hash per block."""
+    """Map from chain hashes to device blocks with that content. Each hash has one block, and each block one hash."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -35,7 +35,8 @@ class PrefixIndex:
         return len(self.blocks)
 
     def match(self, token_ids: Int32Array, extra: Mapping[int, bytes]) -> list[int]:
-        """The blocks that hold the longest known prefix of these tokens, in order. Hashes no further than that."""
+        """Return the blocks of the longest cached prefix of these tokens, in order. It stops hashing at the first
+        miss."""
         size = 4 * self.block_size
         data = token_bytes(token_ids)
         blocks, parent = self.blocks, self.root

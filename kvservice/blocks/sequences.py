@@ -1,7 +1,8 @@
-"""Sequences as rows of arrays, and the spaces that give them names.
+"""Sequence slots and session namespaces.
 
-A row is one entry of `block_tables` and one of `meta`; forking a sequence copies the one and the other. A space is one
-client's names: its sequence ids, its steps, its pins. Rows belong to one space, so a sequence of another is unknown.
+A sequence slot is a row of `block_tables` and a row of `meta`, the sequence state; a fork copies both. A SequenceSpace
+is the namespace of one client: its sequence ids, steps and pins. Each row belongs to one namespace and is unknown in
+all others.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ _NO_BATCH = (b"", np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 
 class SequenceRows:
-    """block_tables int32[max_sequences, max_blocks_per_sequence or a few more]; meta int64[max_sequences, 8].
+    """Block tables int32[max_sequences, >= max_blocks_per_sequence] and sequence states `meta` int64[max_sequences, 8].
 
-    A table is an odd number of cache lines wide, so that the entries of one column of many tables do not all fall
-    into the same few sets of the processor's caches.
-    `lengths`, `num_computed`, `num_blocks` and `steps` are columns of meta. A row's STEP is the newest step of its
-    sequence, in its space, or NO_STEP. SWAPPED is 1 while the blocks in the table are the swap tier's. SPACE is the
-    number of the sequence's space, 0 in rows that are free, and SEQUENCE_ID its name there.
+    The width of a table is an odd number of cache lines, so that one column of many tables does not map to a few sets
+    of the CPU caches.
+    `lengths`, `num_computed`, `num_blocks` and `steps` are columns of `meta`. STEP is the newest step of the sequence,
+    in its namespace, or NO_STEP. SWAPPED is 1 while the table names blocks of the swap tier. SPACE is the number of the
+    sequence's namespace, or 0 if the row is free. SEQUENCE_ID is its id there.
     """
 
     def __init__(self, config: BlocksConfig, zeros: Zeros) -> None:
@@ -46,7 +47,7 @@ class SequenceRows:
         self.num_blocks = self.meta[:, NUM_BLOCKS]
         self.steps = self.meta[:, STEP]
         self.free_rows = list(range(config.max_sequences - 1, -1, -1))
-        # Rows that no name leads to any more, whose blocks are still to be given up.
+        # Rows without a sequence id whose blocks are not released yet.
         self.ending: set[int] = set()
         self.extra_keys: dict[int, dict[int, bytes]] = {}
         self.num_tokens = 0
@@ -55,12 +56,12 @@ class SequenceRows:
 
 @dataclass(slots=True)
 class OpenStep:
-    """A live step: its plan, which layers are written, and what a retry of its append must repeat.
+    """A live step: its plan, its written layers, and the arguments that a retry of its append must repeat.
 
-    `written` has a byte for each layer, 0 or 1; it stays the same object, and others may mark layers in it too.
-    `num_appended` is int64[n], or one number for all; None for a step that was opened over tokens already there.
-    `sent` says of how many of its tokens a layer is written that is sent in parts; `parts` are those of all layers, by
-    their first token and the one after the last.
+    `written` has one byte per layer, 0 or 1. It stays the same object, and other code may set layers in it.
+    `num_appended` is int64[n], or one number for all sequences; it is None for a step over existing tokens.
+    `sent` maps a layer that is sent in parts to the number of its tokens that are written. `parts` holds the parts of
+    all layers by (first token, last token + 1).
     """
 
     plan: Step
@@ -80,16 +81,16 @@ class OpenStep:
 
 
 def _ignore(step_id: int) -> None:
-    """Nobody keeps the step elsewhere."""
+    """The default `on_step_end`, which does nothing."""
 
 
 @dataclass(eq=False, slots=True)
 class SequenceSpace:
-    """The names of one client. Made by BlockManager.open_space; its attributes belong to the manager, but for
-    `on_step_end`, which is called with the id of a step that is live no longer, before its blocks change hands."""
+    """Namespace of one client, created by BlockManager.open_space. The manager owns its attributes except
+    `on_step_end`. That callback gets the id of a step that is no longer live, before its blocks are reused."""
 
     number: int
-    # Tokens that its client had computed, looked up in the prefix cache, and found there.
+    # Counts of the client's tokens: computed, looked up in the prefix cache, found there.
     counters: MutableSequence[int]
     on_step_end: Callable[[int], object] = _ignore
     closed: bool = False
@@ -110,9 +111,10 @@ class SequenceSpace:
         return list(self.rows)
 
     def lookup(self, sequence_ids: object, field: str = "sequence_ids") -> tuple[Int64Array, Int64Array]:
-        """(ids int64[n], rows int64[n]) of distinct known sequences; both are to be left as they are.
+        """Return (ids int64[n], rows int64[n]) of distinct known sequences. The caller must not modify them. Raises
+        InvalidArgumentError, UnknownSequenceError.
 
-        The batch that was looked up last is remembered: a running batch is the same for many steps.
+        The last batch is cached, because a running batch stays the same for many steps.
         """
         ids = int64_array(sequence_ids, field)  # type: ignore[arg-type]  # checked there
         key = ids.tobytes()
@@ -131,12 +133,12 @@ class SequenceSpace:
         return ids, rows
 
     def in_progress(self, step_id: int) -> bool:
-        """Whether some of the step's layers are written, and some are not."""
+        """Return whether some layers of the step are written and some are not."""
         step = self.steps.get(step_id)
         return step is not None and step.begun and not step.complete
 
     def layers_in_progress(self) -> int:
-        """Layers that are written of steps that lack others."""
+        """Return the number of written layers of all incomplete steps."""
         return sum(step.written.count(1) for step in self.steps.values() if not step.complete)
 
     def remove(self, sequence_id: int) -> int:
@@ -144,14 +146,14 @@ class SequenceSpace:
         return self.rows.pop(sequence_id)
 
     def supersede(self, step_ids: Iterable[int]) -> None:
-        """These steps are stale from now on. A step is live exactly while it is in `steps`."""
+        """Make these steps stale. A step is live exactly while it is in `steps`."""
         for step_id in step_ids:
             if self.steps.pop(step_id, None) is not None:
                 self.on_step_end(step_id)
 
 
 def unknown_sequence(names: list[int], known: dict[int, int], field: str) -> KVServiceError:
-    """The error for the first of these names that is not known."""
+    """Return the error for the first of these ids that is unknown."""
     i = next(i for i, name in enumerate(names) if name not in known)
     if names[i] < 0:
         return InvalidArgumentError("must not be negative", field=f"{field}[{i}]")

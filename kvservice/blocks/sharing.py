@@ -1,4 +1,4 @@
-"""Fork, truncate, free: how tables come to share blocks and how they give them up."""
+"""Fork, truncate and free: operations that add and drop references to blocks."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class SharingOps(AllocationOps):
     """fork, truncate, free, common_prefix_blocks."""
 
     def fork(self, space: SequenceSpace, parent_ids: npt.ArrayLike, child_ids: npt.ArrayLike) -> None:
-        """Each child shares every block of its parent (vLLM v0: fork). Moves no bytes.
+        """Create children that share every block of their parents (vLLM v0: fork). Moves no bytes.
 
-        parent_ids int64[n], a parent may be there more than once; child_ids int64[n], distinct and unused.
-        The parents' steps become stale, since their slots are shared.
+        parent_ids int64[n] may repeat a parent; child_ids int64[n] are distinct and unused.
+        The parents' steps become stale, because their slots are now shared.
         Raises InvalidArgumentError, UnknownSequenceError, SequenceSwappedError, DuplicateSequenceError,
         QuotaExceededError.
         """
@@ -52,11 +52,11 @@ class SharingOps(AllocationOps):
         made: dict[int, int] = {}
         for row, child_ids in by_parent.items():
             made.update(zip(child_ids, self._fork_row(space, row, child_ids), strict=True))
-        for child_id in children:  # `describe` lists sequences in the order in which they were made
+        for child_id in children:  # `describe` lists sequences in creation order
             space.rows[child_id] = made[child_id]
 
     def _parent_rows(self, space: SequenceSpace, parents: list[int]) -> list[int]:
-        """A parent may be there more than once, so this is no `lookup`."""
+        """Return the rows of the parents. Unlike `lookup`, it accepts repeated ids."""
         try:
             rows = [space.rows[parent] for parent in parents]
         except KeyError:
@@ -66,7 +66,7 @@ class SharingOps(AllocationOps):
         return rows
 
     def _fork_row(self, space: SequenceSpace, parent: int, child_ids: list[int]) -> list[int]:
-        """Returns the rows of the children, which have no names yet."""
+        """Fork one row. Returns the rows of the children, whose ids are not registered yet."""
         sequences, meta, tables = self.sequences, self.meta, self.block_tables
         step_id = meta.item(parent, STEP)
         if step_id != NO_STEP:
@@ -87,10 +87,10 @@ class SharingOps(AllocationOps):
         return rows
 
     def truncate(self, space: SequenceSpace, sequence_ids: npt.ArrayLike, lengths: npt.ArrayLike) -> None:
-        """Gives tokens back at the end: rejected speculation, a retried step (vLLM v1 and SGLang do the same).
+        """Remove tokens at the end, for rejected speculation or a retried step (vLLM v1 and SGLang do the same).
 
         sequence_ids int64[n], distinct; lengths int64[n], each from 0 to the sequence's length. A sequence of length 0
-        stays, without blocks. Blocks past the new end are given up, those reserved for lookahead too. Raises
+        continues to exist without blocks. Blocks past the new end are released, including lookahead blocks. Raises
         InvalidArgumentError, UnknownSequenceError, SequenceSwappedError.
         """
         self._enter(space)
@@ -113,10 +113,10 @@ class SharingOps(AllocationOps):
         finish(self.free_in_slices(space, sequence_ids))
 
     def free_in_slices(self, space: SequenceSpace, sequence_ids: npt.ArrayLike) -> Slices[None]:
-        """Ends sequences, also swapped-out ones. sequence_ids int64[n], distinct.
+        """Free sequences, including swapped-out ones. sequence_ids int64[n], distinct.
 
-        Computed full blocks that nobody holds any more stay findable as cached blocks, the deepest in its chain to be
-        evicted first; the others are free. The names are free after the first slice, all blocks after the last.
+        Computed full blocks without references stay cached, and the deepest block of a chain is evicted first; other
+        blocks become free. The ids are free after the first slice, all blocks after the last one.
         Raises InvalidArgumentError, UnknownSequenceError.
         """
         self._enter(space)
@@ -127,7 +127,7 @@ class SharingOps(AllocationOps):
         yield from self._end_rows(rows)
 
     def _end_rows(self, rows: Int64Array) -> Slices[None]:
-        """Gives up rows that no name and no step leads to any more."""
+        """Free rows that no sequence id and no step refers to any more."""
         parts = [rows] if len(rows) == 1 else cut_rows(rows, self.sequences.num_blocks[rows])
         if len(parts) > 1:
             self.sequences.ending.update(rows.tolist())
@@ -158,8 +158,8 @@ class SharingOps(AllocationOps):
         self.sequences.free_rows.extend(free)
 
     def common_prefix_blocks(self, space: SequenceSpace, sequence_ids: npt.ArrayLike) -> int:
-        """How many leading blocks all these sequences share, so that attention may read them once (cascade). Only
-        blocks that are full and computed in each of them count.
+        """Return how many leading blocks all these sequences share, so that attention can read them once (cascade).
+        Only blocks that are full and computed in every sequence count.
 
         Raises InvalidArgumentError, UnknownSequenceError, SequenceSwappedError.
         """

@@ -1,8 +1,7 @@
-"""Work that grows with what it finds, done in slices: between two slices others may use the thread that does it.
+"""Operations in slices: an operation of unbounded size yields its thread to other work between slices.
 
-Such an operation is a generator. It changes nothing before it has checked everything, in its first slice or in several,
-and cannot fail afterwards; at each `yield` the bookkeeping is whole, and a caller who does not mind the time runs it to
-its end.
+Such an operation is a generator. It validates everything, in its first slice or in several, before it changes anything,
+and cannot fail afterwards. The state is consistent at each `yield`. `finish` runs an operation without a pause.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ from kvservice.blocks.plans import Int64Array
 T = TypeVar("T")
 Slices: TypeAlias = Generator[None, None, T]
 
-# Table entries, or blocks, of one slice: a few milliseconds.
+# Table entries, or blocks, per slice. A slice takes a few milliseconds.
 SLICE_BLOCKS: Final = 16384
-# Sequences of a batch that are looked at one by one in one slice.
+# Sequences that one slice processes one by one in Python.
 SLICE_SEQUENCES: Final = 128
-# What a sequence costs besides its blocks, in blocks.
+# Fixed cost of a sequence, in blocks.
 _BLOCKS_PER_ROW: Final = 16
 
 
 def finish(slices: Slices[T]) -> T:
-    """Run to the end without a pause. Returns what the operation returns."""
+    """Run all slices without a pause. Returns the operation's result."""
     while True:
         try:
             next(slices)
@@ -36,7 +35,7 @@ def finish(slices: Slices[T]) -> T:
 
 
 def in_turn(items: Iterable[T]) -> Generator[None, None, list[T]]:
-    """Makes as many items in each slice as it may look at. Returns the list of all."""
+    """Collect the items, SLICE_SEQUENCES of them per slice. Returns the list of all items."""
     made: list[T] = []
     for item in items:
         if made and len(made) % SLICE_SEQUENCES == 0:
@@ -46,13 +45,13 @@ def in_turn(items: Iterable[T]) -> Generator[None, None, list[T]]:
 
 
 def cut(blocks: Int64Array) -> Iterator[Int64Array]:
-    """Blocks int64[n] in slices; none for no blocks."""
+    """Yield blocks int64[n] in slices; nothing if there are no blocks."""
     for first in range(0, len(blocks), SLICE_BLOCKS):
         yield blocks[first : first + SLICE_BLOCKS]
 
 
 def cut_rows(rows: Int64Array, num_blocks: Int64Array) -> list[Int64Array]:
-    """Rows int64[n], n >= 1, whose tables have num_blocks int64[n], in slices."""
+    """Split rows int64[n], n >= 1, into slices. Their tables have num_blocks int64[n] blocks."""
     costs = np.cumsum(num_blocks + _BLOCKS_PER_ROW)
     if costs[-1] <= SLICE_BLOCKS:
         return [rows]

@@ -1,10 +1,10 @@
-"""Steps: append tokens, make the slots to write exclusive, commit once all layers are written.
+"""Steps: append tokens and make the slots that will be written exclusive.
 
-A step covers the next tokens of its sequences that are not computed. Opening one makes the blocks from the first such
-token up to the sequence's end its own: a copy of each that somebody else holds or that is pinned (copy-on-write, as in
-vLLM's v0 block manager, but each copy is counted beforehand), and a block that only this sequence holds leaves the
-prefix index, since its content is about to change. New blocks come at the end, also for the lookahead: those are
-room, not slots to write, so a fork may share them; the append that comes to write there makes them its own.
+A step covers the next uncomputed tokens of its sequences. Opening a step makes the blocks from the first such token to
+the end of the sequence exclusive. A block that is shared or pinned is copied (copy-on-write, as in vLLM's v0 block
+manager, but with each copy counted in advance). A block that only this sequence holds leaves the prefix index, because
+its content will change. New blocks are added at the end, also for the lookahead. Lookahead blocks are reserved space,
+not slots to write, so a fork may share them; a later append that writes there makes them exclusive.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ class StepOps(GrowthOps):
         num_tokens: npt.ArrayLike | None = None,
         lookahead: int = 0,
     ) -> bool:
-        """Whether `append` has the blocks: exact, so no append of the same arguments fails for want of blocks.
+        """Return whether enough blocks are available for `append`. The answer is exact: an append with the same
+        arguments does not run out of blocks.
 
-        Unlike allocate it leaves no watermark: the watermark is there for these.
+        Unlike allocate, append may use the blocks below the watermark, which exists for running sequences.
         """
         self._enter(space)
         ids, rows = space.lookup(sequence_ids)
@@ -58,12 +59,12 @@ class StepOps(GrowthOps):
         expected_lengths: npt.ArrayLike | None = None,
         lookahead: int = 0,
     ) -> Step:
-        """Adds tokens and opens a step over all tokens that are not computed (vLLM v0: append_slots).
+        """Append tokens and open a step over all uncomputed tokens (vLLM v0: append_slots).
 
         sequence_ids int64[n], distinct; token_ids int32[sum(num_tokens)], sequence after sequence; num_tokens int64[n],
-        each >= 1, one each if None; expected_lengths int64[n], the lengths before. If the lengths show that exactly
-        this append was made already and nothing since, its step is returned again without its copies (they
-        were made then), so that a retry does no harm.
+        each >= 1, one each if None; expected_lengths int64[n], the lengths before the append. If the lengths show that
+        this very append was the last operation, the same step is returned again, without its copies (which were already
+        made), so a retry is safe.
         Raises InvalidArgumentError, UnknownSequenceError, SequenceSwappedError, LengthMismatchError, OutOfBlocksError.
         """
         self._enter(space)
@@ -94,7 +95,7 @@ class StepOps(GrowthOps):
 
         copies = self._grow(batch, growth)
         slots = self._slots(batch.rows, meta[:, NUM_COMPUTED], query_lens)
-        if len(slots) == len(tokens):  # nothing was pending before
+        if len(slots) == len(tokens):  # no tokens were pending before
             self.device.token_slots[slots] = tokens
         else:
             appended = np.broadcast_to(np.asarray(counts), len(ids))
@@ -104,7 +105,7 @@ class StepOps(GrowthOps):
         return self._open(space, batch, query_lens.astype(np.int32), context_lens, slots, copies, counts)
 
     def _append_one_each(self, space: SequenceSpace, batch: Batch, plan: OneEach, tokens: Int32Array) -> Step:
-        """A decode step: nothing was pending, and no block is to be copied."""
+        """Append for a decode step: no tokens were pending, and no block needs a copy."""
         self._require_device_blocks(len(plan.fresh))
         slots = self._grow_one_each(batch.rows, plan)
         self.device.token_slots[slots] = tokens
@@ -113,7 +114,7 @@ class StepOps(GrowthOps):
         return self._open(space, batch, self._ones[: len(tokens)], context_lens, slots, NO_COPIES, 1)
 
     def can_open_step(self, space: SequenceSpace, sequence_ids: npt.ArrayLike, lookahead: int = 0) -> bool:
-        """Whether `open_step` has the blocks: exact."""
+        """Return whether enough blocks are available for `open_step`. The answer is exact."""
         self._enter(space)
         batch = self._pending(space, sequence_ids)
         self._check_request_tokens(int((batch.lengths - batch.meta[:, NUM_COMPUTED]).sum()), "sequence_ids")
@@ -126,10 +127,10 @@ class StepOps(GrowthOps):
         num_tokens: npt.ArrayLike | None = None,
         lookahead: int = 0,
     ) -> Step:
-        """Opens a step over tokens that are there but not computed: a prefill, or with num_tokens a chunk of one.
+        """Open a step over existing tokens that are not computed: a prefill, or one chunk of it with num_tokens.
 
-        num_tokens int64[n], each from 1 to the sequence's pending tokens, all pending ones if None. Raises as append,
-        and FailedPreconditionError when a sequence has no pending token.
+        num_tokens int64[n], each from 1 to the sequence's pending tokens; None means all pending tokens. Raises the
+        errors of append, and FailedPreconditionError if a sequence has no pending tokens.
         """
         self._enter(space)
         batch = self._pending(space, sequence_ids)
@@ -174,7 +175,8 @@ class StepOps(GrowthOps):
     def _repeated_append(
         self, space: SequenceSpace, batch: Batch, tokens: Int32Array, counts: Int64Array | int
     ) -> Step:
-        """The step of this very append if it was the last thing that happened to its sequences."""
+        """Return the step of this append if it was the last operation on its sequences. Raises LengthMismatchError
+        otherwise."""
         expected, lengths = batch.lengths, batch.meta[:, LENGTH]
         if np.count_nonzero(expected < 0):
             refuse("expected_lengths", expected < 0, "must not be negative")

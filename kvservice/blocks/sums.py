@@ -1,6 +1,6 @@
-"""Invariants that are sums over the whole bookkeeping: who leads to each row, and which tables hold each block.
+"""Invariants that are sums over the whole state: references to each row, and reference counts of blocks.
 
-They hold of one state only, so whoever goes through them in slices begins again when an operation came in between.
+The sums must describe one state, so a check in slices starts again if an operation runs in between.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from kvservice.blocks.tier import DeviceTier, Tier
 
 
 def check_sums(core: Core, size: int, max_tries: int) -> Slices[bool]:
-    """Begins again when the bookkeeping has changed since the slice before, but `max_tries` times at most. Returns
-    whether it came to the end. Raises InternalError."""
+    """Check the sums in slices. It starts again if the state changed since the previous slice, with at most `max_tries`
+    attempts. Returns whether an attempt finished. Raises InternalError."""
     for _ in range(max_tries):
         generation = core.generation
         for _ in _sums(core, size):
@@ -42,7 +42,7 @@ def _sums(core: Core, size: int) -> Slices[None]:
 
 
 def _check_rows(core: Core, size: int) -> Slices[None]:
-    """Each row is free, or has one name; and the totals over the rows."""
+    """Check that each row is either free or has exactly one sequence id, and check the totals over the rows."""
     sequences, num_rows = core.sequences, core.config.max_sequences
     free, named = np.zeros(num_rows, np.bool_), np.zeros(num_rows, np.int32)
     for part in parts(sequences.free_rows, size):
@@ -71,7 +71,7 @@ def _check_rows(core: Core, size: int) -> Slices[None]:
 
 
 def _check_lengths(core: Core, rows: Int64Array) -> None:
-    """Of the meta int64[n, 8] of live rows."""
+    """Check the sequence states int64[n, 8] of live rows."""
     length, computed, num_blocks = rows[:, LENGTH], rows[:, NUM_COMPUTED], rows[:, NUM_BLOCKS]
     hold(((computed >= 0) & (computed <= length)).all(), "more tokens are computed than there are")
     hold((num_blocks * core.config.block_size >= length).all(), "a table is too short")
@@ -79,17 +79,17 @@ def _check_lengths(core: Core, rows: Int64Array) -> None:
 
 
 class _Holders:
-    """Of each block of a tier: how many tables hold it, at which entry, and whether it is free."""
+    """Per block of a tier: the number of tables that hold it, its entry in them, and whether it is free."""
 
     def __init__(self, tier: Tier) -> None:
         self._tier = tier
         self._counts = np.zeros(tier.num_blocks, np.int32)
-        # The entry plus 1; 0: no table holds it.
+        # The table entry plus 1, or 0 if no table holds the block.
         self._entries = np.zeros(tier.num_blocks, np.int32)
         self._free = np.zeros(tier.num_blocks, np.bool_)
 
     def add(self, blocks: Int64Array, entries: Int64Array) -> None:
-        """Table entries, with the blocks that stand there."""
+        """Count table entries and the blocks in them."""
         hold_range(blocks, self._tier.num_blocks, "a block in a table")
         before = self._entries[blocks]
         self._entries[blocks] = entries + 1
@@ -108,7 +108,7 @@ class _Holders:
             yield
 
     def check(self, size: int) -> Slices[None]:
-        """After all entries were added."""
+        """Compare the counts with the tier, after all entries were added."""
         tier, device = self._tier, self._tier if isinstance(self._tier, DeviceTier) else None
         num_free = num_active = num_shared = num_queued = num_pinned = num_indexed = 0
         for window in windows(tier.num_blocks, size):

@@ -1,7 +1,7 @@
-"""Swap: move a group of sequences between the device tier and the swap tier, each shared block once.
+"""Swapping: move a group of sequences between the device tier and the swap tier. Each shared block moves once.
 
-After a swap-out the device's copy of a computed full block stays behind as a cached block while there is room, and a
-swap-in takes it back from the index instead of copying.
+After a swap-out, the device's copy of a computed full block stays cached until it is evicted, and a swap-in reuses it
+through the prefix index instead of copying.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ _MISSING = -1
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """The table entries of a group: which row, which entry, and which of the distinct blocks stands there.
+    """Table entries of a group of sequences.
 
-    `holders` counts the group's tables that hold each distinct block.
+    Entry i of m is at (rows[which[i]], entries[i]) and names block blocks[inverse[i]]. `holders` counts, per distinct
+    block, the tables of the group that hold it.
     """
 
     rows: Int64Array
@@ -41,8 +42,8 @@ class _Group:
 
 @dataclass(frozen=True, slots=True)
 class _SwapIn:
-    """`found` int64[distinct blocks] are device blocks that the index finds, else _MISSING; `grown` int64[n] blocks
-    for lookahead."""
+    """Plan of a swap-in. `found` int64[distinct blocks] are the device blocks that the index still has, or _MISSING.
+    `grown` int64[n] are the new blocks for lookahead."""
 
     group: _Group
     found: Int64Array
@@ -55,17 +56,17 @@ class SwapOps(Core):
     """can_swap_out, swap_out, can_swap_in, swap_in."""
 
     def can_swap_out(self, space: SequenceSpace, sequence_ids: npt.ArrayLike) -> bool:
-        """Whether the swap tier has room for the group: exact, and without a watermark."""
+        """Return whether the swap tier has room for the group. The answer is exact; the swap tier has no watermark."""
         self._enter(space)
         return len(self._swap_out_group(space, sequence_ids).blocks) <= self.swap.num_free
 
     def swap_out(self, space: SequenceSpace, sequence_ids: npt.ArrayLike) -> SwapPlan:
-        """Moves a group of sequences to the swap tier (vLLM v0: swap_out).
+        """Move a group of sequences to the swap tier (vLLM v0: swap_out).
 
-        sequence_ids int64[n], distinct. Returns device blocks src int32[m] and swap blocks dst int32[m], to be copied
-        before anything else is written to the device pool. A block that several of the group share moves once and is
-        still shared. The group's steps become stale. Raises
-        InvalidArgumentError, UnknownSequenceError, SequenceSwappedError, OutOfBlocksError with tier "swap".
+        sequence_ids int64[n], distinct. Returns device blocks src int32[m] and swap blocks dst int32[m]; the device
+        copies them before anything else is written to the device pool. A block that several sequences of the group
+        share moves once and stays shared. The steps of the group become stale. Raises InvalidArgumentError,
+        UnknownSequenceError, SequenceSwappedError, OutOfBlocksError with tier "swap".
         """
         self._enter(space)
         group = self._swap_out_group(space, sequence_ids)
@@ -90,20 +91,20 @@ class SwapOps(Core):
         return SwapPlan(src.astype(np.int32), dst.astype(np.int32))
 
     def can_swap_in(self, space: SequenceSpace, sequence_ids: npt.ArrayLike, lookahead: int = 0) -> AllocStatus:
-        """can_allocate's three answers for a swapped-out group, with the device tier's watermark.
+        """Return one of the three answers of can_allocate for a swapped-out group, with the device tier's watermark.
 
-        Here required is the group's distinct blocks and those for lookahead; a block that the index still finds on
-        the device need not be taken.
+        The required blocks are the distinct blocks of the group and the lookahead blocks. A block that the index still
+        finds on the device needs no new block.
         """
         self._enter(space)
         return self._plan_swap_in(space, sequence_ids, lookahead).status
 
     def swap_in(self, space: SequenceSpace, sequence_ids: npt.ArrayLike, lookahead: int = 0) -> SwapPlan:
-        """Moves a group of swapped-out sequences back (vLLM v0: swap_in).
+        """Move a group of swapped-out sequences back to the device (vLLM v0: swap_in).
 
-        sequence_ids int64[n], distinct. Returns swap blocks src int32[m] and device blocks dst int32[m]: only those
-        that the device no longer has. Raises InvalidArgumentError, UnknownSequenceError, SequenceNotSwappedError,
-        OutOfBlocksError.
+        sequence_ids int64[n], distinct. Returns swap blocks src int32[m] and device blocks dst int32[m], only for
+        blocks that are no longer on the device. Raises InvalidArgumentError, UnknownSequenceError,
+        SequenceNotSwappedError, OutOfBlocksError.
         """
         self._enter(space)
         plan = self._plan_swap_in(space, sequence_ids, lookahead)
@@ -138,7 +139,7 @@ class SwapOps(Core):
         return SwapPlan(src.astype(np.int32), dst.astype(np.int32))
 
     def _note_findable(self, journal: EventJournal, group: _Group, to: Int64Array, findable: list[int]) -> None:
-        """Tells of blocks that came back into the index, each with the block before it in a table that has it."""
+        """Record blocks that returned to the prefix index, each with its parent, the previous block of a table."""
         blocks, first = np.unique(to[group.inverse], return_index=True)
         rows, entries = group.rows[group.which[first]], group.entries[first]
         before = self.block_tables[rows, np.maximum(entries - 1, 0)]
@@ -167,7 +168,8 @@ class SwapOps(Core):
         return _Group(rows, meta, which, entries, blocks, inverse, holders)
 
     def _computed_hashes(self, group: _Group) -> list[bytes | None]:
-        """The chain hash of each distinct block that one of the group has full and computed, None for the others."""
+        """Return the chain hash of each distinct block that is full and computed in one of the sequences, else
+        None."""
         hashes: list[bytes | None] = [None] * len(group.blocks)
         if not self.config.enable_prefix_caching:
             return hashes
@@ -208,7 +210,8 @@ class SwapOps(Core):
         return _MISSING if chain_hash is None else self.device.index.blocks.get(chain_hash, _MISSING)
 
     def _hold_found(self, blocks: Int64Array, holders: Int64Array) -> None:
-        """Two swap blocks of one content may find the same device block, which then has the holders of both."""
+        """Add references to device blocks that the index found. Two swap blocks with the same content may find the same
+        device block, which then gets the references of both."""
         distinct, inverse = np.unique(blocks, return_inverse=True)
         counts = np.zeros(len(distinct), np.int64)
         np.add.at(counts, inverse, holders)

@@ -1,7 +1,7 @@
-"""A pool of blocks seen as numbers: who holds each, which are free, which tokens lie in them.
+"""Block allocator of a pool: reference counts, free blocks, and the tokens in each block.
 
-`Tier` is what both pools need and all that the swap pool needs. `DeviceTier` adds the cached blocks: those that no
-table holds any more but that the prefix index can still find. All arguments that name blocks are int64 arrays.
+`Tier` is the common part and all that the swap pool needs. `DeviceTier` adds cached blocks, which no table holds but
+which are still in the prefix index. All arguments that name blocks are int64 arrays.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from kvservice.blocks.eviction import EvictionQueue
 from kvservice.blocks.plans import BoolArray, Int32Array, Int64Array, Zeros
 from kvservice.blocks.prefix import PrefixIndex
 
-# A typed array of no dimension: NumPy takes it in half the time that it needs for Python's integer.
+# A zero-dimensional array with a dtype. NumPy processes it in half the time of a Python integer.
 ONE = np.array(1, np.int32)
 
 
 class Tier:
-    """ref_count int32[num_blocks] is the number of tables that hold a block; token_ids int32[num_blocks, block_size].
+    """Blocks of one pool.
 
-    `hashes[block]` is the chain hash of a block that is full and computed; of any other block it means nothing.
+    `ref_count` int32[num_blocks] is the number of tables that hold each block. `token_ids` is
+    int32[num_blocks, block_size]. `hashes[block]` is the chain hash of a full, computed block; it is undefined for
+    other blocks.
     """
 
     def __init__(self, num_blocks: int, block_size: int, name: str, zeros: Zeros) -> None:
@@ -41,18 +43,18 @@ class Tier:
 
     @property
     def num_available(self) -> int:
-        """Blocks that `take` can give."""
+        """Number of blocks that `take` can allocate."""
         return self.num_free
 
     def take(self, count: int) -> Int64Array:
-        """Blocks that nobody holds, now held once each."""
+        """Allocate blocks, with reference count 1 each."""
         blocks = self._pop_free(count)
         self.ref_count[blocks] = 1
         self.num_active += count
         return blocks
 
     def hold(self, blocks: Int64Array, counts: Int64Array | int = 1) -> None:
-        """Adds `counts` holders to each of these distinct blocks."""
+        """Add `counts` references to each of these distinct blocks."""
         before = self.ref_count[blocks]
         after = before + counts
         self.ref_count[blocks] = after
@@ -60,8 +62,8 @@ class Tier:
         self.num_shared += int(np.count_nonzero(after > 1)) - int(np.count_nonzero(before > 1))
 
     def hold_active(self, table: Int32Array, more: Int32Array) -> None:
-        """`hold` by `more` (int32 of no dimension, at least 1) for a table int32[n] whose blocks are held already: what
-        forks do, on the fast path."""
+        """Add `more` references (a zero-dimensional int32, at least 1) to each block of a table int32[n]. All blocks
+        have references already. This is the fast path of forks."""
         blocks = table.astype(np.int64)
         counts = self.ref_count[blocks]
         self.num_shared += int(np.count_nonzero(counts == ONE))
@@ -69,7 +71,7 @@ class Tier:
         self.ref_count[blocks] = counts
 
     def release(self, blocks: Int64Array, counts: Int64Array | int = 1) -> None:
-        """Takes `counts` holders from each of these distinct blocks; those without any left become free."""
+        """Drop `counts` references of each of these distinct blocks. Blocks without references become free."""
         unheld = self._unhold(blocks, counts)
         self._push_free(unheld)
 
@@ -94,12 +96,12 @@ class Tier:
         self.num_free = end
 
     def free_blocks(self, part: slice = slice(None)) -> Int64Array:
-        """The free stack, bottom first, or a part of it."""
+        """Return the stack of free blocks, bottom first, or a slice of it."""
         return self._free[: self.num_free][part].astype(np.int64)
 
 
 class DeviceTier(Tier):
-    """The pool that attention reads. Blocks are free, active (held) or cached (not held, but in the prefix index)."""
+    """The pool that attention reads. A block is free, active (referenced) or cached (unreferenced, but indexed)."""
 
     def __init__(
         self, num_blocks: int, block_size: int, clock: Callable[[], float], journal: EventJournal | None, zeros: Zeros
@@ -123,7 +125,7 @@ class DeviceTier(Tier):
         return len(self.evictable) + self.num_pinned_unheld
 
     def take(self, count: int) -> Int64Array:
-        """Free blocks first, then the least recently used cached ones, which are forgotten."""
+        """Allocate free blocks first, then evict the least recently used cached blocks."""
         from_free = min(count, self.num_free)
         blocks = self._pop_free(from_free)
         if from_free < count:
@@ -138,7 +140,7 @@ class DeviceTier(Tier):
         return blocks
 
     def hold_found(self, blocks: Int64Array, counts: Int64Array | int = 1) -> None:
-        """`hold` for distinct blocks that the index found: cached ones stop being evictable."""
+        """Add references to distinct blocks that the index found. Cached blocks leave the eviction queue."""
         unheld = blocks[self.ref_count[blocks] == 0]
         if len(unheld):
             self.ages.reuse(unheld)
@@ -148,11 +150,11 @@ class DeviceTier(Tier):
         self.hold(blocks, counts)
 
     def num_evictable(self, blocks: Int64Array) -> int:
-        """How many of these distinct blocks `take` could give now."""
+        """Return how many of these distinct blocks `take` could evict now."""
         return int(np.count_nonzero((self.ref_count[blocks] == 0) & self.indexed[blocks] & ~self.pinned[blocks]))
 
     def release(self, blocks: Int64Array, counts: Int64Array | int = 1) -> None:
-        """As `Tier.release`, but what the index knows stays cached; the first of `blocks` will be evicted first."""
+        """Drop references as `Tier.release`. Indexed blocks stay cached, and the first of `blocks` is evicted first."""
         unheld = self._unhold(blocks, counts)
         known = self.indexed[unheld]
         if not np.count_nonzero(known):
@@ -170,22 +172,22 @@ class DeviceTier(Tier):
         self._push_free(blocks)
 
     def make_findable(self, blocks: list[int], chain_hashes: list[bytes]) -> list[bool]:
-        """Puts blocks that are full and computed into the index. Which of them are found by their hashes from now on:
-        not those whose hash finds another block."""
+        """Add full, computed blocks to the index. Returns, for each, whether its hash finds it; False means that the
+        hash already finds another block."""
         setdefault = self.index.blocks.setdefault
         found = [setdefault(chain_hash, block) == block for block, chain_hash in zip(blocks, chain_hashes, strict=True)]
         self.indexed[blocks if all(found) else list(itertools.compress(blocks, found))] = True
         return found
 
     def forget(self, blocks: Int64Array) -> None:
-        """Takes blocks out of the index; their hashes stay, for the chains of those who hold them."""
+        """Remove blocks from the index. Their hashes stay, because the chains of their holders need them."""
         forgotten = self._take_from_index(blocks)
         if self.journal is not None and forgotten:
             self.journal.removed(forgotten)
 
     def _take_from_index(self, blocks: Int64Array) -> list[bytes]:
-        """Returns their hashes."""
-        # What is indexed has a hash, and is found by it; else this is a KeyError.
+        """Remove blocks from the index without a journal entry. Returns their hashes."""
+        # Every indexed block has a hash that finds it; otherwise this raises KeyError.
         forgotten: list[bytes] = list(map(self.hashes.__getitem__, blocks.tolist()))  # type: ignore[arg-type]
         for _ in map(self.index.blocks.pop, forgotten):
             pass
@@ -193,26 +195,26 @@ class DeviceTier(Tier):
         return forgotten
 
     def pin(self, blocks: Int64Array) -> None:
-        """Withholds distinct unpinned indexed blocks from eviction."""
+        """Keep distinct indexed blocks, not pinned so far, from eviction."""
         self.pinned[blocks] = True
         unheld = blocks[self.ref_count[blocks] == 0]
         self.evictable.remove(unheld)
         self.num_pinned_unheld += len(unheld)
 
     def unpin(self, blocks: Int64Array) -> None:
-        """The reverse of `pin`; the first of `blocks` will be evicted first."""
+        """Undo `pin`. The first of `blocks` is evicted first."""
         self.pinned[blocks] = False
         unheld = blocks[self.ref_count[blocks] == 0]
         self.evictable.add(unheld)
         self.num_pinned_unheld -= len(unheld)
 
     def unpinned(self) -> Int64Array:
-        """The indexed blocks that no pin keeps."""
+        """Return the indexed blocks that are not pinned."""
         return np.flatnonzero(self.indexed & ~self.pinned)
 
     def reset(self, blocks: Int64Array, *, whole: bool) -> int:
-        """Forgets those of these blocks that are unpinned still. `whole`: they were all there are. Returns how many of
-        them were cached and are free now."""
+        """Remove those of these blocks from the index that are still indexed and not pinned. `whole` says that `blocks`
+        were all such blocks of the pool. Returns how many of them were cached and are free now."""
         blocks = blocks[self.indexed[blocks] & ~self.pinned[blocks]]
         unheld = blocks[self.ref_count[blocks] == 0]
         forgotten = self._take_from_index(blocks)
