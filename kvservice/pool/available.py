@@ -1,4 +1,4 @@
-"""How much memory can be had."""
+"""Amount of memory available to this process."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ OWN_CGROUPS = Path("/proc/self/cgroup")
 
 
 def available_bytes() -> int:
-    """Memory that can be had without swapping, and within the limits of the process's control groups, of a container or
-    a service. Asked first: a memory file that is too large ends in a kill, not in an error."""
+    """Return the bytes that can be allocated without swapping and within the limits of the process's control groups
+    (its container or service). Check this before an allocation: a memory file that is too large gets the process
+    killed instead of raising an error."""
     return min([_host_available_bytes(), *_cgroup_available_bytes()])
 
 
@@ -27,7 +28,8 @@ def _host_available_bytes() -> int:
 
 
 def _cgroup_available_bytes() -> Iterator[int]:
-    """What the limits of control groups, version 2 and 1, leave: none where there is no limit."""
+    """Yield the remaining bytes under each control-group limit, version 2 and 1. Groups without a limit yield
+    nothing."""
     for group in _groups(CGROUPS, ""):
         yield from _left(group, "memory.max", "memory.current", "inactive_file")
     for group in _groups(CGROUPS / "memory", "memory"):
@@ -35,7 +37,8 @@ def _cgroup_available_bytes() -> Iterator[int]:
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
-    """The process's group and those that it is in. A container sees its own as the root, whatever it is called."""
+    """Yield the process's control group and its ancestors. In a container its own group appears as the root, under any
+    name."""
     yield root
     with contextlib.suppress(OSError):
         for line in OWN_CGROUPS.read_text().splitlines():
@@ -52,7 +55,7 @@ def _left(group: Path, limit: str, usage: str, cache: str) -> Iterator[int]:
 
 
 def _droppable_bytes(group: Path, name: str) -> int:
-    """Files that were read and are not in use count as used memory, and are dropped when it is needed."""
+    """Return the bytes of inactive page cache. They count as used memory, but the kernel drops them on demand."""
     with contextlib.suppress(OSError):
         for line in (group / "memory.stat").read_text().splitlines():
             if line.startswith(f"{name} "):

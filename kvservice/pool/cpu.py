@@ -1,4 +1,4 @@
-"""A pool in host memory: a memory file, mapped, so that it can be handed to another process as a descriptor."""
+"""A pool in host memory. It is a mapped memory file, so its descriptor can be passed to another process."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from kvservice.pool.sealed import SealedMemory
 
 
 class CpuPool:
-    """`blocks`: ndarray `[num_blocks, num_layers, 2, num_kv_heads, head_size * block_size]` of the layout's dtype.
+    """A pool in host memory.
 
-    All memory is taken when the pool is made, so that no later write can fail for want of it. `fd` is its descriptor,
-    -1 if there are no blocks; who gets it can write only if the pool is `writable_by_others`.
+    `blocks` is an ndarray `[num_blocks, num_layers, 2, num_kv_heads, head_size * block_size]` of the layout's dtype.
+    All memory is allocated up front, so no later write can run out of memory. `fd` is the descriptor, or -1 if there
+    are no blocks; other processes can write through it only if the pool is `writable_by_others`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A pool in a GPU's memory, made so that it can be handed to another process as a descriptor."""
+"""A pool in GPU memory. It is exportable, so its descriptor can be passed to another process."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ OUT_OF_MEMORY = 2
 
 
 class CudaPool:
-    """`num_blocks` blocks of the layout from `pointer` on. What they hold at first is not known."""
+    """A pool of `num_blocks` blocks of the layout at device address `pointer`. Its initial content is undefined."""
 
     def __init__(self, cuda: ModuleType, device: int, layout: PoolLayout, num_blocks: int, field: str) -> None:
-        """Raises ResourceExhaustedError with the numbers, naming the option `field`, where there is not that much."""
+        """Allocate the pool. Raises ResourceExhaustedError with the sizes, naming the option `field`, if the GPU does
+        not have enough memory."""
         self.layout = layout
         self.num_blocks = num_blocks
         self.num_bytes = num_blocks * layout.block_bytes
@@ -42,7 +43,7 @@ class CudaPool:
         )
 
     def export(self) -> tuple[int, int]:
-        """A new descriptor of the memory, the caller's to close, and the bytes of all of it."""
+        """Return (a new descriptor of the memory, which the caller closes; the size in bytes)."""
         return self._memory.export_fd(), self._memory.num_bytes
 
     def close(self) -> None:

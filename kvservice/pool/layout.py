@@ -1,11 +1,11 @@
-"""The shape of a pool: how the bytes of a block are laid out.
+"""Layout of a pool.
 
     pool[num_blocks][num_layers][K,V][num_kv_heads][...]      one allocation per device
       K of one (block, layer, head): [head_size/x][block_size][x]    x = 16 bytes / element size
       V of one (block, layer, head): [head_size][block_size]
 
-The innermost part is vLLM's paged layout. The outermost index is the block, so that all a block holds, over all
-layers, is one contiguous run of bytes: a copy-on-write copy or a swap is one copy per block.
+The innermost part is vLLM's paged layout. The outermost index is the block, so the bytes of a block over all layers are
+one contiguous range, and a copy-on-write copy or a swap is one copy per block.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-# What keys, values, queries and outputs can be.
+# Dtypes of keys, values, queries and outputs.
 TENSOR_DTYPES: dict[str, np.dtype[Any]] = {
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
 }
-# What a pool can hold: those, and numbers of 8 bits that stand for themselves times a scale.
+# Dtypes of a pool: the same, and FP8 with a scale.
 DTYPES: dict[str, np.dtype[Any]] = TENSOR_DTYPES | {
     "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
     "float8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
@@ -31,7 +31,7 @@ DTYPES: dict[str, np.dtype[Any]] = TENSOR_DTYPES | {
 
 @dataclass(frozen=True)
 class PoolLayout:
-    """Shape of the K/V that the pool holds: one model's. `dtype`, a key of `DTYPES`, is the type that is stored."""
+    """Shape of the K/V of one model in the pool. `dtype`, a key of `DTYPES`, is the storage type."""
 
     num_layers: int
     num_kv_heads: int

@@ -1,7 +1,7 @@
-"""Memory files that are handed to other processes and that none of them can make shorter.
+"""Memory files with a sealed size, for sharing with untrusted processes.
 
-Whoever touches a mapping past its file's end is killed by SIGBUS. A seal on the size (memfd_create(2), fcntl(2)) takes
-that away for good, so that a process may work on memory that others, whom it does not trust, have mapped too.
+A process that accesses a mapping past the end of its file is killed by SIGBUS. A seal on the size (memfd_create(2),
+fcntl(2)) makes truncation impossible, so the daemon can safely use memory that untrusted processes have mapped too.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from kvservice.pool.available import available_bytes
 
 _ADD_SEALS = 1033
 _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW, _SEAL_FUTURE_WRITE = 1, 2, 4, 16
-# What `in_slices` takes at one time: at most a few milliseconds.
+# Bytes that `in_slices` allocates per slice. A slice takes at most a few milliseconds.
 SLICE_BYTES: Final = 1 << 20
-# After so much it asks again what there is, which takes as long.
+# `in_slices` checks the available memory again after this many bytes. The check takes as long as a slice.
 CHECKED_BYTES: Final = 16 << 20
 
 
 class SealedMemory:
-    """`num_bytes` of zeroed memory, all of it taken at once, mapped for writing as `map` at `address`.
+    """`num_bytes` of zeroed memory, allocated up front and mapped for writing as `map` at `address`.
 
-    `fd` is its descriptor. With `read_only` no mapping that is made later, by whomever, can be written to.
+    `fd` is its descriptor. With `read_only`, no later mapping in any process is writable.
     """
 
     def __init__(self, name: str, num_bytes: int, *, read_only: bool, reserve_bytes: int = 0) -> None:
-        """Raises OSError where there is not that much memory, with `reserve_bytes` left."""
+        """Allocate the memory. Raises OSError if it would leave less than `reserve_bytes` of available memory."""
         self._create(name, num_bytes, reserve_bytes)
         try:
             os.posix_fallocate(self.fd, 0, num_bytes)
@@ -47,7 +47,7 @@ class SealedMemory:
     def in_slices(
         cls, name: str, num_bytes: int, *, read_only: bool, reserve_bytes: int = 0
     ) -> Generator[None, None, SealedMemory]:
-        """The same in slices of SLICE_BYTES. Returns the memory."""
+        """Allocate the memory in slices of SLICE_BYTES. Returns it."""
         memory = cls.__new__(cls)
         memory._create(name, num_bytes, reserve_bytes)
         try:
@@ -61,9 +61,9 @@ class SealedMemory:
                     _require(num_bytes - begin + reserve_bytes)
                 end = min(begin + SLICE_BYTES, num_bytes)
                 os.posix_fallocate(memory.fd, begin, end - begin)
-                pages[begin // mmap.PAGESIZE : -(-end // mmap.PAGESIZE)] = 0  # as they are, so that they are mapped
+                pages[begin // mmap.PAGESIZE : -(-end // mmap.PAGESIZE)] = 0  # pre-faults the pages
             memory._seal(read_only=read_only)
-        except BaseException:  # also where nobody wants the rest any more
+        except BaseException:  # includes GeneratorExit, if the caller abandons the allocation
             os.close(memory.fd)
             raise
         return memory
@@ -80,7 +80,7 @@ class SealedMemory:
         self._close_fd = weakref.finalize(self, os.close, self.fd)
 
     def close(self) -> None:
-        """Close the descriptor. The memory is freed when the last view of `map` is gone, here and elsewhere."""
+        """Close the descriptor. The memory is freed after the last mapping is gone, in all processes."""
         self._close_fd()
 
 
