@@ -1,1 +1,1 @@
-"""Protobuf messages to native values and back, for both ends of the wire."""
+"""Conversion between protobuf messages and native values, for client and daemon."""

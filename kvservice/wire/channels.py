@@ -15,8 +15,7 @@ from kvservice.errors import ConnectionLostError, InvalidArgumentError, TLSHands
 Options = Sequence[tuple[str, Any]]
 
 SERVER_NAME_OPTION: Final = "grpc.ssl_target_name_override"
-# What gRPC says of a failed connection, in different words in its versions, and what it means. The first that is found
-# counts.
+# Patterns of gRPC's messages for a failed connection, over its versions, and their meanings. The first match applies.
 _HANDSHAKE_FAILURES: Final = (
     ("WRONG_VERSION_NUMBER", "the daemon does not speak TLS at this address"),
     (
@@ -36,21 +35,21 @@ _REFUSED_ON_LOOPBACK_6: Final = r"ipv6:(\[|%5B)::1(\]|%5D):\d+: .*Connection ref
 
 
 def open_channel(address: str, credentials: ClientCredentials, options: Options) -> grpc.Channel:
-    """Raises InvalidArgumentError for files that cannot be read."""
+    """Open a channel. Raises InvalidArgumentError if a TLS file cannot be read."""
     if credentials.tls is None:
         return grpc.insecure_channel(address, options)
     return grpc.secure_channel(address, _for_grpc(credentials.tls), [*options, *_name_options(credentials.tls)])
 
 
 def open_aio_channel(address: str, credentials: ClientCredentials, options: Options) -> grpc.aio.Channel:
-    """As open_channel."""
+    """Open an asyncio channel, as `open_channel`."""
     if credentials.tls is None:
         return grpc.aio.insecure_channel(address, options)
     return grpc.aio.secure_channel(address, _for_grpc(credentials.tls), [*options, *_name_options(credentials.tls)])
 
 
 def connection_error(text: str) -> ConnectionLostError:
-    """The error for an RPC that failed for want of a connection, of which gRPC says `text`."""
+    """Return the error for an RPC that failed because there is no connection. `text` is gRPC's message."""
     for pattern, meaning in _HANDSHAKE_FAILURES:
         if re.search(pattern, text):
             return TLSHandshakeError(f"TLS handshake failed: {meaning} ({text})")

@@ -1,5 +1,7 @@
-"""Serialized messages with tensors in them, made without protobuf: it copies the elements five times, and ends the
-process where there is no memory for a copy. Here they are copied once."""
+"""Serialization of messages with tensors, without protobuf.
+
+Protobuf copies the elements five times and aborts the process if a copy runs out of memory. This code copies them once.
+"""
 
 from __future__ import annotations
 
@@ -16,26 +18,26 @@ _LENGTH_DELIMITED: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """The fields of a message, serialized, in pieces. Arrays among them must not change before `to_bytes`."""
+    """Serialized fields of a message, in pieces. Arrays among them must not change before `to_bytes`."""
 
     pieces: tuple[Any, ...] = ()
 
     def __add__(self, other: Encoded) -> Encoded:
-        """The fields of both."""
+        """Return the fields of both messages."""
         return Encoded(self.pieces + other.pieces)
 
     def inside(self, number: int) -> Encoded:
-        """The message as the field of this number of another."""
+        """Return this message as field `number` of an outer message."""
         size = sum(len(piece) for piece in self.pieces)
         return Encoded((_varint(number << 3 | _LENGTH_DELIMITED) + _varint(size), *self.pieces))
 
     def to_bytes(self) -> bytes:
-        """All of it. Raises MemoryError."""
+        """Join the pieces. Raises MemoryError."""
         return b"".join(self.pieces)
 
 
 def encode_tensor(array: Array) -> Encoded:
-    """A Tensor message whose elements are inline: an array of one of the pool's dtypes, not copied."""
+    """Encode an array of one of the tensor dtypes as a Tensor message with inline elements. It does not copy them."""
     message = tensor_pb2.Tensor()
     put_type(array, message)
     elements = Encoded((np.ascontiguousarray(array).reshape(-1).view(np.uint8).data,))

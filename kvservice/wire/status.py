@@ -1,4 +1,4 @@
-"""The error tree to google.rpc.Status and back, with its standard details: nothing of an error is lost on the wire."""
+"""Conversion between the error tree and google.rpc.Status with its standard details. It loses no information."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from kvservice import errors
 from kvservice.errors import KVServiceError, OutOfBlocksError, QuotaExceededError
 
 DOMAIN = "kvservice"
-# When blocks may have become free: about the time of a few decode steps.
+# RetryInfo's delay after which blocks may be free again: about the time of a few decode steps.
 RETRY_DELAY_MS = 50
-# The trailing metadata of a health check that say why the daemon does not serve.
+# Key of the trailing metadata in which a health check says why the daemon does not serve.
 HEALTH_REASON = "kvservice-reason"
 
 
@@ -43,7 +43,8 @@ def _details(error: KVServiceError) -> Iterator[Message]:
 
 
 def from_status(status: status_pb2.Status) -> KVServiceError:
-    """The same class of error as was raised in the daemon; of a status that is not ours, the nearest."""
+    """Return an error of the class that the daemon raised. For a status from another source, return the nearest
+    class."""
     info = error_details_pb2.ErrorInfo()
     request = error_details_pb2.BadRequest()
     for detail in status.details:
@@ -69,7 +70,7 @@ def from_status(status: status_pb2.Status) -> KVServiceError:
 
 
 def from_reason(reason: str, message: str, field: str) -> KVServiceError:
-    """The error of a class whose reason it is; InternalError for a reason of a later version."""
+    """Return an error of the class with this reason, or InternalError if a later version introduced the reason."""
     return _BY_REASON.get(reason, errors.InternalError)(message, field=field)
 
 

@@ -1,4 +1,4 @@
-"""Tensor messages to NumPy arrays and back."""
+"""Conversion between Tensor messages and NumPy arrays."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ Array = np.ndarray[Any, Any]
 _TYPE_OF_NAME: dict[str, Any] = {name: tensor_pb2.DataType.Value("DATA_TYPE_" + name.upper()) for name in TENSOR_DTYPES}
 _DTYPE_OF_TYPE = {_TYPE_OF_NAME[name]: dtype for name, dtype in TENSOR_DTYPES.items()}
 _TYPE_OF_DTYPE = {dtype: data_type for data_type, dtype in _DTYPE_OF_TYPE.items()}
-# From here on a field of tokens is read from its message's serialized form.
+# From this length on, token fields are decoded from the serialized message; see `token_array`.
 _MANY_TOKENS = 256
 
 
-# What is at a place in shared memory, uint8; the name is the place's, for errors.
+# Reads a place in shared memory as uint8. The string is the field's name, for errors.
 ReadPlace = Callable[[tensor_pb2.SharedMemoryPlace, str], Array]
 
 
 def to_array(tensor: tensor_pb2.Tensor, field: str, read_place: ReadPlace | None = None) -> Array:
-    """The message's elements as a read-only array over its own bytes, or as one over what `read_place` gives.
+    """Return the tensor as an array: a read-only view of the message's bytes, or a view of the result of `read_place`.
 
-    Raises InvalidArgumentError naming what of `field` is wrong: data_type, shape, or the number of bytes.
+    Raises InvalidArgumentError naming the wrong part of `field`: data_type, shape, or the number of bytes.
     """
     dtype = _DTYPE_OF_TYPE.get(tensor.data_type)
     if dtype is None:
@@ -47,7 +47,7 @@ def to_array(tensor: tensor_pb2.Tensor, field: str, read_place: ReadPlace | None
         _check_size(len(data), num_bytes, shape, f"{field}.inline")
     try:
         return np.frombuffer(data, dtype).reshape(shape)
-    except ValueError:  # one extent is 0, the others go past what can be addressed
+    except ValueError:  # one dimension is 0 and the product of the others overflows
         raise InvalidArgumentError(f"not the shape of a tensor: {list(shape)}", field=f"{field}.shape") from None
 
 
@@ -57,27 +57,28 @@ def _check_size(found: int, expected: int, shape: tuple[int, ...], field: str) -
 
 
 def put_tensor(array: Array, message: tensor_pb2.Tensor) -> None:
-    """Put an array of one of the pool's dtypes into a message's field: in place, since protobuf copies values."""
+    """Store an array of one of the tensor dtypes in a message. It fills `message` in place, because assigning a message
+    field copies it."""
     put_type(array, message)
     message.inline = array.tobytes()
 
 
 def put_type(array: Array, message: tensor_pb2.Tensor) -> None:
-    """The same without the elements."""
+    """Store the dtype and the shape of an array, without its elements."""
     message.data_type = _TYPE_OF_DTYPE[array.dtype]
     message.shape.extend(array.shape)
 
 
 def to_ints(repeated: Iterable[int], dtype: type[np.integer[Any]] = np.int64) -> Array:
-    """A repeated integer field as an array, element by element: see `token_array` for those with many."""
+    """Return a repeated integer field as an array. It converts element by element; `token_array` is faster for many."""
     return np.array(repeated, dtype)
 
 
 def token_array(message: Any) -> Array:
-    """The field `token_ids`, packed sfixed32, of a message that has it, as int32[n].
+    """Return the field `token_ids` (packed sfixed32) of a message as int32[n].
 
-    Protobuf makes a Python object of each element. Where they are many it takes less time to serialize the message and
-    find the field in it, where it is an array already.
+    Protobuf creates a Python object for each element. For many elements it is faster to serialize the message and to
+    view the packed field in it as an array.
     """
     count = len(message.token_ids)
     if count < _MANY_TOKENS:
@@ -88,7 +89,7 @@ def token_array(message: Any) -> Array:
 
 
 def _find_packed(data: bytes, number: int) -> int:
-    """Where the elements of a packed field begin in a serialized message that has it."""
+    """Return the offset of a packed field's elements in a serialized message that has the field."""
     at = 0
     while True:
         tag, at = _varint(data, at)
@@ -105,7 +106,7 @@ def _find_packed(data: bytes, number: int) -> int:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """The number that begins there, and where the next begins."""
+    """Decode a varint. Returns (its value, the offset after it)."""
     number = shift = 0
     while True:
         byte = data[at]
