@@ -1,1 +1,1 @@
-"""Groups of commands, and options that several commands share; `kvservice.cli` puts them together."""
+"""Command groups, and options that several commands share. `kvservice.cli` assembles them."""

@@ -48,20 +48,20 @@ _OPTIONS = (
 
 @dataclass(frozen=True)
 class Presented:
-    """What the options say. They count for TCP; the unix socket asks for nothing."""
+    """The values of the options. They apply to TCP; a unix socket needs no credentials."""
 
     tls: TLSConfig | None
     token: str = field(repr=False)
 
     def at(self, address: str) -> ClientCredentials:
-        """The credentials for a gRPC target."""
+        """Return the credentials for a gRPC target."""
         if address.startswith("unix:"):
             return NO_CREDENTIALS
         return ClientCredentials.for_address(address, self.tls, self.token)
 
 
 def connection_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds the options; the command gets a Presented as `presented`."""
+    """Add the options to a command, which gets a Presented as its argument `presented`."""
 
     @functools.wraps(command)
     def with_credentials(**given: Any) -> Any:

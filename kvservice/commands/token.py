@@ -1,4 +1,4 @@
-"""`kvservice token`: make, list and remove the tokens of a token file."""
+"""`kvservice token`: create, list and remove the tokens of a token file."""
 
 from __future__ import annotations
 
