@@ -1,6 +1,6 @@
-"""The command line. Options of `serve` are generated from the fields of ServeConfig.
+"""The command line. The options of `serve` are generated from the fields of ServeConfig.
 
-Heavy parts are imported by the command that needs them; gRPC only after its environment is set.
+Each command imports its heavy dependencies itself, and gRPC only after its environment is set.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _metavar(field: FieldInfo) -> str | None:
 
 
 def _reexec_with(environment: dict[str, str]) -> None:
-    """Start this process again: malloc reads its environment only at exec."""
+    """Execute this process again with these variables, because malloc reads its environment only at exec."""
     if environment:
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | environment)
 
@@ -206,7 +206,7 @@ def _report(
 
 @contextlib.contextmanager
 def _torch_wanted() -> Iterator[None]:
-    """For what is measured on a CUDA device."""
+    """Report a missing torch as a usage error. Measurements on a CUDA device need it."""
     try:
         yield
     except ModuleNotFoundError as error:

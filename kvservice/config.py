@@ -1,8 +1,7 @@
-"""The daemon's configuration: one frozen model. The command line, the environment and the file are made from it.
+"""The daemon's configuration, one frozen model. Command line options, environment variables and file keys follow it.
 
-A value is taken from the first of: command line option, environment variable `KVSERVICE_<FIELD>`, the TOML file, the
-`config.json` of the model that these name, the default. Keys that are no field are errors in the file and in the
-environment.
+The first of these sources determines a value: command line option, environment variable `KVSERVICE_<FIELD>`, TOML file,
+`config.json` of the configured model, default. Unknown keys in the file or the environment are errors.
 """
 
 from __future__ import annotations
@@ -22,23 +21,23 @@ from kvservice.model_shape import read_pool_options
 from kvservice.pool.layout import PoolLayout
 
 ENV_PREFIX = "KVSERVICE_"
-# Read by other parts than the daemon's configuration: the kernels, the command line, the build, the commands that
-# connect to a daemon.
+# Variables that are not fields of the configuration. The kernels, the command line, the build and the client commands
+# read them.
 OTHER_ENV = {
     "KVSERVICE_CPU_ISA", "KVSERVICE_CONFIG", "KVSERVICE_CUDA",
     "KVSERVICE_TLS", "KVSERVICE_TLS_CA", "KVSERVICE_CLIENT_CERT", "KVSERVICE_CLIENT_KEY", "KVSERVICE_SERVER_NAME",
     "KVSERVICE_TOKEN", "KVSERVICE_TOKEN_FILE",
 }  # fmt: skip
-# Kubernetes puts these into every container beside a Service that is named kvservice.
+# Kubernetes sets these variables in every container of a namespace with a Service named kvservice.
 SERVICE_LINK = re.compile(r"KVSERVICE_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\w+)?)")
 GIB = 1 << 30
-# vLLM's names for what the cache can hold when that is not what the model computes with.
+# vLLM's names for cache dtypes that differ from the model's dtype.
 CACHE_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """What one request may hold, or may be about; see the fields of ServeConfig."""
+    """Limits on one request. The fields of ServeConfig with the same names describe them."""
 
     max_request_sequences: int
     max_request_tokens: int
@@ -46,7 +45,7 @@ class RequestLimits:
 
 
 def default_unix_socket() -> str:
-    """/run/kvservice.sock for root, else below the user's runtime directory."""
+    """Return /run/kvservice.sock for root, else a path in the user's runtime directory."""
     if os.geteuid() == 0 and Path("/run").is_dir():
         return "/run/kvservice.sock"
     runtime = os.environ.get("XDG_RUNTIME_DIR")
@@ -54,7 +53,7 @@ def default_unix_socket() -> str:
 
 
 class ServeConfig(BaseModel):
-    """What `kvservice serve` can be told. Field descriptions are the options' help."""
+    """Options of `kvservice serve`. The field descriptions are their help texts."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -305,7 +304,7 @@ class ServeConfig(BaseModel):
 
     @property
     def cuda_device(self) -> int | None:
-        """The number of the GPU. None: the pool is in host memory."""
+        """Index of the GPU, or None if the pool is in host memory."""
         kind, _, number = self.device.partition(":")
         return int(number or 0) if kind == "cuda" else None
 
@@ -316,7 +315,7 @@ class ServeConfig(BaseModel):
 
     @property
     def pool_blocks(self) -> int | None:
-        """Blocks of the pool. None: as many as the device has memory for."""
+        """Blocks of the pool, or None for as many as the device has memory for."""
         if self.num_blocks is not None:
             return self.num_blocks
         if self.cuda_device is not None and "pool_gib" not in self.model_fields_set:
@@ -329,7 +328,7 @@ class ServeConfig(BaseModel):
 
     @property
     def handover_socket(self) -> str:
-        """Path of the socket over which clients on this host get descriptors. Empty: there is none."""
+        """Path of the socket for fd passing to clients on this host, or empty if there is none."""
         wanted = self.unix_socket and (self.allow_client_shm != "off" or self.share_pool != "off")
         return f"{self.unix_socket}.fds" if wanted else ""
 
@@ -340,7 +339,7 @@ class ServeConfig(BaseModel):
 
     @property
     def unix_socket_is_private(self) -> bool:
-        """Whether only the daemon's own user and root can connect to the unix socket: that takes the right to write."""
+        """Whether only the daemon's user and root can connect to the unix socket. Connecting needs write permission."""
         return int(self.unix_socket_mode, 8) & 0o022 == 0
 
     @property
@@ -353,9 +352,9 @@ class ServeConfig(BaseModel):
 
 
 def load_config(options: Mapping[str, Any], environ: Mapping[str, str], file: Path | None = None) -> ServeConfig:
-    """Merge options (those given), environment, file and the model that they name into one configuration.
+    """Merge the given options, the environment, the file and the configured model into one configuration.
 
-    Raises InvalidArgumentError naming the field, and where it was read.
+    Raises InvalidArgumentError naming the field and its source.
     """
     values: dict[str, Any] = {}
     origin: dict[str, str] = {}
@@ -376,7 +375,7 @@ def load_config(options: Mapping[str, Any], environ: Mapping[str, str], file: Pa
 
 
 def checked_config(values: Mapping[str, Any], origin: Mapping[str, str] | None = None) -> ServeConfig:
-    """The configuration of these fields. `origin` says where each was read.
+    """Build and validate the configuration. `origin` maps fields to their sources, for error messages.
 
     Raises InvalidArgumentError naming the field.
     """
@@ -389,9 +388,10 @@ def checked_config(values: Mapping[str, Any], origin: Mapping[str, str] | None =
 
 
 def _first_error(error: ValidationError) -> tuple[str, str]:
-    """Field and message; where several fields do not go together, the message begins with the one to name."""
+    """Return (field, message) of the first error. If several fields conflict, the message starts with the field's
+    name."""
     first = error.errors()[0]
-    # pydantic's words before those of our own validators.
+    # pydantic puts this prefix before the messages of our validators.
     said = first["msg"].removeprefix("Value error, ")
     if first["loc"]:
         return str(first["loc"][0]), said

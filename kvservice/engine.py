@@ -1,7 +1,7 @@
-"""The only place where bookkeeping meets bytes: takes a plan from blocks/ and hands it to the device.
+"""The engine connects bookkeeping and bytes: it takes plans from the block manager and submits them to the device.
 
-Bookkeeping is done at once, on the event loop. The device applies the plans in the order in which they were made, so
-that a block which one sequence gives up and another gets is never written before it has been read.
+Bookkeeping runs immediately, on the event loop. The device executes the plans in the order of their creation, so a
+block that moves from one sequence to another is never written before it has been read.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from kvservice.errors import InvalidArgumentError, ResourceExhaustedError
 from kvservice.pool.layout import TENSOR_DTYPES
 
 Array = np.ndarray[Any, Any]
-# The part of a step that is all of it.
+# The value of `part` that selects the whole step.
 WHOLE = (0, 0)
 
 
 class Engine:
-    """Owner of the block tables, and of the device with the pools that they speak of."""
+    """Owns the block tables and the device with the pools."""
 
     def __init__(self, config: ServeConfig, device: Device, zeros: Zeros = numpy_zeros) -> None:
         self.layout = config.layout
@@ -84,13 +84,13 @@ class Engine:
         out: Array | None = None,
         part: tuple[int, int] = WHOLE,
     ) -> tuple[Array, Array | None]:
-        """Write one layer's K/V of a step, then attend. `part`: of the step's tokens, the first and how many; 0 are all
-        that are left. The tensors are then those of these tokens.
+        """Write one layer's K/V of a step, then attend. `part` is (first token, number of tokens) within the step; a
+        number of 0 means all remaining tokens. The tensors cover the tokens of the part.
 
         `query` `[num_tokens, num_heads, head_size]`, `key` and `value` `[num_tokens, num_kv_heads, head_size]`, of the
-        tensors' type. Returns the output, shaped as `query`, and the log-sum-exp, float32
-        `[num_tokens, num_heads]`, or None. The device may put the output into `out`, of the same shape and type and
-        sharing memory with none of the others; what is returned is that then.
+        tensor dtype. Returns the output, shaped as `query`, and the log-sum-exp, float32 `[num_tokens, num_heads]`, or
+        None. The device may write the output to `out` and return it; `out` has the same shape and dtype and shares no
+        memory with the inputs.
         """
         step = self.manager.check_part(space, step_id, layer, *part)
         num_tokens = len(step.slot_mapping)
@@ -131,9 +131,10 @@ class Engine:
     async def read(
         self, space: SequenceSpace, ranges: Sequence[tuple[int, int, int]], layer: int | None
     ) -> tuple[Array, Array]:
-        """Read computed K/V of `(sequence_id, start, stop)` ranges back, one after the other.
+        """Read back the computed K/V of `(sequence_id, start, stop)` ranges, concatenated.
 
-        Returns key and value, `[num_tokens, num_kv_heads, head_size]`, `[num_layers]` before it if `layer` is None.
+        Returns key and value, `[num_tokens, num_kv_heads, head_size]`, or `[num_layers, num_tokens, num_kv_heads,
+        head_size]` if `layer` is None.
         """
         if layer is not None and not 0 <= layer < self.layout.num_layers:
             raise InvalidArgumentError(f"{layer} is not below {self.layout.num_layers}", field="layer")
@@ -169,7 +170,8 @@ class Engine:
             raise InvalidArgumentError(f"is {array.dtype}, must be {self.tensor_dtype}", field=f"{name}.data_type")
 
     def check_options(self, options: AttentionOptions, num_heads: int | None) -> None:
-        """Raise InvalidArgumentError naming the option that no attention can be computed with here."""
+        """Check attention options. Raises InvalidArgumentError naming an option that is invalid or that the device does
+        not support."""
         _check_options(options, num_heads)
         self.device.check_options(options)
 

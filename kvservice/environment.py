@@ -1,4 +1,4 @@
-"""What has to be in a process's environment before gRPC is imported, and before malloc is first used."""
+"""Environment variables that must be set before gRPC is imported and before malloc is first used."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import os
 from collections.abc import Mapping
 
 GRPC_ENVIRONMENT = {
-    # gRPC's older poller answers in about half the time of the event engine. Both sides of a connection want it.
+    # gRPC's old poller answers in about half the time of the event engine. Both ends of a connection should use it.
     "GRPC_EXPERIMENTS": "-event_engine_client,-event_engine_listener",
-    # Below that level gRPC writes a line for each TLS handshake that fails.
+    # At lower levels gRPC logs a line for each TLS handshake that fails.
     "GRPC_VERBOSITY": "ERROR",
 }
-# The daemon says itself what is wrong. The rest of gRPC's lines a stranger can cause as often as it likes, one with
-# each RPC that has too many headers, and so fill a disk.
+# The daemon logs problems itself. Unauthenticated clients can cause any number of gRPC's own log lines, for example
+# one per RPC with too many headers, and could fill the disk.
 GRPC_SILENCE = {"GRPC_VERBOSITY": "NONE"}
 
-# Large messages live shortly: without these every one is mapped, faulted in page by page, and unmapped.
+# Large messages are short-lived. Without these thresholds malloc maps, faults in and unmaps memory for every one.
 MALLOC_ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 32),
@@ -23,12 +23,13 @@ MALLOC_ENVIRONMENT = {
 
 
 def prepare_grpc() -> None:
-    """Set what gRPC reads at its import, unless the user has set it."""
+    """Set the variables that gRPC reads when it is imported, unless the user has set them."""
     for name, value in GRPC_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
 
 def missing_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """What a process that is to exchange large messages lacks; malloc reads it only at exec."""
+    """Return the variables that are not set but that a process with large messages needs. They must be set before exec,
+    because malloc reads them only then."""
     wanted = GRPC_ENVIRONMENT | GRPC_SILENCE | MALLOC_ENVIRONMENT
     return {name: value for name, value in wanted.items() if name not in environ}

@@ -1,26 +1,26 @@
-"""What can go wrong, as one tree. Every class carries the gRPC status that it travels under.
+"""The error tree. Every class names the gRPC status that it maps to.
 
     KVServiceError
-    ├── InvalidArgumentError        INVALID_ARGUMENT     a field of the request is wrong, whatever the state
+    ├── InvalidArgumentError        INVALID_ARGUMENT     a field of the request is wrong in any state
     ├── NotFoundError               NOT_FOUND
-    │   ├── UnknownSequenceError                         never allocated, freed, or another session's
+    │   ├── UnknownSequenceError                         never allocated, freed, or of another session
     │   ├── UnknownStepError
     │   ├── UnknownPinError
-    │   ├── UnknownRegionError                           never registered, unregistered, or another session's
+    │   ├── UnknownRegionError                           never registered, unregistered, or of another session
     │   └── UnknownSessionError
     ├── DuplicateSequenceError      ALREADY_EXISTS
     ├── DuplicateRegionError        ALREADY_EXISTS
-    ├── FailedPreconditionError     FAILED_PRECONDITION  the request is well formed, the state is not right for it
-    │   ├── LengthMismatchError                          the sequence is not as long as the caller expects
+    ├── FailedPreconditionError     FAILED_PRECONDITION  the request is valid, but not in this state
+    │   ├── LengthMismatchError                          the sequence does not have the expected length
     │   ├── SequenceSwappedError                         its blocks are in the swap tier
     │   ├── SequenceNotSwappedError
     │   ├── NotComputedError                             its K/V are not written yet
     │   ├── StaleStepError                               a newer operation replaced the step
     │   ├── LayerWrittenError                            the layer was already sent in this step
-    │   ├── ReplyForgottenError                          the request was done before; its reply is not known any more
+    │   ├── ReplyForgottenError                          the request was executed before; its reply is no longer stored
     │   ├── SessionTakenError                            another client has taken the session over
-    │   ├── RegionsNotAllowedError                       the daemon takes none, or none over this connection
-    │   ├── PoolNotSharedError                           the daemon does not let clients map its pool, or not to write
+    │   ├── RegionsNotAllowedError                       the daemon accepts no regions, or none over this connection
+    │   ├── PoolNotSharedError                           clients may not map the pool, or not for writing
     │   ├── EventsOffError                               the daemon records no block events
     │   └── RegionShrunkError                            the client has truncated its shared-memory object
     ├── ResourceExhaustedError      RESOURCE_EXHAUSTED
@@ -30,17 +30,17 @@
     ├── DrainingError               UNAVAILABLE          the daemon is shutting down
     ├── ObserverUnavailableError    UNAVAILABLE          the process that computes the answer is starting
     ├── ConnectionLostError         UNAVAILABLE          raised by clients only
-    │   ├── DaemonAwayError                              known from an earlier call: raised at once, nothing was sent
+    │   ├── DaemonAwayError                              the connection is known to be down; nothing was sent
     │   └── TLSHandshakeError                            client and daemon do not agree on TLS or on certificates
     ├── CallTimeoutError            DEADLINE_EXCEEDED    raised by clients only: no answer within the call's timeout_s
     ├── UnauthenticatedError        UNAUTHENTICATED      the daemon does not know the caller's token
     ├── RegionNotOpenedError        INTERNAL             no such shared-memory object; the status is Triton's
-    └── InternalError               INTERNAL             a bug of ours, or a device that failed
+    └── InternalError               INTERNAL             a bug in the daemon, or a device failure
 
-Nothing is changed by an operation that raises one of these, but for two cases. A client truncates its shared-memory
-object while a call that puts its output there is under way: then the layer is written and the output lost. Or an answer
-is lost on its way, which the client sees as ConnectionLostError or CallTimeoutError: then the call may have been done;
-as ReplyForgottenError: then it was.
+An operation that raises one of these errors changes nothing, with two exceptions. First, if a client truncates its
+shared-memory object while a call writes its output there, the layer is written and the output is lost. Second, a reply
+may be lost in transit. The client then gets ConnectionLostError or CallTimeoutError, and the call may have been
+executed; or it gets ReplyForgottenError, and the call was executed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from typing import ClassVar
 
 
 class KVServiceError(Exception):
-    """Base of the tree. `reason` is the stable machine-readable name, `status` the gRPC status code's name."""
+    """Base class. `reason` is the stable machine-readable name, `status` the name of the gRPC status code."""
 
     status: ClassVar[str] = "UNKNOWN"
     reason: ClassVar[str] = "UNKNOWN"
@@ -163,9 +163,9 @@ class ResourceExhaustedError(KVServiceError):
 
 
 class OutOfBlocksError(ResourceExhaustedError):
-    """`metadata` carries `tier` (device or swap), `required`, `free` and `total` blocks.
+    """A tier has too few free blocks. `metadata` holds `tier` (device or swap), `required`, `free` and `total` blocks.
 
-    `never` says that no freeing of blocks can help: the pool is too small for the request.
+    `never` says that the request can never succeed, because the pool is too small for it.
     """
 
     reason = "OUT_OF_BLOCKS"
@@ -180,7 +180,7 @@ class OutOfBlocksError(ResourceExhaustedError):
 
 
 class QuotaExceededError(ResourceExhaustedError):
-    """`metadata` carries `limit`, the configuration field that set the bound, and its `value`."""
+    """A limit is exceeded. `metadata` holds `limit`, the name of the configuration field, and its `value`."""
 
     reason = "QUOTA_EXCEEDED"
 
@@ -218,7 +218,7 @@ class TLSHandshakeError(ConnectionLostError):
 
 
 class UnauthenticatedError(KVServiceError):
-    """`metadata` carries `cause`: missing, malformed or unknown."""
+    """The caller is not authenticated. `metadata` holds `cause`: missing, malformed or unknown."""
 
     status = "UNAUTHENTICATED"
     reason = "UNAUTHENTICATED"

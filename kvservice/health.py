@@ -1,4 +1,4 @@
-"""Whether a daemon serves, asked over grpc.health.v1: for scripts and container health checks."""
+"""Health check of a daemon over grpc.health.v1, for scripts and containers."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from kvservice.environment import prepare_grpc
 
 prepare_grpc()
 
-import grpc  # noqa: E402  the environment comes first
+import grpc  # noqa: E402  the environment must be set first
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # noqa: E402
 
 from kvservice.wire.channels import connection_error, open_channel  # noqa: E402
 from kvservice.wire.status import HEALTH_REASON  # noqa: E402
 
-# A daemon that listens on every interface is asked on the loopback one.
+# A daemon that listens on all interfaces is checked over loopback.
 _LOOPBACK: Final = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 
 
 def address_of(config: ServeConfig) -> str:
-    """The gRPC address at which a daemon with this configuration is reached on its own host.
+    """Return the gRPC address of a daemon with this configuration, for clients on its host.
 
-    The unix socket where there is one, else TCP; empty if the configuration opens neither.
+    It is the unix socket if there is one, else the TCP address, or empty if the configuration opens neither.
     """
     if config.unix_socket:
         return f"unix:{config.unix_socket}"
@@ -32,18 +32,18 @@ def address_of(config: ServeConfig) -> str:
 
 
 def check(address: str, timeout_s: float, credentials: ClientCredentials = NO_CREDENTIALS) -> bool:
-    """True if the daemon at `address` (a gRPC target) says within `timeout_s` that it is SERVING.
+    """Return whether the daemon at `address` (a gRPC target) reports SERVING within `timeout_s` seconds.
 
-    False if it says otherwise (it drains, or is corrupt), does not answer in time, or nothing is there: no error is
-    raised.
+    The result is False if it reports another status (draining, or failed integrity), does not answer in time, or is not
+    reachable. No error is raised for these.
     """
     return not reason_not_serving(address, timeout_s, credentials)
 
 
 def reason_not_serving(address: str, timeout_s: float, credentials: ClientCredentials) -> str:
-    """Why the daemon does not serve, as far as it is known here; empty if it does."""
+    """Return why the daemon does not serve, as far as the client knows, or an empty string if it does."""
     with open_channel(address, credentials, ()) as channel:
-        stub: Any = health_pb2_grpc.HealthStub(channel)  # its published types know no methods
+        stub: Any = health_pb2_grpc.HealthStub(channel)  # the published stubs declare no methods
         try:
             request, headers = health_pb2.HealthCheckRequest(), credentials.headers()
             answer, call = stub.Check.with_call(request, timeout=timeout_s, metadata=headers)

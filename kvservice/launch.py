@@ -18,13 +18,13 @@ from kvservice.errors import KVServiceError
 
 
 class StartError(KVServiceError):
-    """The daemon ended, or did not answer in time; the message holds what it said."""
+    """The daemon exited or did not answer in time. The message contains its log."""
 
 
 class Daemon:
-    """A private daemon on a unix socket in a directory of its own. A context manager; `address` is for clients.
+    """A private daemon on a unix socket in a temporary directory, as a context manager. Clients connect to `address`.
 
-    `options` are fields of ServeConfig. Nothing but the socket is opened unless they say so.
+    `options` are fields of ServeConfig. By default the daemon opens no address except the socket.
     """
 
     def __init__(self, *, start_timeout_s: float = 60.0, **options: Any) -> None:
@@ -39,7 +39,7 @@ class Daemon:
     def __enter__(self) -> Daemon:
         options = {f"{ENV_PREFIX}{name.upper()}": str(value) for name, value in self._options.items()}
         with self.log.open("wb") as log:
-            # -P: a checkout in the working directory must not hide the installed package.
+            # -P keeps a checkout in the working directory from shadowing the installed package.
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "kvservice", "serve"],
                 env=os.environ | missing_environment(os.environ) | options,
@@ -58,7 +58,7 @@ class Daemon:
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def stop(self, timeout_s: float = 40.0) -> int:
-        """SIGTERM, and SIGKILL if that is not heard. Returns the exit status."""
+        """Send SIGTERM, and SIGKILL after `timeout_s` seconds. Returns the exit status."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:

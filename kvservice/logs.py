@@ -1,4 +1,4 @@
-"""How the daemon's processes log: lines for people, or an object in each line for machines."""
+"""Logging of the daemon's processes, as text lines or as one JSON object per line."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from pythonjsonlogger.core import RESERVED_ATTRS
 from pythonjsonlogger.json import JsonFormatter
 
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-# Of one kind of event that strangers can cause, so that they cannot fill the disk.
+# Limit on log lines of one kind that unauthenticated clients can cause, so that they cannot fill the disk.
 _LINES_PER_WINDOW = 20
 _WINDOW_S = 60.0
 _NAMES = {"levelname": "level", "name": "logger", "exc_info": "exception", "stack_info": "stack"}
 
 
 def configure(level: str, format: str) -> None:  # noqa: A002  the option's name
-    """Log to stderr, from `level` up, as text or json.
+    """Log to stderr, from `level` up, in `format` text or json.
 
-    An object has time (RFC 3339, UTC), level, logger, message; session_id, request_id, method, status and whatever
-    else the place that logs gives as `extra`; exception if there was one.
+    A JSON object has time (RFC 3339, UTC), level, logger and message; the fields that the caller passes as `extra`,
+    such as session_id, request_id, method and status; and exception if there is one.
     """
     handler = logging.StreamHandler()
     handler.setFormatter(_json() if format == "json" else logging.Formatter(_TEXT))
@@ -41,13 +41,13 @@ def _json() -> logging.Formatter:
         ("levelname", "name", "message"),
         rename_fields=_NAMES,
         timestamp="time",
-        # The message once more, with a terminal's colours, by the HTTP server.
+        # color_message is the HTTP server's copy of the message with terminal colours.
         reserved_attrs=[*RESERVED_ATTRS, "color_message"],
     )
 
 
 class LogBudget:
-    """Writes at most 20 lines a minute. The first line after that says how many were left out."""
+    """Writes at most 20 lines per minute. The first line of the next minute says how many were dropped."""
 
     def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
         self._logger = logger

@@ -1,7 +1,7 @@
-"""The pool's shape for a model, from its `config.json` as Hugging Face's transformers writes it.
+"""Shape of the pool for a model, from its `config.json` as Hugging Face transformers writes it.
 
-Plain data: neither torch nor transformers is needed. A model whose K/V do not fit into one pool is refused, and so is
-one whose file leaves out what the library would take from the model type's own default.
+This module needs neither torch nor transformers. It rejects a model whose K/V do not fit into one pool, and a model
+whose file omits a value for which the library has a default per model type.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from kvservice.errors import InvalidArgumentError
 Config = Mapping[str, Any]
 
 FILE_NAME = "config.json"
-# Larger ones are something else.
+# A larger file is not a model's config.json.
 MAX_FILE_BYTES = 16 << 20
 
-# Layers, query heads and hidden size in model types that do not call them num_hidden_layers, num_attention_heads and
-# hidden_size, or not all of them.
+# Names of the layers, query heads and hidden size for model types where at least one of them is not called
+# num_hidden_layers, num_attention_heads or hidden_size.
 _GPT2_NAMES = ("n_layer", "n_head", "n_embd")
 _MPT_NAMES = ("n_layers", "n_heads", "d_model")
 _NAMES: dict[str, tuple[str, str, str]] = {
@@ -42,8 +42,8 @@ _NAMES: dict[str, tuple[str, str, str]] = {
 }
 _HEAD_SIZE_NAMES = {"jetmoe": "kv_channels", "xlnet": "d_head"}
 
-# A model whose file has no num_key_value_heads has as many as query heads, and without head_dim it is hidden_size over
-# heads. For these model types the library has other defaults.
+# Without num_key_value_heads a model has as many KV heads as query heads; without head_dim the head size is hidden_size
+# / heads. For the following model types the library has other defaults.
 _NEED_KV_HEADS = frozenset(
     {
         "beam", "bitnet", "cwm", "ernie4_5", "ernie4_5_moe", "flint", "gemma2", "gemma3_text", "glm", "glm4",
@@ -61,7 +61,7 @@ _NEED_HEAD_SIZE = frozenset(
 )  # fmt: skip
 
 _LAYER_TYPES = {"attention", "full_attention", "sliding_attention"}
-# Keys of models some of whose layers keep something else than K/V, where no list of layer types says which.
+# Keys of models without a list of layer types in which some layers keep something other than K/V.
 _OTHER_LAYERS = {
     "attention_chunk_size": "chunked attention",
     "attn_layer_period": "layers without attention",
@@ -73,14 +73,14 @@ _OTHER_LAYERS = {
     "mamba_d_state": "state-space layers",
     "ssm_state_size": "state-space layers",
 }
-# Keys by which layers have shapes of their own that are not looked into.
+# Keys that give layers their own shapes. Their values are not examined.
 _DIFFERING = ("block_configs", "num_key_value_heads_per_layer")
 _SHAPE_KEYS = ("num_attention_heads", "num_key_value_heads", "head_dim")
 
 
 @dataclass(frozen=True)
 class PoolOptions:
-    """Fields of the daemon's configuration that a model determines. `dtype` is the name of a type."""
+    """Fields of the daemon's configuration that a model determines. `dtype` is the name of a dtype."""
 
     num_layers: int
     num_kv_heads: int
@@ -89,7 +89,7 @@ class PoolOptions:
 
 
 def read_pool_options(model: Path) -> PoolOptions:
-    """The pool for the model of a directory, or of a file `config.json`. Raises InvalidArgumentError naming `model`."""
+    """Return the pool options for a model's directory or `config.json`. Raises InvalidArgumentError naming `model`."""
     path = model / FILE_NAME if model.is_dir() else model
     try:
         with path.open("rb") as file:
@@ -105,10 +105,10 @@ def read_pool_options(model: Path) -> PoolOptions:
 
 
 def pool_options(config: Config) -> PoolOptions:
-    """The pool for a model's configuration; of a model of several kinds of input, for that of its text.
+    """Return the pool options for a model's configuration. For a multimodal model it uses the text configuration.
 
     Raises InvalidArgumentError naming `config`, with the reason, for models that cannot keep their K/V in one pool.
-    Whether the daemon has such heads and types is another question: its configuration is checked as a whole.
+    It does not check whether the daemon supports these heads and dtypes; the daemon's configuration does.
     """
     dtype = _dtype(config)
     while isinstance(config.get("text_config"), dict):
@@ -124,7 +124,7 @@ def pool_options(config: Config) -> PoolOptions:
 
 
 def _dtype(config: Config) -> str:
-    """The type that the model's weights have; "" where the file does not say."""
+    """Return the dtype of the model's weights, or "" if the file does not name it."""
     found = config.get("dtype") or config.get("torch_dtype") or ""
     return str(found).removeprefix("torch.")
 
@@ -164,7 +164,7 @@ def _layer_problems(config: Config) -> Iterator[str]:
 
 
 def _layers(config: Config) -> Iterator[Config]:
-    """The configuration, and that of each layer that has something of its own."""
+    """Yield the configuration, and that of each layer whose shape is configured separately."""
     own = config.get("per_layer_config") or {}
     parts = own.values() if isinstance(own, dict) else own
     changes = [part for part in parts if isinstance(part, dict) and any(key in part for key in _SHAPE_KEYS)]
@@ -175,7 +175,7 @@ def _layers(config: Config) -> Iterator[Config]:
 
 
 def _kv_shape(config: Config) -> tuple[int, int]:
-    """K/V heads of a layer, and their size."""
+    """Return (number of KV heads, head size) of a layer."""
     kind = config.get("model_type")
     num_heads = _whole(config, *_names(config, 1))
     head_size = _optional(config, "head_dim", *([_HEAD_SIZE_NAMES[kind]] if kind in _HEAD_SIZE_NAMES else []))
@@ -207,12 +207,12 @@ def _num_kv_heads(config: Config, num_heads: int) -> int:
     for key in ("swa_num_key_value_heads", "num_global_key_value_heads"):
         if config.get(key) not in (None, found):
             raise InvalidArgumentError(f"num_key_value_heads is {found}, {key} {config[key]}", field="config")
-    # Each of a token's experts has queries of its own there, for which the library repeats K/V.
+    # In jetmoe each expert of a token has its own queries, and the library repeats K/V for them.
     return found * _whole(config, "num_experts_per_tok") if kind == "jetmoe" else found
 
 
 def _names(config: Config, which: int) -> tuple[str, ...]:
-    """What the file may call the layers (0), the query heads (1), or the hidden size (2)."""
+    """Return the possible names of the layers (0), the query heads (1) or the hidden size (2)."""
     usual = ("num_hidden_layers", "num_attention_heads", "hidden_size")[which]
     own = _NAMES.get(str(config.get("model_type")))
     return (usual,) if own is None or own[which] == usual else (usual, own[which])
@@ -226,7 +226,7 @@ def _whole(config: Config, *names: str) -> int:
 
 
 def _optional(config: Config, *names: str) -> int | None:
-    """The first of these that is there and not null."""
+    """Return the value of the first of these names that is present and not null. Raises InvalidArgumentError."""
     for name in names:
         value = config.get(name)
         if value is None:
