@@ -1,4 +1,4 @@
-"""Where the bytes are and who computes on them: one `Device` for each place, which the engine hands its plans to."""
+"""Devices: memory and compute of a pool, on the CPU or on a GPU. The engine submits its plans to a `Device`."""
 
 from kvservice.devices.base import AttentionOptions, CudaRegion, Device, LaneServer, LaneSession
 from kvservice.devices.factory import open_device

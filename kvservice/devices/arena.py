@@ -1,4 +1,4 @@
-"""Room for the tensors of calls on their way between host and device."""
+"""Staging memory for tensors between host and device."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def aligned(num_bytes: int) -> int:
 
 
 def offsets_of(arrays: Iterable[Array]) -> list[int]:
-    """Where arrays begin that stand one after the other, and where the last one ends."""
+    """Return the offsets of consecutive aligned arrays, and the end of the last one."""
     return list(itertools.accumulate((aligned(array.nbytes) for array in arrays), initial=0))
 
 
 @dataclass(eq=False)
 class Region:
-    """The same bytes of the ring on both sides, until they are released."""
+    """A range of the ring, on host and device, until it is released."""
 
     arena: Arena
     start: int
@@ -44,20 +44,20 @@ class Region:
         return self.arena.device_pointer + self.start
 
     def put(self, offset: int, array: Array) -> None:
-        """Copy an array to the host's side."""
+        """Copy an array into the host side."""
         flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         begin = self.start + offset
         np.copyto(self.arena.host[begin : begin + flat.nbytes], flat)
 
     def get(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """A copy of an array on the host's side."""
+        """Return a copy of an array on the host side."""
         begin = self.start + offset
         num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         return self.arena.host[begin : begin + num_bytes].copy().view(dtype).reshape(shape)
 
 
 class Arena:
-    """A ring twice: page-locked in host memory, and on the device. Regions are released in any order."""
+    """A ring buffer with a pinned host side and a device side. Regions may be released in any order."""
 
     def __init__(self, cuda: ModuleType, device: int, num_bytes: int) -> None:
         self.num_bytes = aligned(num_bytes)
@@ -71,7 +71,7 @@ class Arena:
         self._head = 0
 
     def take(self, num_bytes: int) -> Region:
-        """A region; waits until there is one."""
+        """Allocate a region. Blocks until there is room."""
         num_bytes = max(ALIGNMENT, aligned(num_bytes))
         assert num_bytes <= self.num_bytes, "the arena is sized for the largest call"
         with self._changed:
@@ -95,7 +95,8 @@ class Arena:
             self._changed.notify_all()
 
     def _place(self, num_bytes: int) -> int | None:
-        """Where that many bytes are free: behind the newest region, or else before the oldest."""
+        """Return an offset with `num_bytes` free bytes, after the newest region or else before the oldest one. None if
+        there is no room."""
         if not self._regions:
             return 0 if num_bytes <= self.num_bytes else None
         tail = self._regions[0].start

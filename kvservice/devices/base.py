@@ -1,9 +1,9 @@
-"""What a device does for the engine, and in which order.
+"""Interface of devices to the engine.
 
-All of it is asked for on the event loop, and all of it takes effect in the order of asking: a block that one sequence
-gives up and another gets is never written before it has been read. What the engine asks for has been checked; so an
-error in it is a bug, or a device that fails, and leaves content that nobody knows: the device is faulted then, and the
-daemon ends.
+The engine calls a device on the event loop only, and all operations take effect in call order, so a block that moves
+from one sequence to another is never written before it has been read. The engine has validated all arguments. An error
+during an operation is therefore a bug or a device failure and leaves the content of the pool undefined; the device is
+then faulted, and the daemon exits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Int64 = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """How scores are made. `scale` None: 1/sqrt(head_size). `sliding_window`, `logits_soft_cap` 0: off."""
+    """Options of attention. `scale` None means 1/sqrt(head_size); `sliding_window` and `logits_soft_cap` 0 mean off."""
 
     scale: float | None = None
     sliding_window: int = 0
@@ -37,83 +37,83 @@ class AttentionOptions:
 
 
 class LaneSession(Protocol):
-    """What the lanes of one session may touch: its published steps, and regions of memory. Made by a device."""
+    """State that the lanes of one session may use: its published steps and memory regions. A device creates it."""
 
     def retire(self, step_id: int) -> None:
-        """Returns when no call uses the step, and none will."""
+        """Withdraw a step. Returns when no call uses it, and none will."""
 
     def take_finished(self) -> list[int]:
-        """Steps whose last layer was written by a lane since the last time."""
+        """Return the steps whose last layer a lane has written since the previous call."""
 
     def add_region(self, address: int, num_bytes: int) -> int:
-        """A number for host memory that nobody can take away."""
+        """Register host memory that cannot be unmapped or truncated. Returns its number."""
 
     def remove_region(self, number: int) -> None:
-        """Returns when no call uses the region, and none will."""
+        """Unregister a region. Returns when no call uses it, and none will."""
 
     def set_draining(self) -> None:
-        """From now on steps of which no layer is written are refused."""
+        """Refuse calls of steps without a written layer from now on."""
 
 
 class LaneServer(Protocol):
-    """A lane's thread."""
+    """The thread that serves a lane."""
 
     @property
     def closed(self) -> bool:
-        """It has ended, by `close` or because of what its client wrote into it."""
+        """Whether the lane has ended, by `close` or because its client wrote invalid data into it."""
 
     @property
     def event_handle(self) -> bytes:
-        """Of the event by which its calls can be waited for on a GPU; b"" on the CPU."""
+        """IPC handle of the CUDA event that completes the lane's calls on a GPU; b"" on the CPU."""
 
     def close(self) -> None:
-        """After the calls that run."""
+        """Stop the lane after its running calls."""
 
     def stats(self) -> tuple[int, int, list[int], float]:
-        """Calls, errors, how many calls fell into each bucket of seconds, seconds of all."""
+        """Return (calls, errors, calls per latency bucket, total seconds)."""
 
 
 class CudaRegion(Protocol):
-    """A client's memory on the GPU, opened. `number` is what the entries of lanes call it."""
+    """A client's opened GPU memory. Lane entries refer to it by `number`."""
 
     number: int
 
     def check(self, end: int) -> None:
-        """The driver keeps what is open."""
+        """Do nothing: the driver keeps opened memory alive."""
 
     def read(self, begin: int, num_bytes: int) -> Array:
-        """A copy in host memory, uint8 `[num_bytes]`."""
+        """Return a copy in host memory, uint8 `[num_bytes]`."""
 
     def write(self, begin: int, data: Array) -> None:
-        """`data` uint8, in host memory."""
+        """Write `data`, uint8 in host memory."""
 
     def view(self, begin: int, num_bytes: int, /) -> None:
-        """The host cannot look into it."""
+        """Return None: the host cannot access the memory."""
 
     def close(self) -> None:
-        """When no call uses it any more."""
+        """Close the memory. No call may use it any more."""
 
 
 @dataclass(frozen=True)
 class PoolDescriptor:
-    """The pool's memory, to be handed to another process."""
+    """Descriptor and size of the pool's memory, for fd passing to another process."""
 
     descriptor: int
     num_bytes: int
 
 
 class Device(Protocol):
-    """Tensors are `[num_tokens, num_heads, head_size]`, C-contiguous, of the tensors' type, in host memory.
+    """Interface of a device. Tensors are `[num_tokens, num_heads, head_size]`, C-contiguous, of the tensor dtype, in
+    host memory.
 
-    `attend`, `write` and `read` take what they need before they return, and raise ResourceExhaustedError, with nothing
-    changed, where that is not there; what they return is to be awaited. A caller that is cancelled does not cancel the
-    work.
+    `attend`, `write` and `read` allocate what they need before they return, and raise ResourceExhaustedError, with
+    nothing changed, if that fails. The caller awaits their result. Cancelling the caller does not cancel the work.
     """
 
     num_blocks: int
     num_swap_blocks: int
     memory_bytes: dict[str, int]
-    """What was taken, by use: pool, swap, and what the device needs besides."""
+    """Bytes allocated, by use: pool, swap, and other needs of the device."""
     on_fault: Callable[[], object]
     """Called once, on any thread, when `fault` is set."""
 
@@ -122,19 +122,19 @@ class Device(Protocol):
 
     @property
     def swap_busy_s(self) -> dict[str, float]:
-        """Seconds for which copies to the swap tier ("out") and back ("in") have run."""
+        """Seconds spent in copies to the swap tier ("out") and back ("in")."""
 
     def check_options(self, options: AttentionOptions) -> None:
-        """Raise InvalidArgumentError naming the option that this device has no kernel for."""
+        """Check attention options. Raises InvalidArgumentError naming an option that this device has no kernel for."""
 
     def copy(self, src_ids: Int32, dst_ids: Int32) -> None:
-        """Blocks of the pool over others. No destination is a source."""
+        """Copy blocks within the pool. No destination is a source."""
 
     def swap_out(self, src_ids: Int32, dst_ids: Int32) -> None:
-        """Blocks of the pool over blocks of the swap tier."""
+        """Copy blocks of the pool to blocks of the swap tier."""
 
     def swap_in(self, src_ids: Int32, dst_ids: Int32) -> None:
-        """Blocks of the swap tier over blocks of the pool."""
+        """Copy blocks of the swap tier to blocks of the pool."""
 
     def attend(
         self,
@@ -147,40 +147,41 @@ class Device(Protocol):
         out: Array | None = None,
         /,
     ) -> Awaitable[tuple[Array, Array]]:
-        """Write one layer's K/V of a step, then attend. The output, in `out` if the device can put it there, and the
-        log-sum-exp float32 `[num_tokens, num_heads]`."""
+        """Write one layer's K/V of a step, then attend. The result is the output, in `out` if the device supports that,
+        and the log-sum-exp, float32 `[num_tokens, num_heads]`."""
 
     def write(self, step: Step, layers: Sequence[int], keys: Array, values: Array) -> Awaitable[None]:
         """Write K/V of a step: `[len(layers), num_tokens, num_kv_heads, head_size]`."""
 
     def read(self, layers: Sequence[int], slots: Int64) -> Awaitable[tuple[Array, Array]]:
-        """K/V of slots: `[len(layers), len(slots), num_kv_heads, head_size]` each."""
+        """Read K and V of slots, each `[len(layers), len(slots), num_kv_heads, head_size]`."""
 
     lane_bytes: int
-    """Of the memory that a lane takes."""
+    """Bytes of shared memory per lane."""
     lane_buckets_s: tuple[float, ...]
-    """Upper bounds of all but the last bucket of `LaneServer.stats`."""
+    """Upper bounds in seconds of all buckets of `LaneServer.stats` except the last one."""
 
     def lane_session(self) -> LaneSession: ...
 
     def open_lane(self, memory: SealedMemory, session: LaneSession) -> LaneServer:
-        """Serve a lane from a thread of its own. It attends in the order of its calls, after what was asked for before
-        a step was published. A failure in it faults the device."""
+        """Serve a lane from a separate thread. It executes its calls in order, after all operations that were submitted
+        before the step was published. A failure in the lane faults the device."""
 
     def open_cuda_region(
         self, session: LaneSession, raw_handle: bytes, device_id: int, byte_size: int, /
     ) -> CudaRegion:
-        """Raises RegionsNotAllowedError where the pool is on no GPU, RegionNotOpenedError, InvalidArgumentError naming
-        raw_handle (also where what it names is open already), device_id or byte_size."""
+        """Open a client's GPU memory. Raises RegionsNotAllowedError if the pool is not on a GPU, RegionNotOpenedError,
+        and InvalidArgumentError naming raw_handle (also if that memory is already open), device_id or byte_size."""
 
     def prepare(self, step: Step, /) -> Awaitable[None] | None:
-        """Done, or None, when work that does not pass through here may begin on the step's blocks."""
+        """Return an awaitable that completes when work outside of this device may use the step's blocks, or None if it
+        may use them now."""
 
     def publish(self, session: LaneSession, step: Step, written: bytearray) -> None:
-        """Let the session's lanes work on a step that is prepared and live, marking the layers in `written`."""
+        """Make a prepared, live step available to the session's lanes, which mark its layers in `written`."""
 
     def exported_pool(self) -> AbstractContextManager[PoolDescriptor]:
-        """The pool's descriptor, valid within the block."""
+        """Export the pool. The descriptor is valid within the `with` block."""
 
     def close(self) -> None:
-        """Finish what has been asked for, then give everything back."""
+        """Finish all submitted work, then release all resources."""

@@ -1,4 +1,4 @@
-"""Work on bytes, done in the order of its submission: what a stream is on a GPU."""
+"""An in-order queue of work on the pool, the CPU's counterpart of a CUDA stream."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ logger = logging.getLogger(__name__)
 
 
 class ByteQueue:
-    """One worker thread. Submitted from the event loop only.
+    """An in-order queue with one worker thread. Work is submitted from the event loop only.
 
-    Work has been validated before it is submitted and marked as done in the bookkeeping; so an exception in it is a
-    bug, or one of `device_errors`: the device failed. Either leaves the pool's content unknown, and `fault` is set for
-    the daemon to end itself. `on_start` is called in the worker thread before all else.
+    Work is validated, and recorded as done in the bookkeeping, before it is submitted. An exception in it is therefore
+    a bug or, for `device_errors`, a device failure. Either leaves the content of the pool undefined and sets `fault`,
+    and the daemon exits. `on_start` runs first in the worker thread.
     """
 
     def __init__(
@@ -30,20 +30,20 @@ class ByteQueue:
         self.on_fault: Callable[[], object] = lambda: None
         self._device_errors = device_errors
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="bytes", initializer=on_start)
-        # Set when what was submitted last is done. Its future would do, but keep a result that may lie in memory of a
-        # client that is gone.
+        # Set when the last submission is done. Its future would also say so, but it would keep a result alive that may
+        # be in memory of a disconnected client.
         self._last_done = threading.Event()
         self._last_done.set()
 
     async def run(self, work: Callable[[], T], *, inline: bool) -> T:
-        """Do `work` in its turn and return its result, `inline` on the event loop if nothing is queued. A caller that
-        is cancelled does not cancel the work."""
+        """Run `work` in order and return its result. With `inline` it runs on the event loop if the queue is empty.
+        Cancelling the caller does not cancel the work."""
         if inline and self.idle:
             return self.guarded(work)
         return await asyncio.shield(asyncio.wrap_future(self.submit(work)))
 
     def post(self, work: Callable[[], object], *, inline: bool) -> None:
-        """Do `work` in its turn; what is submitted later sees its effect."""
+        """Run `work` in order without waiting for it. Later submissions see its effect."""
         if inline and self.idle:
             self.guarded(work)
         else:
@@ -54,7 +54,7 @@ class ByteQueue:
         return self._last_done.is_set()
 
     def close(self) -> None:
-        """Finish what is queued."""
+        """Finish all queued work."""
         self._worker.shutdown(wait=True)
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
@@ -69,14 +69,14 @@ class ByteQueue:
         return self._worker.submit(run)
 
     def guarded(self, work: Callable[[], T]) -> T:
-        """Do `work`, on whatever thread this is; what it raises becomes the fault."""
+        """Run `work` on the calling thread. An exception in it becomes the fault."""
         try:
             return work()
         except BaseException as error:
             raise self.fail(error) from None
 
     def fail(self, error: BaseException) -> BaseException:
-        """Make it the fault, unless there is one. Returns what to tell the caller."""
+        """Record an error as the fault, unless there is one already. Returns the error for the caller."""
         known = isinstance(error, self._device_errors)
         if self.fault is None:
             self.fault = error

@@ -1,8 +1,8 @@
-"""The compute stream: calls are launched on it in the order of asking, and waited for.
+"""The compute stream. Calls are launched on it in submission order.
 
-A call is: tensors up, kernels, results down, an event. One that is short, with nothing long before it, is launched and
-waited for on the event loop, for that costs less than a hop to a thread and back. Any other is launched by one thread
-and waited for by another, so that calls which come meanwhile are launched behind it.
+A call uploads tensors, launches kernels, downloads results and records an event. A short call with no long call before
+it is launched and awaited on the event loop, which costs less than a hop to a thread and back. Any other call is
+launched by one thread and awaited by another, so that later calls can be launched behind it in the meantime.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# How long a call may hold the event loop.
+# Longest estimated time in seconds for which a call may block the event loop.
 INLINE_S = 100e-6
-# More copies than this are not launched on the event loop: a launch takes microseconds.
+# Most block copies that are launched on the event loop. Each launch takes microseconds.
 INLINE_COPIES = 32
 
 
 @dataclass(frozen=True)
 class Call(Generic[T]):
-    """`launch(region)` puts it on the compute stream, `result(region)` is what came of it when that is done.
+    """A call on the compute stream: `launch(region)` enqueues it, and `result(region)` returns its result after it
+    completes.
 
-    `num_bytes` of the arena are its own. `reads` and `writes` are blocks of the pool. `seconds` is how long it is
-    foreseen to take. `step` is kept until it is over, and with it the step's tables on the device.
+    It uses `num_bytes` of the arena. `reads` and `writes` are blocks of the pool. `seconds` is its estimated duration.
+    The reference to `step` keeps the step's tables on the device until the call completes.
     """
 
     step: Step | None
@@ -60,13 +61,14 @@ class Flight(Generic[T]):
 
 
 class Compute:
-    """Submitted to from the event loop only; the device is that of the calling threads."""
+    """The compute stream of a device. Calls are submitted from the event loop only. The device must be the current one
+    of all calling threads."""
 
     def __init__(self, cuda: ModuleType, device: int) -> None:
         self._cuda = cuda
         self._device = device
         self.stream: _cuda.Stream = cuda.Stream(device, True)
-        self.aside: _cuda.Stream = cuda.Stream(device)  # for what need not wait for it
+        self.aside: _cuda.Stream = cuda.Stream(device)  # for work that does not wait for the compute stream
         on_start = partial(cuda.set_device, device)
         self.queue = ByteQueue((cuda.CudaError,), on_start)
         self._waiter = ThreadPoolExecutor(1, thread_name_prefix="landing", initializer=on_start)
@@ -76,10 +78,10 @@ class Compute:
         self.arena: Arena
         self.copies: Copies
 
-    # ---- before anything is changed
+    # ---- before a launch: allocations, which may fail
 
     def allocate(self, num_bytes: int) -> int:
-        """Memory in the order of the stream."""
+        """Allocate device memory in stream order."""
         pointer: int = self._cuda.allocate_async(num_bytes, self.stream.handle)
         return pointer
 
@@ -87,7 +89,7 @@ class Compute:
         self._cuda.free_async(pointer, self.stream.handle)
 
     def reserve(self, take: Callable[[], T]) -> T:
-        """What a call needs. Raises ResourceExhaustedError where the device has no memory left for it."""
+        """Run an allocation for a call. Raises ResourceExhaustedError if the device is out of memory."""
         if self.queue.fault is not None:
             raise InternalError("the device failed before")
         try:
@@ -100,16 +102,16 @@ class Compute:
     def tables_of(self, step: Step) -> StepTables:
         return self.reserve(lambda: self._tables.of(step))
 
-    # ---- in a launch
+    # ---- during a launch
 
     def upload(self, region: Region, arrays: Sequence[Array], offsets: Sequence[int]) -> None:
-        """Arrays to the device's side of a region, where `offsets` say that each begins and the last ends."""
+        """Copy arrays to the device side of a region. `offsets` are the start of each array and the end of the last."""
         for array, offset in zip(arrays, offsets[:-1], strict=True):
             region.put(offset, array)
         self._cuda.copy_async(region.device_pointer, region.host_pointer, offsets[-1], self.stream.handle)
 
     def upload_tables(self, tables: StepTables, region: Region, begin: int) -> None:
-        """By way of the region, from `begin` on."""
+        """Upload a step's pending tables through the region, from offset `begin` on."""
         if tables.pending:
             for offset, part in tables.pending:
                 region.put(begin + offset, part)
@@ -124,12 +126,12 @@ class Compute:
     # ---- launching and waiting
 
     def post(self, copy: Callable[[Any, Any], None], src_ids: Array, dst_ids: Array) -> None:
-        """A copy of blocks, in its turn."""
+        """Launch a copy of blocks in order."""
         if len(src_ids):
             self.queue.post(lambda: copy(src_ids, dst_ids), inline=len(src_ids) <= INLINE_COPIES)
 
     def start(self, call: Call[T]) -> Awaitable[T]:
-        """Launch in its turn; what is returned waits for the result."""
+        """Launch a call in order. The caller awaits the result."""
         if call.num_bytes > self.arena.num_bytes:
             raise ResourceExhaustedError(
                 f"the call takes {call.num_bytes} bytes on the device, there is room for {self.arena.num_bytes}"
@@ -142,8 +144,8 @@ class Compute:
         return _awaited(done)
 
     def _is_quick(self, call: Call[T]) -> bool:
-        """Whether it is short, and nothing stands before it: no call that is under way, of a lane's either, no copy of
-        its blocks."""
+        """Return whether a call is short and nothing precedes it: no call in flight, including those of lanes, and no
+        copy of its blocks."""
         if call.seconds > INLINE_S or not self.queue.idle or not (self._newest is None or self._newest.done()):
             return False
         if not self.arena.has_room(call.num_bytes) or not self.queue.guarded(self.stream.idle):
@@ -160,7 +162,7 @@ class Compute:
             event = self._events.pop() if self._events else self._cuda.Event(self._device)
             event.record(self.stream.handle)
         except BaseException:
-            self.arena.release(region)  # or who waits for room would wait for ever
+            self.arena.release(region)  # otherwise a later `arena.take` would block forever
             raise
         return Flight(call, region, event)
 
@@ -192,7 +194,7 @@ class Compute:
             self.arena.release(flight.region)
 
     def close(self) -> None:
-        """Finish what has been submitted."""
+        """Finish all submitted work."""
         self.queue.close()
         self._waiter.shutdown(wait=True)
         if self.queue.fault is None:

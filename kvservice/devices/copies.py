@@ -1,9 +1,9 @@
-"""Copies of blocks beside the computing: each kind on a stream of its own, ordered by events and by nothing else.
+"""Block copies that overlap with compute. Each kind of copy has its own stream; only events order the streams.
 
-A copy waits for the work that was submitted to the compute stream before it, and for the copies in flight that read or
-write any of its blocks. Computing waits for the copies in flight that write what it reads, and for those that read or
-write what it writes. Since a copy has waited for all before it at the same block, the number of the last one is enough
-for each block. While nothing is in flight nothing is looked at.
+A copy waits for all earlier work on the compute stream, and for in-flight copies that read or write any of its blocks.
+Compute waits for in-flight copies that write the blocks that it reads, and for those that read or write the blocks that
+it writes. Since each copy waits for all earlier copies of the same block, the number of the last copy per block is
+sufficient. Without in-flight copies nothing is checked.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ if TYPE_CHECKING:
     from kvservice import _cuda
 
 
-# The event at a copy's end, its stream, and the event at its beginning where its time counts.
+# An in-flight copy: its end event, its stream, and its start event if its duration is counted.
 Flying: TypeAlias = "tuple[_cuda.Event, _cuda.Stream, _cuda.Event | None]"
 
 
 class Tier:
-    """Blocks at an address, each with the numbers of the copies that touched it last, and that wrote it last."""
+    """The blocks of a tier at an address. For each block it has the numbers of the last copy that read or wrote it, and
+    of the last copy that wrote it."""
 
     def __init__(self, pointer: int, num_blocks: int) -> None:
         self.pointer = pointer
@@ -34,7 +35,7 @@ class Tier:
 
 
 class Copies:
-    """Copies between two tiers, and within the first. Called by one thread at a time."""
+    """Copies between pool and swap tier, and within the pool. It is used by one thread at a time."""
 
     def __init__(
         self, cuda: ModuleType, device: int, compute: _cuda.Stream, pool: Tier, swap: Tier, block_bytes: int
@@ -47,10 +48,10 @@ class Copies:
         self._block_bytes = block_bytes
         self._within, self._out, self._in = (cuda.Stream(device) for _ in range(3))
         self._computed = cuda.Event(device)
-        # Of the copies that are known to be done: seconds between the events around them.
+        # Seconds between start and end event, summed over the copies that are known to be complete.
         self.swap_busy_s = {"out": 0.0, "in": 0.0}
         self._spare: list[_cuda.Event] = []
-        # By number, the oldest first.
+        # In-flight copies by number, oldest first.
         self._flying: dict[int, Flying] = {}
         self._newest = 0
 
@@ -95,7 +96,7 @@ class Copies:
         stream.wait(self._computed)
 
     def hold_up(self, reads: Array, writes: Array) -> list[Flying]:
-        """The copies for which computing has to wait that reads and writes these blocks of the pool."""
+        """Return the in-flight copies for which a call that reads and writes these blocks of the pool must wait."""
         if not self._flying:
             return []
         return self._in_flight(self.pool.last_write[reads]) + self._in_flight(self.pool.last_touch[writes])
@@ -109,7 +110,7 @@ class Copies:
                 stream.wait(event)
 
     def _in_flight(self, numbers: Array) -> list[Flying]:
-        """Those of the copies of these numbers that are not done."""
+        """Return the copies with these numbers that are not complete."""
         self._forget_done()
         if not self._flying:
             return []

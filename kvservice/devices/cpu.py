@@ -1,4 +1,4 @@
-"""The pool in host memory, computed on by the processor."""
+"""The CPU device: the pool is in host memory."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from kvservice.errors import InvalidArgumentError, RegionsNotAllowedError
 from kvservice.pool.cpu import CpuPool
 from kvservice.pool.sealed import SealedMemory
 
-# Work below this is done on the event loop at once if nothing is queued: a hop to a thread and back costs more.
+# Smaller work runs directly on the event loop if the queue is empty, because a hop to a thread and back costs more.
 INLINE_BYTES = 2 << 20
 
 
 class CpuDevice:
-    """A `Device`. One thread does what is too long for the event loop; the kernels have threads of their own."""
+    """A `Device`. One thread runs work that is too long for the event loop; the kernels have their own threads."""
 
     lane_bytes = _ext.LANE_BYTES
     lane_buckets_s = _ext.LANE_BUCKETS
@@ -94,7 +94,7 @@ class CpuDevice:
         options: AttentionOptions,
         out: Array | None = None,
     ) -> Awaitable[tuple[Array, Array]]:
-        block_tables = step.block_tables  # now: they are valid for as long as the step is live
+        block_tables = step.block_tables  # gathered now, because they are valid only while the step is live
 
         def work() -> tuple[Array, Array]:
             ops.write_kv(self.pool.blocks, layer, step.slot_mapping, key, value)

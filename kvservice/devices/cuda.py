@@ -1,4 +1,4 @@
-"""The pool in a GPU's memory, computed on there."""
+"""The CUDA device: the pool is in GPU memory."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ from kvservice.pool.sealed import SealedMemory
 if TYPE_CHECKING:
     from kvservice import _cuda
 
-# By these rates the time of a call is foreseen: of the link to the device, of its memory, of its arithmetic. They are
-# low, so that what is foreseen is rather too long.
+# Rates of the host link, device memory and arithmetic, for estimates of a call's duration. They are low, so that the
+# estimates are rather too long.
 LINK_BYTES_PER_S = 20e9
 MEMORY_BYTES_PER_S = 1e12
 OPERATIONS_PER_S = 50e12
@@ -49,7 +49,7 @@ NO_BLOCKS = np.zeros(0, np.int64)
 
 
 class CudaDevice:
-    """A `Device`. How its streams are ordered: `compute` and `copies`."""
+    """A `Device`. The modules `compute` and `copies` describe the order of its streams."""
 
     def __init__(self, config: ServeConfig) -> None:
         self._cuda, self._number = _load(config)
@@ -83,7 +83,8 @@ class CudaDevice:
         compute.stream.synchronize()
 
     def _take_scales(self) -> int:
-        """On the device as float32[2, num_layers, num_kv_heads]; a pool of the tensors' own type has none: 0."""
+        """Upload the scales as float32[2, num_layers, num_kv_heads]. Returns their address, or 0 if the pool is not
+        FP8."""
         if self._config.kv_cache_dtype == "auto":
             return 0
         scales = load_scales(self._config.kv_scales, self.layout.num_layers, self.layout.num_kv_heads)
@@ -166,7 +167,7 @@ class CudaDevice:
         num_tokens, num_heads, head_size = query.shape
         tables = compute.tables_of(step)
         attention = kernels.attention_over(tables, layer, num_heads, options)
-        # Where they will be is not known yet; that they are there may decide which kernel it is.
+        # Placeholder addresses: only the presence of these tensors matters for the choice of the kernel.
         attention.lse = compute.arena.device_pointer
         attention.alibi_slopes = 0 if options.alibi_slopes is None else compute.arena.device_pointer
         extra = compute.reserve(lambda: self._workspace_for(attention))
@@ -202,8 +203,8 @@ class CudaDevice:
         return compute.start(Call(step, num_bytes, reads, writes, seconds, launch, result))
 
     def _workspace_for(self, attention: _cuda.Attention) -> int:
-        """Give the call room: the device's own, or, where that is too small, one that is to be freed after it, whose
-        address is returned."""
+        """Set the workspace of a call: the device's own, or a larger temporary one. Returns the address of the
+        temporary one, which is freed after the call, or 0."""
         wanted = attention.wanted_workspace_bytes()
         attention.workspace, attention.workspace_bytes = self._workspace, self._workspace_bytes
         if wanted <= self._workspace_bytes:
@@ -273,7 +274,7 @@ class CudaDevice:
         return self._lanes
 
     def prepare(self, step: Step) -> Awaitable[None] | None:
-        """Wait for the copies that have to do with the step's blocks, and for its tables."""
+        """Wait for copies of the step's blocks and for the upload of its tables."""
         compute = self._compute
         tables = compute.tables_of(step)
         num_bytes = tables.num_pending_bytes
@@ -300,7 +301,7 @@ class CudaDevice:
     def close(self) -> None:
         self._compute.close()
         if self.fault is not None:
-            return  # nothing can be asked of the device any more; the process ends
+            return  # a faulted device accepts no calls, and the process exits
         self._lanes = None
         if self._swap_registration is not None:
             self._swap_registration.close()

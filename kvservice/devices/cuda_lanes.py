@@ -1,5 +1,5 @@
-"""Lanes over a pool on a GPU: each lane's thread launches its calls on the compute stream, and waits for them unless
-the client does, by the lane's event."""
+"""Lanes for a pool on a GPU. Each lane's thread launches its calls on the compute stream, and waits for them unless the
+client waits for the lane's event."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from kvservice.pool.sealed import SealedMemory
 if TYPE_CHECKING:
     from kvservice import _cuda
 
-# How long a lane's thread looks whether a call is done before it sleeps: being woken takes some 30 us.
+# Microseconds for which a lane's thread polls for the completion of a call before it sleeps. A wake-up takes about 30.
 LOOK_US = 1000.0
 
 
 class CudaLaneSession:
-    """A `LaneSession` whose host memory is page-locked, and whose steps keep their tables on the device."""
+    """A `LaneSession` with pinned host memory and with the tables of its steps on the device."""
 
     def __init__(self, cuda: ModuleType, num_layers: int, compute: Compute) -> None:
         self._cuda, self._compute = cuda, compute
@@ -54,7 +54,7 @@ class CudaLaneSession:
         self._steps.pop(step_id, None)
 
     def add_region(self, address: int, num_bytes: int) -> int:
-        """Raises ResourceExhaustedError where the memory cannot be page-locked."""
+        """Register host memory. Raises ResourceExhaustedError if it cannot be pinned."""
         try:
             page_lock = self._cuda.HostRegistration(address, num_bytes)
         except self._cuda.CudaError as error:
@@ -66,12 +66,12 @@ class CudaLaneSession:
     def remove_region(self, number: int) -> None:
         self.native.remove_region(number)
         if (page_lock := self._page_locks.pop(number, None)) is not None:
-            self._compute.queue.guarded(self._compute.stream.synchronize)  # for calls that nobody has waited for
+            self._compute.queue.guarded(self._compute.stream.synchronize)  # for calls that no client has awaited
             page_lock.close()
 
 
 class ClientMemory:
-    """A `CudaRegion`: a client's memory, which is there until it is closed here, whatever the client does."""
+    """A `CudaRegion`: a client's memory. It stays valid until it is closed here, even if the client frees it."""
 
     def __init__(self, cuda: ModuleType, compute: Compute, session: CudaLaneSession, memory: _cuda.IpcMemory) -> None:
         self._cuda, self._compute, self._session, self._memory = cuda, compute, session, memory
@@ -89,7 +89,7 @@ class ClientMemory:
         self._copy(self._memory.pointer + begin, data.ctypes.data, data.nbytes)
 
     def _copy(self, dst: int, src: int, num_bytes: int) -> None:
-        """Beside the compute stream, and waited for: who wants speed has a lane."""
+        """Copy outside the compute stream, and wait. Clients that need speed use a lane."""
 
         def work() -> None:
             self._cuda.copy_async(dst, src, num_bytes, self._compute.aside.handle)
@@ -106,7 +106,7 @@ class ClientMemory:
 
 
 class CudaLanes:
-    """Those of one device."""
+    """The lanes of one device."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class CudaLanes:
         num_blocks: int,
         scales: int,
     ) -> None:
-        """`pool` and `scales` as of `Kernels`. Raises CudaError."""
+        """`pool` and `scales` are addresses, as in `Kernels`. Raises CudaError."""
         layout = config.layout
         self._cuda, self._device, self._compute = cuda, device, compute
         self._num_layers = layout.num_layers
@@ -153,7 +153,7 @@ class CudaLanes:
     def open_client_memory(
         self, session: CudaLaneSession, raw_handle: bytes, device_id: int, byte_size: int
     ) -> ClientMemory:
-        """Raises as `Device.open_cuda_region`."""
+        """Open a client's memory. Raises the errors of `Device.open_cuda_region`."""
         if device_id != self._device:
             raise InvalidArgumentError(f"is {device_id}, the pool is on device {self._device}", field="device_id")
         if byte_size >= 1 << 63:

@@ -1,4 +1,4 @@
-"""From the configuration to a device: the one place that asks which."""
+"""Creation of the configured device."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from kvservice.devices.base import Device
 
 
 def open_device(config: ServeConfig) -> Device:
-    """Take the memory and start the threads that the configured device needs.
+    """Allocate the memory and start the threads of the configured device.
 
-    Raises InvalidArgumentError naming the option that the device cannot do, ResourceExhaustedError with the numbers
-    where the memory is not there.
+    Raises InvalidArgumentError naming an option that the device does not support, and ResourceExhaustedError with the
+    sizes if there is not enough memory.
     """
     if config.cuda_device is None:
         from kvservice.devices.cpu import CpuDevice

@@ -1,4 +1,4 @@
-"""The CUDA kernels with what all calls of a configuration have in common filled in."""
+"""The CUDA kernels, with the parameters that all calls of a configuration share filled in."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from kvservice.ops.device_array import DTYPE_NUMBERS
 if TYPE_CHECKING:
     from kvservice import _cuda
 
-# What is zero of a workspace before its first launch, and after every one.
+# Leading bytes of a workspace that are zero before its first launch, and again after every launch.
 COUNTER_BYTES = 1 << 16
 
 
 def common_attributes(config: ServeConfig) -> dict[str, float]:
-    """What all attention calls of a configuration have in common."""
+    """Return the attributes that all attention calls of a configuration share."""
     layout = config.layout
     return {
         "pool_dtype": DTYPE_NUMBERS[layout.dtype],
@@ -41,7 +41,8 @@ def new_attention(cuda: ModuleType, attributes: Mapping[str, float]) -> _cuda.At
 
 
 class Kernels:
-    """`pool` is the address of `num_blocks` blocks; `scales` that of float32[2, num_layers, num_kv_heads], or 0."""
+    """The kernels for one pool. `pool` is the address of `num_blocks` blocks. `scales` is the address of
+    float32[2, num_layers, num_kv_heads], or 0."""
 
     def __init__(
         self, cuda: ModuleType, config: ServeConfig, stream: int, pool: int, num_blocks: int, scales: int
@@ -55,7 +56,7 @@ class Kernels:
         self._pool_arguments = (pool, DTYPE_NUMBERS[layout.dtype], *sizes)
         self._dtype = DTYPE_NUMBERS[config.dtype]
         row_bytes = 4 * layout.num_kv_heads
-        # Addresses of a layer's scales, of keys and of values.
+        # Addresses of the scales of keys and of values, per layer.
         self._scales = [
             (scales + row_bytes * layer, scales + row_bytes * (layout.num_layers + layer)) if scales else (0, 0)
             for layer in range(layout.num_layers)
@@ -80,7 +81,7 @@ class Kernels:
     def attention_over(
         self, tables: StepTables, layer: int, num_heads: int, options: AttentionOptions
     ) -> _cuda.Attention:
-        """A call but for its tensors and its workspace."""
+        """Return an attention call without its tensors and its workspace."""
         call = self.attention(layer)
         call.num_tokens, call.num_seqs, call.num_heads = tables.num_tokens, tables.num_seqs, num_heads
         call.max_blocks, call.max_query_len = tables.max_blocks, tables.max_query_len

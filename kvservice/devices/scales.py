@@ -1,4 +1,4 @@
-"""The scales of an 8-bit cache, from a file."""
+"""Scales of an FP8 cache, read from a file."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ NAMES = ("k_scale", "v_scale")
 
 
 def load_scales(path: str, num_layers: int, num_kv_heads: int) -> npt.NDArray[np.float32]:
-    """float32[2, num_layers, num_kv_heads]: of keys, then of values. What is stored times its scale is the real number.
+    """Return the scales of keys and values, float32[2, num_layers, num_kv_heads]. The stored number times its scale is
+    the value.
 
-    The file holds {"k_scale": ..., "v_scale": ...}, each a number, a list with one for each layer, or for each layer a
-    list with one for each KV head; what is left out is 1, and so is all if `path` is empty. Raises
-    InvalidArgumentError, field kv_scales.
+    The file holds {"k_scale": ..., "v_scale": ...}. Each is a number, a list with one number per layer, or a list per
+    layer with one number per KV head. Omitted scales are 1; if `path` is empty, all are 1. Raises InvalidArgumentError
+    with field kv_scales.
     """
     content = _read(path) if path else {}
     unknown = set(content) - set(NAMES)

@@ -1,4 +1,4 @@
-"""How much memory the daemon's own workspaces take on a GPU, and how many blocks fit beside them."""
+"""Sizes of the daemon's workspaces on a GPU, and the number of blocks that fit beside them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from kvservice.devices.kernels import common_attributes, new_attention
 from kvservice.errors import ResourceExhaustedError
 from kvservice.pool.layout import TENSOR_DTYPES
 
-# Device memory is handed out in pieces of this size.
+# Allocation granularity of device memory.
 GRANULE_BYTES = 2 << 20
-# Of the lanes' executor, to begin with: calls that ask for more are few.
+# Initial workspace of the lanes' executor. Few calls need more.
 LANE_WORKSPACE_BYTES = 64 << 20
-# Groups of query heads to one KV head, for which a workspace is asked for: how many a client has is not known before.
+# GQA group sizes for which the workspace is computed. The number of query heads of clients is not known in advance.
 GROUPS = (1, 4, 8, 16, 64)
-# The kernels take no more.
+# Limit of the kernels.
 NUM_HEADS_MAX = 65535
 
 
@@ -25,18 +25,19 @@ def max_blocks_per_sequence(config: ServeConfig) -> int:
 
 
 def arena_bytes(config: ServeConfig) -> int:
-    """What the largest call needs: a message in, a message out, and the tables of its step."""
+    """Return the arena size for the largest call: one message in, one message out, and the tables of its step."""
     max_blocks = max_blocks_per_sequence(config)
     if config.pool_blocks is not None:
         max_blocks = min(max_blocks, config.pool_blocks)
     tables = config.max_sequences * 4 * (max_blocks + 2)
-    # A token's slot takes 8 bytes, its K and V at least 64 in each head.
+    # A token's slot takes 8 bytes; its K and V take at least 64 bytes per head.
     slots = config.max_message_bytes // 8
     return 2 * config.max_message_bytes + aligned(tables) + aligned(slots) + 16 * ALIGNMENT
 
 
 def workspace_bytes(cuda: ModuleType, config: ServeConfig) -> int:
-    """The most that the largest calls ask for: all sequences at once and one alone, of one token each and of many."""
+    """Return the largest workspace that the largest calls need: all sequences and a single one, each with one token and
+    with many."""
     wanted = 0
     attributes = common_attributes(config)
     for num_heads in (group * config.num_kv_heads for group in GROUPS):
@@ -57,9 +58,9 @@ def workspace_bytes(cuda: ModuleType, config: ServeConfig) -> int:
 
 
 def blocks_that_fit(cuda: ModuleType, device: int, config: ServeConfig) -> int:
-    """Blocks in the configured share of what is free now, that is, with the workspaces taken.
+    """Return the number of blocks in the configured share of the memory that is free now, after the workspaces.
 
-    Raises ResourceExhaustedError with the numbers if not one fits.
+    Raises ResourceExhaustedError with the sizes if no block fits.
     """
     free, total = cuda.memory_info(device)
     free -= LANE_WORKSPACE_BYTES if config.shares_memory else 0

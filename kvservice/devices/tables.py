@@ -1,4 +1,4 @@
-"""A step's lengths, tables and slots on the device: brought there once, whatever its layers."""
+"""Lengths, block tables and slots of a step on the device. They are uploaded once for all layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from kvservice.devices.base import Array, Int32
 
 
 def common_blocks(block_tables: Int32, most: int) -> int:
-    """How many of the first `most` blocks are the same in all of several tables. Looks at few more than these."""
+    """Return how many of the first `most` blocks are common to all of several tables. It reads few more entries than
+    these."""
     start, width = 0, 1
     while len(block_tables) > 1 and start < most:
         end = min(start + width, most)
@@ -26,10 +27,10 @@ def common_blocks(block_tables: Int32, most: int) -> int:
 
 
 class StepTables:
-    """Addresses on the device, and what the host knows of what is there."""
+    """Addresses of a step's tables on the device, and the host's information about them."""
 
     def __init__(self, step: Step, allocate: Callable[[int], int]) -> None:
-        self.host_block_tables = step.block_tables  # now: they are valid for as long as the step is live
+        self.host_block_tables = step.block_tables  # gathered now, because they are valid only while the step is live
         self.written_blocks = step.slot_mapping // step.block_size
         self.num_seqs, self.max_blocks = self.host_block_tables.shape
         self.num_tokens = len(step.slot_mapping)
@@ -41,7 +42,7 @@ class StepTables:
         self.num_common_blocks = common_blocks(self.host_block_tables, num_before)
         parts: list[Array] = [step.slot_mapping, step.query_lens, step.context_lens, self.host_block_tables]
         *offsets, self.num_bytes = offsets_of(parts)
-        # What is still to be brought: nothing, once it is there.
+        # Tables that are not uploaded yet, as (offset, array). The list is empty after the upload.
         self.pending = list(zip(offsets, parts, strict=True))
         self.pointer = allocate(self.num_bytes)
         addresses = (self.pointer + offset for offset, _ in self.pending)
@@ -53,12 +54,12 @@ class StepTables:
 
 
 class LiveTables:
-    """Of the steps that are alive. The memory of the others is free to go, in the order of the stream."""
+    """Tables of all steps that still exist. The memory of the others is freed in stream order."""
 
     def __init__(self, allocate: Callable[[int], int]) -> None:
         self._allocate = allocate
         self._tables: weakref.WeakKeyDictionary[Step, StepTables] = weakref.WeakKeyDictionary()
-        # A step may end on any thread; the next launch frees its memory, behind all that uses it.
+        # A step may be collected on any thread. The next launch frees its memory, after all calls that use it.
         self.garbage: collections.deque[int] = collections.deque()
 
     def of(self, step: Step) -> StepTables:

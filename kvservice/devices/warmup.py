@@ -1,4 +1,4 @@
-"""The kernels of usual calls, once: the driver loads a kernel, and takes memory for it, when it is first used."""
+"""Warm-up of the usual kernels. The driver loads a kernel, and allocates memory for it, at its first launch."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from kvservice.devices.compute import Compute
 from kvservice.devices.kernels import Kernels
 from kvservice.pool.layout import TENSOR_DTYPES
 
-# Of the call that has many.
+# Tokens of the larger warm-up call.
 NUM_TOKENS = 256
 
 
 def warm_up(compute: Compute, kernels: Kernels, workspace: int, workspace_bytes: int) -> None:
-    """Write, read and attend over zeros. `kernels` has a pool of one block, which every table entry names."""
+    """Write, read and attend over zeros. `kernels` has a pool of one block, to which every table entry refers."""
     config = kernels.config
     tensor_bytes = aligned(NUM_TOKENS * config.num_kv_heads * config.head_size * TENSOR_DTYPES[config.dtype].itemsize)
     tables_bytes = aligned(8 * NUM_TOKENS)
