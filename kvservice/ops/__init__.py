@@ -1,9 +1,9 @@
-"""The operations on the pool: write keys and values, read them back, attend, copy blocks. NumPy in, NumPy out.
+"""Operations on the pool: write keys and values, read them back, attend, copy blocks. Arrays are NumPy arrays.
 
-The compiled extension does the work, on its own threads and without the interpreter lock. Every argument is checked
-before anything is touched; a wrong one raises `InvalidArgumentError` whose `field` is the argument's name. Inputs may
-be strided (they are then copied); pools and `out` must be contiguous. `kvservice.ops.cuda` has the
-same operations for memory of a CUDA device, `kvservice.ops.torch_ops` for tensors of either as torch custom ops.
+The compiled extension does the work on its own threads, without the interpreter lock. Every argument is checked before
+any memory is accessed; an invalid one raises `InvalidArgumentError` whose `field` is the argument's name. Inputs may be
+strided (they are then copied); pools and `out` must be contiguous. `kvservice.ops.cuda` has the same operations for
+CUDA device memory, and `kvservice.ops.torch_ops` offers both as torch custom ops.
 """
 
 from kvservice.ops.cpu import (

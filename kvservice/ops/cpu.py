@@ -1,9 +1,9 @@
-"""The CPU kernels, over pools that are NumPy arrays.
+"""The CPU kernels, for pools that are NumPy arrays.
 
     pool    T[num_blocks, num_layers, 2, num_kv_heads, head_size * block_size]
 
-T is float32, float16 or bfloat16 (`ml_dtypes.bfloat16`). Head sizes are the multiples of 8 from 32 to 256, block sizes
-the powers of two up to 256. `kvservice.pool.layout` says how a block is laid out.
+T is float32, float16 or bfloat16 (`ml_dtypes.bfloat16`). Head sizes are multiples of 8 from 32 to 256, block sizes are
+powers of two up to 256. `kvservice.pool.layout` describes the layout of a block.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ Float32: TypeAlias = npt.NDArray[np.float32]
 
 
 def write_kv(pool: Array, layer: int, slot_mapping: Int64, key: Array, value: Array) -> None:
-    """Writes the keys and values of new tokens into their slots (vLLM's `reshape_and_cache`).
+    """Write the keys and values of new tokens into their slots (vLLM's `reshape_and_cache`).
 
-    `slot_mapping` int64[num_tokens], `key` and `value` T[num_tokens, num_kv_heads, head_size]. Where a slot is named
-    twice, the later token stays.
+    `slot_mapping` int64[num_tokens], `key` and `value` T[num_tokens, num_kv_heads, head_size]. If a slot occurs twice,
+    the later token is kept.
     """
     _ext.write_kv(pool, layer, slot_mapping, key, value)
 
 
 def read_kv(pool: Array, layer: int, slots: Int64, *, head_size: int) -> tuple[Array, Array]:
-    """Keys and values of `slots` int64[num_tokens], each T[num_tokens, num_kv_heads, head_size]: the way back of
-    `write_kv`. The head size is asked for because the pool's shape holds only its product with the block size.
+    """Return the keys and values of `slots` int64[num_tokens], each T[num_tokens, num_kv_heads, head_size]. This is the
+    inverse of `write_kv`. It needs the head size because the pool's shape has only its product with the block size.
     """
     key, value = _ext.read_kv(pool, layer, slots, head_size)
     return key, value
@@ -99,16 +99,17 @@ def attention(
     block_tables    int32[num_seqs, max_blocks]; entries past the context, or before the window, are not read
     context_lens    int32[num_seqs]; tokens in the pool, the new ones included
     scale           factor of the products, 1 / sqrt(head_size) if not given
-    sliding_window  a query at position p sees the positions p - window + 1 to p; 0: all up to p
+    sliding_window  a query at position p attends to the positions p - window + 1 to p; 0: all up to p
     logits_soft_cap logits become cap * tanh(logit / cap), before bias and mask (Gemma 2); 0: off
     alibi_slopes    float32[num_heads]; adds slope * (key position - query position) (ALiBi)
-    batch_invariant a sequence's result is bit by bit the same whatever else is in the batch
-    out             where to put the result, contiguous, not sharing memory with query
+    batch_invariant a sequence's result is bitwise independent of the rest of the batch
+    out             destination of the result, contiguous, shares no memory with query
     return_lse      also return float32[num_tokens, num_heads], the natural logarithm of the sum of exponentials
 
-    Query token j of a sequence stands at position `context_len - query_len + j` and sees the positions up to its own.
+    Query token j of a sequence is at position `context_len - query_len + j` and attends to all positions up to its own.
     Query head h reads KV head `h // (num_heads // num_kv_heads)`. Returns T[num_tokens, num_heads, head_size], or that
-    and the log-sum-exp. Sums are float32; bfloat16 weights are rounded to bfloat16 where the processor multiplies such.
+    and the log-sum-exp. Accumulation is in float32. With bfloat16 the attention weights are rounded to bfloat16 if the
+    processor has bfloat16 multiplication.
     """
     options = scale, sliding_window, logits_soft_cap, alibi_slopes
     tables = query_lens, block_tables, context_lens
@@ -119,7 +120,8 @@ def attention(
 
 
 def _can_be_parted(query: Array, query_lens: Int32, *tables: Array) -> bool:
-    """What is wrong is refused as a whole."""
+    """Return whether a batch can be split by sequence. An invalid batch is not split, so that the kernel reports the
+    error for the whole call."""
     if not all(isinstance(array, np.ndarray) and array.ndim for array in (query, query_lens, *tables)):
         return False
     same = all(len(table) == len(query_lens) for table in tables)
@@ -135,7 +137,8 @@ def _one_by_one(
     out: Array | None,
     return_lse: bool,
 ) -> Array | tuple[Array, Float32]:
-    """How a call's work is split among threads follows from all of it, and sums from how they are split."""
+    """Attend to one sequence per call. The split of a call's work among threads depends on the whole batch, and the
+    rounding of sums depends on the split."""
     if out is None:
         out = np.empty(query.shape, query.dtype)
     lse = np.empty(query.shape[:2], np.float32)
@@ -151,23 +154,23 @@ def _one_by_one(
 
 
 def copy_blocks(src_pool: Array, dst_pool: Array, src_ids: Int32, dst_ids: Int32) -> None:
-    """Copies block `src_ids[i]` of one pool over block `dst_ids[i]` of another or the same (vLLM's `copy_blocks` and
-    `swap_blocks`), each as one contiguous run. `src_ids` and `dst_ids` int32[num_copies]. No destination may occur
-    twice, and within one pool no source may be a destination.
+    """Copy block `src_ids[i]` of one pool to block `dst_ids[i]` of another or the same pool (vLLM's `copy_blocks` and
+    `swap_blocks`). Each block is one contiguous range. `src_ids` and `dst_ids` are int32[num_copies]. No destination
+    may occur twice, and within one pool no source may be a destination.
     """
     _ext.copy_blocks(src_pool, dst_pool, src_ids, dst_ids)
 
 
 def num_threads() -> int:
-    """Threads that share the work of a large call: at first as many as the process may use processors."""
+    """Return the number of threads for a large call. The default is the number of CPUs available to the process."""
     return _ext.num_threads()
 
 
 def set_num_threads(count: int) -> None:
-    """From the next call on. 1 to 1024."""
+    """Set the number of threads, from 1 to 1024. It applies from the next call on."""
     _ext.set_num_threads(count)
 
 
 def cpu_isa() -> str:
-    """The instruction set in use: the best of this processor, or what `KVSERVICE_CPU_ISA` named at the first call."""
+    """Return the instruction set in use: the CPU's best one, or the value of `KVSERVICE_CPU_ISA` at the first call."""
     return _ext.cpu_isa()

@@ -1,15 +1,16 @@
-"""The CUDA kernels, over memory of a device that others own.
+"""The CUDA kernels, for device memory that the caller owns.
 
     pool    T[num_blocks, num_layers, 2, num_kv_heads, head_size * block_size]
 
-T is float32, float16, bfloat16, float8_e4m3fn or float8_e5m2. In an 8-bit pool a stored value times the scale of its KV
-head is the real one, and keys, values, queries and outputs are of any of the other types; else they are of the pool's.
-Head sizes are the multiples of 8 from 32 to 256 (of 16, in an 8-bit pool), block sizes the powers of two up to 256.
+T is float32, float16, bfloat16, float8_e4m3fn or float8_e5m2. In an FP8 pool a value is the stored number times the
+scale of its KV head, and keys, values, queries and outputs have one of the other dtypes. In other pools they have the
+pool's dtype. Head sizes are multiples of 8 from 32 to 256 (of 16 in an FP8 pool), block sizes are powers of two up to
+256.
 
-Everything is ordered by the stream that is given, nothing waits, nothing is read back: what lies in device memory
-(lengths, tables, slots) is not checked, and must be right. All that the host can see is; a wrong argument raises
-`InvalidArgumentError` whose `field` is the argument's name. The module imports where there is neither a device nor the
-CUDA part of kvservice; `available` tells.
+All work is enqueued on the given stream. No function synchronizes or reads device memory back, so the content of device
+memory (lengths, tables, slots) is not checked and must be valid. All arguments on the host are checked; an invalid one
+raises `InvalidArgumentError` whose `field` is the argument's name. The module can be imported without a device and
+without the CUDA part of kvservice; see `available`.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ __all__ = [
     "write_kv",
 ]
 
-# How much of a workspace is zero before its first launch, and after every one.
+# Leading bytes of a workspace that are zero before its first launch, and again after every launch.
 COUNTER_BYTES = 1 << 16
 
 Kernel: TypeAlias = Literal["auto", "reference", "decode", "extend", "cascade"]
@@ -65,11 +66,12 @@ Kernel: TypeAlias = Literal["auto", "reference", "decode", "extend", "cascade"]
 
 @dataclass(frozen=True, slots=True)
 class BlockSparse:
-    """Which keys a head sees (vLLM's block-sparse attention), in sparse blocks of `block_size` tokens counted from
-    position 0: those of the last `local_blocks`, the query's own included, and those of every block b with
-    `(b + offset) % vert_stride == 0`. The offset moves with the head, counted from tensor-parallel rank 0: query
-    head * head_sliding_step + 1, or, where that step is negative, KV head * -head_sliding_step + 1. A `vert_stride` of
-    0 or 1 sees all. `block_size` is a multiple of the pool's.
+    """Pattern of block-sparse attention (vLLM), in sparse blocks of `block_size` tokens from position 0.
+
+    A head attends to the last `local_blocks` blocks, including the query's own, and to every block b with
+    `(b + offset) % vert_stride == 0`. The offset depends on the head, counted from tensor-parallel rank 0: query
+    head * head_sliding_step + 1, or, if that step is negative, KV head * -head_sliding_step + 1. A `vert_stride` of
+    0 or 1 attends to all blocks. `block_size` is a multiple of the pool's block size.
     """
 
     vert_stride: int
@@ -80,17 +82,17 @@ class BlockSparse:
 
 
 class Scratch(Protocol):
-    """Where a launch finds room: memory of the launch's device, used on one stream at a time, whose first 64 KiB are
-    zero at first. `Workspace` is one."""
+    """Provider of workspace for launches: memory of the launch's device, used on one stream at a time, with its first
+    64 KiB initially zero. `Workspace` implements it."""
 
     def reserve(self, num_bytes: int) -> int:
-        """The address of at least so many bytes, aligned to 256."""
+        """Return the address of at least `num_bytes` bytes, aligned to 256."""
         ...
 
 
 class Workspace:
-    """Memory for the launches of one stream, grown as they ask. A CUDA graph keeps the address that it was captured
-    with: reserve what its launches need before, and have one of its own for every graph.
+    """Workspace for the launches of one stream, which grows on demand. A CUDA graph keeps the address with which it was
+    captured, so each graph needs its own workspace, reserved at its full size before the capture.
     """
 
     def __init__(self, device: int, stream: int) -> None:
@@ -108,14 +110,14 @@ class Workspace:
         return self._pointer
 
     def close(self) -> None:
-        """Gives the memory back, in the stream's order. It can be used again."""
+        """Free the memory in stream order. The workspace can be used again."""
         if self.num_bytes:
             _extension().free_async(self._pointer, self.stream)
             self.num_bytes = self._pointer = 0
 
 
 def available() -> bool:
-    """Whether kvservice was built with CUDA and finds a device."""
+    """Return whether kvservice was built with CUDA and finds a device."""
     try:
         return bool(_extension().device_count())
     except FailedPreconditionError:
@@ -133,12 +135,12 @@ def write_kv(
     v_scale: DeviceArray | None = None,
     stream: int,
 ) -> None:
-    """Writes the keys and values of new tokens into their slots (vLLM's `reshape_and_cache`).
+    """Write the keys and values of new tokens into their slots (vLLM's `reshape_and_cache`).
 
     `slot_mapping` int64[num_tokens], `key` and `value` [num_tokens, num_kv_heads, head_size]. Slots outside the pool,
-    as -1 for padding, are skipped; a slot must not be named twice. An 8-bit pool gets the value over `k_scale` or
-    `v_scale`, float32[num_kv_heads] (1 if not given), rounded to nearest even; what is too large becomes the largest
-    finite number.
+    such as -1 for padding, are skipped; a slot must not occur twice. In an FP8 pool a value is divided by `k_scale` or
+    `v_scale`, float32[num_kv_heads] (1 if not given), and rounded to nearest even; values out of range saturate to the
+    largest finite number.
     """
     arguments = _slot_arguments(pool, layer, slot_mapping, "slot_mapping", key, value, k_scale, v_scale)
     _extension().write_kv(*arguments, stream)
@@ -155,8 +157,8 @@ def read_kv(
     v_scale: DeviceArray | None = None,
     stream: int,
 ) -> None:
-    """Keys and values of `slots` int64[num_tokens] into `key` and `value` [num_tokens, num_kv_heads, head_size]: the
-    way back of `write_kv`. Tokens whose slot is outside the pool are left as they were.
+    """Read the keys and values of `slots` int64[num_tokens] into `key` and `value` [num_tokens, num_kv_heads,
+    head_size]. This is the inverse of `write_kv`. Tokens whose slot is outside the pool are not written.
     """
     arguments = _slot_arguments(pool, layer, slots, "slots", key, value, k_scale, v_scale)
     _extension().read_kv(*arguments, stream)
@@ -192,27 +194,28 @@ def attention(
     query_lens      int32[num_seqs]; new tokens of each sequence, their sum is num_tokens
     block_tables    int32[num_seqs, max_blocks]; entries past the context, or before the window, are not read
     context_lens    int32[num_seqs]; tokens in the pool, the new ones included
-    max_query_len   no query length is larger; what the host knows of them
-    out             where to put the result, shape and dtype of query, not sharing memory with it
-    workspace       room for the launch
+    max_query_len   upper bound of the query lengths, known to the host
+    out             destination of the result, shape and dtype of query, shares no memory with it
+    workspace       memory for the launch
     scale           factor of the products, 1 / sqrt(head_size) if not given
-    sliding_window  a query at position p sees the positions p - window + 1 to p; 0: all up to p
+    sliding_window  a query at position p attends to the positions p - window + 1 to p; 0: all up to p
     logits_soft_cap logits become cap * tanh(logit / cap), before bias and mask (Gemma 2); 0: off
     alibi_slopes    float32[num_heads]; adds slope * (key position - query position) (ALiBi)
-    k_scale         float32[num_kv_heads], of an 8-bit pool: a key is what is stored times this; 1 if not given
-    v_scale         the same of values
-    block_sparse    leaves out keys; off if not given
-    batch_invariant a sequence's result is bit by bit the same whatever else is in the batch
+    k_scale         float32[num_kv_heads], for an FP8 pool: a key is the stored number times this; 1 if not given
+    v_scale         the same for values
+    block_sparse    pattern of the attended keys; off if not given
+    batch_invariant a sequence's result is bitwise independent of the rest of the batch
     num_common_blocks
-                    so many first blocks are the same in the tables of all sequences that have queries, and all queries
-                    stand after them; they may be read once for all (Hydragen, FlashInfer's cascade)
-    lse             float32[num_tokens, num_heads], gets the natural logarithm of the sum of exponentials
-    kernel          decode and extend take what suits tensor cores, cascade few queries a sequence after common blocks,
-                    reference takes all; auto chooses
+                    the first num_common_blocks blocks are equal in the tables of all sequences with queries, and all
+                    queries come after them; they may be read once for all sequences (Hydragen, FlashInfer's cascade)
+    lse             float32[num_tokens, num_heads], receives the natural logarithm of the sum of exponentials
+    kernel          decode and extend use tensor cores; cascade is for few queries per sequence after common blocks;
+                    reference supports everything; auto selects one of them
 
-    Query token j of a sequence stands at position `context_len - query_len + j` and sees the positions up to its own.
-    Query head h reads KV head `h // (num_heads // num_kv_heads)`. A sequence of query length 0 writes nothing. Sums are
-    float32; tensor cores round weights to the query's dtype, or to float16 where the pool is an 8-bit one.
+    Query token j of a sequence is at position `context_len - query_len + j` and attends to all positions up to its own.
+    Query head h reads KV head `h // (num_heads // num_kv_heads)`. A sequence of query length 0 writes nothing.
+    Accumulation is in float32. The tensor-core kernels round attention weights to the query's dtype, or to float16 for
+    an FP8 pool.
     """
     call = _call(pool, layer, query, k_scale, v_scale)
     num_tokens, num_heads, head_size = query.shape
@@ -252,10 +255,10 @@ def copy_blocks(
     *,
     stream: int,
 ) -> None:
-    """Copies block `src_ids[i]` of one pool over block `dst_ids[i]` of another or the same (vLLM's `copy_blocks` and
-    `swap_blocks`). Either pool may lie in page-locked host memory, not both. `src_ids` and `dst_ids` int32[num_copies],
-    in host memory and not looked at after the call. No destination may occur twice, and within one pool no source may
-    be a destination.
+    """Copy block `src_ids[i]` of one pool to block `dst_ids[i]` of another or the same pool (vLLM's `copy_blocks` and
+    `swap_blocks`). One of the pools, but not both, may be in pinned host memory. `src_ids` and `dst_ids` are
+    int32[num_copies] in host memory and are not read after the call. No destination may occur twice, and within one
+    pool no source may be a destination.
     """
     for pool, field in ((src_pool, "src_pool"), (dst_pool, "dst_pool")):
         check_pool(pool, field)
@@ -299,7 +302,7 @@ def _sparse(sparse: BlockSparse) -> tuple[int, int, int, int, int]:
 def _call(
     pool: DeviceArray, layer: int, query: DeviceArray, k_scale: DeviceArray | None, v_scale: DeviceArray | None
 ) -> _cuda.Attention:
-    """A call with what concerns the pool and the query, checked; the device made the thread's."""
+    """Check pool and query, and return a call with them. Makes the pool's device current in this thread."""
     check_pool(pool)
     dtype = tensor_dtype(pool, query, "query")
     num_tokens, num_heads, head_size = check_array(query, "query", dtype, (None, None, None), pool.device)
@@ -328,7 +331,8 @@ def _slot_arguments(
     k_scale: DeviceArray | None,
     v_scale: DeviceArray | None,
 ) -> tuple[int, ...]:
-    """What `_cuda.write_kv` and `_cuda.read_kv` take before the stream, checked; the device made the thread's."""
+    """Check and return the arguments of `_cuda.write_kv` and `_cuda.read_kv` before the stream. Makes the pool's device
+    current in this thread."""
     check_pool(pool)
     num_tokens = check_array(slots, slots_field, "int64", (None,), pool.device)[0]
     dtype = tensor_dtype(pool, key, "key")

@@ -1,6 +1,6 @@
-"""Arrays in a device's memory, and what can be checked of them without looking at it.
+"""Arrays in device memory, and the checks on them that do not read device memory.
 
-A check that fails raises `InvalidArgumentError` whose `field` is the argument's name.
+A failed check raises `InvalidArgumentError` whose `field` is the argument's name.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from dataclasses import dataclass
 
 from kvservice.errors import InvalidArgumentError
 
-# As csrc/pool.h numbers them.
+# The numbers of dtypes in csrc/pool.h.
 DTYPE_NUMBERS = {"float32": 0, "float16": 1, "bfloat16": 2, "float8_e4m3fn": 3, "float8_e5m2": 4}
 ITEM_SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int32": 4, "int64": 8}
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 
-# The device of page-locked host memory.
+# The `device` of pinned host memory.
 HOST = -1
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceArray:
-    """A contiguous array in memory that somebody else owns. `dtype` is one of float32, float16, bfloat16,
-    float8_e4m3fn, float8_e5m2, int32 and int64; `device` a CUDA device's index, or `HOST`.
+    """A contiguous array in memory that the caller owns. `dtype` is float32, float16, bfloat16, float8_e4m3fn,
+    float8_e5m2, int32 or int64; `device` is a CUDA device index or `HOST`.
     """
 
     pointer: int
@@ -46,7 +46,7 @@ def require(condition: bool, field: str, message: str) -> None:
 def check_array(
     array: DeviceArray, field: str, dtype: str, shape: Sequence[int | None], device: int | None = None
 ) -> tuple[int, ...]:
-    """The shape of an array of that dtype, shape (None: any size) and, if given, device."""
+    """Check an array's dtype, shape (None: any size) and, if given, device. Returns its shape."""
     require(isinstance(array, DeviceArray), field, "is not a DeviceArray")
     require(array.dtype == dtype, field, f"has dtype {array.dtype}, expected {dtype}")
     fits = len(array.shape) == len(shape) and all(
@@ -71,7 +71,7 @@ def check_pool(pool: DeviceArray, field: str = "pool") -> None:
 
 
 def pool_sizes(pool: DeviceArray, layer: int, head_size: int, field: str) -> tuple[int, int]:
-    """The layer, checked, and the block size that follows from the head size."""
+    """Check layer and head size. Returns (layer, block size)."""
     step = 16 if pool.dtype in FLOAT8 else 8
     require(
         32 <= head_size <= 256 and head_size % step == 0,
@@ -89,7 +89,7 @@ def pool_sizes(pool: DeviceArray, layer: int, head_size: int, field: str) -> tup
 
 
 def tensor_dtype(pool: DeviceArray, array: DeviceArray, field: str) -> str:
-    """The dtype of `array`, if it may go with the pool's."""
+    """Check that the dtype of `array` is compatible with the pool's, and return it."""
     require(isinstance(array, DeviceArray), field, "is not a DeviceArray")
     expected = ("float32", "float16", "bfloat16") if pool.dtype in FLOAT8 else (pool.dtype,)
     require(array.dtype in expected, field, f"has dtype {array.dtype}, expected {' or '.join(expected)}")
@@ -97,7 +97,7 @@ def tensor_dtype(pool: DeviceArray, array: DeviceArray, field: str) -> str:
 
 
 def optional_pointer(array: DeviceArray | None, field: str, shape: Sequence[int], device: int) -> int:
-    """The address of a float32 array, 0 if there is none."""
+    """Return the address of a float32 array, or 0 for None."""
     if array is None:
         return 0
     check_array(array, field, "float32", shape, device)
@@ -120,7 +120,7 @@ def as_int(value: int, field: str, least: int) -> int:
 
 def as_float(value: float, field: str, least: float) -> float:
     require(isinstance(value, numbers.Real), field, "is not a number")
-    # Finite as a float32, and not NaN.
+    # The value is finite as a float32 and not NaN.
     require(abs(value) < 2.0**128 and value >= least, field, f"{value} is out of range")
     return float(value)
 

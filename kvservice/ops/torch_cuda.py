@@ -1,4 +1,4 @@
-"""What the torch custom ops do for CUDA tensors: `torch_ops` registers it."""
+"""CUDA implementations of the torch custom ops. `torch_ops` registers them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvservice.ops.cuda import HOST, BlockSparse, DeviceArray, Kernel
 
 
 class TensorWorkspace:
-    """Room for launches on one stream, from torch's own allocator."""
+    """Workspace for launches on one stream, from torch's allocator."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -30,8 +30,8 @@ _workspaces: dict[tuple[int, int], TensorWorkspace] = {}
 
 
 def workspace(device: torch.device) -> TensorWorkspace:
-    """That of the device's current stream. A graph that is being captured gets one of its own for every launch: it
-    outlives later growth, and its counters are set to zero at every replay.
+    """Return the workspace of the device's current stream. During a graph capture every launch gets a new workspace,
+    which later growth does not free, and whose counters are zeroed at every replay.
     """
     if torch.cuda.is_current_stream_capturing():
         return TensorWorkspace(device)
@@ -42,7 +42,7 @@ def workspace(device: torch.device) -> TensorWorkspace:
 
 
 def device_array(tensor: Tensor, field: str) -> DeviceArray:
-    """A tensor's memory as `kvservice.ops.cuda` takes it: contiguous, of a CUDA device or pinned."""
+    """Return a tensor's memory as a DeviceArray. The tensor must be contiguous, and on a CUDA device or pinned."""
     if not tensor.is_contiguous():
         raise InvalidArgumentError("is not contiguous", field=field)
     if not (tensor.is_cuda or tensor.is_pinned()):
@@ -86,7 +86,7 @@ def read_kv(
     if (dtype or pool.dtype).itemsize == 1:
         raise InvalidArgumentError(f"is {dtype or pool.dtype}, expected float32, float16 or bfloat16", field="dtype")
     slots = slots.contiguous()
-    # Zeros, as slots outside the pool leave theirs as they were.
+    # The kernel does not write tokens whose slot is outside the pool, so the tensors start as zeros.
     key, value = (pool.new_zeros((slots.shape[0], pool.shape[3], head_size), dtype=dtype) for _ in range(2))
     with torch.cuda.device(pool.device):
         cuda.read_kv(
@@ -136,7 +136,7 @@ def attend(
     num_common_blocks: int = 0,
     kernel: Kernel = "auto",
 ) -> None:
-    """Attention into `out` and `lse`, by a kernel of choice."""
+    """Compute attention into `out` and `lse` with the given kernel."""
     if max_query_len is None:
         max_query_len = int(query_lens.max()) if query_lens.numel() else 0
     query, query_lens, block_tables, context_lens = (

@@ -1,13 +1,13 @@
-"""The operations as torch custom ops: `torch.ops.kvservice.{write_kv,read_kv,attention,attention_lse,copy_blocks}`.
+"""Torch custom ops: `torch.ops.kvservice.{write_kv,read_kv,attention,attention_lse,copy_blocks}`.
 
-For CPU tensors by the kernels of `kvservice.ops.cpu`, for CUDA tensors by those of `kvservice.ops.cuda` on the current
-stream, on the tensors' own memory. Importing this module registers them; it and `torch_cuda` are the only ones of
-`kvservice.ops` that import torch. `torch.compile` sees through them by their fake kernels.
+CPU tensors use the kernels of `kvservice.ops.cpu`. CUDA tensors use those of `kvservice.ops.cuda` on the current
+stream. Both work on the tensors' memory in place. Importing this module registers the ops; only this module and
+`torch_cuda` of `kvservice.ops` import torch. Fake kernels make the ops usable under `torch.compile`.
 
-Only CUDA kernels take 8-bit pools (with `k_scale`, `v_scale`) and `block_sparse`, the fields of
-`kvservice.ops.cuda.BlockSparse` in their order; the CPU's refuse them. `max_query_len` and `num_common_blocks` are for
-CUDA too, on the CPU they change nothing. On CUDA, `max_query_len` not given is read back from `query_lens`: that waits
-for the stream, and cannot be captured in a graph.
+Only the CUDA kernels support FP8 pools (with `k_scale`, `v_scale`) and `block_sparse`, the fields of
+`kvservice.ops.cuda.BlockSparse` in order; the CPU kernels refuse them. `max_query_len` and `num_common_blocks` have an
+effect on CUDA only. If `max_query_len` is not given on CUDA, it is read back from `query_lens`, which synchronizes the
+stream and cannot be captured in a graph.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 from kvservice.errors import InvalidArgumentError
 from kvservice.ops import cpu, torch_cuda
 
-# Dtypes that torch does not hand to NumPy: an integer type of their size, and their name there.
+# Dtypes that torch cannot convert to NumPy: an integer dtype of the same size, and the dtype in NumPy.
 _BY_WAY_OF: dict[torch.dtype, tuple[torch.dtype, Any]] = {
     torch.bfloat16: (torch.int16, ml_dtypes.bfloat16),
     torch.float8_e4m3fn: (torch.int8, ml_dtypes.float8_e4m3fn),
@@ -33,7 +33,7 @@ _BY_WAY_OF: dict[torch.dtype, tuple[torch.dtype, Any]] = {
 
 
 def as_numpy(tensor: Tensor) -> npt.NDArray[Any]:
-    """A view of a CPU tensor's memory, bfloat16 and the 8-bit types as those of `ml_dtypes`."""
+    """Return a view of a CPU tensor's memory. bfloat16 and FP8 become the dtypes of `ml_dtypes`."""
     tensor = tensor.detach()
     if tensor.dtype in _BY_WAY_OF:
         integer, dtype = _BY_WAY_OF[tensor.dtype]
@@ -67,7 +67,8 @@ def read_kv(
     v_scale: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `kvservice.ops.read_kv`. `dtype` is that of the result: the pool's, unless that is an 8-bit one."""
+    """As `kvservice.ops.read_kv`. `dtype` is the dtype of the result. It defaults to the pool's and is required for an
+    FP8 pool."""
     _refuse(k_scale=k_scale, v_scale=v_scale)
     if dtype not in (None, pool.dtype):
         raise InvalidArgumentError(f"is {dtype}, the pool's is {pool.dtype}", field="dtype")
@@ -122,7 +123,8 @@ def attention_lse(
     batch_invariant: bool = False,
     num_common_blocks: int = 0,  # noqa: ARG001
 ) -> tuple[Tensor, Tensor]:
-    """As `kvservice.ops.attention` with `return_lse`: a torch op's number of results is fixed."""
+    """As `kvservice.ops.attention` with `return_lse`. It is a separate op because a torch op has a fixed number of
+    results."""
     _refuse(k_scale=k_scale, v_scale=v_scale, block_sparse=block_sparse)
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     arrays = (as_numpy(query_lens), as_numpy(block_tables), as_numpy(context_lens))
@@ -135,16 +137,16 @@ def attention_lse(
 
 @torch.library.custom_op("kvservice::copy_blocks", mutates_args=("dst_pool",), device_types="cpu")
 def copy_blocks(src_pool: Tensor, dst_pool: Tensor, src_ids: Tensor, dst_ids: Tensor) -> None:
-    """As `kvservice.ops.copy_blocks`, between two pools. Where one of them is a CUDA tensor, the other may be a pinned
-    CPU tensor; the ids are CPU tensors.
+    """As `kvservice.ops.copy_blocks`, between two pools. If one of them is a CUDA tensor, the other may be a pinned CPU
+    tensor; the ids are CPU tensors.
     """
     cpu.copy_blocks(as_numpy(src_pool), as_numpy(dst_pool), as_numpy(src_ids), as_numpy(dst_ids))
 
 
 @torch.library.custom_op("kvservice::copy_blocks_", mutates_args=("pool",), device_types="cpu")
 def copy_blocks_(pool: Tensor, src_ids: Tensor, dst_ids: Tensor) -> None:
-    """As `kvservice.ops.copy_blocks`, within one pool: a torch op may not mutate one of two arguments that are the
-    same memory.
+    """As `kvservice.ops.copy_blocks`, within one pool. It is a separate op because a torch op may not mutate one of two
+    arguments that share memory.
     """
     array = as_numpy(pool)
     cpu.copy_blocks(array, array, as_numpy(src_ids), as_numpy(dst_ids))
@@ -203,7 +205,7 @@ def _options(
 
 
 def _refuse(**arguments: object) -> None:
-    """The arguments that only CUDA kernels take."""
+    """Raise InvalidArgumentError if an argument that only the CUDA kernels support is given."""
     for name, argument in arguments.items():
         if argument is not None:
             raise InvalidArgumentError("the CPU kernels do not take it", field=name)
