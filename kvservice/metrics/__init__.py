@@ -1,4 +1,4 @@
-"""Prometheus metrics: what each reading of the daemon's memory says, under the names that dashboards and alerts know.
+"""Prometheus metrics, computed from each reading of the daemon's shared memory.
 
 pool      blocks, tokens, swap, prefix cache        calls     latency of RPCs and of lanes, the event loop
 holders   sessions, tenants, regions, lanes         about     build, configuration, events

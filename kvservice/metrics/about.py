@@ -1,4 +1,4 @@
-"""What runs: its build and its configuration, as labels of a constant 1."""
+"""Info metrics: build and configuration of the daemon, as labels of a constant 1."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who connects over TCP, and who is refused."""
+"""Metrics of TCP connections and refused calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvservice.telemetry.vitals import Vitals
 
 
 def access_metrics(vitals: Vitals, http_refusals: Mapping[str, int]) -> Iterator[Metric]:
-    """`http_refusals`: HTTP requests that were refused, by what they asked for."""
+    """`http_refusals` counts refused HTTP requests by target."""
     yield counter("tcp_connections", "Connections over TCP that a call was accepted on.", vitals.tcp_connections)
     yield counter("tls_handshakes", "TLS handshakes that gRPC clients began, failed ones too.", vitals.tls_handshakes)
     causes = {

@@ -1,4 +1,4 @@
-"""How long calls take."""
+"""Metrics of call latency."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvservice.telemetry.reading import Reading
 
 
 def call_metrics(reading: Reading, keys: Sequence[Key], lane_buckets_s: Sequence[float]) -> Iterator[Metric]:
-    """`keys`: of the rows of the reading's calls."""
+    """`keys` are the keys of the rows of `reading.call_counts`."""
     yield _rpcs(reading, keys)
     vitals = reading.vitals
     yield gauge("calls_in_flight", "RPCs being answered.", vitals.calls_in_flight)
@@ -28,7 +28,7 @@ def call_metrics(reading: Reading, keys: Sequence[Key], lane_buckets_s: Sequence
 
 
 def _rpcs(reading: Reading, keys: Sequence[Key]) -> Metric:
-    """Only combinations of labels that have occurred."""
+    """Return the histogram of RPC durations, with the label combinations that have occurred."""
     family = HistogramMetricFamily(
         "kvservice_rpc_duration_seconds",
         "Time from a call's arrival to its answer, without the transport.",

@@ -1,4 +1,4 @@
-"""Short ways to prometheus-client's metric families."""
+"""Helpers that build prometheus-client's metric families."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-# One label's values, and what each of them has.
+# Pairs of (label value, metric value) for one label.
 Labelled = Iterable[tuple[str, float]]
 
 
@@ -16,7 +16,7 @@ def gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
 
 
 def counter(name: str, text: str, value: float) -> CounterMetricFamily:
-    """Without `_total`, which is added."""
+    """Return a counter. `name` is without `_total`, which prometheus-client appends."""
     return CounterMetricFamily(f"kvservice_{name}", text, value)
 
 
@@ -35,7 +35,7 @@ def counters(name: str, text: str, label: str, values: Labelled) -> CounterMetri
 
 
 def buckets(bounds_s: Iterable[float], counts: Sequence[int]) -> list[tuple[str, float]]:
-    """Cumulative, as Prometheus has them, from calls in each bucket and above the last bound."""
+    """Return Prometheus's cumulative buckets. `counts` has the calls per bucket, the last one above all bounds."""
     names = [*(str(bound) for bound in bounds_s), "+Inf"]
     return list(zip(names, itertools.accumulate(counts), strict=True))
 

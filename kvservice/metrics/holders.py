@@ -1,4 +1,4 @@
-"""Who holds the memory: sessions, tenants, regions, lanes. Labels are bounded in number."""
+"""Metrics of sessions, tenants, regions and lanes. The number of label values is bounded."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def holder_metrics(reading: Reading, max_labels: int, max_sessions: int, max_seq
 
 
 def _labels(sessions: list[SessionReading], limit: int) -> dict[int, str]:
-    """The label of each session: its name, if that is among the first `limit` names of those that are open."""
+    """Return the label of each session: its name if it is among the first `limit` names of open sessions, else
+    OTHER."""
     known: set[str] = set()
     labels = {}
     for session in sorted(sessions, key=lambda each: each.session_id):

@@ -1,4 +1,4 @@
-"""Where the memory is: blocks, tokens, the prefix cache, swap."""
+"""Metrics of the pool: blocks, tokens, prefix cache, swap."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvservice.telemetry.vitals import Vitals
 
 
 def pool_metrics(reading: Reading, block_bytes: int, memory_bytes: Mapping[str, int]) -> Iterator[Metric]:
-    """`memory_bytes`: what the device took at the start, by use."""
+    """`memory_bytes` are the bytes that the device allocated at the start, by use."""
     vitals = reading.vitals
     yield from _blocks(vitals)
     yield gauge("block_size_bytes", "Bytes of one block, all layers.", block_bytes)
