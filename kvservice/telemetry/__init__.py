@@ -1,6 +1,6 @@
-"""What the daemon and its observer share: memory that the one writes and the other reads, and a pair of sockets.
+"""Data shared by daemon and observer: memory that the daemon writes and the observer reads, and a pair of sockets.
 
-arrays      named arrays in one memory file     calls       latency of calls, by method, status, transport
-sessions    a row for each session              vitals      figures of the whole daemon, written when they are asked for
-link        questions and answers over a socket
+arrays      named arrays in one memory file     calls       latency of calls by method, status and transport
+sessions    one row per session                 vitals      gauges and counters of the daemon, written on request
+link        requests and replies over a socket
 """

@@ -1,6 +1,7 @@
-"""Arrays in a memory file, which one process writes and another reads.
+"""Arrays in a memory file that one process writes and another reads.
 
-There are no locks: elements of eight bytes or fewer are read whole, and what belongs together may be read half changed.
+There are no locks. Reads of elements of up to eight bytes are atomic; related elements may be read in the middle of a
+change.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Arrays: TypeAlias = dict[str, npt.NDArray[Any]]
 
 
 class SharedArrays:
-    """The writer's end. Memory is taken when it is touched first."""
+    """The writer's arrays. The kernel allocates their memory on first use."""
 
     def __init__(self) -> None:
         self.fd = os.memfd_create("kvservice-telemetry", os.MFD_CLOEXEC)
@@ -31,14 +32,14 @@ class SharedArrays:
         self.close = weakref.finalize(self, os.close, self.fd)
 
     def zeros(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """A new array. Raises MemoryError where there is not that much memory."""
+        """Create an array. Raises MemoryError if not enough memory is available."""
         kind = np.dtype(dtype)
         num_bytes = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
         if num_bytes > available_bytes():
             raise MemoryError(f"{name} takes {num_bytes} bytes")
         offset = self._num_bytes
         self.manifest.append((name, kind.str, shape, offset))
-        if num_bytes == 0:  # no memory can be mapped for it
+        if num_bytes == 0:  # an empty range cannot be mapped
             return np.zeros(shape, kind)
         self._num_bytes += -(-num_bytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         os.ftruncate(self.fd, self._num_bytes)
@@ -46,12 +47,12 @@ class SharedArrays:
         return np.frombuffer(memory, kind).reshape(shape)
 
     def read_only(self) -> int:
-        """A descriptor of the file that cannot be written through. The caller closes it."""
+        """Return a read-only descriptor of the file. The caller closes it."""
         return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
 
 
 def open_arrays(fd: int, manifest: Manifest) -> Arrays:
-    """The reader's end: the writer's arrays, by name, read-only."""
+    """Map the writer's arrays read-only in the reader. Returns them by name."""
     arrays = {}
     for name, kind, shape, offset in manifest:
         dtype = np.dtype(kind)

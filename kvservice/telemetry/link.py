@@ -1,6 +1,6 @@
-"""Questions and answers between the daemon and its observer, one at a time, over a socket pair.
+"""Requests and replies between daemon and observer over a socket pair, one at a time.
 
-A frame is its length as four bytes, then its bytes. A question's first byte says what is asked.
+A frame is its length as four bytes, followed by its bytes. The first byte of a request is its type.
 """
 
 from __future__ import annotations
@@ -12,23 +12,24 @@ from collections.abc import Awaitable, Callable
 
 _LENGTH = struct.Struct("<I")
 
-# Asked by the observer.
+# Requests of the observer.
 WRITE_VITALS, BLOCK_HASH = b"v", b"h"
-# Asked by the daemon: b"c" and the configuration, b"s" and a GetSnapshotRequest.
+# Requests of the daemon: b"c" and the configuration, b"s" and a GetSnapshotRequest.
 CONFIGURE, SNAPSHOT = b"c", b"s"
-# Begins an answer that is an error.
+# First byte of a reply: success or error.
 OK, REFUSED = b"\0", b"\1"
 
 
 class Asker:
-    """The end that asks. Who asks while another waits for an answer waits for its turn."""
+    """The requesting end. Concurrent requests are sent one after the other."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
         self._turn = asyncio.Lock()
 
     async def ask(self, question: bytes) -> bytes:
-        """Raises ConnectionError when the other end is gone; the link is of no use then."""
+        """Send a request and return its reply. Raises ConnectionError if the other end has closed the link, which is
+        then unusable."""
         await self._turn.acquire()
         exchange = asyncio.ensure_future(self._exchange(question))
         try:
@@ -36,12 +37,12 @@ class Asker:
         finally:
             if exchange.done():
                 self._turn.release()
-            else:  # given up: the answer that is still to come must not be taken for the next one's
+            else:  # cancelled: the pending reply must not be taken for the reply to the next request
                 exchange.add_done_callback(self._pass_turn)
 
     def _pass_turn(self, given_up: asyncio.Future[bytes]) -> None:
         if not given_up.cancelled():
-            given_up.exception()  # which is of no interest any more
+            given_up.exception()  # retrieved so that asyncio does not log it
         self._turn.release()
 
     async def _exchange(self, question: bytes) -> bytes:
@@ -59,7 +60,7 @@ async def open_link(sock: socket.socket) -> tuple[asyncio.StreamReader, asyncio.
 async def answer_all(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answer: Callable[[bytes], Awaitable[bytes]]
 ) -> None:
-    """Answer until the other end is gone."""
+    """Answer requests until the other end closes the link."""
     try:
         while True:
             send(writer, await answer(await receive(reader)))

@@ -1,4 +1,4 @@
-"""The reader's end of it all: what the daemon's memory says, as plain values."""
+"""The reader of the shared arrays. It returns their content as plain values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from kvservice.telemetry.calls import Key, keys
 from kvservice.telemetry.sessions import get_name
 from kvservice.telemetry.vitals import Vitals
 
-# For what is just changing. A change takes microseconds, unless the daemon has to wait for a processor.
+# Retries for data that is being changed. A change takes microseconds unless the daemon is descheduled.
 _MAX_TRIES, _RETRY_S = 100, 0.001
 
 IntArray = npt.NDArray[np.int64]
@@ -36,7 +36,7 @@ FloatArray = npt.NDArray[np.float64]
 
 
 class SessionReading(NamedTuple):
-    """An open session, and sums over its sequences. `blocks` are entries of its block tables."""
+    """An open session, with sums over its sequences. `blocks` counts the entries of its block tables."""
 
     session_id: int
     name: str
@@ -57,7 +57,7 @@ class SessionReading(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SequenceRows:
-    """Live sequences, int64[n] each: numbers of their rows, and of their sessions' rows, ids, and the rest of a row."""
+    """Live sequences, int64[n] each: row numbers, rows of their sessions, sequence ids, and the state in the rows."""
 
     numbers: IntArray
     sessions: IntArray
@@ -70,10 +70,10 @@ class SequenceRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reading:
-    """Everything but blocks and tables, as of one moment or nearly so. `time_s` is monotonic.
+    """All data except blocks and tables, approximately at one moment. `time_s` is monotonic.
 
-    call_counts int64[rows, buckets + 1] and call_seconds float64[rows] are of `CallTable`, age_counts and age_seconds
-    of `BlockAges`. `tenants` has computed, looked-up and found tokens of each tenant, since the start.
+    `call_counts` int64[rows, buckets + 1] and `call_seconds` float64[rows] come from `CallTable`, `age_counts` and
+    `age_seconds` from `BlockAges`. `tenants` maps each tenant to its computed, queried and hit tokens since the start.
     """
 
     time_s: float
@@ -88,7 +88,7 @@ class Reading:
 
 
 class Reader:
-    """Reads the arrays of a daemon with these methods, which began at `started_s`, monotonic."""
+    """Reads the arrays of a daemon that has these RPC methods and started at `started_s` (monotonic)."""
 
     def __init__(self, arrays: Arrays, methods: Sequence[str], started_s: float) -> None:
         self.arrays = arrays
@@ -96,7 +96,7 @@ class Reader:
         self.call_keys: list[Key] = list(keys(methods))
 
     def read(self) -> Reading:
-        """The vitals are those that the daemon wrote last."""
+        """Read all data. The gauges are those that the daemon wrote last."""
         arrays = self.arrays
         session_rows, tenants = self._sessions()
         return Reading(
@@ -115,21 +115,21 @@ class Reader:
         meta = self.arrays["meta"]
         numbers = np.flatnonzero(meta[:, SPACE])
         rows = meta[numbers]
-        if not (live := rows[:, SPACE] != 0).all():  # one was freed just now
+        if not (live := rows[:, SPACE] != 0).all():  # a sequence was freed between the two reads
             numbers, rows = numbers[live], rows[live]
         wanted = (SEQUENCE_ID, LENGTH, NUM_COMPUTED, NUM_BLOCKS, SWAPPED)
         return SequenceRows(numbers, rows[:, SPACE] - 1, *(rows[:, column] for column in wanted))
 
     def session(self, row: int) -> tuple[int, str]:
-        """Id and name of the session in a row; id 0 if there is none."""
+        """Return id and name of the session in a row. The id is 0 if the row is free."""
         return int(self.arrays["sessions"][row, columns.SESSION_ID]), get_name(self.arrays["session_names"][row])
 
     def _sessions(self) -> tuple[IntArray, dict[str, tuple[int, ...]]]:
-        """A copy of the sessions' rows, and the tenants' tokens at the same moment: so those of a session that ends are
-        neither missed nor counted twice."""
+        """Return a copy of the session rows, and the tokens of the tenants at the same moment, so that the tokens of a
+        session that ends are counted exactly once."""
         arrays = self.arrays
         version = arrays["sessions_version"]
-        for _ in range(_MAX_TRIES):  # a daemon that is killed in the middle of a change never ends it
+        for _ in range(_MAX_TRIES):  # bounded, because a daemon that is killed during a change never completes it
             before = int(version[0])
             rows, tenants = arrays["sessions"].copy(), arrays["tenants"].copy()
             if before % 2 == 0 and before == int(version[0]):

@@ -1,4 +1,4 @@
-"""A row for each open session, and one for each tenant."""
+"""Shared tables of open sessions and of tenants."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ import numpy.typing as npt
 from kvservice.blocks.plans import Zeros
 from kvservice.blocks.sequences import NUM_COUNTERS
 
-# Columns of a session's row, behind the tokens that bookkeeping counts for its space.
+# Columns of a session row, after the token counters of its namespace.
 SESSION_ID, ATTACHED, OPENED_MS, REGIONS, REGION_BYTES, LANE, TENANT = range(NUM_COUNTERS, NUM_COUNTERS + 7)
 NUM_COLUMNS = NUM_COUNTERS + 7
-# Column of a tenant's row, behind its tokens.
+# Column of a tenant row, after its token counters.
 IN_USE = NUM_COUNTERS
-# Names are UTF-8, of at most 64 characters, with zeros behind.
+# Names are UTF-8, have at most 64 characters, and are padded with zeros.
 NAME_BYTES = 256
 OTHER_TENANTS = "other"
 
 
 class SessionTable:
-    """sessions int64[max_sessions, columns], SESSION_ID 0 where there is none; session_names uint8[max_sessions, 256].
+    """Shared arrays of sessions and tenants.
 
-    Tenants are numbered as they come; when there are `max_tenants`, all further ones are the last. tenant_names
-    uint8[max_tenants + 1, 256]; tenants int64[max_tenants + 1, 4]: the tokens of their ended sessions, and whether
-    there is such a tenant. `version` int64[1] is odd while tokens of a session become those of its tenant.
+    sessions int64[max_sessions, columns], with SESSION_ID 0 in free rows; session_names uint8[max_sessions, 256].
+    Tenants get rows in the order of their first session. After `max_tenants` of them, all others share the last row.
+    tenant_names uint8[max_tenants + 1, 256]; tenants int64[max_tenants + 1, 4]: the tokens of their closed sessions,
+    and whether the row is in use. sessions_version int64[1] is odd while tokens move from a session to its tenant.
     """
 
     def __init__(self, max_sessions: int, max_tenants: int, zeros: Zeros) -> None:
@@ -44,7 +45,7 @@ class SessionTable:
         _put_name(self._names[number], name)
         row[:] = 0
         row[OPENED_MS], row[TENANT] = opened_ms, self._tenant(tenant)
-        row[SESSION_ID] = session_id  # the last: it says that the row is in use
+        row[SESSION_ID] = session_id  # set last, because it marks the row as used
         return SessionRow(number, row)
 
     def close(self, row: SessionRow) -> None:
@@ -68,11 +69,11 @@ class SessionTable:
 
 
 class SessionRow:
-    """One session's. `counters` are for its space; the rest is set when it changes."""
+    """The row of one session. `counters` are the counters of its namespace; other columns are set when they change."""
 
     def __init__(self, number: int, columns: npt.NDArray[np.int64]) -> None:
         self.number = number
-        # Adding to an element takes a quarter of the time that it takes with NumPy.
+        # Updating an element of a memoryview takes a quarter of NumPy's time.
         self._columns: Any = columns.data
         self.counters: Any = self._columns[:NUM_COUNTERS]
 
@@ -80,7 +81,7 @@ class SessionRow:
         self._columns[column] = value
 
     def leave(self) -> None:
-        """The row may become another session's. What is set from now on is told nowhere."""
+        """Detach from the row, which another session may reuse. Later changes have no effect on the shared row."""
         self._columns = [0] * NUM_COLUMNS
 
 
@@ -89,5 +90,5 @@ def _put_name(place: npt.NDArray[np.uint8], name: str) -> None:
 
 
 def get_name(place: npt.NDArray[np.uint8]) -> str:
-    """What `SessionTable` put there. Where it is just changing, what cannot be decoded is replaced."""
+    """Return a name from `SessionTable`. During a concurrent change, bytes that cannot be decoded are replaced."""
     return place.tobytes().rstrip(b"\0").decode(errors="replace")

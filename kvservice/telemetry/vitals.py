@@ -1,4 +1,4 @@
-"""Figures of the whole daemon. Unlike the other arrays, these are written when the observer asks for them."""
+"""Gauges and counters of the daemon. Unlike the other arrays, the daemon writes them when the observer requests it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvservice.blocks.plans import Zeros
 
 
 class Vitals(NamedTuple):
-    """Gauges, then counters since the start. `..._s` are seconds."""
+    """Gauges, followed by counters since the start. Fields `..._s` are in seconds."""
 
     num_blocks: float = 0
     free_blocks: float = 0
@@ -64,7 +64,7 @@ class Vitals(NamedTuple):
 
 
 class VitalsTable:
-    """vitals float64[fields]; lane_counts int64[buckets + 1] of the lanes' calls."""
+    """Shared arrays: vitals float64[fields], and lane_counts int64[buckets + 1], the latency histogram of lanes."""
 
     def __init__(self, num_lane_buckets: int, zeros: Zeros) -> None:
         self._vitals: npt.NDArray[np.float64] = zeros("vitals", (len(Vitals._fields),), np.float64)
