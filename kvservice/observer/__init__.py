@@ -1,6 +1,6 @@
-"""The process that watches the daemon: it reads the daemon's memory, and answers all who look.
+"""The observer process: it reads the daemon's shared memory and serves the live page, metrics and snapshots.
 
-process    starts, reads once a second, answers the daemon        views      the pool for the page, piece by piece
-snapshot   the state in rows and rates                             blocks     states of blocks, and the map of them
-history    what was read before, and rates and quantiles from it   web        HTTP: the page, its stream, metrics
+process    startup, one reading per second, replies to the daemon   views      data of the page
+snapshot   the state as rows and rates                              blocks     states of blocks, and the pool map
+history    recent readings, with rates and quantiles over them      web        HTTP: the page, its stream, metrics
 """

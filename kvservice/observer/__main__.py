@@ -1,4 +1,5 @@
-"""Started by the daemon with descriptors: of its memory, of the links to ask and to answer by, of the HTTP socket."""
+"""Entry point of the observer. The daemon passes descriptors: its memory, two links (requests to the daemon, requests
+from the daemon) and the HTTP socket."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ NICENESS = 10
 def main() -> None:
     memory, *sockets = map(int, sys.argv[1:])
     asking, answering, *http = (socket.socket(fileno=fd) for fd in sockets)
-    os.nice(NICENESS)  # whoever waits for K/V goes first
+    os.nice(NICENESS)  # the daemon and its clients have priority
     uvloop.run(Observer(memory, asking, answering, http[0] if http else None).run())
 
 

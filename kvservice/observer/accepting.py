@@ -1,5 +1,5 @@
-"""Taking HTTP connections: each has its place among the open ones from the moment it is accepted, also while its TLS
-handshake lasts, when no protocol knows of it yet."""
+"""Acceptor of HTTP connections. A connection counts as open from the moment it is accepted, including its TLS
+handshake, during which it has no protocol yet."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from kvservice.observer.connections import Connections
 
 logger = logging.getLogger(__name__)
 
-# After a failure to accept: the process is out of descriptors, most likely, and connections that end give some back.
+# Pause after a failed accept. The process is probably out of descriptors until other connections end.
 PAUSE_S = 0.1
 _NO_ROOM = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
 class Arrival:
-    """A `Connection` that was accepted, until its protocol takes its place."""
+    """An accepted `Connection` until its protocol replaces it."""
 
     def __init__(self, accepted: socket.socket, address: str) -> None:
         self.accepted = accepted
@@ -33,8 +33,8 @@ class Arrival:
 
 
 class Acceptor:
-    """Accepts from a listening socket, which must not block. `make_protocol` gets the arrival whose place its protocol
-    is to take, by `Connections.replace`. A TLS handshake has the time of a request."""
+    """Accepts connections from a non-blocking listening socket. `make_protocol` gets the arrival that the protocol then
+    replaces, by `Connections.replace`. A TLS handshake has the same time limit as a request."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Acceptor:
         self._context = context
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Accept connections until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             try:
@@ -63,7 +63,7 @@ class Acceptor:
                 arrival.connecting = asyncio.create_task(self._connect(arrival))
             else:
                 self._refuse(accepted)
-            # It begins, so that whoever gives way to the next is closed.
+            # Let the new task start, so that it can be aborted if a later connection displaces it.
             await asyncio.sleep(0)
 
     def _refuse(self, accepted: socket.socket) -> None:
@@ -75,7 +75,7 @@ class Acceptor:
     async def _connect(self, arrival: Arrival) -> None:
         handshake_s = None if self._context is None else self._connections.limits.request_s
         try:
-            # Peers whose handshake fails raise OSError.
+            # A failed handshake raises OSError.
             with contextlib.suppress(OSError):
                 await asyncio.get_running_loop().connect_accepted_socket(
                     lambda: self._make_protocol(arrival),

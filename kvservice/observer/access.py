@@ -1,4 +1,4 @@
-"""Who may see the page and the metrics: checked before anything else.
+"""Access control for the page and the metrics. It runs before any other handler.
 
 request ─▶ GET? ─▶ /metrics: no token is set for them, or bearer ─────▶ app
                 └▶ a token is set: bearer, cookie, or /?token= once ──▶ app
@@ -24,7 +24,7 @@ from kvservice.logs import LogBudget
 
 logger = logging.getLogger(__name__)
 
-# A page of another site that has its own name point at 127.0.0.1 still sends that name.
+# DNS rebinding: a page of another site whose name resolves to 127.0.0.1 still sends that name as Host.
 _THIS_MACHINE: Final = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:\d+)?", re.IGNORECASE)
 _METRICS_PATH: Final = "/metrics"
 _COOKIE_AGE_S: Final = 30 * 86400
@@ -51,8 +51,8 @@ _HEADERS: Final = {
 
 @dataclass(frozen=True)
 class HttpOptions:
-    """`loopback`: nobody but this host reaches the port. `token`: what a browser has to present; `metrics_token`: what
-    Prometheus has to. Empty: nothing."""
+    """Options of the HTTP server. `loopback` says that only this host reaches the port. Browsers must present `token`,
+    and Prometheus `metrics_token`; an empty token is not required."""
 
     loopback: bool
     token: str = ""
@@ -60,7 +60,7 @@ class HttpOptions:
 
 
 class Refusals:
-    """Requests that were refused for want of a token or for their Host header, by what they asked for."""
+    """Counts of requests that were refused for a missing token or a wrong Host header, by target."""
 
     def __init__(self) -> None:
         self.counts = {"metrics": 0, "page": 0}
@@ -74,13 +74,13 @@ class Refusals:
 
 
 class Guard:
-    """Middleware that answers what may not be seen by itself, and gives every answer its headers."""
+    """Middleware that refuses requests without access, and adds security headers to every response."""
 
     def __init__(self, app: ASGIApp, options: HttpOptions, refusals: Refusals) -> None:
         self._app = app
         self._refusals = refusals
         self._options = options
-        # The cookie holds no token, which may have characters that a cookie may not.
+        # The cookie holds a hash, because the token may have characters that are not allowed in cookies.
         self._cookie = hashlib.sha256(b"kvservice page " + options.token.encode()).hexdigest()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -102,7 +102,7 @@ class Guard:
         await (answer or self._app)(scope, receive, send_with_headers)
 
     def _answer(self, request: HTTPConnection, method: str) -> Response | None:
-        """None: the request goes on."""
+        """Return the response that refuses or redirects a request, or None if the request has access."""
         if method != "GET":
             return refusal(405, "only GET is served", Allow="GET")
         if request.url.path == _METRICS_PATH:
@@ -148,7 +148,8 @@ def _presents(request: HTTPConnection, token: str) -> bool:
 
 
 def _cookie_name(request: HTTPConnection) -> str:
-    """Browsers send a cookie to all ports of a host: daemons beside each other must not take each other's."""
+    """Return the cookie's name, which includes the port. Browsers send a cookie to all ports of a host, and daemons on
+    one host must not use each other's."""
     port = re.search(r":(\d{1,5})$", request.headers.get("host", ""))
     return f"kvservice_{port[1]}" if port else "kvservice"
 

@@ -1,4 +1,4 @@
-"""States of blocks, read from the daemon's memory, and the map of them."""
+"""States of blocks, read from the daemon's shared memory, and the pool map."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class PoolMap:
-    """Both tiers in cells of `group` and `group_swap` blocks; the last of each may stand for fewer.
+    """Map of both tiers, in cells of `group` and `group_swap` blocks. The last cell of a tier may have fewer blocks.
 
-    `device` has five bytes for each cell: which share of its blocks, of 255, is in each of STATES. `swap` has two: free
-    and held.
+    `device` has five bytes per cell: the share of its blocks in each of STATES, as a fraction of 255. `swap` has two
+    bytes per cell: free and held.
     """
 
     group: int
@@ -34,7 +34,7 @@ class PoolMap:
 
 
 class Blocks:
-    """Who holds the blocks of both tiers."""
+    """Reference counts and states of the blocks of both tiers."""
 
     def __init__(self, arrays: Arrays) -> None:
         self._ref_counts = {DEVICE: arrays["device_ref_count"], SWAP: arrays["swap_ref_count"]}
@@ -48,11 +48,11 @@ class Blocks:
             raise InvalidArgumentError(f"{tier!r} is neither {DEVICE} nor {SWAP}", field="tier")
 
     def ref_counts(self, tier: str, blocks: Any) -> Any:
-        """Of some blocks, given as a slice, an array or a number."""
+        """Return the reference counts of blocks, given as a slice, an array or a number."""
         return self._ref_counts[tier][blocks]
 
     def states(self, tier: str, blocks: Any = slice(None)) -> Bytes:
-        """uint8[n], indices into STATES. A block of the swap tier is free, active or shared."""
+        """Return uint8[n], indices into STATES. A block of the swap tier is free, active or shared."""
         states: Bytes = np.minimum(self._ref_counts[tier][blocks], SHARED).astype(np.uint8)
         if tier == DEVICE:
             cached = (states == FREE) & self._indexed[blocks]

@@ -1,8 +1,9 @@
-"""HTTP connections: how many there may be, and which of them gives way when there are too many.
+"""Limits on HTTP connections, and the choice of the connection to close when there are too many.
 
-A connection is either answered or awaited: the server waits for its peer to complete a request's headers, or to read
-what was written. A peer has a time limit for either. When there is no room for a new connection, the one that has been
-awaited longest is closed; so connections that ask nothing keep nobody out, not even others from the same address.
+A connection is either being answered or awaited. An awaited one waits for its peer to complete the headers of a
+request, or to read what was written, and the peer has a time limit for either. If there is no room for a new
+connection, the connection that has been awaited longest is closed. Idle connections therefore cannot block others, not
+even from the same address.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class HttpLimits:
-    """`request_s`: time for a request's headers, from connecting or from the last answer on. `stalled_s`: time in which
-    a peer must read some of what waits to be written."""
+    """Limits on HTTP connections. `request_s` is the time for the headers of a request, from the connection or the last
+    response on. `stalled_s` is the time in which a peer must read some of the pending output."""
 
     max_connections: int = 256
     max_per_address: int = 128
@@ -26,7 +27,7 @@ class HttpLimits:
 
 
 class Connection(Protocol):
-    """An open connection. `abort` closes it at once, whatever has not been written yet."""
+    """An open connection. `abort` closes it immediately and drops pending output."""
 
     address: str
 
@@ -41,14 +42,15 @@ class Connections:
         self._clock = clock
         self._open: set[Connection] = set()
         self._num_from: Counter[str] = Counter()
-        # Deadlines of the awaited connections; the one that has been awaited longest comes first.
+        # Deadlines of the awaited connections, the longest awaited first.
         self._awaited: dict[Connection, float] = {}
 
     def __len__(self) -> int:
         return len(self._open)
 
     def admit(self, connection: Connection) -> bool:
-        """Add a new connection. False: there is no room, because all that could give way are being answered."""
+        """Add a new connection, and close an awaited one if there is no room. Returns False if there is no room and no
+        awaited connection to close."""
         if self._num_from[connection.address] >= self.limits.max_per_address:
             rivals = [one for one in self._awaited if one.address == connection.address]
         elif len(self._open) >= self.limits.max_connections:
@@ -67,7 +69,8 @@ class Connections:
         self.await_request(connection)
 
     def replace(self, old: Connection, new: Connection) -> bool:
-        """Let a connection take the place of one from the same address. False: that has none any more."""
+        """Replace a connection by another one from the same address. Returns False if the old one is not open any
+        more."""
         if old not in self._open:
             return False
         self.remove(old)
@@ -75,7 +78,7 @@ class Connections:
         return True
 
     def remove(self, connection: Connection) -> None:
-        """The connection has ended. No error if it is not there."""
+        """Remove a connection that has ended. It may have been removed already."""
         if connection not in self._open:
             return
         self._open.remove(connection)
@@ -85,22 +88,22 @@ class Connections:
             del self._num_from[connection.address]
 
     def await_request(self, connection: Connection) -> None:
-        """The peer is to send a request. It gets no more time for one that it has begun."""
+        """Wait for a request of the peer. A request that has begun does not extend the deadline."""
         if connection in self._open and connection not in self._awaited:
             self._awaited[connection] = self._clock() + self.limits.request_s
 
     def await_reading(self, connection: Connection) -> None:
-        """The peer is to read: more waits to be written than is buffered."""
+        """Wait for the peer to read, because the output buffer is full."""
         if connection in self._open:
             self._awaited.pop(connection, None)
             self._awaited[connection] = self._clock() + self.limits.stalled_s
 
     def answer(self, connection: Connection) -> None:
-        """The peer is not awaited any more."""
+        """Mark the connection as being answered, so that it has no deadline."""
         self._awaited.pop(connection, None)
 
     def close_late(self) -> None:
-        """Close those whose peers are past their deadline."""
+        """Close the connections whose deadline has passed."""
         now = self._clock()
         for connection in [one for one, deadline in self._awaited.items() if deadline <= now]:
             self._close(connection)

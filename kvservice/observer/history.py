@@ -1,4 +1,4 @@
-"""What was read in the last minutes, one sample a second; rates and quantiles over the latest of it."""
+"""Samples of the last minutes, one per second, and rates and quantiles over the latest readings."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ WINDOW = 10
 
 
 def quantile(counts: Sequence[int] | IntArray, share: float) -> float | None:
-    """Seconds below which this share of the calls lies, by linear interpolation within a bucket, as Prometheus does it.
-    None without calls; above the last bound, that bound."""
+    """Return the quantile `share` of call latency in seconds, by linear interpolation within a bucket, as in
+    Prometheus. It is None without calls, and the last bound for quantiles above it."""
     total = int(np.sum(counts))
     if total == 0:
         return None
@@ -33,19 +33,19 @@ def quantile(counts: Sequence[int] | IntArray, share: float) -> float | None:
 
 
 class History:
-    """Readings of the latest seconds, and a sample of each that came before."""
+    """The readings of the latest seconds, and one sample per earlier reading."""
 
     def __init__(self, keys: Sequence[Key], block_bytes: int) -> None:
         self._block_bytes = block_bytes
         self._methods = list(dict.fromkeys(method for method, _, _ in keys))
         self._ok = np.array([status == "OK" for _, status, _ in keys])
-        # Rows of one method stand together.
+        # The rows of one method are adjacent.
         self._rows_of_method = len(keys) // len(self._methods)
         self._window: deque[Reading] = deque(maxlen=WINDOW + 1)
         self._samples: deque[dict[str, Any]] = deque(maxlen=SAMPLES)
 
     def add(self, reading: Reading, time_s: float) -> None:
-        """`time_s` is since 1970."""
+        """Add a reading. `time_s` is in seconds since 1970."""
         if self._window:
             self._samples.append(self._sample(self._window[-1], reading, time_s))
         self._window.append(reading)
@@ -55,11 +55,11 @@ class History:
         return self._window[-1]
 
     def rates(self) -> dict[str, Any]:
-        """The fields of `Rates`."""
+        """Return the fields of `Rates`."""
         return self._rates(self._window[0], self._window[-1])
 
     def calls(self) -> list[dict[str, Any]]:
-        """The fields of `CallSnapshot`, for each method that was called."""
+        """Return the fields of `CallSnapshot` for each method that was called."""
         first, last = self._window[0], self._window[-1]
         seconds = _seconds(first, last)
         totals, errors = self._by_method(last.call_counts)
@@ -80,7 +80,7 @@ class History:
         return self._samples[-1] if self._samples else None
 
     def samples(self) -> dict[str, Any]:
-        """Columns of the samples, the oldest first; of `p99_s` those methods that were called."""
+        """Return the samples as columns, oldest first. `p99_s` has the methods that were called."""
         names = ("time_s", "usage", "hit_share", "computed_tokens", "swapped_out_bytes", "swapped_in_bytes")
         columns: dict[str, Any] = {name: [sample[name] for sample in self._samples] for name in names}
         methods = dict.fromkeys(method for sample in self._samples for method in sample["p99_s"])
@@ -126,14 +126,14 @@ class History:
         return rates
 
     def _by_method(self, counts: IntArray) -> tuple[IntArray, IntArray]:
-        """Buckets int64[methods, buckets + 1] of all calls, and the number int64[methods] of those that failed."""
+        """Return the histograms of all calls, int64[methods, buckets + 1], and the failed calls, int64[methods]."""
         shape = len(self._methods), self._rows_of_method
         failed = np.where(self._ok, 0, counts.sum(axis=1)).reshape(shape).sum(axis=1)
         return counts.reshape(*shape, -1).sum(axis=1), failed
 
 
 def _seconds(first: Reading, last: Reading) -> float:
-    """Of a window that has only begun, one."""
+    """Return the length of a window in seconds, or 1.0 if it has only one reading."""
     return (last.time_s - first.time_s) or 1.0
 
 

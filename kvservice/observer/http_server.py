@@ -1,4 +1,4 @@
-"""The observer's HTTP server: uvicorn, with connections that are counted and awaited."""
+"""The observer's HTTP server: uvicorn with limits on connections."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ async def serve_http(
     connections: Connections,
     certificates: Reloading[Certificates] | None = None,
 ) -> None:
-    """Serve an app on a listening socket until SIGTERM or SIGINT, over TLS if there are certificates."""
+    """Serve an app on a listening socket until SIGTERM or SIGINT, over TLS if certificates are given."""
     config = uvicorn.Config(
         app,
-        # An upgraded connection would not be counted.
+        # Upgraded connections would escape the limits.
         ws="none",
         access_log=False,
         log_config=None,
@@ -51,7 +51,7 @@ async def serve_http(
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, but for how it accepts connections."""
+    """uvicorn's server with a different acceptor of connections."""
 
     def __init__(self, config: uvicorn.Config, connections: Connections, context: ssl.SSLContext | None) -> None:
         super().__init__(config)
@@ -83,7 +83,7 @@ async def _sweep(
 
 
 class GuardedProtocol(H11Protocol):
-    """uvicorn's HTTP protocol, whose connections are counted and awaited."""
+    """uvicorn's HTTP protocol, with limits on its connections."""
 
     def __init__(self, connections: Connections, arrival: Arrival, **arguments: Any) -> None:
         super().__init__(**arguments)

@@ -1,4 +1,5 @@
-"""The observer's life: learn what to read, read it once a second, answer, end with the daemon."""
+"""The observer's main loop: it gets its configuration, reads once per second, answers requests, and ends with the
+daemon."""
 
 from __future__ import annotations
 
@@ -47,14 +48,15 @@ class Observer:
     def __init__(
         self, memory: int, asking: socket.socket, answering: socket.socket, http: socket.socket | None
     ) -> None:
-        """`memory`: a descriptor of the daemon's arrays; `asking` and `answering`: the links' ends; `http` listens."""
+        """`memory` is a descriptor of the daemon's arrays. `asking` and `answering` are links to the daemon. `http` is
+        a listening socket."""
         self._memory, self._asking, self._answering, self._http = memory, asking, answering, http
         self._loop_counts, self._loop_seconds = [0] * (len(BUCKETS_S) + 1), 0.0
         self._refusals = Refusals()
         self._tasks: list[asyncio.Task[None]] = []
 
     async def run(self) -> None:
-        """Until the daemon is gone, or something here fails: then the daemon starts another."""
+        """Run until the daemon ends or an error occurs. After an error the daemon starts a new observer."""
         self._asker = Asker(*await open_link(self._asking))
         reader, writer = await open_link(self._answering)
         self._configure(json.loads((await receive(reader))[1:]))
@@ -67,11 +69,11 @@ class Observer:
         for task in done:
             if (error := task.exception()) is not None and not isinstance(error, ConnectionError):
                 logger.error("the observer failed", exc_info=error)
-        # Whoever is connected has nothing more to expect.
+        # Exit without closing connections in an orderly way: no more data will come.
         os._exit(0)
 
     def _configure(self, told: dict[str, Any]) -> None:
-        """`told`: see `configuration` of kvservice.server.telemetry."""
+        """Apply the daemon's configuration `told`; see `configuration` of kvservice.server.telemetry."""
         logs.configure(told["log_level"], told["log_format"])
         self._told = told
         arrays = open_arrays(self._memory, told["manifest"])
@@ -79,7 +81,7 @@ class Observer:
         self._history = History(self._reader.call_keys, told["info"]["block_bytes"])
         self._views = Views(arrays, self._reader, self._history, told["info"], self._fresh, self._block_hash)
         self._registry = CollectorRegistry(auto_describe=False)
-        # Of the daemon, which is the parent.
+        # The process metrics are those of the daemon, the parent process.
         ProcessCollector(pid=os.getppid, registry=self._registry)
         self._registry.register(_Metrics(self._collect))
 
@@ -90,7 +92,7 @@ class Observer:
         return inspect_pb2.Snapshot(**fields).SerializeToString()
 
     async def _fresh(self) -> Reading:
-        """What the daemon's memory says now."""
+        """Return a reading with current gauges."""
         await self._asker.ask(WRITE_VITALS)
         return self._reader.read()
 

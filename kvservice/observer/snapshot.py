@@ -1,4 +1,5 @@
-"""The state in rows and rates: what `kvservice top` and the page show. Rows are dicts with the contract's fields."""
+"""Snapshots for `kvservice top` and the page: the state as rows and rates. Rows are dicts with the fields of the
+contract."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ _POOL = (
 def take_snapshot(
     reader: Reader, history: History, latest: Reading, max_sessions: int, max_sequences: int, search: str
 ) -> dict[str, Any]:
-    """The fields of `Snapshot`, as of the latest reading; rates are the history's. `search`: see GetSnapshotRequest."""
+    """Return the fields of `Snapshot` for the latest reading, with rates from the history. GetSnapshotRequest describes
+    `search`."""
     search = search.lower()
     sessions = [session for session in latest.sessions if _fits(session, search)]
     sessions.sort(key=lambda session: (-session.blocks, session.session_id))
@@ -69,8 +71,8 @@ def _session(session: SessionReading, now_s: float) -> dict[str, Any]:
 def _sequences(
     reader: Reader, session_ids: set[int], max_sequences: int, search: str
 ) -> tuple[list[dict[str, Any]], int]:
-    """The largest of the sequences that fit the search, and how many do: those of these sessions, and those whose id
-    contains it."""
+    """Return the largest sequences that match the search, and the number of matches. A sequence matches if its session
+    is one of `session_ids` or if its id contains the search text."""
     rows = reader.sequences()
     owners = {number: reader.session(number) for number in np.unique(rows.sessions).tolist()}
     if search:

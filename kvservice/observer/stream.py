@@ -1,8 +1,8 @@
-"""Server-sent events: one frame a second, computed once for all who listen, and only while somebody does.
+"""Server-sent events: one frame per second, computed once for all listeners, and only while there are any.
 
 hello   {"info", "history"}            once
-map     {"group", "group_swap", "device", "swap"}   the cells in base64; at first, and when they changed
-frame   {"snapshot", "sample"}         each second; the sample is the history's latest, null before the first
+map     {"group", "group_swap", "device", "swap"}   the cells in base64; first, and after each change
+frame   {"snapshot", "sample"}         each second; the sample is the latest of the history, or null
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from kvservice.observer.views import Views
 
 MAX_STREAMS: Final = 64
 FRAME_INTERVAL_S: Final = 1.0
-# Proxies close connections that say nothing.
+# Proxies close idle connections.
 KEEP_ALIVE_S: Final = 15.0
-# Who takes nothing for so long has gone without a word.
+# A listener that reads nothing for this long is considered gone.
 STALLED_S: Final = 60.0
 _RETRY: Final = b"retry: 2000\n\n"
 _KEEP_ALIVE: Final = b": still here\n\n"
-# Ids have 64 bits, numbers of JavaScript 53.
+# Ids have 64 bits, but JavaScript's numbers are exact only up to 53 bits.
 _IDS: Final = frozenset({"session_id", "sequence_id"})
 
 
 @dataclass(frozen=True)
 class Tick:
-    """What one second looks like, as it is sent."""
+    """The encoded events of one second."""
 
     number: int
     frame: bytes
@@ -43,7 +43,7 @@ class Tick:
 
 
 class Ticker:
-    """The latest second. Nobody computes it but one of those who wait for it."""
+    """Computes the latest tick. One of the waiting listeners computes it for all."""
 
     def __init__(self, views: Views, interval_s: float) -> None:
         self._views = views
@@ -54,7 +54,7 @@ class Ticker:
         self._map: PoolMap | None = None
 
     async def newer_than(self, number: int) -> Tick:
-        """The latest tick; waits if that is `number` or before. Who comes late misses those between."""
+        """Return the latest tick, and wait until its number is above `number`. A slow listener skips ticks."""
         if not self._has_newer_than(number):
             async with self._lock:
                 if not self._has_newer_than(number):
@@ -76,7 +76,7 @@ class Ticker:
         return event("hello", {"info": self._views.info, "history": self._views.history()})
 
     def _map_event(self) -> bytes:
-        """The very same bytes as before if nothing changed: who has them is not sent them again."""
+        """Return the map event, as the identical bytes object if nothing changed, so that it is not sent again."""
         seen = self._views.map()
         if seen == self._map:
             return self._latest.map
@@ -105,7 +105,7 @@ class EventStream:
         try:
             await StreamingResponse(self._events(), media_type="text/event-stream")(scope, receive, send_in_time)
         except TimeoutError:
-            pass  # the server closes the connection of an answer without an end
+            pass  # the server closes the connection of an incomplete response
         finally:
             self._num_streams -= 1
 
@@ -128,7 +128,7 @@ def event(name: str, data: Any) -> bytes:
 
 
 def encode(data: Any) -> bytes:
-    """Compact JSON in which ids are strings. NaN and infinity, which JSON has not, raise ValueError."""
+    """Return compact JSON in which ids are strings. NaN and infinity, which JSON does not have, raise ValueError."""
     return json.dumps(_with_text_ids(data), separators=(",", ":"), allow_nan=False).encode()
 
 

@@ -1,4 +1,4 @@
-"""The pool for the page: snapshots, the map, a block, a sequence. All of it is read from the daemon's memory."""
+"""Data of the page: snapshots, the map, blocks, sequences. All of it is read from the daemon's shared memory."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from kvservice.observer.snapshot import take_snapshot
 from kvservice.telemetry.arrays import Arrays
 from kvservice.telemetry.reading import IntArray, Reader, Reading
 
-# Holders of a block, and blocks of a sequence, that are told.
+# Limits on the reported holders of a block and blocks of a sequence.
 MAX_HOLDERS = 100
 MAX_TABLE = 16384
 
 
 class Views:
-    """`info` is what never changes, see `configuration` of kvservice.server.telemetry. Tables are dicts ready for JSON.
+    """Data of the page, as dicts for JSON. `info` never changes; see `configuration` of kvservice.server.telemetry.
 
-    Raises InvalidArgumentError for what cannot be, UnknownSequenceError for what is not there.
+    Methods raise InvalidArgumentError for invalid arguments and UnknownSequenceError for unknown sequences.
     """
 
     def __init__(
@@ -44,22 +44,22 @@ class Views:
         self._block_hash = block_hash
 
     async def snapshot(self, max_sessions: int = 100, max_sequences: int = 100, search: str = "") -> dict[str, Any]:
-        """As of now: what else is looked at in the same moment agrees with it."""
+        """Return a current snapshot. It is consistent with the other data read at the same moment."""
         return take_snapshot(self._reader, self._history, await self._read(), max_sessions, max_sequences, search)
 
     def history(self) -> dict[str, Any]:
-        """Columns of samples."""
+        """Return the samples as columns."""
         return self._history.samples()
 
     def sample(self) -> dict[str, Any] | None:
-        """The last of them; None before the first."""
+        """Return the latest sample, or None before the first."""
         return self._history.sample()
 
     def map(self) -> PoolMap:
         return self._blocks.map()
 
     def blocks(self, tier: str, start: int, count: int) -> dict[str, Any]:
-        """States and ref counts of `count` blocks."""
+        """Return states and reference counts of `count` blocks from `start` on."""
         self._blocks.check_tier(tier)
         if not 0 <= start < self._blocks.num_blocks(tier):
             raise InvalidArgumentError("is no block of the tier", field="start")
@@ -76,7 +76,7 @@ class Views:
         }
 
     async def block(self, tier: str, block_id: int) -> dict[str, Any]:
-        """One block and the sequences that hold it. Ages are of blocks of the device that are in use."""
+        """Describe a block and the sequences that hold it. Only device blocks in use have ages."""
         self._blocks.check_tier(tier)
         if not 0 <= block_id < self._blocks.num_blocks(tier):
             raise InvalidArgumentError("is no block of the tier", field="id")
@@ -119,7 +119,7 @@ class Views:
         return holders
 
     def sequence(self, session_id: int, sequence_id: int) -> dict[str, Any]:
-        """A sequence and its table."""
+        """Describe a sequence and its block table."""
         rows = self._reader.sequences()
         for i in np.flatnonzero(rows.ids == sequence_id).tolist():
             owner, name = self._reader.session(int(rows.sessions[i]))
@@ -143,6 +143,7 @@ class Views:
         }
 
     def _table(self, tier: str, row: int, num_blocks: int) -> IntArray:
-        """A copy. Should the sequence be swapped at this moment, no entry is past the other tier's end."""
+        """Return a copy of a block table. If the sequence is swapped at this moment, entries outside the tier are
+        dropped."""
         table = self._arrays["block_tables"][row, : min(num_blocks, MAX_TABLE)].astype(np.int64)
         return table[table < self._blocks.num_blocks(tier)]

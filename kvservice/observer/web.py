@@ -1,4 +1,4 @@
-"""The observer's HTTP: metrics, the live page, and what the page asks for. Nothing can be changed by it."""
+"""The observer's HTTP API: metrics, the live page, and the data of the page. It is read-only."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def make_app(
     refusals: Refusals,
     frame_interval_s: float = FRAME_INTERVAL_S,
 ) -> Starlette:
-    """`metrics` gives the exposition and its content type; `refusals` are added to."""
+    """Build the app. `metrics` returns the exposition and its content type. The app counts refused requests in
+    `refusals`."""
 
     async def exposition(_request: Request) -> Response:
         body, content_type = await metrics()
@@ -50,7 +51,7 @@ def make_app(
         Route("/api/block", api.block),
         Route("/api/sequence", api.sequence),
         Route("/api/search", api.search),
-        # A class's instance, which Starlette takes for a whole app.
+        # Starlette treats an instance of a class as an ASGI app.
         Route("/api/stream", EventStream(views, frame_interval_s)),
         Mount("/static", RevalidatedFiles(directory=STATIC)),
     ]
@@ -66,7 +67,7 @@ async def page(_request: Request) -> Response:
 
 
 class RevalidatedFiles(StaticFiles):
-    """A browser asks each time whether its copy is the newest: modules of two versions must not mix."""
+    """Static files that browsers revalidate on every load, so that modules of two versions never mix."""
 
     def file_response(
         self, full_path: str | os.PathLike[str], stat_result: os.stat_result, scope: Scope, status_code: int = 200
@@ -77,7 +78,7 @@ class RevalidatedFiles(StaticFiles):
 
 
 class Api:
-    """Each: check, one call, encode."""
+    """Handlers of the page's requests. Each validates its parameters, makes one call, and encodes the result."""
 
     def __init__(self, views: Views) -> None:
         self._views = views
@@ -111,7 +112,7 @@ def _integer(request: Request, name: str, default: int | None = None, least: int
     text = request.query_params.get(name)
     if text is None and default is not None:
         return default
-    # int() takes signs, spaces and underscores; and more digits than a request should hold.
+    # int() would also accept signs, spaces, underscores and any number of digits.
     if text is None or not (text.isascii() and text.isdigit() and len(text) <= 19 and least <= int(text) <= most):
         raise InvalidArgumentError(f"must be a whole number from {least} to {most}", field=name)
     return int(text)

@@ -1,11 +1,11 @@
-// A grid of cells on a canvas, with a keyboard's cursor. To assistive technology it is a grid of one tab stop, of which
-// only the cell under the cursor is in the document: thousands of elements would cost more than they are worth.
+// A grid of cells on a canvas, with a keyboard cursor. Assistive technology sees a grid with one tab stop, in which only
+// the cell under the cursor is an element of the document, because thousands of elements would be too slow.
 
 import { make } from "./dom.js";
 import { colours, paintBlock, paintGroup } from "./paint.js";
 
 const GAP = 1;
-// About the cells, for the ring of one at the edge; parts.css takes it back.
+// Padding around the cells, for the ring of a cell at the edge. parts.css compensates it with a negative margin.
 const EDGE = 3;
 const LEAST_PITCH = 4;
 const PAGE_ROWS = 8;
@@ -19,8 +19,8 @@ export class Cells {
   #only = null;
 
   /**
-   * `describe(index)` is a cell's text. `choose(index)` is called when it is chosen, `hover(index | null)` as the
-   * pointer or the cursor moves. The cells take about `maxHeight` pixels, and `maxCell` each at most.
+   * `describe(index)` returns a cell's text. `choose(index)` is called when a cell is chosen, `hover(index | null)`
+   * when the pointer or the cursor moves. The grid is about `maxHeight` pixels high, a cell at most `maxCell` pixels.
    */
   constructor({ label, maxHeight, maxCell, describe, choose, hover = () => {} }) {
     Object.assign(this, { maxHeight, maxCell, describe, choose, hover });
@@ -39,14 +39,14 @@ export class Cells {
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
   }
 
-  /** `shares`: of each cell, of 255, the share of its blocks in each of `states`. Ungrouped, a cell is a block. */
+  /** `shares` has, per cell, the share of its blocks in each of `states`, of 255. Ungrouped cells are single blocks. */
   show({ states, shares, grouped }) {
     this.#cells = { count: shares.length / states.length, states, shares, grouped };
     this.#cursor = Math.min(this.#cursor, Math.max(0, this.#cells.count - 1));
     this.draw();
   }
 
-  /** Ring the cells of `selected`; where `only` is given the others fade. */
+  /** Draw rings around the cells of `selected`. If `only` is given, all other cells fade. */
   mark(selected, only = null) {
     [this.#selected, this.#only] = [new Set(selected), only && new Set(only)];
     this.draw();
@@ -88,7 +88,7 @@ export class Cells {
   #layOut(width, count) {
     const ideal = Math.floor(Math.sqrt((width * this.maxHeight) / count));
     this.columns = 0;
-    // Of the sizes about the ideal, the one that leaves the least of the width empty.
+    // Of the sizes near the ideal, choose the one that leaves the least width empty.
     for (let pitch = ideal + 1; pitch >= ideal - 3; pitch--) {
       const size = Math.max(LEAST_PITCH, Math.min(this.maxCell, pitch));
       const columns = roundColumns(Math.floor(width / size));
@@ -172,7 +172,7 @@ export class Cells {
     event.preventDefault();
   }
 
-  /** A new element, not a new text: else a screen reader does not notice that the cursor has moved. */
+  /** Replace the element of the cell. With a new text only, screen readers do not notice that the cursor moved. */
   #renewCell() {
     this.cell = make("div", { role: "gridcell", id: `cell-${++cellsMade}` });
     this.row.replaceChildren(this.cell);
@@ -202,7 +202,7 @@ export class Cells {
   }
 }
 
-/** Whole fours, so that a block can be found by counting. */
+/** Round to a multiple of four columns, so that a block is easy to find by counting. */
 function roundColumns(fit) {
   return Math.max(1, fit < 16 ? fit : fit - (fit % 4));
 }

@@ -1,4 +1,4 @@
-// Time series of the last ten minutes as SVG, with a text for those who do not see them.
+// Time series of the last ten minutes as SVG, with a text alternative.
 
 import { make, say, reconcile } from "./dom.js";
 const SPAN_S = 600;
@@ -15,8 +15,8 @@ export class Chart {
   #hover = null;
 
   /**
-   * `show`: a value's text. `scale`: "share" from 0 to 1, "linear" and "bytes" from 0, "log".
-   * `hover(time_s | null)` is called as the pointer moves.
+   * `show` formats a value. `scale` is "share" (0 to 1), "linear" or "bytes" (from 0), or "log".
+   * `hover(time_s | null)` is called when the pointer moves.
    */
   constructor({ title, show, scale, hover }) {
     Object.assign(this, { title, show, scale });
@@ -30,13 +30,13 @@ export class Chart {
     new ResizeObserver(() => this.draw()).observe(this.element);
   }
 
-  /** `series`: [{name, values, tone}], values by the times, null where there is none; `tone` is the colour's number. */
+  /** `series` is [{name, values, tone}], with one value or null per time; `tone` is the number of a colour. */
   update(times, series) {
     [this.#times, this.#series] = [times, series];
     this.draw();
   }
 
-  /** Show the values at a time, or the latest. */
+  /** Show the values at a time, or the latest ones if it is null. */
   point(time) {
     this.#hover = time;
     this.draw();
@@ -120,7 +120,7 @@ export class Chart {
     return [svg("line", { class: "cross", x1: x, x2: x, y1: MARGIN.top, y2: HEIGHT - MARGIN.bottom }), ...dots];
   }
 
-  /** Of the sample to show. */
+  /** Index of the sample to show. */
   #index() {
     if (this.#hover === null) return this.#times.length - 1;
     return this.#times.findIndex((time) => time >= this.#hover);
@@ -155,7 +155,7 @@ export class Chart {
   }
 }
 
-/** A piece of a series' line, to find it by. Without a tone there is none. */
+/** A sample of a series' line for the key. Without a tone the series has no line. */
 export function stroke(tone) {
   return make("span", { class: tone === undefined ? "stroke none" : `stroke tone-${tone}`, "aria-hidden": "true" });
 }

@@ -1,4 +1,4 @@
-// The panel beside the map: one block, the blocks of a cell, or a sequence; kept up to date while it is shown.
+// The detail panel beside the map. It shows one block, the blocks of a cell, or a sequence, and refreshes while shown.
 
 import { Cells } from "./cells.js";
 import { Facts, make, reconcile, say } from "./dom.js";
@@ -13,7 +13,7 @@ export class Detail {
   #view = null;
   #asked = false;
 
-  /** `mark({tier, ids, only})` is told which blocks to show on the map. */
+  /** `mark({tier, ids, only})` gets the blocks to highlight on the map. */
   constructor(host, mark) {
     this.mark = mark;
     this.title = make("h2", { id: "detail-title" }, "Nothing chosen");
@@ -23,7 +23,7 @@ export class Detail {
     host.append(make("div", { class: "head" }, this.title, this.clear), this.line, this.body);
   }
 
-  /** Show a selection, as parse() gives it. */
+  /** Show a selection from parse(). */
   choose(selection) {
     this.#view = selection && new VIEWS[selection.kind](selection);
     this.clear.hidden = !selection;
@@ -206,7 +206,7 @@ function tally(tier, states) {
   return [...counts].map(([state, found]) => `${format.count(found.length)} ${state}`).join(", ") || "no blocks";
 }
 
-/** In the swap tier a block is taken or not: how many hold it is told by its references. */
+/** The displayed state. A swap block is free or swapped; its reference count shows how many tables hold it. */
 function shown(tier, state) {
   return tier === "swap" && state !== "free" ? "swapped" : state;
 }

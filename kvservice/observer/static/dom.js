@@ -1,6 +1,6 @@
-// Building and keeping up to date what is on the page, without markup in strings.
+// Creation and update of the page's elements, without markup in strings.
 
-/** make("td", {class: "number"}, "12"): an element with attributes, and with texts and elements in it. */
+/** Create an element with attributes and children (texts or elements): make("td", {class: "number"}, "12"). */
 export function make(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -12,12 +12,12 @@ export function make(tag, attributes = {}, ...children) {
   return element;
 }
 
-/** Set the text of an element, if it is another: what has not changed is not laid out, nor read out, again. */
+/** Set the text of an element only if it changed, so that it is not laid out or read out again. */
 export function say(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-/** One child of `parent` for each item, in their order. A child stays with its key, and so does the focus. */
+/** Keep one child of `parent` per item, in order. A child stays with its key, and so does the focus. */
 export function reconcile(parent, items, { key, create, update }) {
   parent.known ??= new Map();
   const wanted = new Map(items.map((item) => [key(item), item]));
@@ -46,7 +46,7 @@ function place(parent, child, before) {
   focused?.focus();
 }
 
-/** A list of terms and values. `show([[term, text], ...])` keeps it up to date. */
+/** A list of terms and values. `show([[term, text], ...])` updates it. */
 export class Facts {
   constructor(element = make("dl", { class: "facts" })) {
     this.element = element;

@@ -1,4 +1,4 @@
-// The strip of figures at the top, and what the daemon is.
+// The strip of key figures at the top, and the daemon's configuration.
 
 import { Facts } from "./dom.js";
 import * as format from "./format.js";

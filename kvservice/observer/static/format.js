@@ -1,4 +1,4 @@
-// Numbers as people read them. Every function takes null or undefined for "there is none".
+// Formatting of numbers. Every function accepts null or undefined for a missing value.
 
 const NONE = "–";
 const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
@@ -10,19 +10,19 @@ const digits = new Intl.NumberFormat("en", { maximumSignificantDigits: 3 });
 const given = (format) => (value) => (value === null || value === undefined ? NONE : format(Number(value)));
 
 export const count = given((value) => whole.format(value));
-/** 0.25, 12, 1,234, 12.3K, 4.56M. */
+/** Format a count: 0.25, 12, 1,234, 12.3K, 4.56M. */
 export const compact = given((value) => (value < 10 ? brief : value < 10_000 ? whole : short).format(value));
 export const percent = given((value) => share.format(value));
 export const bytes = given((value) => scaled(value, 1024, ["B", "KiB", "MiB", "GiB", "TiB"]));
 
-/** How long a call takes: 850 µs, 1.2 ms. */
+/** Format a latency: 850 µs, 1.2 ms. */
 export const latency = given((seconds) => {
   if (seconds === 0) return "0 s";
   if (seconds < 1e-3) return `${digits.format(seconds * 1e6)} µs`;
   return seconds < 1 ? `${digits.format(seconds * 1e3)} ms` : `${digits.format(seconds)} s`;
 });
 
-/** How long ago: 0.4 s, 12 s, 3 min 20 s, 5 h 2 min, 3 d 4 h. */
+/** Format an age: 0.4 s, 12 s, 3 min 20 s, 5 h 2 min, 3 d 4 h. */
 export const age = given((seconds) => {
   if (seconds < 10) return `${seconds.toFixed(1)} s`;
   const rounded = Math.round(seconds);
@@ -35,7 +35,7 @@ export const age = given((seconds) => {
 
 export const plural = (number, one, many = `${one}s`) => `${count(number)} ${Number(number) === 1 ? one : many}`;
 
-/** Block ids in the order of a table, neighbours drawn together: "17–20, 3, 90–88"; and the number of runs. */
+/** Format block ids in table order, with ranges of neighbours: "17–20, 3, 90–88". Also returns the number of ranges. */
 export function runs(ids) {
   const found = [];
   for (const id of ids) {

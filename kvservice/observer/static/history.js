@@ -1,4 +1,4 @@
-// The values of the charts: the samples that the server kept, and then each frame's.
+// The values of the charts: the server's history, followed by the sample of each frame.
 
 import { Chart } from "./charts.js";
 import * as format from "./format.js";
@@ -8,7 +8,7 @@ const MOST_METHODS = 6;
 
 export class History {
   #data = null;
-  /** Of the methods that have a line, the colour. */
+  /** Colours of the methods that have a line. */
   tones = new Map();
 
   constructor(host) {
@@ -29,7 +29,7 @@ export class History {
     this.#draw();
   }
 
-  /** `sample` is the history's latest; the hello's and the first frame's may be the same. */
+  /** `sample` is the latest of the history. The last sample of the hello and the first frame's may be the same. */
   frame(sample, calls) {
     const data = this.#data;
     this.#pick(calls);
@@ -42,7 +42,7 @@ export class History {
     this.#draw();
   }
 
-  /** The methods that are called most have a line, and keep their colour while they have it. */
+  /** Give lines to the methods with the most calls. A method keeps its colour while it has a line. */
   #pick(calls) {
     const byCalls = calls.toSorted((one, other) => other.calls - one.calls);
     const methods = byCalls.slice(0, MOST_METHODS).map(({ method }) => method);

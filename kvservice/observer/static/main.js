@@ -1,5 +1,5 @@
-// hello ─▶ what the daemon is, charts            map ─▶ pool
-// frame ─▶ figures, counts, charts, tables       the address ─▶ detail ─▶ marks on the map
+// hello ─▶ the daemon's configuration, charts    map ─▶ pool
+// frame ─▶ figures, counts, charts, tables       URL fragment ─▶ detail ─▶ highlights on the map
 
 import { say } from "./dom.js";
 import { Detail } from "./detail.js";
@@ -54,7 +54,7 @@ function search(text) {
   find();
 }
 
-/** Fill the tables with what fits; each frame asks again. */
+/** Fill the tables with the matches of the search. Each frame repeats the search. */
 async function find() {
   const text = query.value.trim();
   if (!text) say(part("found"), "");

@@ -1,4 +1,4 @@
-// The pool as a map: a cell for each block, or for a group of neighbours where there are too many blocks.
+// The pool map: one cell per block, or per group of neighbours if there are too many blocks.
 
 import { Cells } from "./cells.js";
 import { make, reconcile, say } from "./dom.js";
@@ -12,10 +12,10 @@ export class PoolPanel {
   #info = null;
   #marks = { tier: "device", ids: [], only: false };
 
-  /** `choose({tier, start, count})` is called with the blocks of the cell that was chosen. */
+  /** `choose({tier, start, count})` is called with the blocks of a chosen cell. */
   constructor(host, choose) {
     this.note = make("p", { class: "note" });
-    // To the eye what the cell under the cursor is to a screen reader.
+    // The visible counterpart of the cell element that screen readers see.
     this.readout = make("p", { class: "readout", "aria-hidden": "true" });
     this.legend = make("ul", { class: "legend" });
     this.device = this.#cells("device", "Map of the pool", 380, 26);
@@ -54,7 +54,7 @@ export class PoolPanel {
     showLegend(this.swapLegend, [["free", freeSwap], ["swapped", pool.used_swap_blocks]], pool.num_swap_blocks);
   }
 
-  /** Ring the chosen blocks, or show nothing but those of a sequence. */
+  /** Draw rings around the chosen blocks, or show only the blocks of a sequence. */
   mark(marks) {
     const { tier, ids, only } = (this.#marks = marks);
     for (const name of ["device", "swap"]) {

@@ -1,4 +1,4 @@
-// How a block's state looks. Each differs by colour and by shape: whoever tells no colours apart sees the shapes.
+// Painting of block states. States differ in colour and in shape, for people who cannot distinguish the colours.
 
 export const DEVICE = ["free", "active", "shared", "cached", "pinned"];
 export const SWAP = ["free", "swapped"];
@@ -10,18 +10,18 @@ export const MEANING = {
   pinned: "cached, and kept from eviction",
   swapped: "held by a sequence that is swapped out",
 };
-// From the bottom of a cell to its top; what is left is free.
+// States from the bottom of a cell to its top. The rest of the cell is free.
 const STACK = ["active", "shared", "pinned", "cached", "swapped"];
 const SHAPES_FROM = 7;
 
-/** The colours in force where `element` is, by name. */
+/** Return the computed colours at `element`, by name. */
 export function colours(element) {
   const style = getComputedStyle(element);
   const names = [...DEVICE, "swapped", "empty", "hole", "ink"];
   return Object.fromEntries(names.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
 }
 
-/** One block: a square of `size` at (x, y). */
+/** Paint one block as a square of `size` at (x, y). */
 export function paintBlock(context, colour, state, x, y, size) {
   const shapes = size >= SHAPES_FROM;
   const line = Math.max(1, Math.round(size / 9));
@@ -54,7 +54,7 @@ export function paintBlock(context, colour, state, x, y, size) {
   }
 }
 
-/** Many blocks: what share of them is in each state, stacked. `shares` are of 255, in the order of `states`. */
+/** Paint many blocks as stacked shares of their states. `shares` are fractions of 255, in the order of `states`. */
 export function paintGroup(context, colour, states, shares, x, y, size) {
   context.fillStyle = colour.empty;
   context.fillRect(x, y, size, size);

@@ -1,4 +1,4 @@
-// What is chosen, as it stands in the address: #block/device/17, #blocks/device/512/245, #sequence/1/42.
+// The selection in the URL fragment: #block/device/17, #blocks/device/512/245, #sequence/1/42.
 
 const KINDS = [
   [/^#block\/(device|swap)\/(\d{1,9})$/, ([tier, id]) => ({ kind: "block", tier, id: Number(id) })],
@@ -12,7 +12,7 @@ const KINDS = [
   ],
 ];
 
-/** Null: the address chooses nothing. */
+/** Parse the URL fragment. Returns null if nothing is selected. */
 export function parse(hash) {
   for (const [pattern, selection] of KINDS) {
     const found = pattern.exec(hash);

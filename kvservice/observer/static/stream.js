@@ -1,4 +1,4 @@
-// The server's events. A page that nobody sees listens to none: what it has missed is in the next hello's history.
+// The server's events. A hidden page closes the stream; the history in the next hello fills the gap.
 
 const RETRY_MS = 3000;
 const LATE_MS = 3500;
@@ -8,7 +8,7 @@ export class Stream {
   #retry = 0;
   #watch = 0;
 
-  /** `on` has hello(data), map(data), frame(data) and state("late" | "lost" | "refused", reason). */
+  /** `on` has the callbacks hello(data), map(data), frame(data) and state("late" | "lost" | "refused", reason). */
   constructor(on) {
     this.on = on;
     document.addEventListener("visibilitychange", () => (document.hidden ? this.#close() : this.#open()));
@@ -27,12 +27,12 @@ export class Stream {
     this.#source.onerror = () => {
       clearTimeout(this.#watch);
       this.on.state("lost");
-      // The browser tries again by itself, but not where the server has refused.
+      // The browser reconnects by itself unless the server refused the stream.
       if (this.#source.readyState === EventSource.CLOSED) this.#refused();
     };
   }
 
-  /** Tell why, which an EventSource does not know, and try again later. */
+  /** Report the reason, which an EventSource does not provide, and try again later. */
   async #refused() {
     this.#retry = setTimeout(() => this.#open(), RETRY_MS);
     const answer = await fetch("/api/stream");
@@ -61,7 +61,7 @@ function fromBase64(text) {
   return Uint8Array.from(atob(text), (character) => character.charCodeAt(0));
 }
 
-/** What the server answers to a question, or an Error with what it said. */
+/** Return the server's JSON response. Throws an Error with its message if the request fails. */
 export async function ask(path, parameters) {
   const answer = await fetch(`/api/${path}?${new URLSearchParams(parameters)}`);
   const body = await answer.json();

@@ -1,4 +1,4 @@
-// Sequences, sessions and calls, as tables whose rows keep their place in the document while they live.
+// Tables of sequences, sessions and calls. A row keeps its element while it exists.
 
 import { make, reconcile, say } from "./dom.js";
 import * as format from "./format.js";
@@ -6,8 +6,8 @@ import { stroke } from "./charts.js";
 
 class Table {
   /**
-   * `columns`: [{title, text(row)}]; the first names the row. Besides, of some: `number`, aligned to the right;
-   * `press(row)`, a button's; `label(row)`, its name; `before(row, cell)`, what fills the span before the text.
+   * `columns` is [{title, text(row)}]; the first column is the row's header. Optional: `number` aligns to the right,
+   * `press(row)` makes the text a button with the name `label(row)`, `before(row, cell)` fills a span before the text.
    */
   constructor(host, { id, title, columns, key, empty }) {
     Object.assign(this, { columns, key, empty });
@@ -56,7 +56,7 @@ class Table {
     });
   }
 
-  /** Tell which row is the chosen one. */
+  /** Mark the selected row. */
   mark(key) {
     for (const [name, row] of this.body.known ?? []) {
       if (name === key) row.setAttribute("aria-current", "true");
@@ -112,7 +112,7 @@ export function sessions(host, choose) {
   });
 }
 
-/** `tones`: the colours of the methods that have a line in the chart. */
+/** `tones` are the colours of the methods that have a line in the chart. */
 export function calls(host, tones) {
   const mark = (row, cell) => {
     const line = stroke(tones.get(row.method));
