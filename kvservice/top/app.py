@@ -1,4 +1,4 @@
-"""The screen: a summary, three tables, and the keys."""
+"""The terminal application: a summary, three tables, and key bindings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvservice.top.summary import summary
 from kvservice.top.tables import SnapshotTable
 from kvservice.v1.inspect_pb2 import Snapshot
 
-# Up to this many lines only one table is shown.
+# Terminals with at most this many lines show only one table.
 _SHORT_LINES = 40
 
 
@@ -47,7 +47,7 @@ class TopApp(App[None]):
         Binding("greater_than_sign", "sort(1)", "Sort", key_display="< >"),
         Binding("less_than_sign", "sort(-1)", show=False),
         Binding("r", "reverse", "Reverse"),
-        # Before the table gets it: what is typed at once after it is for the filter.
+        # Priority over the table, so that text typed directly after the slash goes to the filter.
         Binding("slash", "search", "Filter", priority=True),
         Binding("escape", "clear_search", "All", show=False, priority=True),
         Binding("p", "pause", "Pause"),
@@ -55,7 +55,7 @@ class TopApp(App[None]):
 
     def __init__(self, source: Source, first: Snapshot, interval_s: float, sort_key: str, search: str) -> None:
         super().__init__(ansi_color=True)
-        # The terminal's own colours, light or dark.
+        # Use the terminal's own colours, light or dark.
         self.theme = "ansi-dark"
         self._source = source
         self._snapshot = first
@@ -104,7 +104,7 @@ class TopApp(App[None]):
         self._show_state()
 
     def _show_state(self) -> None:
-        """Why the figures are not those of all that the daemon holds now, if they are not."""
+        """Show why the figures are not current or not complete, if so."""
         reasons = []
         if self._error is not None:
             reasons.append(f"No answer, trying again. {printable(str(self._error))}")
@@ -155,7 +155,7 @@ class TopApp(App[None]):
         if event.value != self._search:
             self._search = event.value
             self._show_state()
-            # Also while paused: who filters wants to see what he has asked for.
+            # A new filter updates the view even while it is paused.
             self._ask()
 
     @on(Input.Submitted, "#search")

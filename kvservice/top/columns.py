@@ -1,4 +1,4 @@
-"""The tables: which columns each has, and how its rows are put in order."""
+"""Columns of the tables, and the order of their rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvservice.v1.inspect_pb2 import Snapshot
 
 @dataclass(frozen=True)
 class Column:
-    """`value` of a row is what it is ordered by, None if it has none; `text` is how the value is shown."""
+    """A column. `value(row)` is the sort key, or None if the row has none; `text(value)` is the displayed text."""
 
     key: str
     title: str
@@ -36,7 +36,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """`rows` of a snapshot, and how many there are with those that it left out."""
+    """A table. `rows` selects the rows of a snapshot; `total` is their number including rows that it left out."""
 
     name: str
     columns: tuple[Column, ...]
@@ -45,14 +45,15 @@ class Table:
     total: Callable[[Snapshot], int]
 
     def column(self, key: str) -> Column:
-        """The column of this key; if the table has none, the one that it is ordered by of itself."""
+        """Return the column with this key, or the default sort column if there is none."""
         found = {column.key: column for column in self.columns}
         return found.get(key, found[self.default_sort])
 
     def ordered(self, snapshot: Snapshot, key: str, reverse: bool) -> list[Any]:
-        """Largest numbers first, texts from A to Z; `reverse`: the other way. Rows without a value are last.
+        """Return the rows in order: largest numbers first, texts from A to Z, or reversed. Rows without a value are
+        last.
 
-        Those with the same value are in the order of the first column: they must not change places at every look.
+        Rows with equal values are ordered by the first column, so that they keep their places between updates.
         """
         column = self.column(key)
         by_first = sorted(self.rows(snapshot), key=self.columns[0].value)

@@ -1,4 +1,4 @@
-"""Figures as people read them, in few columns."""
+"""Compact formatting of figures for people."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ NOTHING = "-"
 
 
 def count(value: float) -> str:
-    """Exact below a million."""
+    """Format a count, exactly below a million."""
     for unit, factor in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
         if value >= factor:
             return f"{value / factor:,.2f}{unit}"
@@ -15,7 +15,7 @@ def count(value: float) -> str:
 
 
 def rate(value: float) -> str:
-    """A count per second: with a decimal where it matters."""
+    """Format a count per second, with one decimal below 10."""
     return f"{value:.1f}" if 0 < value < 10 else count(value)
 
 
@@ -46,7 +46,7 @@ def age(seconds: float) -> str:
 
 
 def share(part: float | None) -> str:
-    """Of one whole, in per cent. 100 % and 0 % are exact."""
+    """Format a fraction of 1 in per cent. Only exact values show as 100 % and 0 %."""
     if part is None:
         return NOTHING
     if 0 < part < 1:
@@ -55,5 +55,5 @@ def share(part: float | None) -> str:
 
 
 def printable(text: str) -> str:
-    """What a client has named something, without what would move a terminal's cursor or change its colours."""
+    """Return a client's text without control characters, which could move the cursor or change colours."""
     return "".join(sign if sign.isprintable() else "\N{REPLACEMENT CHARACTER}" for sign in text)

@@ -1,4 +1,4 @@
-"""One snapshot, printed: for people as tables, for scripts as JSON."""
+"""Printing of one snapshot, as tables for people or as JSON for scripts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvservice.top.summary import summary
 from kvservice.v1.inspect_pb2 import Snapshot
 
 _ROWS = 40
-# Where the output is no terminal and has no width of its own.
+# Width of the output if it is not a terminal.
 _WIDTH = 160
 
 

@@ -1,4 +1,4 @@
-"""The command: asks once and prints, or keeps asking and shows a screen."""
+"""The command: it prints one snapshot, or runs the terminal application."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Options:
 
 
 def run(options: Options) -> None:
-    """Return when the user leaves. Raises KVServiceError if no daemon answers at the beginning."""
+    """Run until the user quits. Raises KVServiceError if no daemon answers at the start."""
     asyncio.run(_run(options))
 
 

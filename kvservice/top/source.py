@@ -1,4 +1,4 @@
-"""Where the figures come from: the daemon's InspectService."""
+"""Source of the snapshots: the daemon's InspectService."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from kvservice.errors import ObserverUnavailableError
 from kvservice.v1 import inspect_pb2, inspect_pb2_grpc
 from kvservice.wire.channels import open_aio_channel
 
-# The most that the daemon tells.
+# The daemon's limit on rows.
 MAX_ROWS = 1000
 _TIMEOUT_S = 5.0
-# The daemon may start its observer only when somebody asks, and lets the call wait for it.
+# The daemon may start its observer on the first request, which then waits for it.
 _START_TIMEOUT_S = 15.0
 _START_PAUSE_S = 0.1
 
 
 class Source:
-    """A connection to a daemon, made again whenever a call finds it broken. An asynchronous context manager."""
+    """A connection to a daemon, which reconnects when a call finds it broken. It is an async context manager."""
 
     def __init__(self, address: str, credentials: ClientCredentials = NO_CREDENTIALS) -> None:
         self.address = address
@@ -38,7 +38,7 @@ class Source:
         await self._channel.close()
 
     async def snapshot(self, search: str = "", timeout_s: float = _TIMEOUT_S) -> inspect_pb2.Snapshot:
-        """What the daemon holds now; of sessions and sequences those that `search` finds. Raises KVServiceError."""
+        """Return a current snapshot, with the sessions and sequences that match `search`. Raises KVServiceError."""
         request = inspect_pb2.GetSnapshotRequest(max_sessions=MAX_ROWS, max_sequences=MAX_ROWS, search=search)
         try:
             headers = self._credentials.headers()
@@ -48,7 +48,8 @@ class Source:
         return snapshot
 
     async def first_snapshot(self, search: str = "") -> inspect_pb2.Snapshot:
-        """The same, with patience for an observer that only now starts, but none for a daemon that is not there."""
+        """Return a snapshot and wait for an observer that is starting. Raises KVServiceError at once if there is no
+        daemon."""
         clock = asyncio.get_running_loop().time
         deadline = clock() + _START_TIMEOUT_S
         while True:
@@ -61,7 +62,7 @@ class Source:
 
 
 def to_json(message: Message) -> dict[str, Any]:
-    """The message's fields by their names, integers of 64 bits as numbers; null for what it leaves out."""
+    """Return the message's fields by name, with 64-bit integers as numbers and unset fields as None."""
     return {field.name: _field_to_json(message, field) for field in message.DESCRIPTOR.fields}
 
 

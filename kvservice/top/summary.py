@@ -1,4 +1,4 @@
-"""The pool as a whole, above the tables: bars, and what happens in a second."""
+"""The summary above the tables: bars of the pool, and rates per second."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.text import Text
 from kvservice.top import format as fmt
 from kvservice.v1.inspect_pb2 import PoolSnapshot, Rates, Snapshot
 
-# State of a block, its sign and its colour: without colours the signs tell them apart.
+# States of blocks with their characters and colours. Without colours the characters distinguish the states.
 _STATES = (
     ("active", "█", "green"),
     ("shared", "▓", "cyan"),
@@ -26,7 +26,7 @@ _Part = tuple[int, str, str]
 
 
 class Bar:
-    """Counts with their signs and colours, side by side over the whole width."""
+    """A bar over the whole width, with one part per count, in its character and colour."""
 
     def __init__(self, parts: Sequence[_Part]) -> None:
         self._parts = parts

@@ -1,4 +1,4 @@
-"""A table on the screen, which stays where it was scrolled to while its rows change."""
+"""A table widget that keeps its scroll position while its rows change."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class SnapshotTable(DataTable[Text]):
         self._sort_key = table.column(sort_key).key
         self._reverse = False
         self._snapshot = Snapshot()
-        # What its cells hold: writing a cell costs much more than comparing.
+        # The texts of the cells. Comparing texts is much cheaper than updating cells.
         self._rows: list[list[str]] = []
 
     def on_mount(self) -> None:
@@ -57,7 +57,7 @@ class SnapshotTable(DataTable[Text]):
 
     def _set_row_count(self, count: int) -> None:
         if 2 * count < len(self._rows):
-            # Removing one row takes time that grows with all of them.
+            # Removing a single row takes time proportional to the number of rows.
             self.clear()
             self._rows = []
         while len(self._rows) > count:
@@ -89,7 +89,7 @@ class SnapshotTable(DataTable[Text]):
 
     @on(DataTable.HeaderSelected)
     def _clicked(self, event: DataTable.HeaderSelected) -> None:
-        """The heading that the rows are in the order of reverses it."""
+        """Sort by the clicked column, or reverse the order if the table is already sorted by it."""
         key = str(event.column_key.value)
         if key == self._sort_key:
             self.reverse()
