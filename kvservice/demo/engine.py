@@ -1,7 +1,7 @@
-"""A miniature inference engine: continuous batching over a session of the daemon.
+"""A miniature inference engine with continuous batching over a session of the daemon.
 
-Each step it starts prompts that are due, gives every running sequence one token, and frees what is complete. Prompts
-are computed with Extend, tokens with Decode.
+In each step it starts the prompts that are due, generates one token for every running sequence, and frees complete
+sequences. Prompts use Extend, generated tokens use Decode.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvservice.integrations.transformers import forward, model_keys
 
 @dataclass
 class Generation:
-    """One sequence that is being generated. Its last token is picked, but not yet given to the daemon."""
+    """A sequence during generation. Its last token is picked but not yet appended in the daemon."""
 
     name: str
     part: Part
@@ -29,9 +29,9 @@ class Generation:
     sequence: client.Sequence
     picker: Picker
     token_ids: list[int] = field(default_factory=list)
-    # By which they were picked, one row for each.
+    # The logits of the picked tokens, one row per token.
     logits: list[torch.Tensor] = field(default_factory=list)
-    # Tokens before half_way that were given back, to be generated again.
+    # Tokens before half_way that were truncated, to be generated again.
     given_back: list[int] = field(default_factory=list)
     state: str = "running"
 
@@ -49,12 +49,12 @@ class Generation:
 
     @property
     def again_alike(self) -> bool:
-        """Whether the tokens that were given back came out the same the second time."""
+        """Whether the truncated tokens were the same the second time."""
         return self.token_ids[self.half_way - len(self.given_back) : self.half_way] == self.given_back
 
 
 class Engine:
-    """Plays the parts on a session. `show(what)` is called whenever something has happened."""
+    """Runs the parts on a session. It calls `show(what)` after each event."""
 
     def __init__(self, model: LlamaForCausalLM, kv: Session, show: Callable[[str], None]) -> None:
         self.model = model
@@ -64,7 +64,7 @@ class Engine:
         self.generations: list[Generation] = []
 
     def play(self, parts: Sequence[Part]) -> list[Generation]:
-        """Generates all parts to their end. Returns their sequences, which the daemon has freed by then."""
+        """Generate all parts to their end. Returns their sequences, which are freed in the daemon by then."""
         waiting = sorted(parts, key=lambda part: part.starts_at_step)
         while waiting or self._in_state("running", "swapped out"):
             while waiting and waiting[0].starts_at_step <= self.step:
@@ -80,7 +80,7 @@ class Engine:
         return [generation for generation in self.generations if generation.state in states]
 
     def _start(self, part: Part) -> None:
-        """Computes a prompt, but for what the prefix cache has, and forks it for each further sample."""
+        """Compute the tokens of a prompt that are not in the prefix cache, and fork it for each further sample."""
         parent = self.kv.allocate(part.prompt, extra_keys=model_keys(self.model))
         step = self.kv.open_step([parent])
         (logits,) = forward(self.model, step, part.prompt[parent.num_cached_tokens :], last_only=True)
@@ -111,7 +111,7 @@ class Engine:
             first, last = generation.part.swapped_steps or (None, None)
             if self.step == first:
                 moved = self.kv.swap_out([generation.sequence])
-                # So that the way back is from the swap tier and not from blocks which happen to be cached still.
+                # The swap-in must copy from the swap tier instead of reusing blocks that are still cached.
                 self.kv.reset_prefix_cache()
                 generation.state = "swapped out"
                 self.show(f"{generation.name}: {moved} blocks swapped out")

@@ -1,4 +1,4 @@
-"""The demo's model, how it picks tokens, and how the library alone generates with it."""
+"""The demo's model, its token picker, and generation by transformers alone as the reference."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ VOCABULARY = 512
 
 
 def build_model(dtype: str = "float32") -> LlamaForCausalLM:
-    """A Llama of 4 layers with grouped-query attention and fixed random weights, on the CPU.
+    """Build a Llama of 4 layers with grouped-query attention and fixed random weights, on the CPU.
 
-    The weights are larger than an initialization for training, those behind attention most of all: attention looks at
-    few tokens, logits lie far apart, and what attention gets wrong becomes a wrong token.
+    The weights, most of all the output projections of attention, are larger than an initialization for training. As a
+    result attention is concentrated on few tokens, logits are far apart, and an error in attention changes a token.
     """
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -41,17 +41,17 @@ def build_model(dtype: str = "float32") -> LlamaForCausalLM:
 
 
 class Picker:
-    """Picks the next token: the likeliest one, or with a seed a sample of the distribution.
+    """Picks the next token: the likeliest one, or, with a seed, a sample of the distribution.
 
-    Samples by adding Gumbel noise to the logits and taking the largest (Gumbel-max), which makes the distance to the
-    runner-up a number, as it is for the likeliest token.
+    It samples by adding Gumbel noise to the logits and taking the largest (Gumbel-max), so that the margin to the
+    runner-up is a number, as for the likeliest token.
     """
 
     def __init__(self, seed: int | None) -> None:
         self._generator = None if seed is None else torch.Generator().manual_seed(seed)
 
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
-        """`[vocabulary]` -> `[vocabulary]`, float32 in host memory; the largest is picked."""
+        """Return the scores of logits `[vocabulary]`, float32 `[vocabulary]` in host memory. The largest is picked."""
         scores = logits.detach().float().cpu()
         if self._generator is None:
             return scores
@@ -62,7 +62,7 @@ class Picker:
 
 
 def generate_alone(model: LlamaForCausalLM, prompt: Sequence[int], picker: Picker, num_tokens: int) -> list[int]:
-    """What the library generates for one prompt with its own cache, one sequence at a time."""
+    """Generate `num_tokens` tokens for one prompt with transformers' own cache, without batching."""
     cache = DynamicCache(config=model.config)
     generated: list[int] = []
     token_ids = list(prompt)
@@ -75,7 +75,7 @@ def generate_alone(model: LlamaForCausalLM, prompt: Sequence[int], picker: Picke
 
 
 def logits_of(model: LlamaForCausalLM, prompt: Sequence[int], token_ids: Sequence[int]) -> torch.Tensor:
-    """What the library computes alone for each of the tokens that follow a prompt: `[len(token_ids), vocabulary]`."""
+    """Return the logits that transformers computes for each token after a prompt: `[len(token_ids), vocabulary]`."""
     ids = torch.tensor([[*prompt, *token_ids[:-1]]])
     logits: torch.Tensor = model(input_ids=ids, use_cache=False, logits_to_keep=len(token_ids)).logits[0]
     return logits
@@ -84,9 +84,9 @@ def logits_of(model: LlamaForCausalLM, prompt: Sequence[int], token_ids: Sequenc
 def largest_error(
     model: LlamaForCausalLM, sequences: Iterable[tuple[Sequence[int], Sequence[int], torch.Tensor]]
 ) -> tuple[float, float]:
-    """The largest error of logits against the same weights in float64: that of the ones given, and the library's own.
+    """Return the largest error against float64 logits of (the given logits, transformers' own logits).
 
-    sequences: prompt, tokens that followed, and the logits `[tokens, vocabulary]` that they were picked by.
+    sequences: prompt, generated tokens, and the logits `[tokens, vocabulary]` from which they were picked.
     """
     exact = copy.deepcopy(model).double()
     given_errors, own_errors = [0.0], [0.0]

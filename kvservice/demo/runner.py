@@ -1,4 +1,4 @@
-"""The demo from start to end: a daemon, the parts played on it, the comparison, and what has to be true of it all."""
+"""The demo: it starts a daemon, runs the parts, compares the tokens, and checks the requirements."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from kvservice.launch import Daemon
 
 NUM_BLOCKS = 72
 SWAP_SPACE_GIB = 1 / 256
-# How much larger than the library's own error, both against float64, that of the logits may be where tokens can differ.
+# Limit on the error of the logits relative to transformers' own error, both against float64, where tokens may differ.
 ERROR_RATIO_MAX = 2.0
 
 
 @dataclass(frozen=True)
 class DemoResult:
-    """What came out. Counters are the daemon's, over the run; swapped_blocks counts both ways.
+    """Result of the demo. Counters are the daemon's, over the run; `swapped_blocks` counts both directions.
 
-    In float32 tokens have to be equal. In bfloat16 logits lie so close that rounding picks other tokens: there their
-    largest error is compared with the library's own; in float32 both are None. `problems` says what is not as it has
-    to be; empty if all is well.
+    In float32 the tokens must be equal. In bfloat16 logits are so close that rounding can change tokens, so their
+    largest error is compared with transformers' own; in float32 both errors are None. `problems` lists the unmet
+    requirements.
     """
 
     tokens_match: bool
@@ -53,7 +53,7 @@ class DemoResult:
     problems: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """The fields, without `problems`."""
+        """Return the fields without `problems`."""
         return {name: value for name, value in asdict(self).items() if name != "problems"}
 
 
@@ -66,10 +66,11 @@ def run(
     dtype: str = "float32",
     credentials: ClientCredentials = NO_CREDENTIALS,
 ) -> DemoResult:
-    """Plays the demo against the daemon at `address`, or a private one on `device`, and shows it unless `quiet`.
+    """Run the demo against the daemon at `address`, or a private one on `device`, and show it unless `quiet`.
 
-    The model computes on the CPU, in `dtype`, float32 or bfloat16; K/V and attention are the daemon's. Raises
-    InvalidArgumentError if the daemon's pool has not the shape of the demo's model, StartError if none can be started.
+    The model computes on the CPU in `dtype`, float32 or bfloat16; K/V and attention are in the daemon. Raises
+    InvalidArgumentError if the daemon's pool does not have the shape of the demo's model, and StartError if no daemon
+    can be started.
     """
     started_s = time.monotonic()
     with ExitStack() as stack:
@@ -92,7 +93,8 @@ def run(
 
 @contextmanager
 def _torch_settings() -> Iterator[None]:
-    """No gradients; and one thread: the model is so small that on a busy machine several threads mostly wait."""
+    """Disable gradients, and use one thread. The model is so small that several threads mostly wait on a busy
+    machine."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -118,7 +120,7 @@ def _check_pool(client: KVClient, model: LlamaForCausalLM) -> None:
 def _generate(
     client: KVClient, model: LlamaForCausalLM, console: Console, quiet: bool
 ) -> tuple[list[Generation], PoolStats]:
-    """Plays the parts in a session of their own. Returns the sequences, and the pool as they left it."""
+    """Run the parts in a new session. Returns the sequences, and the statistics of the pool afterwards."""
     install(model)
     try:
         with client.session("demo") as kv, ExitStack() as stack:
