@@ -1,1 +1,1 @@
-"""Inference libraries that run with their K/V in the daemon. Each is imported by itself; none is a dependency."""
+"""Integrations of inference libraries that keep their K/V in the daemon. Each is optional and imported separately."""

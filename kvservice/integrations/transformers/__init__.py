@@ -1,19 +1,20 @@
 """Hugging Face transformers models with their K/V in the daemon.
 
-    install(model)                                   attention goes to the daemon from here on
-    with KVServiceCache(kv) as cache:                kv: a session of kvservice.client
+    install(model)                                   the model's attention now runs in the daemon
+    with KVServiceCache(kv) as cache:                kv is a session of kvservice.client
         model.generate(**inputs, past_key_values=cache)      the library's own loop: greedy, sampled, beams, assisted
 
-or, for an engine with a loop of its own, `forward(model, step, token_ids)`: one ragged step without padding, over
+An engine with its own loop uses `forward(model, step, token_ids)`, which runs one ragged step without padding over
 sequences that were allocated with `extra_keys=model_keys(model)`.
 
-`pool_options(model.config)` is the shape of the pool that a model needs: `num_layers`, `num_kv_heads`, `head_size` (32
-to 256, in steps of 8) and `dtype`. `cache.reset()` frees the sequences of a cache, which then takes another batch.
+`pool_options(model.config)` returns the shape of the pool that a model needs: `num_layers`, `num_kv_heads`, `head_size`
+(32 to 256, in steps of 8) and `dtype`. `cache.reset()` frees the sequences of a cache, which can then take another
+batch.
 
-Supported are decoders whose attention is plain, grouped-query or multi-query, with rotary, learned or ALiBi positions,
-sliding windows and logits soft caps. It goes through the library's registry of attention functions; seven families with
-attention code of their own are adapted (`own_attention`). `install` names what keeps a model from being supported.
-These model types give the library's own tokens and logits:
+The integration supports decoders with multi-head, grouped-query or multi-query attention, with rotary, learned or ALiBi
+positions, sliding windows and logits soft caps. It uses the library's registry of attention functions, and adapts seven
+families that have their own attention code (`own_attention`). `install` raises an error with the reason for models that
+are not supported. These model types give the same tokens and logits as the library's own cache:
 
     afmoe, apertus, arcee, aria_text, beam, bert, bert-generation, biogpt, bitnet, bloom, camembert, codegen, cohere,
     cohere2, cohere2_moe, cohere_compass_text, ctrl, cwm, data2vec-text, dbrx, dots1, electra, ernie, ernie4_5,

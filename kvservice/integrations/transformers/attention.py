@@ -1,7 +1,7 @@
-"""The attention function that the library's models call: one call per layer, on the step of the running pass.
+"""The attention function that the library's models call, once per layer, for the step of the current forward pass.
 
-The library hands an attention function its tensors but neither the cache nor the sequences behind them. So whoever
-starts a forward pass declares it (`running`), and the function finds it in a context variable.
+The library passes tensors to an attention function, but neither the cache nor the sequences. The code that starts a
+forward pass therefore stores it in a context variable (`running`), where the function finds it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvservice.integrations.transformers.masks import ATTENTION_NAME, LAYER_CHAN
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
-# Arguments with which some families change what attention computes, in ways that the daemon does not offer.
+# Arguments by which some model families request attention features that the daemon does not have.
 _UNSUPPORTED_ARGUMENTS = {
     "s_aux": "attention sinks",
     "sinks": "attention sinks",
@@ -34,26 +34,29 @@ _UNSUPPORTED_ARGUMENTS = {
 
 
 def not_compiled(function: FunctionT) -> FunctionT:
-    """Has compiled code call the function as it is."""
+    """Exclude a function from torch.compile."""
     return cast(FunctionT, torch.compiler.disable(function))  # type: ignore[no-untyped-call]
 
 
 class Pass(Protocol):
-    """What a model's layers attend in while it runs."""
+    """A forward pass, as seen by the attention function."""
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
     ) -> torch.Tensor:
-        """query: `[batch, num_heads, columns, head_size]`; key, value: `[batch, num_kv_heads, columns, head_size]`;
-        options: those of `Step.attend`. Returns `[batch, columns, num_heads, head_size]`."""
+        """Compute the attention of one layer.
+
+        query: `[batch, num_heads, columns, head_size]`; key, value: `[batch, num_kv_heads, columns, head_size]`;
+        options: those of `Step.attend`. Returns `[batch, columns, num_heads, head_size]`.
+        """
 
 
 @dataclass
 class ForwardPass:
-    """One forward pass of a model over one step.
+    """A forward pass of a model over one step.
 
-    `tokens` says which columns of the pass's `[batch, columns]` input are tokens of the step, as bool of that shape;
-    row by row they are the step's tokens in order. None: all of them. `mask` says the same of past and new columns.
+    `tokens` is bool `[batch, columns]` and says which columns of the input are tokens of the step, in row-major order.
+    None means all columns. `mask` is the same for past and new columns together.
     """
 
     step: Step
@@ -94,7 +97,7 @@ class ForwardPass:
         return padded
 
     def refuse_holes(self, num_columns: int) -> None:
-        """Raises InvalidArgumentError if a row has padding between tokens and goes over more than `num_columns`."""
+        """Raise InvalidArgumentError if a row has padding between tokens and spans more than `num_columns` columns."""
         if self.holed_span > num_columns:
             raise InvalidArgumentError(
                 f"has padding between tokens of a row, over {self.holed_span} columns: in sliding windows and some "
@@ -103,13 +106,14 @@ class ForwardPass:
             )
 
     def expect_attention(self) -> None:
-        """Raises FailedPreconditionError if a layer that updated its cache before did not attend in the daemon."""
+        """Record a cache update of a layer. Raises FailedPreconditionError if an earlier layer that updated its cache
+        did not attend in the daemon."""
         if self.num_updated_layers > self.num_attended_layers:
             raise FailedPreconditionError(LAYER_CHANGED)
         self.num_updated_layers += 1
 
     def check_complete(self, num_layers: int) -> None:
-        """Raises FailedPreconditionError unless each of the pool's `num_layers` layers was sent."""
+        """Raise FailedPreconditionError unless each of the pool's `num_layers` layers was sent to the daemon."""
         if self.num_attended_layers != num_layers:
             raise FailedPreconditionError(
                 f"the model sent {self.num_attended_layers} layers to the daemon, whose pool has {num_layers}"
@@ -120,7 +124,7 @@ _running: ContextVar[Pass | None] = ContextVar("kvservice_forward_pass", default
 
 
 def is_running() -> bool:
-    """Whether a pass is running in this thread."""
+    """Return whether a forward pass is running in this thread."""
     return _running.get() is not None
 
 
@@ -136,8 +140,8 @@ def running(forward_pass: Pass) -> Iterator[None]:
 
 
 def refuse_holes() -> None:
-    """For attention with biases that go by the distance of columns: raises InvalidArgumentError if the running pass has
-    rows with padding between tokens."""
+    """Raise InvalidArgumentError if the current pass has rows with padding between tokens. Attention with biases by the
+    distance of columns calls this."""
     forward_pass = _running.get()
     if isinstance(forward_pass, ForwardPass):
         forward_pass.refuse_holes(0)
@@ -159,14 +163,14 @@ def kvservice_attention_forward(
     alibi_slopes: Sequence[float] | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Writes a layer's K/V of the running pass into the pool and attends there (vLLM's paged attention).
+    """Write a layer's K/V of the current pass into the pool, and attend there (vLLM's paged attention).
 
     query: `[batch, num_heads, columns, head_size]`; key, value: `[batch, num_kv_heads, columns, head_size]`, in the
-    pool's dtype. Returns `[batch, columns, num_heads, head_size]`, zeros where a column is no token of the step, and no
-    attention weights. There is no mask: the step knows its sequences, attention in them is causal.
+    pool's dtype. Returns `[batch, columns, num_heads, head_size]`, with zeros in columns that are not tokens of the
+    step, and no attention weights. No mask tensor is needed: attention is causal within each sequence of the step.
 
-    Raises FailedPreconditionError outside of a pass, InvalidArgumentError for what the daemon's attention cannot do,
-    and whatever the daemon answers.
+    Raises FailedPreconditionError outside of a pass, InvalidArgumentError for features that the daemon's attention does
+    not have, and the daemon's errors.
     """
     _refuse_unsupported(module, dropout, is_causal, kwargs)
     forward_pass = _running.get()
@@ -215,7 +219,8 @@ def _refuse_unsupported(
 
 
 def _window(mask: StepMask | None, window: int) -> int:
-    """The window of a layer, of which its mask and its arguments may tell."""
+    """Return the sliding window of a layer, from its mask or its arguments. Raises InvalidArgumentError if they
+    differ."""
     if mask is None:
         return window
     if not isinstance(mask, StepMask):

@@ -1,4 +1,4 @@
-"""A cache object of the library whose K/V lie in the daemon, for the library's own generation loops."""
+"""A cache class for the library's generation loops, with the K/V in the daemon."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NO_PASS = (
     "a KVServiceCache works with a model that was install()ed, called as a whole: model(...) or model.generate(...). "
     "Here it was not: install(model) first, do not call a part of the model, and use another cache for other models"
 )
-# Inputs on which K/V do not depend, or only as has_plain_positions knows.
+# Inputs on which K/V do not depend, or only in the way that has_plain_positions checks.
 _PLAIN_INPUTS = {
     "attention_mask",
     "input_ids",
@@ -39,22 +39,21 @@ _PLAIN_INPUTS = {
 
 
 class KVServiceCache(Cache):
-    """`past_key_values` of a model that was `install`ed: each row of the batch is a sequence of the session.
+    """`past_key_values` of an installed model. Each row of the batch is a sequence of the session.
 
-    Columns that the attention mask marks as padding are no tokens of a sequence: they are neither stored nor attended,
-    on whichever side they stand. Where the caller asks for the last logits only, as `generate` does, columns that no
-    row needs are left out of the pass.
+    Padding columns of the attention mask, on either side, are not tokens of a sequence; they are neither stored nor
+    attended to. If the caller needs only the last logits, as `generate` does, the pass skips columns that no row needs.
 
-    Rows share prefixes, through the daemon's prefix cache, with all rows that the same model computed, here or
-    elsewhere, under the same `extra_keys`: (token position, bytes) of what K/V depend on besides the model and its
-    tokens. Nothing is shared with `share=False`, and none of what goes through a cache whose first pass has inputs or
-    positions of the caller's own; `private_because` says why.
+    Rows share prefixes, through the daemon's prefix cache, with all rows that the same model computed, in any process,
+    under the same `extra_keys`: (token position, bytes) pairs for what K/V depend on besides the model and the tokens.
+    Nothing is shared with `share=False`, or if the first pass of the cache has custom inputs or positions;
+    `private_because` gives the reason.
 
-    A cache belongs to a model: passes of another one, or with other weights than before, are refused while its K/V are
-    shared. A pass that fails leaves the cache as it was before. A cache is used by one thread at a time.
+    A cache belongs to one model. While its K/V are shared, passes of another model, or with changed weights, are
+    refused. A failed pass leaves the cache unchanged. A cache is used by one thread at a time.
 
-    Leaving it as a context manager, or `reset()`, frees its sequences; so does dropping it, before the session's next
-    allocation. `copy.deepcopy` makes a fork, which shares all blocks.
+    The end of its `with` block, or `reset()`, frees its sequences. The sequences of a garbage-collected cache are freed
+    before the session's next allocation. `copy.deepcopy` makes a fork, which shares all blocks.
     """
 
     def __init__(self, kv: Session, *, extra_keys: Iterable[tuple[int, bytes]] = (), share: bool = True) -> None:
@@ -70,30 +69,30 @@ class KVServiceCache(Cache):
 
     def _begin_anew(self, rows: Rows) -> None:
         self._rows = rows
-        # bool [rows, columns]: which columns are tokens, of those that are stored.
+        # bool [rows, columns]: which of the stored columns are tokens.
         self._mask: torch.Tensor | None = None
-        # Which model K/V were computed by; None before the first pass.
+        # The model that computed the K/V; None before the first pass.
         self._identity: keys.Identity | None = None
         self._pass: ForwardPass | None = None
         self._num_skipped = 0
 
     @property
     def sequences(self) -> list[Sequence | None]:
-        """The sequence of each row; None while a row has had padding only."""
+        """The sequence of each row, or None while a row has only padding."""
         return list(self._rows.sequences)
 
     @property
     def private_because(self) -> str:
-        """Why nothing of this cache is shared; empty if it is, or before the first pass."""
+        """The reason why this cache shares nothing; empty if it shares, and before the first pass."""
         return self._identity.private_because if self._identity else ""
 
     @contextmanager
     def forward_pass(
         self, model: PreTrainedModel, inputs: dict[str, Any], *, every_output: bool, takes_position_ids: bool
     ) -> Iterator[dict[str, Any]]:
-        """A step for a call of the model with the keyword arguments `inputs`. Yields those to call it with.
+        """Open a step for a call of the model with the keyword arguments `inputs`. Yields the inputs for the call.
 
-        `every_output`: the caller wants outputs of every column besides the logits it names.
+        `every_output` says that the caller needs outputs of every column besides the requested logits.
         """
         if attention.is_running():
             raise FailedPreconditionError("a forward pass is running already in this thread")
@@ -120,9 +119,9 @@ class KVServiceCache(Cache):
         self._mask, self._identity = batch.mask, identity
 
     def _check_identity(self, model: PreTrainedModel, unusual: str, batch: Batch) -> keys.Identity:
-        """The identity that the cache has from this pass on.
+        """Return the identity of the cache from this pass on.
 
-        Raises FailedPreconditionError for passes that would put K/V into the prefix cache under a wrong key.
+        Raises FailedPreconditionError if the pass would put K/V into the prefix cache under a wrong key.
         """
         if self._identity and self._identity.private_because:
             return self._identity
@@ -156,7 +155,7 @@ class KVServiceCache(Cache):
         self.reset()
 
     def fork(self) -> KVServiceCache:
-        """A cache of its own that shares every block with this one; whoever writes into a shared block gets a copy."""
+        """Return a new cache that shares every block with this one (copy-on-write)."""
         child = KVServiceCache(self.kv, extra_keys=self._extra_keys, share=self._share)
         child._rows, child._mask, child._identity = self._rows.fork(), self._mask, self._identity
         return child
@@ -167,10 +166,10 @@ class KVServiceCache(Cache):
     def __deepcopy__(self, memo: dict[int, Any]) -> KVServiceCache:
         return self.fork()
 
-    # What the library asks of a cache, and does to it.
+    # The library's cache interface.
 
     def __bool__(self) -> bool:
-        """True, as of the library's caches; some models' code takes a cache without layers for none."""
+        """Return True, as the library's caches do. Some models treat a cache without layers as a missing one."""
         return True
 
     @override
@@ -178,10 +177,10 @@ class KVServiceCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hands the new K/V back: they travel to the daemon together with the queries.
+        """Return the new K/V unchanged. They are sent to the daemon together with the queries.
 
-        Raises FailedPreconditionError if attention does not go to the daemon: outside of a pass, or when the layers
-        before did not.
+        Raises FailedPreconditionError if attention does not run in the daemon: outside of a pass, or if the previous
+        layers did not attend there.
         """
         if self._pass is None:
             raise FailedPreconditionError(_NO_PASS)
@@ -212,7 +211,7 @@ class KVServiceCache(Cache):
 
     @override
     def crop(self, tokens_to_remove: int) -> None:
-        """Takes the last `-tokens_to_remove` columns back (rejected candidates of assisted generation)."""
+        """Remove the last `-tokens_to_remove` columns (rejected candidates of assisted generation)."""
         count, stored = -tokens_to_remove, self.get_seq_length()
         if not 0 <= count <= stored:
             raise InvalidArgumentError(
@@ -224,7 +223,7 @@ class KVServiceCache(Cache):
 
     @override
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Beam search: row i becomes what row `beam_idx[i]` was. Forks, so that no bytes move."""
+        """Replace row i by the previous row `beam_idx[i]` (beam search). It forks sequences, so no bytes move."""
         self._select(beam_idx.tolist())
 
     @override
@@ -237,13 +236,13 @@ class KVServiceCache(Cache):
 
     @override
     def reset(self) -> None:
-        """Frees the sequences. The cache can then be used for another batch, by another model."""
+        """Free the sequences. The cache can then be used for another batch or another model."""
         self._rows.free()
         self._begin_anew(self._rows)
 
 
 class _NoLayers(list[Any]):
-    """The layers of a cache that has none here; models that look into them cannot use it."""
+    """The layers of the cache. It has none, and models that access them are not supported."""
 
     def __getitem__(self, _: object) -> NoReturn:
         raise FailedPreconditionError(_NO_PASS)
@@ -258,7 +257,7 @@ def _checked_keys(extra_keys: Iterable[tuple[int, bytes]]) -> ExtraKeys:
 
 
 def _unusual(inputs: dict[str, Any], plain_positions: bool) -> str:
-    """What of a pass makes its K/V depend on more than the model and its tokens; empty if nothing."""
+    """Return the reason why the K/V of a pass depend on more than the model and its tokens, or an empty string."""
     if not plain_positions:
         return "positions are not 0, 1, 2, ... of each row's tokens (with padding, give position_ids)"
     given = [name for name, value in inputs.items() if value is not None and value is not False]

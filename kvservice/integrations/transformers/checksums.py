@@ -1,8 +1,8 @@
-"""Checksums of tensors where they are, on any device, at about the speed of its memory.
+"""Checksums of tensors, computed in place on any device at about the speed of its memory.
 
-A tensor's memory is read as rows of 1,024 words of 8 bytes. Its checksum is the sum of every row and the sum of every
-column, modulo 2^64. A change of one element changes one of each; rows or columns that change places change the other
-sums. What is left over at both ends of the memory is part of the checksum as it is.
+A tensor's memory is read as rows of 1,024 words of 8 bytes. The checksum consists of the sums of all rows and the sums
+of all columns, modulo 2^64. A change of one element changes one sum of each kind. Swapped rows change the row sums,
+swapped columns the column sums. Remaining bytes at both ends of the memory are part of the checksum themselves.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ _COLUMNS = 1024
 
 
 class Checksums:
-    """Of some tensors. It reads their memory, so it does not notice that a tensor got other memory."""
+    """Checksums of a list of tensors. It keeps their memory, so it does not notice if a tensor gets other memory."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self._memories = [_memory(tensor) for tensor in tensors]
 
     def compute(self) -> list[torch.Tensor]:
-        """One checksum for each tensor, of dtype int64, on its device; [number of values], which the size decides."""
+        """Return one checksum per tensor, int64 `[n]` on the tensor's device, where n depends on the tensor's size."""
         return [torch.cat(_sums(memory)) for memory in self._memories]
 
 
 def equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
-    """Whether two results of `Checksums.compute` are equal; one comparison for each device, which may have to wait."""
+    """Return whether two results of `Checksums.compute` are equal. It makes one comparison per device, which may
+    synchronize with the device."""
     pairs: defaultdict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
     for pair in zip(some, others, strict=True):
         pairs[pair[0].device].append(pair)
@@ -35,7 +36,7 @@ def equal(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
 
 
 def _memory(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes from the first element to the last, with those between that belong to others; uint8 [bytes]."""
+    """Return the memory from the first element to the last, including gaps between elements, as uint8 `[bytes]`."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     num_bytes = (last + 1) * tensor.element_size() if tensor.numel() else 0
     start = tensor.storage_offset() * tensor.element_size()
@@ -45,7 +46,7 @@ def _memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _sums(memory: torch.Tensor) -> list[torch.Tensor]:
-    """Sums of rows, sums of columns, bytes that are left; int64."""
+    """Return the sums of rows, the sums of columns, and the remaining bytes, all int64."""
     head = -memory.storage_offset() % _WORD
     num_rows = (len(memory) - head) // (_WORD * _COLUMNS)
     if num_rows <= 0:

@@ -1,6 +1,6 @@
-"""The columns of a pass: which of them are tokens, which need computing, and what the caller wants back.
+"""Columns of a pass: which are tokens, which must be computed, and for which the caller needs outputs.
 
-A batch is `[rows, columns]`; a row is one sequence with padding anywhere. Past columns are those of earlier passes.
+A batch is `[rows, columns]`. A row is one sequence with padding anywhere. Past columns are those of earlier passes.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import torch
 
 from kvservice.errors import InvalidArgumentError
 
-# Inputs that have one entry per new column, in their last dimension. The attention mask covers past columns too.
+# Inputs with one entry per new column in the last dimension. The attention mask also covers past columns.
 _BY_COLUMN = ("input_ids", "position_ids", "token_type_ids")
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The new columns of a call of the model, and the mask that the past ones have. Tensors are in host memory.
+    """The new columns of a call of the model, and the mask of past and new columns. Tensors are in host memory.
 
-    input_ids: `[rows, columns]`. mask: bool `[rows, past and new columns]`, true where a column is a token.
+    input_ids: `[rows, columns]`. mask: bool `[rows, past and new columns]`, true for tokens.
     """
 
     input_ids: torch.Tensor
@@ -40,21 +40,21 @@ class Batch:
 
     @property
     def tokens(self) -> torch.Tensor:
-        """bool `[rows, columns]`: the new columns' part of the mask."""
+        """bool `[rows, columns]`: the part of the mask for the new columns."""
         return self.mask[:, self.num_past :]
 
     def token_ids(self) -> list[list[int]]:
-        """The new tokens of each row."""
+        """Return the new tokens of each row."""
         return [row[is_token].tolist() for row, is_token in zip(self.input_ids, self.tokens, strict=True)]
 
 
 def read_batch(inputs: dict[str, Any], past_mask: torch.Tensor | None) -> Batch:
-    """The batch of a call of the model with the keyword arguments `inputs`.
+    """Return the batch of a call of the model with the keyword arguments `inputs`.
 
-    past_mask: bool `[rows, past columns]` of the columns that are stored already, None if there are none.
+    past_mask: bool `[rows, past columns]` of the stored columns, None if there are none.
 
     Raises InvalidArgumentError for inputs without token ids, for masks that are not `[rows, past and new columns]`, and
-    for masks that say something else than `past_mask` about the columns that are stored.
+    for masks that differ from `past_mask` in the stored columns.
     """
     input_ids = _input_ids(inputs)
     if past_mask is None:
@@ -83,7 +83,8 @@ def _input_ids(inputs: dict[str, Any]) -> torch.Tensor:
 
 
 def _full_mask(mask: object, input_ids: torch.Tensor, past_mask: torch.Tensor) -> torch.Tensor:
-    """bool `[rows, past and new columns]`, in host memory; without a mask every column is a token."""
+    """Return the mask as bool `[rows, past and new columns]` in host memory. Without a mask every column is a token.
+    Raises InvalidArgumentError."""
     rows, columns = len(input_ids), past_mask.shape[1] + input_ids.shape[1]
     if mask is None:
         return torch.ones((rows, columns), dtype=torch.bool)
@@ -95,12 +96,12 @@ def _full_mask(mask: object, input_ids: torch.Tensor, past_mask: torch.Tensor) -
         raise InvalidArgumentError(
             f"is to be [{rows}, {columns}], past and new columns, not {list(mask.shape)}", field="attention_mask"
         )
-    # The library looks at no more of a longer one either.
+    # The library also ignores the rest of a longer mask.
     return mask[:, :columns].bool().cpu()
 
 
 def num_wanted_columns(inputs: dict[str, Any], every_output: bool) -> int:
-    """How many of the last columns the caller wants computed: those of its logits, or all if it asks for more."""
+    """Return how many of the last columns the caller needs: those of its logits, or all if it needs other outputs."""
     columns = int(inputs["input_ids"].shape[1])
     logits_to_keep = inputs.get("logits_to_keep", 0)
     if every_output or not isinstance(logits_to_keep, int) or logits_to_keep == 0:
@@ -109,12 +110,12 @@ def num_wanted_columns(inputs: dict[str, Any], every_output: bool) -> int:
 
 
 def has_plain_positions(inputs: dict[str, Any], batch: Batch, takes_position_ids: bool) -> bool:
-    """Whether every new token's position is its index among the tokens of its row.
+    """Return whether the position of every new token is its index among the tokens of its row.
 
-    A model that takes position ids and gets none counts columns. One that does not take them goes by distances, or by
-    the mask: there every row has to be without holes.
+    A model that accepts position ids but gets none counts columns. A model that does not accept them uses distances or
+    the mask; for such a model no row may have holes.
 
-    Raises InvalidArgumentError unless position ids have an entry for each new column.
+    Raises InvalidArgumentError unless position ids have one entry per new column.
     """
     if not takes_position_ids:
         return holed_span(batch.mask) == 0
@@ -130,7 +131,8 @@ def has_plain_positions(inputs: dict[str, Any], batch: Batch, takes_position_ids
 
 
 def holed_span(mask: torch.Tensor) -> int:
-    """Columns from the first token to the last, the most of any row that has padding between tokens; 0 if none has.
+    """Return the largest number of columns from first to last token over all rows with padding between tokens, or 0 if
+    there is no such row.
 
     mask: bool `[rows, columns]`.
     """
@@ -144,18 +146,18 @@ def holed_span(mask: torch.Tensor) -> int:
 
 
 def pending_mask(tokens: torch.Tensor, num_computed: list[int]) -> torch.Tensor:
-    """`tokens` without the first `num_computed[row]` tokens of each row, whose K/V are in the pool already."""
+    """Return `tokens` without the first `num_computed[row]` tokens of each row, whose K/V are already in the pool."""
     return tokens & (tokens.cumsum(1) > torch.tensor(num_computed)[:, None])
 
 
 def num_unneeded_columns(pending: torch.Tensor, num_wanted: int) -> int:
-    """Leading columns that hold no pending token in any row, short of the last `num_wanted`."""
+    """Return the number of leading columns without a pending token in any row, not counting the last `num_wanted`."""
     first_pending = int(pending.any(0).nonzero()[0])
     return min(first_pending, pending.shape[1] - num_wanted)
 
 
 def without_first(inputs: dict[str, Any], count: int) -> dict[str, Any]:
-    """The inputs without their first `count` columns."""
+    """Return the inputs without their first `count` columns."""
     return {
         name: value[..., count:] if name in _BY_COLUMN and value is not None else value
         for name, value in inputs.items()

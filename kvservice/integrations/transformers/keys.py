@@ -1,14 +1,14 @@
-"""Keys of the prefix cache for what K/V depend on besides tokens: the model that computed them.
+"""Keys of the prefix cache for the model that computed the K/V.
 
-A model's key is a SHA-256 over its class and configuration, the library's version, its modules with their numbers and
-words (an attention's scaling, a norm's epsilon), the state of its adapters, and its weights. It is the same in every
-process that loads the same model, so that they share prefixes.
-Before each pass it is looked whether it still holds: whether modules hold the same modules and tensors, the
-configuration equals a copy, PEFT's layers have the same adapters active, merged, disabled and scaled, and the weights
-are unchanged (see `weights.py`). Before a prompt's pass, modules' numbers and words are compared too. Not noticed is a
-change of code and of other objects that modules keep. After one of these, uninstall() the model and install() it again.
+A model's key is a SHA-256 over its class and configuration, the library's version, its modules with their constants
+(numbers and strings such as an attention's scaling or a norm's epsilon), the state of its adapters, and its weights. It
+is the same in every process that loads the same model, so these processes share prefixes.
+Before each pass the key is checked: modules must contain the same modules and tensors, the configuration must equal a
+copy, PEFT's layers must have the same active, merged and disabled adapters and scalings, and the weights must be
+unchanged (see `weights.py`). Before a prompt's pass the constants of modules are compared too. Changes of code, and of
+other objects in modules, are not detected. After such a change, uninstall() the model and install() it again.
 
-K/V of some models are never shared, because they depend on more than that: `Identity.private_because` says on what.
+The K/V of some models are never shared, because they depend on more; `Identity.private_because` gives the reason.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from kvservice.integrations.transformers.weights import Weights, can_digest
 
 ExtraKeys = list[tuple[int, bytes]]
 
-# What a configuration says about one call or one place, or what the model's class and tensors say better.
+# Configuration keys that concern single calls or paths, or that the model's class and tensors already cover.
 _NOT_OF_THE_MODEL = {
     "_name_or_path",
     "architectures",
@@ -45,9 +45,9 @@ _NOT_OF_THE_MODEL = {
     "return_dict",
     "use_cache",
 }
-# Types of the attributes that modules take their constants from.
+# Types of attributes that count as constants of a module.
 _PLAIN = {bool, int, float, str}
-# Where the model was loaded from and how it is trained.
+# Attributes for the origin and the training of the model.
 _OF_THE_RUN = {"name_or_path", "training", "gradient_checkpointing"}
 _LENGTH_REASON = "rotary embeddings depend on the length of the longest sequence of a pass"
 _PRIVATE = b"private:"
@@ -57,10 +57,10 @@ _values_of: Callable[[dict[Any, Any]], Iterable[Any]] = dict.values
 
 @dataclass(frozen=True)
 class Identity:
-    """What a model is at present.
+    """The current identity of a model.
 
-    `private_because`: why its K/V must not be shared, empty if they may be; the key is that of no model then.
-    `depends_on_length`: they depend on the length of the longest sequence of their pass.
+    `private_because` is the reason why its K/V must not be shared, or empty; with a reason, `key` is not the key of any
+    model. `depends_on_length` says that the K/V depend on the length of the longest sequence of their pass.
     """
 
     key: bytes
@@ -69,9 +69,9 @@ class Identity:
 
 
 class _Fingerprint:
-    """The identity of one model, and what it takes to know that it still holds. Thread-safe.
+    """The identity of one model, and the data that detects changes of it. Thread-safe.
 
-    It must not hold the model itself, by which it is found as long as that lives.
+    It must not reference the model, which is its key in a WeakKeyDictionary.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -90,7 +90,7 @@ class _Fingerprint:
         return self._identity
 
     def _walk(self, model: PreTrainedModel) -> None:
-        """Notes what the model consists of."""
+        """Record the parts of the model."""
         modules = list(model.modules())
         tables: list[list[dict[str, Any]]] = [[one._modules, one._parameters, one._buffers] for one in modules]
         self._tables = [table for table in chain.from_iterable(tables) if table]
@@ -127,8 +127,8 @@ _fingerprints: WeakKeyDictionary[PreTrainedModel, _Fingerprint] = WeakKeyDiction
 
 
 def identify(model: PreTrainedModel, thorough: bool = True) -> Identity:
-    """The model's identity at present. `thorough`: notice also changes of weights that raise no version, which costs
-    about as much as computing a token; for passes that compute a prompt."""
+    """Return the model's current identity. `thorough` also detects changes of weights that do not raise their version;
+    it costs about as much as computing a token and is for passes that compute a prompt."""
     fingerprint = _fingerprints.get(model)
     if fingerprint is None:
         fingerprint = _fingerprints[model] = _Fingerprint(model)
@@ -136,14 +136,14 @@ def identify(model: PreTrainedModel, thorough: bool = True) -> Identity:
 
 
 def forget(model: PreTrainedModel) -> None:
-    """Has the model looked at anew the next time."""
+    """Drop the recorded identity of a model, so that the next call computes it again."""
     _fingerprints.pop(model, None)
 
 
 def model_keys(model: PreTrainedModel) -> ExtraKeys:
-    """The `extra_keys` to allocate a sequence with whose K/V a model computes in `forward`.
+    """Return the `extra_keys` for the allocation of a sequence whose K/V a model computes in `forward`.
 
-    Where K/V of the model must not be shared the key is one that nobody else gets, so ask anew for each sequence.
+    If the K/V of the model must not be shared, the key is random, so call this once per sequence.
     """
     identity = identify(model)
     return private_keys() if identity.private_because else shared_keys(identity)
@@ -158,10 +158,10 @@ def private_keys() -> ExtraKeys:
 
 
 def check_sequences(model: PreTrainedModel, sequences: Iterable[Sequence], prompts: bool) -> None:
-    """Looks at the sequences of a step before a model computes it; `prompts`: with more than a token of any of them.
+    """Check the sequences of a step before a model computes it. `prompts` says that some have more than one token.
 
-    Raises FailedPreconditionError unless they were allocated with the `model_keys` that the model has now, and
-    InvalidArgumentError for models for which it matters which sequences are in the step.
+    Raises FailedPreconditionError unless they were allocated with the current `model_keys` of the model, and
+    InvalidArgumentError for models whose K/V depend on the other sequences of the step.
     """
     identity = identify(model, thorough=prompts)
     if identity.depends_on_length:
@@ -177,14 +177,14 @@ def check_sequences(model: PreTrainedModel, sequences: Iterable[Sequence], promp
 
 
 def _depends_on_length(module: torch.nn.Module) -> bool:
-    """Whether it is a rotary embedding whose frequencies the library changes with the largest position of a pass."""
+    """Return whether a module is a rotary embedding whose frequencies depend on the largest position of a pass."""
     rope_types = getattr(module, "rope_type", None)
     names = rope_types.values() if isinstance(rope_types, dict) else [rope_types]
     return any(name == "longrope" or "dynamic" in (name or "") for name in names)
 
 
 def _other_reasons(model: PreTrainedModel) -> Iterator[str]:
-    """Why K/V of the model depend on more than tokens and what its key covers."""
+    """Yield reasons why the K/V of the model depend on more than the tokens and the model's key."""
     for module in model.modules():
         if hasattr(module, "create_position_ids_from_input_ids"):
             yield "positions depend on which tokens are padding"
@@ -198,7 +198,7 @@ def _other_reasons(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _hook_tables(model: PreTrainedModel) -> Iterator[dict[int, Any]]:
-    """Where hooks are that could change what enters the pool; hooks on the whole model's output cannot."""
+    """Yield the tables of hooks that could change K/V. Forward hooks of the model itself cannot."""
     yield torch_modules._global_forward_pre_hooks
     yield torch_modules._global_forward_hooks
     for module in model.modules():
@@ -208,12 +208,12 @@ def _hook_tables(model: PreTrainedModel) -> Iterator[dict[int, Any]]:
 
 
 def _is_foreign(hook: Any) -> bool:
-    """The library's own hooks only record."""
+    """Return whether a hook is not one of the library's, which only record."""
     return getattr(hook, "__module__", "").partition(".")[0] != "transformers"
 
 
 def _adapter_state(layer: Any) -> tuple[Any, ...]:
-    """What says which adapters of one of PEFT's layers take part, and how much."""
+    """Return the active, disabled and merged adapters of a PEFT layer, and their scalings."""
     active = layer._active_adapter
     scaling = getattr(layer, "scaling", None)
     return (
@@ -225,7 +225,8 @@ def _adapter_state(layer: Any) -> tuple[Any, ...]:
 
 
 def _plain_attributes(model: PreTrainedModel) -> list[dict[str, object]]:
-    """The numbers and words that each module keeps, without those that are private: the library's notes."""
+    """Return the constants of each module: public attributes that are numbers or strings. Private ones are the
+    library's internal state."""
     return [
         {
             name: value
@@ -237,7 +238,7 @@ def _plain_attributes(model: PreTrainedModel) -> list[dict[str, object]]:
 
 
 def _describe(model: PreTrainedModel, adapter_states: list[tuple[Any, ...]], plain: list[dict[str, object]]) -> bytes:
-    """Everything that the key covers but the weights."""
+    """Return all parts of the key except the weights, encoded as JSON."""
     kind = type(model)
     config = {name: value for name, value in model.config.to_dict().items() if name not in _NOT_OF_THE_MODEL}
     named = zip(model.named_modules(), plain, strict=True)
@@ -247,5 +248,5 @@ def _describe(model: PreTrainedModel, adapter_states: list[tuple[Any, ...]], pla
 
 
 def _plain(value: object) -> object:
-    """For what JSON has no word; never the address that an object's repr may have."""
+    """Encode a value that JSON does not support. It avoids repr, which may contain an object's address."""
     return sorted(map(str, value)) if isinstance(value, set | frozenset) else type(value).__name__

@@ -1,8 +1,8 @@
-"""What a model asks of its attention mask: the library calls this module instead of building the mask.
+"""The mask function of the library's registry. It replaces the mask tensor by the sliding window of a layer.
 
-The daemon's attention is causal within each sequence of the step, so a mask has one thing left to say: how far back a
-token sees. The library has a mask made for each kind of layer and hands it to those layers' attention function. It is
-what eager attention goes by, also in families that do not hand over their window by itself.
+The daemon's attention is causal within each sequence of the step, so the only remaining information in a mask is the
+sliding window. The library builds one mask per kind of layer and passes it to the attention function of these layers.
+Eager attention uses only the mask, so it has the window even in families that do not pass it as an argument.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ _CAUSAL: Callable[..., Any] = causal_mask_function
 class StepMask:
     """A causal mask over the sequences of a step.
 
-    sliding_window: tokens that a token sees, itself included. 0: all before it.
+    sliding_window: number of tokens to which a token attends, including itself; 0 means all tokens up to itself.
     """
 
     sliding_window: int
     ndim: ClassVar[int] = 0
 
     def to(self, *_: Any, **__: Any) -> StepMask:
-        """Some models convert their masks."""
+        """Return self. Some models convert their masks."""
         return self
 
     @classmethod
     def __torch_function__(cls, *_: Any, **__: Any) -> Any:
-        """torch calls this when a mask gets into a computation."""
+        """Raise FailedPreconditionError. torch calls this if a computation uses the mask as a tensor."""
         raise FailedPreconditionError(LAYER_CHANGED)
 
 
@@ -56,13 +56,13 @@ def kvservice_mask(
     device: torch.device | None = None,
     **_: Any,
 ) -> StepMask:
-    """The mask function of the library's registry: says what is masked, in place of a tensor.
+    """Return the mask of a layer as a StepMask instead of a tensor.
 
-    mask_function: `(batch, head, query, key)`, int64 tensors of indices that broadcast -> bool, true where the query
-    may see the key. local_size: the window, or the size of chunks. allow_is_causal_skip is false or use_vmap true where
-    the model adds something to the mask.
+    mask_function: `(batch, head, query, key)`, int64 tensors of indices that broadcast -> bool, true if the query may
+    attend to the key. local_size: the window, or the size of chunks. allow_is_causal_skip is false, or use_vmap true,
+    if the model adds something to the mask.
 
-    Raises InvalidArgumentError unless the mask is causal, with a sliding window at most.
+    Raises InvalidArgumentError unless the mask is causal, optionally with a sliding window.
     """
     if mask_function is _CAUSAL:
         return StepMask(0)
@@ -74,9 +74,9 @@ def kvservice_mask(
 
 
 def _slides(mask_function: MaskFunction, window: int, device: torch.device | None) -> bool:
-    """Whether a query sees the last `window` keys and no others.
+    """Return whether a query attends to exactly the last `window` keys.
 
-    It looks at two queries in a row: in chunks of that size, one of them is not the last of its chunk.
+    It tests two consecutive queries. With chunked attention of that size, one of them is not the last of its chunk.
     """
     first = torch.zeros((), dtype=torch.long, device=device)
     for query in (first + 2 * window, first + 2 * window + 1):

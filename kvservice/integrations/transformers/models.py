@@ -1,4 +1,4 @@
-"""Which models can keep their K/V in the daemon, the pool's shape that they need, and switching them over."""
+"""Supported models, the shape of the pool that they need, and their installation."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from kvservice.integrations.transformers import keys, own_attention, passes, pro
 from kvservice.integrations.transformers.masks import ATTENTION_NAME
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
-# An attribute of installed models, which copies of them have too: the attention that they had before.
+# An attribute of installed models, and of their copies: the previous attention implementation.
 _PREVIOUS_ATTENTION = "_kvservice_previous_attention"
 
 
 def pool_options(config: PreTrainedConfig, dtype: torch.dtype | str | None = None) -> dict[str, Any]:
-    """The pool's shape for a model: `num_layers`, `num_kv_heads`, `head_size` and `dtype`, named as in the daemon's
-    configuration. `dtype` defaults to the configuration's, and that to float32.
+    """Return the pool's shape for a model: `num_layers`, `num_kv_heads`, `head_size` and `dtype`, named as in the
+    daemon's configuration. `dtype` defaults to the model configuration's, and that to float32.
 
     Raises InvalidArgumentError for models that cannot keep their K/V in a pool (see `install`), and for shapes that the
-    daemon does not have: heads are of 32 to 256 elements, in multiples of 8.
+    daemon does not support: the head size must be a multiple of 8 from 32 to 256.
     """
     for problem in _config_problems(config):
         raise InvalidArgumentError(problem, field="config")
@@ -37,14 +37,14 @@ def pool_options(config: PreTrainedConfig, dtype: torch.dtype | str | None = Non
 
 
 def install(model: PreTrainedModel) -> PreTrainedModel:
-    """Switches a causal language model, in place, to attention in the daemon. Returns the model.
+    """Switch a causal language model, in place, to attention in the daemon. Returns the model.
 
-    From here on it runs with `past_key_values=KVServiceCache(...)`, or through `forward`; `uninstall` switches it back.
-    One token is run through the model, to see how it attends.
+    From then on it runs with `past_key_values=KVServiceCache(...)`, or through `forward`; `uninstall` switches it back.
+    The installation runs one token through the model to check its attention.
 
-    Raises InvalidArgumentError, saying why, for what the daemon cannot do: encoders and cross-attention, latent or
-    linear or chunked attention, attention sinks, layers that share K/V or differ in their heads, models with attention
-    code or masks of their own. The model is then as it was.
+    Raises InvalidArgumentError, with the reason, for models that the daemon does not support: encoders and
+    cross-attention, latent, linear or chunked attention, attention sinks, layers that share K/V or differ in their
+    heads, models with their own attention code or masks. The model is unchanged then.
     """
     if _is_switched_on(model):
         return model
@@ -68,7 +68,7 @@ def install(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def uninstall(model: PreTrainedModel) -> PreTrainedModel:
-    """Gives a model its own attention back. Returns the model."""
+    """Restore a model's previous attention. Returns the model."""
     if not _is_installed(model):
         return model
     passes.untrack(model)
@@ -82,7 +82,7 @@ def _is_installed(model: PreTrainedModel) -> bool:
 
 
 def _is_switched_on(model: PreTrainedModel) -> bool:
-    """Whether a model is installed and neither its attention nor its layers were changed since."""
+    """Return whether a model is installed and its attention and layers have not changed since."""
     configs = [vars(module)["config"] for module in model.modules() if "config" in vars(module)]
     attends = all(getattr(config, "_attn_implementation", ATTENTION_NAME) == ATTENTION_NAME for config in configs)
     return _is_installed(model) and attends and own_attention.is_adapted(model)
@@ -120,7 +120,7 @@ def _config_problems(config: PreTrainedConfig) -> Iterator[str]:
     if any(getattr(layer, "kv_lora_rank", None) is not None for layer in layers):
         yield "multi-head latent attention is not supported"
     if config.model_type == "falcon" and config.alibi:
-        # From 256 tokens on the rounding changes logits.
+        # The rounding changes logits from 256 tokens on.
         yield "ALiBi biases that the library rounds to bfloat16 are not supported"
     layer_types = get_layer_types_and_kwargs(config)[0]
     if unsupported := set(layer_types) - _LAYER_TYPES:

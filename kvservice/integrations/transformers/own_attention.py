@@ -1,4 +1,4 @@
-"""Families whose attention does not go through the library's registry. Their modules' methods are replaced."""
+"""Model families whose attention does not use the library's registry. Methods of their modules are replaced."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from kvservice.integrations.transformers.attention import kvservice_attention_fo
 
 
 def alibi_slopes(num_heads: int) -> list[float]:
-    """Slope of each head: powers of `2 ** (-8 / n)` for the largest power of two n up to `num_heads`, then every other
-    power for 2n (Press et al., "Train Short, Test Long", 2022)."""
+    """Return the slope of each head: powers of `2 ** (-8 / n)` for the largest power of two n up to `num_heads`, then
+    every other power for 2n (Press et al., "Train Short, Test Long", 2022)."""
     n = 2 ** math.floor(math.log2(num_heads))
     slopes = [2 ** (-8 * (head + 1) / n) for head in range(n)]
     between = [2 ** (-8 * (head + 1) / (2 * n)) for head in range(0, 2 * (num_heads - n), 2)]
     return slopes + between
 
 
-# The replaced methods project, rotate and merge as the library's do. They leave out the cache, which has no part in it,
-# and biases over padded key positions, which the daemon makes from the slopes and the true positions.
+# The replacements project, rotate and merge as the library's methods do. They omit the cache, which is not involved,
+# and biases over padded key positions, which the daemon computes from the slopes and the true positions.
 
 
 def _bloom_forward(
@@ -63,7 +63,7 @@ def _falcon_forward(
 ) -> tuple[torch.Tensor, None]:
     query, key, value = self._split_heads(self.query_key_value(hidden_states))
     if self.new_decoder_architecture:
-        # The library repeats each K/V head for the queries of its group.
+        # The library repeats each KV head for the query heads of its group.
         assert self.num_kv_heads is not None, "the configuration fills it in"
         group = self.num_heads // self.num_kv_heads
         key, value = key[:, :, ::group], value[:, :, ::group]
@@ -102,7 +102,7 @@ def _mpt_forward(
         attention_mask,
         scaling=self.softmax_scale,
         dropout=self.attn_dropout_p if self.training else 0.0,
-        # The bias is 0 for the last key and grows by the slope with each one.
+        # The bias is 0 for the last key and increases by the slope from one key to the next.
         alibi_slopes=(position_bias[:, 0, -1] - position_bias[:, 0, -2]).tolist(),
     )
     return self.out_proj(output.flatten(2)), weights
@@ -111,11 +111,11 @@ def _mpt_forward(
 def _attn(
     self: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any = None
 ) -> tuple[torch.Tensor, None]:
-    """`_attn` of the GPT-J line: `[batch, num_heads, columns, head_size]` each, the output as well."""
+    """`_attn` of GPT-J and related models. Inputs and output are `[batch, num_heads, columns, head_size]`."""
     scaling, window = 1 / math.sqrt(value.shape[-1]), 0
     dropout = self.attention_dropout if isinstance(self, GPTNeoXJapaneseAttention) else self.attn_dropout
     if isinstance(self, GPTNeoSelfAttention):
-        # It does not scale its scores, and windows are no matter of its masks.
+        # GPT-Neo does not scale its scores, and its masks do not include the window.
         self.layer_idx = self.layer_id
         scaling, attention_mask = 1.0, None
         window = self.config.window_size if self.attention_type == "local" else 0
@@ -148,7 +148,7 @@ def is_adaptable(model: PreTrainedModel) -> bool:
 
 
 def is_adapted(model: PreTrainedModel) -> bool:
-    """Whether all of the model's attention that has to be replaced is."""
+    """Return whether all attention methods of the model that need a replacement are replaced."""
     replaceable = [module for module in model.modules() if type(module) in _REPLACED]
     return all(_REPLACED[type(module)][0] in vars(module) for module in replaceable)
 

@@ -1,4 +1,4 @@
-"""A model on one ragged step: the tokens of all sequences in one row, one sequence after the other, no padding."""
+"""Forward pass over one ragged step: the tokens of all sequences are concatenated in one row without padding."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from kvservice.integrations.transformers.probe import first_position
 def forward(
     model: PreTrainedModel, step: Step, token_ids: Sequence[int] | torch.Tensor, *, last_only: bool = False
 ) -> torch.Tensor:
-    """Runs an `install`ed causal language model over the tokens of a step; its K/V are in the daemon afterwards.
+    """Run an installed causal language model over the tokens of a step. Its K/V are in the daemon afterwards.
 
     token_ids: the step's `num_tokens` tokens, in the order of its sequences, which were allocated with
-    `extra_keys=model_keys(model)`. Returns logits `[num_tokens, vocabulary]`, or with `last_only`
-    `[sequences, vocabulary]`, those of the last token of each.
+    `extra_keys=model_keys(model)`. Returns logits `[num_tokens, vocabulary]`, or with `last_only` those of the last
+    token of each sequence, `[sequences, vocabulary]`.
 
-    Raises InvalidArgumentError if the number of tokens is not the step's, and for models that cannot be told where
-    sequences begin, or whose rotary embeddings depend on the length of other sequences; FailedPreconditionError if the
-    model is not installed, sequences were allocated for another one, or layers were left out; and whatever the daemon
-    answers.
+    Raises InvalidArgumentError if the number of tokens is not the step's, and for models whose positions cannot be set
+    (see `first_position`) or whose rotary embeddings depend on the length of other sequences; FailedPreconditionError
+    if the model is not installed, if sequences were allocated for another model, or if layers were skipped; and the
+    daemon's errors.
     """
     check_installed(model)
     keys.check_sequences(model, step.sequences, prompts=step.num_tokens > len(step.sequences))
     ids = torch.as_tensor(token_ids, dtype=torch.long, device=model.device).reshape(1, -1)
     if ids.shape[1] != step.num_tokens:
         raise InvalidArgumentError(f"{ids.shape[1]} tokens for a step of {step.num_tokens}", field="token_ids")
-    # With a mask of ones the library does not look for sequences in the positions.
+    # With a mask of ones the library does not derive sequences from the positions.
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     first = first_position(model)
     if first is not None:
@@ -53,7 +53,7 @@ def forward(
 
 
 def _positions(step: Step) -> NDArray[np.int64]:
-    """Token position of each token of the step, int64 `[num_tokens]`."""
+    """Return the position of each token of the step in its sequence, int64 `[num_tokens]`."""
     starts = np.cumsum(step.query_lens) - step.query_lens
     first_positions = step.context_lens - step.query_lens
     offsets: NDArray[np.int64] = np.repeat(first_positions - starts, step.query_lens)

@@ -1,6 +1,6 @@
-"""Calls of an installed model: each one that names a KVServiceCache is a pass of that cache, others are refused.
+"""Calls of an installed model. A call with a KVServiceCache is a pass of that cache; other calls are refused.
 
-The model gets a `forward` of its own, not hooks: torch does not call those when a pass is interrupted.
+The model gets its own `forward` instead of hooks, because torch does not call hooks if a pass is interrupted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvservice.integrations.transformers import attention
 from kvservice.integrations.transformers.cache import KVServiceCache
 from kvservice.integrations.transformers.masks import ATTENTION_NAME
 
-# The instance's own `forward` that was there before, such as accelerate's.
+# The instance's previous `forward`, such as accelerate's.
 _INNER = "_kvservice_inner_forward"
 _WRONG_CACHE = (
     "an installed model runs with past_key_values=KVServiceCache(...), or through forward(), but got {}. Where the "
@@ -27,7 +27,7 @@ _WRONG_CACHE = (
 
 
 def track(model: PreTrainedModel) -> None:
-    """Makes calls of the model passes of the cache that they name. Compiled code calls it as it is."""
+    """Turn calls of the model into passes of their cache. The wrapper is excluded from torch.compile."""
     kind: Any = type(model)
     if "forward" in vars(model):
         vars(model)[_INNER] = vars(model)["forward"]
@@ -37,7 +37,7 @@ def track(model: PreTrainedModel) -> None:
     def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         return _run(self, _bind(kind.forward, args, kwargs))
 
-    # Methods bound to the instance: a deep copy of the model gets them bound to itself.
+    # These are bound methods, so that a deep copy of the model gets methods bound to the copy.
     vars(model)["forward"] = MethodType(forward, model)
     if not hasattr(kind, "prepare_inputs_for_generation"):
         return
@@ -50,7 +50,7 @@ def track(model: PreTrainedModel) -> None:
 
 
 def untrack(model: PreTrainedModel) -> None:
-    """Undoes `track`."""
+    """Undo `track`."""
     for name in ("forward", "prepare_inputs_for_generation"):
         vars(model).pop(name, None)
     if _INNER in vars(model):
@@ -58,7 +58,7 @@ def untrack(model: PreTrainedModel) -> None:
 
 
 def _bind(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments by name, but for self."""
+    """Return all arguments except self by name. Raises TypeError for too many of them."""
     if not args:
         return kwargs
     names = list(inspect.signature(function).parameters)[1:]
@@ -71,7 +71,7 @@ def _run(model: PreTrainedModel, inputs: dict[str, Any]) -> Any:
     inner = vars(model).get(_INNER) or functools.partial(type(model).forward, model)
     cache = inputs.get("past_key_values")
     if cache is None and attention.is_running():
-        return inner(**inputs)  # in forward(), which runs the pass
+        return inner(**inputs)  # called by packed.forward(), which runs the pass
     if not isinstance(cache, KVServiceCache):
         given = "none" if cache is None else f"a {type(cache).__name__}"
         raise FailedPreconditionError(_WRONG_CACHE.format(given))
@@ -105,7 +105,7 @@ def _check_inputs(model: PreTrainedModel, inputs: dict[str, Any]) -> None:
 
 
 def _wants_every_output(model: PreTrainedModel, inputs: dict[str, Any]) -> bool:
-    """Whether the caller wants more than logits: a loss, hidden states, router logits, which are of every column."""
+    """Return whether the caller needs outputs for every column: a loss, hidden states or router logits."""
     flags = {"output_hidden_states", "output_router_logits"} | {name for name in inputs if name.startswith("output_")}
     return inputs.get("labels") is not None or any(_is_asked_for(model, inputs, name) for name in flags)
 
@@ -116,9 +116,9 @@ def _is_asked_for(model: PreTrainedModel, inputs: dict[str, Any], flag: str) -> 
 
 
 def _prepare(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[str, Any]:
-    """What `generate` calls the model with.
+    """Return the arguments with which `generate` calls the model.
 
-    Raises InvalidArgumentError if the cache holds more than the inputs, of which the library would take a wrong part.
+    Raises InvalidArgumentError if the cache holds all columns of the inputs. The library would pass the wrong part.
     """
     cache, num_new = inputs.get("past_key_values"), inputs.get("next_sequence_length")
     if isinstance(cache, KVServiceCache) and num_new is not None and num_new <= 0:
@@ -130,8 +130,8 @@ def _prepare(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[str, Any]:
     kind: Any = type(model)
     prepared: dict[str, Any] = kind.prepare_inputs_for_generation(model, **inputs)
     if isinstance(cache, KVServiceCache) and prepared.get("past_key_values") is None:
-        # Longrope has changed its frequencies (Phi-3): the model wants everything computed again, into a new cache.
-        # Older versions of the library then prepare the last column only.
+        # Longrope changed its frequencies (Phi-3), so the model requires a new cache with all K/V computed again. Older
+        # versions of the library prepare only the last column in this case.
         cache.reset()
         everything = inputs | {"past_key_values": None, "next_sequence_length": None}
         prepared = kind.prepare_inputs_for_generation(model, **everything) | {"past_key_values": cache}

@@ -1,4 +1,4 @@
-"""One token through a model, without a daemon, to see how the model attends before anything is kept for it."""
+"""A probe runs one token through a model, without a daemon, to check its attention before it is installed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvservice.integrations.transformers.attention import running
 
 @dataclass(frozen=True)
 class _Attended:
-    """How a layer called attention."""
+    """The attention call of a layer."""
 
     layer: int
     kv_shape: tuple[int, int]
@@ -31,7 +31,7 @@ class _Attended:
 
 @dataclass
 class _Probe:
-    """A pass that notes how layers attend. What they get is zeros."""
+    """A pass that records the attention calls of layers and returns zeros."""
 
     attended: list[_Attended] = field(default_factory=list)
 
@@ -46,7 +46,7 @@ class _Probe:
 
 
 def attention_problems(model: PreTrainedModel, pool: dict[str, Any]) -> Iterator[str]:
-    """Why the attention of a model that calls the daemon's does not go with a pool of the shape `pool_options`.
+    """Yield the reasons why the attention of a model does not fit a pool of the shape `pool`, from `pool_options`.
 
     Raises InvalidArgumentError for calls that the daemon's attention refuses, and if the model fails.
     """
@@ -65,7 +65,7 @@ def attention_problems(model: PreTrainedModel, pool: dict[str, Any]) -> Iterator
     for attended in probe.attended:
         if attended.kv_shape != shape or attended.value_size != shape[1]:
             yield f"layer {attended.layer} has K/V of another shape than {shape}: {attended.kv_shape}"
-        # The library's cache drops what lies before the window, whether or not attention keeps to it.
+        # The library's cache drops K/V before the window even if attention does not use the window.
         slides = layer_types[attended.layer] == "sliding_attention"
         window = model.config.per_layer_config[attended.layer].sliding_window if slides else None
         if slides and window != attended.sliding_window:
@@ -73,10 +73,11 @@ def attention_problems(model: PreTrainedModel, pool: dict[str, Any]) -> Iterator
 
 
 def first_position(model: PreTrainedModel) -> int | None:
-    """The position that a model gives to the first token of a sequence. Models like RoBERTa begin after their padding.
-    None: the model takes no positions, for its attention has ALiBi biases.
+    """Return the position of the first token of a sequence in a model. Models like RoBERTa start after their padding
+    id. None means that the model has ALiBi biases and accepts no positions.
 
-    Raises InvalidArgumentError if it is neither 0 nor that, and if the model takes no positions but needs them.
+    Raises InvalidArgumentError if the position is neither 0 nor the padding id plus 1, and if the model accepts no
+    positions but needs them.
     """
     if "position_ids" not in inspect.signature(model.forward).parameters:
         probe = _Probe()
@@ -103,7 +104,7 @@ def _padding_id(model: PreTrainedModel) -> int | None:
 
 
 def _run(model: PreTrainedModel, probe: _Probe | None = None, first_position: int | None = None) -> torch.Tensor:
-    """Logits `[vocabulary]` of one token that attends to nothing.
+    """Return the logits `[vocabulary]` of one token whose attention output is zero.
 
     Raises InvalidArgumentError if the model fails on it.
     """

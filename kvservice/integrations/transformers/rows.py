@@ -1,4 +1,4 @@
-"""The sequences of a cache, one for each row of its batch."""
+"""The sequences of a cache, one per row of its batch."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from kvservice.integrations.transformers.keys import ExtraKeys
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The rows before a pass, to go back to if it fails."""
+    """The state of the rows before a pass, for the rollback if it fails."""
 
     sequences: tuple[Sequence | None, ...]
     lengths: tuple[int, ...]
 
 
 class Rows:
-    """Sequences of a session by row; None while a row has had padding only. Empty until the first pass.
+    """Sequences of a session by row, None while a row has only padding. The list is empty before the first pass.
 
-    When nobody holds the rows any more, the session frees their sequences before its next allocation.
+    After this object is garbage-collected, the session frees the sequences before its next allocation.
     """
 
     def __init__(self, kv: Session) -> None:
         self.kv = kv
-        # The finalizer holds this list, so it is changed in place.
+        # The finalizer references this list, so the list is modified in place.
         self.sequences: list[Sequence | None] = []
         finalizer = weakref.finalize(self, _abandon, kv, self.sequences)
         finalizer.atexit = False
@@ -36,13 +36,13 @@ class Rows:
     def open_step(
         self, token_ids: list[list[int]], num_wanted: int, extra_keys: list[ExtraKeys]
     ) -> tuple[Step, list[int]]:
-        """Gives the rows their new tokens and opens a step over those that need computing. Returns it with the number
-        of new tokens of each row that need none, because the prefix cache has them.
+        """Add the new tokens of each row and open a step over those that must be computed. Returns the step, and the
+        number of new tokens per row that the prefix cache already has.
 
-        extra_keys: for each row, those that its sequence is allocated with if it has none yet.
+        extra_keys: per row, the extra keys for the allocation of its sequence if it has none yet.
 
-        Only what is allocated can be found in the prefix cache, appended tokens are always pending. So the last
-        `num_wanted` tokens of a new row, whose outputs the caller wants, are left to be computed.
+        Only allocated tokens can be found in the prefix cache; appended tokens are always pending. The last
+        `num_wanted` tokens of a new row, whose outputs the caller needs, are therefore left to be computed.
         """
         self.sequences[:] = self.sequences or [None] * len(token_ids)
         active = [row for row, ids in enumerate(token_ids) if ids]
@@ -86,13 +86,14 @@ class Rows:
         if created := [sequence for sequence in self.held() if sequence.sequence_id not in kept]:
             self.kv.free(created)
         for sequence, length in zip(before.sequences, before.lengths, strict=True):
-            # An interrupted append may have made it longer than it says.
+            # After an interrupted append the daemon's sequence may be longer than the client's object says.
             if sequence:
                 self.kv.truncate(sequence, length)
         self.sequences[:] = before.sequences
 
     def select(self, parents: list[int]) -> None:
-        """Makes row i what row `parents[i]` was: its first copy is the sequence itself, every further one a fork."""
+        """Replace row i by the previous row `parents[i]`. Its first copy is the sequence itself, all others are
+        forks."""
         rows: list[Sequence | None] = []
         forked: list[int] = []
         for row, parent in enumerate(parents):
@@ -108,14 +109,14 @@ class Rows:
         self.sequences[:] = rows
 
     def fork(self) -> Rows:
-        """Rows of their own that share every block with these."""
+        """Return new rows that share every block with these."""
         copy = Rows(self.kv)
         children = iter(self.kv.fork_batch(held) if (held := self.held()) else [])
         copy.sequences[:] = [sequence and next(children) for sequence in self.sequences]
         return copy
 
     def take_back(self, num_tokens: list[int]) -> None:
-        """Gives the last `num_tokens[row]` tokens of each row back."""
+        """Truncate each row by its last `num_tokens[row]` tokens."""
         for sequence, count in zip(self.sequences, num_tokens, strict=True):
             if sequence and count:
                 self.kv.truncate(sequence, sequence.length - count)
@@ -127,5 +128,6 @@ class Rows:
 
 
 def _abandon(kv: Session, sequences: list[Sequence | None]) -> None:
-    """Runs wherever the garbage collector does, maybe within a call of the session: no call can be made here."""
+    """Schedule the sequences to be freed. The garbage collector may run this during a call of the session, so it makes
+    no call itself."""
     kv.free_later(sequence for sequence in sequences if sequence is not None)

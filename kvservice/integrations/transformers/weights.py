@@ -1,15 +1,14 @@
-"""A digest of a model's tensors that follows their changes.
+"""A digest of a model's tensors that tracks their changes.
 
-Every byte goes into the digest, so it is the same in every process that loads the same weights. Each tensor is hashed
-once, in about a second for 1.5 GB and processor, and again when it has changed. How that is known:
+The digest covers every byte, so it is the same in every process that loads the same weights. Each tensor is hashed
+once, at about 1.5 GB per second and CPU, and again after a change. Changes are detected as follows:
 
-    optimizers, load_state_dict, copy_, add_ ...   version counters, which torch raises with every change in place
+    optimizers, load_state_dict, copy_, add_ ...   version counters, which torch increments with every in-place change
     `tensor.data = ...`, to()                      the address of the tensor's memory
-    `tensor.data` changed in place, NumPy, fused   none of these raises a version: checksums of every byte, compared
-    optimizers that write through pointers         where the caller asks for a thorough look
+    in-place changes of `tensor.data`, NumPy,      these do not increment the version; checksums of every byte are
+    fused optimizers that write through pointers   compared if the caller requests a thorough check
 
-A thorough look reads every weight twice. That takes about as long as computing one token does, for which every weight
-is read too.
+A thorough check reads every weight twice. It takes about as long as computing one token, which also reads every weight.
 """
 
 from __future__ import annotations
@@ -34,22 +33,22 @@ _version_of = operator.attrgetter("_version")
 
 
 def can_digest(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is nothing but its bytes, and they are here. Classes of quantization libraries keep scales
-    elsewhere, sharded and offloaded tensors keep their bytes elsewhere."""
+    """Return whether the local bytes of a tensor are its complete value. Tensor classes of quantization libraries keep
+    scales elsewhere; sharded and offloaded tensors keep their bytes elsewhere."""
     plain = type(tensor) in _PLAIN_CLASSES and tensor.layout is torch.strided
     return plain and not (tensor.is_meta or tensor.is_quantized)
 
 
 class Weights:
-    """The tensors of one model. Not for several threads at a time."""
+    """The tensors of one model. Not thread-safe."""
 
     def __init__(self) -> None:
-        # By id: the tensor, how it looked when it was hashed, and its digest.
+        # Tensors by id, with version, address and checksum at the time of hashing, and with their digest.
         self._hashed: dict[int, tuple[torch.Tensor, _Look, bytes]] = {}
         self.track({})
 
     def track(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Goes over to other tensors, by name. All of them are such that `can_digest`."""
+        """Track other tensors, by name. `can_digest` must be true for all of them."""
         self._names, self._tensors = list(tensors), list(tensors.values())
         # Tensors made in inference mode have no version.
         self._versioned = [tensor for tensor in self._tensors if not tensor.is_inference()]
@@ -65,8 +64,8 @@ class Weights:
         self._sums = self._checksums.compute()
 
     def unchanged(self, thorough: bool) -> bool:
-        """Whether the tensors are those of the latest digest, as far as is looked. Takes microseconds; with `thorough`,
-        which compares checksums, about as long as computing one token."""
+        """Return whether the tensors have not changed since the latest digest. Without `thorough` it takes microseconds
+        and misses some changes; with it, it compares checksums and takes about as long as computing one token."""
         return (
             list(map(_version_of, self._versioned)) == self._versions
             and list(map(torch.Tensor.data_ptr, self._tensors)) == self._addresses
@@ -74,8 +73,8 @@ class Weights:
         )
 
     def digest(self) -> bytes:
-        """32 bytes: names, dtypes, shapes and values."""
-        # Noted before anything is hashed, so that a change by another thread meanwhile is found the next time.
+        """Return 32 bytes that cover names, dtypes, shapes and values."""
+        # The state is recorded before hashing, so that the next check detects a concurrent change by another thread.
         self._note()
         looks = list(map(_look, self._tensors, self._sums))
         digests = {
