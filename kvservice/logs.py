@@ -31,7 +31,8 @@ def configure(level: str, format: str) -> None:  # noqa: A002  the option's name
 
 
 def _is_no_client_gone(record: logging.LogRecord) -> bool:
-    """gRPC logs a traceback as an error when a client goes away, or is given up, before it has read an answer."""
+    """Return False for gRPC's tracebacks about clients that disconnect, or are disconnected, before they read a
+    response."""
     is_cancelled = record.exc_info is not None and isinstance(record.exc_info[1], asyncio.CancelledError)
     return not is_cancelled and not str(record.msg).startswith("ExecuteBatchError raised in core")
 

@@ -31,7 +31,7 @@ async def serve_http(
         ws="none",
         access_log=False,
         log_config=None,
-        # Its warnings are about requests, so strangers could fill a disk with them.
+        # uvicorn's warnings are about requests, so unauthenticated clients could fill the disk with them.
         log_level="error",
         lifespan="off",
         server_header=False,

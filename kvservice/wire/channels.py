@@ -30,7 +30,7 @@ _HANDSHAKE_FAILURES: Final = (
     ("Secure read failed", "the daemon closed the connection: it may want a certificate of a CA that it trusts"),
     ("(Tls|Ssl) handshake failed", "client and daemon do not agree"),
 )
-# As for localhost, which has an address of IPv4 too.
+# A refused connection to the IPv6 loopback address. localhost usually has an IPv4 address too.
 _REFUSED_ON_LOOPBACK_6: Final = r"ipv6:(\[|%5B)::1(\]|%5D):\d+: .*Connection refused"
 
 
