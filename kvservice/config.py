@@ -276,9 +276,9 @@ class ServeConfig(BaseModel):
     def _eight_bits(self) -> ServeConfig:
         if self.kv_cache_dtype == "auto":
             if self.kv_scales:
-                raise ValueError("kv_scales: only an 8-bit cache has scales, and kv_cache_dtype is auto")
+                raise ValueError("kv_scales: only an FP8 cache has scales, but kv_cache_dtype is auto")
         elif self.head_size % 16:
-            raise ValueError(f"kv_cache_dtype: an 8-bit cache takes heads of a multiple of 16, not {self.head_size}")
+            raise ValueError(f"kv_cache_dtype: FP8 needs a head_size that is a multiple of 16, not {self.head_size}")
         return self
 
     @model_validator(mode="after")

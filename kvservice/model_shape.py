@@ -97,7 +97,7 @@ def read_pool_options(model: Path) -> PoolOptions:
     except (OSError, ValueError, RecursionError) as error:
         raise InvalidArgumentError(f"{path}: {error}", field="model") from None
     if not isinstance(config, dict):
-        raise InvalidArgumentError(f"{path}: is no JSON object", field="model")
+        raise InvalidArgumentError(f"{path}: is not a JSON object", field="model")
     try:
         return pool_options(config)
     except InvalidArgumentError as error:
@@ -180,7 +180,7 @@ def _kv_shape(config: Config) -> tuple[int, int]:
     num_heads = _whole(config, *_names(config, 1))
     head_size = _optional(config, "head_dim", *([_HEAD_SIZE_NAMES[kind]] if kind in _HEAD_SIZE_NAMES else []))
     if head_size is None and kind in _NEED_HEAD_SIZE and "head_dim" not in config:
-        raise InvalidArgumentError(f"there is no head_dim, for which {kind} has a default of its own", field="config")
+        raise InvalidArgumentError(f"head_dim is missing, and {kind} has its own default for it", field="config")
     head_size = head_size or _whole(config, *_names(config, 2)) // num_heads
     for key in ("v_head_dim", "swa_head_dim", "global_head_dim"):
         if config.get(key) not in (None, head_size):
@@ -201,7 +201,7 @@ def _num_kv_heads(config: Config, num_heads: int) -> int:
         return _whole(attention if isinstance(attention, dict) else config, "kv_n_heads", "num_key_value_heads")
     if kind in _NEED_KV_HEADS and "num_key_value_heads" not in config:
         raise InvalidArgumentError(
-            f"there is no num_key_value_heads, for which {kind} has a default of its own", field="config"
+            f"num_key_value_heads is missing, and {kind} has its own default for it", field="config"
         )
     found = _optional(config, "num_key_value_heads") or num_heads
     for key in ("swa_num_key_value_heads", "num_global_key_value_heads"):

@@ -73,7 +73,7 @@ class ClientCredentials:
         """Return the metadata of an RPC. Raises InvalidArgumentError if the token has characters that no token has."""
         token = self.token if isinstance(self.token, str) else _read(self.token)
         if len(token) > _MAX_TOKEN_LENGTH or not _TOKEN_CHARACTERS.fullmatch(token):
-            raise InvalidArgumentError("has spaces, line ends or other characters that no token has", field="token")
+            raise InvalidArgumentError("has spaces, line breaks or other forbidden characters", field="token")
         return (("authorization", f"Bearer {token}"),) if token else ()
 
 

@@ -48,14 +48,14 @@ class Tokens:
         """Return the identity of a token. Raises UnauthenticatedError with one of CAUSES in `metadata`."""
         if token is None:
             raise UnauthenticatedError(
-                "the daemon asks for a token and the call has none: "
+                "the daemon requires a token and the call has none: "
                 "pass token= to the client, or KVSERVICE_TOKEN or --token-file to a command",
                 cause=MISSING,
             )
         # The pattern bounds the length before the hash is computed.
         if not _TOKEN.fullmatch(token):
             raise UnauthenticatedError(
-                f"the token does not have the form of one, {_PREFIX} and 43 characters: was it cut short?",
+                f"the token is malformed, or it was cut short: a token is {_PREFIX} and 43 characters",
                 cause=MALFORMED,
             )
         identity = self._identities.get(digest(token))
@@ -127,11 +127,12 @@ def _check_owner_and_mode(status: os.stat_result, owners: Collection[int], file:
         raise InvalidArgumentError(f"{file} is not a regular file", field=_FIELD)
     if owners and status.st_uid not in owners:
         raise InvalidArgumentError(
-            f"{file} belongs to user {status.st_uid}, who could add tokens: it must be this user's or root's",
+            f"{file} belongs to user {status.st_uid}, who could add tokens: it must belong to this user or root",
             field=_FIELD,
         )
     if status.st_mode & (stat.S_IWGRP | stat.S_IRWXO):
         mode = stat.S_IMODE(status.st_mode)
         raise InvalidArgumentError(
-            f"{file} has mode {mode:04o}: group may not write and others may do nothing; chmod 0600", field=_FIELD
+            f"{file} has mode {mode:04o}: its group must not write and others must have no access; chmod 0600",
+            field=_FIELD,
         )

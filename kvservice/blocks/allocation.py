@@ -164,7 +164,7 @@ class AllocationOps(Core):
         for i, sequence_id in enumerate(ids):
             whole_number(sequence_id, field.format(i), 0, 2**63 - 1)
             if sequence_id in space.rows or sequence_id in seen:
-                where = "is in use" if sequence_id in space.rows else "is there twice"
+                where = "is in use" if sequence_id in space.rows else "appears twice"
                 raise DuplicateSequenceError(
                     f"sequence {sequence_id} {where}", field=field.format(i), sequence_id=sequence_id
                 )

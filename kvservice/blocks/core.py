@@ -78,7 +78,7 @@ class Core:
     def _enter(self, space: SequenceSpace) -> None:
         """Start an operation: check that the namespace is open, and expire pins."""
         if space.closed:
-            raise UnknownSessionError("the sequences' space is closed")
+            raise UnknownSessionError("the session of the sequences is closed")
         self.generation += 1
         if self.pin_deadlines:
             self._expire_pins()
@@ -179,7 +179,7 @@ class Core:
     def _out_of_device_blocks(self, required: int, *, never: bool) -> OutOfBlocksError:
         free = self.device.num_available
         return OutOfBlocksError(
-            f"{required} blocks are needed and {free} of {self.config.num_blocks} can be had",
+            f"{required} blocks are needed and {free} of {self.config.num_blocks} are available",
             tier="device", required=required, free=free, total=self.config.num_blocks, never=never,
         )  # fmt: skip
 
@@ -187,7 +187,7 @@ class Core:
         limit = self.config.max_request_tokens
         if count > limit:
             raise QuotaExceededError(
-                f"is about {count} tokens, a request may be about max_request_tokens = {limit}",
+                f"covers {count} tokens, a request may cover at most max_request_tokens = {limit}",
                 field=field, limit="max_request_tokens", value=limit,
             )  # fmt: skip
 
@@ -195,7 +195,7 @@ class Core:
         limit = self.config.max_request_blocks
         if count > limit:
             raise QuotaExceededError(
-                f"is about {count} blocks, a request may be about max_request_blocks = {limit}",
+                f"covers {count} blocks, a request may cover at most max_request_blocks = {limit}",
                 field=field, limit="max_request_blocks", value=limit,
             )  # fmt: skip
 

@@ -82,7 +82,7 @@ def _check_slots(core: Core, space: SequenceSpace, entry: OpenStep, size: int) -
             return
         blocks = core.block_tables[rows, entries].astype(np.int64)
         hold_range(blocks, device.num_blocks, "a block in a table")
-        hold((device.ref_count[blocks] == 1).all(), f"a slot of step {step.step_id} is another's too")
+        hold((device.ref_count[blocks] == 1).all(), f"a slot of step {step.step_id} is shared")
         hold(not device.indexed[blocks].any(), f"a block that step {step.step_id} writes can be found by its hash")
         yield
 

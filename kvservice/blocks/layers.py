@@ -68,7 +68,7 @@ class LayerOps(Core):
                 step_id=step_id, layer=layer,
             )  # fmt: skip
         if first > sent:
-            raise FailedPreconditionError(f"the part from token {sent} on comes first", field="first_token")
+            raise FailedPreconditionError(f"the next part must begin at token {sent}", field="first_token")
         if stop - first == num_tokens:
             return step
         if (first, stop) not in entry.parts:

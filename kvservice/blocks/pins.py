@@ -74,7 +74,7 @@ class PinOps(Core):
         self._enter(space)
         if pin_id not in space.pins:
             pin_id = whole_number(pin_id, "pin_id", 0, 2**63 - 1)
-            raise UnknownPinError(f"pin {pin_id} is not known, or is over", field="pin_id", pin_id=pin_id)
+            raise UnknownPinError(f"pin {pin_id} is unknown or has ended", field="pin_id", pin_id=pin_id)
         self._end_pin(space, pin_id)
         if len(self.pin_deadlines) > 2 * self.num_pins + 64:
             self.pin_deadlines = [entry for entry in self.pin_deadlines if entry[2] in entry[3].pins]

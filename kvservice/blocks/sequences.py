@@ -163,4 +163,4 @@ def unknown_sequence(names: list[int], known: dict[int, int], field: str) -> KVS
 def _repeated(names: list[int], field: str) -> KVServiceError:
     seen: set[int] = set()
     i = next(i for i, name in enumerate(names) if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-    return InvalidArgumentError(f"sequence {names[i]} is there twice", field=f"{field}[{i}]")
+    return InvalidArgumentError(f"sequence {names[i]} appears twice", field=f"{field}[{i}]")

@@ -73,7 +73,7 @@ class StepOps(GrowthOps):
         counts = self._append_counts(num_tokens, len(ids))
         expected_tokens = counts * len(ids) if isinstance(counts, int) else int(counts.sum())
         if expected_tokens != len(tokens):
-            raise InvalidArgumentError(f"has {len(tokens)} tokens where {expected_tokens} are named", field="token_ids")
+            raise InvalidArgumentError(f"has {len(tokens)} tokens, expected {expected_tokens}", field="token_ids")
         meta = self._resident(ids, rows)
         if expected_lengths is not None:
             expected = int64_array(expected_lengths, "expected_lengths")

@@ -59,7 +59,7 @@ def _check_rows(core: Core, size: int) -> Slices[None]:
         yield
     num_tokens = num_swapped = 0
     for window in windows(num_rows, size):
-        hold((named[window] == ~free[window]).all(), "the spaces' names are not the rows in use, once each")
+        hold((named[window] == ~free[window]).all(), "the rows in use do not have exactly one sequence id each")
         rows = core.meta[window][~free[window]]
         _check_lengths(core, rows)
         num_tokens += int(rows[:, LENGTH].sum())
@@ -75,7 +75,7 @@ def _check_lengths(core: Core, rows: Int64Array) -> None:
     length, computed, num_blocks = rows[:, LENGTH], rows[:, NUM_COMPUTED], rows[:, NUM_BLOCKS]
     hold(((computed >= 0) & (computed <= length)).all(), "more tokens are computed than there are")
     hold((num_blocks * core.config.block_size >= length).all(), "a table is too short")
-    hold((num_blocks <= core.block_tables.shape[1]).all(), "a table is longer than there is room for")
+    hold((num_blocks <= core.block_tables.shape[1]).all(), "a table is too long")
 
 
 class _Holders:
@@ -95,7 +95,7 @@ class _Holders:
         self._entries[blocks] = entries + 1
         same = (before == 0) | (before == entries + 1)
         same &= self._entries[blocks] == entries + 1
-        hold(same.all(), "a block stands at two places of tables")
+        hold(same.all(), "a block is at two different entries of tables")
         np.add.at(self._counts, blocks, 1)
 
     def mark_free(self, size: int) -> Slices[None]:

@@ -134,7 +134,7 @@ class Compute:
         """Launch a call in order. The caller awaits the result."""
         if call.num_bytes > self.arena.num_bytes:
             raise ResourceExhaustedError(
-                f"the call takes {call.num_bytes} bytes on the device, there is room for {self.arena.num_bytes}"
+                f"the call needs {call.num_bytes} bytes of staging memory, the device has {self.arena.num_bytes}"
             )
         if self._is_quick(call):
             return self._land_here(self.queue.guarded(lambda: self._launch(call)))

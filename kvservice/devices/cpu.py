@@ -145,7 +145,7 @@ class CpuDevice:
     def open_cuda_region(
         self, _session: LaneSession, _raw_handle: bytes, _device_id: int, _num_bytes: int
     ) -> CudaRegion:
-        raise RegionsNotAllowedError("the daemon works in host memory, and opens none of a GPU")
+        raise RegionsNotAllowedError("the pool is in host memory, so the daemon opens no GPU memory")
 
     def prepare(self, _: Step) -> Awaitable[None] | None:
         return None if self._queue.idle else self._queue.run(lambda: None, inline=False)

@@ -114,7 +114,7 @@ class Guard:
         if not self._options.loopback:
             return refusal(403, "the page is served off the loopback interface only with a token: set http_token")
         if not _THIS_MACHINE.fullmatch(request.headers.get("host", "")):
-            return refusal(403, "the Host header is none of localhost, 127.0.0.1 and [::1]")
+            return refusal(403, "the Host header must be localhost, 127.0.0.1 or [::1]")
         return None
 
     def _token_answer(self, request: HTTPConnection) -> Response | None:

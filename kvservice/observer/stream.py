@@ -94,7 +94,7 @@ class EventStream:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._num_streams >= MAX_STREAMS:
-            await refusal(503, f"{MAX_STREAMS} pages are open, no more are served")(scope, receive, send)
+            await refusal(503, f"{MAX_STREAMS} pages are open, which is the limit")(scope, receive, send)
             return
 
         async def send_in_time(message: Message) -> None:

@@ -208,7 +208,7 @@ def _refuse(**arguments: object) -> None:
     """Raise InvalidArgumentError if an argument that only the CUDA kernels support is given."""
     for name, argument in arguments.items():
         if argument is not None:
-            raise InvalidArgumentError("the CPU kernels do not take it", field=name)
+            raise InvalidArgumentError("is not supported by the CPU kernels", field=name)
 
 
 def _as_tensor(array: npt.NDArray[Any], dtype: torch.dtype) -> Tensor:

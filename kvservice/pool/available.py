@@ -24,7 +24,7 @@ def _host_available_bytes() -> int:
         name, _, value = line.partition(":")
         if name == "MemAvailable":
             return int(value.split()[0]) << 10
-    raise ResourceExhaustedError("/proc/meminfo does not tell the available memory")
+    raise ResourceExhaustedError("/proc/meminfo has no line MemAvailable")
 
 
 def _cgroup_available_bytes() -> Iterator[int]:

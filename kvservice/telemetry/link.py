@@ -79,4 +79,4 @@ async def receive(reader: asyncio.StreamReader) -> bytes:
         (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
         return await reader.readexactly(length)
     except asyncio.IncompleteReadError:
-        raise ConnectionResetError("the other end is gone") from None
+        raise ConnectionResetError("the other end closed the link") from None

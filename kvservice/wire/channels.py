@@ -57,7 +57,7 @@ def connection_error(text: str) -> ConnectionLostError:
         return ConnectionLostError(f"{text}: the other end closed the connection; it may expect TLS, or a certificate")
     if re.search(_REFUSED_ON_LOOPBACK_6, text):
         return ConnectionLostError(
-            f"{text}: gRPC tells of the last address only; if the daemon listens on 127.0.0.1, it may expect TLS there"
+            f"{text}: gRPC reports only the last address; if the daemon listens on 127.0.0.1, it may expect TLS there"
         )
     return ConnectionLostError(text)
 

@@ -224,10 +224,10 @@ def _window(mask: StepMask | None, window: int) -> int:
     if mask is None:
         return window
     if not isinstance(mask, StepMask):
-        raise InvalidArgumentError("the model makes attention masks of its own", field="attention_mask")
+        raise InvalidArgumentError("the model builds its own attention masks", field="attention_mask")
     if window and window != mask.sliding_window:
         raise InvalidArgumentError(
-            f"attention is in a window of {window}, its mask is for one of {mask.sliding_window}",
+            f"attention has a window of {window}, but its mask has one of {mask.sliding_window}",
             field="sliding_window",
         )
     return mask.sliding_window

@@ -215,7 +215,7 @@ class KVServiceCache(Cache):
         count, stored = -tokens_to_remove, self.get_seq_length()
         if not 0 <= count <= stored:
             raise InvalidArgumentError(
-                f"is to be from -{stored} to 0: the columns to remove, of those stored", field="tokens_to_remove"
+                f"must be from -{stored} to 0: minus the number of columns to remove", field="tokens_to_remove"
             )
         if self._mask is not None:
             self._rows.take_back(self._mask[:, stored - count :].sum(1).tolist())
@@ -252,7 +252,7 @@ def _checked_keys(extra_keys: Iterable[tuple[int, bytes]]) -> ExtraKeys:
     pairs = list(extra_keys)
     for pair in pairs:
         if not (isinstance(pair, tuple) and list(map(type, pair)) == [int, bytes]):
-            raise InvalidArgumentError(f"is to hold (token position, bytes), not {pair!r}", field="extra_keys")
+            raise InvalidArgumentError(f"must hold (token position, bytes), not {pair!r}", field="extra_keys")
     return pairs
 
 

@@ -64,8 +64,8 @@ def read_batch(inputs: dict[str, Any], past_mask: torch.Tensor | None) -> Batch:
     mask = _full_mask(inputs.get("attention_mask"), input_ids, past_mask)
     if not torch.equal(mask[:, : past_mask.shape[1]], past_mask):
         raise InvalidArgumentError(
-            "is another one than before over columns that the cache holds: their K/V were computed with the mask of "
-            "then. reset() the cache, or give the mask that continues it",
+            "differs from the previous mask in columns that the cache holds, whose K/V were computed with that mask: "
+            "reset() the cache, or give a mask that continues the previous one",
             field="attention_mask",
         )
     if not mask[:, past_mask.shape[1] :].any():
@@ -76,9 +76,9 @@ def read_batch(inputs: dict[str, Any], past_mask: torch.Tensor | None) -> Batch:
 def _input_ids(inputs: dict[str, Any]) -> torch.Tensor:
     input_ids = inputs.get("input_ids")
     if input_ids is None:
-        raise InvalidArgumentError("the daemon needs token ids, embeddings alone do not do", field="input_ids")
+        raise InvalidArgumentError("the daemon needs token ids, embeddings alone are not enough", field="input_ids")
     if not isinstance(input_ids, torch.Tensor) or input_ids.ndim != 2 or 0 in input_ids.shape:
-        raise InvalidArgumentError("is to be a tensor [rows, columns] of token ids, not empty", field="input_ids")
+        raise InvalidArgumentError("must be a tensor [rows, columns] of token ids, not empty", field="input_ids")
     return input_ids.cpu()
 
 
@@ -90,11 +90,11 @@ def _full_mask(mask: object, input_ids: torch.Tensor, past_mask: torch.Tensor) -
         return torch.ones((rows, columns), dtype=torch.bool)
     if not isinstance(mask, torch.Tensor):
         raise InvalidArgumentError(
-            f"is to be a tensor [rows, past and new columns], not {type(mask).__name__}", field="attention_mask"
+            f"must be a tensor [rows, past and new columns], not {type(mask).__name__}", field="attention_mask"
         )
     if mask.ndim != 2 or len(mask) != rows or mask.shape[1] < columns:
         raise InvalidArgumentError(
-            f"is to be [{rows}, {columns}], past and new columns, not {list(mask.shape)}", field="attention_mask"
+            f"must be [{rows}, {columns}], past and new columns, not {list(mask.shape)}", field="attention_mask"
         )
     # The library also ignores the rest of a longer mask.
     return mask[:, :columns].bool().cpu()

@@ -171,8 +171,8 @@ def check_sequences(model: PreTrainedModel, sequences: Iterable[Sequence], promp
         keys = sequence.extra_keys
         if own not in keys and not (identity.private_because and any(key.startswith(_PRIVATE) for _, key in keys)):
             raise FailedPreconditionError(
-                f"sequence {sequence.sequence_id} was not allocated for this model as it is now, so others would take "
-                "its K/V for theirs: allocate it with extra_keys=model_keys(model)"
+                f"sequence {sequence.sequence_id} was not allocated for this model as it is now, so its K/V would be "
+                "shared under a wrong key: allocate it with extra_keys=model_keys(model)"
             )
 
 
@@ -194,7 +194,7 @@ def _other_reasons(model: PreTrainedModel) -> Iterator[str]:
             yield f"{kind.__name__} keeps weights outside of its parameters and buffers"
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if not can_digest(tensor):
-            yield f"{name} is a {type(tensor).__name__} whose values are not all here"
+            yield f"{name} is a {type(tensor).__name__} whose values are not all local"
 
 
 def _hook_tables(model: PreTrainedModel) -> Iterator[dict[int, Any]]:

@@ -123,8 +123,8 @@ def _prepare(model: PreTrainedModel, inputs: dict[str, Any]) -> dict[str, Any]:
     cache, num_new = inputs.get("past_key_values"), inputs.get("next_sequence_length")
     if isinstance(cache, KVServiceCache) and num_new is not None and num_new <= 0:
         raise InvalidArgumentError(
-            f"has no column that is not in the cache, which holds {cache.get_seq_length()}: give it with everything "
-            "that follows, crop() or reset() the cache, or use a new one",
+            f"has no columns beyond the {cache.get_seq_length()} in the cache: pass it with everything that follows, "
+            "crop() or reset() the cache, or use a new one",
             field="input_ids",
         )
     kind: Any = type(model)
