@@ -99,15 +99,15 @@ main.add_command(
 
 
 @main.command()
-@click.option("--device", default="cpu", show_default=True, help="Where the pool lies: cpu, cuda or cuda:N.")
+@click.option("--device", default="cpu", show_default=True, help="Device of the pool: cpu, cuda or cuda:N.")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", show_default=True)
 @click.option("--address", help="Use this daemon instead of starting one: its pool must have the demo model's shape.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 @connection_options
 def demo(device: str, dtype: str, address: str | None, as_json: bool, presented: Presented) -> None:
-    """Generate with a small Llama whose K/V live in a daemon, and compare every token with the library's own cache.
+    """Generate with a small Llama whose K/V are in a daemon, and compare every token with the library's own cache.
 
-    In bfloat16, where rounding picks tokens, the logits are compared. The model computes on the CPU.
+    In bfloat16, where rounding can change tokens, it compares the logits. The model computes on the CPU.
     """
     _settings({"device": device}, None)
     _reexec_with(missing_environment(os.environ))
@@ -154,24 +154,24 @@ def health(address: str | None, timeout_s: float, presented: Presented) -> None:
 @main.command()
 @click.option("--address", help="unix:///path/of.sock or host:port.  [default: what serve would listen on]")
 @click.option(
-    "--interval", type=click.FloatRange(0.1, 3600), default=1.0, show_default=True, help="Seconds between looks."
+    "--interval", type=click.FloatRange(0.1, 3600), default=1.0, show_default=True, help="Seconds between updates."
 )
-@click.option("--once", is_flag=True, help="Print one look and leave.")
+@click.option("--once", is_flag=True, help="Print one snapshot and exit.")
 @click.option("--json", "as_json", is_flag=True, help="With --once: one JSON object instead of tables.")
-@click.option("--sort", default="blocks", show_default=True, help="The column by which tables that have it are sorted.")
+@click.option("--sort", default="blocks", show_default=True, help="Column to sort by, in the tables that have it.")
 @click.option("--filter", "search", default="", help="Only sessions and sequences with this in a name, tenant or id.")
 @connection_options
 def top(
     address: str | None, interval: float, once: bool, as_json: bool, sort: str, search: str, presented: Presented
 ) -> None:
-    """Show the pool, who holds it, and the calls, until q is pressed.
+    """Show the pool, its sessions and sequences, and the calls, until q is pressed.
 
-    Needs no session and changes nothing. Exits with 1 if no daemon answers.
+    It needs no session and changes nothing. It exits with 1 if no daemon answers.
     """
     if as_json and not once:
         raise click.UsageError("--json needs --once")
     if not once and not sys.stdout.isatty():
-        raise click.UsageError("this is no terminal: --once prints one look")
+        raise click.UsageError("this is no terminal: --once prints one snapshot")
     from kvservice.health import address_of
     from kvservice.top import SORT_KEYS, Options, run
 
@@ -188,7 +188,7 @@ def top(
 
 @main.group()
 def bench() -> None:
-    """Measure: bookkeeping, RPCs, the largest requests, attention, swapping."""
+    """Benchmarks of bookkeeping, RPCs, the largest requests, attention and swapping."""
 
 
 def _report(
@@ -215,7 +215,7 @@ def _torch_wanted() -> Iterator[None]:
 
 _json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 _device_option = click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
-_quick_option = click.option("--quick", is_flag=True, help="Fewer repetitions: for a first look, not for figures.")
+_quick_option = click.option("--quick", is_flag=True, help="Fewer repetitions, for a rough result.")
 
 
 @bench.command("blocks")
@@ -223,7 +223,7 @@ _quick_option = click.option("--quick", is_flag=True, help="Fewer repetitions: f
 @_quick_option
 @_json_option
 def bench_blocks(num_blocks: int, quick: bool, as_json: bool) -> None:
-    """Bookkeeping inside one process, in units of a plain Python loop."""
+    """Measure bookkeeping inside one process, in units of a plain Python loop."""
     from kvservice.bench import blocks
 
     _report(lambda: blocks.run(num_blocks, quick), blocks.render, as_json)
@@ -234,10 +234,10 @@ def bench_blocks(num_blocks: int, quick: bool, as_json: bool) -> None:
 @_quick_option
 @_json_option
 def bench_rpc(device: str, quick: bool, as_json: bool) -> None:
-    """Calls to a real daemon on a unix socket, in units of an echo.
+    """Measure calls to a real daemon on a unix socket, in units of an echo.
 
-    Then a layer's call by every way that its tensors can take: in messages, in shared memory, over a lane, and not at
-    all, beside the same work without a daemon.
+    Also measure the call of one layer with every transport (inline messages, shared memory, a lane, the mapped pool),
+    and the same work without a daemon.
     """
     _reexec_with(missing_environment(os.environ))
     from kvservice.bench import rpc
@@ -250,7 +250,7 @@ def bench_rpc(device: str, quick: bool, as_json: bool) -> None:
 @_quick_option
 @_json_option
 def bench_limits(quick: bool, as_json: bool) -> None:
-    """Pings to a real daemon while another client sends the largest request of each RPC."""
+    """Measure pings to a real daemon while another client sends the largest request of each RPC."""
     _reexec_with(missing_environment(os.environ))
     from kvservice.bench import limits
 
@@ -259,17 +259,17 @@ def bench_limits(quick: bool, as_json: bool) -> None:
 
 @bench.command("attention")
 @_device_option
-@click.option("--vs", type=click.Choice(["flashinfer"]), help="cuda: measure this beside it, if it is installed.")
+@click.option("--vs", type=click.Choice(["flashinfer"]), help="cuda: also measure this library, if it is installed.")
 @click.option("--shapes", default="", help="cuda: only shapes whose name contains one of these comma-separated words.")
 @click.option("--kernel", type=click.Choice(["auto", "reference", "decode", "extend"]), default="auto", help="cuda.")
-@click.option("--batch-invariant", is_flag=True, help="cuda: also measure what batch-invariant results cost.")
+@click.option("--batch-invariant", is_flag=True, help="cuda: also measure the cost of batch-invariant results.")
 @_quick_option
 @_json_option
 def bench_attention(device: str, quick: bool, as_json: bool, **options: Any) -> None:
-    """Paged attention, checked and timed.
+    """Check and measure paged attention.
 
-    On the CPU against the machine's read bandwidth, and against torch on contiguous K/V. On a CUDA device against the
-    device's own copies, and against FlashInfer.
+    On the CPU it is compared with the machine's read bandwidth, and with torch on contiguous K/V; on a CUDA device with
+    the device's copy bandwidth, and with FlashInfer.
     """
     if device == "cuda":
         _bench_cuda(quick, as_json, options)
@@ -301,7 +301,7 @@ def _bench_cuda(quick: bool, as_json: bool, options: dict[str, Any]) -> None:
 @_quick_option
 @_json_option
 def bench_lane(quick: bool, as_json: bool) -> None:
-    """A decode step of 32 layers by a daemon on a CUDA device, in units of its kernels alone."""
+    """Measure a decode step of 32 layers by a daemon on a CUDA device, in units of its kernels alone."""
     _reexec_with(missing_environment(os.environ))
     with _torch_wanted():
         from kvservice.bench import lane_cuda
@@ -313,7 +313,7 @@ def bench_lane(quick: bool, as_json: bool) -> None:
 @_quick_option
 @_json_option
 def bench_swap(quick: bool, as_json: bool) -> None:
-    """Swapping of blocks between a CUDA device and page-locked memory, alone and beside a decode."""
+    """Measure swapping of blocks between a CUDA device and pinned memory, alone and during a decode."""
     with _torch_wanted():
         from kvservice.bench import swap
 

@@ -15,33 +15,31 @@ from kvservice.errors import KVServiceError
 
 _FILE = click.Path(dir_okay=False)
 _OPTIONS = (
-    click.option("--tls", is_flag=True, envvar="KVSERVICE_TLS", show_envvar=True, help="Use TLS, with public CAs."),
+    click.option("--tls", is_flag=True, envvar="KVSERVICE_TLS", show_envvar=True, help="Use TLS with public CAs."),
     click.option(
         "--tls-ca",
         type=_FILE,
         envvar="KVSERVICE_TLS_CA",
         show_envvar=True,
-        help="Use TLS, with the CA in this PEM file.",
+        help="Use TLS with the CA in this PEM file.",
     ),
     click.option(
-        "--client-cert", type=_FILE, envvar="KVSERVICE_CLIENT_CERT", show_envvar=True, help="PEM file: a certificate."
+        "--client-cert", type=_FILE, envvar="KVSERVICE_CLIENT_CERT", show_envvar=True, help="PEM file: certificate."
     ),
-    click.option(
-        "--client-key", type=_FILE, envvar="KVSERVICE_CLIENT_KEY", show_envvar=True, help="PEM file: its key."
-    ),
+    click.option("--client-key", type=_FILE, envvar="KVSERVICE_CLIENT_KEY", show_envvar=True, help="PEM file: key."),
     click.option(
         "--server-name",
         default="",
         envvar="KVSERVICE_SERVER_NAME",
         show_envvar=True,
-        help="The name in the daemon's certificate, if that is not the address's host.",
+        help="Name in the daemon's certificate, if it differs from the host of the address.",
     ),
     click.option(
         "--token-file",
         type=_FILE,
         envvar="KVSERVICE_TOKEN_FILE",
         show_envvar=True,
-        help="File with the token to present; or KVSERVICE_TOKEN in the environment, with the token itself.",
+        help="File with the token. Alternatively, KVSERVICE_TOKEN in the environment is the token itself.",
     ),
 )
 

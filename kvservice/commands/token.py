@@ -20,15 +20,15 @@ _file_option: Callable[[F], F] = click.option(
     envvar="KVSERVICE_AUTH_TOKENS",
     required=True,
     show_envvar=True,
-    help="The token file: what the daemon has as --auth-tokens.",
+    help="The token file, the daemon's --auth-tokens.",
 )
 
 
 @click.group()
 def token() -> None:
-    """Make, list and remove the tokens by which a daemon knows its clients.
+    """Create, list and remove the tokens with which clients authenticate.
 
-    A token file holds names and hashes, no tokens. The daemon reads it again when it changes.
+    A token file holds names and hashes, but no tokens. The daemon reloads it when it changes.
     """
 
 
@@ -36,9 +36,9 @@ def token() -> None:
 @click.argument("name")
 @_file_option
 def new(name: str, file: Path) -> None:
-    """Make a token for NAME, add its hash to the file, and print it.
+    """Create a token for NAME, add its hash to the file, and print it.
 
-    The token is printed this once and kept nowhere.
+    The token is printed only once and is not stored.
     """
     try:
         made = token_file.add(file, name)
@@ -65,7 +65,7 @@ def list_names(file: Path) -> None:
 def remove(name: str, file: Path) -> None:
     """Remove the token of NAME from the file.
 
-    The daemon ends the streams that were opened with it, and refuses further calls.
+    The daemon closes the streams that were opened with it, and refuses further calls.
     """
     try:
         token_file.remove(file, name)
