@@ -1,8 +1,8 @@
 """The CUDA extension. Pointers are integers, streams are handles, dtypes are the numbers of `DType` in csrc/pool.h
-(0 float32, 1 float16, 2 bfloat16, 3 float8_e4m3fn, 4 float8_e5m2). It imports without a driver."""
+(0 float32, 1 float16, 2 bfloat16, 3 float8_e4m3fn, 4 float8_e5m2). It can be imported without a driver."""
 
-# The same as there, but this module's own: a server here takes a session and an executor from here. Which module's the
-# client is does not matter.
+# This module has its own copies of these classes: its servers need sessions and executors of this module. Clients of
+# either module work with both.
 from kvservice._ext import (
     LANE_BUCKETS as LANE_BUCKETS,
 )
@@ -28,19 +28,19 @@ class CudaError(RuntimeError):
     code: int
 
 def device_count() -> int:
-    """0 where there is no driver."""
+    """Return the number of devices, 0 without a driver."""
 
 def device_facts(device: int) -> dict[str, int | str]:
-    """name, major, minor, num_multiprocessors, l2_bytes, total_bytes."""
+    """Return name, major, minor, num_multiprocessors, l2_bytes and total_bytes of a device."""
 
 def memory_info(device: int) -> tuple[int, int]:
-    """(free, total) bytes."""
+    """Return (free, total) bytes of device memory."""
 
 def set_device(device: int) -> None:
-    """Of the calling thread."""
+    """Set the current device of the calling thread."""
 
 class DeviceMemory:
-    """Made with the virtual-memory API, mapped for as long as it lives."""
+    """Device memory from CUDA's virtual-memory API, mapped until it is closed."""
 
     def __init__(self, device: int, num_bytes: int) -> None: ...
     @property
@@ -51,10 +51,10 @@ class DeviceMemory:
     def close(self) -> None: ...
 
 class ImportedMemory:
-    """Memory that another process made as DeviceMemory and handed over as a descriptor, which stays the caller's;
-    `num_bytes` is all of it. There until it is closed, also when the other process is gone. InvalidArgumentError, field
-    fd or num_bytes. Not writable is how this process sees it: a kernel that writes nevertheless takes the device from
-    the process, but whoever has the descriptor can map it for writing."""
+    """DeviceMemory of another process, imported from a descriptor, which the caller keeps. `num_bytes` is its full
+    size. It stays valid until it is closed, even after the other process ends. Raises InvalidArgumentError with field
+    fd or num_bytes. Without `writable` only this mapping is read-only, and a kernel that writes to it makes the device
+    unusable for the process; a holder of the descriptor can always map it for writing."""
 
     def __init__(self, device: int, fd: int, num_bytes: int, writable: bool) -> None: ...
     @property
@@ -64,7 +64,7 @@ class ImportedMemory:
     def close(self) -> None: ...
 
 class IpcAllocation:
-    """Memory to share by handle: whole granules of 2 MiB, and nothing else in them."""
+    """Device memory for sharing by CUDA IPC handle. It occupies whole granules of 2 MiB, which contain nothing else."""
 
     def __init__(self, device: int, num_bytes: int) -> None: ...
     @property
@@ -73,15 +73,15 @@ class IpcAllocation:
     def num_bytes(self) -> int: ...
     @property
     def handle(self) -> bytes:
-        """A cudaIpcMemHandle_t, 64 bytes."""
+        """The cudaIpcMemHandle_t, 64 bytes."""
 
     def close(self) -> None: ...
 
 class IpcMemory:
-    """The first `byte_size` bytes of another process's allocation, there until it is closed, also when the other
-    process has freed it or is gone. CudaError where the driver does not open the handle (201: it is of this process);
-    InvalidArgumentError, field raw_handle, where it is none or what it names is open already, field byte_size where the
-    allocation has not that many bytes. Closing waits for what is launched on the device."""
+    """The first `byte_size` bytes of another process's allocation. They stay valid until closed, even if the other
+    process frees them or ends. Raises CudaError if the driver does not open the handle (201: the handle is of this
+    process), and InvalidArgumentError with field raw_handle if the handle is malformed or its memory is already open,
+    or with field byte_size if the allocation is smaller. `close` synchronizes the device."""
 
     def __init__(self, device: int, raw_handle: bytes, byte_size: int) -> None: ...
     @property
@@ -91,7 +91,7 @@ class IpcMemory:
     def close(self) -> None: ...
 
 class HostRegistration:
-    """Page-locks host memory that somebody else owns."""
+    """Pins host memory that the caller owns."""
 
     def __init__(self, address: int, num_bytes: int) -> None: ...
     def close(self) -> None: ...
@@ -102,28 +102,28 @@ class Stream:
     def handle(self) -> int: ...
     def synchronize(self) -> None: ...
     def idle(self) -> bool:
-        """Whether all that was launched on it is done."""
+        """Return whether all work on the stream is complete."""
 
     def wait(self, event: Event) -> None: ...
 
 class Event:
-    """Without timing unless asked for. `synchronize` lets go of the interpreter lock."""
+    """A CUDA event, without timing by default. `synchronize` releases the interpreter lock."""
 
     def __init__(self, device: int, timing: bool = False) -> None: ...
     def record(self, stream: int) -> None: ...
     def wait(self, stream: int) -> None:
-        """Makes what is launched on the stream from now on wait for what was recorded last."""
+        """Make later work on the stream wait for the last record of this event."""
 
     def synchronize(self) -> None: ...
     def done(self) -> bool: ...
     def elapsed_ms(self, start: Event) -> float: ...
 
 def synchronize_stream(stream: int) -> None:
-    """Waits for what was launched on it, without the interpreter lock."""
+    """Wait for all work on a stream, without the interpreter lock."""
 
 class IpcEvent(Event):
-    """One that other processes can open. If the process that recorded it is killed before the stream gets there it is
-    never done, and a stream that waits for it stands for ever: wait only for those of a process that is trusted."""
+    """An event that other processes can open. If the recording process is killed before its stream reaches the event,
+    the event never completes, and streams that wait for it hang. Wait only for events of a trusted process."""
 
     def __init__(self, device: int) -> None: ...
     @property
@@ -131,15 +131,16 @@ class IpcEvent(Event):
         """The cudaEvent_t."""
     @property
     def handle(self) -> bytes:
-        """A cudaIpcEventHandle_t, 64 bytes."""
+        """The cudaIpcEventHandle_t, 64 bytes."""
 
 def open_ipc_event(device: int, handle: bytes) -> IpcEvent:
-    """CudaError where the driver does not open the handle; InvalidArgumentError, field handle, where it is none."""
+    """Open an event of another process. Raises CudaError if the driver does not open the handle, and
+    InvalidArgumentError with field handle if it is malformed."""
 
 def allocate_async(num_bytes: int, stream: int) -> int: ...
 def free_async(pointer: int, stream: int) -> None: ...
 def copy_async(dst: int, src: int, num_bytes: int, stream: int) -> None:
-    """Either way; the direction follows from the pointers."""
+    """Copy between host and device memory, in stream order. The pointers determine the direction."""
 
 def fill_async(dst: int, byte: int, num_bytes: int, stream: int) -> None: ...
 def write_kv(
@@ -180,7 +181,8 @@ def read_kv(
 ) -> None: ...
 
 class Attention:
-    """One call's arguments; attributes not set are off. `kernel`: auto, reference, decode, extend or cascade."""
+    """Arguments of one attention call. Attributes that are not set are off. `kernel` is auto, reference, decode, extend
+    or cascade."""
 
     pool: int
     pool_dtype: int
@@ -230,17 +232,18 @@ def copy_blocks(
     dst_ids: object,
     stream: int,
 ) -> None:
-    """`src_ids`, `dst_ids`: NumPy int32 arrays, in host memory."""
+    """Copy blocks. `src_ids` and `dst_ids` are NumPy int32 arrays in host memory."""
 
 class CudaLaneExecutor(LaneExecutor):
-    """Computes calls of any number of lanes on a stream, each lane's thread waiting for its own, unless they are by
-    event.
+    """Executes the calls of any number of lanes on one stream. Each lane's thread waits for its own calls, except calls
+    by event.
 
-    Regions are memory of the device (also of another process, IpcMemory), or host memory that is page-locked
-    (HostRegistration); a call that names any other is refused. `dtype` is the tensors'. `scales` is the address of
-    float32[2, num_layers, num_kv_heads] on the device, of keys, then of values, or 0. `workspace_bytes`, at least
-    64 KiB, is its own to begin with, and grows. A call is waited for awake for `spin_us`, below a second, then asleep.
-    Stream, pool and scales outlive it. RESOURCE_EXHAUSTED is a reason, too, for which calls fail.
+    Regions are device memory (including IpcMemory of another process) or pinned host memory (HostRegistration); calls
+    with other regions are refused. `dtype` is the dtype of tensors. `scales` is the device address of
+    float32[2, num_layers, num_kv_heads], first of keys, then of values, or 0. `workspace_bytes`, at least 64 KiB, is
+    the initial size of its workspace, which grows on demand. It polls for the completion of a call for `spin_us`
+    microseconds, below one second, then sleeps. Stream, pool and scales must outlive it. Calls can also fail with
+    RESOURCE_EXHAUSTED.
     """
 
     def __init__(

@@ -19,40 +19,40 @@ def attention(
 ) -> Any: ...
 def copy_blocks(src_pool: Any, dst_pool: Any, src_ids: Any, dst_ids: Any) -> None: ...
 def address_of(array: Any) -> int | None:
-    """Of the first element; None for an array with gaps, or not in row-major order."""
+    """Return the address of the first element, or None if the array is not C-contiguous."""
 
 def num_threads() -> int: ...
 def set_num_threads(count: Any) -> None: ...
 def cpu_isa() -> str: ...
 
-# What WireScanner.scan() says besides the number of a counter.
+# Results of WireScanner.scan() other than the number of a counter.
 WIRE_WITHIN_LIMITS: int
 WIRE_TOO_MANY_RECORDS: int
 WIRE_MALFORMED: int
 
 class WireScanner:
-    """Counts what a serialized protobuf message holds, before anything is built from it. csrc/wire/scanner.h says how.
+    """Counts the contents of a serialized protobuf message before it is parsed. csrc/wire/scanner.h describes it.
 
     `messages[i]` are the fields of message type i as (number, kind, counter, message type): kind 0 is a varint, 1 and 2
-    are fixed 64 and 32 bits, 3 is a string or bytes, 4 is a message. Counter and message type are -1 where there is
-    none. `messages[0]` is the type of the whole. `limits[c]` is the most that counter c may reach.
+    are fixed 64 and 32 bits, 3 is a string or bytes, 4 is a message. Counter and message type are -1 if there is none.
+    `messages[0]` is the type of the outermost message. `limits[c]` is the limit of counter c.
     """
 
     def __init__(
         self, messages: list[list[tuple[int, int, int, int]]], limits: list[int], max_records: int
     ) -> None: ...
     def scan(self, data: bytes) -> int:
-        """The number of a counter that is above its limit, or one of the constants above."""
+        """Return the number of a counter that exceeds its limit, or one of the constants above."""
 
-# Lanes: Decode and Extend through shared memory. csrc/lane/ring.h is the format.
+# Lanes: Decode and Extend through shared memory. csrc/lane/ring.h defines the format.
 
-# Of a lane's memory, a multiple of 4096.
+# Size of a lane's memory, a multiple of 4096.
 LANE_BYTES: int
-# Upper bounds of LaneServer.stats(), in seconds.
+# Upper bounds of the buckets of LaneServer.stats(), in seconds.
 LANE_BUCKETS: tuple[float, ...]
 
 class LaneSession:
-    """What the lanes of a session know of it: its live steps and its regions."""
+    """The state of a session that its lanes use: live steps and regions."""
 
     def __init__(self, num_layers: int) -> None: ...
     def publish(
@@ -65,42 +65,43 @@ class LaneSession:
         block_tables: Any,
         device_tables: tuple[int, int, int, int, int, int] | None = None,
     ) -> None:
-        """Lanes may compute the layers of this step from now on. Step ids rise.
+        """Make a step available to the lanes. Step ids increase.
 
-        `written` has a byte for each layer, 1 where it is written: a lane sets it before it computes and clears it if
-        that fails. `slot_mapping` int64 `[num_tokens]`, `query_lens` and `context_lens` int32 `[n]`, `block_tables`
-        int32 `[n, max_blocks]`, all C-contiguous; they are read in place and must not change until retire().
+        `written` has one byte per layer, 1 if the layer is written: a lane sets it before it computes, and clears it if
+        the computation fails. `slot_mapping` int64 `[num_tokens]`, `query_lens` and `context_lens` int32 `[n]`,
+        `block_tables` int32 `[n, max_blocks]`, all C-contiguous. They are read in place and must not change until
+        retire().
 
-        `device_tables` is for executors that compute on a device: where the four arrays are there (addresses, which the
-        stream has written when it gets to the next launch), num_common_blocks and max_query_len as of `attention` in
-        kvservice.ops.cuda. After retire() they are freed in the order of the stream.
+        `device_tables` is for executors on a device: the device addresses of the four arrays (the stream writes them
+        before the next launch), and num_common_blocks and max_query_len as in `attention` of kvservice.ops.cuda. They
+        are freed in stream order after retire().
         """
     def retire(self, step_id: int) -> None:
-        """When it returns, no lane uses the step or its arrays, and none will, but for the device tables: calls by
-        event may still read those, in the order of their stream. Unknown ids: nothing."""
+        """Withdraw a step. After it returns no lane uses the step or its arrays, except that calls by event may still
+        read the device tables in stream order. Unknown ids are ignored."""
     def take_finished(self) -> list[int]:
-        """Steps whose last layer was written through a lane, since the last time. Each step once."""
+        """Return the steps whose last layer a lane has written since the previous call, each step once."""
     def add_region(self, address: int, num_bytes: int, kind: str = "host") -> int:
-        """Places may name these bytes from now on, by the number that is returned and never used again."""
+        """Register memory. Places refer to it by the returned number, which is never reused."""
     def remove_region(self, number: int) -> None:
-        """When it returns, no lane uses the region, and none will, but for calls by event that are not done: who takes
-        the memory away waits for them. Unknown numbers: nothing."""
+        """Unregister a region. After it returns no lane uses the region, except incomplete calls by event; the caller
+        waits for these before it frees the memory. Unknown numbers are ignored."""
     def set_draining(self) -> None:
-        """From now on a step of which no layer is written is refused with DRAINING."""
+        """Refuse calls of steps without a written layer with DRAINING from now on."""
 
 class LaneExecutor: ...
 
 class CpuLaneExecutor(LaneExecutor):
-    """Computes calls of any number of lanes, in turn. `pool` as for `attention`."""
+    """Executes the calls of any number of lanes, one at a time. `pool` is as in `attention`."""
 
     def __init__(self, pool: Any, head_size: int, batch_invariant: bool) -> None: ...
 
 class LaneServer:
-    """The daemon's side of a lane, with a thread of its own. It formats `memory`, of at least LANE_BYTES.
+    """The daemon's side of a lane, with its own thread. It formats `memory`, which has at least LANE_BYTES bytes.
 
-    `on_fault` is called with a text, once and from the thread, when a call fails for no fault of the caller; the lane
-    has ended then. `event`, an IpcEvent of the executor's device, is for calls with `by_event`, which are refused with
-    INVALID_ARGUMENT, field completion, where there is none.
+    `on_fault` is called once, from the thread, with a message if a call fails and the caller is not the cause; the lane
+    has ended then. `event`, an IpcEvent of the executor's device, is for calls with `by_event`. Without it these calls
+    are refused with INVALID_ARGUMENT, field completion.
     """
 
     def __init__(
@@ -113,20 +114,21 @@ class LaneServer:
         event: Any = None,
     ) -> None: ...
     def close(self) -> None:
-        """Ends the lane after the calls that run, waits for them and lets go of the memory. A second time: nothing."""
+        """Wait for running calls, end the lane and release the memory. A second call does nothing."""
     def stats(self) -> tuple[int, int, list[int], float]:
-        """Calls, those that failed, calls by duration (one more than LANE_BUCKETS, not cumulative), seconds in all."""
+        """Return (calls, failed calls, calls per duration bucket, total seconds). There is one more bucket than
+        LANE_BUCKETS, and the counts are not cumulative."""
     @property
     def closed(self) -> bool:
-        """It takes no more calls: it was closed, or has ended by itself."""
+        """Whether the lane accepts no more calls, because it was closed or has ended by itself."""
     @property
     def event_handle(self) -> bytes:
-        """Its event's, for other processes to open; b"" where it has none."""
+        """IPC handle of its event for other processes, or b"" without an event."""
 
 class LaneClient:
-    """The client's side of a lane, for one thread at a time. `memory` is what a LaneServer has formatted.
+    """The client's side of a lane, for one thread at a time. A LaneServer has formatted `memory`.
 
-    A place is (region number, offset in bytes). Errors: ConnectionLostError when the lane has ended.
+    A place is (region number, offset in bytes). Methods raise ConnectionLostError if the lane has ended.
     """
 
     def __init__(self, memory: Any, spin_us: float) -> None: ...
@@ -149,23 +151,25 @@ class LaneClient:
         block_sparse: tuple[int, int, int, int, int] | None = None,
         by_event: bool = False,
     ) -> int:
-        """Sends a call and returns its number. ResourceExhaustedError when 64 calls are unanswered or unread.
+        """Send a call and return its number. Raises ResourceExhaustedError if 64 calls are unanswered or unread.
 
-        `by_event`: the answer comes when the call is launched, and the lane's event is recorded behind the call. A
-        stream that is made to wait for the event after the answer goes on when the call is done. Till then the call
-        reads and writes its tensors.
+        `by_event`: the answer comes when the call is launched, and the lane's event is recorded after the call. A
+        stream that waits for the event after the answer continues when the call is complete. Until then the call reads
+        and writes its tensors.
         """
     def set_places(self, regions: Any, num_kv_heads: int, head_size: int, dtype: Any) -> None:
-        """What submit_in_place looks for: regions as (number, address, num_bytes), and the tensors' NumPy dtype."""
+        """Set the parameters of submit_in_place: regions as (number, address, num_bytes), and the tensors' NumPy
+        dtype."""
 
     def submit_in_place(
         self, step_id: int, num_tokens: int, layer: int, decode: bool, query: Any, key: Any, value: Any, out: Any
     ) -> int | None:
-        """submit() for a call without options whose tensors, NumPy's or torch's, all lie in regions; None, and nothing
-        is sent, if it is not of that kind, or wrong."""
+        """Submit a call without options whose tensors, of NumPy or torch, are all in regions. Returns None, and sends
+        nothing, if the call is of another kind or invalid."""
 
     def wait(self, number: int, timeout_s: float) -> tuple[str, str, str] | None:
-        """(reason, field, message) of the call's failure, three empty texts if it succeeded, None if the time is over.
+        """Wait for a call. Returns (reason, field, message) of its failure, three empty strings if it succeeded, or
+        None after the timeout.
 
         Answers to earlier calls are dropped.
         """

@@ -3,10 +3,10 @@
 export const DEVICE = ["free", "active", "shared", "cached", "pinned"];
 export const SWAP = ["free", "swapped"];
 export const MEANING = {
-  free: "held by nobody, nothing in it",
+  free: "not in use",
   active: "held by one sequence",
   shared: "held by several sequences",
-  cached: "held by nobody, kept for a prefix that comes again",
+  cached: "held by no sequence, kept in the prefix cache",
   pinned: "cached, and kept from eviction",
   swapped: "held by a sequence that is swapped out",
 };
