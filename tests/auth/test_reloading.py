@@ -1,4 +1,4 @@
-"""Files that are read again when they change: tokens and certificates."""
+"""Reloading of token and certificate files when they change."""
 
 from __future__ import annotations
 

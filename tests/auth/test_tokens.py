@@ -1,4 +1,4 @@
-"""Tokens: what identifies a caller, what does not, and the file of their hashes."""
+"""Tokens: identification of callers, refused tokens, and the token file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of the bookkeeping share: a full snapshot of a manager, and a small manager to start from."""
+"""Helpers of the block manager's tests: a full snapshot of a manager, and a small manager."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _space_state(space: SequenceSpace) -> dict[str, Any]:
 
 
 def full_state(manager: BlockManager) -> dict[str, Any]:
-    """All that an operation may change, as plain values."""
+    """Return all state that an operation may change, as plain values."""
     device = manager.device
     return {
         "device": _tier_state(device),
@@ -55,7 +55,7 @@ def snapshot() -> Callable[[BlockManager], dict[str, Any]]:
 
 @pytest.fixture
 def make() -> Callable[..., tuple[BlockManager, SequenceSpace]]:
-    """A manager of 32 blocks of 4 tokens and 2 layers, with 16 swap blocks and no watermark, and a space in it."""
+    """Return a manager of 32 blocks of 4 tokens and 2 layers, with 16 swap blocks, no watermark and one namespace."""
 
     def make(clock: Callable[[], float] | None = None, **changes: Any) -> tuple[BlockManager, SequenceSpace]:
         sizes = {"num_blocks": 32, "block_size": 4, "num_layers": 2, "num_swap_blocks": 16, "watermark": 0.0}

@@ -1,4 +1,4 @@
-"""Ages of blocks, by a clock of the test's own."""
+"""Ages of blocks, with an injected clock."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Pool:
         self.manager.free(self.space, [sequence_id])
 
     def histogram(self, which: int) -> tuple[dict[float, int], float]:
-        """Blocks by the upper bound of their bucket, and the seconds of all."""
+        """Return the counts of a histogram by upper bound, and the sum of its seconds."""
         ages = self.manager.device.ages
         ages.fold()
         counts = zip((*BUCKETS_S, float("inf")), ages.counts[which].tolist(), strict=True)

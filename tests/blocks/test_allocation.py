@@ -1,4 +1,4 @@
-"""Allocate: room, watermark, prefix hits, extra keys, atomicity."""
+"""Allocation: capacity, watermark, prefix hits, extra keys, atomicity."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_table_has_just_enough_blocks(make: Make) -> None:
     ],
 )
 def test_the_watermark(make: Make, num_tokens: int, lookahead: int, status: AllocStatus) -> None:
-    """32 blocks, 4 of them in use, 4 to be left free."""
+    """Return a manager with 32 blocks, 4 of them in use, and a watermark of 4."""
     manager, space = make(watermark=0.125)
     manager.allocate(space, [request(1, range(16))])
     batch = [request(2, range(100, 100 + num_tokens), lookahead=lookahead)]
@@ -93,7 +93,7 @@ def test_computed_blocks_are_shared_and_the_last_token_is_left(make: Make) -> No
 
 
 def test_what_is_not_computed_is_not_shared(make: Make) -> None:
-    """Neither within a batch, nor later, nor while a layer of the step is missing."""
+    """Uncomputed blocks are not shared within a batch, nor later, nor while a layer of the step is missing."""
     manager, space = make()
     first, second = manager.allocate(space, [request(1, range(12)), request(2, range(12))])
     assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 0)
@@ -136,7 +136,7 @@ def test_extra_keys_separate_from_their_block_on(make: Make, theirs: Any, hit: i
 
 
 def test_hashes_are_chains_of_sha256(make: Make) -> None:
-    """The rule, written out: the hash of the parent, the tokens as little-endian int32, the extra keys."""
+    """The hash covers the parent's hash, the tokens as little-endian int32, and the extra keys."""
     manager, space = make()
     manager.allocate(space, [request(1, [1, 2, 3, 4, 5, 6, 7, 8], extra_keys=((5, b"image"),))])
     compute(manager, space, 1)

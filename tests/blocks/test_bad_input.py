@@ -1,4 +1,4 @@
-"""Bad input: each with a typed error that names the field, and nothing changed."""
+"""Bad input: each case raises a typed error that names the field, and changes nothing."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ CALLS: dict[str, Callable[[BlockManager, SequenceSpace, Any], object]] = {
 
 @pytest.fixture
 def pool(make: Make) -> tuple[BlockManager, SequenceSpace]:
-    """Sequences 1 and 2 with pending tokens; 3 is freed; 4 is another space's."""
+    """Sequences 1 and 2 have pending tokens; 3 is freed; 4 is in another namespace."""
     manager, space = make()
     manager.allocate(space, [AllocationRequest(i, range(6)) for i in (1, 2, 3)])
     manager.free(space, [3])

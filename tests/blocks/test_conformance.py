@@ -1,10 +1,10 @@
-"""Traces of vLLM's v0 block manager, replayed: what it did succeeds here with the same counts and the same sharing.
+"""Replay of traces of vLLM's v0 block manager. Its operations succeed here with the same counts and the same sharing.
 
-Its checks are conservative, so ours may say yes where it said no, never the other way round.
+Its checks are conservative, so ours may say yes where it said no, but not the reverse.
 
-The recorded tables are v0's own lists, which its later appends went on changing in place, even past the end of the
-trace. So a table's full blocks, which nothing changes, are compared at once, and its length where a swap or a free
-ended the list's life. That the last blocks are shared alike shows in the copies and the free blocks after each step.
+The recorded tables are v0's own lists, which its later appends changed in place, even past the end of the trace. So the
+full blocks of a table, which never change, are compared immediately, and its length is compared where a swap or a free
+ended the list. The copies and the number of free blocks after each step show that the last blocks are shared equally.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Replay:
             assert stats.num_swap_blocks - stats.num_used_swap_blocks == op["free_cpu"]
 
     def judge(self, ours: bool, theirs: bool) -> bool:
-        """v0's answer, after making sure that ours is no stricter."""
+        """Return v0's answer, after a check that ours is not stricter."""
         assert ours or not theirs
         self.yes_where_v0_said_no += ours and not theirs
         return theirs
@@ -95,7 +95,7 @@ class Replay:
             assert len(self.manager.swap_in(self.space, op["seqs"], op["lookahead"])) == op["moved"]
 
     def table(self, seq: int) -> list[tuple[bool, int]]:
-        """Our blocks of a sequence, as (whether in the swap tier, block id)."""
+        """Return our blocks of a sequence as (is in the swap tier, block id)."""
         (info,) = self.manager.describe(self.space, [seq], include_blocks=True)
         assert info.block_ids is not None
         return [(info.swapped, block) for block in info.block_ids.tolist()]
@@ -108,14 +108,14 @@ class Replay:
         same_sharing((self.table(seq)[: full[seq]], table[: full[seq]]) for seq, table in self.recorded.items())
 
     def end_lists(self, seqs: list[int]) -> None:
-        """v0's lists of these sequences change no more; what was recorded of them is how they are now."""
+        """Compare the tables of sequences whose v0 lists no longer change, so that the recorded lists are current."""
         for seq in seqs:
             table = self.recorded.pop(seq, None)
             assert table is None or len(table) == len(self.table(seq))
 
 
 def same_sharing(tables: Iterable[tuple[list[tuple[bool, int]], list[int]]]) -> None:
-    """Block ids are each manager's own; that there is a one-to-one renaming says that the sharing is the same."""
+    """The block ids of the managers differ. A one-to-one renaming between them shows that the sharing is the same."""
     pairs = set()
     for ours, theirs in tables:
         pairs |= set(zip(ours, theirs, strict=True))
@@ -132,7 +132,7 @@ def test_replay(trace: dict[str, Any]) -> None:
 
 
 def test_answers_are_exact_where_v0_was_conservative() -> None:
-    """Over all traces, several appends that v0 refused have the room that they need."""
+    """Over all traces, several appends that v0 refused have enough blocks here."""
     replays = [Replay(trace["config"]) for trace in load_traces()]
     for replay, trace in zip(replays, load_traces(), strict=True):
         for op in trace["ops"]:

@@ -1,4 +1,4 @@
-"""The journal: what it remembers, and that it tells the truth about the prefix index."""
+"""The event journal: which batches it keeps, and its consistency with the prefix index."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_listeners_are_told() -> None:
 
 
 class Pool:
-    """A manager of blocks of two tokens, and its journal."""
+    """Return a manager with blocks of two tokens, and its journal."""
 
     def __init__(self, num_blocks: int, *, with_tokens: bool = True) -> None:
         self.journal = EventJournal(window=1000, with_tokens=with_tokens)
@@ -76,7 +76,7 @@ def test_stored_blocks_are_chains_with_their_tokens() -> None:
     second = block_hash(first, little_endian(3, 4))
     stored = [(first, None, little_endian(1, 2)), (second, first, little_endian(3, 4))]
     assert pool.changes() == [stored]
-    pool.compute(2, [1, 2, 3, 4, 6])  # finds both; its last block is not full
+    pool.compute(2, [1, 2, 3, 4, 6])  # hits both blocks; the last block of this sequence is not full
     assert pool.changes() == [stored]
 
 
@@ -96,7 +96,7 @@ def test_eviction_removes_and_reset_clears() -> None:
     pool.compute(1, [1, 2, 3, 4])
     pool.manager.free(pool.space, [1])
     hashes = [block_hash for block_hash, _, _ in pool.changes()[0]]  # type: ignore[attr-defined]
-    pool.compute(2, [9, 8, 7])  # one block is free, one is evicted: the deepest
+    pool.compute(2, [9, 8, 7])  # one block is free, and the deepest one is evicted
     assert pool.changes()[1] == RemovedBlocks([hashes[1]])
     pool.manager.free(pool.space, [2])
     pool.manager.reset_prefix_cache()

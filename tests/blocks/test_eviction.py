@@ -1,4 +1,4 @@
-"""The eviction queue against a plain list."""
+"""The eviction queue, compared with a plain list."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_it_is_a_list(data: st.DataObject) -> None:
 
 
 def test_its_memory_stays_the_same_however_long_it_is_used() -> None:
-    """Thousands of hits without an eviction: stale entries are cleared away, the order is kept."""
+    """After thousands of hits without an eviction, stale entries are removed and the order is kept."""
     queue = EvictionQueue(8)
     queue.add(np.arange(8))
     size = len(queue._log)

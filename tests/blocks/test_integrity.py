@@ -1,4 +1,4 @@
-"""check_integrity, whole and in slices: it sees each kind of corruption, and nothing else, whatever comes between."""
+"""check_integrity, at once and in slices, detects each kind of corruption, without false alarms between operations."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def add(manager: BlockManager, space: SequenceSpace, sequence_id: int, tokens: A
 
 @pytest.fixture
 def corruptible(make: Make) -> tuple[BlockManager, SequenceSpace]:
-    """Rows 0 and 1 share a block, row 2 is a live step's, row 3 is swapped out; one sequence is cached, one pinned."""
+    """Rows 0 and 1 share a block, row 2 has a live step, row 3 is swapped out; one sequence is cached, one pinned."""
     manager, space = make()
     add(manager, space, 1, range(10), [(0, b"salt")])
     add(manager, space, 2, [*range(4), 50, 51], [(0, b"salt")])
@@ -60,7 +60,7 @@ def table(manager: BlockManager, row: int) -> list[int]:
 
 
 def other_place(manager: BlockManager, _: SequenceSpace) -> None:
-    """The same block as two entries of a table, counted as such."""
+    """Put one block at two entries of a table, with a matching reference count."""
     first, second = table(manager, 0)[:2]
     manager.block_tables[0, 1] = first
     manager.device.ref_count[[first, second]] += [1, -1]
@@ -69,7 +69,7 @@ def other_place(manager: BlockManager, _: SequenceSpace) -> None:
 
 
 def own_block_given_to_another(manager: BlockManager, space: SequenceSpace) -> None:
-    """Two sequences write to one block, counted as such."""
+    """Let two sequences write to one block, with a matching reference count."""
     mine, free = table(manager, 2)[0], manager.sequences.free_rows.pop()
     space.rows[77] = free
     manager.block_tables[free, 0] = mine
@@ -80,14 +80,14 @@ def own_block_given_to_another(manager: BlockManager, space: SequenceSpace) -> N
 
 
 def step_block_findable(manager: BlockManager, _: SequenceSpace) -> None:
-    """Consistently so, and with a hash that no content has."""
+    """Corrupt hash and index consistently, with a hash that matches no content."""
     block = table(manager, 2)[0]
     manager.device.hashes[block] = b"hash"
     manager.device.make_findable([block], [b"hash"])
 
 
 def two_hashes_swapped(manager: BlockManager, _: SequenceSpace) -> None:
-    """Each is found by the hash that it has, but has the other's content."""
+    """Each block is found by its hash, but has the content of the other."""
     device, (one, other) = manager.device, table(manager, 0)[:2]
     device.hashes[one], device.hashes[other] = device.hashes[other], device.hashes[one]
     for block in (one, other):
@@ -220,7 +220,7 @@ def test_slices_are_bounded(make: Make, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_sums_are_given_up_where_operations_never_end(corruptible: tuple[BlockManager, SequenceSpace]) -> None:
-    """What is local is still checked."""
+    """Local invariants are still checked."""
     manager, space = corruptible
 
     def disturbed() -> Iterator[bool]:
@@ -253,7 +253,7 @@ def test_a_step_that_ends_meanwhile_is_left_alone(corruptible: tuple[BlockManage
 
 
 class Operations:
-    """Random operations of three clients, those that are done in slices a slice at a time."""
+    """Random operations of three clients; operations in slices run one slice at a time."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -267,7 +267,7 @@ class Operations:
         )  # fmt: skip
         self.spaces = [self.manager.open_space(n + 1) for n in range(3)]
         self.under_way: list[Slices[Any]] = []
-        # Steps of which all layers are marked, as lanes do; they are still to be committed.
+        # Steps whose layers are all marked, as lanes do, but which are not committed yet.
         self.marked: list[tuple[SequenceSpace, int]] = []
         self.done = 0
 
@@ -288,7 +288,7 @@ class Operations:
         except InternalError:
             raise
         except KVServiceError:
-            return  # out of blocks, of rows, or swapped
+            return  # out of blocks or rows, or swapped out
         self.done += 1
 
     def some(self, space: SequenceSpace) -> list[int]:
@@ -369,7 +369,7 @@ class Operations:
 def test_operations_in_between_are_no_corruption(
     seed: int, monkeypatch: pytest.MonkeyPatch, snapshot: Callable[[BlockManager], dict[str, Any]]
 ) -> None:
-    """And none of them, nor a slice of one, changes what the sums depend on without another generation."""
+    """No operation or slice changes the inputs of the sums without incrementing the generation."""
     for module in ("slices", "core", "manager"):
         monkeypatch.setattr(f"kvservice.blocks.{module}.SLICE_BLOCKS", 4)
     for module in ("slices", "allocation"):
@@ -382,7 +382,7 @@ def test_operations_in_between_are_no_corruption(
         before, generation = snapshot(manager), manager.generation
         operations.one()
         if manager.generation == generation:
-            # Ends of pins that are over already may go.
+            # Deadlines of removed pins may disappear.
             assert snapshot(manager) | {"deadlines": before["deadlines"]} == before
         for _ in range(choose.choice([0, 1, 5, 400])):
             try:

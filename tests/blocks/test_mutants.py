@@ -1,4 +1,4 @@
-"""The model machine itself: it must catch a manager with a fault built in. See also test_integrity.py."""
+"""The state machine must detect managers with an injected fault. See also test_integrity.py."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvservice.errors import KVServiceError
 
 
 def machine() -> Any:
-    """The state machine of test_state_machine, which is no package to import from."""
+    """Load the state machine of test_state_machine, which is not in a package."""
     spec = importlib.util.spec_from_file_location(
         "mutated_state_machine", Path(__file__).with_name("test_state_machine.py")
     )
@@ -180,5 +180,5 @@ def test_the_machine_catches(mutate: Callable[[pytest.MonkeyPatch], None], monke
 
 
 def test_the_machine_passes_what_is_no_mutant() -> None:
-    """With the settings under which it catches the mutants."""
+    """The unmodified manager passes with the settings under which the mutants are detected."""
     run_state_machine_as_test(machine(), settings=QUICK)

@@ -1,4 +1,4 @@
-"""Pins: kept from eviction for a time, bounded, never in the way of counting."""
+"""Pins: protection from eviction for a limited time, limits, and exact block counts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Clock:
 
 
 def pinned(make: Make, **changes: Any) -> tuple[BlockManager, SequenceSpace, Clock]:
-    """Eight blocks, three of them cached, two of these pinned for ten seconds."""
+    """Return a manager with eight blocks, three of them cached, two of these pinned for ten seconds."""
     clock = Clock()
     manager, space = make(clock=clock, num_blocks=8, **changes)
     add(manager, space, 1, range(12))
@@ -83,7 +83,7 @@ def test_two_pins_of_one_block(make: Make) -> None:
 
 
 def test_a_pin_is_no_holder(make: Make) -> None:
-    """A sequence takes a pinned cached block and gives it back, and the pin goes on."""
+    """A sequence uses a pinned cached block and releases it, and the pin continues."""
     manager, space, _ = pinned(make)
     (made,) = manager.allocate(space, [AllocationRequest(2, range(10))])
     assert made.num_cached_tokens == 8
@@ -96,7 +96,7 @@ def test_a_pin_is_no_holder(make: Make) -> None:
 
 
 def test_writing_into_a_pinned_block_makes_a_copy(make: Make) -> None:
-    """Also when nobody else holds it, and the copy is counted."""
+    """A pinned block is copied even if no other sequence holds it, and the copy is counted."""
     manager, space, _ = pinned(make)
     manager.allocate(space, [AllocationRequest(2, range(9))])
     manager.truncate(space, [2], [6])

@@ -1,4 +1,4 @@
-"""What the block manager hands out."""
+"""Values that the block manager returns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_gathered_tables_end_with_padding() -> None:
 
 
 def test_gathering_some_tables_copies_no_others() -> None:
-    """There may be thousands, each as wide as the longest sequence."""
+    """Block tables may have thousands of rows, each as wide as the longest sequence."""
     tables = np.zeros((4096, 1025), np.int32)
     rows = np.array([7, 4000])
     context_lens = np.array([1024, 3], np.int32)

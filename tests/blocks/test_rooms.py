@@ -1,4 +1,4 @@
-"""What the bookkeeping may import, and that its benchmark measures what it says."""
+"""Imports of the block manager, and the results of its benchmark."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def imported(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
 def test_imports_are_plain(path: Path) -> None:
-    """NumPy, the standard library, the errors and its own modules: neither torch nor protobuf nor grpc."""
+    """It imports NumPy, the standard library, the errors and its own modules, but not torch, protobuf or grpc."""
     for name in imported(path):
         ours = name == "kvservice.errors" or name.startswith("kvservice.blocks")
         assert ours or name.split(".")[0] in {"numpy", *sys.stdlib_module_names}, f"{path.name} imports {name}"

@@ -1,4 +1,4 @@
-"""Fork, truncate, free, the prefix cache's eviction, common prefixes, closing a space."""
+"""Fork, truncate, free, eviction from the prefix cache, common prefixes, closing a namespace."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Make = Callable[..., tuple[BlockManager, SequenceSpace]]
 
 
 def add(manager: BlockManager, space: SequenceSpace, sequence_id: int, tokens: Any, **more: Any) -> int:
-    """A computed sequence; returns its cached tokens."""
+    """Allocate and compute a sequence. Returns the number of its cached tokens."""
     (made,) = manager.allocate(space, [AllocationRequest(sequence_id, list(tokens), **more)])
     manager.mark_all_layers(space, manager.open_step(space, [sequence_id]).step_id)
     return made.num_cached_tokens
@@ -46,7 +46,7 @@ def test_a_child_shares_every_block_and_knows_the_tokens(make: Make) -> None:
 
 
 def test_a_child_keeps_its_parents_extra_keys(make: Make) -> None:
-    """Blocks that the child fills later are hashed under them."""
+    """The hashes of blocks that the child fills later include the parent's extra keys."""
     manager, space = make()
     keys = ((0, b"tenant"), (9, b"image"))
     add(manager, space, 1, range(6), extra_keys=keys)

@@ -1,4 +1,4 @@
-"""Operations that are done in slices: between two of them the bookkeeping is whole, and others may use it."""
+"""Operations in slices: between slices the state is consistent, and other operations may run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvservice.errors import (
     UnknownSessionError,
 )
 
-# Of a sequence: three of them are more than two slices.
+# Blocks of a sequence. Three such sequences need more than two slices.
 LONG = 14_000
 Make = Callable[..., tuple[BlockManager, SequenceSpace]]
 
@@ -38,7 +38,7 @@ def add(manager: BlockManager, space: SequenceSpace, sequence_id: int, first_tok
 
 
 def run(slices: Slices[Any], between: Callable[[int], object]) -> tuple[int, Any]:
-    """How many slices there were, and the result. `between` is called after each but the last, with its number."""
+    """Return the number of slices and the result. `between` is called with the slice number after each but the last."""
     count = 1
     while True:
         try:
@@ -75,7 +75,7 @@ def test_free_while_others_work() -> None:
         manager.check_integrity()
         assert space.sequence_ids() == [9, *range(count - 1)]
         add(manager, other, count, 100_000 + count * 10, 10)
-        add(manager, space, count - 1, 200_000 + count * 10, 10)  # a name of one that is being freed
+        add(manager, space, count - 1, 200_000 + count * 10, 10)  # the id of a sequence that is being freed
 
     slices, _ = run(manager.free_in_slices(space, [0, 1, 2]), between)
     assert slices > 2
@@ -112,7 +112,7 @@ def test_close_a_space_while_others_work() -> None:
 
     def between(count: int) -> None:
         manager.check_integrity()
-        clock[0] += 8  # pins end by themselves meanwhile
+        clock[0] += 8  # pins expire in the meantime
         with pytest.raises(UnknownSessionError):
             manager.free(space, [0])
         add(manager, other, count, 100_000 + count * 10, 10)
@@ -182,7 +182,7 @@ LIMITED = {"max_request_tokens": 12, "max_request_blocks": 4}
 
 
 def limited(make: Make) -> tuple[BlockManager, SequenceSpace]:
-    """Sequences 1 and 2 of 10 tokens, computed, 3 blocks each; 3 and 4 of 8 tokens that wait; 5 as 1, swapped out."""
+    """Sequences 1 and 2 have 10 computed tokens in 3 blocks; 3 and 4 have 8 pending tokens; 5 is as 1, swapped out."""
     manager, space = make(**LIMITED)
     for n, length in ((1, 10), (2, 10), (3, 8), (4, 8), (5, 10)):
         manager.allocate(space, [AllocationRequest(n, range(100 * n, 100 * n + length))])
@@ -263,13 +263,13 @@ def test_items_are_made_in_their_turns() -> None:
 
 
 def many_requests(count: int = 3 * SLICE_SEQUENCES, length: int = 4) -> list[AllocationRequest]:
-    """Each with a prompt of its own."""
+    """Return requests with different prompts."""
     return [AllocationRequest(n, np.arange(n * length, (n + 1) * length)) for n in range(count)]
 
 
 @pytest.fixture
 def batch() -> tuple[BlockManager, SequenceSpace, list[AllocationRequest]]:
-    """A manager that has computed the prompts of as many sequences as there are requests, and cached them."""
+    """Return a manager that has computed and cached the prompts of all requests."""
     requests = many_requests()
     manager = large(max_sequences=1024, num_blocks=4 * len(requests) + 100)
     space = manager.open_space()
@@ -294,7 +294,7 @@ def test_a_large_batch_is_allocated_in_slices(batch: Batch) -> None:
 
 @pytest.mark.parametrize("when", [1, 2])
 def test_what_was_found_may_be_gone_when_a_large_batch_is_allocated(batch: Batch, when: int) -> None:
-    """Its blocks were evicted meanwhile, and hold what others have computed."""
+    """Its blocks were evicted in the meantime and hold content of other sequences."""
     manager, space, requests = batch
     other = manager.open_space(2)
 
@@ -305,7 +305,7 @@ def test_what_was_found_may_be_gone_when_a_large_batch_is_allocated(batch: Batch
 
     slices, made = run(manager.allocate_in_slices(space, requests), between)
     assert slices == 3
-    # A hundred blocks were never used. Those that were left of the others may be found still.
+    # A hundred blocks were never used. The remaining blocks of the others may still be found.
     assert sum(one.num_cached_tokens for one in made) <= 100
     manager.check_integrity()
     described = manager.describe(space, space.sequence_ids(), include_tokens=True)
@@ -364,7 +364,7 @@ def test_many_sequences_are_described_in_slices(batch: Batch) -> None:
 
 @pytest.mark.parametrize("closes", [False, True])
 def test_a_sequence_that_is_freed_while_many_are_described_is_unknown(batch: Batch, closes: bool) -> None:
-    """Its row may be another's already."""
+    """Another sequence may already use its row."""
     manager, space, requests = batch
     manager.allocate(space, requests)
     slices = manager.describe_in_slices(space, include_tokens=True)

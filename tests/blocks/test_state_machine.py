@@ -1,8 +1,8 @@
-"""The block manager against a model that knows each sequence's tokens, with a pool of pretended K/V bytes.
+"""The block manager, compared with a model that knows the tokens of each sequence, over a pool of simulated K/V.
 
-The K/V of a token depends on all tokens before it, so the pool's stand-in holds, for each slot, the whole prefix that
-was written there. After every rule each sequence's computed tokens must be found in the slots of its table: a missed
-copy, a block shared too early, a slot given out twice or a stale cached block all show as wrong content.
+The K/V of a token depends on all tokens before it, so the simulated pool holds, for each slot, the whole prefix that
+was written there. After every rule the slots of each sequence's table must hold its computed tokens. A missed copy, a
+block that is shared too early, a slot with two owners or a stale cached block all show as wrong content.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Content = tuple[Any, tuple[int, ...]]
 
 @dataclass
 class Model:
-    """What a sequence must be: its tokens, the computed ones among them, its salt, the size of its table."""
+    """Expected state of a sequence: its tokens, how many are computed, its salt, the size of its table."""
 
     tokens: list[int]
     computed: int
@@ -55,7 +55,7 @@ class Model:
     step: int = 0
 
     def content(self, position: int) -> Content:
-        """The K/V of a position: the tokens up to it and the keys that stand in its block or before it."""
+        """Return the simulated K/V of a position: all tokens up to it, and the extra keys up to its block."""
         return self.salt, tuple(self.tokens[: position + 1])
 
 
@@ -115,7 +115,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.pins: list[tuple[int, int, float]] = []
         self.next_id = 0
 
-    # What rules do together
+    # Helpers of the rules
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.config.block_size)
@@ -127,20 +127,20 @@ class BlockManagerMachine(RuleBasedStateMachine):
             dst_pool[block * size : (block + 1) * size] = content
 
     def pick(self, data: st.DataObject, suits: Callable[[Model], bool]) -> int:
-        """One of the clients that have such a sequence."""
+        """Draw a client that has such a sequence."""
         return data.draw(
             st.sampled_from([who for who in (0, 1) if any(map(suits, self.models[who].values()))]), "client"
         )
 
     def choose(self, data: st.DataObject, who: int, swapped: bool = False, most: int = 4) -> list[int]:
-        """Some of a client's sequences, resident or swapped out."""
+        """Draw some of a client's sequences, resident or swapped out."""
         ids = [name for name, model in self.models[who].items() if model.swapped == swapped]
         if not ids:
             return []
         return data.draw(st.lists(st.sampled_from(ids), min_size=1, max_size=most, unique=True), "sequences")
 
     def refused(self, call: Any, *arguments: Any) -> None:
-        """The call raises for want of space, and nothing changed."""
+        """Check that the call raises OutOfBlocksError or QuotaExceededError and changes nothing."""
         before = full_state(self.manager)
         try:
             call(*arguments)
@@ -150,7 +150,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
             raise AssertionError(f"{call.__name__} did what its check refused")
 
     def outdate(self, who: int, ids: list[int]) -> None:
-        """The newest steps of these sequences, as wholes, are stale."""
+        """Record that the newest steps of these sequences are stale."""
         ended = {self.models[who][name].step for name in ids} - {0}
         self.stale[who] += ended
         for model in self.models[who].values():
@@ -158,7 +158,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
                 model.step = 0
 
     def opened(self, who: int, step: Step, ids: list[int], starts: list[int], lens: list[int], lookahead: int) -> None:
-        """Makes the step's copies, and checks that its slots are those of its tokens."""
+        """Perform the copies of a step, and check that its slots are those of its tokens."""
         self.copy(self.pool, self.pool, step.copies.src.tolist(), step.copies.dst.tolist())
         assert step.sequence_ids.tolist() == ids
         assert step.query_lens.tolist() == lens
@@ -263,7 +263,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @precondition(stepping)
     @rule(data=st.data(), last=st.booleans())
     def write_step(self, data: st.DataObject, last: bool) -> None:
-        """Writes the K/V of a live step, then marks its layers, all of them or all but the last."""
+        """Write the K/V of a live step, then mark all of its layers, or all but the last."""
         who = self.pick(data, lambda model: model.step > 0)
         steps = sorted({model.step for model in self.models[who].values()} - {0})
         self.write(who, data.draw(st.sampled_from(steps), "step"), last)
@@ -384,7 +384,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @precondition(resident)
     @rule(data=st.data())
     def pin(self, data: st.DataObject) -> None:
-        """Pins the prompt of one of the sequences, by whichever client."""
+        """Pin the prompt of one of the sequences, from any client."""
         who = self.pick(data, lambda model: not model.swapped)
         model = self.models[who][self.choose(data, who, most=1)[0]]
         if not model.tokens:
@@ -443,7 +443,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
             shared += 1
         assert self.manager.common_prefix_blocks(self.spaces[who], ids) == shared
 
-    # What always holds
+    # Invariants
 
     @invariant()
     def is_whole(self) -> None:
@@ -489,7 +489,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
             assert self.keys_until(keys, position) == self.keys_until(model.salt, position)
 
     def keys_until(self, salt: tuple[tuple[int, bytes], ...], position: int) -> list[tuple[int, bytes]]:
-        """The keys in a position's block or before it."""
+        """Return the extra keys up to the block of a position."""
         end = (position // self.config.block_size + 1) * self.config.block_size
         return [key for key in salt if key[0] < end]
 

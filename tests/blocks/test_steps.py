@@ -1,4 +1,4 @@
-"""Steps: slots, copy-on-write, layers, retries, what makes a step stale."""
+"""Steps: slots, copy-on-write, layers, retries, stale steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Make = Callable[..., tuple[BlockManager, SequenceSpace]]
 
 
 def allocate(manager: BlockManager, space: SequenceSpace, *lengths: int, computed: bool = True) -> None:
-    """Sequences 0, 1, ... of these lengths, no two of which begin alike."""
+    """Allocate sequences 0, 1, ... of these lengths, without common prefixes."""
     requests = [AllocationRequest(i, np.arange(n, dtype=np.int32) + 1000 * i) for i, n in enumerate(lengths)]
     manager.allocate(space, requests)
     if computed:
@@ -399,7 +399,7 @@ def test_max_sequence_tokens(make: Make, snapshot: Callable[..., Any]) -> None:
 
 
 def test_a_part_of_a_step(make: Make) -> None:
-    """Its slots, lengths and contexts are those of its tokens, wherever it is cut."""
+    """Slots, lengths and contexts of a part match its tokens, wherever the step is cut."""
     manager, space = make()
     for n, length in ((1, 5), (2, 7), (3, 1), (4, 6)):
         manager.allocate(space, [AllocationRequest(n, range(100 * n, 100 * n + length))])

@@ -1,4 +1,4 @@
-"""Swap: room in both tiers, sharing kept, the device's copies found again."""
+"""Swapping: capacity of both tiers, preserved sharing, reuse of blocks still on the device."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_no_room_in_the_swap_tier(make: Make, snapshot: Callable[..., Any]) -> N
     ],
 )
 def test_the_watermark_on_the_way_in(make: Make, taken: int, lookahead: int, status: AllocStatus) -> None:
-    """8 blocks, 2 to be left free; another sequence of `taken` tokens takes some; 2 and the lookahead's come in."""
+    """8 blocks, watermark 2; another sequence has `taken` tokens; 2 blocks and the lookahead are swapped in."""
     manager, space = make(num_blocks=8, watermark=0.25, enable_prefix_caching=False)
     add(manager, space, 1, range(7))
     manager.swap_out(space, [1])
@@ -150,7 +150,7 @@ def test_the_watermark_on_the_way_in(make: Make, taken: int, lookahead: int, sta
 
 
 def test_a_cached_block_taken_back_is_counted_exactly(make: Make) -> None:
-    """Two of three blocks are still cached, one has to be taken, and there is exactly one."""
+    """Two of three blocks are still cached, one must be allocated, and exactly one is available."""
     manager, space = make(num_blocks=6)
     add(manager, space, 1, range(10))
     manager.swap_out(space, [1])

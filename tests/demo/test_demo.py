@@ -1,4 +1,4 @@
-"""The demo passes, and passes for the right reasons: what goes wrong in the daemon or is left out is a problem."""
+"""The demo passes, and it reports errors in the daemon and skipped operations as problems."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvservice.launch import Daemon
 
 @pytest.fixture(scope="module", autouse=True)
 def one_torch_thread() -> Iterator[None]:
-    """The model is so small that on a busy machine several threads mostly wait for each other."""
+    """Use one thread. The model is so small that several threads mostly wait for each other on a busy machine."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -32,7 +32,7 @@ def one_torch_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def demo_daemon() -> Iterator[Daemon]:
-    """With the pool of the demo's model, and other figures than the private daemon's."""
+    """A daemon with the pool of the demo's model, and other sizes than the private daemon."""
     options = pool_options(build_model().config)
     with Daemon(**options, block_size=BLOCK_SIZE, num_blocks=100, swap_space_gib=1 / 512) as running:
         yield running
@@ -40,7 +40,7 @@ def demo_daemon() -> Iterator[Daemon]:
 
 @pytest.fixture
 def play(demo_daemon: Daemon) -> Callable[..., DemoResult]:
-    """Runs the demo; of its output only what `console` gets."""
+    """Run the demo. Its only output goes to `console`."""
 
     def call(console: Console | None = None) -> DemoResult:
         quiet = console is None
@@ -60,7 +60,7 @@ def test_all_is_well(play, capsys) -> None:
         "tokens": 8 * 32,
         "prefix_cache_hit_tokens": 3 * BLOCK_SIZE,
         "cow_copies": 2,
-        # 52 tokens of prompt and 13 of 14 new ones, out and in.
+        # The blocks of 52 prompt tokens and 13 of 14 new tokens are swapped out and in.
         "swapped_blocks": 2 * 5,
         "num_blocks": 100,
         "num_free_blocks_after": 100,
@@ -93,7 +93,7 @@ def test_in_bfloat16_one_wrong_attention_output_is_a_wrong_logit(monkeypatch) ->
 
 @pytest.mark.parametrize("layer", range(4))
 def test_one_wrong_attention_output_is_a_mismatch(play, monkeypatch, layer) -> None:
-    """Two sequences of one step get each other's output, in one layer."""
+    """In one layer, two sequences of a step get each other's output."""
 
     def attend(original, step, tensors, options):
         output = original(step, layer, *tensors, **options)
@@ -107,7 +107,7 @@ def test_one_wrong_attention_output_is_a_mismatch(play, monkeypatch, layer) -> N
 @pytest.mark.parametrize("layer", range(4))
 @pytest.mark.parametrize("which", [1, 2], ids=["key", "value"])
 def test_one_wrong_key_or_value_is_a_mismatch(play, monkeypatch, layer, which) -> None:
-    """One token of one sequence gets what belongs to another, in one layer."""
+    """In one layer, one token of a sequence gets the key or value of another."""
 
     def attend(original, step, tensors, options):
         tensors[which][0] = tensors[which][1]
@@ -118,7 +118,7 @@ def test_one_wrong_key_or_value_is_a_mismatch(play, monkeypatch, layer, which) -
 
 
 def spoil_once(monkeypatch, layer, spoiled) -> None:
-    """Replaces one call of Step.attend, of the layer, in a step of several sequences."""
+    """Replace one call of Step.attend, for the layer, in a step with several sequences."""
     attend = Step.attend
     num_calls = 0
 
@@ -165,7 +165,7 @@ def test_blocks_that_stay_behind_are_a_problem(play, monkeypatch, left_out) -> N
 
 
 def test_the_tokens_are_far_from_ties() -> None:
-    """Rounding moves logits by about 1e-5; the token that is picked leads by far more, in every step of the demo."""
+    """Rounding changes logits by about 1e-5. The picked token leads by much more in every step of the demo."""
     model = build_model()
     leads: list[float] = []
 

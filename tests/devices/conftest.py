@@ -1,4 +1,4 @@
-"""A device to be found where there is no GPU."""
+"""A fake device for machines without a GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fake_cuda import FakeCuda
 
 @pytest.fixture
 def new_fake(monkeypatch: pytest.MonkeyPatch) -> Callable[[], FakeCuda]:
-    """Every call makes another device the one that is found."""
+    """Each call installs another fake device."""
     seeds = itertools.count()
 
     def make() -> FakeCuda:

@@ -1,4 +1,4 @@
-"""The queue of work on bytes: its order, and that it keeps nothing of what it has done."""
+"""The queue of work on the pool: its order, and that it keeps no references to finished work."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_result_is_its_callers_alone(queue: ByteQueue, inline: bool) -> None:
         return weakref.ref(await queue.run(lambda: np.zeros(4), inline=inline))
 
     result = asyncio.run(run())
-    # The worker drops what it holds when it waits for the next.
+    # The worker drops its references when it waits for the next work.
     barrier = queue.submit(lambda: None)
     barrier.result(10)
     assert result() is None

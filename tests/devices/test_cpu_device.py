@@ -1,4 +1,4 @@
-"""The CPU device's options."""
+"""Options of the CPU device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def four_threads() -> Iterator[None]:
 
 
 def decode(batch_invariant: bool, others: int) -> Any:
-    """Output bits of a sequence in a batch with others."""
+    """Return the output bits of a sequence in a batch with other sequences."""
     changes = {"max_sequence_tokens": 2048, "num_blocks": 5000, "num_layers": 1, "num_kv_heads": 4, "head_size": 128}
     config = ServeConfig.model_validate(POOL | changes | {"batch_invariant": batch_invariant})
     engine = Engine(config, open_device(config))

@@ -1,4 +1,4 @@
-"""A daemon whose device fails: over `fake_cuda`, in a process of its own."""
+"""A daemon whose device fails, over `fake_cuda` in a separate process."""
 
 from __future__ import annotations
 

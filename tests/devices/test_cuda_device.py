@@ -1,4 +1,4 @@
-"""The CUDA device, but for the order of its streams: sizes, failures, options. Over `fake_cuda`, so without a GPU."""
+"""The CUDA device except the order of its streams: sizes, failures, options. With `fake_cuda`, it needs no GPU."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def config_of(**changes: Any) -> ServeConfig:
 
 
 class Rig:
-    """An engine on the fake, and one space."""
+    """Return an engine on the fake device, and a namespace."""
 
     def __init__(self, **changes: Any) -> None:
         device = open_device(config_of(**changes))
@@ -75,7 +75,7 @@ def rig(fake: FakeCuda) -> Iterator[Rig]:
     rig.device.close()
 
 
-# ---- what is taken at the start
+# ---- memory allocated at the start
 
 
 def test_the_pool_takes_its_share_of_what_the_workspaces_leave(fake: FakeCuda) -> None:
@@ -156,7 +156,7 @@ def test_a_build_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refused.value.field == "device"
 
 
-# ---- when memory ends at run time
+# ---- out of memory at run time
 
 
 @pytest.mark.parametrize("inline_s", [1.0, -1.0])
@@ -205,7 +205,7 @@ def test_steps_give_their_tables_back(rig: Rig, fake: FakeCuda) -> None:
     assert fake.used_bytes <= before
 
 
-# ---- when the device fails
+# ---- device failures
 
 
 @pytest.mark.parametrize("inline_s", [1.0, -1.0])
@@ -240,7 +240,7 @@ def test_calls_in_flight_are_told_of_the_failure(rig: Rig, fake: FakeCuda, monke
         rig.allocate(sequence_id)
 
     def synchronize(_: Any) -> None:
-        """What was launched before has failed, as is found when it is waited for."""
+        """An earlier launch has failed, which shows when a later call is awaited."""
         fake.error = "the launch timed out and was terminated"
         with fake.call():
             pass
@@ -254,7 +254,7 @@ def test_calls_in_flight_are_told_of_the_failure(rig: Rig, fake: FakeCuda, monke
     assert {type(outcome) for outcome in asyncio.run(all_at_once())} == {InternalError}
 
 
-# ---- who waits for whom
+# ---- waits between calls
 
 
 def swap_stream(rig: Rig, fake: FakeCuda) -> Any:
@@ -271,7 +271,7 @@ def test_computing_goes_on_beside_a_swap_of_other_blocks(fake: FakeCuda) -> None
     rig.engine.swap_out(rig.space, np.array([0]))
     rig.compute(1)
     rig.engine.manager.free(rig.space, np.array([2]))
-    rig.allocate(3, 40)  # all blocks that are left: those that the swap still reads are among them
+    rig.allocate(3, 40)  # all remaining blocks, including those that the swap still reads
     step = rig.open_step(3)
     with pytest.raises(DeadlockError):
         asyncio.run(rig.attend(step, 0))
@@ -280,7 +280,7 @@ def test_computing_goes_on_beside_a_swap_of_other_blocks(fake: FakeCuda) -> None
 def test_blocks_that_a_swap_only_reads_can_be_read_meanwhile(fake: FakeCuda) -> None:
     rig = Rig()
     for sequence_id in (0, 1):
-        rig.allocate(sequence_id, 9)  # two full blocks, which they share, and one token
+        rig.allocate(sequence_id, 9)  # two full shared blocks, and one token
         rig.compute(sequence_id)
     swap_stream(rig, fake).held = True
     rig.engine.swap_out(rig.space, np.array([0]))
@@ -310,7 +310,7 @@ def test_a_cancelled_caller_does_not_cancel_the_work(rig: Rig, monkeypatch: pyte
     assert (value == 3.0).all()
 
 
-# ---- types and options
+# ---- dtypes and options
 
 
 @pytest.mark.usefixtures("fake")
@@ -381,7 +381,7 @@ def test_forks_share_what_is_before_their_new_tokens(fake: FakeCuda, rig: Rig, t
 
 
 def test_the_real_module_is_what_the_fake_stands_for() -> None:
-    """By name and argument, as the stub file tells them."""
+    """Read the functions and their arguments from the stub file."""
     import ast
 
     import kvservice

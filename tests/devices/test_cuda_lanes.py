@@ -1,4 +1,4 @@
-"""What lanes over a pool on a GPU promise of host memory. Over `fake_cuda`, so without a GPU."""
+"""Host memory of lanes for a pool on a GPU. It uses `fake_cuda`, so it needs no GPU."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The order of what the CUDA device does, on streams that run as they please: whatever an event does not hold back is
-done at the worst time, and then the content shows it. See `fake_cuda`."""
+"""Ordering of the CUDA device's streams. The fake streams run work that no event orders at the worst time, and the
+content shows the error. See `fake_cuda`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ COMMON = {
 
 @pytest.fixture(params=["on the loop", "in threads"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Where calls are launched and waited for."""
+    """Whether calls are launched and awaited inline or by threads."""
     if request.param == "in threads":
         monkeypatch.setattr(compute, "INLINE_S", -1.0)
     return request.param
@@ -199,6 +199,6 @@ def test_a_wait_that_is_left_out_is_found_out(
 ) -> None:
     monkeypatch.setattr(compute, "INLINE_S", -1.0)
     mutate(monkeypatch)
-    # Garbage for tables is refused by the kernels; the device is faulted then.
+    # The kernels refuse invalid tables, which faults the device.
     with pytest.raises((AssertionError, InvalidArgumentError, InternalError)):
         run_churn(new_fake, 300)

@@ -1,4 +1,4 @@
-"""The scales of an 8-bit cache: what the file may say, and what is refused."""
+"""The scales of an FP8 cache: valid and refused files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many first blocks the sequences of a step have in common."""
+"""Common leading blocks of the sequences of a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counters only grow, whatever comes and goes, and agree with who caused them."""
+"""Counters never decrease while sessions come and go, and they agree with the clients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def counters(samples: Samples) -> Samples:
 
 
 class Traffic:
-    """Sessions that come, work and go, at random; `told` is what they know of the counters."""
+    """Sessions open, work and close at random. `told` are the counts as the clients know them."""
 
     def __init__(self, client: KVClient, seed: int) -> None:
         self._client = client

@@ -1,4 +1,4 @@
-"""Sessions and tenants in the metrics: how many, whose, and that their labels are bounded."""
+"""Metrics of sessions and tenants, and the limit on their labels."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_sessions_are_counted_by_their_ends(free_port: int) -> None:
     ):
         with client.session(), client.session():
             assert counted(scrape(free_port)) == (2, 2, {"closed": 0, "lost": 0})
-        client.session().detach()  # and nobody resumes it
+        client.session().detach()  # and no client resumes it
         samples = scrape_until(free_port, lambda found: value(found, "kvservice_sessions") == 0)
         assert counted(samples) == (0, 3, {"closed": 2, "lost": 1})
 
@@ -41,7 +41,7 @@ def test_tenants_are_told_apart_up_to_a_bound(free_port: int) -> None:
     ):
         sessions = [client.session(tenant=tenant) for tenant in tenants]
         for n, session in enumerate(sessions):
-            compute(session, list(range(4 + n)))  # the first block is the same for all
+            compute(session, list(range(4 + n)))  # the first block is common to all
             session.fork(session.allocate([1000 + n]))
         samples, stats = scrape(free_port), client.stats()
         # sequences, tokens, entries of block tables
@@ -59,7 +59,7 @@ def test_tenants_are_told_apart_up_to_a_bound(free_port: int) -> None:
 
         for session in sessions:
             session.close()
-            assert tokens_of_tenants(scrape(free_port)) == spent  # what was counted stays so
+            assert tokens_of_tenants(scrape(free_port)) == spent  # the counts remain
         samples = scrape(free_port)
         for what in HELD:
             assert by_label(samples, f"kvservice_tenant_{what}", "tenant") == {}

@@ -1,4 +1,4 @@
-"""The metrics against the daemon's own statistics, after traffic that moves every figure."""
+"""The metrics, compared with the daemon's statistics after traffic that changes every figure."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_swapping_is_counted_in_both_directions(running: tuple[Daemon, int]) -> 
         one, two = compute(kv, list(range(8))), compute(kv, [100])
         before = scrape(port)
         kv.swap_out([one, two])
-        kv.reset_prefix_cache()  # so that each block has to be moved back
+        kv.reset_prefix_cache()  # so that every block must be copied back
         out = scrape_until(port, lambda found: busy(found, "out") > 0)
         assert by_label(out, "kvservice_swap_blocks_total", "direction") == {"out": 3, "in": 0}
         assert by_label(out, "kvservice_swap_bytes_total", "direction") == {"out": 3 * BLOCK_BYTES, "in": 0}
@@ -120,7 +120,7 @@ def test_calls_are_told_apart_by_method_status_and_transport(running: tuple[Daem
 
 
 def test_calls_in_flight_are_counted(running: tuple[Daemon, int]) -> None:
-    """Calls that wait for the observer, as it is held, and then do not all get their answers at once."""
+    """Calls wait for a stopped observer, and then do not all get their answers at once."""
     daemon, port = running
     scrape(port)
     (observer,) = children(daemon.process.pid)
@@ -149,10 +149,10 @@ def test_refusals_for_want_of_blocks_are_counted(running: tuple[Daemon, int]) ->
         with pytest.raises(OutOfBlocksError):
             kv.append([held], [1])
         with pytest.raises(OutOfBlocksError):
-            kv.swap_out([held])  # the other tier's are the fewer
+            kv.swap_out([held])  # the swap tier has fewer
         with pytest.raises(InvalidArgumentError):
             kv.allocate([])
-        assert kv.can_allocate([[1]]) == "later"  # is no refusal
+        assert kv.can_allocate([[1]]) == "later"  # is not counted as a refusal
         assert value(scrape(port), "kvservice_out_of_blocks_total") == 4
 
 
@@ -180,7 +180,7 @@ def test_lanes_and_their_calls_are_counted(free_port: int) -> None:
         Daemon(http_address=f"127.0.0.1:{free_port}", **POOL) as daemon,
         KVClient(daemon.address, transport="lane") as client,
     ):
-        for after in (2, 4):  # what ended lanes did is counted as well
+        for after in (2, 4):  # calls of closed lanes count as well
             with client.session() as kv, client.session():
                 step = kv.open_step([kv.allocate([1])])
                 ones = np.ones((1, 1, 32), np.float32)
@@ -199,7 +199,7 @@ def test_lanes_and_their_calls_are_counted(free_port: int) -> None:
 
 def test_what_happens_to_blocks_is_counted_with_their_ages(running: tuple[Daemon, int]) -> None:
     daemon, port = running
-    pause = 0.06  # longer than the second bucket's bound
+    pause = 0.06  # longer than the bound of the second bucket
     with KVClient(daemon.address) as client, client.session() as kv:
         kv.free([compute(kv, list(range(16)))])
         time.sleep(pause)
@@ -208,7 +208,7 @@ def test_what_happens_to_blocks_is_counted_with_their_ages(running: tuple[Daemon
         kv.free([again])
         ages = scrape(port)
         assert age_count(ages, "reuse_gap") == reused == 3
-        assert age_count(ages, "lifetime") == 1  # the one that was taken anew, and not computed
+        assert age_count(ages, "lifetime") == 1  # the newly allocated block, which is not computed
         assert_longer(ages, "reuse_gap", reused, pause)
 
         time.sleep(pause)
@@ -226,7 +226,7 @@ def age_count(samples: Samples, name: str) -> float:
 
 
 def assert_longer(samples: Samples, name: str, count: int, seconds: float) -> None:
-    """All of them have lasted for at least so long."""
+    """All of them lasted at least this long."""
     family = f"kvservice_block_{name}_seconds"
     assert value(samples, f"{family}_sum") >= count * seconds
     assert value(samples, f"{family}_bucket", le="0.05") == 0
@@ -266,7 +266,7 @@ def test_the_event_loop_is_asked_each_second(running: tuple[Daemon, int]) -> Non
     family = "kvservice_event_loop_latency_seconds"
     first = scrape(running[1])
     later = scrape_until(running[1], lambda found: value(found, f"{family}_count") >= 3)
-    assert value(first, f"{family}_count") >= 1  # it does not answer before it has asked
+    assert value(first, f"{family}_count") >= 1  # the observer makes a request before its first answer
     assert 0 < value(first, f"{family}_sum") < value(later, f"{family}_sum")
 
 
@@ -292,7 +292,7 @@ def test_the_process_is_the_daemons_and_not_the_observers(running: tuple[Daemon,
 
 
 def start_time(pid: int) -> float:
-    """Since 1970, as the kernel counts it: in hundredths of seconds."""
+    """Return the start time in seconds since 1970, at the kernel's resolution of hundredths of seconds."""
     ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     boot = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime"))
     return int(boot.split()[1]) + ticks / os.sysconf("SC_CLK_TCK")

@@ -1,4 +1,4 @@
-"""The map of blocks against a count of each block by hand."""
+"""The pool map, compared with a count of single blocks."""
 
 from __future__ import annotations
 

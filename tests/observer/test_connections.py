@@ -1,4 +1,4 @@
-"""HTTP connections that ask nothing, or read nothing, keep nobody out."""
+"""HTTP connections that send no request, or read no response, do not block others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GET = b"GET %s HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 class Peer:
-    """A connection from an address, and whether it was closed."""
+    """A fake connection from an address, which records whether it was closed."""
 
     def __init__(self, address: str = "a") -> None:
         self.address = address
@@ -97,7 +97,7 @@ def test_a_request_has_so_much_time(connections: Connections, clock: Clock) -> N
     connections.answer(answered)
     connections.answer(again)
     connections.await_request(again)
-    connections.await_request(late)  # a part of a request gives no more time for the rest
+    connections.await_request(late)  # a partial request does not extend the deadline
     connections.close_late()
     assert closed([late, answered, again]) == [False, False, False]
     clock.now += 0.1
@@ -144,7 +144,7 @@ async def no_metrics() -> tuple[bytes, str]:
 
 
 def scenario(connections: Connections, body: Exchange, app: Any = None) -> None:
-    """Run `body` beside a server in one event loop; it is given the port. The observer's app is served by default."""
+    """Run `body(port)` with a server in one event loop. By default the server serves the observer's app."""
 
     async def run() -> None:
         served = app or make_app(FakeViews(64, 16, 4), HttpOptions(loopback=True), no_metrics, Refusals(), 0.02)
@@ -185,7 +185,7 @@ def sweeping_often(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("half", [b"", GET[:20]], ids=["nothing", "half a request"])
 def test_half_open_connections_keep_nobody_out(half: bytes) -> None:
-    """All are from one address, as on the loopback interface."""
+    """All connections are from one address, as on the loopback interface."""
 
     async def body(port: int) -> None:
         async with contextlib.AsyncExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Rates and quantiles over readings that the test makes up."""
+"""Rates and quantiles over synthetic readings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page in a browser, over made-up pools: what it shows, and what can be chosen, found and seen to change."""
+"""The page in a browser, over fake pools: its contents, selection, search and updates."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from kvservice.observer.access import Refusals
 from kvservice.observer.web import HttpOptions, make_app
 
 NUM_BLOCKS = 512
-# Shorter than a second, so that the tests wait less.
+# Shorter than one second, to keep the tests quick.
 INTERVAL_S = 0.2
 MAP = "#pool > .cells"
 SWAP_MAP = "#pool .swap .cells"
-# As if another tab came before the page, or went.
+# As if another tab covered the page, or uncovered it.
 HIDE = """[
   Object.defineProperty(document, "hidden", {value: arguments[0], configurable: true}),
   document.dispatchEvent(new Event("visibilitychange")),
@@ -171,7 +171,7 @@ def test_a_sequence_shows_its_table_and_only_its_blocks(views: FakeViews, port: 
 
 
 def from_runs(text: str) -> list[int]:
-    """The numbers of runs like "17–20, 3, 90–88"."""
+    """Return the numbers in ranges like "17–20, 3, 90–88"."""
     ids: list[int] = []
     for run in text.split(", "):
         first, _, last = run.partition("\N{EN DASH}")
@@ -241,7 +241,7 @@ def test_it_moves_with_the_pool(views: FakeViews, port: int, open_page: OpenPage
 
 
 def acknowledge(page: Page, *expected: str) -> None:
-    """The console also tells of answers that say no, and of lost connections."""
+    """The console also reports refused requests and lost connections."""
     said = [entry["message"] for entry in page.driver.get_log("browser")]
     assert said
     assert [line for line in said if not any(text in line for text in expected)] == []
@@ -270,7 +270,7 @@ def test_charts_begin_with_the_servers_history_and_go_on(port: int, open_page: O
     parts = page.js("[...document.querySelectorAll('.chart svg')].map((svg) => svg.querySelectorAll('path').length)")
     assert parts == [1, 1, 1, 2, 6]
     hits = page.js("document.querySelectorAll('.chart path')[1].getAttribute('d')")
-    assert hits.count("M") == 2  # where nothing was looked up there is no line
+    assert hits.count("M") == 2  # without lookups there is no line
     points = "document.querySelectorAll('.chart path')[0].getAttribute('d').match(/[ML]/g).length"
     assert page.js(points) > 590
     before = page.js("document.querySelectorAll('.chart path')[0].getAttribute('d')")
@@ -323,7 +323,7 @@ def test_the_last_cell_may_be_smaller(million: tuple[FakeViews, int], open_page:
 def test_a_page_that_nobody_sees_listens_to_nothing(views: FakeViews, port: int, open_page: OpenPage) -> None:
     page = open_page(port)
     page.js(HIDE, True)
-    page.wait("performance.now() > (window.hiddenAt ??= performance.now()) + 1000")  # what was under way has ended
+    page.wait("performance.now() > (window.hiddenAt ??= performance.now()) + 1000")  # requests in progress have ended
     computed = views.num_snapshots
     page.wait("performance.now() > window.hiddenAt + 2500")
     assert views.num_snapshots == computed

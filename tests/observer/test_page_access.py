@@ -1,4 +1,4 @@
-"""That everybody can use the page: with a keyboard, a screen reader, any colour vision, any width, either theme."""
+"""Accessibility of the page: keyboard, screen reader, colour vision, any width, both themes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from kvservice.observer.web import HttpOptions, make_app
 
 SCHEMES = ["light", "dark"]
 TONES = [f"tone-{number}" for number in range(6)]
-# WCAG 2.2: 1.4.3 for text, 1.4.11 for what is painted.
+# WCAG 2.2: 1.4.3 for text, 1.4.11 for graphics.
 TEXT_CONTRAST, PAINT_CONTRAST = 4.5, 3.0
-# CIE76 differences; 10 is plain to see side by side. The shapes of blocks differ as well.
+# CIE76 difference; 10 is clearly visible side by side. The shapes of blocks differ as well.
 LEAST_DIFFERENCE = 14.0
 # Machado, Oliveira and Fernandes (2009), severity 1, of linear RGB.
 VISION = {
@@ -95,7 +95,7 @@ def test_states_differ_to_every_eye(port: int, open_page: OpenPage, scheme: str,
 
 def test_states_differ_by_shape(port: int, open_page: OpenPage) -> None:
     page = open_page(port)
-    # Each legend's swatch, reduced to where it is painted in the state's own colour.
+    # The swatches of the legend, reduced to the pixels in the colour of the state.
     shapes = page.driver.execute_script("""
         return [...document.querySelectorAll("#pool > .legend canvas")].map((canvas) => {
           const {data} = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);

@@ -1,4 +1,4 @@
-"""The page of a real daemon, with a client at work: it shows what the client knows."""
+"""The page of a real daemon with a client: it shows the client's sequences and figures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvservice.launch import Daemon
 
 SHAPE = (SMALL_POOL["num_layers"], -1, SMALL_POOL["num_kv_heads"], SMALL_POOL["head_size"])
 STATES = ("free", "active", "shared", "cached", "pinned")
-# Digits that stand in no other figure.
+# Digits that occur in no other figure.
 PROMPT = [1_987_654_000 + index for index in range(22)]
 
 

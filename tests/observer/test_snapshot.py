@@ -1,4 +1,4 @@
-"""Snapshots against what the bookkeeping says of each session, and readings of what is just changing."""
+"""Snapshots, compared with the bookkeeping of each session, and readings during concurrent changes."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_session_is_told_with_what_it_shares_and_whether_it_waits() -> None:
     (row,) = snapshot_of(pool)["sessions"]
     assert (row["session_id"], row["name"], row["tenant"]) == (1, "\N{SNOWMAN}" * 64, "acme")
     assert (row["attached"], row["lane"], row["regions"], row["region_bytes"]) == (False, False, 0, 0)
-    assert 0 <= row["age_s"] <= time.monotonic() - before + 0.001  # the time of opening is in whole milliseconds
+    assert 0 <= row["age_s"] <= time.monotonic() - before + 0.001  # the opening time is in whole milliseconds
     for column, number in ((ATTACHED, 1), (LANE, 1), (REGIONS, 3), (REGION_BYTES, 1 << 40)):
         session.row.set(column, number)
     (row,) = snapshot_of(pool)["sessions"]
@@ -163,7 +163,7 @@ def test_the_largest_come_first_and_the_others_are_counted() -> None:
         ("NGIN", ([1], [8, 4], 1, 2)),
         ("acme", ([3, 1], [12, 8, 5, 4], 2, 4)),
         ("zeta", ([2], [30], 1, 1)),
-        ("2", ([2], [30, 12], 1, 2)),  # a session's id, and a part of sequences'
+        ("2", ([2], [30, 12], 1, 2)),  # a session id, which is also part of sequence ids
         ("700", ([], [30, 12, 8, 5, 4], 0, 5)),
         ("700005", ([], [5], 0, 1)),
         ("%", ([], [], 0, 0)),
@@ -174,7 +174,7 @@ def test_search(search: str, found: Any) -> None:
 
 
 def beside(work: Callable[[], object], look: Callable[[], object], looks: int) -> None:
-    """`look` many times while another thread works, each interrupting the other wherever it is."""
+    """Call `look` many times while another thread works. The threads interrupt each other anywhere."""
     done = threading.Event()
 
     def on_and_on() -> None:
@@ -213,7 +213,7 @@ def test_sequences_that_are_freed_while_they_are_read_are_left_out() -> None:
 
 
 class Interrupting(np.ndarray[Any, Any]):
-    """Does something when it has been copied for the first time."""
+    """An array that calls a function when it is first copied."""
 
     def __array_finalize__(self, _: object) -> None:
         self.interrupt: Callable[[], object] | None = None
@@ -228,7 +228,7 @@ class Interrupting(np.ndarray[Any, Any]):
 
 @pytest.mark.parametrize("half", ["sessions", "tenants"])
 def test_tokens_of_a_session_that_ends_are_neither_missed_nor_counted_twice(half: str) -> None:
-    """When one half of them has been read and the other has not."""
+    """The session ends after one of the two arrays has been read."""
     pool = ObservedPool()
     session = pool.open("", "acme")
     session.row.counters[0] += 1000
@@ -240,7 +240,7 @@ def test_tokens_of_a_session_that_ends_are_neither_missed_nor_counted_twice(half
 
 
 def test_a_change_that_was_never_finished_does_not_hold_the_reader() -> None:
-    """Its writer was killed in the middle of it."""
+    """The writer was killed during a change."""
     pool = ObservedPool()
     pool.compute(pool.open("name"), 1, [1])
     pool.table._version[0] += 1

@@ -1,4 +1,4 @@
-"""Blocks, sequences and their tables as the observer finds them, against what the bookkeeping itself says."""
+"""Blocks, sequences and tables as read by the observer, compared with the bookkeeping."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def described(pool: ObservedPool) -> Iterator[tuple[int, str, SequenceInfo]]:
 
 
 def holders_of(pool: ObservedPool, tier: str) -> dict[int, list[Holder]]:
-    """By block, from the tables that clients are told."""
+    """Return the holders of each block, from the tables that clients get."""
     holders: dict[int, list[Holder]] = {}
     for session_id, name, info in described(pool):
         if info.swapped == (tier == "swap"):
@@ -39,7 +39,7 @@ def holders_of(pool: ObservedPool, tier: str) -> dict[int, list[Holder]]:
 
 
 def expected_states(pool: ObservedPool, tier: str, num_blocks: int) -> tuple[list[str], list[int]]:
-    """From the tables, the prefix index and the pins."""
+    """Return the expected state of each block, from the tables, the prefix index and the pins."""
     counts = Counter({block: len(holders) for block, holders in holders_of(pool, tier).items()})
     findable = set(pool.manager.device.index.blocks.values()) if tier == "device" else set()
     states = []
@@ -133,7 +133,7 @@ def test_the_random_operations_bring_about_everything() -> None:
 
 
 def test_the_ages_of_a_block() -> None:
-    """Whatever the time is when it is asked: since it was taken, and since nobody holds it."""
+    """Ages are the times since the allocation and since the last reference was dropped, at the time of the request."""
     pool = ObservedPool(clock=lambda: clock)
     clock = taken = time.monotonic() - 100
     session = pool.open()

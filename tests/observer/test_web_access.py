@@ -1,4 +1,4 @@
-"""Who may see the page: the token, its cookie, the Host header, and the headers of every answer."""
+"""Access to the page: the token, its cookie, the Host header, and the headers of every response."""
 
 from __future__ import annotations
 

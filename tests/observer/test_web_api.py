@@ -1,4 +1,4 @@
-"""What the page asks for: bounds, answers, errors; and its files."""
+"""The page's requests: limits, responses, errors; and its static files."""
 
 from __future__ import annotations
 

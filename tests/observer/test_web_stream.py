@@ -1,4 +1,4 @@
-"""The stream of events: what comes in which order, once for all, and what becomes of readers that do not read."""
+"""The event stream: order of events, one computation for all readers, and readers that stop reading."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Event = tuple[str, Any]
 
 
 class Reader:
-    """An ASGI client of an EventStream, in this process. It takes nothing while `reading` is not set."""
+    """An ASGI client of an EventStream, in this process. It accepts no data while `reading` is not set."""
 
     def __init__(self, app: EventStream) -> None:
         self.status = 0
@@ -54,7 +54,7 @@ class Reader:
 
 
 def events(chunk: bytes) -> list[Event]:
-    """By name, with data; comments and the time to wait for another try have none of either."""
+    """Parse events into (name, data). Comments and the retry time have neither."""
     found = []
     for block in chunk.decode().removesuffix("\n\n").split("\n\n"):
         fields = dict(line.split(": ", 1) for line in block.split("\n"))
@@ -118,7 +118,7 @@ async def until(page: Reader, name: str) -> list[Event]:
 def test_a_second_is_computed_once_for_all() -> None:
     async def run() -> None:
         views = small_pool()
-        ticker = Ticker(views, 10 * INTERVAL_S)  # longer than twenty take to ask
+        ticker = Ticker(views, 10 * INTERVAL_S)  # longer than twenty requests take
         for number in range(3):
             ticks = await asyncio.gather(*(ticker.newer_than(number) for _ in range(20)))
             assert len({id(tick) for tick in ticks}) == 1
@@ -155,7 +155,7 @@ def test_who_reads_slowly_misses_frames_and_sees_the_latest() -> None:
             while not slow.chunks.empty():
                 slow.chunks.get_nowait()
             slow.reading.set()
-            waiting = await slow.next()  # what was being sent when it stopped to read
+            waiting = await slow.next()  # the data in flight when it stopped reading
             seen = await slow.next()
             assert waiting[-1][1]["snapshot"]["time_s"] < latest[-1][1]["snapshot"]["time_s"]
             assert seen[-1][1]["snapshot"]["time_s"] >= latest[-1][1]["snapshot"]["time_s"]

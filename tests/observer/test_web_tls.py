@@ -1,4 +1,4 @@
-"""The observer's HTTP over TLS: its certificate, and the page's rules there."""
+"""The observer's HTTP over TLS: its certificate, and access to the page."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def trusting(authority: Authority) -> ssl.SSLContext:
 
 
 async def get(port: int, context: ssl.SSLContext | None, path: str = "/metrics", host: str = "localhost") -> str:
-    """The answer's head."""
+    """Return the status line and headers of the response."""
     name = "localhost" if context else None
     reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context, server_hostname=name)
     try:
@@ -160,7 +160,7 @@ def test_the_cookie_is_for_encrypted_connections(reloading: Reloading[Certificat
 
 
 def test_handshakes_that_do_not_end_keep_nobody_out(reloading: Reloading[Certificates]) -> None:
-    """The oldest is closed for each that comes when all places are taken."""
+    """At the limit, each new connection closes the oldest one."""
     limits = HttpLimits(max_connections=8, max_per_address=8, request_s=1000.0)
 
     async def body(port: int) -> None:

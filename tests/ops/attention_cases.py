@@ -1,6 +1,6 @@
-"""A sample of the grid of shapes and options, the same on every run; as a program, checks all of it.
+"""A sample of the grid of shapes and options, the same in every run. As a program it checks the whole grid.
 
-The program is for other instruction sets: they are chosen once in a process, by `KVSERVICE_CPU_ISA`.
+The program is for other instruction sets, which `KVSERVICE_CPU_ISA` selects once per process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OPTIONS: tuple[dict[str, float | int | bool], ...] = (
 
 
 def sample_lengths(rng: random.Random, block_size: int, *, most: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Contexts at the edges of blocks, of the kernels' 16-token units and 128-token tiles; queries of every kind."""
+    """Contexts at the edges of blocks, of the kernels' 16-token units and of 128-token tiles; all kinds of queries."""
     edges = [edge + by for edge in (block_size, 2 * block_size, 16, 128, 256) for by in (-1, 0, 1)]
     contexts, queries = [], []
     for _ in range(rng.randint(1, 4)):
@@ -39,7 +39,7 @@ def sample_lengths(rng: random.Random, block_size: int, *, most: int) -> tuple[t
 
 
 def sample_cases(count: int, seed: int = 0) -> list[Case]:
-    """Goes round every axis at its own pace, so that values of two axes meet in many ways."""
+    """Cycle through each axis with a different stride, so that many pairs of values occur."""
     rng = random.Random(seed)
     axes = [list(axis) for axis in (DTYPES, HEAD_SIZES, BLOCK_SIZES, HEADS, OPTIONS)]
     for axis in axes:

@@ -1,4 +1,4 @@
-"""Attention and the pool's layout from their definitions, attention in float64."""
+"""Reference attention in float64 and the pool's layout, from their definitions."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ DTYPES = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
 }
 
-# Of the pool alone: a stored value times its head's scale is the real one.
+# Pool dtypes only: the stored value times its head's scale is the value.
 POOL_DTYPES = {
     **DTYPES,
     "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
     "float8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
 }
 
-# Relative error of one token and head, in the Euclidean norm over the head's dimensions. The result is rounded once to
-# the dtype: unit roundoff u = 2^-24, 2^-11, 2^-8, of which a norm over many dimensions sees about half. Where the
-# processor multiplies bfloat16, weights are rounded to it too before they meet V, errors random in sign. float32 sums
-# over up to 256 dimensions and a few hundred keys, and an exponential of relative error 2e-7, stay well below 1e-5,
-# also behind a soft cap, which multiplies the exponential's error by the cap.
+# Bounds of the relative error of one token and head, in the Euclidean norm over the head's dimensions. The result is
+# rounded once to the dtype, with unit roundoff u = 2^-24, 2^-11, 2^-8; in a norm over many dimensions about half of it
+# remains. If the processor multiplies bfloat16, weights are also rounded to bfloat16 before the product with V, with
+# errors of random sign. The errors of float32 sums over up to 256 dimensions and a few hundred keys, and of an
+# exponential with relative error 2e-7, are well below 1e-5, also with a soft cap, which multiplies the error of the
+# exponential by the cap.
 ERROR_BOUND = {"float32": 1e-5, "float16": 2.0**-11, "bfloat16": 1.5 * 2.0**-8}
 
 
 class Sparse(NamedTuple):
-    """Block-sparse attention: what a head sees besides the last `local_blocks` sparse blocks moves with the head."""
+    """Block-sparse attention. Besides the last `local_blocks` sparse blocks, the attended blocks depend on the head."""
 
     vert_stride: int
     local_blocks: int
@@ -44,7 +45,7 @@ class Sparse(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """One call: shapes and options."""
+    """Shapes and options of one call."""
 
     query_lens: tuple[int, ...]
     context_lens: tuple[int, ...]
@@ -60,7 +61,7 @@ class Case:
     logits_soft_cap: float = 0.0
     alibi: bool = False
     seed: int = 0
-    pool_dtype: str | None = None  # of an 8-bit pool; else it is `dtype`
+    pool_dtype: str | None = None  # dtype of an FP8 pool; other pools have `dtype`
     scaled: bool = False
     sparse: Sparse | None = None
 
@@ -75,9 +76,9 @@ class Case:
 
 @dataclass
 class Batch:
-    """A pool filled for a case: unused slots are NaN, the block tables a random permutation, unused entries -1.
+    """A pool filled for a case. Unused slots are NaN, block tables are a random permutation, unused entries are -1.
 
-    `keys` and `values` are as the pool holds them; with scales, `k_scale` and `v_scale` float32[num_kv_heads].
+    `keys` and `values` are the stored numbers; with scales there are `k_scale` and `v_scale` float32[num_kv_heads].
     """
 
     case: Case
@@ -86,7 +87,7 @@ class Batch:
     query_lens: Array
     block_tables: Array
     context_lens: Array
-    keys: list[Array]  # of each sequence, [context_len, num_kv_heads, head_size]
+    keys: list[Array]  # per sequence, [context_len, num_kv_heads, head_size]
     values: list[Array]
     options: dict[str, Any] = field(default_factory=dict)
     k_scale: Array | None = None
@@ -97,7 +98,7 @@ class Batch:
 
 
 def put(pool: Array, layer: int, block: int, offset: int, block_size: int, key: Array, value: Array) -> None:
-    """One token's key and value [num_kv_heads, head_size] into the pool, element by element as the layout says."""
+    """Write one token's key and value [num_kv_heads, head_size] into the pool, element by element."""
     num_kv_heads, head_size = key.shape
     x = 16 // pool.itemsize
     k = pool[block, layer, 0].reshape(num_kv_heads, head_size // x, block_size, x)
@@ -107,8 +108,8 @@ def put(pool: Array, layer: int, block: int, offset: int, block_size: int, key: 
 
 
 def put_sequence(pool: Array, layer: int, blocks: Array, block_size: int, key: Array, value: Array) -> None:
-    """Keys and values [num_tokens, num_kv_heads, head_size] of a whole sequence into its blocks; the last one's rest
-    becomes NaN.
+    """Write keys and values [num_tokens, num_kv_heads, head_size] of a whole sequence into its blocks. The rest of the
+    last block becomes NaN.
     """
     num_tokens, num_kv_heads, head_size = key.shape
     x = 16 // pool.itemsize
@@ -157,7 +158,7 @@ def make_batch(case: Case) -> Batch:
 
 
 def visible(case: Case, head: int, positions: Array, num_keys: int) -> Array:
-    """bool[len(positions), num_keys]: which keys the queries at these positions see."""
+    """Return bool[len(positions), num_keys]: the keys to which the queries at these positions attend."""
     query, key = positions[:, None], np.arange(num_keys)[None]
     seen: Array = key <= query
     if case.sliding_window:
@@ -177,8 +178,8 @@ def visible(case: Case, head: int, positions: Array, num_keys: int) -> Array:
 def attend_head(
     batch: Batch, head: int, positions: Array, query: Array, key: Array, value: Array
 ) -> tuple[Array, Array]:
-    """Of one sequence and head: `query` [len(positions), head_size], `key` and `value` [num_keys, head_size], all
-    float64. Output and log-sum-exp.
+    """Return output and log-sum-exp of one sequence and head, for `query` [len(positions), head_size], `key` and
+    `value` [num_keys, head_size], all float64.
     """
     case = batch.case
     scale = case.scale if case.scale is not None else case.head_size**-0.5
@@ -196,7 +197,7 @@ def attend_head(
 
 
 def reference(batch: Batch) -> tuple[Array, Array]:
-    """Output float64[num_tokens, num_heads, head_size] and log-sum-exp float64[num_tokens, num_heads]."""
+    """Return output float64[num_tokens, num_heads, head_size] and log-sum-exp float64[num_tokens, num_heads]."""
     case = batch.case
     query = batch.query.astype(np.float64)
     out, lse = np.zeros(query.shape), np.zeros(query.shape[:2])
@@ -218,8 +219,8 @@ def reference(batch: Batch) -> tuple[Array, Array]:
 
 
 def relative_errors(got: Array, expected: Array) -> Array:
-    """Of each token and head: |got - expected| / |expected|. NaN where anything is NaN."""
-    with np.errstate(invalid="ignore", over="ignore"):  # whatever a wrong kernel left there
+    """Return |got - expected| / |expected| per token and head, NaN where a value is NaN."""
+    with np.errstate(invalid="ignore", over="ignore"):  # a wrong kernel may leave any values there
         difference = np.linalg.norm(got.astype(np.float64) - expected, axis=-1)
         return np.asarray(difference / np.linalg.norm(expected, axis=-1))
 
@@ -233,10 +234,10 @@ def compare(
     bound: float,
     lse_bound: float = 2e-5,
 ) -> None:
-    """Raises AssertionError unless `got` (and the log-sum-exp) are the expected ones, within the bounds."""
+    """Raise AssertionError unless `got` (and the log-sum-exp) match the expected values within the bounds."""
     errors = relative_errors(got, expected[0])
     if errors.size:
-        worst = np.unravel_index(np.argmax(errors), errors.shape)  # NaN is the largest
+        worst = np.unravel_index(np.argmax(errors), errors.shape)  # NaN counts as the largest
         where = f"at token {worst[0]} head {worst[1]}, {np.sum(~(errors <= bound))} of {errors.size} too large"
         assert errors[worst] <= bound, f"relative error {errors[worst]:.3g} > {bound:.3g} {where} in {case}"
     if lse is not None:
@@ -244,5 +245,5 @@ def compare(
 
 
 def check(batch: Batch, got: Array, lse: Array | None = None) -> None:
-    """Raises AssertionError unless `got` (and the log-sum-exp) are those of the batch, within the dtype's bound."""
+    """Raise AssertionError unless `got` (and the log-sum-exp) match the batch within the bound of the dtype."""
     compare(batch.case, reference(batch), got, lse, bound=ERROR_BOUND[batch.case.dtype])

@@ -1,4 +1,4 @@
-"""Puts this directory on the path, so that its tests share `attention_reference` and `attention_cases`."""
+"""Add this directory to the path, so that its tests share `attention_reference` and `attention_cases`."""
 
 import sys
 from pathlib import Path

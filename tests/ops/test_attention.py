@@ -1,4 +1,4 @@
-"""Attention against its definition in float64: shapes, options, instruction sets, threads; and that the check bites."""
+"""Attention, compared with its definition in float64: shapes, options, instruction sets, threads; and mutants."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_large_logits_do_not_overflow(dtype: str) -> None:
     batch = make_batch(Case((2, 1), (150, 33), dtype=dtype, scale=40.0))
     expected, _ = reference(batch)
     got = ops.attention(*batch.arguments(), **batch.options).astype(np.float64)
-    # One key takes nearly all the weight; two that are nearly level share it, to the accuracy of logits of thousands.
+    # One key gets nearly all weight, or two with almost equal logits share it, at the accuracy of logits of thousands.
     close = np.linalg.norm(got - expected, axis=-1) <= 0.02 * np.linalg.norm(expected, axis=-1)
     assert np.isfinite(got).all()
     assert close.mean() > 0.8

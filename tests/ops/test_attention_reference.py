@@ -1,4 +1,4 @@
-"""That the comparison with float64 finds what a wrong kernel would do, at the widest bound that any kernel gets."""
+"""The comparison with float64 detects the errors of wrong kernels, at the widest bound of all kernels."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def one_changed(out: Array, token: int, head: int) -> Array:
 
 
 def token_lost(values: Array) -> Array:
-    """The last one's values are as if nothing had been written there."""
+    """The values of the last one are as if they had not been written."""
     values = values.copy()
     values[-1] = 0
     return values
@@ -110,10 +110,10 @@ def test_the_comparison_rejects_another_log_sum_exp() -> None:
 
 
 def test_a_sparse_pattern_as_its_definition_lists_it() -> None:
-    """One query at position 79, blocks of 16: what head 2 sees, by hand."""
+    """One query at position 79, blocks of 16: the keys of head 2, computed by hand."""
     case = Case((1,), (80,), sparse=Sparse(3, 1, 16, 2, 0), num_kv_heads=2, group=2)
     batch = make_batch(case)
-    # Offset 2 * 2 + 1 = 5: blocks 1 and 4 by the stride; 4 is the query's own too.
+    # Offset 2 * 2 + 1 = 5: blocks 1 and 4 by the stride; 4 is also the query's own block.
     seen = np.concatenate([np.arange(16, 32), np.arange(64, 80)])
     key, value = batch.keys[0][seen, 1].astype(np.float64), batch.values[0][seen, 1].astype(np.float64)
     logits = key @ batch.query[0, 2].astype(np.float64) / 8

@@ -1,4 +1,4 @@
-"""Wrong arguments: each is named, nothing is written, nothing crashes."""
+"""Wrong arguments: each error names the argument, nothing is written, nothing crashes."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_thread_counts_out_of_range(count: int) -> None:
 
 
 def test_random_integers_are_refused_or_computed() -> None:
-    """Whatever the integers: a typed error, or a result whose every sequence was within the pool."""
+    """Any integers give a typed error, or a result for which every sequence was within the pool."""
     rng = np.random.default_rng(0)
     batch = make_batch(Case((1, 2), (20, 33)))
     pool = np.nan_to_num(batch.pool)

@@ -1,4 +1,4 @@
-"""What the CUDA operations check before the extension is called, with a stand-in for it: no device is needed."""
+"""Argument checks of the CUDA operations, with a fake extension. They need no device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SCALE = DeviceArray(4096, (2,), "float32", 0)
 
 
 class Recorder(ModuleType):
-    """Takes what `kvservice._cuda` does, and keeps it."""
+    """A fake of `kvservice._cuda` that records its calls."""
 
     def __init__(self) -> None:
         super().__init__("kvservice._cuda")

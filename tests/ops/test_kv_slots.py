@@ -1,4 +1,4 @@
-"""Writing keys and values to slots, reading them back, copying blocks: content, and that nothing else is touched."""
+"""Writes of keys and values to slots, reads, and block copies: their content, and that nothing else changes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_write_puts_each_element_where_the_layout_says(dtype: str, head_size: in
     expected = pool.copy()
     rng = np.random.default_rng(7)
     num_slots = len(pool) * block_size
-    # Scattered slots, and a run that crosses a block's end.
+    # Scattered slots, and a range that crosses the end of a block.
     slots = rng.permutation(num_slots)[: min(num_slots, 20)]
     slots = np.unique(np.concatenate([slots, np.arange(num_slots)[block_size - 1 :][: block_size + 2]]))
     slots = rng.permutation(slots)

@@ -1,4 +1,4 @@
-"""The torch custom ops: the same results, torch's own checks of them, and whole-graph compilation."""
+"""The torch custom ops: equal results, torch's own checks, and full-graph compilation."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_attention(dtype: str) -> None:
 def arguments_of(name: str) -> tuple[Any, ...]:
     batch = make_batch(CASE)
     pool, layer, query, *lens = tensors(batch)
-    pool = torch.nan_to_num(pool)  # torch's checks compare pools, and NaN is not equal to itself
+    pool = torch.nan_to_num(pool)  # torch's checks compare pools, and NaN does not equal itself
     tokens = torch.randn(5, 2, 64, generator=torch.Generator().manual_seed(0))
     ids = torch.tensor([0, 1], dtype=torch.int32)
     return {

@@ -1,4 +1,4 @@
-"""How much memory can be had, within the limits of control groups."""
+"""Available memory within the limits of control groups."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from kvservice.pool import available
 
 MIB = 1 << 20
-# By version: what /proc/self/cgroup says, where the groups are, and the names of the files.
+# Per version: the content of /proc/self/cgroup, the path of the groups, and the names of the files.
 VERSIONS = {
     2: ("0::/service/engine\n", "", ("memory.max", "memory.current", "inactive_file")),
     1: (
@@ -68,7 +68,7 @@ def test_files_that_can_be_dropped_are_not_in_the_way(groups: Groups) -> None:
 
 
 def test_a_group_outside_of_what_is_seen(groups: Groups, tmp_path: Path) -> None:
-    """As in a container that sees only its own groups, by their names outside."""
+    """A container sees only its own groups, under their outside names."""
     (tmp_path / "own").write_text(groups.own.replace("/service", "/../elsewhere"))
     groups.limit("", str(150 * MIB), 50 * MIB)
     assert available.available_bytes() == 100 * MIB

@@ -1,4 +1,4 @@
-"""A pool in host memory: its shape, its descriptor, and what it refuses."""
+"""A pool in host memory: its shape, its descriptor, and refused sizes."""
 
 from __future__ import annotations
 

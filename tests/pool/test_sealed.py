@@ -1,4 +1,4 @@
-"""Sealed memory files: nobody makes them shorter, and those that are read-only stay so."""
+"""Sealed memory files: they cannot be truncated, and read-only ones stay read-only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NUM_BYTES = 4 * mmap.PAGESIZE
 
 
 def reopened(memory: SealedMemory) -> int:
-    """As a process does that got the descriptor, and asks for another way to write."""
+    """Reopen the file through the descriptor, as a receiving process could to get write access."""
     return os.open(f"/proc/self/fd/{memory.fd}", os.O_RDWR)
 
 

@@ -1,4 +1,4 @@
-"""Arrays that another process reads, and cannot write."""
+"""Arrays that another process can read but not write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of calls."""
+"""The table of call latencies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvservice.telemetry.calls import BUCKETS_S, STATUSES, CallTable, keys
 
 def test_calls_are_counted_where_they_belong() -> None:
     table = CallTable(["append", "free"], numpy_zeros)
-    table.observe("free", "NOT_FOUND", "stream", BUCKETS_S[3])  # at a bound: below it, as Prometheus counts
+    table.observe("free", "NOT_FOUND", "stream", BUCKETS_S[3])  # at a bound counts as below, as in Prometheus
     table.observe("free", "NOT_FOUND", "stream", BUCKETS_S[3] * 1.01)
     table.observe("append", "OK", "unary", 1e9)
     counted = {

@@ -1,4 +1,4 @@
-"""Questions and answers over a socket pair."""
+"""Requests and replies over a socket pair."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of sessions and tenants, as the reader finds them."""
+"""Rows of sessions and tenants, as read by the observer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_SESSIONS, MAX_TENANTS = 4, 2
 
 
 class Both:
-    """The daemon's end and the observer's, over arrays of one process."""
+    """Return the daemon's and the observer's ends, over arrays of one process."""
 
     def __init__(self) -> None:
         self.arrays: Arrays = {
@@ -49,7 +49,7 @@ def test_a_session_is_told_with_all_that_is_set(both: Both) -> None:
         row.set(column, value)
     row.counters[0] += 5
     row.counters[2] += 3
-    # session's number + 1, id, length, computed, blocks, swapped: see SequenceRows
+    # session row + 1, id, length, computed, blocks, swapped: see SequenceRows
     both.arrays["meta"][2, :7] = (10, 8, 3, 0, 0, row.number + 1, 42)
     both.arrays["meta"][5, :7] = (4, 4, 1, 0, 1, row.number + 1, 43)
     (session,) = both.reader.read().sessions

@@ -1,4 +1,4 @@
-"""A server to look at."""
+"""A server to inspect."""
 
 from __future__ import annotations
 

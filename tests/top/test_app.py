@@ -1,4 +1,4 @@
-"""The screen of `kvservice top`, driven by keys, before a real server."""
+"""The application of `kvservice top`, driven by keys, with a real server."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def names(app: TopApp, table: str = "sessions") -> list[str]:
 
 
 def played(scene: Callable[[Inspected], Coroutine[Any, Any, None]]) -> Callable[[Inspected], None]:
-    """A scene as a test."""
+    """Turn a scene into a test."""
 
     def test(inspected: Inspected) -> None:
         asyncio.run(scene(inspected))

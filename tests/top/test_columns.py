@@ -1,4 +1,4 @@
-"""The order of rows, and figures as they are read."""
+"""The order of rows, and the format of figures."""
 
 from __future__ import annotations
 

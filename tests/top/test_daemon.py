@@ -1,4 +1,4 @@
-"""`kvservice top` beside a real daemon with clients."""
+"""`kvservice top` with a real daemon and clients."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def top_json(daemon: Daemon, *arguments: str) -> dict[str, Any]:
 
 
 def top_until(daemon: Daemon, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    """The observer looks once a second."""
+    """Poll until the condition holds. The observer reads once per second."""
     deadline = time.monotonic() + PATIENCE_S
     while not condition(found := top_json(daemon)):
         assert time.monotonic() < deadline, found

@@ -1,4 +1,4 @@
-"""`kvservice top --once`, as a script calls it, and what is refused."""
+"""`kvservice top --once`, as called by a script, and refused arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvservice top` on a terminal of its own: how it leaves it, and its colours."""
+"""`kvservice top` on a pseudo-terminal: its colours, and the state of the terminal afterwards."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from inspected_pool import Inspected
 from waiting import PATIENCE_S
 
 COLOUR = re.compile(rb"\x1b\[(?:\d+;)*(?:3[0-8]|4[0-8]|9[0-7]|10[0-7])(?:;\d+)*m")
-# By number or by red, green and blue, where others are one of the terminal's sixteen.
+# Colours by number or by RGB value. Others are among the terminal's sixteen colours.
 FIXED_COLOUR = re.compile(rb"\x1b\[(?:\d+;)*[34]8;[\d;]+m")
 
 
 class Terminal:
-    """A pseudo-terminal with the command on it; `output` is all that it has written."""
+    """A pseudo-terminal that runs the command. `output` is everything that it has written."""
 
     def __init__(self, address: str, environ: dict[str, str]) -> None:
         self._ours, self._theirs = os.openpty()
@@ -65,7 +65,7 @@ class Terminal:
 
 @contextmanager
 def terminal(inspected: Inspected, **environ: str) -> Iterator[Terminal]:
-    """Once the pool is on it."""
+    """Wait until the screen shows the pool."""
     opened = Terminal(inspected.address, environ)
     try:
         opened.read_until(lambda: b"of 100 blocks" in opened.output and b"SEQUENCE" in opened.output)

@@ -1,4 +1,4 @@
-"""Messages that are serialized by hand, read by protobuf."""
+"""Messages serialized without protobuf can be parsed by protobuf."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_elements_in_another_order_are_put_in_row_major_order() -> None:
 
 @pytest.mark.parametrize("num_elements", [1, 31, 32, 4000, 4096, 600_000])
 def test_fields_of_fields(num_elements: int) -> None:
-    """Whatever the number of bytes that their sizes take."""
+    """Sizes with any number of varint bytes work."""
     output, lse = np.ones(num_elements, np.float32), np.full(3, 2.0, np.float32)
     response = encode_tensor(output).inside(attention_pb2.AttendResponse.OUTPUT_FIELD_NUMBER)
     response += encode_tensor(lse).inside(attention_pb2.AttendResponse.LSE_FIELD_NUMBER)

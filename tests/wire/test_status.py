@@ -1,4 +1,4 @@
-"""Errors on the wire: every class of the tree comes out as it went in, with its details as google.rpc has them."""
+"""Errors on the wire: every class of the tree survives a round trip, with the details of google.rpc."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensor messages: what comes back is what went in, and what a message says of itself is believed only if it is so."""
+"""Tensor messages: round trips, and checks of dtype, shape and size."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_repeated_integers(dtype: type) -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 255, 256, 5000])
 def test_token_ids_as_an_array(count: int) -> None:
-    """However many they are, and whatever stands before and behind them."""
+    """Any number of tokens, with any other fields before and after them."""
     tokens = [(7919 * i) % (1 << 32) - (1 << 31) for i in range(count)]
     keys = [blocks_pb2.ExtraKey(position=1, key=b"x" * 300)]
     unknown = b"\xc5\x3e1234\xc1\x3e12345678\xc0\x3e\xff\xff\x03"
