@@ -1,4 +1,4 @@
-"""Fixtures that several rooms share."""
+"""Fixtures that several packages share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-# `python -m pytest` puts the checkout first; without a compiled extension it must not hide the installed package.
+# `python -m pytest` puts the checkout first. Without a compiled extension it must not shadow the installed package.
 CHECKOUT = Path(__file__).resolve().parents[1]
 if not any(CHECKOUT.glob("kvservice/_ext.*.so")):
     sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != CHECKOUT]
@@ -20,25 +20,25 @@ from small_pool import SMALL_POOL  # noqa: E402
 from kvservice.client import KVClient  # noqa: E402  the path comes first
 from kvservice.launch import Daemon  # noqa: E402
 
-# It waits for images of containers that are being made.
+# This directory waits for builds of container images.
 WAITING = {"test_compose.py"}
-# Each worker process loads torch and starts daemons of its own.
+# Each worker process loads torch and starts its own daemons.
 MAX_WORKERS = 4
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Run test files side by side, but those of a GPU one after the other: they fill its memory."""
+    """Run test files in parallel, except those for a GPU, which fill its memory."""
     return 0 if config.option.markexpr == "gpu" else min(len(os.sched_getaffinity(0)), MAX_WORKERS)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files that mostly wait, so that others run beside them to the end."""
+    """Start with the files that mostly wait, so that others run in parallel with them."""
     items.sort(key=lambda item: item.path.name not in WAITING)
 
 
 @pytest.fixture(scope="session")
 def daemon() -> Iterator[Daemon]:
-    """A real daemon that tests share; each leaves it as it found it."""
+    """A real daemon that tests share. Each test restores its state."""
     with Daemon(**SMALL_POOL) as running:
         yield running
 
@@ -51,5 +51,5 @@ def client(daemon: Daemon) -> Iterator[KVClient]:
 
 @pytest.fixture
 def free_port() -> int:
-    """A TCP port of the loopback interface that nobody listens on."""
+    """A free TCP port of the loopback interface."""
     return ports.free_port()

@@ -1,4 +1,4 @@
-"""The rooms and their one-way imports, and the contract's completeness: rules that hold for code yet to come."""
+"""Rules for all code: packages import each other in one direction, and the contract is complete."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from kvservice.v1 import session_pb2
 PACKAGE = Path(kvservice.__file__).parent
 SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if "v1" not in path.relative_to(PACKAGE).parts)
 
-# A room may import these rooms of kvservice, and itself. A room that is not here does not exist.
+# A package may import itself and these packages of kvservice. All packages must be listed here.
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
     "environment": set(),
     "auth": {"errors"},
     "blocks": {"errors"},
     "ops": {"errors", "_cuda", "_ext", "pool.layout"},
-    # Facts about shapes, which both ends of the wire know; the rest of the pool is the daemon's.
+    # Shapes, which both ends of the wire know. The rest of the package is for the daemon.
     "pool.layout": set(),
-    # Memory files, of which the daemon makes more than the pool.
+    # Memory files, which the daemon uses not only for the pool.
     "pool.available": {"errors"},
     "pool.sealed": {"pool.available"},
     "pool": {"_cuda", "errors", "ops", "pool.available", "pool.layout", "pool.sealed"},
@@ -40,7 +40,7 @@ ROOMS: dict[str, set[str]] = {
     "devices": {"_cuda", "_ext", "blocks", "config", "errors", "ops", "pool", "pool.layout", "pool.sealed"},
     "engine": {"blocks", "config", "devices", "errors", "pool.layout"},
     "wire": {"auth", "errors", "pool.layout", "v1"},
-    # What the daemon and its observer share.
+    # Data that daemon and observer share.
     "telemetry": {"blocks", "pool.available"},
     "metrics": {"blocks", "telemetry"},
     "observer": {"auth", "errors", "logs", "metrics", "telemetry", "v1"},
@@ -60,13 +60,13 @@ ROOMS: dict[str, set[str]] = {
         "v1",
         "wire",
     },
-    # On the daemon's host it works on the pool by itself, or through the native end of a lane.
+    # On the daemon's host it computes on the pool itself, or uses the native end of a lane.
     "client": {"_cuda", "_ext", "auth", "environment", "errors", "ops", "pool.layout", "v1", "wire"},
     "logs": set(),
     "launch": {"config", "environment", "errors", "health"},
     "integrations": {"client", "config", "errors", "model_shape"},
     "demo": {"auth", "client", "errors", "integrations", "launch", "pool.layout"},
-    # It measures the rooms from inside.
+    # It measures the packages from inside.
     "bench": {"", "blocks", "client", "config", "environment", "errors", "launch", "ops", "pool.layout", "v1", "wire"},
     "health": {"auth", "config", "environment", "wire"},
     "top": {"auth", "client", "environment", "errors", "v1", "wire"},
@@ -100,7 +100,7 @@ def room_of(parts: Sequence[str]) -> str:
 
 
 def imported_modules(tree: ast.AST) -> Iterator[str]:
-    """Every module that is imported anywhere below `tree`, `from a import b` as a.b and a."""
+    """Yield every module that is imported anywhere below `tree`; `from a import b` yields a.b and a."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -112,7 +112,7 @@ def imported_modules(tree: ast.AST) -> Iterator[str]:
 
 
 def imports_at_load(tree: ast.Module) -> Iterator[str]:
-    """What is imported when the module is: not what stands in functions or below `if TYPE_CHECKING`."""
+    """Yield the imports at module load, without those in functions or below `if TYPE_CHECKING`."""
     pending: list[ast.AST] = [tree]
     while pending:
         node = pending.pop()
@@ -127,7 +127,7 @@ def imports_at_load(tree: ast.Module) -> Iterator[str]:
 
 
 def imported_rooms(path: Path) -> set[str]:
-    """The rooms of kvservice that a module imports, at load or later."""
+    """Return the packages of kvservice that a module imports, at load time or later."""
     tree = ast.parse(path.read_text())
     found = set()
     for name in imported_modules(tree):
@@ -209,7 +209,7 @@ RPCS = [
     if not (method.client_streaming or method.server_streaming)
 ]
 SESSION_RPCS = [method for method in RPCS if method.containing_service.name in SESSION_SERVICES]
-# What a stream carries besides the calls of a session.
+# Messages of a stream other than the calls of a session.
 OTHER_STREAM_CALLS = {"attach", "ping"}
 
 

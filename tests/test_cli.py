@@ -1,4 +1,4 @@
-"""The command line as a user meets it."""
+"""The command line, as a user sees it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def kvservice(*arguments: str, **environ: str) -> subprocess.CompletedProcess[st
 def test_serve_help_explains_every_option() -> None:
     shown = kvservice("serve", "--help")
     assert shown.returncode == 0
-    # Lines are broken at hyphens too.
+    # Lines are also broken at hyphens.
     text = re.sub(r"\s+", "", shown.stdout)
     for name, field in ServeConfig.model_fields.items():
         assert f"--{name.replace('_', '-')}" in text
@@ -91,7 +91,7 @@ def test_what_cannot_be_served_is_one_clear_line(
 
 
 def test_a_taken_port_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GRPC_VERBOSITY", raising=False)  # a client in this process has set it
+    monkeypatch.delenv("GRPC_VERBOSITY", raising=False)  # a client in this process has set this variable
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         private = {"KVSERVICE_UNIX_SOCKET": str(tmp_path / "k.sock"), "KVSERVICE_HTTP_ADDRESS": ""}
@@ -135,7 +135,7 @@ def test_bench_limits_sends_large_requests_of_every_rpc_of_the_contract() -> Non
     rows = results["rows"]
     assert {row["rpc"] for row in rows if row["content"] != WITHOUT_MEANING} == rpcs
     assert {row["rpc"] for row in rows if row["content"] == WITHOUT_MEANING} == rpcs - {"Connect", "Subscribe"}
-    # Of every RPC some request is done, but for a daemon without a GPU.
+    # At least one request of every RPC succeeds, except for the registrations of shared memory.
     done_rpcs = {row["rpc"] for row in rows if "OK" in row["statuses"] and row["content"] != WITHOUT_MEANING}
     assert rpcs - done_rpcs == {"SystemSharedMemoryRegister", "CudaSharedMemoryRegister"}
 

@@ -1,4 +1,4 @@
-"""One configuration from options, environment and file; what is wrong with it is said by name and origin."""
+"""One configuration from options, environment and file. Errors name the field and its source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is logged, as it is read from stderr."""
+"""Log output, as read from stderr."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger("kvservice.test_logs")
 def root_as_it_was() -> Iterator[None]:
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
-    # basicConfig closes those that it takes away, and pytest wants its own back.
+    # basicConfig closes the handlers that it removes, and pytest needs its own again.
     root.handlers[:] = []
     yield
     root.handlers[:], root.level = handlers, level
@@ -70,7 +70,7 @@ def test_an_exception_is_a_field(capsys) -> None:
 
 
 def test_a_client_that_goes_away_is_no_error(capsys) -> None:
-    """As gRPC logs it, with a traceback for each."""
+    """Log errors as gRPC does, each with a traceback."""
     logs.configure("info", "json")
     grpc = logging.getLogger("grpc._cython.cygrpc")
     grpc.error("ExecuteBatchError raised in core by servicer method [/a/b]")

@@ -1,4 +1,4 @@
-"""The pool's shape from config.json files, as they are published for known models."""
+"""The pool's shape from config.json files of published models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The generated code is what the contract's files say."""
+"""The generated code matches the contract's files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small random models of each family, each twice: with its K/V in a daemon, and as the library runs it."""
+"""Small random models of each family, in pairs: one with its K/V in a daemon, one unmodified."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvservice.integrations.transformers import install, pool_options, uninstall
 from kvservice.launch import Daemon
 
 # Weights are far larger than a trained model's, so that logits are spread out (standard deviation about 4) and the
-# attention is not close to uniform: an error of attention becomes another token.
+# attention is not close to uniform, and an error in attention changes a token.
 COMMON: dict[str, Any] = {
     "vocab_size": 97,
     "initializer_range": 0.5,
@@ -30,7 +30,7 @@ ROTARY = COMMON | {"hidden_size": 128, "intermediate_size": 96, "num_hidden_laye
 GPT = COMMON | {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 128}
 WINDOW = 5
 
-# The configuration of each family. K/V heads and head size are those of one pool, so that one daemon serves most.
+# The configuration of each family. KV heads and head size fit one pool, so that one daemon serves most families.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", ROTARY | {"num_key_value_heads": 2}),
     "llama_mqa": ("Llama", ROTARY | {"num_key_value_heads": 1}),
@@ -63,7 +63,7 @@ def build(family: str) -> PreTrainedModel:
     config = getattr(transformers, f"{name}Config")(**options)
     torch.manual_seed(2)
     model = getattr(transformers, HEAD_MODELS.get(name, f"{name}ForCausalLM"))(config)
-    # Families initialize biases and norms to constants, which would leave them out of the comparison.
+    # Families initialize biases and norms to constants, which would exclude them from the comparison.
     for parameter in model.parameters():
         if parameter.ndim == 1:
             torch.nn.init.normal_(parameter, mean=float(parameter.mean()), std=0.1)
@@ -81,7 +81,7 @@ class Pair:
 
 @pytest.fixture(scope="session", autouse=True)
 def one_torch_thread() -> Iterator[None]:
-    """The models are so small that on a busy machine several threads mostly wait for each other."""
+    """Use one thread. The models are so small that several threads mostly wait for each other on a busy machine."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -90,7 +90,7 @@ def one_torch_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def clients() -> Iterator[Callable[[dict[str, Any]], KVClient]]:
-    """A client of a daemon with the pool that is asked for; one daemon for each shape."""
+    """Return a client of a daemon with the requested pool. There is one daemon per shape."""
     with ExitStack() as stack:
         connected: dict[tuple[Any, ...], KVClient] = {}
 
@@ -117,7 +117,7 @@ def make_pair(clients: Callable[[dict[str, Any]], KVClient]) -> Iterator[Callabl
 
             def new_session() -> Session:
                 session = stack.enter_context(client.session())
-                assert session.transport == "lane"  # on one host, without being told
+                assert session.transport == "lane"  # the default on one host
                 session.reset_prefix_cache()
                 return session
 
@@ -139,7 +139,7 @@ def llama(make_pair: Callable[..., Pair]) -> Pair:
 
 @pytest.fixture
 def batch() -> dict[str, torch.Tensor]:
-    """Three prompts of 18, 13 and 6 tokens, padded on the left; longer than the sliding windows, and not in blocks."""
+    """Three prompts of 18, 13 and 6 tokens, padded on the left: longer than the sliding windows, not multiples of a block."""
     torch.manual_seed(3)
     lengths = torch.tensor([18, 13, 6])
     mask = (torch.arange(18) >= 18 - lengths[:, None]).long()
@@ -148,7 +148,7 @@ def batch() -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def positions() -> Callable[[PreTrainedModel, torch.Tensor], dict[str, torch.Tensor]]:
-    """The positions that a padded batch needs when the model is called directly; ALiBi models take none."""
+    """Return the position ids of a padded batch for direct calls of the model. ALiBi models accept none."""
 
     def make(model: PreTrainedModel, mask: torch.Tensor) -> dict[str, torch.Tensor]:
         return {} if model.config.model_type == "bloom" else {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)}

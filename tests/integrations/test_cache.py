@@ -1,4 +1,4 @@
-"""KVServiceCache: what it refuses, and that a pass that fails leaves it as it was."""
+"""KVServiceCache: refused uses, and the rollback of failed passes."""
 
 from __future__ import annotations
 

@@ -25,11 +25,11 @@ from kvservice.client import KVClient, Session, Step
 from kvservice.errors import InvalidArgumentError
 from kvservice.integrations.transformers import KVServiceCache, columns, forward, install, model_keys, pool_options
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # The library warns of much that tiny random models do.
+pytestmark = pytest.mark.filterwarnings("ignore")  # Tiny random models cause many warnings of the library.
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 SEED = int(os.environ.pop("KVSERVICE_TYPES_SEED", "11"))
-# Logits have a standard deviation of about 1. float32 sums in another order than the library's differ by 1e-6 to 4e-5.
+# Logits have a standard deviation of about 1. float32 sums in a different order differ by 1e-6 to 4e-5.
 TOLERANCE = 5e-4
 CASES = installed_cases()
 EQUAL = [case for case in CASES if case.is_equal]
@@ -37,7 +37,7 @@ EQUAL = [case for case in CASES if case.is_equal]
 
 @dataclass
 class Subject:
-    """A model with its K/V in the daemon, beside the same weights with the library's own cache."""
+    """A model with its K/V in the daemon, and one with the same weights and the library's own cache."""
 
     model: PreTrainedModel
     reference: PreTrainedModel
@@ -55,7 +55,7 @@ Scenario = Callable[[PreTrainedModel, NewCache], Output]
 
 
 def prompts() -> dict[str, torch.Tensor]:
-    """Three prompts of 18, 13 and 6 tokens, padded on the left; longer than the sliding windows, and not in blocks."""
+    """Three prompts of 18, 13 and 6 tokens, padded on the left, as in conftest.py."""
     generator = torch.Generator().manual_seed(3)
     lengths = torch.tensor([18, 13, 6])
     mask = (torch.arange(18) >= 18 - lengths[:, None]).long()
@@ -107,7 +107,7 @@ SCENARIOS: list[Scenario] = [one_row, in_chunks, beams, sampled, two_turns]
 
 
 def check(subject: Subject, *scenarios: Scenario) -> None:
-    """Fails unless the model in the daemon gives what the library gives, in one scenario after the other."""
+    """Fail unless the model in the daemon gives the library's results in all scenarios."""
     for scenario in scenarios:
         expected = scenario(subject.reference, lambda model: DynamicCache(config=model.config))
         actual = scenario(subject.model, lambda _: KVServiceCache(subject.kv))
@@ -133,7 +133,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, what: str) -> Non
 
 
 def check_router_logits(subject: Subject) -> None:
-    """Router logits are of every column, also where the prompt is cached and logits are wanted of the last only."""
+    """Router logits are for every column, even if the prompt is cached and only the last logits are requested."""
     inputs = {"input_ids": prompts()["input_ids"][:1], "logits_to_keep": 1, "output_router_logits": True}
     expected = subject.reference(**inputs).router_logits
     for _ in range(2):
@@ -167,7 +167,7 @@ def make_subject(clients: Callable[[dict[str, Any]], KVClient]) -> Any:
 
 @pytest.fixture
 def attended(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The layers that were sent to the daemon."""
+    """The list of layers that were sent to the daemon."""
     layers: list[int] = []
     attend = Step.attend
 
@@ -198,7 +198,7 @@ def test_supported_types_are_named(text: str) -> None:
 
 
 def refusal_of(make_subject: Callable[[Case], Subject], case: Case) -> str | None:
-    """The message with which a type is refused. None: it is equal. Fails if it is neither."""
+    """Return the message with which a type is refused, or None if its results are equal. Fail if it is neither."""
     try:
         subject = make_subject(case)
         # The second time, the prompts are in the prefix cache.
@@ -240,7 +240,7 @@ def ignore_windows(_: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shift_positions(model: PreTrainedModel, _: pytest.MonkeyPatch) -> None:
-    """Decode steps get positions that are one too large; a model in which all were would be none the wiser."""
+    """Make positions of decode steps one too large. If all were, the model would give the same results."""
 
     def shift(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         positions = kwargs["position_ids"]

@@ -1,4 +1,4 @@
-"""Every family computes the same with its K/V in the daemon, and every attention option is needed for that."""
+"""Every family gives the same results with its K/V in the daemon, and every attention option is necessary."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOLERANCE = 1e-3
 
 
 def logits_of(model, cache, batch, positions, num_decode_steps=3):
-    """Logits of all prompt tokens and of some tokens after them, padding left out: `[tokens, vocabulary]`."""
+    """Return the logits of all prompt tokens and of some later tokens, without padding: `[tokens, vocabulary]`."""
     mask = batch["attention_mask"]
     ids = batch["input_ids"]
     extra = positions(model, mask)
@@ -97,5 +97,5 @@ def test_bfloat16_is_as_close_to_float32_as_the_library_is(make_pair, batch, pos
     def error(logits: torch.Tensor) -> float:
         return float((logits - expected).square().mean().sqrt() / expected.square().mean().sqrt())
 
-    # bfloat16 has 8 bits of precision; the rest of the model, the same in both, adds to attention's rounding.
+    # bfloat16 has 8 bits of precision. The rest of the model, equal in both, amplifies the rounding of attention.
     assert error(actual) < 1.2 * error(library) < 0.1

@@ -1,4 +1,4 @@
-"""The library's generation loops on the daemon's K/V: the prefix cache, beams, candidates, chunks, conversations."""
+"""The library's generation loops with K/V in the daemon: prefix cache, beams, candidates, chunks, conversations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvservice.integrations.transformers import KVServiceCache
 
 @contextmanager
 def counted_columns(model: PreTrainedModel) -> Iterator[list[int]]:
-    """Columns of each call of the model that were really computed."""
+    """Record the number of computed columns of each call of the model."""
     columns: list[int] = []
     embeddings = model.get_input_embeddings()
 
@@ -24,13 +24,13 @@ def counted_columns(model: PreTrainedModel) -> Iterator[list[int]]:
         return type(embeddings).forward(embeddings, input_ids)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(embeddings, "forward", forward)  # not a hook: those could change what is computed
+        patched.setattr(embeddings, "forward", forward)  # no hook, because hooks make the K/V private
         yield columns
 
 
 @pytest.fixture
 def written(monkeypatch) -> list[int]:
-    """Tokens of each step whose K/V were written, by layer 0."""
+    """Record the number of tokens that layer 0 writes in each step."""
     counts: list[int] = []
     attend = Step.attend
 
@@ -52,7 +52,7 @@ def test_cached_prefixes_are_neither_computed_nor_written_again(llama, batch, wr
     expected = llama.reference.generate(**arguments, do_sample=False)
     kv = llama.new_session()
     assert torch.equal(generate(llama.model, kv, **arguments), expected)
-    # Prompts of 18, 13 and 6 tokens are 16, 12 and 4 tokens in full blocks; the last 3 of 4 new tokens are steps.
+    # Prompts of 18, 13, 6 tokens have 16, 12, 4 tokens in full blocks. The last 3 of 4 new tokens take a step each.
     assert written == [18 + 13 + 6, 3, 3, 3]
     written.clear()
     with counted_columns(llama.model) as columns:
@@ -68,7 +68,7 @@ def test_columns_that_one_row_needs_are_computed_for_it_alone(llama, batch, writ
     written.clear()
     with counted_columns(llama.model) as columns:
         tokens = generate(llama.model, kv, **batch, max_new_tokens=4)
-    # The second row starts in column 5; nothing of it is cached.
+    # The second row starts in column 5, and none of it is cached.
     assert columns == [13, 1, 1, 1]
     assert written == [2 + 13 + 6, 3, 3, 3]
     assert torch.equal(tokens, llama.reference.generate(**batch, max_new_tokens=4, do_sample=False))
@@ -124,7 +124,7 @@ def test_assisted_generation_takes_rejected_tokens_back(llama, make_pair, monkey
     removed: list[int] = []
     crop = KVServiceCache.crop
     monkeypatch.setattr(KVServiceCache, "crop", lambda self, count: (removed.append(-count), crop(self, count))[1])
-    # A prompt that repeats itself, for the lookup to find candidates in.
+    # A prompt with repetitions, so that prompt lookup finds candidates.
     ids = torch.tensor([[5, 9, 23, 61, 7, 5, 9, 23, 44, 8, 5, 9]])
     assistant = (
         {"assistant_model": make_pair("llama_mqa").reference} if with_assistant else {"prompt_lookup_num_tokens": 3}
@@ -140,7 +140,7 @@ def test_assisted_generation_takes_rejected_tokens_back(llama, make_pair, monkey
 
 
 def test_chunked_prefill(llama, batch, written) -> None:
-    """Chunks of 4 columns: the shortest row is all padding in the first three of them."""
+    """Chunks of 4 columns. The shortest row has only padding in the first three chunks."""
     arguments = {**batch, "max_new_tokens": 4}
     expected = llama.reference.generate(**arguments, do_sample=False)
     assert torch.equal(generate(llama.model, llama.new_session(), **arguments, prefill_chunk_size=4), expected)

@@ -1,4 +1,4 @@
-"""Attention masks over columns that are stored, and padding between tokens: as in the library, or refused."""
+"""Attention masks over stored columns, and padding between tokens: equal to the library, or refused."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ IDS = torch.arange(1, 25).reshape(2, 12)
 
 
 def masked(*columns: int) -> torch.Tensor:
-    """Ones `[2, 12]`, but zeros in these columns of the second row."""
+    """Return ones `[2, 12]`, with zeros in these columns of the second row."""
     mask = torch.ones_like(IDS)
     mask[1, list(columns)] = 0
     return mask
 
 
 def positions(model, mask: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Those of the tokens; ALiBi models take none."""
+    """Return the position ids of the tokens. ALiBi models accept none."""
     return {} if model.config.model_type == "bloom" else {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
 
 
 def logits_in_two_passes(model, cache, mask: torch.Tensor, second_mask: torch.Tensor | None = None) -> torch.Tensor:
-    """Logits of the tokens after the first 8 columns."""
+    """Return the logits of the tokens after the first 8 columns."""
     for columns in (slice(0, 8), slice(8, 12)):
         inputs = {name: value[:, columns] for name, value in positions(model, mask).items()}
         inputs["attention_mask"] = mask[:, : columns.stop]
@@ -88,7 +88,7 @@ HOLES = {"in one pass": masked(3, 4), "where passes meet": masked(6, 7), "and pa
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bloom"])
 def test_padding_between_tokens(make_pair, family, mask) -> None:
     pair = make_pair(family)
-    # Without position ids the daemon cannot know that these are the tokens' own, so nothing can be shared.
+    # Without position ids it is unknown whether positions are token indices, so nothing can be shared.
     cache = KVServiceCache(pair.new_session(), share=family != "bloom")
     actual = logits_in_two_passes(pair.model, cache, mask)
     torch.testing.assert_close(actual, expected_logits(pair.reference, mask), atol=1e-3, rtol=0)
@@ -96,7 +96,7 @@ def test_padding_between_tokens(make_pair, family, mask) -> None:
 
 @pytest.mark.parametrize("mask", HOLES.values(), ids=HOLES)
 def test_padding_between_tokens_within_a_sliding_window_is_refused(make_pair, mask) -> None:
-    """The library counts columns in its windows, here of 5, the daemon tokens."""
+    """In sliding windows, here of 5, the library counts columns and the daemon counts tokens."""
     pair = make_pair("mistral")
     cache = KVServiceCache(pair.new_session())
     with pytest.raises(InvalidArgumentError, match="attention_mask: has padding between tokens"):
@@ -106,7 +106,7 @@ def test_padding_between_tokens_within_a_sliding_window_is_refused(make_pair, ma
 
 
 def test_padding_between_tokens_whose_columns_mpt_counts_is_refused(clients) -> None:
-    """Its ALiBi biases go by columns, those of BLOOM by tokens."""
+    """MPT's ALiBi biases depend on columns, those of BLOOM on tokens."""
     torch.manual_seed(2)
     config = transformers.MptConfig(d_model=64, n_heads=2, n_layers=2, vocab_size=97)
     model = install(transformers.MptForCausalLM(config).eval())

@@ -1,4 +1,4 @@
-"""What the daemon takes from a config.json is what `pool_options` says of the configuration, for all types."""
+"""For all model types, the daemon derives from config.json the same shape as `pool_options` from the configuration."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvservice.config import checked_config
 from kvservice.errors import InvalidArgumentError
 from kvservice.integrations.transformers import pool_options
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # The library warns of some default values.
+pytestmark = pytest.mark.filterwarnings("ignore")  # Some default values cause warnings of the library.
 
 TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 OPTIONAL = ("num_key_value_heads", "head_dim")
@@ -24,7 +24,7 @@ OPTIONAL = ("num_key_value_heads", "head_dim")
 def default_config(kind: str) -> PreTrainedConfig:
     try:
         return CONFIG_MAPPING[kind]()
-    except Exception as error:  # whatever a type's own checks raise
+    except Exception as error:  # any error of a type's own checks
         pytest.skip(f"{kind} has no default values that are valid: {error}")
 
 
@@ -47,7 +47,7 @@ def from_library(config: PreTrainedConfig) -> dict[str, Any] | None:
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_a_file_with_default_values(kind: str) -> None:
-    """Of a model with several kinds of input, its text's."""
+    """Return the text configuration of a multimodal model."""
     config = default_config(kind)
     text = config.text_config if isinstance(getattr(config, "text_config", None), PreTrainedConfig) else config
     for use_diff in (True, False):
@@ -57,7 +57,7 @@ def test_a_file_with_default_values(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_a_file_without_what_may_be_left_out(kind: str) -> None:
-    """What is guessed then is what the library takes, or nothing is."""
+    """A value derived for a missing key equals the library's default, or the model is refused."""
     content = json.loads(default_config(kind).to_json_string())
     for key in OPTIONAL:
         if key in content:

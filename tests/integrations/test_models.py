@@ -1,4 +1,4 @@
-"""install, uninstall, pool_options: what is supported, and that the rest is refused by name."""
+"""install, uninstall, pool_options: supported models, and errors with the reason for all others."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_attention_sinks_are_refused() -> None:
 
 @pytest.mark.parametrize("num_heads", [1, 2, 8, 12, 20, 32])
 def test_alibi_slopes_are_the_librarys(num_heads: int) -> None:
-    # Biases over two keys: 0 and the slope.
+    # The biases of two keys: 0 and the slope.
     expected = build_alibi_tensor(torch.ones(1, 2), num_heads, torch.float32)[:, 0, 1]
     torch.testing.assert_close(torch.tensor(alibi_slopes(num_heads)), expected)
 

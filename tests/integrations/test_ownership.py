@@ -1,4 +1,4 @@
-"""Sequences of a cache are freed with it, wherever it ends."""
+"""The sequences of a cache are freed with it, wherever it is collected."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def fail_after_a_pass(model, cache: KVServiceCache) -> None:
 
 
 def test_requests_with_a_cache_each_never_fill_the_pool(llama) -> None:
-    """The README's three lines, in a loop. The pool has 256 blocks, each request takes 46."""
+    """The README's three lines, in a loop. The pool has 256 blocks, and each request needs 46."""
     kv = llama.new_session()
     for request in range(8):
         ids = IDS.roll(request, 1)
@@ -66,7 +66,7 @@ def test_sequences_that_the_caller_freed_are_passed_over(llama) -> None:
 
 
 def test_the_collector_may_run_within_a_call_of_the_session(llama) -> None:
-    """A cache in a cycle ends where the garbage collector happens to run: here while it is another call's turn."""
+    """A cache in a reference cycle is collected whenever the garbage collector runs, here during another call."""
     kv = llama.new_session()
     cache = KVServiceCache(kv)
     llama.model(IDS, past_key_values=cache)

@@ -1,4 +1,4 @@
-"""forward(): ragged steps, for engines with a loop of their own."""
+"""forward(): ragged steps, for engines with their own loop."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_sequences_of_any_length_in_one_step(pair) -> None:
 
 
 def test_prefill_in_chunks_beside_decode(pair) -> None:
-    """A running sequence gets a token while another one's prompt is computed piece by piece."""
+    """A running sequence gets a token while the prompt of another one is computed in chunks."""
     kv = pair.new_session()
     running, prompt = allocate(kv, pair.model, [PROMPTS[1], PROMPTS[0]])
     forward(pair.model, kv.open_step([running]), PROMPTS[1])

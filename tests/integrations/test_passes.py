@@ -1,4 +1,4 @@
-"""Every way to call a model with a cache is a pass of that cache, or refused by name before anything is stored."""
+"""Every call of a model with a cache is a pass of that cache, or is refused before anything is stored."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IDS = torch.arange(1, 25).reshape(2, 12)
 def assert_refused(
     cache: KVServiceCache, error: type[BaseException], match: str | None, call: Callable[[], Any]
 ) -> None:
-    """The call raises, and neither the cache nor the session has anything after it that was not there before."""
+    """Check that the call raises, and that cache and session are unchanged."""
     before = cache.get_seq_length(), cache.sequences, cache.kv.describe()
     with pytest.raises(error, match=match):
         call()
@@ -178,7 +178,7 @@ def test_only_a_session_makes_a_cache(llama, kv) -> None:
 
 
 def test_a_copy_of_a_cache_is_a_fork(llama, cache) -> None:
-    """The library's idiom for prompts that begin alike."""
+    """The library's idiom for prompts with a common prefix."""
     prefix = {"input_ids": IDS[:1, :7]}
     expected = llama.reference(**prefix, past_key_values=DynamicCache(), use_cache=True).past_key_values
     llama.model(**prefix, past_key_values=cache)
@@ -216,7 +216,7 @@ def interrupt_attention(_: KVServiceCache, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def interrupt_after_the_append(cache: KVServiceCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The daemon has done it, but the answer is not read."""
+    """The daemon has executed the call, but the client does not read the answer."""
     session = cache.kv._core
     call = session.call
 

@@ -1,4 +1,4 @@
-"""What install() finds out by running one token, and forward() about positions."""
+"""Results of the one-token probe of install(), and of forward()'s check of positions."""
 
 from __future__ import annotations
 

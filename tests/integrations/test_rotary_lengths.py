@@ -1,4 +1,4 @@
-"""Rotary embeddings that change with the length of the longest sequence of a pass: nothing of them is shared."""
+"""Rotary embeddings that depend on the length of the longest sequence of a pass: their K/V are never shared."""
 
 from __future__ import annotations
 
@@ -74,12 +74,12 @@ def kv(clients, reference: PreTrainedModel) -> Iterator[Session]:
 
 
 def test_generates_across_the_original_length(model, reference, kv, batch) -> None:
-    """A prompt that grows beyond it, a longer prompt in the same cache, and the first one again."""
+    """A prompt that grows beyond the original length, a longer prompt in the same cache, and the first prompt again."""
     arguments = {**batch, "max_new_tokens": 8, "do_sample": False}
     outputs = []
     library: dict[str, Any] = {"past_key_values": DynamicCache(config=reference.config)}
     if "phi" in reference.config.model_type:
-        # It computes all anew where frequencies change. Older versions then take the last column for all.
+        # The library computes everything again when frequencies change. Older versions then pass only the last column.
         library = {"use_cache": False}
     for each, caching in ((model, {"past_key_values": KVServiceCache(kv)}), (reference, library)):
         short = {name: value[:, 6:] for name, value in batch.items()}

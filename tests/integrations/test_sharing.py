@@ -1,4 +1,4 @@
-"""What a model computed is found by the same model only, and only where it depends on nothing but the tokens."""
+"""K/V of a model are found only by the same model, and only if they depend on nothing but the tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NUM_CACHED = 12  # tokens in full blocks of 4
 
 
 def generate(model: PreTrainedModel, kv: Any, prompt: torch.Tensor = PROMPT, **options: Any) -> torch.Tensor:
-    """Prompt, 8 tokens, and how many tokens were found in the prefix cache."""
+    """Return the prompt and 8 generated tokens. `generate.num_found` gets the numbers of tokens found in the prefix cache."""
     with KVServiceCache(kv, **options) as cache:
         tokens = model.generate(prompt, max_new_tokens=8, do_sample=False, past_key_values=cache)
         generate.num_found = [sequence.num_cached_tokens for sequence in cache.sequences]
@@ -34,7 +34,7 @@ def generate_alone(model: PreTrainedModel, prompt: torch.Tensor = PROMPT) -> tor
 
 
 class Adapted(nn.Module):
-    """What PEFT puts in a linear layer's place."""
+    """A layer like PEFT's replacement of a linear layer."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -188,7 +188,7 @@ def test_nothing_is_shared_if_the_caller_says_so(llama) -> None:
 def test_extra_keys_keep_prefixes_apart(llama) -> None:
     kv = llama.new_session()
     tenants = [[(0, b"one")], [(0, b"two")], [(5, b"two")]]
-    # A key belongs to the block of its position: the third has the first block in common with no keys at all.
+    # A key belongs to the block of its position, so the third shares its first block with the sequence without keys.
     for keys, num_found in zip([*tenants, *tenants, []], [0, 0, 0, NUM_CACHED, NUM_CACHED, NUM_CACHED, 4], strict=True):
         assert torch.equal(generate(llama.model, kv, extra_keys=keys), generate_alone(llama.reference))
         assert generate.num_found == [num_found]

@@ -1,4 +1,4 @@
-"""What the library's masks come to: causal with a sliding window at most, anything else is refused."""
+"""Translation of the library's masks: causal, optionally with a sliding window; all others are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The digest of a model's tensors: it is that of their values, and follows every change that can be known."""
+"""The digest of a model's tensors: it depends on their values and follows every detectable change."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_only_what_changed_is_hashed_again(monkeypatch) -> None:
 
 
 class Scaled(torch.Tensor):
-    """What quantization libraries do: a class with scales beside its values."""
+    """A tensor class with scales beside its values, as in quantization libraries."""
 
 
 @pytest.mark.parametrize(
