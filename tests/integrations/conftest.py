@@ -139,7 +139,7 @@ def llama(make_pair: Callable[..., Pair]) -> Pair:
 
 @pytest.fixture
 def batch() -> dict[str, torch.Tensor]:
-    """Three prompts of 18, 13 and 6 tokens, padded on the left: longer than the sliding windows, not multiples of a block."""
+    """Three prompts of 18, 13 and 6 tokens, padded on the left, longer than windows, not multiples of a block."""
     torch.manual_seed(3)
     lengths = torch.tensor([18, 13, 6])
     mask = (torch.arange(18) >= 18 - lengths[:, None]).long()

@@ -22,7 +22,7 @@ NUM_CACHED = 12  # tokens in full blocks of 4
 
 
 def generate(model: PreTrainedModel, kv: Any, prompt: torch.Tensor = PROMPT, **options: Any) -> torch.Tensor:
-    """Return the prompt and 8 generated tokens. `generate.num_found` gets the numbers of tokens found in the prefix cache."""
+    """Return the prompt and 8 generated tokens. `generate.num_found` gets the prefix-cache hits in tokens."""
     with KVServiceCache(kv, **options) as cache:
         tokens = model.generate(prompt, max_new_tokens=8, do_sample=False, past_key_values=cache)
         generate.num_found = [sequence.num_cached_tokens for sequence in cache.sequences]

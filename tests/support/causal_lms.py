@@ -16,13 +16,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 
 PATH = Path(__file__).parents[1] / "integrations" / "causal_lm_types.toml"
 TABLE: dict[str, Any] = tomllib.loads(PATH.read_text())
-# Configurations take these whether or not they declare them.
+# Configurations accept these keys whether or not they declare them.
 UNIVERSAL_OPTIONS = {"pad_token_id", "eos_token_id", "tie_word_embeddings"}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A type of the library, or a variant of one with other options."""
+    """A model type of the library, or a variant of one with other options."""
 
     name: str
     model_type: str
@@ -30,7 +30,7 @@ class Case:
 
     @property
     def refusal(self) -> str | None:
-        """What the error's message contains. None: the table does not say that the case is refused."""
+        """The expected part of the error message, or None if the table does not list the case as refused."""
         return next((reason for reason, names in TABLE["refused"].items() if self.name in names), None)
 
     @property
@@ -39,7 +39,7 @@ class Case:
 
 
 def installed_cases() -> list[Case]:
-    """A case for each type, and for each variant of the table whose type is installed."""
+    """Return a case per type, and per variant of the table whose type is installed."""
     types = {name: Case(name, name, TABLE["options"].get(name, {})) for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
     variants = [
         Case(
@@ -54,7 +54,7 @@ def installed_cases() -> list[Case]:
 
 
 def make_config(case: Case) -> PreTrainedConfig:
-    """A configuration of 4 small layers, every other one with a sliding window where the type has layer types."""
+    """Return a configuration of 4 small layers, every other one with a sliding window if the type has layer types."""
     cls = CONFIG_MAPPING[case.model_type]
     fields = inspect.signature(cls.__init__).parameters.keys() | cls.attribute_map.keys() | UNIVERSAL_OPTIONS
     options = {name: value for name, value in TABLE["common"].items() if name in fields}
@@ -70,7 +70,7 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 
 def make_model(config: PreTrainedConfig) -> PreTrainedModel:
-    """A model whose logits have a standard deviation of about 1 and which hardly ever repeats a token.
+    """Build a model whose logits have a standard deviation of about 1 and which rarely repeats a token.
 
     Its weights keep the size of what goes through them, so that attention is not close to uniform and an error of it
     becomes another token. Biases and norms are random too, for families initialize them to constants.

@@ -1,4 +1,4 @@
-"""Certificates made for a test: authorities, and what they sign."""
+"""Certificates for tests: authorities, and certificates that they sign."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Signed:
     key: bytes
 
     def write(self, directory: Path, name: str) -> tuple[Path, Path]:
-        """Files of the certificate and of the key."""
+        """Write the certificate and the key to files."""
         files = directory / f"{name}.crt", directory / f"{name}.key"
         for file, pem in zip(files, (self.cert, self.key), strict=True):
             file.write_bytes(pem)
@@ -29,7 +29,7 @@ class Signed:
 
 
 class Authority:
-    """A certificate authority of its own. `cert` is its certificate, in PEM."""
+    """A private certificate authority. `cert` is its certificate, in PEM."""
 
     def __init__(self, name: str = "test authority") -> None:
         self._name = _name(name)
@@ -37,7 +37,7 @@ class Authority:
         self.cert = _pem(_sign(self._name, self._key, self._name, self._key, authority=True))
 
     def sign(self, name: str, *, hosts: tuple[str, ...] = ("localhost", "127.0.0.1"), expired: bool = False) -> Signed:
-        """A certificate with this common name (left out if empty), for these host names and addresses."""
+        """Issue a certificate with this common name (omitted if empty), for these host names and addresses."""
         key = ec.generate_private_key(ec.SECP256R1())
         cert = _sign(_name(name), key, self._name, self._key, hosts=hosts, days=-1 if expired else 30)
         encoded = key.private_bytes(
@@ -47,7 +47,7 @@ class Authority:
 
 
 def encrypted(key: bytes) -> bytes:
-    """The key, as one that needs a passphrase."""
+    """Return the key, encrypted with a passphrase."""
     return serialization.load_pem_private_key(key, None).private_bytes(
         serialization.Encoding.PEM,
         serialization.PrivateFormat.PKCS8,

@@ -1,4 +1,4 @@
-"""The page in a real Chromium without a screen. Where there is none it is installed, else the tests are skipped."""
+"""The page in a headless Chromium. If Chromium is missing it is installed, or the tests are skipped."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def driver() -> Iterator[webdriver.Chrome]:
     for argument in ("--headless=new", "--disable-gpu", "--disable-dev-shm-usage"):
         options.add_argument(argument)
     if os.geteuid() == 0:
-        options.add_argument("--no-sandbox")  # Chromium's does not work for root
+        options.add_argument("--no-sandbox")  # Chromium's sandbox does not work for root
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     running = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
     try:
@@ -57,14 +57,14 @@ def driver() -> Iterator[webdriver.Chrome]:
 
 
 class Page:
-    """One page. Everything is looked up by the JavaScript that a test hands over."""
+    """One page. Tests query it with JavaScript."""
 
     def __init__(self, driver: webdriver.Chrome) -> None:
         self.driver = driver
         self.origin = ""
 
     def open(self, port: int, hash_: str = "", *, width: int = 1280, height: int = 900, **features: str) -> None:
-        """`features` are of CSS: prefers_color_scheme="dark". Returns when the first frame is there."""
+        """Open the page. `features` are CSS media features, e.g. prefers_color_scheme="dark". Waits for a frame."""
         self.origin = f"http://127.0.0.1:{port}"
         media = [{"name": name.replace("_", "-"), "value": value} for name, value in features.items()]
         self.leave()
@@ -80,7 +80,7 @@ class Page:
         return self.driver.execute_script(f"return {expression}", *arguments)
 
     def wait(self, expression: str) -> Any:
-        """Its first true value."""
+        """Return the first true value of the expression."""
         waiting = WebDriverWait(self.driver, PATIENCE_S, poll_frequency=0.05)
         return waiting.until(lambda _: self.js(expression), f"never true: {expression}")
 
@@ -94,14 +94,14 @@ class Page:
         self.wait(f"document.querySelector({json.dumps(selector)})?.innerText.includes({json.dumps(text)})")
 
     def press(self, *keys: str) -> None:
-        """On whatever has the focus."""
+        """Press a key on the focused element."""
         ActionChains(self.driver).send_keys(*keys).perform()
 
     def click(self, selector: str) -> None:
         self.driver.find_element("css selector", selector).click()
 
     def click_cell(self, grid: str, index: int) -> None:
-        """A cell of the grid of cells below `grid`, with the pointer."""
+        """Click a cell of the grid below `grid` with the pointer."""
         x, y = self.cell_corner(grid, index)
         element = self.driver.find_element("css selector", f"{grid} .grid")
         self.js("arguments[0].scrollIntoView({block: 'center'})", element)
@@ -116,17 +116,17 @@ class Page:
         return EDGE + index % columns * pitch, EDGE + index // columns * pitch
 
     def pixels(self, grid: str) -> list[tuple[int, int, int, int]]:
-        """Of each cell red, green, blue and opacity near its lower left corner, which every state but free fills."""
+        """Return RGBA of each cell near its lower left corner, which every state except free fills."""
         found: list[list[int]] = self.driver.execute_script(PIXELS, f"{grid} canvas", f"{grid} .grid", EDGE)
         return [(red, green, blue, opacity) for red, green, blue, opacity in found]
 
     def colour(self, name: str) -> tuple[int, int, int]:
-        """Of a custom property of the page's style."""
+        """Return the RGB value of a custom property of the page's style."""
         text = self.js("getComputedStyle(document.documentElement).getPropertyValue('--' + arguments[0]).trim()", name)
         return int(text[1:3], 16), int(text[3:5], 16), int(text[5:7], 16)
 
     def tab_stops(self) -> list[str]:
-        """What the Tab key reaches, in order: ids, or an ancestor's id with the element's class or tag."""
+        """Return the elements that Tab reaches, in order: ids, or an ancestor's id with the element's class or tag."""
         name = (
             "((at) => at === document.body ? '' : at.id || "
             "`${at.closest('[id]')?.id ?? ''} ${at.className || at.tagName.toLowerCase()}`)(document.activeElement)"
@@ -142,7 +142,7 @@ class Page:
         return stops
 
     def tab_to(self, selector: str) -> None:
-        """As one who has only a keyboard."""
+        """Move the focus to the element with the Tab key."""
         self.js("document.activeElement.blur()")
         for _ in range(MAX_TAB_STOPS):
             self.press(Keys.TAB)
@@ -151,7 +151,7 @@ class Page:
         raise AssertionError(f"the Tab key does not reach {selector}")
 
     def accessible(self) -> list[dict[str, Any]]:
-        """The accessibility tree's nodes: role, name, and other properties by name."""
+        """Return the nodes of the accessibility tree: role, name, and other properties by name."""
         nodes = self.driver.execute_cdp_cmd("Accessibility.getFullAXTree", {})["nodes"]
         return [
             {
@@ -167,7 +167,7 @@ class Page:
         self.driver.get("about:blank")
 
     def problems(self) -> list[str]:
-        """What the console says, and requests to anywhere but the page's own origin."""
+        """Return console messages, and requests to other origins than the page's."""
         said = [entry["message"] for entry in self.driver.get_log("browser")]
         events = (json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance"))
         asked = [

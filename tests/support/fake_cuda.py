@@ -1,9 +1,8 @@
-"""A stand-in for `kvservice._cuda` that needs no GPU: memory of the host, and streams that run when they please.
+"""A fake of `kvservice._cuda` that needs no GPU: host memory, and streams that run at arbitrary times.
 
-Work is put off: a stream's pieces are done in their order, but between streams a random one goes first, as often and as
-long as it likes, held back by the events that it waits for and by nothing else. So where an event is missing, some run
-does things in the wrong order, and memory has the wrong content. Kernels are those of the CPU, on the same layout; what
-is freed, or was never written, reads as bytes of 255.
+Work is deferred. The pieces of one stream run in order, but the next stream to run is chosen at random, and only events
+restrict the choice. If an event is missing, some run executes work in the wrong order, and memory gets wrong content.
+The kernels are those of the CPU, on the same layout. Memory that was freed or never written reads as bytes of 255.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class CudaError(RuntimeError):
 
 
 class DeadlockError(AssertionError):
-    """What is waited for can never be: a stream waits for an event that no stream comes to."""
+    """A deadlock: a stream waits for an event that no stream reaches."""
 
 
 class Event:
@@ -127,7 +126,7 @@ class Memory:
 
 
 class Attention:
-    """Attributes as the extension's; those not set are off."""
+    """The attributes are those of the extension. Attributes that are not set are off."""
 
     alibi_slopes = k_scale = v_scale = lse = sliding_window = num_common_blocks = 0
     soft_cap = 0.0
@@ -183,7 +182,7 @@ class Attention:
 
 
 class FakeCuda(ModuleType):
-    """To be put into `sys.modules` as `kvservice._cuda`."""
+    """A module for `sys.modules["kvservice._cuda"]`."""
 
     CudaError = CudaError
     LANE_BYTES = 36864
@@ -206,7 +205,7 @@ class FakeCuda(ModuleType):
     # ---- the schedule
 
     def call(self) -> threading.RLock:
-        """Around every call: time passes, and a device that failed says so."""
+        """Wrap every call: time passes, and a failed device raises its error."""
         with self.lock:
             self._check()
             if self.random.random() < 0.3:
@@ -260,7 +259,7 @@ class FakeCuda(ModuleType):
         self._graveyard.append(data)
         return Memory(self, -(-data.ctypes.data // 256) * 256, num_bytes, on_device=True)
 
-    # ---- the module's face
+    # ---- the module's API
 
     def device_count(self) -> int:
         return 1
@@ -341,7 +340,7 @@ class FakeCuda(ModuleType):
         self.check_range(src, num_src_blocks * block_bytes)
         self.check_range(dst, num_dst_blocks * block_bytes)
         with self.call():
-            for one, other in pairs:  # each a piece of its own, so that others may come between
+            for one, other in pairs:  # each block is a separate piece of work, so that others may run in between
                 to, source = dst + other * block_bytes, src + one * block_bytes
                 self.streams[stream].put(lambda to=to, source=source: ctypes.memmove(to, source, block_bytes))
 
@@ -408,7 +407,7 @@ def place(pool: Array, call: Any, slot: int, which: int) -> Array:
 
 
 def as_float32(cuda: FakeCuda, call: Any, pool: Array) -> Array:
-    """One layer of an 8-bit pool as what it stands for."""
+    """Return the values of one layer of an FP8 pool."""
     num_slots = call.num_blocks * call.block_size
     parts = []
     for which, scale in ((0, call.k_scale), (1, call.v_scale)):

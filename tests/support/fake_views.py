@@ -1,4 +1,4 @@
-"""What the page asks of the daemon's bookkeeping, made up: a pool of any size, the same for the same seed."""
+"""Fake data of the page: a pool of any size, equal for equal seeds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STATES = ("free", "active", "shared", "cached", "pinned")
 SWAP_STATES = ("free", "swapped")
 MAX_CELLS = 4096
 METHODS = ("allocate", "append", "decode", "extend", "free", "open_step", "swap_out", "write")
-# A full 64 bits: JavaScript's numbers would change its last digits.
+# Ids with 64 bits, whose last digits JavaScript's numbers would change.
 FIRST_SEQUENCE = 9_007_199_254_740_993
 HISTORY_S = 600
 
@@ -29,7 +29,7 @@ class FakeMap:
 
 
 class FakeViews:
-    """Sequences of a random pool; `step()` lets one grow, so that the map and the snapshot move."""
+    """Sequences of a random pool. `step()` lets one grow, so that map and snapshot change."""
 
     def __init__(self, num_blocks: int, num_swap_blocks: int, num_sequences: int, seed: int = 0) -> None:
         self._random = np.random.default_rng(seed)
@@ -70,7 +70,7 @@ class FakeViews:
         self.states[tier][table] = np.minimum(self.ref_counts[tier][table], 2 if tier == "device" else 1)
 
     def step(self) -> None:
-        """A block is taken, by the first sequence."""
+        """Let the first sequence take a block."""
         free = np.flatnonzero(self.states["device"] == 0)
         if len(free):
             tier, table = self.tables[FIRST_SEQUENCE]
@@ -228,7 +228,7 @@ class FakeViews:
 
 
 def grouped(states: np.ndarray, num_states: int) -> tuple[int, bytes]:
-    """Blocks to a cell, and of each cell the share of each state, of 255."""
+    """Return the blocks per cell, and the share of each state in each cell, of 255."""
     group = max(1, math.ceil(len(states) / MAX_CELLS))
     cells = np.arange(len(states)) // group
     num_cells = math.ceil(len(states) / group)

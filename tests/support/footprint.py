@@ -1,4 +1,4 @@
-"""What a process holds of the system: descriptors, shared memory, threads."""
+"""System resources of a process: descriptors, shared memory, threads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SHARED = ("/memfd:", "/dev/shm/")
 
 
 def open_files(pid: int) -> collections.Counter[str]:
-    """File descriptors of a process, by kind."""
+    """Return the file descriptors of a process by kind."""
     kinds: collections.Counter[str] = collections.Counter()
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
@@ -22,7 +22,7 @@ def open_files(pid: int) -> collections.Counter[str]:
 
 
 def shared_mappings(pid: int) -> collections.Counter[str]:
-    """Mappings of shared memory, by name and size."""
+    """Return the mappings of shared memory by name and size."""
     found: collections.Counter[str] = collections.Counter()
     for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
         extent, *_, path = line.split(maxsplit=5)
@@ -41,7 +41,7 @@ def footprint(pid: int) -> dict[str, Any]:
 
 
 def children(pid: int) -> list[int]:
-    """Processes that this one has started and that still run, or that it has not waited for."""
+    """Return the child processes that still run or have not been waited for."""
     return [
         int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
     ]

@@ -1,4 +1,4 @@
-"""An ASGI app on a port of the loopback interface, in a thread of the test's process; and plain requests to it."""
+"""An ASGI app on a loopback port, in a thread of the test process, and simple requests to it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import uvicorn
 
 @contextmanager
 def serving(app: Any, port: int = 0) -> Iterator[int]:
-    """Yields the port: a free one, unless it is given."""
+    """Yield the port, which is a free one unless it is given."""
     with socket.socket() as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(("127.0.0.1", port))
@@ -41,7 +41,7 @@ class Answer:
 
 
 def request(port: int, path: str, method: str = "GET", **headers: str) -> Answer:
-    """Underscores in names of headers stand for hyphens. The Host is 127.0.0.1:port unless it is given."""
+    """Send a request. Underscores in header names stand for hyphens. Host is 127.0.0.1:port unless it is given."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
     try:
         connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})

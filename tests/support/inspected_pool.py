@@ -1,4 +1,4 @@
-"""A gRPC server that answers as a daemon does, with snapshots of a test's choice."""
+"""A gRPC server that answers like a daemon, with snapshots that the test sets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvservice.wire.status import to_status
 
 
 class Inspected(inspect_pb2_grpc.InspectServiceServicer):
-    """`snapshot` is filtered by the name of the session, as the request asks; `errors` are raised first."""
+    """`snapshot` is filtered by session name according to the request. `errors` are raised first."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -47,7 +47,7 @@ class Inspected(inspect_pb2_grpc.InspectServiceServicer):
 
 
 def pool_in_use() -> inspect_pb2.Snapshot:
-    """Three sessions with five sequences, one swapped out, on a pool of 100 blocks."""
+    """Return three sessions with five sequences, one swapped out, on a pool of 100 blocks."""
     snapshot = inspect_pb2.Snapshot(time_s=1.75e9, uptime_s=3725.0, num_sessions=3, num_sequences=5)
     snapshot.pool.MergeFrom(
         inspect_pb2.PoolSnapshot(

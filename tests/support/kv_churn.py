@@ -1,4 +1,4 @@
-"""Random operations on an engine that do not wait for each other, as those of many clients; contents are compared."""
+"""Concurrent random operations on an engine, as from many clients, with checks of all contents."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvservice.errors import OutOfBlocksError, QuotaExceededError
 
 
 class Churn:
-    """Sequences 0, 1, 2, ... of one space; all that they have is computed."""
+    """Sequences 0, 1, 2, ... of one namespace. All their tokens are computed."""
 
     def __init__(self, engine: Engine, seed: int) -> None:
         self.engine = engine
@@ -47,7 +47,7 @@ class Churn:
         await asyncio.gather(*tasks)
 
     async def begin(self, call: Coroutine[Any, Any, None]) -> None:
-        """Up to where it has been submitted."""
+        """Run until the operation has been submitted."""
         self.tasks.append(asyncio.create_task(call))
         await asyncio.sleep(0)
 

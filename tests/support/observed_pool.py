@@ -60,7 +60,7 @@ class ObservedPool:
         return self.history.latest
 
     async def _block_hash(self, block: int) -> bytes:
-        """The oracle's: what the index would find the block by."""
+        """Return the expected hash of a block, from the oracle."""
         found = [chain_hash for chain_hash, at in self.manager.device.index.blocks.items() if at == block]
         return found[0] if found else b""
 
@@ -77,18 +77,18 @@ class ObservedPool:
         self.table.close(session.row)
 
     def compute(self, session: OpenSession, sequence_id: int, token_ids: list[int]) -> None:
-        """A sequence of these tokens."""
+        """Allocate and compute a sequence of these tokens."""
         self.manager.allocate(session.space, [AllocationRequest(sequence_id, token_ids)])
         self.manager.mark_all_layers(session.space, self.manager.open_step(session.space, [sequence_id]).step_id)
 
     def read(self, **vitals: float) -> None:
-        """What the observer does each second."""
+        """Do the observer's work of one second."""
         self.vitals.write(Vitals(**({"num_blocks": self.manager.config.num_blocks} | vitals)), [0, 0])
         self.history.add(self.reader.read(), time.time())
 
 
 class RandomOperations:
-    """Of all kinds, of all sessions, one at a time. What is refused has changed nothing."""
+    """Random operations of all kinds, of all sessions, one at a time. Refused operations change nothing."""
 
     def __init__(self, pool: ObservedPool, seed: int) -> None:
         self._pool, self._manager = pool, pool.manager
@@ -114,7 +114,7 @@ class RandomOperations:
             self.done.add(operation.__name__)
 
     def _some_of(self, session: OpenSession, most: int = 1) -> list[int]:
-        """Up to so many sequences of a session; of an empty one one that it has not."""
+        """Return up to `most` sequences of a session, or an unknown one if it is empty."""
         known = session.space.sequence_ids() or [0]
         return self._random.sample(known, self._random.randint(1, min(most, len(known))))
 

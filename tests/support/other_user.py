@@ -1,4 +1,4 @@
-"""Runs code as another user. It is imported as root, for the other may not read what the tests run from."""
+"""Runs code as another user. Imports run as root, because the other user may not read the test environment."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ os.setuid({uid})
 
 
 def run_as(uid: int, code: str, *arguments: str, groups: tuple[int, ...] = ()) -> str:
-    """What the code printed. It finds its arguments in sys.argv[1:]."""
+    """Return the output of the code. Its arguments are in sys.argv[1:]."""
     with as_user(uid, code, *arguments, groups=groups) as process:
         printed, failure = process.communicate(timeout=120)
         assert process.returncode == 0, failure
@@ -32,7 +32,7 @@ def run_as(uid: int, code: str, *arguments: str, groups: tuple[int, ...] = ()) -
 
 @contextmanager
 def as_user(uid: int, code: str, *arguments: str, groups: tuple[int, ...] = ()) -> Iterator[subprocess.Popen[str]]:
-    """The running process, with pipes."""
+    """Return the running process, with pipes."""
     begin = _BEGIN.format(support=str(Path(__file__).parent), uid=uid, groups=list(groups))
     with subprocess.Popen(
         [sys.executable, "-P", "-c", begin + code, *arguments],

@@ -1,4 +1,4 @@
-"""An OpenTelemetry collector as far as traces go: the OTLP service over gRPC, which keeps what it gets."""
+"""A minimal OpenTelemetry collector for traces: the OTLP service over gRPC, which stores all spans."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, Span
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """A context manager; `endpoint` is where it listens."""
+    """A context manager. `endpoint` is the address."""
 
     def __init__(self) -> None:
         self.received: list[ResourceSpans] = []
@@ -43,5 +43,5 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 
 
 def attributes(pairs: Iterable[KeyValue]) -> dict[str, str | int]:
-    """Those of a span or of a resource."""
+    """Return the attributes of a span or a resource."""
     return {pair.key: getattr(pair.value, str(pair.value.WhichOneof("value"))) for pair in pairs}

@@ -1,16 +1,16 @@
-"""TCP ports of the loopback interface for servers that a test starts later."""
+"""Free TCP ports of the loopback interface, for servers that a test starts later."""
 
 from __future__ import annotations
 
 import random
 import socket
 
-# Below the ports of outgoing connections, one of which could take a port between its choice and its use.
+# Below the ephemeral ports, so that no outgoing connection takes a port between its choice and its use.
 CHOICE = range(20_000, 32_000)
 
 
 def free_port() -> int:
-    """A port that nobody listens on. It is drawn at random, so that test processes side by side draw different ones."""
+    """Return a random free port, so that parallel test processes use different ones."""
     while True:
         port = random.SystemRandom().choice(CHOICE)
         with socket.socket() as probe:
@@ -22,7 +22,7 @@ def free_port() -> int:
 
 
 def free_ports(count: int) -> list[int]:
-    """Different ports that nobody listens on."""
+    """Return different free ports."""
     ports: set[int] = set()
     while len(ports) < count:
         ports.add(free_port())

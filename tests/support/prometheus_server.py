@@ -1,4 +1,4 @@
-"""A real Prometheus with the rules of deploy/, which watches one daemon every half second."""
+"""A real Prometheus with the rules of deploy/, which scrapes one daemon every half second."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def require() -> None:
 
 
 class PrometheusServer:
-    """A context manager. `address` is its own, `target` the daemon's."""
+    """A context manager. `address` is Prometheus's address, `target` the daemon's."""
 
     def __init__(self, directory: Path, address: str, target: str) -> None:
         self._directory = directory
@@ -37,7 +37,7 @@ class PrometheusServer:
         self._config["scrape_configs"] = [job]
 
     def _write_config(self) -> Path:
-        """Alerts fire at once, so that one sees them."""
+        """Write the configuration. Alerts have no delay, so they fire immediately."""
         rules = self._directory / "rules"
         rules.mkdir()
         for path in (DEPLOY / "rules").glob("*.yml"):
@@ -78,7 +78,7 @@ class PrometheusServer:
             return False
 
     def wait_for(self, what: str, ready: Callable[[], Any], timeout_s: float = 60) -> Any:
-        """The first true value of `ready`."""
+        """Poll `ready` and return its first true value."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             if value := ready():

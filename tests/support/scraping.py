@@ -1,4 +1,4 @@
-"""A daemon with a metrics port and a pool that is easy to exhaust, and what its metrics say."""
+"""A daemon with a metrics port and a small pool, and its metrics."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
 def exposition(port: int, context: ssl.SSLContext | None = None) -> str:
-    """Over TLS if there is a context."""
+    """Read the metrics, over TLS if a context is given."""
     scheme = "http" if context is None else "https"
     with urllib.request.urlopen(f"{scheme}://127.0.0.1:{port}/metrics", timeout=20, context=context) as answer:
         text: str = answer.read().decode()
@@ -53,12 +53,12 @@ def value(samples: Samples, name: str, **labels: str) -> float:
 
 
 def by_label(samples: Samples, name: str, label: str) -> dict[str, float]:
-    """A metric with one label: its values."""
+    """Return the values of a metric with one label."""
     return {dict(labels)[label]: found for (of, labels), found in samples.items() if of == name}
 
 
 def compute(kv: Session, token_ids: list[int]) -> Sequence:
-    """A sequence of these tokens, of which those that the cache has not are computed."""
+    """Allocate a sequence, and compute the tokens that are not in the prefix cache."""
     sequence = kv.allocate(token_ids)
     step = kv.open_step([sequence])
     step.write(*(np.ones((2, step.num_tokens, 1, 32), np.float32),) * 2)

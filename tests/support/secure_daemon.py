@@ -1,4 +1,4 @@
-"""Daemons on TCP that ask who calls, and channels to them."""
+"""Daemons on TCP that require authentication, and channels to them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAMES = ("alice", "bob")
 
 @dataclass
 class Secured:
-    """A daemon, and what its clients need. `files` holds tls.crt, tls.key, clients.crt and tokens."""
+    """A daemon and its clients' files. `files` holds tls.crt, tls.key, clients.crt and tokens."""
 
     daemon: Daemon
     port: int
@@ -38,7 +38,7 @@ class Secured:
         return f"127.0.0.1:{self.port}"
 
     def samples(self) -> Samples:
-        """What its metrics say."""
+        """Return the daemon's metrics."""
         context = ssl.create_default_context(cadata=self.authority.cert.decode())
         return scrape(self.http_port, context)
 
@@ -101,6 +101,6 @@ def with_token(channel: grpc.Channel, *tokens: str) -> grpc.Channel:
 
 @pytest.fixture(scope="package")
 def encrypted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
-    """TLS and tokens. Tests leave both as they are."""
+    """A daemon with TLS and tokens. Tests do not change its files."""
     with secured(tmp_path_factory.mktemp("encrypted")) as running:
         yield running

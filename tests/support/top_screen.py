@@ -1,4 +1,4 @@
-"""What stands on a Textual application's screen, and waiting for it."""
+"""The text on the screen of a Textual application, and waits for it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from waiting import PATIENCE_S
 
 
 def text_of(app: App[Any]) -> str:
-    """A line for each line."""
+    """Return the lines of the screen."""
     lines: dict[str, str] = {}
     for y, text in re.findall(r'<text[^>]* y="([0-9.]+)"[^>]*>([^<]*)</text>', app.export_screenshot()):
         lines[y] = lines.get(y, "") + html.unescape(text).replace("\xa0", " ")
