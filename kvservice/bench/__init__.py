@@ -1,1 +1,1 @@
-"""Benchmarks that a user can run: `kvservice bench`."""
+"""Benchmarks of the command `kvservice bench`."""

@@ -1,9 +1,9 @@
 """Paged attention on the CPU, in two units: the machine's read bandwidth, and torch's attention on contiguous K/V.
 
-Every shape gets keys and values from N(0, 1), in a pool whose blocks lie in random order and, for torch, side by side.
-The output is compared with float64 first. Then both, and the plain reading of a large buffer, take turns, each call on
-another layer than the last, so that no call finds its keys in a cache that holds less than all layers, and so that a
-busy machine slows all of them down alike. Without torch its columns stay empty.
+Every shape gets keys and values from N(0, 1), in a pool with blocks in random order and, for torch, contiguously.
+The output is first compared with float64. Then both implementations, and plain reads of a large buffer, take turns.
+Each call uses the next layer, so that no call finds its keys in a cache that is smaller than all layers together, and
+so that a busy machine affects all of them equally. Without torch its columns are empty.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ except ModuleNotFoundError:
 Array = npt.NDArray[Any]
 
 CEILING_BYTES = 1 << 30
-# All layers together are read before one comes round again: more than a last-level cache holds.
+# All layers are read before a layer is read again. Together they exceed the last-level cache.
 DECODE_BYTES = 768 << 20
 PAGE_BYTES = 4096
 MAX_SAMPLED_ROWS = 256
@@ -40,7 +40,7 @@ MAX_SAMPLED_ROWS = 256
 
 @dataclass(frozen=True)
 class Shape:
-    kind: str  # decode: one new token for each sequence; extend: query_len of them, causal
+    kind: str  # decode: one new token per sequence; extend: query_len new tokens per sequence, causal
     dtype: str
     num_seqs: int
     context: int
@@ -56,7 +56,7 @@ class Shape:
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of K and V that one call reads."""
+        """Return the bytes of K and V that one call reads."""
         layout = PoolLayout(1, self.num_kv_heads, self.head_size, self.block_size, self.dtype)
         return self.num_seqs * self.context * layout.token_bytes
 
@@ -100,9 +100,9 @@ class Inputs:
 
 
 def run(device: str = "cpu", quick: bool = False) -> dict[str, Any]:
-    """Figures of every shape: `seconds`, `gb_per_s` (K and V once, over seconds), `ceiling_gb_per_s` (read bandwidth,
-    measured in turn with it), `relative_error` against float64, `torch_sdpa_s` and `speedup_vs_sdpa` (null without
-    torch). `ceiling_gb_per_s` of the whole is the median.
+    """Return the figures of every shape: `seconds`, `gb_per_s` (K and V once, per second), `ceiling_gb_per_s` (read
+    bandwidth, measured in turns with it), `relative_error` against float64, `torch_sdpa_s` and `speedup_vs_sdpa` (null
+    without torch). The top-level `ceiling_gb_per_s` is the median.
     """
     assert device == "cpu"
     if torch is not None:
@@ -144,7 +144,7 @@ def measure(shape: Shape, read: Callable[[int], object], seed: int, turns: int) 
 
 
 def take_turns(contenders: list[Callable[[int], object]], num_layers: int, turns: int) -> list[float]:
-    """Median seconds of each, called one after the other, each time on the next layer."""
+    """Return the median seconds of each contender. They are called in turns, each time on the next layer."""
     seconds: list[list[float]] = [[] for _ in contenders]
     for turn in range(turns):
         for contender, times in zip(contenders, seconds, strict=True):
@@ -155,7 +155,7 @@ def take_turns(contenders: list[Callable[[int], object]], num_layers: int, turns
 
 
 def read_all(buffer: Array, executor: ThreadPoolExecutor, _layer: int) -> None:
-    """All threads sum up the buffer, one part after the other: what the memory gives to plain reading."""
+    """Sum up the buffer with all threads, one part after the other, to measure the read bandwidth."""
     list(executor.map(np.sum, np.array_split(buffer, 16 * ops.num_threads())))
 
 
@@ -180,7 +180,7 @@ def make_inputs(shape: Shape, rng: np.random.Generator) -> Inputs:
 
 
 def normal(shape: tuple[int, ...], dtype: np.dtype[Any], rng: np.random.Generator) -> Array:
-    """N(0, 1). A large array repeats 4 Mi numbers, in parts that no sequence or head meets at the same place twice."""
+    """Return samples of N(0, 1). Large arrays repeat 4 Mi numbers, at different offsets in each sequence and head."""
     array = np.empty(int(np.prod(shape)), dtype)
     some = rng.standard_normal(min(array.size, (1 << 22) + 7), np.float32).astype(dtype)
     for start in range(0, array.size, some.size):
@@ -196,7 +196,7 @@ def page_aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
 
 
 def relative_error(shape: Shape, inputs: Inputs, out: Array) -> float:
-    """Of the first and the last sequence and some of their queries: the largest |out - float64| / |float64|."""
+    """Return the largest |out - float64| / |float64| over some queries of the first and the last sequence."""
     worst = 0.0
     step = max(1, shape.query_len * shape.num_heads // MAX_SAMPLED_ROWS)
     for seq in {0, shape.num_seqs - 1}:
@@ -216,9 +216,9 @@ def relative_error(shape: Shape, inputs: Inputs, out: Array) -> float:
 
 
 def fastest_sdpa(shape: Shape, inputs: Inputs) -> Callable[[int], object]:
-    """torch's attention on contiguous K/V: with grouped heads, or with each KV head repeated, whichever is faster.
+    """Return torch's attention on contiguous K/V, with grouped heads or repeated KV heads, whichever is faster.
 
-    Repeating is done inside the call: the cache that an engine keeps is not repeated.
+    The call includes the repetition, because an engine's cache does not have repeated heads.
     """
     query = as_tensor(inputs.query).view(shape.num_seqs, shape.query_len, shape.num_heads, -1).transpose(1, 2)
     keys, values = as_tensor(inputs.keys), as_tensor(inputs.values)

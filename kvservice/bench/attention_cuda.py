@@ -1,8 +1,8 @@
-"""Paged attention on a CUDA device: against the device's own copies, and against FlashInfer on the same K and V.
+"""Paged attention on a CUDA device, compared with the device's copy bandwidth and with FlashInfer on the same K and V.
 
-Every output is compared with float64 before it is timed, on memory poisoned with NaN. Times are by the device's clock:
-graphs of many calls, each call on another layer than the last, so that no call finds its K and V in the second-level
-cache. Ours and the peer's graphs take turns. Nothing is planned on the host for ours; the peer's plan is timed apart.
+Every output is compared with float64 before it is timed, on memory poisoned with NaN. Times are by the device's clock,
+of graphs with many calls. Each call uses the next layer, so that no call finds its K and V in L2. Our graphs and the
+peer's take turns. Our kernels need no plan on the host; the peer's plan is timed separately.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OURS, INVARIANT = "ours", "batch-invariant"
 
 @dataclass(frozen=True)
 class Options:
-    """`shapes`: comma-separated parts of names, all shapes if empty. `batch_invariant` is measured beside the usual."""
+    """Options. `shapes` are comma-separated parts of names, empty for all. `batch_invariant` measures it too."""
 
     shapes: str = ""
     kernel: Kernel = "auto"
@@ -44,9 +44,9 @@ class Options:
 
 
 def run(options: Options) -> dict[str, Any]:
-    """`ceilings` of the device, and for each shape: `us`, `gb_per_s` (K and V once, over the time) or `tflop_per_s`,
-    `share_of_copy`, `relative_error` against float64, `peers` by path with `us`, `plan_us` and `relative_error`,
-    `peer_us` (the fastest path's) and `speedup`, `batch_invariant_us`; or `failed`, with the reason.
+    """Return `ceilings` of the device, and for each shape: `us`, `gb_per_s` (K and V once, per second) or
+    `tflop_per_s`, `share_of_copy`, `relative_error` against float64, `peers` by path with `us`, `plan_us` and
+    `relative_error`, `peer_us` (of the fastest path) and `speedup`, `batch_invariant_us`; or `failed` with the reason.
     """
     shapes = cuda_shapes.select(options.shapes, options.quick)
     if not shapes:
@@ -71,7 +71,7 @@ def run(options: Options) -> dict[str, Any]:
 
 
 def measure_or_fail(shape: Shape, options: Options, peer: FlashInfer | None, copy_gb_per_s: float) -> dict[str, Any]:
-    """The shapes after it are measured even if one fails."""
+    """Measure one shape. An error does not stop the measurement of later shapes."""
     facts = {"name": shape.name, **asdict(shape), "num_seqs": shape.num_seqs}
     try:
         return facts | measure(shape, options, peer, copy_gb_per_s)
@@ -80,7 +80,7 @@ def measure_or_fail(shape: Shape, options: Options, peer: FlashInfer | None, cop
 
 
 def device_works() -> bool:
-    """After most CUDA errors it does nothing more for this process."""
+    """Check the device. After most CUDA errors it is unusable for this process."""
     try:
         torch.cuda.synchronize()
     except RuntimeError:
@@ -91,7 +91,7 @@ def device_works() -> bool:
 @dataclass
 class Contender:
     graph: torch.cuda.CUDAGraph
-    call: object  # it owns the memory that the graph works in
+    call: object  # it owns the memory that the graph uses
     relative_error: float
 
 
@@ -127,7 +127,7 @@ def our_call(inputs: Inputs, kernel: Kernel, invariant: bool) -> Callable[[torch
 
 
 def prepare(inputs: Inputs, call_into: Callable[[torch.Tensor], Callable[[int], object]]) -> Contender:
-    """Checked in its first and its last layer, captured, and checked again as it left the graph."""
+    """Check the first and the last layer, capture a graph, and check its output again."""
     shape = inputs.shape
     out = torch.empty_like(inputs.query)
     call = call_into(out)
@@ -153,14 +153,14 @@ def check(inputs: Inputs, layer: int, out: torch.Tensor) -> float:
 def prepare_peers(
     inputs: Inputs, peer: FlashInfer | None, contenders: dict[str, Contender]
 ) -> dict[str, dict[str, Any]]:
-    """Adds what the peer can do to the contenders; says what each path's plan took, or why there is none."""
+    """Add the peer's paths to the contenders. Returns the time of each path's plan, or the reason why it is missing."""
     peers: dict[str, dict[str, Any]] = {}
     if peer is None:
         return peers
     for path in PATHS[inputs.shape.kind]:
         try:
             contenders[path], plan_s = prepare_peer(inputs, peer, path)
-        except Exception as error:  # whatever somebody else's library raises is the answer in its column
+        except Exception as error:  # any error of the peer's library becomes the result in its column
             peers[path] = {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
         else:
             peers[path] = {"plan_us": plan_s * 1e6}
@@ -225,7 +225,7 @@ def number(value: float | None, form: str) -> str:
 
 
 def peer_cells(peers: dict[str, dict[str, Any]]) -> tuple[str, str]:
-    """Each path's time, and its plan's; what it raised where it raised."""
+    """Return the time of each path and of its plan, or its error."""
     times = [
         f"{path} {entry['us']:.1f}" if "us" in entry else f"{path} {entry['failed']}" for path, entry in peers.items()
     ]

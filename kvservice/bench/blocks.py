@@ -1,8 +1,8 @@
-"""What bookkeeping costs, in-process and without any bytes: each operation as the daemon calls it.
+"""Cost of bookkeeping, in one process and without a device: each operation as the daemon calls it.
 
-Times are medians of single calls. They mean something as ratios to the calibration, a plain Python loop timed in the
-same run, and across pool sizes, with which nothing may grow. Sequences have 1024 tokens unless said otherwise; free
-blocks are scattered, as in a pool that has been in use, and blocks are hashed with SHA-256.
+Times are medians of single calls. They are meaningful as ratios to the calibration, a plain Python loop timed in the
+same run, and in comparison between pool sizes, on which they must not depend. Sequences have 1024 tokens unless noted.
+Free blocks are scattered, as in a used pool, and blocks are hashed with SHA-256.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ OPERATIONS = {
 
 
 def calibrate() -> float:
-    """Best of three of a plain loop of one million list assignments, in seconds."""
+    """Return the best of three times of a plain loop of one million list assignments, in seconds."""
 
     def loop() -> float:
         d = list(range(1024))
@@ -51,7 +51,7 @@ def calibrate() -> float:
 
 
 class _Bench:
-    """One manager, and the times of its operations by name."""
+    """A manager, and the times of its operations by name."""
 
     def __init__(self, num_blocks: int, repetitions: int) -> None:
         self.config = BlocksConfig(num_blocks=num_blocks, block_size=BLOCK_SIZE, num_swap_blocks=1024, watermark=0.0)
@@ -76,11 +76,11 @@ class _Bench:
         return result
 
     def prompt(self, sequence_id: int, num_tokens: int = PROMPT_TOKENS) -> list[AllocationRequest]:
-        """A prompt that no other repeats."""
+        """Return a new, unique prompt."""
         return [AllocationRequest(sequence_id, self.rng.integers(0, 1 << 30, num_tokens, dtype=np.int32))]
 
     def decode(self) -> None:
-        """256 sequences whose blocks become full one after the other; where 16 tokens fill each, they start anew."""
+        """Append to 256 sequences whose blocks fill one after the other. After 16 tokens they start again."""
         manager, space = self.manager, self.space
         context = decode_context(self.config.num_blocks)
         ids = np.sort(self.rng.choice(1 << 40, BATCH, replace=False))
@@ -116,7 +116,7 @@ class _Bench:
         manager.reset_prefix_cache()
 
     def forks(self) -> None:
-        """Forks one sequence again and again. Twice, since the first time the children's rows are untouched memory."""
+        """Fork one sequence repeatedly, in two runs, because the first run touches the rows of the children."""
         manager, space, parent = self.manager, self.space, np.array([1])
         manager.allocate(space, self.prompt(1))
         for _ in range(2):
@@ -127,7 +127,7 @@ class _Bench:
         manager.free(space, parent)
 
     def evicting(self) -> None:
-        """Allocates from a pool that is full of cached blocks."""
+        """Allocate from a pool that is full of cached blocks."""
         manager, space = self.manager, self.space
         while manager.stats().num_free_blocks:
             free = manager.stats().num_free_blocks
@@ -139,7 +139,7 @@ class _Bench:
             manager.free(space, [1])
 
     def compute(self, request: list[AllocationRequest]) -> None:
-        """Makes a sequence, computes it and frees it: its blocks stay cached."""
+        """Allocate, compute and free a sequence. Its blocks stay cached."""
         sequence_id = [request[0].sequence_id]
         self.manager.allocate(self.space, request)
         step = self.manager.open_step(self.space, sequence_id)
@@ -148,15 +148,15 @@ class _Bench:
 
 
 def decode_context(num_blocks: int) -> int:
-    """The length that the 256 running sequences reach: 1024 tokens, or what fits into a small pool."""
+    """Return the length of the 256 running sequences: 1024 tokens, or what fits into a small pool."""
     return min(PROMPT_TOKENS, num_blocks // BATCH * BLOCK_SIZE)
 
 
 def run(num_blocks: int = 100_000, quick: bool = False) -> dict[str, Any]:
-    """Seconds of every operation at `num_blocks`, and under "scaling" at 1,000, 100,000 and 1,000,000 blocks.
+    """Return seconds of every operation at `num_blocks`, and under "scaling" at 1,000, 100,000 and 1,000,000 blocks.
 
-    `decode_context_tokens` is the length of the 256 sequences of the append steps: less than 1024 at 1,000 blocks,
-    where no more fits. quick: fewer repetitions, and no pool of a million blocks.
+    `decode_context_tokens` is the length of the 256 sequences of the append steps. It is below 1024 at 1,000 blocks,
+    which cannot hold more. `quick` means fewer repetitions and no pool of a million blocks.
     """
     repetitions = 60 if quick else 400
     sizes = SCALING_BLOCKS[:2] if quick else SCALING_BLOCKS
@@ -174,7 +174,7 @@ def run(num_blocks: int = 100_000, quick: bool = False) -> dict[str, Any]:
 
 
 def render(results: dict[str, Any], console: Console) -> None:
-    """The figures in microseconds and as shares of the calibration, and at each pool size."""
+    """Print the figures in microseconds and as ratios to the calibration, and at each pool size."""
     calibration_s, scaling = results["calibration_s"], results["scaling"]
     table = Table(title=f"bookkeeping, {results['num_blocks']:,} blocks of {results['block_size']} tokens")
     table.add_column("operation")

@@ -1,4 +1,4 @@
-"""K and V from N(0, 1) in a pool whose blocks lie at random, the same in pages for a peer, and attention in float64."""
+"""K and V from N(0, 1) in a pool with random blocks, the same data in pages for a peer, and attention in float64."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from kvservice.bench.cuda_shapes import Shape
 from kvservice.ops import cuda
 from kvservice.ops.cuda import DeviceArray, Kernel
 
-# What the keys of an 8-bit pool were divided by. Values were not: the peer would pay for that with a kernel of its own.
+# The scale of keys in an FP8 pool. Values have none, because the peer would need an additional kernel for it.
 K_SCALE = 0.25
-# A table's entries past the context: nobody may look at such a block.
+# The block id in table entries past the context, which no kernel may read.
 NO_BLOCK = 2**31 - 1
 SAMPLED_SEQS, SAMPLED_TOKENS = 6, 16
-# Inputs and weights are rounded to 8 bits of mantissa; a wrong token, head or block is far beyond.
+# Inputs and weights are rounded to 8 bits of mantissa. The error of a wrong token, head or block is much larger.
 MAX_ERROR = 0.02
 
 _TORCH = {"bfloat16": torch.bfloat16, "float8_e4m3fn": torch.float8_e4m3fn}
@@ -25,7 +25,7 @@ _NAMES = {torch.bfloat16: "bfloat16", torch.float32: "float32", torch.int32: "in
 
 @dataclass
 class TorchScratch:
-    """Room for the launches of one stream."""
+    """Workspace for the launches of one stream."""
 
     memory: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8, device="cuda"))
 
@@ -48,7 +48,7 @@ class Inputs:
     v_scale: torch.Tensor | None
 
     def attend(self, layer: int, out: torch.Tensor, scratch: TorchScratch, kernel: Kernel, invariant: bool) -> None:
-        """On torch's current stream."""
+        """Launch attention on torch's current stream."""
         cuda.attention(
             DeviceArray(self.pool.data_ptr(), tuple(self.pool.shape), self.shape.dtype, self.pool.device.index),
             layer,
@@ -120,7 +120,7 @@ def fill_layer(shape: Shape, pool: torch.Tensor, pages: torch.Tensor | None) -> 
 
 
 def keys_and_values(inputs: Inputs, layer: int, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`[num_kv_heads, context, head_size]` each, as the pool holds them: without scales."""
+    """Return K and V, `[num_kv_heads, context, head_size]` each, as stored numbers without scales."""
     shape = inputs.shape
     table = inputs.block_tables[seq, : shape.blocks[seq]].long()
     keys, values = inputs.pool[table, layer].unbind(1)
@@ -132,7 +132,7 @@ def keys_and_values(inputs: Inputs, layer: int, seq: int) -> tuple[torch.Tensor,
 
 
 def reference(inputs: Inputs, layer: int, seq: int, tokens: torch.Tensor) -> torch.Tensor:
-    """float64[len(tokens), num_heads, head_size]: attention of some query tokens of a sequence."""
+    """Return the attention of some query tokens of a sequence, float64[len(tokens), num_heads, head_size]."""
     shape = inputs.shape
     keys, values = keys_and_values(inputs, layer, seq)
     query = inputs.query[seq * shape.query_len + tokens].double()
@@ -148,8 +148,8 @@ def reference(inputs: Inputs, layer: int, seq: int, tokens: torch.Tensor) -> tor
 
 
 def relative_error(inputs: Inputs, layer: int, out: torch.Tensor) -> float:
-    """The largest |out - float64| / |float64| over the heads of sampled tokens of sampled sequences; infinite where a
-    number of the whole output is not finite."""
+    """Return the largest |out - float64| / |float64| over the heads of sampled tokens of sampled sequences. It is
+    infinite if any number of the whole output is not finite."""
     shape = inputs.shape
     if not bool(out.isfinite().all()):
         return math.inf

@@ -1,4 +1,4 @@
-"""A layer's work on a CUDA device from this process: launched and waited for, on tensors that lie there."""
+"""The work of a layer on a CUDA device without a daemon: launched and awaited, on tensors in device memory."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from kvservice.ops import cuda
 
 
 class CudaNativeWay:
-    """As NativeWay; `num_tokens` by size."""
+    """As NativeWay. `num_tokens` is by size."""
 
     def __init__(self, num_tokens: Mapping[str, int]) -> None:
-        """Raises FailedPreconditionError where there is no device."""
+        """Raises FailedPreconditionError if there is no device."""
         cuda_timing.require_device()
         sizes = (1 + max(num_tokens.values()), transports.NUM_LAYERS, 2, transports.NUM_KV_HEADS)
         self._pool = normal(*sizes, transports.HEAD_SIZE * transports.BLOCK_SIZE)

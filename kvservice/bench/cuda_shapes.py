@@ -1,4 +1,4 @@
-"""What `bench attention --device cuda` measures: the shapes, and how much each of them moves and computes."""
+"""The shapes of `bench attention --device cuda`, with their memory traffic and arithmetic."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 BLOCK_SIZE = 16
-# Together the layers that a measurement goes through are several times what the largest second-level cache holds (50 to
-# 60 MB on Hopper), so that none of them is found there when its turn comes again.
+# The layers of a measurement together are several times the size of the largest L2 (50 to 60 MB on Hopper), so that no
+# layer is in L2 when it is used again.
 ROTATION_BYTES = 320 << 20
-# Long enough that the start of a graph does not count.
+# Long enough to make the launch of a graph negligible.
 GRAPH_S = 2e-3
 LEAST_CALLS, MAX_CALLS = 4, 2000
 
-# A guess at what a device does, for the length of a graph only.
+# Estimated rates of a device, only for the length of a graph.
 _BYTES_PER_S, _FLOP_PER_S, _CALL_S = 4e12, 5e14, 3e-6
 
 SHORT_NAMES = {"bfloat16": "bf16", "float8_e4m3fn": "e4m3"}
@@ -23,7 +23,7 @@ SHORT_NAMES = {"bfloat16": "bf16", "float8_e4m3fn": "e4m3"}
 
 @dataclass(frozen=True)
 class Shape:
-    """`contexts` are the sequences' lengths, the last `query_len` tokens of each included. `dtype` is the pool's."""
+    """`contexts` are the lengths of the sequences, including the last `query_len` tokens. `dtype` is the pool's."""
 
     kind: Literal["decode", "extend"]
     dtype: str
@@ -50,7 +50,7 @@ class Shape:
 
     @property
     def num_tokens(self) -> int:
-        """Query tokens of one call."""
+        """Return the query tokens of one call."""
         return self.num_seqs * self.query_len
 
     @property
@@ -59,12 +59,12 @@ class Shape:
 
     @property
     def kv_bytes(self) -> int:
-        """K and V of one layer: what a call reads at least."""
+        """Return the bytes of K and V of one layer, the minimum that a call reads."""
         return sum(self.contexts) * 2 * self.num_kv_heads * self.head_size * self.item_size
 
     @property
     def flop(self) -> int:
-        """Multiplications and additions of one call's two products, of the keys that each query sees."""
+        """Return the multiplications and additions of a call's two products, over the attended keys of each query."""
         query = self.query_len
         pairs = sum(query * (context - query) + query * (query + 1) // 2 for context in self.contexts)
         return 4 * pairs * self.num_heads * self.head_size
@@ -75,14 +75,14 @@ class Shape:
 
     @property
     def num_calls(self) -> int:
-        """Calls of one graph: every layer, over again until it takes long enough."""
+        """Return the calls of one graph: all layers, repeated until it takes long enough."""
         call_s = max(self.kv_bytes / _BYTES_PER_S, self.flop / _FLOP_PER_S, _CALL_S)
         rounds = max(int(-(-GRAPH_S // (call_s * self.num_layers))), -(-LEAST_CALLS // self.num_layers))
         return self.num_layers * min(rounds, max(1, MAX_CALLS // self.num_layers))
 
 
 def unequal(num_seqs: int = 64, longest: int = 16384) -> tuple[int, ...]:
-    """The same lengths in every run, from 1 to the longest."""
+    """Return lengths from 1 to `longest`, the same in every run."""
     draw = random.Random(0)
     return (1, longest, *(draw.randint(1, longest) for _ in range(num_seqs - 2)))
 
@@ -108,7 +108,7 @@ QUICK = ("extend bf16 32/8x128 64x8 on 4088", "decode bf16 32/8x128 16x1024", "d
 
 
 def select(wanted: str, quick: bool) -> tuple[Shape, ...]:
-    """The shapes whose name contains one of the comma-separated words; all of them (or the quick few) without."""
+    """Return the shapes whose name contains one of the comma-separated words; without words all, or the quick few."""
     if not wanted:
         return tuple(shape for shape in SHAPES if not quick or shape.name in QUICK)
     words = [word.strip() for word in wanted.split(",")]

@@ -1,5 +1,5 @@
-"""Time on a CUDA device: graphs of many calls, replayed in turns between two events; and what the device's memory and
-its link to the host give to plain copies."""
+"""Timing on a CUDA device, by graphs of many calls that are replayed in turns between two events; and the bandwidth of
+plain copies in device memory and over the host link."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def new_stream() -> torch.cuda.Stream:
 
 
 def graph_of(call: Callable[[int], object], num_layers: int, num_calls: int) -> torch.cuda.CUDAGraph:
-    """`num_calls` calls, each on the layer after the last one's. The first call of all is made before, outside."""
+    """Capture `num_calls` calls, each on the next layer. The very first call runs before the capture."""
     stream = new_stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -47,8 +47,8 @@ def graph_of(call: Callable[[int], object], num_layers: int, num_calls: int) -> 
 
 
 def take_turns(contenders: Mapping[str, Callable[[], object]], turns: int) -> dict[str, float]:
-    """Median seconds of each, by the device's clock. They take turns, so that a device that slows down does so for all
-    of them."""
+    """Return the median seconds of each contender by the device's clock. They take turns, so that a slow device affects
+    all of them."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(turns + 1):
         for name, contender in contenders.items():
@@ -59,7 +59,7 @@ def take_turns(contenders: Mapping[str, Callable[[], object]], turns: int) -> di
 
 
 def elapsed_s(work: Callable[[], object]) -> float:
-    """Seconds between the events before and after what `work` puts on the current stream."""
+    """Return the seconds between events around the work that `work` enqueues on the current stream."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     start.record()
     work()
@@ -69,7 +69,7 @@ def elapsed_s(work: Callable[[], object]) -> float:
 
 
 def ceilings(turns: int) -> dict[str, float]:
-    """GB/s of a plain copy within the device (bytes read and bytes written), and each way over the link."""
+    """Return GB/s of a plain copy within the device (bytes read plus written), and of the host link per direction."""
     source = torch.ones(DEVICE_COPY_BYTES, dtype=torch.uint8, device="cuda")
     copy = torch.empty_like(source)
     pinned = torch.ones(LINK_BYTES, dtype=torch.uint8, pin_memory=True)

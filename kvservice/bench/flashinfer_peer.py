@@ -1,7 +1,7 @@
-"""FlashInfer beside us, where it is installed: the same K and V in pages of the same size with the same tables.
+"""FlashInfer as a peer, if it is installed: the same K and V, in pages of the same size with the same tables.
 
-Decode has a path of CUDA cores and one of tensor cores, extend two of tensor cores; each is measured. What it prepares
-on the host (`plan`) is done before and timed apart. It compiles a path when it is first used.
+Decode has one path with CUDA cores and one with tensor cores, extend has two with tensor cores; each is measured. Its
+preparation on the host (`plan`) runs before and is timed separately. It compiles a path at its first use.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class FlashInfer:
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
 
     def prepare(self, inputs: Inputs, path: str, out: torch.Tensor) -> tuple[Callable[[int], object], float]:
-        """A call that attends in a layer, and the seconds that its plan takes."""
+        """Return a call that attends in a layer, and the seconds of its plan."""
         wrapper = self._decode(path) if inputs.shape.kind == "decode" else self._extend(path)
         plan = self._planner(wrapper, inputs)
         plan()

@@ -1,7 +1,7 @@
-"""What a decode step of 32 layers costs a client whose pool is on the daemon's GPU, in units of its kernels alone.
+"""Cost of a decode step of 32 layers for a client of a daemon with a GPU, in units of its kernels alone.
 
-The kernels are those of the daemon, on the same blocks, launched by this process as one CUDA graph. All ways take
-turns, a step each. Opening the step is not in the figures: it is one call for all layers.
+The kernels alone are those of the daemon, on the same blocks, launched by this process as one CUDA graph. All
+transports take turns, with one step each. The figures do not include the opening of the step, which is one call.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Tensors:
 
     @staticmethod
     def of(num_seqs: int, empty: Callable[[tuple[int, ...], int], Any]) -> Tensors:
-        """`empty(shape, offset)` is an array, to be filled."""
+        """`empty(shape, offset)` returns an array to fill."""
         arrays, offset = [], 0
         for num_heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS, NUM_HEADS):
             arrays.append(empty((num_seqs, num_heads, HEAD_SIZE), offset))
@@ -80,7 +80,7 @@ def on_gpu(shape: tuple[int, ...], _: int) -> Any:
 
 
 class Bench:
-    """A session whose transport is the mapped pool, its sequences, and the ways to work on their steps."""
+    """A session with the mapped transport, its sequences, and the transports to measure on their steps."""
 
     def __init__(self, session: Session, num_seqs: int, length: int) -> None:
         self.session = session
@@ -88,10 +88,10 @@ class Bench:
         mapped = core.attending
         assert isinstance(mapped, MappedTransport), "it was told to be"
         self.pool = mapped.pool
-        # Before the last token; its blocks have random content, like all of the pool.
+        # The length before the last token. The blocks have random content, like the whole pool.
         random = np.random.default_rng(0)
         prompts = [random.integers(0, 50_000, length - 1).tolist() for _ in range(num_seqs)]
-        # One by one: together they are more tokens than a request may hold.
+        # One by one, because together they exceed the tokens of one request.
         self.sequences: list[Sequence] = [session.allocate(prompt) for prompt in prompts]
         for sequence in self.sequences:
             session.commit(session.open_step([sequence]))
@@ -152,7 +152,7 @@ class Bench:
         with torch.cuda.graph(graph):
             launch()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        for event in (start, end):  # the first replay is slower
+        for event in (start, end):  # warm-up, because the first replay is slower
             event.record()
             graph.replay()
         start.record()
@@ -163,7 +163,7 @@ class Bench:
 
 
 def run(quick: bool) -> dict[str, Any]:
-    """`<shape>_<way>_<p50_s|p99_s>` of a step of 32 layers."""
+    """Return `<shape>_<way>_<p50_s|p99_s>` for a step of 32 layers."""
     torch.cuda.init()  # type: ignore[no-untyped-call]
     results: dict[str, Any] = {"device": torch.cuda.get_device_name(0)}
     with contextlib.ExitStack() as cleanup:

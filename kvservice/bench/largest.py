@@ -1,6 +1,6 @@
-"""The largest requests that the daemon's limits allow, of each RPC, and some that it refuses.
+"""The largest requests of each RPC within the daemon's limits, and some that it refuses.
 
-They come in cycles, each of which leaves the daemon as it was. A cycle is built before it is first run, so that its
+They are grouped in cycles. A cycle leaves the daemon's state unchanged. It is built before its first run, so that its
 requests follow each other closely.
 """
 
@@ -20,11 +20,11 @@ from kvservice.v1 import blocks_pb2, events_pb2, host_pb2, inspect_pb2, pool_pb2
 
 Cycle = Callable[[], Awaitable[None]]
 
-# As large as the daemon takes them.
+# Limits of the daemon.
 MAX_TEXT_BYTES: Final = 4096
 MAX_PING_BYTES: Final = 1 << 20
 WITHOUT_MEANING: Final = "a message without meaning"
-# A stream of events that says nothing for so long has said everything.
+# An event stream that is silent for this long has sent everything.
 _SILENCE_S: Final = 0.5
 
 
@@ -37,7 +37,7 @@ async def cycles(sender: Sender) -> AsyncIterator[Cycle]:
 
 
 def refused(sender: Sender) -> Cycle:
-    """Messages as large as a message may be, to each RPC that takes one: another in each cycle."""
+    """Messages of the maximum size to each RPC with large messages, a different one in each cycle."""
     contents = itertools.cycle(list(garbage.messages(sender.info.max_message_bytes)))
     rpcs = [name for name, method in METHODS.items() if not (method.client_streaming or method.server_streaming)]
 
@@ -49,7 +49,7 @@ def refused(sender: Sender) -> Cycle:
 
 
 def small(sender: Sender) -> Cycle:
-    """Requests that grow with nothing but their texts, to RPCs that take few bytes."""
+    """Requests with the longest texts, to RPCs that take few bytes."""
     text = "x" * MAX_TEXT_BYTES
     data = text.encode()
     kinds = shared_memory_pb2
@@ -84,7 +84,7 @@ def small(sender: Sender) -> Cycle:
 
 
 def batches_of_nothing(sender: Sender) -> Cycle:
-    """Batches whose elements are empty, or that name nothing that there is."""
+    """Batches with empty elements, or with unknown ids."""
     count = sender.info.max_request_sequences
     empty = [blocks_pb2.SequenceAllocation()] * count
     content = f"{count} empty sequences"
@@ -105,7 +105,7 @@ def batches_of_nothing(sender: Sender) -> Cycle:
 
 
 def extra_keys(sender: Sender) -> Cycle:
-    """The longest prompt with as many extra keys as one may have, all at one position and one for each block."""
+    """The longest prompt with the maximum number of extra keys, all at one position or one per block."""
     limit = sender.info.max_request_tokens
     tokens = np.random.default_rng(1).integers(0, 50_000, limit).tolist()
     requests: list[tuple[str, str, Any]] = []
@@ -128,7 +128,7 @@ def extra_keys(sender: Sender) -> Cycle:
 
 
 def sessions(sender: Sender) -> Cycle:
-    """Sessions with the longest names; one is closed with many sequences."""
+    """Sessions with the longest names. One is closed with many sequences."""
     count = sender.info.max_request_sequences
     opening = session_pb2.OpenRequest(name="x" * MAX_TEXT_BYTES, tenant="x" * MAX_TEXT_BYTES)
     tokens = list(range(sender.info.max_request_tokens // count))
@@ -146,7 +146,7 @@ def sessions(sender: Sender) -> Cycle:
 
 
 def stream(sender: Sender) -> Cycle:
-    """Large calls on a session's stream, and messages that are no calls."""
+    """Large calls on a session's stream, and messages that are not calls."""
     count = sender.info.max_request_sequences
     ids = list(range(count))
     tokens = list(range(sender.info.max_request_tokens // count))

@@ -1,4 +1,4 @@
-"""The largest requests about sequences: as many as one request may name, and as long as a sequence may be."""
+"""The largest requests on sequences: the maximum number of sequences per request, and the longest sequence."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from kvservice.v1 import attention_pb2, blocks_pb2, host_pb2, inspect_pb2, tenso
 
 Cycle = Callable[[], Awaitable[None]]
 
-# Bytes of a message that its tensors may not take.
+# Bytes of a message reserved for everything except tensors.
 _OVERHEAD = 65536
 _SNAPSHOT = inspect_pb2.GetSnapshotRequest(max_sessions=1000, max_sequences=1000)
 
 
 def many_sequences(sender: Sender) -> Cycle:
-    """As many sequences as a request may name, which share its tokens equally, and as many forks of them."""
+    """The maximum number of sequences per request, with equal shares of its tokens, and as many forks of them."""
     info = sender.info
     count, length = info.max_request_sequences, info.max_request_tokens // info.max_request_sequences
     content = f"{count} sequences"
@@ -28,7 +28,7 @@ def many_sequences(sender: Sender) -> Cycle:
     can_allocate = blocks_pb2.CanAllocateRequest(sequences=sequences)
     describe = blocks_pb2.DescribeRequest(sequence_ids=ids, return_token_ids=True, return_block_ids=True)
     read = read_request(sender, ids, length)
-    # A token less each: so many are left to compute of every sequence.
+    # One token less per sequence, which remain to be computed.
     more = length - 1
     append = blocks_pb2.AppendRequest(
         sequence_ids=forks, token_ids=tokens[0][:more] * count, num_tokens=[more] * count,
@@ -59,7 +59,7 @@ def many_sequences(sender: Sender) -> Cycle:
 
 
 def longest_sequence(sender: Sender) -> Cycle:
-    """One sequence as long as a sequence may be, and as many forks of it as a request may name."""
+    """One sequence of the maximum length, and the maximum number of forks of it per request."""
     info = sender.info
     length, count = info.max_sequence_tokens, info.max_request_sequences
     num_blocks = length // info.block_size
@@ -121,7 +121,7 @@ async def open_step(sender: Sender, content: str, ids: list[int]) -> int:
 
 
 async def compute(sender: Sender, content: str, ids: list[int], num_tokens: int) -> None:
-    """K/V of so many tokens, as much in each message as it may have."""
+    """Write the K/V of this many tokens, with messages of the maximum size."""
     step_id = await open_step(sender, content, ids)
     part = (sender.info.max_message_bytes - _OVERHEAD) // _token_bytes(sender)
     for first in range(0, num_tokens, part):
@@ -133,7 +133,7 @@ async def compute(sender: Sender, content: str, ids: list[int], num_tokens: int)
 
 
 async def commit(sender: Sender, content: str, ids: list[int]) -> None:
-    """The same as if the K/V were written into the mapped pool."""
+    """Commit a step as if its K/V had been written into the mapped pool."""
     await sender.send("MapPool", "writable", host_pb2.MapPoolRequest(writable=True))
     step_id = await open_step(sender, f"{content}, in a mapped pool", ids)
     await sender.send("Commit", content, host_pb2.CommitRequest(step_id=step_id))
@@ -141,18 +141,18 @@ async def commit(sender: Sender, content: str, ids: list[int]) -> None:
 
 
 def read_request(sender: Sender, ids: list[int], length: int) -> attention_pb2.ReadRequest:
-    """An answer as large as it may be."""
+    """Request a response of the maximum size."""
     each = min(length, (sender.info.max_message_bytes - _OVERHEAD) // _token_bytes(sender) // len(ids))
     ranges = [attention_pb2.SequenceRange(sequence_id=i, start=0, stop=each) for i in ids]
     return attention_pb2.ReadRequest(ranges=ranges)
 
 
 async def attend(sender: Sender, rpc: str, ids: list[int], lengths: list[int]) -> None:
-    """A token for each sequence, with as many query heads as a message may hold."""
+    """Attend with one token per sequence, and as many query heads as fit into a message."""
     await sender.send("Truncate", "by all that was appended", truncate(ids, lengths))
     append = blocks_pb2.AppendRequest(sequence_ids=ids, token_ids=[7] * len(ids), return_slot_mapping=True)
     answer = await sender.send("Append", f"a token to each of {len(ids)} sequences", append)
-    # The daemon counts the output with its log-sum-exp as 9/8 of the query.
+    # The daemon counts output and log-sum-exp as 9/8 of the query.
     num_heads = (sender.info.max_message_bytes - _OVERHEAD) * 8 // 9 // (len(ids) * sender.info.head_size * 2)
     step_id = blocks_pb2.StepResponse.FromString(answer).step_id
     request = attention_pb2.AttendRequest(step_id=step_id, layer=0, return_lse=True)
@@ -164,7 +164,7 @@ async def attend(sender: Sender, rpc: str, ids: list[int], lengths: list[int]) -
 
 
 def _token_bytes(sender: Sender) -> int:
-    """Key and value of one token."""
+    """Return the bytes of key and value of one token."""
     return 2 * sender.info.num_kv_heads * sender.info.head_size * 2
 
 

@@ -1,8 +1,8 @@
-"""What a client feels while another sends the largest requests that the daemon takes, or refuses.
+"""Latency of a client while another client sends the largest requests that the daemon accepts or refuses.
 
-One process sends each of the requests of `largest.py` again and again, one at a time. Another does nothing but ping, on
-a connection of its own; a ping counts for the request that was being answered halfway through it. The pings while
-nothing was sent are the baseline: they alternate with the requests, so that a machine that slows down slows both.
+One process sends each request of `largest.py` repeatedly, one at a time. Another process only pings, on a separate
+connection. A ping counts for the request that is in progress at the midpoint of the ping. Pings during idle times are
+the baseline; they alternate with the requests, so that a slow machine affects both.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from kvservice.bench.pinger import Pinger, Pings
 from kvservice.bench.sending import Sender
 from kvservice.launch import Daemon
 
-# The longest that a request may hold the event loop.
+# Goal for the longest time that a request blocks the event loop.
 GOAL_S: Final = 0.020
 QUANTILES: Final = {"ping_p50_s": 50, "ping_p99_s": 99, "ping_max_s": 100}
 IDLE: Final = ("idle", "")
 IDLE_S, IDLE_QUICK_S = 0.5, 0.02
-# Each cycle is repeated for so long.
+# Seconds for which each cycle is repeated.
 REPEAT_S, REPEAT_QUICK_S = 3.0, 0.0
-# Block events carry everything they can, and there are enough blocks for the largest requests not to be refused.
+# Block events include token ids, and there are enough blocks for the largest requests.
 POOL: dict[str, Any] = {
     "num_layers": 1,
     "num_kv_heads": 1,
@@ -48,7 +48,7 @@ POOL: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Span:
-    """A request, by RPC and content, from its sending to its answer; or a time in which none was sent."""
+    """The time of a request from sending to response, named by RPC and content, or an idle time."""
 
     name: tuple[str, str]
     start: float
@@ -57,14 +57,14 @@ class Span:
 
 
 class Timeline:
-    """What was sent, and when. Spans follow each other."""
+    """The sequence of spans. They do not overlap."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
 
     @asynccontextmanager
     async def span(self, rpc: str, content: str) -> AsyncIterator[list[str]]:
-        """The list takes the status of the answer."""
+        """Open a span. The caller appends the status of the response to the list."""
         status: list[str] = []
         start = time.monotonic()
         yield status
@@ -76,7 +76,7 @@ class Timeline:
             status.append("OK")
 
     def rows(self, pings: Pings) -> dict[tuple[str, str], dict[str, Any]]:
-        """By RPC and content; `pings` float64[n, 2]."""
+        """Return the pings of each span by RPC and content. `pings` is float64[n, 2]."""
         starts, ends = (np.array([getattr(span, name) for span in self.spans]) for name in ("start", "end"))
         middles = pings.mean(1)
         during = np.searchsorted(starts, middles, "right") - 1
@@ -94,7 +94,7 @@ class Timeline:
             "request_p50_s": float(np.median([span.end - span.start for span in spans])),
             "pings": len(felt),
         }
-        # A request may be answered before any ping is.
+        # A request may be answered before the first ping.
         return row | (quantiles(felt) if len(felt) else dict.fromkeys(QUANTILES))
 
 
@@ -118,8 +118,8 @@ async def send_all(address: str, timeline: Timeline, quick: bool) -> None:
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """`idle`: the row without requests. `rows`: `{rpc, content, requests, statuses, request_p50_s, pings, ping_p50_s,
-    ping_p99_s, ping_max_s}`; the quantiles are None where no ping fell into a request."""
+    """Return `idle`, the row without requests, and `rows`: `{rpc, content, requests, statuses, request_p50_s, pings,
+    ping_p50_s, ping_p99_s, ping_max_s}`. The quantiles are None if no ping counts for a request."""
     timeline, pinger = Timeline(), Pinger()
     with Daemon(**POOL) as daemon, pinger.pinging(daemon.address):
         uvloop.run(send_all(daemon.address, timeline, quick))

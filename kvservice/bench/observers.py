@@ -1,7 +1,7 @@
-"""What being watched costs: calls to a daemon with a million blocks while nobody looks, and while many do.
+"""Cost of observation: calls to a daemon with a million blocks, without and with many observers.
 
-Each way of watching has a daemon of its own, started anew in each round; the ways take turns, so that a machine that
-slows down slows all of them. Those who watch are in a process of their own.
+Each kind of observation has its own daemon, which is restarted in each round. The kinds take turns, so that a slow
+machine affects all of them. The observers run in a separate process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvservice.v1 import blocks_pb2
 NUM_PAGES = 10
 SHAPE = (1, 1, 32)
 NUM_BLOCKS, NUM_BLOCKS_QUICK = 1_000_000, 100_000
-# Tokens of the sequences that fill most of the pool.
+# Length of the sequences that fill most of the pool.
 LARGE = 16_384
 POOL: dict[str, Any] = {
     "num_layers": SHAPE[0],
@@ -42,7 +42,7 @@ POOL: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Watch:
-    """`options` of the daemon; how many pages are open, and whether Prometheus scrapes and a router follows events."""
+    """`options` of the daemon, the number of open pages, and whether Prometheus scrapes and a router follows events."""
 
     label: str
     options: dict[str, Any]
@@ -62,7 +62,7 @@ def ways(port: int) -> dict[str, Watch]:
 
 
 async def fill(api: Api, num_blocks: int) -> None:
-    """Most of the pool is held or cached, so that there is something to look at."""
+    """Fill most of the pool with active and cached blocks."""
     for n in range(num_blocks * POOL["block_size"] * 9 // 10 // LARGE):
         sequence_id = await new_sequence(api, LARGE, SHAPE)
         if n % 2:
@@ -70,7 +70,7 @@ async def fill(api: Api, num_blocks: int) -> None:
 
 
 async def measure(address: str, watch: Watch, port: int, num_blocks: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each call, by what was called."""
+    """Return the seconds of each call by operation."""
     async with connected(address) as api:
         await fill(api, num_blocks)
         append = Append(api, IN_FLIGHT, 64, 64, SHAPE)
@@ -85,14 +85,14 @@ async def measure(address: str, watch: Watch, port: int, num_blocks: int, rounds
             for round_number in range(rounds + 1):
                 for name, workload in workloads.items():
                     seconds = await latencies(workload, api.call, 1)
-                    if round_number:  # the first warms up
+                    if round_number:  # the first call is a warm-up
                         samples[name] += seconds
         return samples
 
 
 @contextlib.contextmanager
 def watched(address: str, watch: Watch, port: int) -> Iterator[None]:
-    """While they watch, from a process of their own."""
+    """Run the observers in a separate process."""
     if not (watch.pages or watch.scrapes or watch.events):
         yield
         return
@@ -111,7 +111,7 @@ def watched(address: str, watch: Watch, port: int) -> Iterator[None]:
 
 
 def run(quick: bool) -> dict[str, Any]:
-    """`<way>_<call>_<p50_s|p99_s>`."""
+    """Return `<way>_<call>_<p50_s|p99_s>`."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

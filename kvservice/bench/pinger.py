@@ -1,7 +1,7 @@
-"""A client that does nothing but ping, for `limits.py`: `python -m kvservice.bench.pinger ADDRESS`.
+"""A client that only pings, for `limits.py`: `python -m kvservice.bench.pinger ADDRESS`.
 
-It says "pinging" after its first answer and pings until its standard input ends. Then it writes, for each ping, the
-times at which it began and ended, two doubles of the clock that `time.monotonic` reads in all processes of a host.
+It prints "pinging" after the first response and pings until its standard input ends. Then it writes the start and end
+time of each ping, two doubles of the clock of `time.monotonic`, which all processes of a host share.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import grpc  # noqa: E402  the environment comes first
 
 from kvservice.v1 import pool_pb2, pool_pb2_grpc  # noqa: E402
 
-# Between two pings: the pinger asks for little, and a daemon that is held keeps it waiting for most of the time.
+# Pause between two pings. It is short enough that a blocked daemon delays most pings.
 PAUSE_S = 0.001
 Pings = npt.NDArray[np.float64]
 
@@ -48,14 +48,14 @@ async def ping(address: str) -> list[float]:
 
 
 class Pinger:
-    """The process. `pings` float64[n, 2], beginnings and ends, are there when `pinging` is over."""
+    """The pinger process. `pings` float64[n, 2] (start, end) is available after `pinging`."""
 
     def __init__(self) -> None:
         self.pings: Pings = np.zeros((0, 2))
 
     @contextlib.contextmanager
     def pinging(self, address: str) -> Iterator[None]:
-        """Raises RuntimeError if the process ended before it was asked to."""
+        """Raises RuntimeError if the process ends early."""
         command = [sys.executable, "-P", "-m", "kvservice.bench.pinger", address]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
             try:

@@ -1,9 +1,9 @@
-"""What a call costs: every call against a real daemon on a unix socket, as unary RPC and on a session's stream.
+"""Cost of calls to a real daemon on a unix socket, as unary RPCs and on a session's stream.
 
-Figures are those of the client: building the request, the way there and back, taking the answer apart. They mean
-something in units of the echo of the same run. Attention is over short contexts here, so that it is the way that is
-measured; `kvservice bench attention` measures the kernels. The ways that a layer's tensors can take are measured
-beside each other in `transports.py`, and what it costs to be watched in `observers.py`.
+The client measures the times: building the request, the round trip, decoding the response. They are meaningful in units
+of the echo of the same run. Attention is over short contexts here, so that the transport dominates; `kvservice bench
+attention` measures the kernels. `transports.py` compares the transports of a layer's tensors, and `observers.py`
+measures the cost of observation.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from kvservice.launch import Daemon
 
 
 async def unary_rate(workload: Workload, rounds: int) -> float:
-    """Calls per second, IN_FLIGHT at a time."""
+    """Return calls per second, with IN_FLIGHT concurrent calls."""
 
     async def one(name: str, build: Callable[[], Any]) -> None:
         take(await workload.api.unary(name, build()))
@@ -99,7 +99,7 @@ async def measure(address: str, rounds: int) -> dict[str, Any]:
         async for name, workload in _workloads(api):
             for way, call in (("unary", api.unary), ("stream", api.call)):
                 await latencies(workload, call, 1)
-                # The echo beside each call, so that a machine that slows down slows both.
+                # The echo runs in turns with each call, so that a slow machine affects both.
                 echoes[way] += await latencies(echo, call, max(1, rounds // 4))
                 seconds = await latencies(workload, call, rounds)
                 rate = unary_rate if way == "unary" else stream_rate
@@ -115,7 +115,7 @@ async def measure(address: str, rounds: int) -> dict[str, Any]:
 
 
 def open_native(device: str) -> transports.Way:
-    """Raises ModuleNotFoundError, or FailedPreconditionError, where it cannot be had."""
+    """Raises ModuleNotFoundError or FailedPreconditionError if the device cannot be used."""
     if device == "cpu":
         return transports.NativeWay()
     from kvservice.bench.cuda_native import CudaNativeWay
@@ -124,8 +124,8 @@ def open_native(device: str) -> transports.Way:
 
 
 def run(quick: bool = False, device: str = "cpu") -> dict[str, Any]:
-    """`<call>_<unary|stream>_<p50_s|p99_s|per_s>`, and the results of `transports.run` and of `observers.run`."""
-    native = open_native(device)  # first, for it says what is missing
+    """Return `<call>_<unary|stream>_<p50_s|p99_s|per_s>`, and the results of `transports.run` and `observers.run`."""
+    native = open_native(device)  # first, because it reports missing packages or devices
     with Daemon(**POOL, device=device) as daemon:
         results = uvloop.run(measure(daemon.address, 3 if quick else 40))
     return results | {"transports": transports.run(native, device, quick), "observers": observers.run(quick)}

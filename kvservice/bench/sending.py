@@ -1,4 +1,4 @@
-"""Requests of any RPC of the contract, as bytes that no client library has checked, one at a time."""
+"""Requests of any RPC of the contract, as unchecked bytes, one at a time."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ METHODS = {
     for service in module.DESCRIPTOR.services_by_name.values()
     for method in service.methods
 }
-# A context in which a request of an RPC, with a content, is answered; the list takes the answer's status.
+# Context of one request, given RPC and content. The caller appends the status of the response to the list.
 OpenSpan = Callable[[str, str], AbstractAsyncContextManager[list[str]]]
 
 
 class Sender:
-    """`token` is that of the session that requests belong to, unless they name another."""
+    """Sends requests. `token` is the session token for requests without one."""
 
     def __init__(self, channel: grpc.aio.Channel, open_span: OpenSpan) -> None:
         self._channel = channel
@@ -52,7 +52,7 @@ class Sender:
     @classmethod
     @asynccontextmanager
     async def connected(cls, address: str, open_span: OpenSpan) -> AsyncIterator[Sender]:
-        """A sender with a session, whose stream says nothing more once it is attached."""
+        """Yield a sender with a session, whose stream is idle after it is attached."""
         async with grpc.aio.insecure_channel(address, CHANNEL_OPTIONS) as channel:
             sender = cls(channel, open_span)
             opened = await sender._unary("Open", b"")
@@ -65,7 +65,7 @@ class Sender:
             await sender._unary("Close", sender._bytes(session_pb2.CloseRequest()))
 
     async def send(self, rpc: str, content: str, request: Message | bytes) -> bytes:
-        """The answer's bytes; none if the request is refused. `content` says what is large in it."""
+        """Send a request. Returns the response's bytes, empty if it is refused. `content` describes the large part."""
         data = self._bytes(request)
         async with self._span(rpc, content) as status:
             try:
@@ -77,8 +77,7 @@ class Sender:
             return answer
 
     async def stream(self, calls: dict[str, bytes]) -> None:
-        """The calls, by their contents, on a stream that is opened for them. Each is answered before the next is
-        sent."""
+        """Send calls, by content, on a new stream. Each call is answered before the next one is sent."""
         stream: Any = self._channel.stream_stream(_path("Connect"))()
         for content, data in calls.items():
             async with self._span("Connect", content) as status:
@@ -87,7 +86,7 @@ class Sender:
         await stream.done_writing()
 
     async def subscribe(self, content: str, request: Message, num_answers: int) -> None:
-        """So many messages of an event stream."""
+        """Receive this many messages of an event stream."""
         stream = self._subscribe(request)
         async with self._span("Subscribe", content) as status:
             for _ in range(num_answers):
@@ -96,7 +95,7 @@ class Sender:
         stream.cancel()
 
     async def count_events(self, request: Message, silence_s: float) -> int:
-        """The messages that a subscriber gets before it gets none for so long."""
+        """Count the messages of a subscriber until it gets none for `silence_s` seconds."""
         stream = self._subscribe(request)
         count = 0
         while True:

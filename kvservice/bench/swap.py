@@ -1,7 +1,8 @@
-"""Swapping: whole blocks between the device's pool and page-locked memory, alone and beside a decode.
+"""Swapping of whole blocks between the device's pool and pinned memory, alone and during a decode.
 
-Blocks are those of a Llama-3-8B: 32 layers, 8 KV heads of 128, bfloat16, 16 tokens, 2 MiB. Their ids are random on both
-sides; what has gone out and come back to other blocks is compared first. The ceiling is one large copy each way.
+Blocks are those of Llama-3-8B: 32 layers, 8 KV heads of 128, bfloat16, 16 tokens, 2 MiB. Block ids are random on both
+sides. First, blocks that were swapped out and back to other blocks are compared. The ceiling is one large copy in each
+direction.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from kvservice.ops.cuda import HOST, DeviceArray
 NUM_LAYERS = 32
 BLOCK_BYTES = NUM_LAYERS * 2 * 8 * 128 * 16 * 2
 DECODE, QUICK_DECODE = (64, 4096), (16, 1024)
-# What is copied by one call. In two halves of the swap's blocks one goes out while the other comes in.
+# Blocks copied by one call. One half of the swap blocks moves out while the other half moves in.
 CALL_BLOCKS, QUICK_CALL_BLOCKS = 512, 64
-# What is copied by one call beside a decode.
+# Blocks copied by one call during a decode.
 STREAM_BLOCKS = 32
 
 Ids = npt.NDArray[np.int32]
@@ -42,7 +43,7 @@ Ids = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class Side:
-    """Blocks that one direction copies: ids in the device's pool and, as many, in the host's."""
+    """Blocks of one direction: ids in the device's pool, and as many in the host's."""
 
     device_ids: Ids
     host_ids: Ids
@@ -55,7 +56,7 @@ class Side:
 @dataclass(frozen=True)
 class Bench:
     pool: torch.Tensor  # [num_blocks, num_layers, 2, 8, 2048] on the device
-    host: torch.Tensor  # the same, page-locked
+    host: torch.Tensor  # the same, pinned
     decode: Inputs
     leaving: Side
     coming: Side
@@ -77,9 +78,9 @@ def pool_array(pool: torch.Tensor) -> DeviceArray:
 
 
 def run(quick: bool = False) -> dict[str, Any]:
-    """`gb_per_s` of `swap_out`, `swap_in` and `both` (each way, at once), the same of one large copy in `ceilings`, and
-    `decode`: `alone_us` and `beside_us` of a layer's call, `loss` (a share), the swaps' `out_gb_per_s` and
-    `in_gb_per_s` meanwhile.
+    """Return `gb_per_s` of `swap_out`, `swap_in` and `both` (per direction, at once), the same for one large copy in
+    `ceilings`, and `decode`: `alone_us` and `beside_us` of a layer's call, `loss` (a fraction), and `out_gb_per_s` and
+    `in_gb_per_s` of the swaps during the decode.
     """
     cuda_timing.require_device()
     turns = 3 if quick else 9
@@ -138,7 +139,7 @@ def decode_inputs(shape: Shape, pool: torch.Tensor, tables: torch.Tensor) -> Inp
 
 
 def check(bench: Bench) -> None:
-    """Blocks that go out and come back elsewhere are what they were."""
+    """Check that blocks keep their content when they are swapped out and back to other blocks."""
     bench.swap_out(bench.leaving)
     bench.swap_in(Side(bench.coming.device_ids, bench.leaving.host_ids))
     torch.cuda.synchronize()
@@ -147,13 +148,13 @@ def check(bench: Bench) -> None:
         left, came = (torch.from_numpy(side.device_ids[some]).long().cuda() for side in (bench.leaving, bench.coming))
         if not torch.equal(bench.pool[left], bench.pool[came]):
             raise InternalError("blocks that were swapped out and in are not what they were")
-    # The host's other half gets content too.
+    # The other half of the host's blocks gets content, too.
     bench.swap_out(bench.coming)
     torch.cuda.synchronize()
 
 
 class Both:
-    """Two pieces of work at once, each on a stream of its own; the current stream waits for both."""
+    """Run two pieces of work concurrently on two streams. The current stream waits for both."""
 
     def __init__(self, *works: Callable[[], object]) -> None:
         self._works = [(work, cuda_timing.new_stream()) for work in works]
@@ -169,7 +170,7 @@ class Both:
 
 
 def link_both_ways(turns: int) -> dict[str, float]:
-    """GB/s each way of two large copies at once."""
+    """Return GB/s per direction of two concurrent large copies."""
     size = cuda_timing.LINK_BYTES
     hosts = [torch.ones(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     devices = [torch.ones(size, dtype=torch.uint8, device="cuda") for _ in range(2)]
@@ -181,7 +182,7 @@ def link_both_ways(turns: int) -> dict[str, float]:
 
 
 def beside_decode(bench: Bench, turns: int) -> dict[str, float]:
-    """A layer's decode call, alone and while both directions swap as fast as they can."""
+    """Measure a layer's decode call, alone and during swaps in both directions at full speed."""
     out, scratch = torch.full_like(bench.decode.query, math.nan), TorchScratch()
     num_calls = 4 * NUM_LAYERS
     graph = cuda_timing.graph_of(
@@ -209,8 +210,8 @@ def beside_decode(bench: Bench, turns: int) -> dict[str, float]:
 
 
 class Swapper:
-    """Copies a side's blocks over and over, from a thread of its own, on a stream of its own, two calls ahead of the
-    device. `bytes` counts what has arrived."""
+    """Copies the blocks of one direction repeatedly, from its own thread on its own stream, two calls ahead of the
+    device. `bytes` counts the completed copies."""
 
     def __init__(self, swap: Callable[[Side], object], side: Side) -> None:
         self.bytes = 0

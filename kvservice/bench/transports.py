@@ -1,8 +1,8 @@
-"""What a layer costs by each way that its tensors can take to the daemon, beside the same work in this process.
+"""Cost of a layer with each transport of its tensors to the daemon, and of the same work in this process.
 
-A step has 32 layers over short contexts, one kernel thread on each side, so that it is the way that is measured. All
-ways take turns, a step each, so that a machine that slows down slows all of them. Figures are those of the client.
-Tensors lie in host memory, in a region where the way can use one; those of the native call lie where the pool does.
+A step has 32 layers over short contexts, with one kernel thread on each side, so that the transport dominates. All
+transports take turns, with one step each, so that a slow machine affects all of them. The client measures the times.
+Tensors are in host memory, in a region if the transport can use one; those of the native call are in the pool's memory.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from kvservice.v1 import attention_pb2, attention_pb2_grpc, pool_pb2
 from kvservice.wire.tensors import put_tensor, to_array
 
 NUM_LAYERS, NUM_KV_HEADS, NUM_HEADS, HEAD_SIZE, BLOCK_SIZE = 32, 2, 28, 128, 16
-# Query, key and value of one token, bfloat16.
+# Bytes of query, key and value of one token, bfloat16.
 TOKEN_BYTES = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_SIZE * 2
-# One block, which all sequences of a batch share; each token is the first in a block of its sequence's own.
+# All sequences of a batch share one block. Each token is the first in a private block of its sequence.
 CONTEXT = BLOCK_SIZE
 SIZES = {"16k": 16 << 10, "256k": 256 << 10, "2m": 2 << 20}
 TRANSPORTS = ("inline", "region", "lane", "mapped")
@@ -65,7 +65,7 @@ def normal(*shape: int) -> Any:
 
 
 def context_kv() -> Any:
-    """Keys, and values, of what all sequences have in common."""
+    """Return the keys and values of the common prefix of all sequences."""
     return normal(NUM_LAYERS, CONTEXT, NUM_KV_HEADS, HEAD_SIZE)
 
 
@@ -75,7 +75,7 @@ def tokens_of(size: str) -> int:
 
 class Way(Protocol):
     def step(self, size: str) -> list[float]:
-        """Seconds of each layer of one step, in which query, key and value have so many bytes."""
+        """Return the seconds of each layer of one step, whose query, key and value have `size` bytes."""
 
 
 class Tensors:
@@ -94,12 +94,12 @@ class Tensors:
 
 
 class NativeWay:
-    """The work of a layer in this process: keys and values written, attention over a pool like the daemon's."""
+    """The work of a layer in this process: write keys and values, and attend over a pool like the daemon's."""
 
     def __init__(self) -> None:
         self.tensors = {size: Tensors(tokens_of(size)) for size in SIZES}
         num_blocks = 1 + max(tensors.num_tokens for tensors in self.tensors.values())
-        # A memory file, as the daemon's is: large pages would make a difference.
+        # A memory file like the daemon's pool, because large pages would change the result.
         memory = mmap.mmap(-1, num_blocks * NUM_LAYERS * 2 * NUM_KV_HEADS * HEAD_SIZE * BLOCK_SIZE * 2)
         shape = (num_blocks, NUM_LAYERS, 2, NUM_KV_HEADS, HEAD_SIZE * BLOCK_SIZE)
         self._pool: Any = np.ndarray(shape, DTYPES["bfloat16"], memory)
@@ -118,14 +118,14 @@ class NativeWay:
 
 
 def native_tables(num_seqs: int) -> tuple[Any, Any, Any, Any]:
-    """Slot mapping, query lengths, block tables and context lengths of a step: block 0 is shared."""
+    """Return slot mapping, query lengths, block tables and context lengths of a step. All sequences share block 0."""
     own = np.arange(1, num_seqs + 1)
     tables = np.stack([np.zeros_like(own), own], 1).astype(np.int32)
     return own * BLOCK_SIZE, np.ones(num_seqs, np.int32), tables, np.full(num_seqs, CONTEXT + 1, np.int32)
 
 
 class ClientWay:
-    """By a session's transport. Raises the errors of `KVClient.session`."""
+    """A layer by a session's transport. Raises the errors of `KVClient.session`."""
 
     def __init__(self, address: str, transport: str, cleanup: contextlib.ExitStack) -> None:
         self.client = cleanup.enter_context(KVClient(address, transport=transport))
@@ -151,7 +151,7 @@ class ClientWay:
 
 
 class UnaryWay(ClientWay):
-    """By a unary RPC for each layer, which the client never uses."""
+    """A layer by a unary RPC, which the client never uses."""
 
     def __init__(self, address: str, cleanup: contextlib.ExitStack) -> None:
         super().__init__(address, "inline", cleanup)
@@ -173,7 +173,7 @@ def seconds_of(call: Callable[[], object]) -> float:
 
 
 def open_ways(address: str, native: Way, cleanup: contextlib.ExitStack) -> tuple[dict[str, Way], dict[str, str]]:
-    """By name: the ways that there are, and why there are no others."""
+    """Return the available transports by name, and the reasons why others are missing."""
     unary = UnaryWay(address, cleanup)
     ways: dict[str, Way] = {"native": native, "unary": unary}
     refused = {}
@@ -189,7 +189,7 @@ def open_ways(address: str, native: Way, cleanup: contextlib.ExitStack) -> tuple
 
 
 def probes(ways: dict[str, Way]) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Calls without work, of the client and of its ways: what a round trip takes at the least."""
+    """Calls without work, by client and transport: the minimum of a round trip."""
     inline = ways["inline"]
     assert isinstance(inline, ClientWay), "the daemon refuses it to nobody"
     payload = bytes(100)
@@ -200,7 +200,7 @@ def probes(ways: dict[str, Way]) -> Iterator[tuple[str, Callable[[], object]]]:
         lane = way.session._core.attending._lane  # type: ignore[attr-defined]
 
         def ring() -> None:
-            """A call that is refused at once: of a step that there is not."""
+            """Send a call of an unknown step, which is refused immediately."""
             number = lane.submit(1 << 40, 0, True, NUM_HEADS, (0, 0), (0, 0), (0, 0), (0, 0), None)
             assert lane.wait(number, 10.0)[0] == "UNKNOWN_STEP"
 
@@ -208,7 +208,7 @@ def probes(ways: dict[str, Way]) -> Iterator[tuple[str, Callable[[], object]]]:
 
 
 def measure(address: str, native: Way, rounds: int) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Seconds of each call, by what was called; and what was refused."""
+    """Return the seconds of each call by transport, and the reasons of missing transports."""
     samples: dict[str, list[float]] = {}
     with contextlib.ExitStack() as cleanup:
         ways, refused = open_ways(address, native, cleanup)
@@ -218,14 +218,14 @@ def measure(address: str, native: Way, rounds: int) -> tuple[dict[str, list[floa
                 samples.setdefault(name, []).extend(seconds_of(call) for _ in range(NUM_LAYERS))
             for size in SIZES:
                 for name, way in ways.items():
-                    way.step(size)  # whoever slept is awake after it
+                    way.step(size)  # wakes up sleeping threads
                     samples.setdefault(f"{name}_{size}", []).extend(way.step(size))
     return samples, refused
 
 
 def run(native: Way, device: str, quick: bool) -> dict[str, Any]:
-    """`<way>_<size>_<p50_s|p99_s>`, and for the calls without work `<echo_unary|echo_stream|ring>_<p50_s|p99_s>`.
-    `refused`: why a way is missing."""
+    """Return `<way>_<size>_<p50_s|p99_s>`, for calls without work `<echo_unary|echo_stream|ring>_<p50_s|p99_s>`, and in
+    `refused` the reasons for missing transports."""
     threads = ops.num_threads()
     ops.set_num_threads(1)
     try:

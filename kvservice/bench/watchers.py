@@ -1,6 +1,6 @@
-"""Those who watch a daemon, for `observers.py`: `python -m kvservice.bench.watchers PORT PAGES SCRAPES ADDRESS`.
+"""Observers of a daemon, for `observers.py`: `python -m kvservice.bench.watchers PORT PAGES SCRAPES ADDRESS`.
 
-Says "watching" when each of them has had its first answer, and goes on until it is killed.
+It prints "watching" when each observer has received its first response, and runs until it is killed.
 """
 
 from __future__ import annotations

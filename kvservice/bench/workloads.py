@@ -1,4 +1,4 @@
-"""Calls against a real daemon, to be timed: how they are prepared, made and taken apart."""
+"""Calls to a real daemon for measurements: their preparation, execution and decoding."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from kvservice.wire.tensors import put_tensor, to_array  # noqa: E402
 
 IN_FLIGHT = 32
 NUM_LAYERS, NUM_KV_HEADS, NUM_HEADS, HEAD_SIZE = 4, 2, 28, 128
-# Query, key and value of one token, bfloat16.
+# Bytes of query, key and value of one token, bfloat16.
 TOKEN_BYTES = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_SIZE * 2
 LONG_CONTEXT, SHORT_CONTEXT = 1024, 16
 POOL: dict[str, Any] = {
@@ -48,16 +48,16 @@ POOL: dict[str, Any] = {
     "num_threads": 1,
 }
 
-# Layers, K/V heads, head size.
+# Layers, KV heads, head size.
 Shape = tuple[int, int, int]
 SHAPE = (NUM_LAYERS, NUM_KV_HEADS, HEAD_SIZE)
 
-# A call that is ready to be built: the field of `Call`, and what makes the request.
+# A call before serialization: the field of `Call`, and the function that builds the request.
 Request = tuple[str, Callable[[], Any]]
 
 
 class Api:
-    """A session's two ways to the daemon."""
+    """A session's two paths to the daemon: unary RPCs and its stream."""
 
     def __init__(self, channel: grpc.aio.Channel, token: bytes, stream: Any) -> None:
         stubs = (
@@ -101,7 +101,7 @@ async def connected(address: str) -> AsyncIterator[Api]:
 
 
 class Workload:
-    """A kind of call. `begin` and `end` stand around a round of IN_FLIGHT calls, which are independent, and are not
+    """A kind of call. `begin` and `end` run before and after a round of IN_FLIGHT independent calls, and are not
     measured."""
 
     def __init__(self, api: Api) -> None:
@@ -120,7 +120,7 @@ class Echo(Workload):
 
 
 class Sequences(Workload):
-    """Workloads that make new sequences and free them."""
+    """Workloads that allocate and free sequences."""
 
     ids: Iterator[int] = itertools.count(1 << 40)
 
@@ -139,7 +139,7 @@ class Sequences(Workload):
 
 class Allocate(Sequences):
     async def begin(self) -> list[Request]:
-        # The first token is new in every prompt: no prefix is known.
+        # The first token is different in every prompt, so there are no prefix hits.
         prompts = [(i, [i & 0x7FFFFFFF, *random.choices(range(50_000), k=LONG_CONTEXT - 1)]) for i in self._new_ids()]
         return [("allocate", partial(self._request, i, prompt)) for i, prompt in prompts]
 
@@ -165,7 +165,7 @@ class Free(Fork):
 
     @staticmethod
     def _free_request(sequence_id: int) -> Any:
-        # Any id that no fork has used.
+        # An unused id.
         return blocks_pb2.FreeRequest(request_id=sequence_id << 1, sequence_ids=[sequence_id])
 
     async def end(self) -> None:
@@ -173,7 +173,7 @@ class Free(Fork):
 
 
 class Groups(Workload):
-    """Workloads over running batches: `num_groups` batches of `size` sequences, all forks of one."""
+    """Workloads on running batches: `num_groups` batches of `size` sequences, all forks of one sequence."""
 
     def __init__(self, api: Api, num_groups: int, size: int, length: int, shape: Shape = SHAPE) -> None:
         super().__init__(api)
@@ -204,7 +204,7 @@ class Append(Groups):
 
 
 class DecodeIds(Groups):
-    """A decode call that names step and layer and brings nothing: the bookkeeping of a call without its bytes."""
+    """A decode call with step and layer but without tensors: the bookkeeping of a call without its bytes."""
 
     async def begin(self) -> list[Request]:
         step = await self.api.call("append", self.append_request(self.groups[0]))
@@ -238,7 +238,7 @@ def normal(*shape: int) -> Any:
 
 
 async def new_sequence(api: Api, length: int, shape: Shape = SHAPE) -> int:
-    """A computed sequence in a pool of that shape."""
+    """Return a computed sequence in a pool of that shape."""
     sequence_id = next(Sequences.ids)
     prompt = random.choices(range(50_000), k=length)
     await api.call("allocate", Allocate._request(sequence_id, prompt))
@@ -253,13 +253,13 @@ async def new_sequence(api: Api, length: int, shape: Shape = SHAPE) -> int:
 
 
 def take(response: Any) -> None:
-    """What a client does with an answer: its tensor's bytes become its own array."""
+    """Decode a response as a client does: copy the tensor's bytes into an array."""
     if isinstance(response, attention_pb2.AttendResponse) and response.HasField("output"):
         to_array(response.output, "output").copy()
 
 
 async def latencies(workload: Workload, call: Callable[[str, Any], Awaitable[Any]], rounds: int) -> list[float]:
-    """Seconds of each call, one in flight."""
+    """Return the seconds of each call, with one call in flight."""
     seconds = []
     for _ in range(rounds):
         for name, build in await workload.begin():
