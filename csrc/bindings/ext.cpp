@@ -10,16 +10,16 @@
 #include <vector>
 
 #include "attention.h"
-#include "binding_arguments.h"
-#include "binding_errors.h"
+#include "bindings/arguments.h"
+#include "bindings/exceptions.h"
+#include "bindings/lane.h"
+#include "bindings/wire.h"
 #include "copy_blocks.h"
 #include "cpu/attention_kernel.h"
 #include "cpu/parallel.h"
 #include "errors.h"
 #include "kv_slots.h"
 #include "lane/cpu_executor.h"
-#include "lane_bindings.h"
-#include "wire/bindings.h"
 
 namespace py = pybind11;
 

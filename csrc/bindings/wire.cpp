@@ -1,4 +1,4 @@
-#include "wire/bindings.h"
+#include "bindings/wire.h"
 
 #include <pybind11/stl.h>
 

@@ -1,6 +1,6 @@
 // Memory, streams and events for Python: objects that live until they are closed or dropped, and memory in the order of
 // a stream.
-#include "cuda/bindings.h"
+#include "bindings/cuda_handles.h"
 
 #include <cstring>
 #include <memory>

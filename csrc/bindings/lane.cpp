@@ -1,5 +1,5 @@
 // Lanes for Python: the objects keep what they point to alive, and wait without the interpreter lock.
-#include "lane_bindings.h"
+#include "bindings/lane.h"
 
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
@@ -13,12 +13,12 @@
 #include <unordered_map>
 #include <utility>
 
-#include "binding_arguments.h"
+#include "bindings/arguments.h"
+#include "bindings/lane_in_place.h"
 #include "lane/client.h"
 #include "lane/executor.h"
 #include "lane/server.h"
 #include "lane/session.h"
-#include "lane_in_place.h"
 
 namespace kvservice {
 namespace {

@@ -1,13 +1,13 @@
 // Python's door to the CUDA kernels (kvservice/_cuda.pyi): integers become pointers, errors exceptions. Whatever may
 // wait, for the device or for room in a stream, lets go of the interpreter lock.
-#include "cuda/bindings.h"
+#include "bindings/cuda_handles.h"
 
 #include <pybind11/numpy.h>
 
 #include <string>
 #include <tuple>
 
-#include "binding_errors.h"
+#include "bindings/exceptions.h"
 #include "cuda/attention.h"
 #include "cuda/copy_blocks.h"
 #include "cuda/kv_slots.h"

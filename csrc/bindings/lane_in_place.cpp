@@ -1,4 +1,4 @@
-#include "lane_in_place.h"
+#include "bindings/lane_in_place.h"
 
 #include <pybind11/numpy.h>
 
@@ -7,7 +7,7 @@
 #include <tuple>
 #include <utility>
 
-#include "binding_arguments.h"
+#include "bindings/arguments.h"
 
 namespace kvservice {
 namespace {

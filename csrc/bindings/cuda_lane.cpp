@@ -1,10 +1,10 @@
 // The executor of lanes for Python.
 #include <memory>
 
-#include "cuda/bindings.h"
+#include "bindings/cuda_handles.h"
+#include "bindings/lane.h"
 #include "cuda/lane_executor.h"
 #include "lane/waiting.h"
-#include "lane_bindings.h"
 
 namespace py = pybind11;
 
