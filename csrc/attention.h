@@ -1,26 +1,27 @@
-// Attention of ragged queries over the paged pool: decode, extend and prefill in one contract.
+// Attention of ragged queries over the paged pool: decode, extend and prefill share one contract.
 //
-//   query        [num_tokens, num_heads, head_size]   the new tokens of all sequences, one sequence after the other
-//   query_lens   [num_seqs]                           how many of them each sequence has; may be 0
+//   query        [num_tokens, num_heads, head_size]   new tokens of all sequences, one sequence after another
+//   query_lens   [num_seqs]                           new tokens per sequence; may be 0
 //   block_tables [num_seqs, max_blocks]               entries past a sequence's context are not read
 //   context_lens [num_seqs]                           tokens in the pool, the new ones included
 //   out          [num_tokens, num_heads, head_size]
 //   lse          [num_tokens, num_heads] or null      natural logarithm of the sum of exponentials
 //
-// Query token j of a sequence stands at position context_len - query_len + j and sees the positions up to its own,
-// with a sliding window only the last `sliding_window` of them. A logit is
+// Query token j of a sequence is at position context_len - query_len + j. It sees the positions up to its own; with a
+// sliding window, only the last `sliding_window` of them. A logit is
 //   soft_cap * tanh(scale * q.k / soft_cap) + slope * (key position - query position),
-// each part only where it is on.
+// where soft cap and slope apply only if they are set.
 #pragma once
 
 #include "pool.h"
 
 namespace kvservice {
 
-// Which keys a head sees (vLLM's block-sparse attention), in sparse blocks of `block_size` tokens counted from position
-// 0, none straddling a block of the pool: those of the last `local_blocks`, the query's own included, and those of
-// every block b with (b + offset) % vert_stride == 0. The offset moves with the head, counted from tensor-parallel rank
-// 0: query head * head_sliding_step + 1, or, where that step is negative, KV head * -head_sliding_step + 1.
+// The keys that a head sees (vLLM's block-sparse attention), in sparse blocks of `block_size` tokens from position 0.
+// `block_size` is a multiple of the pool's block size. A head sees the last `local_blocks` sparse blocks, the query's
+// own included, and every block b with (b + offset) % vert_stride == 0. The offset depends on the head, counted from
+// tensor-parallel rank 0: query head * head_sliding_step + 1, or, if that step is negative, KV head *
+// -head_sliding_step + 1.
 struct BlockSparse {
   int32_t vert_stride = 0;  // 0 or 1: off
   int32_t local_blocks = 0;
@@ -33,22 +34,22 @@ struct BlockSparse {
 
 struct AttentionParams {
   PoolView pool;
-  DType dtype = DType::kFloat32;  // of query and out; the pool's, unless that is an 8-bit one
+  DType dtype = DType::kFloat32;  // of query and out; equals the pool's unless that is FP8
   int64_t layer = 0;
   int64_t num_tokens = 0;
   int64_t num_seqs = 0;
   int64_t num_heads = 0;
   int64_t max_blocks = 0;
-  int64_t max_query_len = 0;  // CUDA only, where the lengths are on the device: no query_len is larger
-  // CUDA only: so many first blocks are the same in the tables of all sequences that have queries, all of which stand
-  // after them. They may be read once for all.
+  int64_t max_query_len = 0;  // CUDA only (lengths are on the device): upper bound of query_lens
+  // CUDA only: the number of leading blocks that are equal in the tables of all sequences with queries. All queries
+  // come after these blocks, which may be read once for all sequences.
   int64_t num_common_blocks = 0;
   const void* query = nullptr;
   const int32_t* query_lens = nullptr;
   const int32_t* block_tables = nullptr;
   const int32_t* context_lens = nullptr;
   const float* alibi_slopes = nullptr;  // [num_heads] or null
-  const float* k_scale = nullptr;       // [num_kv_heads] of this layer or null: a key is what the pool holds times this
+  const float* k_scale = nullptr;       // [num_kv_heads] of this layer or null: key = stored value * scale
   const float* v_scale = nullptr;
   BlockSparse sparse;
   float scale = 1.0F;
@@ -60,7 +61,8 @@ struct AttentionParams {
   KVSERVICE_DEVICE int64_t group_size() const { return num_heads / pool.num_kv_heads; }
 };
 
-// Throws ArgumentError where lengths, tables or block ids do not fit. Reads the arrays, so host memory only.
+// Throws ArgumentError if lengths, tables or block ids are inconsistent. Reads the arrays, so they must be in host
+// memory.
 void check_attention(const AttentionParams& params);
 
 void attention_cpu(const AttentionParams& params);

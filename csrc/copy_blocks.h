@@ -1,4 +1,4 @@
-// Whole blocks from one pool to another or within one: a block is one contiguous run of bytes.
+// Copies whole blocks between two pools or within one. A block is one contiguous range of bytes.
 #pragma once
 
 #include <cstdint>
@@ -16,8 +16,8 @@ struct CopyBlocksParams {
   const int32_t* dst_ids = nullptr;
 };
 
-// Throws ArgumentError where an id lies outside its pool, a destination occurs twice, or, within one pool, a source
-// is also a destination.
+// Throws ArgumentError if an id is outside its pool, if a destination occurs twice, or if, within one pool, a source is
+// also a destination.
 void check_copy_blocks(const CopyBlocksParams& params);
 
 void copy_blocks_cpu(const CopyBlocksParams& params);

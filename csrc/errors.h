@@ -1,4 +1,4 @@
-// What a caller did wrong, with the name of the argument. The bindings turn it into InvalidArgumentError.
+// An invalid argument, with its name. The bindings raise it as InvalidArgumentError.
 #pragma once
 
 #include <stdexcept>

@@ -1,4 +1,4 @@
-// Keys and values by slot (block_id * block_size + offset): written into the pool, and read back.
+// Writes keys and values into the pool by slot (block_id * block_size + offset), and reads them back.
 //
 //   slots       [num_tokens]
 //   key, value  [num_tokens, num_kv_heads, head_size]
@@ -10,8 +10,8 @@ namespace kvservice {
 
 struct KvSlotsParams {
   PoolView pool;
-  DType dtype = DType::kFloat32;   // of key and value; the pool's, unless that is an 8-bit one
-  const float* k_scale = nullptr;  // [num_kv_heads] of this layer or null: what the pool holds is a key over this
+  DType dtype = DType::kFloat32;   // of key and value; equals the pool's unless that is FP8
+  const float* k_scale = nullptr;  // [num_kv_heads] of this layer or null: stored value = key / scale
   const float* v_scale = nullptr;
   int64_t layer = 0;
   int64_t num_tokens = 0;
@@ -20,10 +20,10 @@ struct KvSlotsParams {
   char* value = nullptr;
 };
 
-// Throws ArgumentError naming `field` where a slot lies outside the pool.
+// Throws ArgumentError naming `field` if a slot is outside the pool.
 void check_slots(const KvSlotsParams& params, const char* field);
 
-// Where a slot occurs twice, the later token stays.
+// If a slot occurs twice, the later token wins.
 void write_kv_cpu(const KvSlotsParams& params);
 
 void read_kv_cpu(const KvSlotsParams& params);

@@ -17,10 +17,10 @@ namespace kvservice {
 
 enum class DType : int { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kFloat8E4M3 = 3, kFloat8E5M2 = 4 };
 
-// Those that queries and outputs can have, and that the CPU kernels take: the first ones.
+// The first kNumDTypes types are those of queries and outputs, and those that the CPU kernels support.
 constexpr int kNumDTypes = 3;
 
-// Bytes of the pieces into which K is cut along the head dimension.
+// K is divided along the head dimension into pieces of this many bytes.
 constexpr int64_t kKeyPieceBytes = 16;
 
 KVSERVICE_DEVICE constexpr bool is_float8(DType dtype) {

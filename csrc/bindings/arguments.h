@@ -1,4 +1,4 @@
-// Python's arguments, checked one by one: each failure is an ArgumentError that names the argument.
+// Checks of Python arguments. Each failure is an ArgumentError that names the argument.
 #pragma once
 
 #include <pybind11/numpy.h>
@@ -15,7 +15,7 @@ namespace kvservice {
 
 namespace py = pybind11;
 
-// NumPy's type numbers.
+// Type numbers of NumPy.
 constexpr int kInt32 = py::detail::npy_api::NPY_INT_, kFloat32 = py::detail::npy_api::NPY_FLOAT_;
 constexpr int kFloat16 = 23;
 

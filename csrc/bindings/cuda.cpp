@@ -1,5 +1,5 @@
-// Python's door to the CUDA kernels (kvservice/_cuda.pyi): integers become pointers, errors exceptions. Whatever may
-// wait, for the device or for room in a stream, lets go of the interpreter lock.
+// The module _cuda (kvservice/_cuda.pyi). Integers become pointers, errors become exceptions. Calls that may wait for
+// the device or for space in a stream release the GIL.
 #include "bindings/cuda_handles.h"
 
 #include <pybind11/numpy.h>
@@ -151,14 +151,14 @@ using Ids = py::array_t<int32_t, py::array::c_style>;
 Ids ids_of(const py::object& object, const char* field) {
   require(py::isinstance<py::array_t<int32_t>>(object), field, "is not a NumPy array of int32");
   auto ids = Ids::ensure(object);
-  require(ids && ids.ndim() == 1, field, "has not one dimension");
+  require(ids && ids.ndim() == 1, field, "is not one-dimensional");
   return ids;
 }
 
 void copy_blocks(uintptr_t src, uintptr_t dst, int64_t num_src_blocks, int64_t num_dst_blocks, int64_t block_bytes,
                  const py::object& src_ids, const py::object& dst_ids, uintptr_t stream) {
   const Ids from = ids_of(src_ids, "src_ids"), to = ids_of(dst_ids, "dst_ids");
-  require(from.size() == to.size(), "dst_ids", "has not as many ids as src_ids");
+  require(from.size() == to.size(), "dst_ids", "does not have the length of src_ids");
   CopyBlocksParams p;
   p.src = at<char>(src);
   p.dst = at<char>(dst);
@@ -175,7 +175,7 @@ void copy_blocks(uintptr_t src, uintptr_t dst, int64_t num_src_blocks, int64_t n
 
 // --- the module
 
-PyObject* cuda_error_type = nullptr;  // as long as the process
+PyObject* cuda_error_type = nullptr;  // never released
 
 void raise_cuda_error(const CudaError& error) {
   const py::object instance = py::reinterpret_borrow<py::object>(cuda_error_type)(error.what());

@@ -1,4 +1,4 @@
-// What the files of bindings share.
+// Shared by the bindings of _cuda: pointers, streams and closable objects.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -22,8 +22,8 @@ T* at(uintptr_t address) {
 
 inline cudaStream_t stream_at(uintptr_t handle) { return reinterpret_cast<cudaStream_t>(handle); }
 
-// An object that Python can close. Closing takes what there is to close with the interpreter lock held, so that two
-// threads do not close it twice, and gives it back without: that may wait for the device.
+// An object that Python can close. close() takes the object while it holds the GIL, so that two threads do not close it
+// twice, and destroys it without the GIL, because that may wait for the device.
 template <class T>
 class Owned {
  public:
@@ -44,7 +44,7 @@ class Owned {
   std::unique_ptr<T> owned_;
 };
 
-// pointer, num_bytes, close(), of an Owned that has data() and bytes().
+// Defines pointer, num_bytes and close() of an Owned whose object has data() and bytes().
 template <class T>
 pybind11::class_<Owned<T>> define_owned_memory(pybind11::module_& m, const char* name) {
   return pybind11::class_<Owned<T>>(m, name)
@@ -60,10 +60,10 @@ inline DType dtype_of(int number, const char* field) {
   return static_cast<DType>(number);
 }
 
-// Lanes, and what computes their calls.
+// Defines the lane classes and CudaLaneExecutor.
 void define_lane_executor(pybind11::module_& m);
 
-// Memory, streams and events.
+// Defines the memory, stream and event classes.
 void define_objects(pybind11::module_& m);
 
 }  // namespace kvservice

@@ -1,4 +1,4 @@
-// The executor of lanes for Python.
+// Python bindings of the CUDA lane executor.
 #include <memory>
 
 #include "bindings/cuda_handles.h"

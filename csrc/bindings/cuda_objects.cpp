@@ -1,5 +1,5 @@
-// Memory, streams and events for Python: objects that live until they are closed or dropped, and memory in the order of
-// a stream.
+// Python bindings of memory, streams and events, which live until they are closed or dropped, and of stream-ordered
+// memory.
 #include "bindings/cuda_handles.h"
 
 #include <cstring>
@@ -54,7 +54,7 @@ class Event {
   }
   Event(const Event&) = delete;
   Event& operator=(const Event&) = delete;
-  // Makes what is launched on the stream from now on wait for what was recorded last.
+  // Makes work launched on the stream after this call wait for the last recorded work.
   void wait(uintptr_t stream) const {
     check_cuda(cudaStreamWaitEvent(stream_at(stream), event_, 0), "cudaStreamWaitEvent");
   }
@@ -90,7 +90,7 @@ class IpcEvent : public Event {
   explicit IpcEvent(int device) : Event(device, unsigned{cudaEventInterprocess | cudaEventDisableTiming}) {}
   IpcEvent(int device, const std::string& handle) {
     cudaIpcEventHandle_t raw;
-    require(handle.size() == sizeof(raw), "handle", "has not 64 bytes");
+    require(handle.size() == sizeof(raw), "handle", "is not 64 bytes long");
     std::memcpy(&raw, handle.data(), sizeof(raw));
     const DeviceScope scope(device);
     check_cuda(cudaIpcOpenEventHandle(&event_, raw), "cudaIpcOpenEventHandle");
@@ -129,9 +129,10 @@ class Stream {
   cudaStream_t stream_ = nullptr;
 };
 
-// --- memory in the order of a stream
+// --- stream-ordered memory
 
-// What is freed stays with the process: or every wait for the device would give it back, to be asked for again.
+// Freed memory stays in the process's memory pool. Otherwise every device synchronization would return it to the
+// system, to be allocated again.
 void keep_freed_memory() {
   static std::mutex mutex;
   static std::set<int> done;

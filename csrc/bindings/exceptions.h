@@ -1,4 +1,4 @@
-// How an error of ours becomes Python's.
+// Translates ArgumentError into a Python exception.
 #pragma once
 
 #include <pybind11/pybind11.h>

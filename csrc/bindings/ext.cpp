@@ -1,4 +1,4 @@
-// Python's door to the kernels: checks types, shapes and ranges, lets go of the interpreter lock, forwards.
+// The module _ext (kvservice/_ext.pyi): checks types, shapes and ranges, releases the GIL and calls the kernels.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
@@ -28,12 +28,12 @@ namespace {
 
 constexpr int64_t kHeadSizeMin = 32, kHeadSizeMax = 256, kBlockSizeMax = 256;
 
-// NumPy gives it its type number when ml_dtypes is imported.
+// NumPy assigns the type number when ml_dtypes is imported.
 int bfloat16_num = -1;
 
 enum class Access { kRead, kWrite };
 
-// An input array of the given dtype and shape, copied where its elements do not follow each other.
+// Returns an array of the given dtype and shape. Copies it if it is not contiguous.
 py::array input(const py::handle& object, const char* field, int type_num, const char* type_name,
                 const std::vector<int64_t>& shape) {
   py::array array = as_array(object, field, type_num, type_name);
@@ -58,7 +58,8 @@ DType pool_dtype(const py::array& pool, const char* field) {
       field, "has dtype " + py::str(pool.dtype()).cast<std::string>() + ", expected float32, float16 or bfloat16");
 }
 
-// Checks everything but the head size, which follows from the other arguments, and the block size from that.
+// Checks everything except the head size, which follows from other arguments, and the block size, which follows from
+// the head size.
 PoolView view_pool(const py::handle& object, const char* field, Access access) {
   if (!py::isinstance<py::array>(object)) throw ArgumentError(field, "is not a NumPy array");
   const auto pool = py::reinterpret_borrow<py::array>(object);
@@ -134,7 +135,7 @@ py::tuple read_kv(const py::object& pool, const py::object& layer, const py::obj
   const py::array plain_slots = int_vector(slots, "slots", int64_num(), "int64");
   p.num_tokens = plain_slots.shape(0);
   p.slots = static_cast<const int64_t*>(plain_slots.data());
-  check_slots(p, "slots");  // before memory for the result is asked for
+  check_slots(p, "slots");  // before the result is allocated
   const std::vector<int64_t> shape = {p.num_tokens, p.pool.num_kv_heads, p.pool.head_size};
   const py::dtype dtype = pool.cast<py::array>().dtype();
   py::array key(dtype, shape), value(dtype, shape);
@@ -147,7 +148,7 @@ py::tuple read_kv(const py::object& pool, const py::object& layer, const py::obj
   return py::make_tuple(std::move(key), std::move(value));
 }
 
-// The array that the caller gave for the result, or a new one.
+// Returns the caller's array for the result, or a new one.
 py::array output(const py::object& out, const py::array& query) {
   if (out.is_none()) return {query.dtype(), shape_of(query)};
   py::array array = as_array(out, "out", query.dtype().num(), kPoolsDtype);
@@ -246,7 +247,8 @@ std::unique_ptr<CpuLaneExecutor> make_lane_executor(const py::object& pool, cons
   return std::make_unique<CpuLaneExecutor>(view, batch_invariant);
 }
 
-// Of the first element; None for an array with gaps, or in another order. NumPy itself takes a microsecond to say it.
+// Returns the address of the first element, or None if the array is not C-contiguous. NumPy's own attributes take a
+// microsecond.
 py::object address_of(const py::array& array) {
   if (!is_plain(array)) return py::none();
   return py::int_(reinterpret_cast<uintptr_t>(array.data()));

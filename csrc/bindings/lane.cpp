@@ -1,4 +1,4 @@
-// Lanes for Python: the objects keep what they point to alive, and wait without the interpreter lock.
+// Python bindings of lanes. The objects keep the memory that they use alive, and wait without the GIL.
 #include "bindings/lane.h"
 
 #include <pybind11/functional.h>
@@ -40,18 +40,19 @@ T as_whole(const py::handle& object, const char* field) {
   return static_cast<T>(value);
 }
 
-// A step's array as it is, since the lane's thread reads it in place.
+// Returns a step's array without a copy, because the lane's thread reads it in place.
 py::array in_place(const py::object& object, const char* field, int type_num, const char* type_name, int num_dims) {
   py::array array = as_array(object, field, type_num, type_name);
-  require(array.ndim() == num_dims, field, "has another number of dimensions");
+  require(array.ndim() == num_dims, field, "has a wrong number of dimensions");
   require(is_plain(array), field, "is not C-contiguous");
   return array;
 }
 
-// (slot_mapping, query_lens, context_lens, block_tables, num_common_blocks, max_query_len), the first four addresses.
+// Parses (slot_mapping, query_lens, context_lens, block_tables, num_common_blocks, max_query_len). The first four are
+// addresses.
 LaneDeviceTables as_device_tables(const py::object& object) {
   constexpr const char* kField = "device_tables";
-  require(PyTuple_Check(object.ptr()) && PyTuple_GET_SIZE(object.ptr()) == 6, kField, "is no tuple of six numbers");
+  require(PyTuple_Check(object.ptr()) && PyTuple_GET_SIZE(object.ptr()) == 6, kField, "is not a tuple of six numbers");
   const auto number = [&](Py_ssize_t i) { return as_int(PyTuple_GET_ITEM(object.ptr(), i), kField); };
   LaneDeviceTables tables;
   tables.slot_mapping = reinterpret_cast<const int64_t*>(number(0));
@@ -63,26 +64,26 @@ LaneDeviceTables as_device_tables(const py::object& object) {
   return tables;
 }
 
-// Of a buffer that is writable and contiguous.
+// The memory of a writable, contiguous buffer.
 class Memory {
  public:
   explicit Memory(const py::object& object) {
     if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_CONTIG) == 0) return;
     PyErr_Clear();
-    throw ArgumentError("memory", "is no writable, contiguous buffer");
+    throw ArgumentError("memory", "is not a writable, contiguous buffer");
   }
   ~Memory() { release(); }
   Memory(const Memory&) = delete;
   Memory& operator=(const Memory&) = delete;
   void* data() const { return view_.buf; }
   int64_t num_bytes() const { return view_.len; }
-  void release() { PyBuffer_Release(&view_); }  // again: nothing
+  void release() { PyBuffer_Release(&view_); }  // a second call has no effect
 
  private:
   Py_buffer view_ = {};
 };
 
-// A session and the Python objects whose memory its steps use.
+// A session, and the Python objects whose memory its steps use.
 class PySession {
  public:
   explicit PySession(const py::object& num_layers) : session_(as_int(num_layers, "num_layers")) {}
@@ -95,13 +96,13 @@ class PySession {
     LaneStep step;
     step.id = as_int(step_id, "step_id");
     require(PyByteArray_Check(written.ptr()) && PyByteArray_GET_SIZE(written.ptr()) == session_.num_layers(), "written",
-            "is no bytearray with a byte for each layer");
+            "is not a bytearray with one byte per layer");
     const py::array slots = in_place(slot_mapping, "slot_mapping", int64_num(), "int64", 1);
     const py::array lens = in_place(query_lens, "query_lens", kInt32, "int32", 1);
     const py::array contexts = in_place(context_lens, "context_lens", kInt32, "int32", 1);
     const py::array tables = in_place(block_tables, "block_tables", kInt32, "int32", 2);
-    require(contexts.shape(0) == lens.shape(0), "context_lens", "has another length than query_lens");
-    require(tables.shape(0) == lens.shape(0), "block_tables", "has another length than query_lens");
+    require(contexts.shape(0) == lens.shape(0), "context_lens", "does not have the length of query_lens");
+    require(tables.shape(0) == lens.shape(0), "block_tables", "does not have the length of query_lens");
     step.num_tokens = slots.shape(0);
     step.num_seqs = lens.shape(0);
     step.max_blocks = tables.shape(1);
@@ -110,7 +111,7 @@ class PySession {
     step.context_lens = static_cast<const int32_t*>(contexts.data());
     step.block_tables = static_cast<const int32_t*>(tables.data());
     if (!device_tables.is_none()) step.device = as_device_tables(device_tables);
-    auto hold = std::make_unique<Memory>(written);  // which also keeps the bytearray from being resized
+    auto hold = std::make_unique<Memory>(written);  // also keeps the bytearray from being resized
     step.written = static_cast<uint8_t*>(hold->data());
     session_.publish(step);
     held_[step.id] = {std::move(hold), py::make_tuple(slots, lens, contexts, tables)};
@@ -138,8 +139,8 @@ class PySession {
 
 LaneMemoryKind memory_kind(const std::string& name) {
   if (name == "host") return LaneMemoryKind::kHost;
-  if (name == "page_locked") return LaneMemoryKind::kPageLockedHost;
-  require(name == "device", "kind", "is none of host, page_locked and device");
+  if (name == "page_locked") return LaneMemoryKind::kPinnedHost;
+  require(name == "device", "kind", "is not host, page_locked or device");
   return LaneMemoryKind::kDevice;
 }
 
@@ -148,7 +149,7 @@ uint32_t add_region(PySession& self, const py::object& address, const py::object
                                memory_kind(kind));
 }
 
-// Calls from the lane's thread; destroyed under the interpreter lock, since it may be the last to hold the callable.
+// Called from the lane's thread. The callable is destroyed under the GIL, since this may be its last reference.
 class FaultCall {
  public:
   explicit FaultCall(py::function function)
@@ -172,7 +173,7 @@ class FaultCall {
 
 class PyServer {
  public:
-  // `event` is an IpcEvent, of which this knows the two attributes that it takes, or None.
+  // `event` is None or an IpcEvent, of which only the attributes `handle` and `native` are used.
   PyServer(const py::object& memory, PySession& session, LaneExecutor& executor, const py::object& spin_us,
            py::function on_fault, const py::object& event)
       : memory_(memory),
@@ -211,9 +212,9 @@ class PyServer {
 
 LanePlace as_place(const py::object& object, const char* field) {
   if (object.is_none()) return {kNoRegion, 0, 0};
-  require(PyTuple_Check(object.ptr()) && PyTuple_GET_SIZE(object.ptr()) == 2, field, "is no (region, offset)");
+  require(PyTuple_Check(object.ptr()) && PyTuple_GET_SIZE(object.ptr()) == 2, field, "is not a tuple (region, offset)");
   const int64_t offset = as_int(PyTuple_GET_ITEM(object.ptr(), 1), field);
-  require(offset >= 0, field, "its offset is negative");
+  require(offset >= 0, field, "has a negative offset");
   return {as_whole<uint32_t>(PyTuple_GET_ITEM(object.ptr(), 0), field), 0, static_cast<uint64_t>(offset)};
 }
 
@@ -249,7 +250,7 @@ class PyClient {
     in_place_.set(regions, num_kv_heads, head_size, dtype);
   }
 
-  // The call's number; None for one that is not for this, of which nothing has been sent.
+  // Returns the number of the call, or None if the call does not qualify; then nothing has been sent.
   py::object submit_in_place(const py::object& step_id, int64_t num_tokens, const py::object& layer, bool decode,
                              const py::object& query, const py::object& key, const py::object& value,
                              const py::object& out) {
@@ -260,14 +261,14 @@ class PyClient {
     return py::int_(send(*entry));
   }
 
-  // (reason, field, message), or None when the time is over.
+  // Returns (reason, field, message), or None after the timeout.
   py::object wait(const py::object& number, const py::object& timeout_s) {
     const int64_t checked = as_int(number, "number");
     require(checked >= 0, "number", "was not submitted");
     const double seconds = PyFloat_AsDouble(timeout_s.ptr());
     if (PyErr_Occurred() != nullptr) throw py::error_already_set();
     require(seconds >= 0.0, "timeout_s", "is negative");
-    // A year is for ever, and fits into nanoseconds.
+    // The timeout is capped at one year, which fits into nanoseconds.
     const nanoseconds time(static_cast<int64_t>(std::min(seconds, 365.0 * 86400.0) * 1e9));
     const auto deadline = std::chrono::steady_clock::now() + time;
     for (;;) {
@@ -291,13 +292,13 @@ class PyClient {
 
   static void set_block_sparse(LaneEntry& entry, const py::object& object) {
     require(PyTuple_Check(object.ptr()) && PyTuple_GET_SIZE(object.ptr()) == 5, "options.block_sparse",
-            "is no tuple of five numbers");
+            "is not a tuple of five numbers");
     for (Py_ssize_t i = 0; i < 5; ++i) {
       entry.block_sparse[i] = as_whole<int32_t>(PyTuple_GET_ITEM(object.ptr(), i), "options.block_sparse");
     }
   }
 
-  // For as long as one sleep takes, so that signals are looked at.
+  // Sleeps at most once, so that the caller can check for signals.
   std::optional<LaneCompletion> wait_once(uint64_t number, nanoseconds time) {
     try {
       const py::gil_scoped_release release;

@@ -4,8 +4,8 @@
 
 namespace kvservice {
 
-// LaneSession, LaneServer, LaneClient, LANE_BYTES, LANE_BUCKETS, and LaneExecutor, from which a module's own derives.
-// The classes are the module's own: `_ext` and `_cuda` both have them.
+// Defines LaneSession, LaneServer, LaneClient, LANE_BYTES, LANE_BUCKETS and LaneExecutor, the base class of a module's
+// own executor. The classes are local to the module: `_ext` and `_cuda` both have them.
 void define_lane(pybind11::module_& m);
 
 }  // namespace kvservice

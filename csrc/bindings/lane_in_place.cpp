@@ -14,7 +14,7 @@ namespace {
 
 constexpr uint64_t kAlignment = 16;
 
-// Null, without an error, where there is no such attribute.
+// Returns null, without a Python error, if there is no such attribute.
 py::object attribute(const py::handle& object, const char* name) {
   PyObject* const found = PyObject_GetAttrString(object.ptr(), name);
   if (found == nullptr) PyErr_Clear();
@@ -52,14 +52,14 @@ void InPlace::set(const py::iterable& regions, int64_t num_kv_heads, int64_t hea
   head_size_ = head_size;
 }
 
-std::optional<InPlace::Tensor> InPlace::look(const py::handle& object, bool writable) const {
-  if (!py::isinstance<py::array>(object)) return look_at_torch(object);
+std::optional<InPlace::Tensor> InPlace::inspect(const py::handle& object, bool writable) const {
+  if (!py::isinstance<py::array>(object)) return inspect_torch(object);
   const auto array = py::reinterpret_borrow<py::array>(object);
   if (array.ndim() != 3 || !is_plain(array) || !array.dtype().is(dtype_) || (writable && !array.writeable())) return {};
   return Tensor{reinterpret_cast<uintptr_t>(array.data()), {array.shape(0), array.shape(1), array.shape(2)}};
 }
 
-std::optional<InPlace::Tensor> InPlace::look_at_torch(const py::handle& object) const {
+std::optional<InPlace::Tensor> InPlace::inspect_torch(const py::handle& object) const {
   PyObject* const torch = PyDict_GetItemString(PyImport_GetModuleDict(), "torch");  // borrowed
   if (torch == nullptr) return {};
   const py::object dtype = attribute(object, "dtype"), shape = attribute(object, "shape");
@@ -90,7 +90,7 @@ std::optional<LanePlace> InPlace::find(const Tensor& tensor) const {
 
 std::optional<LaneEntry> InPlace::entry(int64_t num_tokens, bool decode, const py::handle& query, const py::handle& key,
                                         const py::handle& value, const py::handle& out) const {
-  const auto tensors = {look(query, false), look(key, false), look(value, false), look(out, true)};
+  const auto tensors = {inspect(query, false), inspect(key, false), inspect(value, false), inspect(out, true)};
   if (!std::all_of(tensors.begin(), tensors.end(), [](const auto& tensor) { return tensor.has_value(); })) return {};
   const auto* const seen = tensors.begin();
   const int64_t* const shape = seen[0]->shape;

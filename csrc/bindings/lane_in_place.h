@@ -1,5 +1,5 @@
-// The quick way into a lane, for calls without options whose tensors all lie in regions: looked at here, at once, since
-// in Python every question about an array costs as much as the call's way through the ring.
+// The fast path into a lane, for calls without options whose tensors are all in regions. It inspects the tensors in
+// C++, because in Python each attribute of an array costs as much as the whole call through the ring.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -16,11 +16,11 @@ namespace py = pybind11;
 
 class InPlace {
  public:
-  // `regions`: tuples (number, address, num_bytes). `dtype`: the tensors', a NumPy dtype.
+  // `regions`: tuples (number, address, num_bytes). `dtype`: NumPy dtype of the tensors.
   void set(const py::iterable& regions, int64_t num_kv_heads, int64_t head_size, py::object dtype);
 
-  // The entry's places, num_heads and flags; nothing where the call is of another kind, or wrong. The tensors are NumPy
-  // arrays, or torch tensors of any device.
+  // Returns an entry with places, num_heads and flags, or nothing if the call does not qualify or is invalid. The
+  // tensors are NumPy arrays, or torch tensors on any device.
   std::optional<LaneEntry> entry(int64_t num_tokens, bool decode, const py::handle& query, const py::handle& key,
                                  const py::handle& value, const py::handle& out) const;
 
@@ -35,8 +35,8 @@ class InPlace {
     int64_t shape[3] = {};
   };
 
-  std::optional<Tensor> look(const py::handle& object, bool writable) const;
-  std::optional<Tensor> look_at_torch(const py::handle& object) const;
+  std::optional<Tensor> inspect(const py::handle& object, bool writable) const;
+  std::optional<Tensor> inspect_torch(const py::handle& object) const;
   std::optional<LanePlace> find(const Tensor& tensor) const;
 
   std::vector<Region> regions_;
@@ -44,7 +44,7 @@ class InPlace {
   int64_t head_size_ = 0;
   int64_t item_size_ = 0;
   py::object dtype_;
-  py::object name_;  // torch's name of it
+  py::object name_;  // its name in torch
 };
 
 }  // namespace kvservice

@@ -18,7 +18,7 @@ namespace py = pybind11;
 
 constexpr int kWithinLimits = -1, kTooManyRecords = -2, kMalformed = -3;
 
-// number, kind, counter, message
+// (number, kind, counter, message)
 using FieldTuple = std::tuple<uint32_t, int, int, int>;
 
 class WireScanner {

@@ -4,7 +4,7 @@
 
 namespace kvservice {
 
-// WireScanner.
+// Defines WireScanner.
 void define_wire(pybind11::module_& m);
 
 }  // namespace kvservice

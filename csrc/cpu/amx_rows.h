@@ -1,6 +1,5 @@
-// What attention with AMX tiles shares, whether keys and values are packed (attention_amx.h) or not
-// (attention_amx_few.h): the tile registers, the memory, and the softmax of sixteen query rows in the lanes of a
-// vector.
+// Shared by the AMX kernels with packed keys and values (attention_amx.h) and without packing (attention_amx_few.h):
+// the tile registers, the scratch memory, and the softmax of sixteen query rows in the lanes of a vector.
 #pragma once
 
 #include "cpu/attention_stream.h"
@@ -20,7 +19,7 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {};
 };
 
-// Eight tiles of 16 rows of 64 bytes.
+// Configures eight tiles of 16 rows of 64 bytes.
 inline TileConfig whole_tiles() {
   TileConfig config;
   for (int i = 0; i < 8; ++i) {
@@ -30,7 +29,7 @@ inline TileConfig whole_tiles() {
   return config;
 }
 
-// The tile registers, configured for as long as this lives.
+// Configures the tile registers for the lifetime of the object.
 class Tiles {
  public:
   explicit Tiles(const TileConfig& config) { _tile_loadconfig(&config); }
@@ -39,7 +38,7 @@ class Tiles {
   Tiles& operator=(const Tiles&) = delete;
 };
 
-// Sixteen rows: what each sees, and where its softmax stands.
+// Sixteen rows: the positions that each sees, and the state of its softmax.
 struct alignas(64) RowBlock {
   int32_t query_pos[kLanes];
   int32_t begin[kLanes];
@@ -55,7 +54,7 @@ struct AmxScratch {
   static int64_t padded(int64_t head_size) { return (head_size + 31) / 32 * 32; }
   static int64_t blocks(int64_t rows) { return (rows + kLanes - 1) / kLanes; }
 
-  // `rows` counts those of all heads; each head may leave a block nearly empty.
+  // `rows` is the total over all heads. Each head may leave a row block nearly empty.
   static int64_t bytes(int64_t head_size, int64_t rows) {
     const int64_t size = padded(head_size);
     return 2 * size * kTile * 2 + 2 * kTile * kLanes * (4 + 2) + 2 * spares_bytes(head_size) +
@@ -117,7 +116,7 @@ inline void prepare_row_block(const AttentionPiece& piece, int64_t kv_head, int6
   }
 }
 
-// Products into logits, in place, with everything that the call asks for.
+// Converts products to logits, in place, with all options of the call.
 inline void make_logits_amx(const AttentionParams& p, const RowBlock& block, int64_t start, int width, float* s) {
   const __m512 scale = Simd::set1(p.scale), cap = Simd::set1(p.soft_cap);
   const __m512 slope = Simd::load(block.slope);
@@ -142,8 +141,8 @@ inline void fetch_values(const Unit<bf16>& unit, int64_t from, int64_t to) {
   for (int64_t d = from; d < to; ++d, row += unit.v_stride) _mm_prefetch(row, _MM_HINT_T1);
 }
 
-// Scores of a row block into its weights, sixteen rows at a time; shrinks what it has accumulated where a maximum grew.
-// Meanwhile so many dimensions of the values of `next` come nearer.
+// Converts the scores of a row block to weights, sixteen rows at a time, and rescales its accumulators if a maximum
+// grew. Meanwhile it prefetches `dims` dimensions of the values of `next`.
 inline void softmax_amx(const AttentionParams& p, int64_t start, int width, const Tile<bf16>& next, int64_t dims,
                         float* s, RowBlock& block, bf16* weights, float* acc, int64_t size) {
   __m512 scale = Simd::set1(p.scale);
@@ -158,7 +157,7 @@ inline void softmax_amx(const AttentionParams& p, int64_t start, int width, cons
     for (int i = 0; i < 4; ++i) tops[i] = Simd::max(tops[i], Simd::mul(Simd::load(s + (t + i) * kLanes), scale));
   }
   const __m512 top = Simd::max(Simd::max(tops[0], tops[1]), Simd::max(tops[2], tops[3]));
-  // Where no key was visible yet, the maximum is -inf, and weights are exp(-inf - 0) = 0.
+  // If no key was visible yet, the maximum is -inf and the weights are exp(-inf - 0) = 0.
   const __mmask16 none = _mm512_cmpeq_ps_mask(top, Simd::set1(-kInfinity));
   const __m512 shift = _mm512_mask_mov_ps(top, none, Simd::zero());
   const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
@@ -190,7 +189,7 @@ inline void prepare_amx(const AttentionPiece& piece, const AmxScratch& scratch) 
     prepare_row_block(piece, piece.head_begin + i / blocks, piece.row_begin + i % blocks * kLanes,
                       scratch.queries + i * size * kLanes, scratch.rows[i]);
   }
-  // Dimensions past the head size: zeros, whatever lay here before.
+  // Zeroes the dimensions past the head size, because scratch memory is reused.
   const int64_t head_size = piece.params->pool.head_size;
   for (int i = 0; i < kTile / 32; ++i) {
     __builtin_memset(scratch.values + (i * size + head_size) * 32, 0, (size - head_size) * 32 * sizeof(bf16));

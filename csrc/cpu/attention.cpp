@@ -1,5 +1,5 @@
-// Cuts attention into pieces of about equal work (some rows of one sequence and KV head against some of their keys),
-// runs them on all threads and puts the pieces of split rows together (flash decoding).
+// Divides attention into pieces of about equal work (some rows of one sequence and KV head against some of their keys),
+// runs them on all threads and merges the pieces of split rows (flash decoding).
 #include "attention.h"
 
 #include <algorithm>
@@ -17,18 +17,18 @@
 namespace kvservice {
 namespace {
 
-// Work is counted in bytes of K and V read, each row beyond the first four as much again.
+// Work is measured in bytes of K and V read. Every four rows count as one read.
 constexpr int64_t kInlineWork = 192 * 1024;
 constexpr int64_t kPieceWorkMin = 64 * 1024;
 constexpr int64_t kPiecesPerThread = 6;
 // Pieces begin at multiples of this many keys, so that they share no tile.
 constexpr int64_t kPieceKeys = 128;
-// Up to so many rows a task takes several KV heads, so many rows in all: their accumulators stay in the second-level
-// cache.
+// With at most kFewRows rows, a task takes several KV heads, up to kRowsTogether rows in all, whose accumulators stay
+// in L2.
 constexpr int64_t kFewRows = 16;
 constexpr int64_t kRowsTogether = 64;
 
-// Rows of one sequence for some KV heads, the keys that any of them sees, and its pieces.
+// Rows of one sequence for some KV heads, the keys that any of them sees, and the pieces.
 struct Task {
   int64_t seq;
   int64_t first_token;
@@ -48,10 +48,10 @@ struct Piece {
   int64_t task;
   int64_t key_begin;
   int64_t key_end;
-  int64_t result;  // of a split task: in floats, from the start of the results
+  int64_t result;  // of a split task: offset into the results, in floats
 };
 
-// Memory of one thread, kept between calls.
+// Memory of one thread, reused between calls.
 class Scratch {
  public:
   char* reserve(int64_t bytes) {
@@ -100,13 +100,13 @@ class Plan {
   int64_t work = 0;
 
  private:
-  // Few rows take all KV heads together, since a block's heads lie side by side; many rows stay with one head, whose
-  // keys and values then stay in the cache.
+  // A task with few rows takes several KV heads, since the heads of a block are adjacent. A task with many rows takes
+  // one head, whose keys and values then stay in the cache.
   void add_tasks(int64_t seq, int64_t first_token, int64_t max_rows) {
     const int64_t group = p_.group_size(), rows = p_.query_lens[seq] * group;
     const int64_t first_position = p_.context_lens[seq] - p_.query_lens[seq];
     const int64_t heads = rows > kFewRows ? 1 : kRowsTogether / std::max<int64_t>(1, rows);
-    // The longest first: the last rows of a sequence see the most keys.
+    // Longest first: the last rows of a sequence see the most keys.
     for (int64_t end = rows; end > 0; end -= std::min(end, max_rows)) {
       const int64_t begin = std::max<int64_t>(0, end - max_rows);
       for (int64_t head = 0; head < p_.pool.num_kv_heads; head += heads) {
@@ -156,7 +156,7 @@ AttentionPiece describe(const AttentionParams& p, const Task& task, const Piece&
           result + 2 * task.rows()};
 }
 
-// Divides by the sums and writes out.
+// Divides by the sums and writes the output.
 void finish(const AttentionPiece& whole, const CpuKernels& kernels) {
   const AttentionParams& p = *whole.params;
   const int64_t size = p.pool.head_size, count = whole.heads() * whole.rows();
@@ -169,7 +169,7 @@ void finish(const AttentionPiece& whole, const CpuKernels& kernels) {
   }
 }
 
-// Adds what `part` found, about other keys, to `whole`.
+// Merges `part`, the result for other keys, into `whole`.
 void merge(const AttentionPiece& part, const AttentionPiece& whole) {
   const int64_t size = whole.params->pool.head_size, count = whole.heads() * whole.rows();
   for (int64_t i = 0; i < count; ++i) {
@@ -201,7 +201,7 @@ class Run {
     if (whole) finish(description, kernels_);
   }
 
-  // Puts the pieces of a split task together (flash decoding).
+  // Merges the pieces of a split task (flash decoding).
   void combine(int64_t index) const {
     const Task& task = plan_.tasks[static_cast<size_t>(index)];
     if (task.num_pieces == 1) return;

@@ -1,13 +1,13 @@
 // Attention with AMX tiles, bfloat16, for many rows.
 //
-// Everything is transposed, so that the queries are the columns: of a product with K rows are tokens, of the product
-// with V rows are dimensions, and the softmax of sixteen query rows is that of the sixteen lanes of a vector, without
-// any sum across lanes. V then needs no transposition (the pool holds it with tokens side by side), K only its 16-byte
-// pieces put into rows.
+// All products are transposed, so that queries are columns: the rows are tokens in the product with K, and dimensions
+// in the product with V. The softmax of sixteen query rows then runs in the sixteen lanes of a vector, without sums
+// across lanes. V needs no transposition, because the pool stores the tokens of a dimension side by side. K needs its
+// 16-byte pieces arranged in rows.
 //
-//   keys     [size / 32, 128 tokens, 32]  packed for each tile of 128 tokens and KV head: 64 bytes are a tile's row
+//   keys     [size / 32, 128 tokens, 32]  packed per tile of 128 tokens and KV head: 64 bytes are a row of an AMX tile
 //   values   [4, size, 32 tokens]
-//   queries  [size / 2, 16 rows, 2]      per block of sixteen rows; size: head size rounded up to 32
+//   queries  [size / 2, 16 rows, 2]       per block of sixteen rows; size: head size rounded up to 32
 //   scores   [128 tokens, 16 rows]
 //   weights  [64 token pairs, 16 rows, 2]
 //   acc      [size, 16 rows]
@@ -18,7 +18,7 @@
 namespace kvservice {
 namespace {
 
-// Four pieces of four tokens each: in, a vector for each piece; out, for each token.
+// Transposes four pieces of four tokens each. Input: one vector per piece; output: one vector per token.
 inline void transpose_pieces(__m512i (&v)[4]) {
   const __m512i a = _mm512_shuffle_i64x2(v[0], v[1], 0x44), b = _mm512_shuffle_i64x2(v[0], v[1], 0xEE);
   const __m512i c = _mm512_shuffle_i64x2(v[2], v[3], 0x44), d = _mm512_shuffle_i64x2(v[2], v[3], 0xEE);
@@ -28,7 +28,7 @@ inline void transpose_pieces(__m512i (&v)[4]) {
   v[3] = _mm512_shuffle_i64x2(b, d, 0xDD);
 }
 
-// One unit's keys into rows. Meanwhile those of `next` come nearer.
+// Packs the keys of one unit into rows and prefetches those of `next`.
 inline void pack_keys(const Unit<bf16>& unit, const Unit<bf16>& next, int64_t head_size, bf16* out) {
   const char* from = unit.k;
   const char* ahead = next.k;
@@ -49,7 +49,7 @@ inline void pack_keys(const Unit<bf16>& unit, const Unit<bf16>& next, int64_t he
   }
 }
 
-// Two units' values side by side; without a second one, zeros.
+// Packs the values of two units side by side; zeros if there is no second unit.
 inline void pack_values(const Unit<bf16>& first, const Unit<bf16>* second, int64_t head_size, bf16* out) {
   const bf16 zeros[kUnit] = {};
   const bf16* low = first.v;
@@ -62,7 +62,8 @@ inline void pack_values(const Unit<bf16>& first, const Unit<bf16>* second, int64
   }
 }
 
-// Four tiles of products at a time, since one waits for the last product into it: two row blocks and two units, ...
+// Computes four tiles of products at a time, since each product waits for the previous one into the same tile: two row
+// blocks and two units.
 inline void multiply_keys_pair(const AmxScratch& scratch, const bf16* queries, int count) {
   for (int u = 0; u < count; u += 2) {
     _tile_zero(0);
@@ -88,7 +89,7 @@ inline void multiply_keys_pair(const AmxScratch& scratch, const bf16* queries, i
   }
 }
 
-// ... or four units with one row block. Of units past the last the products mean nothing and are not read.
+// The same with four units and one row block. Products of units past the last are not read.
 inline void multiply_keys_single(const AmxScratch& scratch, const bf16* queries, int count) {
   for (int u = 0; u < count; u += 4) {
     _tile_zero(0);
@@ -116,7 +117,7 @@ inline void multiply_keys_single(const AmxScratch& scratch, const bf16* queries,
   }
 }
 
-// Adds values . weights to the accumulators: of two row blocks, 32 dimensions at a time, ...
+// Adds values . weights to the accumulators of two row blocks, 32 dimensions at a time.
 inline void multiply_values_pair(const AmxScratch& scratch, float* acc, int count) {
   float* second = acc + scratch.size * kLanes;
   for (int64_t d = 0; d < scratch.size; d += 32) {
@@ -143,7 +144,7 @@ inline void multiply_values_pair(const AmxScratch& scratch, float* acc, int coun
   }
 }
 
-// ... or of one row block, 64 dimensions at a time and perhaps 32 at the end.
+// The same for one row block, 64 dimensions at a time, with 32 at the end if necessary.
 inline void multiply_values_single(const AmxScratch& scratch, float* acc, int count) {
   int64_t d = 0;
   for (; d + 64 <= scratch.size; d += 64) {

@@ -1,8 +1,8 @@
-// Attention with AMX tiles for up to sixteen rows, with keys and values where they lie in the pool.
+// Attention with AMX tiles for up to sixteen rows. Keys and values are read from the pool in place.
 //
-// The queries are the columns, as in attention_amx.h. A piece of a unit's keys is a tile of sixteen rows of 16 bytes,
-// sixteen dimensions of its values are one of sixteen rows of 32 bytes: such tiles take as long as whole ones, but
-// nothing has to be packed, and packing is what takes the time where each key meets few queries.
+// The queries are columns, as in attention_amx.h. A piece of a unit's keys is a tile of sixteen rows of 16 bytes;
+// sixteen dimensions of its values are a tile of sixteen rows of 32 bytes. Such a tile takes as long as a full one, but
+// nothing is packed, and packing dominates the time if each key meets few queries.
 #pragma once
 
 #include "cpu/attention_amx.h"
@@ -10,7 +10,7 @@
 namespace kvservice {
 namespace {
 
-// 0 to 3: products; 4 and 5: keys and queries; 6 and 7: values and weights.
+// Tiles 0 to 3: products; 4 and 5: keys and queries; 6 and 7: values and weights.
 inline TileConfig narrow_tiles() {
   TileConfig config = whole_tiles();
   config.row_bytes[4] = 16;
@@ -24,11 +24,11 @@ inline void prefetch(const void* from, int64_t bytes) {
   for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch(static_cast<const char*>(from) + i, _MM_HINT_T1);
 }
 
-// scores = keys . queries, four units at a time. Meanwhile the keys of `next` come nearer.
+// scores = keys . queries, four units at a time. Prefetches the keys of `next`.
 inline void multiply_keys_few(const Tile<bf16>& tile, const Tile<bf16>& next, const bf16* queries, int64_t head_size,
                               float* scores) {
   for (int first = 0; first < tile.count; first += 4, scores += 4 * kUnit * kLanes) {
-    // Past the last unit the last one again: its products are not read.
+    // Past the last unit, the last unit is repeated; its products are not read.
     Unit<bf16> units[4];
     for (int i = 0; i < 4; ++i) units[i] = tile.units[first + i < tile.count ? first + i : tile.count - 1];
     const Unit<bf16>* ahead = next.units + first;
@@ -58,15 +58,14 @@ inline void multiply_keys_few(const Tile<bf16>& tile, const Tile<bf16>& next, co
   }
 }
 
-// Eight dimensions of a unit, of which one line holds two where the unit is packed or fills its block.
+// Prefetches eight dimensions of a unit. One cache line holds two of them if the unit is packed or fills its block.
 inline void prefetch_values(const Unit<bf16>& unit, int64_t d) {
   const bf16* row = unit.v + d * unit.v_stride;
   const int64_t step = unit.v_stride < 32 ? 2 : 1;
   for (int64_t i = 0; i < 8; i += step) _mm_prefetch(row + i * unit.v_stride, _MM_HINT_T1);
 }
 
-// acc += values . weights, up to 64 dimensions at a time. Meanwhile the second half of the
-// values of `next` comes nearer.
+// acc += values . weights, up to 64 dimensions at a time. Prefetches the second half of the values of `next`.
 inline void multiply_values_few(const Tile<bf16>& tile, const Tile<bf16>& next, const bf16* weights, int64_t head_size,
                                 float* acc) {
   constexpr int kStep = 16 * kLanes;
@@ -113,7 +112,7 @@ inline void attend_tile_few(const AttentionPiece& piece, const AmxScratch& scrat
   multiply_values_few(tile, next, scratch.weights, head_size, acc);
 }
 
-// Up to this many rows the vectors are faster than the tiles, of whose columns most would be empty.
+// Up to this many rows, vectors are faster than tiles, most of whose columns would be empty.
 constexpr int kVectorRows = 4;
 
 inline void attend_amx(const AttentionPiece& piece, char* memory) {

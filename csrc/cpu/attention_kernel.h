@@ -1,4 +1,4 @@
-// Between the driver (attention.cpp) and the kernels, of which there is one set for each instruction set.
+// The interface between the driver (attention.cpp) and the kernels. There is one set of kernels per instruction set.
 #pragma once
 
 #include "attention.h"
@@ -6,9 +6,9 @@
 namespace kvservice {
 
 // Some rows of one sequence, for some KV heads, against a range of its keys. A row is one (query token, query head)
-// pair of a head's group: row = token * group_size + head in group. The result is a softmax without its division, so
-// that pieces over different keys can be put together; heads are the KV heads of the piece:
-//   max [heads, rows]              largest logit, -inf where no key was visible
+// pair of a head's group: row = token * group_size + head in group. The result is an unnormalised softmax, so that
+// pieces over different keys can be merged. `heads` are the KV heads of the piece:
+//   max [heads, rows]              largest logit, -inf if no key is visible
 //   sum [heads, rows]              sum of exp(logit - max)
 //   acc [heads, rows, head_size]   sum of exp(logit - max) * value
 struct AttentionPiece {
@@ -30,8 +30,8 @@ struct AttentionPiece {
   int64_t heads() const { return head_end - head_begin; }
   int64_t rows() const { return row_end - row_begin; }
 
-  // Index of a row of the piece's first KV head among the query's [num_tokens, num_heads]. The next KV head's is
-  // group_size further.
+  // Returns the index of a row of the piece's first KV head in the query's [num_tokens, num_heads]. The row of the next
+  // KV head is group_size further.
   int64_t query_row(int64_t row) const {
     const int64_t group = params->group_size();
     return (first_token + row / group) * params->num_heads + head_begin * group + row % group;
@@ -39,7 +39,7 @@ struct AttentionPiece {
 };
 
 struct AttentionKernel {
-  // Takes up to max_rows rows. `scratch` holds scratch_bytes(head_size, heads * rows), 64-byte aligned.
+  // Takes up to max_rows rows. `scratch` has scratch_bytes(head_size, heads * rows) bytes, 64-byte aligned.
   void (*attend)(const AttentionPiece& piece, char* scratch);
   int64_t (*scratch_bytes)(int64_t head_size, int64_t rows);
   int64_t max_rows;
@@ -60,8 +60,8 @@ const CpuKernels& avx512_bf16_kernels();
 const CpuKernels& amx_bf16_kernels();
 #endif
 
-// The best set this processor has, or the one named by KVSERVICE_CPU_ISA. Throws ArgumentError for a name that is
-// unknown or not supported here.
+// Returns the best set that this processor supports, or the set named by KVSERVICE_CPU_ISA. Throws ArgumentError if
+// that name is unknown or not supported here.
 const CpuKernels& cpu_kernels();
 
 }  // namespace kvservice

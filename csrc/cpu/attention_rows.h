@@ -1,7 +1,7 @@
 // Attention for many rows without AMX: keys and values are read once for up to 64 rows.
 //
-// Products with K are those of attention_stream.h, a unit of keys staying in the first-level cache for all rows. The
-// values of a tile are turned into rows of floats once, so that a row's accumulators are its head_size sums themselves:
+// Products with K are those of attention_stream.h; a unit of keys stays in L1 for all rows. The values of a tile are
+// transposed to rows of floats once, so that a row's accumulators are its head_size sums:
 //
 //   values [128 tokens, size]   size: head size rounded up to whole vectors
 //   acc    [rows, size]
@@ -46,7 +46,7 @@ struct RowsScratch {
   char* spare[2];
 };
 
-// Four dimensions of sixteen tokens at a time, so that what is written goes out in pieces of 16 bytes.
+// Transposes four dimensions of sixteen tokens at a time, so that each store has 16 bytes.
 template <class T>
 void unroll_values(const Unit<T>& unit, int64_t head_size, int64_t size, float* out) {
   for (int64_t d = 0; d < head_size; d += 4) {
@@ -131,7 +131,7 @@ void attend_rows(const AttentionPiece& piece, char* memory) {
   }
 }
 
-// More rows than the streaming kernel takes are always those of one KV head.
+// More rows than the streaming kernel takes always belong to one KV head.
 template <class T>
 void attend_vectors(const AttentionPiece& piece, char* memory) {
   if (piece.rows() > kStreamRows) {

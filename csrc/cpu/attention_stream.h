@@ -1,7 +1,7 @@
-// Attention for few rows: every key and value is read once, from where it lies, for all rows of its group.
+// Attention for few rows: every key and value is read once, in place, for all rows of its group.
 //
-// Per tile of 128 tokens: products with K (registers hold kRows rows x four key vectors), softmax, products with V.
-// The accumulators keep one partial sum for each lane and are summed up at the end.
+// Per tile of 128 tokens: products with K (registers hold kRows rows x four key vectors), softmax, products with V. The
+// accumulators keep one partial sum per lane, which are added at the end.
 #pragma once
 
 #include "cpu/softmax.h"
@@ -13,14 +13,14 @@ namespace {
 constexpr int kTileUnits = 8;
 constexpr int kTile = kTileUnits * kUnit;
 constexpr int kStreamRows = 16;
-constexpr int kPrefetchLevel = 2;  // the second-level cache: a tile of K and V does not fit into the first
+constexpr int kPrefetchLevel = 2;  // L2: a tile of K and V does not fit into L1
 
 template <class T>
 struct StreamScratch {
   using Query = typename KeyOps<T>::Query;
   using Weight = typename ValueOps<T>::Weight;
 
-  // Floats of one row's accumulators.
+  // Returns the floats of one row's accumulators.
   static int64_t acc_size(int64_t head_size) { return head_size / ValueOps<T>::kDims * Simd::kWidth; }
   static int64_t query_bytes(int64_t head_size) { return (head_size * sizeof(Query) + 63) / 64 * 64; }
 
@@ -48,14 +48,14 @@ struct StreamScratch {
 
   Query* query;
   int64_t query_stride;
-  float* scores;  // [kStreamRows, kTile], of the head at work
+  float* scores;  // [kStreamRows, kTile], of the current head
   Weight* weights;
   float* acc;
   int64_t acc_stride;
   char* spare[2];
 };
 
-// scores[r][t] = q[r] . k[t] for the sixteen tokens of a unit. Meanwhile the keys of `next` come nearer.
+// scores[r][t] = q[r] . k[t] for the sixteen tokens of a unit. Prefetches the keys of `next`.
 template <class T, int R>
 inline void multiply_keys(const Unit<T>& unit, const Unit<T>& next, const typename KeyOps<T>::Query* query,
                           int64_t query_stride, int64_t head_size, float* scores) {
@@ -82,7 +82,7 @@ inline void multiply_keys(const Unit<T>& unit, const Unit<T>& next, const typena
   }
 }
 
-// acc[r] = acc[r] * factor[r] + weights[r] . V over the units of a tile. Meanwhile the values of `next` come nearer.
+// acc[r] = acc[r] * factor[r] + weights[r] . V over the units of a tile. Prefetches the values of `next`.
 template <class T, int R>
 inline void multiply_values(const Unit<T>* units, const Unit<T>* next, int count,
                             const typename ValueOps<T>::Weight* weights, const float* factors, int64_t head_size,
@@ -116,7 +116,7 @@ inline void multiply_values(const Unit<T>* units, const Unit<T>* next, int count
   }
 }
 
-// Calls body(integral_constant R, first row) for blocks of kRows rows and then for the rest.
+// Calls body(integral_constant R, first row) for blocks of kRows rows, then for the rest.
 template <class Body>
 inline void for_row_blocks(int64_t rows, const Body& body) {
   int64_t row = 0;
@@ -139,7 +139,7 @@ void pack_weights(const float* scores, int count, typename ValueOps<T>::Weight* 
   for (int i = 0; i < count; i += Simd::kWidth) Simd::store(out + i, Simd::load(scores + i));
 }
 
-// Sums up the lanes of the accumulators.
+// Adds the lanes of the accumulators.
 template <class T>
 void finish_row(const float* acc, int64_t head_size, float* out) {
   constexpr int kDims = ValueOps<T>::kDims, kLanes = Simd::kWidth / kDims;
@@ -159,7 +159,7 @@ struct Tile {
   Unit<T> units[kTileUnits];
 };
 
-// Units past the last are null: fetching those does nothing.
+// Units past the last are null: prefetching null has no effect.
 template <class T>
 void find_tile(const AttentionPiece& piece, int64_t kv_head, int64_t start, char* spare, Tile<T>& tile) {
   const int64_t stride = StreamScratch<T>::spare_bytes(piece.params->pool.head_size);
@@ -172,7 +172,7 @@ void find_tile(const AttentionPiece& piece, int64_t kv_head, int64_t start, char
   for (int u = tile.count; u < kTileUnits; ++u) tile.units[u] = {};
 }
 
-// The queries of all rows in the form that the products want; no key seen so far.
+// Converts the queries of all rows to the operand format of the products and initializes the softmax.
 template <class T>
 void prepare_queries(const AttentionPiece& piece, typename KeyOps<T>::Query* queries, int64_t stride) {
   const AttentionParams& p = *piece.params;
@@ -212,8 +212,8 @@ void attend_tile(const AttentionPiece& piece, const StreamScratch<T>& scratch, c
   });
 }
 
-// Calls body(tile, next) for tile after tile, and within a tile's keys head by head: the heads of a block lie side by
-// side, and memory is read faster in long runs. `next`, empty at the end, is for the body to fetch.
+// Calls body(tile, next) for each tile of keys and, within it, for each KV head: the heads of a block are adjacent, and
+// memory is faster in long contiguous ranges. The body prefetches `next`, which is empty at the end.
 template <class T, class Body>
 inline void for_tiles(const AttentionPiece& piece, char* const (&spare)[2], const Body& body) {
   Tile<T> tiles[2];

@@ -10,7 +10,7 @@
 namespace kvservice {
 namespace {
 
-// Below this many bytes waking another thread costs more than it saves.
+// Below this many bytes, waking another thread costs more than it saves.
 constexpr int64_t kInlineBytes = 256 * 1024;
 
 void check_ids(const int32_t* ids, int64_t count, int64_t num_blocks, const char* field) {

@@ -1,4 +1,4 @@
-// Which instruction set to use: asked once.
+// Chooses the instruction set, once.
 #ifdef KVSERVICE_X86
 #include <cpuid.h>
 #include <sys/syscall.h>
@@ -20,7 +20,7 @@ struct Variant {
   const CpuKernels& (*kernels)();
 };
 
-// From the plainest to the best.
+// The variants are in ascending order.
 #ifdef KVSERVICE_X86
 bool has_avx2() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
@@ -33,7 +33,7 @@ bool has_avx512() {
 
 bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
 
-// The operating system keeps the tile registers of those processes only that have asked for them.
+// The operating system gives tile registers only to processes that have requested them.
 bool has_amx_bf16() {
   constexpr int kRequestPermission = 0x1023, kTileData = 18;
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;

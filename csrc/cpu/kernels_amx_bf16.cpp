@@ -1,5 +1,5 @@
 #include "cpu/simd_avx512.h"
-// The instruction set comes first: the templates below are compiled for it, in this file's own namespace.
+// The instruction set is included first: the templates below are compiled for it, in this file's own namespace.
 #include "cpu/attention_amx_few.h"
 #include "cpu/attention_rows.h"
 

@@ -1,5 +1,5 @@
 #include "cpu/simd_portable.h"
-// The instruction set comes first: the templates below are compiled for it, in this file's own namespace.
+// The instruction set is included first: the templates below are compiled for it, in this file's own namespace.
 #include "cpu/attention_rows.h"
 
 namespace kvservice {

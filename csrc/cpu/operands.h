@@ -1,7 +1,7 @@
-// How a vector of keys meets a query, and a vector of values a weight. Included after one of the simd_*.h.
+// Products of a key vector with a query, and of a value vector with a weight. Include one of the simd_*.h first.
 //
-// A key vector takes its 16-byte pieces as they lie in the pool, one for each of kWidth / 4 tokens, and adds to four
-// partial sums of each token. A value vector is 16 tokens of one dimension (of two, where the product takes pairs).
+// A key vector holds 16-byte pieces as they are in the pool, one for each of kWidth / 4 tokens, and adds to four
+// partial sums of each token. A value vector holds 16 tokens of one dimension (of two, if the product takes pairs).
 #pragma once
 
 #include <type_traits>
@@ -11,14 +11,14 @@
 namespace kvservice {
 namespace {
 
-constexpr int kUnit = 16;  // tokens that the kernels take at once
+constexpr int kUnit = 16;  // tokens per step of the kernels
 
 template <class T>
 struct KeyOps {
   static constexpr int kPiece = 16 / sizeof(T);  // dimensions
   static constexpr bool kSplit = sizeof(T) == 2;
   static constexpr bool kEvenOdd = std::is_same_v<T, bf16>;
-  using Query = float;  // prepared queries: floats, in the order in which Simd::split hands out the dimensions
+  using Query = float;  // prepared queries: floats, in the order of the dimensions that Simd::split returns
 
   struct Operand {
     typename Simd::F a, b;
@@ -60,7 +60,7 @@ template <class T>
 struct ValueOps {
   static constexpr int kDims = 1;
   static constexpr int kVectors = kUnit / Simd::kWidth;
-  static constexpr bool kPacked = false;  // the weights are the probabilities as they are
+  static constexpr bool kPacked = false;  // weights are the unconverted probabilities
   using Weight = float;
 
   struct Operand {
@@ -83,7 +83,7 @@ struct ValueOps {
   }
 };
 
-// Processors with AMX take two cycles for a product of pairs; there floats are faster for few rows, tiles for many.
+// Processors with AMX take two cycles for a product of pairs. On them, floats are faster for few rows, tiles for many.
 #if defined(__AVX512BF16__) && !defined(__AMX_TILE__)
 template <>
 struct KeyOps<bf16> {

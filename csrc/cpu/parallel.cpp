@@ -29,7 +29,7 @@ inline void relax() {
 #endif
 }
 
-// True as soon as `done()` holds, false when it did not within the spinning time.
+// Returns true as soon as `done()` holds, false if it does not hold within the spin time.
 template <class Done>
 bool spin_until(const Done& done) {
   const auto deadline = std::chrono::steady_clock::now() + kSpin;
@@ -42,7 +42,7 @@ bool spin_until(const Done& done) {
   return false;
 }
 
-// One parallel_for. Shared, so that a thread that wakes late still finds it, empty.
+// One parallel_for. Shared, so that a thread that wakes up late still finds it, without work.
 struct Job {
   const std::function<void(int64_t)>* body;
   int64_t count;
@@ -51,7 +51,7 @@ struct Job {
 
   Job(const std::function<void(int64_t)>* body, int64_t count) : body(body), count(count), left(count) {}
 
-  // Returns true when this call finished the last of the work.
+  // Returns true if this call finished the last of the work.
   bool work() {
     int64_t done = 0;
     for (int64_t i = next.fetch_add(1); i < count; i = next.fetch_add(1), ++done) (*body)(i);
@@ -95,7 +95,7 @@ class ThreadPool {
 
  private:
   void serve() {
-    sigset_t all;  // signals are the interpreter's business
+    sigset_t all;  // the interpreter handles signals
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, nullptr);
     uint64_t seen = 0;
@@ -117,7 +117,7 @@ class ThreadPool {
   }
 
   const int size_;
-  std::mutex turn_;  // held by the caller whose job it is
+  std::mutex turn_;  // held by the caller whose job runs
   std::mutex mutex_;
   std::condition_variable wake_;
   std::condition_variable finished_;
@@ -141,8 +141,8 @@ struct State {
 
 State* state = nullptr;
 
-// A child of fork has none of the threads and may have inherited a locked mutex: it starts with a fresh state. The
-// old one is left behind on purpose, since nothing in it can be safely destroyed.
+// A forked child has none of the threads and may have inherited a locked mutex, so it starts with a new state. The old
+// state is leaked on purpose, since it cannot be destroyed safely.
 void renew_state() {
   const int size = state->size;
   state = new State;

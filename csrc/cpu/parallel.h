@@ -1,4 +1,4 @@
-// A small pool of native threads. Idle threads sleep; after work they look for more for a few microseconds first.
+// A small pool of native threads. Idle threads sleep; after work they spin for a few microseconds first.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +11,8 @@ int num_threads();
 // Throws ArgumentError unless 1 <= count <= 1024.
 void set_num_threads(int64_t count);
 
-// Runs body(index) for 0 <= index < count, each once, on the calling thread and the pool's. Callers on several
-// threads take turns. `body` must not throw and must not call parallel_for.
+// Runs body(index) for 0 <= index < count, each once, on the calling thread and the pool's threads. Concurrent callers
+// take turns. `body` must not throw and must not call parallel_for.
 void parallel_for(int64_t count, const std::function<void(int64_t)>& body);
 
 }  // namespace kvservice

@@ -21,10 +21,10 @@ struct Simd {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
   }
   static F load(const fp16* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
-  // Four floats, repeated over the vector.
+  // Loads four floats, repeated over the vector.
   static F load_quad(const float* p) { return _mm256_broadcast_ps(reinterpret_cast<const __m128*>(p)); }
-  // Pieces of eight halves, one for each token, into two vectors of four floats for each: bfloat16 even and odd,
-  // float16 first and last four.
+  // Splits pieces of eight 16-bit numbers, one piece per token, into two vectors with four floats per token: even and
+  // odd elements for bfloat16, the first and the last four for float16.
   static void split(const bf16* p, F& a, F& b) {
     const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
     a = _mm256_castsi256_ps(_mm256_slli_epi32(raw, 16));
@@ -56,7 +56,7 @@ struct Simd {
   static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
   static F div(F a, F b) { return _mm256_div_ps(a, b); }
   static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
-  // Of two numbers the larger; `b` where either is NaN.
+  // Returns the larger number; `b` if either is NaN.
   static F max(F a, F b) { return _mm256_max_ps(a, b); }
   static F min(F a, F b) { return _mm256_min_ps(a, b); }
   static float sum(F v) {
@@ -69,7 +69,7 @@ struct Simd {
     x = _mm_max_ps(x, _mm_movehl_ps(x, x));
     return _mm_cvtss_f32(_mm_max_ss(x, _mm_movehdup_ps(x)));
   }
-  // 2^n * 2^f with f in [-1/2, 1/2] and a polynomial for 2^f, relative error below 2e-7; exactly 0 below e^-87.
+  // 2^n * 2^f with f in [-1/2, 1/2] and a polynomial for 2^f. Relative error below 2e-7; exactly 0 below e^-87.
   static F exp(F x) {
     const F low = set1(-87.0F);
     const F clamped = max(low, x);
@@ -87,7 +87,7 @@ struct Simd {
     const F value = mul(p, _mm256_castsi256_ps(exponent));
     return _mm256_andnot_ps(_mm256_cmp_ps(x, low, _CMP_LT_OQ), value);
   }
-  // acc[i] holds four partial sums of two tokens each; the result is the eight sums in order.
+  // acc[i] holds four partial sums of two tokens each. Returns the eight sums in order.
   static F quad_sums(const F* acc) {
     const F a = add(_mm256_unpacklo_ps(acc[0], acc[1]), _mm256_unpackhi_ps(acc[0], acc[1]));
     const F b = add(_mm256_unpacklo_ps(acc[2], acc[3]), _mm256_unpackhi_ps(acc[2], acc[3]));

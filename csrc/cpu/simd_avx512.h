@@ -21,10 +21,10 @@ struct Simd {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
   }
   static F load(const fp16* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
-  // Four floats, repeated over the vector.
+  // Loads four floats, repeated over the vector.
   static F load_quad(const float* p) { return _mm512_broadcast_f32x4(_mm_loadu_ps(p)); }
-  // Pieces of eight halves, one for each token, into two vectors of four floats for each: bfloat16 even and odd,
-  // float16 first and last four.
+  // Splits pieces of eight 16-bit numbers, one piece per token, into two vectors with four floats per token: even and
+  // odd elements for bfloat16, the first and the last four for float16.
   static void split(const bf16* p, F& a, F& b) {
     const __m512i raw = _mm512_loadu_si512(p);
     a = _mm512_castsi512_ps(_mm512_slli_epi32(raw, 16));
@@ -58,12 +58,12 @@ struct Simd {
   static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
   static F div(F a, F b) { return _mm512_div_ps(a, b); }
   static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
-  // Of two numbers the larger; `b` where either is NaN.
+  // Returns the larger number; `b` if either is NaN.
   static F max(F a, F b) { return _mm512_max_ps(a, b); }
   static F min(F a, F b) { return _mm512_min_ps(a, b); }
   static float sum(F v) { return _mm512_reduce_add_ps(v); }
   static float max_lane(F v) { return _mm512_reduce_max_ps(v); }
-  // 2^n * 2^f with f in [-1/2, 1/2] and a polynomial for 2^f, relative error below 2e-7; 0 for -inf.
+  // 2^n * 2^f with f in [-1/2, 1/2] and a polynomial for 2^f. Relative error below 2e-7; 0 for -inf.
   static F exp(F x) {
     const F clamped = max(set1(-105.0F), x);
     const F n = _mm512_roundscale_ps(mul(clamped, set1(1.44269504F)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -78,7 +78,7 @@ struct Simd {
     p = fma(p, f, set1(1.0F));
     return _mm512_scalef_ps(p, n);
   }
-  // acc[i] holds four partial sums of four tokens each; the result is the sixteen sums in order.
+  // acc[i] holds four partial sums of four tokens each. Returns the sixteen sums in order.
   static F quad_sums(const F* acc) {
     const F a = add(_mm512_unpacklo_ps(acc[0], acc[1]), _mm512_unpackhi_ps(acc[0], acc[1]));
     const F b = add(_mm512_unpacklo_ps(acc[2], acc[3]), _mm512_unpackhi_ps(acc[2], acc[3]));

@@ -1,4 +1,4 @@
-// Vectors of four floats through the compiler's own vector types: runs on every processor.
+// Vectors of four floats with the compiler's vector extensions: run on every processor.
 #pragma once
 
 #include <cmath>
@@ -34,10 +34,10 @@ struct Simd {
     for (int i = 0; i < 4; ++i) v[i] = widen(p[i].bits);
     return v;
   }
-  // Four floats, repeated over the vector.
+  // Loads four floats, repeated over the vector.
   static F load_quad(const float* p) { return load(p); }
-  // Pieces of eight halves, one for each token, into two vectors of four floats for each: bfloat16 even and odd,
-  // float16 first and last four.
+  // Splits pieces of eight 16-bit numbers, one piece per token, into two vectors with four floats per token: even and
+  // odd elements for bfloat16, the first and the last four for float16.
   static void split(const bf16* p, F& a, F& b) {
     I bits;
     std::memcpy(&bits, p, sizeof(bits));
@@ -67,7 +67,7 @@ struct Simd {
   static F mul(F a, F b) { return a * b; }
   static F div(F a, F b) { return a / b; }
   static F fma(F a, F b, F c) { return a * b + c; }
-  // Of two numbers the larger; `b` where either is NaN.
+  // Returns the larger number; `b` if either is NaN.
   static F max(F a, F b) { return a > b ? a : b; }
   static F min(F a, F b) { return a < b ? a : b; }
   static float sum(F v) { return (v[0] + v[1]) + (v[2] + v[3]); }
@@ -80,7 +80,7 @@ struct Simd {
     for (int i = 0; i < 4; ++i) x[i] = std::exp(x[i]);
     return x;
   }
-  // Lane i holds the sum of the four lanes of acc[i].
+  // Lane i of the result is the sum of the four lanes of acc[i].
   static F quad_sums(const F* acc) { return F{sum(acc[0]), sum(acc[1]), sum(acc[2]), sum(acc[3])}; }
 
  private:
@@ -92,7 +92,8 @@ struct Simd {
       const uint32_t bits = 0x7F800000U | (magnitude << 13);
       std::memcpy(&value, &bits, 4);
     } else {
-      // As a float's bits the half is too small by 2^112; the product is exact, for subnormals too.
+      // Read as a float, the bits of the half are too small by a factor of 2^112. The product is exact, also for
+      // subnormals.
       const uint32_t bits = magnitude << 13;
       std::memcpy(&value, &bits, 4);
       value *= 0x1p112F;
@@ -110,7 +111,7 @@ struct Simd {
     bits &= 0x7FFFFFFFU;
     if (bits > 0x7F800000U) return sign | 0x7E00U;
     if (bits >= 0x477FF000U) return sign | 0x7C00U;  // rounds to 2^16 or more
-    if (bits < 0x38800000U) {                        // subnormal: the addition does the rounding
+    if (bits < 0x38800000U) {                        // subnormal: the addition rounds
       float magnitude;
       std::memcpy(&magnitude, &bits, 4);
       magnitude += 0.5F;

@@ -1,4 +1,4 @@
-// The softmax of one row over one tile of keys, online: FlashAttention's running maximum and sum.
+// Online softmax of one row over one tile of keys: FlashAttention's running maximum and sum.
 #pragma once
 
 #include "cpu/attention_kernel.h"
@@ -29,7 +29,7 @@ inline RowView view_row(const AttentionPiece& piece, int64_t kv_head, int64_t ro
   return view;
 }
 
-// Products of q and k into logits, in place. Tile position i is key position start + i.
+// Converts products of q and k to logits, in place. Tile position i is key position start + i.
 inline void make_logits(const AttentionParams& p, const RowView& view, int64_t start, int width, float* s) {
   using F = Simd::F;
   const F scale = Simd::set1(p.scale);
@@ -51,8 +51,8 @@ inline void make_logits(const AttentionParams& p, const RowView& view, int64_t s
   for (int64_t i = to > 0 ? to : 0; i < width; ++i) s[i] = -kInfinity;
 }
 
-// Products into weights exp(logit - max), in place; `max` and `sum` go on. Returns the factor by which what was
-// accumulated before must shrink.
+// Converts products to weights exp(logit - max), in place, and updates `max` and `sum`. Returns the factor by which the
+// accumulators must be multiplied.
 inline float softmax_tile(const AttentionParams& p, const RowView& view, int64_t start, int width, float* s, float* max,
                           float* sum) {
   using F = Simd::F;
@@ -60,7 +60,7 @@ inline float softmax_tile(const AttentionParams& p, const RowView& view, int64_t
   F top = Simd::set1(*max);
   for (int i = 0; i < width; i += Simd::kWidth) top = Simd::max(top, Simd::load(s + i));
   const float new_max = Simd::max_lane(top);
-  if (new_max == -kInfinity) {  // no key of this tile or of those before it is visible
+  if (new_max == -kInfinity) {  // no key so far is visible
     for (int i = 0; i < width; i += Simd::kWidth) Simd::store(s + i, Simd::zero());
     return 1.0F;
   }

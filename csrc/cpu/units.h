@@ -1,4 +1,4 @@
-// Sixteen tokens of one KV head as the kernels read them, wherever they lie in the pool.
+// Units of sixteen tokens of one KV head, in the layout that the kernels read.
 #pragma once
 
 #include "cpu/attention_kernel.h"
@@ -16,8 +16,8 @@ struct Unit {
   int64_t v_stride;
 };
 
-// Copies the tokens [begin, end) of the unit that starts at position `start`, and zeros for its others: what lies in
-// their slots may be anything, and zero times NaN is NaN.
+// Copies the tokens [begin, end) of the unit that starts at position `start` and zeroes the others: their slots may
+// hold any bits, and zero times NaN is NaN.
 template <class T>
 Unit<T> pack_unit(const AttentionPiece& piece, int64_t kv_head, int64_t start, int64_t begin, int64_t end,
                   char* spare) {
@@ -43,7 +43,7 @@ Unit<T> pack_unit(const AttentionPiece& piece, int64_t kv_head, int64_t start, i
   return {k_out, kUnit * 16, v_out, kUnit};
 }
 
-// A whole unit of blocks of `Run` tokens, copied piece by piece of a size known here.
+// Copies a whole unit from blocks of `Run` tokens. The size of each copy is a compile-time constant.
 template <class T, int Run>
 Unit<T> pack_blocks(const AttentionPiece& piece, int64_t kv_head, int64_t start, char* spare) {
   const PoolView& pool = piece.params->pool;
@@ -60,8 +60,9 @@ Unit<T> pack_blocks(const AttentionPiece& piece, int64_t kv_head, int64_t start,
   return {spare, kUnit * 16, v_out, kUnit};
 }
 
-// The unit that starts at position `start`, a multiple of 16, of which the piece may read [key_begin, key_end). In
-// place where it lies whole in one block, else packed into `spare` (2 * head_size * 16 elements).
+// Returns the unit that starts at position `start`, a multiple of 16, of which the piece may read [key_begin, key_end).
+// The unit is used in place if it is within one block; otherwise it is packed into `spare` (2 * head_size * 16
+// elements).
 template <class T>
 Unit<T> find_unit(const AttentionPiece& piece, int64_t kv_head, int64_t start, char* spare) {
   const PoolView& pool = piece.params->pool;

@@ -1,4 +1,5 @@
-// Which kernel attends: checks the shape, cuts a batch into what is for the decode and what for the extend kernel.
+// Chooses the attention kernels of a call: checks the arguments and divides a batch between the decode and the extend
+// kernel.
 #include "cuda/attention.h"
 
 #include <algorithm>
@@ -12,7 +13,7 @@ namespace kvservice {
 namespace {
 
 constexpr int64_t kHeadSizeMin = 32, kHeadSizeMax = 256, kBlockSizeMax = 256, kHeadsMax = 65535;
-constexpr int64_t kCountMax = std::numeric_limits<int32_t>::max();  // lengths on the device, and their sums, are int32
+constexpr int64_t kCountMax = std::numeric_limits<int32_t>::max();  // lengths on the device and their sums are int32
 
 bool is_count(int64_t number) { return number >= 0 && number <= kCountMax; }
 
@@ -23,7 +24,7 @@ void check_pool(const PoolView& pool) {
   require(pool.block_size > 0 && pool.block_size <= kBlockSizeMax && (pool.block_size & (pool.block_size - 1)) == 0,
           "pool", "block size is not a power of two up to 256");
   require(!is_float8(pool.dtype) || pool.head_size % kKeyPieceBytes == 0, "pool",
-          "head size of an 8-bit pool is not a multiple of 16");
+          "head size of an FP8 pool is not a multiple of 16");
   require(reinterpret_cast<uintptr_t>(pool.data) % kKeyPieceBytes == 0, "pool", "is not aligned to 16 bytes");
 }
 
@@ -40,27 +41,27 @@ void check(const AttentionParams& p) {
   check_pool(p.pool);
   require(p.layer >= 0 && p.layer < p.pool.num_layers, "layer", "is outside the pool");
   require(!is_float8(p.dtype) && (p.dtype == p.pool.dtype || is_float8(p.pool.dtype)), "query",
-          "has another dtype than the pool");
+          "does not have the pool's dtype");
   require(p.num_heads > 0 && p.num_heads <= kHeadsMax && p.num_heads % p.pool.num_kv_heads == 0, "query",
           "number of heads is not a multiple of the pool's");
   require(is_count(p.num_tokens) && is_count(p.num_seqs), "query", "has a size that is not in [0, 2^31)");
   require(is_count(p.max_blocks), "block_tables", "has a size that is not in [0, 2^31)");
   require(is_count(p.max_query_len), "max_query_len", "is not in [0, 2^31)");
-  require(p.num_tokens <= p.num_seqs * p.max_query_len, "max_query_len", "is less than some query length");
+  require(p.num_tokens <= p.num_seqs * p.max_query_len, "max_query_len", "is less than a query length");
   require(p.num_common_blocks >= 0 && p.num_common_blocks <= p.max_blocks, "num_common_blocks",
           "is negative or more than a block table has");
   require(std::isfinite(p.scale), "scale", "is not finite");
   require(std::isfinite(p.soft_cap) && p.soft_cap >= 0.0F, "logits_soft_cap", "is negative or not finite");
   require(p.sliding_window >= 0, "sliding_window", "is negative");
-  require(p.k_scale == nullptr || is_float8(p.pool.dtype), "k_scale", "is for 8-bit pools only");
-  require(p.v_scale == nullptr || is_float8(p.pool.dtype), "v_scale", "is for 8-bit pools only");
+  require(p.k_scale == nullptr || is_float8(p.pool.dtype), "k_scale", "is for FP8 pools only");
+  require(p.v_scale == nullptr || is_float8(p.pool.dtype), "v_scale", "is for FP8 pools only");
   check_sparse(p.sparse, p.pool);
 }
 
-// The kernels of one call. Where two are to run, the later may write anew what the earlier wrote.
+// The kernels of one call. If two run, the later one may overwrite outputs of the earlier one.
 struct Choice {
   bool reference = false;
-  QueryLens extend;  // empty where max is 0
+  QueryLens extend;  // empty if max is 0
   QueryLens decode;
   bool cascade = false;
 };
@@ -82,9 +83,9 @@ Choice explicit_choice(const AttentionParams& p, KernelChoice kernel, bool batch
   return {true, {}, {}};
 }
 
-// The most queries of a sequence that are decoded. Of more than kDecodedRows rows the extend kernel, where it splits
-// keys over thread blocks, makes less work, but takes longer to start: measured with 64 x 8 queries on 4088 tokens (273
-// us against 365 on an H200) and from 512 tokens on (20 us at least).
+// Returns the longest query length that the decode kernel takes. Above kDecodedRows rows the extend kernel does less
+// work if it can split keys over thread blocks, but it takes longer to start: measured on an H200 with 64 x 8 queries
+// over 4088 tokens (273 us against 365) and from 512 tokens on (20 us at least).
 int64_t most_decoded_queries(const AttentionParams& p, bool batch_invariant) {
   constexpr int64_t kDecodedRows = 16;
   if (!decode_takes(p)) return 0;
@@ -93,9 +94,10 @@ int64_t most_decoded_queries(const AttentionParams& p, bool batch_invariant) {
   return splits && !has_few_tokens(p) ? std::min(most, kDecodedRows / p.group_size()) : most;
 }
 
-// A sequence of few queries is decoded beside whatever else, so that its result need not depend on the others.
+// Sequences with few queries always use the decode kernel, so that their results need not depend on the rest of the
+// batch.
 Choice automatic_choice(const AttentionParams& p, bool batch_invariant) {
-  // Whether blocks are shared depends on the others.
+  // Whether blocks are shared depends on the other sequences.
   if (!batch_invariant && cascade_takes(p) && cascade_pays(p)) return {false, {}, {}, true};
   const int64_t few = std::min(most_decoded_queries(p, batch_invariant), p.max_query_len);
   if (few == p.max_query_len) return {false, {}, {1, few}};
@@ -140,7 +142,7 @@ void attention_cuda(const AttentionParams& params, const CudaLaunch& launch) {
   const int64_t wanted = workspace_bytes(params, choice, launch.batch_invariant);
   if (launch.workspace.bytes < wanted) {
     throw ArgumentError("workspace", "has " + std::to_string(launch.workspace.bytes) + " bytes, " +
-                                         std::to_string(wanted) + " are wanted");
+                                         std::to_string(wanted) + " are required");
   }
   if (choice.cascade) cascade_attention(params, launch);
   if (choice.reference) reference_attention(params, launch);

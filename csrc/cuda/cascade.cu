@@ -1,13 +1,14 @@
-// Attention of a batch whose sequences share their first blocks, which are read once instead of once for each sequence
-// (Hydragen, FlashInfer's cascade).
+// Attention of a batch whose sequences share their first blocks (the prefix), which are read once instead of once per
+// sequence (Hydragen, FlashInfer's cascade).
 //
-//   1. prepare: lengths without the shared part, and the queries as [num_kv_heads, num_tokens * group, head_size]
-//   2. the prefix: all queries of a KV head at once over the shared blocks. They stand after all of these, so none
-//      sees less than another: to the kernels they are one token of very many heads
-//   3. the rest: every sequence over what it has of its own
-//   4. join: both outputs, weighted by their sums of exponentials
+//   1. prepare: lengths without the prefix, and the queries as [num_kv_heads, num_tokens * group, head_size]
+//   2. prefix: all queries of a KV head at once over the shared blocks. All queries come after these blocks and see all
+//      of them, so the kernels treat them as one token with many heads
+//   3. rest: every sequence over its own blocks
+//   4. merge: both outputs, weighted by their sums of exponentials
 //
-// Outputs of 2 and 3 are in the output's type: two roundings more than without, each of at most half a unit.
+// The outputs of 2 and 3 have the type of the output: two roundings more than without cascade, each of at most half a
+// unit.
 #include <algorithm>
 #include <type_traits>
 
@@ -20,15 +21,15 @@ namespace cascade {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kVector = 8;  // numbers of 16 bytes
+constexpr int kVector = 8;  // 16-bit numbers in 16 bytes
 constexpr int64_t kAlignment = 256;
 constexpr int64_t kItemBytes = 4;  // of lengths, ids and sums
 
-// When it pays, as measured on an H200 with 2 to 256 sequences after 256 to 16384 common positions. Reading these anew
-// for each sequence runs at 9 to 14 TB/s, since all but one find them in the second-level cache; the three launches
-// more take 20 to 35 us, so that short prefixes are better read again. These figures choose it in no case measured
-// where it loses. bfloat16, 32 heads over 8, microseconds with and without, of sequences with 1024 positions of their
-// own:
+// Cost model, measured on an H200 with 2 to 256 sequences after 256 to 16384 common positions. Rereading the prefix per
+// sequence runs at 9 to 14 TB/s, because all sequences but one find it in L2. The three additional launches take 20 to
+// 35 us, so that rereading is better for short prefixes. With these constants, cascade is chosen in no measured case in
+// which it loses. Microseconds with and without cascade, for bfloat16, 32 heads over 8 KV heads, and sequences with
+// 1024 positions of their own:
 //
 //   sequences  512 common     2048           8192
 //   8          35 / 18        47 / 23        60 / 49
@@ -44,9 +45,9 @@ struct Sizes {
   int num_heads;
   int num_kv_heads;
   int group;
-  int vectors;  // of a head
+  int vectors;  // per head
   int num_blocks;
-  int num_positions;  // of the shared blocks
+  int num_positions;  // in the shared blocks
   int max_blocks;
 
   __device__ int64_t num_vectors() const { return int64_t{num_tokens} * num_heads * vectors; }
@@ -66,18 +67,18 @@ Sizes sizes_of(const AttentionParams& p) {
   return sizes;
 }
 
-// What is in the workspace behind that of the kernels that attend.
-struct Room {
+// Workspace of the cascade, behind the workspace of the attention kernels.
+struct Scratch {
   uint4* query;  // [num_kv_heads, num_tokens, group, head_size]
-  uint4* out;    // of the prefix, the same
+  uint4* out;    // of the prefix, same shape
   float* lse;    // of the prefix
   float* rest_lse;
-  int32_t* prefix_lens;   // query and context length
+  int32_t* prefix_lens;   // query length and context length
   int32_t* prefix_table;  // [num_common_blocks]
   int32_t* rest_lens;     // [num_seqs], context lengths
   int64_t bytes;
 
-  Room(const AttentionParams& p, void* data) {
+  Scratch(const AttentionParams& p, void* data) {
     const int64_t rows = p.num_tokens * p.num_heads;
     const int64_t tensor_bytes = rows * p.pool.head_size * item_size(p.dtype);
     const auto begin = reinterpret_cast<uintptr_t>(data);
@@ -97,7 +98,7 @@ struct Room {
   }
 };
 
-// Where a query's head is among the queries of its KV head.
+// Returns the index of a query head among the queries of its KV head.
 __device__ int64_t prefix_row(const Sizes& sizes, int token, int head) {
   const int kv_head = head / sizes.group;
   return (int64_t{kv_head} * sizes.num_tokens + token) * sizes.group + (head - kv_head * sizes.group);
@@ -109,8 +110,8 @@ struct Lengths {
   const int32_t* block_tables;
 };
 
-// One thread block. The table is that of a sequence that has queries: others need not have the shared blocks.
-__device__ void prepare_lengths(const Sizes& sizes, const Lengths& from, const Room& to) {
+// Runs on one thread block. Copies the table of a sequence with queries: others need not have the shared blocks.
+__device__ void prepare_lengths(const Sizes& sizes, const Lengths& from, const Scratch& to) {
   __shared__ int with_queries;
   if (threadIdx.x == 0) with_queries = sizes.num_seqs - 1;
   __syncthreads();
@@ -125,18 +126,18 @@ __device__ void prepare_lengths(const Sizes& sizes, const Lengths& from, const R
   for (int i = threadIdx.x; i < sizes.num_blocks; i += kThreads) to.prefix_table[i] = table[i];
 }
 
-// The first thread block has the lengths, the others the queries, 16 bytes a thread.
+// The first thread block prepares the lengths, the others the queries, 16 bytes per thread.
 __global__ void __launch_bounds__(kThreads)
-    prepare(const Sizes sizes, const Lengths lengths, const uint4* __restrict__ query, const Room room) {
+    prepare(const Sizes sizes, const Lengths lengths, const uint4* __restrict__ query, const Scratch scratch) {
   if (blockIdx.x == 0) {
-    prepare_lengths(sizes, lengths, room);
+    prepare_lengths(sizes, lengths, scratch);
     return;
   }
   const int64_t i = int64_t{blockIdx.x - 1} * kThreads + threadIdx.x;
   if (i >= sizes.num_vectors()) return;
   const auto row = static_cast<int>(i / sizes.vectors);
   const int vector = static_cast<int>(i - int64_t{row} * sizes.vectors), token = row / sizes.num_heads;
-  room.query[prefix_row(sizes, token, row - token * sizes.num_heads) * sizes.vectors + vector] = query[i];
+  scratch.query[prefix_row(sizes, token, row - token * sizes.num_heads) * sizes.vectors + vector] = query[i];
 }
 
 template <typename T>
@@ -158,16 +159,17 @@ __device__ uint32_t weighted(uint32_t a, float weight_a, uint32_t b, float weigh
   return ptx::pack<T>(weight_a * x.x + weight_b * y.x, weight_a * x.y + weight_b * y.y);
 }
 
-// `out` has the rest's outputs, and gets the result. 16 bytes a thread.
+// `out` holds the outputs of the rest and receives the result, 16 bytes per thread.
 template <typename T>
-__global__ void __launch_bounds__(kThreads) join(const Sizes sizes, const Room room, uint4* out, float* lse) {
+__global__ void __launch_bounds__(kThreads)
+    merge_states(const Sizes sizes, const Scratch scratch, uint4* out, float* lse) {
   const int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (i >= sizes.num_vectors()) return;
   const auto row = static_cast<int>(i / sizes.vectors);
   const int vector = static_cast<int>(i - int64_t{row} * sizes.vectors), token = row / sizes.num_heads;
   const int64_t other = prefix_row(sizes, token, row - token * sizes.num_heads);
-  const float prefix_lse = room.lse[other], rest_lse = room.rest_lse[row];
-  const uint4 x = room.out[other * sizes.vectors + vector], y = out[i];
+  const float prefix_lse = scratch.lse[other], rest_lse = scratch.rest_lse[row];
+  const uint4 x = scratch.out[other * sizes.vectors + vector], y = out[i];
   const float largest = fmaxf(prefix_lse, rest_lse);
   const float prefix_sum = expf(prefix_lse - largest), rest_sum = expf(rest_lse - largest);
   const float sum = prefix_sum + rest_sum;
@@ -177,27 +179,27 @@ __global__ void __launch_bounds__(kThreads) join(const Sizes sizes, const Room r
   if (lse != nullptr && vector == 0) lse[row] = largest + logf(sum);
 }
 
-// All queries of a KV head over the shared blocks. As to the layout: [1, num_kv_heads * (num_tokens * group), ...].
-AttentionParams prefix_params(const AttentionParams& p, const Room& room) {
+// All queries of a KV head over the shared blocks. The query layout is [1, num_kv_heads * (num_tokens * group), ...].
+AttentionParams prefix_params(const AttentionParams& p, const Scratch& scratch) {
   AttentionParams prefix = p;
   prefix.num_tokens = prefix.num_seqs = prefix.max_query_len = 1;
   prefix.num_heads = p.num_heads * p.num_tokens;
   prefix.max_blocks = p.num_common_blocks;
   prefix.num_common_blocks = 0;
-  prefix.query = room.query;
-  prefix.query_lens = room.prefix_lens;
-  prefix.context_lens = room.prefix_lens + 1;
-  prefix.block_tables = room.prefix_table;
-  prefix.out = room.out;
-  prefix.lse = room.lse;
+  prefix.query = scratch.query;
+  prefix.query_lens = scratch.prefix_lens;
+  prefix.context_lens = scratch.prefix_lens + 1;
+  prefix.block_tables = scratch.prefix_table;
+  prefix.out = scratch.out;
+  prefix.lse = scratch.lse;
   return prefix;
 }
 
-AttentionParams rest_params(const AttentionParams& p, const Room& room) {
+AttentionParams rest_params(const AttentionParams& p, const Scratch& scratch) {
   AttentionParams rest = p;
-  rest.block_tables = p.block_tables + p.num_common_blocks;  // rows stay as far from each other
-  rest.context_lens = room.rest_lens;
-  rest.lse = room.rest_lse;
+  rest.block_tables = p.block_tables + p.num_common_blocks;  // the row stride stays the same
+  rest.context_lens = scratch.rest_lens;
+  rest.lse = scratch.rest_lse;
   return rest;
 }
 
@@ -207,14 +209,14 @@ int64_t columns_of(const AttentionParams& prefix) {
   return decode_max_query_len(single);
 }
 
-// The decode kernel reads the keys anew for every so many queries. The extend kernel takes as many as there are, but
-// where it does not split its work along the keys it leaves most of the device idle.
+// The decode kernel rereads the keys for every `columns_of` queries. The extend kernel takes any number of queries, but
+// without split-KV it leaves most of the device idle.
 bool decodes(const AttentionParams& prefix) {
   const bool splits = extend_takes(prefix) && extend_workspace_bytes(prefix) > kCounterBytes;
   return prefix.group_size() <= columns_of(prefix) || !splits;
 }
 
-// Microseconds that the shared blocks take, read once, beside what every launch takes.
+// Returns the microseconds that one read of the shared blocks takes, without the launch.
 double prefix_us(const AttentionParams& prefix) {
   const int64_t blocks = prefix.max_blocks, rows = prefix.group_size(), columns = columns_of(prefix);
   if (decodes(prefix)) {
@@ -227,7 +229,7 @@ double prefix_us(const AttentionParams& prefix) {
 }
 
 int64_t kernels_bytes(const AttentionParams& p) {
-  const AttentionParams prefix = prefix_params(p, Room(p, nullptr));
+  const AttentionParams prefix = prefix_params(p, Scratch(p, nullptr));
   const int64_t bytes = decodes(prefix) ? decode_workspace_bytes(prefix, false) : extend_workspace_bytes(prefix);
   return aligned(std::max(bytes, decode_workspace_bytes(p, false)));
 }
@@ -236,16 +238,16 @@ unsigned blocks_for(const AttentionParams& p) {
   return static_cast<unsigned>((p.num_tokens * p.num_heads * (p.pool.head_size / kVector) + kThreads - 1) / kThreads);
 }
 
-void launch_prepare(const AttentionParams& p, const Room& room, cudaStream_t stream) {
+void launch_prepare(const AttentionParams& p, const Scratch& scratch, cudaStream_t stream) {
   prepare<<<blocks_for(p) + 1, kThreads, 0, stream>>>(sizes_of(p), {p.query_lens, p.context_lens, p.block_tables},
-                                                      static_cast<const uint4*>(p.query), room);
+                                                      static_cast<const uint4*>(p.query), scratch);
   check_launch("cascade attention, preparing");
 }
 
-void launch_join(const AttentionParams& p, const Room& room, cudaStream_t stream) {
-  const auto kernel = p.dtype == DType::kBFloat16 ? join<__nv_bfloat16> : join<half>;
-  kernel<<<blocks_for(p), kThreads, 0, stream>>>(sizes_of(p), room, static_cast<uint4*>(p.out), p.lse);
-  check_launch("cascade attention, joining");
+void launch_merge(const AttentionParams& p, const Scratch& scratch, cudaStream_t stream) {
+  const auto kernel = p.dtype == DType::kBFloat16 ? merge_states<__nv_bfloat16> : merge_states<half>;
+  kernel<<<blocks_for(p), kThreads, 0, stream>>>(sizes_of(p), scratch, static_cast<uint4*>(p.out), p.lse);
+  check_launch("cascade attention, merging");
 }
 
 }  // namespace
@@ -256,33 +258,33 @@ bool cascade_takes(const AttentionParams& p) {
   if (!options || p.num_common_blocks == 0 || p.num_tokens == 0) return false;
   if (!decode_takes(p) || p.max_query_len > decode_max_query_len(p)) return false;
   if (p.num_common_blocks * p.pool.block_size > INT32_MAX || p.num_tokens * p.num_heads > INT32_MAX) return false;
-  const AttentionParams prefix = cascade::prefix_params(p, cascade::Room(p, nullptr));
+  const AttentionParams prefix = cascade::prefix_params(p, cascade::Scratch(p, nullptr));
   return !cascade::decodes(prefix) || decode_takes(prefix);
 }
 
 bool cascade_pays(const AttentionParams& p) {
-  const AttentionParams prefix = cascade::prefix_params(p, cascade::Room(p, nullptr));
+  const AttentionParams prefix = cascade::prefix_params(p, cascade::Scratch(p, nullptr));
   const auto saved_bytes = static_cast<double>((p.num_seqs - 1) * p.num_common_blocks * p.pool.layer_bytes());
   return saved_bytes / cascade::kSavedBytesPerUs > cascade::kLaunchesUs + cascade::prefix_us(prefix);
 }
 
 int64_t cascade_workspace_bytes(const AttentionParams& p) {
-  return cascade::kernels_bytes(p) + cascade::Room(p, nullptr).bytes;
+  return cascade::kernels_bytes(p) + cascade::Scratch(p, nullptr).bytes;
 }
 
 void cascade_attention(const AttentionParams& p, const CudaLaunch& launch) {
   require(cascade_takes(p), "kernel", "cascade does not take this call");
   require(launch.workspace.bytes >= cascade_workspace_bytes(p), "workspace", "is too small");
-  const cascade::Room room(p, static_cast<char*>(launch.workspace.data) + cascade::kernels_bytes(p));
-  cascade::launch_prepare(p, room, launch.stream);
-  const AttentionParams prefix = cascade::prefix_params(p, room);
+  const cascade::Scratch scratch(p, static_cast<char*>(launch.workspace.data) + cascade::kernels_bytes(p));
+  cascade::launch_prepare(p, scratch, launch.stream);
+  const AttentionParams prefix = cascade::prefix_params(p, scratch);
   if (cascade::decodes(prefix)) {
     decode_attention(prefix, launch, {1, 1});
   } else {
     extend_attention(prefix, launch, {1, 1});
   }
-  decode_attention(cascade::rest_params(p, room), launch, {1, p.max_query_len});
-  cascade::launch_join(p, room, launch.stream);
+  decode_attention(cascade::rest_params(p, scratch), launch, {1, p.max_query_len});
+  cascade::launch_merge(p, scratch, launch.stream);
 }
 
 }  // namespace kvservice

@@ -1,6 +1,6 @@
-// Whole blocks from pool to pool. Within one device's memory: one kernel for up to kMaxPairs blocks, whose ids travel
-// with the launch, so that nothing has to be uploaded before it. Over the host's link: plain asynchronous copies, which
-// the copy engines do beside the kernels.
+// Copies whole blocks between pools. Within one device: one kernel for up to kMaxPairs blocks, with the block ids in
+// its launch parameters, so that nothing is uploaded first. Between host and device: asynchronous copies, which the
+// copy engines run in parallel with kernels.
 #include <algorithm>
 
 #include "cuda/copy_blocks.h"
@@ -9,7 +9,7 @@
 namespace kvservice {
 namespace {
 
-constexpr int kMaxPairs = 400;  // a launch has room for 4 KiB of parameters
+constexpr int kMaxPairs = 400;  // launch parameters are limited to 4 KiB
 constexpr int kThreads = 256;
 constexpr int kVectorsPerThread = 8;
 constexpr int64_t kVectorBytes = sizeof(uint4);
@@ -53,8 +53,8 @@ void copy_within_device(const CopyBlocksParams& p, cudaStream_t stream) {
   }
 }
 
-// Copies from `first` on that are one: both sides' ids follow each other.
-int64_t run_length(const CopyBlocksParams& p, int64_t first) {
+// Returns the number of copies, from `first` on, that form one contiguous copy: ids are consecutive on both sides.
+int64_t range_length(const CopyBlocksParams& p, int64_t first) {
   int64_t length = 1;
   while (first + length < p.num_copies && p.src_ids[first + length] == p.src_ids[first] + length &&
          p.dst_ids[first + length] == p.dst_ids[first] + length) {
@@ -63,11 +63,11 @@ int64_t run_length(const CopyBlocksParams& p, int64_t first) {
   return length;
 }
 
-void copy_runs(const CopyBlocksParams& p, cudaStream_t stream) {
-  for (int64_t first = 0, run; first < p.num_copies; first += run) {
-    run = run_length(p, first);
+void copy_ranges(const CopyBlocksParams& p, cudaStream_t stream) {
+  for (int64_t first = 0, length; first < p.num_copies; first += length) {
+    length = range_length(p, first);
     check_cuda(cudaMemcpyAsync(p.dst + p.dst_ids[first] * p.block_bytes, p.src + p.src_ids[first] * p.block_bytes,
-                               static_cast<size_t>(run * p.block_bytes), cudaMemcpyDefault, stream),
+                               static_cast<size_t>(length * p.block_bytes), cudaMemcpyDefault, stream),
                "cudaMemcpyAsync");
   }
 }
@@ -75,7 +75,7 @@ void copy_runs(const CopyBlocksParams& p, cudaStream_t stream) {
 cudaPointerAttributes attributes_of(const void* pointer, const char* field) {
   cudaPointerAttributes attributes = {};
   check_cuda(cudaPointerGetAttributes(&attributes, pointer), "cudaPointerGetAttributes");
-  // A copy from or to such memory would wait for the device.
+  // A copy from or to pageable memory would block until the device is done.
   require(attributes.type != cudaMemoryTypeUnregistered, field, "is host memory that is not page-locked");
   return attributes;
 }
@@ -87,7 +87,7 @@ void copy_blocks_cuda(const CopyBlocksParams& p, cudaStream_t stream) {
   if (p.num_copies == 0) return;
   const cudaPointerAttributes src = attributes_of(p.src, "src"), dst = attributes_of(p.dst, "dst");
   if (src.type != cudaMemoryTypeDevice || dst.type != cudaMemoryTypeDevice || src.device != dst.device) {
-    copy_runs(p, stream);
+    copy_ranges(p, stream);
     return;
   }
   require(p.block_bytes % kVectorBytes == 0, "block_bytes", "is not a multiple of 16");

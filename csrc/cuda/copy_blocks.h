@@ -1,4 +1,4 @@
-// Whole blocks between pools, of which at least one is a CUDA device's.
+// Copies whole blocks between pools, at least one of which is on a CUDA device.
 #pragma once
 
 #include "../copy_blocks.h"
@@ -6,8 +6,8 @@
 
 namespace kvservice {
 
-// Ids are in host memory and checked (check_copy_blocks); they are not read after the call. Pools in host memory are
-// page-locked. Blocks that follow each other in both pools travel as one copy.
+// The ids are in host memory and checked (check_copy_blocks); they are not read after the call. Host pools are pinned.
+// Consecutive blocks in both pools form one copy.
 void copy_blocks_cuda(const CopyBlocksParams& params, cudaStream_t stream);
 
 }  // namespace kvservice

@@ -1,4 +1,4 @@
-// Chooses the decode kernel's variant, cuts shared memory into its ring, and launches it.
+// Chooses the variant of the decode kernel, divides shared memory into pipeline stages, and launches the kernel.
 #include <algorithm>
 #include <optional>
 
@@ -11,13 +11,13 @@ namespace {
 using decode::Variant;
 
 constexpr int kMaxColumns = 32;
-// Of a multiprocessor. More make the memory slower: measured from 64 to 192 KiB on an H200.
+// Bytes in flight per SM. More bytes lower the memory throughput (measured from 64 to 192 KiB on an H200).
 constexpr int kBytesInFlight = 96 << 10;
-constexpr int kReservedSharedBytes = 1024;  // of every thread block, for the system
-constexpr int kMaxBlocksInTile = 32;        // a lane of the filling warp for each
-// The counters of joins: two for each partial result of a thread block.
+constexpr int kReservedSharedBytes = 1024;  // the system's share of every thread block
+constexpr int kMaxBlocksInTile = 32;        // the producer warp has one lane per block
+// Split-KV reductions need two counters for each partial result of a thread block.
 constexpr int kMaxBlocks = std::min(kCounterBytes / 2 / static_cast<int64_t>(4 * sizeof(uint32_t)),
-                                    int64_t{decode::kJoined * decode::kMaxJoined});
+                                    int64_t{decode::kSplitsPerGroup * decode::kMaxSplits});
 
 const Variant* find(const AttentionParams& p, int columns) {
   const int head_size = static_cast<int>(p.pool.head_size);
@@ -35,7 +35,7 @@ const Variant* find(const AttentionParams& p, int columns) {
   }
 }
 
-// The variant with the fewest columns that holds all queries of a KV head, or else the widest.
+// Returns the variant with the fewest columns that holds all queries of a KV head, or else the widest variant.
 const Variant* choose(const AttentionParams& p, int64_t query_len) {
   const Variant* best = nullptr;
   for (int columns = 8; columns <= kMaxColumns; columns *= 2) {
@@ -49,8 +49,8 @@ const Variant* choose(const AttentionParams& p, int64_t query_len) {
 struct Shape {
   const Variant* variant;
   int tile_tokens;
-  int entry_bytes;
-  int entries;
+  int stage_bytes;
+  int num_stages;
   int blocks;
   int shared_bytes;
 };
@@ -61,31 +61,31 @@ std::optional<Shape> shape_of(const AttentionParams& p, const Variant* variant) 
   const int block_size = static_cast<int>(p.pool.block_size);
   shape.tile_tokens = std::max(variant->round_tokens, block_size);
   if (block_size < 8 || shape.tile_tokens / block_size > kMaxBlocksInTile) return std::nullopt;
-  shape.entry_bytes = shape.tile_tokens / block_size * static_cast<int>(p.pool.head_bytes());
-  for (int per_multiprocessor = variant->blocks_per_multiprocessor; per_multiprocessor >= 1; --per_multiprocessor) {
-    const int bytes = std::min(facts.max_shared_bytes_per_multiprocessor / per_multiprocessor - kReservedSharedBytes,
-                               facts.max_shared_bytes_per_block);
-    const int room = (bytes - variant->ring_offset) / shape.entry_bytes;
-    const int wanted = std::max(kBytesInFlight / per_multiprocessor / shape.entry_bytes, 2);
-    shape.entries = std::min({room, wanted, decode::kMaxEntries});
-    shape.shared_bytes = variant->ring_offset + shape.entries * shape.entry_bytes;
-    shape.blocks = std::min(facts.num_multiprocessors * per_multiprocessor, kMaxBlocks);
-    if (shape.entries >= 2) return shape;
+  shape.stage_bytes = shape.tile_tokens / block_size * static_cast<int>(p.pool.head_bytes());
+  for (int per_sm = variant->blocks_per_sm; per_sm >= 1; --per_sm) {
+    const int bytes =
+        std::min(facts.max_shared_bytes_per_sm / per_sm - kReservedSharedBytes, facts.max_shared_bytes_per_block);
+    const int room = (bytes - variant->stages_offset) / shape.stage_bytes;
+    const int wanted = std::max(kBytesInFlight / per_sm / shape.stage_bytes, 2);
+    shape.num_stages = std::min({room, wanted, decode::kMaxStages});
+    shape.shared_bytes = variant->stages_offset + shape.num_stages * shape.stage_bytes;
+    shape.blocks = std::min(facts.num_sms * per_sm, kMaxBlocks);
+    if (shape.num_stages >= 2) return shape;
   }
   return std::nullopt;
 }
 
-int64_t partial_bytes(const AttentionParams& p, const Shape& shape, bool batch_invariant, int64_t column_tiles) {
+int64_t partial_bytes(const AttentionParams& p, const Shape& shape, bool batch_invariant, int64_t num_passes) {
   const int64_t one = shape.variant->partial_floats * static_cast<int64_t>(sizeof(float));
-  if (batch_invariant) return p.num_seqs * p.pool.num_kv_heads * column_tiles * decode::kMaxChunks * one;
+  if (batch_invariant) return p.num_seqs * p.pool.num_kv_heads * num_passes * decode::kMaxChunks * one;
   return 4 * shape.blocks * one;
 }
 
-int64_t column_tiles_of(const AttentionParams& p, const Variant* variant, int64_t query_len) {
+int64_t num_passes_of(const AttentionParams& p, const Variant* variant, int64_t query_len) {
   return (p.group_size() * query_len + variant->columns - 1) / variant->columns;
 }
 
-// All of it or nothing: one line for each thread.
+// Prefetches everything or nothing: one cache line per thread.
 int32_t prefetch_bytes(int64_t bytes) {
   return bytes <= decode::block_threads(8) * 128 ? static_cast<int32_t>(bytes) : 0;
 }
@@ -105,15 +105,15 @@ decode::Params kernel_params(const AttentionParams& p, const CudaLaunch& launch,
   k.min_query_len = static_cast<int32_t>(std::max<int64_t>(lens.min, 1));
   k.max_query_len = static_cast<int32_t>(lens.max);
   k.columns = shape.variant->columns;
-  k.column_tiles = static_cast<int32_t>(column_tiles_of(p, shape.variant, lens.max));
+  k.num_passes = static_cast<int32_t>(num_passes_of(p, shape.variant, lens.max));
   k.tile_tokens = shape.tile_tokens;
   while ((1 << k.tile_shift) < shape.tile_tokens) ++k.tile_shift;
   k.query_prefetch_bytes = prefetch_bytes(p.num_tokens * p.num_heads * p.pool.head_size * item_size(p.dtype));
-  // After a shared prefix, the tables begin that much later.
+  // With a shared prefix, the tables begin num_common_blocks entries later.
   const int64_t table_entries = p.num_seqs * p.max_blocks - p.num_common_blocks;
   k.table_prefetch_bytes = prefetch_bytes(table_entries * static_cast<int64_t>(sizeof(int32_t)));
-  k.entries = shape.entries;
-  k.entry_bytes = shape.entry_bytes;
+  k.num_stages = shape.num_stages;
+  k.stage_bytes = shape.stage_bytes;
   k.query = p.query;
   k.query_lens = p.query_lens;
   k.block_tables = p.block_tables;
@@ -137,7 +137,7 @@ decode::Params kernel_params(const AttentionParams& p, const CudaLaunch& launch,
 }  // namespace
 
 bool decode_takes(const AttentionParams& p) {
-  // Tiles are counted in 32 bits.
+  // Tile counts are 32-bit.
   if (p.num_seqs * p.num_heads * p.max_blocks * std::max<int64_t>(p.pool.block_size / 64, 1) > INT32_MAX) return false;
   if (p.dtype != DType::kFloat16 && p.dtype != DType::kBFloat16) return false;
   const Variant* variant = choose(p, 1);
@@ -159,8 +159,8 @@ int64_t decode_workspace_bytes(const AttentionParams& p, bool batch_invariant) {
     if (variant == nullptr) continue;
     const std::optional<Shape> shape = shape_of(p, variant);
     if (!shape) continue;
-    const int64_t tiles = column_tiles_of(p, variant, std::min(decode_max_query_len(p), p.max_query_len));
-    most = std::max(most, partial_bytes(p, *shape, batch_invariant, tiles));
+    const int64_t passes = num_passes_of(p, variant, std::min(decode_max_query_len(p), p.max_query_len));
+    most = std::max(most, partial_bytes(p, *shape, batch_invariant, passes));
   }
   return kCounterBytes + most;
 }
@@ -171,23 +171,22 @@ void launch_variant(const AttentionParams& p, const CudaLaunch& launch, const Va
   const std::optional<Shape> shape = variant == nullptr ? std::nullopt : shape_of(p, variant);
   require(shape.has_value(), "kernel", "the decode kernel does not take this shape");
   const decode::Params params = kernel_params(p, launch, *shape, lens);
-  require(
-      kCounterBytes + partial_bytes(p, *shape, launch.batch_invariant, params.column_tiles) <= launch.workspace.bytes,
-      "workspace", "is too small");
+  require(kCounterBytes + partial_bytes(p, *shape, launch.batch_invariant, params.num_passes) <= launch.workspace.bytes,
+          "workspace", "is too small");
   variant->launch(params, shape->blocks, shape->shared_bytes, launch.stream);
-  if (launch.batch_invariant) variant->join_chunks(params, launch.stream);
+  if (launch.batch_invariant) variant->reduce_chunks(params, launch.stream);
 }
 
 }  // namespace
 
 void decode_attention(const AttentionParams& p, const CudaLaunch& launch, QueryLens lens) {
   if (!launch.batch_invariant) {
-    // Of few tokens, two passes of 8 columns beside each other are done sooner than one of 16.
+    // With few tokens, two parallel passes of 8 columns finish sooner than one pass of 16.
     const bool halve = p.group_size() * lens.max <= 16 && has_few_tokens(p);
     launch_variant(p, launch, halve ? find(p, 8) : choose(p, lens.max), lens);
     return;
   }
-  // A sequence's own query length chooses its variant: columns of different ones round differently.
+  // The query length of a sequence alone chooses its variant, because different column counts round differently.
   for (int64_t first = std::max<int64_t>(lens.min, 1); first <= lens.max;) {
     const Variant* variant = choose(p, first);
     const int64_t last = variant == nullptr ? lens.max : std::max<int64_t>(first, variant->columns / p.group_size());

@@ -1,22 +1,22 @@
-// The queries of the decode kernel: the columns that a lane has of them, and the second operand of the first product.
+// The queries of the decode kernel: each lane's columns, which are the second operand of the first product.
 #pragma once
 
 #include "cuda/decode_block.cuh"
 
 namespace kvservice::decode {
 
-// Of the columns of this lane.
+// The columns of one lane.
 template <typename K>
 struct Columns {
-  float scale[K::kColumnTiles][2];  // to logits in powers of two; before a soft cap, plain logits
-  int limit[K::kColumnTiles][2];    // keys from here on are not seen
+  float scale[K::kColumnTiles][2];  // to log2 units, or plain logits before a soft cap
+  int limit[K::kColumnTiles][2];    // keys from this position on are not visible
   uint32_t query[K::kColumnTiles == 1 ? K::kSteps : 1][2];
 };
 
-// Brings a segment's queries into registers or, where a warp has several column tiles, into shared memory.
+// Loads the queries of a work tile into registers or, if a warp has several column tiles, into shared memory.
 template <typename K>
 class Query {
-  static constexpr bool kBytes = K::kBytes;
+  static constexpr bool kFp8 = K::kFp8;
   static constexpr int kHead = K::kHead;
   static constexpr int kSteps = K::kSteps;
   static constexpr int kColumnTiles = K::kColumnTiles;
@@ -24,7 +24,7 @@ class Query {
  public:
   __device__ Query(const Block& block, typename K::Shared& shared) : block_(block), shared_(shared) {}
 
-  __device__ void load(const Segment& s, Columns<K>& columns) {
+  __device__ void load(const WorkTile& s, Columns<K>& columns) {
     const Params& p = block_.p;
     const int g = block_.lane / 4, t = block_.lane % 4;
     const float base = p.scale * (p.k_scale != nullptr ? p.k_scale[s.kv_head] : 1.0F) *
@@ -35,7 +35,7 @@ class Query {
       const int column = block_.first_column + n * 8 + g;
       const int64_t row = column < used_columns(p, s) ? output_row(p, s, column) : -1;
       float factor = 1.0F;
-      if constexpr (kBytes) factor = query_factor(row, t);
+      if constexpr (kFp8) factor = query_factor(row, t);
       if (kColumnTiles == 1 || n == block_.token_warp) {
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
@@ -60,27 +60,27 @@ class Query {
         columns.limit[n][j] = first_limit + min(index / p.group, s.query_len - 1);
       }
     }
-    if constexpr (kColumnTiles > 1) ptx::named_barrier(1, K::kComputeThreads);
+    if constexpr (kColumnTiles > 1) ptx::named_barrier(1, K::kConsumerThreads);
   }
 
  private:
-  // Dimension of the first of two neighbours that a lane has in half `half` of step `step`, in the order in which the
-  // keys' fragments come: four bytes of an 8-bit key are two halves of a step.
+  // Returns the first of two adjacent dimensions that a lane holds in half `half` of step `step`. The order matches the
+  // fragments of the keys: four bytes of an FP8 key are two halves of a step.
   __device__ static int dimension(int step, int half, int t) {
-    return step * 16 + (kBytes ? 4 * t + 2 * half : 2 * t + 8 * half);
+    return step * 16 + (kFp8 ? 4 * t + 2 * half : 2 * t + 8 * half);
   }
 
   __device__ uint32_t load_pair(int64_t index, float factor) const {
     const Params& p = block_.p;
-    if constexpr (!kBytes) {
+    if constexpr (!kFp8) {
       return *reinterpret_cast<const uint32_t*>(static_cast<const uint16_t*>(p.query) + index);
     } else {
       return ptx::pack<half>(load_query(p, index) * factor, load_query(p, index + 1) * factor);
     }
   }
 
-  // The power of two that brings the largest of a query's numbers to at least 1 and below 2, so that as a half, too, it
-  // keeps its precision and its range.
+  // Returns the power of two that scales the largest element of a query into [1, 2), so that the query keeps its
+  // precision and range in float16.
   __device__ float query_factor(int64_t row, int t) const {
     float largest = 0.0F;
     if (row >= 0) {

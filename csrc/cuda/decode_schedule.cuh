@@ -1,7 +1,7 @@
-// Who does what: the arguments of a launch, and how its tiles are shared out over thread blocks.
+// The arguments of a decode launch, and the distribution of its work over thread blocks.
 //
-// The tiles of all sequences, KV heads and passes, one after the other, are cut into equal ranges, one for each thread
-// block, which finds its own from the lengths on the device.
+// The KV tiles of all sequences, KV heads and passes form one list, which is divided into equal ranges. Each thread
+// block computes its own range from the lengths on the device.
 #pragma once
 
 #include "cuda/attention.h"
@@ -12,9 +12,9 @@ constexpr int kMaxChunks = 16;
 constexpr int kMinChunkTokens = 256;
 
 struct Params {
-  const char* pool;  // at the layer
+  const char* pool;  // of this layer
   int64_t block_bytes;
-  int32_t head_bytes;   // K or V of a block and head
+  int32_t head_bytes;   // K or V of one block and head
   int32_t value_bytes;  // from K to V
   int32_t block_shift;
   int32_t num_kv_heads;
@@ -23,12 +23,12 @@ struct Params {
   int32_t num_seqs;
   int32_t max_blocks;
   int32_t min_query_len, max_query_len;
-  int32_t columns;       // queries of a KV head that a pass takes
-  int32_t column_tiles;  // passes over a KV head whose queries are more than a kernel's columns
+  int32_t columns;     // queries of a KV head in one pass
+  int32_t num_passes;  // more than one if a KV head has more queries than columns
   int32_t tile_tokens, tile_shift;
-  int32_t query_prefetch_bytes, table_prefetch_bytes;  // what is fetched before it is known to be needed
-  int32_t entries;
-  int32_t entry_bytes;
+  int32_t query_prefetch_bytes, table_prefetch_bytes;  // prefetched before they are known to be needed
+  int32_t num_stages;
+  int32_t stage_bytes;
   const void* query;
   const int32_t* query_lens;
   const int32_t* block_tables;
@@ -50,25 +50,25 @@ struct Params {
   __host__ __device__ bool plain() const { return soft_cap == 0.0F && alibi_slopes == nullptr && !sparse.on(); }
 };
 
-constexpr int kJoined = 16;
+constexpr int kSplitsPerGroup = 16;
 
-// The part of the tiles of one (sequence, KV head, pass) that a thread block takes.
-struct Segment {
-  int seq;  // -1: there are no more segments
+// The KV tiles of one (sequence, KV head, pass) that one thread block processes.
+struct WorkTile {
+  int seq;  // -1: no more work
   int kv_head;
-  int first_query;  // of the pass, among the queries of the KV head
+  int first_query;  // of the pass, within the queries of the KV head
   int query_start, query_len, context;
   int tile, end_tile;  // counted from position 0
 };
 
-// What becomes of a segment's result. The thread blocks that a sequence and head is shared out over join their partial
-// results, kJoined neighbours at a time.
-struct Share {
-  int partial;                     // where the result goes; -1: to the output
-  int groups;                      // 0: no joining here
-  int group_block, group_size;     // this one's
-  int group_partial;               // of the group's first block; the others' is the first of their two
-  int first_block, first_partial;  // of all groups
+// Where the result of a work tile goes. The thread blocks that share a (sequence, KV head, pass) reduce their partial
+// results in groups of kSplitsPerGroup neighbours.
+struct SplitKv {
+  int partial;                     // index of the partial result; -1: the output
+  int groups;                      // 0: no reduction here
+  int group_block, group_size;     // the group of this thread block
+  int group_partial;               // of the group's first block; others use the first of their two
+  int first_block, first_partial;  // over all groups
 };
 
 __device__ __forceinline__ int tile_count(const Params& p, int query_len, int context, int& first) {
@@ -83,7 +83,7 @@ __device__ __forceinline__ int chunk_tiles(const Params& p, int num_tiles) {
   return max(max(1, kMinChunkTokens >> p.tile_shift), (num_tiles + kMaxChunks - 1) / kMaxChunks);
 }
 
-// All tiles, cut into as many ranges: those of thread block `index`, and the inverse.
+// Divides all tiles into equal ranges. begin() is the range of a thread block, owner() is the inverse.
 class Ranges {
  public:
   __device__ Ranges(int total, int blocks)
@@ -97,21 +97,21 @@ class Ranges {
   }
 
  private:
-  int blocks_, each_, longer_;  // the first ones have one more
+  int blocks_, each_, longer_;  // the first longer_ ranges have one more
 };
 
-// Goes through the segments of the range of a thread block. All threads of a warp make it together.
-class Walker {
+// Iterates over the work tiles of a thread block. All threads of a warp construct it together.
+class WorkTileScheduler {
  public:
-  __device__ Walker(const Params& p, int lane) : p_(p), ranges_(count(lane), gridDim.x) {
+  __device__ WorkTileScheduler(const Params& p, int lane) : p_(p), ranges_(count(lane), gridDim.x) {
     if (static_cast<int>(blockIdx.x) >= ranges_.blocks()) return;
     at_ = ranges_.begin(blockIdx.x);
     end_ = ranges_.begin(blockIdx.x + 1);
     find(lane);
   }
 
-  __device__ bool next(Segment& s) {
-    const int heads = p_.num_kv_heads * p_.column_tiles;
+  __device__ bool next(WorkTile& s) {
+    const int heads = p_.num_kv_heads * p_.num_passes;
     while (at_ < end_) {
       const int offset = at_ - base_;
       if (offset >= tiles_ * heads) {
@@ -126,14 +126,14 @@ class Walker {
       const int into = tile % chunk;
       if (p_.batch_invariant) {
         count = min(tiles_ - tile, chunk - into);
-        if (into != 0) {  // another thread block's
+        if (into != 0) {  // belongs to another thread block
           at_ += count;
           continue;
         }
       }
       s.seq = seq_;
-      s.kv_head = head / p_.column_tiles;
-      s.first_query = (head - s.kv_head * p_.column_tiles) * p_.columns;
+      s.kv_head = head / p_.num_passes;
+      s.first_query = (head - s.kv_head * p_.num_passes) * p_.columns;
       s.query_start = query_start_;
       s.query_len = query_len_;
       s.context = context_;
@@ -147,29 +147,30 @@ class Walker {
     return false;
   }
 
-  // Of the segment that `next` gave last. By itself, since it takes long, and is needed late.
-  __device__ Share share(const Segment& s) const {
-    Share share;
-    share.partial = -1;
-    share.groups = 0;
-    if (s.end_tile - s.tile == tiles_) return share;
+  // Returns the split of the last work tile that next() returned. Separate from next(), because it is slow and is
+  // needed late.
+  __device__ SplitKv split_of(const WorkTile& s) const {
+    SplitKv split;
+    split.partial = -1;
+    split.groups = 0;
+    if (s.end_tile - s.tile == tiles_) return split;
     if (p_.batch_invariant) {
-      const int item = (seq_ * p_.num_kv_heads + s.kv_head) * p_.column_tiles + s.first_query / p_.columns;
-      share.partial = item * kMaxChunks + (s.tile - first_) / chunk_tiles(p_, tiles_);
-      return share;
+      const int item = (seq_ * p_.num_kv_heads + s.kv_head) * p_.num_passes + s.first_query / p_.columns;
+      split.partial = item * kMaxChunks + (s.tile - first_) / chunk_tiles(p_, tiles_);
+      return split;
     }
-    // A thread block has two partial results: of the segment that its range begins with, and of another that it ends
-    // with.
+    // A thread block has two partial results: one for the work tile at the beginning of its range, one for another at
+    // its end.
     const int block = blockIdx.x;
-    share.first_block = ranges_.owner(start_);
+    split.first_block = ranges_.owner(start_);
     const int last_block = ranges_.owner(start_ + tiles_ - 1);
-    share.first_partial = 2 * share.first_block + (ranges_.begin(share.first_block) == start_ ? 0 : 1);
-    share.partial = block == share.first_block ? share.first_partial : 2 * block;
-    share.groups = (last_block - share.first_block) / kJoined + 1;
-    share.group_block = block - (block - share.first_block) % kJoined;
-    share.group_size = min(last_block - share.group_block + 1, kJoined);
-    share.group_partial = share.group_block == share.first_block ? share.first_partial : 2 * share.group_block;
-    return share;
+    split.first_partial = 2 * split.first_block + (ranges_.begin(split.first_block) == start_ ? 0 : 1);
+    split.partial = block == split.first_block ? split.first_partial : 2 * block;
+    split.groups = (last_block - split.first_block) / kSplitsPerGroup + 1;
+    split.group_block = block - (block - split.first_block) % kSplitsPerGroup;
+    split.group_size = min(last_block - split.group_block + 1, kSplitsPerGroup);
+    split.group_partial = split.group_block == split.first_block ? split.first_partial : 2 * split.group_block;
+    return split;
   }
 
  private:
@@ -179,9 +180,9 @@ class Walker {
     tiles_ = tile_count(p_, query_len_, context_, first_);
   }
 
-  // Tiles of all sequences.
+  // Returns the number of tiles of all sequences.
   __device__ int count(int lane) {
-    const int heads = p_.num_kv_heads * p_.column_tiles;
+    const int heads = p_.num_kv_heads * p_.num_passes;
     int total = 0;
     for (int seq = lane; seq < p_.num_seqs; seq += 32) {
       load(seq);
@@ -190,9 +191,9 @@ class Walker {
     return __reduce_add_sync(~0U, total);
   }
 
-  // The sequence that the range begins in, and what comes before it.
+  // Finds the sequence in which the range begins, and the totals before it.
   __device__ void find(int lane) {
-    const int heads = p_.num_kv_heads * p_.column_tiles;
+    const int heads = p_.num_kv_heads * p_.num_passes;
     base_ = query_start_ = 0;
     for (int first_seq = 0;; first_seq += 32) {
       load(first_seq + lane);
@@ -225,16 +226,16 @@ class Walker {
   int base_ = 0;  // tiles of all sequences before seq_
   Ranges ranges_;
   int at_ = 0, end_ = 0;
-  int start_ = 0;  // the place of the first tile of the current sequence and head
+  int start_ = 0;  // index of the first tile of the current sequence and head
 };
 
-// Columns of a segment that are queries.
-__device__ __forceinline__ int used_columns(const Params& p, const Segment& s) {
+// Returns the number of columns of a work tile that hold queries.
+__device__ __forceinline__ int used_columns(const Params& p, const WorkTile& s) {
   return min(p.columns, s.query_len * p.group - s.first_query);
 }
 
-// The row of the output that column `column` of a segment is.
-__device__ __forceinline__ int64_t output_row(const Params& p, const Segment& s, int column) {
+// Returns the output row of column `column` of a work tile.
+__device__ __forceinline__ int64_t output_row(const Params& p, const WorkTile& s, int column) {
   const int index = s.first_query + column;
   const int token = s.query_len == 1 ? 0 : index / p.group;
   const int head = s.kv_head * p.group + (index - token * p.group);

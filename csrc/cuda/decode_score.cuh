@@ -1,11 +1,11 @@
-// The first product of the decode kernel: keys times queries, and which of the scores count.
+// The first product of the decode kernel, keys times queries, and the mask.
 #pragma once
 
 #include "cuda/decode_query.cuh"
 
 namespace kvservice::decode {
 
-// A score, in powers of two, with what only some models have.
+// Applies the options of a call to a score: soft cap, ALiBi and the block-sparse pattern. Scores are in log2 units.
 __device__ __forceinline__ float special_score(const Params& p, int kv_head, int index, int distance, int token,
                                                float score) {
   constexpr float kLog2e = 1.4426950408889634F;
@@ -24,7 +24,7 @@ __device__ __forceinline__ float special_score(const Params& p, int kv_head, int
   return score;
 }
 
-// Four bytes of an 8-bit cache to halves.
+// Converts four bytes of an FP8 cache to float16.
 template <Cache kCache>
 __device__ __forceinline__ void widen(uint32_t bytes, uint32_t& first, uint32_t& second) {
   if constexpr (kCache == Cache::kE4M3) {
@@ -34,10 +34,10 @@ __device__ __forceinline__ void widen(uint32_t bytes, uint32_t& first, uint32_t&
   }
 }
 
-// Of the 16 tokens, kSubs times, that a warp takes of a round.
+// Computes the scores of the kSubs * 16 tokens that a warp takes of a round.
 template <typename K>
 class Score {
-  static constexpr bool kBytes = K::kBytes;
+  static constexpr bool kFp8 = K::kFp8;
   static constexpr int kHead = K::kHead;
   static constexpr int kItem = K::kItem;
   static constexpr int kSubs = K::kSubs;
@@ -47,7 +47,7 @@ class Score {
  public:
   __device__ Score(const Block& block, typename K::Shared& shared) : block_(block), shared_(shared) {}
 
-  __device__ void multiply_keys(const Columns<K>& columns, int entry, int offset, Scores& scores) {
+  __device__ void multiply_keys(const Columns<K>& columns, int stage, int offset, Scores& scores) {
     const Params& p = block_.p;
     const int block_size = 1 << p.block_shift;
     const int matrix = block_.lane / 8;
@@ -55,7 +55,7 @@ class Score {
 #pragma unroll
     for (int sub = 0; sub < kSubs; ++sub) {
       const int token = offset + (sub * kTokenWarps + block_.token_warp) * 16 + token_of(block_.lane % 8, matrix % 2);
-      row[sub] = block_.ring + entry * p.entry_bytes + (token >> p.block_shift) * p.head_bytes +
+      row[sub] = block_.stages + stage * p.stage_bytes + (token >> p.block_shift) * p.head_bytes +
                  (token & (block_size - 1)) * 16 + (matrix / 2) * block_size * 16;
 #pragma unroll
       for (int n = 0; n < kColumnTiles; ++n) {
@@ -63,7 +63,7 @@ class Score {
         for (int i = 0; i < 4; ++i) scores[sub][n][i] = 0.0F;
       }
     }
-    // Two pieces of 16 bytes of each token at a time: 16 dimensions, or 32 of 8 bits.
+    // Each step takes two 16-byte pieces of each token: 16 dimensions, or 32 in FP8.
     constexpr int kPairs = kHead * kItem / 32;
     constexpr bool kOddPiece = (kHead * kItem / 16) % 2 != 0;
 #pragma unroll
@@ -71,11 +71,11 @@ class Score {
 #pragma unroll
       for (int sub = 0; sub < kSubs; ++sub) {
         uint32_t keys[4];
-        // The last piece, alone: its upper matrices are read from the piece itself and not used.
+        // The last piece has no partner: its upper matrices are loaded from the piece itself and not used.
         const bool odd = pair == kPairs;
         ptx::ldmatrix_4(keys, odd && matrix / 2 == 1 ? row[sub] - block_size * 16 : row[sub]);
         row[sub] += 2 * block_size * 16;
-        if constexpr (!kBytes) {
+        if constexpr (!kFp8) {
           multiply_step(columns, pair, keys, scores[sub]);
         } else {
 #pragma unroll
@@ -91,8 +91,8 @@ class Score {
     }
   }
 
-  // Scales the scores, and takes out those of keys that a query does not see.
-  __device__ void mask(const Segment& s, const Columns<K>& columns, int position, Scores& scores) {
+  // Scales the scores and masks the keys that a query does not see.
+  __device__ void mask(const WorkTile& s, const Columns<K>& columns, int position, Scores& scores) {
     const Params& p = block_.p;
     const int first_limit = s.context - s.query_len + 1;
     const bool whole = position + K::kRoundTokens <= first_limit &&
@@ -115,8 +115,8 @@ class Score {
   }
 
  private:
-  // The token, of 16, that row `row` of half `half` of the keys' tile is: chosen so that a lane that holds weights of
-  // rows 2t and 2t + 1 of both halves holds those of tokens 4t to 4t + 3.
+  // Returns the token (of 16) at row `row` of half `half` of the key tile. The order makes a lane with the weights of
+  // rows 2t and 2t + 1 of both halves hold tokens 4t to 4t + 3.
   __device__ static int token_of(int row, int half) { return 4 * (row / 2) + 2 * half + row % 2; }
 
   __device__ void multiply_step(const Columns<K>& columns, int step, const uint32_t (&keys)[4],
@@ -132,7 +132,7 @@ class Score {
     }
   }
 
-  __device__ float masked(const Segment& s, int limit, int column, int token, float score) const {
+  __device__ float masked(const WorkTile& s, int limit, int column, int token, float score) const {
     const Params& p = block_.p;
     if (token >= limit || (p.sliding_window != 0 && token < limit - p.sliding_window)) return -INFINITY;
     return p.plain() ? score : special_score(p, s.kv_head, s.first_query + column, limit - 1 - token, token, score);

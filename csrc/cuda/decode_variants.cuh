@@ -1,22 +1,22 @@
-// The decode kernel's instantiations, one file for each pair of types, so that they compile beside each other.
+// The instantiations of the decode kernel. Each pair of types has its own file, so that they compile in parallel.
 #pragma once
 
 #include "cuda/decode.cuh"
 
 namespace kvservice::decode {
 
-// One instantiation, without its types.
+// One instantiation, with its types erased.
 struct Variant {
   int columns;
   int round_tokens;
-  int blocks_per_multiprocessor;
-  int ring_offset;  // bytes of shared memory before the ring
+  int blocks_per_sm;
+  int stages_offset;  // bytes of shared memory before the stages
   int partial_floats;
   void (*launch)(const Params& params, int blocks, int shared_bytes, cudaStream_t stream);
-  void (*join_chunks)(const Params& params, cudaStream_t stream);
+  void (*reduce_chunks)(const Params& params, cudaStream_t stream);
 };
 
-// Null where there is none.
+// Returns null if there is no such variant.
 const Variant* half_variant(int head_size, int columns);
 const Variant* bfloat16_variant(int head_size, int columns);
 const Variant* e4m3_variant(int head_size, int columns);
@@ -41,10 +41,10 @@ void launch(const Params& params, int blocks, int shared_bytes, cudaStream_t str
 }
 
 template <int kHead, int kColumns>
-void join_chunks(const Params& params, cudaStream_t stream) {
-  const int items = params.num_seqs * params.num_kv_heads * params.column_tiles;
-  join_chunks_kernel<kHead, kColumns><<<items, kJoinThreads, 0, stream>>>(params);
-  check_launch("decode attention, joining chunks");
+void reduce_chunks(const Params& params, cudaStream_t stream) {
+  const int items = params.num_seqs * params.num_kv_heads * params.num_passes;
+  reduce_chunks_kernel<kHead, kColumns><<<items, kReduceThreads, 0, stream>>>(params);
+  check_launch("decode attention, reducing chunks");
 }
 
 template <typename T, Cache kCache, int kHead, int kColumns>
@@ -52,11 +52,11 @@ const Variant* make_variant() {
   using K = Kernel<T, kCache, kHead, kColumns>;
   static const Variant variant = {kColumns,
                                   K::kRoundTokens,
-                                  blocks_per_multiprocessor(kCache, kHead, kColumns),
-                                  K::kRingOffset,
+                                  blocks_per_sm(kCache, kHead, kColumns),
+                                  K::kStagesOffset,
                                   Partial<kHead, kColumns>::kFloats,
                                   launch<T, kCache, kHead, kColumns>,
-                                  join_chunks<kHead, kColumns>};
+                                  reduce_chunks<kHead, kColumns>};
   return &variant;
 }
 

@@ -1,4 +1,4 @@
-// The driver's functions, looked up at run time: nothing links the driver.
+// Driver functions, looked up at run time: nothing links the driver.
 #pragma once
 
 #include <cuda.h>  // types only
@@ -9,10 +9,10 @@
 
 namespace kvservice {
 
-// Throws CudaError; also where there is no driver.
+// Throws CudaError, also if there is no driver.
 template <class Function>
 void find_driver_function(const char* name, Function& function) {
-  constexpr unsigned kSinceVersion = 10020;  // the first with all that is looked up here
+  constexpr unsigned kSinceVersion = 10020;  // the first version with all functions that are looked up here
   void* pointer = nullptr;
   cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
 #if CUDART_VERSION >= 12050
@@ -24,7 +24,7 @@ void find_driver_function(const char* name, Function& function) {
   function = reinterpret_cast<Function>(pointer);
 }
 
-// The runtime's codes are the driver's.
+// Runtime error codes equal driver error codes.
 inline void check_driver(CUresult result, const std::string& what) {
   check_cuda(static_cast<cudaError_t>(result), what.c_str());
 }

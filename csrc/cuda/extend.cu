@@ -1,4 +1,4 @@
-// Attention of many query tokens a sequence: which kernel, and its arguments.
+// Attention of many query tokens per sequence: the choice of kernel and its arguments.
 #include <algorithm>
 #include <limits>
 
@@ -9,7 +9,7 @@ namespace kvservice {
 namespace extend {
 namespace {
 
-// The second half of the counters; the decode kernel has the first.
+// The extend kernels use the second half of the counters; the decode kernel uses the first half.
 constexpr int64_t kCountersOffset = kCounterBytes / 2;
 
 constexpr int kPartialsPerBlock = 2;
@@ -24,17 +24,17 @@ int log2_of(int64_t power) {
 
 bool runs_wgmma() { return current_device_facts().major == 9; }
 
-// Where tiles may be split along the keys: results of chunks that wait to be joined.
+// Partial results of split-KV chunks that wait for their reduction.
 struct Partials {
   int count = 0;
-  int rows = 0;  // of each
+  int rows = 0;  // of each partial result
   int64_t bytes = 0;
 };
 
 Partials partials_of(const AttentionParams& p) {
   if (!runs_wgmma()) return {};
   Partials partials;
-  partials.count = kPartialsPerBlock * current_device_facts().num_multiprocessors;
+  partials.count = kPartialsPerBlock * current_device_facts().num_sms;
   partials.rows = p.max_query_len * p.group_size() > kWgmmaRows / 2 ? kWgmmaRows : kWgmmaRows / 2;
   const int64_t head = p.pool.head_size <= 64 ? 64 : p.pool.head_size <= 128 ? 128 : 256;
   partials.bytes = partials.count * partials.rows * (head + 2) * static_cast<int64_t>(sizeof(float));
@@ -81,7 +81,7 @@ Args make_args(const AttentionParams& p, const CudaLaunch& launch, QueryLens len
   return a;
 }
 
-// The most tiles of `rows` rows that the query tokens can make up.
+// Returns the most tiles of `rows` rows that the query tokens can form.
 int64_t max_tiles(const AttentionParams& p, int64_t rows) {
   return (p.num_tokens * p.group_size() / rows + std::min(p.num_seqs, p.num_tokens)) * p.pool.num_kv_heads;
 }

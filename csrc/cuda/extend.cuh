@@ -1,7 +1,7 @@
-// What the two extend kernels share: arguments, logits, and numbers of 16 bits.
+// Shared by the two extend kernels: arguments, logits and 16-bit conversions.
 //
-// A row is one (query token, query head) pair of a KV head's group: row = token * group + head in group. A tile is some
-// rows of one sequence and KV head; all of them see nearly the same keys, which are read once for all.
+// A row is one (query token, query head) pair of a KV head's group: row = token * group + head in group. A tile is a
+// number of rows of one sequence and KV head. They see nearly the same keys, which are loaded once for all of them.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -18,10 +18,10 @@ namespace extend {
 constexpr float kLog2E = 1.4426950408889634F, kLn2 = 0.6931471805599453F;
 
 struct Args {
-  const char* pool;  // of the layer
+  const char* pool;  // of this layer
   int64_t block_bytes;
   int64_t head_bytes;
-  int64_t value_offset;  // from a head's K to its V
+  int64_t value_offset;  // from K to V of a head
   const void* query;
   void* out;
   float* lse;
@@ -45,13 +45,13 @@ struct Args {
   float soft_cap;
   DType dtype;
   DType pool_dtype;
-  int* counters;  // [0] tiles given out, [1] thread blocks that are done, then those of joins; zero between launches
+  int* counters;  // [0] tiles assigned, [1] thread blocks done, then reductions; zero between launches
   float* partials;
-  int max_partials;  // 0: tiles are not split along the keys
+  int max_partials;  // 0: no split-KV
   int partial_rows;  // of each, 64 or 128
 };
 
-// Eight numbers of 16 bits, of either type, to floats and back.
+// Unpacks eight 16-bit numbers of either type to floats.
 __device__ inline void unpack_8(const uint4& raw, DType dtype, float (&values)[8]) {
   const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
@@ -71,7 +71,8 @@ __device__ inline uint32_t pack_as(float low, float high, DType dtype) {
   return dtype == DType::kBFloat16 ? ptx::pack<__nv_bfloat16>(low, high) : ptx::pack<half>(low, high);
 }
 
-// Powers of two that bring numbers up to `largest` into the range of halves, and back: from their bits.
+// Powers of two that scale numbers up to `largest` into the range of float16, and back. They are built from exponent
+// bits.
 struct PowerOfTwo {
   float down;
   float up;
@@ -99,31 +100,31 @@ __device__ inline uint4 scaled_halves(const uint4& numbers, DType dtype, float f
       ptx::pack<half>(values[4] * factor, values[5] * factor), ptx::pack<half>(values[6] * factor, values[7] * factor));
 }
 
-// The options that change a logit beyond its scale. `x` is q.k; the result is in units of log2.
+// The options that change a logit beyond its scale. `x` is q.k; the result is in log2 units.
 struct LogitOptions {
   float scale;  // of q.k
   float soft_cap;
-  float slope;  // in units of log2
+  float slope;  // in log2 units
 
   __device__ float apply(float x, int key_distance) const {
     x *= scale;
     if (soft_cap > 0.0F) {
-      // tanh(y) = 1 - 2 / (exp(2 y) + 1), which is right at both ends too.
+      // tanh(y) = 1 - 2 / (exp(2 y) + 1), which is also correct for large |y|.
       x = soft_cap * (1.0F - __fdividef(2.0F, ptx::exp2_fast(x * (2.0F * kLog2E / soft_cap)) + 1.0F));
     }
     return x * kLog2E + slope * static_cast<float>(key_distance);
   }
 };
 
-// Rows of a tile of each kernel.
+// Rows per tile of each kernel.
 constexpr int kMmaRows = 64, kWgmmaRows = 128;
 
-// `tiles` is the most there can be. In files of their own, so that they compile side by side.
+// `tiles` is an upper bound. Each launcher has its own file, so that they compile in parallel.
 void launch_mma_half(const Args& args, cudaStream_t stream, int64_t tiles);
 void launch_mma_bfloat16(const Args& args, cudaStream_t stream, int64_t tiles);
 void launch_mma_float8(const Args& args, cudaStream_t stream, int64_t tiles);
 
-// False, and nothing is launched, where there is no code for this device.
+// Returns false, without a launch, if there is no code for this device.
 bool launch_wgmma_half(const Args& args, cudaStream_t stream, int64_t tiles);
 bool launch_wgmma_bfloat16(const Args& args, cudaStream_t stream, int64_t tiles);
 bool launch_wgmma_float8(const Args& args, cudaStream_t stream, int64_t tiles);

@@ -1,6 +1,6 @@
-// Keys and values of 8-bit pools on their way to wgmma: through registers, where they become halves.
+// Keys and values of FP8 pools for wgmma: loaded into registers and converted to float16.
 //
-// In shared memory they lie as extend_load.cuh says, and values past the context are zero there too.
+// Their layout in shared memory is that of extend_load.cuh; values past the context are zero here too.
 #pragma once
 
 #include "cuda/extend_load.cuh"
@@ -9,7 +9,7 @@ namespace kvservice {
 namespace extend {
 
 template <bool kE4M3>
-__device__ __forceinline__ uint4 eight_to_halves(uint32_t first, uint32_t second) {
+__device__ __forceinline__ uint4 fp8_to_halves(uint32_t first, uint32_t second) {
   uint4 out;
   if constexpr (kE4M3) {
     ptx::e4m3_to_half(first, out.x, out.y);
@@ -21,19 +21,20 @@ __device__ __forceinline__ uint4 eight_to_halves(uint32_t first, uint32_t second
   return out;
 }
 
-// By kLoadThreads threads, each 16 bytes of the pool at a time: 16 dimensions of a key, or 16 tokens of a dimension.
+// Runs on kLoadThreads threads. Each handles 16 bytes of the pool at a time: 16 dimensions of a key, or 16 tokens of a
+// dimension.
 template <int kHead, int kKeys>
-class KeyConverter {
+class KvConverter {
   static constexpr int kUnits = kKeys / 16, kLoads = kHead * kKeys / 16 / kLoadThreads;
   static constexpr int kPieceStep = kLoadThreads / kKeys, kDimStep = kLoadThreads / kUnits;
   static_assert(kDimStep % 8 == 0, "octets are swapped alike in all that a thread converts");
 
  public:
-  // Whether keys and values can be on their way at the same time: there are registers for both.
+  // 1 if keys and values can be in flight at the same time, that is, if there are registers for both.
   static constexpr int kOverlaps = kHead > 128 ? 0 : 1;
 
-  // The keys [begin, end) of the tile are seen by some of its rows.
-  __device__ KeyConverter(const Args& a, const Tile& tile, int begin, int end, int thread)
+  // Some rows of the tile see the keys [begin, end).
+  __device__ KvConverter(const Args& a, const Tile& tile, int begin, int end, int thread)
       : a_(a),
         table_(tile.table(a)),
         head_(a.pool + tile.kv_head * a.head_bytes),
@@ -45,7 +46,7 @@ class KeyConverter {
         unit_(thread / 8 % kUnits),
         first_dim_(thread % 8 + thread / (8 * kUnits) * 8) {}
 
-  // Reads the block table for the step at `key`, one step ahead of what is fetched, which so does not wait for it.
+  // Reads the block table for the step at `key`, one step ahead of the fetch, so that the fetch does not wait for it.
   __device__ void look_up(int key) {
     key_block_ = block_of(key + token_);
     next_values_[0] = block_of(key + 16 * unit_);
@@ -117,7 +118,7 @@ class KeyConverter {
            (position & block_mask());
   }
 
-  // Blocks of 8 tokens: half of what is loaded at a time.
+  // Blocks of 8 tokens: a block holds half of a 16-byte load.
   template <int kOctet>
   __device__ void fetch_octets(int block, int key) {
     const char* source = values_at(block, key + 16 * unit_ + 8 * kOctet);
@@ -132,7 +133,7 @@ class KeyConverter {
     }
   }
 
-  // The first `count` of 16 bytes; zeros for the others.
+  // Keeps the first `count` of 16 bytes and zeroes the rest.
   static __device__ void keep_first(uint4& bytes, int count) {
     uint32_t* words[4] = {&bytes.x, &bytes.y, &bytes.z, &bytes.w};
 #pragma unroll
@@ -148,8 +149,8 @@ class KeyConverter {
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       const uint32_t at = dst + 2 * i * kPieceStep * kKeys * 16;
-      ptx::store_shared_16(at, eight_to_halves<kE4M3>(loaded_[0][i].x, loaded_[0][i].y));
-      ptx::store_shared_16(at + kKeys * 16, eight_to_halves<kE4M3>(loaded_[0][i].z, loaded_[0][i].w));
+      ptx::store_shared_16(at, fp8_to_halves<kE4M3>(loaded_[0][i].x, loaded_[0][i].y));
+      ptx::store_shared_16(at + kKeys * 16, fp8_to_halves<kE4M3>(loaded_[0][i].z, loaded_[0][i].w));
     }
   }
 
@@ -160,8 +161,8 @@ class KeyConverter {
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       const uint32_t at = dst + i * kDimStep * 32;
-      ptx::store_shared_16(at + swap, eight_to_halves<kE4M3>(loaded_[kOverlaps][i].x, loaded_[kOverlaps][i].y));
-      ptx::store_shared_16(at + (swap ^ 16), eight_to_halves<kE4M3>(loaded_[kOverlaps][i].z, loaded_[kOverlaps][i].w));
+      ptx::store_shared_16(at + swap, fp8_to_halves<kE4M3>(loaded_[kOverlaps][i].x, loaded_[kOverlaps][i].y));
+      ptx::store_shared_16(at + (swap ^ 16), fp8_to_halves<kE4M3>(loaded_[kOverlaps][i].z, loaded_[kOverlaps][i].w));
     }
   }
 
@@ -169,9 +170,9 @@ class KeyConverter {
   const int32_t* table_;
   const char* head_;
   const int context_len_;
-  const int begin_;  // where the first block begins that is read
+  const int begin_;  // start of the first block that is read
   const int end_;
-  // Of K a thread converts pieces of one token, of V some dimensions of 16 tokens.
+  // A thread converts pieces of one token of K, and some dimensions of 16 tokens of V.
   const int token_;
   const int first_piece_;
   const int unit_;
@@ -179,7 +180,7 @@ class KeyConverter {
   int key_block_ = -1;
   int value_blocks_[2] = {-1, -1};
   int next_values_[2] = {-1, -1};
-  uint4 loaded_[kOverlaps + 1][kLoads];  // keys, and values after them or in their place
+  uint4 loaded_[kOverlaps + 1][kLoads];  // keys, and values behind them or in their place
 };
 
 }  // namespace extend

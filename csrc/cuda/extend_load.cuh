@@ -1,14 +1,14 @@
-// Copies of keys and values of a tile from the pool to shared memory, kKeys tokens a step, by kLoadThreads threads.
+// Copies keys and values of a tile from the pool to shared memory, kKeys tokens per step, with kLoadThreads threads.
 //
-// In shared memory ldmatrix and wgmma read both without conflicts:
-//   K [head_size/8][kKeys][8]   V [kKeys/16][head_size][16]   (the last index: dimensions of K, tokens of V)
-// The two octets of 16 tokens of V are swapped in every second four dimensions, wgmma's swizzle of 32 bytes. So what
-// eight lanes copy, 128 bytes, stays together on both sides: otherwise the second-level cache gets a request for each
-// 16 bytes, and these are what it runs out of first. Of an 8-bit pool K is [head_size/16][kKeys][16] and nothing is
-// swapped; both are still to be converted.
+// In shared memory, ldmatrix and wgmma read both without bank conflicts:
+//   K [head_size/8][kKeys][8]   V [kKeys/16][head_size][16]   (last index: dimensions of K, tokens of V)
+// The two octets of 16 tokens of V are swapped in every second group of four dimensions, which is wgmma's 32-byte
+// swizzle. The 128 bytes that eight lanes copy are therefore contiguous on both sides. Otherwise L2 receives one
+// request per 16 bytes, and the request rate is its first limit. For an FP8 pool, K is [head_size/16][kKeys][16] and
+// nothing is swapped; both are converted afterwards.
 //
-// Values past the context are zero in shared memory, for zero times what else their memory holds can be NaN. Of keys
-// anything may remain: logits are replaced where nothing is to be seen.
+// Values past the context are zero in shared memory, because their slots may hold NaN and zero times NaN is NaN. Keys
+// may hold anything: the mask replaces their logits.
 #pragma once
 
 #include "cuda/extend_schedule.cuh"
@@ -26,15 +26,15 @@ __device__ __forceinline__ void copy_8_or_zeros(uint32_t dst, const void* src, b
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(dst), "l"(src), "r"(copy ? 8 : 0) : "memory");
 }
 
-// kHead: rows of an octet of V in shared memory, of which the head size may be fewer. kShift: log2 of the block size of
-// heads of that size, with which addresses take no arithmetic; or 0, for any.
+// kHead is the number of rows of an octet of V in shared memory; the head size may be smaller. kShift is log2 of the
+// block size if the head size is kHead, which removes address arithmetic; 0 supports any block size.
 template <int kHead, int kKeys, bool kFloat8, int kShift = 0>
-class KeyLoader {
+class KvLoader {
   static constexpr int kUnits = kKeys / 16, kItem = kFloat8 ? 1 : 2, kUnroll = kShift > 0 ? kHead : 4;
 
  public:
-  // The keys [begin, end) of the tile are seen by some of its rows.
-  __device__ KeyLoader(const Args& a, const Tile& tile, int begin, int end, int thread)
+  // Some rows of the tile see the keys [begin, end).
+  __device__ KvLoader(const Args& a, const Tile& tile, int begin, int end, int thread)
       : a_(a),
         table_(tile.table(a)),
         head_(a.pool + tile.kv_head * a.head_bytes),
@@ -43,12 +43,12 @@ class KeyLoader {
         end_(end),
         thread_(thread) {}
 
-  // Reads the block table one step ahead of the copies, which so do not wait for it.
+  // Reads the block table one step ahead of the copies, so that the copies do not wait for it.
   __device__ void look_up_keys(int key) { key_block_ = look_up(key + my_token()); }
   __device__ void look_up_values(int key) { value_block_ = look_up(key + 8 * my_octet()); }
 
-  // Starts the copies of the step at `key`, which has been looked up.
-  __device__ void fill_keys(uint32_t dst, int key) const {
+  // Starts the copies of the step at `key`, after its lookup.
+  __device__ void load_keys(uint32_t dst, int key) const {
     const bool copy = key_block_ >= 0;
     const char* source = head_;
     if (copy) source += key_block_ * a_.block_bytes + ((key + my_token()) & block_mask()) * 16;
@@ -63,7 +63,7 @@ class KeyLoader {
     }
   }
 
-  __device__ void fill_values(uint32_t dst, int key) const {
+  __device__ void load_values(uint32_t dst, int key) const {
     constexpr int kOctetBytes = 8 * kItem, kDims = kLoadThreads / 2 / kUnits;
     static_assert(kDims % 8 == 0, "octets are swapped alike in all that a thread copies");
     const int position = key + 8 * my_octet();
@@ -96,7 +96,7 @@ class KeyLoader {
   }
 
  private:
-  // Of K a thread copies all pieces of one token or some, of V rows of one octet of tokens.
+  // A thread copies all or some pieces of one token of K, and rows of one octet of tokens of V.
   __device__ int my_token() const { return thread_ % kKeys; }
   __device__ int my_octet() const { return thread_ / 8 % kUnits * 2 + thread_ % 2; }
   __device__ int block_shift() const { return kShift > 0 ? kShift : a_.block_shift; }
@@ -106,7 +106,7 @@ class KeyLoader {
     return position >= begin_ && position < end_ ? table_[position >> block_shift()] : -1;
   }
 
-  // The context ends in this octet: its first `bytes`, then zeros.
+  // The context ends in this octet: stores its first `bytes`, then zeros.
   static __device__ void store_values(uint32_t dst, const char* source, int bytes) {
 #pragma unroll
     for (int i = 0; i < 2 * kItem; ++i) {
@@ -121,7 +121,7 @@ class KeyLoader {
   const int32_t* table_;
   const char* head_;
   const int context_len_;
-  const int begin_;  // where the first block begins that is read
+  const int begin_;  // start of the first block that is read
   const int end_;
   const int thread_;
   int key_block_ = -1;

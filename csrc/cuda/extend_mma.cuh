@@ -1,8 +1,8 @@
-// The extend kernel for every device from Ampere on, after FlashAttention-2: a warp has 16 rows of a tile, keys and
-// values come in steps of kKeys tokens through shared memory, one step ahead.
+// The extend kernel for Ampere and later, after FlashAttention-2. A warp has 16 rows of a tile. Keys and values pass
+// through shared memory in steps of kKeys tokens, double-buffered.
 //
-// Pools of 8 bits arrive as they are and are converted to halves; queries are then halves too, a row of bfloat16 times
-// a power of two that brings it into their range.
+// FP8 keys and values are copied as they are and then converted to float16. Queries are float16 in that case too: a
+// power of two scales each bfloat16 row into the range.
 #pragma once
 
 #include "cuda/extend_load.cuh"
@@ -20,19 +20,19 @@ __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// kHead is the head size, or a larger one to which loops are unrolled.
+// kHead is the head size, or a larger size to which loops are unrolled.
 template <int kHead, bool kFloat8>
 struct MmaShape {
   static constexpr int kKeys = kHead > 128 ? 32 : 64;
-  static constexpr int kTileBytes = kHead * kKeys * 2;  // of K or V as the multiplications read it
-  static constexpr int kRawBytes = kHead * kKeys;       // of 8-bit K or V
+  static constexpr int kTileBytes = kHead * kKeys * 2;  // of K or V in the layout of the MMAs
+  static constexpr int kRawBytes = kHead * kKeys;       // of FP8 K or V
   static constexpr int kStageBytes = kFloat8 ? 2 * kRawBytes : 2 * kTileBytes;
   static constexpr int kQueryStride = kHead * 2 + 16;
   static constexpr int kQueryBytes = kMmaRows * kQueryStride;
   static constexpr int kStages = 2;
   static constexpr int kSharedBytes = kQueryBytes + kStages * kStageBytes + (kFloat8 ? 2 * kTileBytes : 0);
   static constexpr bool kQueryInRegisters = kHead <= 128;
-  static constexpr int kBlocksPerMultiprocessor = kHead > 128 ? 1 : 2;
+  static constexpr int kBlocksPerSm = kHead > 128 ? 1 : 2;
 };
 
 template <typename T, int kHead, bool kFloat8>
@@ -62,13 +62,13 @@ class MmaTile {
   __device__ void attend() {
     const int first = key_begin_ / kKeys * kKeys;
     look_up(first);
-    fill(0, first);
+    load_stage(0, first);
     load_queries();
     set_options();
     int stage = 0;
     for (int key = first; key < key_end_; key += kKeys, stage ^= 1) {
       if (key + kKeys < key_end_) {
-        fill(stage ^ 1, key + kKeys);
+        load_stage(stage ^ 1, key + kKeys);
         wait_copies<1>();
       } else {
         wait_copies<0>();
@@ -89,10 +89,10 @@ class MmaTile {
   __device__ uint32_t key_address(int stage) const { return stage_address(kFloat8 ? Shape::kStages : stage); }
   __device__ uint32_t value_address(int stage) const { return key_address(stage) + Shape::kTileBytes; }
 
-  // Starts the copies of a step, and looks up those of the next.
-  __device__ void fill(int stage, int key) {
-    loader_.fill_keys(stage_address(stage), key);
-    loader_.fill_values(stage_address(stage) + (kFloat8 ? Shape::kRawBytes : Shape::kTileBytes), key);
+  // Starts the copies of a step and looks up the blocks of the next step.
+  __device__ void load_stage(int stage, int key) {
+    loader_.load_keys(stage_address(stage), key);
+    loader_.load_values(stage_address(stage) + (kFloat8 ? Shape::kRawBytes : Shape::kTileBytes), key);
     commit_copies();
     look_up(key + kKeys);
   }
@@ -110,7 +110,7 @@ class MmaTile {
     }
   }
 
-  // From the stage to what the multiplications read.
+  // Converts a stage to the layout of the MMAs.
   __device__ void convert(int stage) {
     const char* raw = shared_ + Shape::kQueryBytes + stage * Shape::kStageBytes;
     char* keys = shared_ + Shape::kQueryBytes + Shape::kStages * Shape::kStageBytes;
@@ -125,7 +125,7 @@ class MmaTile {
       *reinterpret_cast<uint4*>(keys + (2 * piece * kKeys + token) * 16) = low;
       *reinterpret_cast<uint4*>(keys + ((2 * piece + 1) * kKeys + token) * 16) = high;
     }
-    // Sixteen tokens of a dimension, whose octets are swapped here.
+    // Converts sixteen tokens of a dimension and swaps their octets.
     for (int i = threadIdx.x; i < kKeys / 16 * kHead; i += kMmaThreads) {
       const int swapped = i / 4 % 2;
       if (i % kHead >= a_.head_size) continue;
@@ -142,7 +142,7 @@ class MmaTile {
     __syncthreads();
   }
 
-  // A warp's rows to shared memory, where they are padded against conflicts, and to registers if these suffice.
+  // Loads a warp's rows to shared memory, padded against bank conflicts, and to registers if these suffice.
   __device__ void load_queries() {
 #pragma unroll 4
     for (int r = 0; r < 16; ++r) {
@@ -185,7 +185,7 @@ class MmaTile {
       const int head = tile_.kv_head * a_.group + row(i) % a_.group;
       options_[i] = {scale * row_scale_[i], a_.soft_cap,
                      a_.alibi_slopes != nullptr ? a_.alibi_slopes[head] * kLog2E : 0.0F};
-      // Of a plain logit the scale is applied on the way into the exponential.
+      // The exponential applies the scale of a plain logit.
       factor_[i] = plain_ ? options_[i].scale * kLog2E : 1.0F;
     }
   }
@@ -197,7 +197,7 @@ class MmaTile {
     const bool all_visible = key + kKeys - 1 <= tile_.position(a_, warp_row_) &&
                              key >= tile_.first_visible(a_, tile_.position(a_, warp_row_ + 15));
     if (!all_visible) mask(key, logits);
-    soften(logits);
+    online_softmax(logits);
     multiply_values(value_address(stage), logits);
   }
 
@@ -249,8 +249,8 @@ class MmaTile {
     }
   }
 
-  // Logits to weights, and all that was summed so far to the new maxima.
-  __device__ void soften(float (&logits)[kOctets][4]) {
+  // Converts logits to weights and rescales the accumulators to the new maxima.
+  __device__ void online_softmax(float (&logits)[kOctets][4]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       float largest = max_[i];
@@ -258,7 +258,7 @@ class MmaTile {
       for (int n = 0; n < kOctets; ++n) largest = fmaxf(largest, fmaxf(logits[n][2 * i], logits[n][2 * i + 1]));
       largest = fmaxf(largest, __shfl_xor_sync(~0U, largest, 1));
       largest = fmaxf(largest, __shfl_xor_sync(~0U, largest, 2));
-      // Nothing visible so far: any finite number will do.
+      // No key was visible so far: any finite number works.
       const float shift = largest == -INFINITY ? 0.0F : largest * factor_[i];
       const float decay = ptx::exp2_fast(max_[i] * factor_[i] - shift);
       max_[i] = largest;
@@ -299,7 +299,7 @@ class MmaTile {
     }
   }
 
-  // Through the warp's part of the queries' memory, so that lanes store 16 bytes side by side.
+  // Stages the output in the warp's part of the query memory, so that lanes store 16 contiguous bytes.
   __device__ void store() {
     const float v_scale = a_.v_scale != nullptr ? a_.v_scale[tile_.kv_head] : 1.0F;
 #pragma unroll
@@ -336,9 +336,9 @@ class MmaTile {
   const int warp_row_;
   const int key_begin_;
   const int key_end_;
-  KeyLoader<kHead, kKeys, kFloat8> loader_;
+  KvLoader<kHead, kKeys, kFloat8> loader_;
   bool plain_ = true;
-  // Of this thread's two rows:
+  // State of the two rows of this thread:
   int position_[2];
   int visible_[2];
   LogitOptions options_[2];
@@ -351,18 +351,18 @@ class MmaTile {
 };
 
 template <typename T, int kHead, bool kFloat8>
-__global__ void __launch_bounds__(kMmaThreads, (MmaShape<kHead, kFloat8>::kBlocksPerMultiprocessor))
+__global__ void __launch_bounds__(kMmaThreads, (MmaShape<kHead, kFloat8>::kBlocksPerSm))
     extend_mma(const __grid_constant__ Args a) {
   extern __shared__ __align__(128) char shared[];
   __shared__ Tile tile;
   __shared__ bool found;
-  TileFinder<kMmaRows, MmaShape<kHead, kFloat8>::kKeys> finder;
-  finder.start(a);
+  TileScheduler<kMmaRows, MmaShape<kHead, kFloat8>::kKeys> scheduler;
+  scheduler.start(a);
   int64_t index = blockIdx.x;
   while (true) {
     if (threadIdx.x < 32) {
       Tile next;
-      const bool any = finder.find(a, index, &next);
+      const bool any = scheduler.find(a, index, &next);
       if (threadIdx.x == 0) {
         tile = next;
         found = any;
@@ -375,7 +375,7 @@ __global__ void __launch_bounds__(kMmaThreads, (MmaShape<kHead, kFloat8>::kBlock
     MmaTile<T, kHead, kFloat8>(a, tile, shared).attend();
     __syncthreads();
   }
-  if (threadIdx.x == 0) leave_counters(a);
+  if (threadIdx.x == 0) reset_counters(a);
 }
 
 template <typename T, int kHead, bool kFloat8>
@@ -384,8 +384,7 @@ void launch_mma_as(const Args& args, cudaStream_t stream, int64_t tiles) {
   const auto kernel = extend_mma<T, kHead, kFloat8>;
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kSharedBytes),
              "cudaFuncSetAttribute(extend_mma)");
-  const int64_t resident =
-      static_cast<int64_t>(current_device_facts().num_multiprocessors) * Shape::kBlocksPerMultiprocessor;
+  const int64_t resident = static_cast<int64_t>(current_device_facts().num_sms) * Shape::kBlocksPerSm;
   const auto blocks = static_cast<unsigned>(tiles < resident ? tiles : resident);
   kernel<<<blocks, kMmaThreads, Shape::kSharedBytes, stream>>>(args);
   check_launch("extend_mma");

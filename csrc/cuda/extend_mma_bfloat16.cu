@@ -1,4 +1,3 @@
-// The mma.sync extend kernel over bfloat16 pools.
 #include "cuda/extend_mma.cuh"
 
 namespace kvservice {

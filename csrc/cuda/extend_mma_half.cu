@@ -1,4 +1,3 @@
-// The mma.sync extend kernel over half-precision pools.
 #include "cuda/extend_mma.cuh"
 
 namespace kvservice {

@@ -1,8 +1,9 @@
-// The tiles of a launch, and which thread block has which: decided on the device, from the lengths.
+// The tile scheduler of the extend kernels: assigns the tiles of a launch to thread blocks, on the device, from the
+// lengths.
 //
-// A tile is some rows of one sequence and KV head; all of them see nearly the same keys, which are read once for all.
-// It is attended to in steps of some keys. Where there are fewer tiles than thread blocks, or some are much longer than
-// others, the steps of a tile are cut into chunks, whose results are joined.
+// A tile is a number of rows of one sequence and KV head, which share their loads of K and V. It is processed in steps
+// of kKeys keys. If there are fewer tiles than thread blocks, or if some tiles are much longer than others, the steps
+// of a tile are divided into chunks, whose results are reduced (split-KV).
 #pragma once
 
 #include <climits>
@@ -12,10 +13,10 @@
 namespace kvservice {
 namespace extend {
 
-// The most chunks of a tile, the fewest steps for which one pays, and what leaving and joining results takes, in steps.
-constexpr int kMaxChunks = 64, kMinChunkSteps = 4, kJoinSteps = 2;
+// The most chunks per tile, the fewest steps for which a chunk pays, and the cost of a reduction, in steps.
+constexpr int kMaxChunks = 64, kMinChunkSteps = 4, kReduceSteps = 2;
 
-// The numbers of thread blocks' counters that are not for joins.
+// The number of counters that are not for reductions.
 constexpr int kScheduleCounters = 2;
 
 struct Tile {
@@ -26,34 +27,34 @@ struct Tile {
   int32_t context_len = 0;
   int32_t chunk = 0;
   int32_t max_chunks = 1;   // of the tiles of this sequence
-  int32_t chunk_steps = 0;  // of them
-  int32_t partial = 0;      // of the first chunk
+  int32_t chunk_steps = 0;  // steps per chunk
+  int32_t partial = 0;      // index for the first chunk
   int64_t first_token = 0;  // of the sequence, in query
 
   __device__ int num_rows(const Args& a) const { return query_len * a.group; }
-  // Where the token of a row stands in its sequence. Rows past the last are as that one.
+  // Returns the position of a row's token in its sequence. Rows past the last return the last position.
   __device__ int position(const Args& a, int row) const {
     return context_len - query_len + min(row / a.group, query_len - 1);
   }
   __device__ int first_visible(const Args& a, int position) const {
     return a.sliding_window > 0 ? max(0, position - a.sliding_window + 1) : 0;
   }
-  // Index among the query's [num_tokens, num_heads].
+  // Returns the index of a row in the query's [num_tokens, num_heads].
   __device__ int64_t query_row(const Args& a, int row) const {
     return (first_token + row / a.group) * a.num_heads + kv_head * a.group + row % a.group;
   }
   __device__ const int32_t* table(const Args& a) const { return a.block_tables + seq * a.max_blocks; }
 };
 
-// The steps of a chunk of a tile, which goes from the first key that its first row sees to the last that its last row
-// does.
+// The steps of one chunk of a tile. A tile ranges from the first key that its first row sees to the last key that its
+// last row sees.
 template <int kRows, int kKeys>
 struct Steps {
   int begin;  // visible keys of the tile
   int end;
   int num_chunks;
   int first;  // key of the first step
-  int count;  // not positive where the tile has fewer chunks than others of its sequence
+  int count;  // not positive if the tile has fewer chunks than others of its sequence
 
   __device__ Steps(const Args& a, const Tile& tile)
       : begin(tile.first_visible(a, tile.position(a, tile.first_row))),
@@ -66,10 +67,10 @@ struct Steps {
   }
 };
 
-// Numbers the chunks of all tiles of a launch: sequence by sequence, head by head, and of these the longest first, so
-// that what runs last is short. All lanes of a warp call it; indexes must not decrease from call to call.
+// Numbers the chunks of all tiles of a launch: by sequence, then by head, then longest tile first, so that the last
+// tiles to run are short. All lanes of a warp call it; indexes must not decrease from call to call.
 template <int kRows, int kKeys>
-class TileFinder {
+class TileScheduler {
  public:
   __device__ void start(const Args& a) {
     min_steps_ = INT_MAX;
@@ -115,8 +116,8 @@ class TileFinder {
   struct Sequence {
     int query_len = 0;
     int context_len = 0;
-    int row_tiles = 0;  // of a KV head
-    int steps = 0;      // of the last of them
+    int row_tiles = 0;  // per KV head
+    int steps = 0;      // of the last row tile
     int chunks = 0;
 
     __device__ Sequence(const Args& a, int64_t seq, int min_steps) {
@@ -134,15 +135,15 @@ class TileFinder {
     }
   };
 
-  // Of all sequences, if chunks have at least so many steps.
+  // The totals of all sequences if each chunk has at least min_steps steps.
   struct Work {
     int units;
     int partials;
-    int longest;  // steps of a chunk
+    int longest;  // steps of the longest chunk
     float steps;
   };
 
-  // Decides how many steps a chunk has at least: what lets the launch end soonest.
+  // Chooses the minimal number of steps per chunk that lets the launch finish soonest.
   __device__ void plan(const Args& a) {
     const Work whole = work(a, INT_MAX);
     const float share = whole.steps / gridDim.x;
@@ -152,7 +153,7 @@ class TileFinder {
     for (int parts = 1; parts <= 4; ++parts) {
       const int steps = max(kMinChunkSteps, static_cast<int>(ceilf(share / parts)));
       const Work cut = work(a, steps);
-      const float end = end_of(cut, share) + kJoinSteps;
+      const float end = end_of(cut, share) + kReduceSteps;
       if (cut.partials <= a.max_partials && end < best) {
         best = end;
         min_steps_ = steps;
@@ -176,13 +177,13 @@ class TileFinder {
             static_cast<int>(__reduce_max_sync(~0U, sum.longest)), sum.steps};
   }
 
-  // When the last thread block ends, in steps, at the latest.
+  // Returns an upper bound for the end of the last thread block, in steps.
   static __device__ float end_of(const Work& work, float share) {
     const int waves = (work.units + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x);
     return fminf(static_cast<float>(waves) * work.longest, share + work.longest);
   }
 
-  // Of this lane and those before it.
+  // Returns the inclusive prefix sum over the lanes of the warp.
   template <typename T>
   static __device__ T sum_up_to(T value) {
     for (int step = 1; step < 32; step *= 2) {
@@ -192,18 +193,18 @@ class TileFinder {
     return value;
   }
 
-  int min_steps_;  // of a chunk
+  int min_steps_;  // per chunk
   int partials_;
   int64_t base_;
   int64_t units_;
   int64_t tokens_;
 };
 
-// The first tile of a thread block is its own index, those after it come in the order of asking. One thread calls it.
+// The first tile of a thread block is its own index; later tiles are assigned in order of request. One thread calls it.
 __device__ inline int64_t next_tile(const Args& a) { return gridDim.x + atomicAdd(a.counters, 1); }
 
-// One thread of each block, when it asks for no more: the last one leaves the counters as they were found.
-__device__ inline void leave_counters(const Args& a) {
+// One thread of each block calls this after its last request. The last block resets the counters to zero.
+__device__ inline void reset_counters(const Args& a) {
   __threadfence();
   if (atomicAdd(a.counters + 1, 1) == static_cast<int>(gridDim.x) - 1) {
     a.counters[0] = 0;

@@ -1,13 +1,13 @@
-// What the parts of the extend kernel for Hopper share: shapes, shared memory, barriers.
+// Shared by the parts of the Hopper extend kernel: shapes, shared memory, barriers.
 //
-// The kernel follows FlashAttention-3: one group of four warps loads, two compute. Queries, keys and values come
-// through shared memory, in steps of kKeys tokens, kStages steps of each in flight; barriers in shared memory say what
-// is there (full) and what has been used (empty).
+// The kernel follows FlashAttention-3: one producer warpgroup, two consumer warpgroups. Queries, keys and values pass
+// through shared memory in steps of kKeys tokens, with kStages pipeline stages each. mbarriers signal which stages are
+// full and which are empty.
 //
-// A tile has 128 rows, 64 for each computing group. Of a tile of 64 rows or fewer the groups have all rows both, and
-// every second step: what they sum is joined through shared memory.
+// A tile has 128 rows, 64 per consumer warpgroup. If a tile has 64 rows or fewer, both warpgroups have all of its rows,
+// each takes every second step, and their sums are combined through shared memory.
 //
-// Head sizes under kHead are padded: with zeros in queries and keys, with anything in values, whose columns are
+// Head sizes below kHead are padded: queries and keys with zeros, values with anything, because those columns are
 // dropped.
 #pragma once
 
@@ -18,22 +18,22 @@ namespace kvservice {
 namespace extend {
 
 constexpr int kStages = 2;
-constexpr int kGroupThreads = 128, kGroupRows = 64, kComputeWarps = 8;
-constexpr int kWgmmaThreads = 3 * kGroupThreads;
-static_assert(kGroupThreads == kLoadThreads, "the first group loads");
-static_assert(kWgmmaRows == 2 * kGroupRows, "two groups compute");
+constexpr int kWarpgroupThreads = 128, kWarpgroupRows = 64, kConsumerWarps = 8;
+constexpr int kWgmmaThreads = 3 * kWarpgroupThreads;
+static_assert(kWarpgroupThreads == kLoadThreads, "the first group loads");
+static_assert(kWgmmaRows == 2 * kWarpgroupRows, "two groups compute");
 static_assert(kStages % 2 == 0, "groups that have every second step have stages of their own");
 
-// Registers of a thread that loads and of one that computes: together no more than a multiprocessor has. To convert
-// takes more, since what is loaded waits in registers.
+// Registers per producer thread and per consumer thread. Together they fit into the register file of an SM. A producer
+// that converts needs more, because loaded data waits in registers.
 template <int kHead, bool kFloat8>
-constexpr int kLoadRegisters = !kFloat8      ? 56
-                               : kHead > 128 ? 72
-                                             : 104;
+constexpr int kProducerRegisters = !kFloat8      ? 56
+                                   : kHead > 128 ? 72
+                                                 : 104;
 template <int kHead, bool kFloat8>
-constexpr int kComputeRegisters = !kFloat8      ? 224
-                                  : kHead > 128 ? 216
-                                                : 200;
+constexpr int kConsumerRegisters = !kFloat8      ? 224
+                                   : kHead > 128 ? 216
+                                                 : 200;
 
 template <int kHead>
 struct WgmmaShape {
@@ -43,36 +43,41 @@ struct WgmmaShape {
   static constexpr int kKeysOffset = kQueryBytes;
   static constexpr int kValuesOffset = kKeysOffset + kStages * kTileBytes;
   static constexpr int kSharedBytes = kValuesOffset + kStages * kTileBytes;
-  // Columns of one product with the values, and how many make up a head.
+  // Columns of one product with the values, and the number of such products per head.
   static constexpr int kColumns = kHead > 128 ? 128 : kHead;
   static constexpr int kParts = kHead / kColumns;
 };
 
 template <int kKeys>
-struct Signals {
+struct SharedStorage {
   uint64_t query_full;
   uint64_t query_empty;
   uint64_t keys_full[kStages];
   uint64_t keys_empty[kStages];
   uint64_t values_full[kStages];
   uint64_t values_empty[kStages];
-  TileFinder<kWgmmaRows, kKeys> finder;  // here between two tiles, because registers are few
-  // What the loading group works on, in turns, and what the others do.
-  Tile loading[2];
-  bool loading_found[2];
-  Tile computing;
-  bool computing_found;
-  bool last[2];                  // of each group, in a join
-  float row_scale[kWgmmaRows];   // queries are what is in shared memory times this, for 8-bit pools
-  float4 states[kGroupThreads];  // maxima and sums that one group hands to the other
+  TileScheduler<kWgmmaRows, kKeys> scheduler;  // kept here between tiles, to save registers
+  // The producer's tiles, double-buffered, and the consumers' current tile.
+  Tile producer_tiles[2];
+  bool producer_found[2];
+  Tile consumer_tile;
+  bool consumer_found;
+  bool last[2];                      // per consumer warpgroup, in a reduction
+  float row_scale[kWgmmaRows];       // FP8 pools: query = shared memory times this
+  float4 states[kWarpgroupThreads];  // maxima and sums that one warpgroup passes to the other
 };
 
-enum NamedBarrier : int { kLoaders = 1, kFirstTurn = 2, kFirstGroup = 4, kComputers = 6 };
+enum NamedBarrier : int {
+  kProducerBarrier = 1,
+  kFirstSchedulerBarrier = 2,
+  kFirstWarpgroupBarrier = 4,
+  kConsumersBarrier = 6
+};
 
 #ifdef KVSERVICE_WGMMA
 
-// Counts steps through the stages: which is next, and the parity of its barriers.
-struct Turn {
+// The position in the pipeline: the next stage and the parity of its barriers.
+struct PipelineState {
   uint32_t steps = 0;
 
   __device__ int stage() const { return static_cast<int>(steps % kStages); }

@@ -1,4 +1,3 @@
-// The wgmma extend kernel over bfloat16 pools.
 #include "cuda/extend_wgmma_kernel.cuh"
 
 namespace kvservice {

@@ -1,4 +1,3 @@
-// The wgmma extend kernel over half-precision pools.
 #include "cuda/extend_wgmma_kernel.cuh"
 
 namespace kvservice {

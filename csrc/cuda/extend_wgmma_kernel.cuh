@@ -1,8 +1,8 @@
-// The extend kernel for Hopper, and its launch.
+// The Hopper extend kernel and its launch.
 #pragma once
 
-#include "cuda/extend_wgmma_compute.cuh"
-#include "cuda/extend_wgmma_load.cuh"
+#include "cuda/extend_wgmma_consumer.cuh"
+#include "cuda/extend_wgmma_producer.cuh"
 
 namespace kvservice {
 namespace extend {
@@ -10,22 +10,22 @@ namespace extend {
 #ifdef KVSERVICE_WGMMA
 
 template <int kHead>
-__device__ void prepare(const Args& a, char* shared, Signals<WgmmaShape<kHead>::kKeys>* signals) {
+__device__ void prepare(const Args& a, char* shared, SharedStorage<WgmmaShape<kHead>::kKeys>* storage) {
   if (a.head_size < kHead) {
     for (int i = threadIdx.x * 16; i < WgmmaShape<kHead>::kSharedBytes; i += kWgmmaThreads * 16) {
       *reinterpret_cast<uint4*>(shared + i) = make_uint4(0, 0, 0, 0);
     }
-    ptx::fence_for_wgmma();
+    ptx::fence_proxy_async();
   }
   if (threadIdx.x == 0) {
-    // All loading threads' copies, and one thread's word that the tile is described.
-    ptx::mbarrier_init(ptx::shared_address(&signals->query_full), kLoadThreads + 1);
-    ptx::mbarrier_init(ptx::shared_address(&signals->query_empty), kComputeWarps);
+    // The copies of all producer threads, and one arrival for the published tile.
+    ptx::mbarrier_init(ptx::shared_address(&storage->query_full), kLoadThreads + 1);
+    ptx::mbarrier_init(ptx::shared_address(&storage->query_empty), kConsumerWarps);
     for (int i = 0; i < kStages; ++i) {
-      ptx::mbarrier_init(ptx::shared_address(&signals->keys_full[i]), kLoadThreads);
-      ptx::mbarrier_init(ptx::shared_address(&signals->values_full[i]), kLoadThreads);
-      ptx::mbarrier_init(ptx::shared_address(&signals->keys_empty[i]), kComputeWarps);
-      ptx::mbarrier_init(ptx::shared_address(&signals->values_empty[i]), kComputeWarps);
+      ptx::mbarrier_init(ptx::shared_address(&storage->keys_full[i]), kLoadThreads);
+      ptx::mbarrier_init(ptx::shared_address(&storage->values_full[i]), kLoadThreads);
+      ptx::mbarrier_init(ptx::shared_address(&storage->keys_empty[i]), kConsumerWarps);
+      ptx::mbarrier_init(ptx::shared_address(&storage->values_empty[i]), kConsumerWarps);
     }
   }
   __syncthreads();
@@ -36,7 +36,7 @@ __device__ void prepare(const Args& a, char* shared, Signals<WgmmaShape<kHead>::
 #ifdef KVSERVICE_WGMMA
 #define KVSERVICE_WGMMA_BOUNDS __launch_bounds__(kWgmmaThreads, 1)
 #else
-// By which the host recognizes that there is no code here.
+// The host recognizes by these bounds that there is no code for the device.
 #define KVSERVICE_WGMMA_BOUNDS __launch_bounds__(32)
 #endif
 
@@ -44,14 +44,14 @@ template <typename T, int kHead, bool kFloat8>
 __global__ void KVSERVICE_WGMMA_BOUNDS extend_wgmma(const __grid_constant__ Args a) {
 #ifdef KVSERVICE_WGMMA
   extern __shared__ __align__(1024) char shared[];
-  __shared__ Signals<WgmmaShape<kHead>::kKeys> signals;
-  prepare<kHead>(a, shared, &signals);
-  if (threadIdx.x < kGroupThreads) {
-    ptx::give_registers<kLoadRegisters<kHead, kFloat8>>();
-    WgmmaLoader<kHead, kFloat8>(a, shared, &signals).run();
+  __shared__ SharedStorage<WgmmaShape<kHead>::kKeys> storage;
+  prepare<kHead>(a, shared, &storage);
+  if (threadIdx.x < kWarpgroupThreads) {
+    ptx::warpgroup_reg_dealloc<kProducerRegisters<kHead, kFloat8>>();
+    WgmmaProducer<kHead, kFloat8>(a, shared, &storage).run();
   } else {
-    ptx::keep_registers<kComputeRegisters<kHead, kFloat8>>();
-    WgmmaCompute<T, kHead, kFloat8>(a, shared, &signals).run();
+    ptx::warpgroup_reg_alloc<kConsumerRegisters<kHead, kFloat8>>();
+    WgmmaConsumer<T, kHead, kFloat8>(a, shared, &storage).run();
   }
 #endif
 }
@@ -65,8 +65,8 @@ bool launch_wgmma_as(const Args& args, cudaStream_t stream, int64_t tiles) {
   if (facts.maxThreadsPerBlock < kWgmmaThreads) return false;
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kSharedBytes),
              "cudaFuncSetAttribute(extend_wgmma)");
-  const auto resident = static_cast<int64_t>(current_device_facts().num_multiprocessors);
-  // How many chunks the tiles have is known on the device only.
+  const auto resident = static_cast<int64_t>(current_device_facts().num_sms);
+  // Only the device knows the number of chunks.
   const auto blocks = static_cast<unsigned>(args.max_partials == 0 && tiles < resident ? tiles : resident);
   kernel<<<blocks, kWgmmaThreads, Shape::kSharedBytes, stream>>>(args);
   check_launch("extend_wgmma");

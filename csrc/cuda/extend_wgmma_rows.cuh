@@ -1,4 +1,4 @@
-// The rows of a thread of a computing group: logits to weights, and what is summed with them.
+// The rows of a consumer thread: online softmax and accumulators.
 #pragma once
 
 #include "cuda/extend_wgmma.cuh"
@@ -8,21 +8,22 @@ namespace extend {
 
 #ifdef KVSERVICE_WGMMA
 
-// A warp has 16 rows of a tile; a thread two of them, eight apart, and of each two of every eight columns.
+// A warp has 16 rows of a tile. A thread has two of them, eight apart, and two of every eight columns of each.
 template <typename T, int kHead, bool kFloat8>
 class WgmmaRows {
   using Shape = WgmmaShape<kHead>;
   static constexpr int kKeys = Shape::kKeys, kLogits = kKeys / 2, kParts = Shape::kParts;
   static constexpr int kPartAcc = Shape::kColumns / 2;
-  static constexpr int kScales = kFloat8 ? 2 : 1;  // of rows that have the same, one
+  static constexpr int kScales = kFloat8 ? 2 : 1;  // one if all rows have the same scale
 
  public:
-  __device__ WgmmaRows(const Args& a, int group) : a_(a), group_(group), lane_(threadIdx.x % 32) {}
+  __device__ WgmmaRows(const Args& a, int warpgroup) : a_(a), warpgroup_(warpgroup), lane_(threadIdx.x % 32) {}
 
-  // `shares_rows`: with the other group. `row_scales`: of the rows of the tile, for 8-bit pools.
+  // `shares_rows`: both warpgroups have the same rows. `row_scales`: of the rows of the tile, for FP8 pools.
   __device__ void start(const Tile& tile, bool shares_rows, const float* row_scales) {
     tile_ = tile;
-    warp_row_ = (shares_rows ? 0 : group_ * kGroupRows) + static_cast<int>(threadIdx.x) % kGroupThreads / 32 * 16;
+    warp_row_ =
+        (shares_rows ? 0 : warpgroup_ * kWarpgroupRows) + static_cast<int>(threadIdx.x) % kWarpgroupThreads / 32 * 16;
     const float k_scale = a_.k_scale != nullptr ? a_.k_scale[tile_.kv_head] : 1.0F;
     plain_ = a_.soft_cap <= 0.0F && a_.alibi_slopes == nullptr && a_.scale * k_scale > 0.0F;
 #pragma unroll
@@ -36,7 +37,7 @@ class WgmmaRows {
   }
 
   __device__ const Tile& tile() const { return tile_; }
-  // Whether the warp has any; to some its last may be padding.
+  // Whether the warp has any rows. The last of them may be padding.
   __device__ bool any() const { return tile_.first_row + warp_row_ < tile_.num_rows(a_); }
 
   __device__ void clear() {
@@ -52,13 +53,13 @@ class WgmmaRows {
     }
   }
 
-  __device__ void pin() {
+  __device__ void fence_accumulators() {
 #pragma unroll
-    for (auto& part : acc) ptx::pin(part);
+    for (auto& part : acc) ptx::fence_operand(part);
   }
 
-  // Logits of the step at `key` to weights; what was summed before is to be multiplied by `decay`.
-  __device__ void soften(int key, float (&logits)[kLogits], float (&decay)[2]) {
+  // Converts the logits of the step at `key` to weights. The caller multiplies the accumulators by `decay`.
+  __device__ void online_softmax(int key, float (&logits)[kLogits], float (&decay)[2]) {
     if (!plain_) apply_options(key, logits);
     if (key + kKeys > all_visible_end_ || key < all_visible_begin_) mask(key, logits);
 #pragma unroll
@@ -70,7 +71,7 @@ class WgmmaRows {
       }
       largest = fmaxf(largest, __shfl_xor_sync(~0U, largest, 1));
       largest = fmaxf(largest, __shfl_xor_sync(~0U, largest, 2));
-      // Nothing visible so far: any finite number will do.
+      // No key was visible so far: any finite number works.
       const float shift = largest == -INFINITY ? 0.0F : largest * factor(i);
       decay[i] = ptx::exp2_fast(max[i] * factor(i) - shift);
       max[i] = largest;
@@ -87,7 +88,7 @@ class WgmmaRows {
     }
   }
 
-  // When all steps are done: of the maxima, the powers of two that the sums are in units of.
+  // Called after the last step. Converts the maxima to log2 units, to which the sums are relative.
   __device__ void finish() {
 #pragma unroll
     for (int i = 0; i < 2; ++i) max[i] *= factor(i);
@@ -109,7 +110,7 @@ class WgmmaRows {
     }
   }
 
-  // Of accumulators in fours: two columns of one row, and of the other.
+  // Accumulators in groups of four: two columns of one row, then of the other.
   __device__ float4 quad(int i) const {
     const float* x = &acc[i * 4 / kPartAcc][i * 4 % kPartAcc];
     return make_float4(x[0], x[1], x[2], x[3]);
@@ -140,18 +141,18 @@ class WgmmaRows {
     }
   }
 
-  // Of this thread's two rows: the largest logit (a power of two when finished), the sum of the weights of this
-  // thread's columns, and the weighted values.
+  // State of the two rows of this thread: the largest logit (in log2 units after finish()), the sum of the weights of
+  // this thread's columns, and the weighted values.
   float max[2];
   float sum[2];
   float acc[kParts][kPartAcc];
 
  private:
   __device__ int row(int i) const { return tile_.first_row + warp_row_ + lane_ / 4 + 8 * i; }
-  // Of a plain logit the scale is applied on the way into the exponential.
+  // The exponential applies the scale of a plain logit.
   __device__ float factor(int i) const { return factor_[kFloat8 ? i : 0]; }
 
-  // The key of element e of the logits is the step's, plus this.
+  // Returns the offset of the key of logit e from the step's first key.
   __device__ int key_offset(int e) const { return e / 4 * 8 + lane_ % 4 * 2 + e % 2; }
 
   __device__ void apply_options(int key, float (&logits)[kLogits]) const {
@@ -175,7 +176,7 @@ class WgmmaRows {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int position = tile_.position(a_, row(i));
-      // Offsets of this lane's first key that are visible.
+      // The visible range, as offsets from this lane's first key.
       const int last = position - key - lane_ % 4 * 2;
       const int first = tile_.first_visible(a_, position) - key - lane_ % 4 * 2;
 #pragma unroll
@@ -189,7 +190,8 @@ class WgmmaRows {
     }
   }
 
-  // Four lanes have a row, each two of every eight dimensions. They swap, so that each stores eight at once.
+  // Four lanes share a row: each has two of every eight dimensions. They exchange them, so that each stores eight at
+  // once.
   __device__ void store_row(uint4* out, int i, float factor, bool valid) const {
 #pragma unroll
     for (int octet = 0; octet < kHead / 8; octet += 4) {
@@ -206,7 +208,7 @@ class WgmmaRows {
     }
   }
 
-  // Word j of lane t of four becomes word t of lane j.
+  // Word j of lane t (of four) becomes word t of lane j.
   __device__ void transpose_by_quads(uint32_t (&words)[4]) const {
     const bool odd = lane_ % 2 != 0, upper = lane_ % 4 >= 2;
 #pragma unroll
@@ -222,11 +224,11 @@ class WgmmaRows {
   }
 
   const Args& a_;
-  const int group_;
+  const int warpgroup_;
   const int lane_;
   Tile tile_;
-  int warp_row_;  // of the tile, the first of this warp's
-  // All rows of the warp see the keys from the one to the other.
+  int warp_row_;  // first row of this warp, within the tile
+  // All rows of the warp see the keys in this range.
   int all_visible_begin_;
   int all_visible_end_;
   bool plain_;

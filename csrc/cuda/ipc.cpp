@@ -11,7 +11,7 @@ namespace kvservice {
 namespace {
 
 constexpr int64_t kGranuleBytes = 2 << 20;
-constexpr int64_t kMostBytes = int64_t{1} << 60;  // of which no device has more, and which can be rounded up
+constexpr int64_t kMostBytes = int64_t{1} << 60;  // more than any device has, and small enough to be rounded up
 
 struct Range {
   void* begin = nullptr;
@@ -37,8 +37,8 @@ size_t total_bytes() {
   return total;
 }
 
-// What this process has open. The driver opens a handle again as often as it is asked, at the same address, and there
-// are many handles of one allocation: some of their bytes do not matter.
+// The addresses that this process has open. The driver opens the same handle any number of times, at the same address,
+// and many handles name one allocation, because some of their bytes do not matter.
 class OpenAddresses {
  public:
   bool add(void* data) {
@@ -60,7 +60,7 @@ OpenAddresses& open_addresses() {
   return addresses;
 }
 
-// Open, until it is told to keep it.
+// Closes the handle on destruction unless `keep` is set.
 struct Opening {
   void* data = nullptr;
   bool listed = false;
@@ -99,17 +99,18 @@ std::string IpcAllocation::handle() const {
 
 IpcMemory::IpcMemory(int device, const std::string& handle, int64_t bytes) : device_(device), bytes_(bytes) {
   cudaIpcMemHandle_t raw;
-  require(handle.size() == sizeof(raw), "raw_handle", "has not 64 bytes");
+  require(handle.size() == sizeof(raw), "raw_handle", "is not 64 bytes long");
   require(bytes > 0, "byte_size", "is not positive");
   std::memcpy(&raw, handle.data(), sizeof(raw));
   const DeviceScope scope(device);
   Opening opening(raw);
   const Range range = allocation_of(opening.data);
   require(opening.data == range.begin, "raw_handle", "does not name the start of an allocation");
-  // The driver believes what a forged handle says of the size, and a kernel that goes there takes the device from us.
+  // The driver trusts the size in a forged handle, and a kernel that accesses such memory makes the device unusable for
+  // this process.
   require(range.bytes <= total_bytes(), "raw_handle", "names more memory than the device has");
   opening.listed = open_addresses().add(opening.data);
-  require(opening.listed, "raw_handle", "names memory that is open already");
+  require(opening.listed, "raw_handle", "names memory that is already open");
   require(static_cast<size_t>(bytes) <= range.bytes, "byte_size", "is more than the allocation has");
   opening.keep = true;
   data_ = opening.data;
@@ -117,7 +118,7 @@ IpcMemory::IpcMemory(int device, const std::string& handle, int64_t bytes) : dev
 
 IpcMemory::~IpcMemory() {
   wait_for_device(device_);
-  open_addresses().remove(data_);  // before it is closed: another thread may get the address again at once
+  open_addresses().remove(data_);  // before the close: another thread may get the address at once
   forget_error(cudaIpcCloseMemHandle(data_));
 }
 

@@ -1,9 +1,9 @@
 // Device memory and events that processes share by handle.
 //
-// What a handle names may be freed by the process that made it, or go with it, at any time. Memory that is open here
-// stays what it is until it is closed here. An event is another matter: one that its process has recorded and not
-// reached stays so for ever when that process is killed, and so does a stream that waits for it. Hence wait only for
-// events of a process that is trusted; ask the others' whether they are done.
+// The process that made the memory behind a handle may free it or exit at any time. Memory that is open here stays
+// valid until it is closed here. Events differ: if a process is killed after it recorded an event and before the event
+// completes, the event never completes, and neither does a stream that waits for it. Wait only for events of trusted
+// processes, and query those of others.
 #pragma once
 
 #include <cstdint>
@@ -13,10 +13,10 @@
 
 namespace kvservice {
 
-// Allocated to be shared: whole granules, so that nothing else is shared with it.
+// Memory allocated for sharing: whole granules, so that it shares a granule with nothing else.
 class IpcAllocation {
  public:
-  // Throws CudaError; cudaErrorMemoryAllocation where the device has not that much left.
+  // Throws CudaError; cudaErrorMemoryAllocation if the device has too little free memory.
   IpcAllocation(int device, int64_t bytes);
   ~IpcAllocation();
   IpcAllocation(const IpcAllocation&) = delete;
@@ -24,7 +24,7 @@ class IpcAllocation {
 
   void* data() const { return data_; }
   int64_t bytes() const { return bytes_; }
-  // A cudaIpcMemHandle_t.
+  // Returns a cudaIpcMemHandle_t.
   std::string handle() const;
 
  private:
@@ -33,14 +33,14 @@ class IpcAllocation {
   void* data_ = nullptr;
 };
 
-// The first bytes of another process's allocation.
+// The first bytes of an allocation of another process.
 class IpcMemory {
  public:
-  // Throws CudaError where the driver does not open the handle (also one of this process:
-  // cudaErrorDeviceUninitialized); ArgumentError, field raw_handle, where it is none or what it names is open already,
-  // field byte_size where the allocation has not that many bytes.
+  // Throws CudaError if the driver does not open the handle (including a handle of this process:
+  // cudaErrorDeviceUninitialized); ArgumentError, field raw_handle, if the handle is invalid or its memory is open
+  // already, and field byte_size if the allocation is smaller.
   IpcMemory(int device, const std::string& handle, int64_t bytes);
-  // Waits for the device: what is launched may still use it.
+  // Waits for the device, because launched work may still use the memory.
   ~IpcMemory();
   IpcMemory(const IpcMemory&) = delete;
   IpcMemory& operator=(const IpcMemory&) = delete;

@@ -9,19 +9,20 @@
 namespace kvservice {
 namespace {
 
-// A decode's query in host memory is read by every thread block that attends with it, bit by bit over the host's link,
-// before the block can begin. Larger ones than this have enough thread blocks, which begin one after the other; of
-// smaller ones that way is most of the call, and they are brought to the device beside the keys and values.
+// Every thread block of a decode reads its query before it starts. If the query is in host memory, these reads cross
+// the host link a few bytes at a time. Above this size there are enough thread blocks, which start one after another.
+// Below it the latency is most of the call, so the query is copied to the device in the launch that writes keys and
+// values.
 constexpr int64_t kStagedQueryBytes = 128 << 10;
 constexpr int64_t kSlopesBytes = 4 * 65536;
 
 int64_t aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
-// At least so many bytes, whose content is not kept.
+// Reallocates to at least `bytes` bytes. Does not keep the content.
 void grow(std::unique_ptr<DeviceMemory>& memory, int64_t bytes) {
   if (bytes <= memory->bytes()) return;
   try {
-    memory = std::make_unique<DeviceMemory>(memory->device(), bytes);  // the old one goes when the device is idle
+    memory = std::make_unique<DeviceMemory>(memory->device(), bytes);  // frees the old memory once the device is idle
   } catch (const CudaError& error) {
     if (error.code() != cudaErrorMemoryAllocation) throw;
     throw LaneError("RESOURCE_EXHAUSTED", "", std::string("the GPU has no memory left for this call: ") + error.what());
@@ -33,9 +34,9 @@ LaneShape shape_of(const CudaLaneConfig& config) {
 }
 
 bool is_on_host(LaneMemoryKind kind, const char* field) {
-  // Which a kernel cannot reach.
+  // Kernels cannot access pageable host memory.
   require(kind != LaneMemoryKind::kHost, field, "is host memory that is not page-locked");
-  return kind == LaneMemoryKind::kPageLockedHost;
+  return kind == LaneMemoryKind::kPinnedHost;
 }
 
 }  // namespace
@@ -103,7 +104,7 @@ int64_t CudaLaneExecutor::query_bytes(const LaneCall& call) const {
 
 int64_t CudaLaneExecutor::lse_bytes(const LaneCall& call) const { return 4 * call.step->num_tokens * call.num_heads; }
 
-// What a lane does not know of.
+// Checks that the lane cannot make.
 CudaLaneExecutor::Tensors CudaLaneExecutor::check(const LaneCall& call) const {
   if (call.step->device.slot_mapping == nullptr) throw std::logic_error("a step was published without device tables");
   require(!call.sparse.on() || call.sparse.block_size % config_.pool.block_size == 0, "options.block_sparse.block_size",
@@ -114,15 +115,15 @@ CudaLaneExecutor::Tensors CudaLaneExecutor::check(const LaneCall& call) const {
           call.lse != nullptr && is_on_host(call.kinds[4], "lse_place")};
 }
 
-// A decode writes its output straight: each thread block when it is done, in whole rows. The other kernels write two or
-// four bytes at a time, in the order of their fragments; over the host's link that took 15 times as long as the call.
+// Decode writes its output directly: each thread block writes whole rows when it finishes. The other kernels write two
+// or four bytes at a time, in fragment order; over the host link that took 15 times as long as the call itself.
 CudaLaneExecutor::Tensors CudaLaneExecutor::staged_of(const LaneCall& call, const AttentionParams& attention,
                                                       const Tensors& on_host) const {
-  if (!attention_is_decode(attention, how_to_launch())) return on_host;
+  if (!attention_is_decode(attention, launch_config())) return on_host;
   return {on_host.query && query_bytes(call) <= kStagedQueryBytes, false, false};
 }
 
-CudaLaunch CudaLaneExecutor::how_to_launch() const {
+CudaLaunch CudaLaneExecutor::launch_config() const {
   CudaLaunch how;
   how.stream = config_.stream;
   how.workspace = {workspace_->data(), workspace_->bytes()};
@@ -131,7 +132,7 @@ CudaLaunch CudaLaneExecutor::how_to_launch() const {
 }
 
 void CudaLaneExecutor::reserve(const LaneCall& call, const AttentionParams& attention, const Tensors& staged) {
-  const int64_t wanted = attention_workspace_bytes(attention, how_to_launch());
+  const int64_t wanted = attention_workspace_bytes(attention, launch_config());
   const int64_t query = staged.query || staged.output ? aligned(query_bytes(call)) : 0;
   grow(staging_, kSlopesBytes + 2 * query + (staged.lse ? lse_bytes(call) : 0));
   if (wanted <= workspace_->bytes()) return;
@@ -144,28 +145,28 @@ void CudaLaneExecutor::copy(void* to, const void* from, int64_t bytes) const {
              "cudaMemcpyAsync");
 }
 
-// Keys and values into the pool, and what is staged to the device.
-void CudaLaneExecutor::bring(const LaneCall& call, AttentionParams& attention, const Tensors& staged) {
+// Writes keys and values into the pool and copies the staged inputs to the device.
+void CudaLaneExecutor::stage_inputs(const LaneCall& call, AttentionParams& attention, const Tensors& staged) {
   const int64_t bytes = query_bytes(call), output = kSlopesBytes + aligned(bytes), lse = output + aligned(bytes);
-  CopyBeside beside;
+  FusedCopy fused;
   if (call.alibi_slopes != nullptr) {
     attention.alibi_slopes = reinterpret_cast<float*>(staging(0));
     copy(staging(0), call.alibi_slopes, 4 * call.num_heads);
   }
   if (staged.query) {
     attention.query = staging(kSlopesBytes);
-    if (bytes <= kMostBytesBeside) {
-      beside = {staging(kSlopesBytes), call.query, bytes};
+    if (bytes <= kFusedCopyBytesMax) {
+      fused = {staging(kSlopesBytes), call.query, bytes};
     } else {
       copy(staging(kSlopesBytes), call.query, bytes);
     }
   }
   if (staged.output) attention.out = staging(output);
   if (staged.lse) attention.lse = reinterpret_cast<float*>(staging(lse));
-  write_kv_cuda(slots_of(call), beside, config_.stream);
+  write_kv_cuda(slots_of(call), fused, config_.stream);
 }
 
-void CudaLaneExecutor::take_back(const LaneCall& call, const Tensors& staged) {
+void CudaLaneExecutor::copy_back(const LaneCall& call, const Tensors& staged) {
   const int64_t bytes = query_bytes(call), output = kSlopesBytes + aligned(bytes), lse = output + aligned(bytes);
   if (staged.output) copy(call.output, staging(output), bytes);
   if (staged.lse) copy(call.lse, staging(lse), lse_bytes(call));
@@ -174,14 +175,14 @@ void CudaLaneExecutor::take_back(const LaneCall& call, const Tensors& staged) {
 cudaEvent_t CudaLaneExecutor::launch(const LaneCall& call, const Tensors& on_host) {
   AttentionParams attention = attention_of(call);
   const std::lock_guard<Turns> turn(turns_);
-  const Tensors staged = staged_of(call, attention, on_host);  // which checks, too: after it nothing is refused
+  const Tensors staged = staged_of(call, attention, on_host);  // checks the call too; nothing is refused after it
   reserve(call, attention, staged);
-  bring(call, attention, staged);
-  attention_cuda(attention, how_to_launch());
-  take_back(call, staged);
-  const cudaEvent_t landed = call.event != nullptr ? static_cast<cudaEvent_t>(call.event) : take_event();
-  record(landed);
-  return landed;
+  stage_inputs(call, attention, staged);
+  attention_cuda(attention, launch_config());
+  copy_back(call, staged);
+  const cudaEvent_t completion = call.event != nullptr ? static_cast<cudaEvent_t>(call.event) : take_event();
+  record(completion);
+  return completion;
 }
 
 void CudaLaneExecutor::record(cudaEvent_t event) const {
@@ -205,33 +206,33 @@ void CudaLaneExecutor::give_back(cudaEvent_t event) {
   events_.push_back(event);
 }
 
-// By looking, since being woken takes some 30 us; but not for ever, since others may need the processor.
-void CudaLaneExecutor::wait(cudaEvent_t landed) const {
+// Polls first, because waking up takes about 30 us, then blocks, because others may need the processor.
+void CudaLaneExecutor::wait(cudaEvent_t completion) const {
   const auto deadline = std::chrono::steady_clock::now() + config_.spin;
   do {
-    const cudaError_t code = cudaEventQuery(landed);
+    const cudaError_t code = cudaEventQuery(completion);
     if (code == cudaSuccess) return;
     forget_error(code);
     if (code != cudaErrorNotReady) throw CudaError(code, "cudaEventQuery");
   } while (std::chrono::steady_clock::now() < deadline);
-  check_cuda(cudaEventSynchronize(landed), "cudaEventSynchronize");
+  check_cuda(cudaEventSynchronize(completion), "cudaEventSynchronize");
 }
 
 void CudaLaneExecutor::attend(const LaneCall& call) {
   const DeviceScope scope(config_.device);
-  const cudaEvent_t landed = launch(call, check(call));
+  const cudaEvent_t completion = launch(call, check(call));
   if (call.event != nullptr) return;
-  wait(landed);
-  give_back(landed);
+  wait(completion);
+  give_back(completion);
 }
 
-// Other lanes' calls too: it is one stream.
+// Waits for calls of other lanes too, because there is one stream.
 void CudaLaneExecutor::finish() {
   const DeviceScope scope(config_.device);
-  const cudaEvent_t landed = take_event();
-  record(landed);
-  wait(landed);
-  give_back(landed);
+  const cudaEvent_t completion = take_event();
+  record(completion);
+  wait(completion);
+  give_back(completion);
 }
 
 void CudaLaneExecutor::copy_in(void* to, const char* from, int64_t num_bytes) {

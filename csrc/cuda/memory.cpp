@@ -52,17 +52,17 @@ size_t round_up(int64_t bytes, const CUmemAllocationProp& prop) {
   size_t step = 0;
   check_driver(driver().granularity(&step, &prop, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED),
                "cuMemGetAllocationGranularity");
-  return (static_cast<size_t>(bytes) + step - 1) / step * step;  // unsigned: no size from Python overflows it
+  return (static_cast<size_t>(bytes) + step - 1) / step * step;  // unsigned: no size from Python overflows
 }
 
-std::string wanted_text(size_t bytes) {
+std::string allocation_text(size_t bytes) {
   size_t free = 0, total = 0;
   forget_error(cudaMemGetInfo(&free, &total));
-  return "cuMemCreate of " + std::to_string(bytes) + " bytes, where " + std::to_string(free) + " of " +
-         std::to_string(total) + " are free";
+  return "cuMemCreate of " + std::to_string(bytes) + " bytes (" + std::to_string(free) + " of " +
+         std::to_string(total) + " bytes are free)";
 }
 
-// Physical memory and the addresses where it is seen. Gives back what it has unless it is told to keep it.
+// Physical memory and its address range. Frees them on destruction unless `keep` is set.
 struct Mapping {
   size_t bytes = 0;
   CUmemGenericAllocationHandle handle = 0;
@@ -93,8 +93,8 @@ struct Mapping {
   }
 };
 
-void give_back(int device, int64_t bytes, CUmemGenericAllocationHandle handle, CUdeviceptr address) {
-  wait_for_device(device);  // memory must not go while a kernel uses it
+void release_memory(int device, int64_t bytes, CUmemGenericAllocationHandle handle, CUdeviceptr address) {
+  wait_for_device(device);  // a kernel may still use the memory
   Mapping mapping;
   mapping.bytes = static_cast<size_t>(bytes);
   mapping.handle = handle;
@@ -110,7 +110,7 @@ DeviceMemory::DeviceMemory(int device, int64_t bytes) : device_(device) {
   const CUmemAllocationProp prop = properties(device);
   Mapping mapping;
   mapping.bytes = round_up(bytes, prop);
-  check_driver(driver().create(&mapping.handle, mapping.bytes, &prop, 0), wanted_text(mapping.bytes));
+  check_driver(driver().create(&mapping.handle, mapping.bytes, &prop, 0), allocation_text(mapping.bytes));
   check_driver(mapping.map(), "cuMemAddressReserve or cuMemMap");
   mapping.allow(device, CU_MEM_ACCESS_FLAGS_PROT_READWRITE);
   mapping.keep = true;
@@ -119,7 +119,7 @@ DeviceMemory::DeviceMemory(int device, int64_t bytes) : device_(device) {
   address_ = mapping.address;
 }
 
-DeviceMemory::~DeviceMemory() { give_back(device_, bytes_, handle_, address_); }
+DeviceMemory::~DeviceMemory() { release_memory(device_, bytes_, handle_, address_); }
 
 int DeviceMemory::export_fd() const {
   int fd = -1;
@@ -137,7 +137,7 @@ ImportedMemory::ImportedMemory(int device, int fd, int64_t bytes, bool writable)
   void* const descriptor = reinterpret_cast<void*>(static_cast<intptr_t>(fd));
   const CUresult imported =
       driver().import_handle(&mapping.handle, descriptor, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
-  require(imported == CUDA_SUCCESS, "fd", "is no memory of a CUDA device that can be imported");
+  require(imported == CUDA_SUCCESS, "fd", "is not CUDA device memory that can be imported");
   require(mapping.map() == CUDA_SUCCESS, "num_bytes", "is not the size of the memory");
   mapping.allow(device, writable ? CU_MEM_ACCESS_FLAGS_PROT_READWRITE : CU_MEM_ACCESS_FLAGS_PROT_READ);
   mapping.keep = true;
@@ -145,6 +145,6 @@ ImportedMemory::ImportedMemory(int device, int fd, int64_t bytes, bool writable)
   address_ = mapping.address;
 }
 
-ImportedMemory::~ImportedMemory() { give_back(device_, bytes_, handle_, address_); }
+ImportedMemory::~ImportedMemory() { release_memory(device_, bytes_, handle_, address_); }
 
 }  // namespace kvservice

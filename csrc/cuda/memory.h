@@ -1,4 +1,4 @@
-// Device memory that can be handed to another process as a file descriptor, and such memory of another process.
+// Device memory that can be passed to another process as a file descriptor, and memory received that way.
 #pragma once
 
 #include <cstdint>
@@ -7,11 +7,11 @@
 
 namespace kvservice {
 
-// Memory of one device, made with the virtual-memory API: the driver's entry points are looked up at run time, so that
-// nothing links the driver. Mapped for reading and writing for as long as the object lives.
+// Memory of one device, made with the virtual memory management API of the driver. Mapped for reading and writing for
+// the lifetime of the object.
 class DeviceMemory {
  public:
-  // Throws CudaError; cudaErrorMemoryAllocation where the device has not that much left.
+  // Throws CudaError; cudaErrorMemoryAllocation if the device has too little free memory.
   DeviceMemory(int device, int64_t bytes);
   ~DeviceMemory();
   DeviceMemory(const DeviceMemory&) = delete;
@@ -20,7 +20,7 @@ class DeviceMemory {
   void* data() const { return reinterpret_cast<void*>(address_); }
   int64_t bytes() const { return bytes_; }  // rounded up to the granularity
   int device() const { return device_; }
-  // A new descriptor of the memory, the caller's to close.
+  // Returns a new descriptor of the memory, which the caller closes.
   int export_fd() const;
 
  private:
@@ -30,14 +30,14 @@ class DeviceMemory {
   unsigned long long address_ = 0;
 };
 
-// Memory of one device that another process made and handed over as a descriptor: mapped for as long as the object
-// lives, and there for as long, also when the other process is gone.
+// Memory of one device that another process made and passed as a descriptor. It is mapped and stays valid for the
+// lifetime of the object, even after the other process has exited.
 class ImportedMemory {
  public:
-  // `fd` stays the caller's. `bytes` is the size of all of it, as its maker's DeviceMemory has it. Throws
-  // ArgumentError, field fd, where the driver takes it for no memory, field num_bytes where it has another size.
-  // Read-only is how this process sees it, not how it must: a kernel of this process that writes nevertheless fails,
-  // and the process can use the device no more.
+  // `fd` stays the caller's. `bytes` is the total size, equal to bytes() of the DeviceMemory that made it. Throws
+  // ArgumentError, field fd, if the driver cannot import it, and field num_bytes if the size differs.
+  // `writable` false maps it read-only. That restricts this process by its own choice only: if one of its kernels
+  // writes nevertheless, the kernel fails, and the process can no longer use the device.
   ImportedMemory(int device, int fd, int64_t bytes, bool writable);
   ~ImportedMemory();
   ImportedMemory(const ImportedMemory&) = delete;

@@ -1,5 +1,5 @@
-// Paged attention as vLLM describes it (paged_attention v1 and v2), for all shapes, types and options: what the fast
-// kernels do not take, and what they are tested against. Tokens are attended to in slices whose partial results fit a
+// Paged attention after vLLM (paged_attention v1 and v2), for all shapes, types and options. It takes what the fast
+// kernels do not support and is their reference in tests. Tokens are processed in slices whose partial results fit a
 // workspace of bounded size.
 #include "cuda/paged_attention.cuh"
 
@@ -20,13 +20,13 @@ constexpr int64_t kGridMax = 65535;  // of the y and z dimensions
 
 int64_t round_up(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
-// Where things lie in the workspace, in bytes.
+// Byte offsets in the workspace.
 struct Plan {
   int64_t num_partitions, slice_tokens, starts, max_logits, exp_sums, tmp_out, end;
 
   explicit Plan(const AttentionParams& p) {
     num_partitions = std::max<int64_t>(1, (p.max_blocks * p.pool.block_size + kPartition - 1) / kPartition);
-    const int64_t partials = num_partitions == 1 ? 0 : p.num_heads * num_partitions;  // of one token
+    const int64_t partials = num_partitions == 1 ? 0 : p.num_heads * num_partitions;  // per token
     const int64_t token_bytes = partials * (p.pool.head_size + 2) * static_cast<int64_t>(sizeof(float));
     const int64_t most = token_bytes == 0 ? kGridMax : std::min(kGridMax, kPartialBytesMax / token_bytes);
     slice_tokens = std::max<int64_t>(1, std::min(p.num_tokens, most));

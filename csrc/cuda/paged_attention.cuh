@@ -1,12 +1,12 @@
-// The kernels of paged attention as vLLM describes them, in float32: partitions, and what puts them together.
+// The kernels of paged attention after vLLM, in float32: partitions and their reduction.
 //
-//   query token t, head h, partition p (kPartition positions of the sequence) is one thread block:
-//     1. groups of threads, one for each key, sum q.k over 16-byte pieces of K
-//     2. qk_max and exp_sum of the partition, logits become weights, all in shared memory of a fixed size
-//     3. each warp takes every n-th block of V, groups of lanes a row (one dimension of the head) of it
-//   A sequence of one partition is done then. Of more, reduce_partitions weighs their results by their maxima.
+//   One thread block per query token t, head h and partition p (kPartition positions of the sequence):
+//     1. one group of threads per key sums q.k over 16-byte pieces of K
+//     2. qk_max and exp_sum of the partition; logits become weights, in shared memory of fixed size
+//     3. each warp takes every n-th block of V, each group of lanes one row (one dimension of the head)
+//   With one partition, the result is final. With more, reduce_partitions combines their results.
 //
-// What a query does not see is left out by selection, not by a weight of zero: its memory may hold NaN.
+// Invisible keys and values are excluded by selection, not by a weight of zero: their slots may hold NaN.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -23,13 +23,13 @@ namespace reference {
 constexpr int kPartition = 512, kThreads = 128, kWarps = kThreads / 32, kHeadSizeMax = 256;
 static_assert(kThreads * 4 == kPartition, "each thread holds four logits");
 
-// One launch: the call's arguments, and where the slice of its query tokens begins that this launch is for.
+// One launch: the arguments of the call and the slice of its query tokens.
 struct Args {
   AttentionParams p;
-  const int32_t* query_starts = nullptr;  // [num_seqs + 1], sums of query_lens
+  const int32_t* query_starts = nullptr;  // [num_seqs + 1], prefix sums of query_lens
   int64_t first_token = 0;
   int64_t num_partitions = 0;   // of the longest sequence that the block tables can hold
-  int group = 1;                // query heads of a KV head
+  int group = 1;                // query heads per KV head
   float* tmp_out = nullptr;     // [tokens of the slice, num_heads, num_partitions, head_size]
   float* max_logits = nullptr;  // [tokens of the slice, num_heads, num_partitions]
   float* exp_sums = nullptr;
@@ -39,17 +39,17 @@ struct Args {
   }
 };
 
-// Query token `token` of the batch: its sequence and the positions that it sees, [first, end) (less what is sparse).
+// A query token of the batch: its sequence and the positions that it sees, [first, end), before the sparse pattern.
 struct Query {
   int64_t seq;
   int64_t first;
   int64_t end;
 };
 
-// False for a token past the sum of the query lengths.
+// Returns false for a token past the sum of the query lengths.
 __device__ inline bool find_query(const Args& args, int64_t token, Query* query) {
   const AttentionParams& p = args.p;
-  int64_t low = 0, high = p.num_seqs;  // the last sequence that does not start after the token
+  int64_t low = 0, high = p.num_seqs;  // finds the last sequence that does not start after the token
   if (token >= args.query_starts[high]) return false;
   while (high - low > 1) {
     const int64_t middle = (low + high) / 2;
@@ -62,9 +62,9 @@ __device__ inline bool find_query(const Args& args, int64_t token, Query* query)
   return true;
 }
 
-// Which of the pool's blocks a head sees; one of them is never seen in part, but for the ends of [first, end).
+// The sparse pattern of a head. A pool block is visible as a whole or not at all, except at the ends of [first, end).
 struct Pattern {
-  int64_t stride = 0;  // 0: all
+  int64_t stride = 0;  // 0: everything is visible
   int64_t block_size = 1;
   int64_t offset = 0;
   int64_t first_local = 0;
@@ -122,7 +122,8 @@ struct Sum {
   __device__ float operator()(float a, float b) const { return a + b; }
 };
 
-// Of all threads of the block, in the same order every time. `scratch`: kWarps floats, free again after the call.
+// Reduces over all threads of the block, always in the same order. `scratch` holds kWarps floats and is free again
+// after the call.
 template <typename Op>
 __device__ float reduce_block(float value, float* scratch, Op op) {
   for (int mask = 16; mask > 0; mask /= 2) value = op(value, __shfl_xor_sync(0xffffffffU, value, mask));
@@ -136,16 +137,16 @@ __device__ float reduce_block(float value, float* scratch, Op op) {
 
 struct Shared {
   float query[kHeadSizeMax];
-  float weights[kPartition];  // logits at first
+  float weights[kPartition];  // logits before step 2
   int32_t block_ids[kPartition];
   float partial[kWarps][kHeadSizeMax];
   float scratch[kWarps];
 };
 
-// What a thread block works on: positions [start + low, start + high) of a sequence for one query and head.
+// The work of a thread block: positions [start + low, start + high) of a sequence for one query and head.
 template <typename T>
 struct Tile {
-  const T* keys;  // of block 0, of this layer and KV head
+  const T* keys;  // of block 0, for this layer and KV head
   const T* values;
   int64_t block_items;  // from one block to the next
   int64_t start;
@@ -168,12 +169,13 @@ struct Tile {
   }
 };
 
-// Step 1: the logits of the partition, -infinity where the query does not see. Every thread returns its largest.
+// Step 1: the logits of the partition, -infinity for keys that the query does not see. Every thread returns its
+// largest.
 template <typename T>
 __device__ float key_products(const Args& args, const Tile<T>& tile, const Pattern& pattern, const Query& query,
                               int head, Shared& shared) {
   const AttentionParams& p = args.p;
-  const int group = tile.block_size >= 32 ? 1 : tile.block_size >= 16 ? 2 : 4;  // threads of a key
+  const int group = tile.block_size >= 32 ? 1 : tile.block_size >= 16 ? 2 : 4;  // threads per key
   const int member = threadIdx.x % group;
   const int pieces = tile.head_size / Piece<T>::kCount;
   const float scale = p.k_scale == nullptr ? p.scale : p.scale * p.k_scale[head / args.group];
@@ -201,7 +203,7 @@ __device__ float key_products(const Args& args, const Tile<T>& tile, const Patte
   return largest;
 }
 
-// Step 3, a warp's part of it: the weighted sum of one row of V over the blocks that are its own.
+// Step 3, one warp: the weighted sum of one row of V over this warp's blocks.
 template <typename T>
 __device__ float value_product(const Tile<T>& tile, const Pattern& pattern, const Shared& shared, int row, int member,
                                int group) {
@@ -226,11 +228,11 @@ __device__ float value_product(const Tile<T>& tile, const Pattern& pattern, cons
   return sum;
 }
 
-// Step 3: the partition's weighted sum of V, by warp, into shared.partial.
+// Step 3: the partition's weighted sum of V per warp, into shared.partial.
 template <typename T>
 __device__ void value_products(const Tile<T>& tile, const Pattern& pattern, Shared& shared) {
   const int width = min(Piece<T>::kCount, tile.block_size);
-  const int group = min(tile.block_size / width, 4);  // lanes of a row
+  const int group = min(tile.block_size / width, 4);  // lanes per row
   const int lane = threadIdx.x % 32, member = lane % group, rows = 32 / group;
   for (int base = 0; base < tile.head_size; base += rows) {
     const int row = base + lane / group;
@@ -240,7 +242,8 @@ __device__ void value_products(const Tile<T>& tile, const Pattern& pattern, Shar
   }
 }
 
-// The end of a query and head: `sum(dimension)` is the sum of weighted values over weights that add up to exp_sum.
+// Writes the result of a query and head. `sum(dimension)` returns the sum of weighted values; exp_sum is the sum of the
+// weights.
 template <typename Values>
 __device__ void finish(const Args& args, int64_t token, int head, float qk_max, float exp_sum, Values sum) {
   const AttentionParams& p = args.p;
@@ -276,7 +279,7 @@ __global__ void __launch_bounds__(kThreads) attend_partition(const __grid_consta
   float own = 0.0F;
   for (int i = threadIdx.x; i < kPartition; i += kThreads) {
     const float logit = shared.weights[i];
-    shared.weights[i] = logit == -INFINITY ? 0.0F : expf(logit - qk_max);  // a NaN stays one
+    shared.weights[i] = logit == -INFINITY ? 0.0F : expf(logit - qk_max);  // a NaN stays NaN
     own += shared.weights[i];
   }
   const float exp_sum = reduce_block(own, shared.scratch, Sum());
@@ -300,7 +303,7 @@ __global__ void __launch_bounds__(kThreads) attend_partition(const __grid_consta
   }
 }
 
-// Grid (heads, tokens of the slice). Partitions that the query does not reach have left nothing to read.
+// Grid (heads, tokens of the slice). Partitions that the query does not reach have no partial results.
 __global__ void __launch_bounds__(kThreads) reduce_partitions(const __grid_constant__ Args args) {
   __shared__ float scratch[kWarps];
   const int64_t token = args.first_token + blockIdx.y;
@@ -328,7 +331,7 @@ __global__ void __launch_bounds__(kThreads) reduce_partitions(const __grid_const
   });
 }
 
-// One thread block: query_starts[i] is the sum of the lengths before sequence i, the last one that of all.
+// One thread block. query_starts[i] is the sum of the lengths before sequence i; the last entry is the total.
 __global__ void __launch_bounds__(kThreads)
     scan_query_lens(const int32_t* query_lens, int64_t num_seqs, int32_t* query_starts) {
   __shared__ int32_t sums[kThreads];

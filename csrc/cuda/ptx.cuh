@@ -1,4 +1,4 @@
-// Instructions that C++ has no name for.
+// PTX instructions without a C++ name.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -24,7 +24,7 @@ __device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t count) 
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
-// After the initializations, before the barrier of all threads: the copy engine sees them too.
+// Makes the initialization visible to the async proxy. Follows the initialization and precedes __syncthreads().
 __device__ __forceinline__ void fence_mbarrier_init() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -65,14 +65,15 @@ __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, uint32_
                : "memory");
 }
 
-// What is read once, so that it does not drive what is read again out of the L2 cache.
+// An L2 policy for data that is read once, so that it does not evict data that is read again.
 __device__ __forceinline__ uint64_t evict_first_policy() {
   uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
 
-// Copies a run of bytes (a multiple of 16, both ends aligned to 16); the barrier counts them when they are there.
+// Copies a contiguous range (a multiple of 16 bytes, both ends aligned to 16). Its completion counts towards the
+// barrier's transaction bytes.
 __device__ __forceinline__ void bulk_copy(uint32_t dst, const void* src, uint32_t bytes, uint32_t barrier,
                                           uint64_t policy) {
   asm volatile(
@@ -88,7 +89,7 @@ __device__ __forceinline__ void copy_16_async(uint32_t dst, const void* src) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory");
 }
 
-// The barrier gets one of the arrivals that it counts when this thread's copies so far are done.
+// The barrier receives an arrival, which its count includes, when this thread's copies so far are complete.
 __device__ __forceinline__ void mbarrier_arrive_after_copies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
@@ -99,7 +100,7 @@ __device__ __forceinline__ void store_shared_16(uint32_t dst, const uint4& words
                : "memory");
 }
 
-// Of memory that nobody writes, past the first-level cache.
+// Loads read-only memory without allocating in L1.
 __device__ __forceinline__ uint4 load_once_16(const void* source) {
   uint4 words;
   asm volatile("ld.global.nc.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -108,7 +109,7 @@ __device__ __forceinline__ uint4 load_once_16(const void* source) {
   return words;
 }
 
-// Waits for the `threads` threads of a block that name the same barrier, 1 to 15.
+// Waits for `threads` threads of the block at the named barrier, 1 to 15.
 __device__ __forceinline__ void named_barrier(int name, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
@@ -117,7 +118,8 @@ __device__ __forceinline__ void prefetch(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
-// Everybody who sees the sum sees what those did before who added to it earlier.
+// Adds with acquire-release semantics: a thread that sees the sum also sees the earlier writes of all threads that
+// added before.
 __device__ __forceinline__ uint32_t add_acquire_release(uint32_t* counter, uint32_t by) {
   uint32_t before;
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(by) : "memory");
@@ -139,7 +141,7 @@ __device__ __forceinline__ uint32_t transpose_8x8(uint32_t rows) {
   return columns;
 }
 
-// acc[16x8] += a[16x16] b[16x8], of half or bfloat16.
+// acc[16x8] += a[16x16] b[16x8], of float16 or bfloat16.
 template <typename T>
 __device__ __forceinline__ void mma(float (&acc)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
 
@@ -161,7 +163,7 @@ __device__ __forceinline__ void mma<__nv_bfloat16>(float (&acc)[4], const uint32
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Two numbers in a register, the first in the low half.
+// Packs two numbers into a register, the first in the low half.
 template <typename T>
 __device__ __forceinline__ uint32_t pack(float low, float high);
 
@@ -177,7 +179,7 @@ __device__ __forceinline__ uint32_t pack<__nv_bfloat16>(float low, float high) {
   return reinterpret_cast<const uint32_t&>(pair);
 }
 
-// Four 8-bit numbers to halves, exactly: the first two, then the last two.
+// Converts four FP8 numbers to float16 exactly: the first two, then the last two.
 __device__ __forceinline__ void e4m3_to_half(uint32_t bytes, uint32_t& first, uint32_t& second) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
   asm("{\n"
@@ -189,7 +191,7 @@ __device__ __forceinline__ void e4m3_to_half(uint32_t bytes, uint32_t& first, ui
       : "=r"(first), "=r"(second)
       : "r"(bytes));
 #else
-  // Moved into place, exponent and mantissa are those of the number over 2^8.
+  // Shifted into place, the exponent and mantissa are those of the number divided by 2^8.
   const uint32_t spread[2] = {__byte_perm(bytes, 0, 0x1404), __byte_perm(bytes, 0, 0x3424)};
   uint32_t* out[2] = {&first, &second};
   for (int i = 0; i < 2; ++i) {
@@ -200,7 +202,7 @@ __device__ __forceinline__ void e4m3_to_half(uint32_t bytes, uint32_t& first, ui
 #endif
 }
 
-// The upper byte of a half is an e5m2.
+// An e5m2 number is the upper byte of a float16.
 __device__ __forceinline__ void e5m2_to_half(uint32_t bytes, uint32_t& first, uint32_t& second) {
   first = __byte_perm(bytes, 0, 0x1404);
   second = __byte_perm(bytes, 0, 0x3424);

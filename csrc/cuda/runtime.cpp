@@ -16,9 +16,9 @@ DeviceFacts read_facts(int device) {
   DeviceFacts facts;
   facts.major = attribute(cudaDevAttrComputeCapabilityMajor, device);
   facts.minor = attribute(cudaDevAttrComputeCapabilityMinor, device);
-  facts.num_multiprocessors = attribute(cudaDevAttrMultiProcessorCount, device);
+  facts.num_sms = attribute(cudaDevAttrMultiProcessorCount, device);
   facts.max_shared_bytes_per_block = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  facts.max_shared_bytes_per_multiprocessor = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+  facts.max_shared_bytes_per_sm = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
   return facts;
 }
 
@@ -26,7 +26,7 @@ DeviceFacts read_facts(int device) {
 
 const DeviceFacts& current_device_facts() {
   static std::mutex mutex;
-  static std::map<int, DeviceFacts> known;  // whose entries stay where they are
+  static std::map<int, DeviceFacts> known;  // references to its entries stay valid
   int device = 0;
   check_cuda(cudaGetDevice(&device), "cudaGetDevice");
   const std::lock_guard<std::mutex> lock(mutex);

@@ -1,4 +1,4 @@
-// What all CUDA code shares: errors, the facts of a device, launch arguments.
+// Shared by all CUDA code: errors, device properties, device selection.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -9,7 +9,7 @@
 
 namespace kvservice {
 
-// A CUDA call failed. After most of them the process can use its device no more.
+// A CUDA call failed. After most errors the process can no longer use its device.
 class CudaError : public std::runtime_error {
  public:
   CudaError(cudaError_t code, const std::string& what)
@@ -22,29 +22,30 @@ class CudaError : public std::runtime_error {
 
 inline void check_cuda(cudaError_t code, const char* what) {
   if (code == cudaSuccess) return;
-  cudaGetLastError();  // or the next launch that is checked would be blamed for it
+  cudaGetLastError();  // clears the error, or the next check_launch() would report it
   throw CudaError(code, what);
 }
 
-// Where nobody can be told, as in destructors; and the next launch that is checked is not blamed for it either.
+// For places that cannot report an error, such as destructors. Clears the error, so that the next check_launch() does
+// not report it.
 inline void forget_error(cudaError_t code) {
   if (code != cudaSuccess) cudaGetLastError();
 }
 
 inline void check_launch(const char* kernel) { check_cuda(cudaGetLastError(), kernel); }
 
-// Facts of a device, read once. Throws CudaError.
+// Properties of a device, read once. Throws CudaError.
 struct DeviceFacts {
   int major = 0;
   int minor = 0;
-  int num_multiprocessors = 0;
-  int max_shared_bytes_per_block = 0;  // what a kernel may ask for
-  int max_shared_bytes_per_multiprocessor = 0;
+  int num_sms = 0;
+  int max_shared_bytes_per_block = 0;  // the most that a kernel may request
+  int max_shared_bytes_per_sm = 0;
 };
 
 const DeviceFacts& current_device_facts();
 
-// Makes a device the calling thread's for as long as it lives.
+// Selects a device for the calling thread, for the lifetime of the object.
 class DeviceScope {
  public:
   explicit DeviceScope(int device);
@@ -56,7 +57,7 @@ class DeviceScope {
   int previous_ = 0;
 };
 
-// All of its streams. Where nobody can be told of an error, as in destructors.
+// Waits for all streams of the device. For places that cannot report an error, such as destructors.
 void wait_for_device(int device);
 
 }  // namespace kvservice

@@ -1,33 +1,34 @@
-// Hopper's multiplication by a group of four warps: acc[64 x kColumns] += a[64 x 16] b[16 x kColumns], of half or
-// bfloat16, with b (and a, or not) in shared memory.
+// Hopper's warpgroup MMA: acc[64 x kColumns] += a[64 x 16] b[16 x kColumns], of float16 or bfloat16, with b in shared
+// memory and a in shared memory or registers.
 #pragma once
 
 #include <type_traits>
 
 #include "cuda/ptx.cuh"
 
-// Code for sm_90a, and not for another device of the same generation.
+// Defined in code for sm_90a only.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define KVSERVICE_WGMMA 1
 #endif
 
 namespace kvservice::ptx {
 
-// Describes a matrix in shared memory that is made of 8x8 matrices of 128 contiguous bytes, rows along the reduction:
-// bytes from one to the next along the reduction, and along the rows. An address can be added to, in units of 16 bytes.
+// Describes a matrix in shared memory that consists of 8x8 core matrices of 128 contiguous bytes, with the reduction
+// along their rows. `reduction_bytes` and `row_bytes` are the distances between core matrices along the reduction and
+// along the rows. Addition to the descriptor moves the address in units of 16 bytes.
 __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address, uint32_t reduction_bytes, uint32_t row_bytes) {
   return static_cast<uint64_t>(row_bytes / 16) << 32 | (reduction_bytes / 16) << 16 | address / 16;
 }
 
-// The same for rows of 32 contiguous bytes, one multiplication's, halves swapped in every second four rows. The matrix
-// begins at a multiple of 256 bytes.
+// The same for rows of 32 contiguous bytes, one MMA's, with the 32-byte swizzle: halves are swapped in every second
+// four rows. The matrix begins at a multiple of 256 bytes.
 __device__ __forceinline__ uint64_t swizzled_32_descriptor(uint32_t address) {
   return uint64_t{3} << 62 | uint64_t{256 / 16} << 32 | uint64_t{1} << 16 | address / 16;
 }
 
 #ifdef KVSERVICE_WGMMA
 
-// Registers written before are seen by the multiplications after it.
+// Orders earlier register writes before the MMAs that follow.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -37,23 +38,23 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Keeps the compiler from moving what reads or writes these registers across this place.
+// Keeps the compiler from moving accesses to these registers across this point (CUTLASS's warpgroup_fence_operand).
 template <int kCount>
-__device__ __forceinline__ void pin(float (&values)[kCount]) {
+__device__ __forceinline__ void fence_operand(float (&values)[kCount]) {
 #pragma unroll
   for (float& value : values) asm volatile("" : "+f"(value)::"memory");
 }
 
-// Generic reads and writes of shared memory that this thread knows of come before what wgmma reads after it.
-__device__ __forceinline__ void fence_for_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Orders this thread's earlier generic accesses to shared memory before later reads by wgmma (the async proxy).
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 template <int kCount>
-__device__ __forceinline__ void keep_registers() {
+__device__ __forceinline__ void warpgroup_reg_alloc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
 }
 
 template <int kCount>
-__device__ __forceinline__ void give_registers() {
+__device__ __forceinline__ void warpgroup_reg_dealloc() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
 }
 
@@ -73,7 +74,7 @@ __device__ __forceinline__ void give_registers() {
   "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
-// `add` 0: acc is overwritten. The last operands: no negation, rows along the reduction.
+// If `add` is 0, acc is overwritten. The last operands mean: no negation, rows along the reduction.
 #define KVSERVICE_WGMMA_SHARED(COUNT, COLUMNS, TYPE, A, B, ADD)                                         \
   asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #ADD ", 0;\n"                                   \
                "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." TYPE "." TYPE " {"               \
@@ -89,7 +90,8 @@ __device__ __forceinline__ void give_registers() {
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
 // clang-format on
 
-// kColumns is twice the number of accumulators: acc[4 n + e] is element e of mma.m16n8k16's for columns 8 n and on.
+// kColumns is twice the number of accumulators: acc[4 n + e] is element e of mma.m16n8k16's for columns 8 n and
+// following.
 template <typename T>
 __device__ __forceinline__ void wgmma(float (&acc)[32], uint64_t a, uint64_t b, int add) {
   if constexpr (std::is_same_v<T, half>) {

@@ -12,11 +12,11 @@ namespace {
 constexpr int32_t kHeadsMax = 65535;
 constexpr uint64_t kAlignment = 16;
 
-// The first byte of a tensor of that many bytes, or null where the place is left out.
+// Returns the address of a tensor of `num_bytes` bytes, or null if the place is left out.
 char* resolve(const LanePlace& place, const LaneRegion* region, int64_t num_bytes, const char* field) {
   if (region == nullptr) return nullptr;
   require(place.zero == 0, field, "is malformed");
-  require(place.offset % kAlignment == 0, field, "its offset is not a multiple of 16 bytes");
+  require(place.offset % kAlignment == 0, field, "has an offset that is not a multiple of 16 bytes");
   const auto size = static_cast<uint64_t>(region->num_bytes), bytes = static_cast<uint64_t>(num_bytes);
   if (place.offset > size || bytes > size - place.offset) {
     throw ArgumentError(field, std::to_string(num_bytes) + " bytes from " + std::to_string(place.offset) +
@@ -44,7 +44,7 @@ void check_block_sparse(const LaneEntry& entry, const LaneShape& shape) {
   const int32_t vert_stride = entry.block_sparse[0];
   require(vert_stride >= 0, "options.block_sparse.vert_stride", "is negative");
   if (vert_stride <= 1) return;
-  require(shape.block_sparse, "options.block_sparse", "this device's kernels have no such pattern");
+  require(shape.block_sparse, "options.block_sparse", "is not supported by this device's kernels");
   require(entry.block_sparse[1] >= 1, "options.block_sparse.local_blocks", "is less than 1");
   require(entry.block_sparse[2] >= 1, "options.block_sparse.block_size", "is less than 1");
   require(entry.block_sparse[4] >= 0, "options.block_sparse.tp_rank", "is negative");
@@ -54,7 +54,7 @@ void copy_slopes(const char* from, int64_t num_heads, LaneExecutor& executor, st
   slopes.resize(static_cast<size_t>(num_heads));
   executor.copy_in(slopes.data(), from, 4 * num_heads);
   require(std::all_of(slopes.begin(), slopes.end(), [](float slope) { return std::isfinite(slope); }),
-          "options.alibi_slopes", "not finite");
+          "options.alibi_slopes", "are not all finite");
 }
 
 }  // namespace
@@ -78,7 +78,7 @@ void check_entry(const LaneEntry& entry, uint64_t number, const LaneShape& shape
   require(std::isfinite(entry.scale), "options.scale", "is not finite");
   require(entry.sliding_window >= 0, "options.sliding_window", "is negative");
   require(std::isfinite(entry.logits_soft_cap) && entry.logits_soft_cap >= 0.0F, "options.logits_soft_cap",
-          "is no bound");
+          "is negative or not finite");
   check_block_sparse(entry, shape);
   require(((entry.flags & kLaneReturnLse) != 0) == (entry.lse.region != kNoRegion), "lse_place",
           "is given if and only if the log-sum-exp is asked for");
@@ -90,7 +90,7 @@ LaneCall make_call(const LaneEntry& entry, const LaneUse& use, LaneExecutor& exe
   if ((entry.flags & kLaneDecode) != 0) {
     const bool one_each =
         std::all_of(step.query_lens, step.query_lens + step.num_seqs, [](int32_t n) { return n == 1; });
-    require(one_each, "step_id", "a sequence has several tokens in this step: use Extend");
+    require(one_each, "step_id", "a sequence has several tokens in this step; use Extend");
   }
   const int64_t kv_bytes = step.num_tokens * shape.num_kv_heads * shape.head_size * shape.item_size;
   const int64_t num_rows = step.num_tokens * entry.num_heads;

@@ -1,4 +1,4 @@
-// From what a client wrote to a call that can be computed.
+// Checks a client's entry and makes an executable call from it.
 #pragma once
 
 #include <memory>
@@ -8,10 +8,10 @@
 
 namespace kvservice {
 
-// What of an entry needs neither step nor region. Throws ArgumentError.
+// Checks what depends on neither the step nor the regions. Throws ArgumentError.
 void check_entry(const LaneEntry& entry, uint64_t number, const LaneShape& shape);
 
-// `entry` has passed check_entry(). The slopes, if any, are copied into `slopes`. Throws ArgumentError.
+// `entry` has passed check_entry(). Copies the ALiBi slopes, if any, into `slopes`. Throws ArgumentError.
 LaneCall make_call(const LaneEntry& entry, const LaneUse& use, LaneExecutor& executor, std::vector<float>& slopes);
 
 }  // namespace kvservice

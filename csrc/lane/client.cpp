@@ -9,15 +9,15 @@
 namespace kvservice {
 namespace {
 
-LaneMemory& look_at(void* memory, int64_t num_bytes) {
+LaneMemory& open_memory(void* memory, int64_t num_bytes) {
   require(num_bytes >= kLaneBytes, "memory", "is smaller than a lane");
   require(reinterpret_cast<uintptr_t>(memory) % 64 == 0, "memory", "is not aligned to 64 bytes");
   auto* lane = static_cast<LaneMemory*>(memory);
   const LaneHeader& header = lane->header;
-  require(header.magic == kLaneMagic, "memory", "is no lane");
+  require(header.magic == kLaneMagic, "memory", "is not a lane");
   require(header.version == kLaneVersion && header.capacity == kLaneCapacity &&
               header.entry_bytes == sizeof(LaneEntry) && header.completion_bytes == sizeof(LaneCompletion),
-          "memory", "is a lane of another version");
+          "memory", "is a lane of a different version");
   return *lane;
 }
 
@@ -26,9 +26,9 @@ const char* why_closed(uint32_t state) {
     case kLaneClosed:
       return "the daemon has closed the lane";
     case kLaneBadIndex:
-      return "the daemon has ended the lane: an index in it made no sense";
+      return "the daemon has ended the lane: an index was out of range";
     case kLaneFault:
-      return "the lane ended with a failure of the daemon";
+      return "the lane ended because the daemon failed";
     default:
       return "the lane's state makes no sense";
   }
@@ -42,16 +42,17 @@ bool is_text(const char (&text)[N]) {
 }  // namespace
 
 LaneClient::LaneClient(void* memory, int64_t num_bytes, double spin_us)
-    : memory_(look_at(memory, num_bytes)), spin_(spin_time(spin_us)) {
+    : memory_(open_memory(memory, num_bytes)), spin_(spin_time(spin_us)) {
   const LaneHeader& header = memory_.header;
-  require(header.submitted.load() == 0 && header.consumed.load() == 0, "memory", "is a lane that was used before");
+  require(header.submitted.load() == 0 && header.consumed.load() == 0, "memory",
+          "is a lane that is already in use or was used");
 }
 
 uint64_t LaneClient::submit(LaneEntry entry) {
   LaneHeader& header = memory_.header;
   const uint32_t state = header.state.load(std::memory_order_acquire);
   if (state != kLaneOpen) throw LaneClosedError(why_closed(state));
-  if (submitted_ - consumed_ >= kLaneCapacity) throw LaneFullError("64 calls of the lane are unanswered or unread");
+  if (submitted_ - consumed_ >= kLaneCapacity) throw LaneFullError("64 calls of the lane are in flight or unread");
   entry.number = submitted_;
   store_slot(memory_.entries[submitted_ % kLaneCapacity], entry);
   ++submitted_;
@@ -62,13 +63,13 @@ uint64_t LaneClient::submit(LaneEntry entry) {
 
 std::optional<LaneCompletion> LaneClient::wait(uint64_t number, std::chrono::nanoseconds time) {
   require(number < submitted_, "number", "was not submitted");
-  require(number >= consumed_, "number", "its completion was read, or dropped for a later one");
+  require(number >= consumed_, "number", "its completion was already read or dropped");
   LaneHeader& header = memory_.header;
   const auto there = [&] { return completed() > number; };
   if (!spin_until(std::min(spin_, time), there)) {
     const auto there_or_never = [&] { return there() || header.state.load(std::memory_order_acquire) != kLaneOpen; };
     sleep_until(header.client_sleeps, header.client_bell, time - std::min(spin_, time), there_or_never);
-    // The state first: what was completed before the lane ended counts.
+    // The state is read first: completions written before the lane ended count.
     const uint32_t state = header.state.load(std::memory_order_acquire);
     if (!there()) {
       if (state != kLaneOpen) throw LaneClosedError(why_closed(state));

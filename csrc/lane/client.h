@@ -1,4 +1,4 @@
-// The client's side of a lane. One thread at a time.
+// The client side of a lane. Not thread-safe.
 #pragma once
 
 #include <chrono>
@@ -11,27 +11,27 @@
 
 namespace kvservice {
 
-// The lane serves no more; the text says why.
+// The lane is closed; the message gives the reason.
 class LaneClosedError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// kLaneCapacity calls are under way or unread.
+// kLaneCapacity calls are in flight or unread.
 class LaneFullError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
 class LaneClient {
  public:
-  // Of memory that a LaneServer has formatted, and that stays. Throws ArgumentError.
+  // `memory` was formatted by a LaneServer and outlives the object. Throws ArgumentError.
   LaneClient(void* memory, int64_t num_bytes, double spin_us);
 
-  // Writes the entry, with its number, which is returned. Throws LaneFullError, LaneClosedError.
+  // Writes the entry and returns its number. Throws LaneFullError, LaneClosedError.
   uint64_t submit(LaneEntry entry);
 
-  // The completion of that entry, or nothing when it was not there in time or a signal came; sleeps once, for at most
-  // kLongestSleep. Completions of earlier entries are dropped: nobody waits for them any more. Throws LaneClosedError,
-  // and ArgumentError (number) for an entry that was never submitted or whose completion is gone.
+  // Returns the completion of the entry, or nothing after a timeout or a signal. Sleeps at most once, for at most
+  // kLongestSleep. Drops the completions of earlier entries. Throws LaneClosedError, and ArgumentError (number) if the
+  // entry was never submitted or its completion was already read or dropped.
   std::optional<LaneCompletion> wait(uint64_t number, std::chrono::nanoseconds time);
 
  private:

@@ -5,8 +5,9 @@
 
 namespace kvservice {
 
-// On a pool in host memory, with the kernels' threads. `batch_invariant`: sequence by sequence, since how a call's work
-// is split among threads follows from all of it, and sums from how they are split.
+// Executes calls on a pool in host memory, on the threads of the kernels. With `batch_invariant`, it computes one
+// sequence at a time: the split of a call over threads depends on the whole batch, and the order of the sums depends on
+// the split.
 class CpuLaneExecutor : public LaneExecutor {
  public:
   CpuLaneExecutor(const PoolView& pool, bool batch_invariant);

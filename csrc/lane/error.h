@@ -1,4 +1,4 @@
-// What an entry is refused with. A wrong argument is an ArgumentError, here as elsewhere.
+// The reason why an entry is refused. Invalid arguments are ArgumentErrors instead.
 #pragma once
 
 #include <stdexcept>
@@ -8,7 +8,7 @@ namespace kvservice {
 
 class LaneError : public std::runtime_error {
  public:
-  // `reason` is the one of a class in kvservice/errors.py, `field` may be empty.
+  // `reason` is that of a class in kvservice/errors.py; `field` may be empty.
   LaneError(const char* reason, const char* field, const std::string& message)
       : std::runtime_error(message), reason_(reason), field_(field) {}
   const char* reason() const { return reason_; }

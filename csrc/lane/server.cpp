@@ -45,7 +45,7 @@ LaneCompletion refusal(const char* reason, const char* field, const char* messag
   return completion;
 }
 
-void mask_signals() {  // they are the interpreter's business
+void mask_signals() {  // the interpreter handles them
   sigset_t all;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, nullptr);
@@ -61,13 +61,15 @@ LaneServer::LaneServer(void* memory, int64_t num_bytes, LaneSession& session, La
       spin_(spin_time(spin_us)),
       on_fault_(std::move(on_fault)),
       event_(event) {
-  require(session.num_layers() == executor.shape().num_layers, "session", "has another number of layers");
+  require(session.num_layers() == executor.shape().num_layers, "session",
+          "does not have the number of layers of the executor");
   thread_ = std::thread([this] { serve(); });
 }
 
 LaneServer::~LaneServer() {
   close();
-  if (thread_.joinable()) thread_.detach();  // destroyed by `on_fault`, after which the thread touches nothing of ours
+  if (thread_.joinable())
+    thread_.detach();  // destroyed by `on_fault`, after which the thread does not touch this object
 }
 
 bool LaneServer::close() {
@@ -83,7 +85,7 @@ bool LaneServer::close() {
 void LaneServer::serve() {
   mask_signals();
   served_by_this_thread = this;
-  while (work_or_stop()) {
+  while (wait_for_entry()) {
     const auto begin = std::chrono::steady_clock::now();
     const auto entry = load_slot<LaneEntry>(memory_.entries[served_ % kLaneCapacity]);
     const LaneCompletion completion = answer(entry);
@@ -102,15 +104,15 @@ void LaneServer::serve() {
     end(end_);
     return;
   }
-  // Who is told may destroy this.
+  // The callback may destroy this object.
   const auto on_fault = std::move(on_fault_);
   const std::string fault = std::move(fault_);
   end(end_);
   on_fault(fault);
 }
 
-// True: there is an entry to take, and room for its completion. False: the lane ends.
-bool LaneServer::work_or_stop() {
+// Waits. Returns true if there is an entry to execute and space for its completion, false if the lane ends.
+bool LaneServer::wait_for_entry() {
   const auto something = [this] {
     return next_entry() || end_ != kLaneClosed || stopping_.load(std::memory_order_acquire);
   };
@@ -167,12 +169,12 @@ void LaneServer::compute(const LaneEntry& entry) {
   if (by_event && ++unwaited_ == kLaneCapacity) settle();
 }
 
-// So that no call is under way that was answered.
+// Waits until no completed call is still running on the device.
 void LaneServer::settle() {
   if (std::exchange(unwaited_, 0) > 0) executor_.finish();
 }
 
-// In a handler: what was caught is the daemon's failure.
+// Call in an exception handler: the current exception is a fault of the daemon.
 void LaneServer::fail() {
   end_ = kLaneFault;
   try {

@@ -1,4 +1,4 @@
-// The daemon's side of a lane: one thread that takes entries, has them computed and answers.
+// The daemon side of a lane: one thread that takes entries, executes them and writes completions.
 #pragma once
 
 #include <chrono>
@@ -16,29 +16,27 @@ namespace kvservice {
 
 class LaneServer {
  public:
-  // Formats the memory (64-byte aligned, kLaneBytes), which stays until close() has returned true. Throws
-  // ArgumentError. `on_fault` is called at most once, from the lane's thread and as the last thing that it does: the
-  // executor threw what is no ArgumentError. `event`: as of LaneCall, for entries with kLaneEvent; without it they are
-  // refused.
+  // Formats the memory (64-byte aligned, kLaneBytes), which must outlive the first close() that returns true. Throws
+  // ArgumentError. `on_fault` is called at most once, as the last action of the lane's thread, if the executor throws
+  // anything but ArgumentError. `event`: see LaneCall; for entries with kLaneEvent, which are refused without it.
   LaneServer(void* memory, int64_t num_bytes, LaneSession& session, LaneExecutor& executor, double spin_us,
              std::function<void(const std::string&)> on_fault, void* event = nullptr);
   ~LaneServer();
   LaneServer(const LaneServer&) = delete;
   LaneServer& operator=(const LaneServer&) = delete;
 
-  // Ends the lane after the calls that run, and waits for them. A second call does nothing, but waits as well. True:
-  // the thread is gone, and the memory may go. False, without waiting: it is the thread itself that calls, in
-  // `on_fault`.
+  // Ends the lane after the running calls and waits for them. Further calls only wait. Returns true when the thread has
+  // ended and the memory may be freed; false, without waiting, if the thread itself calls it, in `on_fault`.
   bool close();
 
-  // No more entries are taken: it was closed, or has ended by itself.
+  // Whether the lane takes no more entries: close() was called, or the lane has ended by itself.
   bool closed() const { return closed_.load(std::memory_order_acquire); }
 
   const LaneStats& stats() const { return stats_; }
 
  private:
   void serve();
-  bool work_or_stop();
+  bool wait_for_entry();
   bool next_entry();
   LaneCompletion answer(const LaneEntry& entry);
   void compute(const LaneEntry& entry);
@@ -58,10 +56,10 @@ class LaneServer {
   std::atomic<bool> closed_{false};
   std::mutex joining_;
 
-  // The thread's own. What it once knew of the ring it never learns from the ring again.
-  uint64_t served_ = 0;    // entries taken and answered
-  uint64_t consumed_ = 0;  // completions that the client had read when somebody last looked
-  uint32_t unwaited_ = 0;  // calls that were answered and may not be done
+  // Used by the thread only. It never rereads its own indices from the ring.
+  uint64_t served_ = 0;    // entries executed
+  uint64_t consumed_ = 0;  // completions that the client had read at the last check
+  uint32_t unwaited_ = 0;  // calls that completed and may still be running
   LaneState end_ = kLaneClosed;
   std::string fault_;
   std::vector<float> slopes_;

@@ -10,7 +10,7 @@ namespace {
 
 constexpr const char* kPlaceFields[6] = {"query", "key", "value", "output_place", "lse_place", "options.alibi_slopes"};
 
-// The bytes are a Python object's, so they cannot be declared atomic.
+// The bytes belong to a Python object, so they cannot be declared atomic.
 uint8_t load(const uint8_t* byte) { return __atomic_load_n(byte, __ATOMIC_ACQUIRE); }
 
 }  // namespace
@@ -24,7 +24,7 @@ void LaneSession::publish(const LaneStep& step) {
   if (step.id <= last_step_) {
     throw ArgumentError("step_id", std::to_string(step.id) + " does not follow " + std::to_string(last_step_));
   }
-  finished_.reserve(finished_.size() + steps_.size() + 1);  // so that no lane needs memory to report one
+  finished_.reserve(finished_.size() + steps_.size() + 1);  // so that a lane reports a step without allocating
   steps_[step.id].step = step;
   last_step_ = step.id;
 }
@@ -58,7 +58,7 @@ void LaneSession::remove_region(uint32_t number) {
   erase_unused(regions_, number, lock);
 }
 
-// Several threads may want the same one gone: whichever finds it unused first takes it out.
+// Several threads may remove the same element: the first one to find it unused erases it.
 template <class Map>
 void LaneSession::erase_unused(Map& map, const typename Map::key_type& key, std::unique_lock<std::mutex>& lock) {
   const auto gone = [&] {
@@ -108,7 +108,7 @@ LaneUse::LaneUse(LaneSession& session, const LaneEntry& entry) : session_(sessio
   const std::lock_guard<std::mutex> lock(session_.mutex_);
   step_ = &session_.find_step(entry.step_id);
   for (int64_t i = 0; i < 6; ++i) regions_[i] = session_.find_region(*places[i], kPlaceFields[i]);
-  ++step_->users;  // from here on nothing throws
+  ++step_->users;  // nothing throws from here on
   for (LaneSession::Region* region : regions_) {
     if (region != nullptr) ++region->users;
   }
@@ -131,10 +131,10 @@ LaneUse::~LaneUse() {
     if (region != nullptr) --region->users;
   }
   step_->changed |= keep_;
-  // A layer that another lane has claimed is not written yet: the last to leave looks.
+  // A layer that another lane has claimed is not written yet, so the last user checks.
   if (step_->changed && step_->users == 0) {
     step_->changed = false;
-    if (session_.layers_written(step_->step, true)) {  // for good, so this is once
+    if (session_.layers_written(step_->step, true)) {  // written layers stay written, so this happens once
       session_.finished_.push_back(step_->step.id);
       session_.any_finished_.store(true, std::memory_order_release);
     }

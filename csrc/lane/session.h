@@ -1,5 +1,5 @@
-// What the lanes of one session know of it: its live steps and its regions. Python's threads change it, the lanes'
-// threads use it.
+// State shared by the lanes of one session: its live steps and its regions. Python threads change it; lane threads use
+// it.
 #pragma once
 
 #include <atomic>
@@ -14,7 +14,7 @@
 
 namespace kvservice {
 
-// A step's arrays where an executor that computes on a device finds them, and what the host knows of them.
+// Device copies of a step's arrays, for executors on a device, and scalars that the host computes from them.
 struct LaneDeviceTables {
   const int64_t* slot_mapping = nullptr;
   const int32_t* query_lens = nullptr;
@@ -24,7 +24,7 @@ struct LaneDeviceTables {
   int64_t max_query_len = 0;
 };
 
-// A step (see kvservice/blocks/steps.py). The arrays stay as they are until retire() has returned.
+// A step (see kvservice/blocks/steps.py). The arrays stay valid until retire() has returned.
 struct LaneStep {
   int64_t id = 0;
   int64_t num_tokens = 0;
@@ -34,11 +34,11 @@ struct LaneStep {
   const int32_t* query_lens = nullptr;    // [num_seqs]
   const int32_t* context_lens = nullptr;  // [num_seqs]
   const int32_t* block_tables = nullptr;  // [num_seqs, max_blocks]
-  LaneDeviceTables device;                // the same, on a device; empty for executors on the host
-  uint8_t* written = nullptr;             // [num_layers] 1 where the layer is written; Python changes them too
+  LaneDeviceTables device;                // device copies; empty for executors on the host
+  uint8_t* written = nullptr;             // [num_layers] 1 if the layer is written; Python changes them too
 };
 
-enum class LaneMemoryKind { kHost, kPageLockedHost, kDevice };
+enum class LaneMemoryKind { kHost, kPinnedHost, kDevice };
 
 struct LaneRegion {
   char* address = nullptr;
@@ -52,24 +52,24 @@ class LaneSession {
 
   int64_t num_layers() const { return num_layers_; }
 
-  // Step ids rise. Throws ArgumentError (step_id) for one that does not.
+  // Step ids increase. Throws ArgumentError (step_id) otherwise.
   void publish(const LaneStep& step);
 
-  // When it returns, no call uses the step or its arrays, and none will, but for arrays on a device: a call that was
-  // not waited for may still read those, in the order of its stream. Unknown ids: nothing.
+  // When it returns, no call uses the step or its arrays, and none will. One exception: calls that nobody waited for
+  // may still read device arrays, in stream order. Unknown ids have no effect.
   void retire(int64_t step_id);
 
-  // Steps whose last layer was written through a lane, since the last time. Each step once.
+  // Returns the steps whose last layer was written through a lane since the last call, each step once.
   std::vector<int64_t> take_finished();
 
-  // Numbers are never used again. `address` is a multiple of 16. Throws ArgumentError.
+  // Numbers are never reused. `address` is a multiple of 16. Throws ArgumentError.
   uint32_t add_region(char* address, int64_t num_bytes, LaneMemoryKind kind = LaneMemoryKind::kHost);
 
-  // When it returns, no call uses the region, and none will, but for calls that were not waited for: who takes the
-  // memory away waits for them. Unknown numbers: nothing.
+  // When it returns, no call uses the region, and none will, except calls that nobody waited for: the caller waits for
+  // those before it frees the memory. Unknown numbers have no effect.
   void remove_region(uint32_t number);
 
-  // From now on a step of which no layer is written is refused.
+  // From now on, a step without a written layer is refused.
   void set_draining() { draining_.store(true); }
 
  private:
@@ -78,7 +78,7 @@ class LaneSession {
     LaneStep step;
     int64_t users = 0;
     bool removed = false;
-    bool changed = false;  // a layer was written since somebody looked whether all are
+    bool changed = false;  // a layer was written since the last check for completeness
   };
   struct Region {
     LaneRegion region;
@@ -97,16 +97,16 @@ class LaneSession {
   std::atomic<bool> any_finished_{false};
   std::mutex mutex_;
   std::condition_variable unused_;
-  int64_t num_waiting_ = 0;  // for something to become unused
+  int64_t num_waiting_ = 0;  // threads that wait for an element to become unused
   int64_t last_step_ = std::numeric_limits<int64_t>::min();
   uint32_t next_region_ = 0;
-  // Nodes stay where they are while they have users.
+  // Elements keep their address while they have users.
   std::unordered_map<int64_t, Step> steps_;
   std::unordered_map<uint32_t, Region> regions_;
   std::vector<int64_t> finished_;
 };
 
-// One call's hold on its step and its regions, until attend() has returned.
+// A reference of one call to its step and regions, until attend() has returned.
 class LaneUse {
  public:
   // Throws LaneError UNKNOWN_STEP, STALE_STEP, DRAINING or UNKNOWN_REGION.
@@ -117,7 +117,7 @@ class LaneUse {
 
   const LaneStep& step() const { return step_->step; }
 
-  // By the order of the places in the entry; null where the place is left out.
+  // `place` is an index into the places of the entry. Null if the place is left out.
   const LaneRegion* region(int64_t place) const {
     return regions_[place] == nullptr ? nullptr : &regions_[place]->region;
   }
@@ -125,10 +125,10 @@ class LaneUse {
     return regions_[place] == nullptr ? LaneMemoryKind::kHost : regions_[place]->region.kind;
   }
 
-  // The layer is this call's: its byte in `written` is 1 from here on. Throws LaneError LAYER_WRITTEN.
+  // Claims the layer for this call: sets its byte in `written` to 1. Throws LaneError LAYER_WRITTEN.
   void claim(int64_t layer);
 
-  // The layer is written: it stays claimed when the use ends. Otherwise it becomes free again.
+  // Marks the layer as written. Without it, the destructor releases the claim.
   void keep() { keep_ = true; }
 
  private:

@@ -1,4 +1,4 @@
-// How many calls a lane has served, and how long they took.
+// Counts the calls of a lane and their durations.
 #pragma once
 
 #include <array>
@@ -9,11 +9,11 @@
 
 namespace kvservice {
 
-// Upper bounds in seconds, those of kvservice/metrics/rpc.py.
+// Upper bounds in seconds, equal to those of kvservice/metrics/rpc.py.
 constexpr std::array<double, 17> kLaneBuckets = {50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 20e-3,
                                                  50e-3, 0.1,    0.2,    0.5,    1.0,  2.0,  5.0,  10.0};
 
-// Counted by one thread, read by any.
+// Written by one thread, read by any thread.
 class LaneStats {
  public:
   void count(std::chrono::steady_clock::duration duration, bool ok) {
@@ -30,7 +30,7 @@ class LaneStats {
   int64_t errors() const { return errors_.load(std::memory_order_relaxed); }
   double seconds() const { return seconds_.load(std::memory_order_relaxed); }
 
-  // Calls up to each bound that are above the one before, and last those above all.
+  // Returns the calls per bucket, not cumulative; the last bucket has no upper bound.
   std::vector<int64_t> buckets() const {
     std::vector<int64_t> counts;
     for (const auto& count : buckets_) counts.push_back(count.load(std::memory_order_relaxed));

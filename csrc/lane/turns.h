@@ -1,4 +1,4 @@
-// A lock that is given in the order in which it was asked for.
+// A fair lock: it is granted in the order of the requests.
 #pragma once
 
 #include <atomic>
@@ -23,13 +23,13 @@ class Turns {
       }
       waiters_.push_back(&me);
     }
-    // Whoever has the turn is at work, often for less time than a sleep and a wake take.
+    // The owner often works for less time than a sleep and a wake take.
     spin_until(kSpin, [&] { return me.turn.load(std::memory_order_acquire); });
-    std::unique_lock<std::mutex> guard(mutex_);  // also where it came while spinning: the giver still holds `me`
+    std::unique_lock<std::mutex> guard(mutex_);  // also after spinning: unlock() may still be using `me`
     me.wake.wait(guard, [&] { return me.turn.load(std::memory_order_acquire); });
   }
 
-  // To the one who has waited longest: it is taken all the while, so that nobody comes in between.
+  // Passes the lock to the longest waiter. It stays taken, so that no other thread gets in between.
   void unlock() {
     const std::lock_guard<std::mutex> guard(mutex_);
     if (waiters_.empty()) {

@@ -20,7 +20,7 @@ bool may_use_one_processor_only() {
   return sched_getaffinity(0, sizeof(set), &set) == 0 && CPU_COUNT(&set) == 1;
 }
 
-// Not private: the two sides have the word at different addresses.
+// Not a private futex: the two processes map the word at different addresses.
 long futex(std::atomic<uint32_t>& word, int operation, uint32_t value, const timespec* timeout) {
   return syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), operation, value, timeout, nullptr, 0);
 }

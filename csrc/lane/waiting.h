@@ -1,4 +1,4 @@
-// How the two sides of a lane wait for each other: by looking again for a while, then asleep on a futex.
+// How the two sides of a lane wait for each other: they spin for a while, then sleep on a futex.
 #pragma once
 
 #include <atomic>
@@ -7,11 +7,11 @@
 
 namespace kvservice {
 
-// No sleep is longer, whatever is asked for: the other side may tamper with the words that wake.
+// The upper bound of every sleep, because the other side may tamper with the words that wake.
 constexpr auto kLongestSleep = std::chrono::milliseconds(100);
 
-// `spin_us`, or 0 where this process may use one processor only: there, looking keeps the other side from working.
-// Throws ArgumentError unless it is finite, not negative and below a second.
+// Returns `spin_us`, or 0 if this process is limited to one processor, where spinning keeps the other side from
+// running. Throws ArgumentError unless it is finite, not negative and below a second.
 std::chrono::nanoseconds spin_time(double spin_us);
 
 inline void relax() {
@@ -22,7 +22,7 @@ inline void relax() {
 #endif
 }
 
-// True as soon as `done()` holds, false when it did not within `time`.
+// Returns true as soon as `done()` holds, false if it does not hold within `time`.
 template <class Done>
 bool spin_until(std::chrono::nanoseconds time, const Done& done) {
   if (done()) return true;
@@ -37,8 +37,8 @@ bool spin_until(std::chrono::nanoseconds time, const Done& done) {
   return false;
 }
 
-// Waits for a ring of the bell, for at most `time` and kLongestSleep; not at all if `done()` holds by now. The
-// handshake is that of ring.h. Returns false when a signal ended it.
+// Waits for the bell to ring, for at most `time` and kLongestSleep; returns at once if `done()` holds. The protocol is
+// that of ring.h. Returns false if a signal ended the wait.
 bool sleep_on(std::atomic<uint32_t>& bell, uint32_t seen, std::chrono::nanoseconds time);
 
 template <class Done>
@@ -52,7 +52,7 @@ bool sleep_until(std::atomic<uint32_t>& sleeps, std::atomic<uint32_t>& bell, std
   return slept;
 }
 
-// After a store that the other side may be waiting for.
+// Called after a store that the other side may wait for.
 void wake_if_asleep(const std::atomic<uint32_t>& sleeps, std::atomic<uint32_t>& bell);
 
 void ring(std::atomic<uint32_t>& bell);

@@ -7,7 +7,7 @@ namespace {
 
 enum WireType : uint32_t { kWireVarint, kWire64, kWireLength, kWireGroup, kWireEndGroup, kWire32 };
 
-// Unknown groups may nest so deep. Messages nest as deep as their types do.
+// The limit for unknown groups. The nesting of messages is bounded by their types.
 constexpr int kMaxGroupDepth = 32;
 constexpr int kMaxVarintBytes = 10;
 
@@ -59,7 +59,7 @@ class Scan {
     return fail(ScanResult::kMalformed);
   }
 
-  // Reads a length and leaves `at` at the first of so many bytes.
+  // Reads a length and advances `at` to the first byte behind it. `size` bytes from there are inside the message.
   bool length(const uint8_t*& at, const uint8_t* end, size_t& size) {
     uint64_t wide = 0;
     if (!varint(at, end, wide)) return false;
@@ -75,7 +75,7 @@ class Scan {
     return fail(ScanResult::kAboveLimit, field.counter);
   }
 
-  // The value of a known field, whose tag is read. One of another wire type than the field's is an unknown field.
+  // Scans the value of a known field after its tag. If the wire type differs from the field's, the field is unknown.
   bool value(const FieldRule& field, WireType wire_type, uint64_t tag, const uint8_t*& at, const uint8_t* end) {
     static constexpr WireType kOneElement[] = {kWireVarint, kWire64, kWire32};
     const bool scalar = field.kind <= FieldKind::kFixed32;
@@ -104,7 +104,7 @@ class Scan {
     return count(field, static_cast<uint64_t>(elements));
   }
 
-  // The value of an unknown field, whose tag is read.
+  // Skips the value of an unknown field after its tag.
   bool skip(uint64_t tag, const uint8_t*& at, const uint8_t* end, int depth) {
     uint64_t ignored = 0;
     size_t size = 0;
@@ -122,7 +122,7 @@ class Scan {
         break;
       case kWireGroup:
         return skip_group(tag >> 3, at, end, depth);
-      default:  // the end of a group that was not begun, or no wire type
+      default:  // the end of a group that did not begin, or an invalid wire type
         return fail(ScanResult::kMalformed);
     }
     if (size > static_cast<size_t>(end - at)) return fail(ScanResult::kMalformed);

@@ -1,4 +1,4 @@
-// Counts what a protobuf message holds, before anything is built from it.
+// Counts the contents of a protobuf message before anything is built from it.
 #pragma once
 
 #include <cstddef>
@@ -9,8 +9,8 @@ namespace kvservice {
 
 enum class FieldKind { kVarint, kFixed64, kFixed32, kBytes, kMessage };
 
-// One field of a message type. `counter` is an index into the limits, or kUncounted. `message`: the message type of a
-// field of kind kMessage.
+// One field of a message type. `counter` is an index into the limits, or kUncounted. `message` is the message type of a
+// kMessage field.
 struct FieldRule {
   static constexpr int kUncounted = -1;
   uint32_t number;
@@ -25,10 +25,10 @@ using MessageRules = std::vector<FieldRule>;
 struct ScanRules {
   // The first message type is that of the whole message.
   std::vector<MessageRules> messages;
-  // The most that each counter may reach: elements of a scalar field, occurrences of a message field, bytes of a field
-  // of strings or bytes, over the whole message.
+  // The upper limit of each counter over the whole message: elements of a scalar field, occurrences of a message field,
+  // or bytes of a string or bytes field.
   std::vector<uint64_t> limits;
-  // The most records (a tag with its value), nested and unknown ones included.
+  // The limit of records (a tag with its value), including nested and unknown ones.
   uint64_t max_records;
 };
 
@@ -36,12 +36,12 @@ enum class ScanResult { kWithinLimits, kAboveLimit, kTooManyRecords, kMalformed 
 
 struct ScanReport {
   ScanResult result;
-  // The counter that is above its limit, for kAboveLimit.
+  // The counter that exceeds its limit, for kAboveLimit.
   int counter;
 };
 
-// Walks the records of a serialized message. Fields that the rules do not name are unknown fields: they count as
-// records. Work is bounded by the limits and max_records, whatever the size, but for one pass over packed varints.
+// Scans the records of a serialized message. Fields without a rule are unknown: they count as records only. The work is
+// bounded by the limits and max_records, independent of the size, except for one pass over packed varints.
 ScanReport scan_message(const ScanRules& rules, const uint8_t* data, size_t size);
 
 }  // namespace kvservice

@@ -1,4 +1,4 @@
-// The loading group of the extend kernel for Hopper.
+// The producer warpgroup of the Hopper extend kernel.
 #pragma once
 
 #include "cuda/extend_convert.cuh"
@@ -9,62 +9,62 @@ namespace extend {
 
 #ifdef KVSERVICE_WGMMA
 
-// The loading group: takes tiles, and brings in their queries, keys and values.
+// Requests tiles from the scheduler and loads their queries, keys and values.
 template <int kHead, bool kFloat8>
-class WgmmaLoader {
+class WgmmaProducer {
   using Shape = WgmmaShape<kHead>;
   static constexpr int kKeys = Shape::kKeys;
   template <int kShift>
-  using Loader = KeyLoader<kHead, kKeys, false, kShift>;
-  using Converter = KeyConverter<kHead, kKeys>;
-  using Finder = TileFinder<kWgmmaRows, kKeys>;
+  using Loader = KvLoader<kHead, kKeys, false, kShift>;
+  using Converter = KvConverter<kHead, kKeys>;
+  using Scheduler = TileScheduler<kWgmmaRows, kKeys>;
 
  public:
-  __device__ WgmmaLoader(const Args& a, char* shared, Signals<kKeys>* signals)
-      : a_(a), address_(ptx::shared_address(shared)), signals_(signals) {}
+  __device__ WgmmaProducer(const Args& a, char* shared, SharedStorage<kKeys>* storage)
+      : a_(a), address_(ptx::shared_address(shared)), storage_(storage) {}
 
   __device__ void run() {
     if (threadIdx.x < 32) {
-      Finder finder;
-      finder.start(a_);
-      if (threadIdx.x == 0) signals_->finder = finder;
+      Scheduler scheduler;
+      scheduler.start(a_);
+      if (threadIdx.x == 0) storage_->scheduler = scheduler;
     }
     int64_t index = blockIdx.x;
     int slot = 0;
     bool shared = false;
     for (; find(&index, slot); slot ^= 1) {
-      const Tile& tile = signals_->loading[slot];
+      const Tile& tile = storage_->producer_tiles[slot];
       load(tile, shared);
-      shared = tile.first_row + kGroupRows >= tile.num_rows(a_);
+      shared = tile.first_row + kWarpgroupRows >= tile.num_rows(a_);
     }
-    wait_for_compute();
-    announce(nullptr);
-    arrive_when_copied(&signals_->query_full);
-    if (threadIdx.x == 0) leave_counters(a_);
+    wait_query_empty();
+    publish_tile(nullptr);
+    arrive_when_copied(&storage_->query_full);
+    if (threadIdx.x == 0) reset_counters(a_);
   }
 
  private:
-  // The next tile to signals_->loading[slot]; true if there is one.
+  // Writes the next tile to storage_->producer_tiles[slot]; returns false if there is none.
   __device__ bool find(int64_t* index, int slot) {
     if (threadIdx.x < 32) {
       __syncwarp();
-      Finder finder = signals_->finder;
+      Scheduler scheduler = storage_->scheduler;
       Tile tile;
       bool found, empty;
       do {
-        found = finder.find(a_, *index, &tile);
+        found = scheduler.find(a_, *index, &tile);
         empty = found && Steps<kWgmmaRows, kKeys>(a_, tile).count <= 0;
         if (found && threadIdx.x == 0) *index = next_tile(a_);
         *index = __shfl_sync(~0U, *index, 0);
       } while (empty);
       if (threadIdx.x == 0) {
-        signals_->finder = finder;
-        signals_->loading[slot] = tile;
-        signals_->loading_found[slot] = found;
+        storage_->scheduler = scheduler;
+        storage_->producer_tiles[slot] = tile;
+        storage_->producer_found[slot] = found;
       }
     }
-    ptx::named_barrier(kLoaders, kLoadThreads);
-    return signals_->loading_found[slot];
+    ptx::named_barrier(kProducerBarrier, kLoadThreads);
+    return storage_->producer_found[slot];
   }
 
   __device__ void load(const Tile& tile, bool late) {
@@ -88,7 +88,7 @@ class WgmmaLoader {
     }
   }
 
-  // `late`: the tile before holds on to its queries to the end, so that more is loaded before these are.
+  // `late`: the previous tile keeps its query memory to the end, so that keys and values are loaded before the queries.
   template <typename L>
   __device__ void load_copying(L loader, const Tile& tile, const Steps<kWgmmaRows, kKeys>& steps, bool late) {
     loader.look_up_keys(steps.first);
@@ -102,81 +102,80 @@ class WgmmaLoader {
       key += kKeys;
     };
     if (late && steps.count > 1) next();
-    wait_for_compute();
-    announce(&tile);
+    wait_query_empty();
+    publish_tile(&tile);
     copy_queries(tile);
-    arrive_when_copied(&signals_->query_full);
+    arrive_when_copied(&storage_->query_full);
     while (i < steps.count) next();
     copy_values(loader, key);
   }
 
   template <typename L>
   __device__ void copy_keys(L& loader, int key) {
-    loader.fill_keys(free_keys(), key);
-    arrive_when_copied(&signals_->keys_full[keys_.stage()]);
+    loader.load_keys(free_keys(), key);
+    arrive_when_copied(&storage_->keys_full[keys_.stage()]);
     loader.look_up_keys(key + kKeys);
     ++keys_.steps;
   }
 
   template <typename L>
   __device__ void copy_values(L& loader, int key) {
-    loader.fill_values(free_values(), key);
-    arrive_when_copied(&signals_->values_full[values_.stage()]);
+    loader.load_values(free_values(), key);
+    arrive_when_copied(&storage_->values_full[values_.stage()]);
     loader.look_up_values(key + kKeys);
     ++values_.steps;
   }
 
-  // While keys are converted values are on their way, and the other way round.
+  // Values are in flight while keys are converted, and the reverse.
   __device__ void load_converting(Converter& converter, const Tile& tile, const Steps<kWgmmaRows, kKeys>& steps) {
     int key = steps.first;
     converter.look_up(key);
     converter.fetch_keys(key);
-    wait_for_compute();
-    announce(&tile);
+    wait_query_empty();
+    publish_tile(&tile);
     convert_queries(tile);
-    arrive_when_stored(&signals_->query_full);
+    arrive_when_stored(&storage_->query_full);
     for (int i = 0; i < steps.count; ++i, key += kKeys) {
       const bool more = i + 1 < steps.count;
       if (Converter::kOverlaps) converter.fetch_values(key);
       converter.put_keys(free_keys());
-      arrive_when_stored(&signals_->keys_full[keys_.stage()]);
+      arrive_when_stored(&storage_->keys_full[keys_.stage()]);
       ++keys_.steps;
       if (!Converter::kOverlaps) converter.fetch_values(key);
       converter.look_up(key + kKeys);
       if (Converter::kOverlaps && more) converter.fetch_keys(key + kKeys);
       converter.put_values(free_values(), key);
-      arrive_when_stored(&signals_->values_full[values_.stage()]);
+      arrive_when_stored(&storage_->values_full[values_.stage()]);
       ++values_.steps;
       if (!Converter::kOverlaps && more) converter.fetch_keys(key + kKeys);
     }
   }
 
-  // Waits for a stage to be free, and gives its address.
+  // Waits until the stage is empty and returns its address.
   __device__ uint32_t free_keys() const {
-    ptx::mbarrier_wait(ptx::shared_address(&signals_->keys_empty[keys_.stage()]), keys_.parity() ^ 1);
+    ptx::mbarrier_wait(ptx::shared_address(&storage_->keys_empty[keys_.stage()]), keys_.parity() ^ 1);
     return address_ + Shape::kKeysOffset + keys_.stage() * Shape::kTileBytes;
   }
   __device__ uint32_t free_values() const {
-    ptx::mbarrier_wait(ptx::shared_address(&signals_->values_empty[values_.stage()]), values_.parity() ^ 1);
+    ptx::mbarrier_wait(ptx::shared_address(&storage_->values_empty[values_.stage()]), values_.parity() ^ 1);
     return address_ + Shape::kValuesOffset + values_.stage() * Shape::kTileBytes;
   }
 
-  // Until the queries of the tile before are used.
-  __device__ void wait_for_compute() {
-    ptx::mbarrier_wait(ptx::shared_address(&signals_->query_empty), query_parity_ ^ 1);
+  // Waits until the queries of the previous tile are no longer used.
+  __device__ void wait_query_empty() {
+    ptx::mbarrier_wait(ptx::shared_address(&storage_->query_empty), query_parity_ ^ 1);
     query_parity_ ^= 1;
   }
 
-  // Tells the computing groups of their next tile, or that there is none.
-  __device__ void announce(const Tile* tile) {
+  // Publishes the next tile to the consumers; null: there are no more tiles.
+  __device__ void publish_tile(const Tile* tile) {
     if (threadIdx.x != 0) return;
-    signals_->computing_found = tile != nullptr;
-    if (tile != nullptr) signals_->computing = *tile;
-    ptx::mbarrier_arrive(ptx::shared_address(&signals_->query_full));
+    storage_->consumer_found = tile != nullptr;
+    if (tile != nullptr) storage_->consumer_tile = *tile;
+    ptx::mbarrier_arrive(ptx::shared_address(&storage_->query_full));
   }
 
-  // As matrices: [head_size/8][128 rows][8]. Eight lanes have rows that follow each other, so that they store 128
-  // bytes.
+  // The layout is [head_size/8][128 rows][8]. Eight lanes have adjacent rows, so that they store 128 contiguous bytes.
   __device__ void copy_queries(const Tile& tile) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, pieces = a_.head_size / 8;
     for (int octet = warp; octet < kWgmmaRows / 8; octet += kLoadThreads / 32) {
@@ -191,9 +190,9 @@ class WgmmaLoader {
     }
   }
 
-  // The same with halves, each row times a power of two that brings it into their range.
+  // The same layout in float16: a power of two scales each row into the range.
   __device__ void convert_queries(const Tile& tile) {
-    constexpr int kPieces = kHead / 32;  // of a lane
+    constexpr int kPieces = kHead / 32;  // per lane
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     for (int octet = warp; octet < kWgmmaRows / 8; octet += kLoadThreads / 32) {
       const int row = tile.first_row + octet * 8 + lane % 8;
@@ -211,7 +210,7 @@ class WgmmaLoader {
       largest = fmaxf(largest, __shfl_xor_sync(~0U, largest, 8));
       largest = fmaxf(largest, __shfl_xor_sync(~0U, largest, 16));
       const PowerOfTwo power(largest);
-      if (lane < 8) signals_->row_scale[octet * 8 + lane] = power.up;
+      if (lane < 8) storage_->row_scale[octet * 8 + lane] = power.up;
 #pragma unroll
       for (int i = 0; i < kPieces; ++i) {
         const uint32_t dst = address_ + ((lane / 8 + 4 * i) * kWgmmaRows + octet * 8 + lane % 8) * 16;
@@ -224,14 +223,14 @@ class WgmmaLoader {
     ptx::mbarrier_arrive_after_copies(ptx::shared_address(barrier));
   }
 
-  // Who waits also fences: here that would be to wait for what is on its way too.
+  // The consumer fences. A fence here would also wait for the loads in flight.
   static __device__ void arrive_when_stored(uint64_t* barrier) { ptx::mbarrier_arrive(ptx::shared_address(barrier)); }
 
   const Args& a_;
   const uint32_t address_;
-  Signals<kKeys>* const signals_;
-  Turn keys_;
-  Turn values_;
+  SharedStorage<kKeys>* const storage_;
+  PipelineState keys_;
+  PipelineState values_;
   uint32_t query_parity_ = 0;
 };
 

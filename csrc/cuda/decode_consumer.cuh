@@ -1,18 +1,18 @@
-// The warps of the decode kernel that compute: scores, their softmax, and the second product, weights times values.
+// The consumer warps of the decode kernel: scores, online softmax, and the product of weights and values.
 #pragma once
 
-#include "cuda/decode_finish.cuh"
+#include "cuda/decode_epilogue.cuh"
 #include "cuda/decode_score.cuh"
 
 namespace kvservice::decode {
 
-// A maximum is raised, and with it all that has been summed up is scaled, only where an exponent would pass this.
+// The running maximum is raised, and the accumulators are rescaled, only if an exponent would exceed this value.
 constexpr float kMaxExponent = 8.0F;
 
-// Goes through the tiles in the ring, segment by segment, in the order in which they were brought there.
+// Processes the KV tiles in the order in which the producer loads them, one work tile after another.
 template <typename K>
-class Computer {
-  static constexpr bool kBytes = K::kBytes;
+class Consumer {
+  static constexpr bool kFp8 = K::kFp8;
   static constexpr int kItem = K::kItem;
   static constexpr int kSteps = K::kSteps;
   static constexpr int kSubs = K::kSubs;
@@ -22,39 +22,39 @@ class Computer {
   using State = decode::State<K>;
 
  public:
-  __device__ Computer(const Block& block, typename K::Shared& shared) : block_(block), shared_(shared) {}
+  __device__ Consumer(const Block& block, typename K::Shared& shared) : block_(block), shared_(shared) {}
 
   __device__ void run() {
     prepare();
     __syncthreads();
-    compute();
+    consume();
   }
 
  private:
   __device__ void prepare() {
     const Params& p = block_.p;
-    if (threadIdx.x < p.entries) {
+    if (threadIdx.x < p.num_stages) {
       ptx::mbarrier_init(block_.full + threadIdx.x * 8, ptx::kHopper ? 1 : 32);
-      ptx::mbarrier_init(block_.empty + threadIdx.x * 8, K::kWarps);
+      ptx::mbarrier_init(block_.empty + threadIdx.x * 8, K::kConsumerWarps);
     }
-    if (threadIdx.x < kSegments) {
-      ptx::mbarrier_init(block_.described + threadIdx.x * 8, 1);
-      ptx::mbarrier_init(block_.divided + threadIdx.x * 8, 1);
+    if (threadIdx.x < kMaxWorkTiles) {
+      ptx::mbarrier_init(block_.work_ready + threadIdx.x * 8, 1);
+      ptx::mbarrier_init(block_.split_ready + threadIdx.x * 8, 1);
     }
     ptx::fence_mbarrier_init();
-    // Where there is little to do, the way from lengths to block ids to queries and keys takes longest.
+    // With little work, the chain of loads from lengths to block ids to queries and keys takes longest.
     const int at = threadIdx.x * 128;
     if (at < p.table_prefetch_bytes) ptx::prefetch(reinterpret_cast<const char*>(p.block_tables) + at);
     if (at < p.query_prefetch_bytes) ptx::prefetch(static_cast<const char*>(p.query) + at);
   }
 
-  __device__ void compute() {
+  __device__ void consume() {
     const Params& p = block_.p;
     Score<K> score(block_, shared_);
-    int entry = 0, parity = 0;
+    int stage = 0, parity = 0;
     for (int number = 0;; ++number) {
-      ptx::mbarrier_wait(block_.described + number % kSegments * 8, number / kSegments % 2);
-      const Segment& s = block_.signals.segments[number % kSegments];
+      ptx::mbarrier_wait(block_.work_ready + number % kMaxWorkTiles * 8, number / kMaxWorkTiles % 2);
+      const WorkTile& s = block_.storage.work_tiles[number % kMaxWorkTiles];
       if (s.seq < 0) return;
       Columns<K> columns;
       Query<K>(block_, shared_).load(s, columns);
@@ -62,32 +62,32 @@ class Computer {
       clear(state);
       const int end_tile = s.end_tile;
       for (int tile = s.tile; tile < end_tile; ++tile) {
-        const int key_entry = entry, key_parity = parity;
-        block_.advance(entry, parity);
-        const int value_entry = entry, value_parity = parity;
-        block_.advance(entry, parity);
-        ptx::mbarrier_wait(block_.full + key_entry * 8, key_parity);
+        const int key_stage = stage, key_parity = parity;
+        block_.advance(stage, parity);
+        const int value_stage = stage, value_parity = parity;
+        block_.advance(stage, parity);
+        ptx::mbarrier_wait(block_.full + key_stage * 8, key_parity);
         const int rounds = p.tile_tokens / K::kRoundTokens;
         for (int round = 0; round < rounds; ++round) {
           Scores scores;
           const int offset = round * K::kRoundTokens;
-          score.multiply_keys(columns, key_entry, offset, scores);
-          if (round == rounds - 1) release(key_entry);
+          score.multiply_keys(columns, key_stage, offset, scores);
+          if (round == rounds - 1) release(key_stage);
           score.mask(s, columns, tile * p.tile_tokens + offset, scores);
           Weights weights;
-          weigh(scores, state, weights);
-          if (round == 0) ptx::mbarrier_wait(block_.full + value_entry * 8, value_parity);
-          add_values(s, value_entry, tile * p.tile_tokens, offset, weights, state);
+          softmax(scores, state, weights);
+          if (round == 0) ptx::mbarrier_wait(block_.full + value_stage * 8, value_parity);
+          add_values(s, value_stage, tile * p.tile_tokens, offset, weights, state);
         }
-        release(value_entry);
+        release(value_stage);
       }
-      Finisher<K>(block_, shared_).run(s, number, state);
+      Epilogue<K>(block_, shared_).run(s, number, state);
     }
   }
 
-  __device__ void release(int entry) {
+  __device__ void release(int stage) {
     __syncwarp();
-    if (block_.lane == 0) ptx::mbarrier_arrive(block_.empty + entry * 8);
+    if (block_.lane == 0) ptx::mbarrier_arrive(block_.empty + stage * 8);
   }
 
   __device__ static void clear(State& state) {
@@ -106,8 +106,8 @@ class Computer {
     }
   }
 
-  // Scores to weights, as the second product takes them.
-  __device__ void weigh(Scores& scores, State& state, Weights& weights) {
+  // Converts scores to weights in the operand layout of the second product.
+  __device__ void softmax(Scores& scores, State& state, Weights& weights) {
     float largest[kColumnTiles][2];
     bool raise = false;
 #pragma unroll
@@ -161,7 +161,7 @@ class Computer {
     }
   }
 
-  __device__ void add_values(const Segment& s, int entry, int position, int offset, const Weights& weights,
+  __device__ void add_values(const WorkTile& s, int stage, int position, int offset, const Weights& weights,
                              State& state) {
     const Params& p = block_.p;
     const int block_size = 1 << p.block_shift;
@@ -171,9 +171,9 @@ class Computer {
 #pragma unroll
     for (int sub = 0; sub < kSubs; ++sub) {
       const int token = offset + (sub * kTokenWarps + block_.token_warp) * 16 + 4 * t;
-      row[sub] = block_.ring + entry * p.entry_bytes + (token >> p.block_shift) * p.head_bytes +
+      row[sub] = block_.stages + stage * p.stage_bytes + (token >> p.block_shift) * p.head_bytes +
                  (g * block_size + (token & (block_size - 1))) * kItem;
-      // What no query sees may be anything, and 0 times that not 0.
+      // Slots that no query sees may hold any bits, and zero times NaN is NaN.
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int low = position + token + 2 * i;
@@ -200,9 +200,9 @@ class Computer {
     }
   }
 
-  // Four tokens of a dimension.
+  // Loads four tokens of one dimension.
   __device__ static void load_values(uint32_t address, uint32_t& first, uint32_t& second) {
-    if constexpr (kBytes) {
+    if constexpr (kFp8) {
       uint32_t bytes;
       asm volatile("ld.shared.b32 %0, [%1];" : "=r"(bytes) : "r"(address) : "memory");
       widen<K::kCache>(bytes, first, second);

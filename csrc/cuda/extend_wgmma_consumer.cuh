@@ -1,4 +1,4 @@
-// The computing groups of the extend kernel for Hopper.
+// The consumer warpgroups of the Hopper extend kernel.
 #pragma once
 
 #include "cuda/extend_wgmma_rows.cuh"
@@ -6,38 +6,38 @@
 namespace kvservice {
 namespace extend {
 
-// What a group leaves of a chunk: 64 rows of unnormalised sums, as its threads have them, and maximum (a power of two)
-// and sum of the weights of each.
+// The partial result of a warpgroup for one chunk: 64 rows of unnormalised sums in the threads' register layout, then
+// the maximum (in log2 units) and the sum of the weights of each row.
 template <int kHead>
-struct GroupPartial {
-  static constexpr int kFloats = kGroupRows * (kHead + 2);
+struct WarpgroupPartial {
+  static constexpr int kFloats = kWarpgroupRows * (kHead + 2);
   float* data;
 
   __device__ float4* values(int quad, int thread) const {
-    return reinterpret_cast<float4*>(data) + quad * kGroupThreads + thread;
+    return reinterpret_cast<float4*>(data) + quad * kWarpgroupThreads + thread;
   }
-  __device__ float2* state(int row) const { return reinterpret_cast<float2*>(data + kGroupRows * kHead) + row; }
+  __device__ float2* state(int row) const { return reinterpret_cast<float2*>(data + kWarpgroupRows * kHead) + row; }
 };
 
 #ifdef KVSERVICE_WGMMA
 
-// The computing groups. A group starts the next step's product with the keys before it turns this step's logits into
-// weights, and groups with rows of their own take turns at the multiplier, so that one's exponentials run beside the
-// other's products.
+// A consumer warpgroup issues the next step's QK product before the softmax of the current step. Warpgroups with
+// different rows alternate on the tensor cores (ping-pong scheduling), so that the exponentials of one overlap the
+// products of the other.
 template <typename T, int kHead, bool kFloat8>
-class WgmmaCompute {
+class WgmmaConsumer {
   using Shape = WgmmaShape<kHead>;
   static constexpr int kKeys = Shape::kKeys, kLogits = kKeys / 2, kParts = Shape::kParts;
-  using Partial = GroupPartial<kHead>;
+  using Partial = WarpgroupPartial<kHead>;
 
  public:
-  __device__ WgmmaCompute(const Args& a, char* shared, Signals<kKeys>* signals)
+  __device__ WgmmaConsumer(const Args& a, char* shared, SharedStorage<kKeys>* storage)
       : a_(a),
-        signals_(signals),
+        storage_(storage),
         shared_(shared),
-        group_(uniform(static_cast<int>(threadIdx.x) / kGroupThreads - 1)),
+        warpgroup_(uniform(static_cast<int>(threadIdx.x) / kWarpgroupThreads - 1)),
         lane_(threadIdx.x % 32),
-        rows_(a, group_) {
+        rows_(a, warpgroup_) {
     const uint32_t address = ptx::shared_address(shared);
     queries_ = ptx::matrix_descriptor(address, kWgmmaRows * 16, 128);
     keys_tile_ = ptx::matrix_descriptor(address + Shape::kKeysOffset, kKeys * 16, 128);
@@ -45,64 +45,69 @@ class WgmmaCompute {
   }
 
   __device__ void run() {
-    if (group_ == 1) pass_turn();  // the first group has it
+    if (warpgroup_ == 1) scheduler_barrier_arrive();  // the first warpgroup begins
     uint32_t parity = 0;
     while (true) {
-      ptx::mbarrier_wait(ptx::shared_address(&signals_->query_full), parity);
+      ptx::mbarrier_wait(ptx::shared_address(&storage_->query_full), parity);
       parity ^= 1;
-      if (!signals_->computing_found) break;
+      if (!storage_->consumer_found) break;
       attend();
     }
   }
 
  private:
-  // Equal in all lanes, which the compiler cannot know otherwise: descriptors live in registers of the warp.
+  // Returns a value that is equal in all lanes, in a form that the compiler recognizes as uniform: wgmma descriptors
+  // are in uniform registers.
   static __device__ int uniform(int value) { return __shfl_sync(~0U, value, 0); }
 
-  __device__ int thread() const { return threadIdx.x % kGroupThreads; }
+  __device__ int thread() const { return threadIdx.x % kWarpgroupThreads; }
   __device__ const Tile& tile() const { return rows_.tile(); }
 
-  __device__ void take_turn() const { ptx::named_barrier(kFirstTurn + group_, 2 * kGroupThreads); }
-  __device__ void pass_turn() const {
-    asm volatile("bar.arrive %0, %1;" ::"r"(kFirstTurn + 1 - group_), "n"(2 * kGroupThreads) : "memory");
+  __device__ void scheduler_barrier_sync() const {
+    ptx::named_barrier(kFirstSchedulerBarrier + warpgroup_, 2 * kWarpgroupThreads);
+  }
+  __device__ void scheduler_barrier_arrive() const {
+    asm volatile("bar.arrive %0, %1;" ::"r"(kFirstSchedulerBarrier + 1 - warpgroup_), "n"(2 * kWarpgroupThreads)
+                 : "memory");
   }
 
-  // The barrier counts the warps of both groups; a group that uses a stage alone arrives for the other too.
+  // The barrier counts the warps of both warpgroups. A warpgroup that uses a stage alone also arrives for the other
+  // one.
   __device__ void release(uint64_t* barrier, int arrivals) const {
     __syncwarp();
     if (lane_ < arrivals) ptx::mbarrier_arrive(ptx::shared_address(barrier));
   }
   __device__ void wait_keys() const {
-    ptx::mbarrier_wait(ptx::shared_address(&signals_->keys_full[keys_.stage()]), keys_.parity());
+    ptx::mbarrier_wait(ptx::shared_address(&storage_->keys_full[keys_.stage()]), keys_.parity());
   }
   __device__ void wait_values() const {
-    ptx::mbarrier_wait(ptx::shared_address(&signals_->values_full[values_.stage()]), values_.parity());
+    ptx::mbarrier_wait(ptx::shared_address(&storage_->values_full[values_.stage()]), values_.parity());
   }
   __device__ void release_keys() {
-    release(&signals_->keys_empty[keys_.stage()], stride_);
+    release(&storage_->keys_empty[keys_.stage()], stride_);
     keys_.steps += stride_;
   }
   __device__ void release_values() {
-    release(&signals_->values_empty[values_.stage()], stride_);
+    release(&storage_->values_empty[values_.stage()], stride_);
     values_.steps += stride_;
   }
 
   __device__ void attend() {
-    const Tile& next = signals_->computing;
-    shares_rows_ = next.first_row + kGroupRows >= next.num_rows(a_);
+    const Tile& next = storage_->consumer_tile;
+    shares_rows_ = next.first_row + kWarpgroupRows >= next.num_rows(a_);
     stride_ = shares_rows_ ? 2 : 1;
-    rows_.start(next, shares_rows_, signals_->row_scale);
+    rows_.start(next, shares_rows_, storage_->row_scale);
     const Steps<kWgmmaRows, kKeys> steps(a_, tile());
     const int count = steps.count;
     const uint32_t end = keys_.steps + count;
-    const int skipped = shares_rows_ ? group_ : 0;
+    const int skipped = shares_rows_ ? warpgroup_ : 0;
     keys_.steps += skipped;
     values_.steps += skipped;
     if (count > skipped) attend_steps(steps.first + skipped * kKeys, (count - skipped + stride_ - 1) / stride_);
     keys_.steps = values_.steps = end;
     rows_.finish();
-    if (shares_rows_ && !join_groups()) return;
-    if (steps.num_chunks > 1 && !join_chunks(steps.num_chunks)) return;
+    if (shares_rows_ && !combine_warpgroups()) return;
+    if (steps.num_chunks > 1 && !reduce_chunks(steps.num_chunks)) return;
     if (rows_.any()) rows_.store();
   }
 
@@ -110,60 +115,60 @@ class WgmmaCompute {
     float logits[kLogits], decay[2];
     uint32_t weights[kKeys / 16][4];
     wait_keys();
-    ptx::fence_for_wgmma();
+    ptx::fence_proxy_async();
     ptx::wgmma_fence();
     multiply_keys(logits);
     ptx::wgmma_wait<0>();
-    ptx::pin(logits);
+    ptx::fence_operand(logits);
     release_keys();
     if (count == 1) release_queries();
-    rows_.soften(key, logits, decay);
+    rows_.online_softmax(key, logits, decay);
     rows_.pack(logits, weights);
     for (int left = count - 1; left > 0; --left) {
       key += kKeys * stride_;
       wait_keys();
       wait_values();
-      ptx::fence_for_wgmma();
-      if (!shares_rows_) take_turn();
-      rows_.pin();
+      ptx::fence_proxy_async();
+      if (!shares_rows_) scheduler_barrier_sync();
+      rows_.fence_accumulators();
       ptx::wgmma_fence();
       multiply_keys(logits);
       multiply_values(weights);
-      if (!shares_rows_) pass_turn();
+      if (!shares_rows_) scheduler_barrier_arrive();
       ptx::wgmma_wait<1>();
-      ptx::pin(logits);
+      ptx::fence_operand(logits);
       release_keys();
       if (left == 1) release_queries();
-      rows_.soften(key, logits, decay);
-      ptx::pin(logits);
-      ptx::pin(decay);
-      // The assembler would move the wait for the product up before the exponentials, but not past another wait, which
-      // this is for.
+      rows_.online_softmax(key, logits, decay);
+      ptx::fence_operand(logits);
+      ptx::fence_operand(decay);
+      // ptxas would move the wait for the product before the exponentials. It does not move it past another wait, so
+      // this redundant wait keeps it here.
       wait_values();
       ptx::wgmma_wait<0>();
-      rows_.pin();
-      ptx::pin(logits);
+      rows_.fence_accumulators();
+      ptx::fence_operand(logits);
       release_values();
       rows_.rescale(decay);
       rows_.pack(logits, weights);
     }
     wait_values();
-    ptx::fence_for_wgmma();
-    rows_.pin();
+    ptx::fence_proxy_async();
+    rows_.fence_accumulators();
     ptx::wgmma_fence();
     multiply_values(weights);
     ptx::wgmma_wait<0>();
-    rows_.pin();
+    rows_.fence_accumulators();
     release_values();
   }
 
-  // Groups with the same rows want the queries' memory once more, to join.
+  // Warpgroups with the same rows need the query memory once more, for combine_warpgroups().
   __device__ void release_queries() const {
-    if (!shares_rows_) release(&signals_->query_empty, 1);
+    if (!shares_rows_) release(&storage_->query_empty, 1);
   }
 
   __device__ void multiply_keys(float (&logits)[kLogits]) {
-    const uint64_t queries = queries_ + uniform(shares_rows_ ? 0 : group_ * kGroupRows);
+    const uint64_t queries = queries_ + uniform(shares_rows_ ? 0 : warpgroup_ * kWarpgroupRows);
     const uint64_t keys = keys_tile_ + uniform(keys_.stage()) * (Shape::kTileBytes / 16);
 #pragma unroll
     for (int k = 0; k < kHead / 16; ++k) {
@@ -184,18 +189,19 @@ class WgmmaCompute {
     ptx::wgmma_commit();
   }
 
-  // The sum of two groups with the same rows, through the queries' memory. True in the one that then has the sum.
-  __device__ bool join_groups() {
+  // Adds the sums of two warpgroups with the same rows, through the query memory. Returns true in the warpgroup that
+  // has the result.
+  __device__ bool combine_warpgroups() {
     auto* values = reinterpret_cast<float4*>(shared_);
-    ptx::named_barrier(kComputers, 2 * kGroupThreads);
-    if (group_ == 1) {
+    ptx::named_barrier(kConsumersBarrier, 2 * kWarpgroupThreads);
+    if (warpgroup_ == 1) {
 #pragma unroll
-      for (int i = 0; i < kHead / 8; ++i) values[i * kGroupThreads + thread()] = rows_.quad(i);
-      signals_->states[thread()] = make_float4(rows_.max[0], rows_.max[1], rows_.sum[0], rows_.sum[1]);
+      for (int i = 0; i < kHead / 8; ++i) values[i * kWarpgroupThreads + thread()] = rows_.quad(i);
+      storage_->states[thread()] = make_float4(rows_.max[0], rows_.max[1], rows_.sum[0], rows_.sum[1]);
     }
-    ptx::named_barrier(kComputers, 2 * kGroupThreads);
-    if (group_ == 0) {
-      const float4 other = signals_->states[thread()];
+    ptx::named_barrier(kConsumersBarrier, 2 * kWarpgroupThreads);
+    if (warpgroup_ == 0) {
+      const float4 other = storage_->states[thread()];
       const float other_max[2] = {other.x, other.y}, other_sum[2] = {other.z, other.w};
       float mine[2], others[2];
 #pragma unroll
@@ -209,25 +215,25 @@ class WgmmaCompute {
       }
       rows_.rescale(mine);
 #pragma unroll
-      for (int i = 0; i < kHead / 8; ++i) rows_.add_quad(i, values[i * kGroupThreads + thread()], others);
+      for (int i = 0; i < kHead / 8; ++i) rows_.add_quad(i, values[i * kWarpgroupThreads + thread()], others);
     }
-    release(&signals_->query_empty, 1);
-    return group_ == 0;
+    release(&storage_->query_empty, 1);
+    return warpgroup_ == 0;
   }
 
-  // Leaves what the group has of a chunk to the last to come of those with the same rows. True in that one, which then
-  // has the sum, of all in their order.
-  __device__ bool join_chunks(int num_chunks) {
-    const int half = a_.partial_rows / kGroupRows, which = shares_rows_ ? 0 : group_;
+  // Stores the partial result of a chunk. Returns true in the last warpgroup to finish the same rows, which then has
+  // the sum of all chunks, added in order.
+  __device__ bool reduce_chunks(int num_chunks) {
+    const int half = a_.partial_rows / kWarpgroupRows, which = shares_rows_ ? 0 : warpgroup_;
     float* const first = a_.partials + (int64_t{tile().partial} * half + which) * Partial::kFloats;
     const int64_t stride = int64_t{half} * Partial::kFloats;
-    if (rows_.any()) leave({first + tile().chunk * stride});
+    if (rows_.any()) store_partial({first + tile().chunk * stride});
     if (!is_last(a_.counters + kScheduleCounters + 2 * tile().partial + which, num_chunks)) return false;
-    if (rows_.any()) collect(first, stride, num_chunks);
+    if (rows_.any()) reduce_partials(first, stride, num_chunks);
     return true;
   }
 
-  __device__ void leave(Partial to) {
+  __device__ void store_partial(Partial to) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const float sum = rows_.quad_sum(rows_.sum[i]);
@@ -237,21 +243,22 @@ class WgmmaCompute {
     for (int i = 0; i < kHead / 8; ++i) __stcg(to.values(i, thread()), rows_.quad(i));
   }
 
-  // Of `count` groups that come here, for the last one. What all of them wrote before is there for it to read.
+  // Returns true in the last of `count` warpgroups that call this. It then sees everything that the others wrote
+  // before.
   __device__ bool is_last(int* counter, int count) {
-    ptx::named_barrier(kFirstGroup + group_, kGroupThreads);
+    ptx::named_barrier(kFirstWarpgroupBarrier + warpgroup_, kWarpgroupThreads);
     if (thread() == 0) {
       auto* word = reinterpret_cast<uint32_t*>(counter);
       const bool last = ptx::add_acquire_release(word, 1) == static_cast<uint32_t>(count - 1);
       if (last) *word = 0;
-      signals_->last[group_] = last;
+      storage_->last[warpgroup_] = last;
     }
-    ptx::named_barrier(kFirstGroup + group_, kGroupThreads);
-    return signals_->last[group_];
+    ptx::named_barrier(kFirstWarpgroupBarrier + warpgroup_, kWarpgroupThreads);
+    return storage_->last[warpgroup_];
   }
 
-  // The sum of what was left, in the order of chunks. The loads of one do not wait for those of another.
-  __device__ void collect(float* first, int64_t stride, int count) {
+  // Sums the partial results in chunk order. Loads of different chunks are independent.
+  __device__ void reduce_partials(float* first, int64_t stride, int count) {
     const int my_row = thread() / 32 * 16 + lane_ / 4;
     rows_.clear();
     for (int k = 0; k < count; ++k) {
@@ -268,7 +275,7 @@ class WgmmaCompute {
       for (int i = 0; i < 2; ++i) {
         const float2 state = __ldcg(from.state(my_row + 8 * i));
         factors[i] = ptx::exp2_fast(state.x - rows_.max[i]);
-        // One lane of four has the sum of them.
+        // One lane of four holds their sum.
         if (lane_ % 4 == 0) rows_.sum[i] += state.y * factors[i];
       }
 #pragma unroll
@@ -277,17 +284,17 @@ class WgmmaCompute {
   }
 
   const Args& a_;
-  Signals<kKeys>* const signals_;
+  SharedStorage<kKeys>* const storage_;
   char* const shared_;
-  const int group_;
+  const int warpgroup_;
   const int lane_;
   uint64_t queries_;
   uint64_t keys_tile_;
   uint64_t values_tile_;
-  Turn keys_;
-  Turn values_;
-  bool shares_rows_;  // with the other group, which has every second step
-  int stride_;        // from one of this group's steps to the next
+  PipelineState keys_;
+  PipelineState values_;
+  bool shares_rows_;  // with the other warpgroup, which has every second step
+  int stride_;        // from one step of this warpgroup to its next
   WgmmaRows<T, kHead, kFloat8> rows_;
 };
 

@@ -1,12 +1,13 @@
-// The end of a segment in the decode kernel: its warps join what they have, and thread blocks what several have.
+// The epilogue of a work tile in the decode kernel: combines the warps' results, then the results of the thread blocks
+// that share a sequence (split-KV reduction).
 #pragma once
 
 #include "cuda/decode_block.cuh"
 
 namespace kvservice::decode {
 
-// What a warp has summed up over its tokens. A lane has rows g and g + 8 of each 16 dimensions, and columns 2t and 2t +
-// 1 of each column tile, where g = lane / 4, t = lane % 4.
+// Accumulators of a warp over its tokens. With g = lane / 4 and t = lane % 4, a lane has rows g and g + 8 of each 16
+// dimensions, and columns 2t and 2t + 1 of each column tile.
 template <typename K>
 struct State {
   float maximum[K::kColumnTiles][2];
@@ -14,32 +15,32 @@ struct State {
   float values[K::kSteps][K::kColumnTiles][4];
 };
 
-// To the output, or to where the last of several thread blocks finds it.
+// Writes to the output, or to a partial result for the last of several thread blocks to reduce.
 template <typename K>
-class Finisher {
+class Epilogue {
   static constexpr int kHead = K::kHead;
   static constexpr int kColumns = K::kColumns;
   static constexpr int kSteps = K::kSteps;
   static constexpr int kColumnTiles = K::kColumnTiles;
-  static constexpr int kComputeThreads = K::kComputeThreads;
+  static constexpr int kConsumerThreads = K::kConsumerThreads;
   using State = decode::State<K>;
   using Partial = decode::Partial<kHead, kColumns>;
 
  public:
-  __device__ Finisher(const Block& block, typename K::Shared& shared) : block_(block), shared_(shared) {}
+  __device__ Epilogue(const Block& block, typename K::Shared& shared) : block_(block), shared_(shared) {}
 
-  __device__ void run(const Segment& s, int number, State& state) {
-    ptx::mbarrier_wait(block_.divided + number % kSegments * 8, number / kSegments % 2);
-    const Share& share = block_.signals.shares[number % kSegments];
-    join_warps(s, state, Partial{share.partial < 0 ? nullptr : partial(share.partial)});
-    if (share.groups != 0) join_blocks(s, share);
+  __device__ void run(const WorkTile& s, int number, State& state) {
+    ptx::mbarrier_wait(block_.split_ready + number % kMaxWorkTiles * 8, number / kMaxWorkTiles % 2);
+    const SplitKv& split = block_.storage.splits[number % kMaxWorkTiles];
+    combine_warps(s, state, Partial{split.partial < 0 ? nullptr : partial(split.partial)});
+    if (split.groups != 0) reduce_splits(s, split);
   }
 
  private:
   __device__ float* partial(int index) const { return block_.p.partials + int64_t{index} * Partial::kFloats; }
 
-  // To the output, or to `part`.
-  __device__ void join_warps(const Segment& s, State& state, Partial part) {
+  // Writes to `part`, or to the output if `part` is null.
+  __device__ void combine_warps(const WorkTile& s, State& state, Partial part) {
     const int g = block_.lane / 4, t = block_.lane % 4;
 #pragma unroll
     for (int n = 0; n < kColumnTiles; ++n) {
@@ -52,13 +53,13 @@ class Finisher {
                                                                                        state.sum[n][j]};
       }
     }
-    ptx::named_barrier(1, kComputeThreads);
+    ptx::named_barrier(1, kConsumerThreads);
 #pragma unroll
     for (int n = 0; n < kColumnTiles; ++n) {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const int column = block_.first_column + n * 8 + 2 * t + j;
-        const float maximum = joined(column).x;
+        const float maximum = combined_state(column).x;
         const float factor = state.maximum[n][j] == -INFINITY ? 0.0F : ptx::exp2_fast(state.maximum[n][j] - maximum);
         float* row = shared_.scratch[block_.token_warp][column];
 #pragma unroll
@@ -68,13 +69,13 @@ class Finisher {
         }
       }
     }
-    ptx::named_barrier(1, kComputeThreads);
+    ptx::named_barrier(1, kConsumerThreads);
     write_columns(s, part);
-    ptx::named_barrier(1, kComputeThreads);
+    ptx::named_barrier(1, kConsumerThreads);
   }
 
-  // Maximum and sum of a column over all warps.
-  __device__ float2 joined(int column) const {
+  // Returns the maximum and the sum of a column over all warps.
+  __device__ float2 combined_state(int column) const {
     float2 all = {-INFINITY, 0.0F};
 #pragma unroll
     for (int w = 0; w < kTokenWarps; ++w) all.x = fmaxf(all.x, shared_.state[w][column].x);
@@ -86,12 +87,12 @@ class Finisher {
     return all;
   }
 
-  __device__ void write_columns(const Segment& s, Partial part) {
+  __device__ void write_columns(const WorkTile& s, Partial part) {
     const Params& p = block_.p;
     constexpr int kVectors = kHead / 4;
     const float v_scale = p.v_scale != nullptr ? p.v_scale[s.kv_head] : 1.0F;
     const int places = used_columns(p, s) * kVectors;
-    for (int i = threadIdx.x; i < places; i += kComputeThreads) {
+    for (int i = threadIdx.x; i < places; i += kConsumerThreads) {
       const int column = i / kVectors, vector = i - column * kVectors;
       float4 sum = {0.0F, 0.0F, 0.0F, 0.0F};
 #pragma unroll
@@ -99,7 +100,7 @@ class Finisher {
         const float4 one = *reinterpret_cast<const float4*>(&shared_.scratch[w][column][vector * 4]);
         sum = {sum.x + one.x, sum.y + one.y, sum.z + one.z, sum.w + one.w};
       }
-      const float2 all = joined(column);
+      const float2 all = combined_state(column);
       if (part.data != nullptr) {
         if (vector == 0) __stcg(part.state(column), all);
         __stcg(part.values(column) + vector, sum);
@@ -109,35 +110,37 @@ class Finisher {
     }
   }
 
-  // The segment's partial result is written; whoever is the last of its neighbours joins theirs, and whoever is the
-  // last of these, theirs.
-  __device__ void join_blocks(const Segment& s, const Share& share) {
-    const int second = 2 * gridDim.x;  // behind the partial results of thread blocks, those of groups
-    if (!is_last(share.group_partial, share.group_size)) return;
+  // Runs after the partial result of this work tile is written. The last thread block of a group reduces the group's
+  // partial results; the last group to finish reduces the results of all groups.
+  __device__ void reduce_splits(const WorkTile& s, const SplitKv& split) {
+    const int second = 2 * gridDim.x;  // partial results of groups follow those of thread blocks
+    if (!is_last(split.group_partial, split.group_size)) return;
 #pragma unroll 1
     for (int level = 0;; ++level) {
-      const bool final = level == 1 || share.groups == 1;
-      const int first = level == 0 ? share.group_partial : second + share.first_partial;
-      const int block = level == 0 ? share.group_block : gridDim.x + share.first_block,
-                stride = level == 0 ? 1 : kJoined;
+      const bool final = level == 1 || split.groups == 1;
+      const int first = level == 0 ? split.group_partial : second + split.first_partial;
+      const int block = level == 0 ? split.group_block : gridDim.x + split.first_block,
+                stride = level == 0 ? 1 : kSplitsPerGroup;
       const auto source = [&](int k) { return partial(k == 0 ? first : 2 * (block + k * stride)); };
-      join<kHead, kColumns, kComputeThreads>(block_.p, s, level == 0 ? share.group_size : share.groups, source,
-                                             final ? nullptr : partial(second + share.group_partial), shared_.joined);
-      if (final || !is_last(second + share.first_partial, share.groups)) return;
+      reduce_partials<kHead, kColumns, kConsumerThreads>(
+          block_.p, s, level == 0 ? split.group_size : split.groups, source,
+          final ? nullptr : partial(second + split.group_partial), shared_.split_states);
+      if (final || !is_last(second + split.first_partial, split.groups)) return;
     }
   }
 
-  // Of `count` thread blocks that come here, for the last one. What all of them wrote before is there for it to read.
+  // Returns true in the last of `count` thread blocks that call this. It then sees everything that the others wrote
+  // before.
   __device__ bool is_last(int counter, int count) {
     const Params& p = block_.p;
-    ptx::named_barrier(1, kComputeThreads);
+    ptx::named_barrier(1, kConsumerThreads);
     if (threadIdx.x == 0) {
       const bool last = ptx::add_acquire_release(p.counters + counter, 1) == static_cast<uint32_t>(count - 1);
       if (last) p.counters[counter] = 0;
-      block_.signals.last = last ? 1 : 0;
+      block_.storage.last = last ? 1 : 0;
     }
-    ptx::named_barrier(1, kComputeThreads);
-    return block_.signals.last != 0;
+    ptx::named_barrier(1, kConsumerThreads);
+    return block_.storage.last != 0;
   }
 
   const Block& block_;

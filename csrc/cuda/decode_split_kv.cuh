@@ -1,4 +1,4 @@
-// What thread blocks leave to each other: partial results, and how they become one.
+// Split-KV: the partial results of thread blocks, and their reduction.
 #pragma once
 
 #include "cuda/decode_schedule.cuh"
@@ -21,10 +21,10 @@ __device__ __forceinline__ void store_4(const Params& p, int64_t index, float4 x
   *reinterpret_cast<uint2*>(static_cast<uint16_t*>(p.out) + index) = packed;
 }
 
-// As many as a join can have: of neighbours, or of groups, or of chunks.
-constexpr int kMaxJoined = 32;
+// The most partial results that one reduction takes: neighbours, groups or chunks.
+constexpr int kMaxSplits = 32;
 
-// A sum of weighted values, unnormalised: maximum and sum (in powers of two) of each column, then the values.
+// An unnormalised sum of weighted values: the maximum (in log2 units) and the sum of each column, then the values.
 template <int kHead, int kColumns>
 struct Partial {
   static constexpr int kFloats = kColumns * (kHead + 2);
@@ -36,9 +36,9 @@ struct Partial {
   }
 };
 
-// Four dimensions of a column, normalised, and, with the first of them, its log-sum-exp.
+// Writes four normalised dimensions of a column and, with the first of them, its log-sum-exp.
 template <int kHead>
-__device__ __forceinline__ void write_output(const Params& p, const Segment& s, int column, int vector, float4 sum,
+__device__ __forceinline__ void write_output(const Params& p, const WorkTile& s, int column, int vector, float4 sum,
                                              float2 state, float v_scale) {
   constexpr float kLn2 = 0.6931471805599453F;
   const int64_t row = output_row(p, s, column);
@@ -49,15 +49,15 @@ __device__ __forceinline__ void write_output(const Params& p, const Segment& s, 
   }
 }
 
-// Loads in flight of a thread.
+// Loads in flight per thread.
 constexpr int kInFlight = 8;
 
-// Joins `count` partial results, in order, and writes the output or, if `to` is given, another partial result. All of
-// kThreads threads, each for 16 bytes of a column at a time. `states` is shared memory. Written to be short: it runs
-// once, and what takes the time then is to fetch its instructions.
+// Reduces `count` partial results in order, and writes the output or, if `to` is not null, another partial result. All
+// kThreads threads take part, each with 16 bytes of a column at a time. `states` is in shared memory. The code is short
+// on purpose: it runs once, and fetching its instructions dominates its time.
 template <int kHead, int kColumns, int kThreads, typename Source>
-__device__ __forceinline__ void join(const Params& p, const Segment& s, int count, Source&& source, float* to,
-                                     float2 (&states)[kColumns][kMaxJoined]) {
+__device__ __forceinline__ void reduce_partials(const Params& p, const WorkTile& s, int count, Source&& source,
+                                                float* to, float2 (&states)[kColumns][kMaxSplits]) {
   using Part = Partial<kHead, kColumns>;
   constexpr int kVectors = kHead / 4;
   const int columns = used_columns(p, s);
@@ -80,7 +80,7 @@ __device__ __forceinline__ void join(const Params& p, const Segment& s, int coun
       float4 values[kInFlight];
 #pragma unroll
       for (int j = 0; j < kInFlight; ++j) {
-        // Beyond the last, the last again, with weight 0.
+        // Past the end, the last partial result is loaded again with weight 0.
         values[j] = __ldcg(Part{source(min(first + j, count - 1))}.values(column) + vector);
       }
 #pragma unroll

@@ -1,0 +1,113 @@
+// The producer warp of the decode kernel: fills the pipeline stages and publishes the work tiles in them.
+#pragma once
+
+#include "cuda/decode_block.cuh"
+
+namespace kvservice::decode {
+
+// Finds the KV tiles of the thread block and loads K, then V, of each.
+class Producer : public Block {
+ public:
+  using Block::Block;
+
+  __device__ void run() {
+    WorkTileScheduler scheduler(p, lane);
+    __syncthreads();
+    produce(scheduler);
+  }
+
+ private:
+  struct KvTile {
+    WorkTile work;
+    int number;  // of the work tile, within the thread block
+    int index;
+    int first_block, num_blocks;  // blocks of the tile that any query sees
+    int block;                    // this lane's block id
+    // Block ids of the work tile, 32 at a time, one per lane; next_ids holds the prefetched next 32.
+    int first_id, ids, next_ids;
+  };
+
+  // Returns the id of block `index` of a sequence, or 0 if no query sees that block.
+  __device__ int load_id(const WorkTile& s, int index) const {
+    const bool seen = index >= first_seen(s) >> p.block_shift && index <= (s.context - 1) >> p.block_shift;
+    return seen ? __ldg(p.block_tables + int64_t{s.seq} * p.max_blocks + index) : 0;
+  }
+
+  __device__ bool next_tile(WorkTileScheduler& scheduler, KvTile& tile) {
+    const WorkTile& s = tile.work;
+    const int blocks = p.tile_tokens >> p.block_shift;
+    if (++tile.index >= s.end_tile) {
+      const bool more = scheduler.next(tile.work);
+      publish_work(s, ++tile.number);
+      if (!more) return false;
+      tile.index = s.tile;
+      tile.first_id = tile.index * blocks;
+      tile.ids = load_id(s, tile.first_id + lane);
+      tile.next_ids = load_id(s, tile.first_id + 32 + lane);
+    }
+    const int begin = tile.index * blocks;
+    if (begin - tile.first_id == 32) {
+      tile.first_id = begin;
+      tile.ids = tile.next_ids;
+      tile.next_ids = load_id(s, begin + 32 + lane);
+    }
+    tile.first_block = max(begin, first_seen(s) >> p.block_shift) - begin;
+    tile.num_blocks = min(blocks, ((s.context - 1) >> p.block_shift) + 1 - begin) - tile.first_block;
+    tile.block = __shfl_sync(~0U, tile.ids, begin - tile.first_id + tile.first_block + lane);
+    return true;
+  }
+
+  __device__ void publish_work(const WorkTile& work, int number) {
+    if (lane != 0) return;
+    storage.work_tiles[number % kMaxWorkTiles] = work;
+    ptx::mbarrier_arrive(work_ready + number % kMaxWorkTiles * 8);
+  }
+
+  __device__ void publish_split(const WorkTileScheduler& scheduler, const KvTile& tile) {
+    const SplitKv split = scheduler.split_of(tile.work);
+    if (lane != 0) return;
+    storage.splits[tile.number % kMaxWorkTiles] = split;
+    ptx::mbarrier_arrive(split_ready + tile.number % kMaxWorkTiles * 8);
+  }
+
+  __device__ void produce(WorkTileScheduler& scheduler) {
+    KvTile next;
+    next.number = -1;
+    next.index = next.work.end_tile = 0;
+    bool more = next_tile(scheduler, next);
+    int stage = 0, parity = 1;
+    while (more) {
+      const KvTile tile = next;
+      const char* key = p.pool + int64_t{tile.block} * p.block_bytes + int64_t{tile.work.kv_head} * p.head_bytes;
+      for (int part = 0; part < 2; ++part) {
+        ptx::mbarrier_wait(empty + stage * 8, parity);
+        load_blocks(tile, key + part * int64_t{p.value_bytes}, stage);
+        advance(stage, parity);
+        if (part == 1) continue;
+        if (tile.index == tile.work.tile) publish_split(scheduler, tile);
+        more = next_tile(scheduler, next);  // its block ids arrive while this tile waits for a stage
+      }
+    }
+  }
+
+  __device__ void load_blocks(const KvTile& tile, const char* source, int stage) {
+    const uint32_t to = stages + stage * p.stage_bytes + tile.first_block * p.head_bytes;
+    const uint32_t barrier = full + stage * 8;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    if (lane == 0) ptx::mbarrier_arrive_expect(barrier, tile.num_blocks * p.head_bytes);
+    __syncwarp();
+    if (lane < tile.num_blocks)
+      ptx::bulk_copy(to + lane * p.head_bytes, source, p.head_bytes, barrier, ptx::evict_first_policy());
+#else
+    for (int block = 0; block < tile.num_blocks; ++block) {
+      const auto from = reinterpret_cast<const char*>(__shfl_sync(~0U, reinterpret_cast<uint64_t>(source), block));
+      for (int byte = lane * 16; byte < p.head_bytes; byte += 32 * 16) {
+        ptx::copy_16_async(to + block * p.head_bytes + byte, from + byte);
+      }
+    }
+    ptx::mbarrier_arrive_after_copies(barrier);
+#endif
+  }
+};
+
+}  // namespace kvservice::decode
