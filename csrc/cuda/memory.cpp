@@ -58,8 +58,8 @@ size_t round_up(int64_t bytes, const CUmemAllocationProp& prop) {
 std::string allocation_text(size_t bytes) {
   size_t free = 0, total = 0;
   forget_error(cudaMemGetInfo(&free, &total));
-  return "cuMemCreate of " + std::to_string(bytes) + " bytes (" + std::to_string(free) + " of " +
-         std::to_string(total) + " bytes are free)";
+  return "cuMemCreate of " + std::to_string(bytes) + " bytes, where " + std::to_string(free) + " of " +
+         std::to_string(total) + " are free";
 }
 
 // Physical memory and its address range. Frees them on destruction unless `keep` is set.
