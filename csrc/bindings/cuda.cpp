@@ -24,7 +24,7 @@ int device_count() {
   int count = 0;
   const cudaError_t code = cudaGetDeviceCount(&count);
   if (code == cudaErrorNoDevice || code == cudaErrorInsufficientDriver || code == cudaErrorStubLibrary) {
-    forget_error(code);
+    clear_error(code);
     return 0;
   }
   check_cuda(code, "cudaGetDeviceCount");

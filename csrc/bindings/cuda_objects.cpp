@@ -29,7 +29,7 @@ class HostRegistration {
   HostRegistration(uintptr_t address, int64_t num_bytes) : address_(at<>(address)) {
     check_cuda(cudaHostRegister(address_, size_of(num_bytes), cudaHostRegisterPortable), "cudaHostRegister");
   }
-  ~HostRegistration() { forget_error(unregister()); }
+  ~HostRegistration() { clear_error(unregister()); }
   HostRegistration(const HostRegistration&) = delete;
   HostRegistration& operator=(const HostRegistration&) = delete;
   void close() { check_cuda(unregister(), "cudaHostUnregister"); }
@@ -50,7 +50,7 @@ class Event {
   Event(int device, bool timing)
       : Event(device, static_cast<unsigned>(timing ? cudaEventDefault : cudaEventDisableTiming)) {}
   ~Event() {
-    if (event_ != nullptr) forget_error(cudaEventDestroy(event_));
+    if (event_ != nullptr) clear_error(cudaEventDestroy(event_));
   }
   Event(const Event&) = delete;
   Event& operator=(const Event&) = delete;
@@ -63,7 +63,7 @@ class Event {
   bool done() const {
     const cudaError_t code = cudaEventQuery(event_);
     if (code == cudaErrorNotReady) {
-      forget_error(code);
+      clear_error(code);
       return false;
     }
     check_cuda(code, "cudaEventQuery");
@@ -112,14 +112,14 @@ class Stream {
     check_cuda(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, high_priority ? greatest : least),
                "cudaStreamCreate");
   }
-  ~Stream() { forget_error(cudaStreamDestroy(stream_)); }
+  ~Stream() { clear_error(cudaStreamDestroy(stream_)); }
   Stream(const Stream&) = delete;
   Stream& operator=(const Stream&) = delete;
   uintptr_t handle() const { return reinterpret_cast<uintptr_t>(stream_); }
   void synchronize() const { check_cuda(cudaStreamSynchronize(stream_), "cudaStreamSynchronize"); }
   bool idle() const {
     const cudaError_t code = cudaStreamQuery(stream_);
-    forget_error(code);
+    clear_error(code);
     if (code != cudaErrorNotReady) check_cuda(code, "cudaStreamQuery");
     return code == cudaSuccess;
   }

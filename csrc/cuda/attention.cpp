@@ -69,15 +69,16 @@ struct Choice {
 Choice explicit_choice(const AttentionParams& p, KernelChoice kernel, bool batch_invariant) {
   const QueryLens all = {1, p.max_query_len};
   if (kernel == KernelChoice::kCascade) {
-    require(cascade_takes(p) && !batch_invariant, "kernel", "cascade does not take this call");
+    require(cascade_supports(p) && !batch_invariant, "kernel", "cascade does not support this call");
     return {false, {}, {}, true};
   }
   if (kernel == KernelChoice::kDecode) {
-    require(decode_takes(p) && p.max_query_len <= decode_max_query_len(p), "kernel", "decode does not take this call");
+    require(decode_supports(p) && p.max_query_len <= decode_max_query_len(p), "kernel",
+            "decode does not support this call");
     return {false, {}, all};
   }
   if (kernel == KernelChoice::kExtend) {
-    require(extend_takes(p), "kernel", "extend does not take this call");
+    require(extend_supports(p), "kernel", "extend does not support this call");
     return {false, all, {}};
   }
   return {true, {}, {}};
@@ -88,9 +89,9 @@ Choice explicit_choice(const AttentionParams& p, KernelChoice kernel, bool batch
 // over 4088 tokens (273 us against 365) and from 512 tokens on (20 us at least).
 int64_t most_decoded_queries(const AttentionParams& p, bool batch_invariant) {
   constexpr int64_t kDecodedRows = 16;
-  if (!decode_takes(p)) return 0;
+  if (!decode_supports(p)) return 0;
   const int64_t most = decode_max_query_len(p);
-  const bool splits = !batch_invariant && extend_takes(p) && extend_workspace_bytes(p) > kCounterBytes;
+  const bool splits = !batch_invariant && extend_supports(p) && extend_workspace_bytes(p) > kCounterBytes;
   return splits && !has_few_tokens(p) ? std::min(most, kDecodedRows / p.group_size()) : most;
 }
 
@@ -98,12 +99,12 @@ int64_t most_decoded_queries(const AttentionParams& p, bool batch_invariant) {
 // batch.
 Choice automatic_choice(const AttentionParams& p, bool batch_invariant) {
   // Whether blocks are shared depends on the other sequences.
-  if (!batch_invariant && cascade_takes(p) && cascade_pays(p)) return {false, {}, {}, true};
+  if (!batch_invariant && cascade_supports(p) && cascade_pays(p)) return {false, {}, {}, true};
   const int64_t few = std::min(most_decoded_queries(p, batch_invariant), p.max_query_len);
   if (few == p.max_query_len) return {false, {}, {1, few}};
   const bool all_equal = p.num_tokens == p.num_seqs * p.max_query_len;
   const QueryLens decode = all_equal || few == 0 ? QueryLens{} : QueryLens{1, few};
-  if (extend_takes(p)) return {false, {few + 1, p.max_query_len}, decode};
+  if (extend_supports(p)) return {false, {few + 1, p.max_query_len}, decode};
   return {true, {}, batch_invariant ? decode : QueryLens{}};
 }
 

@@ -49,21 +49,21 @@ inline bool has_few_tokens(const AttentionParams& p) {
   return p.num_seqs * p.max_blocks * p.pool.block_size * p.pool.num_kv_heads <= int64_t{1} << 17;
 }
 
-// The kernels. `*_takes` returns whether shape, types and options are supported.
+// The kernels. `*_supports` returns whether shape, types and options are supported.
 //
 // decode: few queries per sequence, tensor cores, bound by memory. extend: many queries, tensor cores, bound by
 // arithmetic. reference: everything that the CPU kernels take, and FP8 pools, without tensor cores.
-bool decode_takes(const AttentionParams& params);
+bool decode_supports(const AttentionParams& params);
 int64_t decode_max_query_len(const AttentionParams& params);  // the longest query length for which decode pays
 int64_t decode_workspace_bytes(const AttentionParams& params, bool batch_invariant);
 void decode_attention(const AttentionParams& params, const CudaLaunch& launch, QueryLens lens);
 
-bool extend_takes(const AttentionParams& params);
+bool extend_supports(const AttentionParams& params);
 int64_t extend_workspace_bytes(const AttentionParams& params);
 void extend_attention(const AttentionParams& params, const CudaLaunch& launch, QueryLens lens);
 
 // cascade: few queries per sequence; blocks that all sequences share are read once. It uses decode and extend.
-bool cascade_takes(const AttentionParams& params);
+bool cascade_supports(const AttentionParams& params);
 bool cascade_pays(const AttentionParams& params);
 int64_t cascade_workspace_bytes(const AttentionParams& params);
 void cascade_attention(const AttentionParams& params, const CudaLaunch& launch);

@@ -212,7 +212,7 @@ int64_t columns_of(const AttentionParams& prefix) {
 // The decode kernel rereads the keys for every `columns_of` queries. The extend kernel takes any number of queries, but
 // without split-KV it leaves most of the device idle.
 bool decodes(const AttentionParams& prefix) {
-  const bool splits = extend_takes(prefix) && extend_workspace_bytes(prefix) > kCounterBytes;
+  const bool splits = extend_supports(prefix) && extend_workspace_bytes(prefix) > kCounterBytes;
   return prefix.group_size() <= columns_of(prefix) || !splits;
 }
 
@@ -253,13 +253,13 @@ void launch_merge(const AttentionParams& p, const Scratch& scratch, cudaStream_t
 }  // namespace
 }  // namespace cascade
 
-bool cascade_takes(const AttentionParams& p) {
+bool cascade_supports(const AttentionParams& p) {
   const bool options = p.sliding_window == 0 && p.alibi_slopes == nullptr && !p.sparse.on();
   if (!options || p.num_common_blocks == 0 || p.num_tokens == 0) return false;
-  if (!decode_takes(p) || p.max_query_len > decode_max_query_len(p)) return false;
+  if (!decode_supports(p) || p.max_query_len > decode_max_query_len(p)) return false;
   if (p.num_common_blocks * p.pool.block_size > INT32_MAX || p.num_tokens * p.num_heads > INT32_MAX) return false;
   const AttentionParams prefix = cascade::prefix_params(p, cascade::Scratch(p, nullptr));
-  return !cascade::decodes(prefix) || decode_takes(prefix);
+  return !cascade::decodes(prefix) || decode_supports(prefix);
 }
 
 bool cascade_pays(const AttentionParams& p) {
@@ -273,7 +273,7 @@ int64_t cascade_workspace_bytes(const AttentionParams& p) {
 }
 
 void cascade_attention(const AttentionParams& p, const CudaLaunch& launch) {
-  require(cascade_takes(p), "kernel", "cascade does not take this call");
+  require(cascade_supports(p), "kernel", "cascade does not support this call");
   require(launch.workspace.bytes >= cascade_workspace_bytes(p), "workspace", "is too small");
   const cascade::Scratch scratch(p, static_cast<char*>(launch.workspace.data) + cascade::kernels_bytes(p));
   cascade::launch_prepare(p, scratch, launch.stream);

@@ -56,20 +56,20 @@ struct Shape {
 };
 
 std::optional<Shape> shape_of(const AttentionParams& p, const Variant* variant) {
-  const DeviceFacts& facts = current_device_facts();
+  const DeviceProperties& properties = current_device_properties();
   Shape shape{variant};
   const int block_size = static_cast<int>(p.pool.block_size);
   shape.tile_tokens = std::max(variant->round_tokens, block_size);
   if (block_size < 8 || shape.tile_tokens / block_size > kMaxBlocksInTile) return std::nullopt;
   shape.stage_bytes = shape.tile_tokens / block_size * static_cast<int>(p.pool.head_bytes());
   for (int per_sm = variant->blocks_per_sm; per_sm >= 1; --per_sm) {
-    const int bytes =
-        std::min(facts.max_shared_bytes_per_sm / per_sm - kReservedSharedBytes, facts.max_shared_bytes_per_block);
+    const int bytes = std::min(properties.max_shared_bytes_per_sm / per_sm - kReservedSharedBytes,
+                               properties.max_shared_bytes_per_block);
     const int room = (bytes - variant->stages_offset) / shape.stage_bytes;
     const int wanted = std::max(kBytesInFlight / per_sm / shape.stage_bytes, 2);
     shape.num_stages = std::min({room, wanted, decode::kMaxStages});
     shape.shared_bytes = variant->stages_offset + shape.num_stages * shape.stage_bytes;
-    shape.blocks = std::min(facts.num_sms * per_sm, kMaxBlocks);
+    shape.blocks = std::min(properties.num_sms * per_sm, kMaxBlocks);
     if (shape.num_stages >= 2) return shape;
   }
   return std::nullopt;
@@ -136,7 +136,7 @@ decode::Params kernel_params(const AttentionParams& p, const CudaLaunch& launch,
 
 }  // namespace
 
-bool decode_takes(const AttentionParams& p) {
+bool decode_supports(const AttentionParams& p) {
   // Tile counts are 32-bit.
   if (p.num_seqs * p.num_heads * p.max_blocks * std::max<int64_t>(p.pool.block_size / 64, 1) > INT32_MAX) return false;
   if (p.dtype != DType::kFloat16 && p.dtype != DType::kBFloat16) return false;
@@ -169,7 +169,7 @@ namespace {
 
 void launch_variant(const AttentionParams& p, const CudaLaunch& launch, const Variant* variant, QueryLens lens) {
   const std::optional<Shape> shape = variant == nullptr ? std::nullopt : shape_of(p, variant);
-  require(shape.has_value(), "kernel", "the decode kernel does not take this shape");
+  require(shape.has_value(), "kernel", "the decode kernel does not support this shape");
   const decode::Params params = kernel_params(p, launch, *shape, lens);
   require(kCounterBytes + partial_bytes(p, *shape, launch.batch_invariant, params.num_passes) <= launch.workspace.bytes,
           "workspace", "is too small");

@@ -31,7 +31,7 @@ void launch(const Params& params, int blocks, int shared_bytes, cudaStream_t str
   int device = 0;
   check_cuda(cudaGetDevice(&device), "cudaGetDevice");
   if (!prepared[device]) {
-    const int most = current_device_facts().max_shared_bytes_per_block;
+    const int most = current_device_properties().max_shared_bytes_per_block;
     check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most), "decode attention");
     check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 100), "decode attention");
     prepared[device] = true;

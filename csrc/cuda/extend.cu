@@ -22,7 +22,7 @@ int log2_of(int64_t power) {
   return shift;
 }
 
-bool runs_wgmma() { return current_device_facts().major == 9; }
+bool runs_wgmma() { return current_device_properties().major == 9; }
 
 // Partial results of split-KV chunks that wait for their reduction.
 struct Partials {
@@ -34,7 +34,7 @@ struct Partials {
 Partials partials_of(const AttentionParams& p) {
   if (!runs_wgmma()) return {};
   Partials partials;
-  partials.count = kPartialsPerBlock * current_device_facts().num_sms;
+  partials.count = kPartialsPerBlock * current_device_properties().num_sms;
   partials.rows = p.max_query_len * p.group_size() > kWgmmaRows / 2 ? kWgmmaRows : kWgmmaRows / 2;
   const int64_t head = p.pool.head_size <= 64 ? 64 : p.pool.head_size <= 128 ? 128 : 256;
   partials.bytes = partials.count * partials.rows * (head + 2) * static_cast<int64_t>(sizeof(float));
@@ -106,18 +106,18 @@ bool launch_wgmma(const Args& args, cudaStream_t stream, int64_t tiles) {
 }  // namespace
 }  // namespace extend
 
-bool extend_takes(const AttentionParams& p) {
+bool extend_supports(const AttentionParams& p) {
   const PoolView& pool = p.pool;
   const bool types = extend::is_16_bit(p.dtype) && (pool.dtype == p.dtype || is_float8(pool.dtype));
   const bool head = pool.head_size >= 16 && pool.head_size <= 256 && pool.head_size % 16 == 0;
   const bool block = pool.block_size >= 8 && pool.block_size <= 256 && (pool.block_size & (pool.block_size - 1)) == 0;
-  return types && head && block && !p.sparse.on() && current_device_facts().major >= 8;
+  return types && head && block && !p.sparse.on() && current_device_properties().major >= 8;
 }
 
 int64_t extend_workspace_bytes(const AttentionParams& p) { return kCounterBytes + extend::partials_of(p).bytes; }
 
 void extend_attention(const AttentionParams& p, const CudaLaunch& launch, QueryLens lens) {
-  require(extend_takes(p), "kernel", "the extend kernel does not take these shapes, types or options");
+  require(extend_supports(p), "kernel", "the extend kernel does not support these shapes, types or options");
   require(launch.workspace.bytes >= extend_workspace_bytes(p), "workspace", "too small for the extend kernel");
   if (p.num_tokens == 0 || p.num_seqs == 0) return;
   const extend::Args args = extend::make_args(p, launch, lens);

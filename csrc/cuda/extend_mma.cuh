@@ -384,7 +384,7 @@ void launch_mma_as(const Args& args, cudaStream_t stream, int64_t tiles) {
   const auto kernel = extend_mma<T, kHead, kFloat8>;
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kSharedBytes),
              "cudaFuncSetAttribute(extend_mma)");
-  const int64_t resident = static_cast<int64_t>(current_device_facts().num_sms) * Shape::kBlocksPerSm;
+  const int64_t resident = static_cast<int64_t>(current_device_properties().num_sms) * Shape::kBlocksPerSm;
   const auto blocks = static_cast<unsigned>(tiles < resident ? tiles : resident);
   kernel<<<blocks, kMmaThreads, Shape::kSharedBytes, stream>>>(args);
   check_launch("extend_mma");

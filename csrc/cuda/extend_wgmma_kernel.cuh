@@ -60,12 +60,12 @@ template <typename T, int kHead, bool kFloat8>
 bool launch_wgmma_as(const Args& args, cudaStream_t stream, int64_t tiles) {
   using Shape = WgmmaShape<kHead>;
   const auto kernel = extend_wgmma<T, kHead, kFloat8>;
-  cudaFuncAttributes facts;
-  check_cuda(cudaFuncGetAttributes(&facts, kernel), "cudaFuncGetAttributes(extend_wgmma)");
-  if (facts.maxThreadsPerBlock < kWgmmaThreads) return false;
+  cudaFuncAttributes attributes;
+  check_cuda(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes(extend_wgmma)");
+  if (attributes.maxThreadsPerBlock < kWgmmaThreads) return false;
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kSharedBytes),
              "cudaFuncSetAttribute(extend_wgmma)");
-  const auto resident = static_cast<int64_t>(current_device_facts().num_sms);
+  const auto resident = static_cast<int64_t>(current_device_properties().num_sms);
   // Only the device knows the number of chunks.
   const auto blocks = static_cast<unsigned>(args.max_partials == 0 && tiles < resident ? tiles : resident);
   kernel<<<blocks, kWgmmaThreads, Shape::kSharedBytes, stream>>>(args);

@@ -72,7 +72,7 @@ struct Opening {
   ~Opening() {
     if (keep) return;
     if (listed) open_addresses().remove(data);
-    forget_error(cudaIpcCloseMemHandle(data));
+    clear_error(cudaIpcCloseMemHandle(data));
   }
 };
 
@@ -87,8 +87,8 @@ IpcAllocation::IpcAllocation(int device, int64_t bytes) : device_(device) {
 }
 
 IpcAllocation::~IpcAllocation() {
-  wait_for_device(device_);
-  forget_error(cudaFree(data_));
+  synchronize_device(device_);
+  clear_error(cudaFree(data_));
 }
 
 std::string IpcAllocation::handle() const {
@@ -117,9 +117,9 @@ IpcMemory::IpcMemory(int device, const std::string& handle, int64_t bytes) : dev
 }
 
 IpcMemory::~IpcMemory() {
-  wait_for_device(device_);
+  synchronize_device(device_);
   open_addresses().remove(data_);  // before the close: another thread may get the address at once
-  forget_error(cudaIpcCloseMemHandle(data_));
+  clear_error(cudaIpcCloseMemHandle(data_));
 }
 
 }  // namespace kvservice

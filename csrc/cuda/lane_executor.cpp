@@ -50,7 +50,7 @@ CudaLaneExecutor::CudaLaneExecutor(const CudaLaneConfig& config) : config_(confi
 }
 
 CudaLaneExecutor::~CudaLaneExecutor() {
-  for (cudaEvent_t event : events_) forget_error(cudaEventDestroy(event));
+  for (cudaEvent_t event : events_) clear_error(cudaEventDestroy(event));
 }
 
 KvSlotsParams CudaLaneExecutor::slots_of(const LaneCall& call) const {
@@ -174,7 +174,7 @@ void CudaLaneExecutor::copy_back(const LaneCall& call, const Tensors& staged) {
 
 cudaEvent_t CudaLaneExecutor::launch(const LaneCall& call, const Tensors& on_host) {
   AttentionParams attention = attention_of(call);
-  const std::lock_guard<Turns> turn(turns_);
+  const std::lock_guard<FairMutex> lock(launch_mutex_);
   const Tensors staged = staged_of(call, attention, on_host);  // checks the call too; nothing is refused after it
   reserve(call, attention, staged);
   stage_inputs(call, attention, staged);
@@ -212,7 +212,7 @@ void CudaLaneExecutor::wait(cudaEvent_t completion) const {
   do {
     const cudaError_t code = cudaEventQuery(completion);
     if (code == cudaSuccess) return;
-    forget_error(code);
+    clear_error(code);
     if (code != cudaErrorNotReady) throw CudaError(code, "cudaEventQuery");
   } while (std::chrono::steady_clock::now() < deadline);
   check_cuda(cudaEventSynchronize(completion), "cudaEventSynchronize");

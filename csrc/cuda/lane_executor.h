@@ -11,7 +11,7 @@
 #include "cuda/memory.h"
 #include "kv_slots.h"
 #include "lane/executor.h"
-#include "lane/turns.h"
+#include "lane/fair_mutex.h"
 
 namespace kvservice {
 
@@ -72,7 +72,7 @@ class CudaLaneExecutor : public LaneExecutor {
 
   const CudaLaneConfig config_;
   const LaneShape shape_;
-  Turns turns_;  // guards the two members below, and launches
+  FairMutex launch_mutex_;  // guards the two members below, and launches
   std::unique_ptr<DeviceMemory> workspace_;
   std::unique_ptr<DeviceMemory> staging_;  // slopes, query, output, lse of the call that the stream executes
   std::mutex mutex_;                       // guards events_

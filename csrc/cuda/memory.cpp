@@ -57,7 +57,7 @@ size_t round_up(int64_t bytes, const CUmemAllocationProp& prop) {
 
 std::string allocation_text(size_t bytes) {
   size_t free = 0, total = 0;
-  forget_error(cudaMemGetInfo(&free, &total));
+  clear_error(cudaMemGetInfo(&free, &total));
   return "cuMemCreate of " + std::to_string(bytes) + " bytes, where " + std::to_string(free) + " of " +
          std::to_string(total) + " are free";
 }
@@ -94,7 +94,7 @@ struct Mapping {
 };
 
 void release_memory(int device, int64_t bytes, CUmemGenericAllocationHandle handle, CUdeviceptr address) {
-  wait_for_device(device);  // a kernel may still use the memory
+  synchronize_device(device);  // a kernel may still use the memory
   Mapping mapping;
   mapping.bytes = static_cast<size_t>(bytes);
   mapping.handle = handle;

@@ -12,27 +12,27 @@ int attribute(cudaDeviceAttr which, int device) {
   return value;
 }
 
-DeviceFacts read_facts(int device) {
-  DeviceFacts facts;
-  facts.major = attribute(cudaDevAttrComputeCapabilityMajor, device);
-  facts.minor = attribute(cudaDevAttrComputeCapabilityMinor, device);
-  facts.num_sms = attribute(cudaDevAttrMultiProcessorCount, device);
-  facts.max_shared_bytes_per_block = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  facts.max_shared_bytes_per_sm = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
-  return facts;
+DeviceProperties read_properties(int device) {
+  DeviceProperties properties;
+  properties.major = attribute(cudaDevAttrComputeCapabilityMajor, device);
+  properties.minor = attribute(cudaDevAttrComputeCapabilityMinor, device);
+  properties.num_sms = attribute(cudaDevAttrMultiProcessorCount, device);
+  properties.max_shared_bytes_per_block = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  properties.max_shared_bytes_per_sm = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+  return properties;
 }
 
 }  // namespace
 
-const DeviceFacts& current_device_facts() {
+const DeviceProperties& current_device_properties() {
   static std::mutex mutex;
-  static std::map<int, DeviceFacts> known;  // references to its entries stay valid
+  static std::map<int, DeviceProperties> known;  // references to its entries stay valid
   int device = 0;
   check_cuda(cudaGetDevice(&device), "cudaGetDevice");
   const std::lock_guard<std::mutex> lock(mutex);
   const auto found = known.find(device);
   if (found != known.end()) return found->second;
-  return known.emplace(device, read_facts(device)).first->second;
+  return known.emplace(device, read_properties(device)).first->second;
 }
 
 DeviceScope::DeviceScope(int device) {
@@ -40,14 +40,14 @@ DeviceScope::DeviceScope(int device) {
   check_cuda(cudaSetDevice(device), "cudaSetDevice");
 }
 
-DeviceScope::~DeviceScope() { forget_error(cudaSetDevice(previous_)); }
+DeviceScope::~DeviceScope() { clear_error(cudaSetDevice(previous_)); }
 
-void wait_for_device(int device) {
+void synchronize_device(int device) {
   int previous = 0;
-  forget_error(cudaGetDevice(&previous));
-  forget_error(cudaSetDevice(device));
-  forget_error(cudaDeviceSynchronize());
-  forget_error(cudaSetDevice(previous));
+  clear_error(cudaGetDevice(&previous));
+  clear_error(cudaSetDevice(device));
+  clear_error(cudaDeviceSynchronize());
+  clear_error(cudaSetDevice(previous));
 }
 
 }  // namespace kvservice

@@ -28,14 +28,14 @@ inline void check_cuda(cudaError_t code, const char* what) {
 
 // For places that cannot report an error, such as destructors. Clears the error, so that the next check_launch() does
 // not report it.
-inline void forget_error(cudaError_t code) {
+inline void clear_error(cudaError_t code) {
   if (code != cudaSuccess) cudaGetLastError();
 }
 
 inline void check_launch(const char* kernel) { check_cuda(cudaGetLastError(), kernel); }
 
 // Properties of a device, read once. Throws CudaError.
-struct DeviceFacts {
+struct DeviceProperties {
   int major = 0;
   int minor = 0;
   int num_sms = 0;
@@ -43,7 +43,7 @@ struct DeviceFacts {
   int max_shared_bytes_per_sm = 0;
 };
 
-const DeviceFacts& current_device_facts();
+const DeviceProperties& current_device_properties();
 
 // Selects a device for the calling thread, for the lifetime of the object.
 class DeviceScope {
@@ -58,6 +58,6 @@ class DeviceScope {
 };
 
 // Waits for all streams of the device. For places that cannot report an error, such as destructors.
-void wait_for_device(int device);
+void synchronize_device(int device);
 
 }  // namespace kvservice

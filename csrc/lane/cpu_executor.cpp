@@ -50,7 +50,7 @@ CpuLaneExecutor::CpuLaneExecutor(const PoolView& pool, bool batch_invariant)
       batch_invariant_(batch_invariant) {}
 
 void CpuLaneExecutor::attend(const LaneCall& call) {
-  const std::lock_guard<Turns> turn(turns_);
+  const std::lock_guard<FairMutex> lock(mutex_);
   const KvSlotsParams slots = slots_of(pool_, call);
   const AttentionParams attention = attention_of(pool_, call);
   check_slots(slots, "slot_mapping");

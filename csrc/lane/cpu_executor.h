@@ -1,7 +1,7 @@
 #pragma once
 
 #include "lane/executor.h"
-#include "lane/turns.h"
+#include "lane/fair_mutex.h"
 
 namespace kvservice {
 
@@ -20,7 +20,7 @@ class CpuLaneExecutor : public LaneExecutor {
   const PoolView pool_;
   const LaneShape shape_;
   const bool batch_invariant_;
-  Turns turns_;
+  FairMutex mutex_;
 };
 
 }  // namespace kvservice

@@ -11,7 +11,7 @@
 
 namespace kvservice {
 
-class Turns {
+class FairMutex {
  public:
   void lock() {
     Waiter me;
@@ -24,9 +24,9 @@ class Turns {
       waiters_.push_back(&me);
     }
     // The owner often works for less time than a sleep and a wake take.
-    spin_until(kSpin, [&] { return me.turn.load(std::memory_order_acquire); });
+    spin_until(kSpin, [&] { return me.granted.load(std::memory_order_acquire); });
     std::unique_lock<std::mutex> guard(mutex_);  // also after spinning: unlock() may still be using `me`
-    me.wake.wait(guard, [&] { return me.turn.load(std::memory_order_acquire); });
+    me.wake.wait(guard, [&] { return me.granted.load(std::memory_order_acquire); });
   }
 
   // Passes the lock to the longest waiter. It stays taken, so that no other thread gets in between.
@@ -38,7 +38,7 @@ class Turns {
     }
     Waiter* next = waiters_.front();
     waiters_.pop_front();
-    next->turn.store(true, std::memory_order_release);
+    next->granted.store(true, std::memory_order_release);
     next->wake.notify_one();
   }
 
@@ -46,7 +46,7 @@ class Turns {
   static constexpr auto kSpin = std::chrono::microseconds(10);
   struct Waiter {
     std::condition_variable wake;
-    std::atomic<bool> turn{false};
+    std::atomic<bool> granted{false};
   };
 
   std::mutex mutex_;
