@@ -180,7 +180,7 @@ cudaEvent_t CudaLaneExecutor::launch(const LaneCall& call, const Tensors& on_hos
   stage_inputs(call, attention, staged);
   attention_cuda(attention, launch_config());
   copy_back(call, staged);
-  const cudaEvent_t completion = call.event != nullptr ? static_cast<cudaEvent_t>(call.event) : take_event();
+  const cudaEvent_t completion = call.event != nullptr ? static_cast<cudaEvent_t>(call.event) : acquire_event();
   record(completion);
   return completion;
 }
@@ -189,7 +189,7 @@ void CudaLaneExecutor::record(cudaEvent_t event) const {
   check_cuda(cudaEventRecord(event, config_.stream), "cudaEventRecord");
 }
 
-cudaEvent_t CudaLaneExecutor::take_event() {
+cudaEvent_t CudaLaneExecutor::acquire_event() {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (events_.empty()) {
     cudaEvent_t event = nullptr;
@@ -201,7 +201,7 @@ cudaEvent_t CudaLaneExecutor::take_event() {
   return event;
 }
 
-void CudaLaneExecutor::give_back(cudaEvent_t event) {
+void CudaLaneExecutor::release_event(cudaEvent_t event) {
   const std::lock_guard<std::mutex> lock(mutex_);
   events_.push_back(event);
 }
@@ -223,16 +223,16 @@ void CudaLaneExecutor::attend(const LaneCall& call) {
   const cudaEvent_t completion = launch(call, check(call));
   if (call.event != nullptr) return;
   wait(completion);
-  give_back(completion);
+  release_event(completion);
 }
 
 // Waits for calls of other lanes too, because there is one stream.
 void CudaLaneExecutor::finish() {
   const DeviceScope scope(config_.device);
-  const cudaEvent_t completion = take_event();
+  const cudaEvent_t completion = acquire_event();
   record(completion);
   wait(completion);
-  give_back(completion);
+  release_event(completion);
 }
 
 void CudaLaneExecutor::copy_in(void* to, const char* from, int64_t num_bytes) {

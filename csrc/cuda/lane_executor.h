@@ -65,8 +65,8 @@ class CudaLaneExecutor : public LaneExecutor {
   char* staging(int64_t begin) const { return static_cast<char*>(staging_->data()) + begin; }
   void copy(void* to, const void* from, int64_t bytes) const;
   cudaEvent_t launch(const LaneCall& call, const Tensors& on_host);
-  cudaEvent_t take_event();
-  void give_back(cudaEvent_t event);
+  cudaEvent_t acquire_event();
+  void release_event(cudaEvent_t event);
   void record(cudaEvent_t event) const;
   void wait(cudaEvent_t completion) const;
 

@@ -52,7 +52,7 @@ struct LanePlace {
 constexpr uint32_t kNoRegion = 0xFFFFFFFFU;  // the place is left out
 
 enum LaneFlag : uint32_t {
-  kLaneDecode = 1,     // every sequence of the step has one token
+  kLaneDecode = 1,     // requires one token per sequence of the step
   kLaneReturnLse = 2,  // lse is a place
   kLaneEvent = 4,      // completion by the lane's event, if it has one
 };
