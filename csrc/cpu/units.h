@@ -27,35 +27,37 @@ Unit<T> pack_unit(const AttentionPiece& piece, int64_t kv_head, int64_t start, i
   char* k_out = spare;
   T* v_out = reinterpret_cast<T*>(spare + size * kUnit * sizeof(T));
   __builtin_memset(spare, 0, 2 * size * kUnit * sizeof(T));
-  for (int64_t pos = begin, run; pos < end; pos += run) {
+  for (int64_t pos = begin, length; pos < end; pos += length) {
     const int64_t offset = pos % block_size, left = block_size - offset;
-    run = left < end - pos ? left : end - pos;
+    length = left < end - pos ? left : end - pos;
     const int64_t block = piece.table[pos / block_size], t = pos - start;
     const char* k = pool.key(block, piece.params->layer, kv_head) + offset * 16;
     const T* v = reinterpret_cast<const T*>(pool.value(block, piece.params->layer, kv_head)) + offset;
     for (int64_t c = 0; c < size / x; ++c) {
-      __builtin_memcpy(k_out + (c * kUnit + t) * 16, k + c * block_size * 16, run * 16);
+      __builtin_memcpy(k_out + (c * kUnit + t) * 16, k + c * block_size * 16, length * 16);
     }
     for (int64_t d = 0; d < size; ++d) {
-      for (int64_t i = 0; i < run; ++i) v_out[d * kUnit + t + i] = v[d * block_size + i];
+      for (int64_t i = 0; i < length; ++i) v_out[d * kUnit + t + i] = v[d * block_size + i];
     }
   }
   return {k_out, kUnit * 16, v_out, kUnit};
 }
 
-// Copies a whole unit from blocks of `Run` tokens. The size of each copy is a compile-time constant.
-template <class T, int Run>
+// Copies a whole unit from blocks of `BlockSize` tokens. The size of each copy is a compile-time constant.
+template <class T, int BlockSize>
 Unit<T> pack_blocks(const AttentionPiece& piece, int64_t kv_head, int64_t start, char* spare) {
   const PoolView& pool = piece.params->pool;
   const int64_t size = pool.head_size;
   constexpr int64_t x = KeyOps<T>::kPiece;
   T* v_out = reinterpret_cast<T*>(spare + size * kUnit * sizeof(T));
-  for (int64_t t = 0; t < kUnit; t += Run) {
-    const int64_t block = piece.table[(start + t) / Run];
+  for (int64_t t = 0; t < kUnit; t += BlockSize) {
+    const int64_t block = piece.table[(start + t) / BlockSize];
     const char* k = pool.key(block, piece.params->layer, kv_head);
     const T* v = reinterpret_cast<const T*>(pool.value(block, piece.params->layer, kv_head));
-    for (int64_t c = 0; c < size / x; ++c) __builtin_memcpy(spare + (c * kUnit + t) * 16, k + c * Run * 16, Run * 16);
-    for (int64_t d = 0; d < size; ++d) __builtin_memcpy(v_out + d * kUnit + t, v + d * Run, Run * sizeof(T));
+    for (int64_t c = 0; c < size / x; ++c)
+      __builtin_memcpy(spare + (c * kUnit + t) * 16, k + c * BlockSize * 16, BlockSize * 16);
+    for (int64_t d = 0; d < size; ++d)
+      __builtin_memcpy(v_out + d * kUnit + t, v + d * BlockSize, BlockSize * sizeof(T));
   }
   return {spare, kUnit * 16, v_out, kUnit};
 }

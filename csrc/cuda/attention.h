@@ -39,7 +39,7 @@ int64_t attention_workspace_bytes(const AttentionParams& params, const CudaLaunc
 // bytes at a time.
 bool attention_is_decode(const AttentionParams& params, const CudaLaunch& launch);
 
-// Throws ArgumentError if no kernel takes the shape, if the requested kernel does not, or if the workspace is too
+// Throws ArgumentError if no kernel supports the shape, if the requested kernel does not, or if the workspace is too
 // small; CudaError if the launch fails.
 void attention_cuda(const AttentionParams& params, const CudaLaunch& launch);
 

@@ -27,7 +27,7 @@ template <int kHead, int kKeys>
 class KvConverter {
   static constexpr int kUnits = kKeys / 16, kLoads = kHead * kKeys / 16 / kLoadThreads;
   static constexpr int kPieceStep = kLoadThreads / kKeys, kDimStep = kLoadThreads / kUnits;
-  static_assert(kDimStep % 8 == 0, "octets are swapped alike in all that a thread converts");
+  static_assert(kDimStep % 8 == 0, "all octets that a thread converts have the same swap");
 
  public:
   // 1 if keys and values can be in flight at the same time, that is, if there are registers for both.

@@ -65,7 +65,7 @@ class KvLoader {
 
   __device__ void load_values(uint32_t dst, int key) const {
     constexpr int kOctetBytes = 8 * kItem, kDims = kLoadThreads / 2 / kUnits;
-    static_assert(kDims % 8 == 0, "octets are swapped alike in all that a thread copies");
+    static_assert(kDims % 8 == 0, "all octets that a thread copies have the same swap");
     const int position = key + 8 * my_octet();
     const bool copy = value_block_ >= 0;
     const char* source = head_;

@@ -20,9 +20,9 @@ namespace extend {
 constexpr int kStages = 2;
 constexpr int kWarpgroupThreads = 128, kWarpgroupRows = 64, kConsumerWarps = 8;
 constexpr int kWgmmaThreads = 3 * kWarpgroupThreads;
-static_assert(kWarpgroupThreads == kLoadThreads, "the first group loads");
-static_assert(kWgmmaRows == 2 * kWarpgroupRows, "two groups compute");
-static_assert(kStages % 2 == 0, "groups that have every second step have stages of their own");
+static_assert(kWarpgroupThreads == kLoadThreads, "the producer is one warpgroup");
+static_assert(kWgmmaRows == 2 * kWarpgroupRows, "there are two consumer warpgroups");
+static_assert(kStages % 2 == 0, "warpgroups that take every second step use separate stages");
 
 // Registers per producer thread and per consumer thread. Together they fit into the register file of an SM. A producer
 // that converts needs more, because loaded data waits in registers.
