@@ -2,7 +2,7 @@
 //
 // The operands of both products are swapped: rows are tokens, and columns are the queries of a KV head (of one or
 // several query tokens), kColumnTiles * 8 at a time. The kernel is warp-specialized. One producer warp copies tiles of
-// K and V into pipeline stages in shared memory (cp.async.bulk on Hopper and later, cp.async before). Four consumer
+// K and V into pipeline stages in shared memory (cp.async.bulk on Hopper and later, otherwise cp.async). Four consumer
 // warps take 16 tokens of each tile; each warp keeps its own maximum, sum and output, and the epilogue combines them at
 // the end of a work tile.
 //

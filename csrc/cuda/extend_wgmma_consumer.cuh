@@ -21,9 +21,9 @@ struct WarpgroupPartial {
 
 #ifdef KVSERVICE_WGMMA
 
-// A consumer warpgroup issues the next step's QK product before the softmax of the current step. Warpgroups with
-// different rows alternate on the tensor cores (ping-pong scheduling), so that the exponentials of one overlap the
-// products of the other.
+// A consumer warpgroup issues the QK product of a step together with the PV product of the previous step, so that the
+// softmax of the step overlaps the latter. Warpgroups with different rows alternate on the tensor cores (ping-pong
+// scheduling), so that the exponentials of one overlap the products of the other.
 template <typename T, int kHead, bool kFloat8>
 class WgmmaConsumer {
   using Shape = WgmmaShape<kHead>;
