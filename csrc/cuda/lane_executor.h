@@ -1,5 +1,5 @@
 // Executes the calls of lanes on a CUDA device. Calls are launched in turns on one stream. Each lane's own thread waits
-// for its calls, or nobody here does. The event of a LaneCall is a cudaEvent_t of the device.
+// for its calls, except for those with an event, which is a cudaEvent_t of the device.
 #pragma once
 
 #include <chrono>
