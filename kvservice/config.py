@@ -120,7 +120,7 @@ class ServeConfig(BaseModel):
     num_threads: int = Field(0, ge=0, le=1024, description="Threads of the CPU's kernels. 0: one for each core.")
     batch_invariant: bool = Field(
         False,
-        description="Not one bit of a sequence's output depends on what else is in the batch. Costs time.",
+        description="Make a sequence's output independent, bit for bit, of what else is in the batch. Costs time.",
     )
 
     unix_socket: str = Field(
@@ -152,13 +152,13 @@ class ServeConfig(BaseModel):
     )
     http_token: str = Field(
         "",
-        description="What a browser has to present for the page. Needed off the loopback interface. Better not on the "
-        "command line, where others can read it.",
+        description="Token that a browser presents for the page, 16 to 256 characters. Required off the loopback "
+        "interface. Do not set it on the command line, where others can read it.",
     )
     metrics_token: str = Field(
         "",
-        description="What has to be presented for /metrics, as a bearer token. Empty: nothing. Better not on the "
-        "command line, where others can read it.",
+        description="Bearer token that a scraper presents for /metrics, 16 to 256 characters. Empty: it needs none. Do "
+        "not set it on the command line, where others can read it.",
     )
     event_window: int = Field(
         50_000,
@@ -184,7 +184,7 @@ class ServeConfig(BaseModel):
         ge=3,
         le=3600,
         description="Seconds without an answer after which a client that is frozen, or whose host is gone, has lost "
-        "its connection. Its sessions then have session_grace_s.",
+        "its connection. Its sessions then have session_grace_s. A client that is killed loses it at once.",
     )
     max_detach_ttl_s: float = Field(3600.0, ge=0, le=30 * 86400, description="Longest wait of a detached session.")
     max_sessions: int = Field(256, ge=1, le=65536, description="Sessions at one time.")

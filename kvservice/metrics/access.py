@@ -12,8 +12,10 @@ from kvservice.telemetry.vitals import Vitals
 
 def access_metrics(vitals: Vitals, http_refusals: Mapping[str, int]) -> Iterator[Metric]:
     """`http_refusals` counts refused HTTP requests by target."""
-    yield counter("tcp_connections", "Connections over TCP that a call was accepted on.", vitals.tcp_connections)
-    yield counter("tls_handshakes", "TLS handshakes that gRPC clients began, failed ones too.", vitals.tls_handshakes)
+    yield counter("tcp_connections", "gRPC connections over TCP on which a call was accepted.", vitals.tcp_connections)
+    yield counter(
+        "tls_handshakes", "TLS handshakes that gRPC clients began, failed ones included.", vitals.tls_handshakes
+    )
     causes = {
         "missing_token": vitals.missing_tokens,
         "malformed_token": vitals.malformed_tokens,
@@ -21,11 +23,14 @@ def access_metrics(vitals: Vitals, http_refusals: Mapping[str, int]) -> Iterator
         "foreign_session": vitals.foreign_sessions,
     }
     yield counters(
-        "refused_calls", "Calls of callers who are not known, or whose session it is not.", "cause", causes.items()
+        "refused_calls",
+        "Calls over TCP without a token that the daemon knows, and calls that name another identity's session.",
+        "cause",
+        causes.items(),
     )
     yield counters(
         "http_refused_requests",
-        "HTTP requests without the token, or under another host name.",
+        "HTTP requests refused for lack of a token or because of their Host header, by what they asked for.",
         "target",
         http_refusals.items(),
     )

@@ -11,28 +11,38 @@ from kvservice.metrics.families import counter, counters, gauge, gauges
 from kvservice.telemetry.reading import Reading, SessionReading
 
 OTHER = "other"
-_HELD = {"sequences": "Sequences", "tokens": "Tokens of sequences", "blocks": "Entries of block tables"}
+_HELD = {
+    "sequences": "Sequences held by {}.",
+    "tokens": "Tokens of the sequences held by {}.",
+    "blocks": "Block-table entries held by {}; a block in two tables counts twice.",
+}
 
 
 def holder_metrics(reading: Reading, max_labels: int, max_sessions: int, max_sequences: int) -> Iterator[Metric]:
     vitals = reading.vitals
     yield gauge("sessions", "Open sessions.", vitals.sessions)
-    yield gauge("capacity_sessions", "Sessions that may be open.", max_sessions)
-    yield gauge("capacity_sequences", "Sequences that may exist, swapped ones too.", max_sequences)
+    yield gauge("capacity_sessions", "Most sessions that may be open: max_sessions.", max_sessions)
+    yield gauge(
+        "capacity_sequences", "Most sequences that may exist, swapped ones included: max_sequences.", max_sequences
+    )
     yield counter("sessions_opened", "Sessions opened.", vitals.sessions_opened)
     closed = {"closed": vitals.sessions_closed - vitals.sessions_lost, "lost": vitals.sessions_lost}
     yield counters(
-        "sessions_closed", "Sessions ended: by request, or as nobody took them up.", "reason", closed.items()
+        "sessions_closed",
+        "Sessions that ended: closed by request, or lost because no client came back in time.",
+        "reason",
+        closed.items(),
     )
     yield gauge("draining", "1 while the daemon is shutting down.", vitals.draining)
     yield gauge("regions", "Shared-memory regions of all sessions.", vitals.regions)
     yield gauge("region_bytes", "Bytes of shared-memory regions.", vitals.region_bytes)
     yield gauge("lanes", "Open lanes of all sessions.", vitals.lanes)
     names = _labels(reading.sessions, max_labels)
-    yield from _held("session", "sessions of a name", reading.sessions, names)
     yield from _held(
-        "tenant", "a tenant", reading.sessions, {each.session_id: each.tenant for each in reading.sessions}
+        "session", "all sessions of a name (names beyond the first max_labels: other)", reading.sessions, names
     )
+    tenants = {each.session_id: each.tenant for each in reading.sessions}
+    yield from _held("tenant", "a tenant (beyond the first max_labels: other)", reading.sessions, tenants)
     yield from _tenant_tokens(reading)
 
 
@@ -53,14 +63,14 @@ def _held(label: str, whose: str, sessions: list[SessionReading], labels: Mappin
         sums: Counter[str] = Counter()
         for session in sessions:
             sums[labels[session.session_id]] += getattr(session, held)
-        yield gauges(f"{label}_{held}", f"{text} of {whose}.", label, sums.items())
+        yield gauges(f"{label}_{held}", text.format(whose), label, sums.items())
 
 
 def _tenant_tokens(reading: Reading) -> Iterator[Metric]:
     for column, name, text in (
-        (0, "computed_tokens", "Tokens whose K/V a tenant's sessions had written."),
-        (1, "prefix_cache_query_tokens", "Prompt tokens of a tenant that were looked up."),
-        (2, "prefix_cache_hit_tokens", "Prompt tokens of a tenant that were found computed."),
+        (0, "computed_tokens", "Tokens whose K/V the sessions of a tenant have written in all layers."),
+        (1, "prefix_cache_query_tokens", "Prompt tokens of a tenant looked up in the prefix cache."),
+        (2, "prefix_cache_hit_tokens", "Prompt tokens of a tenant found in the prefix cache."),
     ):
         values = ((tenant, tokens[column]) for tenant, tokens in reading.tenants.items())
         yield counters(f"tenant_{name}", text, "tenant", values)

@@ -16,8 +16,10 @@ def pool_metrics(reading: Reading, block_bytes: int, memory_bytes: Mapping[str, 
     """`memory_bytes` are the bytes that the device allocated at the start, by use."""
     vitals = reading.vitals
     yield from _blocks(vitals)
-    yield gauge("block_size_bytes", "Bytes of one block, all layers.", block_bytes)
-    yield gauges("memory_bytes", "Memory taken at the start, by use.", "use", memory_bytes.items())
+    yield gauge("block_size_bytes", "Size of one block over all layers.", block_bytes)
+    yield gauges(
+        "memory_bytes", "Memory taken at the start, by use; workspaces on a GPU only.", "use", memory_bytes.items()
+    )
     yield gauge("tokens", "Tokens of all sequences.", vitals.tokens)
     yield from _prefix_cache(vitals)
     yield from _swap(vitals, block_bytes)
@@ -34,49 +36,85 @@ def _blocks(vitals: Vitals) -> Iterator[Metric]:
         "pinned": vitals.pinned_blocks,
         "swapped": vitals.used_swap_blocks,
     }
-    yield gauges("blocks", "Blocks, by state. A block is in one state.", "state", states.items())
+    yield gauges(
+        "blocks",
+        "Blocks by state: free; active, in one block table; shared, in several; cached, in none but found by its hash; "
+        "pinned, cached and protected from eviction; swapped, in the swap tier.",
+        "state",
+        states.items(),
+    )
     held = vitals.active_blocks + vitals.shared_blocks
-    yield gauge("block_usage_ratio", "Share of the pool that sequences hold.", held / vitals.num_blocks)
+    yield gauge("block_usage_ratio", "Share of the pool's blocks that sequences hold.", held / vitals.num_blocks)
     capacity = {"device": vitals.num_blocks, "swap": vitals.num_swap_blocks}
-    yield gauges("capacity_blocks", "Blocks that a tier has.", "tier", capacity.items())
+    yield gauges("capacity_blocks", "Blocks of a tier.", "tier", capacity.items())
     tiers = {"device": vitals.sequences - vitals.swapped_sequences, "swap": vitals.swapped_sequences}
-    yield gauges("sequences", "Sequences, by where their blocks are.", "tier", tiers.items())
+    yield gauges("sequences", "Sequences by the tier that their blocks are in.", "tier", tiers.items())
 
 
 def _prefix_cache(vitals: Vitals) -> Iterator[Metric]:
     yield counter("computed_tokens", "Tokens whose K/V were written in all layers.", vitals.computed_tokens)
-    yield counter("prefix_cache_query_tokens", "Prompt tokens looked up.", vitals.prefix_query_tokens)
-    yield counter("prefix_cache_hit_tokens", "Prompt tokens found computed.", vitals.prefix_hit_tokens)
-    yield counter("cow_copies", "Shared blocks copied because one holder wrote.", vitals.cow_copies)
-    yield counter("evictions", "Cached blocks given up for others.", vitals.evicted_blocks)
-    yield counter("out_of_blocks", "Calls refused because there were no blocks.", vitals.out_of_blocks)
+    yield counter(
+        "prefix_cache_query_tokens", "Prompt tokens looked up in the prefix cache.", vitals.prefix_query_tokens
+    )
+    yield counter("prefix_cache_hit_tokens", "Prompt tokens found in the prefix cache.", vitals.prefix_hit_tokens)
+    yield counter(
+        "cow_copies", "Shared blocks copied because one of their sequences wrote (copy-on-write).", vitals.cow_copies
+    )
+    yield counter("evictions", "Cached blocks evicted to make room.", vitals.evicted_blocks)
+    yield counter("out_of_blocks", "Calls refused because the pool had too few blocks.", vitals.out_of_blocks)
     events = {"stored": vitals.stored_events, "removed": vitals.removed_events, "cleared": vitals.cleared_events}
-    yield counters("block_events", "Blocks that entered or left the prefix cache.", "event", events.items())
+    yield counters(
+        "block_events",
+        "Blocks that entered the prefix cache (stored) and left it (removed), and times that it was emptied (cleared).",
+        "event",
+        events.items(),
+    )
     yield gauge("event_streams", "Subscribers to block events.", vitals.event_streams)
 
 
 def _swap(vitals: Vitals, block_bytes: int) -> Iterator[Metric]:
     blocks = {"out": vitals.swapped_out_blocks, "in": vitals.swapped_in_blocks}
-    yield counters("swap_blocks", "Blocks moved between tiers.", "direction", blocks.items())
+    yield counters("swap_blocks", "Blocks swapped out of the pool and back in.", "direction", blocks.items())
     num_bytes = ((direction, value * block_bytes) for direction, value in blocks.items())
-    yield counters("swap_bytes", "Bytes moved between tiers.", "direction", num_bytes)
+    yield counters("swap_bytes", "Bytes swapped out of the pool and back in.", "direction", num_bytes)
     sequences = {"out": vitals.swapped_out_sequences, "in": vitals.swapped_in_sequences}
-    yield counters("swapped_sequences", "Sequences moved between tiers.", "direction", sequences.items())
+    yield counters(
+        "swapped_sequences", "Sequences swapped out of the pool and back in.", "direction", sequences.items()
+    )
     busy = {"out": vitals.swap_out_busy_s, "in": vitals.swap_in_busy_s}
-    yield counters("swap_busy_seconds", "Time for which such moves ran.", "direction", busy.items())
+    yield counters(
+        "swap_busy_seconds",
+        "Time during which swap copies ran: a rate of 1 means that the link is saturated.",
+        "direction",
+        busy.items(),
+    )
 
 
 def _integrity(vitals: Vitals) -> Iterator[Metric]:
     checks, failures = vitals.integrity_checks, vitals.integrity_failures
-    yield counter("integrity_checks", "Checks of the whole bookkeeping that found all in order.", checks)
-    yield counter("integrity_failures", "Checks that found the bookkeeping corrupt.", failures)
+    yield counter(
+        "integrity_checks", "Integrity checks of the block tables that passed; see integrity_interval_s.", checks
+    )
+    yield counter(
+        "integrity_failures",
+        "Integrity checks of the block tables that failed: see the log; health is NOT_SERVING from then on.",
+        failures,
+    )
 
 
 def _ages(reading: Reading) -> Iterator[Metric]:
     for which, name, text in (
-        (LIFETIME, "block_lifetime_seconds", "Time from taking a block to giving it up."),
-        (IDLE_BEFORE_EVICTION, "block_idle_before_eviction_seconds", "Time that an evicted block was held by nobody."),
-        (REUSE_GAP, "block_reuse_gap_seconds", "Time that a cached block was held by nobody until it was found again."),
+        (LIFETIME, "block_lifetime_seconds", "Time from allocating a block to freeing or evicting it."),
+        (
+            IDLE_BEFORE_EVICTION,
+            "block_idle_before_eviction_seconds",
+            "Time that an evicted block had been in no block table.",
+        ),
+        (
+            REUSE_GAP,
+            "block_reuse_gap_seconds",
+            "Time that a cached block was in no block table until a prompt found it.",
+        ),
     ):
         counts, seconds = reading.age_counts[which].tolist(), float(reading.age_seconds[which])
         yield histogram(name, text, BUCKETS_S, counts, seconds)

@@ -22,8 +22,7 @@ from kvservice import logs
 from kvservice.auth import CertificateFiles, Certificates, Reloading, is_loopback
 from kvservice.metrics.about import about_metrics
 from kvservice.metrics.access import access_metrics
-from kvservice.metrics.calls import call_metrics
-from kvservice.metrics.families import histogram
+from kvservice.metrics.calls import call_metrics, event_loop_metric
 from kvservice.metrics.holders import holder_metrics
 from kvservice.metrics.pool import pool_metrics
 from kvservice.observer.access import Refusals
@@ -133,13 +132,7 @@ class Observer:
         yield from holder_metrics(reading, told["max_labels"], info["max_sessions"], info["max_sequences"])
         yield from access_metrics(reading.vitals, self._refusals.counts)
         yield from call_metrics(reading, self._reader.call_keys, told["lane_buckets_s"])
-        yield histogram(
-            "event_loop_latency_seconds",
-            "Time until the daemon's event loop answers the observer, once a second.",
-            BUCKETS_S,
-            self._loop_counts,
-            self._loop_seconds,
-        )
+        yield event_loop_metric(self._loop_counts, self._loop_seconds)
 
 
 class _Metrics(Collector):
