@@ -1,24 +1,204 @@
-"""The README's references are complete. That of the metrics is compared with what a daemon exposes, in metrics/."""
+"""The documents say what is true: generated tables are fresh, references complete, links lead somewhere, the program of
+the README runs. The table of metrics is also compared with what a daemon exposes, in metrics/."""
 
 from __future__ import annotations
 
+import ast
+import importlib.util
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import yaml
 
 from kvservice import errors
-from kvservice.config import ServeConfig
+from kvservice.launch import Daemon
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+PROTO = (ROOT / "proto" / "README.md").read_text()
+MAP = (ROOT / "kvservice" / "README.md").read_text()
+DOCUMENTS = sorted(
+    path
+    for pattern in ("*.md", ".github/*.md", "csrc/*.md", "deploy/*.md", "proto/*.md", "kvservice/**/*.md")
+    for path in ROOT.glob(pattern)
+)
+BY_NAME = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 
 
-@pytest.mark.parametrize("name", sorted(ServeConfig.model_fields))
-def test_every_option_is_explained(name: str) -> None:
-    assert f"| `{name}` |" in README
+# ---- generated tables
+
+
+@pytest.fixture(scope="module")
+def generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("generate_references", ROOT / "deploy" / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["options", "metrics"])
+def test_generated_tables_are_fresh(generator: ModuleType, name: str) -> None:
+    stored = (ROOT / "deploy" / f"{name.upper()}.md").read_text()
+    assert stored == getattr(generator, name)(), "run: python deploy/generate.py"
+
+
+def test_options_are_listed_with_default_and_range(generator: ModuleType) -> None:
+    rows = {row.split(" | ")[0]: row for row in generator.options().splitlines() if row.startswith("| `")}
+    assert rows["| `head_size`"].startswith("| `head_size` | `128` | 32 to 256, multiples of 8 | ")
+    assert rows["| `watermark`"].startswith("| `watermark` | `0.01` | 0 to below 1 | ")
+    assert rows["| `pool_gib`"].startswith("| `pool_gib` | `1.0` | above 0 to 65,536 | ")
+    assert rows["| `share_pool`"].startswith("| `share_pool` | `off` | `off`, `read`, `write` | ")
+    assert rows["| `insecure`"].startswith("| `insecure` | `false` | `true`, `false` | ")
+    assert rows["| `num_blocks`"].startswith("| `num_blocks` |  | 1 to 16,777,216 | ")
+
+
+# ---- references
 
 
 def test_every_error_that_is_raised_is_explained() -> None:
-    bases = {errors.KVServiceError, errors.NotFoundError, errors.ResourceExhaustedError}
+    bases = {errors.KVServiceError, errors.NotFoundError}
     for kind in vars(errors).values():
         if isinstance(kind, type) and issubclass(kind, errors.KVServiceError) and kind not in bases:
-            assert f"| `{kind.__name__}` | {kind.status} | {kind.reason} |" in README, kind.__name__
+            assert f"| `{kind.__name__}` | {kind.status} | {kind.reason} |" in PROTO, kind.__name__
+
+
+def defined(path: Path) -> set[str]:
+    """Classes and functions of a module, methods as Class.method; of C++ all that is followed by a parenthesis."""
+    if path.suffix == ".cpp":
+        return set(re.findall(r"([\w:]+)\(", path.read_text()))
+    tree = ast.parse(path.read_text())
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    names = {node.name for node in tree.body if isinstance(node, (*functions, ast.ClassDef))}
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            names |= {f"{node.name}.{method.name}" for method in node.body if isinstance(method, functions)}
+    return names
+
+
+def named_functions(text: str) -> Iterator[tuple[str, str]]:
+    """`file.py` `name` and `name` ...: file and name of each, from one file's name to the next."""
+    for file, rest in re.findall(r"`([\w./]+\.(?:py|cpp))`((?:(?!`[\w./]+\.(?:py|cpp)`).)*)", text, re.DOTALL):
+        for name in re.findall(r"^(?:\s+|\s+and\s+)?`([A-Z]\w*(?:\.|::)\w+|[a-z_]+)`", rest):
+            yield file, name
+
+
+FLOWS = {section.split("\n")[0]: section for section in MAP.split("\n## ") if "eight steps" in section.split("\n")[0]}
+
+
+@pytest.mark.parametrize("title", FLOWS)
+def test_the_way_of_a_call_names_functions_that_exist(title: str) -> None:
+    steps = re.findall(r"^\d\. ", FLOWS[title], re.MULTILINE)
+    assert steps == [f"{number}. " for number in range(1, 9)]
+    named = list(named_functions(FLOWS[title]))
+    assert len(named) >= 8
+    for file, name in named:
+        assert name in defined(ROOT / "kvservice" / file), f"{file} has no {name}"
+
+
+def test_there_are_four_ways() -> None:
+    assert len(FLOWS) == 4
+
+
+# ---- links
+
+
+def anchors(text: str) -> set[str]:
+    """The fragments that GitHub makes of headings."""
+    headings = re.findall(r"(?m)^#+ (.+)$", re.sub(r"(?ms)^```.*?^```", "", text))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(text: str, path: Path) -> list[str]:
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith(("http://", "https://")):
+            continue
+        name, _, fragment = target.partition("#")
+        file = (path.parent / name).resolve() if name else path
+        if not file.exists() or (fragment and fragment not in anchors(text if file == path else file.read_text())):
+            broken.append(target)
+    return broken
+
+
+@BY_NAME
+def test_links_lead_somewhere(path: Path) -> None:
+    assert broken_links(path.read_text(), path) == []
+
+
+def test_broken_links_are_seen() -> None:
+    text = "## A `b`, c\n[1](absent.md) [2](#a-b-c) [3](#absent) [4](proto/README.md#retries) [5](proto/README.md#no)"
+    assert broken_links(text, ROOT / "README.md") == ["absent.md", "#absent", "proto/README.md#no"]
+
+
+def test_the_readme_leads_to_every_page() -> None:
+    linked = {(ROOT / target.partition("#")[0]).resolve() for target in re.findall(r"\]\(([^)\s]+)\)", README)}
+    linked |= {directory / "README.md" for directory in linked if directory.is_dir()}
+    optional = {ROOT / ".github" / name for name in ("SECURITY.md", "pull_request_template.md")} | {ROOT / "README.md"}
+    assert set(DOCUMENTS) - linked - optional == set()
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 200
+
+
+# ---- the program of the README
+
+
+@pytest.fixture(scope="module")
+def five_minutes() -> str:
+    section = README.split("## Five minutes")[1].split("\n## ")[0]
+    program: str = re.findall(r"```python\n(.*?)```", section, re.DOTALL)[0]
+    return program
+
+
+def test_the_program_of_the_readme_runs(five_minutes: str, tmp_path: Path) -> None:
+    """Twice: the second time the prefix cache has the full blocks of its prompt of 50 tokens."""
+    shape = {"num_layers": 2, "num_kv_heads": 2, "head_size": 64, "dtype": "bfloat16", "num_blocks": 32}
+    address = '"unix:///run/kvservice.sock"'
+    assert five_minutes.count(address) == 1
+    with Daemon(**shape, swap_space_gib=0.01) as daemon:
+        program = tmp_path / "engine.py"
+        program.write_text(five_minutes.replace(address, repr(daemon.address)))
+        outputs = [run(program) for _ in range(2)]
+    described = "(2, 8, 64) [40, 51]\n"
+    assert outputs == [f"{cached} tokens need not be computed\n{described}" for cached in (0, 48)]
+
+
+def run(program: Path) -> str:
+    command = [sys.executable, "-P", "-W", "error", str(program)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+# ---- the repository's own habits
+
+
+def test_style_checks_are_the_same_before_a_commit_and_in_ci() -> None:
+    script = (ROOT / ".ci" / "run").read_text()
+    checks = re.findall(r"(?ms)^(ruff check.*?)^pytest$", script)[0].splitlines()
+    (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    entries = [hook["entry"] for hook in repository["hooks"]]
+    assert len(entries) == len(checks)
+    for entry, check in zip(entries, checks, strict=True):
+        assert check.endswith(entry)
+
+
+def test_hosted_ci_runs_the_same_script() -> None:
+    (job,) = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"].values()
+    assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
+
+
+def test_the_changelog_has_the_version() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    releases = re.findall(r"(?m)^## (.*)$", (ROOT / "CHANGELOG.md").read_text())
+    assert releases[:2] == ["Unreleased", version]
+    assert releases[-1] == "0.1.0"

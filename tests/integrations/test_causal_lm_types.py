@@ -27,7 +27,7 @@ from kvservice.integrations.transformers import KVServiceCache, columns, forward
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Tiny random models cause many warnings of the library.
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+README = Path(kvservice.integrations.transformers.__file__).with_name("README.md").read_text()
 SEED = int(os.environ.pop("KVSERVICE_TYPES_SEED", "11"))
 # Logits have a standard deviation of about 1. float32 sums in a different order differ by 1e-6 to 4e-5.
 TOLERANCE = 5e-4

@@ -19,7 +19,7 @@ from kvservice.client import KVClient
 from kvservice.errors import OutOfBlocksError
 from kvservice.launch import Daemon
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+REFERENCE = (Path(__file__).parents[2] / "deploy" / "METRICS.md").read_text()
 # Digits that stand in no figure.
 PROMPT = [1_987_654_000 + 7 * n for n in range(10)]
 SEQUENCE_ID = 4_611_686_018_427_387_911
@@ -63,8 +63,8 @@ def full_name(family: Metric) -> str:
 
 
 def test_every_metric_is_explained(exposed: Exposed) -> None:
-    """In the README's table, with its labels; those of what is constant are told in words."""
-    cells = "".join(re.findall(r"^\| (`kvservice_[^|]*) \|", README, re.MULTILINE))
+    """The generated table has each metric that a daemon exposes, with its labels, but for the labels of constants."""
+    cells = "".join(re.findall(r"^\| (`kvservice_[^|]*) \|", REFERENCE, re.MULTILINE))
     explained = {name: set(labels.split(",")) - {""} for name, labels in re.findall(r"`(\w+)(?:\{([\w,]*)\})?`", cells)}
     families = [family for family in exposed.families if family.name.startswith("kvservice_")]
     told = {full_name(family): set() if family.name.endswith("_info") else labels_of(family) for family in families}
