@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from kvservice import errors
+from kvservice.config import ENV_PREFIX, OTHER_ENV, ServeConfig
 from kvservice.launch import Daemon
 
 ROOT = Path(__file__).parents[1]
@@ -107,6 +108,36 @@ def test_there_are_four_ways() -> None:
     assert len(FLOWS) == 4
 
 
+def code_blocks(text: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+
+
+@BY_NAME
+def test_examples_are_python(path: Path) -> None:
+    for block in code_blocks(path.read_text()):
+        compile(block, str(path), "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT | ast.PyCF_ONLY_AST)
+
+
+@BY_NAME
+def test_imports_of_examples_exist(path: Path) -> None:
+    for block in code_blocks(path.read_text()):
+        for module, names in re.findall(r"^from (kvservice\S*) import (.*)$", block, re.MULTILINE):
+            source = (ROOT / Path(*module.split("."), "__init__.py")).read_text()
+            for name in names.split(", "):
+                assert re.search(rf"\b{name}\b", source), f"{module} has no {name}"
+
+
+# Read by tests, not by the daemon.
+TEST_ENV = {"KVSERVICE_FUZZ_SECONDS"}
+
+
+@BY_NAME
+def test_environment_variables_that_are_named_exist(path: Path) -> None:
+    fields = {f"{ENV_PREFIX}{name.upper()}" for name in ServeConfig.model_fields}
+    named = set(re.findall(rf"\b{ENV_PREFIX}[A-Z_]*[A-Z]\b", path.read_text()))
+    assert named <= fields | OTHER_ENV | TEST_ENV
+
+
 # ---- links
 
 
@@ -154,9 +185,7 @@ def test_the_readme_is_short() -> None:
 
 @pytest.fixture(scope="module")
 def five_minutes() -> str:
-    section = README.split("## Five minutes")[1].split("\n## ")[0]
-    program: str = re.findall(r"```python\n(.*?)```", section, re.DOTALL)[0]
-    return program
+    return code_blocks(README.split("## Five minutes")[1])[0]
 
 
 def test_the_program_of_the_readme_runs(five_minutes: str, tmp_path: Path) -> None:
