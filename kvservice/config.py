@@ -58,66 +58,72 @@ class ServeConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     device: str = Field(
-        "cpu", pattern="^(cpu|cuda(:[0-9]{1,3})?)$", description="Where the pool lies: cpu, cuda (the first) or cuda:N."
+        "cpu",
+        pattern="^(cpu|cuda(:[0-9]{1,3})?)$",
+        description="Device of the pool: cpu, cuda (the first GPU) or cuda:N.",
     )
     model: str = Field(
         "",
-        description="Directory of a Hugging Face model, or its config.json, from which the layers, KV heads, head size "
-        "and dtype are taken that are not named.",
+        description="Directory of a Hugging Face model, or its config.json. It determines the layers, KV heads, "
+        "head size and dtype that are not set otherwise.",
     )
     num_layers: int = Field(32, ge=1, le=4096, description="Layers of the model.")
-    num_kv_heads: int = Field(8, ge=1, le=4096, description="K/V heads of a layer.")
+    num_kv_heads: int = Field(8, ge=1, le=4096, description="KV heads of a layer.")
     head_size: int = Field(128, ge=32, le=256, multiple_of=8, description="Size of a head.")
-    dtype: Literal["float32", "float16", "bfloat16"] = Field("bfloat16", description="Type of K/V, queries, outputs.")
+    dtype: Literal["float32", "float16", "bfloat16"] = Field(
+        "bfloat16", description="Data type of keys, values, queries and outputs."
+    )
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = Field(
-        "auto", description="Type that K/V are stored in. auto: as dtype; fp8: fp8_e4m3. The CPU has auto only."
+        "auto",
+        description="Data type in which the pool stores K/V. auto: dtype; fp8: fp8_e4m3. The CPU supports auto only.",
     )
     kv_scales: str = Field(
         "",
-        description="JSON file with the scales of an 8-bit cache, k_scale and v_scale: a number, one for each layer, "
-        "or one for each KV head of each layer. Empty: 1.",
+        description="JSON file with the scales of an 8-bit cache, k_scale and v_scale: each a number, one for each "
+        "layer, or one for each KV head of each layer. Empty: 1.",
     )
     block_size: int = Field(16, ge=1, le=256, description="Tokens in a block, a power of two.")
     num_blocks: int | None = Field(
-        None, ge=1, le=1 << 24, description="Blocks of the pool. Left out: as many as fit into its size."
+        None, ge=1, le=1 << 24, description="Blocks of the pool. Unset: as many as fit into its size."
     )
     pool_gib: float = Field(
         1.0,
         gt=0,
         le=1 << 16,
-        description="Size of the pool in GiB, unless num-blocks is given. On CUDA it counts only if it is given.",
+        description="Size of the pool in GiB, if num_blocks is unset. On a GPU the default is unused: "
+        "gpu_memory_utilization applies unless this is set.",
     )
     gpu_memory_utilization: float = Field(
         0.9,
         gt=0,
         le=1,
-        description="Share of the GPU's memory that the pool takes, of what is free after the daemon's workspaces, "
-        "unless its size is given.",
+        description="Share of the GPU's memory for the pool, of what is free after the daemon's workspaces, if "
+        "neither num_blocks nor pool_gib is set.",
     )
     swap_space_gib: float = Field(0.25, ge=0, le=1 << 16, description="Size of the swap tier in GiB.")
     watermark: float = Field(0.01, ge=0, lt=1, description="Share of the pool that new sequences must leave free.")
-    enable_prefix_caching: bool = Field(True, description="Keep computed blocks of freed sequences and share them.")
-    max_pinned_fraction: float = Field(0.5, ge=0, le=1, description="Share of the pool that clients may pin.")
-    max_sequences: int = Field(1024, ge=1, le=1 << 20, description="Sequences at one time, of all sessions.")
+    enable_prefix_caching: bool = Field(True, description="Keep the computed blocks of freed sequences and share them.")
+    max_pinned_fraction: float = Field(0.5, ge=0, le=1, description="Largest share of the pool that clients may pin.")
+    max_sequences: int = Field(1024, ge=1, le=1 << 20, description="Most sequences at one time, over all sessions.")
     max_sequence_tokens: int = Field(131072, ge=1, le=1 << 24, description="Longest sequence, in tokens.")
     max_request_sequences: int = Field(
-        1024, ge=1, le=1 << 16, description="Sequences, or ranges of them, that one request may name."
+        1024, ge=1, le=1 << 16, description="Most sequences, or ranges of them, that one request may name."
     )
     max_request_tokens: int | None = Field(
         None,
         ge=1,
         le=1 << 24,
-        description="Tokens that one request may hold, or its step cover. Left out: 131072, or max-sequence-tokens if "
-        "that is more.",
+        description="Most tokens that one request may hold, or its step cover. Unset: 131072, or "
+        "max_sequence_tokens if that is more.",
     )
     max_request_blocks: int | None = Field(
         None,
         ge=1,
         le=1 << 24,
-        description="Blocks of one request's sequences that may be swapped, or may wait to be computed. Left out: "
+        description="Most blocks of one request's sequences that may be swapped, or may wait to be computed. Unset: "
         "32768, or those of the longest sequence if they are more.",
     )
-    num_threads: int = Field(0, ge=0, le=1024, description="Threads of the CPU's kernels. 0: one for each core.")
+    num_threads: int = Field(0, ge=0, le=1024, description="Threads of the CPU kernels. 0: one for each core.")
     batch_invariant: bool = Field(
         False,
         description="Make a sequence's output independent, bit for bit, of what else is in the batch. Costs time.",
@@ -126,23 +132,25 @@ class ServeConfig(BaseModel):
     unix_socket: str = Field(
         default_factory=default_unix_socket, description="Path of the unix socket. Empty: none is opened."
     )
-    unix_socket_mode: str = Field("0600", pattern="^0?[0-7]{3}$", description="Who may connect to it, in octal.")
+    unix_socket_mode: str = Field(
+        "0600", pattern="^0?[0-7]{3}$", description="File mode of the unix socket, in octal: who may connect."
+    )
     tcp_address: str = Field("127.0.0.1:50051", description="host:port for gRPC over TCP. Empty: none is opened.")
     tls_cert: str = Field(
         "",
-        description="PEM file with the daemon's certificate and its chain, for gRPC over TCP and for HTTP. Read again "
+        description="PEM file with the daemon's certificate and its chain, for gRPC over TCP and for HTTP. Reloaded "
         "when it changes. Empty: neither is encrypted.",
     )
     tls_key: str = Field("", description="PEM file with the key of tls_cert.")
     tls_client_ca: str = Field(
         "",
-        description="PEM file with the CA of clients' certificates. gRPC clients over TCP must present one. Empty: "
+        description="PEM file with the CA of client certificates. gRPC clients over TCP must present one. Empty: "
         "they need none.",
     )
     auth_tokens: str = Field(
         "",
-        description="File with names and hashes of tokens, as `kvservice token` makes them. gRPC clients over TCP must "
-        "present one. Read again when it changes. Empty: they need none.",
+        description="File with names and hashes of tokens, made by `kvservice token`. gRPC clients over TCP must "
+        "present a token. Reloaded when it changes. Empty: they need none.",
     )
     insecure: bool = Field(
         False, description="Let other hosts use gRPC over TCP even without TLS, or without tokens and client CA."
@@ -164,18 +172,22 @@ class ServeConfig(BaseModel):
         50_000,
         ge=0,
         le=1 << 24,
-        description="Latest blocks whose events are remembered, to be replayed. 0: there are no events.",
+        description="Number of latest blocks whose events are kept for replay. 0: there are no events.",
     )
-    event_token_ids: bool = Field(False, description="Block events tell the token ids.")
-    max_event_streams: int = Field(16, ge=1, le=1024, description="Subscribers to block events at one time.")
+    event_token_ids: bool = Field(False, description="Include token ids in block events.")
+    max_event_streams: int = Field(16, ge=1, le=1024, description="Most subscribers to block events at one time.")
     max_labels: int = Field(
-        32, ge=1, le=1000, description="Tenants, and names of sessions, that metrics tell apart. The others are one."
+        32,
+        ge=1,
+        le=1000,
+        description="Most tenants, and most session names, that metrics list separately. The others are summed up "
+        "under one label.",
     )
     otel_endpoint: str = Field(
         "", description="URL of an OpenTelemetry collector for traces of calls (OTLP over gRPC). Empty: none are sent."
     )
     otel_sample_ratio: float = Field(
-        0.01, ge=0, le=1, description="Share of the calls traced whose caller has not decided it."
+        0.01, ge=0, le=1, description="Share of calls to trace where the caller has not decided it."
     )
 
     session_grace_s: float = Field(5.0, ge=0.1, le=3600, description="Seconds that a session outlives its stream.")
@@ -186,63 +198,73 @@ class ServeConfig(BaseModel):
         description="Seconds without an answer after which a client that is frozen, or whose host is gone, has lost "
         "its connection. Its sessions then have session_grace_s. A client that is killed loses it at once.",
     )
-    max_detach_ttl_s: float = Field(3600.0, ge=0, le=30 * 86400, description="Longest wait of a detached session.")
-    max_sessions: int = Field(256, ge=1, le=65536, description="Sessions at one time.")
+    max_detach_ttl_s: float = Field(
+        3600.0, ge=0, le=30 * 86400, description="Longest time in seconds that a detached session waits for a client."
+    )
+    max_sessions: int = Field(256, ge=1, le=65536, description="Most sessions at one time.")
     max_connections: int | None = Field(
         None,
         ge=1,
         le=1 << 18,
-        description="gRPC connections at one time, on each address. Left out: 512, or twice max-sessions if that is "
-        "more.",
+        description="Most gRPC connections at one time, on each address. Unset: 512, or twice max_sessions if that "
+        "is more.",
     )
     allow_client_shm: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="Who may have lanes and shared memory over the unix socket. auto: the daemon's own user and root; "
-        "on: trusted_uids, too; off: nobody.",
+        description="Who may have lanes and shared-memory regions over the unix socket. auto: the daemon's own user "
+        "and root; on: also trusted_uids; off: nobody.",
     )
-    max_regions: int = Field(16, ge=1, le=1024, description="Shared-memory regions of a session at one time.")
+    max_regions: int = Field(16, ge=1, le=1024, description="Most shared-memory regions of a session at one time.")
     max_region_mib: int = Field(
-        256, ge=1, le=1 << 20, description="Memory in MiB that the daemon makes for regions, for each session."
+        256,
+        ge=1,
+        le=1 << 20,
+        description="Most memory in MiB that the daemon allocates for the regions of one session.",
     )
     max_shared_mib: int = Field(
         1024,
         ge=0,
         le=1 << 24,
-        description="Host memory in MiB that regions, lanes and tables of mapped pools take, of all sessions.",
+        description="Most host memory in MiB for regions, lanes and tables of mapped pools, over all sessions.",
     )
-    max_lanes: int = Field(64, ge=0, le=1024, description="Lanes at one time. Each is a thread of the daemon.")
+    max_lanes: int = Field(64, ge=0, le=1024, description="Most lanes at one time. Each is a thread of the daemon.")
     max_pool_mappings: int = Field(
-        64, ge=0, le=1024, description="Sessions that may have mapped the pool at one time, at 16 MiB of tables each."
+        64,
+        ge=0,
+        le=1024,
+        description="Most sessions that have mapped the pool at one time. Each takes 16 MiB of tables.",
     )
     lane_spin_us: float = Field(
         50.0, ge=0, le=1e6, description="Microseconds for which a lane spins for the next call before it sleeps."
     )
     share_pool: Literal["off", "read", "write"] = Field(
         "off",
-        description="Clients on the unix socket may map the pool: to read all that is in it, or to write too.",
+        description="Whether clients on the unix socket may map the pool: read lets them read all of it, write also "
+        "write.",
     )
     trusted_uids: str = Field(
         "",
         pattern=r"^(\d+(,\d+)*)?$",
-        description="Users, by number, who are trusted besides the daemon's own user and root: with the pool as "
-        "share_pool says, with lanes and regions if allow_client_shm is on. With commas.",
+        description="Numbers of the users, separated by commas, that are trusted besides the daemon's own user and "
+        "root: with the pool as share_pool says, with lanes and regions if allow_client_shm is on.",
     )
     max_message_mib: int = Field(
-        8, ge=1, le=1024, description="Largest gRPC message in MiB, both ways. Larger tensors go in parts."
+        8, ge=1, le=1024, description="Largest gRPC message in MiB, both ways. Larger tensors travel in parts."
     )
     drain_timeout_s: float = Field(30.0, ge=0, le=3600, description="Seconds that running steps have after SIGTERM.")
     drain_stall_s: float = Field(
-        5.0, ge=0, le=3600, description="Seconds without another layer after which SIGTERM waits for a step no longer."
+        5.0, ge=0, le=3600, description="Seconds without another layer after which SIGTERM no longer waits for a step."
     )
     integrity_interval_s: float = Field(
         60.0,
         ge=0,
         le=86400,
-        description="Seconds between checks of the whole bookkeeping, which are made while no call is at work. 0: none "
-        "are made.",
+        description="Seconds between checks of all block tables, which run while no call is in progress. 0: never.",
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level that is logged.")
-    log_format: Literal["text", "json"] = Field("text", description="How it is logged. json: an object in each line.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Lowest level that is logged.")
+    log_format: Literal["text", "json"] = Field(
+        "text", description="Format of the log on stderr. json: one object per line."
+    )
 
     @field_validator("block_size")
     @classmethod
