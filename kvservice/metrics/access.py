@@ -11,8 +11,8 @@ from kvservice.telemetry.vitals import Vitals
 
 
 def access_metrics(vitals: Vitals, http_refusals: Mapping[str, int]) -> Iterator[Metric]:
-    """`http_refusals` counts refused HTTP requests by target."""
-    yield counter("tcp_connections", "gRPC connections over TCP on which a call was accepted.", vitals.tcp_connections)
+    """`http_refusals`: HTTP requests that were refused, by what they asked for."""
+    yield counter("tcp_connections", "Connections over TCP that a call was accepted on.", vitals.tcp_connections)
     yield counter(
         "tls_handshakes", "TLS handshakes that gRPC clients began, failed ones included.", vitals.tls_handshakes
     )
