@@ -129,7 +129,7 @@ def _label_values(family: Metric, labels: list[str]) -> str:
 def _families() -> Iterator[Metric]:
     """All families, from a reading in which each label occurs."""
     keys: list[Key] = [("allocate", "OK", "unary"), ("append", "OK", "stream")]
-    session = SessionReading(1, "engine", "acme", True, 0.0, *[0] * 6, False, 0, 0, 0)
+    session = SessionReading(1, "engine", "acme", True, 0.0, 0, 0, 0, 0, 0, 0, False, 0, 0, 0)
     ages = max(LIFETIME, IDLE_BEFORE_EVICTION, REUSE_GAP) + 1
     reading = Reading(
         0.0,
