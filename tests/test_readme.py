@@ -12,6 +12,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import yaml
@@ -190,7 +191,7 @@ def five_minutes() -> str:
 
 def test_the_program_of_the_readme_runs(five_minutes: str, tmp_path: Path) -> None:
     """Twice: the second time the prefix cache has the full blocks of its prompt of 50 tokens."""
-    shape = {"num_layers": 2, "num_kv_heads": 2, "head_size": 64, "dtype": "bfloat16", "num_blocks": 32}
+    shape: dict[str, Any] = {"num_layers": 2, "num_kv_heads": 2, "head_size": 64, "dtype": "bfloat16", "num_blocks": 32}
     address = '"unix:///run/kvservice.sock"'
     assert five_minutes.count(address) == 1
     with Daemon(**shape, swap_space_gib=0.01) as daemon:
