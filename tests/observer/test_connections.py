@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 from fake_views import FakeViews
+from serving_http import serving_http
 
 from kvservice.observer import http_server
 from kvservice.observer.access import Refusals
 from kvservice.observer.connections import Connections, HttpLimits
-from kvservice.observer.http_server import serve_http
 from kvservice.observer.web import HttpOptions, make_app
 
 LIMITS = HttpLimits(max_connections=4, max_per_address=3, request_s=10.0, stalled_s=30.0)
@@ -148,15 +148,8 @@ def scenario(connections: Connections, body: Exchange, app: Any = None) -> None:
 
     async def run() -> None:
         served = app or make_app(FakeViews(64, 16, 4), HttpOptions(loopback=True), no_metrics, Refusals(), 0.02)
-        with socket.create_server(("127.0.0.1", 0), backlog=1024) as listening:
-            serving = asyncio.create_task(serve_http(served, listening, connections))
-            try:
-                async with asyncio.timeout(30):
-                    await body(listening.getsockname()[1])
-            finally:
-                serving.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await serving
+        async with serving_http(served, connections) as port:
+            await body(port)
 
     asyncio.run(run())
 

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from certificates import Authority
 from fake_views import FakeViews
+from serving_http import serving_http
 
 from kvservice.auth import CertificateFiles, Certificates, Reloading
 from kvservice.observer import http_server
 from kvservice.observer.access import Refusals
 from kvservice.observer.connections import Connections, HttpLimits
-from kvservice.observer.http_server import serve_http
 from kvservice.observer.web import HttpOptions, make_app
 
 TOKEN = "a-token-of-the-page"
@@ -48,14 +48,8 @@ def scenario(
 ) -> None:
     async def run() -> None:
         app = make_app(FakeViews(64, 16, 4), options or HttpOptions(loopback=True), metrics, Refusals())
-        with socket.create_server(("127.0.0.1", 0)) as listening:
-            serving = asyncio.create_task(serve_http(app, listening, Connections(limits or HttpLimits()), certificates))
-            try:
-                await body(listening.getsockname()[1])
-            finally:
-                serving.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await serving
+        async with serving_http(app, Connections(limits or HttpLimits()), certificates) as port:
+            await body(port)
 
     asyncio.run(run())
 

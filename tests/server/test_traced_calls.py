@@ -233,7 +233,7 @@ def test_a_log_for_machines(free_port: int) -> None:
         assert daemon.stop() == 0
         text, lines = daemon.log.read_text(), lines_of(daemon)
 
-    assert [line["level"] for line in lines if line["logger"].startswith("uvicorn")] == ["WARNING"]  # the observer's
+    assert not [line for line in lines if line["logger"].startswith("uvicorn")]  # nothing about garbled requests
     for line in lines:
         assert {"time", "level", "logger", "message"} <= set(line)
     refused = [line for line in lines if line["logger"] == "kvservice.server.dispatch"]
