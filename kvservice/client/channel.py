@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, cast
 
 import grpc
@@ -30,7 +31,24 @@ _MAX_MESSAGE_BYTES = 1 << 30
 # A daemon that does not answer for so long is gone, or frozen, while there is a call or a session's stream.
 DAEMON_TIMEOUT_S = 15.0
 
-CHANNEL_OPTIONS = [
+# Unary calls may be sent twice without harm: a session that was opened and never attached is closed by the daemon.
+# gRPC sends a call again when its connection broke under it, as after an idle time in which a router forgot it.
+_RETRIES = {
+    "name": [
+        {"service": "kvservice.v1.PoolService"},
+        {"service": "kvservice.v1.SessionService", "method": "Open"},
+        {"service": "kvservice.v1.SessionService", "method": "Close"},
+    ],
+    "retryPolicy": {
+        "maxAttempts": 2,
+        "initialBackoff": "0.05s",
+        "maxBackoff": "0.05s",
+        "backoffMultiplier": 1,
+        "retryableStatusCodes": ["UNAVAILABLE"],
+    },
+}
+
+CHANNEL_OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
     *keepalive_options(DAEMON_TIMEOUT_S),
@@ -38,6 +56,7 @@ CHANNEL_OPTIONS = [
     # Not a pause: what an attempt to connect may take.
     ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.service_config", json.dumps({"methodConfig": [_RETRIES]})),
 ]
 
 # What gRPC says of a message above its bound, received or to be sent. It says other things under the same status.
