@@ -28,7 +28,7 @@ const char* why_closed(uint32_t state) {
     case kLaneBadIndex:
       return "the daemon has ended the lane: an index was out of range";
     case kLaneFault:
-      return "the lane ended because the daemon failed";
+      return "the lane ended with a failure of the daemon";
     default:
       return "the lane's state makes no sense";
   }
