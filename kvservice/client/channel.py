@@ -32,10 +32,12 @@ _MAX_MESSAGE_BYTES = 1 << 30
 DAEMON_TIMEOUT_S = 15.0
 
 # Unary calls may be sent twice without harm: a session that was opened and never attached is closed by the daemon.
-# gRPC sends a call again when its connection broke under it, as after an idle time in which a router forgot it.
+# gRPC sends a call again when its connection broke under it, as after an idle time in which a router forgot it. GetInfo
+# is not among them: the client asks it again and again while it connects, and its error must be that of one attempt.
 _RETRIES = {
     "name": [
-        {"service": "kvservice.v1.PoolService"},
+        {"service": "kvservice.v1.PoolService", "method": "GetStats"},
+        {"service": "kvservice.v1.PoolService", "method": "Ping"},
         {"service": "kvservice.v1.SessionService", "method": "Open"},
         {"service": "kvservice.v1.SessionService", "method": "Close"},
     ],

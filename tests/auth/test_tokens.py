@@ -91,7 +91,7 @@ def test_comments_and_empty_lines_are_left_out(file: Path) -> None:
         (f"{'a' * 65} {HASH}\n", "line 1: must be"),
         (f"alice {HASH}\n\nalice {HASH[::-1]}\n", "line 3: alice is in line 1 already"),
         (f"alice {HASH}\nbob {HASH}\n", f"line 2: {HASH} is in line 1 already"),
-        (b"\xff\xfe\n", "no text"),
+        (b"\xff\xfe\n", "is not UTF-8 text"),
         ("#" * (1 << 20) + "\n", "more than 1048576 bytes"),
     ],
 )

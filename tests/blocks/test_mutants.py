@@ -37,7 +37,7 @@ def machine() -> Any:
 
 
 QUICK = settings(
-    max_examples=300,
+    max_examples=600,
     stateful_step_count=40,
     deadline=None,
     database=None,

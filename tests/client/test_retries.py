@@ -58,7 +58,8 @@ def test_a_call_is_sent_twice_at_most(channel: grpc.Channel, breaking: Breaking,
     assert breaking.attempts == {method: 2}
 
 
-def test_other_calls_are_sent_once(channel: grpc.Channel, breaking: Breaking) -> None:
+@pytest.mark.parametrize("method", [f"/{POOL}/GetInfo", "/kvservice.v1.AttentionService/Decode"])
+def test_other_calls_are_sent_once(channel: grpc.Channel, breaking: Breaking, method: str) -> None:
     with pytest.raises(grpc.RpcError, match="Stream removed"):
-        channel.unary_unary("/kvservice.v1.AttentionService/Decode")(b"")
+        channel.unary_unary(method)(b"")
     assert sum(breaking.attempts.values()) == 1

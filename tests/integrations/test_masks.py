@@ -43,7 +43,7 @@ def expected_logits(model, mask: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("changed", [masked(), masked(0, 1, 2), masked(0, 5)], ids=["unmasked", "more", "other"])
 def test_a_mask_that_changes_over_stored_columns_is_refused(llama, changed) -> None:
     cache = KVServiceCache(llama.new_session())
-    with pytest.raises(InvalidArgumentError, match="attention_mask: is another one"):
+    with pytest.raises(InvalidArgumentError, match="attention_mask: differs from the previous mask"):
         logits_in_two_passes(llama.model, cache, masked(0, 1), second_mask=changed)
     assert [sequence.length for sequence in cache.sequences] == [8, 6]
     assert cache.get_seq_length() == 8
@@ -52,13 +52,13 @@ def test_a_mask_that_changes_over_stored_columns_is_refused(llama, changed) -> N
 def test_no_mask_after_a_mask_is_another_mask(llama) -> None:
     cache = KVServiceCache(llama.new_session())
     llama.model(IDS[:, :8], attention_mask=masked(0)[:, :8], past_key_values=cache)
-    with pytest.raises(InvalidArgumentError, match="attention_mask: is another one"):
+    with pytest.raises(InvalidArgumentError, match="attention_mask: differs from the previous mask"):
         llama.model(IDS[:, 8:], past_key_values=cache)
 
 
 def test_a_mask_of_the_new_columns_alone_is_refused(llama) -> None:
     cache = KVServiceCache(llama.new_session())
-    with pytest.raises(InvalidArgumentError, match=r"is to be \[2, 12\], past and new columns, not \[2, 4\]"):
+    with pytest.raises(InvalidArgumentError, match=r"must be \[2, 12\], past and new columns, not \[2, 4\]"):
         logits_in_two_passes(llama.model, cache, masked(), second_mask=masked()[:, 8:])
 
 

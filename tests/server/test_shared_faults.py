@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import gc
 import os
 import random
 import signal
@@ -277,5 +278,6 @@ def test_whatever_is_written_into_a_lane_others_are_served(shared_daemon: Daemon
             # Its own calls by the stream are served on as well.
             kv.open_step([kv.allocate([9])]).extend(0, *(np.ones((1, 2, 32), np.float32) for _ in range(3)))
         del vandal  # what a client keeps, the daemon keeps
+        gc.collect()
         until(lambda: footprint(pid) == before, survivor.lap)
     assert shared_daemon.log.read_text() == log
