@@ -1,4 +1,4 @@
-"""Allocate and CanAllocate between protobuf and the block manager: requests of many sequences are read in slices."""
+"""Translation of Allocate and CanAllocate between protobuf and the block manager. Large requests are read in slices."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def allocating(
     space: SequenceSpace,
     request: blocks_pb2.AllocateRequest | blocks_pb2.CanAllocateRequest,
 ) -> Slices[T]:
-    """`allocate`, with the sequences of a request."""
+    """Call `allocate` with the sequences of a request."""
     requests = yield from allocation_requests(request.sequences, request.lookahead)
     with _allocation_fields():
         return (yield from allocate(space, requests))
@@ -52,7 +52,7 @@ def allocate_response(allocations: Iterable[Allocation]) -> blocks_pb2.AllocateR
 
 @contextlib.contextmanager
 def _allocation_fields() -> Iterator[None]:
-    """Errors about the requests of a batch name the fields of the message that they came in."""
+    """Rename the fields in errors of the block manager to the fields of the protobuf message."""
     try:
         yield
     except KVServiceError as error:

@@ -1,4 +1,4 @@
-"""Who connects over TCP, and who is refused: counted and logged, at a bounded cost."""
+"""Audit of TCP clients: counts and logs accepted connections and refused RPCs, at a bounded cost."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from kvservice.logs import LogBudget
 
 logger = logging.getLogger(__name__)
 
-# A refusal is answered after this time, so that callers who try again and again are slow, unless so many wait already.
+# A refusal is sent after this delay, which slows down callers that retry in a loop. At most MAX_DELAYED_REFUSALS wait
+# at a time; further refusals are sent at once.
 REFUSAL_DELAY_S = 1.0
 MAX_DELAYED_REFUSALS = 64
-# Connections that are remembered, to be logged once.
+# The connections that are remembered, so that each is logged once.
 MAX_KNOWN_CONNECTIONS = 4096
 
 
 class Audit:
-    """`refusals` counts refused RPCs by cause, `num_connections` connections with an accepted RPC."""
+    """`refusals` counts refused RPCs by cause. `num_connections` counts connections with at least one accepted RPC."""
 
     def __init__(
         self,
@@ -39,7 +40,7 @@ class Audit:
         self._refusal_log = LogBudget(logger, clock)
 
     def accepted(self, peer: str, caller: Identity) -> None:
-        """An RPC passed. `peer` is gRPC's name of the connection's other end."""
+        """Record an accepted RPC. `peer` is gRPC's name for the remote end of the connection."""
         connection = peer, caller
         if connection in self._known:
             return
@@ -50,7 +51,7 @@ class Audit:
         self._connection_log.write(logging.INFO, "%s connected from %s", caller.name or "a client", peer)
 
     async def refused(self, peer: str, method: str, error: UnauthenticatedError) -> None:
-        """An RPC is refused. Returns when the caller may know."""
+        """Record a refused RPC. Returns when the refusal may be sent, after the delay."""
         cause = error.metadata["cause"]
         self.refusals[cause] += 1
         self._refusal_log.write(logging.WARNING, "%s refused to %s: %s token", repr(method[:100]), peer, cause)

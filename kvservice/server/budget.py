@@ -1,7 +1,7 @@
-"""The host memory that sessions share with the daemon: regions, lanes and step tables, of all sessions together.
+"""Limit on the host memory that all sessions share with the daemon: regions, lanes and step tables.
 
-A client may keep memory mapped that its session has given up. It counts until the last descriptor and mapping of it
-outside of the daemon is gone, for only then does the system have it back.
+A client may keep memory mapped after its session has released it. Such memory counts until the last descriptor and
+mapping outside the daemon is closed, because only then does the kernel free it.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from kvservice.server import descriptors, unmapping
 
 logger = logging.getLogger(__name__)
 
-# Memory that is left to the daemon itself, for the calls in flight.
+# Memory reserved for the daemon's own calls in flight.
 RESERVE_BYTES = 64 << 20
-# How often memory that clients keep is looked at.
+# The interval at which memory kept by clients is checked.
 LOOK_S = 1.0
-# Each takes a descriptor of the daemon.
+# Limit on the released memory objects that clients keep; each uses a file descriptor of the daemon.
 MAX_KEPT = 1024
 
 
 class Budget:
-    """Counts bytes before they are taken."""
+    """Counts bytes before they are allocated."""
 
     def __init__(self, limit_mib: int) -> None:
         self._limit_mib = limit_mib
         self.used_bytes = 0
-        # Descriptors of memory that was given up and that clients keep, with their bytes.
+        # The size in bytes of each released memory object that clients still keep, by file descriptor.
         self._kept: dict[int, int] = {}
-        # For memory that is given up where no descriptor is left.
+        # Used to release memory when the process has no file descriptors left.
         self.spare = descriptors.Spare()
 
     def take(self, num_bytes: int, field: str = "") -> None:
-        """Raises QuotaExceededError with the field."""
+        """Count `num_bytes` as used. Raises QuotaExceededError naming `field`."""
         limit_bytes = self._limit_mib << 20
         if self.used_bytes + num_bytes > limit_bytes or len(self._kept) >= MAX_KEPT:
             self.look()
@@ -62,14 +62,14 @@ class Budget:
         assert self.used_bytes >= 0, "more was given back than taken"
 
     def make(self, name: str, num_bytes: int, *, read_only: bool = False, field: str = "") -> BudgetedMemory:
-        """Memory for a client and the daemon. Raises QuotaExceededError, and ResourceExhaustedError where there is not
-        that much memory, with the field."""
+        """Allocate memory shared by a client and the daemon. Raises QuotaExceededError, and ResourceExhaustedError if
+        the host has not enough memory; both name `field`."""
         return finish(self.make_in_slices(name, num_bytes, read_only=read_only, field=field))
 
     def make_in_slices(
         self, name: str, num_bytes: int, *, read_only: bool = False, field: str = ""
     ) -> Slices[BudgetedMemory]:
-        """`make`; all of it counts from the first slice on."""
+        """`make` in slices. All bytes count from the first slice on."""
         self.take(num_bytes, field)
         try:
             sealed = yield from SealedMemory.in_slices(
@@ -85,13 +85,13 @@ class Budget:
         return BudgetedMemory(sealed, self)
 
     def keep(self, descriptor: int, num_bytes: int) -> None:
-        """Count memory of this descriptor, which becomes the budget's, until no client has it."""
+        """Count the memory of this descriptor until no client keeps it. The budget owns the descriptor from now on."""
         if not self._kept:
             asyncio.get_running_loop().call_later(LOOK_S, self._look_again)
         self._kept[descriptor] = num_bytes
 
     def look(self) -> None:
-        """Give back what clients do not keep any more."""
+        """Stop counting memory that no client keeps any more."""
         for descriptor, num_bytes in list(self._kept.items()):
             if not _is_open_elsewhere(descriptor):
                 del self._kept[descriptor]
@@ -105,7 +105,7 @@ class Budget:
 
 
 class BudgetedMemory:
-    """Sealed memory that counts for as long as it is taken. `descriptor` opens it for a client."""
+    """Sealed memory that counts against the budget until it is released. `descriptor` opens it for a client."""
 
     def __init__(self, sealed: SealedMemory, budget: Budget) -> None:
         self.sealed = sealed
@@ -113,8 +113,11 @@ class BudgetedMemory:
         self._is_open = True
 
     def descriptor(self) -> int:
-        """A descriptor to be handed over, the caller's to close: an open file of its own, unlike a duplicate, so that
-        it is known when the last one is closed. Raises ResourceExhaustedError."""
+        """Return a file descriptor to send to a client; the caller closes its copy.
+
+        It refers to a separate open file description, unlike a duplicate, so that the daemon can detect when the last
+        one is closed. Raises ResourceExhaustedError.
+        """
         with descriptors.needed():
             return self._open()
 
@@ -122,7 +125,7 @@ class BudgetedMemory:
         return os.open(f"/proc/self/fd/{self.sealed.fd}", os.O_RDWR | os.O_CLOEXEC)
 
     def close(self) -> None:
-        """The daemon needs it no longer. Does nothing the second time."""
+        """Release the daemon's mapping. Further calls have no effect."""
         if not self._is_open:
             return
         self._is_open = False
@@ -130,7 +133,7 @@ class BudgetedMemory:
             with self._budget.spare.lent():
                 descriptor = self._open()
                 self.sealed.close()
-        except OSError as error:  # another thread has taken the one that was lent
+        except OSError as error:  # another thread has used the spare descriptor
             self.sealed.close()
             self._budget.give_back(self.sealed.num_bytes)
             logger.warning("it is not known whether a client keeps %d bytes: %s", self.sealed.num_bytes, error)
@@ -143,9 +146,12 @@ class BudgetedMemory:
 
 
 def _is_open_elsewhere(descriptor: int) -> bool:
-    """Whether there is an open file of this memory besides that of `descriptor`, or a mapping of one. The kernel grants
-    a write lease (fcntl(2)) only where there is none. If somebody opens the file in that very moment, it sends a
-    signal: SIGURG, which is ignored, in place of SIGIO, which would end the process."""
+    """Return whether this memory has another open file description than that of `descriptor`, or a mapping of one.
+
+    The kernel grants a write lease (fcntl(2)) only if there is none. If a process opens the file while the lease is
+    held, the kernel sends a signal. It is set to SIGURG, which is ignored, because the default SIGIO would end the
+    daemon.
+    """
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)
         fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)

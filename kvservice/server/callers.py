@@ -1,4 +1,4 @@
-"""The callers of each port: trusted on the unix socket, checked over TCP."""
+"""Authentication of callers. Callers on the unix socket are trusted; callers over TCP are checked."""
 
 from __future__ import annotations
 
@@ -21,39 +21,43 @@ _SCHEME = "bearer "
 
 
 class Callers(Protocol):
-    """`local`: they are on this host, connected to the unix socket. `interceptors` are for the server of the port."""
+    """The callers of one port.
+
+    `local` is true if they are on this host, connected to the unix socket. `interceptors` are installed in the gRPC
+    server of the port.
+    """
 
     local: bool
     interceptors: Sequence[grpc.aio.ServerInterceptor]
 
     def admit(self, context: Context) -> None:
-        """Called at the beginning of each RPC that passed."""
+        """Admit an RPC. Called at the start of each RPC that the interceptors accepted."""
 
     def check(self, caller: Identity) -> None:
         """Raise UnauthenticatedError for a caller whose token is no longer in the token file."""
 
 
 class LocalCallers:
-    """Whoever the mode of the unix socket lets in."""
+    """Callers on the unix socket. Its file mode is the only access control."""
 
     local = True
     interceptors: Sequence[grpc.aio.ServerInterceptor] = ()
 
     def admit(self, _context: Context) -> None:
-        """They have no names."""
+        """Do nothing: local callers have no names."""
 
     def check(self, _caller: Identity) -> None:
-        """They have no tokens."""
+        """Do nothing: local callers have no tokens."""
 
 
 class RemoteCallers(grpc.aio.ServerInterceptor):
-    """Callers over TCP. Where the daemon has tokens an RPC needs one, of any service and method; the RPC is refused
-    before its message is received."""
+    """Callers over TCP. If the daemon has a token file, every RPC needs a token, whatever its service and method. An
+    RPC without one is refused before its message is received."""
 
     local = False
 
     def __init__(self, tokens: Reloading[Tokens] | None, certified: bool, audit: Audit) -> None:
-        """`certified`: TLS has checked their certificates, which name them unless tokens do."""
+        """`certified` is true if TLS verifies client certificates. They name the callers unless tokens do."""
         self.interceptors: Sequence[grpc.aio.ServerInterceptor] = () if tokens is None else (self,)
         self._tokens = tokens
         self._named_by_certificate = certified and tokens is None
@@ -85,12 +89,12 @@ class RemoteCallers(grpc.aio.ServerInterceptor):
             await self._audit.refused(context.peer(), method, error)
             await context.abort_with_status(rpc_status.to_status(to_status(error)))
 
-        # Streaming, whatever the method is: gRPC receives no message before such a handler asks for one.
+        # The handler is a streaming one for every method, because gRPC then receives no message until it asks for one.
         return grpc.stream_stream_rpc_method_handler(refuse)
 
 
 def _bearer_token(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
-    """The token of an RPC; None if it has none, "" if what it has is no bearer token, or more than one."""
+    """Return the token of an RPC, None if it has none, and "" if it has no valid bearer token or more than one."""
     values = [value for key, value in metadata if key == "authorization"]
     if not values:
         return None
@@ -101,10 +105,10 @@ def _bearer_token(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
 
 
 def _certificate_name(auth_context: Mapping[str, Iterable[bytes]]) -> str:
-    """The name in a client's certificate, with unprintable characters escaped: its common name, or else the first
-    alternative name."""
+    """Return the name in a client certificate: its common name, or else its first alternative name. Unprintable
+    characters are escaped."""
     for key in ("x509_common_name", "x509_subject_alternative_name"):
         for name in filter(None, auth_context.get(key, ())):
             return name.decode(errors="backslashreplace").encode("unicode_escape").decode()
-    # Not the empty name, which is that of callers who are trusted without one.
+    # The empty name would mean a trusted caller without a name.
     return "certificate without a name"

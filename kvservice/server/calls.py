@@ -1,6 +1,7 @@
-"""What each call does: check, one call of the engine, translate, return.
+"""The handlers of all calls. Each checks the request, calls the engine once and translates the result.
 
-One function for each RPC, named as the RPC and as the field of a stream's `Call`; the same function serves both ways.
+There is one function per RPC, named like the RPC and like the field of a stream's `Call`. The same function serves
+unary RPCs and calls on a session's stream.
 """
 
 from __future__ import annotations
@@ -25,13 +26,16 @@ from kvservice.v1 import attention_pb2, blocks_pb2, inspect_pb2, pool_pb2, sessi
 from kvservice.wire.encoded import Encoded, encode_tensor
 from kvservice.wire.tensors import to_ints, token_array
 
-# Room for what surrounds the tensors in a message.
+# Bytes reserved for the fields of a message besides its tensors.
 MESSAGE_OVERHEAD = 4096
 
 
 class Calls(HostCalls):
-    """Calls within a session: `(session, request) -> response`, or a coroutine of it where bytes are moved, or a task
-    where more is done than fits into one slice. Responses with tensors are encoded already."""
+    """Calls within a session: `(session, request) -> response`.
+
+    Calls that move bytes return a coroutine of the response. Calls that need more than one slice return a task.
+    Responses with tensors are already encoded.
+    """
 
     def __init__(self, config: ServeConfig, engine: Engine) -> None:
         super().__init__(engine.manager)
@@ -111,7 +115,7 @@ class Calls(HostCalls):
             sequences = yield from chosen(
                 include_tokens=request.return_token_ids, include_blocks=request.return_block_ids
             )
-            self._check_described(sequences)  # they may have grown meanwhile
+            self._check_described(sequences)  # the sequences may have grown between the slices
         return (yield from in_turn(codec.description(info) for info in sequences))
 
     def _check_described(self, sequences: list[SequenceInfo]) -> None:
@@ -144,14 +148,14 @@ class Calls(HostCalls):
         return blocks_pb2.CommonPrefixResponse(num_blocks=num_blocks)
 
     async def decode(self, session: Session, request: attention_pb2.AttendRequest) -> Encoded:
-        """An AttendResponse."""
+        """Return an encoded AttendResponse."""
         step = self._manager.get_step(session.space, request.step_id)
         if len(step.slot_mapping) != len(step.query_lens):
             raise InvalidArgumentError("a sequence has several tokens in this step: use Extend", field="step_id")
         return await self.extend(session, request)
 
     async def extend(self, session: Session, request: attention_pb2.AttendRequest) -> Encoded:
-        """An AttendResponse."""
+        """Return an encoded AttendResponse."""
         options = codec.attention_options(request.options)
         if request.validate_only:
             self._manager.check_layer(session.space, request.step_id, request.layer)
@@ -167,7 +171,7 @@ class Calls(HostCalls):
             codec.output_target(session.regions, request, "lse_place") as lse_target,
         ):
             if output_target is None:
-                # The output is as large as the query; the log-sum-exp adds at most an eighth.
+                # The output is as large as the query, and the log-sum-exp adds at most an eighth.
                 codec.check_response_size(query.nbytes * 9 // 8, self._max_response_bytes, "query")
             else:
                 output_target.check_size(query.nbytes)
@@ -197,7 +201,7 @@ class Calls(HostCalls):
         return attention_pb2.WriteResponse()
 
     async def read(self, session: Session, request: attention_pb2.ReadRequest) -> Encoded:
-        """A ReadResponse."""
+        """Return an encoded ReadResponse."""
         layer = codec.optional_layer(request)
         ranges = [(part.sequence_id, part.start, part.stop) for part in request.ranges]
         self._check_read_size(ranges, layer)
@@ -226,7 +230,7 @@ class OpenCalls:
         sessions: SessionRegistry,
         snapshot: Callable[[bytes], Awaitable[bytes]],
     ) -> None:
-        """`snapshot` answers a serialized GetSnapshotRequest."""
+        """`snapshot` maps a serialized GetSnapshotRequest to a serialized Snapshot."""
         self._snapshot = snapshot
         self._info = codec.info_response(config, engine.device, __version__)
         self._engine = engine
@@ -239,7 +243,7 @@ class OpenCalls:
         return codec.stats_response(self._engine.manager.stats(), len(self._sessions))
 
     async def get_snapshot(self, request: inspect_pb2.GetSnapshotRequest) -> bytes:
-        """A serialized Snapshot."""
+        """Return a serialized Snapshot."""
         codec.check_snapshot_request(request)
         return await self._snapshot(request.SerializeToString())
 

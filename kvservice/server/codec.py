@@ -1,4 +1,4 @@
-"""Requests to native values and plans to responses: where protobuf ends."""
+"""Translation of protobuf requests to native values, and of results to protobuf responses."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from kvservice.wire.tensors import Array, put_type, to_array, to_ints
 
 MAX_SNAPSHOT_ROWS = 1000
 MAX_SEARCH_LENGTH = 128
-# Requests of clients on this host.
+# The request types that only clients on this host may send.
 HOST_REQUESTS = tuple(
     GetMessageClass(method.input_type)
     for module, name in ((shared_memory_pb2, "SharedMemoryService"), (host_pb2, "HostService"))
@@ -43,12 +43,12 @@ def extra_keys(keys: Iterable[blocks_pb2.ExtraKey]) -> tuple[tuple[int, bytes], 
 
 
 def optional_ints(repeated: Sequence[int], dtype: type[np.integer[Any]] = np.int64) -> Array | None:
-    """An empty repeated field means that it was left out."""
+    """Return the integers as an array, or None for an empty repeated field, which means that it was not set."""
     return to_ints(repeated, dtype) if repeated else None
 
 
 def shares_memory(request: Message) -> bool:
-    """Whether a request is about memory of this host: by its kind, or because a tensor of it lies in a region."""
+    """Return whether a request uses shared memory: by its type, or because one of its tensors is in a region."""
     return isinstance(request, HOST_REQUESTS) or any(
         isinstance(value, tensor_pb2.SharedMemoryPlace)
         or (isinstance(value, tensor_pb2.Tensor) and value.HasField("shared_memory"))
@@ -61,14 +61,17 @@ def place_of(message: tensor_pb2.SharedMemoryPlace) -> Place:
 
 
 class TensorReader:
-    """A call's input tensors, from the message or from regions; together no more than a message could hold."""
+    """Reads the input tensors of a call from its message or from regions.
+
+    The total size of the tensors in regions is limited to the size of a message.
+    """
 
     def __init__(self, regions: Regions, max_bytes: int) -> None:
         self._regions = regions
         self._left = max_bytes
 
     def array(self, tensor: tensor_pb2.Tensor, field: str) -> Array:
-        """Raises InvalidArgumentError, and the errors of `Regions.read`."""
+        """Return the tensor as an array. Raises InvalidArgumentError, and the errors of `Regions.read`."""
         return to_array(tensor, field, self._read)
 
     def _read(self, message: tensor_pb2.SharedMemoryPlace, field: str) -> Array:
@@ -80,7 +83,8 @@ class TensorReader:
 
 @contextlib.contextmanager
 def output_target(regions: Regions, request: attention_pb2.AttendRequest, field: str) -> Iterator[Target | None]:
-    """The place that the request names for an output, None if it names none; its region is in use meanwhile."""
+    """Yield the place in a region where the request wants an output, or None if the output belongs in the response.
+    The region stays in use until the context ends."""
     if not request.HasField(field):
         yield None
         return
@@ -89,7 +93,8 @@ def output_target(regions: Regions, request: attention_pb2.AttendRequest, field:
 
 
 def encode_output(array: Array, target: Target | None) -> Encoded:
-    """A Tensor message that has the elements, or one that has their place in the target, where they are put."""
+    """Encode a Tensor message. Without a target it contains the elements. Otherwise the elements are written to the
+    target, and the message contains their place."""
     if target is None:
         return encode_tensor(array)
     place = target.put(array)
@@ -138,7 +143,7 @@ def block_sparse(sparse: attention_pb2.BlockSparse) -> BlockSparse:
 
 
 def step_response(step: Step, return_slot_mapping: bool, mapped: tuple[int, int] | None) -> blocks_pb2.StepResponse:
-    """`mapped`: slot and offset in the session's tables."""
+    """Encode a step. `mapped` has the slot and the offset of the step in the session's step tables."""
     response = blocks_pb2.StepResponse(
         step_id=step.step_id,
         query_lens=step.query_lens.tolist(),
@@ -224,6 +229,6 @@ def check_snapshot_request(request: inspect_pb2.GetSnapshotRequest) -> None:
 
 
 def check_response_size(num_bytes: int, limit: int, field: str) -> None:
-    """Refuse before the work is done what could not be sent after it."""
+    """Raise InvalidArgumentError if the response would exceed a message. Called before the work is done."""
     if num_bytes > limit:
         raise InvalidArgumentError(f"the answer would take {num_bytes} bytes, a message may have {limit}", field=field)

@@ -1,4 +1,4 @@
-"""The contract's services, from its own descriptors, and what its RPCs are called here."""
+"""The services of the contract, taken from their protobuf descriptors, and the handler names of their RPCs."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ SERVICES: tuple[ServiceDescriptor, ...] = tuple(
     for service in module.DESCRIPTOR.services_by_name.values()
 )
 
-# The observer serializes their answers; they are passed on as they are.
+# RPCs whose responses the observer serializes; the daemon forwards the bytes unchanged.
 ANSWERED_BY_OBSERVER = frozenset(("GetSnapshot",))
 
-# Their calls are a session's, and go over its stream too.
+# Services whose calls belong to a session. They can also be sent over the session's stream.
 SESSION_SERVICES = frozenset(("BlockService", "AttentionService", "SharedMemoryService", "HostService"))
 
 
 def call_name(rpc_name: str) -> str:
-    """CanAllocate → can_allocate: the name of the handler, and of the field in Call and Reply."""
+    """Return the name of an RPC's handler and of its field in Call and Reply: CanAllocate → can_allocate."""
     return re.sub(r"(?<!^)(?=[A-Z])", "_", rpc_name).lower()
 
 
-# Methods whose latency is measured: streams have none.
+# The methods whose latency is measured. Streaming RPCs have no latency.
 METHODS: list[str] = [
     call_name(method.name)
     for service in SERVICES

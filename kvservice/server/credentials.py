@@ -1,4 +1,4 @@
-"""What the daemon knows remote callers by, read from files and read again when they change."""
+"""Tokens and TLS certificates. They are read from files and reloaded when the files change."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RELOAD_EVERY_S = 1.0
 
 
 class Credentials:
-    """`tokens` and `certificates` are None where the configuration names no files for them."""
+    """`tokens` and `certificates` are None if the configuration names no files for them."""
 
     def __init__(self, config: ServeConfig) -> None:
         """Raises InvalidArgumentError naming the option whose file cannot be used."""
@@ -33,21 +33,21 @@ class Credentials:
             client_ca = Path(config.tls_client_ca) if config.tls_client_ca else None
             files = CertificateFiles(Path(config.tls_cert), Path(config.tls_key), client_ca)
             self.certificates = Reloading(files.paths, lambda: _read(files))
-        # TLS handshakes that clients began. gRPC does not say how many of them fail.
+        # The number of TLS handshakes that clients started. gRPC does not report how many of them fail.
         self.num_handshakes = 0
         self._lock = threading.Lock()
 
     def for_server(self) -> grpc.ServerCredentials | None:
-        """What a TCP port is opened with; None for plain text. gRPC accepts no TLS older than 1.2."""
+        """Return the credentials of a TCP port, or None for plain text. gRPC accepts no TLS version below 1.2."""
         if self.certificates is None:
             return None
         self._served = self.certificates.value
-        # The type of the second argument does not know that None is allowed.
+        # The type annotation of the second parameter does not allow a callback that returns None; gRPC does.
         newer: Any = self._newer_configuration
         return grpc.dynamic_ssl_server_credentials(_configuration(self._served), newer, bool(self._served.client_ca))
 
     async def keep_current(self, on_new_tokens: Callable[[], None]) -> None:
-        """Read changed files again, until cancelled."""
+        """Reload changed files until cancelled. Calls `on_new_tokens` after the token file has changed."""
         while True:
             await asyncio.sleep(RELOAD_EVERY_S)
             if self.certificates is not None:
@@ -56,7 +56,7 @@ class Credentials:
                 on_new_tokens()
 
     def _newer_configuration(self) -> grpc.ServerCertificateConfiguration | None:
-        """gRPC's threads call this before each handshake. None: the certificates are still the same."""
+        """Return the certificates if they have changed, or None. gRPC's threads call this before each handshake."""
         assert self.certificates is not None, "there is a TLS port"
         with self._lock:
             self.num_handshakes += 1
@@ -68,7 +68,7 @@ class Credentials:
 
 
 def _read(files: CertificateFiles) -> Certificates:
-    """Raises InvalidArgumentError."""
+    """Read the certificates; log a warning if they are expired or not yet valid. Raises InvalidArgumentError."""
     found = Certificates.read(files)
     if fault := found.time_fault():
         logger.warning("%s: clients will refuse it: %s", files.cert, fault)

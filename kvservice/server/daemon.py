@@ -1,4 +1,4 @@
-"""The daemon's life: open the pool, listen, serve, drain, end."""
+"""The daemon: opens the pool, listens, serves, drains and exits."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Daemon:
         self._stop = asyncio.Event()
 
     async def serve(self) -> int:
-        """Serve until SIGTERM, SIGINT or a fault. Returns the exit status."""
+        """Serve until SIGTERM, SIGINT or a device fault. Returns the exit status."""
         loop = asyncio.get_running_loop()
         loop.set_task_factory(task_factory)
         for signal_number in (signal.SIGTERM, signal.SIGINT):
@@ -145,7 +145,7 @@ class Daemon:
         return EXIT_FAULT if self.device.fault is not None else 0
 
     def _listen(self, cleanup: contextlib.ExitStack) -> list[grpc.aio.Server]:
-        """A server for each gRPC address, not yet started. Raises StartError."""
+        """Return one gRPC server per address, not yet started. Raises StartError."""
         config = self._config
         servers = []
         if config.unix_socket:
@@ -174,19 +174,22 @@ class Daemon:
         return server
 
     def _end_revoked(self) -> None:
-        """The token file has changed."""
+        """End the streams of callers whose tokens were removed from the token file."""
         self.sessions.end_streams_of(self._remote_callers.check)
         for slots in self._slots:
             slots.end_revoked(self._remote_callers.check)
 
     def _set_health(self, reason: str = "") -> None:
-        """Of all services. They serve, unless there is a reason why not. Corrupt bookkeeping is one: the K/V of one
-        sequence may be given to another, and wrong answers are worse than none."""
+        """Set the health of all services: serving without a `reason`, else not serving.
+
+        Corrupt bookkeeping is such a reason, because one sequence could read the K/V of another, and a wrong answer
+        is worse than none.
+        """
         for name in ("", *(service.full_name for service in SERVICES)):
             self._health.set(name, reason=reason)
 
     async def _drain(self) -> None:
-        """Refuse new work; wait for calls, and for steps that have begun and go on."""
+        """Refuse new work, and wait for calls in flight and for started steps that make progress."""
         self.dispatcher.draining = True
         self.sessions.lanes.drain()
         self._set_health(self.integrity.failure or "the daemon is shutting down")
@@ -198,7 +201,8 @@ class Daemon:
 
 
 def _open_tracer(config: ServeConfig) -> Tracer | None:
-    """Raises StartError where OpenTelemetry is not installed, InvalidArgumentError for an endpoint that is none."""
+    """Open the tracer, if one is configured. Raises StartError if OpenTelemetry is not installed, and
+    InvalidArgumentError for an invalid endpoint."""
     if not config.otel_endpoint:
         return None
     try:
@@ -213,7 +217,7 @@ async def _main(config: ServeConfig) -> int:
 
 
 def run(config: ServeConfig) -> int:
-    """Run a daemon in this process until it is told to end. Returns the exit status."""
+    """Run a daemon in this process until a signal or a fault ends it. Returns the exit status."""
     logs.configure(config.log_level, config.log_format)
     raise_file_limit(config)
     return uvloop.run(_main(config))

@@ -1,4 +1,4 @@
-"""File descriptors where the process has as many as it may: one is kept for what must be done."""
+"""Handling of a full file descriptor table. One spare descriptor is kept for operations that must not fail."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NONE_LEFT = (errno.EMFILE, errno.ENFILE)
 
 @contextlib.contextmanager
 def needed() -> Iterator[None]:
-    """Raises ResourceExhaustedError where a descriptor is opened within and none is left."""
+    """Raise ResourceExhaustedError if code in this context opens a file descriptor and none is left."""
     try:
         yield
     except OSError as error:
@@ -24,7 +24,7 @@ def needed() -> Iterator[None]:
 
 
 class Spare:
-    """A descriptor that is kept."""
+    """A spare file descriptor."""
 
     def __init__(self) -> None:
         self._descriptor: int | None = None
@@ -32,7 +32,8 @@ class Spare:
 
     @contextlib.contextmanager
     def lent(self) -> Iterator[None]:
-        """One more descriptor can be opened within. If it is not closed again, nothing is lent until others are."""
+        """Free the spare, so that one descriptor can be opened in this context. If the caller does not close it, and
+        the table is still full, there is no spare until other descriptors are closed."""
         self.close()
         try:
             yield

@@ -1,4 +1,4 @@
-"""Every call passes here, whichever way it came: admission, repeated requests, errors, latency."""
+"""The dispatcher of all calls, unary or over a stream: admission, repeated requests, errors and latency."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Refused while the daemon drains.
+# Methods that are refused while the daemon drains.
 NEW_WORK = frozenset(
     (
         "open", "attach", "allocate", "append", "open_step", "fork", "swap_out", "swap_in", "pin", "create_region",
         "open_lane", "map_pool",
     )
 )  # fmt: skip
-# Their answers wait until the step may be worked on.
+# Methods whose responses wait until the client may work on the step.
 OPENS_STEP = frozenset(("append", "open_step"))
-# A step that has begun is finished while the daemon drains.
+# Methods that stay allowed while the daemon drains, for steps that have begun.
 STEP_WORK = frozenset(("decode", "extend", "write"))
 
 
 class Dispatcher:
-    """`tracer` is None where calls are not traced."""
+    """Runs the handler of each call. `tracer` is None if calls are not traced."""
 
     def __init__(
         self, calls: Calls, open_calls: OpenCalls, sessions: SessionRegistry, table: CallTable, tracer: Tracer | None
@@ -53,24 +53,27 @@ class Dispatcher:
         self.tracer = tracer
         self.draining = False
         self.in_flight = self.num_begun = 0
-        # Calls that were refused because there were no blocks.
+        # The number of calls that failed with OutOfBlocksError.
         self.out_of_blocks = 0
 
     async def call(
         self, method: str, request: Any, session: Session, transport: str, local: bool, traceparent: str = ""
     ) -> Message:
-        """A call within a session; `local`: it came over the unix socket; `traceparent` is its caller's. Raises
-        KVServiceError."""
+        """Run a call within a session.
+
+        `local` is true if the call came over the unix socket. `traceparent` is the caller's trace context. Raises
+        KVServiceError.
+        """
         return await self._measured(method, transport, traceparent, self._in_session, request, session, local)
 
     async def call_by_token(
         self, method: str, request: Any, transport: str, local: bool, traceparent: str = ""
     ) -> Message:
-        """A call within the session whose token it carries."""
+        """Run a call within the session whose token it carries. Raises KVServiceError."""
         return await self._measured(method, transport, traceparent, self._by_token, request, None, local)
 
     async def call_open(self, method: str, request: Any, transport: str, traceparent: str = "") -> Message:
-        """A call that needs no session."""
+        """Run a call that needs no session. Raises KVServiceError."""
         self._sessions.lanes.collect()
         return await self._measured(method, transport, traceparent, self._without_session, request, None, local=True)
 
@@ -94,7 +97,7 @@ class Dispatcher:
                 raise RegionsNotAllowedError("shared memory is for clients on the unix socket")
             response = run(method, request, session)
             if isinstance(response, asyncio.Task):
-                response = await asyncio.shield(response)  # it is ended, whether or not its caller still waits
+                response = await asyncio.shield(response)  # the task completes even if its caller is cancelled
             elif inspect.isawaitable(response):
                 response = await response
             return cast(Message, response)
@@ -105,7 +108,7 @@ class Dispatcher:
                 logger.debug("%s refused: %s", method, error.reason, extra=self._told(method, status, request, session))
             raise
         except asyncio.CancelledError:
-            status = "CANCELLED"  # cut off, as by the end of its stream: nobody gets an answer
+            status = "CANCELLED"  # for example because the stream ended: there is nobody to respond to
             raise
         except Exception:
             status = InternalError.status
@@ -118,12 +121,12 @@ class Dispatcher:
                 span.end(status, self._session_id(request, session))
 
     def _session_id(self, request: Any, session: Session | None) -> int | None:
-        """Of a unary call's token, if there is still such a session."""
+        """Return the id of `session`, or of the session of a unary call's token, or None if it has ended."""
         session = session or self._sessions.find(getattr(request, "session_token", b""))
         return None if session is None else session.session_id
 
     def _told(self, method: str, status: str, request: Any, session: Session | None) -> dict[str, Any]:
-        """What a line of the log says of a call: nothing of what it carries."""
+        """Return the structured fields of a call's log line. They contain none of the request's data."""
         return {
             "method": method,
             "status": status,

@@ -1,4 +1,4 @@
-"""For how long a daemon that shuts down waits for the work that has begun."""
+"""The policy that decides how long a draining daemon waits for work in progress."""
 
 from __future__ import annotations
 
@@ -9,19 +9,22 @@ logger = logging.getLogger(__name__)
 
 
 class Drain:
-    """Waits for calls in flight, and for steps while their layers come; never longer than `timeout_s`. Times are
-    seconds of a monotonic clock, read by the caller."""
+    """Decides whether to keep waiting.
+
+    A drain waits for calls in flight, and for open steps as long as their layers arrive within `stall_s` of each
+    other, but never longer than `timeout_s`. The caller passes the time, in seconds of a monotonic clock.
+    """
 
     def __init__(self, timeout_s: float, stall_s: float, now: float) -> None:
         self._timeout_s = timeout_s
         self._stall_s = stall_s
         self._begun_at = now
-        # The layers that a session's steps had, and since when they have as many.
+        # For each session id: the number of written layers, and the time of its last change.
         self._seen: dict[int, tuple[int, float]] = {}
 
     def goes_on(self, now: float, calls_in_flight: int, layers_written: Mapping[int, int]) -> bool:
-        """Whether there is something to wait for. `layers_written`: for the id of each attached session whose steps
-        are half written, how many layers of these are."""
+        """Return whether to keep waiting. `layers_written` maps the id of each attached session with partly written
+        steps to the number of layers written in these steps."""
         if now - self._begun_at > self._timeout_s:
             logger.warning("still busy after %g s of draining", self._timeout_s)
             return False

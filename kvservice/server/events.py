@@ -1,4 +1,4 @@
-"""Block events for subscribers: what the journal remembers, then what is added to it."""
+"""Streams of block events. A subscriber receives the batches in the journal, then new ones as they are added."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from kvservice.config import ServeConfig
 from kvservice.errors import EventsOffError, InvalidArgumentError, QuotaExceededError
 from kvservice.v1 import events_pb2
 
-# So that a burst of operations wakes a subscriber once, and nothing waits for long.
+# A subscriber waits this long after a change, so that a burst of operations wakes it once.
 GATHER_S = 0.005
-# Batches that are sent before others get their turn.
+# The number of batches read from the journal at a time.
 MAX_BURST = 64
 
 
 class EventStreams:
-    """All subscribers. The journal is written by operations on the event loop; each stream reads it at its own pace,
-    and is told of a gap when what it would read next is forgotten."""
+    """All event streams. Operations on the event loop write the journal, and each stream reads it at its own pace. A
+    stream reports a gap if the journal no longer has the next batch."""
 
     def __init__(self, config: ServeConfig, journal: EventJournal | None) -> None:
         self._journal = journal
         self._limit = config.max_event_streams
         self._block_size = config.block_size
         self._medium = "CPU" if config.cuda_device is None else "GPU"
-        # Never 0, which stands for any.
+        # Never 0, because 0 in a request means any daemon.
         self._daemon_id = secrets.randbits(64) or 1
         self._changed = asyncio.Event()
         self._encoded: dict[int, bytes] = {}
@@ -39,7 +39,7 @@ class EventStreams:
             journal.on_change = self._changed.set
 
     async def subscribe(self, request: events_pb2.SubscribeRequest) -> AsyncGenerator[bytes]:
-        """Serialized KVEventBatch messages. Raises EventsOffError, QuotaExceededError, InvalidArgumentError."""
+        """Yield serialized KVEventBatch messages. Raises EventsOffError, QuotaExceededError, InvalidArgumentError."""
         journal = self._journal
         if journal is None:
             raise EventsOffError("the daemon runs with event_window 0")
@@ -78,7 +78,7 @@ class EventStreams:
         await asyncio.sleep(GATHER_S)
 
     def _message(self, batch: EventBatch) -> bytes:
-        """Encoded once for all who want it at about the same time."""
+        """Return the serialized batch. A small cache shares it among streams that read at about the same time."""
         data = self._encoded.get(batch.number)
         if data is None:
             data = self._encoded[batch.number] = self._encode(batch).SerializeToString()
@@ -118,7 +118,7 @@ class EventStreams:
 
 
 def chains(blocks: Iterable[StoredBlock]) -> Iterator[list[StoredBlock]]:
-    """Consecutive blocks, each the parent of the next, together."""
+    """Group consecutive blocks into chains in which each block is the parent of the next."""
     chain: list[StoredBlock] = []
     for block in blocks:
         _, parent, _ = block

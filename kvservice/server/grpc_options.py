@@ -1,4 +1,4 @@
-"""gRPC's arguments for the daemon's side of its connections. gRPC ignores a name that it does not know."""
+"""gRPC channel arguments for the daemon's servers. gRPC ignores unknown names."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from kvservice.wire.keepalive import MIN_PING_INTERVAL_MS, keepalive_options
 CONNECTION_OPTIONS: tuple[tuple[str, int], ...] = (
     # A second daemon on the same port must fail, not share it.
     ("grpc.so_reuseport", 0),
-    # A connection whose client says nothing, or does not get on with TLS, ends after this time.
+    # A connection is closed after this time if its client sends nothing or does not complete the TLS handshake.
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
-    # What is taken in of a stream before it is wanted. Left to itself, gRPC takes up to 16 MiB of a fast client's.
+    # Bytes of a stream that gRPC buffers before the daemon reads them. By default gRPC buffers up to 16 MiB per stream
+    # for a fast client.
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", 512 << 10),
     # A client that pings more often than the daemon permits loses its connection.
@@ -21,9 +22,9 @@ CONNECTION_OPTIONS: tuple[tuple[str, int], ...] = (
 
 
 def server_options(config: ServeConfig) -> list[tuple[str, int]]:
-    """All options of the daemon's server."""
-    # RPCs that have come and that the event loop has not looked at yet; more are cancelled. Each may hold 600 KB of
-    # metadata, whatever its frames are: left to itself, gRPC lets 3000 wait.
+    """Return all channel arguments of a server of the daemon."""
+    # The limit on RPCs that have arrived but that the event loop has not accepted yet; further RPCs are cancelled. Each
+    # can hold 600 KB of metadata, and by default gRPC lets 3000 wait.
     waiting = max_rpcs(config)
     return [
         ("grpc.max_receive_message_length", config.max_message_bytes),

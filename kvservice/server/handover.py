@@ -1,13 +1,13 @@
-"""The handover socket: a unix socket beside the RPC one, for what gRPC cannot carry.
+"""The handover socket: a unix socket next to the RPC socket that passes file descriptors, which gRPC cannot carry.
 
-A client sends a token of 16 bytes, in one piece:
+A client sends a token of 16 bytes in one message:
 
-    the token of a call's answer ──▶ a byte and the descriptors that the token stands for; a token is good once
-    a session's token ─────────────▶ a token of 16 bytes: from now on it is known whose session it is
+    handover token from a response ──▶ one byte with the file descriptors of the token; a token is valid once
+    session token ───────────────────▶ a token of 16 bytes; the daemon now knows the user of the session
 
-A byte of 1, and nothing else: the daemon has no file descriptor left.
+A single byte of value 1 means that the daemon has no file descriptors left.
 
-The kernel says which user is at the other end. Whoever is wrong in anything sees the connection close.
+The kernel reports the user of the peer. On any error the daemon closes the connection.
 """
 
 from __future__ import annotations
@@ -29,37 +29,39 @@ logger = logging.getLogger(__name__)
 
 TOKEN_BYTES = 16
 EXHAUSTED = b"\1"
-# How long a token is good.
+# The lifetime of a handover token.
 TOKEN_S = 10.0
-# How long a client may take to present it.
+# The time in which a connected client must send a token.
 PRESENT_S = 2.0
 MAX_OFFERS_OF_SESSION = 8
-# Connections of one user that have not presented a token. When another comes, the oldest is closed.
+# The limit on connections of one user that have not sent a token. A further connection closes the oldest one.
 MAX_SILENT_OF_USER = 32
 BACKLOG = 128
 
 
 class Handover:
-    """Offers wait for who presents their token; descriptors in them are the handover's own."""
+    """Keeps offers of file descriptors until a client sends their token. It owns the offered descriptors."""
 
     def __init__(self, uids: frozenset[int], introduce: Callable[[bytes, Peer], bytes | None]) -> None:
-        """`uids` are the users who are answered. `introduce` takes a session's token and returns the answer; None for a
-        session that does not exist."""
+        """`uids` are the users allowed to use the socket. `introduce` maps a session token and the peer to the token to
+        send back, or None if there is no such session."""
         self._uids = uids
         self._introduce = introduce
-        # By token: whose offer it is, and what.
+        # The owner and the descriptors of each offer, by token.
         self._offers: dict[bytes, tuple[object, Sequence[int]]] = {}
-        # By user, the oldest first.
+        # The connections that have not sent a token, by user, the oldest first.
         self._silent: dict[int, dict[asyncio.Task[None], None]] = {}
         self._refused_uids: set[int] = set()
         self._spare = Spare()
-        # Since the last time that it could not; so that the log says it once.
+        # False after a failed accept, so that a series of failures is logged once.
         self._accepts = True
         self._listener: socket.socket | None = None
 
     def offer(self, descriptors: Sequence[int], owner: object) -> bytes:
-        """A token for these, which become the handover's. Raises QuotaExceededError, with them closed, while too many
-        of the owner's wait to be fetched."""
+        """Offer these descriptors, and return the token that fetches them. The handover closes them in any case.
+
+        Raises QuotaExceededError if the owner has MAX_OFFERS_OF_SESSION pending offers.
+        """
         if sum(offer[0] is owner for offer in self._offers.values()) >= MAX_OFFERS_OF_SESSION:
             _close(descriptors)
             raise QuotaExceededError(
@@ -71,17 +73,17 @@ class Handover:
         return token
 
     def withdraw(self, token: bytes) -> None:
-        """Nobody fetches it any more. No error if it is not there."""
+        """Cancel an offer and close its descriptors. Does nothing if there is no such offer."""
         _, descriptors = self._offers.pop(token, (None, ()))
         _close(descriptors)
 
     def withdraw_all(self, owner: object) -> None:
-        """Nobody fetches what the owner has offered any more."""
+        """Cancel all offers of an owner."""
         for token in [token for token, offer in self._offers.items() if offer[0] is owner]:
             self.withdraw(token)
 
     def listen(self, path: Path, mode: int) -> None:
-        """Open the socket at a path where nobody listens. Raises OSError."""
+        """Open the socket at a path that no process serves. Raises OSError."""
         path.unlink(missing_ok=True)
         self._listener = socket.socket(socket.AF_UNIX)
         umask = os.umask(0o177)
@@ -95,22 +97,23 @@ class Handover:
         self._path = path
 
     async def serve(self) -> None:
-        """Answer until cancelled."""
+        """Serve connections until cancelled."""
         loop = asyncio.get_running_loop()
         while self._listener is not None:
             try:
                 connection, _ = await loop.sock_accept(self._listener)
-            except OSError as error:  # out of descriptors, most likely: they come back
+            except OSError as error:  # most likely out of file descriptors, which is temporary
                 self._refuse(self._listener, error)
                 await asyncio.sleep(0.1)
                 continue
             self._accepts = True
             self._admit(connection)
-            # Whoever has sent its token already is answered before others are accepted, and is never silent.
+            # A client that has already sent its token gets its answer before other connections are accepted, so it
+            # never counts as silent.
             await asyncio.sleep(0)
 
     def _refuse(self, listener: socket.socket, error: OSError) -> None:
-        """Tell whoever waits that the daemon has no descriptor left."""
+        """Report to the next waiting client that the daemon has no file descriptors left."""
         if self._accepts:
             self._accepts = False
             logger.warning("the handover socket cannot accept: %s", error)
@@ -120,7 +123,7 @@ class Handover:
                 connection.send(EXHAUSTED)
 
     def _admit(self, connection: socket.socket) -> None:
-        """Begin to answer, if it is somebody who is answered."""
+        """Start to serve a connection if its user is allowed."""
         try:
             peer = peer_of(connection)
         except OSError as error:
@@ -156,7 +159,7 @@ class Handover:
                 connection.send(introduction)
 
     def close(self) -> None:
-        """Close the socket and all that was offered."""
+        """Close the socket and all offered descriptors."""
         if self._listener is not None:
             self._listener.close()
             self._listener = None

@@ -1,7 +1,6 @@
-"""Health after grpc.health.v1: the status of each service, to be asked for or watched.
+"""The service grpc.health.v1: clients check or watch the status of each service.
 
-Every watcher sees the latest status, and one that does not read keeps nobody else waiting: neither the other watchers
-nor the daemon, which sets the status when it drains.
+Every watcher receives the latest status. A watcher that does not read blocks neither the other watchers nor the daemon.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ Status = health_pb2.HealthCheckResponse
 
 
 class Health:
-    """The statuses, by service name; "" is the daemon as a whole. Used on the event loop only."""
+    """The status of each service, by name; "" is the whole daemon. Must be used on the event loop."""
 
     def __init__(self) -> None:
         self._statuses: dict[str, Any] = {}
-        # Why services do not serve. The protocol has no field for it, so a check's metadata tells it.
+        # The reasons why services do not serve. The protocol has no field for them, so Check sends them as metadata.
         self._reasons: dict[str, str] = {}
-        # Set, and replaced by another, at each change.
+        # Each change sets this event and replaces it with a new one.
         self._changed = asyncio.Event()
 
     def set(self, name: str, *, reason: str = "") -> None:
-        """The service serves, unless there is a reason why not."""
+        """Set the status of a service: serving without a `reason`, else not serving."""
         self._statuses[name] = Status.NOT_SERVING if reason else Status.SERVING
         self._reasons[name] = reason
         self._changed.set()
@@ -45,7 +44,7 @@ class Health:
         return Status(status=status)
 
     async def watch(self, request: health_pb2.HealthCheckRequest, write: Callable[[Status], Awaitable[object]]) -> None:
-        """Write the status, and each that follows, until the caller is gone."""
+        """Write the status and each change of it until cancelled."""
         sent = None
         while True:
             changed = self._changed

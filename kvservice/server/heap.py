@@ -1,7 +1,7 @@
-"""Memory that a burst of large messages has left behind goes back to the system.
+"""Trimming of the heap: memory that stays free after a burst of large messages is returned to the kernel.
 
-malloc is told to keep what is freed (see kvservice.environment), since large messages come again, and pages that are
-given back have to be faulted in anew. What has been free for a while is not such memory.
+malloc is configured to keep freed memory (see kvservice.environment), because large messages recur and returned pages
+have to be faulted in again. Memory that has been free for NUM_SAMPLES samples is returned.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Final
 logger = logging.getLogger(__name__)
 
 SAMPLE_S: Final = 5.0
-# Memory is given back that was there to give in all of so many samples.
+# Memory is returned if it was free in this number of consecutive samples.
 NUM_SAMPLES: Final = 4
-# Less is kept.
+# Smaller amounts are kept.
 LEAST_BYTES: Final = 64 << 20
 
 
@@ -36,31 +36,31 @@ class _MallocInfo(ctypes.Structure):
 
 
 class Malloc:
-    """This process's."""
+    """The allocator of this process (glibc)."""
 
     def __init__(self) -> None:
-        """Raises AttributeError where the C library is not glibc 2.33 or later."""
+        """Raises AttributeError if the C library is not glibc 2.33 or later."""
         library = ctypes.CDLL(None)
         self._info = library.mallinfo2
         self._info.restype = _MallocInfo
         self._trim = library.malloc_trim
 
     def resident_bytes(self) -> int:
-        """Memory of this process alone, in bytes; what it shares with others, such as the pool, is not in it."""
+        """Return the private resident memory in bytes, without shared memory such as the pool."""
         found = re.search(r"^RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
         return int(found[1]) << 10 if found else 0
 
     def free_bytes(self) -> int:
-        """What malloc has to give, whether it is resident or was given back already."""
+        """Return the free bytes of the heap, resident or already returned to the kernel."""
         return int(self._info().fordblks)
 
     def trim(self) -> None:
-        """Give free pages back. It takes about 0.1 ms for each MiB, and nobody else allocates meanwhile."""
+        """Return free pages to the kernel. This takes about 0.1 ms per MiB and blocks all other allocations."""
         self._trim(0)
 
 
 class HeapTrimmer:
-    """`sample` is called at equal intervals, and trims when it is time to."""
+    """Decides when to trim. `sample` must be called at equal intervals."""
 
     def __init__(self, malloc: Malloc) -> None:
         self._malloc = malloc
@@ -80,14 +80,17 @@ class HeapTrimmer:
 
 
 def freeze_heap() -> None:
-    """Python's collector leaves alone what there is now. A look at the modules alone holds the event loop for tens of
-    milliseconds, and comes whenever a request has made many objects."""
+    """Exclude all current objects from garbage collection.
+
+    A full collection runs whenever requests have created many objects. Traversing the imported modules alone would
+    block the event loop for tens of milliseconds.
+    """
     gc.collect()
     gc.freeze()
 
 
 async def trim_heap() -> None:
-    """Until cancelled, where there is a way to."""
+    """Trim the heap until cancelled. Returns at once if the C library does not support it."""
     try:
         trimmer = HeapTrimmer(Malloc())
     except AttributeError:

@@ -1,7 +1,7 @@
-"""What a session's client shares with the daemon because it is on the same host: a lane, the pool, tables.
+"""Memory that a session shares with a client on the same host: its regions, its lane, the mapped pool, step tables.
 
-open_step ─▶ publish ─▶ the client works on the step, by itself or by its lane ─▶ collect: written layers commit
-                └── the step ends (append, fork, truncate, swap, free, close) ─▶ retire: nobody works on it any more
+open_step ─▶ publish ─▶ the client works on the step in the mapped pool or by its lane ─▶ collect: the step commits
+                └── the step ends (append, fork, truncate, swap, free, close) ─▶ retire: the step is no longer usable
 """
 
 from __future__ import annotations
@@ -27,22 +27,23 @@ from kvservice.server.session_user import SessionUser, Trust
 from kvservice.server.step_tables import TABLE_BYTES, StepTables
 from kvservice.telemetry.sessions import LANE, SessionRow
 
-# Calls, those of them that ended in an error, calls in each bucket of seconds and above the last, seconds of all.
+# The number of calls, the number of failed calls, the latency histogram (calls per bucket, the last entry is the
+# overflow), and the sum of the latencies in seconds.
 LaneStats = tuple[int, int, list[int], float]
 
 
 class Lanes:
-    """Those of all sessions."""
+    """The lanes of all sessions."""
 
     def __init__(self, num_buckets: int) -> None:
         self.open: dict[HostAccess, LaneServer] = {}
-        # Sessions that have mapped the pool: their tables take memory, too.
+        # The number of sessions that have mapped the pool. It is limited, because their step tables use memory.
         self.num_mapped = 0
-        # What the lanes that have ended did.
+        # Totals over closed lanes.
         self._ended: LaneStats = (0, 0, [0] * num_buckets, 0.0)
 
     def stats(self) -> LaneStats:
-        """Of all that are and were."""
+        """Return totals over open and closed lanes."""
         stats = self._ended
         for lane in self.open.values():
             stats = _sum(stats, lane.stats())
@@ -54,12 +55,12 @@ class Lanes:
         self._ended = _sum(self._ended, lane.stats())
 
     def collect(self) -> None:
-        """Commit the steps whose last layer came by a lane."""
+        """Commit the steps whose last layer was written by a lane."""
         for access in self.open:
             access.collect()
 
     def drain(self) -> None:
-        """Refuse steps that have not begun."""
+        """Make all lanes refuse steps that have not begun."""
         for access in self.open:
             access.drain()
 
@@ -75,7 +76,7 @@ def _sum(one: LaneStats, other: LaneStats) -> LaneStats:
 
 @dataclass(frozen=True)
 class Sharing:
-    """What the sessions of a daemon have in common here."""
+    """The objects that the HostAccess of all sessions share."""
 
     trust: Trust
     budget: Budget
@@ -84,7 +85,7 @@ class Sharing:
 
 
 class HostAccess:
-    """One session's. Everything here is called on the event loop."""
+    """The memory that one session shares with its client. All methods must be called on the event loop."""
 
     def __init__(
         self,
@@ -109,35 +110,39 @@ class HostAccess:
         self._table_memory: BudgetedMemory | None = None
         self._writable = False
         self._published: set[int] = set()
-        # Of the step that was opened last. Its answer waits for it.
+        # Publication of the step that was opened last; the response of the call that opened it waits for it.
         self.publishing: asyncio.Future[None] | None = None
         space.on_step_end = self._retire
 
     # ---- regions
 
     def make_memory(self, name: str, num_bytes: int, field: str) -> Slices[BudgetedMemory]:
-        """Raises QuotaExceededError and ResourceExhaustedError with the field."""
+        """Allocate memory for a region in slices. Raises QuotaExceededError and ResourceExhaustedError naming
+        `field`."""
         return self.budget.make_in_slices(name, num_bytes, field=field)
 
     def hand_over(self, memory: BudgetedMemory) -> bytes:
-        """A handover token for it. Raises QuotaExceededError."""
+        """Offer the memory on the handover socket, and return the handover token. Raises QuotaExceededError."""
         return self._handover.offer([memory.descriptor()], self)
 
     def withdraw(self, token: bytes) -> None:
-        """What was not fetched is not handed over any more."""
+        """Cancel the offer of this handover token, if it is still pending."""
         self._handover.withdraw(token)
 
     def add_region(self, address: int, num_bytes: int) -> int:
-        """The number by which a lane's entries name memory of the daemon's."""
+        """Register memory of the daemon for use in lane entries. Returns the region's number."""
         return self._of_lane().add_region(address, num_bytes)
 
     def remove_region(self, number: int) -> None:
-        """Returns when no call of the lane uses it any more."""
+        """Unregister a region. Blocks until no call of the lane uses it."""
         self._of_lane().remove_region(number)
 
     def open_cuda_region(self, raw_handle: bytes, device_id: int, byte_size: int) -> CudaRegion:
-        """For users who may have lanes: a forged handle that the driver takes can cost the daemon its GPU. Raises
-        RegionsNotAllowedError, RegionNotOpenedError, InvalidArgumentError."""
+        """Open a CUDA IPC handle.
+
+        The caller must check that the user may share memory, because a forged handle that the driver accepts can make
+        the daemon lose its GPU. Raises RegionsNotAllowedError, RegionNotOpenedError, InvalidArgumentError.
+        """
         return self._device.open_cuda_region(self._of_lane(), raw_handle, device_id, byte_size)
 
     def _of_lane(self) -> LaneSession:
@@ -148,8 +153,11 @@ class HostAccess:
     # ---- the lane
 
     def open_lane(self) -> tuple[bytes, bytes]:
-        """A handover token for the lane's memory, and the handle of its event, b"" on the CPU. Raises
-        RegionsNotAllowedError, FailedPreconditionError, QuotaExceededError, ResourceExhaustedError."""
+        """Open the session's lane.
+
+        Returns a handover token for the lane's memory, and the IPC handle of its CUDA event, b"" on the CPU. Raises
+        RegionsNotAllowedError, FailedPreconditionError, QuotaExceededError, ResourceExhaustedError.
+        """
         self.user.check_may_share()
         if self._lane is not None and not self._lane.closed:
             raise FailedPreconditionError("the session has a lane")
@@ -170,7 +178,7 @@ class HostAccess:
         return token, self._lane.event_handle
 
     def close_lane(self) -> None:
-        """After the calls that run."""
+        """Close the lane, if it is open, after its running calls. Steps that it finished are committed."""
         if self._lane is not None:
             assert self._lane_memory is not None, "a lane has memory"
             self._lanes.end(self)
@@ -183,8 +191,11 @@ class HostAccess:
     # ---- the pool
 
     def map_pool(self, writable: bool) -> tuple[bytes, int, int]:
-        """A handover token for the pool's memory and the tables, and the bytes of each. Raises PoolNotSharedError,
-        ResourceExhaustedError, QuotaExceededError."""
+        """Let the client map the pool.
+
+        Returns a handover token for the memory of the pool and of the step tables, and the size of each in bytes.
+        Raises PoolNotSharedError, ResourceExhaustedError, QuotaExceededError.
+        """
         shared = self._config.share_pool
         if shared == "off" or (writable and shared != "write"):
             raise PoolNotSharedError(f"the daemon runs with --share-pool {shared}", field="writable")
@@ -228,22 +239,24 @@ class HostAccess:
         self._writable = False
 
     def check_writable(self) -> None:
-        """Raise PoolNotSharedError unless the client may have written to the pool."""
+        """Raise PoolNotSharedError unless the session has mapped the pool for writing."""
         if not self._writable:
             raise PoolNotSharedError("the session has not mapped the pool for writing")
 
     # ---- steps
 
     def begin(self, step: Step) -> tuple[int, int] | None:
-        """A step was opened. Returns its slot and offset in the tables, if it is there; once `publishing` is done, or
-        None, the client may work on it."""
+        """Publish a step that was just opened. Returns its slot and offset in the step tables, or None if it has none.
+
+        The client may work on the step when `publishing` is done, or at once if `publishing` is None.
+        """
         self.publishing = None
         if self._lane is None and self._tables is None:
             return None
         try:
             prepared = self._device.prepare(step)
         except ResourceExhaustedError:
-            return None  # the step is open, and its layers go by messages
+            return None  # the step stays open, and the client sends its layers in messages
         if prepared is None:
             self._publish(step)
         else:
@@ -257,7 +270,7 @@ class HostAccess:
     def _publish(self, step: Step) -> None:
         written = self._manager.written_layers(self._space, step.step_id)
         if written is None:
-            return  # it has ended meanwhile
+            return  # the step has ended in the meantime
         if self._lane is not None and step.step_id not in self._published:
             self._device.publish(self._of_lane(), step, written)
             self._published.add(step.step_id)
@@ -270,13 +283,13 @@ class HostAccess:
             self._of_lane().retire(step_id)
 
     def collect(self) -> None:
-        """Commit the steps whose last layer came by the lane."""
+        """Commit the steps whose last layer was written by the lane."""
         if self._shared is not None:
             for step_id in self._shared.take_finished():
                 self._manager.commit_written(self._space, step_id)
 
     def drain(self) -> None:
-        """Refuse steps that have not begun."""
+        """Make the lane refuse steps that have not begun."""
         if self._shared is not None:
             self._shared.set_draining()
 

@@ -1,4 +1,4 @@
-"""Calls of clients on the daemon's host: regions, the lane, the mapped pool."""
+"""Handlers for calls of clients on the daemon's host: regions, the lane, the mapped pool."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvservice.v1 import host_pb2, shared_memory_pb2
 
 
 class HostCalls:
-    """`(session, request) -> response`, or a task of it, as in `Calls`."""
+    """Calls `(session, request) -> response`, or a task of the response, as in `Calls`."""
 
     def __init__(self, manager: BlockManager) -> None:
         self._manager = manager

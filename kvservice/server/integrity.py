@@ -1,4 +1,4 @@
-"""The daemon checks its own bookkeeping while nobody calls it, a slice at a time."""
+"""Integrity checks of the daemon's own bookkeeping. They run in slices while no calls are in flight."""
 
 from __future__ import annotations
 
@@ -12,24 +12,26 @@ from kvservice.errors import InternalError
 
 logger = logging.getLogger(__name__)
 
-# Between two slices, of which each takes a fraction of a millisecond.
+# The interval between two slices; each slice takes a fraction of a millisecond.
 SLICE_EVERY_S: Final = 0.001
 
 
 class Activity(Protocol):
-    """Calls that were begun since the start, and those of them that are not answered yet."""
+    """The number of calls begun since the daemon started, and the number of calls in flight."""
 
     num_begun: int
     in_flight: int
 
 
 class IntegrityWatch:
-    """`turn` is called at short intervals while a pass lasts. `num_checks` counts the passes that found all in order,
-    `num_failures` those that did not; `failure` is what the first of these found, for good: what it led to until then
-    is not known, so later passes that find nothing do not take it back."""
+    """Runs integrity checks. `turn` is called at short intervals during a pass.
+
+    `num_checks` counts the passes that succeeded, `num_failures` those that failed. `failure` describes the first
+    failed pass. Later successful passes do not clear it, because the consequences of the corruption are unknown.
+    """
 
     def __init__(self, check: Callable[[], Slices[bool]], calls: Activity, on_failure: Callable[[str], object]) -> None:
-        """`check` begins a pass, see check_in_slices; `on_failure` is called once, with `failure`."""
+        """`check` starts a pass, see check_in_slices. `on_failure` is called once, with `failure`."""
         self._check = check
         self._calls = calls
         self._on_failure = on_failure
@@ -39,11 +41,11 @@ class IntegrityWatch:
         self.begin()
 
     def begin(self) -> None:
-        """Another pass."""
+        """Start another pass."""
         self._slices = self._check()
 
     def turn(self) -> bool:
-        """Do a slice, unless a call has been at work since the turn before. Returns whether the pass is over."""
+        """Run a slice, unless a call has been active since the previous turn. Returns whether the pass is complete."""
         before, self._num_begun = self._num_begun, self._calls.num_begun
         if self._calls.in_flight or self._num_begun != before:
             return False
@@ -52,7 +54,7 @@ class IntegrityWatch:
         except StopIteration as end:
             self.num_checks += bool(end.value)
             return True
-        except Exception as error:  # a corruption may break the check itself
+        except Exception as error:  # corrupt state may break the check itself
             self._fail(error)
             return True
         return False
@@ -66,7 +68,7 @@ class IntegrityWatch:
         self._on_failure(self.failure)
 
     async def run(self, interval_s: float) -> None:
-        """Until cancelled: a pass, and `interval_s` after its end the next. 0: none."""
+        """Run passes until cancelled, each `interval_s` seconds after the end of the previous one. 0 runs none."""
         while interval_s:
             await asyncio.sleep(interval_s)
             self.begin()

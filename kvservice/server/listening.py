@@ -1,4 +1,4 @@
-"""Where the daemon listens: the unix socket and its handover socket, TCP, HTTP."""
+"""The sockets that the daemon listens on: the unix socket, the handover socket, TCP and HTTP."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from kvservice.server.handover import Handover
 
 
 class StartError(KVServiceError):
-    """The daemon cannot start as it is configured."""
+    """The daemon cannot start with its configuration."""
 
 
 def check_addresses(config: ServeConfig) -> None:
-    """Raise StartError if there is no gRPC address, or one that other hosts reach without TLS or authentication."""
+    """Raise StartError if there is no gRPC address, or one that other hosts can reach without TLS or authentication."""
     if not (config.unix_socket or config.tcp_address):
         raise StartError("there is nothing to listen on: set one of the two", field="unix_socket, tcp_address")
     if not config.tcp_address or config.insecure or is_loopback(config.tcp_address.rpartition(":")[0]):
@@ -42,25 +42,25 @@ def check_addresses(config: ServeConfig) -> None:
 def listen_unix(
     server: grpc.aio.Server, config: ServeConfig, handover: Handover, cleanup: contextlib.ExitStack
 ) -> None:
-    """Bind the unix socket before its server starts, and the handover socket if there is one. Raises StartError."""
+    """Bind the unix socket, and the handover socket if there is one, before the server starts. Raises StartError."""
     _bind_unix(server, Path(config.unix_socket), cleanup)
     if config.handover_socket:
         _listen_handover(handover, Path(config.handover_socket), int(config.unix_socket_mode, 8), cleanup)
 
 
 def listen_tcp(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> None:
-    """Bind host:port before the server starts, for TLS if there are credentials. Raises StartError."""
+    """Bind host:port before the server starts. The port uses TLS if there are credentials. Raises StartError."""
     _bind(server, address, "tcp_address", credentials)
 
 
 def open_unix_socket(config: ServeConfig) -> None:
-    """Give the unix socket its configured mode, after the server has started."""
+    """Set the configured file mode of the unix socket, after the server has started."""
     if config.unix_socket:
         os.chmod(config.unix_socket, int(config.unix_socket_mode, 8))
 
 
 def listen_http(address: str, cleanup: contextlib.ExitStack) -> socket.socket:
-    """A socket that listens at host:port. Raises StartError."""
+    """Return a socket that listens on host:port. Raises StartError."""
     try:
         listening = _bound(address)
     except OSError as error:
@@ -71,7 +71,7 @@ def listen_http(address: str, cleanup: contextlib.ExitStack) -> socket.socket:
 
 
 def _bound(address: str) -> socket.socket:
-    """A socket that is bound to host:port. Raises OSError."""
+    """Return a socket bound to host:port. Raises OSError."""
     host, _, port = address.rpartition(":")
     found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
@@ -85,7 +85,7 @@ def _bound(address: str) -> socket.socket:
 
 def _bind_unix(server: grpc.aio.Server, path: Path, cleanup: contextlib.ExitStack) -> None:
     _check_socket_free(path)
-    # The socket must not be open to others until its mode is set.
+    # Other users must not be able to connect before the mode is set.
     umask = os.umask(0o177)
     try:
         _bind(server, f"unix:{path}", "unix_socket")
@@ -104,7 +104,8 @@ def _listen_handover(handover: Handover, path: Path, mode: int, cleanup: context
 
 
 def _check_socket_free(path: Path) -> None:
-    """gRPC removes a socket file that nobody serves; one that is served must stay. Raises StartError."""
+    """Raise StartError if the path cannot be used. gRPC replaces a socket file that no process serves, so a socket that
+    is served must be detected here."""
     if not path.exists():
         if not path.parent.is_dir():
             raise StartError(f"{path.parent} is not a directory", field="unix_socket")
@@ -129,7 +130,7 @@ def _bind(server: grpc.aio.Server, address: str, field: str, credentials: grpc.S
 
 
 def _reason(address: str) -> str:
-    """Why gRPC cannot listen there: it does not say so, the system does."""
+    """Return why the address cannot be bound. gRPC does not report the reason, so bind it again to get the error."""
     if not address.startswith("unix:"):
         try:
             _bound(address).close()

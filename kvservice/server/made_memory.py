@@ -1,4 +1,4 @@
-"""A region's memory that the daemon has made: nobody can make it shorter, so it is worked on in place."""
+"""Memory of a region that the daemon allocated. No client can shrink it, so calls access it in place."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from kvservice.server.region import Array
 
 
 class MadeMemory:
-    """A region's `Memory`. `number` is what the entries of lanes call it, `token` gets its descriptor."""
+    """Implements `Memory`. `number` identifies the region in lane entries. `token` is the handover token of its file
+    descriptor."""
 
     def __init__(self, memory: BudgetedMemory, access: HostAccess) -> None:
-        """Raises QuotaExceededError and ResourceExhaustedError; the memory is still the caller's then."""
+        """Raises QuotaExceededError and ResourceExhaustedError; the caller then still owns the memory."""
         self._access = access
         self._memory = memory
         self.token = access.hand_over(memory)
@@ -22,7 +23,7 @@ class MadeMemory:
         self.number = access.add_region(memory.sealed.address, memory.sealed.num_bytes)
 
     def check(self, end: int) -> None:
-        """It is always as long as it was."""
+        """Do nothing: the memory cannot shrink."""
 
     def read(self, begin: int, num_bytes: int) -> Array:
         return self.view(begin, num_bytes)

@@ -1,8 +1,8 @@
-"""The observer as the daemon sees it: a process that it starts, and that reads the daemon's memory.
+"""The daemon's side of the observer, a child process that reads the daemon's bookkeeping from shared memory.
 
-Looking at the daemon costs its event loop two things only: figures of the whole, written when the observer asks for
-them, and the hash of a block that somebody clicked at. All else the observer finds in memory that is shared read-only,
-and computes there: see kvservice.observer.
+The event loop answers only two requests of the observer: it writes the gauges of the whole daemon, and it returns the
+hash of a block that a user has selected. The observer reads everything else from read-only shared memory and does the
+computation in its own process; see kvservice.observer.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from kvservice.telemetry.link import BLOCK_HASH, CONFIGURE, SNAPSHOT, WRITE_VITA
 logger = logging.getLogger(__name__)
 
 RESTART_S = 1.0
-# How long a client's call waits for the observer: it may be the first that wants it to be started.
+# How long a client's call waits for the observer. The first call also waits until the observer has started.
 ANSWER_S = 10.0
 
 
 class Observing:
-    """Starts the observer when it is wanted, answers it, asks it, and starts it again when it ends."""
+    """Starts the observer on first use, exchanges requests with it, and restarts it when it exits."""
 
     def __init__(
         self,
@@ -37,7 +37,8 @@ class Observing:
         write_vitals: Callable[[], None],
         block_hash: Callable[[int], bytes],
     ) -> None:
-        """`configuration` is what the observer is to know of the daemon; `block_hash` is asked for any number."""
+        """`configuration` is sent to the observer. `block_hash` maps a block id to the hash of the block, and must
+        accept any number."""
         self._arrays = arrays
         self._configuration = configuration
         self._write_vitals = write_vitals
@@ -49,12 +50,12 @@ class Observing:
         self._http: socket.socket | None = None
 
     def serve_http(self, listening: socket.socket) -> None:
-        """Have it answer HTTP on this socket."""
+        """Let the observer serve HTTP on this socket."""
         self._http = listening
         self._wanted.set()
 
     async def snapshot(self, request: bytes) -> bytes:
-        """The observer's answer to a GetSnapshotRequest. Raises ObserverUnavailableError."""
+        """Return the observer's response to a serialized GetSnapshotRequest. Raises ObserverUnavailableError."""
         self._wanted.set()
         try:
             async with asyncio.timeout(ANSWER_S):
@@ -65,7 +66,7 @@ class Observing:
             raise ObserverUnavailableError("the observer does not answer yet; ask again") from None
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run the observer until cancelled."""
         await self._wanted.wait()
         while True:
             try:
@@ -101,7 +102,8 @@ class Observing:
         if self._http is not None:
             descriptors.append(self._http.fileno())
         try:
-            # A session of its own: what a terminal sends to the daemon is not for it. It ends when the daemon does.
+            # The observer runs in its own process session, so that signals of the daemon's terminal do not reach it. It
+            # exits when the daemon does.
             return subprocess.Popen(
                 [sys.executable, "-P", "-m", "kvservice.observer", *map(str, descriptors)],
                 pass_fds=descriptors,
@@ -119,7 +121,7 @@ class Observing:
         return self._block_hash(int.from_bytes(question[1:], "little"))
 
     def _end(self) -> None:
-        """Kill it if it still runs: it holds nothing that could be lost."""
+        """Kill the observer if it still runs. It has no state to lose."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()

@@ -1,4 +1,4 @@
-"""File descriptors: as many as the configuration may need are there before the daemon starts, or it does not start."""
+"""The limit on file descriptors. The daemon starts only if the limit is sufficient for its configuration."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from kvservice.server.listening import StartError
 
 logger = logging.getLogger(__name__)
 
-# The daemon's own: its memory, its observer, the event loop, gRPC, logs, and some to spare.
+# Descriptors of the daemon itself: its memory, the observer, the event loop, gRPC, logs, and a margin.
 _BASE = 128
-# What is kept open for each, the descriptors that wait to be fetched included.
+# Open descriptors per lane, pool mapping and region, including those offered on the handover socket.
 _OF_LANE, _OF_MAPPING, _OF_REGION = 4, 4, 2
-# Clients that fetch descriptors.
+# Connections to the handover socket.
 _HANDOVER = 64
 
 
 def needed_files(config: ServeConfig) -> dict[str, int]:
-    """File descriptors that the daemon may come to need, by the options that say so."""
+    """Return the number of file descriptors that the daemon may need, by the option that determines it."""
     addresses = bool(config.unix_socket) + bool(config.tcp_address)
     needed = {"max_connections": _BASE + config.connection_limit * addresses}
     if config.handover_socket:
@@ -33,8 +33,8 @@ def needed_files(config: ServeConfig) -> dict[str, int]:
 
 
 def raise_file_limit(config: ServeConfig) -> None:
-    """Raise the soft limit on file descriptors to the hard one. Raises StartError, with the numbers, where that is
-    below what the configuration needs."""
+    """Set the soft limit on file descriptors to the hard limit. Raises StartError, with the numbers, if the hard limit
+    is below what the configuration needs."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

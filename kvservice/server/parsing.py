@@ -1,7 +1,7 @@
-"""Requests from their bytes: what a message holds is counted first, and it is parsed only if that is within the limits.
+"""Parsing of requests. A scanner first counts the elements of a message; it is parsed only if they are within limits.
 
-A message of a few MiB can hold millions of entries, and building them would hold the event loop for seconds. The rules
-for counting are made from the contract's descriptors, so a new repeated field must say here what it counts as.
+A message of a few MiB can have millions of elements, and parsing them would block the event loop for seconds. The
+counting rules are derived from the protobuf descriptors; each new repeated field needs an entry in `_ELEMENTS`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from kvservice.v1 import session_pb2
 
 MAX_TEXT_BYTES: Final = 4096
 MAX_PING_BYTES: Final = 1 << 20
-# Records (a tag with its value) that a request may have besides one for each token and a few for each sequence.
+# The limit on records (a tag with its value) of a request, in addition to one per token and a few per sequence.
 _MAX_OTHER_RECORDS: Final = 16384
 _RECORDS_PER_SEQUENCE: Final = 16
 
 _SEQUENCES: Final = "max_request_sequences"
 _TOKENS: Final = "max_request_tokens"
-# What the elements of repeated fields count as: a field of RequestLimits, or a number. By the field's name.
+# The limit on the elements of each repeated field, by field name: the name of a field of RequestLimits, or a number.
 _ELEMENTS: Final[dict[str, str | int]] = {
     "sequences": _SEQUENCES,
     "sequence_ids": _SEQUENCES,
@@ -42,14 +42,14 @@ _ELEMENTS: Final[dict[str, str | int]] = {
     "shape": 8,
     "alibi_slopes": 65535,
 }
-# How many bytes fields may have that are not texts. None: as many as the message.
+# The limit in bytes on the fields that are not texts. None means that only the message size limits the field.
 _BYTES: Final[dict[str, int | None]] = {
     "kvservice.v1.Tensor.inline": None,
     "kvservice.v1.PingRequest.payload": MAX_PING_BYTES,
     "kvservice.v1.ExtraKey.key": MAX_EXTRA_KEYS * MAX_EXTRA_KEY_BYTES,
 }
 
-# The scanner's kinds of fields.
+# The field kinds of the scanner.
 _VARINT, _FIXED64, _FIXED32, _LENGTH, _MESSAGE = range(5)
 _KINDS: Final = {
     FieldDescriptor.TYPE_FIXED64: _FIXED64,
@@ -67,8 +67,8 @@ _NONE: Final = -1
 
 @dataclass(frozen=True)
 class Refused:
-    """Stands for a request that cannot be had, or must not be: an exception in gRPC's hands would end the call as
-    UNKNOWN. `call_id` is that of a stream's call, if its bytes say it."""
+    """Replaces a request that is malformed or exceeds a limit. An exception raised in the deserializer would make gRPC
+    end the call with UNKNOWN. `call_id` is the id of a call on a stream, if it could be parsed."""
 
     error: KVServiceError
     call_id: int | None = None
@@ -81,7 +81,7 @@ def check_accepted(request: object) -> None:
 
 
 def parser(kind: type[Message], limits: RequestLimits) -> Callable[[bytes], Message | Refused]:
-    """A gRPC deserializer of requests of this kind."""
+    """Return a gRPC deserializer for requests of this type."""
     rules = _Rules(limits)
     rules.add(kind.DESCRIPTOR, "")
     scanner = _ext.WireScanner(rules.messages, [counter.limit for counter in rules.counters], rules.max_records)
@@ -92,7 +92,7 @@ def parser(kind: type[Message], limits: RequestLimits) -> Callable[[bytes], Mess
         if found == _ext.WIRE_WITHIN_LIMITS:
             try:
                 return kind.FromString(data)
-            except DecodeError:  # a text that is not UTF-8
+            except DecodeError:  # a string that is not UTF-8
                 found = _ext.WIRE_MALFORMED
         return Refused(rules.error(found), _call_id(data) if is_call else None)
 
@@ -101,7 +101,8 @@ def parser(kind: type[Message], limits: RequestLimits) -> Callable[[bytes], Mess
 
 @dataclass(frozen=True)
 class _Counter:
-    """`field` as a path from the request; `option` is the configuration's field that sets the limit, if one does."""
+    """A limit on one field. `field` is its path from the request. `option` is the configuration field that sets the
+    limit, or empty for a fixed limit."""
 
     field: str
     limit: int
@@ -121,7 +122,7 @@ class _Counter:
 
 @dataclass
 class _Rules:
-    """The scanner's table for one kind of message, and what its counters mean."""
+    """The scanner's table for one message type, and the meaning of its counters."""
 
     limits: RequestLimits
     messages: list[list[tuple[int, int, int, int]]] = field(default_factory=list)
@@ -133,7 +134,7 @@ class _Rules:
         return limits.max_request_tokens + _RECORDS_PER_SEQUENCE * limits.max_request_sequences + _MAX_OTHER_RECORDS
 
     def add(self, kind: Any, path: str) -> int:
-        """Add a message type, by its descriptor, that stands at this path. Returns its number."""
+        """Add the message type with this descriptor, found at this path. Returns its number."""
         number = len(self.messages)
         self.messages.append([])
         self.messages[number] = [self._rule(of, f"{path}{of.name}") for of in kind.fields]
@@ -147,7 +148,7 @@ class _Rules:
         number = _NONE if counter is None else len(self.counters) - 1
         if kind != _MESSAGE:
             return of.number, kind, number, _NONE
-        # What a stream's call is has no part in the names of its fields.
+        # The field of `Call` is not part of the path, so both kinds of transport report the same field names.
         below = "" if of.containing_type is session_pb2.Call.DESCRIPTOR else f"{path}."
         return of.number, kind, number, self.add(of.message_type, below)
 
@@ -163,7 +164,7 @@ class _Rules:
         return None
 
     def error(self, found: int) -> KVServiceError:
-        """For what the scanner says."""
+        """Return the error for a result of the scanner."""
         if found == _ext.WIRE_MALFORMED:
             return InvalidArgumentError("the request's bytes are no message of its type")
         if found == _ext.WIRE_TOO_MANY_RECORDS:
@@ -172,7 +173,7 @@ class _Rules:
 
 
 def _call_id(data: bytes) -> int | None:
-    """The first field of a Call, if it is the call's id, as it is where a library wrote the bytes."""
+    """Return the first field of a Call if it is the call id, else None. Protobuf libraries serialize the id first."""
     number = 0
     if data[:1] == b"\x08":
         for i, byte in enumerate(data[1:11]):

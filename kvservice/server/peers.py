@@ -1,4 +1,4 @@
-"""Who is at the other end of a unix socket."""
+"""Identification of the user at the other end of a unix socket."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from dataclasses import dataclass
 # struct ucred: pid, uid, gid
 _CREDENTIALS = struct.Struct("iII")
 _SO_PEERGROUPS = 59
-# As many as Python's getsockopt has room for.
+# The largest buffer that Python's getsockopt supports.
 _MAX_GROUPS_BYTES = 1024
 _READ_AND_WRITE = 0o6
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A user: its number, and those of all its groups."""
+    """A user: its uid, and the gids of all its groups."""
 
     uid: int
     gids: frozenset[int]
 
     def may_read_and_write(self, found: os.stat_result) -> bool:
-        """Whether the kernel would let this user open a file of that owner and mode. Root gets no more than others."""
+        """Return whether the kernel would let this user open a file of that owner, group and mode for reading and
+        writing. Root gets no special treatment."""
         if found.st_uid == self.uid:
             granted = found.st_mode >> 6
         elif found.st_gid in self.gids:
@@ -34,7 +35,7 @@ class Peer:
 
 
 def peer_of(connection: socket.socket) -> Peer:
-    """The user who connected, as the kernel says. Raises OSError where it is in more than 256 groups."""
+    """Return the connected user as reported by the kernel. Raises OSError if the user is in more than 256 groups."""
     _, uid, gid = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     groups = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _MAX_GROUPS_BYTES)
     return Peer(uid, frozenset((gid, *struct.unpack(f"{len(groups) // 4}I", groups))))

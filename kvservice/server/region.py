@@ -1,4 +1,4 @@
-"""A region: memory that a client and the daemon share, for as long as the session has it or a call uses it."""
+"""A region: memory shared by a client and the daemon. It stays open while the session has it or a call uses it."""
 
 from __future__ import annotations
 
@@ -12,33 +12,35 @@ import numpy as np
 from kvservice.telemetry.sessions import REGION_BYTES, REGIONS, SessionRow
 
 Array = np.ndarray[Any, Any]
-# What a region's memory is of. Each kind has its own calls.
+# Whether a region is host memory or GPU memory. Each kind has its own calls.
 Kind = Literal["host", "gpu"]
 HOST: Kind = "host"
 GPU: Kind = "gpu"
 
 
 class Memory(Protocol):
-    """What a region's bytes lie in. Offsets are from the region's start; that they are inside has been checked."""
+    """The memory of a region. Offsets are in bytes from the start of the region; the caller has checked that they are
+    inside it."""
 
     def check(self, end: int) -> None:
-        """Raise RegionShrunkError unless the bytes before `end` are there."""
+        """Raise RegionShrunkError if the memory is now shorter than `end` bytes."""
 
     def read(self, begin: int, num_bytes: int) -> Array:
-        """uint8 `[num_bytes]`. The client may change what is there meanwhile, but not take it away."""
+        """Return uint8 `[num_bytes]`. The client can change the contents concurrently, but cannot unmap them."""
 
     def write(self, begin: int, data: Array) -> None:
-        """`data` uint8."""
+        """Write `data`, uint8."""
 
     def view(self, begin: int, num_bytes: int, /) -> Array | None:
-        """uint8 `[num_bytes]` to be written in place; None where that cannot be."""
+        """Return a writable view, uint8 `[num_bytes]`, or None if the memory cannot be accessed in place."""
 
     def close(self) -> None: ...
 
 
 @dataclass
 class RegionTotals:
-    """Open regions of one session, in whose row they are told, or of all, which are the `whole` of each."""
+    """Number and size of open regions of one session or of all sessions. The totals of a session report to its `row`
+    and add to `whole`, the totals of all sessions."""
 
     count: int = 0
     num_bytes: int = 0
@@ -57,7 +59,7 @@ class RegionTotals:
 
 @dataclass(frozen=True)
 class Place:
-    """A piece of a region, in bytes."""
+    """A range of a region, in bytes."""
 
     region: str
     offset: int
@@ -65,8 +67,8 @@ class Place:
 
 
 class Region:
-    """`byte_size` bytes of shared memory. Closed when it has ended and nobody uses it any more. `key`, `offset`
-    and `device_id` are what its client said of it."""
+    """`byte_size` bytes of shared memory with a reference count; the last `release` closes it. `key`, `offset` and
+    `device_id` are the values that the client registered it with."""
 
     def __init__(
         self,
@@ -86,7 +88,7 @@ class Region:
         totals.add(1, byte_size)
 
     def release(self) -> None:
-        """One user less."""
+        """Drop one reference; the last one closes the memory."""
         self._users -= 1
         assert self._users >= 0, "a region was closed twice"
         if self._users == 0:
@@ -102,5 +104,5 @@ class Region:
             self.release()
 
     def write(self, begin: int, array: Array) -> None:
-        """The array's elements, in row-major order."""
+        """Write the elements of the array in row-major order."""
         self.memory.write(begin, np.ascontiguousarray(array).reshape(-1).view(np.uint8))

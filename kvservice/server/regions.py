@@ -1,8 +1,8 @@
-"""A session's regions: memory shared with its client, in which tensors lie instead of in messages.
+"""The regions of a session: memory shared with its client, which carries tensors in place of messages.
 
-Calls and their errors are those of Triton Inference Server's shared-memory extensions (its
-docs/protocol/extension_shared_memory.md and src/shared_memory_manager.cc), but for `create`. Unlike there, a region
-belongs to a session, and its name is free again as soon as it is unregistered.
+The calls and their errors are those of Triton Inference Server's shared-memory extensions (its
+docs/protocol/extension_shared_memory.md and src/shared_memory_manager.cc), except for `create`. Unlike in Triton, a
+region belongs to a session, and its name can be used again as soon as it is unregistered.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MAX_NAME_LENGTH = 256
 
 
 class Target:
-    """A place that an output will be put into; its region is in use."""
+    """The place in a region where an output is written. The region stays in use while the target exists."""
 
     def __init__(self, region: Region, place: Place, field: str) -> None:
         self._region = region
@@ -48,8 +48,10 @@ class Target:
             )
 
     def view_for(self, query: Array, *others: Array) -> Array | None:
-        """The place as an array like `query`, for a result to be written there; None where it cannot be, as when one of
-        these lies there too."""
+        """Return the place as an array with the shape and dtype of `query`, to write the result in place.
+
+        Returns None if that is not possible: the memory has no view, is not aligned, or overlaps one of the inputs.
+        """
         view = self._region.memory.view(self._place.offset, query.nbytes)
         if view is None:
             return None
@@ -58,7 +60,8 @@ class Target:
         return array if array.flags.aligned and not shared else None
 
     def put(self, array: Array) -> Place:
-        """Returns what of the place it takes. An array that is a view of it is there already."""
+        """Write the array to the place and return the range that it uses. An array that is a view of the place is not
+        copied."""
         self.check_size(array.nbytes)
         view = self._region.memory.view(self._place.offset, array.nbytes)
         if view is None or array.ctypes.data != view.ctypes.data:
@@ -68,19 +71,19 @@ class Target:
 
 
 class Regions:
-    """What one session has registered, in host memory and in a GPU's, by name."""
+    """The regions of one session by name, in host memory and in GPU memory."""
 
     def __init__(self, config: ServeConfig, totals: RegionTotals, access: HostAccess) -> None:
         self._config = config
         self._totals = totals
         self._access = access
         self._regions: dict[str, Region] = {}
-        # Of regions that are being made, and how often all were closed.
+        # The bytes of regions that are being created, and the number of calls of `close`.
         self._making_bytes = self._num_closings = 0
 
     def register(self, name: str, key: str, offset: int, byte_size: int, token: bytes = b"") -> None:
-        """Open `byte_size` bytes from `offset` on of the object `key`, a name as for shm_open, for the user to whom the
-        handover socket gave `token`.
+        """Register `byte_size` bytes at `offset` of the shared memory object `key`, a name for shm_open. The object is
+        opened with the permissions of the user who received `token` from the handover socket.
 
         Raises RegionsNotAllowedError, DuplicateRegionError, QuotaExceededError, RegionNotOpenedError, and
         InvalidArgumentError naming name, key, offset, byte_size or handover_token.
@@ -90,7 +93,7 @@ class Regions:
         self._regions[name] = Region(memory, byte_size, self._totals, HOST, key=key, offset=offset)
 
     def register_cuda(self, name: str, raw_handle: bytes, device_id: int, byte_size: int) -> int:
-        """Open the first `byte_size` bytes of an allocation on the daemon's GPU. Returns what lanes call it.
+        """Register the first `byte_size` bytes of an allocation on the daemon's GPU. Returns its number for lanes.
 
         Raises RegionsNotAllowedError, DuplicateRegionError, QuotaExceededError, RegionNotOpenedError, and
         InvalidArgumentError naming name, raw_handle, device_id or byte_size.
@@ -101,11 +104,11 @@ class Regions:
         return memory.number
 
     def create_in_slices(self, name: str, byte_size: int) -> Slices[tuple[bytes, int]]:
-        """Make memory of at least so many bytes. Returns a handover token for it, and what lanes call it.
+        """Create a region of at least `byte_size` bytes. Returns its handover token and its number for lanes.
 
         Raises RegionsNotAllowedError, DuplicateRegionError, QuotaExceededError, ResourceExhaustedError,
-        InvalidArgumentError naming name or byte_size, and FailedPreconditionError if all regions of the session are
-        closed meanwhile.
+        InvalidArgumentError naming name or byte_size, and FailedPreconditionError if the regions of the session are
+        closed in the meantime.
         """
         self._check_new(name)
         if byte_size == 0:
@@ -151,7 +154,7 @@ class Regions:
             raise QuotaExceededError(f"the session has {limit} regions", field="name", limit="max_regions", value=limit)
 
     def unregister(self, name: str, kind: Kind) -> None:
-        """Of an unknown name, nothing; of the empty one, all."""
+        """Remove a region, or all regions of this kind if `name` is empty. Unknown names are ignored."""
         self.check_allowed()
         for one in [*self._regions] if name == "" else [name]:
             if (region := self._regions.get(one)) is not None and region.kind == kind:
@@ -159,7 +162,7 @@ class Regions:
                 region.release()
 
     def status(self, name: str, kind: Kind) -> dict[str, Region]:
-        """The region of that name, or for the empty one all. Raises UnknownRegionError."""
+        """Return the region of this name, or all of this kind if `name` is empty. Raises UnknownRegionError."""
         self.check_allowed()
         if name == "":
             return {one: region for one, region in self._regions.items() if region.kind == kind}
@@ -169,7 +172,7 @@ class Regions:
         return {name: region}
 
     def read(self, place: Place, field: str) -> Array:
-        """What is there, uint8. `field` is the place's, for errors: UnknownRegionError, RegionShrunkError,
+        """Return the bytes at a place, uint8 `[byte_size]`. Errors name `field`: UnknownRegionError, RegionShrunkError,
         InvalidArgumentError."""
         region = self._find(place, field)
         with _named(f"{field}.byte_size"):
@@ -177,14 +180,14 @@ class Regions:
 
     @contextmanager
     def target(self, place: Place, field: str) -> Iterator[Target]:
-        """For the time of a call. Raises as `read` does."""
+        """Yield the target of an output for the duration of a call. Raises the errors of `read`."""
         with self._find(place, field).in_use() as region:
             with _named(f"{field}.byte_size"):
                 region.memory.check(place.offset + place.byte_size)
             yield Target(region, place, field)
 
     def close(self) -> None:
-        """Give up all; what a call still uses is closed after it."""
+        """Remove all regions. A region that a call uses is closed when the call ends."""
         self._num_closings += 1
         while self._regions:
             self._regions.popitem()[1].release()
@@ -216,7 +219,7 @@ class Regions:
 
 @contextmanager
 def _named(field: str) -> Iterator[None]:
-    """Errors of a region say which field named it."""
+    """Set the field of errors about a region's memory."""
     try:
         yield
     except (RegionShrunkError, ResourceExhaustedError) as error:

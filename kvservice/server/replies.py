@@ -1,4 +1,4 @@
-"""Replies to a session's latest requests, for clients that send a request again because its reply was lost."""
+"""A cache of replies to the latest requests of a session, for clients that retry because a reply was lost."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from google.protobuf.message import Message
 from kvservice.errors import InvalidArgumentError, ReplyForgottenError
 from kvservice.server.slices import Answer
 
-# Of so many requests it is known that they were made: as many as a client of ours has under way at one time.
+# The number of requests that are remembered. The Python client has at most this many in flight.
 MAX_REPLIES: Final = 128
-# What their replies take in memory, beside the newest of them. Who makes one call at a time needs the newest only; the
-# largest, the slots of 131072 tokens, take one MiB.
+# The limit on the memory of the remembered replies, without the newest one. A client that makes one call at a time
+# needs only the newest. The largest replies, with the slots of 131072 tokens, take one MiB.
 MAX_REPLY_BYTES: Final = 4 << 20
-# What a message takes besides its numbers, and what a number takes.
+# The estimated size of a message without its numbers, and the size of a number.
 _OVERHEAD_BYTES: Final = 64
 _NUMBER_BYTES: Final = 8
 
 
 class Replies:
-    """By request id."""
+    """The latest requests of a session and their replies, by request id."""
 
     def __init__(self) -> None:
-        # The methods, the oldest request first, and the tasks that still work on replies.
+        # The method of each request, and the task that still computes its reply or None, the oldest request first.
         self._requests: dict[int, tuple[str, asyncio.Task[Message] | None]] = {}
-        # With their sizes, the oldest first.
+        # The replies with their sizes in bytes, the oldest first.
         self._replies: dict[int, tuple[Message, int]] = {}
         self._num_bytes = 0
 
     def find(self, request_id: int, method: str) -> Answer[Message] | None:
-        """The reply to a request that was made before; None if it is not known to have been.
+        """Return the reply to an earlier request, or None if the request is not known.
 
         Raises ReplyForgottenError, and InvalidArgumentError for the id of another method's request.
         """
@@ -50,7 +50,7 @@ class Replies:
         return reply[0]
 
     def remember(self, request_id: int, method: str, reply: Answer[Message]) -> None:
-        """What is refused is not remembered, also if a task says so later."""
+        """Remember a reply. A task that fails is forgotten, because failed requests are not remembered."""
         if isinstance(reply, asyncio.Task):
             self._requests[request_id] = method, reply
             reply.add_done_callback(functools.partial(self._ended, request_id))
@@ -85,8 +85,8 @@ class Replies:
 
 
 def memory_bytes(message: Message) -> int:
-    """About what a reply takes, from the lengths of its fields: to encode a large one takes milliseconds. None that is
-    remembered repeats anything but numbers."""
+    """Estimate the memory of a reply from the lengths of its fields, because encoding a large reply takes milliseconds.
+    All repeated fields of remembered replies are numbers."""
     num_bytes = _OVERHEAD_BYTES
     for _, value in message.ListFields():
         if isinstance(value, Message):

@@ -1,8 +1,8 @@
-"""gRPC's tasks of an RPC: an outer one that listens for its end, and an inner one that handles it.
+"""The two tasks that gRPC runs for each RPC: an outer task waits for the end of the RPC, an inner task handles it.
 
-A handler runs in the inner task. When that is cancelled, gRPC sends nothing and goes on holding the RPC, with an answer
-of megabytes that its client does not read, until the client ends it. When the outer one is cancelled as well, nobody
-holds the RPC any more: gRPC resets the stream and frees the answer.
+A handler runs in the inner task. If only the inner task is cancelled, gRPC sends nothing and keeps the RPC, including a
+response of megabytes that the client does not read, until the client ends it. If the outer task is cancelled too, gRPC
+resets the stream and frees the response.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from typing import Any, Final, TypeAlias
 
 AnyTask: TypeAlias = "asyncio.Task[Any]"
 
-# gRPC's function. Where it has another name, stalled RPCs are held until their clients end them.
+# The coroutine of the outer task in gRPC. If a gRPC version renames it, stalled RPCs stay open until their clients end
+# them.
 _OUTER: Final = "_schedule_rpc_coro"
-# The outer task of the RPC whose inner task this is.
+# The outer task of the RPC that the current task handles.
 OUTER_TASK: ContextVar[AnyTask | None] = ContextVar("kvservice_outer_task", default=None)
 
 
@@ -27,7 +28,7 @@ def task_factory(
     context: Context | None = None,
     **options: Any,
 ) -> AnyTask:
-    """For the event loop of gRPC's servers: has `OUTER_TASK` set in inner tasks."""
+    """Task factory for the event loop of gRPC's servers. It sets `OUTER_TASK` in inner tasks."""
     creator = asyncio.current_task(loop)
     if creator is not None and getattr(creator.get_coro(), "__name__", "") == _OUTER:
         context = copy_context() if context is None else context

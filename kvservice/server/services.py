@@ -1,4 +1,4 @@
-"""The RPCs, made from the contract's own descriptors, and the session's stream."""
+"""The handlers of all RPCs, created from the protobuf descriptors, and the stream of a session."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 def _traceparent(context: Context) -> str:
-    """The W3C header of a unary call, or nothing."""
+    """Return the W3C traceparent header of a unary call, or an empty string."""
     found = dict(context.invocation_metadata() or ()).get("traceparent", "")
     return found if isinstance(found, str) else ""
 
@@ -43,7 +43,7 @@ def _serialize(response: Message | Encoded) -> bytes:
 
 
 class Services:
-    """The contract's, on one port. `callers` are the port's."""
+    """The services of the contract on one port. `callers` are the callers of that port."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Services:
         self._slots = slots
 
     def handlers(self) -> dict[str, Handler]:
-        """By the paths of their methods."""
+        """Return all RPC handlers by method path."""
         return {
             f"/{service.full_name}/{method.name}": self._rpc(service, method)
             for service in SERVICES
@@ -111,7 +111,7 @@ class Services:
                             with rpc.waiting():
                                 await context.write(message)
         except (grpc.aio.UsageError, grpc.aio.InternalError) as error:
-            logger.debug("a subscriber has gone: %s", error)  # gRPC noticed it only while it sent
+            logger.debug("a subscriber has gone: %s", error)  # gRPC detected it only during a write
 
     async def _connect(self, _: Any, context: Context) -> None:
         self._callers.admit(context)
@@ -125,7 +125,7 @@ class Services:
 
 
 class Stream:
-    """One session's stream: reads a call, answers it, reads the next."""
+    """The stream of one session. It reads a call, sends the reply, then reads the next call."""
 
     def __init__(
         self,
@@ -144,15 +144,15 @@ class Stream:
         self._rpc = rpc
         self._session: Session | None = None
         self._ending: asyncio.Task[None] | None = None
-        # gRPC fails if it is to send a status while it sends a message.
+        # gRPC fails if a status is sent during the write of a message.
         self._sending = asyncio.Lock()
         self._ended = False
 
     def end(self, error: KVServiceError) -> None:
-        """End the stream from outside `serve`, for an error. Its read ends when the status is sent.
+        """End the stream with an error from outside `serve`. Its pending read ends when the status is sent.
 
-        The status is ABORTED: the lease is lost. A caller who is not known any more has not lost it, and may come back
-        with another token.
+        The status is ABORTED, which means that the lease is lost. An UnauthenticatedError keeps its status, because the
+        caller still has the lease and can reconnect with another token.
         """
         status = to_status(error)
         if not isinstance(error, UnauthenticatedError):
@@ -162,7 +162,7 @@ class Stream:
     async def _abort(self, status: grpc.Status) -> None:
         async with self._sending:
             self._ended = True
-            # It always raises; UsageError or InternalError if the client was first.
+            # The call always raises: AbortError, or another one of these if the client has already ended the RPC.
             with contextlib.suppress(grpc.aio.AbortError, grpc.aio.UsageError, grpc.aio.InternalError):
                 await self._context.abort_with_status(status)
 
@@ -172,7 +172,7 @@ class Stream:
         self._unattached = asyncio.get_running_loop().call_later(UNATTACHED_S, self.end, late)
         try:
             while (call := await self._context.read()) is not grpc.aio.EOF:
-                if self._ending is not None:  # the lease is lost, though the client does not know it yet
+                if self._ending is not None:  # the lease is lost, but the client has not read the status yet
                     return await self._ending
                 reply = self._refusal(call) if isinstance(call, Refused) else await self._answer(call)
                 async with self._sending:
@@ -190,12 +190,13 @@ class Stream:
                 self._attached()
 
     def _attached(self) -> None:
-        """Or ended: its time to attach is over."""
+        """Stop the attach timeout, because the stream was attached or has ended."""
         self._unattached.cancel()
         self._slots.num_unattached -= 1
 
     def _refusal(self, call: Refused) -> session_pb2.Reply:
-        """Raises the error of a call whose bytes do not say which it is: nobody would know whose the reply is."""
+        """Return the error reply to a refused call. Raises the error if the call id is unknown, because the client
+        could not match the reply to a call."""
         if call.call_id is None:
             raise call.error
         return session_pb2.Reply(call_id=call.call_id, error=to_status(call.error))

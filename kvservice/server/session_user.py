@@ -1,8 +1,8 @@
-"""Which user a session's client is, and what of the daemon's memory that user may share.
+"""The user of a session's client, and the memory of the daemon that this user may share.
 
-gRPC does not say who is connected to a unix socket. Where its mode lets only the daemon's own user and root connect,
-every client is one of these. Elsewhere a client presents its session's token at the handover socket, which learns the
-user from the kernel.
+gRPC does not report the user of a unix socket connection. If the socket's mode allows only the daemon's own user and
+root, every client is one of these. Otherwise a client sends its session token to the handover socket, where the kernel
+reports the user.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ from kvservice.errors import InvalidArgumentError, PoolNotSharedError, RegionsNo
 from kvservice.server.handover import TOKEN_BYTES, TOKEN_S
 from kvservice.server.peers import Peer
 
-# Tokens of a session's introductions that are good at one time.
+# The limit on valid introduction tokens of a session.
 MAX_INTRODUCTIONS = 8
 
 
 @dataclass(frozen=True)
 class Trust:
-    """`owner` is the daemon's own user. `shm_uids` may have lanes and regions, `pool_uids` may map the pool. `private`:
-    only the owner and root can connect to the unix socket. `shm` is the option that says so."""
+    """The users that the daemon shares memory with.
+
+    `owner` is the daemon's own user. `shm_uids` may have lanes and regions, `pool_uids` may map the pool. `private` is
+    true if only the owner and root can connect to the unix socket. `shm` is the option that sets `shm_uids`.
+    """
 
     owner: Peer
     shm_uids: frozenset[int]
@@ -48,21 +51,22 @@ class Trust:
 
 
 class SessionUser:
-    """The user of one session, as far as it is known."""
+    """The user of one session, if known."""
 
     def __init__(self, trust: Trust) -> None:
         self._trust = trust
-        # Users by the tokens that show them, and until when these are good; the oldest first.
+        # The user and the expiry time of each introduction token, the oldest first.
         self._introductions: dict[bytes, tuple[Peer, float]] = {}
         self.forget()
 
     def forget(self) -> None:
-        """Another client holds the session now."""
+        """Forget the user, because another client holds the session now."""
         self._peer = self._trust.owner if self._trust.private else None
         self._introductions.clear()
 
     def introduce(self, peer: Peer) -> bytes:
-        """A user has presented the session's token. Returns a token by which a call shows that it is this user's."""
+        """Record the user who sent the session token to the handover socket. Returns an introduction token, with which
+        a call proves that it comes from this user."""
         self._peer = peer
         if len(self._introductions) == MAX_INTRODUCTIONS:
             del self._introductions[next(iter(self._introductions))]
@@ -85,11 +89,11 @@ class SessionUser:
             raise PoolNotSharedError("not for this session's user: see trusted_uids")
 
     def opening_peer(self, token: bytes) -> Peer:
-        """The user for whom a call opens an object by its name: the one whom the token of an introduction shows, once;
-        without a token the daemon's own user, where nobody else can connect.
+        """Return the user with whose permissions a call opens a shared memory object by name.
 
-        The session does not show it: where it has changed hands, its former client knows its token, too. Raises
-        RegionsNotAllowedError, InvalidArgumentError.
+        An introduction token identifies the user and is valid once. Without a token it is the daemon's own user, which
+        is allowed only if no other user can connect. The session is no proof of the user, because after a takeover the
+        former client still knows the session token. Raises RegionsNotAllowedError, InvalidArgumentError.
         """
         if not token:
             if not self._trust.private:

@@ -1,4 +1,4 @@
-"""Sessions: a client's lease on its sequences.
+"""Sessions. A session is a client's lease on its sequences.
 
 open ── attach ──▶ attached ── its stream ends ──▶ waiting ── attach in time ──▶ attached
  │                                                    ├── grace passed ──▶ its regions and its lane are closed
@@ -45,15 +45,15 @@ logger = logging.getLogger(__name__)
 
 TOKEN_BYTES = 16
 MAX_NAME_LENGTH = 64
-# A session that was opened waits for its first stream at least so long, however short the grace time is.
+# The minimum time in seconds that a new session waits for its first stream, even with a shorter grace time.
 ATTACH_S = 5.0
 
 
 class Timers(Protocol):
-    """An event loop's timers."""
+    """The timers of an event loop."""
 
     def call_later(self, delay: float, callback: Callable[..., None], /, *args: Any) -> asyncio.TimerHandle:
-        """Call `callback(*args)` after `delay` seconds, unless the handle is cancelled before."""
+        """Call `callback(*args)` after `delay` seconds, unless the handle is cancelled first."""
 
 
 @dataclass(eq=False)
@@ -68,22 +68,22 @@ class Session:
     row: SessionRow
     wait_s: float
     replies: Replies = field(default_factory=Replies)
-    # Whose stream was the last to attach; see AttachRequest. None: no stream was attached yet.
+    # The holder whose stream attached last, see AttachRequest; None before the first attach.
     holder: int | None = None
-    # Ends the stream that holds the lease, with an error. None: no stream does.
+    # Ends the stream that holds the lease, with an error; None if no stream holds it.
     end_stream: Callable[[KVServiceError], None] | None = None
-    # What happens to a session that no stream holds.
+    # The timers of a session that no stream holds.
     timers: list[asyncio.TimerHandle] = field(default_factory=list)
 
     def unshare(self) -> None:
-        """Close what it shares with its client."""
+        """Close the lane, the pool mapping and the regions that the session shares with its client."""
         self.access.close()
         self.regions.close()
 
 
 class SessionRegistry:
-    """All sessions, by token. A token is a secret: an unknown one, a closed one and another identity's are told
-    alike. `timers` run what is to happen later; they are the running event loop's unless a test gives its own."""
+    """All sessions by token. A token is a secret, so the tokens of unknown sessions, of closed ones and of another
+    identity's get the same error. `timers` are those of the running event loop unless a test passes its own."""
 
     def __init__(
         self,
@@ -104,9 +104,9 @@ class SessionRegistry:
         self._sharing = Sharing(trust, Budget(config.max_shared_mib), self.handover, self.lanes)
         self._sessions: dict[bytes, Session] = {}
         self.num_opened = self.num_closed = self.num_lost = 0
-        # Sessions that are closed, but for some of their sequences.
+        # The number of closed sessions whose sequences are still being freed.
         self._num_closing = 0
-        # Calls that presented the token of another identity's session.
+        # The number of calls with the token of another identity's session.
         self.num_foreign = 0
         self._foreign_log, self._opened_log, self._closed_log = LogBudget(logger), LogBudget(logger), LogBudget(logger)
         self.region_totals = RegionTotals()
@@ -118,7 +118,8 @@ class SessionRegistry:
         return iter(self._sessions.values())
 
     def layers_in_progress(self) -> dict[int, int]:
-        """For each attached session with steps that are half written, by its id, the layers that these have."""
+        """Return the number of layers written in partly written steps, by the id of each attached session that has such
+        steps."""
         attached = (session for session in self if session.end_stream is not None)
         counts = {session.session_id: session.space.layers_in_progress() for session in attached}
         return {session_id: count for session_id, count in counts.items() if count}
@@ -161,7 +162,7 @@ class SessionRegistry:
         return session
 
     def find(self, token: bytes) -> Session | None:
-        """The session of this token, if it is the caller's."""
+        """Return the session of this token, or None if there is none or it belongs to another identity."""
         session = self._sessions.get(token)
         return session if session is not None and session.owner == CALLER.get() else None
 
@@ -181,10 +182,11 @@ class SessionRegistry:
     def attach(
         self, token: bytes, holder: int, reconnects: bool, end_stream: Callable[[KVServiceError], None]
     ) -> Session:
-        """Give the lease to a holder's stream. The stream that had it is ended. Unless the holder reconnects, what the
-        session shared with its client is closed: the new client makes its own.
+        """Give the lease to a holder's stream, and end the stream that had it.
 
-        Raises UnknownSessionError, and SessionTakenError for a holder that reconnects when the session is another's.
+        Unless the holder reconnects, the memory that the session shared with its former client is closed, and the new
+        client sets up its own. Raises UnknownSessionError, and SessionTakenError if the holder reconnects and another
+        one has taken the session over.
         """
         session = self.get(token)
         if reconnects:
@@ -202,8 +204,9 @@ class SessionRegistry:
         return session
 
     def detach(self, session: Session, end_stream: Callable[[KVServiceError], None]) -> None:
-        """The stream ended. Unless another holds the lease by now, the session waits for the next. What it shares with
-        its client never waits longer than the grace time: without the client it is of no use, and holds memory."""
+        """Release the lease of a stream that has ended. Unless another stream holds it now, the session waits for the
+        next one. Shared memory is closed after the grace time at the latest, because it is of no use without its
+        client."""
         if session.end_stream == end_stream and session.token in self._sessions:
             session.end_stream = None
             session.row.set(ATTACHED, 0)
@@ -211,7 +214,8 @@ class SessionRegistry:
             self._call_later(session, self._config.session_grace_s, session.unshare)
 
     def end_streams_of(self, check: Callable[[Identity], None]) -> None:
-        """End the streams of owners for whom `check` raises; their sessions wait as after any end of a stream."""
+        """End the streams of owners for whom `check` raises UnauthenticatedError. Their sessions then wait as after any
+        end of a stream."""
         for session in self:
             try:
                 check(session.owner)
@@ -220,8 +224,8 @@ class SessionRegistry:
                     session.end_stream(error)
 
     def close_for(self, token: bytes, holder: int, then: Callable[[], AnswerT]) -> Answer[AnswerT]:
-        """Close a session if it is still the holder's; for holder 0, whosever it is. Answers when all is freed. Raises
-        what `attach` does."""
+        """Close a session if `holder` still holds it; holder 0 closes it in any case. The answer comes when all
+        sequences are freed. Raises the errors of `attach`."""
         session = self.get(token)
         if holder:
             _check_holder(session, holder)
@@ -232,12 +236,12 @@ class SessionRegistry:
         return None if session is None else session.access.user.introduce(peer)
 
     def _lose(self, session: Session) -> None:
-        """Nobody came to take it up."""
+        """Close a session that no stream attached to in time."""
         self.num_lost += 1
         self.close(session, lambda: None)
 
     def close(self, session: Session, then: Callable[[], AnswerT]) -> Answer[AnswerT]:
-        """Close a session, which is open. Others get their turns while many sequences are freed; `then` comes after."""
+        """Close an open session. Its sequences are freed in slices; `then` makes the answer when all are freed."""
         del self._sessions[session.token]
         self._num_closing += 1
         self.num_closed += 1

@@ -1,7 +1,7 @@
-"""A shared-memory object of a client's, opened.
+"""Access to a POSIX shared memory object of a client.
 
-It is never mapped: a client may truncate its object at any moment, and a process that touches a mapping past its
-object's end is killed by SIGBUS. Reading and writing by the descriptor come up short instead.
+The object is never mapped, because a client can truncate it at any time, and SIGBUS would kill the daemon if it touched
+a mapping past the end of the object. Reads and writes through the file descriptor return short counts instead.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from kvservice.server.budget import Budget
 from kvservice.server.peers import Peer
 from kvservice.server.region import Array
 
-# Where Linux keeps POSIX shared-memory objects.
+# The directory of POSIX shared memory objects on Linux.
 SHM_DIRECTORY = b"/dev/shm"
 MAX_KEY_BYTES = 255
 _ACL = "system.posix_acl_access"
-# Not the client's fault, or not only: the daemon has too many files, or the kernel too little memory.
+# Errors that are not the client's mistake: the daemon has too many open files, or the kernel too little memory.
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 class ShmObject:
-    """The bytes of an object from `offset` on: a region's `Memory`. They count in the budget: where the object has
-    holes, it is the daemon that fills them."""
+    """Implements `Memory` with the bytes of an object from `offset` on. They count against the budget, because the
+    daemon allocates pages when it writes to holes in the object."""
 
     def __init__(self, key: str, offset: int, byte_size: int, peer: Peer, budget: Budget) -> None:
-        """`key`: a name as for shm_open. `peer`: for whom it is opened. Raises InvalidArgumentError,
+        """Open the object `key`, a name for shm_open, with the permissions of `peer`. Raises InvalidArgumentError,
         RegionNotOpenedError, QuotaExceededError, ResourceExhaustedError."""
         self._offset, self._num_bytes, self._budget = offset, byte_size, budget
         self._descriptor = _open(_path_of(key), peer)
@@ -42,13 +42,13 @@ class ShmObject:
             raise
 
     def check(self, end: int) -> None:
-        """Raise RegionShrunkError unless the object still has the bytes before `end`."""
+        """Raise RegionShrunkError if the object is now too short for the first `end` bytes of the region."""
         size = os.fstat(self._descriptor).st_size
         if self._offset + end > size:
             raise RegionShrunkError(f"the region needs {self._offset + end} bytes of its object, which has {size} now")
 
     def read(self, begin: int, num_bytes: int) -> Array:
-        """A copy, uint8 `[num_bytes]`. Raises RegionShrunkError."""
+        """Return a copy, uint8 `[num_bytes]`. Raises RegionShrunkError."""
         self.check(begin + num_bytes)
         data = np.empty(num_bytes, np.uint8)
         done = 0
@@ -60,8 +60,8 @@ class ShmObject:
         return data
 
     def write(self, begin: int, data: Array) -> None:
-        """`data` uint8. Raises RegionShrunkError; ResourceExhaustedError where the object has a hole and the system no
-        memory to fill it."""
+        """Write `data`, uint8. Raises RegionShrunkError, and ResourceExhaustedError if the object has a hole and the
+        host has no memory to fill it."""
         self.check(begin + len(data))
         done = 0
         while done < len(data):
@@ -71,7 +71,7 @@ class ShmObject:
                 raise ResourceExhaustedError(f"the region cannot be written: {error.strerror}") from None
 
     def view(self, _: int, __: int) -> None:
-        """Never: it may be taken away."""
+        """Return None: the client can truncate the object, so it is never accessed in place."""
 
     def close(self) -> None:
         os.close(self._descriptor)
@@ -79,7 +79,7 @@ class ShmObject:
 
 
 def _path_of(key: str) -> bytes:
-    """Where the object of this key is, by the rules of shm_open: a name, with or without one leading slash."""
+    """Return the path of the object by the rules of shm_open: `key` is a name with an optional leading slash."""
     name = key.removeprefix("/").encode()
     if name in (b"", b".", b"..") or b"/" in name or b"\0" in name or len(name) > MAX_KEY_BYTES:
         raise InvalidArgumentError("is not the name of a shared-memory object", field="key")
@@ -87,9 +87,12 @@ def _path_of(key: str) -> bytes:
 
 
 def _open(path: bytes, peer: Peer) -> int:
-    """Open an object if the peer could. It is looked at before it is opened: the directory may hold other things than
-    shared memory, on which an open could wait or have effects. An open that conflicts with a lease of the owner's
-    (fcntl(2), F_SETLEASE) would wait 45 s for it; O_NONBLOCK makes it fail, and changes nothing else of a file."""
+    """Open an object if the peer could.
+
+    The file type is checked before the open, because the directory can contain other files, such as pipes or devices,
+    whose open could block or have side effects. An open that conflicts with a lease of the owner (fcntl(2), F_SETLEASE)
+    would block for 45 s; O_NONBLOCK makes it fail and has no other effect on a regular file.
+    """
     try:
         found = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
@@ -107,7 +110,7 @@ def _check_object(descriptor: int, peer: Peer) -> None:
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode):
         raise RegionNotOpenedError("is no shared-memory object", field="key")
-    # The mode does not say whom an access control list lets in.
+    # The file mode does not include the entries of an access control list.
     if not peer.may_read_and_write(found) or (found.st_uid != peer.uid and _has_acl(descriptor)):
         raise RegionNotOpenedError(f"user {peer.uid} may not read and write it", field="key")
 

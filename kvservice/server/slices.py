@@ -1,4 +1,4 @@
-"""Operations of the bookkeeping that are done in slices, driven by the event loop."""
+"""Runs operations of the block manager in slices on the event loop."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from kvservice.blocks import Slices
 T = TypeVar("T")
 AnswerT = TypeVar("AnswerT")
 
-# Between two slices. A call takes several turns of the event loop, and one in each pause would take as many slices.
+# The pause between two slices. A call needs several iterations of the event loop; without a pause it would wait for a
+# slice in each of them.
 PAUSE_S: Final = 0.001
 
-# What there is to answer, or a task that is going to say it.
+# An answer, or a task that returns it.
 Answer: TypeAlias = AnswerT | asyncio.Task[AnswerT]
 
 
 def in_slices(slices: Slices[T], then: Callable[[T], AnswerT]) -> Answer[AnswerT]:
-    """Do the first slice now. If there are more, others get their turns between them, and the answer is a task.
+    """Run the first slice now. If there are more, return a task that runs them with pauses for other calls.
 
-    `then` makes the answer from the result. Errors of the first slice are raised here, later ones by the task. It must
-    not be cancelled: what was begun is to be ended.
+    `then` makes the answer from the result. Errors of the first slice are raised here, later ones by the task. The task
+    must not be cancelled, because a started operation has to complete.
     """
     try:
         next(slices)
@@ -34,7 +35,7 @@ def in_slices(slices: Slices[T], then: Callable[[T], AnswerT]) -> Answer[AnswerT
 
 
 def _look_at(task: asyncio.Task[AnswerT]) -> None:
-    """Where nobody waits for the answer any more, an error is no news."""
+    """Retrieve the task's exception, so that asyncio does not log it if no caller waits any more."""
     if not task.cancelled():
         task.exception()
 

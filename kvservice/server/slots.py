@@ -1,9 +1,9 @@
-"""How many RPCs of a kind may be open at one time, on one port and from one peer, and how long a client may stall one.
+"""Limits on the open RPCs of each kind, per port and per peer, and on the time that a client may stall an RPC.
 
-An RPC has its slot from its arrival until its status is sent: also while its message is still coming in, and while its
-answer waits for a client that does not read. So what clients make the daemon hold is bounded, kind by kind, and nobody
-takes the slots of another kind. An RPC that its client stalls is ended. gRPC itself bounds connections, and the RPCs of
-each; see grpc_options.
+An RPC occupies a slot from its arrival until its status is sent, also while its message is still being received and
+while its response waits for a client that does not read. This bounds the memory that clients can make the daemon hold.
+Each kind has its own slots, so one kind cannot use up those of another. An RPC that its client stalls is cancelled.
+gRPC itself limits the connections and the RPCs per connection; see grpc_options.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from kvservice.wire.status import to_status
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Kind: TypeAlias = Literal["session stream", "event stream", "health watch", "reflection", "session call", "other call"]
 
-# For which a client may keep an RPC waiting: for the rest of its message, or to read its answer.
+# The time that a client may stall an RPC: by not sending the rest of its message, or by not reading the response.
 STALL_S: Final = 60.0
 SWEEP_S: Final = 5.0
-# Session streams that are not attached yet, and how long they may take.
+# The limit on session streams that are not attached yet, and the time they have to attach.
 MAX_UNATTACHED: Final = 64
 UNATTACHED_S: Final = 30.0
-# One peer may have a fourth of a kind.
+# One peer may use 1/_PEERS of the slots of a kind.
 _PEERS: Final = 4
-# RPCs above the limits that are being refused.
+# Extra RPCs beyond the limits, so that they can be refused with a status.
 _REFUSING: Final = 64
-# Streams that belong to no session. What is known of their callers may change while they are open.
+# Streams that belong to no session. They end when their caller's token is removed.
 _SESSIONLESS: Final[tuple[Kind, ...]] = ("event stream", "health watch", "reflection")
 
 
 def kind_limits(config: ServeConfig) -> dict[Kind, int]:
-    """RPCs of each kind that may be open on one port."""
+    """Return the limit on open RPCs of each kind on one port."""
     return {
         "session stream": config.max_sessions + MAX_UNATTACHED,
-        # EventStreams counts those of all ports, and says which option it is.
+        # EventStreams enforces the limit over all ports, with an error that names the option.
         "event stream": config.max_event_streams + _REFUSING,
         "health watch": 64,
         "reflection": 16,
@@ -60,16 +60,16 @@ def kind_limits(config: ServeConfig) -> dict[Kind, int]:
 
 
 def max_rpcs(config: ServeConfig) -> int:
-    """All that gRPC is to take at one time on one port; some of them to be refused."""
+    """Return the number of RPCs that gRPC accepts on one port, including some that are then refused."""
     return sum(kind_limits(config).values()) + _REFUSING
 
 
 def max_rpcs_of_connection(config: ServeConfig) -> int:
-    """A client may have all sessions over one connection, and some calls beside them."""
+    """Return the limit on RPCs per connection. One connection may carry all sessions and some calls besides."""
     return config.max_sessions + 128
 
 
-# Of the methods that are no "other call", by their paths.
+# The kinds of all methods except those of kind "other call", by method path.
 _KINDS: Final[dict[str, Kind]] = {
     **dict.fromkeys(
         (
@@ -89,8 +89,11 @@ _KINDS: Final[dict[str, Kind]] = {
 
 @dataclass(slots=True, eq=False)
 class Rpc:
-    """One that has a slot. `stalled_since`, on the clock of `time.monotonic`, while its client keeps it waiting.
-    `ended_for` is why the daemon has cancelled it."""
+    """An RPC that occupies a slot.
+
+    `stalled_since` is the time (`time.monotonic`) since which the RPC waits for its client, or None while it waits for
+    the daemon. `ended_for` is the error for which the daemon has cancelled it.
+    """
 
     task: asyncio.Task[Any]
     stalled_since: float | None
@@ -104,14 +107,14 @@ class Rpc:
         self.slots.end(self)
 
     def cancel(self) -> None:
-        """End it without a status: its client does not read."""
+        """Cancel the RPC without a status, because its client does not read."""
         self.task.cancel()
         if self.outer is not None:
             self.outer.cancel()
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
-        """It waits for the daemon, and after that for its client again."""
+        """Mark that the RPC waits for the daemon in this context, and for its client again afterwards."""
         self.stalled_since = None
         try:
             yield
@@ -120,7 +123,7 @@ class Rpc:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """It waits for its client: to read, or to write."""
+        """Mark that the RPC waits in this context for its client to read or to write."""
         self.stalled_since = time.monotonic()
         try:
             yield
@@ -128,13 +131,13 @@ class Rpc:
             self.stalled_since = None
 
 
-# That of the RPC whose task this is.
+# The RPC that the current task handles.
 RPC: ContextVar[Rpc] = ContextVar("kvservice_rpc")
 
 
 class Slots(grpc.GenericRpcHandler):
-    """Those of one port. gRPC asks it for the handler of each RPC, in the RPC's own task and before its message comes;
-    an interceptor would do, but takes 20 µs."""
+    """The slots of one port. gRPC calls `service` for each RPC, in the RPC's own task and before its message is
+    received. An interceptor would work too, but costs 20 µs per RPC."""
 
     def __init__(self, config: ServeConfig) -> None:
         self._limits = kind_limits(config)
@@ -145,7 +148,7 @@ class Slots(grpc.GenericRpcHandler):
         self.num_unattached = 0
 
     def add(self, handlers: Mapping[str, Handler]) -> None:
-        """Handlers by the paths of their methods."""
+        """Add handlers by method path."""
         self._methods.update({path: (_KINDS.get(path, "other call"), handler) for path, handler in handlers.items()})
 
     def service(self, details: grpc.HandlerCallDetails) -> Handler | None:
@@ -165,14 +168,14 @@ class Slots(grpc.GenericRpcHandler):
         return handler
 
     def end(self, rpc: Rpc) -> None:
-        """Give its slot up."""
+        """Free the slot of an RPC."""
         self._open[rpc.kind] -= 1
         self._rpcs.discard(rpc)
 
     @contextlib.contextmanager
     def of_peer(self, kind: Kind, peer: str) -> Iterator[None]:
-        """While a stream of this peer is open. Raises ResourceExhaustedError where it has its share of the kind. Peers
-        on the unix socket are not told apart."""
+        """Count a stream of this peer for the duration of the context. Raises ResourceExhaustedError if the peer has
+        used its share of the kind. The share does not apply on the unix socket, where peers cannot be distinguished."""
         share = max(1, self._limits[kind] // _PEERS)
         key = (kind, peer)
         if self._of_peer[key] >= share and not peer.startswith("unix:"):
@@ -186,12 +189,12 @@ class Slots(grpc.GenericRpcHandler):
                 del self._of_peer[key]
 
     def check_unattached(self) -> None:
-        """Raise ResourceExhaustedError where as many session streams are not attached as may be."""
+        """Raise ResourceExhaustedError if MAX_UNATTACHED session streams are not attached yet."""
         if self.num_unattached >= MAX_UNATTACHED:
             raise ResourceExhaustedError(f"{MAX_UNATTACHED} session streams are not attached, more are not taken")
 
     async def end_stalled(self) -> None:
-        """End RPCs that their clients stall, until cancelled."""
+        """Cancel RPCs that their clients stall. Runs until cancelled."""
         while True:
             await asyncio.sleep(SWEEP_S)
             self.sweep(time.monotonic())
@@ -202,7 +205,7 @@ class Slots(grpc.GenericRpcHandler):
                 rpc.cancel()
 
     def end_revoked(self, check: Callable[[Identity], None]) -> None:
-        """End the streams of no session whose caller `check` raises UnauthenticatedError for, with that error."""
+        """End the streams without a session for whose callers `check` raises UnauthenticatedError, with that error."""
         for rpc in self._rpcs:
             if rpc.kind in _SESSIONLESS:
                 try:
@@ -214,7 +217,7 @@ class Slots(grpc.GenericRpcHandler):
 
 @contextlib.asynccontextmanager
 async def answering(context: Any) -> AsyncIterator[Rpc]:
-    """For an RPC's handler: errors of ours become its status."""
+    """Context for the handler of an RPC. A KVServiceError becomes the status of the RPC."""
     rpc = RPC.get()
     try:
         with rpc.working():
@@ -232,10 +235,10 @@ def _full(kind: Kind, limit: int, whose: str = "") -> ResourceExhaustedError:
 
 
 def _refusal(error: KVServiceError) -> Handler:
-    """A handler that refuses an RPC, whatever its method, before its message is received."""
+    """Return a handler that refuses an RPC of any method before its message is received."""
 
     async def refuse(_: Any, context: Any) -> None:
         await context.abort_with_status(rpc_status.to_status(to_status(error)))
 
-    # Streaming: gRPC receives no message before such a handler asks for one.
+    # The handler is a streaming one, because gRPC then receives no message until it asks for one.
     return grpc.stream_stream_rpc_method_handler(refuse)

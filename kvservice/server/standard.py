@@ -1,4 +1,4 @@
-"""gRPC's standard services, health and reflection. Their requests are counted before they are parsed, as all are."""
+"""gRPC's standard services: health and reflection. Their requests are scanned before parsing, like all requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvservice.server.slots import Handler, Rpc, Slots, answering
 
 
 def health_handlers(statuses: Health, limits: RequestLimits, slots: Slots) -> dict[str, Handler]:
-    """Check and Watch, by their paths."""
+    """Return the handlers of Check and Watch by method path."""
 
     async def check(request: Any, context: Any) -> Any:
         async with answering(context):
@@ -44,9 +44,9 @@ def health_handlers(statuses: Health, limits: RequestLimits, slots: Slots) -> di
 
 
 def reflection_handlers(limits: RequestLimits, slots: Slots) -> dict[str, Handler]:
-    """What the contract's services, and the standard ones, look like."""
+    """Return the handler of server reflection. It describes the services of the contract and the standard services."""
     names = [*(service.full_name for service in SERVICES), SERVICE_NAME, reflection.SERVICE_NAME]
-    servicer: Any = reflection.aio.ReflectionServicer(names)  # its published types are wrong
+    servicer: Any = reflection.aio.ReflectionServicer(names)  # the published type annotations are wrong
 
     async def info(requests: AsyncIterator[Any], context: Any) -> None:
         async with answering(context) as rpc:
@@ -62,7 +62,7 @@ def reflection_handlers(limits: RequestLimits, slots: Slots) -> dict[str, Handle
 
 
 async def _accepted(requests: AsyncIterator[Any], rpc: Rpc) -> AsyncIterator[Any]:
-    """A client that sends nothing for long has stalled its RPC, too."""
+    """Yield checked requests. The RPC counts as stalled while it waits for the client's next request."""
     while True:
         with rpc.waiting():
             request = await anext(requests, None)

@@ -1,11 +1,11 @@
-"""A session's live steps in shared memory, for a client that works on the pool itself.
+"""The live steps of a session in shared memory, for a client that works in the mapped pool.
 
-    int64[NUM_SLOTS]     word `slot` is the step's id while the step is live, 0 else
-    then, at the step's offset, each from a multiple of ALIGNMENT bytes on:
+    int64[NUM_SLOTS]     word `slot` is the id of the step while it is live, else 0
+    then, at the offset of each step, with every array aligned to ALIGNMENT bytes:
     slot_mapping int64[num_tokens], query_lens int32[n], context_lens int32[n], block_tables int32[n][max_blocks]
 
-The client looks at the word before it begins and after it has ended: a step that ended meanwhile was read from, or
-written to, blocks that may have been others' by then. Step ids are never used again, so a word says it all.
+The client checks the word before and after its work on a step. If the step ended in between, its blocks may already
+belong to other sequences, so the result is invalid. Step ids are never reused, so comparing the word is sufficient.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ NOT_LIVE = 0
 
 
 class StepTables:
-    """Made by the daemon, mapped read-only by the client."""
+    """The step tables of one session. The daemon writes them, and the client maps them read-only."""
 
     def __init__(self, memory: SealedMemory) -> None:
-        """In memory that clients can only read."""
+        """`memory` must be read-only for clients."""
         self.memory = memory
         self._words = np.frombuffer(self.memory.map, np.int64, NUM_SLOTS)
-        # Live steps: id → (slot, first byte, end).
+        # Live steps: id → (slot, first byte, end byte).
         self._extents: dict[int, tuple[int, int, int]] = {}
         self._free_slots = list(range(NUM_SLOTS - 1, -1, -1))
 
     def publish(self, step: Step) -> tuple[int, int] | None:
-        """(slot, offset) of a step that is live; None if there is no room for it."""
+        """Publish a live step. Returns its (slot, offset in bytes), or None if there is no room for it."""
         if (known := self._extents.get(step.step_id)) is not None:
             return known[:2]
         parts = (step.slot_mapping, step.query_lens, step.context_lens, step.block_tables)
@@ -52,19 +52,20 @@ class StepTables:
         return slot, begin
 
     def retire(self, step_id: int) -> None:
-        """The step is live no longer. Unknown: nothing."""
+        """Remove a step that is no longer live. Unknown ids are ignored."""
         extent = self._extents.pop(step_id, None)
         if extent is not None:
             self._words[extent[0]] = NOT_LIVE
             self._free_slots.append(extent[0])
 
     def close(self) -> None:
-        """No step is live any more."""
+        """Remove all steps."""
         for step_id in list(self._extents):
             self.retire(step_id)
 
     def _find_room(self, num_bytes: int) -> int | None:
-        """The first gap that is large enough. Few steps are live at one time."""
+        """Return the offset of the first gap that is large enough, or None. A linear search is sufficient, because few
+        steps are live at a time."""
         begin = NUM_SLOTS * 8
         for _, first, end in sorted(self._extents.values(), key=lambda extent: extent[1]):
             if first - begin >= num_bytes:

@@ -1,4 +1,4 @@
-"""What the daemon tells its observer, besides the arrays of its bookkeeping."""
+"""The gauges and the configuration that the daemon reports to its observer, besides its shared bookkeeping arrays."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvservice.telemetry.vitals import Vitals, VitalsTable
 
 
 class DaemonVitals:
-    """Gathers the figures of the whole, when it is asked to."""
+    """Collects the gauges and counters of the whole daemon on request."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class DaemonVitals:
         self._table.write(vitals, lane_counts)
 
     def block_hash(self, block: int) -> bytes:
-        """The chain hash of a block of the pool that can be found by it; b"" of others, and of what is no block."""
+        """Return the chain hash of a block in the prefix index, or b"" for other blocks and for invalid block ids."""
         device = self._engine.manager.device
         if block < device.num_blocks and device.indexed[block]:
             return device.hashes[block] or b""
@@ -103,7 +103,7 @@ class DaemonVitals:
 
 
 def configuration(config: ServeConfig, device: Device, arrays: SharedArrays, methods: list[str]) -> dict[str, Any]:
-    """What the observer has to know to read the arrays, and to answer for the daemon."""
+    """Return the configuration that the observer needs to read the arrays and to serve HTTP for the daemon."""
     layout = config.layout
     host = config.http_address.rpartition(":")[0]
     return {

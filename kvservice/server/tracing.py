@@ -1,7 +1,7 @@
-"""Spans of calls, sent to an OpenTelemetry collector. Imported only where it is wanted: it needs the extra `otel`.
+"""Traces of calls, sent to an OpenTelemetry collector. Imported only if traces are enabled: it needs the extra `otel`.
 
-A span says which call it was, how it ended and how long it took, after OpenTelemetry's conventions for RPCs. It tells
-nothing of what the call carried, nor what clients call themselves.
+A span records the method, the status and the duration of a call, following OpenTelemetry's conventions for RPCs. It
+contains neither data of the call nor the names of clients.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from kvservice import __version__
 from kvservice.errors import InvalidArgumentError
 from kvservice.server.contract import SERVICES, call_name
 
-# Spans that wait to be sent; later ones are dropped.
+# The size of the export queue; spans that do not fit are dropped.
 _QUEUE_SPANS = 2048
 _BATCH_SPANS = 1024
 _BATCH_DELAY_MS = 1000
-# An export with all its retries. At the end there are at most three: one under way, and the queue's two.
+# The timeout of one export including retries. At shutdown there are at most three exports: one in flight, and two
+# batches in the queue.
 _EXPORT_TIMEOUT_S = 2.0
 
 _RPC_NAMES: Final = {
     call_name(method.name): f"{service.full_name}/{method.name}" for service in SERVICES for method in service.methods
 }
-# With these it was the server that failed, by the conventions; with others the caller did.
+# The statuses that the conventions classify as errors of the server.
 _SERVER_ERRORS: Final = frozenset(
     ("UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS")
 )
@@ -40,7 +41,7 @@ _NO_PARENT: Final = Context()
 
 
 class Span:
-    """A call under way."""
+    """The span of a call in flight."""
 
     __slots__ = ("_span",)
 
@@ -48,7 +49,7 @@ class Span:
         self._span = span
 
     def end(self, status: str, session_id: int | None) -> None:
-        """`status`: the name of the gRPC status; `session_id`: None for a call that needs no session."""
+        """End the span. `status` is the name of the gRPC status; `session_id` is None for a call without a session."""
         span = self._span
         if not span.is_recording():
             return
@@ -62,11 +63,11 @@ class Span:
 
 
 class Tracer:
-    """`endpoint`: http:// or https:// and host:port of a collector. Of the calls that come without a decision of their
-    caller, `sample_ratio` are traced.
+    """Creates spans and exports them from a background thread.
 
-    Sends from a thread of its own. What OpenTelemetry reads of the environment (headers, certificates, attributes of
-    the resource) holds here too. Raises InvalidArgumentError.
+    `endpoint` is the URL of a collector: http:// or https:// and host:port. `sample_ratio` is the fraction of calls
+    that are traced if the caller has made no sampling decision. The environment variables of OpenTelemetry (headers,
+    certificates, resource attributes) apply. Raises InvalidArgumentError.
     """
 
     def __init__(self, endpoint: str, sample_ratio: float) -> None:
@@ -85,12 +86,12 @@ class Tracer:
         self._propagator = TraceContextTextMapPropagator()
 
     def begin(self, method: str, transport: str, traceparent: str) -> Span:
-        """`traceparent`: the W3C header that came with the call, or nothing; a wrong one counts as nothing."""
+        """Start a span. `traceparent` is the W3C header of the call, or empty; an invalid header is ignored."""
         name = _RPC_NAMES.get(method, method)
         parent = self._propagator.extract({"traceparent": traceparent}, _NO_PARENT) if traceparent else _NO_PARENT
         attributes = {"rpc.system.name": "grpc", "rpc.method": name, "kvservice.transport": transport}
         return Span(self._tracer.start_span(name, parent, trace.SpanKind.SERVER, attributes))
 
     def close(self) -> None:
-        """Send what waits, for a few seconds at most. Blocks."""
+        """Export the queued spans. Blocks for a few seconds at most."""
         self._provider.shutdown()

@@ -1,7 +1,7 @@
-"""A thread that gives memory back to the system.
+"""A thread that returns memory to the kernel.
 
-The kernel takes about 0.2 ms for each MiB of pages that are unmapped or freed. The event loop would stand still for so
-long, so this thread does it, without the interpreter lock.
+The kernel takes about 0.2 ms per MiB to unmap or free pages. This thread does that work without the GIL, so that it
+does not block the event loop.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from kvservice.pool.sealed import SealedMemory
 
-# A thread that maps memory waits for one piece, not for all of it.
+# Pages are freed in pieces, so that a thread that maps memory at the same time waits for one piece only.
 _PIECE_BYTES = 4 << 20
 
 _libc = ctypes.CDLL(None)
@@ -21,22 +21,22 @@ _thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvservice-unmapp
 
 
 def start() -> None:
-    """Start the thread. Otherwise the first memory that is given back does, and a thread seems to be left of it."""
+    """Start the thread now. Otherwise the first release would start it, and it would look like a leaked thread."""
     _thread.submit(int).result()
 
 
 def unmap(memory: SealedMemory) -> None:
-    """Unmap the pages of memory that nobody works on any more. The mapping ends when `memory.map` is dropped."""
+    """Free the pages of memory that is no longer in use. The mapping itself ends when `memory.map` is dropped."""
     _thread.submit(_unmap_pages, memory.map, memory.address, memory.num_bytes)
 
 
 def close(descriptor: int) -> None:
-    """Close a descriptor, perhaps the last of its memory, which frees the pages."""
+    """Close a file descriptor. If it is the last one of its memory, the kernel frees the pages."""
     _thread.submit(os.close, descriptor)
 
 
 def _unmap_pages(_mapping: mmap.mmap, address: int, num_bytes: int) -> None:
-    """`_mapping` lasts as long as this call, which refers to it."""
+    """Free the pages piece by piece. The argument `_mapping` keeps the mapping alive during the call."""
     for begin in range(0, num_bytes, _PIECE_BYTES):
         size = min(_PIECE_BYTES, num_bytes - begin)
         _libc.madvise(ctypes.c_void_p(address + begin), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
