@@ -26,15 +26,15 @@ if _version_not_supported:
 
 
 class AttentionServiceStub(object):
-    """Keys and values in and out, and attention over them. A call names a step (see BlockService) and a layer.
+    """Writes and reads K/V, and computes attention over them. A call names a step (see BlockService) and a layer.
 
-    Ragged tensors: the tokens of a step stand one sequence after the other, in the order of the step's batch, without
-    padding; num_tokens is the sum of the step's query_lens.
+    Tensors are ragged: they contain the tokens of a step sequence after sequence, in the order of the step's batch,
+    without padding. num_tokens is the sum of the step's query_lens.
 
-    Errors besides those of BlockService: FAILED_PRECONDITION with reason STALE_STEP, a newer operation replaced the step;
-    LAYER_WRITTEN, the layer was sent before in this step; NOT_COMPUTED, K/V to be read are not written yet;
-    REGION_SHRUNK, the object behind a region has become shorter than the region. If it becomes so under a running call,
-    the layer is written and the output lost.
+    Errors in addition to those of BlockService: FAILED_PRECONDITION with reason STALE_STEP if a newer operation replaced
+    the step; LAYER_WRITTEN if the layer was already sent in this step; NOT_COMPUTED if K/V to read are not written yet;
+    REGION_SHRUNK if the object behind a region is now shorter than the region. If the object shrinks during a call, the
+    layer is written and the output is lost.
     """
 
     def __init__(self, channel):
@@ -66,41 +66,41 @@ class AttentionServiceStub(object):
 
 
 class AttentionServiceServicer(object):
-    """Keys and values in and out, and attention over them. A call names a step (see BlockService) and a layer.
+    """Writes and reads K/V, and computes attention over them. A call names a step (see BlockService) and a layer.
 
-    Ragged tensors: the tokens of a step stand one sequence after the other, in the order of the step's batch, without
-    padding; num_tokens is the sum of the step's query_lens.
+    Tensors are ragged: they contain the tokens of a step sequence after sequence, in the order of the step's batch,
+    without padding. num_tokens is the sum of the step's query_lens.
 
-    Errors besides those of BlockService: FAILED_PRECONDITION with reason STALE_STEP, a newer operation replaced the step;
-    LAYER_WRITTEN, the layer was sent before in this step; NOT_COMPUTED, K/V to be read are not written yet;
-    REGION_SHRUNK, the object behind a region has become shorter than the region. If it becomes so under a running call,
-    the layer is written and the output lost.
+    Errors in addition to those of BlockService: FAILED_PRECONDITION with reason STALE_STEP if a newer operation replaced
+    the step; LAYER_WRITTEN if the layer was already sent in this step; NOT_COMPUTED if K/V to read are not written yet;
+    REGION_SHRUNK if the object behind a region is now shorter than the region. If the object shrinks during a call, the
+    layer is written and the output is lost.
     """
 
     def Decode(self, request, context):
-        """Writes one layer's K/V of a step in which each sequence has one token, then attends.
+        """Writes the K/V of one layer of a step with one token per sequence, then computes attention.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Extend(self, request, context):
-        """The same for steps of any query lengths: prefill, extend, verification of speculated tokens. Causal: a token sees
-        those before it and itself.
+        """Like Decode, for steps with any query lengths: prefill, extend, verification of speculated tokens. Attention is
+        causal: a token attends to itself and to all earlier tokens.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Write(self, request, context):
-        """Writes K/V of a step without attention: for K/V that were computed elsewhere.
+        """Writes K/V of a step without attention, for K/V that were computed elsewhere.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Read(self, request, context):
-        """Reads computed K/V back.
+        """Reads computed K/V.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -138,15 +138,15 @@ def add_AttentionServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AttentionService(object):
-    """Keys and values in and out, and attention over them. A call names a step (see BlockService) and a layer.
+    """Writes and reads K/V, and computes attention over them. A call names a step (see BlockService) and a layer.
 
-    Ragged tensors: the tokens of a step stand one sequence after the other, in the order of the step's batch, without
-    padding; num_tokens is the sum of the step's query_lens.
+    Tensors are ragged: they contain the tokens of a step sequence after sequence, in the order of the step's batch,
+    without padding. num_tokens is the sum of the step's query_lens.
 
-    Errors besides those of BlockService: FAILED_PRECONDITION with reason STALE_STEP, a newer operation replaced the step;
-    LAYER_WRITTEN, the layer was sent before in this step; NOT_COMPUTED, K/V to be read are not written yet;
-    REGION_SHRUNK, the object behind a region has become shorter than the region. If it becomes so under a running call,
-    the layer is written and the output lost.
+    Errors in addition to those of BlockService: FAILED_PRECONDITION with reason STALE_STEP if a newer operation replaced
+    the step; LAYER_WRITTEN if the layer was already sent in this step; NOT_COMPUTED if K/V to read are not written yet;
+    REGION_SHRUNK if the object behind a region is now shorter than the region. If the object shrinks during a call, the
+    layer is written and the output is lost.
     """
 
     @staticmethod

@@ -26,25 +26,25 @@ if _version_not_supported:
 
 
 class BlockServiceStub(object):
-    """The block tables of a session's sequences.
+    """Manages the block tables of a session's sequences.
 
-    Every call takes a batch and is atomic: all of it is done, or nothing and the call fails. What a call does is decided
-    before anything changes.
+    Every call takes a batch and is atomic: it completes for the whole batch, or it fails and changes nothing.
 
-    A sequence has a length (tokens it consists of) and a number of computed tokens: its leading tokens whose K/V have
-    been written in all layers. The tokens between are pending. A step covers pending tokens; writing all layers of
-    a step makes its tokens computed.
+    A sequence has a length (its number of tokens) and a number of computed tokens: the leading tokens whose K/V are
+    written in all layers. The tokens after them are pending. A step covers pending tokens; writing all layers of a step
+    makes its tokens computed.
 
-    Requests carry the session's token when they travel as unary calls; on a session's stream the field is ignored.
-    A request that changes state may carry a request_id, unique in its session and not 0. The daemon remembers the
-    answers to a session's latest 128 such requests: sent again, a request is answered again and not executed again.
-    They take 4 MiB at most, beside the latest; of older ones only the ids are remembered then, and a request that is sent
-    again ends with FAILED_PRECONDITION, reason REPLY_FORGOTTEN: it was executed, and its answer is lost.
+    A request contains the session token if it is sent as a unary call; on a session's stream the field is ignored. A
+    request that changes state may have a request_id, unique in its session and not 0. The daemon remembers the replies
+    to the latest 128 such requests of a session: a repeated request gets the same reply and is not executed again.
+    Besides the latest reply, the remembered replies take at most 4 MiB; of older requests only the ids are kept.
+    Repeating one of those fails with FAILED_PRECONDITION, reason REPLY_FORGOTTEN: the request was executed, but its
+    reply is lost.
 
-    Common errors: INVALID_ARGUMENT names the field (google.rpc.BadRequest). NOT_FOUND: a sequence that this session does
-    not have. FAILED_PRECONDITION, ALREADY_EXISTS: google.rpc.ErrorInfo gives the reason. RESOURCE_EXHAUSTED with reason
-    OUT_OF_BLOCKS carries tier, required, free and total, and google.rpc.RetryInfo unless no wait can help.
-    UNAVAILABLE with reason DRAINING: the daemon is shutting down.
+    Common errors: INVALID_ARGUMENT names the field (google.rpc.BadRequest). NOT_FOUND means that the session has no such
+    sequence. For FAILED_PRECONDITION and ALREADY_EXISTS, google.rpc.ErrorInfo has the reason. RESOURCE_EXHAUSTED with
+    reason OUT_OF_BLOCKS has tier, required, free and total, and google.rpc.RetryInfo unless waiting cannot help.
+    UNAVAILABLE with reason DRAINING means that the daemon is shutting down.
     """
 
     def __init__(self, channel):
@@ -131,25 +131,25 @@ class BlockServiceStub(object):
 
 
 class BlockServiceServicer(object):
-    """The block tables of a session's sequences.
+    """Manages the block tables of a session's sequences.
 
-    Every call takes a batch and is atomic: all of it is done, or nothing and the call fails. What a call does is decided
-    before anything changes.
+    Every call takes a batch and is atomic: it completes for the whole batch, or it fails and changes nothing.
 
-    A sequence has a length (tokens it consists of) and a number of computed tokens: its leading tokens whose K/V have
-    been written in all layers. The tokens between are pending. A step covers pending tokens; writing all layers of
-    a step makes its tokens computed.
+    A sequence has a length (its number of tokens) and a number of computed tokens: the leading tokens whose K/V are
+    written in all layers. The tokens after them are pending. A step covers pending tokens; writing all layers of a step
+    makes its tokens computed.
 
-    Requests carry the session's token when they travel as unary calls; on a session's stream the field is ignored.
-    A request that changes state may carry a request_id, unique in its session and not 0. The daemon remembers the
-    answers to a session's latest 128 such requests: sent again, a request is answered again and not executed again.
-    They take 4 MiB at most, beside the latest; of older ones only the ids are remembered then, and a request that is sent
-    again ends with FAILED_PRECONDITION, reason REPLY_FORGOTTEN: it was executed, and its answer is lost.
+    A request contains the session token if it is sent as a unary call; on a session's stream the field is ignored. A
+    request that changes state may have a request_id, unique in its session and not 0. The daemon remembers the replies
+    to the latest 128 such requests of a session: a repeated request gets the same reply and is not executed again.
+    Besides the latest reply, the remembered replies take at most 4 MiB; of older requests only the ids are kept.
+    Repeating one of those fails with FAILED_PRECONDITION, reason REPLY_FORGOTTEN: the request was executed, but its
+    reply is lost.
 
-    Common errors: INVALID_ARGUMENT names the field (google.rpc.BadRequest). NOT_FOUND: a sequence that this session does
-    not have. FAILED_PRECONDITION, ALREADY_EXISTS: google.rpc.ErrorInfo gives the reason. RESOURCE_EXHAUSTED with reason
-    OUT_OF_BLOCKS carries tier, required, free and total, and google.rpc.RetryInfo unless no wait can help.
-    UNAVAILABLE with reason DRAINING: the daemon is shutting down.
+    Common errors: INVALID_ARGUMENT names the field (google.rpc.BadRequest). NOT_FOUND means that the session has no such
+    sequence. For FAILED_PRECONDITION and ALREADY_EXISTS, google.rpc.ErrorInfo has the reason. RESOURCE_EXHAUSTED with
+    reason OUT_OF_BLOCKS has tier, required, free and total, and google.rpc.RetryInfo unless waiting cannot help.
+    UNAVAILABLE with reason DRAINING means that the daemon is shutting down.
     """
 
     def Allocate(self, request, context):
@@ -160,14 +160,14 @@ class BlockServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CanAllocate(self, request, context):
-        """Says whether Allocate would succeed: now, later, or never. Changes nothing.
+        """Returns whether Allocate would succeed now, later or never. Changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Append(self, request, context):
-        """Adds tokens to sequences and opens a step over all their pending tokens.
+        """Appends tokens to sequences and opens a step over all their pending tokens.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -181,80 +181,80 @@ class BlockServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Truncate(self, request, context):
-        """Gives tokens back at the end of sequences (rejected speculation, a step to be done again).
+        """Removes tokens at the end of sequences, for example rejected draft tokens, or to repeat a step.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Fork(self, request, context):
-        """Creates sequences that share every block of their parents. No bytes move: the first to write into a shared block
-        gets a copy.
+        """Creates sequences that share all blocks of their parents. No data is copied: the first sequence that writes to a
+        shared block gets a copy (copy-on-write).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SwapOut(self, request, context):
-        """Moves sequences to the swap tier. Blocks that the given sequences share are moved once and stay shared.
+        """Swaps sequences out to the swap tier. A block that the given sequences share is moved once and stays shared.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SwapIn(self, request, context):
-        """Moves sequences back. A block that the prefix cache still has is taken from there.
+        """Swaps sequences back in. A block that is still in the prefix cache is reused instead of copied.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Free(self, request, context):
-        """Ends sequences. Their computed full blocks stay in the prefix cache until they are evicted.
+        """Frees sequences. Their computed full blocks stay in the prefix cache until they are evicted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Describe(self, request, context):
-        """What the daemon knows of the session's sequences. At most max_request_sequences at one time: `first` asks for more.
-        QUOTA_EXCEEDED for more tokens than max_request_tokens, or more block ids than max_request_blocks.
+        """Describes sequences of the session, at most max_request_sequences per call; `first` continues after them.
+        QUOTA_EXCEEDED if the response would have more than max_request_tokens tokens or max_request_blocks block ids.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def MatchPrefix(self, request, context):
-        """Number of leading tokens that are in the prefix cache. Changes nothing.
+        """Returns the number of leading tokens that are in the prefix cache. Changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Pin(self, request, context):
-        """Protects the cached blocks of a prefix from eviction, for a time.
+        """Protects the cached blocks of a prefix from eviction for a limited time.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Unpin(self, request, context):
-        """Ends a pin before its time.
+        """Ends a pin before it expires.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ResetPrefixCache(self, request, context):
-        """Forgets the prefix cache. Sequences keep their blocks.
+        """Clears the prefix cache. Sequences keep their blocks.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CommonPrefix(self, request, context):
-        """Number of leading blocks that all given sequences share: those that are full and computed in each of them. A block
-        that they share but have not computed yet, or that is the last one and not full, is not counted.
+        """Returns the number of leading blocks that all given sequences share and that are full and computed in each of them.
+        A shared block that is not computed yet, or a last block that is not full, does not count.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -347,25 +347,25 @@ def add_BlockServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class BlockService(object):
-    """The block tables of a session's sequences.
+    """Manages the block tables of a session's sequences.
 
-    Every call takes a batch and is atomic: all of it is done, or nothing and the call fails. What a call does is decided
-    before anything changes.
+    Every call takes a batch and is atomic: it completes for the whole batch, or it fails and changes nothing.
 
-    A sequence has a length (tokens it consists of) and a number of computed tokens: its leading tokens whose K/V have
-    been written in all layers. The tokens between are pending. A step covers pending tokens; writing all layers of
-    a step makes its tokens computed.
+    A sequence has a length (its number of tokens) and a number of computed tokens: the leading tokens whose K/V are
+    written in all layers. The tokens after them are pending. A step covers pending tokens; writing all layers of a step
+    makes its tokens computed.
 
-    Requests carry the session's token when they travel as unary calls; on a session's stream the field is ignored.
-    A request that changes state may carry a request_id, unique in its session and not 0. The daemon remembers the
-    answers to a session's latest 128 such requests: sent again, a request is answered again and not executed again.
-    They take 4 MiB at most, beside the latest; of older ones only the ids are remembered then, and a request that is sent
-    again ends with FAILED_PRECONDITION, reason REPLY_FORGOTTEN: it was executed, and its answer is lost.
+    A request contains the session token if it is sent as a unary call; on a session's stream the field is ignored. A
+    request that changes state may have a request_id, unique in its session and not 0. The daemon remembers the replies
+    to the latest 128 such requests of a session: a repeated request gets the same reply and is not executed again.
+    Besides the latest reply, the remembered replies take at most 4 MiB; of older requests only the ids are kept.
+    Repeating one of those fails with FAILED_PRECONDITION, reason REPLY_FORGOTTEN: the request was executed, but its
+    reply is lost.
 
-    Common errors: INVALID_ARGUMENT names the field (google.rpc.BadRequest). NOT_FOUND: a sequence that this session does
-    not have. FAILED_PRECONDITION, ALREADY_EXISTS: google.rpc.ErrorInfo gives the reason. RESOURCE_EXHAUSTED with reason
-    OUT_OF_BLOCKS carries tier, required, free and total, and google.rpc.RetryInfo unless no wait can help.
-    UNAVAILABLE with reason DRAINING: the daemon is shutting down.
+    Common errors: INVALID_ARGUMENT names the field (google.rpc.BadRequest). NOT_FOUND means that the session has no such
+    sequence. For FAILED_PRECONDITION and ALREADY_EXISTS, google.rpc.ErrorInfo has the reason. RESOURCE_EXHAUSTED with
+    reason OUT_OF_BLOCKS has tier, required, free and total, and google.rpc.RetryInfo unless waiting cannot help.
+    UNAVAILABLE with reason DRAINING means that the daemon is shutting down.
     """
 
     @staticmethod

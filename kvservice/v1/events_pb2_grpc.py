@@ -26,11 +26,11 @@ if _version_not_supported:
 
 
 class EventServiceStub(object):
-    """What enters the prefix cache and what leaves it, for routers that send a prompt to where its prefix is. Events and their
-    fields are named as vLLM names its own (KVEventBatch, BlockStored, BlockRemoved, AllBlocksCleared).
+    """Streams changes of the prefix cache, for routers that send a prompt to a daemon that has its prefix. Events and
+    fields have the names of vLLM's KV events (KVEventBatch, BlockStored, BlockRemoved, AllBlocksCleared).
 
-    A block is known by its chain hash: SHA-256 over its parent's hash, its token ids and its extra keys; 32 bytes. Two
-    blocks of one hash are one entry here.
+    A block is identified by its chain hash of 32 bytes: SHA-256 over its parent's hash, its token ids and its extra
+    keys. Two blocks with the same hash count as one.
     """
 
     def __init__(self, channel):
@@ -47,17 +47,17 @@ class EventServiceStub(object):
 
 
 class EventServiceServicer(object):
-    """What enters the prefix cache and what leaves it, for routers that send a prompt to where its prefix is. Events and their
-    fields are named as vLLM names its own (KVEventBatch, BlockStored, BlockRemoved, AllBlocksCleared).
+    """Streams changes of the prefix cache, for routers that send a prompt to a daemon that has its prefix. Events and
+    fields have the names of vLLM's KV events (KVEventBatch, BlockStored, BlockRemoved, AllBlocksCleared).
 
-    A block is known by its chain hash: SHA-256 over its parent's hash, its token ids and its extra keys; 32 bytes. Two
-    blocks of one hash are one entry here.
+    A block is identified by its chain hash of 32 bytes: SHA-256 over its parent's hash, its token ids and its extra
+    keys. Two blocks with the same hash count as one.
     """
 
     def Subscribe(self, request, context):
-        """Batches in the order of their numbers, first those that are remembered from start_number on, then each as it happens.
-        Needs no session. QUOTA_EXCEEDED above max_event_streams; FAILED_PRECONDITION, reason EVENTS_OFF, where the daemon runs
-        with event_window 0.
+        """Streams batches in the order of their numbers: first the remembered ones from start_number on, then new ones as
+        they occur. Needs no session. QUOTA_EXCEEDED above max_event_streams; FAILED_PRECONDITION, reason EVENTS_OFF, if
+        the daemon runs with event_window 0.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -80,11 +80,11 @@ def add_EventServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class EventService(object):
-    """What enters the prefix cache and what leaves it, for routers that send a prompt to where its prefix is. Events and their
-    fields are named as vLLM names its own (KVEventBatch, BlockStored, BlockRemoved, AllBlocksCleared).
+    """Streams changes of the prefix cache, for routers that send a prompt to a daemon that has its prefix. Events and
+    fields have the names of vLLM's KV events (KVEventBatch, BlockStored, BlockRemoved, AllBlocksCleared).
 
-    A block is known by its chain hash: SHA-256 over its parent's hash, its token ids and its extra keys; 32 bytes. Two
-    blocks of one hash are one entry here.
+    A block is identified by its chain hash of 32 bytes: SHA-256 over its parent's hash, its token ids and its extra
+    keys. Two blocks with the same hash count as one.
     """
 
     @staticmethod

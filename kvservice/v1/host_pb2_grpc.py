@@ -26,20 +26,20 @@ if _version_not_supported:
 
 
 class HostServiceStub(object):
-    """For clients on the daemon's host: a lane, and the pool itself.
+    """Shares memory with clients on the daemon's host: lanes, and the pool itself.
 
-    What they share is memory, which a descriptor names, and descriptors do not travel over gRPC. A call answers with a
-    handover token instead; the client connects to the handover socket (the path of the daemon's unix socket with ".fds"
-    behind it), sends the token's 16 bytes in one piece, within two seconds, and gets the descriptors, in the order that the
-    call states, with one byte. A token is good once, for ten seconds. The kernel tells the socket which user has connected:
-    the daemon's own, root, and trusted_uids as allow_client_shm and share_pool say. Others see the connection close.
+    Shared memory is passed as file descriptors, which gRPC cannot carry. A response contains a handover token instead.
+    The client connects to the handover socket (the path of the daemon's unix socket plus ".fds"), sends the 16 bytes of
+    the token in one message within two seconds, and receives one byte with the file descriptors, in the order that the
+    call documents. A token is valid once, for ten seconds. The socket accepts the daemon's own user, root and, depending
+    on allow_client_shm and share_pool, trusted_uids, as reported by the kernel. It closes all other connections.
 
-    A client that sends its session's token instead lets the daemon know whose the session is, and gets 16 bytes, the
-    handover_token of SystemSharedMemoryRegister. Where other users than the daemon's own and root can connect to the unix
-    socket (unix_socket_mode), it must do so before it asks for a lane, a region or the pool.
+    A client that sends its session token instead identifies the user of the session to the daemon, and receives 16
+    bytes: the handover_token of SystemSharedMemoryRegister. If users other than the daemon's own and root can connect to
+    the unix socket (unix_socket_mode), a client must do this before it requests a lane, a region or the pool.
 
-    The caller must be connected to the unix socket. FAILED_PRECONDITION with reason REGIONS_NOT_ALLOWED for lanes that the
-    user may not have (allow_client_shm), POOL_NOT_SHARED for the pool where share_pool is not set.
+    The caller must be connected to the unix socket. Errors: FAILED_PRECONDITION with reason REGIONS_NOT_ALLOWED if the
+    user may not have lanes (allow_client_shm), or POOL_NOT_SHARED if share_pool does not allow the mapping.
     """
 
     def __init__(self, channel):
@@ -76,57 +76,59 @@ class HostServiceStub(object):
 
 
 class HostServiceServicer(object):
-    """For clients on the daemon's host: a lane, and the pool itself.
+    """Shares memory with clients on the daemon's host: lanes, and the pool itself.
 
-    What they share is memory, which a descriptor names, and descriptors do not travel over gRPC. A call answers with a
-    handover token instead; the client connects to the handover socket (the path of the daemon's unix socket with ".fds"
-    behind it), sends the token's 16 bytes in one piece, within two seconds, and gets the descriptors, in the order that the
-    call states, with one byte. A token is good once, for ten seconds. The kernel tells the socket which user has connected:
-    the daemon's own, root, and trusted_uids as allow_client_shm and share_pool say. Others see the connection close.
+    Shared memory is passed as file descriptors, which gRPC cannot carry. A response contains a handover token instead.
+    The client connects to the handover socket (the path of the daemon's unix socket plus ".fds"), sends the 16 bytes of
+    the token in one message within two seconds, and receives one byte with the file descriptors, in the order that the
+    call documents. A token is valid once, for ten seconds. The socket accepts the daemon's own user, root and, depending
+    on allow_client_shm and share_pool, trusted_uids, as reported by the kernel. It closes all other connections.
 
-    A client that sends its session's token instead lets the daemon know whose the session is, and gets 16 bytes, the
-    handover_token of SystemSharedMemoryRegister. Where other users than the daemon's own and root can connect to the unix
-    socket (unix_socket_mode), it must do so before it asks for a lane, a region or the pool.
+    A client that sends its session token instead identifies the user of the session to the daemon, and receives 16
+    bytes: the handover_token of SystemSharedMemoryRegister. If users other than the daemon's own and root can connect to
+    the unix socket (unix_socket_mode), a client must do this before it requests a lane, a region or the pool.
 
-    The caller must be connected to the unix socket. FAILED_PRECONDITION with reason REGIONS_NOT_ALLOWED for lanes that the
-    user may not have (allow_client_shm), POOL_NOT_SHARED for the pool where share_pool is not set.
+    The caller must be connected to the unix socket. Errors: FAILED_PRECONDITION with reason REGIONS_NOT_ALLOWED if the
+    user may not have lanes (allow_client_shm), or POOL_NOT_SHARED if share_pool does not allow the mapping.
     """
 
     def OpenLane(self, request, context):
-        """Opens a lane: two rings in shared memory that carry Decode and Extend of this session, with tensors in regions that the
-        daemon has made (CreateRegion) or that are a GPU's, served by a thread of its own. csrc/lane/ring.h is its format. One
-        descriptor. A session has at most one lane; QUOTA_EXCEEDED above max_lanes and max_shared_mib of all sessions.
+        """Opens a lane: two rings in shared memory that carry Decode and Extend calls of this session, served by a dedicated
+        thread. Their tensors are in regions made by CreateRegion or in GPU memory. csrc/lane/ring.h defines the format.
+        The handover token stands for one file descriptor. A session has at most one lane. QUOTA_EXCEEDED above max_lanes
+        and max_shared_mib, both over all sessions.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CloseLane(self, request, context):
-        """Ends the session's lane after the calls that run. No error if there is none.
+        """Closes the session's lane after its running calls. Succeeds if there is none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def MapPool(self, request, context):
-        """Hands over the pool's memory and the session's tables. Two descriptors: of the pool (on a GPU, of its CUDA
-        virtual-memory allocation), and of the tables, which are read-only. From now on the answers of Append and OpenStep say
-        where in the tables the step is. QUOTA_EXCEEDED above max_pool_mappings and max_shared_mib of all sessions.
+        """Shares the memory of the pool and of the session's step tables. The handover token stands for two file descriptors:
+        the pool (on a GPU, its CUDA virtual-memory allocation) and the tables, which are read-only. From now on the
+        responses of Append and OpenStep contain the place of the step in the tables. QUOTA_EXCEEDED above
+        max_pool_mappings and max_shared_mib, both over all sessions.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UnmapPool(self, request, context):
-        """The tables are kept current no longer.
+        """Ends the sharing. The daemon no longer updates the step tables.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Commit(self, request, context):
-        """All layers of a step were written into the mapped pool: its tokens count as computed. Needs a mapping that is writable.
-        LAYER_WRITTEN if a layer was sent to the daemon in this step.
+        """Marks the tokens of a step as computed, after the client has written all layers to the mapped pool. Needs a
+        writable mapping. LAYER_WRITTEN if a layer was sent to the daemon in this step.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -169,20 +171,20 @@ def add_HostServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class HostService(object):
-    """For clients on the daemon's host: a lane, and the pool itself.
+    """Shares memory with clients on the daemon's host: lanes, and the pool itself.
 
-    What they share is memory, which a descriptor names, and descriptors do not travel over gRPC. A call answers with a
-    handover token instead; the client connects to the handover socket (the path of the daemon's unix socket with ".fds"
-    behind it), sends the token's 16 bytes in one piece, within two seconds, and gets the descriptors, in the order that the
-    call states, with one byte. A token is good once, for ten seconds. The kernel tells the socket which user has connected:
-    the daemon's own, root, and trusted_uids as allow_client_shm and share_pool say. Others see the connection close.
+    Shared memory is passed as file descriptors, which gRPC cannot carry. A response contains a handover token instead.
+    The client connects to the handover socket (the path of the daemon's unix socket plus ".fds"), sends the 16 bytes of
+    the token in one message within two seconds, and receives one byte with the file descriptors, in the order that the
+    call documents. A token is valid once, for ten seconds. The socket accepts the daemon's own user, root and, depending
+    on allow_client_shm and share_pool, trusted_uids, as reported by the kernel. It closes all other connections.
 
-    A client that sends its session's token instead lets the daemon know whose the session is, and gets 16 bytes, the
-    handover_token of SystemSharedMemoryRegister. Where other users than the daemon's own and root can connect to the unix
-    socket (unix_socket_mode), it must do so before it asks for a lane, a region or the pool.
+    A client that sends its session token instead identifies the user of the session to the daemon, and receives 16
+    bytes: the handover_token of SystemSharedMemoryRegister. If users other than the daemon's own and root can connect to
+    the unix socket (unix_socket_mode), a client must do this before it requests a lane, a region or the pool.
 
-    The caller must be connected to the unix socket. FAILED_PRECONDITION with reason REGIONS_NOT_ALLOWED for lanes that the
-    user may not have (allow_client_shm), POOL_NOT_SHARED for the pool where share_pool is not set.
+    The caller must be connected to the unix socket. Errors: FAILED_PRECONDITION with reason REGIONS_NOT_ALLOWED if the
+    user may not have lanes (allow_client_shm), or POOL_NOT_SHARED if share_pool does not allow the mapping.
     """
 
     @staticmethod

@@ -26,10 +26,11 @@ if _version_not_supported:
 
 
 class InspectServiceStub(object):
-    """What operators look at: `kvservice top` and the daemon's page show it. Needs no session, changes nothing, and costs the
-    daemon's other calls nothing: another process computes the answers. They hold neither tokens of sequences nor secrets.
+    """Reports the state of the daemon to operators; `kvservice top` and the daemon's page show it. Needs no session,
+    changes nothing, and does not slow down other calls: another process, the observer, computes the responses. They
+    contain neither token ids of sequences nor secrets.
 
-    UNAVAILABLE with reason OBSERVER_UNAVAILABLE while that process is starting, is started again, or hangs.
+    UNAVAILABLE with reason OBSERVER_UNAVAILABLE while the observer starts, restarts or hangs.
     """
 
     def __init__(self, channel):
@@ -46,14 +47,15 @@ class InspectServiceStub(object):
 
 
 class InspectServiceServicer(object):
-    """What operators look at: `kvservice top` and the daemon's page show it. Needs no session, changes nothing, and costs the
-    daemon's other calls nothing: another process computes the answers. They hold neither tokens of sequences nor secrets.
+    """Reports the state of the daemon to operators; `kvservice top` and the daemon's page show it. Needs no session,
+    changes nothing, and does not slow down other calls: another process, the observer, computes the responses. They
+    contain neither token ids of sequences nor secrets.
 
-    UNAVAILABLE with reason OBSERVER_UNAVAILABLE while that process is starting, is started again, or hangs.
+    UNAVAILABLE with reason OBSERVER_UNAVAILABLE while the observer starts, restarts or hangs.
     """
 
     def GetSnapshot(self, request, context):
-        """The pool, who holds it, and what has happened in the latest seconds.
+        """Returns the state of the pool, the sessions and sequences that use it, and the rates of the latest seconds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -76,10 +78,11 @@ def add_InspectServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class InspectService(object):
-    """What operators look at: `kvservice top` and the daemon's page show it. Needs no session, changes nothing, and costs the
-    daemon's other calls nothing: another process computes the answers. They hold neither tokens of sequences nor secrets.
+    """Reports the state of the daemon to operators; `kvservice top` and the daemon's page show it. Needs no session,
+    changes nothing, and does not slow down other calls: another process, the observer, computes the responses. They
+    contain neither token ids of sequences nor secrets.
 
-    UNAVAILABLE with reason OBSERVER_UNAVAILABLE while that process is starting, is started again, or hangs.
+    UNAVAILABLE with reason OBSERVER_UNAVAILABLE while the observer starts, restarts or hangs.
     """
 
     @staticmethod

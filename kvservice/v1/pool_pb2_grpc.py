@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class PoolServiceStub(object):
-    """What the daemon holds, and how full it is. Needs no session.
+    """Describes the pool and its usage. Needs no session.
     """
 
     def __init__(self, channel):
@@ -53,25 +53,25 @@ class PoolServiceStub(object):
 
 
 class PoolServiceServicer(object):
-    """What the daemon holds, and how full it is. Needs no session.
+    """Describes the pool and its usage. Needs no session.
     """
 
     def GetInfo(self, request, context):
-        """Shape of the pool and the limits in force. Constant while the daemon runs.
+        """Returns the layout of the pool and the limits in force. The response is constant while the daemon runs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetStats(self, request, context):
-        """Counters and gauges of the pool, as of now. The same figures are on the metrics port.
+        """Returns the current counters and gauges of the pool. The metrics port exports the same values.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Ping(self, request, context):
-        """Returns the payload. For measuring the round trip.
+        """Returns the payload, to measure the round-trip time.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -104,7 +104,7 @@ def add_PoolServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class PoolService(object):
-    """What the daemon holds, and how full it is. Needs no session.
+    """Describes the pool and its usage. Needs no session.
     """
 
     @staticmethod

@@ -26,17 +26,17 @@ if _version_not_supported:
 
 
 class SessionServiceStub(object):
-    """A session owns sequences. Its open stream is its lease.
+    """Manages sessions. A session owns sequences, and its open stream is its lease.
 
-    When the stream ends and none takes its place within the grace time, the session is closed: its sequences and pins
-    are freed, their computed full blocks stay in the prefix cache. A detachable session waits instead, with its K/V, for
-    a client that presents its token, until detach_ttl_s have passed. Shared-memory regions are closed after the grace
-    time in either case.
+    If the stream ends and no other replaces it within the grace time, the session is closed: its sequences and pins are
+    freed, and their computed full blocks stay in the prefix cache. A detachable session keeps its K/V instead and waits
+    up to detach_ttl_s seconds for a client with its token. Shared memory regions are closed after the grace time in
+    either case.
 
-    Where the daemon knows its callers, a session belongs to the identity that opened it; to others its token is unknown.
-    Over TCP an RPC of any service carries its caller's token as metadata, authorization: Bearer TOKEN, if the daemon has
-    tokens. Without one that it knows the RPC ends with UNAUTHENTICATED, before its message is read; a stream whose token
-    is taken away ends so, too, and its session waits as after any end of a stream.
+    If the daemon authenticates callers, a session belongs to the identity that opened it; for others its token is
+    unknown. If the daemon has tokens, every RPC over TCP must carry the caller's token as metadata, authorization:
+    Bearer TOKEN. An RPC without a known token ends with UNAUTHENTICATED before its message is read. A stream whose token
+    is removed ends the same way, and its session waits as after any end of a stream.
     """
 
     def __init__(self, channel):
@@ -63,31 +63,31 @@ class SessionServiceStub(object):
 
 
 class SessionServiceServicer(object):
-    """A session owns sequences. Its open stream is its lease.
+    """Manages sessions. A session owns sequences, and its open stream is its lease.
 
-    When the stream ends and none takes its place within the grace time, the session is closed: its sequences and pins
-    are freed, their computed full blocks stay in the prefix cache. A detachable session waits instead, with its K/V, for
-    a client that presents its token, until detach_ttl_s have passed. Shared-memory regions are closed after the grace
-    time in either case.
+    If the stream ends and no other replaces it within the grace time, the session is closed: its sequences and pins are
+    freed, and their computed full blocks stay in the prefix cache. A detachable session keeps its K/V instead and waits
+    up to detach_ttl_s seconds for a client with its token. Shared memory regions are closed after the grace time in
+    either case.
 
-    Where the daemon knows its callers, a session belongs to the identity that opened it; to others its token is unknown.
-    Over TCP an RPC of any service carries its caller's token as metadata, authorization: Bearer TOKEN, if the daemon has
-    tokens. Without one that it knows the RPC ends with UNAUTHENTICATED, before its message is read; a stream whose token
-    is taken away ends so, too, and its session waits as after any end of a stream.
+    If the daemon authenticates callers, a session belongs to the identity that opened it; for others its token is
+    unknown. If the daemon has tokens, every RPC over TCP must carry the caller's token as metadata, authorization:
+    Bearer TOKEN. An RPC without a known token ends with UNAUTHENTICATED before its message is read. A stream whose token
+    is removed ends the same way, and its session waits as after any end of a stream.
     """
 
     def Open(self, request, context):
-        """Opens a session. It must be connected within the grace time.
+        """Opens a session. The client must attach a stream within the grace time.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Connect(self, request_iterator, context):
-        """The session's stream: lease and fast path. The first call attaches it to its session; if another stream was attached,
-        that one ends with ABORTED, reason SESSION_TAKEN; when the session is closed, with ABORTED, reason
-        FAILED_PRECONDITION. Every further call is one that also exists as a unary RPC, and is answered by one reply
-        with the same call_id, in the order of the calls. An error reply ends only its call.
+        """The stream of a session: its lease and its fast path. The first call attaches the stream to the session. A stream
+        that was attached before ends with ABORTED, reason SESSION_TAKEN. If the session is closed, the stream ends with
+        ABORTED, reason FAILED_PRECONDITION. Every further call also exists as a unary RPC. Each call gets one reply with
+        the same call_id, in the order of the calls. An error reply ends only its call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -127,17 +127,17 @@ def add_SessionServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class SessionService(object):
-    """A session owns sequences. Its open stream is its lease.
+    """Manages sessions. A session owns sequences, and its open stream is its lease.
 
-    When the stream ends and none takes its place within the grace time, the session is closed: its sequences and pins
-    are freed, their computed full blocks stay in the prefix cache. A detachable session waits instead, with its K/V, for
-    a client that presents its token, until detach_ttl_s have passed. Shared-memory regions are closed after the grace
-    time in either case.
+    If the stream ends and no other replaces it within the grace time, the session is closed: its sequences and pins are
+    freed, and their computed full blocks stay in the prefix cache. A detachable session keeps its K/V instead and waits
+    up to detach_ttl_s seconds for a client with its token. Shared memory regions are closed after the grace time in
+    either case.
 
-    Where the daemon knows its callers, a session belongs to the identity that opened it; to others its token is unknown.
-    Over TCP an RPC of any service carries its caller's token as metadata, authorization: Bearer TOKEN, if the daemon has
-    tokens. Without one that it knows the RPC ends with UNAUTHENTICATED, before its message is read; a stream whose token
-    is taken away ends so, too, and its session waits as after any end of a stream.
+    If the daemon authenticates callers, a session belongs to the identity that opened it; for others its token is
+    unknown. If the daemon has tokens, every RPC over TCP must carry the caller's token as metadata, authorization:
+    Bearer TOKEN. An RPC without a known token ends with UNAUTHENTICATED before its message is read. A stream whose token
+    is removed ends the same way, and its session waits as after any end of a stream.
     """
 
     @staticmethod

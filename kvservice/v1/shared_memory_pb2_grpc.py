@@ -26,15 +26,16 @@ if _version_not_supported:
 
 
 class SharedMemoryServiceStub(object):
-    """Regions of shared memory, in the host's or in a GPU's, through which tensors reach the daemon and come back without
-    travelling in messages. After Triton Inference Server's shared-memory extensions: their calls, fields, field numbers and
-    status codes. Besides: a region belongs to the session that registered it, and no other can name it; session_token and
-    request_id are as in BlockService; an offset needs not be a multiple of the page size; a name is free again as soon as
-    it is unregistered. CreateRegion is not Triton's.
+    """Manages regions: shared memory on the host or on a GPU that carries tensors in place of messages. The calls, fields,
+    field numbers and status codes are those of Triton Inference Server's shared-memory extensions, with these
+    differences: a region belongs to the session that registered it, and other sessions cannot use it; session_token and
+    request_id are as in BlockService; an offset need not be a multiple of the page size; a name can be used again as
+    soon as it is unregistered. CreateRegion does not exist in Triton.
 
-    The daemon must allow it (allow_client_shm), to this user, and the caller be connected to its unix socket; if not, these
-    calls and those that name a region are refused with FAILED_PRECONDITION, reason REGIONS_NOT_ALLOWED. Where other users
-    can connect to the unix socket, too, the handover socket must be told whose the session is, see HostService.
+    The daemon must allow shared memory (allow_client_shm) for the user, and the caller must be connected to the unix
+    socket. Otherwise these calls, and calls that name a region, fail with FAILED_PRECONDITION, reason
+    REGIONS_NOT_ALLOWED. If other users can connect to the unix socket, the client must first identify itself at the
+    handover socket, see HostService.
     """
 
     def __init__(self, channel):
@@ -81,46 +82,48 @@ class SharedMemoryServiceStub(object):
 
 
 class SharedMemoryServiceServicer(object):
-    """Regions of shared memory, in the host's or in a GPU's, through which tensors reach the daemon and come back without
-    travelling in messages. After Triton Inference Server's shared-memory extensions: their calls, fields, field numbers and
-    status codes. Besides: a region belongs to the session that registered it, and no other can name it; session_token and
-    request_id are as in BlockService; an offset needs not be a multiple of the page size; a name is free again as soon as
-    it is unregistered. CreateRegion is not Triton's.
+    """Manages regions: shared memory on the host or on a GPU that carries tensors in place of messages. The calls, fields,
+    field numbers and status codes are those of Triton Inference Server's shared-memory extensions, with these
+    differences: a region belongs to the session that registered it, and other sessions cannot use it; session_token and
+    request_id are as in BlockService; an offset need not be a multiple of the page size; a name can be used again as
+    soon as it is unregistered. CreateRegion does not exist in Triton.
 
-    The daemon must allow it (allow_client_shm), to this user, and the caller be connected to its unix socket; if not, these
-    calls and those that name a region are refused with FAILED_PRECONDITION, reason REGIONS_NOT_ALLOWED. Where other users
-    can connect to the unix socket, too, the handover socket must be told whose the session is, see HostService.
+    The daemon must allow shared memory (allow_client_shm) for the user, and the caller must be connected to the unix
+    socket. Otherwise these calls, and calls that name a region, fail with FAILED_PRECONDITION, reason
+    REGIONS_NOT_ALLOWED. If other users can connect to the unix socket, the client must first identify itself at the
+    handover socket, see HostService.
     """
 
     def SystemSharedMemoryStatus(self, request, context):
-        """The session's regions. NOT_FOUND, reason UNKNOWN_REGION, for the name of none.
+        """Returns the session's regions in host memory. NOT_FOUND, reason UNKNOWN_REGION, for an unknown name.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SystemSharedMemoryRegister(self, request, context):
-        """Opens a POSIX shared-memory object that the client has made, for reading and writing. It may be unlinked afterwards.
+        """Opens a POSIX shared memory object of the client for reading and writing. The client may unlink it afterwards.
         ALREADY_EXISTS, reason DUPLICATE_REGION, if the session has a region of this name; INTERNAL, reason
-        REGION_NOT_OPENED, if there is no such object, or none that both the daemon and the client's user may read and write;
-        INVALID_ARGUMENT for a key that is no name, and for an offset and size that the object does not have; QUOTA_EXCEEDED
-        above max_shared_mib, of all sessions.
+        REGION_NOT_OPENED, if there is no such object, or the daemon or the client's user may not read and write it;
+        INVALID_ARGUMENT for an invalid key, and for an offset and size outside the object; QUOTA_EXCEEDED above
+        max_shared_mib over all sessions.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SystemSharedMemoryUnregister(self, request, context):
-        """Gives regions up. What calls still use is closed after the last of them. No error if there is no such region.
+        """Removes regions. A region that calls still use is closed when the last of them ends. Succeeds if there is no such
+        region.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CudaSharedMemoryStatus(self, request, context):
-        """The same three for memory of a GPU that the client has allocated: daemons on a GPU only, others refuse them with
-        REGIONS_NOT_ALLOWED. REGION_NOT_OPENED if the driver does not open the handle; INVALID_ARGUMENT for a handle that is
-        none or is registered already, another device than the daemon's, and a size that the allocation does not have.
+        """The same three calls for GPU memory that the client has allocated. Daemons without a GPU refuse them with
+        REGIONS_NOT_ALLOWED. REGION_NOT_OPENED if the driver does not open the handle; INVALID_ARGUMENT for a handle that
+        is invalid or already registered, for another device than the daemon's, and for a size larger than the allocation.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -139,9 +142,10 @@ class SharedMemoryServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def CreateRegion(self, request, context):
-        """A region of memory that the daemon makes, which no one can truncate: the daemon works on it in place, and lanes take
-        it. Its descriptor is handed over, see HostService. Listed and given up as those of system shared memory are.
-        QUOTA_EXCEEDED above max_region_mib, of all such regions of the session, and above max_shared_mib, of all sessions.
+        """Creates a region in memory that the daemon allocates. No client can truncate it, so the daemon accesses it in
+        place, and lanes can use it. The client fetches its file descriptor with the handover token, see HostService. The
+        calls for system shared memory list and unregister it. QUOTA_EXCEEDED above max_region_mib, over all such regions
+        of the session, and above max_shared_mib, over all sessions.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -194,15 +198,16 @@ def add_SharedMemoryServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class SharedMemoryService(object):
-    """Regions of shared memory, in the host's or in a GPU's, through which tensors reach the daemon and come back without
-    travelling in messages. After Triton Inference Server's shared-memory extensions: their calls, fields, field numbers and
-    status codes. Besides: a region belongs to the session that registered it, and no other can name it; session_token and
-    request_id are as in BlockService; an offset needs not be a multiple of the page size; a name is free again as soon as
-    it is unregistered. CreateRegion is not Triton's.
+    """Manages regions: shared memory on the host or on a GPU that carries tensors in place of messages. The calls, fields,
+    field numbers and status codes are those of Triton Inference Server's shared-memory extensions, with these
+    differences: a region belongs to the session that registered it, and other sessions cannot use it; session_token and
+    request_id are as in BlockService; an offset need not be a multiple of the page size; a name can be used again as
+    soon as it is unregistered. CreateRegion does not exist in Triton.
 
-    The daemon must allow it (allow_client_shm), to this user, and the caller be connected to its unix socket; if not, these
-    calls and those that name a region are refused with FAILED_PRECONDITION, reason REGIONS_NOT_ALLOWED. Where other users
-    can connect to the unix socket, too, the handover socket must be told whose the session is, see HostService.
+    The daemon must allow shared memory (allow_client_shm) for the user, and the caller must be connected to the unix
+    socket. Otherwise these calls, and calls that name a region, fail with FAILED_PRECONDITION, reason
+    REGIONS_NOT_ALLOWED. If other users can connect to the unix socket, the client must first identify itself at the
+    handover socket, see HostService.
     """
 
     @staticmethod
