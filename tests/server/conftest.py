@@ -1,4 +1,4 @@
-"""The contract's wire, without the client, and a daemon that asks who calls."""
+"""Fixtures for raw RPCs without the client library, and for a daemon that authenticates its callers."""
 
 from raw_wire import raw, raw_session, wire
 from secure_daemon import encrypted

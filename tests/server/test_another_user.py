@@ -1,4 +1,4 @@
-"""What the daemon shares with another user than its own, who can connect because the unix socket's mode says so."""
+"""Shared memory with a user other than the daemon's own, who can connect because of the unix socket's mode."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ UID, GROUP = 65534, 4242
 CONTENT = bytes(range(256)) * 16
 OPEN_TO_ALL = SMALL_POOL | {"unix_socket_mode": "0666"}
 
-# Each prints a JSON value.
+# Each of these scripts prints a JSON value.
 TRANSPORT = """
 import logging
 logging.basicConfig(format="%(message)s", stream=(log := __import__("io").StringIO()))
@@ -41,7 +41,7 @@ with KVClient(sys.argv[1]) as client, client.session() as kv:
     assert np.allclose(step.extend(0, ones, ones, ones), 1.0)
     print(json.dumps([kv.transport, log.getvalue()]))
 """
-# Without the client's library, which asks nothing that it may not: what makes memory, and an object by its name.
+# Calls that allocate memory or open an object by name, without the client library, which would not send refused calls.
 RAW = """
 session = raw_wire.RawSession(raw_wire.Wire(sys.argv[1]))
 from kvservice.v1 import host_pb2, shared_memory_pb2 as shm
@@ -54,7 +54,7 @@ answers = [
 ]
 print(json.dumps([getattr(answer, "reason", "done") for answer in answers]))
 """
-# For each object, by its name: with a token that shows whose the call is, and with the same token again.
+# Opens each object by name: with a token that identifies the user, and with the same token again.
 BY_NAME = """
 from kvservice.v1 import shared_memory_pb2 as shm
 session = raw_wire.RawSession(raw_wire.Wire(sys.argv[1]))
@@ -66,7 +66,7 @@ for number, key in enumerate(sys.argv[2:]):
     session.call("system_shared_memory_unregister", shm.SystemSharedMemoryUnregisterRequest(name=key))
 print(json.dumps(outcomes))
 """
-# The same with the client's library, and a step with tensors that lie there, and its result.
+# Opens an object with the client library, and runs a step whose tensors and result are in it.
 OPEN_REGION = """
 outcomes = {}
 with KVClient(sys.argv[1]) as client, client.session() as kv:
@@ -143,7 +143,7 @@ def test_the_daemons_user_has_a_lane_beside_it(auto: Daemon) -> None:
 
 
 def test_without_a_token_nothing_is_opened_by_its_name(auto: Daemon) -> None:
-    """Though it is the daemon's own user: gRPC does not say so, and others can connect."""
+    """The client runs as the daemon's own user, but gRPC does not report it, and other users can connect."""
     request = shared_memory_pb2.SystemSharedMemoryRegisterRequest(name="r", byte_size=4096)
     with KVClient(auto.address) as client, client.session() as kv, shm_object(0o600) as path:
         request.key = path.name
@@ -155,7 +155,7 @@ def test_who_is_trusted_has_a_lane(trusting: Daemon) -> None:
     assert json.loads(run_as(UID, TRANSPORT, trusting.address)) == ["lane", ""]
 
 
-# Mode, owner and group of an object, and whether the other user, who is in one group besides its own, may open it.
+# Mode, owner and group of an object, and whether the other user may open it. That user is in one supplementary group.
 OBJECTS = [
     (0o600, 0, 0, False),
     (0o644, 0, 0, False),
@@ -180,7 +180,7 @@ def test_an_object_is_opened_if_its_peer_could(trusting: Daemon, way: str) -> No
 
 
 def test_an_access_control_list_lets_no_one_in(trusting: Daemon) -> None:
-    """Of such an object the mode shows for the group what the list allows anyone at all."""
+    """With an access control list, the group bits of the mode are the mask of the list, not the group's permissions."""
     with shm_object(0o600) as path:
         try:
             # version 2; owner rw, user 4343 rw, group of the object none, mask rw, others none
@@ -225,7 +225,7 @@ def test_idle_connections_of_one_user_keep_no_other_out(trusting: Daemon) -> Non
 
 
 class TestWhoIsKnown:
-    """Of a session, by what it was introduced as."""
+    """The user of a session, as identified by its introduction."""
 
     OWN, TRUSTED, STRANGER = (Peer(uid, frozenset()) for uid in (os.geteuid(), 1, 2))
 

@@ -1,4 +1,4 @@
-"""What is counted and logged of callers, and what a refusal costs."""
+"""Counters and log lines about callers, and the delay of refusals."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ERROR = UnauthenticatedError("who?", cause="unknown")
 
 
 class Clock:
-    """Time that passes only when a test says so."""
+    """A clock that only the test advances."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -1,4 +1,4 @@
-"""Callers over TCP: who may call, whose a session is, what becomes of a token that is taken away."""
+"""Callers over TCP: authentication, ownership of sessions, removal of a token."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def channel(encrypted: Secured) -> Iterator[grpc.Channel]:
 
 
 def refusal_of(call: Any) -> tuple[str, str, str]:
-    """Code, reason and cause of an RPC that failed."""
+    """Return the code, reason and cause of an RPC that failed."""
     with pytest.raises(grpc.RpcError) as caught:
         list(call)
     return told_by(caught.value)
@@ -56,7 +56,7 @@ def told_by(error: Any) -> tuple[str, str, str]:
 
 
 def start(channel: grpc.Channel, method: str) -> Any:
-    """An RPC with a message that is none, whatever the method is."""
+    """Start an RPC of any method with a malformed message."""
     return channel.stream_stream(method)(iter([GARBAGE]), timeout=TIMEOUT_S)
 
 
@@ -73,7 +73,7 @@ def test_with_a_token_messages_are_read(encrypted: Secured, channel: grpc.Channe
 
 
 def test_a_large_message_of_a_stranger_is_not_received(channel: grpc.Channel) -> None:
-    """It is above what the daemon takes, which would say so if it saw it."""
+    """The message exceeds the size limit. The daemon would report that if it received the message."""
     ping = channel.unary_unary("/kvservice.v1.PoolService/Ping")
     with pytest.raises(grpc.RpcError) as caught:
         ping(b"\x0a" + bytes(6 << 20), timeout=TIMEOUT_S)
@@ -110,7 +110,7 @@ def test_the_scheme_may_be_written_in_any_case(encrypted: Secured, channel: grpc
 
 @pytest.fixture
 def wires(encrypted: Secured, channel: grpc.Channel, raw: Any) -> Iterator[dict[str, Any]]:
-    """What each identity calls by; "" is on the unix socket."""
+    """The wire of each identity; "" is the unix socket."""
     with grpc.insecure_channel(encrypted.daemon.address) as local:
         tokens = encrypted.tokens
         yield {name: raw.Wire(with_token(channel, tokens[name])) for name in tokens} | {"": raw.Wire(local)}
@@ -166,7 +166,7 @@ def own(unencrypted: Secured) -> Iterator[Secured]:
 
 
 def test_a_token_that_is_removed_ends_what_was_opened_with_it(own: Secured, raw: Any) -> None:
-    """On loopback without TLS tokens are asked for all the same."""
+    """Tokens are also required on loopback without TLS."""
     with contextlib.ExitStack() as stack:
         plain = stack.enter_context(grpc.insecure_channel(own.address))
         assert refusal_of(start(plain, METHODS[0]))[2] == "missing"
@@ -199,7 +199,7 @@ def test_a_token_that_is_removed_ends_what_was_opened_with_it(own: Secured, raw:
 
 
 def reflect(channel: grpc.Channel) -> tuple[Any, queue.Queue[Any]]:
-    """A stream of reflection that has answered once, and what it is asked with."""
+    """Return a reflection stream that has answered once, and the queue of its requests."""
     questions: queue.Queue[Any] = queue.Queue()
     questions.put(reflection_pb2.ServerReflectionRequest(list_services=""))
     stub = reflection_pb2_grpc.ServerReflectionStub(channel)

@@ -1,7 +1,7 @@
-"""Requests that must be refused: with which status and reason, naming which field, and changing nothing.
+"""Requests that must be refused: the status, the reason and the field of each error. They must not change anything.
 
-Every case is sent both ways, unary and on the stream. After it the daemon's figures and all sequences are what they
-were, and an open step still takes its layers.
+Every case is sent as a unary call and on the stream. Afterwards the daemon's statistics and all sequences are
+unchanged, and an open step still accepts its layers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Allocation = blocks_pb2.SequenceAllocation
 
 
 def tensor(*shape: int, data_type: int = tensor_pb2.DATA_TYPE_FLOAT32, num_bytes: int | None = None) -> Any:
-    """Zeros. `num_bytes`: how many there are, whatever the shape says."""
+    """Return a tensor of zeros. `num_bytes` overrides the size of its data, regardless of the shape."""
     size = 4 * math.prod(shape) if num_bytes is None else num_bytes
     return tensor_pb2.Tensor(data_type=data_type, shape=shape, inline=bytes(size))  # type: ignore[arg-type]
 
@@ -62,12 +62,12 @@ def region(**changes: Any) -> shared_memory_pb2.SystemSharedMemoryRegisterReques
 
 
 class Scene:
-    """A session with sequences in every state, beside one of somebody else.
+    """A session with sequences in every state, and a session of another client.
 
     full: 10 tokens, computed. prefill: 6 tokens in an open step. decode: 5 tokens, the last in an open step.
-    half: 5 tokens, the last in a step whose first layer is written. swapped: 5 tokens, swapped out. freed: no more.
-    Regions: "r" is the object's last 7168 bytes; "shrunk" has 4096 of an object of 100 bytes, "theirs" is the other's.
-    The session has a lane, and has mapped the pool for writing; the other has not.
+    half: 5 tokens, the last in a step whose first layer is written. swapped: 5 tokens, swapped out. freed: freed.
+    Regions: "r" is the last 7168 bytes of the object; "shrunk" has 4096 bytes of an object that now has 100; "theirs"
+    belongs to the other session. This session has a lane and has mapped the pool for writing; the other has not.
     """
 
     full, prefill, decode, half, swapped, freed, foreign = 1, 2, 3, 4, 5, 6, 70
@@ -87,7 +87,7 @@ class Scene:
         self.half_step = self.append(self.half, 7)
         session.ok("decode", attend(self.half_step, 1))
         self.prefill_step = session.ok("open_step", blocks_pb2.OpenStepRequest(sequence_ids=[self.prefill])).step_id
-        for _ in range(30):  # so that the other's step ids go further than ours
+        for _ in range(30):  # so that the other session has higher step ids
             step = other.ok("open_step", blocks_pb2.OpenStepRequest(sequence_ids=[self.foreign]))
         self.foreign_step = step.step_id
         session.ok("swap_out", blocks_pb2.SwapOutRequest(sequence_ids=[self.swapped]))
@@ -121,7 +121,7 @@ class Scene:
         )  # fmt: skip
 
     def check_working(self) -> None:
-        """The open steps can still be ended, and are computed then."""
+        """Check that the open steps can be completed and are then computed."""
         self.session.ok("decode", attend(self.half_step, 1, layer=1))
         for layer in range(LAYERS):
             self.session.ok("decode", attend(self.decode_step, 1, layer))
@@ -220,7 +220,7 @@ def can_allocate_cases() -> Iterator[Case]:
 
 
 def id_cases() -> Iterator[Case]:
-    """What every call that names sequences says of wrong names."""
+    """Yield wrong sequence ids for every call that takes sequence ids."""
     makers: dict[str, Callable[[list[int]], Any]] = {
         "append": lambda ids: blocks_pb2.AppendRequest(sequence_ids=ids, token_ids=[1] * len(ids)),
         "open_step": lambda ids: blocks_pb2.OpenStepRequest(sequence_ids=ids),
@@ -334,7 +334,7 @@ def pin_cases() -> Iterator[Case]:
 
 
 def step_id_cases() -> Iterator[Case]:
-    """What decode, extend and write say of steps and layers."""
+    """Yield wrong steps and layers for decode, extend and write."""
     makers: dict[str, Callable[..., Any]] = {"decode": attend, "extend": attend, "write": write}
     for method, make in makers.items():
 
@@ -354,7 +354,7 @@ def step_id_cases() -> Iterator[Case]:
 
 
 def tensor_cases() -> Iterator[Case]:
-    """Tensors that are not what the step, the pool or their own shape say. Step: one token."""
+    """Yield tensors that do not match the step, the pool or their own shape. The step has one token."""
     shapes = {
         "query": (1, HEADS, HEAD_SIZE),
         "key": (1, KV_HEADS, HEAD_SIZE),
@@ -408,7 +408,7 @@ def option_cases() -> Iterator[Case]:
             options = attention_pb2.AttentionOptions(**{name: value})
             for only in (False, True):
                 if only and name == "alibi_slopes" and len(value) != HEADS:
-                    continue  # without a query nobody knows how many heads there are
+                    continue  # without a query the number of heads is unknown
                 yield Case(
                     f"{name} {value} {'asked' if only else 'used'}",
                     "extend",
@@ -487,7 +487,7 @@ def region_cases() -> Iterator[Case]:
 
 
 def place_cases() -> Iterator[Case]:
-    """Places that inputs are to be read from and outputs to be put into. Step: one token."""
+    """Yield wrong places of inputs and outputs. The step has one token."""
     limit = OBJECT_BYTES - 1024
     sizes = {"query": (1, HEADS, HEAD_SIZE), "key": (1, KV_HEADS, HEAD_SIZE), "value": (1, KV_HEADS, HEAD_SIZE)}
     for name, shape in sizes.items():
@@ -528,7 +528,7 @@ def place_cases() -> Iterator[Case]:
 
 
 def host_cases() -> Iterator[Case]:
-    """Regions that the daemon makes, those of a GPU, the lane, the mapped pool."""
+    """Yield cases for regions made by the daemon, GPU regions, the lane and the mapped pool."""
 
     def create(what: str, reason: str, field: str, **changes: Any) -> Case:
         request = shared_memory_pb2.CreateRegionRequest(**({"name": "new", "byte_size": 4096} | changes))

@@ -1,4 +1,4 @@
-"""Memory shared with clients is bounded as a whole, and counts until the system has it back."""
+"""The total memory shared with clients is bounded, and memory counts until the kernel has freed it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_what_is_taken_is_counted_before_it_is_made(budget: Budget, monkeypatch:
 
 
 def test_memory_is_left_for_the_daemon_itself(budget: Budget, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container with a memory limit, where one byte too many ends the daemon."""
+    """In a container with a memory limit, exceeding it by one byte would kill the daemon."""
     monkeypatch.setattr(sealed, "available_bytes", lambda: RESERVE_BYTES + MIB)
     with pytest.raises(ResourceExhaustedError) as caught:
         budget.make("test", MIB + 1, field="byte_size")
@@ -58,22 +58,22 @@ def test_memory_that_a_client_keeps_counts(budget: Budget, monkeypatch: pytest.M
         with pytest.raises(QuotaExceededError):
             budget.make("test", 2 * MIB)
         os.close(theirs)
-        budget.make("test", 2 * MIB).close()  # it is looked at when room is needed,
+        budget.make("test", 2 * MIB).close()  # kept memory is checked when room is needed
         theirs_again = (memory := budget.make("test", MIB)).descriptor()
         memory.close()
         await asyncio.sleep(0.05)
         assert budget.used_bytes == MIB
         os.close(theirs_again)
-        while budget.used_bytes:  # and from time to time
+        while budget.used_bytes:  # and periodically
             await asyncio.sleep(0.01)
 
     before = len(os.listdir("/proc/self/fd"))
     asyncio.run(scenario())
-    until(lambda: len(os.listdir("/proc/self/fd")) <= before)  # a thread closes them
+    until(lambda: len(os.listdir("/proc/self/fd")) <= before)  # a background thread closes them
 
 
 def test_so_many_pieces_may_be_kept(budget: Budget, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each costs a descriptor."""
+    """Each kept memory object uses a file descriptor."""
     monkeypatch.setattr(budget_module, "MAX_KEPT", 2)
 
     async def scenario() -> None:

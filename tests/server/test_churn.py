@@ -1,6 +1,6 @@
-"""Many clients that come and go at once, by every transport, some of them killed: they leave nothing.
+"""Many clients connect and disconnect concurrently over every transport, and some are killed. No resources may leak.
 
-For KVSERVICE_CHURN_SECONDS.
+The test runs for KVSERVICE_CHURN_SECONDS.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from waiting import until
 from kvservice.client import KVClient
 from kvservice.launch import Daemon
 
-# Taken away, since a daemon refuses options that it does not know.
+# The variable is removed, because a daemon refuses unknown options.
 SECONDS = float(os.environ.pop("KVSERVICE_CHURN_SECONDS", "3"))
 PROCESSES, CLIENTS = 4, 16
 OPTIONS = SMALL_POOL | {
     "num_blocks": 1024, "swap_space_gib": 1024 * 4096 / 2**30, "max_sequences": 1024, "max_lanes": 256,
     "max_pool_mappings": 256,
     "max_pinned_fraction": 0.5, "max_detach_ttl_s": 3.0,
-    "session_grace_s": 10.0,  # also the time that a busy daemon has to answer a client which attaches
+    "session_grace_s": 10.0,  # also the time that a busy daemon has to answer an attach
 }  # fmt: skip
 
 
@@ -45,7 +45,7 @@ def start(daemon: Daemon, seed: int) -> subprocess.Popen[str]:
 def kill(process: subprocess.Popen[str]) -> None:
     process.kill()
     _, errors = process.communicate(timeout=20)
-    assert not errors, errors  # it had met none until then
+    assert not errors, errors  # there was no error before the kill
 
 
 @pytest.mark.timeout(600 + 2 * SECONDS)
@@ -54,7 +54,7 @@ def test_clients_that_come_and_go_leave_nothing() -> None:
 
 
 def come_and_go(options: dict[str, Any], look_elsewhere: Callable[[], Any]) -> None:
-    """`look_elsewhere` too finds what it was."""
+    """`look_elsewhere` must return the same value before and after."""
     choose = random.Random(5)
     seeds = itertools.count()
     with Daemon(**options) as daemon, KVClient(daemon.address) as client, client.session() as kv:
@@ -66,7 +66,7 @@ def come_and_go(options: dict[str, Any], look_elsewhere: Callable[[], Any]) -> N
             gauges = (stats.sessions, stats.sequences, stats.free_blocks, stats.used_swap_blocks, stats.pinned_blocks)
             return *gauges, footprint(daemon.process.pid), look_elsewhere()
 
-        run(daemon, client, survivor, seeds, choose, 0.0)  # whatever the daemon keeps for good, it has by then
+        run(daemon, client, survivor, seeds, choose, 0.0)  # the daemon then has all that it keeps permanently
         await_rest(client, survivor)
         before = look()
         run(daemon, client, survivor, seeds, choose, SECONDS)
@@ -80,11 +80,12 @@ def come_and_go(options: dict[str, Any], look_elsewhere: Callable[[], Any]) -> N
 def run(
     daemon: Daemon, client: KVClient, survivor: Survivor, seeds: Any, choose: random.Random, seconds: float
 ) -> None:
-    """Kills processes for so long, each after clients have come and gone, and at least as many as run at a time."""
+    """Kill processes for the given time, each after some of its clients have finished; at least as many as run at a
+    time."""
     own = itertools.count()
 
     def num_opened() -> int:
-        """Sessions that the processes have opened."""
+        """Return the number of sessions that the processes have opened."""
         with client.session() as one:
             return one.session_id - next(own)
 

@@ -1,4 +1,4 @@
-"""What the daemon says of certificates that it is started with."""
+"""Messages about the certificates that the daemon is started with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A daemon that has as many file descriptors as it may: whoever wants another is told so, and can do without."""
+"""A daemon without free file descriptors reports the error, and clients can continue without the feature."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvservice.errors import ResourceExhaustedError
 from kvservice.launch import Daemon
 from kvservice.server.descriptors import Spare, needed
 
-# So many are enough for everything that a session wants at one time.
+# The number of descriptors that suffices for everything a session uses at a time.
 ENOUGH = 8
 WANTED: dict[str, Callable[[Session], Any]] = {
     "region": lambda kv: kv.create_region(4096),
@@ -34,7 +34,7 @@ WANTED: dict[str, Callable[[Session], Any]] = {
 
 @contextmanager
 def descriptors_left(pid: int, count: int) -> Iterator[None]:
-    """Numbers below the limit that are free."""
+    """Set the limit of the process so that `count` descriptor numbers are free."""
     used = {int(entry.name) for entry in Path(f"/proc/{pid}/fd").iterdir()}
     free = (number for number in range(1 << 20) if number not in used)
     limit = next(number for index, number in enumerate(free) if index == count)

@@ -1,4 +1,4 @@
-"""Beginning and end of a daemon: whose socket it takes, and how SIGTERM drains it."""
+"""Start and shutdown of a daemon: which sockets it replaces, and how SIGTERM drains it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def send_layer(step: Step, layer: int) -> np.ndarray:
 
 
 def call_with_id(kv: Session, request: blocks_pb2.PinRequest, request_id: int) -> blocks_pb2.PinResponse:
-    """A pin as the client sends it, with a request_id of the test's choice."""
+    """Send a pin request like the client does, with the given request_id."""
     request.request_id = request_id
     try:
         kv._core.call("pin", request).send(None)  # type: ignore[attr-defined]
@@ -87,7 +87,7 @@ def test_a_step_between_two_layers_is_finished_and_nothing_new_is_begun() -> Non
             with pytest.raises(DrainingError):
                 refused()
         assert daemon.process.poll() is None
-        # A call whose answer was lost is still answered.
+        # A repeated request still gets its reply.
         assert call_with_id(kv, pinned, 99).pin_id == pin.pin_id
         for layer in (1, 2):
             np.testing.assert_array_equal(send_layer(step, layer), np.full((3, 1, 32), 1.0 + layer, np.float32))
@@ -101,7 +101,7 @@ def _watch(address: str, states: queue.SimpleQueue[int]) -> None:
             for answer in health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest()):
                 states.put(answer.status)
         except grpc.RpcError:
-            pass  # the daemon has gone
+            pass  # the daemon has exited
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -128,7 +128,7 @@ def test_steps_are_waited_for_while_their_layers_come() -> None:
     drain = Drain(timeout_s=30.0, stall_s=5.0, now=100.0)
     assert drain.goes_on(100.0, 0, {1: 3, 2: 7})
     assert drain.goes_on(104.9, 0, {1: 4, 2: 7})
-    assert drain.goes_on(109.8, 0, {1: 4, 2: 7})  # the second has stalled, the first has not
+    assert drain.goes_on(109.8, 0, {1: 4, 2: 7})  # the second session has stalled, the first has not
     assert not drain.goes_on(110.0, 0, {1: 4, 2: 7})
 
 
@@ -165,7 +165,7 @@ def test_a_killed_clients_step_does_not_hold_the_daemon() -> None:
 
 
 def refusal_to_serve(**options: object) -> str:
-    """What a daemon that must not start says."""
+    """Return the error of a daemon that must not start."""
     defaults = {"unix_socket": "", "tcp_address": "", "http_address": ""}
     environ = {f"KVSERVICE_{name.upper()}": str(value) for name, value in (POOL | defaults | options).items()}
     command = [sys.executable, "-P", "-m", "kvservice", "serve"]
@@ -208,7 +208,7 @@ def test_the_sockets_mode_is_what_the_configuration_says(tmp_path: Path) -> None
 
 
 def test_a_fault_in_the_pool_ends_the_daemon_with_its_own_status(tmp_path: Path) -> None:
-    """A kernel that fails leaves unknown content; serving it would be worse than not to serve."""
+    """After a failed kernel the contents of the pool are unknown, and serving them would be worse than not serving."""
     script = tmp_path / "faulty.py"
     script.write_text(
         "import sys\n"

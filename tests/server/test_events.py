@@ -1,4 +1,4 @@
-"""The stream of block events, from a real daemon."""
+"""The stream of block events of a real daemon."""
 
 from __future__ import annotations
 
@@ -69,11 +69,11 @@ def test_events_tell_what_enters_and_leaves_the_cache(client: KVClient) -> None:
         batch = next(events)
         assert (batch.number, batch.events, batch.gap) == (1, (stored,), None)
         kv.append([first], [10])
-        second = compute(kv, [*range(8), *range(50, 58)])  # goes on where the first began
+        second = compute(kv, [*range(8), *range(50, 58)])  # continues the prefix of the first
         deeper = chain([*range(8), *range(50, 58)])[2:]
         assert next(events).events == (BlockStored(tuple(deeper), hashes[1], tuple(range(50, 58)), BLOCK_SIZE, "CPU"),)
         kv.free([second])
-        compute(kv, list(range(100, 120)))  # five blocks, where three are free
+        compute(kv, list(range(100, 120)))  # five blocks, while three are free
         assert next(events).events == (BlockRemoved((deeper[1], deeper[0]), "CPU"),)
         assert isinstance(next(events).events[0], BlockStored)
         kv.reset_prefix_cache()
@@ -107,7 +107,7 @@ def test_from_now_on_means_from_now_on(client: KVClient) -> None:
         events = client.events()
         reader = threading.Thread(target=lambda: received.put(next(events).number))
         reader.start()
-        for n in range(500):  # the stream begins at some time
+        for n in range(500):  # the stream starts at an unknown time
             kv.free([compute(kv, [n, 6, 7, 8])])
             reader.join(0.02)
             if not reader.is_alive():
@@ -152,7 +152,7 @@ def test_a_gap_is_told() -> None:
 
 
 def test_a_slow_reader_is_told_of_its_gap_and_keeps_up_again() -> None:
-    """What it does not take fills gRPC's buffers; then the journal goes on without it."""
+    """Unread events fill gRPC's buffers; then the journal drops batches that the reader has not received."""
     with (
         Daemon(event_window=8, event_token_ids=True, **(POOL | {"num_blocks": 1024, "block_size": 128})) as daemon,
         KVClient(daemon.address) as client,
@@ -193,7 +193,7 @@ def test_streams_are_limited_and_given_back(client: KVClient) -> None:
 
 
 def await_room(client: KVClient) -> None:
-    """A stream that was cancelled is gone when the daemon has heard of it."""
+    """Wait until a new stream is accepted. The daemon ends a cancelled stream when it receives the cancellation."""
     for _ in range(200):
         stream = client.events(start_number=1)
         try:
@@ -206,7 +206,7 @@ def await_room(client: KVClient) -> None:
 
 
 class LeavingContext:
-    """A subscriber that leaves while a message is sent to it."""
+    """A subscriber that disconnects during the write of a message."""
 
     def __init__(self, outcome: type[BaseException]) -> None:
         self._outcome = outcome
@@ -224,7 +224,7 @@ class LeavingContext:
     ids=["noticed by sending", "noticed before sending", "noticed by waiting"],
 )
 def test_a_subscriber_that_leaves_while_it_is_sent_to_is_no_fault(outcome: type[BaseException]) -> None:
-    """gRPC logs an error with its traceback for each exception that a handler lets out, but for a cancellation."""
+    """gRPC logs an error with traceback for each exception that leaves a handler, except for a cancellation."""
     journal = EventJournal(8, False)
     journal.cleared()
     streams = EventStreams(ServeConfig(), journal)

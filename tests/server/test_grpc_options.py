@@ -1,4 +1,4 @@
-"""gRPC's arguments: that it knows their names, and that the daemon permits its clients' pings."""
+"""gRPC channel arguments: gRPC must know their names, and the daemon must permit the pings of its clients."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from kvservice.wire.channels import SERVER_NAME_OPTION
 PACKAGE = Path(kvservice.__file__).parent
 LIBRARY = Path(cygrpc.__file__).read_bytes()
 PERMISSION = "grpc.http2.min_ping_interval_without_data_ms"
-PINGS = 8  # gRPC closes the connection at the third that it does not permit
+PINGS = 8  # gRPC closes the connection at the third ping that it does not permit
 
 
 def is_known(name: str) -> bool:
-    """Whether it is one of the strings in gRPC's library, which end with a zero byte."""
+    """Return whether the name is one of the zero-terminated strings in gRPC's library."""
     return name.encode() + b"\0" in LIBRARY
 
 
@@ -65,7 +65,7 @@ def test_clients_ping_less_often_than_the_daemon_permits() -> None:
 
 @contextmanager
 def serving(options: Iterable[tuple[str, int]], path: Path) -> Iterator[None]:
-    """gRPC's server with these options and no services."""
+    """Run a gRPC server with these options and no services."""
     server = grpc.server(ThreadPoolExecutor(1), options=list(options))
     assert server.add_insecure_port(f"unix:{path}")
     server.start()
@@ -76,7 +76,7 @@ def serving(options: Iterable[tuple[str, int]], path: Path) -> Iterator[None]:
 
 
 def test_a_client_that_does_not_answer_loses_its_connection_in_its_time(tmp_path: Path) -> None:
-    """gRPC's own bound is a minute."""
+    """gRPC's default limit is a minute."""
     options = server_options(ServeConfig(client_timeout_s=3.0))
     with serving(options, tmp_path / "socket"):
         begin = time.monotonic()
@@ -86,7 +86,7 @@ def test_a_client_that_does_not_answer_loses_its_connection_in_its_time(tmp_path
 
 
 def test_calls_that_wait_for_the_event_loop_are_bounded(tmp_path: Path) -> None:
-    """Those that come while the loop is busy; gRPC's own bound is 3000."""
+    """The limit applies to RPCs that arrive while the loop is busy. gRPC's default is 3000."""
     config = ServeConfig(max_sessions=1)
     bound = max_rpcs(config)
     with held_loop(server_options(config), tmp_path / "socket") as is_free, contextlib.ExitStack() as clients:
@@ -103,7 +103,7 @@ def test_calls_that_wait_for_the_event_loop_are_bounded(tmp_path: Path) -> None:
 
 @contextmanager
 def held_loop(options: Iterable[tuple[str, int]], path: Path) -> Iterator[threading.Event]:
-    """A server whose event loop does nothing until the event is set."""
+    """Run a server whose event loop is blocked until the event is set."""
     started, is_free, stop = threading.Event(), threading.Event(), threading.Event()
 
     async def serve() -> None:
@@ -127,7 +127,7 @@ def held_loop(options: Iterable[tuple[str, int]], path: Path) -> Iterator[thread
 
 
 def answers(options: Iterable[tuple[str, int]], path: Path) -> list[bytes]:
-    """What a server with these options has against pings that come every two milliseconds or more."""
+    """Return the responses of a server with these options to pings that arrive at least two milliseconds apart."""
     with serving(options, path), PingingClient(path) as client:
         found = [client.ping()]
         while len(found) < PINGS and not found[-1]:
@@ -157,7 +157,7 @@ def test_a_connection_that_says_nothing_ends(tls: bool) -> None:
     server.start()
     try:
         with socket.create_connection(("127.0.0.1", port), 60) as silent:
-            while silent.recv(4096):  # what the server says first
+            while silent.recv(4096):  # the initial data of the server
                 pass
     finally:
         server.stop(None).wait()

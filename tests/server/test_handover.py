@@ -1,4 +1,4 @@
-"""The handover socket: who gets descriptors, what for, and how often; and whose a session is."""
+"""The handover socket: which users receive file descriptors, how often, and how the user of a session is identified."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ async def fetch(where: str, token: bytes, count: int = 1) -> list[int]:
 
 
 async def connect(where: str) -> socket.socket:
-    """A connection over which nothing was sent yet."""
+    """Return a connection that has not sent anything yet."""
     connection = socket.socket(socket.AF_UNIX)
     connection.setblocking(False)
     await asyncio.get_running_loop().sock_connect(connection, where)
@@ -86,7 +86,7 @@ async def connect(where: str) -> socket.socket:
 
 
 async def is_closed(connection: socket.socket) -> bool:
-    """Wait until the daemon has closed it."""
+    """Wait until the daemon has closed the connection."""
     with connection:
         async with asyncio.timeout(20):
             return await asyncio.get_running_loop().sock_recv(connection, 1) == b""
@@ -112,7 +112,7 @@ def test_a_token_is_good_for_its_descriptors_and_once(path: Path) -> None:
             await fetch(where, token, 2)
         for descriptor in got:
             os.close(descriptor)
-        assert num_descriptors() <= before  # what an earlier test has left may be gone by now
+        assert num_descriptors() <= before  # descriptors of an earlier test may be closed in the meantime
 
     scenario(path, body)
 
@@ -168,7 +168,7 @@ def test_a_wrong_token_gets_nothing_and_costs_no_one(path: Path, sent: bytes) ->
                 connection.shutdown(socket.SHUT_WR)
                 try:
                     data, descriptors, _, _ = socket.recv_fds(connection, 1, 8)
-                except ConnectionResetError:  # closed with bytes that nobody read
+                except ConnectionResetError:  # closed with unread bytes
                     return b"", []
                 return data, descriptors
 
@@ -187,7 +187,7 @@ def test_a_stranger_gets_nothing_and_is_named_once(
         token = handover.offer([memory_file(b"")], Owner())
         with connecting_as(monkeypatch, STRANGER_UID):
             for _ in range(3):
-                assert await is_closed(await connect(where))  # with no wait for a token
+                assert await is_closed(await connect(where))  # without waiting for a token
             with pytest.raises((RegionsNotAllowedError, ConnectionLostError)):
                 await fetch(where, token)
         (got,) = await fetch(where, token)
@@ -228,7 +228,7 @@ def test_a_users_oldest_gives_way_to_its_newest_and_nobody_elses(path: Path, mon
 
     async def body(handover: Handover, where: str) -> None:
         patient = await connect(where)
-        await asyncio.to_thread(client_side.introduce, where, SESSION_TOKEN)  # by now it is accepted
+        await asyncio.to_thread(client_side.introduce, where, SESSION_TOKEN)  # the connection is accepted by now
         token = handover.offer([memory_file(b"mine")], Owner())
         with connecting_as(monkeypatch, ANOTHER_UID):
             silent = [await connect(where) for _ in range(server_side.MAX_SILENT_OF_USER + 3)]
@@ -236,7 +236,7 @@ def test_a_users_oldest_gives_way_to_its_newest_and_nobody_elses(path: Path, mon
                 assert await is_closed(connection)
         (got,) = await fetch(where, token)
         assert os.pread(got, 10, 0) == b"mine"
-        # Those who are left are answered when they speak.
+        # The remaining connections are answered when they send a token.
         for connection in (patient, silent[3], silent[-1]):
             connection.send(SESSION_TOKEN)
             assert await asyncio.get_running_loop().sock_recv(connection, 16) == INTRODUCED

@@ -1,4 +1,4 @@
-"""The health service's watchers, by themselves."""
+"""The watchers of the health service, without a server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Status = health_pb2.HealthCheckResponse
 
 
 class Watcher:
-    """A caller of Watch. `heard` are the statuses that it has read; it reads while `reads` is set."""
+    """A caller of Watch. `heard` has the statuses that it has read; it reads only while `reads` is set."""
 
     def __init__(self, health: Health, service: str = "") -> None:
         self.heard: list[int] = []

@@ -1,4 +1,4 @@
-"""Health and reflection: what a load balancer and a command line client ask of any gRPC server."""
+"""Health and reflection, as used by load balancers and command line clients with any gRPC server."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_service_that_is_none_of_ours_is_unknown(channel: grpc.Channel) -> Non
     with pytest.raises(grpc.RpcError) as caught:
         stub.Check(request, timeout=TIMEOUT_S)
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
-    watch = stub.Watch(request, timeout=TIMEOUT_S)  # which must stay open: the service might come
+    watch = stub.Watch(request, timeout=TIMEOUT_S)  # must stay open, because the service could be registered later
     assert next(watch).status == STATUS.SERVICE_UNKNOWN
     watch.cancel()
 
@@ -61,7 +61,7 @@ def test_every_watcher_hears_of_draining_and_a_late_check_as_well() -> None:
         client.session() as kv,
     ):
         step, ones = kv.open_step([kv.allocate([1])]), np.ones((1, 1, 32), np.float32)
-        step.extend(0, ones, ones, ones)  # holds the daemon until layer 1 comes
+        step.extend(0, ones, ones, ones)  # the drain waits for layer 1
         stub, heard = health_pb2_grpc.HealthStub(channel), queue.SimpleQueue[tuple[str, int]]()
         watching = [threading.Thread(target=_watch, args=(stub, name, heard)) for name in ("", *NAMES)]
         for thread in watching:
@@ -85,7 +85,7 @@ def _watch(stub: Any, name: str, heard: queue.SimpleQueue[tuple[str, int]]) -> N
         for answer in stub.Watch(health_pb2.HealthCheckRequest(service=name)):
             heard.put((name, answer.status))
     except grpc.RpcError:
-        pass  # the daemon has gone
+        pass  # the daemon has exited
 
 
 def test_reflection_lists_the_services(channel: grpc.Channel) -> None:
@@ -94,7 +94,7 @@ def test_reflection_lists_the_services(channel: grpc.Channel) -> None:
 
 
 def test_reflection_tells_the_whole_contract(channel: grpc.Channel) -> None:
-    """Every file, with what it imports, as the package has it."""
+    """Reflection returns every file and its imports exactly as in the package."""
     pool = DescriptorPool(ProtoReflectionDescriptorDatabase(channel))
     ours, told = (
         {file.name: file for file in _closure(source)}

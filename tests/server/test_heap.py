@@ -1,4 +1,4 @@
-"""When memory that malloc keeps is given back."""
+"""The conditions under which the heap is trimmed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MIB = 1 << 20
 
 
 class FakeMalloc(Malloc):
-    """100 MiB are in use; what was trimmed stays free, as it does with glibc."""
+    """An allocator with 100 MiB in use. Trimmed memory still counts as free, as in glibc."""
 
     def __init__(self) -> None:
         self.spare, self.free, self.num_trims = 0, 0, 0

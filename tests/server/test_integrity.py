@@ -1,4 +1,4 @@
-"""The daemon's checks of its own bookkeeping: when they are made, and what a failure leads to."""
+"""Integrity checks of the daemon's bookkeeping: when they run, and the effects of a failure."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CHECKS, FAILURES = "kvservice_integrity_checks_total", "kvservice_integrity_fail
 
 
 class Rig:
-    """A watch over passes of so many slices, each of which ends as the next of `ends` says."""
+    """A watch whose passes have `num_slices` slices; each pass ends with the next of `ends`."""
 
     def __init__(self, num_slices: int, *ends: Any) -> None:
         self.num_slices, self.ends = num_slices, list(ends)
@@ -40,7 +40,7 @@ class Rig:
         self.slices = 0
         self.told: list[str] = []
         self.watch = IntegrityWatch(self.check, self.calls, self.told.append)
-        self.watch.turn()  # nothing is known yet of the time before
+        self.watch.turn()  # the first turn only records the number of calls
 
     def check(self) -> Iterator[None]:
         for _ in range(self.num_slices):
@@ -52,7 +52,7 @@ class Rig:
         return end
 
     def passes(self) -> int:
-        """How many turns another pass takes."""
+        """Run another pass, and return the number of its turns."""
         self.watch.begin()
         turns = 1
         while not self.watch.turn():
@@ -86,7 +86,7 @@ def test_a_turn_in_or_after_a_call_does_nothing() -> None:
     assert (rig.watch.turn(), rig.watch.turn(), rig.slices) == (False, False, 1)
     rig.calls.in_flight = 0
     assert (rig.watch.turn(), rig.slices) == (False, 2)
-    rig.calls.num_begun += 5  # they are over by now
+    rig.calls.num_begun += 5  # calls that have already ended
     assert (rig.watch.turn(), rig.slices) == (False, 2)
     assert (rig.watch.turn(), rig.slices) == (False, 3)
     assert rig.watch.turn() is True
@@ -127,7 +127,7 @@ def test_passes_come_at_their_interval(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def corruptible(tmp_path: Path, free_port: int) -> Iterator[tuple[subprocess.Popen[bytes], str, Callable[[], str]]]:
-    """A daemon's process, its address, and its log."""
+    """The process of a daemon, its address, and a function that returns its log."""
     config = POOL | {
         "unix_socket": str(tmp_path / "socket"),
         "tcp_address": "",

@@ -1,4 +1,4 @@
-"""Clients that are killed in the middle of anything leave nothing behind, and nobody else notices."""
+"""Clients that are killed at any point leak no resources and do not disturb other clients."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from kvservice.server.host_access import Lanes
 from kvservice.telemetry.calls import CallTable, keys
 
 ROUNDS = 4
-CLIENTS = 8  # of a round; with the survivor's 8 blocks they fit into the pool
+CLIENTS = 8  # per round; together with the survivor's 8 blocks they fit into the pool
 
 
 def start(address: str, kind: str, seed: int) -> subprocess.Popen[str]:
@@ -43,7 +43,7 @@ def await_work(process: subprocess.Popen[str]) -> None:
 
 
 def kill_at_random(processes: list[subprocess.Popen[str]], survivor: Survivor) -> None:
-    """SIGKILL, at random times and in random order. Some are stopped before: alive, but deaf to the daemon."""
+    """Kill the processes at random times in random order. Some are stopped first: alive, but not responding."""
     random.shuffle(processes)
     for process in processes:
         end = time.monotonic() + random.uniform(0, 0.06)
@@ -53,7 +53,7 @@ def kill_at_random(processes: list[subprocess.Popen[str]], survivor: Survivor) -
     for process in processes:
         process.kill()
         _, errors = process.communicate(timeout=10)
-        assert (process.returncode, errors) == (-signal.SIGKILL, "")  # it had met no error until then
+        assert (process.returncode, errors) == (-signal.SIGKILL, "")  # there was no error before the kill
 
 
 def assert_empty(stats: PoolStats) -> None:
@@ -90,14 +90,14 @@ def test_killed_clients_leave_nothing_behind(daemon: Daemon, client: KVClient, w
             kv.reset_prefix_cache()
             for gauge in ("sequences", "tokens", "free_blocks", "pinned_blocks", "used_swap_blocks"):
                 assert getattr(client.stats(), gauge) == getattr(alone, gauge), gauge
-            # What a client had mapped while its session ended is looked at from time to time.
+            # Memory that a client still mapped when its session ended is checked periodically.
             until(lambda: open_files(daemon.process.pid) <= files, survivor.lap)
-            assert daemon.log.read_text() == log  # nothing failed that no client was told of
+            assert daemon.log.read_text() == log  # every failure was reported to a client, none to the log only
         kv.reset_prefix_cache()
-    # Whoever was killed while it registered had not yet unlinked its object.
+    # A client that was killed during the registration of a region had not unlinked its object yet.
     for name in shm_objects(*pids):
         os.unlink(f"/dev/shm/{name}")
-    # Otherwise they were killed between two pieces of work, and nothing was shown.
+    # Otherwise the clients were killed between two calls, and the test would show nothing.
     assert cut_off >= ROUNDS
     with client.session() as kv:
         kv.reset_prefix_cache()
@@ -126,7 +126,7 @@ def test_a_client_killed_between_two_layers_gives_its_blocks_to_the_next(
         finally:
             process.kill()
     until(lambda: client.stats().sessions == 0)
-    # What it began to write is nobody's prefix, and a sequence of the same tokens computes all of its own.
+    # Its partly written blocks are not in the prefix cache, and a sequence with the same tokens computes all of them.
     token_ids = list(range(client.info.num_blocks * client.info.block_size))
     with client.session() as kv:
         sequence = kv.allocate(token_ids)

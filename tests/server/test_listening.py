@@ -1,4 +1,4 @@
-"""Where the daemon may listen without asking who calls."""
+"""The addresses on which the daemon may listen without authentication."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The observer beside a real daemon: what it tells, and that nothing that becomes of it is felt by the daemon."""
+"""The observer of a real daemon: what it reports, and that its failures do not affect the daemon."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from kvservice.v1 import inspect_pb2, inspect_pb2_grpc
 
 @pytest.fixture
 def daemon() -> Iterator[Daemon]:
-    """Without HTTP."""
+    """A daemon without HTTP."""
     with Daemon(**POOL) as running:
         yield running
 
@@ -50,7 +50,8 @@ def get_snapshot(daemon: Daemon, timeout_s: float = 60.0, **request: Any) -> ins
 
 
 def snapshot_when_there_is_one(daemon: Daemon) -> inspect_pb2.Snapshot:
-    """The call that shows the daemon that its observer has ended is refused; one after it waits for the next."""
+    """Return a snapshot, with retries. The call that detects the end of the observer is refused; later calls wait for
+    the new observer."""
     deadline = time.monotonic() + PATIENCE_S
     while True:
         try:
@@ -66,7 +67,7 @@ def observer_of(daemon: Daemon) -> int:
 
 
 def has_ended(pid: int) -> bool:
-    """Also if nobody has waited for it yet."""
+    """Return whether the process has ended, also if its parent has not waited for it yet."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:
@@ -179,7 +180,7 @@ def test_rows_are_bounded_and_searched(daemon: Daemon, client: KVClient) -> None
                 found.num_sequences,
             )
 
-        # Those with the most blocks come first.
+        # Rows with the most blocks come first.
         assert rows() == (["Engine", "batch"], [16, 8, 4], 2, 3)
         assert rows(max_sessions=1, max_sequences=2) == (["Engine"], [16, 8], 2, 3)
         assert rows(max_sessions=1000, max_sequences=1000) == rows()
@@ -223,7 +224,7 @@ def test_a_killed_observer_is_replaced_and_goes_on_where_it_was(free_port: int) 
         first = observer_of(daemon)
         os.kill(first, signal.SIGKILL)
         kv.free([compute(kv, [1, 2, 3])])
-        after = scrape(free_port)  # waits in the socket's queue for the next one
+        after = scrape(free_port)  # waits in the socket's queue for the next observer
         assert value(before, "kvservice_computed_tokens_total") == 10
         assert value(after, "kvservice_computed_tokens_total") == 13
         assert value(after, "kvservice_tenant_computed_tokens_total", tenant="acme") == 13
@@ -279,7 +280,7 @@ def test_a_call_does_not_wait_for_ever_for_a_frozen_observer(daemon: Daemon) -> 
     assert (told.code, told.reason) == ("UNAVAILABLE", "OBSERVER_UNAVAILABLE")
     os.kill(observer_of(daemon), signal.SIGCONT)
     with KVClient(daemon.address) as client, client.session("later"):
-        # The answer to the question that was given up is taken for no other.
+        # The response to the abandoned request is not used for another one.
         assert [session.name for session in get_snapshot(daemon, search="later").sessions] == ["later"]
 
 
@@ -303,12 +304,12 @@ def test_the_observer_ends_with_a_daemon_that_is_killed(free_port: int) -> None:
         Daemon(http_address=f"127.0.0.1:{free_port}", **POOL) as daemon,
         urllib.request.urlopen(f"http://127.0.0.1:{free_port}/api/stream", timeout=20) as stream,
     ):
-        stream.readline()  # somebody is connected
+        stream.readline()  # a client is connected
         observer = observer_of(daemon)
         daemon.process.kill()
         daemon.process.wait()
         until(lambda: has_ended(observer))
-        until(lambda: can_listen(free_port))  # threads of a process may end after its first one, with its sockets
+        until(lambda: can_listen(free_port))  # other threads can outlive the main one and keep sockets open
 
 
 def test_while_it_drains_the_daemon_still_tells(free_port: int) -> None:

@@ -1,4 +1,4 @@
-"""File descriptors: raised to what may be had, and counted before the daemon starts."""
+"""The limit on file descriptors is raised to the hard limit and checked before the daemon starts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SMALL = {"max_connections": 10, "max_sessions": 4, "max_lanes": 3, "max_regions"
 
 
 class Limits:
-    """This process's, as far as the tests are concerned."""
+    """Replaces the limits of this process during a test."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, soft: int, hard: int) -> None:
         self.now = (soft, hard)
@@ -82,7 +82,7 @@ def test_a_daemon_with_too_few_says_so_in_one_line(tmp_path: Path, limit: int) -
 
 
 def test_a_daemon_has_what_it_needs() -> None:
-    """Idle, a daemon keeps fewer open than are counted for itself; a region keeps no more than are counted."""
+    """An idle daemon has fewer descriptors open than are counted for it, and a region no more than are counted."""
     with Daemon(**SMALL_POOL | {"tcp_address": "127.0.0.1:0", "http_address": "127.0.0.1:0"}) as daemon:
         process = Path(f"/proc/{daemon.process.pid}")
 

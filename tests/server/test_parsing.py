@@ -1,4 +1,4 @@
-"""Requests that are refused for what they hold, before anything is built from it."""
+"""Requests that are refused for their contents before they are parsed."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_refused_call_of_a_stream_keeps_its_id(call_id: int) -> None:
 
 
 def test_bytes_that_are_no_message() -> None:
-    for data in (b"\x08", b"\xff" * 20, b"\x0a\x01\xff"):  # the last is a text that is not UTF-8
+    for data in (b"\x08", b"\xff" * 20, b"\x0a\x01\xff"):  # the last is a string that is not UTF-8
         refused = parser(session_pb2.OpenRequest, LIMITS)(data)
         assert isinstance(refused, Refused)
         assert isinstance(refused.error, InvalidArgumentError)
@@ -133,7 +133,7 @@ def test_many_records_are_refused_whatever_they_are(record: bytes) -> None:
 
 @pytest.mark.parametrize("method", RPCS, ids=lambda method: method.full_name)
 def test_every_request_of_the_contract_has_limits(method: Any) -> None:
-    """A repeated field that counts as nothing is a KeyError."""
+    """A repeated field without a limit raises KeyError."""
     parser(GetMessageClass(method.input_type), LIMITS)
 
 

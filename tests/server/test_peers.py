@@ -1,4 +1,4 @@
-"""What the kernel says of who is connected, and what it would let that user open."""
+"""The connected user as reported by the kernel, and the files that this user may open."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_kernel_says_who_the_peer_is() -> None:
         (0o620, [OWNER]),
         (0o660, [OWNER, MEMBER]),
         (0o666, [OWNER, MEMBER, STRANGER]),
-        (0o606, [OWNER, STRANGER]),  # the class that comes first decides
+        (0o606, [OWNER, STRANGER]),  # the first matching class decides
         (0o066, [MEMBER, STRANGER]),
         (0o400, []),
         (0o777, [OWNER, MEMBER, STRANGER]),

@@ -1,4 +1,4 @@
-"""Bytes that are no requests, and requests with a few bytes changed: always a status, never a change, never an end."""
+"""Random bytes and requests with mutated bytes always get a status, change nothing and never end the daemon."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OPENS = "/kvservice.v1.SessionService/Open"
 OBJECT = f"kvservice-random-bytes-{os.getpid()}"
 NUM_RANDOM = 40
 NUM_MUTATED = 60
-# A mutated request may by luck be a good one; these are what a good one may answer.
+# A mutated request can happen to be valid; these are the errors that a valid request can get.
 REFUSALS = {
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.NOT_FOUND,
@@ -58,11 +58,11 @@ def shared_object() -> Iterator[None]:
 
 
 def send(channel: grpc.Channel, path: str, data: bytes) -> grpc.StatusCode:
-    """The status; OK for an answer."""
+    """Send the bytes, and return the status; OK for a response."""
     try:
         channel.unary_unary(path)(data, timeout=20)
     except grpc.RpcError as error:
-        # The one status that means a fault of the daemon's everywhere else.
+        # Its status, INTERNAL, would mean a fault of the daemon in all other cases.
         if RegionNotOpenedError.reason.encode() in dict(error.trailing_metadata()).get("grpc-status-details-bin", b""):
             return grpc.StatusCode.NOT_FOUND
         return error.code()
@@ -97,7 +97,7 @@ def in_region(tensor: tensor_pb2.Tensor, place: tensor_pb2.SharedMemoryPlace) ->
 
 
 def good_requests(token: bytes, tensor: Any) -> dict[str, Any]:
-    """A request of each kind that would do something."""
+    """Return one valid request per method that has an effect."""
     name = {"session_token": token}
     kv = {"key": tensor(1, 2, 32), "value": tensor(1, 2, 32)}
     one = blocks_pb2.SequenceAllocation(sequence_id=9, token_ids=[1, 2, 3], extra_keys=[blocks_pb2.ExtraKey(key=b"k")])
@@ -170,7 +170,7 @@ def mutate(data: bytes, source: random.Random) -> bytes:
 def test_mutated_requests(
     channel: grpc.Channel, wire: Any, raw: Any, raw_session: Any, service: str, method: Any
 ) -> None:
-    """They hit a session of their own, whose state is anybody's guess afterwards; the one beside it must not change."""
+    """Mutated requests use a separate session, whose state is unknown afterwards. The other session must not change."""
     bystander = raw_session
     allocation = blocks_pb2.SequenceAllocation(sequence_id=1, token_ids=[50, 51, 52, 53, 54])
     bystander.ok("allocate", blocks_pb2.AllocateRequest(sequences=[allocation]))
@@ -207,7 +207,7 @@ def test_mutated_requests(
 def _parses(method: Any, data: bytes) -> bool:
     try:
         method.input_type._concrete_class.FromString(data)
-    except Exception:  # protobuf's own, whose class depends on its implementation
+    except Exception:  # protobuf's error, whose class depends on the implementation
         return False
     return True
 

@@ -1,4 +1,4 @@
-"""Shared-memory regions: Triton's rules, what a client may do to its object meanwhile, and when it is closed."""
+"""Shared memory regions: the rules of Triton, concurrent changes of the object by its client, and the lifetime."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from kvservice.v1 import attention_pb2, host_pb2, session_pb2, shared_memory_pb2
 
 OBJECT_BYTES = 1 << 16
 CONFIG = ServeConfig(max_regions=3, max_region_mib=1, max_shared_mib=2)
-# Of fcntl(2).
+# A command of fcntl(2).
 F_SETSIG = 10
 PREFIX = f"/dev/shm/kvservice-test-{os.getpid()}"
 Register = shared_memory_pb2.SystemSharedMemoryRegisterRequest
@@ -61,7 +61,7 @@ Unregister = shared_memory_pb2.SystemSharedMemoryUnregisterRequest
 
 
 class Object:
-    """A shared-memory object as a client makes it, of bytes that differ."""
+    """A shared memory object of a client, with varying bytes."""
 
     serial = itertools.count()
 
@@ -73,7 +73,7 @@ class Object:
 
 
 class Access:
-    """What regions need of the rest of a session."""
+    """A replacement for HostAccess with the methods that regions use."""
 
     def __init__(self, config: ServeConfig = CONFIG) -> None:
         self.numbers: list[int] = []
@@ -129,7 +129,7 @@ def num_descriptors(pid: int | str = "self") -> int:
 
 
 def open_files(pid: int | str, *prefixes: str) -> set[str]:
-    """Files of those names that a process has open: a descriptor may have duplicates, as every mmap has."""
+    """Return the open files of a process with these prefixes. It is a set, because mmap duplicates descriptors."""
     found = set()
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
@@ -140,12 +140,12 @@ def open_files(pid: int | str, *prefixes: str) -> set[str]:
 
 
 def shm_files() -> set[str]:
-    """The objects of these tests that this process has open."""
+    """Return the objects of these tests that this process has open."""
     return open_files("self", PREFIX)
 
 
 def region_files(pid: int) -> set[str]:
-    """What a daemon has open of its clients' regions."""
+    """Return the region files that a daemon has open."""
     return open_files(pid, "/dev/shm/", "/memfd:kvservice-region")
 
 
@@ -226,12 +226,12 @@ def test_what_is_no_shared_memory_is_not_opened(regions: Regions, make: Callable
 
 @pytest.fixture
 def leased() -> Iterator[Path]:
-    """An object whose owner has a lease on it, and never gives it up."""
+    """An object whose owner has a lease on it and never releases it."""
     path = Path(f"{PREFIX}-leased")
     path.write_bytes(bytes(OBJECT_BYTES))
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        # The signal that tells the owner of an open that conflicts; this one is ignored if nobody handles it.
+        # The signal that reports a conflicting open to the owner; SIGURG is ignored by default.
         fcntl.fcntl(descriptor, F_SETSIG, signal.SIGURG)
         fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
         yield path
@@ -304,7 +304,7 @@ def test_a_session_may_have_so_much_made(regions: Regions) -> None:
 
 @pytest.fixture
 def slow_regions(monkeypatch: pytest.MonkeyPatch) -> tuple[Regions, Access]:
-    """Whose memory is made page by page."""
+    """Regions whose memory is allocated page by page."""
     monkeypatch.setattr(sealed, "SLICE_BYTES", mmap.PAGESIZE)
     access = Access()
     return Regions(CONFIG, RegionTotals(), access), access  # type: ignore[arg-type]
@@ -342,7 +342,7 @@ def test_a_region_whose_session_closes_its_own_meanwhile_is_not_made(slow_region
     abandoned.close()
     assert access.budget.used_bytes == 0
     assert access.numbers == []
-    gc.collect()  # the errors' frames
+    gc.collect()  # frees the frames of the errors
     assert len(os.listdir("/proc/self/fd")) <= descriptors
     finish(regions.create_in_slices("all", CONFIG.max_region_mib << 20))
 
@@ -430,7 +430,7 @@ def test_a_daemon_outlives_a_client_that_truncates_all_the_time(daemon: Daemon, 
 
 
 def call(kv: Any, name: str, request: Any) -> Any:
-    """A call as the client sends it, with a request of the test's choice."""
+    """Send a call like the client does, with the given request."""
     try:
         kv._core.call(name, request).send(None)
     except StopIteration as end:
@@ -561,13 +561,13 @@ def test_regions_outlive_a_broken_stream(client: KVClient, wire: Any, raw: Any, 
     time.sleep(client.info.session_grace_s / 5)
     session.stream = wire.stream()
     session.stream.attach(session.token, reconnects=True)
-    time.sleep(2 * client.info.session_grace_s)  # what the broken stream's end had started must be off
+    time.sleep(2 * client.info.session_grace_s)  # the timers that the broken stream started must be cancelled
     assert session.ok("system_shared_memory_status", Status()).regions.keys() == {"r"}
     session.close()
 
 
 def test_what_a_resumed_session_had_shared_is_closed(daemon: Daemon) -> None:
-    """Each client that takes the session over makes its own, within the bound of one session."""
+    """Each client that takes the session over makes its own regions, within the limit of one session."""
     with KVClient(daemon.address, transport="lane") as client, client.session(detachable=True) as kv:
         for _ in range(SMALL_POOL["max_regions"] + 1):
             kv.detach()
@@ -660,7 +660,7 @@ def test_a_daemon_says_whether_it_takes_regions(client: KVClient) -> None:
 def test_tensors_in_regions_are_bounded_as_messages_are(raw_session: Any, daemon: Daemon) -> None:
     path = Path("/dev/shm", f"kvservice-test-{os.getpid()}-large")
     with path.open("wb") as file:
-        file.truncate(1 << 28)  # a hole, which takes no memory
+        file.truncate(1 << 28)  # a hole, which uses no memory
     try:
         raw_session.ok("system_shared_memory_register", Register(name="r", key=path.name, byte_size=1 << 28))
         shape = (1, 2, 1 << 24)

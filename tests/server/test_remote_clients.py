@@ -1,4 +1,4 @@
-"""Clients and commands over TCP with TLS and tokens, against a daemon."""
+"""Clients and commands over TCP with TLS and tokens against a daemon."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_the_demo_takes_them_too(monkeypatch: pytest.MonkeyPatch, ca: Path, pres
         given.update(arguments)
         raise KVServiceError("that is all")
 
-    monkeypatch.setitem(sys.modules, "kvservice.demo", SimpleNamespace(run=run))  # which imports torch
+    monkeypatch.setitem(sys.modules, "kvservice.demo", SimpleNamespace(run=run))  # the real module imports torch
     monkeypatch.setattr("kvservice.cli._reexec_with", lambda environment: None)
     environ = {"KVSERVICE_TLS_CA": str(ca), "KVSERVICE_TOKEN_FILE": str(presented)}
     assert kvservice("demo", "--address", "example:1", **environ).output == "Error: that is all\n"
@@ -156,7 +156,7 @@ def test_on_the_unix_socket_none_of_it_counts(encrypted: Secured) -> None:
 
 @pytest.fixture(scope="module")
 def patient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
-    """A daemon whose sessions wait for long, and whose tokens change."""
+    """A daemon with a long grace time, whose tokens change."""
     with secured(tmp_path_factory.mktemp("patient"), tls=False, session_grace_s=PATIENCE_S) as running:
         yield running
 
@@ -192,7 +192,7 @@ def test_a_session_outlives_its_token_where_the_client_finds_the_next(
 
 @pytest.fixture(scope="module")
 def certified(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
-    """A daemon that knows its clients by their certificates."""
+    """A daemon that identifies its clients by their certificates."""
     with secured(tmp_path_factory.mktemp("certified"), tokens=False, client_ca=True) as running:
         yield running
 
@@ -221,7 +221,7 @@ def test_certificates_name_their_owners(certified: Secured, tmp_path: Path) -> N
         client.resume(tokens["engine-1"]).close()
     log = certified.daemon.log.read_text()
     assert "engine-1 connected from ipv4:127.0.0.1:" in log
-    # The certificate without a common name is for these hosts.
+    # The certificate has no common name, so the first alternative name is used.
     assert "localhost connected from" in log
 
 

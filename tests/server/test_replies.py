@@ -1,4 +1,4 @@
-"""Replies that are remembered for requests that are sent again: which they are, and when they are forgotten."""
+"""The cache of replies for repeated requests: which replies it has, and when it forgets them."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_what_a_task_refuses_is_not_remembered() -> None:
 
 
 def test_replies_that_are_remembered_repeat_numbers_only() -> None:
-    """So their lengths tell what they take."""
+    """Therefore the lengths of the fields determine the memory of a reply."""
     methods = [method for service in SERVICES if service.name in SESSION_SERVICES for method in service.methods]
     remembered = [method.output_type for method in methods if "request_id" in method.input_type.fields_by_name]
     assert blocks_pb2.StepResponse.DESCRIPTOR in remembered

@@ -1,4 +1,4 @@
-"""When sessions end that nobody holds, on a clock that the tests move."""
+"""The times at which sessions without a stream end, on a clock that the tests advance."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHORT_GRACE_S, LONG_GRACE_S = ATTACH_S / 10, ATTACH_S * 2
 
 
 class ManualTimers:
-    """Timers of a clock that only `advance` moves."""
+    """Timers of a clock that only `advance` advances."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -1,4 +1,4 @@
-"""What becomes of sessions when streams break, processes die, and somebody else comes."""
+"""Sessions after a broken stream, the death of a process, and a takeover by another client."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ KEY, VALUE = (np.random.default_rng(seed).standard_normal(SHAPE).astype(np.float
 
 @pytest.fixture(autouse=True)
 def alone(client: KVClient, wire: Any, raw: Any) -> Iterator[None]:
-    """No session of another test is left, and nothing is cached."""
+    """Start without sessions of other tests and without cached blocks."""
     raw.await_no_sessions(wire)
     yield
     with client.session() as session:
@@ -58,13 +58,13 @@ def proxy(tmp_path: Path, daemon: Daemon) -> Iterator[CuttingProxy]:
 
 @pytest.fixture
 def far(proxy: CuttingProxy) -> Iterator[KVClient]:
-    """A client whose connection can be cut. Its calls wait until the connection is made again."""
+    """A client whose connection can be cut. Its calls wait for the reconnect."""
     with KVClient(proxy.address, reconnect_wait_s=PATIENCE_S) as connected:
         yield connected
 
 
 def computed(session: Session, tokens: list[int]) -> Any:
-    """A sequence of six tokens whose K/V are KEY and VALUE."""
+    """Return a sequence of six tokens whose K/V are KEY and VALUE."""
     sequence = session.allocate(tokens)
     session.open_step([sequence]).write(KEY, VALUE)
     return sequence
@@ -112,7 +112,7 @@ def test_a_daemon_out_of_reach_is_known_to_be_until_it_is_back(proxy: CuttingPro
         proxy.cut(stay_down=True)
         with pytest.raises(DaemonAwayError, match="out of reach"):
             session.describe(timeout_s=0.05)
-        # Nobody would wait for the other minute that a call may.
+        # The call must fail before its own limit of a minute.
         with pytest.raises(DaemonAwayError), ThreadPoolExecutor(1) as pool:
             pool.submit(session.describe).result(30)
         proxy.up()
@@ -128,7 +128,7 @@ def answers(session: Session) -> bool:
 
 
 def test_a_call_has_a_time_limit(proxy: CuttingProxy, far: KVClient) -> None:
-    """The connection is there, and the daemon does not answer."""
+    """The connection is open, but the daemon does not answer."""
     with far.session(detachable=True) as session:
         proxy.lose_replies()
         with pytest.raises(CallTimeoutError, match="describe"):
@@ -156,7 +156,7 @@ def test_a_time_limit_that_is_none(client: KVClient, timeout_s: Any) -> None:
 
 
 CUT_CALLS: dict[str, tuple[Callable[[Session, dict[str, Any]], Any], dict[str, Any]]] = {
-    # name: (the call, what it changes in the pool's figures)
+    # name: (the call, its changes of the pool's statistics)
     "allocate": (lambda session, _: session.allocate([7, 8]), {"sequences": 1, "tokens": 2}),
     "append": (lambda session, of: session.append([of["a"]], [9]), {"tokens": 1}),
     "fork": (lambda session, of: session.fork(of["a"]), {"sequences": 1, "tokens": 6, "shared_blocks": 2}),
@@ -177,7 +177,7 @@ def test_a_call_whose_answer_was_lost_is_done_once(
     with far.session(detachable=True) as session, ThreadPoolExecutor(1) as pool:
         session.free([computed(session, [40, 41, 42, 43, 44, 45])])  # leaves a cached block
         of = {"a": computed(session, [1, 2, 3, 4, 5, 6]), "b": computed(session, [11, 12, 13, 14, 15, 16])}
-        session.swap_out([of["b"]])  # leaves another
+        session.swap_out([of["b"]])  # leaves another cached block
         before = client.stats()
 
         def changed(key: str) -> int:
@@ -243,7 +243,7 @@ def test_a_detached_session_is_resumed_by_another_process(daemon: Daemon, client
     session = client.session(detachable=True, detach_ttl_s=30.0)
     computed(session, [1, 2, 3, 4, 5, 6])
     token = session.detach()
-    session.close()  # a session that was left is not closed by who left it
+    session.close()  # a client cannot close a session that it has detached
     time.sleep(2 * GRACE_S)
     child = subprocess.run(
         [sys.executable, "-P", "-c", RESUME, daemon.address, token.hex()], capture_output=True, text=True, timeout=60
@@ -258,7 +258,7 @@ def test_a_detached_session_is_resumed_by_another_process(daemon: Daemon, client
 def test_a_session_that_cannot_be_resumed_is_left_as_it_was(
     daemon: Daemon, client: KVClient, tmp_path: Path, transport: str, face: Face
 ) -> None:
-    """Nothing is handed over on the way through a proxy."""
+    """A proxy carries no file descriptors, so no shared memory is set up through it."""
     session = client.session(detachable=True)
     sequence = computed(session, [1, 2, 3, 4, 5, 6])
     token = session.detach()
@@ -330,7 +330,7 @@ def test_who_lost_a_session_neither_takes_it_back_nor_closes_it(
 def test_who_lost_a_session_unawares_is_refused_and_asks_no_more(
     proxy: CuttingProxy, far: KVClient, client: KVClient
 ) -> None:
-    """Its line is cut when the session is taken over, so that it hears of neither."""
+    """The connection is down during the takeover, so the old client notices neither."""
     with far.session(detachable=True) as old:
         proxy.cut(stay_down=True)
         with client.resume(old.token) as new:
@@ -385,7 +385,7 @@ def test_resuming_what_is_not_there_leaves_nothing(client: KVClient) -> None:
     for number in range(6):
         with pytest.raises(UnknownSessionError):
             client.resume(bytes(16))
-        if number == 0:  # the client's own thread for deadlines is there from now on
+        if number == 0:  # the client's thread for deadlines exists from now on
             threads = threading.active_count()
     until(lambda: threading.active_count() <= threads)
 
@@ -405,7 +405,7 @@ def test_closing_frees_and_keeps_what_is_computed_cached(client: KVClient) -> No
         session.describe()
     with client.session() as other:
         assert other.allocate([1, 2, 3, 4, 5, 6]).num_cached_tokens == 4
-        other.free([sequence])  # the other's first sequence has the same id, and is another
+        other.free([sequence])  # the first sequence of the other session has the same id, but is not the same sequence
 
 
 def test_threads_may_share_a_session(client: KVClient) -> None:
@@ -439,7 +439,7 @@ def test_a_call_that_waits_ends_when_another_thread_closes(proxy: CuttingProxy, 
 def test_a_message_over_the_limit_is_refused_and_the_session_lives(daemon: Daemon) -> None:
     with KVClient(daemon.address, transport="inline") as client, client.session(detachable=True) as session:
         request = blocks_pb2.MatchPrefixRequest(token_ids=range(2_000_000))
-        with pytest.raises(MessageTooLargeError):  # past the client's own check: the daemon ends the stream for it
+        with pytest.raises(MessageTooLargeError):  # bypasses the client's own check, so the daemon ends the stream
             session._stream.call("match_prefix", request).send(None)
         assert session.describe() == []
         sequence = session.allocate(range(200))

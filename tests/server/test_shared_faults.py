@@ -1,4 +1,4 @@
-"""What clients and daemons share, when one of them dies, stops or does what it should not."""
+"""Shared memory of clients and daemons when one side dies, stops or writes invalid data."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from kvservice.errors import (
 )
 from kvservice.launch import Daemon
 
-# Room for the survivor's 8 blocks and a client's 50, and for a call that takes its time.
+# Enough for the survivor's 8 blocks, the 50 blocks of a client, and a long call.
 OPTIONS = SMALL_POOL | {"max_region_mib": 128}
 
 
@@ -61,7 +61,7 @@ def shared_daemon() -> Iterator[Daemon]:
 
 @contextmanager
 def staged(daemon: Daemon, stage: str) -> Iterator[subprocess.Popen[str]]:
-    """A client that has come as far as the stage."""
+    """A client process that has reached the given stage."""
     command = [sys.executable, "-P", staged_client.__file__, daemon.address, stage]
     path = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=path) as process:
@@ -75,9 +75,9 @@ def staged(daemon: Daemon, stage: str) -> Iterator[subprocess.Popen[str]]:
 
 @pytest.fixture(scope="module")
 def survivor(shared_daemon: Daemon) -> Iterator[Survivor]:
-    """It works over a lane of its own."""
+    """A client that uses its own lane."""
     with KVClient(shared_daemon.address, transport="lane") as client, client.session() as kv:
-        large = kv.allocate(range(200))  # for a call that takes all the threads that there are
+        large = kv.allocate(range(200))  # for a call that uses all threads
         kv.open_step([large]).extend(0, *(np.ones((200, heads, 32), np.float32) for heads in (256, 2, 2)))
         kv.free([large])
         one = Survivor(kv)
@@ -86,7 +86,7 @@ def survivor(shared_daemon: Daemon) -> Iterator[Survivor]:
 
 
 def footprint_at_rest(daemon: Daemon, client: KVClient, survivor: Survivor) -> dict[str, Any]:
-    """Of a daemon with no session but the survivor's."""
+    """Return the footprint of a daemon with no session except the survivor's."""
     until(lambda: client.stats().sessions == 1, survivor.lap)
     return footprint(daemon.process.pid)
 
@@ -123,7 +123,7 @@ def test_who_waits_for_a_lane_learns_that_the_daemon_is_dead(face: Face) -> None
             step = await kv.open_step([await kv.allocate(range(8))])
             tensors = [np.ones((8, 2, 32), np.float32)] * 3
             await step.extend(0, *tensors)
-            freeze(daemon.process.pid)  # so that the call is still waited for
+            freeze(daemon.process.pid)  # so that the call is still in flight
             killing = threading.Timer(0.3, daemon.process.kill)
             killing.start()
             with pytest.raises(DaemonAwayError):
@@ -135,7 +135,7 @@ def test_who_waits_for_a_lane_learns_that_the_daemon_is_dead(face: Face) -> None
 
 
 def freeze(pid: int) -> None:
-    """Returns when all of its threads have stopped."""
+    """Stop a process, and return when all its threads have stopped."""
     os.kill(pid, signal.SIGSTOP)
     deadline = time.monotonic() + 60
     while any(state(task) != "T" for task in Path(f"/proc/{pid}/task").iterdir()):
@@ -148,7 +148,7 @@ def state(task: Path) -> str:
 
 
 def test_every_transport_tells_that_the_daemon_is_dead() -> None:
-    """The first call waits for a connection for its own time, and no other does."""
+    """Only the first call waits for a connection, up to its own time limit."""
     tensors = [np.ones((100, 2, 32), np.float32)] * 3
     with Daemon(**OPTIONS | {"num_blocks": 128}) as daemon, contextlib.ExitStack() as stack:
         used = []
@@ -161,7 +161,7 @@ def test_every_transport_tells_that_the_daemon_is_dead() -> None:
         daemon.process.kill()
         daemon.process.wait()
         for kv, step in used:
-            # The last layer, with which a step that is mapped commits.
+            # The last layer, after which a step in the mapped pool commits.
             with pytest.raises(ConnectionLostError):
                 step.extend(1, *tensors, timeout_s=0.3)
             with pytest.raises(DaemonAwayError):
@@ -187,7 +187,7 @@ def test_a_client_that_is_stopped_with_a_full_ring_blocks_nobody(shared_daemon: 
 
 
 def test_an_object_that_is_truncated_meanwhile(shared_daemon: Daemon) -> None:
-    """Right, or REGION_SHRUNK: never garbage, and never the end of the daemon."""
+    """The call returns the right result or REGION_SHRUNK, never garbage, and the daemon survives."""
     tensors = [
         np.random.default_rng(n).standard_normal((40, heads, 32), np.float32) for n, heads in enumerate((8, 2, 2))
     ]
@@ -222,7 +222,7 @@ def test_an_object_that_is_truncated_meanwhile(shared_daemon: Daemon) -> None:
 
 
 class Vandal:
-    """Writes into a lane of its own what comes to mind: entries that are nearly right, bytes, indices, the header."""
+    """Writes random data into its own lane: nearly valid entries, bytes, indices, the header."""
 
     def __init__(self, kv: Session, seed: int) -> None:
         self._random = random.Random(seed)
@@ -237,9 +237,9 @@ class Vandal:
         self.lanes += 1
 
     def write_something(self) -> None:
-        """A lane that has ended is opened anew."""
+        """Write once. A lane that has ended is opened again first."""
         if int.from_bytes(self._lane[STATE : STATE + 4], "little") not in (0, 1):
-            with contextlib.suppress(FailedPreconditionError):  # it only looks as if it had
+            with contextlib.suppress(FailedPreconditionError):  # the state was overwritten, and the lane is still open
                 self._open()
         pick, lane = self._random, self._lane
         kind = pick.randrange(10)
@@ -275,9 +275,9 @@ def test_whatever_is_written_into_a_lane_others_are_served(shared_daemon: Daemon
                     vandal.write_something()
                 survivor.lap()
             assert vandal.lanes > 3
-            # Its own calls by the stream are served on as well.
+            # Its calls over the stream are still served.
             kv.open_step([kv.allocate([9])]).extend(0, *(np.ones((1, 2, 32), np.float32) for _ in range(3)))
-        del vandal  # what a client keeps, the daemon keeps
+        del vandal  # the daemon counts memory that a client keeps mapped
         gc.collect()
         until(lambda: footprint(pid) == before, survivor.lap)
     assert shared_daemon.log.read_text() == log

@@ -1,4 +1,4 @@
-"""Calls whose work is done in slices: others have their turns, and what was begun is ended."""
+"""Calls that run in slices: other calls run between the slices, and a started operation completes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kvservice.telemetry.calls import CallTable
 from kvservice.telemetry.sessions import SessionTable
 from kvservice.v1 import blocks_pb2
 
-# Sequences of so many blocks are freed one in a slice.
+# The number of blocks of a long sequence. Each slice frees one sequence of this size.
 LONG = 20_000
 POOL = {
     "num_layers": 1,
@@ -47,7 +47,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def turns(log: list[str], count: int) -> None:
-    """Somebody else on the event loop."""
+    """Other work on the event loop."""
     for n in range(count):
         log.append(f"other {n}")
         await asyncio.sleep(0)
@@ -62,7 +62,7 @@ def work(log: list[str], count: int) -> Slices[int]:
 
 
 def test_one_slice_is_answered_at_once() -> None:
-    """Without an event loop, even."""
+    """A single slice needs no event loop."""
     log: list[str] = []
     assert in_slices(work(log, 1), str) == "1"
     assert log == ["slice 0"]
@@ -108,7 +108,7 @@ def test_what_the_first_slice_refuses_is_raised_at_once() -> None:
 
 
 class Rig:
-    """A daemon's calls without its server."""
+    """The calls of a daemon without its server."""
 
     def __init__(self) -> None:
         config = ServeConfig(**SMALL_POOL | POOL)

@@ -1,4 +1,4 @@
-"""RPCs that are open at one time: those of one kind take no slot of another, and stalled ones are ended."""
+"""Limits on open RPCs: one kind does not use the slots of another, and stalled RPCs are cancelled."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ METHODS = [
 
 
 class Calls:
-    """RPCs that have come to a port, each in a task as gRPC has it."""
+    """RPCs on a port, each in its own task as in gRPC."""
 
     def __init__(self, port: Slots) -> None:
         self._port = port
@@ -50,7 +50,7 @@ class Calls:
         self.tasks: list[asyncio.Task[Any]] = []
 
     async def come(self, method: str) -> bool:
-        """Whether it gets a slot, which it has until its task ends."""
+        """Start an RPC, and return whether it gets a slot, which it keeps until its task ends."""
         answered: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
         async def rpc() -> None:
@@ -122,7 +122,7 @@ def test_a_method_of_nobody_takes_no_slot() -> None:
 
 
 def test_a_connection_is_no_more_than_a_part() -> None:
-    """But it can have all sessions, with calls beside them."""
+    """One connection can still have all sessions and some calls besides."""
     for config in (CONFIG, ServeConfig(), ServeConfig(max_sessions=4096)):
         assert config.max_sessions < max_rpcs_of_connection(config) < max_rpcs(config) / 2
         assert sum(kind_limits(config).values()) < max_rpcs(config)
@@ -136,7 +136,7 @@ def test_a_peer_has_a_fourth_of_a_kind() -> None:
         with pytest.raises(ResourceExhaustedError, match="health watch"):
             open_.enter_context(port.of_peer("health watch", "ipv4:10.0.0.1:5"))
         open_.enter_context(port.of_peer("health watch", "ipv4:10.0.0.1:6"))
-        for _ in range(100):  # they are not told apart
+        for _ in range(100):  # peers on the unix socket cannot be distinguished
             open_.enter_context(port.of_peer("health watch", "unix:"))
         open_.pop_all().close()
     with port.of_peer("health watch", "ipv4:10.0.0.1:5"):
@@ -209,7 +209,7 @@ def test_an_rpc_whose_message_never_comes_loses_its_slot(tmp_path: Path) -> None
 
 
 def test_grpc_forgets_answers_that_are_not_read(tmp_path: Path) -> None:
-    """It resets their streams, but for those of the latest RPCs, which it remembers until others come."""
+    """gRPC resets their streams, except for the latest RPCs, which it keeps until new ones arrive."""
 
     async def answer(_: bytes, __: Any) -> bytes:
         return bytes(3 << 20)
@@ -241,7 +241,7 @@ def address() -> Iterator[str]:
 
 
 async def first(stream: Any) -> Any:
-    """Its first message, or its error."""
+    """Return the first message of a stream, or its error."""
     try:
         return await stream.read()
     except grpc.aio.AioRpcError as error:
@@ -287,7 +287,7 @@ def test_streams_that_attach_to_nothing_leave_room_for_those_that_do(address: st
             attach = session_pb2.Call(call_id=2, attach=session_pb2.AttachRequest(session_token=token))
             await taken.write(attach)
             assert (await taken.read()).WhichOneof("reply") == "attach"
-            another = stub.Connect()  # in the place of the one that is attached now
+            another = stub.Connect()  # uses the place of the stream that is attached now
             await another.write(session_pb2.Call(call_id=1, ping=pool_pb2.PingRequest()))
             assert (await another.read()).call_id == 1
 
@@ -320,7 +320,8 @@ def resident_mib(daemon: Daemon) -> int:
 
 
 def test_clients_that_never_read_take_little_memory() -> None:
-    """60 streams of each of 6 connections send pings of 60 kB until they are held up. Unbounded, they take a GiB."""
+    """Each of 6 connections sends pings of 60 kB on 60 streams until flow control stops them. Without limits they would
+    take a GiB."""
     call = session_pb2.Call(call_id=1, ping=pool_pb2.PingRequest(payload=bytes(60_000)))
 
     async def send(stream: Any) -> None:

@@ -1,4 +1,4 @@
-"""The daemon, and its engine alone, against a model of plain lists; and wrong engines, which must be told from it."""
+"""The daemon and its engine alone against a model of plain lists. Mutated engines must fail the comparison."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from kvservice.engine import Engine
 from kvservice.errors import KVServiceError
 from kvservice.launch import Daemon
 
-# A failure is found in seconds; making it smaller takes minutes, so that phase is left out.
+# Finding a failure takes seconds, but shrinking it takes minutes, so the shrink phase is disabled.
 COMMON = {
     "stateful_step_count": 40,
     "phases": [Phase.generate],
@@ -47,7 +47,7 @@ def small_daemon() -> Iterator[Daemon]:
 
 @pytest.mark.parametrize(("transport", "examples"), [("inline", 20), ("region", 12), ("lane", 16), ("mapped", 16)])
 def test_daemon(small_daemon: Daemon, monkeypatch: pytest.MonkeyPatch, transport: TransportName, examples: int) -> None:
-    monkeypatch.setattr(kvservice.client.transports, "STAGED_BYTES", 0)  # even the smallest tensors go by a region
+    monkeypatch.setattr(kvservice.client.transports, "STAGED_BYTES", 0)  # even the smallest tensors use a region
     with KVClient(small_daemon.address, transport=transport) as client:
 
         def machine() -> KVMachine:
@@ -162,7 +162,7 @@ MUTANTS: list[Patch] = [
 
 @pytest.mark.parametrize("mutate", MUTANTS, ids=lambda mutate: mutate.__name__)
 def test_a_wrong_engine_is_found_out(mutate: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By what it does: the integrity checks of the bookkeeping are left out here."""
+    """Only its behavior can reveal it, because the integrity checks of the bookkeeping are disabled here."""
     mutate(monkeypatch)
     config = ServeConfig.model_validate(POOL)
 

@@ -1,4 +1,4 @@
-"""Steps in shared memory: what a client reads is the step, or tells that it is over."""
+"""Steps in shared memory: a client reads either the step or the information that it has ended."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def step(step_id: int, num_seqs: int, num_blocks: int) -> Any:
 
 
 def read(tables: StepTables, found: tuple[int, int], wanted: Any) -> list[np.ndarray]:
-    """As the contract says that a client reads."""
+    """Read a step as the contract specifies for clients."""
     offset, parts = found[1], []
     for part in (wanted.slot_mapping, wanted.query_lens, wanted.context_lens, wanted.block_tables):
         assert offset % ALIGNMENT == 0

@@ -1,4 +1,4 @@
-"""The session's stream and token, as a client in another language would meet them."""
+"""The session's stream and token, used as by a client in another language."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_second_stream_takes_the_session_over(wire: Any, raw: Any, raw_session
         next(raw_session.stream.replies)
     told = raw.refusal(rpc_status.from_call(ended.value))
     assert (told.code, told.reason) == ("ABORTED", "SESSION_TAKEN")
-    time.sleep(0.7)  # past the grace time, which the first stream's end must not have started
+    time.sleep(0.7)  # longer than the grace time, which the end of the first stream must not have started
     assert second.send("describe", blocks_pb2.DescribeRequest()).WhichOneof("reply") == "describe"
     second.cancel()
 
@@ -156,7 +156,7 @@ def test_who_lost_the_session_cannot_close_it(wire: Any, raw: Any) -> None:
     owner.send("attach", session_pb2.AttachRequest(session_token=session.token, holder=5))
     for detached in (False, True):
         if detached:
-            owner.cancel()  # the session waits: it is still its last holder's, or who presents the token's
+            owner.cancel()  # the session waits for its last holder, or for a client with its token
         answer = wire.unary("close", session_pb2.CloseRequest(session_token=session.token, holder=6))
         assert (answer.code, answer.reason) == ("FAILED_PRECONDITION", "SESSION_TAKEN")
         assert wire.stats().sessions == 1
@@ -166,7 +166,7 @@ def test_who_lost_the_session_cannot_close_it(wire: Any, raw: Any) -> None:
 
 
 class LosingContext:
-    """A stream whose lease is taken while its next call is already there."""
+    """A stream that loses its lease after its next call has arrived."""
 
     def __init__(self, outcome: type[Exception]) -> None:
         self.stream: Stream
@@ -266,7 +266,8 @@ REFUSED = {"cuda_shared_memory_register"}
 
 @pytest.fixture
 def prepared(raw_session: Any, raw: Any) -> Any:
-    """Sequences 1 (computed), 2 (pending, in step 3), 3 (swapped out), pin 1, region "old", the pool mapped."""
+    """A session with sequences 1 (computed), 2 (pending, in step 3), 3 (swapped out), pin 1, region "old" and the pool
+    mapped."""
     path = Path("/dev/shm", OBJECT)
     path.write_bytes(bytes(64))
     raw_session.ok("system_shared_memory_register", register("old"))
@@ -342,7 +343,7 @@ def test_a_message_over_the_limit(wire: Any, raw_session: Any, surplus: int) -> 
 
 
 def test_a_message_over_the_limit_ends_its_stream_alone(wire: Any, raw: Any, raw_session: Any) -> None:
-    # Detachable: the grace time may be over before a busy machine has told the client.
+    # The session is detachable, because on a busy machine the grace time can end before the client gets the error.
     other = raw.RawSession(wire, detachable=True)
     other.stream.put(session_pb2.Call(call_id=1, ping=pool_pb2.PingRequest(payload=bytes(MESSAGE_BYTES))))
     with pytest.raises(grpc.RpcError) as ended:
@@ -356,7 +357,7 @@ def test_a_message_over_the_limit_ends_its_stream_alone(wire: Any, raw: Any, raw
 
 
 def test_the_largest_tensors_go_through(raw: Any, raw_session: Any) -> None:
-    """Nearly a whole message each way: the output is as large as the query."""
+    """The request and the response are almost as large as a message, because the output is as large as the query."""
     num_tokens, num_heads = 200, (MESSAGE_BYTES * 7 // 8 // 200 // 128) & ~1
     prompt = blocks_pb2.SequenceAllocation(sequence_id=1, token_ids=range(70_000, 70_000 + num_tokens))
     raw_session.ok("allocate", blocks_pb2.AllocateRequest(sequences=[prompt]))

@@ -1,4 +1,4 @@
-"""What a daemon tells of its calls: spans in their callers' traces, and lines of its log."""
+"""Reports about calls: spans in the traces of their callers, and log lines."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from kvservice.errors import OutOfBlocksError, UnknownSequenceError
 from kvservice.launch import Daemon
 from kvservice.v1 import blocks_pb2, blocks_pb2_grpc, inspect_pb2, inspect_pb2_grpc
 
-# Digits that stand in no figure.
+# Digits that appear in no other number.
 PROMPT = [1_987_654_000 + 7 * n for n in range(10)]
 TRACER = TracerProvider().get_tracer("a client")
 
@@ -43,7 +43,7 @@ def collector() -> Iterator[Collector]:
 
 
 def spans_of_ended(daemon: Daemon, collector: Collector) -> list[Span]:
-    """All of them: the daemon sends what it has when it ends."""
+    """Return all spans, after the daemon has exported them at shutdown."""
     assert daemon.stop() == 0
     return collector.spans
 
@@ -56,7 +56,7 @@ def test_calls_become_spans_of_their_callers_traces(collector: Collector) -> Non
     with Daemon(otel_endpoint=collector.endpoint, otel_sample_ratio=0.0, **POOL) as daemon:
         with KVClient(daemon.address, transport="inline") as client:
             kv = client.session("engine", tenant="acme")
-            kept, freed = kv.allocate(PROMPT), kv.allocate([1])  # are of no trace
+            kept, freed = kv.allocate(PROMPT), kv.allocate([1])  # these calls belong to no trace
             with TRACER.start_as_current_span("a request") as request:
                 with TRACER.start_as_current_span("a step of it") as step:
                     computing = kv.open_step([kept])

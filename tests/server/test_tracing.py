@@ -1,4 +1,4 @@
-"""Spans as a collector gets them."""
+"""Spans as received by a collector."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_wrong_parent_is_none(collector: Collector, traceparent: str) -> None:
 def test_the_ratio_decides_for_calls_without_a_parent(collector: Collector) -> None:
     assert traced(collector, *[""] * 200, ratio=0.0) == []
     spans = traced(collector, *[""] * 1000, ratio=0.5)
-    # Chance leaves it with a probability of less than 1e-9.
+    # The count is outside this range by chance with a probability below 1e-9.
     assert 400 < len(spans) < 600
     assert len({span.trace_id for span in spans}) == len(spans)
 

@@ -1,4 +1,4 @@
-"""Memory is given back by a thread of its own, so that the event loop does not wait for the kernel."""
+"""A dedicated thread returns memory to the kernel, so that the event loop does not wait for it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAME = "test-unmapping"
 
 @pytest.fixture
 def held() -> Iterator[threading.Event]:
-    """The thread does nothing until this is set."""
+    """The thread is blocked until this event is set."""
     event = threading.Event()
     unmapping._thread.submit(event.wait)
     yield event
@@ -56,7 +56,7 @@ def test_all_pages_are_unmapped_and_keep_their_content(held: threading.Event) ->
 def test_a_descriptor_is_closed_by_the_thread(held: threading.Event) -> None:
     reading, writing = os.pipe()
     unmapping.close(writing)
-    os.fstat(writing)  # it is open
+    os.fstat(writing)  # the descriptor is still open
     held.set()
-    assert os.read(reading, 1) == b""  # the end of the pipe, which has no writer any more
+    assert os.read(reading, 1) == b""  # end of file, because the pipe has no writer any more
     os.close(reading)
