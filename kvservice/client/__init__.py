@@ -1,4 +1,4 @@
-"""What an engine imports: `KVClient` and `AsyncKVClient`.
+"""The public client API for engines: `KVClient` and `AsyncKVClient`.
 
 with KVClient("unix:///run/kvservice.sock") as client, client.session() as kv:
     seq = kv.allocate(prompt_token_ids)
@@ -12,7 +12,7 @@ from kvservice.environment import prepare_grpc
 
 prepare_grpc()
 
-from kvservice.auth.client import TLSConfig  # noqa: E402  the environment comes first
+from kvservice.auth.client import TLSConfig  # noqa: E402  gRPC reads its environment at import
 from kvservice.client.aio import AsyncKVClient, AsyncSession, AsyncStep  # noqa: E402
 from kvservice.client.blocking import KVClient, Session, Step  # noqa: E402
 from kvservice.client.events import AllBlocksCleared, BlockRemoved, BlockStored, Gap, KVEventBatch  # noqa: E402

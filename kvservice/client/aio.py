@@ -1,4 +1,4 @@
-"""The asynchronous face: `core.py` over grpc.aio."""
+"""The asynchronous client API: `core.py` over grpc.aio."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class AsyncStep(StepCore):
 
 
 class AsyncSession(SessionCore[AsyncStep]):
-    """See SessionCore. Made by AsyncKVClient; tasks may call it at the same time, calls are done in their order."""
+    """See SessionCore. AsyncKVClient creates sessions. Tasks may call one concurrently; its calls run in order."""
 
     def __init__(self, client: AsyncKVClient, stream: Link, token: bytes, session_id: int, resumed: bool) -> None:
         super().__init__(stream, client._handover_path, client.info, token, session_id, AsyncStep, resumed=resumed)
@@ -39,21 +39,23 @@ class AsyncSession(SessionCore[AsyncStep]):
         self._stream = stream
 
     async def detach(self) -> bytes:
-        """Leave the session to whoever presents its token, the result. Only of use if it was opened as detachable."""
+        """Detach from the session and return its token, with which another client can resume it. Useful only if the
+        session was opened as detachable."""
         await close_transport(self)
         await self._stream.close()
         return self.token
 
     async def close(self) -> None:
-        """Free all that the session has. A session that is gone, or another client's by now, is left alone."""
+        """Close the session and free everything it owns. Does nothing if the session is gone or belongs to another
+        client by now."""
         await close_transport(self)
         if await self._stream.close():
             await self._client._close_session(self.token, self._stream.holder)
 
 
 class AsyncKVClient:
-    """A connection to a daemon. Arguments and errors are KVClient's; entering the block connects. A session's call that
-    comes to its time limit leaves the session's connection, and other calls on it, alone.
+    """A connection to a daemon. It takes the arguments of KVClient and raises the same errors; `async with` connects.
+    A call that reaches its time limit does not affect the session's connection or other calls on it.
 
     async with AsyncKVClient(address) as client, client.session() as kv: ...
     """
@@ -113,7 +115,7 @@ class AsyncKVClient:
         detach_ttl_s: float = 0.0,
         timeout_s: float | None = None,
     ) -> AsyncIterator[AsyncSession]:
-        """A session for the block; see KVClient.session."""
+        """Open a session for the duration of the block; see KVClient.session."""
         request = build(
             session_pb2.OpenRequest, name=name, tenant=tenant, detachable=detachable, detach_ttl_s=detach_ttl_s
         )
@@ -123,7 +125,7 @@ class AsyncKVClient:
 
     @contextlib.asynccontextmanager
     async def resume(self, token: bytes, *, timeout_s: float | None = None) -> AsyncIterator[AsyncSession]:
-        """Take over a session for the block; see KVClient.resume."""
+        """Resume a session for the duration of the block; see KVClient.resume."""
         async with self._attached(token, True, timeout_s) as session:
             yield session
 
@@ -136,7 +138,7 @@ class AsyncKVClient:
             session.attending = await open_transport(session, self._transport, self._completion)
         except BaseException:
             if resumed:
-                await stream.close()  # the session is left as it was, for the next who presents its token
+                await stream.close()  # keeps the session, so that a client with its token can resume it
             else:
                 await session.close()
             raise
@@ -166,7 +168,7 @@ class AsyncKVClient:
             call.cancel()
 
     def _link(self, token: bytes, timeout_s: float | None) -> Link:
-        """The connection of a session that is still to be attached."""
+        """Create the connection of a session. `connect` attaches it."""
 
         def open_connection(on_end: Callable[[Connection], None], waits_for_daemon: bool) -> Connection:
             return TaskConnection(self._sessions, self._credentials.headers(), on_end, waits_for_daemon)

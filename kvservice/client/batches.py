@@ -1,4 +1,4 @@
-"""What is asked for at once, cut into what one request may be about."""
+"""Splitting of large operations into requests that stay within the daemon's limits."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Iterator
 
 from kvservice.client.values import PoolInfo, SequenceInfo
 
-# What surrounds the tensors of a message, generously.
+# Upper bound on the bytes of a message besides its tensors.
 OVERHEAD_BYTES = 4096
 
 
 def id_batches(ids: list[int], info: PoolInfo) -> Iterator[list[int]]:
-    """As many at a time as one request may name."""
+    """Split the ids into batches of at most `max_request_sequences`."""
     for first in range(0, len(ids), info.max_request_sequences):
         yield ids[first : first + info.max_request_sequences]
 
 
 def token_parts(num_tokens: int, token_bytes: int, info: PoolInfo) -> list[tuple[int, int]]:
-    """First token and the one after the last of each part, where as many as fit into a message go together. One part,
-    where all do, or not even one does."""
+    """Split tokens into parts (first, stop), each with as many tokens as fit into a message. Returns one part if all
+    tokens fit, or if not even one does."""
     most = (info.max_message_bytes - OVERHEAD_BYTES) // max(1, token_bytes)
     if most < 1:
         return [(0, num_tokens)]
@@ -26,7 +26,7 @@ def token_parts(num_tokens: int, token_bytes: int, info: PoolInfo) -> list[tuple
 
 
 def describable_batches(infos: list[SequenceInfo], info: PoolInfo) -> Iterator[list[int]]:
-    """Ids of the sequences, in batches whose tokens and blocks one answer may tell."""
+    """Yield the ids in batches whose tokens and blocks are within the limits of one request."""
     batch: list[int] = []
     tokens = blocks = 0
     for one in infos:

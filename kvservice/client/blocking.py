@@ -1,4 +1,4 @@
-"""The blocking face: `core.py`'s coroutines over a stream that blocks, so that they end without ever suspending."""
+"""The blocking client API. It runs the coroutines of `core.py` over a blocking stream, so they never suspend."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SelfT = TypeVar("SelfT")
 
 
 def blocking(method: Callable[Concatenate[SelfT, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Any, P], T]:
-    """The method without `await`."""
+    """Return a blocking version of an async method."""
 
     @functools.wraps(method)
     def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -65,7 +65,7 @@ _Core = SessionCore[Step]
 
 
 class Session:
-    """See SessionCore. A context manager: leaving it closes the session, which frees what it has."""
+    """See SessionCore. A session is a context manager: leaving it closes the session and frees everything it owns."""
 
     def __init__(self, client: KVClient, token: bytes, resumed: bool, timeout_s: float | None) -> None:
         self._client = client
@@ -86,14 +86,14 @@ class Session:
             self._core.attending = finish(open_transport(self._core, client._transport, client._completion))
         except BaseException:
             if resumed:
-                finish(self._stream.close())  # the session is left as it was, for the next who presents its token
+                finish(self._stream.close())  # keeps the session, so that a client with its token can resume it
             else:
                 self.close()
             raise
 
     @property
     def transport(self) -> str:
-        """How tensors reach the daemon: "lane", "mapped", "region" or "inline"."""
+        """The name of the session's transport: "lane", "mapped", "region" or "inline"."""
         return self._core.transport
 
     allocate = blocking(_Core.allocate)
@@ -126,13 +126,15 @@ class Session:
         self._core.free_later(sequences)
 
     def detach(self) -> bytes:
-        """Leave the session to whoever presents its token, the result. Only of use if it was opened as detachable."""
+        """Detach from the session and return its token, with which another client can resume it. Useful only if the
+        session was opened as detachable."""
         finish(close_transport(self._core))
         finish(self._stream.close())
         return self.token
 
     def close(self) -> None:
-        """Free all that the session has. A session that is gone, or another client's by now, is left alone."""
+        """Close the session and free everything it owns. Does nothing if the session is gone or belongs to another
+        client by now."""
         finish(close_transport(self._core))
         if finish(self._stream.close()):
             self._client._close_session(self.token, self._stream.holder)
@@ -145,28 +147,28 @@ class Session:
 
 
 class KVClient:
-    """A connection to a daemon. `address`: unix:///path/of.sock or host:port. Thread-safe; its sessions are too.
+    """A connection to a daemon at `address`, unix:///path/of.sock or host:port. Clients and sessions are thread-safe.
 
-    `transport` is how sessions bring tensors to the daemon: "inline" in messages, "region" in shared memory, "lane"
-    through rings in shared memory that a thread of the daemon serves, "mapped" not at all, for the client works on the
-    pool itself; "auto" is the fastest of lane, mapped (if it may write), region and inline that the daemon allows. With
-    a pool on a GPU, mapped is for tensors there, others go by a lane then; it comes first if torch is loaded.
+    `transport` selects how sessions pass tensors to the daemon. "inline" sends them in messages. "region" places them
+    in shared memory. "lane" uses shared-memory rings that a thread of the daemon serves. "mapped" passes none: the
+    client runs the kernels on the mapped pool itself. "auto" selects the fastest that the daemon allows, in the order
+    lane, mapped (only if writable), region, inline. If the pool is on a GPU, mapped serves tensors on that GPU and a
+    lane serves all others; "auto" then tries mapped first if torch is loaded.
 
-    `completion` is how a lane's call ends whose tensors are on a GPU: "host", when it is done; "event", when it is
-    launched, and the caller's stream waits for it. That hides what calls cost on the host, but if the daemon is killed
-    in the middle of a call the stream stands for ever.
+    `completion` defines when a lane call with GPU tensors returns. "host": when the call has finished. "event": when
+    its kernels are launched; the caller's stream waits for them. This hides host latency, but if the daemon is killed
+    during a call, the caller's stream hangs forever.
 
-    `timeout_s` is the time limit of calls, of the client and of its sessions, that name none of their own; None: they
-    wait for as long as the daemon lives. A call without an answer by then raises CallTimeoutError. When a session's
-    connection breaks, the client makes it again in the background. Meanwhile calls wait, until `reconnect_wait_s` have
-    passed or one of them has come to its limit; from then on they raise DaemonAwayError at once, until there is a
-    connection again.
+    `timeout_s` is the default time limit of calls of the client and its sessions, in seconds; None: calls wait as long
+    as the daemon lives. A call without an answer by its limit raises CallTimeoutError. If a session's connection
+    breaks, the client reconnects in the background. Calls wait until `reconnect_wait_s` seconds have passed or one of
+    them reaches its limit; after that they raise DaemonAwayError immediately until the connection is restored.
 
-    `tls`, for host:port: True, the path of a CA's certificate, or a TLSConfig. `token`: what a daemon with tokens knows
-    the client by, or the path (a pathlib.Path) of a file that holds it and is read again for each call.
+    `tls`, for host:port: True, the path of a CA certificate, or a TLSConfig. `token`: the token by which the daemon
+    identifies the client, or the path (a pathlib.Path) of a file with the token, which is read again for each call.
 
-    The daemon may still be starting: the client tries for `connect_timeout_s`. Raises ConnectionLostError then, and
-    TLSHandshakeError or UnauthenticatedError at once.
+    The daemon may still be starting, so the client retries for `connect_timeout_s` seconds. Raises ConnectionLostError
+    when they have passed, and TLSHandshakeError or UnauthenticatedError immediately.
     """
 
     def __init__(
@@ -212,8 +214,12 @@ class KVClient:
         detach_ttl_s: float = 0.0,
         timeout_s: float | None = None,
     ) -> Session:
-        """Open a session. Detachable: it outlives its client, by `detach_ttl_s` (0: by the daemon's limit). Operators
-        see its name, and its tenant, on whose behalf it is. `timeout_s`: for its calls, in place of the client's."""
+        """Open a session.
+
+        A detachable session outlives its client by `detach_ttl_s` seconds (0: by the daemon's limit). Operators see
+        `name` and `tenant`, which says on whose behalf the session runs. `timeout_s` is the default time limit of the
+        session's calls in seconds; None: the client's.
+        """
         request = build(
             session_pb2.OpenRequest, name=name, tenant=tenant, detachable=detachable, detach_ttl_s=detach_ttl_s
         )
@@ -221,8 +227,9 @@ class KVClient:
         return Session(self, opened.session_token, False, timeout_s)
 
     def resume(self, token: bytes, *, timeout_s: float | None = None) -> Session:
-        """Take over a session. `describe()` tells its sequences. A stream that still holds it is ended. One that cannot
-        be resumed, as when there is no lane left for it, keeps its sequences and waits as one that was detached."""
+        """Resume a session. `describe()` lists its sequences. The daemon ends a stream that is still attached to the
+        session. If resuming fails, for example because no lane is free, the session keeps its sequences and stays
+        detached."""
         return Session(self, token, True, timeout_s)
 
     def stats(self, *, timeout_s: float | None = None) -> PoolStats:
@@ -233,9 +240,12 @@ class KVClient:
         return answer
 
     def events(self, start_number: int = 0, daemon_id: int = 0) -> Generator[KVEventBatch]:
-        """What enters and leaves the prefix cache, until the generator is closed. From batch `start_number` on; 0: from
-        now on. `daemon_id` is that of the batches before: if the daemon was started anew, the first batch tells of a
-        gap. Raises EventsOffError, QuotaExceededError, ConnectionLostError."""
+        """Yield changes of the prefix cache until the generator is closed.
+
+        The first batch is number `start_number`; 0: only new batches. `daemon_id` is the id in earlier batches: if the
+        daemon has restarted since, the first batch reports a gap. Raises EventsOffError, QuotaExceededError,
+        ConnectionLostError.
+        """
         request = build(events_pb2.SubscribeRequest, start_number=start_number, daemon_id=daemon_id)
         stub = events_pb2_grpc.EventServiceStub(self._channel)  # type: ignore[no-untyped-call]
         call = stub.Subscribe(request, metadata=self._credentials.headers())
@@ -248,7 +258,7 @@ class KVClient:
             call.cancel()
 
     def close(self) -> None:
-        """End the connection. Sessions that are still open are left as by `detach`."""
+        """Close the connection. Open sessions are detached."""
         for link in list(self._links):
             finish(link.close())
         self._watchdog.close()
@@ -261,7 +271,7 @@ class KVClient:
         self.close()
 
     def _link(self, token: bytes, timeout_s: float | None) -> Link:
-        """The connection of a session that is still to be attached."""
+        """Create the connection of a session. `connect` attaches it."""
 
         def open_connection(on_end: Callable[[Connection], None], waits_for_daemon: bool) -> Connection:
             headers = self._credentials.headers()
@@ -281,7 +291,8 @@ class KVClient:
             raise channel.to_error(error) from None
 
     def _close_session(self, token: bytes, holder: int) -> None:
-        """If the daemon cannot be told in time, the session is closed as one that lost its stream."""
+        """Ask the daemon to close a session. If it does not answer in time, the session ends as one that has lost its
+        stream."""
         request = session_pb2.CloseRequest(session_token=token, holder=holder)
         with contextlib.suppress(*channel.NO_CLOSING):
             self._unary(self._sessions.Close, request, min(self._timeout_s or channel.CLOSE_S, channel.CLOSE_S))

@@ -1,4 +1,4 @@
-"""How both faces reach the daemon."""
+"""gRPC channel options, retry rules and error conversion, shared by the sync and async API."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from kvservice.wire.channels import connection_error
 from kvservice.wire.keepalive import keepalive_options
 from kvservice.wire.status import from_status
 
-# The daemon bounds messages, and tells its bound; this only keeps gRPC's own smaller default away.
+# The daemon limits the message size and reports its limit. This value only replaces gRPC's smaller default.
 _MAX_MESSAGE_BYTES = 1 << 30
 
-# A daemon that does not answer for so long is gone, or frozen, while there is a call or a session's stream.
+# Keepalive timeout: a daemon that does not answer pings for this long, during a call or stream, is considered gone.
 DAEMON_TIMEOUT_S = 15.0
 
-# Unary calls may be sent twice without harm: a session that was opened and never attached is closed by the daemon.
-# gRPC sends a call again when its connection broke under it, as after an idle time in which a router forgot it. GetInfo
-# is not among them: the client asks it again and again while it connects, and its error must be that of one attempt.
+# These unary calls are safe to send twice: the daemon closes a session that was opened but never attached. gRPC sends a
+# call again if its connection broke, for example because a router dropped an idle connection. GetInfo is not in the
+# list: the client repeats it itself while it connects and reports the error of a single attempt.
 _RETRIES = {
     "name": [
         {"service": "kvservice.v1.PoolService", "method": "GetStats"},
@@ -55,32 +55,32 @@ CHANNEL_OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
     *keepalive_options(DAEMON_TIMEOUT_S),
     ("grpc.initial_reconnect_backoff_ms", 50),
-    # Not a pause: what an attempt to connect may take.
+    # In gRPC this is also the timeout of a connection attempt, not only a pause between attempts.
     ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.service_config", json.dumps({"methodConfig": [_RETRIES]})),
 ]
 
-# What gRPC says of a message above its bound, received or to be sent. It says other things under the same status.
+# Part of gRPC's message for a sent or received message above the limit. RESOURCE_EXHAUSTED has other causes, too.
 _TOO_LARGE = "message larger than max"
 
-# For how long a daemon is asked to close a session; and what it says of one that is another's or gone. If it cannot be
-# asked, the session is closed as one that has lost its stream.
+# Time limit of the call that closes a session, and the errors that it ignores: the session is gone or belongs to
+# another client, or the daemon cannot be reached and closes the session as one that has lost its stream.
 CLOSE_S = 2.0
 NO_CLOSING = (UnknownSessionError, SessionTakenError, ConnectionLostError, CallTimeoutError, UnauthenticatedError)
 
-# A call under which so many streams broke breaks them itself.
+# A call is sent at most this many times: if its stream breaks each time, the call itself is the likely cause.
 MAX_SENDS = 4
 
-# Calls that wait for their answers at one time. The daemon keeps the answers of so many for when they are sent again.
+# Limit on calls in flight. The daemon keeps this many replies for calls that are sent again.
 MAX_IN_FLIGHT = 128
 
-# Calls whose answer, if it is lost on the way, cannot be had again: a layer is written once.
+# Calls that cannot be repeated if their reply is lost: a layer is written only once.
 _NOT_REPEATABLE = frozenset(("decode", "extend", "write"))
 
 
 def to_error(error: grpc.RpcError) -> KVServiceError:
-    """What a failed RPC raises in the caller's hands."""
+    """Convert a gRPC error to the error that the caller sees."""
     status = _status_with_details(error)
     if status is not None:
         return from_status(status)
@@ -97,12 +97,12 @@ def _status_with_details(error: grpc.RpcError) -> status_pb2.Status | None:
     try:
         return rpc_status.from_call(cast(grpc.Call, error))
     except ValueError:
-        # Cancelled here just as the daemon's status came: it has the code of the one and the details of the other.
+        # The call was cancelled here while the daemon's status arrived: code and details do not belong together.
         return None
 
 
 def repeatable(name: str) -> bool:
-    """Whether a call may be sent again after its stream broke under it."""
+    """Return whether a call may be sent again after its stream broke."""
     return name not in _NOT_REPEATABLE
 
 
@@ -111,12 +111,12 @@ def make_call(call_id: int, name: str, request: Any) -> session_pb2.Call:
 
 
 def trace_metadata() -> tuple[tuple[str, str], ...]:
-    """Of a unary call."""
+    """Return the trace headers of a unary call."""
     return (("traceparent", header),) if (header := traceparent()) else ()
 
 
 def take_reply(reply: session_pb2.Reply) -> Any:
-    """The answer, or the error raised that the reply carries."""
+    """Return the response in a reply, or raise the error in it."""
     name = reply.WhichOneof("reply")
     if name == "error":
         raise from_status(reply.error)

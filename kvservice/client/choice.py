@@ -1,4 +1,4 @@
-"""Which transport a session uses: the best that it may, or the one that it was told."""
+"""Selection of a session's transport: the fastest available one, or the requested one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ AUTO = "auto"
 
 
 async def open_transport(session: Session, wanted: TransportName | str, completion: str) -> Transport:
-    """Raises the errors of the one that is wanted; of "auto" none but those of the connection."""
+    """Open the transport `wanted`. Raises its errors. "auto" falls back to slower transports and raises only connection
+    errors."""
     if completion not in ("host", "event"):
         raise InvalidArgumentError(f"is neither host nor event: {completion!r}", field="completion")
     session.completion = completion
@@ -43,14 +44,15 @@ async def open_transport(session: Session, wanted: TransportName | str, completi
 
 
 async def close_transport(session: Session) -> None:
-    """Let go of what the session shares with the daemon, so that the system has the memory back when it ends."""
+    """Release the memory that the session shares with the daemon, so that the system can reclaim it when the session
+    ends."""
     await session.attending.close()
     session.attending = StreamTransport(session)
     session.forget_regions()
 
 
 async def _open_first(session: Session, names: Iterable[str]) -> Transport:
-    """Messages, if none can be had. A warning in the log says what cannot, and why."""
+    """Open the first transport that works, or inline if none does. Logs a warning with the reason for each failure."""
     reasons: list[str] = []
     opened: Transport | None = None
     for name in names:
@@ -58,7 +60,7 @@ async def _open_first(session: Session, names: Iterable[str]) -> Transport:
             opened = await _OPEN[name](session)
             break
         except (RegionsNotAllowedError, ResourceExhaustedError, ConnectionLostError, FailedPreconditionError) as error:
-            # All lanes are taken, or nothing is handed over to this user, or there is no CUDA here.
+            # All lanes are in use, the daemon passes no descriptors to this user, or CUDA is not available here.
             reasons.append(f"{name}: {error}")
             if name in _GIVE_UP:
                 call, request = _GIVE_UP[name]
@@ -75,12 +77,12 @@ async def _open_first(session: Session, names: Iterable[str]) -> Transport:
 
 
 def _allowed(session: Session) -> Iterator[str]:
-    """The fastest first."""
+    """Yield the transports that the daemon allows, fastest first."""
     if not session.can_share:
         return
     may_write, on_cpu = session.info.share_pool == "write", session.info.device == "cpu"
-    # On a GPU two processes take turns, for which the device needs longer than for a small call. Whoever uses no torch
-    # has no tensors there.
+    # Two processes time-share a GPU, and the context switch takes longer than a small call, so the mapped pool is
+    # faster than a lane there. A process that has not loaded torch has no GPU tensors.
     if may_write and not on_cpu and "torch" in sys.modules:
         yield "mapped"
     if session.info.allow_client_shm:
@@ -94,14 +96,14 @@ def _allowed(session: Session) -> Iterator[str]:
 async def _open_mapped(session: Session) -> Transport:
     info = session.info
     pool = await MappedPool.open(session, info.share_pool == "write")
-    # For what is not done in this process: on a GPU, for tensors in host memory.
+    # The transport for calls that this process does not execute; with a pool on a GPU, those with host tensors.
     others = ("region",) if info.device == "cpu" else ("lane", "region")
     return MappedTransport(session, pool, await _open_first(session, others if info.allow_client_shm else ()))
 
 
 async def _open_region(session: Session) -> Transport:
     session.check_regions_allowed()
-    # Whoever is handed nothing would learn it in the middle of a step.
+    # Creating a region here reports missing permissions now, and not in the middle of a step.
     await session.unregister_region(await session.create_region(1))
     return RegionTransport(session)
 
@@ -116,7 +118,7 @@ _OPEN: dict[str, Callable[[Session], Awaitable[Transport]]] = {
     "region": _open_region,
     "inline": _open_inline,
 }
-# Ends what was opened and could not be used.
+# The calls that close a transport on the daemon if the client could not open its side.
 _GIVE_UP: dict[str, tuple[str, Any]] = {
     "lane": ("close_lane", host_pb2.CloseLaneRequest),
     "mapped": ("unmap_pool", host_pb2.UnmapPoolRequest),

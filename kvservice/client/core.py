@@ -1,7 +1,7 @@
-"""What a session can do, written once.
+"""The operations of a session, shared by the sync and async API.
 
-The methods are coroutines over a `Stream`. The asynchronous face awaits them; the blocking face (`blocking.py`) gives
-them a stream that never suspends, and runs them to their end.
+The methods are coroutines over a `Stream`. The async API awaits them. The sync API (`blocking.py`) passes a stream that
+never suspends and runs each coroutine to completion.
 """
 
 from __future__ import annotations
@@ -38,9 +38,13 @@ StepT = TypeVar("StepT")
 
 
 class SessionCore(RegionCore, Generic[StepT]):
-    """A lease on sequences. Methods raise the errors of `kvservice.errors`; one that raises has changed nothing, unless
-    its answer was lost: ConnectionLostError, CallTimeoutError. `timeout_s` is a call's time limit in seconds, math.inf
-    for none; None: the session's. A call that takes several requests has it for each."""
+    """A session, which owns sequences.
+
+    Methods raise the errors of `kvservice.errors`. A method that raises has changed nothing, except with
+    ConnectionLostError or CallTimeoutError, where the answer was lost. `timeout_s` is the time limit of a call in
+    seconds, math.inf for no limit; None: the session's default. A method that sends several requests applies it to
+    each.
+    """
 
     def __init__(
         self,
@@ -57,21 +61,21 @@ class SessionCore(RegionCore, Generic[StepT]):
         self.info = info
         self.session_id = session_id
         self._make_step = make_step
-        # Where a resumed session begins is random, so that it does not repeat the ids of its former owner.
+        # The ids of a resumed session start at a random number, to avoid the ids of its previous client.
         self._sequence_ids = itertools.count(secrets.randbits(62) if resumed else 0)
         self._dropped: deque[Sequence] = deque()
-        # How calls of lanes on a GPU are waited for; see KVClient.
+        # "host" or "event", for lanes on a GPU; see KVClient.
         self.completion = "host"
-        # Replaced by the one that the face chooses.
+        # The client replaces it with the transport that it selects.
         self.attending: Transport = StreamTransport(self)
 
     @property
     def transport(self) -> TransportName:
-        """How tensors reach the daemon: "lane", "mapped", "region" or "inline"."""
+        """The name of the session's transport: "lane", "mapped", "region" or "inline"."""
         return self.attending.name
 
     def check_regions_allowed(self) -> None:
-        """Raise RegionsNotAllowedError where the session can have no regions."""
+        """Raise RegionsNotAllowedError unless the session may have regions."""
         if not (self.can_share and self.info.allow_client_shm):
             raise RegionsNotAllowedError("regions are for clients on the unix socket, with --allow-client-shm")
 
@@ -84,9 +88,10 @@ class SessionCore(RegionCore, Generic[StepT]):
         lookahead: int = 0,
         timeout_s: float | None = None,
     ) -> Sequence:
-        """Create a sequence from its prompt. `num_cached_tokens` of the result says how many need no computing.
+        """Allocate a sequence for a prompt. `num_cached_tokens` of the result counts its prefix-cache hits.
 
-        `extra_keys`: (position, bytes) of what K/V depend on besides tokens. `lookahead`: slots to reserve.
+        `extra_keys`: (position, bytes) pairs for whatever the K/V depend on besides the tokens, as part of the prefix
+        cache's key. `lookahead`: slots to reserve beyond the prompt.
         """
         ids = None if sequence_id is None else [sequence_id]
         batch = await self.allocate_batch(
@@ -103,7 +108,7 @@ class SessionCore(RegionCore, Generic[StepT]):
         lookahead: int = 0,
         timeout_s: float | None = None,
     ) -> list[Sequence]:
-        """Create several sequences, or none."""
+        """Allocate all sequences of a batch, or none."""
         allocations = self._allocations(prompts, sequence_ids, extra_keys)
         await self._free_dropped(timeout_s)
         request = build(
@@ -121,7 +126,7 @@ class SessionCore(RegionCore, Generic[StepT]):
     async def can_allocate(
         self, prompts: Batch[Iterable[int]], *, lookahead: int = 0, timeout_s: float | None = None
     ) -> str:
-        """ "ok", "later" or "never"."""
+        """Return whether the batch fits: "ok" (now), "later" or "never"."""
         allocations = self._allocations(prompts, None, None)
         await self._free_dropped(timeout_s)
         request = build(blocks_pb2.CanAllocateRequest, sequences=allocations, lookahead=whole(lookahead, "lookahead"))
@@ -158,7 +163,8 @@ class SessionCore(RegionCore, Generic[StepT]):
         lookahead: int = 0,
         timeout_s: float | None = None,
     ) -> StepT:
-        """Add tokens, one each unless `num_tokens` says otherwise, and open a step over all pending ones."""
+        """Append tokens to sequences and open a step over all their pending tokens. `num_tokens` gives the number of
+        tokens of each sequence; None: one each."""
         counts = None if num_tokens is None else int_list(num_tokens, "num_tokens")
         if counts is not None and len(counts) != len(sequences):
             raise InvalidArgumentError(f"{len(counts)} counts for {len(sequences)} sequences", field="num_tokens")
@@ -184,7 +190,8 @@ class SessionCore(RegionCore, Generic[StepT]):
         *,
         timeout_s: float | None = None,
     ) -> StepT:
-        """Open a step over tokens that are not computed: all, or the next `num_tokens` of each (chunked prefill)."""
+        """Open a step over tokens that are not computed yet: all of them, or the next `num_tokens` of each sequence
+        (chunked prefill)."""
         counts = None
         if isinstance(num_tokens, Iterable):
             counts = int_list(num_tokens, "num_tokens")
@@ -204,7 +211,8 @@ class SessionCore(RegionCore, Generic[StepT]):
     async def fork(
         self, parent: Sequence, sequence_id: int | None = None, *, timeout_s: float | None = None
     ) -> Sequence:
-        """A sequence that shares every block of `parent`; whoever writes into a shared block first gets a copy."""
+        """Create a sequence that shares every block of `parent`. The first write to a shared block copies it
+        (copy-on-write)."""
         ids = None if sequence_id is None else [sequence_id]
         return (await self.fork_batch([parent], ids, timeout_s=timeout_s))[0]
 
@@ -215,7 +223,7 @@ class SessionCore(RegionCore, Generic[StepT]):
         *,
         timeout_s: float | None = None,
     ) -> list[Sequence]:
-        """One child for each parent; a parent may stand several times."""
+        """Create one child for each parent. The same parent may appear several times."""
         if sequence_ids is None:
             sequence_ids = [next(self._sequence_ids) for _ in parents]
         child_ids = int_list(sequence_ids, "child_ids")
@@ -229,7 +237,7 @@ class SessionCore(RegionCore, Generic[StepT]):
         ]
 
     async def truncate(self, sequence: Sequence, length: int, *, timeout_s: float | None = None) -> None:
-        """Give the tokens past `length` back."""
+        """Remove the tokens past `length` and free their slots."""
         length = whole(length, "lengths")
         request = build(
             blocks_pb2.TruncateRequest,
@@ -241,25 +249,26 @@ class SessionCore(RegionCore, Generic[StepT]):
         sequence.length = length
 
     async def swap_out(self, sequences: Batch[Sequence], *, timeout_s: float | None = None) -> int:
-        """Move to the swap tier. Returns the blocks moved."""
+        """Move sequences to the swap tier. Returns the number of blocks moved."""
         request = build(blocks_pb2.SwapOutRequest, request_id=self.next_request_id(), sequence_ids=_ids(sequences))
         return int((await self.call("swap_out", request, timeout_s)).moved_blocks)
 
     async def swap_in(self, sequences: Batch[Sequence], *, timeout_s: float | None = None) -> int:
-        """Move back. Returns the blocks moved; those that the prefix cache still had are not among them."""
+        """Move sequences back to the device tier. Returns the number of blocks moved, without the blocks that the
+        prefix cache still had."""
         request = build(blocks_pb2.SwapInRequest, request_id=self.next_request_id(), sequence_ids=_ids(sequences))
         return int((await self.call("swap_in", request, timeout_s)).moved_blocks)
 
     async def free(self, sequences: Batch[Sequence], *, timeout_s: float | None = None) -> None:
-        """End sequences. Their computed full blocks stay in the prefix cache. More than one request may name are ended
-        by several requests, each of which does all or nothing."""
+        """Free sequences. Their full computed blocks stay in the prefix cache. A batch above the limit of one request
+        is split into several requests, each of which frees all of its sequences or none."""
         for ids in list(id_batches(_ids(sequences), self.info)) or [[]]:
             request = build(blocks_pb2.FreeRequest, request_id=self.next_request_id(), sequence_ids=ids)
             await self.call("free", request, timeout_s)
 
     def free_later(self, sequences: Iterable[Sequence]) -> None:
-        """Have sequences freed before the session's next allocation or append. Sequences that are freed by then are
-        passed over. Makes no call and takes no lock, so that finalizers may use it."""
+        """Free sequences before the session's next allocation or append. Sequences that are already freed by then are
+        ignored. This method makes no call and takes no lock, so finalizers may use it."""
         self._dropped.extend(sequences)
 
     async def _free_dropped(self, timeout_s: float | None) -> None:
@@ -273,13 +282,14 @@ class SessionCore(RegionCore, Generic[StepT]):
                 raise
 
     async def map_pool(self, *, writable: bool = False, timeout_s: float | None = None) -> MappedPool:
-        """The pool in this process, and tables of the steps that are opened from now on. For clients on the unix socket
-        whom the daemon trusts with the K/V of all sessions (--share-pool); others get PoolNotSharedError."""
+        """Map the pool into this process, together with the tables of the steps opened from now on. Only for clients on
+        the unix socket that the daemon trusts with the K/V of all sessions (--share-pool); others get
+        PoolNotSharedError."""
         return await MappedPool.open(self, bool(writable), timeout_s)
 
     async def commit(self, step: OpenStep, *, timeout_s: float | None = None) -> None:
-        """Every layer of a step has been written into the mapped pool: its tokens are computed. On a GPU, wait for that
-        first."""
+        """Mark a step's tokens as computed, after every layer was written to the mapped pool. On a GPU, synchronize the
+        stream first."""
         request = build(host_pb2.CommitRequest, request_id=self.next_request_id(), step_id=step.step_id)
         await self.call("commit", request, timeout_s)
 
@@ -291,7 +301,7 @@ class SessionCore(RegionCore, Generic[StepT]):
         block_ids: bool = False,
         timeout_s: float | None = None,
     ) -> list[SequenceInfo]:
-        """What the daemon knows of sequences; of all that the session has if none are given."""
+        """Return the daemon's state of sequences; of all sequences of the session if None."""
         if sequences is None:
             found = await self._describe_all(timeout_s)
         else:
@@ -325,8 +335,9 @@ class SessionCore(RegionCore, Generic[StepT]):
         *,
         timeout_s: float | None = None,
     ) -> tuple[Array, Array]:
-        """K and V of token positions start <= p < stop: `[num_tokens, num_kv_heads, head_size]`, `[num_layers]` before
-        it if no layer is named. What is larger than a message is read in parts."""
+        """Read K and V of token positions start <= p < stop, in the pool's dtype. Each is
+        `[num_tokens, num_kv_heads, head_size]`, with a leading `[num_layers]` if no layer is given. A range larger than
+        a message is read in parts."""
         start, stop = whole(start, "start"), whole(stop, "stop")
         parts = [
             await self._read(sequence.sequence_id, first, end, layer, timeout_s)
@@ -346,7 +357,7 @@ class SessionCore(RegionCore, Generic[StepT]):
         return tensors.from_message(response.key, "key"), tensors.from_message(response.value, "value")
 
     def _read_parts(self, start: int, stop: int, layer: int | None) -> list[tuple[int, int]]:
-        """One part, where the daemon will say what is wrong with it."""
+        """Split a range into parts that fit into a message. An invalid range stays one part; the daemon refuses it."""
         if stop <= start:
             return [(start, stop)]
         info, num_layers = self.info, 1 if layer is not None else self.info.num_layers
@@ -356,7 +367,7 @@ class SessionCore(RegionCore, Generic[StepT]):
     async def match_prefix(
         self, token_ids: Iterable[int], extra_keys: ExtraKeys = (), *, timeout_s: float | None = None
     ) -> int:
-        """Leading tokens that the prefix cache has."""
+        """Return the number of leading tokens that are in the prefix cache."""
         request = build(
             blocks_pb2.MatchPrefixRequest,
             token_ids=self._token_list(token_ids),
@@ -382,12 +393,12 @@ class SessionCore(RegionCore, Generic[StepT]):
         await self.call("unpin", request, timeout_s)
 
     async def reset_prefix_cache(self, *, timeout_s: float | None = None) -> None:
-        """Forget the prefix cache, of all sessions."""
+        """Clear the prefix cache of all sessions."""
         request = build(blocks_pb2.ResetPrefixCacheRequest, request_id=self.next_request_id())
         await self.call("reset_prefix_cache", request, timeout_s)
 
     async def common_prefix(self, sequences: Batch[Sequence], *, timeout_s: float | None = None) -> int:
-        """Leading blocks that all of them share, of those that are full and computed in each."""
+        """Return the number of leading blocks that all sequences share and that are full and computed in each."""
         request = build(blocks_pb2.CommonPrefixRequest, sequence_ids=_ids(sequences))
         response = await self.call("common_prefix", request, timeout_s)
         return int(response.num_blocks)
@@ -398,11 +409,11 @@ class SessionCore(RegionCore, Generic[StepT]):
         return flat
 
     def fits(self, num_bytes: int) -> bool:
-        """Whether so many bytes fit into a message."""
+        """Return whether tensors of this many bytes fit into a message."""
         return num_bytes + OVERHEAD_BYTES <= self.info.max_message_bytes
 
     def check_size(self, num_bytes: int, field: str) -> None:
-        """Raise MessageTooLargeError for what the daemon would refuse to receive."""
+        """Raise MessageTooLargeError if the daemon would refuse a message of this size."""
         if not self.fits(num_bytes):
             limit = self.info.max_message_bytes
             raise MessageTooLargeError(f"{num_bytes} bytes, a message may have {limit}", field=field)

@@ -1,4 +1,4 @@
-"""Block events as plain values, named as vLLM names its own; see events.proto."""
+"""KV-cache events as plain values, with the names of vLLM's events; see events.proto."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvservice.v1 import events_pb2
 
 @dataclass(frozen=True)
 class BlockStored:
-    """A chain of blocks that can be found from now on. `token_ids` is empty unless the daemon tells them."""
+    """A chain of blocks was added to the prefix cache. `token_ids` is empty unless the daemon publishes token ids."""
 
     block_hashes: tuple[bytes, ...]
     parent_block_hash: bytes | None
@@ -21,7 +21,7 @@ class BlockStored:
 
 @dataclass(frozen=True)
 class BlockRemoved:
-    """Blocks that can be found no more."""
+    """Blocks were removed from the prefix cache."""
 
     block_hashes: tuple[bytes, ...]
     medium: str
@@ -29,7 +29,7 @@ class BlockRemoved:
 
 @dataclass(frozen=True)
 class AllBlocksCleared:
-    """None can be found any more."""
+    """The prefix cache was cleared."""
 
 
 KVEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
@@ -37,7 +37,7 @@ KVEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
 @dataclass(frozen=True)
 class Gap:
-    """`count` batches from `first_number` on are forgotten; 0 and 0 where they were another start's of the daemon."""
+    """`count` batches from `first_number` on are lost. Both are 0 if the daemon has restarted in between."""
 
     first_number: int
     count: int
@@ -45,7 +45,8 @@ class Gap:
 
 @dataclass(frozen=True)
 class KVEventBatch:
-    """What one operation changed. `gap`: what is missing before it, if anything is."""
+    """The events of one operation. `gap` describes the batches that are missing before it; None: no batch is missing.
+    `ts` is in seconds."""
 
     number: int
     ts: float
@@ -55,7 +56,7 @@ class KVEventBatch:
 
 
 def to_batch(message: events_pb2.KVEventBatch) -> KVEventBatch:
-    """Events of a later version are left out."""
+    """Convert a message. Events of unknown kinds, from a later version of the daemon, are left out."""
     events = tuple(event for event in map(_to_event, message.events) if event is not None)
     gap = Gap(message.gap.first_number, message.gap.count) if message.HasField("gap") else None
     return KVEventBatch(message.number, message.ts, events, message.daemon_id, gap)

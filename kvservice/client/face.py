@@ -1,5 +1,5 @@
-"""What a face of the client gives its session's connections: how it waits, and streams. The blocking one's coroutines
-never suspend."""
+"""Interfaces that the sync and async API implement for `link.py`: waiting, background work and streams. The coroutines
+of the sync API never suspend."""
 
 from __future__ import annotations
 
@@ -11,42 +11,42 @@ from kvservice.errors import CallTimeoutError, ConnectionLostError, KVServiceErr
 
 T = TypeVar("T")
 
-# Between attempts to reach a daemon.
+# Seconds between attempts to reach a daemon.
 PAUSE_S = 0.02
 
 
 class Signal(Protocol):
-    """Set or not. Whoever waits is woken when it is set."""
+    """A flag. `wait` returns when it is set, as with threading.Event."""
 
     def set(self) -> None: ...
 
     def clear(self) -> None: ...
 
     async def wait(self, timeout_s: float) -> bool:
-        """Whether it was set in that time."""
+        """Return whether the flag was set within the timeout."""
 
 
 class Turns(Protocol):
-    """Lets so many calls through at a time as the face allows."""
+    """A semaphore for calls in flight. Each API sets its own limit."""
 
     async def take(self, timeout_s: float | None) -> bool:
-        """Whether it was this call's turn in that time; None: wait without a limit."""
+        """Return whether the semaphore was acquired within the timeout; None: no limit."""
 
     def give_back(self) -> None: ...
 
 
 class Background(Protocol):
-    """Work that goes on by itself."""
+    """A background task."""
 
     async def stop(self) -> None:
-        """Returns when it has ended. It must have been told to."""
+        """Wait until the task has ended. The caller has already asked it to end."""
 
 
 class Face(Protocol):
-    """How it waits."""
+    """The waiting primitives of one API: threads or asyncio."""
 
     def clock(self) -> float:
-        """Seconds, of a monotonic clock."""
+        """Return the time of a monotonic clock in seconds."""
 
     def signal(self) -> Signal: ...
 
@@ -60,27 +60,32 @@ class Face(Protocol):
 
 
 class Connection(Protocol):
-    """One stream, from its opening to its end."""
+    """One gRPC stream of a session."""
 
     error: KVServiceError | None
-    """Why it ended."""
+    """The error with which the stream ended; None while it is open."""
 
     async def exchange(self, name: str, request: Any, deadline: float | None) -> Any:
-        """The answer to one call, or the error raised that is its answer. Raises `error` if the stream ends before,
-        which is a ConnectionLostError unless the daemon said why; CallTimeoutError at the deadline, a time of the
-        face's clock."""
+        """Send one call and return its response, or raise the error in the response.
+
+        Raises `error` if the stream ends before the response arrives: ConnectionLostError, unless the daemon gave a
+        reason. Raises CallTimeoutError at the deadline, a time of `Face.clock`.
+        """
 
     async def end(self) -> None: ...
 
 
-# Begins a stream, and calls what it is given with it when it has ended. The second argument: whether the stream waits
-# while there is no connection to the daemon, or ends.
+# Opens a stream. The first argument is a callback that receives the stream when it has ended. The second is whether the
+# stream waits while there is no connection to the daemon; otherwise it ends.
 OpenConnection = Callable[[Callable[[Connection], None], bool], Connection]
 
 
 async def first_answer(face: Face, ask: Callable[[float], Awaitable[T]], wait_s: float) -> T:
-    """A daemon's answer, once it listens; `ask` takes a time limit in seconds. What TLS does not agree on does not
-    change by waiting: TLSHandshakeError is raised at once. Raises ConnectionLostError when the time is over."""
+    """Retry `ask` until the daemon answers, and return the answer. `ask` takes a time limit in seconds.
+
+    Raises ConnectionLostError after `wait_s` seconds. Raises TLSHandshakeError immediately, because waiting does not
+    fix a failed handshake.
+    """
     deadline = face.clock() + wait_s
     never = face.signal()
     while True:
