@@ -45,8 +45,8 @@ class Gap:
 
 @dataclass(frozen=True)
 class KVEventBatch:
-    """The events of one operation. `gap` describes the batches that are missing before it; None: no batch is missing.
-    `ts` is in seconds."""
+    """The events of one operation. `ts` is in seconds since 1970. `gap` describes the batches that are missing before
+    this one; None: no batch is missing."""
 
     number: int
     ts: float

@@ -1,5 +1,5 @@
-"""What of the client works on a GPU. It needs torch, whose tensors and streams it takes, and kvservice built with CUDA;
-nothing else of the client imports either."""
+"""The GPU part of the client. It works on torch's tensors and streams, and needs torch and kvservice built with CUDA.
+No other module of the client imports them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NO_SPARSE = (0, 0, 64, 0, 0)
 
 @functools.cache
 def extension() -> ModuleType:
-    """Raises FailedPreconditionError where there is no CUDA, or no torch for it."""
+    """Return the CUDA extension. Raises FailedPreconditionError if it, torch or a CUDA device is missing."""
     try:
         import torch
 
@@ -40,13 +40,13 @@ def extension() -> ModuleType:
 
 
 def device_of(info: PoolInfo) -> int | None:
-    """The number of the GPU that the pool is on; None: it is in host memory."""
+    """Return the number of the pool's GPU, or None for a pool in host memory."""
     kind, _, number = info.device.partition(":")
     return int(number or 0) if kind == "cuda" else None
 
 
 class _Bytes:
-    """Memory of a GPU as torch looks at it (__cuda_array_interface__); it keeps what owns the memory."""
+    """GPU memory with __cuda_array_interface__, for torch. It keeps a reference to the owner of the memory."""
 
     def __init__(self, owner: Any, num_bytes: int) -> None:
         self.owner = owner
@@ -72,10 +72,12 @@ def _view(data: Any, shape: tuple[int, ...], dtype: str, offset: int) -> Any:
 
 
 class GpuMemory(Memory):
-    """See Memory. Of a GPU; arrays are torch tensors. What is computed into them need not be waited for."""
+    """See Memory. The memory is on a GPU and its arrays are torch tensors. A call may be
+    made while kernels that write to them still run."""
 
     def __init__(self, name: str, num_bytes: int, device: int) -> None:
-        """Raises ResourceExhaustedError, InvalidArgumentError naming device, FailedPreconditionError."""
+        """Allocate the memory. Raises ResourceExhaustedError, InvalidArgumentError naming `device`,
+        FailedPreconditionError."""
         cuda = extension()
         if not 0 <= device < cuda.device_count():
             raise InvalidArgumentError(f"is {device}, there are {cuda.device_count()}", field="device")
@@ -99,8 +101,8 @@ class GpuMemory(Memory):
 
 
 def current_stream(device: int) -> int:
-    """The handle of torch's current stream. `torch.cuda.current_stream` makes an object for it, which takes longer than
-    a launch."""
+    """Return the handle of torch's current stream. `torch.cuda.current_stream` creates an object, which takes longer
+    than a kernel launch."""
     import torch
 
     handle: int = torch._C._cuda_getCurrentRawStream(device)
@@ -108,12 +110,12 @@ def current_stream(device: int) -> int:
 
 
 def finish_stream(tensor: Tensor) -> None:
-    """Wait for what is launched on the current stream of the tensor's device."""
+    """Synchronize the current stream of the tensor's device."""
     extension().synchronize_stream(current_stream(tensor.get_device()))
 
 
 class StreamEvent:
-    """A lane's event, which the daemon records behind each call."""
+    """The CUDA IPC event of a lane. The daemon records it after each call."""
 
     def __init__(self, info: PoolInfo, handle: bytes) -> None:
         device = device_of(info)
@@ -121,19 +123,19 @@ class StreamEvent:
         self._event = extension().open_ipc_event(device, handle)
 
     def hold_up(self, tensor: Tensor) -> None:
-        """What is launched from now on, on the current stream of the tensor's device, comes after the call."""
+        """Make the current stream of the tensor's device wait for the call (cudaStreamWaitEvent)."""
         self._event.wait(current_stream(tensor.get_device()))
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:
-    """Of contiguous tensors."""
+    """Return whether two contiguous tensors share memory."""
     first, second = one.data_ptr(), other.data_ptr()
     return bool(first < second + other.nbytes and second < first + one.nbytes)
 
 
 class GpuKernels:
-    """The operations on a pool that is mapped, on the current stream. See `mapped.Kernels`. Their arguments have been
-    checked: the daemon made the tables, and the transport looked at the tensors."""
+    """See `mapped.Kernels`. Kernels on a mapped GPU pool, launched on the current stream. The arguments are already
+    validated: the daemon wrote the tables, and the transport has checked the tensors."""
 
     takes_gpu_tensors = True
 
@@ -158,14 +160,14 @@ class GpuKernels:
             "batch_invariant": info.batch_invariant,
         }
         self._step: _GpuStep | None = None
-        # By the handles of streams on which something was launched.
+        # Workspaces by stream handle.
         self._workspaces: dict[int, Any] = {}
-        # Those on which something was launched since the last wait.
+        # Streams with launches since the last `wait`.
         self._streams: set[int] = set()
 
     @staticmethod
     def open(info: PoolInfo, shape: tuple[int, ...], descriptor: int, num_bytes: int, writable: bool) -> GpuKernels:
-        """Over the memory that the descriptor stands for."""
+        """Import the pool from a file descriptor of its memory."""
         cuda, device = extension(), device_of(info)
         assert device is not None, "the pool is on a GPU"
         memory = cuda.ImportedMemory(device, descriptor, num_bytes, writable)
@@ -196,7 +198,7 @@ class GpuKernels:
         return out, lse
 
     def fits(self, num_tokens: int, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> bool:
-        """Whether they are tensors for `write_and_attend`, which nobody has looked at."""
+        """Return whether `write_and_attend` accepts these tensors. They have not been validated before."""
         of_kv = num_tokens, self._num_kv_heads, self._head_size
         for tensor in (query, key, value, out):
             if not (isinstance(tensor, self._torch.Tensor) and tensor.is_cuda and tensor.is_contiguous()):
@@ -214,7 +216,7 @@ class GpuKernels:
     def write_and_attend(
         self, mapped: MappedStep, layer: int, query: Tensor, key: Tensor, value: Tensor, out: Tensor
     ) -> None:
-        """Without options."""
+        """Write the K/V of a layer, then compute attention with default options into `out`."""
         step, stream = self._begin(mapped)
         self._write(step, stream, layer, key, value)
         call = step.call
@@ -223,7 +225,7 @@ class GpuKernels:
         self._launch(step, stream, layer, query, out, 0)
 
     def _begin(self, mapped: MappedStep) -> tuple[_GpuStep, int]:
-        """The step on the device, brought there once; and the current stream."""
+        """Return the step with its tables on the device, copied once per step, and the current stream."""
         stream = current_stream(self._device)
         self._streams.add(stream)
         self._cuda.set_device(self._device)
@@ -247,24 +249,24 @@ class GpuKernels:
         call.launch()
 
     def wait(self) -> None:
-        """Until what was launched is done: the daemon may do what it likes with a step's blocks when it has ended."""
+        """Synchronize all streams with launches. The daemon may reuse the blocks of a step after the step has ended."""
         while self._streams:
             self._cuda.synchronize_stream(self._streams.pop())
 
 
-# Of `_cuda.Attention`, in the order of `_cuda.write_kv`.
+# Attributes of `_cuda.Attention`, in the order of the arguments of `_cuda.write_kv`.
 POOL_ATTRIBUTES = ("pool", "pool_dtype", "num_blocks", "num_layers", "num_kv_heads", "head_size", "block_size")
 
 
 class _GpuStep:
-    """A step's tables on the device, and a call with what all its layers have in common filled in."""
+    """A step's tables on the device, and an attention call with the parameters that all layers share."""
 
     def __init__(self, mapped: MappedStep, device: Any, call: Any, common: dict[str, Any]) -> None:
         import torch
 
         self.step_id = mapped.step_id
         self._memory = data = torch.from_numpy(np.array(mapped.bytes)).to(device)
-        mapped.check()  # what was copied was the step's
+        mapped.check()  # after the copy: the tables belonged to the step while they were copied
         offsets = (offset for _, offset in mapped.arrays_and_offsets)
         self.slots, query_lens, context_lens, block_tables = (data.data_ptr() + offset for offset in offsets)
         self.num_tokens = len(mapped.slot_mapping)

@@ -1,4 +1,4 @@
-"""The client's side of the handover socket: a token for descriptors, and whose a session is."""
+"""The client's side of fd passing: it exchanges a token for file descriptors, and proves who owns a session."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from kvservice.errors import ConnectionLostError, KVServiceError, RegionsNotAllowedError, ResourceExhaustedError
 
 TOKEN_BYTES = 16
-# In place of an answer: the daemon has no file descriptor left.
+# The daemon sends this byte instead of an answer if it has no file descriptor left.
 EXHAUSTED = b"\1"
 _UNIX = "unix:"
 _TIMEOUT_S = 10.0
 
 
 def socket_path(address: str) -> str | None:
-    """Where the daemon at a gRPC address hands descriptors over; None for one that is not on a unix socket."""
+    """Return the path of the fd-passing socket for a gRPC address, or None if the address is not a unix socket."""
     if not address.startswith(_UNIX):
         return None
     path = address.removeprefix(_UNIX)
@@ -26,10 +26,10 @@ def socket_path(address: str) -> str | None:
 
 
 def fetch(path: str, token: bytes, count: int) -> list[int]:
-    """The descriptors that a token stands for, the caller's to close.
+    """Receive the `count` file descriptors for a token. The caller closes them.
 
-    Raises RegionsNotAllowedError if the daemon does not hand them to this process, ResourceExhaustedError if it has no
-    descriptor left, ConnectionLostError if it cannot be asked.
+    Raises RegionsNotAllowedError if the daemon refuses to pass them to this process, ResourceExhaustedError if it has
+    no descriptor left, ConnectionLostError if it cannot be reached.
     """
     with _presented(path, token) as connection:
         answer, descriptors = _receive(connection, count)
@@ -41,8 +41,8 @@ def fetch(path: str, token: bytes, count: int) -> list[int]:
 
 
 def introduce(path: str, session_token: bytes) -> bytes:
-    """Let the daemon know that a session is this user's. Returns a token that shows it in a call, once. Raises as
-    `fetch` does."""
+    """Prove to the daemon that a session belongs to this user. Returns a token that proves it in one call. Raises the
+    errors of `fetch`."""
     with _presented(path, session_token) as connection:
         token = connection.recv(TOKEN_BYTES)
     if len(token) != TOKEN_BYTES:
@@ -52,12 +52,12 @@ def introduce(path: str, session_token: bytes) -> bytes:
 
 @contextlib.contextmanager
 def _presented(path: str, token: bytes) -> Iterator[socket.socket]:
-    """A connection over which a token was sent."""
+    """Connect to the socket and send the token."""
     try:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(_TIMEOUT_S)
             connection.connect(path)
-            with contextlib.suppress(BrokenPipeError):  # the daemon does not read what it refuses, but may say why
+            with contextlib.suppress(BrokenPipeError):  # a daemon that refuses may not read, but may send the reason
                 connection.sendall(token)
             yield connection
     except ConnectionResetError:
@@ -75,7 +75,7 @@ def _refused(answer: bytes = b"") -> KVServiceError:
 
 
 def _receive(connection: socket.socket, count: int) -> tuple[bytes, list[int]]:
-    """A byte and descriptors, as socket.recv_fds, which leaves them open in child processes."""
+    """Receive a byte and descriptors. Unlike socket.recv_fds, this sets close-on-exec on them."""
     numbers = array.array("i")
     room = socket.CMSG_LEN(count * numbers.itemsize)
     answer, messages, _, _ = connection.recvmsg(1, room, socket.MSG_CMSG_CLOEXEC)

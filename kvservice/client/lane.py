@@ -1,4 +1,4 @@
-"""The lane: decode and extend through rings in shared memory, served by a thread of the daemon of its own."""
+"""The lane transport: decode and extend through shared-memory rings, each lane served by its own daemon thread."""
 
 from __future__ import annotations
 
@@ -35,18 +35,19 @@ if TYPE_CHECKING:
     from kvservice.client.core import SessionCore
     from kvservice.client.step import StepCore
 
-# For how long a client spins for an answer before it sleeps: on the CPU it takes from the kernels what it spins.
+# How long a client spins for an answer before it sleeps. With a CPU pool, spinning takes CPU time from the kernels.
 SPIN_US = {"cpu": 50.0, "cuda": 1000.0}
-# How long the asynchronous face holds its event loop for an answer before it leaves the waiting to a thread.
+# How long the async API blocks its event loop for an answer before a thread waits instead.
 HERE_S = 100e-6
-# How often one that waits looks whether the daemon is still there.
+# How often a waiting call checks that the daemon is alive.
 LOOK_S = 0.25
 
 Entry = tuple[int, int]
 
 
 class Placed(NamedTuple):
-    """Where a call's tensors lie for the lane, as its client takes them; and the results there."""
+    """The places of a call's tensors as the native lane client takes them, (region number, offset in bytes) each, and
+    the result tensors in the regions."""
 
     query: Entry
     key: Entry
@@ -59,38 +60,41 @@ class Placed(NamedTuple):
 
 
 class _LaneClosedError(ConnectionLostError):
-    """The daemon has closed the lane; the call has not been sent."""
+    """The daemon has closed the lane. The call was not sent."""
 
 
 class LaneTransport:
-    """Tensors in regions that the daemon has made are not copied; others are, into one and out of it."""
+    """The lane transport. Tensors in regions that lanes support are passed in place. Others are copied through a
+    staging region."""
 
     name: TransportName = "lane"
     takes_gpu_tensors: bool
 
     def __init__(self, session: SessionCore[Any], lane: _ext.LaneClient, event: StreamEvent | None) -> None:
         self._session = session
-        # The event is there if results on a GPU are awaited by the caller's stream, and not here.
+        # The event is set if the caller's stream waits for results on a GPU, instead of this process.
         self._lane, self._event = lane, event
         device = device_of(session.info)
         self.takes_gpu_tensors = device is not None
         self._staging = Staging(session)
         self._gpu_staging = Staging(session, device)
         self._lock = session.stream.lock()
-        # The call whose answer nobody has taken: its caller was interrupted, but its tensors are still in use.
+        # The number of a call whose answer was not received because its caller was interrupted. The daemon may still
+        # use its tensors.
         self._unanswered: int | None = None
-        # As of which state of the session's regions the native client knows them.
+        # The version of the session's regions that the native client has.
         self._places_version = -1
-        # What a lane does not carry.
+        # The transport for calls that lanes do not support.
         self._region = RegionTransport(session)
 
     @staticmethod
     async def open(session: SessionCore[Any]) -> LaneTransport:
-        """Raises what OpenLane does, and ConnectionLostError where the descriptor is not to be had."""
+        """Open a lane. Raises the errors of OpenLane, and ConnectionLostError if the descriptor cannot be fetched."""
         return LaneTransport(session, *await _open_lane(session))
 
     async def _reopen(self, closed: _ext.LaneClient) -> None:
-        """The daemon closes a lane, and regions, when the session has had no stream for its grace time."""
+        """Open a new lane in place of `closed`. The daemon closes the lane and the regions of a session that has had no
+        stream for its grace period."""
         async with self._lock:
             if self._lane is closed:
                 await self._session.unregister_region()
@@ -116,7 +120,8 @@ class LaneTransport:
             if placed is None:
                 placed = await self._staged(layer)
             if layer.on_gpu:
-                # The daemon's stream waits for no other process's: it would stand for ever if that were killed.
+                # The daemon's stream does not wait for streams of other processes: it would hang forever if such a
+                # process were killed. So the inputs must be complete before the call is sent.
                 await self._session.stream.run(finish_stream, layer.query)
             event = self._event if layer.on_gpu else None
             self._unanswered = self._submit(layer, placed, by_event=event is not None)
@@ -128,7 +133,8 @@ class LaneTransport:
                 return given(placed.output, layer.out), lse
         error = from_reason(reason, message, field)
         if isinstance(error, UnknownStepError):
-            # The daemon had no memory to bring its tables to the lanes; or it is unknown to all.
+            # Either the daemon had no memory to pass the step's tables to the lane, or the step does not exist. The
+            # stream decides.
             return await attend(self._region, layer)
         raise error
 
@@ -153,7 +159,7 @@ class LaneTransport:
             return self._unanswered is not None and not (await self._answer(self._session.stream.deadline()))[0]
 
     async def _settle(self, deadline: float | None) -> None:
-        """Take an answer that nobody has taken; the call at hand has not been sent."""
+        """Receive the answer of an interrupted call, if there is one, before the next call is sent."""
         if self._unanswered is not None:
             try:
                 await self._answer(deadline)
@@ -169,11 +175,11 @@ class LaneTransport:
         self._places_version = version
 
     def _carries(self, layer: Layer) -> bool:
-        """What the daemon will refuse goes by the stream, which says more of it."""
+        """Return whether the lane supports this call. Other calls use the stream, whose errors say more."""
         return layer.options.block_sparse is None or self._session.info.device != "cpu"
 
     def _placed(self, layer: Layer) -> Placed | None:
-        """Nothing need be copied, if all lies where lanes can take it."""
+        """Return the places of the tensors if no copy is needed, else None."""
         if layer.out is None or layer.return_lse or layer.options.alibi_slopes is not None:
             return None
         query, key, value = self._made(layer.query), self._made(layer.key), self._made(layer.value)
@@ -183,7 +189,7 @@ class LaneTransport:
         return Placed(query, key, value, output, None, None, layer.out, None)
 
     async def _staged(self, layer: Layer) -> Placed:
-        """What lies elsewhere is copied into a region, and results out of it."""
+        """Copy the inputs that are not in a region into the staging region, and reserve room for the results."""
         staging = self._gpu_staging if layer.on_gpu else self._staging
         slopes = None if layer.options.alibi_slopes is None else np.array(layer.options.alibi_slopes, np.float32)
         await staging.reserve(staged_bytes(layer) + (0 if slopes is None else slopes.nbytes + ALIGNMENT))
@@ -225,7 +231,8 @@ class LaneTransport:
         )
 
     async def _answer(self, deadline: float | None) -> tuple[str, str, str]:
-        """Reason, field and message; no reason where the call was done. Raises what `Stream.check` does."""
+        """Wait for the answer: reason, field and message of an error; an empty reason means success. Raises the errors
+        of `Stream.check`."""
         assert self._unanswered is not None, "a call was made"
         number = self._unanswered
         stream = self._session.stream
@@ -250,7 +257,8 @@ class LaneTransport:
         return tensor, _entry(place)
 
     def _made(self, tensor: Tensor) -> Entry | None:
-        """Where a tensor lies, if lanes take it."""
+        """Return the place of a tensor, or None if lanes do not support it: it is not in a region with a number, or not
+        aligned to 16 bytes."""
         place = self._session.find_place(tensor)
         return None if place is None or place.memory.number is None or place.offset % 16 else _entry(place)
 
@@ -260,7 +268,7 @@ class LaneTransport:
         await write(self._region, step, number, key, value, timeout_s)
 
     async def close(self) -> None:
-        pass  # with the session
+        pass  # the daemon closes the lane with the session
 
 
 async def _open_lane(session: SessionCore[Any]) -> tuple[_ext.LaneClient, StreamEvent | None]:

@@ -1,10 +1,10 @@
-"""A session's connection to the daemon, which is made again in the background when it breaks. Both faces of the client
-use it: its coroutines wait by what a face gives them.
+"""A session's connection to the daemon, which reconnects in the background. The sync and async API share it: its
+coroutines wait through the `Face` of each API.
 
-    connected ── its stream ends ──▶ broken: calls wait ── their time is up ──▶ away: calls fail at once
-        ▲                                   │                                      │
-        └────────── attached again ─────────┴──────────────────────────────────────┘
-    any ── closed here, or the daemon says that the session is closed or another's ──▶ ended: calls raise why
+    connected ── stream ends ──▶ broken: calls wait ── time limit reached ──▶ away: calls fail immediately
+        ▲                                │                                       │
+        └────────── reattached ──────────┴───────────────────────────────────────┘
+    any ── closed by the client, or by the daemon, or taken by another client ──▶ ended: calls raise the reason
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from kvservice.errors import (
 )
 from kvservice.v1 import session_pb2
 
-# For how long calls wait for a connection that has broken, unless the client says otherwise.
+# Default time that calls wait for a broken connection to be restored.
 RECONNECT_WAIT_S = 1.0
-# What an attempt to attach may take. gRPC works at a connection only while a call waits for it, and so does this one.
+# Time limit of one attempt to attach. It is long because gRPC tries to connect only while a call waits for it.
 ATTEMPT_S = 5.0
-# Between attempts that fail sooner: PAUSE_S, and twice as long each time, up to this.
+# Pause between attempts: it starts at PAUSE_S and doubles up to this limit.
 MAX_PAUSE_S = 1.0
 
-# The daemon's answer to a stream whose session is closed or another client's: no attempt will be answered otherwise.
+# The daemon's answer if the session is closed or belongs to another client. Further attempts cannot succeed.
 _SESSION_OVER = (FailedPreconditionError, NotFoundError)
-# What a stream ends with that another may replace. The daemon ends the streams of a token that was removed; the client
-# may have the next token by then, which each attempt to attach reads anew.
+# Errors after which a new stream may succeed. The daemon ends the streams of a removed token; the client may have a new
+# token by then, because each attempt to attach reads the token again.
 _STREAM_OVER = (ConnectionLostError, UnauthenticatedError)
 
 
 class Link:
-    """Calls of one session; see Stream in shared_memory.py. `timeout_s` is that of calls that name none; None: they
-    have no limit."""
+    """The connection of one session; see Stream in shared_memory.py. `timeout_s` is the default time limit of calls in
+    seconds; None: no limit."""
 
     def __init__(
         self,
@@ -62,13 +62,13 @@ class Link:
         self._turns = face.turns()
         self.lock = face.lock
         self.run = face.run
-        # By this number the daemon knows the session object, whichever of its streams it attaches.
+        # Identifies this object to the daemon across all streams that it attaches.
         self.holder = secrets.randbelow((1 << 64) - 1) + 1
         self._state_lock = threading.Lock()  # several threads may notice a break
         self._connection: Connection | None = None
         self._attempt: Connection | None = None
         self._mending: Background | None = None
-        # Set while there is a connection, and when there will be none again.
+        # Set while connected, and after the session has ended.
         self._settled = face.signal()
         self._ended: KVServiceError | None = None
         self._broken_at = 0.0
@@ -76,18 +76,19 @@ class Link:
         self._cause: KVServiceError = ConnectionLostError("the session was never attached")
 
     async def connect(self, wait_s: float) -> int:
-        """Attach for the first time, within `wait_s` or the session's own limit. Returns the session's id. Raises
-        ConnectionLostError, at once if there is no connection to the daemon, and UnknownSessionError."""
+        """Attach for the first time and return the session's id. The limit is `wait_s` seconds, or `timeout_s` of the
+        session if shorter. Raises UnknownSessionError, and ConnectionLostError, immediately if the daemon cannot be
+        reached."""
         connection, session_id = await self._attach(min(wait_s, self._timeout_s or wait_s), reconnects=False)
         self._join(connection)
         return session_id
 
     async def call(self, name: str, request: Any, timeout_s: float | None = None) -> Any:
-        """The answer to one call. It is sent again if its stream broke, unless it is one that is done only once.
+        """Send one call and return its response. The call is sent again if its stream breaks and it is repeatable.
 
-        Raises the daemon's errors; CallTimeoutError; ConnectionLostError if the stream broke and it is not known
-        whether the call was done; DaemonAwayError, at once, while there is no connection, or UnauthenticatedError if
-        the daemon refuses the client's token.
+        Raises the daemon's errors; CallTimeoutError; ConnectionLostError if the stream broke and it is unknown whether
+        the call was executed. Without a connection, raises DaemonAwayError, or UnauthenticatedError if the daemon
+        rejects the client's token: after the wait of `reconnect_wait_s`, then immediately.
         """
         deadline = self.deadline(timeout_s)
         if not await self._turns.take(None if deadline is None else deadline - self._face.clock()):
@@ -120,17 +121,18 @@ class Link:
                 raise ConnectionLostError(f"{name}: its stream ended before the answer came ({over})") from None
 
     def deadline(self, timeout_s: float | None = None) -> float | None:
-        """By the face's clock, for a call that begins now. None: there is none. Raises InvalidArgumentError."""
+        """Return the deadline, a time of `Face.clock`, of a call that starts now, or None for no limit. Raises
+        InvalidArgumentError."""
         limit_s = self._timeout_s if timeout_s is None else time_limit(timeout_s)
         return None if limit_s is None else self._face.clock() + limit_s
 
     def left_s(self, deadline: float | None, most_s: float) -> float:
-        """Until the deadline, but at most so many seconds."""
+        """Return the seconds until the deadline, at most `most_s`."""
         return most_s if deadline is None else min(most_s, max(deadline - self._face.clock(), 0.0))
 
     def check(self, deadline: float | None = None) -> None:
-        """Raise what a call would if there is no connection and none is waited for any more, CallTimeoutError past the
-        deadline. For work that the daemon does without a call."""
+        """Check the connection for work that the daemon does without a call. Raises the error that a call would raise
+        if calls no longer wait for a connection, and CallTimeoutError past the deadline."""
         if self._ended is not None:
             raise self._ended.with_traceback(None)
         if self._connection is None and self.left_s(deadline, self._patience_s()) <= 0:
@@ -139,7 +141,7 @@ class Link:
             raise CallTimeoutError("no answer in time")
 
     async def close(self) -> bool:
-        """Whether the session was held until now, as far as is known here."""
+        """Close the connection. Returns whether the session was still attached, as far as this client knows."""
         held = self._end(ConnectionLostError("the session is closed"))
         for connection in (self._connection, self._attempt):
             if connection is not None:
@@ -149,7 +151,7 @@ class Link:
         return held
 
     async def _connected(self, deadline: float | None) -> Connection:
-        """The connection, as soon as there is one."""
+        """Wait for the connection and return it."""
         while True:
             if self._ended is not None:
                 raise self._ended.with_traceback(None)
@@ -167,11 +169,11 @@ class Link:
             raise self._away()
 
     def _patience_s(self) -> float:
-        """For how long calls still wait for the connection."""
+        """Return how many seconds calls may still wait for the connection."""
         return 0.0 if self._given_up else self._broken_at + self._reconnect_wait_s - self._face.clock()
 
     def _away(self) -> KVServiceError:
-        """The error of a call that waits no longer; the next will not wait at all."""
+        """Return the error for a call that has waited long enough. Later calls do not wait."""
         self._given_up = True
         if not isinstance(self._cause, ConnectionLostError):
             return self._cause.with_traceback(None)
@@ -181,7 +183,7 @@ class Link:
         )
 
     def _broke(self, connection: Connection) -> None:
-        """The connection has ended. Whoever notices says so; the first begins to make another."""
+        """Handle the end of a connection. Several callers may report it; the first report starts reconnecting."""
         assert connection.error is not None, "it has ended"
         with self._state_lock:
             if self._connection is not connection or self._ended is not None:
@@ -195,7 +197,7 @@ class Link:
             self._mending = self._face.start(self._mend())
 
     def _join(self, connection: Connection) -> bool:
-        """Whether the connection is used from now on; it is not if the session has ended."""
+        """Use the connection from now on. Returns False if the session has ended, so that it is not used."""
         with self._state_lock:
             if self._ended is not None:
                 return False
@@ -206,7 +208,7 @@ class Link:
         return True
 
     def _end(self, error: KVServiceError) -> bool:
-        """Whether the session had not ended before."""
+        """End the session. Returns False if it had already ended."""
         with self._state_lock:
             if self._ended is not None:
                 return False
@@ -215,7 +217,7 @@ class Link:
             return True
 
     async def _mend(self) -> None:
-        """Attach again; until that is done, or the session has ended."""
+        """Retry to attach until it succeeds or the session has ended."""
         pause_s = PAUSE_S
         while self._ended is None:
             try:
@@ -224,7 +226,7 @@ class Link:
                 self._end(over)
             except KVServiceError as error:
                 self._cause = error
-                await self._settled.wait(pause_s)  # which only the session's end sets
+                await self._settled.wait(pause_s)  # only the end of the session sets it during the pause
                 pause_s = min(2 * pause_s, MAX_PAUSE_S)
             else:
                 if not self._join(connection):
@@ -234,7 +236,7 @@ class Link:
     async def _attach(self, wait_s: float, *, reconnects: bool) -> tuple[Connection, int]:
         connection = self._attempt = self._open_connection(self._broke, reconnects)
         try:
-            if self._ended is not None:  # it may not have seen the attempt
+            if self._ended is not None:  # `close` may have run before it could see `_attempt`
                 raise self._ended.with_traceback(None)
             request = session_pb2.AttachRequest(session_token=self._token, holder=self.holder, reconnects=reconnects)
             response = await connection.exchange("attach", request, self._face.clock() + wait_s)

@@ -1,4 +1,5 @@
-"""The pool itself, mapped: the client works on it in its own process, on tables that the daemon keeps current."""
+"""The mapped transport: the client maps the pool and runs the kernels in its own process. The daemon maintains the
+block tables."""
 
 from __future__ import annotations
 
@@ -39,23 +40,25 @@ ALIGNMENT = 64
 
 
 class OpenStep(Protocol):
-    """A step of either face."""
+    """A step of the sync or async API."""
 
     step_id: int
     num_tokens: int
     query_lens: Array
     context_lens: Array
     mapped: tuple[int, int] | None
-    """Slot and offset in the tables."""
+    """Slot number and byte offset in the session's tables; None: the step is not in them."""
 
 
 class MappedPool:
-    """The pool and the session's tables, in this process. `pool` is what `kvservice.ops` takes, of a GPU a torch tensor
-    for `kvservice.ops.torch_ops`; it is read-only unless it was mapped to be written (on a GPU: must not be written).
+    """The pool and the session's tables, mapped into this process.
 
-    Steps that the session opens from now on can be worked on here. A step that is written here must be committed
-    (`session.commit`), or its blocks do not count as computed. On a GPU, wait for what was launched before the next
-    call that ends the step: its blocks may be others' then.
+    `pool` is the array for `kvservice.ops`, or for a GPU the torch tensor for `kvservice.ops.torch_ops`. It is
+    read-only unless it was mapped as writable; a GPU does not enforce this.
+
+    Steps that the session opens after the mapping can be processed here. A step that is written here must be committed
+    (`session.commit`); otherwise its blocks do not count as computed. On a GPU, synchronize before a call that ends the
+    step, because its blocks may be reallocated then.
     """
 
     def __init__(self, layout: PoolLayout, kernels: Kernels, tables: mmap.mmap, writable: bool) -> None:
@@ -64,13 +67,13 @@ class MappedPool:
         self.kernels = kernels
         self.pool = kernels.pool
         self._tables = tables
-        # The layers of a step come one after the other.
+        # The tables of the last step, because the layers of a step follow each other.
         self._last: MappedStep | None = None
 
     @staticmethod
     async def open(session: SessionCore[Any], writable: bool, timeout_s: float | None = None) -> MappedPool:
-        """Raises PoolNotSharedError, ConnectionLostError where the descriptors are not to be had, and for the pool of a
-        GPU FailedPreconditionError."""
+        """Map the pool. Raises PoolNotSharedError, ConnectionLostError if the descriptors cannot be fetched, and for a
+        pool on a GPU FailedPreconditionError."""
         info = session.info
         if (device := device_of(info)) is not None:
             extension()
@@ -90,7 +93,8 @@ class MappedPool:
         return MappedPool(layout, kernels, tables, writable)
 
     def step(self, step: OpenStep) -> MappedStep:
-        """Its tables. Raises StaleStepError, and FailedPreconditionError for a step that is not in the tables."""
+        """Return the tables of a step. Raises StaleStepError, and FailedPreconditionError if the step is not in the
+        tables."""
         if self._last is None or self._last.step_id != step.step_id:
             self._last = MappedStep(self._tables, step, self.layout.block_size)
         self._last.check()
@@ -98,8 +102,12 @@ class MappedPool:
 
 
 class MappedStep:
-    """A step's lengths, tables and slots as `kvservice.ops` takes them, over the daemon's memory. They are right for as
-    long as `check` does not raise: ask it before they are used, and when what used them is done."""
+    """A step's lengths, block tables and slot mapping as `kvservice.ops` takes them: slot_mapping int64[num_tokens],
+    query_lens and context_lens int32[num_seqs], block_tables int32[num_seqs, max_blocks].
+
+    They are views of the daemon's memory. They are valid as long as `check` does not raise: call it before they are
+    used, and again when the operation that used them is done.
+    """
 
     def __init__(self, tables: mmap.mmap, step: OpenStep, block_size: int) -> None:
         if step.mapped is None:
@@ -119,7 +127,7 @@ class MappedStep:
             ((num_seqs, max_blocks), np.int32),
         )
         offset = begin
-        # Offsets are from the start of `bytes`.
+        # The arrays with their byte offsets from the start of `bytes`.
         self.arrays_and_offsets: list[tuple[Array, int]] = []
         for shape, dtype in parts:
             array: Array = np.ndarray(shape, dtype, tables, offset)
@@ -130,7 +138,7 @@ class MappedStep:
         self.slot_mapping, self.query_lens, self.context_lens, self.block_tables = arrays
 
     def check(self) -> None:
-        """Raise StaleStepError unless the step is live: its blocks may be others' then."""
+        """Raise StaleStepError if the step is over, since its blocks may have been reallocated."""
         if self._word[0] != self.step_id:
             raise StaleStepError(
                 f"a newer operation on one of its sequences replaced step {self.step_id}", field="step_id"
@@ -138,7 +146,7 @@ class MappedStep:
 
 
 class Kernels(Protocol):
-    """The operations on a pool that is mapped."""
+    """The kernels on a mapped pool."""
 
     takes_gpu_tensors: bool
     pool: Tensor
@@ -148,11 +156,11 @@ class Kernels(Protocol):
     def attend(self, mapped: MappedStep, layer: Layer, options: dict[str, Any]) -> tuple[Tensor, Tensor]: ...
 
     def wait(self) -> None:
-        """Until all that was asked for is done."""
+        """Wait until all launched work is done."""
 
 
 class HostKernels:
-    """See Kernels. Done when they return."""
+    """See Kernels. The host kernels are synchronous."""
 
     takes_gpu_tensors = False
 
@@ -162,7 +170,7 @@ class HostKernels:
 
     @staticmethod
     def open(info: PoolInfo, shape: tuple[int, ...], descriptor: int, num_bytes: int, writable: bool) -> HostKernels:
-        """Over the memory that the descriptor stands for."""
+        """Map the pool from a file descriptor of its memory."""
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         memory = mmap.mmap(descriptor, num_bytes, prot=access)
         return HostKernels(info, np.ndarray(shape, DTYPES[info.kv_cache_dtype], memory))
@@ -192,8 +200,8 @@ class HostKernels:
 
 
 class MappedTransport:
-    """Attends in this process. What it may not write goes to the daemon, and so does what its kernels do not do, and a
-    step that the tables lack."""
+    """The mapped transport: attention runs in this process. Calls go through the transport `rest` to the daemon if the
+    kernels here do not support them or the step is not in the tables; so do the writes if the pool is read-only."""
 
     name: TransportName = "mapped"
 
@@ -203,15 +211,15 @@ class MappedTransport:
         self._kernels = pool.kernels
         self.takes_gpu_tensors = self._kernels.takes_gpu_tensors
         self.rest = rest
-        # An 8-bit pool's scales only the daemon has.
+        # The scales of an FP8 pool are known only to the daemon.
         self._same_dtype = session.info.kv_cache_dtype == session.info.dtype
         if self.takes_gpu_tensors:
             self._call = session.call
             session.call = self._call_after_kernels
 
     async def _call_after_kernels(self, name: str, request: Any, timeout_s: float | None = None) -> Any:
-        """A call may end a step, and the daemon orders nothing behind another process's stream: it could stand for ever
-        if that process were killed."""
+        """Synchronize before each call, because a call may end a step. The daemon does not wait for streams of other
+        processes: it would hang forever if such a process were killed."""
         await self._session.stream.run(self._kernels.wait)
         return await self._call(name, request, timeout_s)
 
@@ -231,7 +239,7 @@ class MappedTransport:
         except BaseException as error:
             step.written.discard(layer.number)
             if isinstance(error, InvalidArgumentError):
-                mapped.check()  # tables of a step that has ended may be anything
+                mapped.check()  # the tables of a step that has ended are invalid and can cause this error
             raise
         await self._commit_if_complete(step, layer.timeout_s)
         return result
@@ -259,13 +267,13 @@ class MappedTransport:
         return True
 
     def _can_attend(self, layer: Layer) -> bool:
-        """Tensors are where the pool is, and there are kernels for it."""
+        """Return whether the kernels here support the call: device of the tensors, dtype of the pool, options."""
         if layer.on_gpu != self.takes_gpu_tensors or not self._same_dtype:
             return False
         return self.takes_gpu_tensors or layer.options.block_sparse is None
 
     def _check(self, layer: Layer) -> None:
-        """What the operations cannot see, and what the daemon says otherwise than they."""
+        """Check what the kernels do not check, and what the daemon reports with a different error."""
         check_layer(self._session.info, layer)
         if layer.decode and layer.step.num_tokens != len(layer.step.sequences):
             raise InvalidArgumentError("a sequence has several tokens in this step: use Extend", field="step_id")
@@ -279,7 +287,8 @@ class MappedTransport:
         step.written.update(layers)
 
     async def _run(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Launching takes no time, and is for the caller's own stream."""
+        """Run work on the pool: in a thread for host kernels. GPU kernels are only launched, which is fast and has to
+        use the caller's current stream."""
         if self.takes_gpu_tensors:
             return work(*arguments)
         return await self._session.stream.run(work, *arguments)
@@ -321,7 +330,7 @@ class MappedTransport:
     async def close(self) -> None:
         await self._session.stream.run(self._kernels.wait)
         if self.takes_gpu_tensors:
-            self._session.call = self._call  # or the session would keep what is mapped
+            self._session.call = self._call  # otherwise the session would keep the mapping alive
 
 
 def _as_options(options: Options) -> dict[str, Any]:

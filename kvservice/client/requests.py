@@ -1,4 +1,4 @@
-"""A caller's arguments to requests: what protobuf cannot take is an error that names the field."""
+"""Conversion of a caller's arguments to requests. Values that protobuf rejects raise an error that names the field."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MessageT = TypeVar("MessageT", bound=Message)
 
 
 def build(kind: Callable[..., MessageT], **fields: Any) -> MessageT:
-    """A request. Raises InvalidArgumentError naming the field whose value protobuf cannot take."""
+    """Create a protobuf message. Raises InvalidArgumentError naming the field whose value protobuf rejects."""
     try:
         return kind(**fields)
     except (TypeError, ValueError, OverflowError):
@@ -29,7 +29,7 @@ def build(kind: Callable[..., MessageT], **fields: Any) -> MessageT:
 
 
 def whole(value: Any, field: str) -> int:
-    """An int, or InvalidArgumentError: NaN and 1.5 are no lengths."""
+    """Convert an integer of any type to int. Raises InvalidArgumentError for other values, such as NaN and 1.5."""
     try:
         return operator.index(value)
     except TypeError:
@@ -37,7 +37,7 @@ def whole(value: Any, field: str) -> int:
 
 
 def time_limit(timeout_s: Any) -> float | None:
-    """A call's time limit in seconds; None for one without, which is also said as infinity. Raises
+    """Return a call's time limit in seconds; None and infinity mean no limit and become None. Raises
     InvalidArgumentError."""
     if timeout_s is None or timeout_s == math.inf:
         return None
@@ -47,14 +47,14 @@ def time_limit(timeout_s: Any) -> float | None:
 
 
 def wait_time(wait_s: Any, field: str) -> float:
-    """Seconds, 0 or more. Raises InvalidArgumentError."""
+    """Return a finite number of seconds, 0 or more. Raises InvalidArgumentError."""
     if isinstance(wait_s, (int, float)) and 0 <= wait_s < math.inf:
         return float(wait_s)
     raise InvalidArgumentError(f"{wait_s!r} is no number of seconds", field=field)
 
 
 def int_list(values: Iterable[int], field: str) -> list[int]:
-    """A plain list, which protobuf takes fastest."""
+    """Convert integers to a plain list, the fastest input for protobuf. Raises InvalidArgumentError naming `field`."""
     if type(values) is list:
         return values
     array = np.asarray(values if isinstance(values, np.ndarray) or hasattr(values, "__array__") else list(values))

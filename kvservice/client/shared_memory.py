@@ -1,4 +1,4 @@
-"""Memory that a client shares with its daemon, for tensors that do not travel."""
+"""Shared-memory regions of a session. Calls name tensors in a region instead of sending them."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ T = TypeVar("T")
 
 
 class Memory(ABC):
-    """`num_bytes` of memory that the daemon sees too; made by a session's `create_region` and `open_region`.
+    """`num_bytes` of memory that is shared with the daemon. `create_region` and `open_region` of a session return it.
 
-    Arrays and torch tensors over it (`array`, and views of those) may be given wherever a step takes tensors, and as
-    `out` and `lse_out`. It is freed when the session has given it up and the last array over it is gone. `number` is
-    what lanes call it; None: they do not take it.
+    Arrays and torch tensors over it (`array`, and views of those) can be passed wherever a step takes tensors, and as
+    `out` and `lse_out`. The memory is freed when the session has unregistered it and the last array over it is gone.
+    `number` identifies the region in lane calls; None: lanes do not support it.
     """
 
     def __init__(self, name: str, num_bytes: int, address: int, number: int | None) -> None:
@@ -40,10 +40,11 @@ class Memory(ABC):
 
     @abstractmethod
     def array(self, shape: int | tuple[int, ...], dtype: Any = "float32", offset: int = 0) -> Tensor:
-        """An array over the bytes from `offset` on. `dtype`: a name as in PoolInfo."""
+        """Return an array over the memory from byte `offset` on. `dtype` is a name as in PoolInfo. Raises
+        InvalidArgumentError."""
 
     def offset_of(self, tensor: Tensor) -> int | None:
-        """Where the tensor's elements begin, if they all lie here, in row-major order and without gaps."""
+        """Return the byte offset of a contiguous (row-major) tensor that lies entirely in this memory, else None."""
         address = address_of(tensor)
         if address is None or not tensor.nbytes:
             return None
@@ -52,16 +53,16 @@ class Memory(ABC):
 
 
 class SharedMemory(Memory):
-    """See Memory. Of the host; arrays are NumPy's."""
+    """See Memory. The memory is host memory and its arrays are NumPy arrays."""
 
     def __init__(self, name: str, descriptor: int, num_bytes: int, number: int | None = None, offset: int = 0) -> None:
-        """Raises OSError. The descriptor stays the caller's."""
+        """Map the memory. The caller still owns the descriptor. Raises OSError."""
         self._map = mmap.mmap(descriptor, offset + num_bytes)
         self._begin = offset
         super().__init__(name, num_bytes, np.frombuffer(self._map, np.uint8).ctypes.data + offset, number)
 
     def array(self, shape: int | tuple[int, ...], dtype: Any = "float32", offset: int = 0) -> Array:
-        """See Memory. `dtype` may be anything that NumPy takes."""
+        """See Memory. `dtype` may also be any dtype of NumPy."""
         kind = np.dtype(TENSOR_DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype)
         try:
             if offset < 0:
@@ -72,7 +73,7 @@ class SharedMemory(Memory):
 
 
 class Place(NamedTuple):
-    """Where an array lies in a region, in bytes."""
+    """The location of an array in a region, in bytes."""
 
     memory: Memory
     offset: int
@@ -83,25 +84,26 @@ class Place(NamedTuple):
 
 
 class Stream(Protocol):
-    """How a face of the client does things. The blocking one's coroutines never suspend."""
+    """A session's stream to the daemon; `Link` implements it. With the sync API its coroutines never suspend."""
 
     async def call(self, name: str, request: Any, timeout_s: float | None = None) -> Any:
-        """Send one call of a session and return its answer. `timeout_s` None: the session's. Raises KVServiceError."""
+        """Send one call and return its response. `timeout_s` is in seconds; None: the session's default. Raises
+        KVServiceError."""
 
     async def run(self, work: Callable[..., T], *args: Any) -> T:
-        """Do what blocks."""
+        """Run a function that blocks; the async API runs it in a thread."""
 
     def lock(self) -> AbstractAsyncContextManager[object]:
-        """A new lock."""
+        """Create a lock."""
 
     def deadline(self, timeout_s: float | None = None) -> float | None:
-        """Of a call that begins now, to be given to `check`. Raises InvalidArgumentError."""
+        """Return the deadline of a call that starts now, for `check` and `left_s`. Raises InvalidArgumentError."""
 
     def left_s(self, deadline: float | None, most_s: float) -> float:
-        """Until the deadline, but at most so many seconds."""
+        """Return the seconds until the deadline, at most `most_s`."""
 
     def check(self, deadline: float | None = None) -> None:
-        """Raise what a call would while the daemon is away, and CallTimeoutError past the deadline."""
+        """Raise the error that a call would raise while the daemon is away, and CallTimeoutError past the deadline."""
 
 
 class Call(Protocol):
@@ -111,19 +113,20 @@ class Call(Protocol):
 
 
 class RegionCore:
-    """What of a session is about regions; see SessionCore."""
+    """The regions of a session; see SessionCore."""
 
     def __init__(self, stream: Stream, handover_path: str | None, token: bytes) -> None:
-        """`handover_path`: None for a client that is not on the unix socket of a daemon that shares memory."""
+        """`handover_path` is the path of the daemon's fd-passing socket. It is None unless the client uses a unix
+        socket and the daemon shares memory."""
         self.stream = stream
         self.call: Call = stream.call
         self.handover_path = handover_path
         self.token = token
         self._request_ids = itertools.count(secrets.randbits(62) + 1)
-        # Whether the daemon knows whose session it is.
+        # Whether the daemon knows which user owns the session.
         self.is_introduced = False
         self._memories: list[Memory] = []
-        # Counts their changes.
+        # Incremented whenever the set of regions changes.
         self.regions_version = 0
 
     def next_request_id(self) -> int:
@@ -131,18 +134,18 @@ class RegionCore:
 
     @property
     def can_share(self) -> bool:
-        """Whether the client is on the unix socket of a daemon that shares memory."""
+        """Whether the client uses a unix socket of a daemon that shares memory."""
         return self.handover_path is not None
 
     async def create_region(
         self, num_bytes: int, *, device: int | None = None, timeout_s: float | None = None
     ) -> Memory:
-        """Shared memory that the daemon works on in place. For clients on the unix socket of a daemon that allows it;
-        others get RegionsNotAllowedError.
+        """Create a shared-memory region that the daemon reads and writes in place.
 
-        Of the host, made by the daemon; or, with the number of its `device`, of the GPU that the daemon's pool is on,
-        made by this process, whose arrays are torch tensors: it needs torch and kvservice built with CUDA
-        (FailedPreconditionError).
+        Without `device`, the daemon allocates host memory. With `device`, the number of the pool's GPU, this process
+        allocates memory on that GPU, and its arrays are torch tensors; this needs torch and kvservice built with CUDA,
+        or raises FailedPreconditionError. Only for clients on the unix socket of a daemon that allows regions; others
+        get RegionsNotAllowedError.
         """
         num_bytes = whole(num_bytes, "num_bytes")
         if num_bytes <= 0:
@@ -161,7 +164,7 @@ class RegionCore:
                 memory = SharedMemory(name, descriptor, num_bytes, response.number)
             finally:
                 os.close(descriptor)
-        except BaseException as error:  # whoever is interrupted leaves none behind either
+        except BaseException as error:  # an interrupted call must not leave a region behind either
             await self._unregister(name)
             if isinstance(error, OSError):
                 raise ResourceExhaustedError(f"{num_bytes} bytes cannot be mapped: {error.strerror}") from None
@@ -193,8 +196,11 @@ class RegionCore:
     async def open_region(
         self, key: str, num_bytes: int, offset: int = 0, *, timeout_s: float | None = None
     ) -> SharedMemory:
-        """Share `num_bytes` from `offset` on of a POSIX shared-memory object that exists, by its name as for shm_open.
-        This process's user must be allowed to read and write it. The daemon copies what lies there."""
+        """Register `num_bytes` of an existing POSIX shared-memory object, from byte `offset` on, as a region.
+
+        `key` is the name of the object, as for shm_open. The user of this process must have read and write permission.
+        The daemon copies tensors in such a region. Raises RegionNotOpenedError.
+        """
         num_bytes, offset = whole(num_bytes, "num_bytes"), whole(offset, "offset")
         name = _new_name()
         request = build(
@@ -220,8 +226,8 @@ class RegionCore:
         return memory
 
     async def unregister_region(self, memory: Memory | None = None, *, timeout_s: float | None = None) -> None:
-        """Give shared memory up; None: all that the session has, a former owner's too. Arrays over it can still be
-        used, and travel inside messages from now on."""
+        """Unregister a region; None: all regions of the session, including those of a previous client. Arrays over the
+        memory stay usable; calls send them in messages from now on."""
         self._memories = [] if memory is None else [one for one in self._memories if one is not memory]
         self.regions_version += 1
         name = "" if memory is None else memory.name
@@ -243,7 +249,7 @@ class RegionCore:
         await self.call("cuda_shared_memory_unregister", request, timeout_s)
 
     async def regions(self, *, timeout_s: float | None = None) -> list[RegionInfo]:
-        """What the daemon knows of the session's regions in host memory."""
+        """Return the daemon's list of the session's regions in host memory."""
         request = build(shared_memory_pb2.SystemSharedMemoryStatusRequest)
         response = await self.call("system_shared_memory_status", request, timeout_s)
         return [from_message(RegionInfo, one) for _, one in sorted(response.regions.items())]
@@ -253,19 +259,20 @@ class RegionCore:
         self.regions_version += 1
 
     def forget_regions(self) -> None:
-        """The daemon has given them up, as it does when the session has had no stream for its grace time."""
+        """Remove all regions here. The daemon has already removed them, as it does when the session has had no stream
+        for its grace period."""
         self._memories = []
         self.regions_version += 1
 
     def lane_regions(self) -> list[Memory]:
-        """Those that lanes take."""
+        """Return the regions that lanes support."""
         return [memory for memory in self._memories if memory.number is not None]
 
     def has_region(self, memory: Memory) -> bool:
         return any(one is memory for one in self._memories)
 
     def find_place(self, tensor: Tensor) -> Place | None:
-        """Where a tensor lies in the session's regions, if it does."""
+        """Return the location of a tensor in the session's regions, or None if it is in none."""
         for memory in self._memories:
             offset = memory.offset_of(tensor)
             if offset is not None:
@@ -274,8 +281,8 @@ class RegionCore:
 
 
 async def introduce(session: RegionCore) -> bytes:
-    """Let the daemon know whose session it is. Returns a token that shows it in a call, once; b"" where no memory is
-    shared. Raises as `handover.introduce` does."""
+    """Prove to the daemon which user owns the session. Returns a token that proves it in one call, or b"" if the daemon
+    shares no memory. Raises the errors of `handover.introduce`."""
     if session.handover_path is None:
         return b""
     token = await session.stream.run(handover.introduce, session.handover_path, session.token)
@@ -284,13 +291,14 @@ async def introduce(session: RegionCore) -> bytes:
 
 
 async def introduce_once(session: RegionCore) -> None:
-    """Needed before the daemon makes memory for the session. Raises as `handover.introduce` does."""
+    """Call `introduce` unless that has been done. The daemon requires it before it shares memory with the session.
+    Raises the errors of `handover.introduce`."""
     if not session.is_introduced:
         await introduce(session)
 
 
 async def fetch(session: RegionCore, token: bytes, count: int) -> list[int]:
-    """The descriptors that a handover token stands for, the caller's to close. Raises as `handover.fetch` does."""
+    """Receive the file descriptors for a token; the caller closes them. Raises the errors of `handover.fetch`."""
     if session.handover_path is None:
         raise RegionsNotAllowedError("shared memory is for clients on the unix socket")
     return await session.stream.run(handover.fetch, session.handover_path, token, count)

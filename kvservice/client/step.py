@@ -1,4 +1,4 @@
-"""What a step can do, written once; see `core.py`."""
+"""The operations of a step, shared by the sync and async API; see `core.py`."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ if TYPE_CHECKING:
 
 
 class AttentionOptions(TypedDict, total=False):
-    """How scores are made, and what is returned besides the output.
+    """Options of the attention scores and of the results.
 
-    `scale`: None is 1/sqrt(head_size). `sliding_window`: a token sees that many latest positions, its own included; 0
-    is all. `logits_soft_cap`: cap * tanh(score / cap), 0 is off. `alibi_slopes`: a number for each query head.
-    `block_sparse`: which keys are left out, None is none. `out`, `lse_out`: arrays shaped as the output and the
-    log-sum-exp that are filled and returned instead of new ones. `timeout_s`: see SessionCore.
+    `scale`: factor of the scores; None is 1/sqrt(head_size). `sliding_window`: number of latest positions that a token
+    attends to, including its own; 0 is all. `logits_soft_cap`: cap * tanh(score / cap); 0 is off. `alibi_slopes`: one
+    slope for each query head. `block_sparse`: the block-sparse pattern; None is dense. `out`, `lse_out`: arrays with
+    the shapes of the output and the log-sum-exp, which are filled and returned instead of new ones. `timeout_s`: see
+    SessionCore.
     """
 
     scale: float | None
@@ -41,10 +42,10 @@ class AttentionOptions(TypedDict, total=False):
 
 
 class StepCore:
-    """One engine iteration over a batch: one call for each layer.
+    """One engine iteration over a batch, with one call for each layer.
 
-    Token j of the i-th sequence stands at position context_lens[i] - query_lens[i] + j. Tensors are ragged: the tokens
-    of the sequences one after the other, without padding.
+    Token j of sequence i is at position context_lens[i] - query_lens[i] + j; both are int32[num_seqs]. Tensors are
+    ragged: they hold the tokens of sequence after sequence, without padding.
     """
 
     def __init__(
@@ -56,32 +57,33 @@ class StepCore:
         self.context_lens = to_ints(response.context_lens, np.int32)
         self.num_tokens = int(self.query_lens.sum())
         self.cow_copies: int = response.cow_copies
-        self.written: set[int] = set()  # layers that this process has written into the mapped pool
-        # Slot and offset in the session's tables, if it has mapped the pool.
+        self.written: set[int] = set()  # layers that this process has written to the mapped pool
+        # Slot number and byte offset in the session's tables, if the session has mapped the pool.
         self.mapped = (response.mapped.slot, response.mapped.offset) if response.HasField("mapped") else None
         self.session = session
 
     async def decode(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[AttentionOptions]
     ) -> Any:
-        """`extend` for steps in which every sequence has one token; others are refused."""
+        """`extend` for steps with one token per sequence. Raises InvalidArgumentError for other steps."""
         return await self._attend("decode", layer, query, key, value, **options)
 
     async def extend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[AttentionOptions]
     ) -> Any:
-        """Write the layer's K/V of the step's tokens, then attend, causally.
+        """Write the K/V of the step's tokens for one layer, then compute causal attention over each sequence.
 
-        query `[num_tokens, num_heads, head_size]`, key and value `[num_tokens, num_kv_heads, head_size]`, of the pool's
-        dtype, NumPy or torch; options as in AttentionOptions. Returns the output, shaped as query, or with `return_lse`
-        (output, log-sum-exp float32 `[num_tokens, num_heads]`). Each layer once in a step.
+        query is `[num_tokens, num_heads, head_size]`, key and value are `[num_tokens, num_kv_heads, head_size]`, NumPy
+        or torch, in the pool's dtype; options as in AttentionOptions. Returns the output with the shape of query, or
+        with `return_lse` (output, log-sum-exp float32 `[num_tokens, num_heads]`). Call it once for each layer of a
+        step. Raises KVServiceError.
         """
         return await self._attend("extend", layer, query, key, value, **options)
 
     async def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[AttentionOptions]
     ) -> Any:
-        """`decode` where every sequence has one token, else `extend`."""
+        """`decode` if every sequence has one token, else `extend`."""
         name = "decode" if self.num_tokens == len(self.sequences) else "extend"
         return await self._attend(name, layer, query, key, value, **options)
 
@@ -145,8 +147,8 @@ class StepCore:
     async def write(
         self, key: Tensor, value: Tensor, layer: int | None = None, *, timeout_s: float | None = None
     ) -> None:
-        """Write the step's K/V without attention: `[num_tokens, num_kv_heads, head_size]` of one layer, or
-        `[num_layers, num_tokens, num_kv_heads, head_size]` of all."""
+        """Write the step's K/V without attention. key and value are `[num_tokens, num_kv_heads, head_size]` for one
+        layer, or `[num_layers, num_tokens, num_kv_heads, head_size]` for all layers (`layer` None)."""
         number = None if layer is None else whole(layer, "layer")
         arrays = tensors.as_tensor(key, "key"), tensors.as_tensor(value, "value")
         await write(self.session.attending, self, number, *arrays, timeout_s)

@@ -1,4 +1,4 @@
-"""How the asynchronous face waits, and its streams."""
+"""The waiting primitives and streams of the async API, on asyncio."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class TaskFace:
     lock = asyncio.Lock
 
     async def run(self, work: Callable[..., T], *args: Any) -> T:
-        """In a thread. Who is cancelled waits for its end: it uses the caller's memory."""
+        """Run blocking work in a thread. A cancelled caller waits for its end, because it uses the caller's memory."""
         working = asyncio.ensure_future(asyncio.to_thread(work, *args))
         try:
             return await asyncio.shield(working)
@@ -85,7 +85,8 @@ class TaskFace:
 
 
 class TaskConnection:
-    """See Connection in face.py. Calls may overlap; one without an answer by its deadline leaves the others alone."""
+    """See Connection in face.py. Calls run concurrently. A call that reaches its deadline does not affect the
+    others."""
 
     def __init__(
         self,
@@ -108,7 +109,7 @@ class TaskConnection:
         call_id = next(self._call_ids)
         answer = self._waiting[call_id] = asyncio.get_running_loop().create_future()
         try:
-            # Not written from here: a caller that is cancelled while gRPC writes takes the stream with it.
+            # The call goes through a queue: a caller that is cancelled during a gRPC write would cancel the stream.
             self._outbox.put_nowait(channel.make_call(call_id, name, request))
             if deadline is None:
                 return channel.take_reply(await answer)
@@ -136,7 +137,7 @@ class TaskConnection:
         self._on_end(self)
 
     async def _hand_out_replies(self) -> KVServiceError:
-        """Until the stream ends; why it did."""
+        """Pass replies to their callers until the stream ends. Returns the error with which it ended."""
         try:
             while (reply := await self._call.read()) is not grpc.aio.EOF:
                 answer = self._waiting.get(reply.call_id)
@@ -145,6 +146,6 @@ class TaskConnection:
         except grpc.RpcError as broken:
             return channel.to_error(broken)
         except asyncio.CancelledError:
-            # Cancelling the call ends its reads so; the task itself is never cancelled.
+            # Cancelling the gRPC call raises this in its reads; the task itself is never cancelled.
             return ConnectionLostError("the session's stream was closed here")
         return ConnectionLostError("the daemon ended the stream")

@@ -1,4 +1,4 @@
-"""A caller's tensors, NumPy's or torch's, to arrays and back to the same kind."""
+"""Conversion of a caller's NumPy or torch tensors to arrays, and of results to the same type."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from kvservice.wire.tensors import Array, to_array
 
 GPU_ALIGNMENT = 16
 Tensor = Any
-"""numpy.ndarray or torch.Tensor. torch is not imported for it."""
+"""numpy.ndarray or torch.Tensor. It is Any, so that torch need not be imported."""
 
 
 def as_tensor(tensor: Tensor, field: str) -> Tensor:
-    """The tensor's elements, in its own memory where it is contiguous: an array, or, of a GPU, a torch tensor. Raises
-    InvalidArgumentError."""
+    """Convert to a NumPy array, or for a GPU to a contiguous torch tensor. A contiguous tensor is not copied, unless it
+    is on a GPU and not aligned to 16 bytes. Raises InvalidArgumentError for other types and dtypes."""
     array = _plain_on_gpu(tensor) if is_on_gpu(tensor) else _as_numpy(tensor, field)
     if dtype_name(array) not in TENSOR_DTYPES:
         raise InvalidArgumentError(f"is {array.dtype}, not one of {', '.join(TENSOR_DTYPES)}", field=field)
@@ -29,13 +29,14 @@ def as_tensor(tensor: Tensor, field: str) -> Tensor:
 
 
 def _plain_on_gpu(tensor: Tensor) -> Tensor:
-    """Contiguous, and aligned as the kernels read it."""
+    """Return the tensor contiguous and aligned for the kernels; copies it if needed."""
     tensor = tensor.detach().contiguous()
     return tensor if tensor.data_ptr() % GPU_ALIGNMENT == 0 else tensor.clone()
 
 
 def as_result(tensor: Tensor, field: str) -> Tensor:
-    """The tensor's own memory, for a result. Raises InvalidArgumentError where it has gaps."""
+    """Convert a tensor that receives a result, without a copy. Raises InvalidArgumentError if that is impossible: it is
+    not contiguous, or on a GPU not aligned to 16 bytes."""
     array = as_tensor(tensor, field)
     if _is_torch(tensor) and address_of(array) != tensor.data_ptr():
         raise InvalidArgumentError("is not contiguous, or on a GPU not aligned to 16 bytes", field=field)
@@ -43,7 +44,7 @@ def as_result(tensor: Tensor, field: str) -> Tensor:
 
 
 def as_array(tensor: Tensor) -> Array:
-    """What `as_tensor` has returned, in host memory."""
+    """Convert a result of `as_tensor` to an array in host memory."""
     return _as_numpy(tensor.cpu(), "") if is_on_gpu(tensor) else tensor
 
 
@@ -52,7 +53,7 @@ def is_on_gpu(tensor: Tensor) -> bool:
 
 
 def device_of(tensor: Tensor) -> int:
-    """The number of the GPU that it is on; -1: it is in host memory."""
+    """Return the number of the tensor's GPU, or -1 for host memory."""
     return int(tensor.get_device()) if is_on_gpu(tensor) else -1
 
 
@@ -62,20 +63,20 @@ def dtype_name(tensor: Tensor) -> str:
 
 @functools.cache
 def _name_of(dtype: Any) -> str:
-    """Cached: NumPy takes microseconds to say it, and every call asks for several."""
+    """Return the name of a dtype. It is cached because NumPy takes microseconds, and every call needs several names."""
     return str(dtype).removeprefix("torch.")
 
 
 def address_of(tensor: Tensor) -> int | None:
-    """Of the first element, if the elements lie in row-major order and without gaps. No memory of a GPU has an address
-    that memory of the host has."""
+    """Return the address of the first element of a contiguous (row-major) tensor, else None. Host and GPU memory never
+    have the same addresses."""
     if isinstance(tensor, np.ndarray):
         return _ext.address_of(tensor)
     return int(tensor.data_ptr()) if tensor.is_contiguous() else None
 
 
 def copy(target: Tensor, source: Tensor) -> None:
-    """Elements into an array or tensor of that shape; on a GPU in the order of the current stream."""
+    """Copy the elements of `source` into `target`, which has the same shape; on a GPU on the current stream."""
     if isinstance(source, np.ndarray) and not isinstance(target, np.ndarray):
         source = _as_torch(source)
     target[...] = source
@@ -86,12 +87,12 @@ def copy_of(tensor: Tensor) -> Tensor:
 
 
 def from_message(message: tensor_pb2.Tensor, field: str) -> Array:
-    """An array of its own memory."""
+    """Copy a tensor message to a new array."""
     return to_array(message, field).copy()
 
 
 def like(array: Array, tensor: Tensor) -> Tensor:
-    """The array; as a torch tensor, over its memory or on the GPU where `tensor` is, where `tensor` is one."""
+    """Convert an array to the type and device of `tensor`. A torch tensor on the CPU shares the array's memory."""
     if not _is_torch(tensor) or not isinstance(array, np.ndarray):
         return array
     return _as_torch(array).to(tensor.device)
@@ -121,5 +122,5 @@ def _as_numpy(tensor: Tensor, field: str) -> Array:
 
 
 def _is_torch(tensor: Tensor) -> bool:
-    kind = getattr(sys.modules.get("torch"), "Tensor", None)  # none either while another thread is importing torch
+    kind = getattr(sys.modules.get("torch"), "Tensor", None)  # None also while another thread imports torch
     return kind is not None and isinstance(tensor, kind)

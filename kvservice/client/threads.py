@@ -1,4 +1,4 @@
-"""How the blocking face waits, and its streams: coroutines that never suspend, run to their end."""
+"""The waiting primitives and streams of the sync API. They block, so the client's coroutines never suspend."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def finish(coroutine: Coroutine[Any, Any, T]) -> T:
-    """What a coroutine over a blocking stream returns."""
+    """Run a coroutine over a blocking stream to completion and return its result."""
     try:
         coroutine.send(None)
     except StopIteration as end:
@@ -43,7 +43,7 @@ class _Signal:
 
 
 class _Turns:
-    """See Turns in face.py. One call at a time."""
+    """See Turns in face.py. The limit is one call at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -93,8 +93,8 @@ class ThreadFace:
 
 
 class BlockingConnection:
-    """See Connection in face.py. One call at a time. A call that is not answered by its deadline takes the stream with
-    it: gRPC's replies can only be waited for without a limit."""
+    """See Connection in face.py. It runs one call at a time. A call that reaches its deadline cancels the whole stream,
+    because gRPC's blocking read of a reply has no timeout."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class BlockingConnection:
         watched = None if deadline is None else self._watchdog.watch(deadline, lambda: self._expire(call_id))
         self._requests.put(channel.make_call(call_id, name, request))
         try:
-            # A reply to an earlier call is there if that call was interrupted while it waited.
+            # Skip the reply of an earlier call that was interrupted while it waited.
             while (reply := next(self._replies)).call_id != call_id:
                 pass
             return channel.take_reply(reply)
@@ -140,13 +140,13 @@ class BlockingConnection:
         self._replies.cancel()
 
     def _has_ended(self) -> None:
-        """On a thread of gRPC's, or of the caller's."""
-        self._requests.put(None)  # gRPC's other thread waits for it
+        """Handle the end of the stream. Runs on a thread of gRPC, or on the caller's if the stream ended at once."""
+        self._requests.put(None)  # ends the iterator that gRPC's sending thread waits on
         self._why()
         self._on_end(self)
 
     def _why(self) -> KVServiceError:
-        """The error with which the stream has ended."""
+        """Return the error with which the stream has ended."""
         if self.error is None:
             code = self._replies.code()
             if self._expired is not None:

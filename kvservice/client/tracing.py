@@ -1,4 +1,4 @@
-"""The caller's trace context, for spans that the daemon adds to its trace."""
+"""The caller's trace context, so that the daemon's spans join the caller's trace."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import sys
 
 
 def traceparent() -> str:
-    """The W3C header of the current span, where the process uses OpenTelemetry and there is one; else nothing."""
+    """Return the W3C traceparent header of the current span, or "" if there is no span or OpenTelemetry is not
+    loaded."""
     trace = sys.modules.get("opentelemetry.trace")
     if trace is None:
         return ""

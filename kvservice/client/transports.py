@@ -1,7 +1,7 @@
-"""How a layer's tensors reach the daemon: inside messages, or in shared memory that messages name.
+"""The inline and region transports: tensors travel in messages, or in shared memory that the messages refer to.
 
-A transport takes one layer of a step from the caller's hands and puts the result into them. Lanes (`lane.py`) and the
-mapped pool (`mapped.py`) are the others.
+A transport passes the tensors of one layer to the daemon and returns the result. The other transports are the lane
+(`lane.py`) and the mapped pool (`mapped.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvservice.client.step import StepCore
 
 TransportName = Literal["inline", "region", "lane", "mapped"]
-# From here on a tensor in shared memory is faster than one in the message; below they break even.
+# From this size on, tensors are faster in shared memory than in the message; below it, both are equally fast.
 STAGED_BYTES = 16 << 10
 ALIGNMENT = 256
 FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -37,7 +37,8 @@ FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 @dataclass(frozen=True)
 class Options:
-    """How scores are made; see AttentionOptions in step.py. Checked, in the wire's terms: 0 and None are off."""
+    """Options of the attention scores; see AttentionOptions in step.py. The values are those of the message: 0 and None
+    mean off, or the default scale."""
 
     scale: float = 0.0
     sliding_window: int = 0
@@ -53,7 +54,7 @@ class Options:
         alibi_slopes: Iterable[float] | None,
         block_sparse: BlockSparse | None,
     ) -> Options:
-        """Raises InvalidArgumentError naming the option."""
+        """Convert a caller's options. Raises InvalidArgumentError naming the option."""
         off = (
             (type(sliding_window), type(logits_soft_cap)) == (int, float) and not sliding_window and not logits_soft_cap
         )
@@ -70,7 +71,7 @@ class Options:
         )
 
     def check(self, num_heads: int) -> None:
-        """As the daemon checks those of messages. Raises InvalidArgumentError naming the option."""
+        """Apply the daemon's checks, for transports without messages. Raises InvalidArgumentError naming the option."""
         if not abs(self.scale) <= FLOAT32_MAX:
             raise InvalidArgumentError(f"{self.scale} is not finite", field="options.scale")
         if not 0 <= self.sliding_window < 1 << 31:
@@ -104,7 +105,11 @@ def _sparse_message(sparse: BlockSparse) -> attention_pb2.BlockSparse:
 
 @dataclass(slots=True, eq=False)
 class Layer:
-    """One layer of a step: write key and value, then attend. `out`, `lse_out`: where the caller wants the results."""
+    """The call for one layer of a step: write key and value, then attend.
+
+    query [num_tokens, num_heads, head_size]; key and value [num_tokens, num_kv_heads, head_size]. `out` and `lse_out`
+    receive the results; None: new arrays. `number` is the layer's. `timeout_s` is in seconds.
+    """
 
     step: StepCore
     decode: bool
@@ -120,7 +125,7 @@ class Layer:
 
     @property
     def on_gpu(self) -> bool:
-        """All of its tensors are, or none."""
+        """Whether the tensors are on a GPU; all of them are on the same device."""
         return tensors.is_on_gpu(self.query)
 
     @property
@@ -129,32 +134,35 @@ class Layer:
 
 
 class Transport(Protocol):
-    """Raises the errors of `StepCore.extend`."""
+    """A way to pass tensors to the daemon. Its methods raise the errors of `StepCore.extend`."""
 
     name: TransportName
     takes_gpu_tensors: bool
-    """Of the pool's GPU; to others, and of other GPUs, they come by way of host memory, see `attend` and `write`."""
+    """Whether it accepts tensors on the pool's GPU. Other GPU tensors are copied to host memory first, by `attend` and
+    `write` below."""
 
     async def attend(self, layer: Layer) -> tuple[Tensor, Tensor | None]:
-        """Output and log-sum-exp: `out` and `lse_out` where they are given, else arrays of their own memory."""
+        """Execute the call. Returns output and log-sum-exp: `out` and `lse_out` if given, else new arrays."""
 
     async def attend_in_place(
         self, step: StepCore, decode: bool, number: int, query: Tensor, key: Tensor, value: Tensor, out: Tensor, /
     ) -> bool:
-        """The short way of a call without options and with `out`, of arguments that nobody has looked at. False: it was
-        none for it, or failed, and `attend` will do it, or say what is wrong."""
+        """Try the fast path for a call with `out` and no options, with arguments that are not validated. Returns True
+        if the call is done. False: the fast path does not apply or failed, and `attend` executes the call or raises its
+        error."""
 
     async def write(
         self, step: StepCore, number: int | None, key: Tensor, value: Tensor, timeout_s: float | None = None, /
     ) -> None:
-        """K/V of one layer, or of all (`number` None), without attention."""
+        """Write the K/V of one layer, or of all layers (`number` None), without attention."""
 
     async def close(self) -> None:
-        """The session is about to end."""
+        """Release the transport's resources before the session ends."""
 
 
 async def attend(transport: Transport, layer: Layer) -> tuple[Tensor, Tensor | None]:
-    """By any transport, wherever the tensors are."""
+    """Execute the call through any transport. Tensors may be on any device. Retries once if the daemon has lost the
+    regions."""
     try:
         return await _attend(transport, layer)
     except UnknownRegionError:
@@ -173,7 +181,8 @@ async def _attend(transport: Transport, layer: Layer) -> tuple[Tensor, Tensor | 
 
 
 def _takes(transport: Transport, step: StepCore, tensor: Tensor) -> bool:
-    """Whether it is in host memory, or where the transport takes it: on the pool's GPU, and no other."""
+    """Return whether the transport accepts a tensor of this device: host memory, or the pool's GPU if it supports
+    that."""
     device = tensors.device_of(tensor)
     return device < 0 or (transport.takes_gpu_tensors and device == device_of(step.session.info))
 
@@ -181,7 +190,8 @@ def _takes(transport: Transport, step: StepCore, tensor: Tensor) -> bool:
 async def write(
     transport: Transport, step: StepCore, number: int | None, key: Tensor, value: Tensor, timeout_s: float | None
 ) -> None:
-    """By any transport, wherever the tensors are."""
+    """Write K/V through any transport. Tensors may be on any device. Retries once if the daemon has lost the
+    regions."""
     if not _takes(transport, step, key):
         key, value = tensors.as_array(key), tensors.as_array(value)
     try:
@@ -192,7 +202,7 @@ async def write(
 
 
 class StreamTransport:
-    """Tensors in messages on the session's stream, but for those that already lie in a region."""
+    """The inline transport: messages on the session's stream carry the tensors, except those already in a region."""
 
     name: TransportName = "inline"
     takes_gpu_tensors = False
@@ -225,7 +235,7 @@ class StreamTransport:
         return output, lse
 
     async def _attend(self, layer: Layer, first_token: int | None = None) -> tuple[Array, Array | None]:
-        """A layer, or a part of one."""
+        """Send one layer, or the part of it that starts at `first_token`."""
         request = self._request(layer)
         if first_token is not None:
             request.first_token, request.num_tokens = first_token, len(layer.query)
@@ -237,8 +247,8 @@ class StreamTransport:
         return output, self._take(response.lse, layer.lse_out, "lse") if layer.return_lse else None
 
     def _parts(self, step: StepCore, *arrays: Array) -> list[tuple[int, int]]:
-        """Of the step's tokens, as many at a time as fit into a message each way. Where the outputs must not depend on
-        the batch, there is one part: which tokens of a sequence go together would."""
+        """Split the step's tokens into parts (first, stop) that fit into a message in both directions. With
+        batch_invariant there is one part, because the split would affect the outputs."""
         whole_step = [(0, step.num_tokens)]
         if self._session.info.batch_invariant or any(array.shape[:1] != (step.num_tokens,) for array in arrays):
             return whole_step
@@ -247,7 +257,7 @@ class StreamTransport:
         return token_parts(step.num_tokens, max(sum(sizes), sizes[0] * 9 // 8), self._session.info)
 
     def _take(self, message: Any, wanted: Array | None, field: str) -> Array:
-        """A result, in the array where the caller wants it."""
+        """Return a result of the response, in `wanted` if given."""
         if wanted is None:
             return tensors.from_message(message, field)
         if not message.HasField("shared_memory"):
@@ -264,12 +274,12 @@ class StreamTransport:
         )
 
     def _put(self, request: Any, *arrays: Array) -> None:
-        """Each array into its field: its bytes, or where in a region they lie."""
+        """Set the tensor fields of a request to the bytes of each array, or to its place in a region."""
         num_bytes = 0
         for name, array in zip(("query", "key", "value")[-len(arrays) :], arrays, strict=True):
             message = getattr(request, name)
             place = self._session.find_place(array)
-            # The daemon's bound is the same for what lies in regions.
+            # The daemon's limit includes tensors in regions.
             num_bytes += array.nbytes
             self._session.check_size(num_bytes, "query, key, value")
             if place is None:
@@ -279,7 +289,7 @@ class StreamTransport:
                 message.shared_memory.CopyFrom(place.message())
 
     def _name(self, message: Any, array: Array | None) -> None:
-        """Name the place of a result, if it has one."""
+        """Set the place of a result, if `array` lies in a region."""
         place = None if array is None else self._session.find_place(array)
         if place is not None:
             message.CopyFrom(place.message())
@@ -304,7 +314,8 @@ class StreamTransport:
     def _writes(
         self, step: StepCore, number: int | None, key: Array, value: Array
     ) -> Iterator[tuple[int | None, tuple[int, int], tuple[Array, ...]]]:
-        """Layer, tokens and tensors of each call: one for all layers, where they fit into a message."""
+        """Yield layer, tokens (first, stop) and tensors of each call. There is one call for all layers if they fit into
+        a message."""
         if number is not None:
             yield from ((number, part, (key, value)) for part in self._parts(step, key, value))
             return
@@ -321,8 +332,8 @@ class StreamTransport:
 
 
 class Staging:
-    """A region in which tensors are put that lie elsewhere. Used by one call at a time; grows to the largest. `device`
-    as of `create_region`."""
+    """A staging region for tensors that are not in a region. One call uses it at a time. It grows to the size of the
+    largest call. `device` as in `create_region`."""
 
     def __init__(self, session: SessionCore[Any], device: int | None = None) -> None:
         self._session = session
@@ -331,10 +342,10 @@ class Staging:
         self._used = 0
 
     async def reserve(self, num_bytes: int) -> None:
-        """Begin a call that stages so many bytes, `ALIGNMENT` more for each tensor."""
+        """Start a call that stages `num_bytes` in total, including `ALIGNMENT` bytes of padding for each tensor."""
         self._used = 0
         if self._memory is not None and not self._session.has_region(self._memory):
-            self._memory = None  # all were given up
+            self._memory = None  # the session's regions were removed
         if self._memory is None or self._memory.num_bytes < num_bytes:
             if self._memory is not None:
                 await self._session.unregister_region(self._memory)
@@ -343,7 +354,7 @@ class Staging:
             self._memory = await self._session.create_region(size, device=self._device)
 
     def place(self, shape: tuple[int, ...], dtype: str) -> tuple[Tensor, Place]:
-        """Room for an array, and where that is."""
+        """Reserve room for an array. Returns the array and its place."""
         assert self._memory is not None, "room was reserved"
         array = self._memory.array(shape, dtype, self._used)
         place = Place(self._memory, self._used, array.nbytes)
@@ -351,14 +362,14 @@ class Staging:
         return array, place
 
     def put(self, tensor: Tensor) -> tuple[Tensor, Place]:
-        """A copy, and where that is."""
+        """Copy a tensor to the region. Returns the copy and its place."""
         copy, place = self.place(tuple(tensor.shape), tensors.dtype_name(tensor))
         tensors.copy(copy, tensor)
         return copy, place
 
 
 def staged_bytes(layer: Layer) -> int:
-    """What a call takes of a staging region if none of its tensors lies in a region."""
+    """Return the size in bytes that a call needs in the staging region if none of its tensors is in a region."""
     sizes: list[int] = [layer.query.nbytes] * 2 + [
         layer.key.nbytes,
         layer.value.nbytes,
@@ -368,7 +379,7 @@ def staged_bytes(layer: Layer) -> int:
 
 
 class RegionTransport(StreamTransport):
-    """Messages on the stream that name tensors in regions; those that lie elsewhere are copied into one."""
+    """The region transport: messages refer to tensors in regions. Other tensors are copied to a staging region."""
 
     name: TransportName = "region"
 
@@ -390,7 +401,7 @@ class RegionTransport(StreamTransport):
             return given(out, layer.out), None if lse_out is None else given(lse_out, layer.lse_out)
 
     def _result(self, wanted: Array | None, shape: tuple[int, ...], dtype: str) -> Array:
-        """Where a result goes: where the caller wants it, if that is in a region."""
+        """Return the array for a result: the caller's, if that is in a region, else one in the staging region."""
         if wanted is not None and self._session.find_place(wanted) is not None:
             return wanted
         array: Array = self._staging.place(shape, dtype)[0]
@@ -411,7 +422,7 @@ class RegionTransport(StreamTransport):
 
 
 def given(result: Tensor, wanted: Tensor | None) -> Tensor:
-    """A result in the caller's hands: where it is wanted, else as a copy."""
+    """Return a result to the caller: copied to `wanted` if given, else as a new array."""
     if wanted is None:
         return tensors.copy_of(result)
     if result is not wanted:
@@ -420,7 +431,7 @@ def given(result: Tensor, wanted: Tensor | None) -> Tensor:
 
 
 def check_out(tensor: Tensor, shape: tuple[int, ...], dtype: str, field: str) -> None:
-    """Raise InvalidArgumentError unless a caller's tensor suits a result."""
+    """Raise InvalidArgumentError unless a caller's tensor fits a result: shape, dtype, writable."""
     if tensor.shape != shape or tensors.dtype_name(tensor) != dtype:
         raise InvalidArgumentError(
             f"is {tensor.dtype} of shape {list(tensor.shape)}, must be {dtype} of {list(shape)}", field=field
@@ -430,7 +441,7 @@ def check_out(tensor: Tensor, shape: tuple[int, ...], dtype: str, field: str) ->
 
 
 def check_same_device(layer: Layer) -> None:
-    """Raise InvalidArgumentError unless all tensors are where the query is."""
+    """Raise InvalidArgumentError unless all tensors are on the device of the query."""
     device = tensors.device_of(layer.query)
     for name in ("key", "value", "out", "lse_out"):
         tensor = getattr(layer, name)
@@ -440,8 +451,8 @@ def check_same_device(layer: Layer) -> None:
 
 
 def check_layer(info: PoolInfo, layer: Layer) -> None:
-    """For who says neither shape nor type, since step and pool say them; and the options, which must be right before
-    anything is written. Raises InvalidArgumentError."""
+    """Check shapes, dtypes and options for transports that send neither shapes nor dtypes. The options must be valid
+    before anything is written. Raises InvalidArgumentError."""
     num_tokens, query = layer.step.num_tokens, tuple(layer.query.shape)
     if len(query) != 3 or query[::2] != (num_tokens, info.head_size) or not query[1] or query[1] % info.num_kv_heads:
         expected = f"[{num_tokens}, a multiple of {info.num_kv_heads}, {info.head_size}]"
@@ -452,7 +463,7 @@ def check_layer(info: PoolInfo, layer: Layer) -> None:
 
 
 def check_kv(info: PoolInfo, leading: tuple[int, ...], key: Tensor, value: Tensor) -> None:
-    """`leading` dimensions come before those of a token. Raises InvalidArgumentError."""
+    """Check key and value: shape (*leading, num_kv_heads, head_size), the pool's dtype. Raises InvalidArgumentError."""
     expected = (*leading, info.num_kv_heads, info.head_size)
     for tensor, field in ((key, "key"), (value, "value")):
         if tuple(tensor.shape) != expected:

@@ -1,4 +1,4 @@
-"""What calls return: plain values, no protobuf."""
+"""The values that calls return, as plain dataclasses without protobuf."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class PoolInfo:
-    """Shape of the daemon's pool and its limits; see GetInfoResponse in pool.proto."""
+    """Shape of the daemon's pool, and the daemon's limits; see GetInfoResponse in pool.proto."""
 
     version: str
     device: str
@@ -64,8 +64,9 @@ class PoolStats:
 
 @dataclass(frozen=True)
 class BlockSparse:
-    """Which keys a head sees (vLLM's block-sparse attention): those of the last `local_blocks` sparse blocks of
-    `block_size` tokens, and every `vert_stride`th block, from one on that moves with the head; see attention.proto."""
+    """The block-sparse attention pattern of vLLM. A head attends to the last `local_blocks` sparse blocks of
+    `block_size` tokens each, and to every `vert_stride`th block, with an offset that depends on the head; see
+    attention.proto."""
 
     vert_stride: int
     local_blocks: int
@@ -76,9 +77,9 @@ class BlockSparse:
 
 @dataclass
 class Sequence:
-    """A sequence of this session. `length` follows the calls made through the session that it belongs to.
+    """A sequence of a session. Calls through that session update `length`, in tokens.
 
-    `extra_keys`: the (position, bytes) pairs that it was allocated with, in their order.
+    `extra_keys` are the (position, bytes) pairs with which it was allocated, in the same order.
     """
 
     sequence_id: int
@@ -89,7 +90,7 @@ class Sequence:
 
 @dataclass(frozen=True)
 class SequenceInfo:
-    """A sequence as the daemon sees it. `token_ids` and `block_ids` are empty unless asked for."""
+    """The daemon's state of a sequence. `token_ids` and `block_ids` are empty unless requested."""
 
     sequence_id: int
     length: int
@@ -102,7 +103,7 @@ class SequenceInfo:
 
 @dataclass(frozen=True)
 class RegionInfo:
-    """A shared-memory region of the session, in bytes."""
+    """A shared-memory region of the session. `offset` and `byte_size` are in bytes."""
 
     name: str
     key: str
@@ -117,7 +118,7 @@ class Pin:
 
 
 def from_message(kind: type[T], message: Message) -> T:
-    """A value whose fields are named as the message's."""
+    """Convert a message to a dataclass with the same field names."""
     values: dict[str, Any] = {}
     for field in fields(kind):  # type: ignore[arg-type]
         value = getattr(message, field.name)

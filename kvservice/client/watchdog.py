@@ -1,4 +1,4 @@
-"""Time limits for calls that block: what is not done by its deadline is ended by a thread."""
+"""Deadlines for blocking calls. A thread ends each call that is not done by its deadline."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 
 class Watchdog:
-    """The deadlines of all that is under way. Its thread begins with the first, and sleeps until the earliest that it
-    has seen: a call that begins and ends before then does not wake it."""
+    """The deadlines of the calls in flight. The thread starts with the first deadline. It sleeps until the earliest
+    deadline it has seen, so a call that starts and ends before then does not wake it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -23,7 +23,7 @@ class Watchdog:
         self._closed = False
 
     def watch(self, deadline: float, expire: Callable[[], None]) -> int:
-        """Call `expire` at the deadline, unless that is forgotten before. Returns the number to forget it by."""
+        """Call `expire` at the deadline, unless `forget` is called first with the number that is returned."""
         number = next(self._numbers)
         with self._changed:
             self._due[number] = deadline, expire
@@ -39,7 +39,7 @@ class Watchdog:
             self._due.pop(number, None)
 
     def close(self) -> None:
-        """Nothing expires any more."""
+        """Stop the thread. No further deadline expires."""
         with self._changed:
             self._closed = True
             self._changed.notify()
