@@ -1,4 +1,4 @@
-"""Daemons that the transports are tried on."""
+"""Daemons for the tests of the transports."""
 
 from small_daemons import open_daemon
 

@@ -1,4 +1,4 @@
-"""The asynchronous face: the blocking one's equal, with calls that overlap, are cancelled, and lose their line."""
+"""The async API: it matches the sync API, and handles concurrent calls, cancellation and broken connections."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ LAYERS, HEADS, HEAD_SIZE = 2, 2, 32
 
 @pytest.fixture(autouse=True)
 def alone(client: KVClient) -> Any:
-    """No session of another test is left; this one's are over within the grace time, and all it cached is forgotten."""
+    """Wait until no session of another test is left. Afterwards wait for this test's sessions to end within the grace
+    period, and clear the prefix cache."""
     await_no_sessions(client)
     yield
     await_no_sessions(client)
@@ -54,7 +55,7 @@ def await_no_sessions(client: KVClient) -> None:
 
 
 def run(scenario: Coroutine[Any, Any, Any]) -> Any:
-    """asyncio.run, where whatever the loop would only log (exceptions that nobody took) is an error."""
+    """Run a scenario with asyncio.run. What the loop would only log, such as unretrieved exceptions, fails the test."""
     logged: list[dict[str, Any]] = []
 
     async def watched() -> Any:
@@ -73,7 +74,7 @@ def run(scenario: Coroutine[Any, Any, Any]) -> Any:
 
 
 def far_client(proxy: CuttingProxy) -> AsyncKVClient:
-    """A client whose connection can be cut. Its calls wait until the connection is made again."""
+    """A client whose connection can be cut. Its calls wait until it has reconnected."""
     return AsyncKVClient(proxy.address, reconnect_wait_s=60)
 
 
@@ -83,7 +84,7 @@ def tensors(seed: int, *leading: int) -> list[Any]:
 
 
 async def everything(kv: Any) -> list[Any]:
-    """Each method of a session once or more; what they return and what they raise."""
+    """Call each method of a session at least once. Returns their results and errors."""
     seen: list[Any] = [await kv.can_allocate([[1, 2, 3]]), await kv.can_allocate([range(500)])]
     one, two = await kv.allocate_batch([[1, 2, 3, 4, 5], [7, 8]])
     prefill = await kv.open_step([one, two])
@@ -190,7 +191,7 @@ def test_what_is_freed_later_is_freed_before_the_next_allocation(
 
 
 async def generate(kv: AsyncSession, number: int) -> list[Any]:
-    """A sequence of its own: prefill, three tokens, all read back."""
+    """Generate with a new sequence: prefill, three decode steps, then read all K/V."""
     sequence = await kv.allocate([number, number + 1, number + 2])
     prefill = await kv.open_step([sequence])
     seen = [await prefill.extend(layer, *tensors(100 * number + layer, 3)) for layer in range(LAYERS)]
@@ -249,7 +250,7 @@ def test_a_cancelled_call_harms_no_other(daemon: Daemon) -> None:
                     await asyncio.sleep(0)
                 for task in doomed:
                     task.cancel()
-                # A layer is never sent again: a stream that broke under it would show.
+                # Calls for layers are never sent again, so a stream that broke during one would raise an error here.
                 assert len(await kv.describe()) == 2
                 await asyncio.gather(*doomed, return_exceptions=True)
             await step.extend(0, *tensors(3, 2))
@@ -258,7 +259,7 @@ def test_a_cancelled_call_harms_no_other(daemon: Daemon) -> None:
 
 
 def test_overlapping_calls_over_a_line_that_breaks(tmp_path: Path, daemon: Daemon) -> None:
-    """Every call is done once, in its order: each step has the next id, and no id was given to nobody."""
+    """Every call runs once and in order: step ids are consecutive and each of them was returned to a caller."""
     count = 300
 
     async def scenario(proxy: CuttingProxy) -> None:
@@ -279,7 +280,7 @@ def test_overlapping_calls_over_a_line_that_breaks(tmp_path: Path, daemon: Daemo
 
 
 def test_large_calls_that_wait_to_be_written_when_the_line_breaks(tmp_path: Path, daemon: Daemon) -> None:
-    """What is not sent again says so; nothing reaches the next stream before its attach; the session goes on."""
+    """Calls that are not repeatable raise an error; the next stream starts with its attach; the session continues."""
 
     async def scenario(proxy: CuttingProxy) -> None:
         async with far_client(proxy) as client, client.session(detachable=True) as kv:
@@ -353,7 +354,7 @@ def test_who_lost_a_session_neither_takes_it_back_nor_closes_it(daemon: Daemon, 
 
 
 def test_who_lost_a_session_unawares_is_refused_and_asks_no_more(tmp_path: Path, daemon: Daemon) -> None:
-    """Its line is cut when the session is taken over, so that it hears of neither."""
+    """The first client's connection is cut before the session is taken over, so the client notices neither."""
 
     async def scenario(proxy: CuttingProxy, far: AsyncKVClient, near: AsyncKVClient) -> None:
         async with far.session(detachable=True) as old:
@@ -401,7 +402,8 @@ def test_who_lost_a_session_unawares_does_not_close_it(tmp_path: Path, daemon: D
 
 
 def test_calls_under_way_when_the_session_is_taken(daemon: Daemon) -> None:
-    """A call that gRPC is sending when the status comes may hide the status: such a client only knows of a cut."""
+    """If gRPC is sending a call when the status arrives, the status may be lost; the client then only sees that the
+    stream broke."""
 
     async def scenario() -> None:
         async with AsyncKVClient(daemon.address) as first, AsyncKVClient(daemon.address) as second:
@@ -463,7 +465,7 @@ def test_a_message_over_the_limit_is_refused_and_the_session_lives(daemon: Daemo
     async def scenario() -> None:
         async with AsyncKVClient(daemon.address) as client, client.session(detachable=True) as kv:
             request = blocks_pb2.MatchPrefixRequest(token_ids=range(2_000_000))
-            with pytest.raises(MessageTooLargeError):  # past the client's own check: the daemon ends the stream for it
+            with pytest.raises(MessageTooLargeError):  # bypasses the client's check, so the daemon ends the stream
                 await kv.call("match_prefix", request)
             assert await kv.describe() == []
 

@@ -1,4 +1,4 @@
-"""What a caller gets wrong is said before anything is sent, by the field's name."""
+"""Invalid arguments raise an error that names the field, before anything is sent."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_a_resumed_session_names_new_sequences_anew(client: KVClient) -> None:
 
 
 def test_a_message_too_large_for_the_daemon_costs_the_stream_and_not_the_session(client: KVClient) -> None:
-    # Detachable: the grace time may be over before a busy machine has told the client.
+    # The session is detachable, because on a busy machine the grace period may end before the client notices.
     with client.session(detachable=True) as kv:
         parent = kv.allocate([1])
         with pytest.raises(MessageTooLargeError):

@@ -1,4 +1,4 @@
-"""Block-sparse attention by way of the client: a daemon on the CPU has none, and says so."""
+"""Block-sparse attention through the client: a CPU daemon does not support it and raises an error."""
 
 from __future__ import annotations
 

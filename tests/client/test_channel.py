@@ -1,4 +1,4 @@
-"""What clients make of gRPC's statuses."""
+"""Conversion of gRPC statuses to errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvservice.wire.status import to_status
 
 
 class Ended:
-    """A call that has ended."""
+    """A gRPC call that has ended."""
 
     def __init__(self, code: grpc.StatusCode, details: str, trailing_metadata: Any = ()) -> None:
         self._code, self._details, self._trailing_metadata = code, details, trailing_metadata
@@ -46,10 +46,10 @@ def taken() -> Any:
     ("ended", "kind"),
     [
         (Ended(*taken()), SessionTakenError),
-        # gRPC mixes the two when a call is cancelled here just as its status comes.
+        # gRPC mixes both statuses if a call is cancelled here while the daemon's status arrives.
         (Ended(grpc.StatusCode.CANCELLED, "Locally cancelled", taken().trailing_metadata), ConnectionLostError),
         (Ended(grpc.StatusCode.ABORTED, "Locally cancelled", taken().trailing_metadata), ConnectionLostError),
-        # What grpc.aio says when the stream ends while it sends: no reason is to be had.
+        # grpc.aio reports this if the stream ends during a send; the reason is lost.
         (Ended(grpc.StatusCode.INTERNAL, "Internal error from Core", None), ConnectionLostError),
         (Ended(grpc.StatusCode.UNAVAILABLE, "Socket closed"), ConnectionLostError),
         (Ended(grpc.StatusCode.RESOURCE_EXHAUSTED, "Received message larger than max"), MessageTooLargeError),

@@ -1,4 +1,4 @@
-"""Which transport a session uses: the best of those that are allowed, or the one that it was told."""
+"""Selection of a session's transport: the fastest that the daemon allows, or the requested one."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ from kvservice.errors import (
 from kvservice.launch import Daemon
 from kvservice.v1 import host_pb2
 
-# What the daemon allows, what it picks for a client on the unix socket, and what each transport that it does not allow
-# is refused with: error and field.
+# The errors, type and field, that a daemon's configuration causes for each transport that it does not allow.
 Refused = dict[str, tuple[type[KVServiceError], str]]
 NO_REGIONS: Refused = {"lane": (RegionsNotAllowedError, ""), "region": (RegionsNotAllowedError, "")}
 NO_POOL: Refused = {"mapped": (PoolNotSharedError, "writable")}
@@ -48,7 +47,7 @@ def layer(num_tokens: int) -> list[np.ndarray]:
 
 
 def check_working(kv: Any) -> None:
-    """Also with tensors so large that they are put into a region."""
+    """Check that steps work, also with tensors large enough to be placed in a region."""
     step = kv.open_step([kv.allocate(range(100))])
     np.testing.assert_allclose(step.extend(0, *layer(step.num_tokens)), 1.0)
 
@@ -123,14 +122,15 @@ def test_so_many_may_have_mapped_the_pool() -> None:
             with pytest.raises(QuotaExceededError) as refused:
                 second.map_pool()
             assert refused.value.metadata["limit"] == "max_pool_mappings"
-            first.map_pool(writable=True)  # again: the same tables
+            first.map_pool(writable=True)  # the second mapping has the same tables
         with client.session() as third:
             assert third.transport == "mapped"
             check_working(third)
 
 
 def test_all_sessions_together_share_so_much(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    """Regions that the daemon makes and those that it opens, lanes and tables, all of which it would pay for."""
+    """The limit covers regions that the daemon creates or opens, lanes and tables: all of them cost the daemon
+    memory."""
     object_ = Path("/dev/shm", f"kvservice-test-{tmp_path.parent.name}-{tmp_path.name}")
     object_.write_bytes(bytes(4096))
     with (
@@ -163,7 +163,7 @@ def test_all_sessions_together_share_so_much(caplog: pytest.LogCaptureFixture, t
 
 @pytest.mark.parametrize("wanted", EVERY)
 def test_a_session_that_is_closed_keeps_nothing_mapped(daemon: Daemon, wanted: str) -> None:
-    """Though its object is still there, and nothing was collected: the daemon counts what a client keeps."""
+    """The mappings go away although the session object still exists, because the daemon's limit counts them."""
     gc.disable()
     try:
         with KVClient(daemon.address, transport=wanted) as client:
@@ -187,7 +187,7 @@ def test_nothing_is_logged_of_what_the_daemon_does_not_offer(caplog: pytest.LogC
 
 @pytest.mark.parametrize("share_pool", ["off", "write"])
 def test_who_is_handed_nothing_sends_messages(share_pool: str) -> None:
-    """As another user than the daemon's, whom it does not trust."""
+    """The client runs as a user that the daemon does not trust."""
     with Daemon(**SMALL_POOL | {"share_pool": share_pool, "max_lanes": 1}) as daemon:
         Path(f"{daemon.address.removeprefix('unix://')}.fds").unlink()
         with KVClient(daemon.address) as client:
@@ -195,7 +195,7 @@ def test_who_is_handed_nothing_sends_messages(share_pool: str) -> None:
                 with client.session() as kv:
                     assert kv.transport == "inline"
                     check_working(kv)
-                    # What it was not handed was given back: there is no region, and no lane but this one.
+                    # What could not be passed was released: there is no region, and no lane besides this one.
                     assert kv.regions() == []
                     finish(kv._core.call("open_lane", host_pb2.OpenLaneRequest()))
         for wanted in ("lane", "mapped", "region"):

@@ -1,4 +1,4 @@
-"""TLS and tokens as clients are given them, and what they say when client and daemon do not agree."""
+"""TLS and token arguments of clients, and the errors if client and daemon do not match."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from kvservice.wire.channels import connection_error, open_aio_channel, open_cha
 
 AUTHORITY, STRANGER = Authority(), Authority("another authority")
 DAEMON = AUTHORITY.sign("daemon")
-# Enough for an attempt to connect, which fails; where none does, the client goes on trying for so long.
+# TIMEOUT_S is enough for a connection attempt that fails. PATIENCE_S limits the retries if no attempt fails for good.
 TIMEOUT_S, PATIENCE_S = 20.0, 0.2
 
 
 class Peer:
-    """A port that is listened on as the daemon's is, with no service behind it."""
+    """A gRPC server that listens as the daemon does, but has no services."""
 
     def __init__(self, directory: Path, signed: Signed | None = DAEMON, client_ca: Authority | None = None) -> None:
         self.credentials: Credentials | None = None
@@ -74,7 +74,7 @@ def connect(face: str, address: str, **options: Any) -> None:
 
 
 def agrees(address: str, tls: Any) -> bool:
-    """Whether a call gets as far as the server, which does not know it."""
+    """Return whether a call reaches the server, which answers that it is unimplemented."""
     with open_channel(address, ClientCredentials.for_address(address, tls, ""), ()) as channel:
         try:
             channel.unary_unary("/kvservice.v1.None/None")(b"", timeout=TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""A session's connection on a clock of the test's: who waits when it breaks, for how long, and what is sent again."""
+"""A session's connection on a fake clock: which calls wait when it breaks, for how long, and which are sent again."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ WAIT_S = 2.0
 
 @pytest.fixture(autouse=True)
 def closed() -> Iterator[None]:
-    """Nothing of a test's goes on after it."""
+    """Stop everything that a test has started."""
     yield
     while Rig.made:
         finish(Rig.made.pop().link.close())
 
 
 class Rig:
-    """A link over connections that the test has prepared: for each, the answers that it gives."""
+    """A link over scripted connections: the test sets the answers of each."""
 
     made: ClassVar[list[Rig]] = []
 
@@ -62,7 +62,7 @@ class Rig:
         return finish(self.link.call(name, None, timeout_s))
 
     def fails(self, kind: type[KVServiceError], name: str = "describe", timeout_s: float | None = None) -> float:
-        """The seconds that it took."""
+        """Make a call, expect this error, and return the seconds until it was raised."""
         begin = self.face.now
         with pytest.raises(kind) as error:
             self.call(name, timeout_s)
@@ -79,7 +79,7 @@ def test_a_break_is_mended_in_the_background() -> None:
     rig.face.work()
     assert rig.call() == "describe"
     assert rig.sent() == [["attach"], ["attach", "describe"]]
-    assert rig.waits == [False, True]  # the first attempt fails at once if there is nobody
+    assert rig.waits == [False, True]  # the first attempt fails immediately if no daemon listens
 
 
 def test_a_call_whose_stream_breaks_is_sent_again() -> None:
@@ -113,7 +113,7 @@ def test_a_layer_whose_stream_a_removed_token_ends_may_have_been_written() -> No
 
 
 def test_a_next_token_that_is_refused_too_is_what_calls_raise() -> None:
-    """The client goes on trying: the file of its token may be the last that is changed."""
+    """The client keeps trying, because the file of its token may be updated after the daemon's."""
     rig = Rig([ATTACHED, REMOVED], *3 * [[REMOVED]], [ATTACHED])
     assert rig.fails(UnauthenticatedError) == WAIT_S
     assert rig.fails(UnauthenticatedError) == 0
@@ -170,7 +170,7 @@ def test_a_break_after_a_mended_one_is_waited_for_again() -> None:
 def test_a_call_without_an_answer_ends_at_its_limit() -> None:
     rig = Rig([ATTACHED, None], timeout_s=0.5)
     assert rig.fails(CallTimeoutError) == 0.5
-    assert rig.call() == "describe"  # its connection is as good as before
+    assert rig.call() == "describe"  # the connection still works
     rig.connections[0]._answers = [None, None]
     assert rig.fails(CallTimeoutError, timeout_s=0.25) == 0.25
     rig.face.busy = True
@@ -178,7 +178,7 @@ def test_a_call_without_an_answer_ends_at_its_limit() -> None:
 
 
 def test_a_limit_that_takes_the_connection_with_it_leaves_the_daemon_away() -> None:
-    """As the blocking face's do: the next calls do not wait for a daemon that may be frozen."""
+    """A deadline of the sync API breaks the stream. Later calls do not wait, because the daemon may be frozen."""
     rig = Rig([ATTACHED, None], [ATTACHED])
     rig.connections[0].ends_at_limits = True
     assert rig.fails(CallTimeoutError, timeout_s=0.5) == 0.5
@@ -219,7 +219,7 @@ def test_a_stream_that_says_why_it_ends_is_believed() -> None:
 
 
 def test_what_an_old_stream_says_is_of_no_account() -> None:
-    """The daemon ends a stream that it has not known to be broken when the same session's next one attaches."""
+    """When a session attaches its next stream, the daemon ends the old one, which it did not know to be broken."""
     rig = Rig([ATTACHED], [ATTACHED])
     old = rig.connections[0]
     old.breaks(CUT)
@@ -231,7 +231,7 @@ def test_what_an_old_stream_says_is_of_no_account() -> None:
 def test_a_daemon_that_refuses_says_why() -> None:
     rig = Rig([ATTACHED], [DrainingError("the daemon is shutting down")], [ATTACHED])
     rig.connections[0].breaks(CUT)
-    rig.face.plan(0.01, lambda: rig.fails(DrainingError))  # while the background pauses
+    rig.face.plan(0.01, lambda: rig.fails(DrainingError))  # during a pause between attempts
     rig.face.work()
     assert rig.face.now == 100 + WAIT_S
     assert rig.call() == "describe"
@@ -286,7 +286,7 @@ def test_what_the_daemon_does_without_a_call_is_given_up_in_time() -> None:
     rig.face.now += 0.4
     assert rig.link.left_s(deadline, 0.25) == pytest.approx(0.1)
     rig.connections[0].breaks(CUT)
-    rig.link.check(deadline)  # it may be mended
+    rig.link.check(deadline)  # the link may still reconnect
     rig.face.now += 0.1
     with pytest.raises(DaemonAwayError):
         rig.link.check(deadline)

@@ -1,4 +1,4 @@
-"""A detachable session whose stream was broken for longer than its grace time, so that it has lost what it shared."""
+"""A detachable session whose stream is broken for longer than the grace period, so that it loses its shared memory."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def inputs(num_tokens: int) -> list[np.ndarray]:
 
 def break_line(proxy: CuttingProxy) -> None:
     proxy.cut(stay_down=True)
-    time.sleep(2 * SMALL_POOL["session_grace_s"] + 0.5)  # nothing is shared by then
+    time.sleep(2 * SMALL_POOL["session_grace_s"] + 0.5)  # the daemon has released the shared memory by then
     proxy.up()
 
 
 def walk(kv: Session, proxy: CuttingProxy | None, place: Any = lambda array: array) -> list[np.ndarray]:
-    """Prefill by half, then the rest; in between the line breaks, if there is one. Then a decode."""
+    """Prefill in two halves, then decode. With a proxy, the connection breaks between the halves."""
     sequence = kv.allocate(PROMPT)
     results = []
     for number, count in enumerate((30, 30)):
@@ -74,7 +74,7 @@ def test_it_goes_on(open_daemon: OpenDaemon, tmp_path: Path, name: str, in_regio
         assert kv.transport == transport
         for one, other in zip(found, expected, strict=True):
             np.testing.assert_array_equal(one, other)
-        # What was made before is the caller's memory still, and what is made now is shared.
+        # Memory from before the outage is still valid for the caller, and new regions are shared.
         memory.array(4)[...] = 1
         assert kv.create_region(4096).number is not None
         assert lane is None or kv._core.attending._lane is not lane

@@ -1,4 +1,4 @@
-"""The mapped pool: what a client may do to it, when blocks count as computed, and what happens when a step ends."""
+"""The mapped pool: access rights of a client, when blocks count as computed, and steps that end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvservice.v1 import host_pb2
 
 LAYERS, HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 2, 4, 2, 32, 4
 PROMPT = list(range(700, 711))
-FULL = 2 * BLOCK_SIZE  # of its tokens, those in full blocks
+FULL = 2 * BLOCK_SIZE  # tokens of the prompt in full blocks
 
 
 def tensors(seed: int, num_tokens: int) -> list[np.ndarray]:
@@ -50,7 +50,7 @@ def reader(open_daemon: OpenDaemon) -> Iterator[Session]:
 
 @pytest.fixture
 def stranger(open_daemon: OpenDaemon) -> Iterator[Session]:
-    """Another client of the writers' daemon."""
+    """Another client of the daemon that lets clients write the pool."""
     yield from sessions(open_daemon, "write", "inline")
 
 
@@ -64,7 +64,7 @@ def call(kv: Session, name: str, request: Any) -> Any:
 
 
 def write_directly(kv: Session, step: Step, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """K/V of all layers of a step, by the operations themselves."""
+    """Write K/V of all layers of a step through `kvservice.ops`."""
     pool = pool_of(kv)
     mapped = pool.step(step._core)
     layers = [tensors(seed + layer, step.num_tokens)[1:] for layer in range(LAYERS)]
@@ -85,7 +85,7 @@ def test_what_is_written_counts_once_it_is_committed(writer: Session, stranger: 
     assert writer.describe()[0].num_computed_tokens == len(PROMPT)
     assert stranger.match_prefix(PROMPT) == FULL
     np.testing.assert_equal(writer.read(step.sequences[0], 0, len(PROMPT)), written)
-    # Another client finds the same in the blocks that it shares.
+    # Another client reads the same K/V from the shared blocks.
     sharing = stranger.allocate(PROMPT)
     assert sharing.num_cached_tokens == FULL
     np.testing.assert_equal(stranger.read(sharing, 0, FULL), tuple(part[:, :FULL] for part in written))
@@ -123,7 +123,7 @@ Operation = Callable[..., Any]
 def test_a_step_that_ends_meanwhile_is_an_error(
     writer: Session, monkeypatch: pytest.MonkeyPatch, operation: str
 ) -> None:
-    """Between the looks before and after the work, its blocks go to another sequence."""
+    """The step's blocks are reallocated between the checks before and after the operation."""
     sequence = writer.allocate(PROMPT)
     step = writer.open_step([sequence])
     right: Operation = getattr(ops, operation)
@@ -168,7 +168,7 @@ def test_a_step_that_the_tables_lack_is_the_daemons(writer: Session) -> None:
 
 
 def map_again(kv: Session, *, writable: bool) -> list[int]:
-    """The descriptors of the pool and the tables."""
+    """Map the pool once more and return the descriptors of the pool and the tables."""
     response = call(kv, "map_pool", host_pb2.MapPoolRequest(writable=writable))
     assert kv._core.handover_path is not None
     return fetch(kv._core.handover_path, response.handover_token, 2)
@@ -185,7 +185,7 @@ def check_not_writable(descriptor: int) -> None:
     for length in (0, size + 1):
         with pytest.raises(PermissionError):
             os.ftruncate(descriptor, length)
-    # What procfs opens anew is the same file.
+    # Opening the descriptor through procfs yields the same file.
     reopened = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR)
     with pytest.raises(PermissionError):
         mmap.mmap(reopened, size)
@@ -221,7 +221,7 @@ def test_nobody_writes_to_the_tables_or_resizes_the_pool(writer: Session) -> Non
 
 
 def test_who_reads_sees_what_others_write(reader: Session, open_daemon: OpenDaemon) -> None:
-    """The same bytes, where the block table says."""
+    """The bytes are at the blocks of the block table."""
     with KVClient(open_daemon("float32", "read").address, transport="inline") as client, client.session() as kv:
         step = kv.open_step([kv.allocate(PROMPT)])
         key, value = (np.stack([tensors(layer, len(PROMPT))[part] for layer in range(LAYERS)]) for part in (1, 2))

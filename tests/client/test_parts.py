@@ -1,4 +1,4 @@
-"""Tensors larger than a message: sent and read in parts, with the same result."""
+"""Tensors larger than a message are sent and read in parts, with the same result."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ POOL = {
     "max_sequence_tokens": 512,
     "max_message_mib": 1,
 }
-# Tokens of the sequences, some computed before: parts of 85 tokens end in the middle of them.
+# Lengths of the sequences in tokens. Some tokens are already computed. Parts of 85 tokens end inside sequences.
 LENGTHS = (3, 150, 1, 90, 40)
 
 
@@ -45,7 +45,7 @@ def tensors(num_tokens: int, seed: int = 0) -> tuple[np.ndarray, ...]:
 
 
 def open_step(kv: Session, name: bytes) -> Step:
-    """Over sequences that share nothing with others; two have tokens that are computed already."""
+    """Open a step over sequences that share no prefix with others. Two of them have computed tokens."""
     sequences = [
         kv.allocate(range(1000 * n, 1000 * n + length), extra_keys=[(0, name)]) for n, length in enumerate(LENGTHS)
     ]
@@ -65,7 +65,7 @@ def attend(kv: Session, name: bytes, **options: Any) -> list[tuple[Any, Any]]:
 
 @pytest.mark.parametrize("transport", ["inline", "region"])
 def test_a_layer_in_parts_is_as_one_that_is_whole(address: str, transport: str) -> None:
-    """A lane's tensors are in no message, so that it sends the layer at once."""
+    """Splitting does not change the result. A lane sends no tensors in messages, so it does not split the layer."""
     with (
         KVClient(address, transport="lane") as whole,
         KVClient(address, transport=transport) as cut,

@@ -1,4 +1,4 @@
-"""A stream that ends because its token was removed, exactly while a call waits for its answer, in both faces."""
+"""A stream that ends because its token was removed, while a call waits for its answer, in the sync and async API."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ FACES: list[Face] = ["blocking", "asyncio"]
 
 
 class Replacing(session_pb2_grpc.SessionServiceServicer):
-    """Replaces the token at the first call of an attached stream, which it ends instead of answering."""
+    """A server that replaces the token at the first call of an attached stream, and ends the stream instead of
+    answering."""
 
     def __init__(self, presented: Path) -> None:
         self.presented = presented

@@ -1,4 +1,4 @@
-"""More than one request may be about: the client sends several, or says what the daemon says."""
+"""Operations above the limits of one request: the client sends several requests, or raises the daemon's error."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_the_limits_are_told(kv: Session) -> None:
 
 
 def test_many_sequences_are_described_and_freed(kv: Session) -> None:
-    """Eleven, of up to 12 tokens, are more than a request may name or tell of."""
+    """Eleven sequences of up to 12 tokens exceed the limits of one request and of one response."""
     lengths = [1, 12, 12, 12, 12, 3, 3, 3, 3, 3, 3]
     prompts = [[100 * n + i for i in range(length)] for n, length in enumerate(lengths)]
     sequences = [kv.allocate(prompt) for prompt in prompts]

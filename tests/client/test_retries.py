@@ -1,4 +1,4 @@
-"""Unary calls whose connection breaks are sent a second time, by gRPC."""
+"""gRPC sends a unary call a second time if its connection breaks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ POOL, SESSION = "kvservice.v1.PoolService", "kvservice.v1.SessionService"
 
 
 class Breaking(grpc.GenericRpcHandler):
-    """Fails so many of the first attempts of each method as a broken connection does."""
+    """A server that fails the first attempts of each method in the way a broken connection does."""
 
     def __init__(self, num_failures: int) -> None:
         self.num_failures = num_failures

@@ -1,4 +1,4 @@
-"""Tensors in shared memory: the same answers as inside messages, and nothing left behind."""
+"""Tensors in shared memory: the results match those of messages, and no memory is left behind."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def new_step(kv: Session) -> Step:
 
 
 def new_tokens() -> list[int]:
-    """A prompt that no prefix cache has."""
+    """Return a prompt that is not in the prefix cache."""
     return [next(fresh_ids) for _ in range(SHAPE[0])]
 
 
 class Spy:
-    """What a session sends."""
+    """Records the calls that a session sends."""
 
     def __init__(self, kv: Session) -> None:
         self.requests: list[Any] = []

@@ -1,4 +1,4 @@
-"""Every transport refuses the same, as messages do: by type and field, and nothing is changed."""
+"""Every transport raises the same errors as inline messages, with type and field, and changes nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvservice.errors import (
 )
 
 LAYERS, HEADS, KV_HEADS, HEAD_SIZE = 2, 4, 2, 32
-NUM_TOKENS = 45  # so many that regions are used
+NUM_TOKENS = 45  # enough for the region transport to use regions
 
 
 def tensors(num_tokens: int = NUM_TOKENS, heads: int = HEADS, kv_heads: int = KV_HEADS) -> list[np.ndarray]:
@@ -34,7 +34,7 @@ def changed(place: int, change: Callable[[np.ndarray], Any]) -> list[Any]:
 
 
 def wrong_calls(step: Step, written: Step) -> Iterator[tuple[str, Callable[[], Any], type[KVServiceError], str]]:
-    """`step` has NUM_TOKENS tokens of one sequence; layer 0 of `written` is."""
+    """Invalid attention calls. `step` has NUM_TOKENS tokens of one sequence; layer 0 of `written` is written."""
     good = tensors()
     for layer in (-1, LAYERS, 2**31 - 1):
         yield f"layer {layer}", lambda n=layer: step.extend(n, *good), InvalidArgumentError, "layer"
@@ -72,7 +72,7 @@ def wrong_calls(step: Step, written: Step) -> Iterator[tuple[str, Callable[[], A
 
 
 def wrong_writes(step: Step, written: Step) -> Iterator[tuple[str, Callable[[], Any], type[KVServiceError], str]]:
-    """The same of `write`."""
+    """Invalid calls of `write`, with the same arguments as `wrong_calls`."""
     one = tensors()[1:]
     every = [np.stack([part] * LAYERS) for part in one]
     few = [np.stack([part] * LAYERS) for part in tensors(5)[1:]]
@@ -124,7 +124,7 @@ def test_what_is_wrong_is_refused_and_changes_nothing(kv: Session, wrong: Callab
         else:
             found.append(f"{name}: was done")
     assert not found, "\n".join(found)
-    # The step takes its layers as if nothing had been.
+    # The step accepts its layers as if there had been no errors.
     fresh = kv.open_step([kv.allocate(range(900, 900 + NUM_TOKENS))])
     for layer in range(LAYERS):
         np.testing.assert_array_equal(step.extend(layer, *tensors()), fresh.extend(layer, *tensors()))

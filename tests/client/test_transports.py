@@ -1,4 +1,4 @@
-"""Every transport does the same: the results of messages, for every kind of step, option and tensor."""
+"""Every transport returns the results of the inline transport, for every kind of step, option and tensor."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Place = Callable[[np.ndarray], np.ndarray]
 
 
 class Inputs:
-    """Normal numbers, the same for all who ask in the same order."""
+    """Inputs from N(0,1), from a seeded generator: the same requests in the same order return the same numbers."""
 
     def __init__(self, dtype: str, place: Place = lambda array: array) -> None:
         self._rng = np.random.default_rng(7)
@@ -48,7 +48,8 @@ class Inputs:
 
 
 async def walk(kv: Any, inputs: Inputs, *, given: bool) -> list[np.ndarray]:
-    """Prefill, decode and mixed steps, every option; then all K/V. `given`: results go into arrays of the caller's."""
+    """Run prefill, decode and mixed steps with every option, then read all K/V. `given`: the caller passes arrays for
+    the results."""
     seen: list[np.ndarray] = []
 
     async def run(step: Any, method: str, **options: Any) -> None:
@@ -68,7 +69,7 @@ async def walk(kv: Any, inputs: Inputs, *, given: bool) -> list[np.ndarray]:
 
     sequences = await kv.allocate_batch([range(n, n + length) for n, length in ((0, 5), (100, 1), (200, 45))])
     await run(await kv.open_step(sequences[:2]), "extend")
-    await run(await kv.open_step(sequences[2:], 20), "extend")  # a chunk of a prefill
+    await run(await kv.open_step(sequences[2:], 20), "extend")  # one chunk of a chunked prefill
     await run(await kv.open_step(sequences[2:]), "extend")
     await run(await kv.append(sequences, [1, 2, 3]), "decode")
     for options in OPTIONS:
@@ -89,7 +90,7 @@ async def walk(kv: Any, inputs: Inputs, *, given: bool) -> list[np.ndarray]:
 
 
 def run_walk(face: Face, daemon: Daemon, transport: str, dtype: str, *, given: bool, shared: str = "") -> list[Any]:
-    """`shared`: all tensors lie in a region of this kind."""
+    """Run `walk` on a session. `shared`: all tensors are in a region of this kind."""
 
     async def scenario() -> list[Any]:
         async with session_of(face, daemon.address, transport) as kv:
@@ -107,7 +108,7 @@ async def make_region(kv: Any, kind: str) -> Any:
 
 
 class Bump:
-    """Places one array after the other in a region, from its start again when it is full."""
+    """A bump allocator for arrays in a region. It starts again at offset 0 when the region is full."""
 
     def __init__(self, memory: Any) -> None:
         self._memory = memory
@@ -124,7 +125,7 @@ class Bump:
 
 @pytest.fixture(scope="module")
 def by_messages(open_daemon: OpenDaemon) -> Callable[[str], list[Any]]:
-    """What inline tensors give."""
+    """The results of the inline transport."""
     known: dict[str, list[Any]] = {}
 
     def find(dtype: str) -> list[Any]:
@@ -176,7 +177,7 @@ def test_what_lies_in_a_region_is_not_copied(
 
         with monkeypatch.context() as no_copies:
             no_copies.setattr(Staging, "put", copied)
-            if transport != "mapped":  # there a log-sum-exp is brought to where it is wanted
+            if transport != "mapped":  # the mapped transport copies the log-sum-exp to `lse_out`
                 no_copies.setattr(np, "copyto", copied)
             step.extend(0, query, key, value, out=out, lse_out=lse_out, return_lse=True)
             if transport != "mapped":

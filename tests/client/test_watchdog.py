@@ -1,4 +1,4 @@
-"""Time limits of calls that block."""
+"""Deadlines of blocking calls."""
 
 from __future__ import annotations
 
