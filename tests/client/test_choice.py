@@ -27,7 +27,8 @@ from kvservice.errors import (
 from kvservice.launch import Daemon
 from kvservice.v1 import host_pb2
 
-# The errors, type and field, that a daemon's configuration causes for each transport that it does not allow.
+# ALLOWED: a daemon's configuration, the transport that "auto" selects for a client on the unix socket, and the error,
+# type and field, of each transport that the configuration does not allow.
 Refused = dict[str, tuple[type[KVServiceError], str]]
 NO_REGIONS: Refused = {"lane": (RegionsNotAllowedError, ""), "region": (RegionsNotAllowedError, "")}
 NO_POOL: Refused = {"mapped": (PoolNotSharedError, "writable")}

@@ -1,4 +1,4 @@
-"""Puts this directory on the path, so that its tests share `lane_rig`."""
+"""Adds this directory to the path, so that its tests share `lane_rig`."""
 
 import sys
 from pathlib import Path

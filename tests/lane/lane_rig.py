@@ -1,4 +1,4 @@
-"""A lane with both ends in this process, over memory files as the daemon makes them, and a writer of raw entries."""
+"""A lane with both ends in this process, over memory files like the daemon's, and methods that write raw entries."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TIMEOUT_S = 60.0
 
 
 def memory_file(num_bytes: int) -> int:
-    """Its descriptor: of that size for ever."""
+    """Create a memory file with a sealed size and return its descriptor."""
     fd = os.memfd_create("lane-test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, num_bytes)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
@@ -38,7 +38,7 @@ def mapped(fd: int, num_bytes: int) -> Array:
 
 @dataclass
 class StepArrays:
-    """A step as the bookkeeping would give it: blocks of a pool without gaps, every sequence in blocks of its own."""
+    """A step like the block manager's. Its sequences share no blocks."""
 
     step_id: int
     slot_mapping: Array
@@ -50,7 +50,7 @@ class StepArrays:
 
 @dataclass
 class Call:
-    """Tensors and options of a call, in the numbers that the ops take."""
+    """Tensors and options of a call, in the form that the ops take."""
 
     query: Array
     key: Array
@@ -60,7 +60,8 @@ class Call:
 
 
 class LaneRig:
-    """`session`, `server`, `client`; `region` is numbered `region_number`. Rigs of a shape may share a pool."""
+    """A lane's `session`, `server` and `client`. `region_number` is the number of `region`. Rigs with the same shapes
+    may share a pool."""
 
     def __init__(
         self,
@@ -135,7 +136,7 @@ class LaneRig:
         return Call(normal(num_heads), normal(kv), normal(kv), options, alibi)
 
     def reserve(self, num_bytes: int) -> tuple[int, int]:
-        """A place in the region."""
+        """Reserve bytes in the region and return their place."""
         offset = self._used
         assert offset + num_bytes <= len(self.region)
         self._used += -(-num_bytes // 64) * 64
@@ -156,7 +157,7 @@ class LaneRig:
     # Calls.
 
     def expected(self, step: StepArrays, layer: int, call: Call) -> tuple[Array, Array, Array]:
-        """Output, log-sum-exp and pool after the call."""
+        """Compute the expected output, log-sum-exp and pool after the call."""
         pool = self.pool.copy()
         ops.write_kv(pool, layer, step.slot_mapping, call.key, call.value)
         arrays = (step.query_lens, step.block_tables, step.context_lens)
@@ -165,7 +166,7 @@ class LaneRig:
         return output, lse, pool
 
     def submit(self, step_id: int, layer: int, call: Call, decode: bool = False) -> tuple[int, Array, Array]:
-        """The call's number, and views of its output and log-sum-exp."""
+        """Submit a call. Returns its number, and views of its output and log-sum-exp."""
         output, lse = self.reserve(call.query.nbytes), self.reserve(4 * call.query[..., 0].size)
         slopes = None if call.slopes is None else self.put(call.slopes)
         places = (self.put(call.query), self.put(call.key), self.put(call.value), output, lse)
@@ -184,10 +185,10 @@ class LaneRig:
         assert answer is not None
         return answer
 
-    # The ring, raw.
+    # Raw access to the ring.
 
     def word(self, offset: int) -> Array:
-        """An index of the header, to read and to write."""
+        """Return a writable view of a word of the header."""
         return self.memory[offset : offset + 8].view(np.uint64)
 
     def write_entry(self, place: int, entry: bytes) -> None:

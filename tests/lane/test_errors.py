@@ -1,4 +1,4 @@
-"""Whatever a client writes into a lane is answered or ends that lane, and changes nothing else."""
+"""Invalid entries of a client get an error as the answer or end the lane, and change nothing else."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from lane_ring import (
 from kvservice import _ext
 from kvservice.errors import ConnectionLostError, InvalidArgumentError, ResourceExhaustedError
 
-# By place in the packed entry: number, step_id, layer, flags, num_heads, sliding_window, scale, logits_soft_cap, then
-# region, zero and offset of query, key, value, output, lse, alibi_slopes, then block_sparse.
+# The fields of a packed entry, in order: number, step_id, layer, flags, num_heads, sliding_window, scale,
+# logits_soft_cap; region, zero and offset of query, key, value, output, lse, alibi_slopes each; block_sparse.
 GOOD = [0, 1, 0, DECODE | RETURN_LSE, 4, 0, 0.0, 0.0]
 for offset in (0, 4096, 8192, 12288, 16384):
     GOOD += [0, 0, offset]
@@ -85,7 +85,7 @@ BAD: dict[str, tuple[dict[int, Any], str, str]] = {
 
 
 def send(rig: LaneRig, entry: bytes) -> tuple[str, str, str]:
-    """Writes it as the next one and returns what it is answered."""
+    """Write an entry as the next one in the ring and return its answer."""
     number = int(rig.word(SUBMITTED)[0])
     rig.write_entry(number, entry)
     rig.word(SUBMITTED)[0] = number + 1
@@ -104,7 +104,7 @@ def wait_until(condition: Callable[[], Any]) -> None:
 
 @pytest.mark.parametrize(("changes", "reason", "field"), BAD.values(), ids=BAD)
 def test_a_bad_entry_is_answered_with_an_error(changes: dict[int, Any], reason: str, field: str, request: Any) -> None:
-    with lane(spin_us=5000.0) as rig:  # a raw entry rings no bell
+    with lane(spin_us=5000.0) as rig:  # long enough, because raw entries do not wake a sleeping server
         several = request.node.callspec.id == "several tokens"
         step = rig.publish(1, (2, 0) if several else (1, 1), (5, 9))
         pool, region = rig.pool.copy(), rig.region.copy()
@@ -296,7 +296,7 @@ def test_a_client_that_is_told_too_much_says_so() -> None:
         with pytest.raises(ConnectionLostError, match="make no sense"):
             rig.client.wait(number, 1.0)
         rig.word(COMPLETED)[0] = 2
-        rig.memory[20480 + 256] = 7  # the completion's number
+        rig.memory[20480 + 256] = 7  # the number of the completion
         with pytest.raises(ConnectionLostError, match="makes no sense"):
             rig.client.wait(number, 1.0)
 

@@ -1,4 +1,4 @@
-"""A daemon that fails under a call: the lane ends, the client and the daemon are told."""
+"""A daemon that fails during a call: the lane ends, and both client and daemon get the error."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-# The plan of a call of four million rows needs megabytes of which there are none left. What `on_fault` does to the
-# server must not keep it from ending.
+# The plan of a call with four million rows needs more memory than the process may allocate. `on_fault` may close or
+# drop the server or raise an error; the server must end in each case.
 SCRIPT = """
 import gc, resource, sys
 from lane_rig import LaneRig

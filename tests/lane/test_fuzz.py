@@ -1,4 +1,4 @@
-"""Builds lane_fuzz.cpp with sanitizers and runs it, for KVSERVICE_FUZZ_SECONDS."""
+"""Builds lane_fuzz.cpp with sanitizers and runs it for KVSERVICE_FUZZ_SECONDS."""
 
 from __future__ import annotations
 

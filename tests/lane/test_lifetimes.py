@@ -1,4 +1,4 @@
-"""Steps, regions and lanes that go while calls are under way; several lanes at once."""
+"""Steps, regions and lanes that are removed while calls are in flight; several lanes at the same time."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_step_and_its_arrays_live_until_it_is_retired() -> None:
 
 def test_closing_ends_a_wait_and_is_done_once() -> None:
     with lane(**SLOW | {"region_bytes": 64 << 20}) as rig, ThreadPoolExecutor(1) as threads:
-        # So many that all cannot be computed before the lane is closed.
+        # There are too many calls to compute all of them before the lane is closed.
         steps = [rig.publish(number, (512,), (4096,)) for number in range(1, NUM_WAITING + 1)]
         call = rig.tensors(steps[0])
         output, _, _ = rig.expected(steps[0], 0, call)
@@ -100,7 +100,7 @@ def test_closing_ends_a_wait_and_is_done_once() -> None:
         with pytest.raises(ConnectionLostError, match="closed"):
             waiting.result(TIMEOUT_S)
         assert got.tobytes() == output.tobytes()
-        assert rig.wait(first) == OK  # it was answered before the lane ended
+        assert rig.wait(first) == OK  # the answer came before the lane ended
         assert 1 <= rig.server.stats()[0] < NUM_WAITING
         rig.server.close()
         with pytest.raises(ConnectionLostError, match="closed"):
@@ -131,7 +131,7 @@ def test_time_runs_out() -> None:
 
 
 def test_many_calls_of_some_lanes_do_not_keep_another_waiting() -> None:
-    """The other's eight calls, one after the other, come between the first ones of twice sixty-four."""
+    """Eight consecutive calls on one lane finish among the first of 64 queued calls on each of two other lanes."""
     shape = {"num_layers": 64, "head_size": 64, "block_size": 16, "num_blocks": 80, "region_bytes": 16 << 20}
     with lane(**shape) as flood, lane(shared_with=flood, **shape) as second, lane(shared_with=flood, **shape) as other:
         single = other.tensors(other.publish(1, (1,), (256,), first_block=64))
@@ -143,7 +143,7 @@ def test_many_calls_of_some_lanes_do_not_keep_another_waiting() -> None:
         for layer in range(8):
             assert other.call(1, layer, single) == OK
         for rig in numbers:
-            assert rig.word(COMPLETED)[0] < 40  # eight, if nothing delays us
+            assert rig.word(COMPLETED)[0] < 40  # 8 on an idle machine
         for rig, sent in numbers.items():
             assert [rig.wait(number) for number in sent] == [OK] * 64
 
@@ -189,7 +189,7 @@ def test_lanes_of_one_session_finish_a_step_together() -> None:
         server.close()
 
 
-@pytest.mark.timeout(20)  # with a tenth of a second for each wake that is lost, it would be 80
+@pytest.mark.timeout(20)  # a lost wake-up costs 0.1 s each, 80 s in all
 def test_both_sides_sleep_and_wake() -> None:
     with lane(spin_us=0.0) as rig:
         for step_id in range(400):
@@ -202,7 +202,7 @@ def test_both_sides_sleep_and_wake() -> None:
 
 
 class Event:
-    """What a lane's server takes of a GPU's event."""
+    """A stand-in for a CUDA event, with the methods that a lane's server uses."""
 
     native, handle = 1, b"handle"
 

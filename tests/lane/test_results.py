@@ -1,4 +1,4 @@
-"""What a lane computes is what the kernels compute, to the last bit."""
+"""A lane's results are bitwise equal to those of the kernels."""
 
 from __future__ import annotations
 
