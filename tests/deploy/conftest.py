@@ -1,4 +1,4 @@
-"""The stack of deploy/, built and started once for all tests."""
+"""The container stack of deploy/, which is built and started once for all tests."""
 
 from __future__ import annotations
 

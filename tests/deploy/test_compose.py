@@ -1,4 +1,4 @@
-"""The daemon in containers, and those who watch it, as the compose file starts them."""
+"""The daemon and its monitoring in containers, as the compose file starts them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(2400)
 NUM_BLOCKS = int(OPTIONS["num_blocks"])
 NUM_LAYERS, NUM_HEADS, HEAD_SIZE = (int(OPTIONS[name]) for name in ("num_layers", "num_kv_heads", "head_size"))
 
-# An engine in another container: attention over one token gives its value back.
+# An engine in another container. Attention over one token returns the token's value.
 ENGINE = f"""
 import logging, sys, numpy as np
 logging.basicConfig(stream=sys.stdout)
@@ -41,7 +41,7 @@ with KVClient(sys.argv[1]) as client, client.session() as kv:
 
 
 def values(seed: int) -> np.ndarray:
-    """Query, key, value of one token."""
+    """Return query, key and value of one token."""
     return np.random.default_rng(seed).normal(size=(3, 1, NUM_HEADS, HEAD_SIZE)).astype(np.float32)
 
 
@@ -73,7 +73,7 @@ def test_prometheus_evaluates_the_rules(stack: Stack) -> None:
 
 
 def test_the_example_makes_traffic_of_every_kind(stack: Stack) -> None:
-    """Its service runs for a while, and goes without a trace."""
+    """The example service causes traffic of every kind, and leaves nothing behind when it stops."""
     increases = (
         "kvservice_tenant_computed_tokens_total{tenant='chat'}",
         "kvservice_tenant_computed_tokens_total{tenant='search'}",
@@ -143,7 +143,7 @@ def test_an_engine_in_a_container_reaches_it_over_the_shared_socket(stack: Stack
     options = ("--network=none", f"--volume={stack.socket_volume}:/run/kvservice")
     address = "unix:/run/kvservice/kvservice.sock"
     assert "blocks by inline" in run_engine(address, *options, "--user=20000:10001")
-    assert "blocks by lane" in run_engine(address, *options)  # as the daemon's user
+    assert "blocks by lane" in run_engine(address, *options)  # runs as the daemon's user
     with pytest.raises(pytest.fail.Exception, match=r"CONNECTION_LOST|UNAVAILABLE|DEADLINE"):
         run_engine(address, *options, "--user=20000:20000")
 

@@ -1,4 +1,4 @@
-"""The example client, without containers: what it makes the daemon do, and that it survives it."""
+"""The example client without containers: the traffic that it causes, and that it survives a restart of the daemon."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_it_comes_back_to_a_daemon_that_was_started_anew(tmp_path: Path) -> None
         try:
             for _ in range(2):
                 with Daemon(**SMALL_POOL, unix_socket=socket):
-                    # A line for each error, until the sessions are open.
+                    # The client prints a line for each error until its sessions are open.
                     while "sessions over" not in (line := example.stdout.readline()):
                         assert line.startswith("starting anew: ")
                     assert line == "2 sessions over lane\n"

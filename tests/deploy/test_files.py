@@ -1,4 +1,4 @@
-"""The files of deploy/ agree with each other and with the daemon, as far as that shows without a container engine."""
+"""The files of deploy/ are consistent with each other and with the daemon. These tests need no container engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvservice.server.listening import check_addresses
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
-# Instructions, with continued lines joined.
+# The instructions of the Dockerfile, with continued lines joined.
 INSTRUCTIONS = [
     line.split(maxsplit=1)
     for line in re.sub(r"\\\n\s*", "", re.sub(r"(?m)^#.*\n", "", DOCKERFILE)).splitlines()
@@ -35,7 +35,7 @@ DEFAULTS = ServeConfig()
 
 
 def instructions(name: str, stage: str | None = None) -> list[str]:
-    """What stands behind an instruction: anywhere, or in a stage and those that it is made from."""
+    """Return the arguments of an instruction: of all stages, or of one stage and its base stages."""
     stages: dict[str, list[list[str]]] = {"": []}
     current = ""
     for instruction, rest in INSTRUCTIONS:
@@ -63,14 +63,14 @@ def image(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def image_config(image: str) -> ServeConfig:
-    """What the daemon is configured to be inside an image. Raises if the image sets what is no option."""
+    """Return the daemon's configuration inside an image. Raises if the image sets an unknown option."""
     environment = image_environment(image)
     return load_config({}, {name: value for name, value in environment.items() if name.startswith(ENV_PREFIX)})
 
 
 @pytest.fixture
 def compose() -> Any:
-    """The compose file with the default of every variable put in."""
+    """Return the compose file, with every variable replaced by its default."""
     text = (DEPLOY / "docker-compose.yml").read_text()
     assert "${" in text
     return yaml.safe_load(re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text))
@@ -259,7 +259,7 @@ def test_certificates_are_made_that_clients_accept(tmp_path: Path) -> None:
 
 
 def shake_hands(certificates: Certificates, name: str) -> None:
-    """In memory, as a client that trusts the authority and wants this name."""
+    """Run a TLS handshake in memory, as a client that trusts the authority and expects this name."""
     server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     certificates.load_into(server)
     client.load_verify_locations(cadata=certificates.client_ca.decode())

@@ -1,4 +1,4 @@
-"""The dashboard and how Grafana is given it, by their structure. What the queries find is in test_rules.py."""
+"""The structure of the dashboard and of its provisioning. test_rules.py tests the results of the queries."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ALERTS = {
     for rule in group["rules"]
 }
 GRID_COLUMNS = 24
-# Those of Grafana 12; graph, singlestat and table-old are gone.
+# Panel types of Grafana 12, which has removed graph, singlestat and table-old.
 PANEL_TYPES = {"heatmap", "stat", "table", "timeseries"}
 
 
@@ -60,7 +60,7 @@ def test_what_is_chosen_above_holds_for_every_query() -> None:
     variables = {variable["name"] for variable in DASHBOARD["templating"]["list"]}
     queries = [target["expr"] for panel in PANELS for target in panel["targets"]]
     for query in queries:
-        # Each selector is of what was chosen.
+        # Every selector filters by the selected job and instance.
         assert query.count("{") == query.count('{job=~"$job", instance=~"$instance"') > 0, query
     used = {name for query in queries for name in re.findall(r"\$(\w+)", query)} - {"__rate_interval"}
     assert variables == used | {"datasource"}

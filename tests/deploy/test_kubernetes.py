@@ -1,4 +1,4 @@
-"""The manifests of deploy/kubernetes: valid for Kubernetes and the Prometheus operator, and right for the daemon."""
+"""The manifests of deploy/kubernetes are valid for Kubernetes, the Prometheus operator and the daemon."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def container(overlay: str, name: str = "daemon") -> Any:
 
 
 def config(overlay: str) -> ServeConfig:
-    """As the daemon reads it there. Raises if there is what is no option."""
+    """Return the configuration that the daemon reads in this overlay. Raises if it has an unknown option."""
     return load_config({}, the(overlay, "ConfigMap")["data"])
 
 
@@ -85,12 +85,12 @@ def pod_monitor() -> Any:
 
 
 def as_understood(kind: type[PodMonitor | PrometheusRule], content: Any) -> Any:
-    """What the operator's types keep of an object: fields that they do not know are gone."""
+    """Return the object as the operator's types parse it, without unknown fields."""
     return json.loads(kind.model_validate(content).model_dump_json(by_alias=True, exclude_none=True))
 
 
 def test_the_operator_understands_the_pod_monitor(pod_monitor: Any) -> None:
-    # Its types fill in what a relabeling does by default.
+    # The operator's types add the default action of a relabeling.
     for endpoint in pod_monitor["spec"]["podMetricsEndpoints"]:
         for relabeling in endpoint["relabelings"]:
             relabeling.setdefault("action", "replace")
@@ -99,7 +99,7 @@ def test_the_operator_understands_the_pod_monitor(pod_monitor: Any) -> None:
 
 @pytest.mark.parametrize("path", RULES, ids=lambda path: path.name)
 def test_the_operator_understands_the_rules(path: Path) -> None:
-    """As deploy/README.md makes an object of them."""
+    """Build the rules object as deploy/README.md does."""
     head = {"apiVersion": "monitoring.coreos.com/v1", "kind": "PrometheusRule", "metadata": {"name": path.stem}}
     rule = head | {"spec": yaml.safe_load(path.read_text())}
     assert as_understood(PrometheusRule, rule) == rule
@@ -148,7 +148,7 @@ def test_tls_and_tokens_come_from_secrets(overlay: str) -> None:
         assert mounts[volume]["readOnly"]
         assert "subPath" not in mounts[volume], "such a file does not follow its secret"
         assert volumes[volume]["secret"]["secretName"] == f"kvservice-{volume}"
-        # With fsGroup it is the pod's group that may read: see kvservice/auth/tokens.py for what is refused.
+        # With fsGroup the pod's group needs read permission. kvservice/auth/tokens.py refuses wider permissions.
         assert volumes[volume]["secret"]["defaultMode"] == 0o440
     assert pod(overlay)["spec"]["securityContext"]["fsGroup"]
 

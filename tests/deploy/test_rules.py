@@ -1,4 +1,4 @@
-"""Rules and dashboard against what they are about: a real Prometheus that watches a real daemon with traffic."""
+"""Rules and dashboard queries on a real Prometheus, which scrapes a real daemon with traffic."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ RULES = {
 ALERTS = {name: rule for name, rule in RULES.items() if "alert" in rule}
 DASHBOARD = json.loads((DEPLOY / "grafana" / "dashboards" / "kvservice.json").read_text())
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
-# What Grafana puts in for its variables.
+# Values that Grafana substitutes for its variables.
 GRAFANA = {"$__rate_interval": "5m", "$job": ".*", "$instance": ".*", "$method": ".*"}
-# Metrics, recorded or scraped, with their matchers.
+# Matches recorded or scraped metrics, with their label matchers.
 SELECTOR = re.compile(r"\b(?:kvservice_|process_|instance\w*:kvservice_|up\b)\w*(?::\w+)*(?:\{[^}]*\})?")
-# Of these it is good to find none: an alert asks for a status, or for a target, that a sound daemon does not have.
+# Selectors that match nothing on a healthy daemon: an alert queries a status that a healthy daemon does not return.
 QUIET = {'kvservice_rpc_duration_seconds_count{status="INTERNAL"}'}
 
 pytestmark = pytest.mark.timeout(900)
 
 
 def filled_in(query: str) -> str:
-    """As Grafana would send it."""
+    """Substitute the variables in a query, as Grafana does."""
     for variable, value in GRAFANA.items():
         query = query.replace(variable, value)
     return query
 
 
 def dashboard_queries() -> dict[str, str]:
-    """PromQL by where it stands: in panels, and in annotations."""
+    """Return the PromQL queries of panels and annotations, by their location."""
     found = {
         f"{panel['id']} {panel['title']} {target['refId']}": filled_in(target["expr"])
         for panel in PANELS
@@ -60,14 +60,14 @@ def dashboard_queries() -> dict[str, str]:
 
 
 def variable_selectors() -> dict[str, str]:
-    """The series whose labels the dashboard's variables list."""
+    """Return the selectors whose label values the dashboard's variables list."""
     variables = [one for one in DASHBOARD["templating"]["list"] if one["type"] == "query"]
     return {one["name"]: filled_in(re.sub(r"label_values\((.*), \w+\)", r"\1", one["definition"])) for one in variables}
 
 
 @pytest.fixture(scope="module")
 def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrometheusServer]:
-    """Traffic has been; Prometheus has seen it twice or more, so that there are rates."""
+    """A Prometheus that has scraped a daemon with traffic at least twice, so that rates exist."""
     prometheus_server.require()
     own, target = (f"127.0.0.1:{port}" for port in free_ports(2))
     directory = tmp_path_factory.mktemp("prometheus")
@@ -85,7 +85,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrometheusS
         traffic.play()
         server.wait_for("the second round is seen", lambda: server.values(f"{rounds} >= 2"))
         server.wait_for("lost sessions", lambda: server.values('ALERTS{alertname="KVServiceSessionsLost"}'))
-        # What is recorded of the second round comes with the next evaluation of the rules.
+        # The recorded metrics of the second round appear at the next evaluation of the rules.
         for selector in sorted({found for rule in RULES.values() for found in SELECTOR.findall(rule["expr"])} - QUIET):
             server.wait_for(selector, lambda selector=selector: server.values(selector))
         yield server
@@ -146,7 +146,7 @@ def test_alerts_fire_where_they_should_and_nowhere_else() -> None:
 @pytest.mark.parametrize("expression", ["vector(1)", "vector(1) < 0"], ids=["always", "never"])
 @pytest.mark.parametrize("name", ALERTS)
 def test_the_unit_tests_notice_an_alert_that_fires(name: str, expression: str, tmp_path: Path) -> None:
-    """Always, or never. Only those cases are run that are to notice it."""
+    """Each alert is changed to fire always or never. Only the cases that must notice the change run."""
     rules = []
     for path in (DEPLOY / "prometheus" / "rules").glob("*.yml"):
         content = yaml.safe_load(path.read_text())

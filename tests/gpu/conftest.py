@@ -1,4 +1,4 @@
-"""Everything below needs a CUDA device; without one it is skipped, and says why. Run it with `pytest -m gpu`."""
+"""All tests below need a CUDA device; without one they are skipped with the reason. Run them with `pytest -m gpu`."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""A small grid of all kernels, for compute-sanitizer: no torch, every array an allocation of its own, and table entries
-that must not be read name blocks that no memory is behind.
+"""A small grid of all kernels for compute-sanitizer. It uses no torch, every array has its own allocation, and table
+entries that must not be read have invalid block ids.
 
     compute-sanitizer --tool memcheck python tests/gpu/sanitize.py [reference|decode|extend|auto|cascade|slots ...]
 
-Results are compared as well. Alone it takes a second or two, under racecheck minutes.
+Results are compared as well. It runs for a second or two, or for minutes under racecheck.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def work(case: Case) -> int:
 
 
 def attention(kernel: Kernel) -> None:
-    """The cases of least work of a sample, and two whose contexts are split."""
+    """Run the cases of a sample with the least work, and two cases with split-KV."""
     cases = sorted(sample_cases(kernel, 2 * CASES, seed=9), key=work)[:CASES]
     split = Case((1, 1), (2500, 700), dtype="float16", head_size=128, num_kv_heads=1, group=4, num_layers=1, layer=0)
     if kernel == "extend":
@@ -50,7 +50,7 @@ def cascade() -> None:
 
 
 def slots() -> None:
-    """A prompt and a scattered step written, read and copied, for every dtype of pool."""
+    """Write, read and copy a prompt and a step with scattered slots, for every pool dtype."""
     for pool_dtype in ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"):
         dtype = "float16" if pool_dtype.startswith("float8") else pool_dtype
         for block_size in (1, 8, 16, 64):
@@ -82,7 +82,7 @@ def write_read_copy(memory: GpuMemory, pool_dtype: str, dtype: str, block_size: 
     expected = pool.copy()
     stored = [tokens.astype(pool.dtype) for tokens in (key, value)]
     put_sequence(expected, 1, blocks, block_size, *stored)
-    # What is past the end is NaN there, and was never written here.
+    # The reference has NaN past the end of the sequence; the pool here was never written there.
     expected = np.where(np.isnan(expected.astype(np.float32)), np.zeros((), pool.dtype), expected)
     expected[10:] = expected[:10]
     assert memory.download(there).tobytes() == expected.tobytes(), (pool_dtype, block_size)

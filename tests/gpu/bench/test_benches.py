@@ -1,4 +1,4 @@
-"""The device's benchmarks run, and what they print adds up."""
+"""The GPU benchmarks run, and their results are plausible."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_attention() -> None:
         assert shape["batch_invariant_us"] > 0
         assert shape["speedup"] is None
     decode = next(shape for shape in results["shapes"] if shape["kind"] == "decode")
-    # Twice the bytes of a copy in its time cannot come from memory: the caches were not cold.
+    # A rate above twice that of a device copy cannot come from memory: the caches would not have been cold.
     assert decode["gb_per_s"] < 2 * results["ceilings"]["device_copy_gb_per_s"]
 
 

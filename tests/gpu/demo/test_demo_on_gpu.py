@@ -1,4 +1,4 @@
-"""The demo against a daemon on the GPU, and as a command."""
+"""The demo with a daemon on the GPU, also as a command."""
 
 from __future__ import annotations
 

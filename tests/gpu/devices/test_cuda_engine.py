@@ -1,5 +1,4 @@
-"""The engine in this process, on the real device: the machine of the CPU's tests, operations that do not wait for each
-other, all types of cache."""
+"""The in-process engine on a real GPU: the state machine of the CPU tests, concurrent operations, all cache dtypes."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from kvservice.errors import ResourceExhaustedError
 
 @pytest.fixture(params=["on the loop", "in threads"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Where calls are launched and waited for."""
+    """Select where calls are launched and waited for: on the event loop or in threads."""
     if request.param == "in threads":
         monkeypatch.setattr(compute, "INLINE_S", -1.0)
     return request.param
@@ -53,7 +52,7 @@ def test_engine() -> None:
 
 @pytest.mark.usefixtures("way")
 def test_operations_that_do_not_wait_for_each_other() -> None:
-    """Long sequences, so that copies are still under way when the next operation comes."""
+    """The sequences are long, so that copies are still in flight when the next operation starts."""
     changes = {
         "enable_prefix_caching": False,
         "num_blocks": 160,
@@ -84,7 +83,7 @@ def test_types(tmp_path: Path, head_size: int, dtype: str, cache: str) -> None:
 
 
 def test_a_call_of_many_heads_and_tokens(rig: Rig) -> None:
-    """Long enough that it is waited for by a thread."""
+    """The call is long enough that a thread waits for it."""
     step = rig.open_step(0, 500)
     query, key, value = rig.normal(500, 8, 32), rig.normal(500, 2, 32), rig.normal(500, 2, 32)
     output = rig.attend(step, 0, query, key, value)
@@ -133,7 +132,7 @@ def test_batch_invariance_is_bit_by_bit() -> None:
 
 
 def test_forks_of_a_long_prompt() -> None:
-    """So many, and so long, that common blocks are read once for all: the same as of an engine on the CPU."""
+    """There are enough long forks to use the shared-prefix (cascade) kernel. The results match an engine on the CPU."""
     num_forks, num_prompt = 128, 1500
     sizes = {"num_blocks": 400, "max_sequences": 200, "max_sequence_tokens": 2000, "max_message_mib": 16}
     model = {"dtype": "bfloat16", "head_size": 128, "block_size": 16, "num_layers": 1, "num_kv_heads": 8}

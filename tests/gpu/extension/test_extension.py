@@ -1,4 +1,4 @@
-"""The CUDA extension's own objects: memory, streams, events, and what they say when something is wrong."""
+"""The objects of the CUDA extension: memory, streams, events, and their errors."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_too_much_memory_is_an_error_with_the_numbers() -> None:
     wanted, free, all_of_it = (int(number) for number in said.groups())
     assert wanted >= 2 * total
     assert free <= all_of_it == total
-    # And nothing is broken by it.
+    # The device still works after the error.
     assert download(_cuda.DeviceMemory(0, MIB).pointer, 16).size == 16
 
 
@@ -142,7 +142,7 @@ def test_host_memory_is_locked_and_unlocked() -> None:
 @pytest.mark.parametrize("num_pairs", [1, 399, 400, 401, 900])
 @pytest.mark.parametrize("block_bytes", [16, 48, 32768, 32784, 98304])
 def test_copies_of_blocks_touch_nothing_else(num_pairs: int, block_bytes: int) -> None:
-    """Around the number of pairs of one launch, and the bytes of one thread block."""
+    """The sizes are around the number of pairs of one launch and the bytes of one thread block."""
     num_blocks = 2 * num_pairs + 3
     memory = _cuda.DeviceMemory(0, num_blocks * block_bytes)
     rng = np.random.default_rng(num_pairs)

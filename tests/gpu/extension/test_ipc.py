@@ -119,7 +119,8 @@ def test_stale_handles_are_refused(other: Peer) -> None:
 
 
 def test_a_handle_with_any_bit_changed_reaches_nobody_elses_memory(other: Peer) -> None:
-    """Some of its bytes do not matter. Some drivers take what is none, and who reads there loses the device."""
+    """Some bytes of a handle have no meaning. Some drivers accept invalid handles; reading such memory is a device
+    fault."""
     handle = other.run(gpu_peer.allocate, "memory", 2 * MIB, 6)
     with contextlib.ExitStack() as probers:
         prober = probers.enter_context(peer())
@@ -167,7 +168,7 @@ def test_a_process_killed_while_its_memory_is_written_harms_nobody(other: Peer) 
 
 
 def test_memory_comes_and_goes(other: Peer) -> None:
-    """As often as there are clients, and nothing is left."""
+    """Memory is opened and closed many times, as by many clients, and nothing leaks."""
     for _ in range(3):
         other.run(gpu_peer.allocate, "warm", 2 * MIB, 1)
     fds = len(os.listdir("/proc/self/fd"))
@@ -250,7 +251,7 @@ def test_a_stream_waits_for_another_process(other: Peer) -> None:
 
 
 def test_an_event_of_a_killed_process_is_never_done(other: Peer) -> None:
-    """Why nothing of the daemon's may wait for one."""
+    """This is why no stream of the daemon may wait for an event of a client."""
     event = _cuda.open_ipc_event(0, other.run(gpu_peer.record_behind_work, 600))
     assert not event.done()
     other.kill()

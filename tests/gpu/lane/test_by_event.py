@@ -1,4 +1,4 @@
-"""Calls of lanes that are answered when they are launched, and waited for by the lane's event."""
+"""Lane calls that are answered when their kernels are launched; the client's stream waits for the lane's event."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def client() -> Iterator[Peer]:
 
 
 def connect(lane: CudaLane, client: Peer, fd: int, num_bytes: int = REGION_BYTES) -> int:
-    """The client's memory, opened here, is a region; the lane that was opened last is its."""
+    """Register the client's memory as a region and connect the client to the lane that was opened last."""
     client.send_fd(fd)
     handle = client.run(start_client, num_bytes)
     client.run(lane_by_event.client_open_event, lane.servers[-1].event_handle)
@@ -48,7 +48,7 @@ def open_step(lane: CudaLane) -> Step:
 
 
 def warm_up(lane: CudaLane) -> None:
-    """A kernel's first launch waits for the device."""
+    """Launch each kernel once, because the first launch of a kernel synchronizes the device."""
     step = lane.open_step(-2, [1] * 4, [700] * 4)
     tensors = lane.tensors(step, NUM_HEADS)
     answered(lane, step, tensors, lane.host)
@@ -59,7 +59,7 @@ def warm_up(lane: CudaLane) -> None:
 
 
 def answered(lane: CudaLane, step: Step, tensors: Tensors, region: int, **options: Sequence[object]) -> np.ndarray:
-    """The outputs of all layers of such a step, each waited for."""
+    """Return the outputs of all layers of such a step. Each call is waited for."""
     places = lane.put(region, tensors)
     outputs = []
     for layer in range(NUM_LAYERS):
@@ -73,7 +73,7 @@ def assert_same(found: np.ndarray, expected: np.ndarray) -> None:
 
 
 def test_a_stream_of_another_process_goes_on_when_the_call_is_done(lane: CudaLane, client: Peer) -> None:
-    """A hundred and twenty-eight calls in a row, which is more than may be under way."""
+    """128 consecutive calls exceed the number of calls that may be in flight."""
     fd, _ = lane.open_lane()
     region = connect(lane, client, fd)
     first = open_step(lane)
@@ -87,7 +87,7 @@ def test_a_stream_of_another_process_goes_on_when_the_call_is_done(lane: CudaLan
     for number, triple in enumerate(tensors):
         again = lane.reopen(first, 10 + number)
         assert_same(found[number], answered(lane, again, triple, lane.device))
-    for triple in tensors:  # the last of them is what the slots hold
+    for triple in tensors:  # the slots hold the last triple
         for layer in range(NUM_LAYERS):
             lane.expected(first, layer, *triple)
     lane.check_pool()
@@ -115,7 +115,7 @@ def test_each_call_has_its_own_slopes(lane: CudaLane) -> None:
 
 
 def test_host_memory_that_is_given_up_after_the_answer() -> None:
-    """It is page-locked, and so written to, until the calls are done."""
+    """The memory stays pinned, and the device writes to it, until the calls are done."""
     compute = Compute(_cuda, 0)
     with cuda_lane(num_layers=NUM_LAYERS, stream=compute.stream) as lane:
         warm_up(lane)
@@ -176,7 +176,7 @@ def test_a_client_killed_after_the_answer_harms_nobody(lane: CudaLane) -> None:
             lane.hold_back()
             assert client.run(lane_by_event.client_attend, [number], NUM_LAYERS, region, [tensors])
             client.kill()
-        # Its keys and values are in the pool; the next one's come into the same slots.
+        # The K/V of this step are in the pool. The next step writes to the same slots.
         assert lane.session.take_finished() == [number]
         lane.stream.synchronize()
         for layer in range(NUM_LAYERS):

@@ -1,4 +1,4 @@
-"""Lanes over a pool on the GPU: tensors in the host's memory and in a GPU's, of this process and of another."""
+"""Lanes over a pool on the GPU. Tensors are in host or GPU memory, of this process or of another."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def lane() -> Iterator[CudaLane]:
 
 
 def answer(lane: CudaLane, *arguments: object, **options: object) -> tuple[str, str]:
-    """Reason and field."""
+    """Make a call and return reason and field of the answer."""
     reason, field, _ = lane.client.wait(lane.client.submit(*arguments, **options), 30.0)
     return reason, field
 
@@ -62,7 +62,7 @@ def test_options(lane: CudaLane) -> None:
 
 
 def test_block_sparse(lane: CudaLane) -> None:
-    """With local blocks for all of the context it changes nothing; with few it does."""
+    """A pattern whose local blocks cover the whole context changes nothing; one with few local blocks does."""
     step, again = lane.open_step(1, [1], [320]), lane.open_step(2, [1], [320])
     query, key, value = lane.tensors(step, 8)
     places = lane.put(lane.host, (query, key, value))
@@ -107,7 +107,7 @@ def test_batch_invariance_is_bit_by_bit() -> None:
 
 
 def test_common_blocks_are_read_once() -> None:
-    """So many sequences, and so long a common prefix, that another kernel does it."""
+    """There are enough sequences with a long common prefix to use the shared-prefix (cascade) kernel."""
     num_seqs, num_common = 128, 90
     with cuda_lane(num_blocks=400, num_layers=1, num_kv_heads=8, head_size=128) as lane:
         for number, region in enumerate((lane.host, lane.device)):
@@ -118,7 +118,7 @@ def test_common_blocks_are_read_once() -> None:
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
 def test_an_8_bit_pool_with_scales(dtype: str) -> None:
-    """Bit by bit what the kernels do, each with the scales of its layer and head."""
+    """Results are bitwise equal to those of the kernels, with separate FP8 scales for each layer and head."""
     with cuda_lane("bfloat16", cache=dtype, num_layers=3, head_size=128) as lane:
         for number, lens in enumerate(([1, 1, 1], [40, 2, 1])):
             step = lane.open_step(number, lens, [90, 60, 300])
@@ -134,7 +134,7 @@ def test_an_8_bit_pool_with_scales(dtype: str) -> None:
 
 
 def test_several_lanes_at_once(lane: CudaLane) -> None:
-    """Their launches interleave on one stream and share workspace and staging."""
+    """The launches of the lanes interleave on one stream and share workspace and staging memory."""
     num_rounds, num_lanes = 40, 4
     lanes = [
         (
@@ -153,7 +153,7 @@ def test_several_lanes_at_once(lane: CudaLane) -> None:
         tensors = lane.tensors(step, 8)
         jobs.append((which, step, tensors))
     errors: list[BaseException] = []
-    # The calls of a step write blocks that those of others read: only what a lane alone writes and reads is compared.
+    # Steps write blocks that other steps read, so only results on data of a single lane are compared.
     results: dict[int, np.ndarray] = {}
 
     def work(which: int) -> None:
@@ -175,7 +175,7 @@ def test_several_lanes_at_once(lane: CudaLane) -> None:
     assert errors == []
     assert len(results) == len(jobs)
     assert all(np.isfinite(lse).all() for lse in results.values())
-    # All that was written is there, nothing else changed: which of two that wrote a slot came last is open.
+    # All written slots have new values and nothing else changed. The order of two writes to the same slot is undefined.
     pool = support.download(lane.pool.pointer, before.nbytes).view(before.dtype).reshape(before.shape)
     touched = np.unique(np.concatenate([step.slots // lane.block_size for _, step, _ in jobs]))
     untouched = np.setdiff1d(np.arange(lane.num_blocks), touched)

@@ -1,4 +1,4 @@
-"""Puts this directory and that of the CPU's tests on the path: they share `attention_reference`."""
+"""Adds this directory and that of the CPU tests to the path, because they share `attention_reference`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a batch of `attention_reference` on the device and compares, for one case or many."""
+"""Runs one or many cases of `attention_reference` on the device and compares the results."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from kvservice.errors import InvalidArgumentError
 from kvservice.ops import cuda
 from kvservice.ops.cuda import BlockSparse, DeviceArray, Kernel
 
-# Tensor cores take weights rounded to the query's dtype (float16 with 8-bit pools), random in sign, which comes to as
-# much as the rounding of the result. Their log-sum-exp is that of exponentials by the fast instruction.
+# Tensor-core kernels round the softmax weights to the query's dtype (float16 with FP8 pools). The rounding errors have
+# random signs and add up to about the rounding error of the result. The log-sum-exp uses the fast exponential
+# instruction.
 ROUNDED_WEIGHTS_BOUND = {"float16": 1.5 * 2.0**-11, "bfloat16": 1.5 * 2.0**-8}
 ROUNDED_WEIGHTS_LSE_BOUND = 1e-4
 
 
 def make_trapped(case: Case, trap: int | None = None) -> Batch:
-    """A batch whose tables name a trap wherever they must not be read: a block full of NaN, or the id that is given."""
+    """Return a batch with a trap in all table entries that must not be read: a block full of NaN, or the id `trap`."""
     batch = make_batch(case)
     held = set(batch.block_tables[batch.block_tables >= 0].tolist())
     if trap is None:
@@ -51,7 +52,7 @@ class OnDevice:
         max_query_len: int | None = None,
         **changed: Any,
     ) -> tuple[Array, Array]:
-        """Output and log-sum-exp. `changed`: what has another value than in the batch, as NumPy arrays and numbers."""
+        """Return output and log-sum-exp. `changed` replaces arguments of the batch by NumPy arrays and numbers."""
         case, memory = self.case, self.memory
         out = memory.poisoned(self.batch.query.shape, case.dtype)
         lse = memory.poisoned(self.batch.query.shape[:2], "float32")
@@ -98,7 +99,7 @@ def run_case(
     spare_query_len: int = 0,
     trap: int | None = None,
 ) -> None:
-    """Raises AssertionError unless the kernel's result is the batch's, and nothing else was written."""
+    """Raise AssertionError unless the kernel's result matches the reference and nothing else was written."""
     batch = make_trapped(case, trap)
     with GpuMemory() as memory:
         max_query_len = max(case.query_lens, default=0) + spare_query_len
@@ -110,7 +111,7 @@ def run_case(
 
 
 def run_cases(cases: Sequence[Case], kernel: Kernel, **options: Any) -> None:
-    """All of them; the failure tells how many failed, of which axes, and the first few in full."""
+    """Run all cases. The failure reports the number of failed cases, by axis, and the first few in full."""
     from kvservice import _cuda
 
     failures: list[tuple[Case, str]] = []
@@ -119,7 +120,7 @@ def run_cases(cases: Sequence[Case], kernel: Kernel, **options: Any) -> None:
             run_case(case, kernel, **options)
         except (AssertionError, InvalidArgumentError) as error:
             failures.append((case, f"{type(error).__name__}: {error}"))
-        except _cuda.CudaError as error:  # after which no other case can be run
+        except _cuda.CudaError as error:  # no other case can run after it
             raise AssertionError(f"{error} in {case}") from error
     if failures:
         messages = [message[:600] for _, message in failures[:6]]
@@ -129,7 +130,7 @@ def run_cases(cases: Sequence[Case], kernel: Kernel, **options: Any) -> None:
 
 
 def by_axis(cases: Sequence[Case], failures: Sequence[tuple[Case, str]]) -> str:
-    """Failed of all, for every value of every axis that has more than one."""
+    """Return failed and total counts for each value of each axis with more than one value."""
     lines = []
     for name in (field.name for field in fields(Case) if field.name not in ("seed", "query_lens", "context_lens")):
         tried = Counter(getattr(case, name) for case in cases)

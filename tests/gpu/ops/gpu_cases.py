@@ -20,7 +20,7 @@ HEAD_SIZES = (64, 80, 96, 112, 128, 192, 256)
 SLOW_HEAD_SIZES = (32, 40, 72, 120, 200)
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 SLOW_BLOCK_SIZES = (1, 2, 4, 256)
-# KV heads and query heads for each of them.
+# Number of KV heads, and number of query heads per KV head.
 HEADS = ((2, 1), (1, 2), (2, 3), (2, 4), (1, 5), (1, 7), (2, 8), (1, 9), (1, 16), (1, 17), (1, 71), (3, 2), (1, 8))
 EDGES = (1, 2, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 512, 513)
 OPTIONS: tuple[dict[str, Any], ...] = (
@@ -34,9 +34,9 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"alibi": True},
     {"alibi": True, "sliding_window": 50, "logits_soft_cap": 5.0, "scale": 0.2},
 )
-# Sparse block sizes are times the pool's block size.
+# Sparse block sizes are multiples of the pool's block size.
 SPARSE = (Sparse(2, 1, 1, 0, 0), Sparse(4, 2, 1, 1, 0), Sparse(3, 1, 2, 2, 1), Sparse(8, 3, 1, -1, 1))
-# Most products of queries, keys and heads in a sequence: what float64 takes a moment for.
+# Limit on query-key products times heads of a sequence, so that the float64 reference is fast.
 MOST_WORK = 1_500_000
 
 
@@ -66,8 +66,8 @@ def sample_lengths(
 
 
 def sample_cases(kernel: str, count: int, *, seed: int = 0) -> list[Case]:
-    """Goes round every axis at its own pace, so that values of two axes meet in many ways. The kernels for tensor cores
-    get what they are to take, extend no sparse patterns; reference and auto what any takes.
+    """Cycle through each axis at its own pace, so that many combinations of two axes occur. The tensor-core kernels get
+    the shapes that they support; extend gets no sparse patterns. reference and auto get all shapes.
     """
     rng = random.Random(f"{kernel} {seed}")
     slow = kernel in ("reference", "auto")

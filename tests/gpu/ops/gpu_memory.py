@@ -1,4 +1,4 @@
-"""Arrays in a device's memory for tests, without torch: NumPy in, NumPy out, every array an allocation of its own."""
+"""Device arrays for tests without torch, from and to NumPy. Every array has its own allocation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvservice.ops.cuda import HOST, DeviceArray, Workspace
 
 Array = npt.NDArray[Any]
 
-# What `out` is filled with before a call, and what lies around it: NaN in every floating type.
+# Fill byte of `out` before a call, and of the guards around it. It is NaN in every floating-point type.
 POISON = 0xFF
 GUARD_BYTES = 1024
 
@@ -25,7 +25,7 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 
 class GpuMemory:
-    """A device's stream, a workspace, and arrays that are given back at the end."""
+    """A stream, a workspace, and arrays that are freed at the end."""
 
     def __init__(self, device: int = 0) -> None:
         from kvservice import _cuda
@@ -61,7 +61,7 @@ class GpuMemory:
         return there
 
     def poisoned(self, shape: Sequence[int], dtype: str) -> DeviceArray:
-        """NaN, with as much around it as `check_guards` looks at."""
+        """Allocate an array filled with NaN, with the guards around it that `check_guards` checks."""
         there = self._allocate(tuple(shape), dtype, GUARD_BYTES)
         self._guarded.append(there)
         return there
@@ -74,7 +74,7 @@ class GpuMemory:
         return array
 
     def page_locked(self, array: Array) -> DeviceArray:
-        """The array's own memory, page-locked until the end."""
+        """Pin the array's memory until the end."""
         assert array.flags.c_contiguous
         self._registrations.append(self.extension.HostRegistration(array.ctypes.data, array.nbytes))
         return DeviceArray(array.ctypes.data, array.shape, array.dtype.name, HOST)
@@ -83,7 +83,7 @@ class GpuMemory:
         self._stream.synchronize()
 
     def check_guards(self) -> None:
-        """Raises AssertionError where something was written next to a poisoned array."""
+        """Raise AssertionError if anything was written next to a poisoned array."""
         for array in self._guarded:
             for first in (array.pointer - GUARD_BYTES, array.pointer + array.num_bytes):
                 around = self.download(DeviceArray(first, (GUARD_BYTES // 4,), "int32", self.device))

@@ -1,4 +1,4 @@
-"""Batches whose sequences begin with the same blocks."""
+"""Batches whose sequences share their first blocks."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from gpu_memory import GpuMemory
 
 from kvservice.errors import InvalidArgumentError
 
-# KV heads and query heads for each of them.
+# Number of KV heads, and number of query heads per KV head.
 HEADS = ((2, 1), (1, 2), (2, 3), (2, 4), (1, 7), (2, 8), (1, 16), (1, 17), (3, 2))
 OPTIONS: tuple[dict[str, Any], ...] = ({}, {"scale": 0.3}, {"logits_soft_cap": 3.0}, {"logits_soft_cap": 30.0})
 
 
 def sample_shared(count: int, *, seed: int = 0) -> list[tuple[Case, int]]:
-    """Cases, and how many first blocks their sequences have in common; some sequences have no queries, some nothing of
-    their own but these."""
+    """Return cases with the number of first blocks that their sequences share. Some sequences have no queries, some
+    have no own tokens besides the queries."""
     rng = random.Random(seed)
     cases = []
     for index in range(count):
@@ -55,7 +55,7 @@ def sample_shared(count: int, *, seed: int = 0) -> list[tuple[Case, int]]:
 
 
 def make_shared(case: Case, num_common: int, trap: int | None = None) -> Batch:
-    """All sequences that have queries have the first blocks of the first of them."""
+    """Return a batch in which all sequences with queries share the first blocks of the first of them."""
     batch = make_trapped(case, trap)
     with_queries = [seq for seq, query_len in enumerate(case.query_lens) if query_len]
     first, num_positions = with_queries[0], num_common * case.block_size
@@ -68,7 +68,7 @@ def make_shared(case: Case, num_common: int, trap: int | None = None) -> Batch:
 
 
 def run_shared_cases(cases: Sequence[tuple[Case, int]], trap: int | None = None) -> None:
-    """Raises AssertionError unless all results are the batches', and nothing else was written."""
+    """Raise AssertionError unless all results match the reference and nothing else was written."""
     failures = []
     for case, num_common in cases:
         batch = make_shared(case, num_common, trap)

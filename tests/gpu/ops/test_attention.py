@@ -1,4 +1,4 @@
-"""Every kernel against float64 over its grid, with NaN in whatever must not be read and in whatever must be written."""
+"""Every kernel against float64 over its grid. Memory that must not be read, and results before the call, are NaN."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PARTS = 10
 SAMPLES = {"reference": 300, "decode": 400, "extend": 300, "auto": 300}
 FAST: tuple[Kernel, ...] = ("decode", "extend")
 KERNELS: tuple[Kernel, ...] = ("reference", "decode", "extend", "auto")
-# Query lengths of a batch that each kernel takes.
+# Query lengths of a batch that each kernel supports.
 SOME_LENS = {"reference": (3, 1, 0, 40), "decode": (1, 1, 0, 1), "extend": (70, 1, 0, 40), "auto": (3, 1, 0, 90)}
 
 
@@ -45,7 +45,7 @@ EDGES = (*range(1, 140), *(edge + by for edge in (144, 160, 192, 256, 384, 512) 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(("dtype", "pool_dtype"), [DTYPES[0], DTYPES[3]])
 def test_contexts_at_every_edge(kernel: Kernel, dtype: str, pool_dtype: str | None) -> None:
-    """Sequences of all lengths in one batch, of one query each; for extend of as many as edges of tiles ask for."""
+    """One batch has sequences of all lengths with one query each; for extend, query lengths cover the tile edges."""
     lens = (1,) * len(EDGES)
     if kernel in ("extend", "auto"):
         lens = tuple(min(context, 1 + 8 * index % 130) for index, context in enumerate(EDGES))
@@ -85,7 +85,7 @@ def test_many_sequences_of_unequal_lengths(kernel: Kernel, group: int) -> None:
 
 
 def most_queries_of_decode(group: int) -> int:
-    """How many queries a sequence may have for the decode kernel, found by asking it."""
+    """Find the maximum number of queries per sequence that the decode kernel accepts."""
     batch = make_trapped(Case((1,), (40,), dtype="bfloat16", head_size=128, group=group))
     with GpuMemory() as memory:
         device = OnDevice(memory, batch)
@@ -100,7 +100,7 @@ def most_queries_of_decode(group: int) -> int:
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 8, 16])
 @pytest.mark.parametrize("invariant", [False, True])
 def test_decode_of_a_few_queries_each(group: int, invariant: bool) -> None:
-    """Speculative verification: each query of a sequence has a causal limit of its own."""
+    """This is the shape of speculative verification: each query of a sequence has its own causal limit."""
     most = most_queries_of_decode(group)
     assert most >= 2 or group > 4
     rng = np.random.default_rng(group)
@@ -144,7 +144,8 @@ def test_large_logits_do_not_overflow(kernel: Kernel, dtype: str) -> None:
     expected, _ = reference(batch)
     with GpuMemory() as memory:
         got, _ = OnDevice(memory, batch).attend(kernel=kernel)
-    # One key takes nearly all the weight; two that are nearly level share it, to the accuracy of logits of thousands.
+    # One key has nearly all the weight, or two keys with nearly equal logits share it. Logits are in the thousands,
+    # which limits the accuracy.
     close = np.linalg.norm(got.astype(np.float64) - expected, axis=-1) <= 0.02 * np.linalg.norm(expected, axis=-1)
     assert np.isfinite(got.astype(np.float32)).all()
     assert close.mean() > 0.8
@@ -154,7 +155,7 @@ def test_large_logits_do_not_overflow(kernel: Kernel, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("pool_dtype", ["float8_e4m3fn", "float8_e5m2"])
 def test_queries_of_any_size_with_8_bit_pools(kernel: Kernel, dtype: str, pool_dtype: str) -> None:
-    """Keys of an 8-bit pool become float16 on tensor cores, and what bfloat16 holds need not fit that."""
+    """Tensor cores use FP8 keys as float16, whose range is smaller than that of bfloat16 queries."""
     sizes = (1e-7, 1e-2, 5e3) if dtype == "float16" else (1e-20, 1e-7, 1e6, 1e20)
     for size in sizes:
         case = Case(
@@ -171,7 +172,7 @@ def test_queries_of_any_size_with_8_bit_pools(kernel: Kernel, dtype: str, pool_d
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_what_is_not_a_number_stays_so(kernel: Kernel) -> None:
-    """A key that is NaN reaches those who see it, and nobody else."""
+    """A NaN key affects exactly the queries that attend to it."""
     case = Case(SOME_LENS[kernel], (150, 33, 5, 600), dtype="bfloat16", head_size=128, num_kv_heads=1)
     batch = make_trapped(case)
     block = batch.block_tables[0, 2]
@@ -181,7 +182,7 @@ def test_what_is_not_a_number_stays_so(kernel: Kernel) -> None:
     nan = np.isnan(out.astype(np.float32)).all(axis=(1, 2))
     finite = np.isfinite(out.astype(np.float32)).all(axis=(1, 2))
     first = SOME_LENS[kernel][0]
-    # Of sequence 0, those at or past position 32; for the longest query that is not all of them.
+    # In sequence 0, the queries at position 32 or later. With the longest query length these are not all queries.
     sees = np.arange(150 - first, 150) >= 32
     np.testing.assert_array_equal(nan[:first], sees)
     assert finite[first:].all()
@@ -207,7 +208,7 @@ def test_results_do_not_depend_on_the_batch(kernel: Kernel, dtype: str, pool_dty
         together, together_lse = device.attend(kernel=kernel, batch_invariant=True)
 
         def some(sequences: list[int], copies: int = 1) -> None:
-            """Those sequences, so many times over: each must come out as it did before."""
+            """Run these sequences, repeated `copies` times: the result of each must not change."""
             chosen = sequences * copies
             rows = np.concatenate([np.arange(ends[seq] - lens[seq], ends[seq]) for seq in chosen])
             width = -(-max(contexts[seq] for seq in chosen) // case.block_size)
@@ -273,7 +274,7 @@ def test_a_wrong_argument_is_found(kernel: Kernel, wrong: str) -> None:
     )
     batch = make_trapped(case)
     batch.v_scale = np.array([2.0, 0.5], np.float32)
-    # What a window too wide would see is there, and the other layer is full of other numbers.
+    # Tokens before the window are valid, so a window that is too wide changes the result. The other layer differs.
     plain = make_trapped(replace(case, sliding_window=0))
     batch.block_tables = plain.block_tables
     batch.pool[:, 0] = np.roll(batch.pool[:, 1], 1, axis=-1)

@@ -1,4 +1,4 @@
-"""Shared first blocks that are read once for all sequences, against float64, with NaN in what must not be read."""
+"""The shared-prefix (cascade) kernel against float64. Memory that must not be read is NaN."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvservice.errors import InvalidArgumentError
 
 PARTS = 8
 SAMPLES = 240
-# Of the long cases.
+# Number of common blocks of the long cases.
 LONG_COMMON = 64
 
 
@@ -42,7 +42,7 @@ def long_case(**changed: Any) -> Case:
 @pytest.mark.parametrize(("dtype", "pool_dtype"), DTYPES[:4])
 @pytest.mark.parametrize("group", [1, 4, 8])
 def test_a_long_prefix_of_many_sequences(dtype: str, pool_dtype: str | None, group: int) -> None:
-    """As many queries of a KV head as one kernel takes, and as the other does."""
+    """The number of queries per KV head covers both kernels."""
     case = long_case(dtype=dtype, pool_dtype=pool_dtype, group=group)
     batch = make_shared(case, LONG_COMMON)
     expected = reference(batch)
@@ -62,7 +62,7 @@ def test_a_count_that_is_too_large_is_noticed() -> None:
 
 
 def large_batch(num_seqs: int = 256, **changed: Any) -> Batch:
-    """So large that it pays. All have the blocks of the first two sequences before their own, over and over again."""
+    """Return a batch large enough for cascade. The common prefix repeats the blocks of the first two sequences."""
     case = Case((1,) * num_seqs, (32,) * num_seqs, dtype="bfloat16", head_size=128, num_layers=1, layer=0)
     case = replace(case, num_kv_heads=8, **{"query_lens": case.query_lens, **changed})
     batch = make_batch(case)
@@ -97,7 +97,7 @@ UNSHARED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("option", UNSHARED)
 def test_what_needs_more_is_done_without(option: str) -> None:
-    """Though it would pay."""
+    """Options that cascade does not support use another kernel, although cascade would be faster."""
     batch, invariant = large_batch(**UNSHARED[option]), option == "batch invariance"
     with_it, without = (
         attend(batch, num_common_blocks=num_common, batch_invariant=invariant)[0] for num_common in (LONG_COMMON, 0)

@@ -1,4 +1,4 @@
-"""Writing keys and values to slots, reading them back, copying blocks: bit by bit, and that nothing else is touched."""
+"""Writing K/V to slots, reading them and copying blocks. Results are bitwise equal, and nothing else is written."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def random_tokens(dtype: str, count: int, head_size: int) -> tuple[Array, Array]
 
 
 def stored(tokens: Array, scale: Array | None, dtype: str) -> Array:
-    """What the pool gets: the value over the scale, what is too large as the largest there is."""
+    """Return the expected pool values: value divided by scale, saturated to the largest finite value."""
     if not dtype.startswith("float8"):
         return tokens
     largest = float(ml_dtypes.finfo(dtype).max)
@@ -37,7 +37,7 @@ def stored(tokens: Array, scale: Array | None, dtype: str) -> Array:
 
 
 def assert_same(got: Array, expected: Array) -> None:
-    """Bit by bit, but for which NaN it is."""
+    """Compare bitwise. All NaN values are equal."""
     both_nan = np.isnan(got.astype(np.float32)) & np.isnan(expected.astype(np.float32))
     integer = f"u{got.itemsize}"
     differ = (got.view(integer) != expected.view(integer)) & ~both_nan
@@ -132,7 +132,8 @@ def test_read_is_the_way_back(memory: GpuMemory, pool_dtype: str, dtype: str) ->
 @pytest.mark.parametrize("pool_dtype", ["float8_e4m3fn", "float8_e5m2"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_conversion_to_8_bits(memory: GpuMemory, pool_dtype: str, dtype: str) -> None:
-    """Every 16-bit number (and the same as float32, with neighbours): rounded to nearest even, saturating, NaN kept."""
+    """Convert every 16-bit number to FP8, and the same numbers with their neighbours as float32: rounding to nearest
+    even, saturation, NaN."""
     bits = np.arange(2**16, dtype=np.uint16)
     source = bits.view(DTYPES["float16"] if dtype == "float16" else DTYPES["bfloat16"])
     numbers = source.astype(DTYPES[dtype])

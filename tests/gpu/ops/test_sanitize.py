@@ -1,5 +1,5 @@
-"""The sanitizer's grid, in processes of their own: table entries that must not be read name blocks that no memory is
-behind, and after such a fault a process can use its device no more.
+"""The sanitizer's grid, in separate processes. Table entries that must not be read have invalid block ids, and a
+process cannot use its device after such a fault.
 """
 
 from __future__ import annotations

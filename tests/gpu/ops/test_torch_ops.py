@@ -1,5 +1,5 @@
-"""The torch custom ops on CUDA tensors: the same results, torch's own checks of them, graphs, compilation, and a long
-context against float64 by torch.
+"""The torch custom ops on CUDA tensors: results, torch's operator checks, CUDA graphs, compilation, and a long context
+against float64.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ GRAPH_LENS = {"decode": (1, 1, 1, 1), "extend": (70, 3, 9, 40), "reference": (1,
 @pytest.mark.parametrize("kernel", GRAPH_LENS)
 @pytest.mark.parametrize("invariant", [False, True])
 def test_graphs_follow_the_lengths_on_the_device(kernel: Any, invariant: bool) -> None:
-    """Captured once, replayed with other lengths, tables and queries, each as float64 has it."""
+    """A graph is captured once and replayed with other lengths, tables and queries. Results are compared to float64."""
     lens = GRAPH_LENS[kernel]
     most = max(lens)
     longest = Case(lens, (1500,) * 4, dtype="bfloat16", head_size=128, group=4)
@@ -167,7 +167,7 @@ def test_graphs_follow_the_lengths_on_the_device(kernel: Any, invariant: bool) -
         ),
     ]
     if kernel == "decode":
-        steps.pop()  # its last length would be two
+        steps.pop()  # its last length would be 2
     batch = make_trapped(longest)
     pool, layer, query, query_lens, tables, context_lens = tensors(batch)
     out, lse = torch.empty_like(query), query.new_empty(query.shape[:2], dtype=torch.float32)
@@ -207,7 +207,7 @@ def test_graphs_follow_the_lengths_on_the_device(kernel: Any, invariant: bool) -
 
 
 def test_graphs_of_a_shared_prefix() -> None:
-    """Captured once, replayed with other blocks in common and other lengths behind them."""
+    """A graph is captured once and replayed with other common blocks and other lengths after them."""
     num_common = 64
     longest = Case((1, 2, 1, 3), (1500,) * 4, dtype="bfloat16", head_size=128, group=4)
     steps = [
@@ -265,7 +265,7 @@ def test_a_context_of_131072(kernel: Any, pool_dtype: Any) -> None:
     pool[:, 0, 0] = keys.reshape(num_blocks, kv_heads, -1)
     pool[:, 0, 1] = bits[1].permute(0, 2, 3, 1).reshape(num_blocks, kv_heads, -1)
     ids = torch.randperm(num_blocks, generator=generator, device="cuda").int()
-    pool[ids.long()] = pool.clone()  # block i of the order of tokens lies at ids[i]
+    pool[ids.long()] = pool.clone()  # block i in token order is stored at ids[i]
     tables = torch.full((2, blocks_of[0]), ids[0].item(), dtype=torch.int32, device="cuda")
     tables[0], tables[1, : blocks_of[1]] = ids[: blocks_of[0]], ids[blocks_of[0] :]
     query = torch.randn(sum(query_lens), kv_heads * group, head_size, generator=generator, device="cuda").bfloat16()

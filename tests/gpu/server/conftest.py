@@ -1,4 +1,4 @@
-"""The CPU's tests of the daemon, with the pool on the GPU: their files are on the path, and the daemon is another."""
+"""Runs the CPU's daemon tests with a pool on the GPU. It adds their directory to the path and replaces the daemon."""
 
 from __future__ import annotations
 

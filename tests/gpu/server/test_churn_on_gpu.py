@@ -1,4 +1,4 @@
-"""Many clients that come and go at once, as on the CPU, and some of them with memory of the GPU."""
+"""Many concurrent short-lived clients, as on the CPU. Some of them use GPU memory."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ pytest.importorskip("torch", reason="torch is not installed")
 
 @pytest.mark.timeout(180 + 2 * SECONDS)
 def test_clients_that_come_and_go_leave_nothing() -> None:
-    """The GPU's memory is looked at to a MiB."""
+    """GPU memory in use is compared in MiB."""
     come_and_go(OPTIONS | {"device": "cuda"}, lambda: int(_cuda.memory_info(0)[0]) >> 20)

@@ -1,4 +1,4 @@
-"""Refusals, killed clients and the state machine of the CPU's tests, against a daemon whose pool is on the GPU."""
+"""The CPU tests of errors, killed clients and the state machine, with a pool on the GPU."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def test_the_daemon_says_where_it_is(client: KVClient) -> None:
 
 
 def test_block_sparse_attention_leaves_out_what_it_should(client: KVClient) -> None:
-    """The last of 20 tokens sees its own sparse block of 8, so the last 4; the stride is longer than the context."""
+    """The last of 20 tokens attends to its own sparse block of 8 tokens, so to the last 4 tokens. The stride is longer
+    than the context."""
     random = np.random.default_rng(0)
     query, key, value = (random.standard_normal((20, heads, 32), np.float32) for heads in (4, 2, 2))
     with client.session() as kv:

@@ -1,4 +1,4 @@
-"""Lanes, regions and the mapped pool of a daemon whose pool is on the GPU: this process is the client, and children."""
+"""Lanes, regions and the mapped pool of a daemon with a pool on the GPU. Clients are this process and its children."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def tensors(num_tokens: int, seed: int) -> list[Any]:
 
 
 def attend_all(kv: Session, device: str, memory: Any = None, **options: Any) -> list[Any]:
-    """Outputs and log-sum-exps of a prefill of two sequences, a fork, and three decodes."""
+    """Run a prefill of two sequences, a fork and three decode steps. Returns outputs and log-sum-exps."""
     results = []
     lengths = [40, 7]
     sequences = kv.allocate_batch([range(1000 * i, 1000 * i + length) for i, length in enumerate(lengths)])
@@ -114,7 +114,7 @@ def test_completion_by_event(shared: Daemon, expected: list[Any]) -> None:
 
 def test_what_a_client_gets(shared: Daemon) -> None:
     with KVClient(shared.address) as client, client.session() as kv:
-        assert kv.transport == "mapped"  # for torch is loaded here
+        assert kv.transport == "mapped"  # because torch is loaded here
     code = f"from kvservice.client import KVClient as C; print(C({shared.address!r}).session().transport)"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "lane\n", done.stderr
@@ -266,7 +266,7 @@ def test_handles_that_are_wrong_foreign_repeated_or_stale(shared: Daemon) -> Non
 
 
 def test_memory_of_a_gpu_is_taken_from_those_who_are_known() -> None:
-    """Where others can connect than the daemon's own user."""
+    """If other users can connect, GPU memory is accepted only from clients that the daemon has identified."""
     with (
         Daemon(**POOL | {"unix_socket_mode": "0666"}) as daemon,
         KVClient(daemon.address, transport="inline") as client,
@@ -279,7 +279,7 @@ def test_memory_of_a_gpu_is_taken_from_those_who_are_known() -> None:
         )
         with pytest.raises(RegionsNotAllowedError):
             finish(kv, "cuda_shared_memory_register", request)
-        kv.create_region(4096)  # before which the client says whose the session is
+        kv.create_region(4096)  # first proves to the daemon who owns the session
         finish(kv, "cuda_shared_memory_register", request)
 
 
@@ -322,7 +322,7 @@ def test_the_memory_of_killed_clients_comes_back(shared: Daemon) -> None:
                 assert child.stdout is not None
                 assert child.stdout.readline() == b"ready\n"
                 assert free_bytes() < free - 4 * GIB
-                time.sleep(0.2)  # it calls
+                time.sleep(0.2)  # the child makes calls
                 os.kill(child.pid, signal.SIGKILL)
             wait_until(lambda: free_bytes() > free - GIB // 4)
             wait_until(lambda: client.stats().free_blocks == blocks)

@@ -1,4 +1,4 @@
-"""How a daemon on a GPU begins, and how it ends when the device fails."""
+"""A daemon on a GPU: its start, and its end after a device fault."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_pool_takes_its_share_of_the_memory() -> None:
     ):
         info = client.info
         total = importlib.import_module("kvservice._cuda").memory_info(0)[1]
-        # Of what is free: on a GPU that nobody else uses, nearly all.
+        # The fraction applies to free memory, which is nearly all memory on a GPU without other users.
         assert 0.5 * 0.25 * total < info.num_blocks * info.block_bytes < 0.25 * total
         assert f"serving {info.num_blocks} blocks of {info.block_bytes} bytes" in daemon.log.read_text()
 
@@ -81,7 +81,7 @@ sys.exit(run(load_config({options!r} | {{"unix_socket": sys.argv[1]}}, {{}})))
 
 
 def test_a_kernel_that_faults_ends_the_daemon_with_one_clear_line(tmp_path: Path) -> None:
-    """Serving what is in the pool then would be worse than not to serve."""
+    """After a fault the contents of the pool are unreliable, so the daemon must not continue."""
     options = POOL | {"device": "cuda", "tcp_address": "", "http_address": ""}
     script, path = tmp_path / "faulty.py", tmp_path / "k.sock"
     script.write_text(FAULTY.format(options=options))
