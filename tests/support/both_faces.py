@@ -1,4 +1,4 @@
-"""One scenario over both faces of the client."""
+"""Runs one scenario with the sync and the async API."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Face = Literal["blocking", "asyncio"]
 
 
 class Awaitable:
-    """A blocking object whose methods are awaited, so that one scenario runs over both faces."""
+    """Wraps an object of the sync API so that its methods can be awaited."""
 
     def __init__(self, target: Any) -> None:
         self._target = target
@@ -32,7 +32,7 @@ class Awaitable:
 
 @asynccontextmanager
 async def session_of(face: Face, address: str, transport: str, **options: Any) -> AsyncIterator[Any]:
-    """A session, whose methods are awaited. `options` are the client's."""
+    """Open a session whose methods are awaited. `options` are passed to the client."""
     if face == "blocking":
         with KVClient(address, transport=transport, **options) as client, client.session() as session:
             yield Awaitable(session)

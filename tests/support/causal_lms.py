@@ -72,8 +72,8 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 def make_model(config: PreTrainedConfig) -> PreTrainedModel:
     """Build a model whose logits have a standard deviation of about 1 and which rarely repeats a token.
 
-    Its weights keep the size of what goes through them, so that attention is not close to uniform and an error of it
-    becomes another token. Biases and norms are random too, for families initialize them to constants.
+    Its weights preserve the scale of activations, so attention is not close to uniform and an attention error changes
+    the token. Biases and norms are random too, because model families initialize them to constants.
     """
     torch.manual_seed(2)
     model = model_class(config)(config)

@@ -1,4 +1,4 @@
-"""The page in a headless Chromium. If Chromium is missing it is installed, or the tests are skipped."""
+"""The page in a headless Chromium. If Chromium is missing, it is installed, or the tests are skipped."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from selenium.webdriver.support.wait import WebDriverWait
 PACKAGES = {"chromium": "chromium", "chromedriver": "chromium-driver"}
 PATIENCE_S = 20.0
 MAX_TAB_STOPS = 200
-# Of the canvas, around its cells.
+# Margin of the canvas around its cells, in pixels.
 EDGE = 3
-# Of the cells on a canvas. Read from a copy: a browser warns of a canvas that is read again and again.
+# Returns the pixels of a canvas. It reads a copy, because a browser warns about a canvas that is read repeatedly.
 PIXELS = """
 const [canvas, grid] = [...arguments].slice(0, 2).map((selector) => document.querySelector(selector));
 const copy = Object.assign(document.createElement("canvas"), {width: canvas.width, height: canvas.height});
@@ -182,7 +182,7 @@ OpenPage = Callable[..., Page]
 
 @pytest.fixture
 def open_page(driver: webdriver.Chrome) -> Iterator[OpenPage]:
-    """Opens the one page of a test; in the end there must have been no problems with it, but those that it has read."""
+    """Open the page of a test. At the end, the page must have no problems besides those that the test has read."""
     page = Page(driver)
 
     def open_(port: int, hash_: str = "", **options: Any) -> Page:

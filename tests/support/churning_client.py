@@ -1,4 +1,4 @@
-"""Clients that come, work and go, each in a thread, until they are killed: `churning_client.py ADDRESS SEED COUNT`."""
+"""Short-lived clients, one after the other in each thread, until killed: `churning_client.py ADDRESS SEED COUNT`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ KINDS = [kind for kind in doomed_client.KINDS.values() if kind is not doomed_cli
 
 
 def gpu_regions(kv: Session) -> None:
-    """Tensors in memory of this process on the daemon's GPU, which is given up, or left to the session's end."""
+    """Use tensors in memory of this process on the daemon's GPU. The memory is unregistered, or left until the session
+    ends."""
     import torch
 
     memory = kv.create_region(8 << 20, device=0)
@@ -45,7 +46,7 @@ def churn(address: str, seed: int) -> None:
             for _ in range(choose.randrange(1, 4)):
                 choose.choice(kinds)(kv)
             if choose.random() < 0.3:
-                kv.detach()  # it goes without a word
+                kv.detach()  # the client leaves without closing the session
 
 
 def main() -> None:

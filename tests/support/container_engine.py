@@ -1,4 +1,4 @@
-"""A container engine to test with: the one that answers, or a private one."""
+"""A container engine for tests: a running one, or a private one."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ PACKAGES = {
     "iptables": "iptables",
     "debootstrap": "debootstrap",
 }
-# Images of a private engine stay here for the next run.
+# A private engine keeps its images here for the next run.
 DATA = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvservice-test" / "engine"
 
 
 def output(*command: str, timeout_s: float = 60, **options: Any) -> str:
-    """What a command says on its standard output. If it fails, so does the test, with all that it said."""
+    """Return the standard output of a command. If it fails, fail the test with its whole output."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False, **options)
     if done.returncode:
         pytest.fail(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
@@ -42,7 +42,7 @@ def succeeds(*command: str, timeout_s: float = 60) -> bool:
 
 
 def wait_for(what: str, ready: Callable[[], Any], timeout_s: float = 90) -> Any:
-    """The first true value of `ready`."""
+    """Poll `ready` and return its first true value."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if value := ready():
@@ -57,7 +57,7 @@ def answers() -> bool:
 
 @contextlib.contextmanager
 def engine() -> Iterator[None]:
-    """An engine for `docker` and `docker-compose`. A private one takes root, and ends with the context."""
+    """Provide an engine for `docker` and `docker-compose`. A private engine needs root and ends with the context."""
     if answers():
         yield
         return
@@ -66,7 +66,7 @@ def engine() -> Iterator[None]:
     if os.geteuid() != 0:
         pytest.skip("no container engine answers, and starting one takes root")
     debian_packages.require(PACKAGES)
-    # Short, as paths of sockets are limited.
+    # The path is short, because the length of socket paths is limited.
     directory = Path(tempfile.mkdtemp(prefix="engine-"))
     with contextlib.ExitStack() as stack, pytest.MonkeyPatch.context() as environment:
         stack.callback(shutil.rmtree, directory, ignore_errors=True)
@@ -82,7 +82,7 @@ def _private(directory: Path) -> Iterator[None]:
     options = [f"--{name}={path}" for name, path in places.items()]
     log = directory / "log"
     with log.open("wb") as stream:
-        # In a session of its own, so that an interrupt at the terminal reaches it last.
+        # It runs in its own session, so that an interrupt at the terminal does not end it before the tests.
         process = subprocess.Popen(
             ["dockerd", f"--host=unix://{directory}/socket", *options],
             stdout=stream,

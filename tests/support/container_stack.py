@@ -1,7 +1,7 @@
-"""The services of deploy/ in a container engine. Skips the test, and says why, where they cannot be had.
+"""The services of deploy/ in a container engine. Skips the test with the reason if they are not available.
 
-Images that cannot be pulled are made from Debian packages, which takes minutes; those stay for the next run. Grafana is
-in no Debian: where its image cannot be pulled the others run without it.
+Images that cannot be pulled are built from Debian packages, which takes minutes, and are kept for the next run. Debian
+has no Grafana: if its image cannot be pulled, the other services run without it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ RUN install --directory --owner=65534 --group=65534 /prometheus
 USER 65534:65534
 ENTRYPOINT ["prometheus"]
 """
-# A small pool of the demo's shape; a drain time that a test can see the end of.
+# A small pool with the demo's shape, and a drain time short enough for a test.
 OPTIONS = {
     "num_layers": "4",
     "num_kv_heads": "2",
@@ -54,7 +54,8 @@ def available(image: str) -> bool:
 
 
 def make_debian_base() -> None:
-    """A Debian with Python, imported as an image. It trusts whom this machine trusts, as the build fetches packages."""
+    """Import a Debian with Python as an image. It has this machine's CA certificates, because the build fetches
+    packages."""
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory) / "root"
         output("debootstrap", "--variant=minbase", f"--include={BASE_PACKAGES}", "bookworm", str(root), timeout_s=900)
@@ -87,14 +88,14 @@ def compose_command() -> list[str]:
 
 
 def default_image(service: str) -> str:
-    """The image that the compose file names, for the daemon that of its base."""
+    """Return the image in the compose file; for the daemon, its base image."""
     found = yaml.safe_load((DEPLOY / "docker-compose.yml").read_text())["services"][service]
     value: str = found["build"]["args"]["BASE_IMAGE"] if "build" in found else found["image"]
     return value.partition(":-")[2].removesuffix("}")
 
 
 class Stack:
-    """The compose file's services under a project name of their own, so that a stack in use here is left alone."""
+    """The compose file's services under a separate project name, so that a stack in use here is not affected."""
 
     def __init__(self) -> None:
         self._compose = compose_command()
@@ -138,7 +139,7 @@ class Stack:
         return output(*command, timeout_s=timeout_s, env=self._environment)
 
     def container(self, service: str) -> str:
-        # A stopped container has an id as well.
+        # Stopped containers have an id, too.
         labels = (f"com.docker.compose.project={self.project}", f"com.docker.compose.service={service}")
         return output("docker", "ps", "--all", "--quiet", *(f"--filter=label={label}" for label in labels))
 
@@ -150,11 +151,11 @@ class Stack:
             wait_for(f"{service} is healthy", lambda name=service: self.state(name)["Health"]["Status"] == "healthy")
 
     def query(self, path: str, **parameters: str) -> Any:
-        """`data` of Prometheus' answer."""
+        """Return `data` of Prometheus's answer."""
         url = f"http://127.0.0.1:{self.prometheus_port}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
         with urllib.request.urlopen(url, timeout=10) as answer:
             return json.load(answer)["data"]
 
     def values(self, query: str) -> list[float]:
-        """One for each series that a query finds now."""
+        """Return the current value of each series that a query finds."""
         return [float(series["value"][1]) for series in self.query("query", query=query)["result"]]

@@ -1,4 +1,4 @@
-"""A daemon whose bookkeeping SIGUSR1 corrupts. Its argument: a JSON object of its configuration."""
+"""A daemon whose block manager is corrupted by SIGUSR1. Its argument is its configuration as a JSON object."""
 
 from __future__ import annotations
 

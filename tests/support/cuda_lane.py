@@ -1,4 +1,4 @@
-"""A lane over a pool on the GPU, and the same pool in host memory to compare with."""
+"""A lane over a pool on the GPU, with a copy of the pool in host memory as the reference."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvservice.ops.device_array import DTYPE_NUMBERS
 
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 CACHES = {"float8_e4m3fn": ml_dtypes.float8_e4m3fn, "float8_e5m2": ml_dtypes.float8_e5m2}
-# Relative errors that rounding explains.
+# Relative errors that rounding causes.
 TOLERANCES = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 1.2e-2}
 COUNTER_BYTES = 1 << 16
 REGION_BYTES = 16 << 20
@@ -34,7 +34,7 @@ class Step:
     query_lens: np.ndarray
     context_lens: np.ndarray
     block_tables: np.ndarray
-    memory: Any  # of its tables on the device
+    memory: Any  # owns the step's tables on the device
     addresses: tuple[int, ...]
     written: bytearray
 
@@ -44,7 +44,7 @@ class Step:
 
 
 def host_memory(num_bytes: int) -> tuple[int, mmap.mmap, np.ndarray]:
-    """Descriptor, mapping, bytes."""
+    """Create shared host memory. Returns descriptor, mapping and bytes."""
     fd = os.memfd_create("kvservice-test")
     os.ftruncate(fd, num_bytes)
     mapping = mmap.mmap(fd, num_bytes)
@@ -52,7 +52,7 @@ def host_memory(num_bytes: int) -> tuple[int, mmap.mmap, np.ndarray]:
 
 
 def upload(array: np.ndarray, pointer: int, stream: int = 0) -> None:
-    """Waits, so that the array can go."""
+    """Copy an array to the device and synchronize, so that the array can be freed."""
     flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     _cuda.copy_async(pointer, flat.ctypes.data, flat.nbytes, stream)
     done = _cuda.Event(0)
@@ -99,7 +99,7 @@ class DeviceRegion:
 
 
 class CudaLane:
-    """One session with one lane, or several. Sizes are those of the pool."""
+    """One session with one or more lanes. The sizes are those of the pool."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class CudaLane:
         upload(self.host_pool, self.pool.pointer)
         self.stream = stream or _cuda.Stream(0, True)
         self.scales = self.take_scales() if cache else 0
-        # As the kernels want it, but for the pool's address.
+        # The pool arguments of the kernels, without the pool's address.
         self.pool_sizes = DTYPE_NUMBERS[cache or dtype], num_blocks, num_layers, num_kv_heads, head_size, block_size
         arguments = (0, self.stream.handle, self.pool.pointer, *self.pool_sizes, DTYPE_NUMBERS[dtype], self.scales)
         self.executor = _cuda.CudaLaneExecutor(*arguments, batch_invariant, workspace_bytes, 1000.0)
@@ -142,7 +142,7 @@ class CudaLane:
         return self.random.standard_normal(shape, np.float32).astype(DTYPES[self.dtype])
 
     def take_scales(self) -> int:
-        """Of every layer and head another. And a second pool, which is the same, for `from_kernels`."""
+        """Set different scales for each layer and head. Creates an equal second pool for `from_kernels`."""
         scales = self.random.uniform(0.5, 2.0, (2, self.num_layers, self.shape[0])).astype(np.float32)
         self.scale_memory = _cuda.DeviceMemory(0, scales.nbytes)
         upload(scales, self.scale_memory.pointer)
@@ -155,7 +155,7 @@ class CudaLane:
         return pointer
 
     def from_kernels(self, step: Step, layer: int, query: np.ndarray, key: np.ndarray, value: np.ndarray) -> np.ndarray:
-        """The same call on the second pool, launched here."""
+        """Launch the kernels of the same call on the second pool and return the output."""
         row, half = 4 * self.shape[0], REGION_BYTES // 2
         scales = self.scales + layer * row, self.scales + (self.num_layers + layer) * row
         at = [self.regions[self.device].pointer + offset for _, offset in self.put(self.device, (query, key, value))]
@@ -187,7 +187,7 @@ class CudaLane:
         return number
 
     def open_lane(self) -> tuple[int, Any]:
-        """The memory's descriptor, and a client."""
+        """Open a lane. Returns the descriptor of its memory, and a client."""
         fd, mapping, _ = host_memory(_cuda.LANE_BYTES)
         parts = mapping, self.session, self.executor, 50.0, self.faults.append
         self.servers.append(_cuda.LaneServer(*parts, _cuda.IpcEvent(0)))
@@ -201,7 +201,7 @@ class CudaLane:
         on_device: bool = True,
         num_common: int = 0,
     ) -> Step:
-        """Blocks at random, which no two sequences share but for the first `num_common`."""
+        """Publish a step with random blocks. Its sequences share only the first `num_common` blocks."""
         max_blocks = -(-max(context_lens) // self.block_size)
         blocks = self.random.permutation(self.num_blocks).astype(np.int32)
         own = blocks[num_common:][: len(query_lens) * (max_blocks - num_common)].reshape(len(query_lens), -1)
@@ -224,14 +224,14 @@ class CudaLane:
         return step
 
     def reopen(self, step: Step, number: int) -> Step:
-        """A step of the same sequences, which writes into the same slots."""
+        """Publish a step over the same sequences, which writes to the same slots."""
         again = replace(step, number=number, written=bytearray(self.num_layers))
         arrays = step.slots, step.query_lens, step.context_lens, step.block_tables
         self.session.publish(number, again.written, *arrays, step.addresses)
         return again
 
     def hold_back(self) -> None:
-        """A tenth of a second's work on the stream, before whatever is launched now."""
+        """Launch 0.1 s of work on the stream, which delays later launches."""
         self.ballast = _cuda.DeviceMemory(0, BALLAST_BYTES)
         for _ in range(400):
             _cuda.fill_async(self.ballast.pointer, 1, BALLAST_BYTES, self.stream.handle)
@@ -265,7 +265,7 @@ class CudaLane:
         client: Any = None,
         **options: Any,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Output and log-sum-exp, by way of the second half of a region."""
+        """Make a call whose results are in the second half of a region. Returns output and log-sum-exp."""
         client = client or self.client
         half, num_heads = REGION_BYTES // 2, query.shape[1]
         output, lse = (out, half), (out, half + -(-query.nbytes // 256) * 256)
@@ -276,13 +276,13 @@ class CudaLane:
     def expected(
         self, step: Step, layer: int, query: np.ndarray, key: np.ndarray, value: np.ndarray, **options: Any
     ) -> Any:
-        """From the kernels of the CPU, over the pool in host memory."""
+        """Compute the expected results with the CPU kernels on the pool in host memory."""
         ops.write_kv(self.host_pool, layer, step.slots, key, value)
         lens = step.query_lens, step.block_tables, step.context_lens
         return ops.attention(self.host_pool, layer, query, *lens, return_lse=True, **options)
 
     def check(self, step: Step, layer: int, num_heads: int, region: int, out: int, **options: Any) -> None:
-        """One call, against the CPU's."""
+        """Make one call and compare its results with the CPU kernels."""
         query, key, value = self.tensors(step, num_heads)
         places = self.put(region, (query, key, value))
         output, lse = self.attend(step, layer, query, places, out, **options)
@@ -291,7 +291,7 @@ class CudaLane:
         np.testing.assert_allclose(lse, expected_lse, rtol=0, atol=20 * TOLERANCES[self.dtype])
 
     def check_pool(self) -> None:
-        """Every byte of it."""
+        """Compare every byte of both pools."""
         pool = download(self.pool.pointer, self.host_pool.nbytes)
         np.testing.assert_array_equal(pool, self.host_pool.reshape(-1).view(np.uint8))
 
@@ -323,11 +323,11 @@ def cuda_lane(*arguments: Any, **sizes: Any) -> Iterator[CudaLane]:
         lane.close()
 
 
-# --- in another process: a client whose tensors are in its own GPU memory
+# --- functions that run in another process: a client whose tensors are in its own GPU memory
 
 
 def start_client(num_bytes: int) -> bytes:
-    """On the lane whose descriptor was sent. The handle of its memory."""
+    """Start a client on the lane whose descriptor was sent. Returns the handle of the client's memory."""
     import gpu_peer
 
     fd = gpu_peer.kept.pop("fd")
@@ -355,7 +355,7 @@ def client_attend(step: int, layer: int, region: int, tensors: Sequence[np.ndarr
 
 
 def client_flood(step: int, region: int, num_heads: int) -> int:
-    """Calls of which none is waited for; how many went in."""
+    """Submit calls without waiting for them. Returns how many were accepted."""
     import gpu_peer
 
     client, places = gpu_peer.kept["lane"].client, [(region, 0)] * 3

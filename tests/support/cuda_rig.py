@@ -1,5 +1,4 @@
-"""An engine in this process, whose pool is on a GPU unless told otherwise, and what has to be true of every type that
-it stores."""
+"""An in-process engine, with a pool on a GPU by default, and checks for every cache dtype."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from kvservice.engine import Engine
 from kvservice.pool.layout import TENSOR_DTYPES
 
 ON_GPU = POOL | {"device": "cuda", "max_message_mib": 1, "allow_client_shm": "off"}
-# What tensors are, and what is stored.
+# The dtype of tensors, and the dtype of the pool.
 TYPES = [
     ("float32", "auto"),
     ("float16", "auto"),
@@ -57,7 +56,8 @@ async def _output(work: Any) -> Any:
 
 
 def check_types(tmp_path: Path, head_size: int, dtype: str, cache: str) -> None:
-    """Every layer and head has scales of its own, so that a wrong one shows. Powers of two: no rounding of theirs."""
+    """Check a cache dtype. Every layer and head has its own scales, so that a wrong scale is detected. The scales are
+    powers of 2, which cause no rounding."""
     changes: dict[str, Any] = {"head_size": head_size, "dtype": dtype, "kv_cache_dtype": cache, "block_size": 16}
     scales = {"k_scale": [[0.5, 2.0], [0.25, 1.0]], "v_scale": [[1.0, 0.125], [4.0, 0.5]]}
     if cache != "auto":
@@ -96,6 +96,6 @@ def check_types(tmp_path: Path, head_size: int, dtype: str, cache: str) -> None:
 
 
 def attention_in_float64(query: Any, key: Any, value: Any) -> Any:
-    """`reference_attention` has the model's head size in its scale."""
+    """Compute attention in float64 for any head size. `reference_attention` uses the scale of the model's head size."""
     factor = np.sqrt(32 / query.shape[-1])
     return reference_attention(query.astype(np.float64) * factor, key.astype(np.float64), value.astype(np.float64))

@@ -1,4 +1,4 @@
-"""A network between client and daemon that breaks when it is told to."""
+"""A proxy between client and daemon whose connections tests can break."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 
 
 class CuttingProxy:
-    """Forwards a unix socket. A context manager; clients connect to `address`. `handover`: they reach the socket for
-    descriptors, too, past the proxy."""
+    """A context manager that forwards a unix socket. Clients connect to `address`. `handover`: clients can also reach
+    the daemon's fd-passing socket, which bypasses the proxy."""
 
     def __init__(self, directory: Path, address: str, *, handover: bool = False) -> None:
         self._target = address.removeprefix("unix://")
@@ -27,17 +27,17 @@ class CuttingProxy:
         self._refuse = False
 
     def lose_replies(self) -> None:
-        """From now on the daemon hears the client, and the client hears nothing, until the next cut."""
+        """Drop all data from the daemon to the client until the next cut. Data to the daemon still pass."""
         self._mute.set()
 
     def cut(self, *, stay_down: bool = False) -> None:
-        """Break all connections. `stay_down`: and accept none until `up`."""
+        """Break all connections. `stay_down`: accept no new ones until `up`."""
         self._refuse = stay_down
         for end in self._ends:
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
         self._ends.clear()
-        self._mute = threading.Event()  # the old connections stay mute
+        self._mute = threading.Event()  # the old connections still drop data
 
     def up(self) -> None:
         self._refuse = False

@@ -1,8 +1,8 @@
-"""A client that works until it is killed, by a transport that the seed chooses: `doomed_client.py ADDRESS KIND SEED`.
-Prints a line once it works.
+"""A client that works until it is killed: `doomed_client.py ADDRESS KIND SEED`. The seed selects the transport. The
+client prints a line when it has started to work.
 
-K and V of a token are made of its id and the layer, so that sequences of different clients may share blocks, and
-whoever reads a block tells what should be in it. A client never has more than 6 blocks of the pool at one time.
+K and V of a token depend only on its id and the layer, so that sequences of different clients can share blocks and any
+reader knows the expected content of a block. A client never has more than 6 blocks of the pool at the same time.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ PREFIX = list(range(1, 9))  # two full blocks that all clients share
 
 
 def content(info: PoolInfo, token_ids: Sequence[int]) -> np.ndarray[Any, Any]:
-    """K, or V, of tokens: `[num_layers, num_tokens, num_kv_heads, head_size]`."""
+    """Return the content of tokens, for K or V: `[num_layers, num_tokens, num_kv_heads, head_size]`."""
     values = np.asarray(token_ids, np.float32) + np.arange(info.num_layers, dtype=np.float32)[:, None] / 4
     shape = (*values.shape, info.num_kv_heads, info.head_size)
     return np.broadcast_to(values[:, :, None, None], shape).astype(info.dtype)
 
 
 def fill(step: Step, info: PoolInfo, token_ids: Sequence[int]) -> None:
-    """Write all layers of a step over one sequence, whose tokens are `token_ids`, at once."""
+    """Write all layers of a step over one sequence with these tokens in one call."""
     stop = int(step.context_lens[0])
     kv = content(info, token_ids[stop - step.num_tokens : stop])
     step.write(kv, -kv)
@@ -79,7 +79,7 @@ def swaps(kv: Session) -> None:
 
 
 def messages(kv: Session) -> None:
-    """Megabytes each way, so that many a kill comes in the middle of one."""
+    """Send and receive megabytes, so that many kills come in the middle of a message."""
     token_ids = new_tokens(16)
     sequence = kv.allocate(token_ids)
     by_layer(kv.open_step([sequence]), kv.info, token_ids, heads_per_kv_head=800)
@@ -94,7 +94,7 @@ def pins(kv: Session) -> None:
 
 
 def regions(kv: Session) -> None:
-    """Every tensor in shared memory; the region is unregistered under a call's hands or left to the session's end."""
+    """Use shared memory for every tensor. The region is unregistered during a call, or left until the session ends."""
     memory = kv.create_region(1 << 20)
     token_ids = PREFIX + new_tokens(5)
     sequence = kv.allocate(token_ids)
@@ -117,7 +117,8 @@ KINDS: dict[str, Callable[[Session], None]] = {
 
 
 def sessions(client: KVClient, kind: Callable[[Session], None]) -> Iterator[Session]:
-    """One session for all; for `pins`, which leaves what it has to the end of its session, a new one each time."""
+    """Yield one session for all rounds, but a new one each time for `pins`, which frees nothing before its session
+    ends."""
     while True:
         with client.session(kind.__name__) as kv:
             yield kv

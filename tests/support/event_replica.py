@@ -1,4 +1,4 @@
-"""What a router knows that has followed the journal: which hashes can be found, each with its parent and its tokens."""
+"""A router's replica of the prefix cache, built from the event journal: block hashes with their parents and tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class EventReplica:
         self.blocks: dict[bytes, tuple[bytes | None, bytes]] = {}
 
     def follow(self) -> None:
-        """Apply what is new. Nothing is stored that is there, and nothing removed that is not."""
+        """Apply new events. Checks that no stored hash is stored again and no unknown hash is removed."""
         for batch in self._journal.since(self._next, 1 << 30):
             assert batch.number == self._next
             self._next += 1

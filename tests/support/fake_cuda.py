@@ -113,7 +113,7 @@ class Stream:
 
 
 class Memory:
-    """Of the device, or page-locked: what a pointer may point into."""
+    """Device memory or pinned host memory, which pointers may refer to."""
 
     def __init__(self, cuda: FakeCuda, address: int, num_bytes: int, *, on_device: bool) -> None:
         self.cuda, self.pointer, self.num_bytes, self._on_device = cuda, address, num_bytes, on_device
@@ -202,7 +202,7 @@ class FakeCuda(ModuleType):
         self._graveyard: list[Array] = []
         self._order: list[int] = []
 
-    # ---- the schedule
+    # ---- scheduling
 
     def call(self) -> threading.RLock:
         """Wrap every call: time passes, and a failed device raises its error."""
@@ -224,7 +224,8 @@ class FakeCuda(ModuleType):
             raise CudaError(700, self.error)
 
     def _run_one(self) -> bool:
-        """A piece of the stream that goes first now. Who goes first changes, but not often."""
+        """Run one piece of work of the first stream in a random order that changes now and then. Returns False if no
+        stream can run."""
         if len(self._order) != len(self.streams) or self.random.random() < 0.1:
             self._order = self.random.sample(list(self.streams), len(self.streams))
         for handle in self._order:
@@ -398,7 +399,7 @@ def scales(cuda: FakeCuda, call: Any, pointer: int) -> Array:
 
 
 def place(pool: Array, call: Any, slot: int, which: int) -> Array:
-    """A view of a token's keys (0) `[num_kv_heads, head_size / 16, 16]` or values (1) in an 8-bit pool."""
+    """Return a view of a token's keys (0) `[num_kv_heads, head_size / 16, 16]` or values (1) in an FP8 pool."""
     block, offset = divmod(slot, call.block_size)
     heads = pool[block, call.layer, which]
     if which == 1:

@@ -1,4 +1,4 @@
-"""Fake data of the page: a pool of any size, equal for equal seeds."""
+"""Fake data for the page: a pool of any size, which is equal for equal seeds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STATES = ("free", "active", "shared", "cached", "pinned")
 SWAP_STATES = ("free", "swapped")
 MAX_CELLS = 4096
 METHODS = ("allocate", "append", "decode", "extend", "free", "open_step", "swap_out", "write")
-# Ids with 64 bits, whose last digits JavaScript's numbers would change.
+# 64-bit ids, whose last digits would change in JavaScript numbers.
 FIRST_SEQUENCE = 9_007_199_254_740_993
 HISTORY_S = 600
 
@@ -29,7 +29,7 @@ class FakeMap:
 
 
 class FakeViews:
-    """Sequences of a random pool. `step()` lets one grow, so that map and snapshot change."""
+    """Sequences of a random pool. `step()` grows one sequence, so that map and snapshot change."""
 
     def __init__(self, num_blocks: int, num_swap_blocks: int, num_sequences: int, seed: int = 0) -> None:
         self._random = np.random.default_rng(seed)
@@ -70,7 +70,7 @@ class FakeViews:
         self.states[tier][table] = np.minimum(self.ref_counts[tier][table], 2 if tier == "device" else 1)
 
     def step(self) -> None:
-        """Let the first sequence take a block."""
+        """Allocate a block to the first sequence."""
         free = np.flatnonzero(self.states["device"] == 0)
         if len(free):
             tier, table = self.tables[FIRST_SEQUENCE]
@@ -228,7 +228,7 @@ class FakeViews:
 
 
 def grouped(states: np.ndarray, num_states: int) -> tuple[int, bytes]:
-    """Return the blocks per cell, and the share of each state in each cell, of 255."""
+    """Return the number of blocks per cell, and the share of each state in each cell, as a fraction of 255."""
     group = max(1, math.ceil(len(states) / MAX_CELLS))
     cells = np.arange(len(states)) // group
     num_cells = math.ceil(len(states) / group)

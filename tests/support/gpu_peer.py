@@ -1,4 +1,4 @@
-"""Another process that uses the GPU, told what to do over a pipe."""
+"""Another process that uses the GPU and executes functions that arrive over a pipe."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 WAIT_S = 60.0
-# What a peer keeps, by name.
+# Objects that a peer keeps alive, by name.
 kept: dict[str, Any] = {}
 
 
@@ -27,7 +27,7 @@ class Peer:
         theirs.close()
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function of a module there. Its error comes back as RuntimeError with type and text."""
+        """Call a function in the peer. Raises its error as RuntimeError with type and text."""
         self._pipe.send((function, arguments))
         assert self._pipe.poll(WAIT_S), "the peer does not answer"
         result, error = self._pipe.recv()
@@ -36,7 +36,7 @@ class Peer:
         return result
 
     def send_fd(self, fd: int) -> None:
-        """To `receive_fd` there."""
+        """Send a descriptor to `receive_fd` in the peer."""
         pid = self._process.pid
         assert pid is not None
         self._pipe.send((receive_fd, ()))
@@ -44,7 +44,7 @@ class Peer:
         assert self._pipe.recv() == (None, None)
 
     def fetch_fd(self, function: Callable[..., int], *arguments: Any) -> int:
-        """What a function there returns is a descriptor, which is closed there."""
+        """Call a function that returns a descriptor, and receive it. The peer closes its copy."""
         self._pipe.send((_send_fd, (function, arguments)))
         fd = recv_handle(self._pipe)
         assert self._pipe.recv() == (None, None)
@@ -101,11 +101,11 @@ def receive_fd() -> None:
     kept["fd"] = recv_handle(connection)
 
 
-# --- what peers do with the GPU
+# --- functions that run in a peer
 
 
 def allocate(name: str, num_bytes: int, byte: int) -> bytes:
-    """Shared memory of one value; its handle."""
+    """Allocate GPU memory filled with one value and return its IPC handle."""
     from kvservice import _cuda
 
     memory = kept[name] = _cuda.IpcAllocation(0, num_bytes)
@@ -116,7 +116,7 @@ def allocate(name: str, num_bytes: int, byte: int) -> bytes:
 
 
 def export_pool(name: str, num_bytes: int, byte: int) -> int:
-    """A descriptor of memory of one value."""
+    """Allocate GPU memory filled with one value and return a descriptor of it."""
     from kvservice import _cuda
 
     memory = kept[name] = _cuda.DeviceMemory(0, num_bytes)
@@ -151,7 +151,7 @@ def open_handle(name: str, handle: bytes, num_bytes: int) -> None:
 
 
 def probe_handle(handle: bytes, num_bytes: int) -> str:
-    """In a process that may come to harm by it: whether it names memory that was filled with 6."""
+    """Report whether a handle refers to memory filled with 6. The process may lose its device by this."""
     from kvservice import _cuda
     from kvservice.errors import InvalidArgumentError
 
@@ -170,7 +170,7 @@ def probe_handle(handle: bytes, num_bytes: int) -> str:
 
 
 def import_pool(name: str, num_bytes: int, writable: bool) -> None:
-    """The descriptor that was sent last."""
+    """Import the pool from the descriptor that was sent last."""
     from kvservice import _cuda
 
     fd = kept.pop("fd")
@@ -179,7 +179,7 @@ def import_pool(name: str, num_bytes: int, writable: bool) -> None:
 
 
 def record_behind_work(num_fills: int) -> bytes:
-    """The handle of an event behind as many fills of 4 GiB, each of which takes a millisecond."""
+    """Record an event after this many fills of 4 GiB, which take about 1 ms each. Returns the event's handle."""
     from kvservice import _cuda
 
     kept["work"] = _cuda.DeviceMemory(0, 4 << 30)

@@ -1,5 +1,5 @@
-"""A connection of HTTP/2 that does nothing but ping, or nothing at all: gRPC's own client pings once a second at most,
-and always answers."""
+"""An HTTP/2 client that only sends pings, or nothing at all. gRPC's own client pings at most once a second and always
+answers pings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ACK = 1
 
 
 class PingingClient:
-    """Connected to the server on a unix socket. A context manager."""
+    """A context manager for a connection to the server on a unix socket."""
 
     def __init__(self, path: Path) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
@@ -31,8 +31,8 @@ class PingingClient:
         self._socket.close()
 
     def ping(self) -> bytes:
-        """Returns what the server has against it: the text of its GOAWAY, b"" for a ping that it answers."""
-        with contextlib.suppress(BrokenPipeError):  # its last words can still be read
+        """Send a ping. Returns b"" if the server answers it, or the text of the server's GOAWAY."""
+        with contextlib.suppress(BrokenPipeError):  # the server's last frames can still be read
             self._socket.sendall(_frame(PING, bytes(8)))
         for kind, flags, payload in self._received():
             if kind == GOAWAY:
@@ -42,7 +42,7 @@ class PingingClient:
         raise AssertionError("the server closed the connection")
 
     def goodbye(self) -> bytes:
-        """The text with which the server closes a connection that answers nothing."""
+        """Wait until the server closes the connection, which answers nothing. Returns the text of the GOAWAY."""
         return next(payload[8:] for kind, _, payload in self._received() if kind == GOAWAY)
 
     def _received(self) -> Iterator[tuple[int, int, bytes]]:
@@ -51,5 +51,5 @@ class PingingClient:
 
 
 def _frame(kind: int, payload: bytes = b"") -> bytes:
-    """Of the connection, not of a stream."""
+    """Encode a frame of the connection (stream 0)."""
     return len(payload).to_bytes(3, "big") + bytes((kind, 0)) + bytes(4) + payload

@@ -1,4 +1,4 @@
-"""Frames of HTTP/2 for a client that sends RPCs and takes no answers: gRPC's own client always takes some."""
+"""HTTP/2 frames for a client that sends RPCs but receives no responses, which gRPC's own client cannot do."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ INITIAL_WINDOW_SIZE = 4
 
 
 def opening_without_a_window() -> bytes:
-    """What a connection begins with whose server may send no data on any stream."""
+    """Return the opening of a connection with window size 0, so that the server may send no data on any stream."""
     return PREFACE + _frame(SETTINGS, 0, 0, struct.pack(">HI", INITIAL_WINDOW_SIZE, 0))
 
 
 def request(path: str, stream: int) -> bytes:
-    """An RPC with an empty message."""
+    """Encode an RPC with an empty message."""
     fields = {
         ":method": "POST",
         ":scheme": "http",
@@ -31,7 +31,7 @@ def request(path: str, stream: int) -> bytes:
 
 
 async def until_frame(reader: asyncio.StreamReader, kind: int) -> int:
-    """The stream of the next frame of this kind."""
+    """Read until a frame of this kind and return its stream id."""
     while True:
         header = await reader.readexactly(9)
         await reader.readexactly(int.from_bytes(header[:3], "big"))
@@ -44,5 +44,5 @@ def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
 
 
 def _text(text: str) -> bytes:
-    """A string of HPACK, shorter than 127 bytes."""
+    """Encode a string shorter than 127 bytes for HPACK."""
     return bytes((len(text),)) + text.encode()

@@ -17,7 +17,7 @@ from kvservice.errors import OutOfBlocksError, QuotaExceededError
 
 
 class Churn:
-    """Sequences 0, 1, 2, ... of one namespace. All their tokens are computed."""
+    """Operations on the sequences 0, 1, 2, ... of one namespace, whose tokens are all computed."""
 
     def __init__(self, engine: Engine, seed: int) -> None:
         self.engine = engine

@@ -1,7 +1,7 @@
-"""Random operations on a system and on its model at once; after each both must be the same.
+"""A state machine that applies random operations to a system and to its model. Both must agree after each operation.
 
-Every sequence is read back in two ways: by `read`, and by attention over it, compared with attention in float64 over
-what the model says that it holds.
+Every sequence is checked in two ways: by `read`, and by attention over it, compared with float64 attention over the
+model's content.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ TOKENS = st.integers(1, 14).flatmap(lambda count: st.lists(st.integers(0, 2), mi
 
 
 class KVMachine(RuleBasedStateMachine):
-    """Made of a function that opens a system of NUM_SESSIONS empty sessions."""
+    """`make_system` opens a system with NUM_SESSIONS empty sessions."""
 
     def __init__(self, make_system: Callable[[], Any]) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class KVMachine(RuleBasedStateMachine):
         self.steps: list[dict[int, ModelStep]] = [{} for _ in range(NUM_SESSIONS)]
         self.stale: list[list[ModelStep]] = [[] for _ in range(NUM_SESSIONS)]
         self.pins: list[list[Any]] = [[] for _ in range(NUM_SESSIONS)]
-        # The same ids in both sessions: names must not meet.
+        # Both sessions use the same ids, because the ids of different sessions must not collide.
         self.new_ids = [itertools.count() for _ in range(NUM_SESSIONS)]
         self.queries = np.random.default_rng(0)
 
@@ -93,7 +93,7 @@ class KVMachine(RuleBasedStateMachine):
             self.sequences[s][sequence_id] = ModelSequence(tokens, keys, computed)
 
     def choose_prompt(self, data: Draw) -> tuple[list[int], Any]:
-        """New tokens, or the beginning of a sequence that is there, of either session."""
+        """Choose new tokens, or a prefix of an existing sequence of either session."""
         known = [one for sequences in self.sequences for one in sequences.values() if one.tokens]
         if not known or data.draw(st.booleans(), "fresh"):
             return data.draw(TOKENS, "tokens"), data.draw(KEYS, "keys")
@@ -105,7 +105,8 @@ class KVMachine(RuleBasedStateMachine):
 
     @rule(s=st.integers(0, NUM_SESSIONS - 1))
     def splice(self, s: int) -> None:
-        """Prompts that begin as one sequence and go on as another: a block alone does not say what K/V it holds."""
+        """Allocate prompts that start as one sequence and continue as another: the tokens of a block alone do not
+        determine its K/V."""
         both = [one for known in self.sequences for one in known.values() if one.computed >= 2 * BLOCK_SIZE]
         for first, second in itertools.permutations(both[-3:], 2):
             tokens = first.tokens[:BLOCK_SIZE] + second.tokens[BLOCK_SIZE : 2 * BLOCK_SIZE] + [0]
@@ -211,7 +212,7 @@ class KVMachine(RuleBasedStateMachine):
         return np.concatenate(parts)
 
     def named(self, s: int, ids: list[int]) -> None:
-        """An operation named these sequences: their steps are over."""
+        """End the steps of these sequences, after an operation on them."""
         for step_id, step in list(self.steps[s].items()):
             if set(step.ids) & set(ids):
                 self.stale[s].append(self.steps[s].pop(step_id))
@@ -278,7 +279,7 @@ class KVMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def swap_around_another(self, data: Draw) -> None:
-        """Out, another sequence into the blocks that became free, and in again."""
+        """Swap out, allocate another sequence in the freed blocks, and swap in."""
         batch = self.choose_batch(data)
         if batch is None:
             return
@@ -349,7 +350,7 @@ class KVMachine(RuleBasedStateMachine):
     def reset_prefix_cache(self, s: int) -> None:
         self.system.reset_prefix_cache(s)
 
-    # ---- what must be refused, or answered as before
+    # ---- operations that must fail, or return the same answer again
 
     @rule(data=st.data())
     def repeat_an_append(self, data: Draw) -> None:
@@ -403,7 +404,7 @@ class KVMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def probe(self, data: Draw) -> None:
-        """Attention over one sequence, through a fork that is gone afterwards."""
+        """Check attention over one sequence, through a temporary fork."""
         batch = self.choose_batch(data)
         if batch is not None:
             s, (n, *_) = batch
@@ -431,7 +432,7 @@ class KVMachine(RuleBasedStateMachine):
         self.system.free(s, [child])
         del self.sequences[s][child]
 
-    # ---- what must hold after each
+    # ---- invariants after each operation
 
     @invariant()
     def describes_itself_as_the_model_does(self) -> None:
@@ -475,7 +476,7 @@ class KVMachine(RuleBasedStateMachine):
                 yield s, n
 
     def teardown(self) -> None:
-        """Every sequence once more; then nothing may be left."""
+        """Check every sequence once more, and check that nothing is left after the end."""
         try:
             for s, n in list(self.resident()):
                 self.probe_sequence(s, n)

@@ -1,7 +1,7 @@
-"""What a pool of K/V should hold, as plain lists: the model that the real thing is compared with.
+"""The model of a KV pool, in plain lists, with which the real pool is compared.
 
-K and V of a token are drawn from a seed made of the token and all that comes before it, its sequence's extra keys
-included, as a transformer's are. So a block that is shared where it must not be has the wrong content.
+K and V of a token are random numbers whose seed depends on the token and everything before it, including the extra
+keys, as in a transformer. So a block that is shared by mistake has the wrong content.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Array = np.ndarray[Any, Any]
 Keys = tuple[tuple[int, bytes], ...]
 
 NUM_LAYERS, NUM_KV_HEADS, NUM_HEADS, HEAD_SIZE, BLOCK_SIZE = 2, 2, 4, 32, 4
-# What every machine's pool is like: soon full.
+# The pool of all state machines. It is small, so that it is full soon.
 POOL = {
     "num_layers": NUM_LAYERS,
     "num_kv_heads": NUM_KV_HEADS,
@@ -45,7 +45,7 @@ class ModelSequence:
         return len(self.tokens) - self.computed
 
     def kv(self, layer: int, start: int, stop: int) -> tuple[Array, Array]:
-        """K and V of token positions start <= p < stop: float32 [stop - start, NUM_KV_HEADS, HEAD_SIZE] each."""
+        """Return K and V of token positions start <= p < stop: float32 [stop - start, NUM_KV_HEADS, HEAD_SIZE] each."""
         parts = [_kv(seed, layer) for seed in _seeds(tuple(self.tokens), self.keys)[start:stop]]
         both = np.stack(parts) if parts else np.zeros((0, 2, NUM_KV_HEADS, HEAD_SIZE), np.float32)
         return both[:, 0], both[:, 1]
@@ -85,7 +85,7 @@ def _kv(seed: bytes, layer: int) -> Array:
 
 
 def reference_attention(query: Array, key: Array, value: Array) -> Array:
-    """Causal attention in float64: the queries [n, NUM_HEADS, HEAD_SIZE] are the last n of the keys' positions."""
+    """Compute causal attention in float64. The queries [n, NUM_HEADS, HEAD_SIZE] are at the last n key positions."""
     group = NUM_HEADS // NUM_KV_HEADS
     keys, values = (np.repeat(part.astype(np.float64), group, axis=1) for part in (key, value))
     scores = np.einsum("qhd,khd->hqk", query.astype(np.float64), keys) / np.sqrt(HEAD_SIZE)

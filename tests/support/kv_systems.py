@@ -1,4 +1,4 @@
-"""Two ways to the same system: a daemon's client, and the engine in this process. One face for both."""
+"""One API for two systems under test: a daemon with its client, and the engine in this process."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class DaemonSystem:
         return self.client.stats()
 
     def check(self) -> None:
-        """What else can be checked from inside: nothing, here."""
+        """Check internal invariants. A daemon's cannot be checked from here."""
 
     def end(self) -> None:
         for session in self.sessions:
@@ -189,7 +189,7 @@ class EngineSystem:
             self.manager.check_integrity()
 
     def end(self) -> None:
-        try:  # a wrong engine may fail here as well
+        try:  # a faulty engine may fail here, too
             for space in self.spaces:
                 self.manager.close_space(space)
         finally:

@@ -1,4 +1,4 @@
-"""Calls of lanes whose completion is an event, of this process and of a client in another (see `cuda_lane`)."""
+"""Lane calls with event completion, by this process and by a client in another process (see `cuda_lane`)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def submit(
     output: tuple[int, int],
     **more: Any,
 ) -> Iterator[int]:
-    """Every layer of a step. Where the output of each is, from `output` on, once it has been answered."""
+    """Call every layer of a step. Yields the offset of each output, from `output` on, when the call is answered."""
     region, offset = output
     for layer in range(num_layers):
         at = offset + layer * output_bytes(query)
@@ -34,7 +34,7 @@ def submit(
 
 
 def output_bytes(query: np.ndarray) -> int:
-    """Of an output and its log-sum-exp."""
+    """Return the size of an output and its log-sum-exp in bytes."""
     return aligned(query.nbytes) + aligned(4 * query.shape[0] * query.shape[1])
 
 
@@ -48,8 +48,8 @@ def client_open_event(handle: bytes) -> None:
 
 
 def client_attend(steps: Sequence[int], num_layers: int, region: int, tensors: Sequence[Sequence[np.ndarray]]) -> bool:
-    """Steps whose calls follow each other and are waited for by a stream alone, which copies each output away. Whether
-    one was under way when it was answered."""
+    """Run steps whose calls follow each other. Only a stream waits for them, and copies each output. Returns whether a
+    call was still in flight when it was answered."""
     lane = gpu_peer.kept["lane"]
     query = tensors[0][0]
     lane.copies = _cuda.DeviceMemory(0, len(steps) * num_layers * query.nbytes)
@@ -75,7 +75,7 @@ def client_attend(steps: Sequence[int], num_layers: int, region: int, tensors: S
 
 
 def client_copies(query: np.ndarray) -> np.ndarray:
-    """What the stream has copied, when it is done."""
+    """Synchronize the stream and return the outputs that it has copied."""
     lane = gpu_peer.kept["lane"]
     lane.stream.synchronize()
     copies = download(lane.copies.pointer, len(lane.outputs) * query.nbytes)
@@ -83,7 +83,7 @@ def client_copies(query: np.ndarray) -> np.ndarray:
 
 
 def client_outputs(query: np.ndarray) -> np.ndarray:
-    """What is in the memory now."""
+    """Return the current outputs in the memory."""
     lane = gpu_peer.kept["lane"]
     outputs = [download(lane.memory.pointer + offset, query.nbytes) for offset in lane.outputs]
     return np.stack(outputs).view(query.dtype).reshape(-1, *query.shape)

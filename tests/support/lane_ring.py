@@ -1,4 +1,4 @@
-"""The format of a lane, csrc/lane/ring.h: where what begins, in bytes."""
+"""The format of a lane (csrc/lane/ring.h): byte offsets of its parts."""
 
 from __future__ import annotations
 

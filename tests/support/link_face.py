@@ -1,4 +1,4 @@
-"""A face of the client whose clock is the test's: nothing waits in fact, and nothing is at work unseen."""
+"""A `Face` of the client with a fake clock: waiting takes no real time, and tests run the background work."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ ATTACHED = SimpleNamespace(session_id=7)
 
 
 class FakeFace:
-    """See Face in face.py. Whoever waits lets the time pass, and what the test has planned for it happens."""
+    """See Face in face.py. A wait advances the clock and runs the actions that the test has planned for that time."""
 
     def __init__(self) -> None:
         self.now = 100.0
         self.started: list[Coroutine[Any, Any, None]] = []
         self._plans: list[tuple[float, Callable[[], object]]] = []
-        # Whose turn it is not.
+        # If set, `turns` is exhausted, so calls wait for their turn in vain.
         self.busy = False
 
     def plan(self, after_s: float, action: Callable[[], object]) -> None:
         self._plans.append((self.now + after_s, action))
 
     def work(self) -> None:
-        """Do what was started in the background, to its end."""
+        """Run the background work to completion."""
         while self.started:
             finish(self.started.pop(0))
 
     def pass_time(self, until: float, done: Callable[[], bool]) -> None:
-        """Go to that time, or to that of the planned action after which it is done."""
+        """Advance the clock to `until`, or to the planned action after which `done` is true."""
         for at, action in sorted(self._plans, key=lambda plan: plan[0]):
             if at > until or done():
                 break
@@ -102,15 +102,15 @@ class FakeBackground:
 
 
 class FakeConnection:
-    """See Connection in face.py. `answers` are what it gives to calls, in their order; errors it raises, and those of
-    the connection end it. None: there is no answer. Without any more it answers with the call's name,
-    and to attach as the daemon does."""
+    """See Connection in face.py. `answers` are the answers to calls, in order. An error is raised, and a connection
+    error also ends the connection. None: the call gets no answer. When there are no more answers, a call is answered
+    with its name, and attach as by the daemon."""
 
     def __init__(self, face: FakeFace, on_end: Callable[[Connection], None], answers: list[Any]) -> None:
         self.error: KVServiceError | None = None
         self.calls: list[str] = []
         self.ended = False
-        # As the blocking face's do.
+        # If set, a call that reaches its deadline ends the connection, as in the sync API.
         self.ends_at_limits = False
         self._face, self._on_end, self._answers = face, on_end, answers
 

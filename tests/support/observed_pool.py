@@ -1,4 +1,4 @@
-"""Bookkeeping whose arrays are shared as the daemon shares them, with the reader's end in the same process; and random
+"""A block manager whose arrays are shared as in the daemon, with the observer's reader in the same process, and random
 operations on it."""
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class RandomOperations:
         self._manager.free(session.space, self._some_of(session))
 
     def _swap_out(self, session: OpenSession) -> None:
-        self._manager.swap_out(session.space, self._some_of(session, most=4))  # which may share blocks
+        self._manager.swap_out(session.space, self._some_of(session, most=4))  # these may share blocks
 
     def _swap_in(self, session: OpenSession) -> None:
         self._manager.swap_in(session.space, self._some_of(session))

@@ -1,4 +1,4 @@
-"""Clients that have a small daemon do all that its metrics tell of: once, or as often as one asks."""
+"""Clients that cause every kind of traffic that a daemon's metrics count, once or repeatedly."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvservice.client import Sequence as KVSequence
 from kvservice.errors import KVServiceError, OutOfBlocksError
 
 BLOCK_SIZE, NUM_BLOCKS = int(SMALL_POOL["block_size"]), int(SMALL_POOL["num_blocks"])
-# Ends without a word to the daemon.
+# A client that ends without closing its session.
 VANISHING_CLIENT = """
 import os, signal, sys
 from kvservice.client import KVClient
@@ -27,7 +27,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Traffic:
-    """Two tenants, and one session without; one by a lane with a region, the others by messages."""
+    """Sessions of two tenants, and one without a tenant. One uses a lane and a region, the others use messages."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -46,7 +46,7 @@ class Traffic:
             yield self
 
     def play(self) -> None:
-        """Everything once. Leaves a sequence in each tier."""
+        """Cause each kind of traffic once. Leaves a sequence in each tier."""
         self._rounds += 1
         for session in (self.chat, self.search, self.nameless):
             self._generate(session)
@@ -56,7 +56,7 @@ class Traffic:
         _, waiting = self.chat.allocate_batch([[1], [2]])
         self.chat.swap_out([waiting])
         with KVClient(self.address) as client, client.session("visitor"):
-            pass  # the last of it: who sees this session closed has seen all
+            pass  # this session is the last: when its end is counted, everything else is, too
 
     def lose_session(self) -> None:
         command = [sys.executable, "-P", "-c", VANISHING_CLIENT, self.address]
@@ -72,7 +72,8 @@ class Traffic:
         return self._numbers.normal(size=shape).astype(session.info.dtype)
 
     def _generate(self, session: Session) -> None:
-        """A prompt whose beginning is cached from the second time on; a fork that copies a block; a swap; an end."""
+        """Allocate a prompt whose prefix is cached from the second time on, fork it with a copy-on-write, swap it, and
+        free it."""
         own = [1000 * self._rounds + token for token in range(BLOCK_SIZE + 2)]
         sequence = session.allocate([*range(2 * BLOCK_SIZE), *own])
         self._compute(session, sequence)
@@ -86,7 +87,7 @@ class Traffic:
         session.unpin(session.pin([*range(BLOCK_SIZE)], ttl_s=60))
 
     def _fill(self, session: Session) -> None:
-        """Until the pool refuses, so that cached blocks are evicted."""
+        """Fill the pool until it is exhausted, so that cached blocks are evicted."""
         first = 100_000 * self._rounds
         prompts = [
             range(at, at + 8 * BLOCK_SIZE) for at in range(first, first + 2 * NUM_BLOCKS * BLOCK_SIZE, 8 * BLOCK_SIZE)

@@ -87,7 +87,8 @@ class PrometheusServer:
         pytest.fail(f"Prometheus: {what}: not within {timeout_s} s")
 
     def ask(self, path: str, **parameters: str) -> Any:
-        """`data` of an answer of its API. Fails the test with what it says of a query that it refuses."""
+        """Call the API and return `data` of the answer. If Prometheus rejects the query, the test fails with its
+        error."""
         body = urllib.parse.urlencode(parameters).encode() or None
         try:
             with urllib.request.urlopen(f"http://{self._address}/api/v1/{path}", data=body, timeout=10) as answer:
@@ -97,6 +98,6 @@ class PrometheusServer:
                 pytest.fail(f"{parameters}: {error.read().decode()}")
 
     def values(self, query: str) -> list[float]:
-        """One for each series that a query finds now. NaN, which a quotient of nothing has, is none."""
+        """Return the current value of each series that a query finds, without NaN, which is the result of 0 / 0."""
         found = [float(series["value"][1]) for series in self.ask("query", query=query)["result"]]
         return [value for value in found if value == value]

@@ -1,4 +1,4 @@
-"""The contract's wire, without the client: raw stubs, raw streams, statuses with their details."""
+"""The gRPC contract without the client: raw stubs, raw streams, statuses with their details."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from kvservice.v1 import (
     tensor_pb2,
 )
 
-# Far above what any call takes, far below the tests' own limit.
+# Far above the duration of any call, and far below the time limit of a test.
 TIMEOUT_S = 20.0
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """What a refused call says: the status and its google.rpc details."""
+    """The error of a call: the status and its google.rpc details."""
 
     code: str
     reason: str
@@ -67,7 +67,7 @@ def _code_text(number: int) -> str:
 
 
 class RawStream:
-    """A session's stream as the contract has it: calls in, replies out."""
+    """A session's stream of calls and replies, as in the contract."""
 
     def __init__(self, stub: session_pb2_grpc.SessionServiceStub) -> None:
         self._calls: queue.SimpleQueue[session_pb2.Call | None] = queue.SimpleQueue()
@@ -88,7 +88,7 @@ class RawStream:
         return self.send("attach", session_pb2.AttachRequest(session_token=token, reconnects=reconnects))
 
     def end(self) -> None:
-        """Half-close, as a client that is done."""
+        """Half-close the stream, as a client does when it is done."""
         self._calls.put(None)
 
     def cancel(self) -> None:
@@ -97,7 +97,7 @@ class RawStream:
 
 
 class Wire:
-    """Every RPC by its call's name, at an address or over a channel."""
+    """All RPCs by the names of their calls, at an address or over a channel."""
 
     def __init__(self, where: str | grpc.Channel) -> None:
         self.channel = grpc.insecure_channel(where) if isinstance(where, str) else where
@@ -120,7 +120,7 @@ class Wire:
         }
 
     def unary(self, name: str, request: Any) -> Any:
-        """The answer, or the Refusal."""
+        """Return the response, or a Refusal."""
         try:
             return self.methods[name](request, timeout=TIMEOUT_S)
         except grpc.RpcError as error:
@@ -140,7 +140,7 @@ class Wire:
 
 
 class RawSession:
-    """An open session with its stream; `call` goes the way that is asked for."""
+    """An open session with its stream. `call` uses the requested transport."""
 
     def __init__(self, wire: Wire, **options: Any) -> None:
         self.wire = wire
@@ -149,7 +149,7 @@ class RawSession:
         assert self.stream.attach(self.token).WhichOneof("reply") == "attach"
 
     def call(self, name: str, request: Any, transport: str = "unary") -> Any:
-        """The answer, or the Refusal."""
+        """Return the response, or a Refusal."""
         if transport == "unary":
             request.session_token = self.token
             return self.wire.unary(name, request)
@@ -171,7 +171,7 @@ class RawSession:
 
 
 def tensor(*shape: int, dtype: str = "FLOAT32", fill: float = 1.0, **changes: Any) -> tensor_pb2.Tensor:
-    """A well-formed tensor, but for `changes`."""
+    """Return a valid tensor message with `changes`."""
     kind = {"FLOAT32": np.float32, "FLOAT16": np.float16}.get(dtype, np.float32)
     message = tensor_pb2.Tensor(
         data_type=getattr(tensor_pb2, f"DATA_TYPE_{dtype}"), shape=shape, inline=np.full(shape, fill, kind).tobytes()
@@ -186,7 +186,7 @@ def tensor(*shape: int, dtype: str = "FLOAT32", fill: float = 1.0, **changes: An
 
 
 def await_no_sessions(wire: Wire) -> None:
-    """Until the sessions that earlier tests left behind are over."""
+    """Wait until the sessions of earlier tests have ended."""
     deadline = time.monotonic() + TIMEOUT_S
     while wire.stats().sessions:
         assert time.monotonic() < deadline, "sessions are left over"
@@ -194,7 +194,7 @@ def await_no_sessions(wire: Wire) -> None:
 
 
 class Toolbox:
-    """What test files use of this one."""
+    """The functions of this module that test files use."""
 
     Refusal = Refusal
     Wire = Wire

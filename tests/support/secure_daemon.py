@@ -51,7 +51,7 @@ class Secured:
 def secured(
     files: Path, *, tls: bool = True, tokens: bool = True, client_ca: bool = False, **pool: Any
 ) -> Iterator[Secured]:
-    """A daemon of the small pool, but for `pool`, on loopback."""
+    """Start a daemon with the small pool on loopback. `pool` overrides options."""
     authority = Authority()
     made: dict[str, str] = {}
     port, http_port = free_port(), free_port()

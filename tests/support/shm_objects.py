@@ -6,6 +6,6 @@ import os
 
 
 def shm_objects(*pids: int) -> set[str]:
-    """Their names, of the clients in these processes."""
+    """Return the names of the objects of clients in these processes."""
     prefixes = tuple(f"kvservice-{pid}-" for pid in pids)
     return {name for name in os.listdir("/dev/shm") if name.startswith(prefixes)}

@@ -1,4 +1,4 @@
-"""Daemons of the small pool that differ in what they share."""
+"""Daemons with the small pool that share their pools differently."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from small_pool import SMALL_POOL
 
 from kvservice.launch import Daemon
 
-# Besides messages. By name, with what the daemon shares of its pool.
+# The transports besides inline: name of the variant, transport, and the daemon's `share_pool`.
 TRANSPORTS = {
     "region": ("region", "write"),
     "lane": ("lane", "write"),
@@ -22,7 +22,7 @@ OpenDaemon = Callable[[str, str], Daemon]
 
 @pytest.fixture(scope="package")
 def open_daemon() -> Iterator[OpenDaemon]:
-    """The daemon of a dtype that shares so much of its pool; each is started once."""
+    """Return the daemon with this dtype and `share_pool`. Each daemon is started once."""
     running: dict[tuple[str, str], Daemon] = {}
     with contextlib.ExitStack() as stack:
 

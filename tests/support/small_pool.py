@@ -1,4 +1,4 @@
-"""A pool small enough to run out of, of a shape that shows swapped axes."""
+"""A pool small enough to be exhausted, with a shape that reveals swapped axes."""
 
 SMALL_POOL = {
     "num_layers": 2,

@@ -1,4 +1,4 @@
-"""A client that comes as far as a stage, says so, and stays there: `staged_client.py ADDRESS STAGE`."""
+"""A client that proceeds to a stage, prints that, and waits there: `staged_client.py ADDRESS STAGE`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def call(kv: Session, name: str, request: Any) -> Any:
 
 
 def region_made(kv: Session) -> Any:
-    """Nobody fetches it."""
+    """The region's descriptor is not fetched."""
     return call(kv, "create_region", shared_memory_pb2.CreateRegionRequest(name="r", byte_size=1 << 20))
 
 
@@ -48,7 +48,7 @@ def region_registered(kv: Session) -> Any:
 
 
 def lane_made(kv: Session) -> Any:
-    """Nobody fetches it."""
+    """The lane's descriptor is not fetched."""
     return call(kv, "open_lane", host_pb2.OpenLaneRequest())
 
 
@@ -58,7 +58,7 @@ def lane_fetched(kv: Session) -> mmap.mmap:
     try:
         return mmap.mmap(descriptor, _ext.LANE_BYTES)
     finally:
-        os.close(descriptor)  # what a client keeps, the daemon keeps
+        os.close(descriptor)  # the daemon keeps the memory as long as a client has a descriptor of it
 
 
 def index(lane: mmap.mmap, which: int) -> int:
@@ -67,7 +67,7 @@ def index(lane: mmap.mmap, which: int) -> int:
 
 
 def submit(kv: Session, client: Any, step_id: int, layer: int, num_heads: int) -> int:
-    """Over tensors of zeros."""
+    """Submit a call with tensors of zeros."""
     memory = kv.create_region(64 << 20)
     assert memory.number is not None
     places = [(memory.number, n << 20) for n in (0, 50, 55, 25)]
@@ -76,7 +76,7 @@ def submit(kv: Session, client: Any, step_id: int, layer: int, num_heads: int) -
 
 
 def lane_computing(kv: Session) -> Any:
-    """A call of some hundred milliseconds is under way."""
+    """A call of some hundred milliseconds is in flight."""
     lane = lane_fetched(kv)
     client = _ext.LaneClient(lane, 0.0)
     step = kv.open_step([kv.allocate(range(NUM_TOKENS))])
@@ -96,7 +96,7 @@ def answer_unread(kv: Session) -> Any:
 
 
 def ring_full(kv: Session) -> Any:
-    """As many answers as there is room for are unread, and as many calls wait."""
+    """The ring of answers is full of unread answers, and the ring of calls is full of waiting calls."""
     lane = lane_fetched(kv)
     client = _ext.LaneClient(lane, 0.0)
     for _ in range(CAPACITY):
@@ -112,7 +112,7 @@ def submit_nothing(client: Any) -> None:
 
 
 def pool_offered(kv: Session) -> Any:
-    """Nobody fetches it."""
+    """The pool's descriptors are not fetched."""
     return call(kv, "map_pool", host_pb2.MapPoolRequest(writable=True))
 
 
@@ -123,7 +123,7 @@ def pool_mapped(kv: Session) -> Any:
 
 
 def written(kv: Session) -> Any:
-    """All layers are in the pool, and not committed."""
+    """All layers are written to the pool but not committed."""
     pool = pool_mapped(kv)
     step = kv.open_step([kv.allocate(range(NUM_TOKENS))])
     mapped = pool.step(step._core)

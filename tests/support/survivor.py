@@ -9,7 +9,7 @@ from kvservice.client import Sequence, Session
 
 
 class Survivor:
-    """A client beside them that has blocks in common with them, and checks all of its own in every lap."""
+    """A client that shares blocks with the killed clients and checks all of its K/V in every round."""
 
     def __init__(self, session: Session) -> None:
         self._kv = session
