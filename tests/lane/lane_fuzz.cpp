@@ -1,9 +1,11 @@
-// Lanes whose memory others write into. usage: lane_fuzz SECONDS SEED. Compiled with sanitizers, which find the rest.
+// Fuzzes lanes by writing to their memory. Usage: lane_fuzz SECONDS SEED. It is compiled with sanitizers, which detect
+// memory errors and races.
 //
-// One session has two lanes: into one go random bytes, into the other well-formed entries of random fields. Meanwhile
-// its steps are published and retired and its regions come and go; what they were made of is freed at once. Another
-// session shares the executor, and its lane must give right answers all the while. The pool: the fuzzed session's steps
-// write the first half of each of the first blocks, the honest session's the last blocks; nothing else may change.
+// The fuzzed session has two lanes. One receives random bytes, the other well-formed entries with random fields. At the
+// same time its steps are published and retired, its regions are added and removed, and their memory is freed
+// immediately. An honest session shares the executor, and its lane must return correct answers throughout. In the pool,
+// the fuzzed session's steps write the first half of each of the first blocks, the honest session's steps write the
+// last blocks, and nothing else may change.
 #include <unistd.h>
 
 #include <algorithm>
@@ -56,7 +58,7 @@ struct Pool {
     view.data = reinterpret_cast<char*>(memory.data());
   }
 
-  // Keys and values of all slots for which `wanted(block, offset)`.
+  // Returns keys and values of all slots for which `wanted(block, offset)` is true.
   template <class Wanted>
   std::vector<float> read(const Wanted& wanted) {
     std::vector<int64_t> slots;
@@ -88,7 +90,7 @@ struct Pool {
   }
 };
 
-// A step and what it is made of, freed with it.
+// A step that owns its arrays.
 struct OwnedStep {
   std::vector<int64_t> slots;
   std::vector<int32_t> query_lens, context_lens, block_tables;
@@ -133,7 +135,7 @@ struct Memory {
   ~Memory() { std::free(data); }
 };
 
-// What a lane's memory is opened with again and again, every second time with an event.
+// Reopens a lane over the same memory repeatedly, every second time with an event.
 class Lane {
  public:
   Lane(LaneSession& session, LaneExecutor& executor) : session_(session), executor_(executor) { open(); }
@@ -158,7 +160,7 @@ class Lane {
         [](const std::string& text) { check(false, text.c_str()); }, lives % 2 == 0 ? &event_ : nullptr);
   }
 
-  int event_ = 0;  // which this executor does not look at
+  int event_ = 0;  // this executor ignores it
   LaneSession& session_;
   LaneExecutor& executor_;
   Memory memory_;
@@ -219,7 +221,7 @@ class Fuzz {
   }
 
  private:
-  // Publishes, retires, adds and removes, and frees what has gone.
+  // Publishes and retires steps, adds and removes regions, and frees them.
   void change() {
     Random random(seed_ + 1);
     std::deque<std::pair<int64_t, std::unique_ptr<OwnedStep>>> steps;
@@ -257,7 +259,7 @@ class Fuzz {
       LaneMemory& lane = noisy_.memory();
       auto* words = reinterpret_cast<std::atomic<uint64_t>*>(&lane);
       for (int64_t i = below(random, 400); i > 0; --i) {
-        const int64_t header = 8 * (1 + below(random, 8));  // but not what the lane is, which only clients read
+        const int64_t header = 8 * (1 + below(random, 8));  // skips the magic number, which only clients read
         words[below(random, 256) == 0 ? header : 512 + below(random, kLaneBytes / 8 - 512)].store(random());
       }
       lane.header.submitted.store(lane.header.completed.load() + static_cast<uint64_t>(below(random, 70)));
@@ -363,7 +365,7 @@ class Fuzz {
 int main(int argc, char** argv) {
   if (argc != 3) return 2;
   const int seconds = std::atoi(argv[1]);
-  ::alarm(static_cast<unsigned>(seconds) + 60);  // something does not return
+  ::alarm(static_cast<unsigned>(seconds) + 60);  // ends the process if a call does not return
   kvservice::Fuzz fuzz(std::strtoull(argv[2], nullptr, 10));
   fuzz.run(seconds);
   return 0;

@@ -39,7 +39,7 @@ def test_decode_and_extend(dtype: str, region: str, out: str) -> None:
         steps = [
             lane.open_step(1, [1, 1, 1], [1, 40, 333]),
             lane.open_step(2, [70, 1, 9], [150, 5, 9]),
-            lane.open_step(3, [700], [1000]),  # whose query is more than is copied beside
+            lane.open_step(3, [700], [1000]),  # its query is too large for the fused copy
         ]
         for step in steps:
             for layer in range(lane.num_layers):
