@@ -157,7 +157,7 @@ def _layer_problems(config: Config) -> Iterator[str]:
         return
     for key, what in _OTHER_LAYERS.items():
         if config.get(key) is not None:
-            yield f"{what} ({key}) are not supported" if what.endswith("s") else f"{what} ({key}) is not supported"
+            yield f"{what} ({key}) {'are' if 'layers' in what else 'is'} not supported"
     attended = config.get("attn_type_list")
     if isinstance(attended, list) and not all(attended):
         yield "linear attention (attn_type_list) is not supported"
