@@ -126,8 +126,8 @@ def test_append(
         ({"extra_keys": [(0, b"x"), (-1, b"x")]}, "extra_keys[1]"),
         ({"extra_keys": [(256, b"x")]}, "extra_keys[0]"),
         ({"extra_keys": [(0, b"")]}, "extra_keys[0]"),
-        ({"extra_keys": [(0, b"x" * 1025)]}, "extra_keys[0]"),
-        ({"extra_keys": [(0, b"x")] * 4097}, "extra_keys"),
+        ({"extra_keys": [(0, b"x" * 257)]}, "extra_keys[0]"),
+        ({"extra_keys": [(0, b"x")] * 1025}, "extra_keys"),
         ({"extra_keys": [b"xy"]}, "extra_keys[0]"),
     ],
 )
@@ -186,6 +186,12 @@ def test_a_step_keeps_its_ids_when_the_callers_buffer_changes(pool: tuple[BlockM
     ids[:] = [2, 1]
     assert step.sequence_ids.tolist() == [1, 2]
     assert manager.append(space, ids, [1, 1]).sequence_ids.tolist() == [2, 1]
+
+
+def test_extra_keys_at_the_limits_are_accepted() -> None:
+    found = extra_keys_by_block([(0, b"x" * 256)] * 1024, "keys", 4, 1)
+    assert found.keys() == {0}
+    assert found[0].count(b"x") == 256 * 1024
 
 
 def test_extra_keys_of_a_block_follow_each_other_by_position_and_key() -> None:

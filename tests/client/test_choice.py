@@ -196,7 +196,7 @@ def test_who_is_handed_nothing_sends_messages(share_pool: str) -> None:
                 with client.session() as kv:
                     assert kv.transport == "inline"
                     check_working(kv)
-                    # What could not be passed was released: there is no region, and no lane besides this one.
+                    # The session released what could not be passed: it has no region, and a lane can be opened.
                     assert kv.regions() == []
                     finish(kv._core.call("open_lane", host_pb2.OpenLaneRequest()))
         for wanted in ("lane", "mapped", "region"):
