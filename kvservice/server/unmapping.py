@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from kvservice.pool.sealed import SealedMemory
 
-# Pages are freed in pieces, so that a thread that maps memory at the same time waits for one piece only.
+# Pages are unmapped in pieces, so that a thread that maps memory at the same time waits for one piece only.
 _PIECE_BYTES = 4 << 20
 
 _libc = ctypes.CDLL(None)
@@ -26,7 +26,8 @@ def start() -> None:
 
 
 def unmap(memory: SealedMemory) -> None:
-    """Free the pages of memory that is no longer in use. The mapping itself ends when `memory.map` is dropped."""
+    """Unmap the pages of memory that the daemon no longer uses. Their content stays, because a client may still map
+    them. The mapping itself ends when `memory.map` is dropped."""
     _thread.submit(_unmap_pages, memory.map, memory.address, memory.num_bytes)
 
 
@@ -36,7 +37,7 @@ def close(descriptor: int) -> None:
 
 
 def _unmap_pages(_mapping: mmap.mmap, address: int, num_bytes: int) -> None:
-    """Free the pages piece by piece. The argument `_mapping` keeps the mapping alive during the call."""
+    """Unmap the pages piece by piece. The argument `_mapping` keeps the mapping alive during the call."""
     for begin in range(0, num_bytes, _PIECE_BYTES):
         size = min(_PIECE_BYTES, num_bytes - begin)
         _libc.madvise(ctypes.c_void_p(address + begin), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
