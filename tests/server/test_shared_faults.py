@@ -85,33 +85,41 @@ def survivor(shared_daemon: Daemon) -> Iterator[Survivor]:
         yield one
 
 
-def footprint_at_rest(daemon: Daemon, client: KVClient, survivor: Survivor) -> dict[str, Any]:
-    """Return the footprint of a daemon with no session except the survivor's."""
-    until(lambda: client.stats().sessions == 1, survivor.lap)
-    return footprint(daemon.process.pid)
+@pytest.fixture(scope="module")
+def observer(shared_daemon: Daemon) -> Iterator[KVClient]:
+    """A client without a session. It stays connected, so that its connection is part of the footprint at rest."""
+    with KVClient(shared_daemon.address, transport="inline") as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def at_rest(shared_daemon: Daemon, survivor: Survivor, observer: KVClient) -> dict[str, Any]:
+    """The daemon's footprint before any client was killed. Between tests it can include memory not yet released."""
+    survivor.lap()
+    observer.stats()
+    return footprint(shared_daemon.process.pid)
 
 
 @pytest.mark.parametrize("stage", staged_client.STAGES)
-def test_a_client_killed_at_any_stage_leaves_nothing(shared_daemon: Daemon, survivor: Survivor, stage: str) -> None:
+def test_a_client_killed_at_any_stage_leaves_nothing(
+    shared_daemon: Daemon, survivor: Survivor, observer: KVClient, at_rest: dict[str, Any], stage: str
+) -> None:
     pid = shared_daemon.process.pid
     log = shared_daemon.log.read_text()
-    with KVClient(shared_daemon.address) as client:
-        before, stats = footprint_at_rest(shared_daemon, client, survivor), client.stats()
-        with staged(shared_daemon, stage) as process:
-            assert footprint(pid) != before
-            process.kill()
-            process.wait()
-            until(lambda: footprint(pid) == before, survivor.lap)
-            until(lambda: gauges(client) == gauges_of(stats), survivor.lap)
+    until(lambda: observer.stats().sessions == 1, survivor.lap)
+    before = gauges(observer)
+    with staged(shared_daemon, stage) as process:
+        assert footprint(pid) != at_rest
+        process.kill()
+        process.wait()
+        until(lambda: footprint(pid) == at_rest, survivor.lap)
+        until(lambda: gauges(observer) == before, survivor.lap)
     assert shm_objects(process.pid) == set()
     assert shared_daemon.log.read_text() == log
 
 
 def gauges(client: KVClient) -> tuple[int, ...]:
-    return gauges_of(client.stats())
-
-
-def gauges_of(stats: object) -> tuple[int, ...]:
+    stats = client.stats()
     names = ("sessions", "sequences", "tokens", "free_blocks", "active_blocks", "used_swap_blocks", "pinned_blocks")
     return tuple(getattr(stats, name) for name in names)
 
@@ -264,20 +272,20 @@ class Vandal:
         return bytes(good)
 
 
-def test_whatever_is_written_into_a_lane_others_are_served(shared_daemon: Daemon, survivor: Survivor) -> None:
-    pid, log = shared_daemon.process.pid, shared_daemon.log.read_text()
-    with KVClient(shared_daemon.address, transport="inline") as client:
-        before = footprint_at_rest(shared_daemon, client, survivor)
-        with client.session() as kv:
-            vandal = Vandal(kv, seed=4)
-            for _ in range(60):
-                for _ in range(200):
-                    vandal.write_something()
-                survivor.lap()
-            assert vandal.lanes > 3
-            # Its calls over the stream are still served.
-            kv.open_step([kv.allocate([9])]).extend(0, *(np.ones((1, 2, 32), np.float32) for _ in range(3)))
-        del vandal  # the daemon counts memory that a client keeps mapped
-        gc.collect()
-        until(lambda: footprint(pid) == before, survivor.lap)
+def test_whatever_is_written_into_a_lane_others_are_served(
+    shared_daemon: Daemon, survivor: Survivor, observer: KVClient, at_rest: dict[str, Any]
+) -> None:
+    log = shared_daemon.log.read_text()
+    with observer.session() as kv:
+        vandal = Vandal(kv, seed=4)
+        for _ in range(60):
+            for _ in range(200):
+                vandal.write_something()
+            survivor.lap()
+        assert vandal.lanes > 3
+        # Its calls over the stream are still served.
+        kv.open_step([kv.allocate([9])]).extend(0, *(np.ones((1, 2, 32), np.float32) for _ in range(3)))
+    del vandal  # the daemon counts memory that a client keeps mapped
+    gc.collect()
+    until(lambda: footprint(shared_daemon.process.pid) == at_rest, survivor.lap)
     assert shared_daemon.log.read_text() == log
