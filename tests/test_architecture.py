@@ -9,14 +9,18 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from google.protobuf.descriptor import FieldDescriptor, MethodDescriptor
 
 import kvservice
-from kvservice.server.calls import Calls, OpenCalls
+from kvservice.config import ServeConfig
+from kvservice.server.calls import session_handlers
 from kvservice.server.contract import SERVICES, SESSION_SERVICES, call_name
-from kvservice.server.dispatch import NEW_WORK, STEP_WORK
+from kvservice.server.handlers import Handler, OpenHandler, SessionHandler, WhileDraining
+from kvservice.server.open_calls import OpenCalls
 from kvservice.v1 import session_pb2
 
 PACKAGE = Path(kvservice.__file__).parent
@@ -213,11 +217,24 @@ SESSION_RPCS = [method for method in RPCS if method.containing_service.name in S
 OTHER_STREAM_CALLS = {"attach", "ping"}
 
 
+@pytest.fixture(scope="module")
+def handlers() -> dict[str, Handler]:
+    engine: Any = SimpleNamespace(manager=None, device=SimpleNamespace(num_blocks=1, num_swap_blocks=0))
+    open_calls = OpenCalls(ServeConfig(), engine, sessions=None, snapshot=None)  # type: ignore[arg-type]
+    made = [*session_handlers(ServeConfig(), engine), *open_calls.handlers()]
+    assert len({handler.method for handler in made}) == len(made)
+    return {handler.method: handler for handler in made}
+
+
 @pytest.mark.parametrize("method", RPCS, ids=lambda method: method.full_name)
-def test_every_rpc_has_a_handler(method: MethodDescriptor) -> None:
-    handler = getattr(Calls if method in SESSION_RPCS else OpenCalls, call_name(method.name))
-    parameters = 3 if method in SESSION_RPCS else 2
-    assert len(inspect.signature(handler).parameters) == parameters
+def test_every_rpc_has_a_handler(method: MethodDescriptor, handlers: dict[str, Handler]) -> None:
+    handler = handlers[call_name(method.name)]
+    assert isinstance(handler, SessionHandler if method in SESSION_RPCS else OpenHandler)
+    assert handler.request_type.DESCRIPTOR is method.input_type
+
+
+def test_there_are_no_other_handlers(handlers: dict[str, Handler]) -> None:
+    assert set(handlers) == {call_name(method.name) for method in RPCS}
 
 
 @pytest.mark.parametrize("method", SESSION_RPCS, ids=lambda method: method.full_name)
@@ -258,6 +275,21 @@ def test_every_change_but_of_tensors_can_be_repeated() -> None:
     assert repeatable == {call_name(method.name) for method in methods} - READ_ONLY
 
 
-def test_draining_speaks_of_calls_that_exist() -> None:
-    names = {call_name(method.name) for method in RPCS} | OTHER_STREAM_CALLS
-    assert names >= NEW_WORK | STEP_WORK
+def test_while_the_daemon_drains_no_work_begins(handlers: dict[str, Handler]) -> None:
+    rules = {handler.method: handler.while_draining for handler in handlers.values()}
+    refused = {method for method, rule in rules.items() if rule is WhileDraining.REFUSED}
+    assert refused == {
+        "open", "allocate", "append", "open_step", "fork", "swap_out", "swap_in", "pin", "create_region", "open_lane",
+        "map_pool",
+    }  # fmt: skip
+    continued = {method for method, rule in rules.items() if rule is WhileDraining.FOR_BEGUN_STEPS}
+    assert continued == {"decode", "extend", "write"}
+
+
+def test_requests_that_can_be_repeated_are_answered_by_no_coroutine(handlers: dict[str, Handler]) -> None:
+    """The reply of a coroutine could not be remembered."""
+    repeatable = [
+        handler for handler in handlers.values() if "request_id" in handler.request_type.DESCRIPTOR.fields_by_name
+    ]
+    assert repeatable
+    assert not [handler.method for handler in repeatable if inspect.iscoroutinefunction(handler.start)]

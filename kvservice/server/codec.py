@@ -29,6 +29,8 @@ from kvservice.wire.encoded import Encoded, encode_tensor
 from kvservice.wire.tensors import Array, put_type, to_array, to_ints
 
 MAX_SNAPSHOT_ROWS = 1000
+# Bytes reserved for the fields of a message besides its tensors.
+_MESSAGE_OVERHEAD = 4096
 MAX_SEARCH_LENGTH = 128
 # The request types that only clients on this host may send.
 HOST_REQUESTS = tuple(
@@ -226,6 +228,11 @@ def check_snapshot_request(request: inspect_pb2.GetSnapshotRequest) -> None:
             raise InvalidArgumentError(f"is not from 0 to {MAX_SNAPSHOT_ROWS}", field=field)
     if len(request.search) > MAX_SEARCH_LENGTH:
         raise InvalidArgumentError(f"has more than {MAX_SEARCH_LENGTH} characters", field="search")
+
+
+def max_response_bytes(config: ServeConfig) -> int:
+    """Return the limit on the tensors and lists of a response."""
+    return config.max_message_bytes - _MESSAGE_OVERHEAD
 
 
 def check_response_size(num_bytes: int, limit: int, field: str) -> None:

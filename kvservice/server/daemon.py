@@ -19,7 +19,7 @@ from kvservice.engine import Engine
 from kvservice.server import unmapping
 from kvservice.server.audit import Audit
 from kvservice.server.callers import Callers, LocalCallers, RemoteCallers
-from kvservice.server.calls import Calls, OpenCalls
+from kvservice.server.calls import session_handlers
 from kvservice.server.contract import METHODS, SERVICES
 from kvservice.server.credentials import Credentials
 from kvservice.server.dispatch import Dispatcher
@@ -38,6 +38,7 @@ from kvservice.server.listening import (
     open_unix_socket,
 )
 from kvservice.server.observing import Observing
+from kvservice.server.open_calls import OpenCalls
 from kvservice.server.open_files import raise_file_limit
 from kvservice.server.rpc_tasks import task_factory
 from kvservice.server.services import Services
@@ -71,13 +72,9 @@ class Daemon:
         self.sessions = SessionRegistry(config, self.engine.manager, self.device, table)
         self._tracer = _open_tracer(config)
         self.events = EventStreams(config, self.engine.journal)
-        self.dispatcher = Dispatcher(
-            Calls(config, self.engine),
-            OpenCalls(config, self.engine, self.sessions, lambda request: self.observing.snapshot(request)),
-            self.sessions,
-            CallTable(METHODS, arrays.zeros),
-            self._tracer,
-        )
+        open_calls = OpenCalls(config, self.engine, self.sessions, lambda request: self.observing.snapshot(request))
+        handlers = (*session_handlers(config, self.engine), *open_calls.handlers())
+        self.dispatcher = Dispatcher(handlers, self.sessions, CallTable(METHODS, arrays.zeros), self._tracer)
         self._health = Health()
         self.integrity = IntegrityWatch(
             self.engine.manager.check_integrity_in_slices, self.dispatcher, self._set_health

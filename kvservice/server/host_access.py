@@ -6,7 +6,6 @@ open_step ─▶ publish ─▶ the client works on the step in the mapped pool 
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Awaitable
 from dataclasses import dataclass
@@ -110,8 +109,6 @@ class HostAccess:
         self._table_memory: BudgetedMemory | None = None
         self._writable = False
         self._published: set[int] = set()
-        # Publication of the step that was opened last; the response of the call that opened it waits for it.
-        self.publishing: asyncio.Future[None] | None = None
         space.on_step_end = self._retire
 
     # ---- regions
@@ -245,29 +242,28 @@ class HostAccess:
 
     # ---- steps
 
-    def begin(self, step: Step) -> tuple[int, int] | None:
-        """Publish a step that was just opened. Returns its slot and offset in the step tables, or None if it has none.
+    def publish(self, step: Step) -> tuple[tuple[int, int] | None, Awaitable[None] | None]:
+        """Publish a step that was just opened to the lane and in the step tables.
 
-        The client may work on the step when `publishing` is done, or at once if `publishing` is None.
+        Returns its slot and offset in the step tables, or None if it has none; and an awaitable after which the client
+        may work on the step, or None if it may at once.
         """
-        self.publishing = None
         if self._lane is None and self._tables is None:
-            return None
+            return None, None
         try:
             prepared = self._device.prepare(step)
         except ResourceExhaustedError:
-            return None  # the step stays open, and the client sends its layers in messages
+            return None, None  # the step stays open, and the client sends its layers in messages
         if prepared is None:
-            self._publish(step)
-        else:
-            self.publishing = asyncio.ensure_future(self._publish_when(prepared, step))
-        return None if self._tables is None else self._tables.publish(step)
+            self._publish_to_lane(step)
+        mapped = None if self._tables is None else self._tables.publish(step)
+        return mapped, None if prepared is None else self._publish_when(prepared, step)
 
     async def _publish_when(self, prepared: Awaitable[None], step: Step) -> None:
         await prepared
-        self._publish(step)
+        self._publish_to_lane(step)
 
-    def _publish(self, step: Step) -> None:
+    def _publish_to_lane(self, step: Step) -> None:
         written = self._manager.written_layers(self._space, step.step_id)
         if written is None:
             return  # the step has ended in the meantime

@@ -1,61 +1,24 @@
-"""Handlers for calls of clients on the daemon's host: regions, the lane, the mapped pool."""
+"""The handlers of HostService: the lane and the mapped pool of a client on the daemon's host."""
 
 from __future__ import annotations
 
 from kvservice.blocks import BlockManager
-from kvservice.server import codec
-from kvservice.server.region import GPU, HOST
+from kvservice.server.handlers import Handler, SessionHandler, WhileDraining
 from kvservice.server.sessions import Session
-from kvservice.server.slices import Answer, in_slices
-from kvservice.v1 import host_pb2, shared_memory_pb2
+from kvservice.v1 import host_pb2
 
 
 class HostCalls:
-    """Calls `(session, request) -> response`, or a task of the response, as in `Calls`."""
-
     def __init__(self, manager: BlockManager) -> None:
         self._manager = manager
 
-    def system_shared_memory_status(
-        self, session: Session, request: shared_memory_pb2.SystemSharedMemoryStatusRequest
-    ) -> shared_memory_pb2.SystemSharedMemoryStatusResponse:
-        return codec.system_region_status(session.regions.status(request.name, HOST))
-
-    def system_shared_memory_register(
-        self, session: Session, request: shared_memory_pb2.SystemSharedMemoryRegisterRequest
-    ) -> shared_memory_pb2.SystemSharedMemoryRegisterResponse:
-        session.regions.register(request.name, request.key, request.offset, request.byte_size, request.handover_token)
-        return shared_memory_pb2.SystemSharedMemoryRegisterResponse()
-
-    def system_shared_memory_unregister(
-        self, session: Session, request: shared_memory_pb2.SystemSharedMemoryUnregisterRequest
-    ) -> shared_memory_pb2.SystemSharedMemoryUnregisterResponse:
-        session.regions.unregister(request.name, HOST)
-        return shared_memory_pb2.SystemSharedMemoryUnregisterResponse()
-
-    def cuda_shared_memory_status(
-        self, session: Session, request: shared_memory_pb2.CudaSharedMemoryStatusRequest
-    ) -> shared_memory_pb2.CudaSharedMemoryStatusResponse:
-        return codec.cuda_region_status(session.regions.status(request.name, GPU))
-
-    def cuda_shared_memory_register(
-        self, session: Session, request: shared_memory_pb2.CudaSharedMemoryRegisterRequest
-    ) -> shared_memory_pb2.CudaSharedMemoryRegisterResponse:
-        number = session.regions.register_cuda(request.name, request.raw_handle, request.device_id, request.byte_size)
-        return shared_memory_pb2.CudaSharedMemoryRegisterResponse(number=number)
-
-    def cuda_shared_memory_unregister(
-        self, session: Session, request: shared_memory_pb2.CudaSharedMemoryUnregisterRequest
-    ) -> shared_memory_pb2.CudaSharedMemoryUnregisterResponse:
-        session.regions.unregister(request.name, GPU)
-        return shared_memory_pb2.CudaSharedMemoryUnregisterResponse()
-
-    def create_region(
-        self, session: Session, request: shared_memory_pb2.CreateRegionRequest
-    ) -> Answer[shared_memory_pb2.CreateRegionResponse]:
-        creating = session.regions.create_in_slices(request.name, request.byte_size)
-        return in_slices(
-            creating, lambda made: shared_memory_pb2.CreateRegionResponse(handover_token=made[0], number=made[1])
+    def handlers(self) -> tuple[Handler, ...]:
+        return (
+            SessionHandler("open_lane", host_pb2.OpenLaneRequest, self.open_lane, WhileDraining.REFUSED),
+            SessionHandler("close_lane", host_pb2.CloseLaneRequest, self.close_lane),
+            SessionHandler("map_pool", host_pb2.MapPoolRequest, self.map_pool, WhileDraining.REFUSED),
+            SessionHandler("unmap_pool", host_pb2.UnmapPoolRequest, self.unmap_pool),
+            SessionHandler("commit", host_pb2.CommitRequest, self.commit),
         )
 
     def open_lane(self, session: Session, _: host_pb2.OpenLaneRequest) -> host_pb2.OpenLaneResponse:

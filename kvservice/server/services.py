@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 import grpc
-from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from google.rpc import code_pb2
@@ -19,7 +19,7 @@ from kvservice.auth import CALLER
 from kvservice.config import RequestLimits
 from kvservice.errors import FailedPreconditionError, KVServiceError, UnauthenticatedError
 from kvservice.server.callers import Callers, Context
-from kvservice.server.contract import ANSWERED_BY_OBSERVER, SERVICES, SESSION_SERVICES, call_name
+from kvservice.server.contract import ANSWERED_BY_OBSERVER, SERVICES, call_name
 from kvservice.server.dispatch import Dispatcher
 from kvservice.server.events import EventStreams
 from kvservice.server.parsing import Refused, check_accepted, parser
@@ -64,12 +64,12 @@ class Services:
     def handlers(self) -> dict[str, Handler]:
         """Return all RPC handlers by method path."""
         return {
-            f"/{service.full_name}/{method.name}": self._rpc(service, method)
+            f"/{service.full_name}/{method.name}": self._rpc(method)
             for service in SERVICES
             for method in service.methods
         }
 
-    def _rpc(self, service: ServiceDescriptor, method: MethodDescriptor) -> Handler:
+    def _rpc(self, method: MethodDescriptor) -> Handler:
         parse = parser(GetMessageClass(method.input_type), self._limits)
         answered_here = method.name not in ANSWERED_BY_OBSERVER
         serialize = _serialize if answered_here else None
@@ -77,10 +77,9 @@ class Services:
             return grpc.stream_stream_rpc_method_handler(self._connect, parse, serialize)
         if method.server_streaming:
             return grpc.unary_stream_rpc_method_handler(self._subscribe, parse, None)
-        needs_session = service.name in SESSION_SERVICES
-        return grpc.unary_unary_rpc_method_handler(self._unary(call_name(method.name), needs_session), parse, serialize)
+        return grpc.unary_unary_rpc_method_handler(self._unary(call_name(method.name)), parse, serialize)
 
-    def _unary(self, name: str, needs_session: bool) -> Any:
+    def _unary(self, name: str) -> Any:
         async def answer(request: Any, context: Context) -> Any:
             rpc = RPC.get()
             rpc.stalled_since = None
@@ -88,11 +87,7 @@ class Services:
                 self._callers.admit(context)
                 check_accepted(request)
                 traceparent = "" if self._dispatcher.tracer is None else _traceparent(context)
-                if needs_session:
-                    return await self._dispatcher.call_by_token(
-                        name, request, "unary", self._callers.local, traceparent
-                    )
-                return await self._dispatcher.call_open(name, request, "unary", traceparent)
+                return await self._dispatcher.call(name, request, None, "unary", self._callers.local, traceparent)
             except KVServiceError as error:
                 return await context.abort_with_status(rpc_status.to_status(to_status(error)))
             finally:
@@ -206,29 +201,28 @@ class Stream:
         try:
             if name is None:
                 raise FailedPreconditionError("a call of a later version, or none", field="call")
-            response = await self._call(name, getattr(call, name), call.traceparent)
+            request = getattr(call, name)
+            if name == "attach":
+                return session_pb2.Reply(call_id=call.call_id, attach=self._attach(request))
+            if self._session is None and name != "ping":
+                raise FailedPreconditionError("the stream's first call must be attach", field="call")
+            response = await self._dispatcher.call(
+                name, request, self._session, "stream", self._callers.local, call.traceparent
+            )
             if isinstance(response, Encoded):
                 reply = session_pb2.Reply(call_id=call.call_id)
                 field = session_pb2.Reply.DESCRIPTOR.fields_by_name[name]
                 return Encoded((reply.SerializeToString(),)) + response.inside(field.number)
-            return session_pb2.Reply(call_id=call.call_id, **{name: response})
+            result: dict[str, Any] = {name: response}
+            return session_pb2.Reply(call_id=call.call_id, **result)
         except KVServiceError as error:
             return session_pb2.Reply(call_id=call.call_id, error=to_status(error))
-
-    async def _call(self, name: str, request: Any, traceparent: str) -> Any:
-        if name == "attach":
-            return self._attach(request)
-        if name == "ping":
-            return await self._dispatcher.call_open(name, request, "stream", traceparent)
-        if self._session is None:
-            raise FailedPreconditionError("the stream's first call must be attach", field="call")
-        return await self._dispatcher.call(name, request, self._session, "stream", self._callers.local, traceparent)
 
     def _attach(self, request: session_pb2.AttachRequest) -> session_pb2.AttachResponse:
         if self._session is not None:
             raise FailedPreconditionError("the stream is attached already", field="call")
         self._callers.check(CALLER.get())
-        self._dispatcher.admit("attach")
+        self._dispatcher.refuse_new_work()
         self._session = self._sessions.attach(request.session_token, request.holder, request.reconnects, self.end)
         self._attached()
         return session_pb2.AttachResponse(session_id=self._session.session_id)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvservice.auth import CALLER, Identity
-from kvservice.blocks import BlockManager, SequenceSpace
+from kvservice.blocks import BlockManager, SequenceSpace, Slices
 from kvservice.config import ServeConfig
 from kvservice.devices import Device
 from kvservice.errors import (
@@ -38,7 +38,7 @@ from kvservice.server.region import RegionTotals
 from kvservice.server.regions import Regions
 from kvservice.server.replies import Replies
 from kvservice.server.session_user import Trust
-from kvservice.server.slices import Answer, AnswerT, in_slices
+from kvservice.server.slices import in_slices
 from kvservice.telemetry.sessions import ATTACHED, SessionRow, SessionTable
 
 logger = logging.getLogger(__name__)
@@ -223,13 +223,12 @@ class SessionRegistry:
                 if session.end_stream is not None:
                     session.end_stream(error)
 
-    def close_for(self, token: bytes, holder: int, then: Callable[[], AnswerT]) -> Answer[AnswerT]:
-        """Close a session if `holder` still holds it; holder 0 closes it in any case. The answer comes when all
-        sequences are freed. Raises the errors of `attach`."""
+    def close_for_in_slices(self, token: bytes, holder: int) -> Slices[None]:
+        """Close a session if `holder` still holds it; holder 0 closes it in any case. Raises the errors of `attach`."""
         session = self.get(token)
         if holder:
             _check_holder(session, holder)
-        return self.close(session, then)
+        yield from self.close_in_slices(session)
 
     def _introduce(self, token: bytes, peer: Peer) -> bytes | None:
         session = self.find(token)
@@ -238,10 +237,10 @@ class SessionRegistry:
     def _lose(self, session: Session) -> None:
         """Close a session that no stream attached to in time."""
         self.num_lost += 1
-        self.close(session, lambda: None)
+        in_slices(self.close_in_slices(session))
 
-    def close(self, session: Session, then: Callable[[], AnswerT]) -> Answer[AnswerT]:
-        """Close an open session. Its sequences are freed in slices; `then` makes the answer when all are freed."""
+    def close_in_slices(self, session: Session) -> Slices[None]:
+        """Close an open session in the first slice, and free its sequences."""
         del self._sessions[session.token]
         self._num_closing += 1
         self.num_closed += 1
@@ -250,15 +249,12 @@ class SessionRegistry:
             session.end_stream(FailedPreconditionError("the session was closed"))
         session.unshare()
 
-        def closed(freed: int) -> AnswerT:
-            self._num_closing -= 1
-            self._table.close(session.row)
-            number = session.session_id
-            said = "session %d closed, %d sequences freed"
-            self._closed_log.write(logging.INFO, said, number, freed, extra={"session_id": number})
-            return then()
-
-        return in_slices(self._manager.close_space_in_slices(session.space), closed)
+        freed = yield from self._manager.close_space_in_slices(session.space)
+        self._num_closing -= 1
+        self._table.close(session.row)
+        number = session.session_id
+        said = "session %d closed, %d sequences freed"
+        self._closed_log.write(logging.INFO, said, number, freed, extra={"session_id": number})
 
     def _call_later(self, session: Session, seconds: float, call: Callable[..., None], *args: Session) -> None:
         timers = self._timers or asyncio.get_running_loop()

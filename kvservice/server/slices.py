@@ -1,35 +1,43 @@
-"""Runs operations of the block manager in slices on the event loop."""
+"""Answers that are not ready at once: operations of the block manager in slices, and responses that have to wait."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Final, TypeAlias, TypeVar
+from collections.abc import Awaitable, Coroutine
+from typing import Any, Final, TypeAlias, TypeVar
 
 from kvservice.blocks import Slices
 
-T = TypeVar("T")
 AnswerT = TypeVar("AnswerT")
 
 # The pause between two slices. A call needs several iterations of the event loop; without a pause it would wait for a
 # slice in each of them.
 PAUSE_S: Final = 0.001
 
-# An answer, or a task that returns it.
+# An answer, or a task that returns it. The task must not be cancelled, because a started operation has to complete.
 Answer: TypeAlias = AnswerT | asyncio.Task[AnswerT]
 
 
-def in_slices(slices: Slices[T], then: Callable[[T], AnswerT]) -> Answer[AnswerT]:
+def in_slices(slices: Slices[AnswerT]) -> Answer[AnswerT]:
     """Run the first slice now. If there are more, return a task that runs them with pauses for other calls.
 
-    `then` makes the answer from the result. Errors of the first slice are raised here, later ones by the task. The task
-    must not be cancelled, because a started operation has to complete.
+    Errors of the first slice are raised here, later ones by the task.
     """
     try:
         next(slices)
     except StopIteration as end:
-        return then(end.value)
-    task = asyncio.get_running_loop().create_task(_rest(slices, then))
+        answer: AnswerT = end.value
+        return answer
+    return _task(_rest(slices))
+
+
+def after(event: Awaitable[None], answer: AnswerT) -> asyncio.Task[AnswerT]:
+    """Return a task that awaits `event`, then returns the answer."""
+    return _task(_wait(event, answer))
+
+
+def _task(coroutine: Coroutine[Any, Any, AnswerT]) -> asyncio.Task[AnswerT]:
+    task = asyncio.get_running_loop().create_task(coroutine)
     task.add_done_callback(_look_at)
     return task
 
@@ -40,10 +48,16 @@ def _look_at(task: asyncio.Task[AnswerT]) -> None:
         task.exception()
 
 
-async def _rest(slices: Slices[T], then: Callable[[T], AnswerT]) -> AnswerT:
+async def _rest(slices: Slices[AnswerT]) -> AnswerT:
     while True:
         await asyncio.sleep(PAUSE_S)
         try:
             next(slices)
         except StopIteration as end:
-            return then(end.value)
+            answer: AnswerT = end.value
+            return answer
+
+
+async def _wait(event: Awaitable[None], answer: AnswerT) -> AnswerT:
+    await event
+    return answer

@@ -25,8 +25,11 @@ from kvservice.blocks.plans import numpy_zeros
 from kvservice.client import KVClient, PoolStats
 from kvservice.launch import Daemon
 from kvservice.server.dispatch import Dispatcher
+from kvservice.server.handlers import SessionHandler
 from kvservice.server.host_access import Lanes
 from kvservice.telemetry.calls import CallTable, keys
+from kvservice.v1.attention_pb2 import AttendRequest
+from kvservice.wire.encoded import Encoded
 
 ROUNDS = 4
 CLIENTS = 8  # per round; together with the survivor's 8 blocks they fit into the pool
@@ -140,16 +143,17 @@ def test_a_client_killed_between_two_layers_gives_its_blocks_to_the_next(
 
 
 def test_a_call_that_was_cut_off_is_not_counted_as_answered() -> None:
-    class SlowCalls:
-        async def extend(self, _: Any, __: Any) -> None:
-            await asyncio.Event().wait()
+    async def extend(_: Any, __: Any) -> Encoded:
+        await asyncio.Event().wait()
+        return Encoded()
 
     table = CallTable(["extend"], numpy_zeros)
-    sessions = SimpleNamespace(lanes=Lanes(0))
-    dispatcher = Dispatcher(SlowCalls(), None, sessions, table, None)
+    sessions: Any = SimpleNamespace(lanes=Lanes(0))
+    session: Any = SimpleNamespace(session_id=1)
+    dispatcher = Dispatcher([SessionHandler("extend", AttendRequest, extend)], sessions, table, None)
 
     async def cut_off() -> None:
-        call = asyncio.create_task(dispatcher.call("extend", object(), None, "stream", local=True))
+        call = asyncio.create_task(dispatcher.call("extend", AttendRequest(), session, "stream", local=True))
         await asyncio.sleep(0)
         assert dispatcher.in_flight == 1
         call.cancel()

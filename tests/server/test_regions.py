@@ -42,8 +42,8 @@ from kvservice.errors import (
 )
 from kvservice.launch import Daemon
 from kvservice.pool import sealed
+from kvservice.server.attention_calls import AttentionCalls
 from kvservice.server.budget import Budget, BudgetedMemory
-from kvservice.server.calls import Calls
 from kvservice.server.region import GPU, HOST, Place, RegionTotals
 from kvservice.server.regions import Regions
 from kvservice.server.session_user import SessionUser, Trust
@@ -458,7 +458,7 @@ def test_unregistered_in_use_it_lives_until_the_call_is_over(
         return output, lse
 
     async def scenario() -> attention_pb2.AttendResponse:
-        calls = Calls(ServeConfig(), SimpleNamespace(manager=None, attend=attend))  # type: ignore[arg-type]
+        calls = AttentionCalls(ServeConfig(), SimpleNamespace(manager=None, attend=attend))  # type: ignore[arg-type]
         size = output.nbytes
         place = tensor_pb2.SharedMemoryPlace(region="r", offset=0, byte_size=size)
         tensor = tensor_pb2.Tensor(data_type=1, shape=output.shape, shared_memory=place)

@@ -15,6 +15,7 @@ from kvservice.blocks.plans import numpy_zeros
 from kvservice.errors import InvalidArgumentError, OutOfBlocksError, ReplyForgottenError
 from kvservice.server.contract import METHODS, SERVICES, SESSION_SERVICES
 from kvservice.server.dispatch import Dispatcher
+from kvservice.server.handlers import SessionHandler
 from kvservice.server.replies import MAX_REPLIES, MAX_REPLY_BYTES, Replies, memory_bytes
 from kvservice.server.slices import in_slices
 from kvservice.telemetry.calls import CallTable
@@ -100,7 +101,7 @@ def work(num_slices: int, result: Any) -> Slices[Any]:
 def test_a_task_is_remembered_while_it_works_and_its_reply_after() -> None:
     async def scenario() -> None:
         replies, large = Replies(), reply_of(2 * MAX_REPLY_BYTES)
-        task = in_slices(work(3, large), lambda reply: reply)
+        task = in_slices(work(3, large))
         assert isinstance(task, asyncio.Task)
         replies.remember(1, "append", task)
         replies.remember(2, "append", reply_of(LARGE_BYTES))
@@ -118,7 +119,7 @@ def test_what_a_task_refuses_is_not_remembered() -> None:
     async def scenario() -> None:
         replies = Replies()
         error = OutOfBlocksError("none", tier="device", required=1, free=0, total=1)
-        task = in_slices(work(2, error), lambda reply: reply)
+        task = in_slices(work(2, error))
         assert isinstance(task, asyncio.Task)
         replies.remember(1, "allocate", task)
         await asyncio.wait([task])
@@ -146,10 +147,10 @@ def test_a_request_whose_reply_is_forgotten_is_not_done_again() -> None:
             done.append(request.request_id)
             return reply_of(MAX_REPLY_BYTES)
 
-        calls, sessions = SimpleNamespace(append=append), SimpleNamespace(lanes=SimpleNamespace(collect=lambda: None))
-        open_calls = SimpleNamespace()
-        dispatcher = Dispatcher(calls, open_calls, sessions, CallTable(METHODS, numpy_zeros), None)  # type: ignore[arg-type]
-        session: Any = SimpleNamespace(replies=Replies(), access=SimpleNamespace(publishing=None), session_id=1)
+        sessions: Any = SimpleNamespace(lanes=SimpleNamespace(collect=lambda: None))
+        handler = SessionHandler("append", blocks_pb2.AppendRequest, append)
+        dispatcher = Dispatcher([handler], sessions, CallTable(METHODS, numpy_zeros), None)
+        session: Any = SimpleNamespace(replies=Replies(), session_id=1)
         for request_id in (1, 2, 2, 1, 3, 2):
             request = blocks_pb2.AppendRequest(request_id=request_id)
             await dispatcher.call("append", request, session, "stream", local=True)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from small_pool import SMALL_POOL
 
+from kvservice.blocks.slices import finish
 from kvservice.config import ServeConfig
 from kvservice.devices import open_device
 from kvservice.engine import Engine
@@ -158,7 +159,7 @@ def test_sessions_that_come_and_go_do_not_fill_the_log(make_registry, caplog) ->
     registry = make_registry()
     caplog.set_level(logging.INFO, "kvservice.server.sessions")
     for _ in range(100):
-        registry.close(registry.open("engine", "", False, 0.0), lambda: None)
+        finish(registry.close_in_slices(registry.open("engine", "", False, 0.0)))
     said = [record.message.split()[2] for record in caplog.records]
     assert Counter(said) == {"opened": 20, "closed,": 20}
     assert [record.session_id for record in caplog.records[:2]] == [1, 1]

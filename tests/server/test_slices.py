@@ -18,7 +18,7 @@ from kvservice.devices import open_device
 from kvservice.engine import Engine
 from kvservice.errors import DuplicateSequenceError, InvalidArgumentError, QuotaExceededError
 from kvservice.server import slices
-from kvservice.server.calls import Calls
+from kvservice.server.calls import session_handlers
 from kvservice.server.dispatch import Dispatcher
 from kvservice.server.sessions import SessionRegistry
 from kvservice.server.slices import in_slices
@@ -64,17 +64,17 @@ def work(log: list[str], count: int) -> Slices[int]:
 def test_one_slice_is_answered_at_once() -> None:
     """A single slice needs no event loop."""
     log: list[str] = []
-    assert in_slices(work(log, 1), str) == "1"
+    assert in_slices(work(log, 1)) == 1
     assert log == ["slice 0"]
 
 
 def test_others_have_their_turns_between_slices() -> None:
     async def scenario() -> list[str]:
         log: list[str] = []
-        answer = in_slices(work(log, 3), str)
+        answer = in_slices(work(log, 3))
         assert isinstance(answer, asyncio.Task)
         await asyncio.gather(turns(log, 3), answer)
-        assert answer.result() == "3"
+        assert answer.result() == 3
         return log
 
     log = asyncio.run(scenario())
@@ -91,7 +91,7 @@ def test_slices_pause_for_calls_of_several_turns(monkeypatch: pytest.MonkeyPatch
 
     async def scenario() -> None:
         monkeypatch.setattr(asyncio, "sleep", pause)
-        assert await in_slices(work([], 3), str) == "3"  # type: ignore[misc]
+        assert await in_slices(work([], 3)) == 3  # type: ignore[misc]
 
     monkeypatch.setattr(slices, "PAUSE_S", 0.001)
     asyncio.run(scenario())
@@ -104,7 +104,7 @@ def test_what_the_first_slice_refuses_is_raised_at_once() -> None:
         yield
 
     with pytest.raises(InvalidArgumentError):
-        in_slices(refusing(), str)
+        in_slices(refusing())
 
 
 class Rig:
@@ -117,8 +117,9 @@ class Rig:
         self.engine = Engine(config, self.device, arrays.zeros)
         table = SessionTable(config.max_sessions, config.max_labels, arrays.zeros)
         self.sessions = SessionRegistry(config, self.engine.manager, self.device, table)
-        calls: Any = Calls(config, self.engine)
-        self.dispatcher = Dispatcher(calls, None, self.sessions, CallTable(["free", "allocate"], arrays.zeros), None)  # type: ignore[arg-type]
+        handlers = session_handlers(config, self.engine)
+        table = CallTable([handler.method for handler in handlers], arrays.zeros)
+        self.dispatcher = Dispatcher(handlers, self.sessions, table, None)
 
     def open(self, num_sequences: int) -> Any:
         session = self.sessions.open("", "", False, 0.0)
@@ -174,12 +175,12 @@ def test_a_session_counts_until_all_of_it_is_freed(rig: Rig) -> None:
     async def scenario() -> None:
         rig.open(0)
         full = rig.open(3)
-        closing = rig.sessions.close(full, lambda: "closed")
+        closing = in_slices(rig.sessions.close_in_slices(full))
         assert isinstance(closing, asyncio.Task)
         assert len(rig.sessions) == 1
         with pytest.raises(QuotaExceededError):
             rig.open(0)
-        assert await closing == "closed"
+        await closing
         assert rig.num_free == 3 * LONG
         rig.open(0)
 

@@ -1,0 +1,103 @@
+"""The handlers of AttentionService: they move the bytes of tensors."""
+
+from __future__ import annotations
+
+from kvservice.config import ServeConfig
+from kvservice.engine import Engine
+from kvservice.errors import InvalidArgumentError
+from kvservice.server import codec
+from kvservice.server.handlers import Handler, SessionHandler, WhileDraining
+from kvservice.server.sessions import Session
+from kvservice.v1 import attention_pb2
+from kvservice.wire.encoded import Encoded, encode_tensor
+
+
+class AttentionCalls:
+    """The responses with tensors are already encoded."""
+
+    def __init__(self, config: ServeConfig, engine: Engine) -> None:
+        self._engine = engine
+        self._manager = engine.manager
+        self._max_request_bytes = config.max_message_bytes
+        self._max_response_bytes = codec.max_response_bytes(config)
+
+    def handlers(self) -> tuple[Handler, ...]:
+        begun_steps = WhileDraining.FOR_BEGUN_STEPS
+        return (
+            SessionHandler("decode", attention_pb2.AttendRequest, self.decode, begun_steps),
+            SessionHandler("extend", attention_pb2.AttendRequest, self.extend, begun_steps),
+            SessionHandler("write", attention_pb2.WriteRequest, self.write, begun_steps),
+            SessionHandler("read", attention_pb2.ReadRequest, self.read),
+        )
+
+    async def decode(self, session: Session, request: attention_pb2.AttendRequest) -> Encoded:
+        """Return an encoded AttendResponse."""
+        step = self._manager.get_step(session.space, request.step_id)
+        if len(step.slot_mapping) != len(step.query_lens):
+            raise InvalidArgumentError("a sequence has several tokens in this step: use Extend", field="step_id")
+        return await self.extend(session, request)
+
+    async def extend(self, session: Session, request: attention_pb2.AttendRequest) -> Encoded:
+        """Return an encoded AttendResponse."""
+        options = codec.attention_options(request.options)
+        if request.validate_only:
+            self._manager.check_layer(session.space, request.step_id, request.layer)
+            self._engine.check_options(options, num_heads=None)
+            return Encoded()
+        if request.HasField("lse_place") and not request.return_lse:
+            raise InvalidArgumentError("there is no log-sum-exp without return_lse", field="lse_place")
+        tensors = self._tensors(session)
+        query = tensors.array(request.query, "query")
+        key, value = tensors.array(request.key, "key"), tensors.array(request.value, "value")
+        with (
+            codec.output_target(session.regions, request, "output_place") as output_target,
+            codec.output_target(session.regions, request, "lse_place") as lse_target,
+        ):
+            if output_target is None:
+                # The output is as large as the query, and the log-sum-exp adds at most an eighth.
+                codec.check_response_size(query.nbytes * 9 // 8, self._max_response_bytes, "query")
+            else:
+                output_target.check_size(query.nbytes)
+            if lse_target is not None and query.ndim == 3:
+                lse_target.check_size(query.shape[0] * query.shape[1] * 4)
+            out = None if output_target is None else output_target.view_for(query, key, value)
+            part = request.first_token, request.num_tokens
+            output, lse = await self._engine.attend(
+                session.space, request.step_id, request.layer, query, key, value, options, request.return_lse, out, part
+            )
+            kind = attention_pb2.AttendResponse
+            response = codec.encode_output(output, output_target).inside(kind.OUTPUT_FIELD_NUMBER)
+            if lse is not None:
+                response += codec.encode_output(lse, lse_target).inside(kind.LSE_FIELD_NUMBER)
+            return response
+
+    async def write(self, session: Session, request: attention_pb2.WriteRequest) -> attention_pb2.WriteResponse:
+        tensors = self._tensors(session)
+        await self._engine.write(
+            session.space,
+            request.step_id,
+            codec.optional_layer(request),
+            tensors.array(request.key, "key"),
+            tensors.array(request.value, "value"),
+            (request.first_token, request.num_tokens),
+        )
+        return attention_pb2.WriteResponse()
+
+    async def read(self, session: Session, request: attention_pb2.ReadRequest) -> Encoded:
+        """Return an encoded ReadResponse."""
+        layer = codec.optional_layer(request)
+        ranges = [(part.sequence_id, part.start, part.stop) for part in request.ranges]
+        self._check_read_size(ranges, layer)
+        key, value = await self._engine.read(session.space, ranges, layer)
+        kind = attention_pb2.ReadResponse
+        return encode_tensor(key).inside(kind.KEY_FIELD_NUMBER) + encode_tensor(value).inside(kind.VALUE_FIELD_NUMBER)
+
+    def _tensors(self, session: Session) -> codec.TensorReader:
+        return codec.TensorReader(session.regions, self._max_request_bytes)
+
+    def _check_read_size(self, ranges: list[tuple[int, int, int]], layer: int | None) -> None:
+        per_token = self._engine.tensor_token_bytes
+        if layer is not None:
+            per_token //= self._engine.layout.num_layers
+        num_tokens = sum(max(0, stop - start) for _, start, stop in ranges)
+        codec.check_response_size(num_tokens * per_token, self._max_response_bytes, "ranges")

@@ -1,0 +1,150 @@
+"""The handlers of BlockService: sequences and their blocks, steps, the prefix cache."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from kvservice.blocks import SequenceInfo, Slices, Step
+from kvservice.blocks.slices import in_turn
+from kvservice.config import ServeConfig
+from kvservice.engine import Engine
+from kvservice.errors import InvalidArgumentError
+from kvservice.server import codec
+from kvservice.server.allocating import ALLOC_STATUS, allocate_response, allocating
+from kvservice.server.handlers import Handler, SessionHandler, WhileDraining, sliced
+from kvservice.server.sessions import Session
+from kvservice.server.slices import Answer, after
+from kvservice.v1 import blocks_pb2
+from kvservice.wire.tensors import to_ints, token_array
+
+
+class BlockCalls:
+    def __init__(self, config: ServeConfig, engine: Engine) -> None:
+        self._engine = engine
+        self._manager = engine.manager
+        self._max_request_sequences = config.max_request_sequences
+        self._max_response_bytes = codec.max_response_bytes(config)
+
+    def handlers(self) -> tuple[Handler, ...]:
+        refused = WhileDraining.REFUSED
+        return (
+            SessionHandler("allocate", blocks_pb2.AllocateRequest, sliced(self.allocate), refused),
+            SessionHandler("can_allocate", blocks_pb2.CanAllocateRequest, sliced(self.can_allocate)),
+            SessionHandler("append", blocks_pb2.AppendRequest, self.append, refused),
+            SessionHandler("open_step", blocks_pb2.OpenStepRequest, self.open_step, refused),
+            SessionHandler("truncate", blocks_pb2.TruncateRequest, self.truncate),
+            SessionHandler("fork", blocks_pb2.ForkRequest, self.fork, refused),
+            SessionHandler("swap_out", blocks_pb2.SwapOutRequest, self.swap_out, refused),
+            SessionHandler("swap_in", blocks_pb2.SwapInRequest, self.swap_in, refused),
+            SessionHandler("free", blocks_pb2.FreeRequest, sliced(self.free)),
+            SessionHandler("describe", blocks_pb2.DescribeRequest, sliced(self.describe)),
+            SessionHandler("match_prefix", blocks_pb2.MatchPrefixRequest, self.match_prefix),
+            SessionHandler("pin", blocks_pb2.PinRequest, self.pin, refused),
+            SessionHandler("unpin", blocks_pb2.UnpinRequest, self.unpin),
+            SessionHandler("reset_prefix_cache", blocks_pb2.ResetPrefixCacheRequest, sliced(self.reset_prefix_cache)),
+            SessionHandler("common_prefix", blocks_pb2.CommonPrefixRequest, self.common_prefix),
+        )
+
+    def allocate(self, session: Session, request: blocks_pb2.AllocateRequest) -> Slices[blocks_pb2.AllocateResponse]:
+        allocations = yield from allocating(self._manager.allocate_in_slices, session.space, request)
+        return allocate_response(allocations)
+
+    def can_allocate(
+        self, session: Session, request: blocks_pb2.CanAllocateRequest
+    ) -> Slices[blocks_pb2.CanAllocateResponse]:
+        status = yield from allocating(self._manager.can_allocate_in_slices, session.space, request)
+        return blocks_pb2.CanAllocateResponse(status=ALLOC_STATUS[status])
+
+    def append(self, session: Session, request: blocks_pb2.AppendRequest) -> Answer[blocks_pb2.StepResponse]:
+        step = self._engine.append(
+            session.space,
+            to_ints(request.sequence_ids),
+            token_array(request),
+            codec.optional_ints(request.num_tokens, np.int32),
+            codec.optional_ints(request.expected_lengths),
+            request.lookahead,
+        )
+        return _opened(session, step, request.return_slot_mapping)
+
+    def open_step(self, session: Session, request: blocks_pb2.OpenStepRequest) -> Answer[blocks_pb2.StepResponse]:
+        num_tokens = codec.optional_ints(request.num_tokens, np.int32)
+        step = self._engine.open_step(session.space, to_ints(request.sequence_ids), num_tokens)
+        return _opened(session, step, request.return_slot_mapping)
+
+    def truncate(self, session: Session, request: blocks_pb2.TruncateRequest) -> blocks_pb2.TruncateResponse:
+        self._manager.truncate(session.space, to_ints(request.sequence_ids), to_ints(request.lengths))
+        return blocks_pb2.TruncateResponse()
+
+    def fork(self, session: Session, request: blocks_pb2.ForkRequest) -> blocks_pb2.ForkResponse:
+        self._manager.fork(session.space, to_ints(request.parent_ids), to_ints(request.child_ids))
+        return blocks_pb2.ForkResponse()
+
+    def swap_out(self, session: Session, request: blocks_pb2.SwapOutRequest) -> blocks_pb2.SwapResponse:
+        plan = self._engine.swap_out(session.space, to_ints(request.sequence_ids))
+        return blocks_pb2.SwapResponse(moved_blocks=len(plan))
+
+    def swap_in(self, session: Session, request: blocks_pb2.SwapInRequest) -> blocks_pb2.SwapResponse:
+        plan = self._engine.swap_in(session.space, to_ints(request.sequence_ids))
+        return blocks_pb2.SwapResponse(moved_blocks=len(plan))
+
+    def free(self, session: Session, request: blocks_pb2.FreeRequest) -> Slices[blocks_pb2.FreeResponse]:
+        yield from self._manager.free_in_slices(session.space, to_ints(request.sequence_ids))
+        return blocks_pb2.FreeResponse()
+
+    def describe(self, session: Session, request: blocks_pb2.DescribeRequest) -> Slices[blocks_pb2.DescribeResponse]:
+        if request.first < 0:
+            raise InvalidArgumentError("is negative", field="first")
+        chosen = functools.partial(
+            self._manager.describe_in_slices,
+            session.space,
+            codec.optional_ints(request.sequence_ids),
+            first=request.first,
+            limit=self._max_request_sequences,
+        )
+        sequences = yield from chosen()
+        if request.return_token_ids or request.return_block_ids:
+            self._check_described(sequences)
+            sequences = yield from chosen(
+                include_tokens=request.return_token_ids, include_blocks=request.return_block_ids
+            )
+            self._check_described(sequences)  # the sequences may have grown between the slices
+        descriptions = yield from in_turn(codec.description(info) for info in sequences)
+        return blocks_pb2.DescribeResponse(num_sequences=len(session.space), sequences=descriptions)
+
+    def _check_described(self, sequences: list[SequenceInfo]) -> None:
+        num_bytes = sum(4 * (info.length + info.num_blocks) for info in sequences)
+        codec.check_response_size(num_bytes, self._max_response_bytes, "sequence_ids")
+
+    def match_prefix(self, _: Session, request: blocks_pb2.MatchPrefixRequest) -> blocks_pb2.MatchPrefixResponse:
+        tokens = self._manager.match_prefix(token_array(request), codec.extra_keys(request.extra_keys))
+        return blocks_pb2.MatchPrefixResponse(num_cached_tokens=tokens)
+
+    def pin(self, session: Session, request: blocks_pb2.PinRequest) -> blocks_pb2.PinResponse:
+        token_ids = token_array(request)
+        pin = self._manager.pin(session.space, token_ids, codec.extra_keys(request.extra_keys), ttl_s=request.ttl_s)
+        return blocks_pb2.PinResponse(pin_id=pin.pin_id, num_pinned_tokens=pin.num_tokens)
+
+    def unpin(self, session: Session, request: blocks_pb2.UnpinRequest) -> blocks_pb2.UnpinResponse:
+        self._manager.unpin(session.space, request.pin_id)
+        return blocks_pb2.UnpinResponse()
+
+    def reset_prefix_cache(
+        self, _: Session, __: blocks_pb2.ResetPrefixCacheRequest
+    ) -> Slices[blocks_pb2.ResetPrefixCacheResponse]:
+        yield from self._manager.reset_prefix_cache_in_slices()
+        return blocks_pb2.ResetPrefixCacheResponse()
+
+    def common_prefix(
+        self, session: Session, request: blocks_pb2.CommonPrefixRequest
+    ) -> blocks_pb2.CommonPrefixResponse:
+        num_blocks = self._manager.common_prefix_blocks(session.space, to_ints(request.sequence_ids))
+        return blocks_pb2.CommonPrefixResponse(num_blocks=num_blocks)
+
+
+def _opened(session: Session, step: Step, return_slot_mapping: bool) -> Answer[blocks_pb2.StepResponse]:
+    """Publish a step to the session's client. Return the response, when the client may work on the step."""
+    mapped, published = session.access.publish(step)
+    response = codec.step_response(step, return_slot_mapping, mapped)
+    return response if published is None else after(published, response)

@@ -1,0 +1,72 @@
+"""The types of RPC handlers. A handler checks the request, calls the engine once and translates the result.
+
+There is one handler per RPC, named like the RPC and like the field of a stream's `Call`. The same handler serves unary
+RPCs and calls on a session's stream. Handlers are of three kinds:
+
+    sync     def f(session, request) -> Response       has finished when it returns
+    sliced   sliced(f), f(session, request) -> Slices   runs its first slice, then a task runs the others
+    async    async def f(session, request) -> Response  moves bytes, and ends with its caller
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar
+
+from google.protobuf.message import Message
+
+from kvservice.blocks import Slices
+from kvservice.server.sessions import Session
+from kvservice.server.slices import Answer, in_slices
+from kvservice.wire.encoded import Encoded
+
+# Responses with tensors are encoded by the handler. Bytes are a response that the observer has serialized.
+Response: TypeAlias = Message | Encoded | bytes
+RequestT = TypeVar("RequestT", bound=Message)
+ResponseT = TypeVar("ResponseT", bound=Response)
+P = ParamSpec("P")
+# A response, a task that completes even if its caller goes away, or the coroutine of an async handler.
+Started: TypeAlias = Answer[ResponseT] | Coroutine[Any, Any, ResponseT]
+
+
+class WhileDraining(enum.Enum):
+    """Whether a call is allowed while the daemon drains."""
+
+    ALLOWED = enum.auto()
+    REFUSED = enum.auto()
+    # Allowed for steps that have begun; the request has a step_id.
+    FOR_BEGUN_STEPS = enum.auto()
+
+
+@dataclass(frozen=True, slots=True)
+class SessionHandler(Generic[RequestT, ResponseT]):
+    """The handler of a call within a session."""
+
+    method: str
+    request_type: type[RequestT]
+    start: Callable[[Session, RequestT], Started[ResponseT]]
+    while_draining: WhileDraining = WhileDraining.ALLOWED
+
+
+@dataclass(frozen=True, slots=True)
+class OpenHandler(Generic[RequestT, ResponseT]):
+    """The handler of a call that needs no session."""
+
+    method: str
+    request_type: type[RequestT]
+    start: Callable[[RequestT], Started[ResponseT]]
+    while_draining: WhileDraining = WhileDraining.ALLOWED
+
+
+Handler: TypeAlias = SessionHandler[Any, Any] | OpenHandler[Any, Any]
+
+
+def sliced(run: Callable[P, Slices[ResponseT]]) -> Callable[P, Answer[ResponseT]]:
+    """Return the `start` of a handler that runs in slices."""
+
+    def start(*args: P.args, **kwargs: P.kwargs) -> Answer[ResponseT]:
+        return in_slices(run(*args, **kwargs))
+
+    return start
