@@ -8,20 +8,19 @@ so that a busy machine affects all of them equally. Without torch its columns ar
 
 from __future__ import annotations
 
+import itertools
 import statistics
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from rich.console import Console
-from rich.table import Table
 
 from kvservice import ops
+from kvservice.bench.harness import Array, medians, normal, seconds_of, table, take_turns
+from kvservice.bench.reference import attention_rows, largest_error, sampled
 from kvservice.pool.layout import DTYPES, PoolLayout
 
 try:
@@ -29,13 +28,11 @@ try:
 except ModuleNotFoundError:
     torch = None  # type: ignore[assignment]
 
-Array = npt.NDArray[Any]
-
 CEILING_BYTES = 1 << 30
 # All layers are read before a layer is read again. Together they exceed the last-level cache.
 DECODE_BYTES = 768 << 20
 PAGE_BYTES = 4096
-MAX_SAMPLED_ROWS = 256
+SAMPLED_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -111,8 +108,7 @@ def run(device: str = "cpu", quick: bool = False) -> dict[str, Any]:
     shapes = []
     with ThreadPoolExecutor(ops.num_threads()) as executor:
         for index, shape in enumerate(QUICK_SHAPES if quick else SHAPES):
-            read = partial(read_all, buffer, executor)
-            shapes.append(measure(shape, read, seed=index, turns=5 if quick else 9))
+            shapes.append(measure(shape, lambda: read_all(buffer, executor), seed=index, rounds=5 if quick else 9))
     return {
         "device": device,
         "isa": ops.cpu_isa(),
@@ -122,39 +118,34 @@ def run(device: str = "cpu", quick: bool = False) -> dict[str, Any]:
     }
 
 
-def measure(shape: Shape, read: Callable[[int], object], seed: int, turns: int) -> dict[str, Any]:
+def measure(shape: Shape, read: Callable[[], object], seed: int, rounds: int) -> dict[str, Any]:
     inputs = make_inputs(shape, np.random.default_rng(seed))
     out = np.full_like(inputs.query, np.nan)
     inputs.attend(0, out)
     error = relative_error(shape, inputs, out)
-    contenders: list[Callable[[int], object]] = [lambda layer: inputs.attend(layer, out), read]
+    contenders = {"ours": rotating(lambda layer: inputs.attend(layer, out), shape), "ceiling": lambda: seconds_of(read)}
     if torch is not None:
-        contenders.append(fastest_sdpa(shape, inputs))
-    seconds, ceiling_s, *rest = take_turns(contenders, shape.num_layers, turns)
-    sdpa_s = rest[0] if rest else None
+        contenders["sdpa"] = fastest_sdpa(shape, inputs)
+    seconds = medians(take_turns(contenders, rounds))
+    sdpa_s = seconds.get("sdpa")
     return {
         **asdict(shape),
-        "seconds": seconds,
-        "gb_per_s": shape.layer_bytes / seconds / 1e9,
-        "ceiling_gb_per_s": CEILING_BYTES / ceiling_s / 1e9,
+        "seconds": seconds["ours"],
+        "gb_per_s": shape.layer_bytes / seconds["ours"] / 1e9,
+        "ceiling_gb_per_s": CEILING_BYTES / seconds["ceiling"] / 1e9,
         "relative_error": error,
         "torch_sdpa_s": sdpa_s,
-        "speedup_vs_sdpa": None if sdpa_s is None else sdpa_s / seconds,
+        "speedup_vs_sdpa": None if sdpa_s is None else sdpa_s / seconds["ours"],
     }
 
 
-def take_turns(contenders: list[Callable[[int], object]], num_layers: int, turns: int) -> list[float]:
-    """Return the median seconds of each contender. They are called in turns, each time on the next layer."""
-    seconds: list[list[float]] = [[] for _ in contenders]
-    for turn in range(turns):
-        for contender, times in zip(contenders, seconds, strict=True):
-            start = time.perf_counter()
-            contender(turn % num_layers)
-            times.append(time.perf_counter() - start)
-    return [statistics.median(times) for times in seconds]
+def rotating(call: Callable[[int], object], shape: Shape) -> Callable[[], float]:
+    """Return a contender that calls with the next layer each time."""
+    layers = itertools.cycle(range(shape.num_layers))
+    return lambda: seconds_of(lambda: call(next(layers)))
 
 
-def read_all(buffer: Array, executor: ThreadPoolExecutor, _layer: int) -> None:
+def read_all(buffer: Array, executor: ThreadPoolExecutor) -> None:
     """Sum up the buffer with all threads, one part after the other, to measure the read bandwidth."""
     list(executor.map(np.sum, np.array_split(buffer, 16 * ops.num_threads())))
 
@@ -162,7 +153,7 @@ def read_all(buffer: Array, executor: ThreadPoolExecutor, _layer: int) -> None:
 def make_inputs(shape: Shape, rng: np.random.Generator) -> Inputs:
     dtype = DTYPES[shape.dtype]
     size = (shape.num_layers, shape.num_seqs, shape.num_kv_heads, shape.context, shape.head_size)
-    keys, values = normal(size, dtype, rng), normal(size, dtype, rng)
+    keys, values = (normal(*size, dtype=shape.dtype, rng=rng) for _ in range(2))
     blocks = shape.context // shape.block_size
     num_blocks = shape.num_seqs * blocks
     pool = page_aligned(
@@ -174,18 +165,10 @@ def make_inputs(shape: Shape, rng: np.random.Generator) -> Inputs:
         for seq in range(shape.num_seqs):
             key, value = keys[layer, seq].swapaxes(0, 1), values[layer, seq].swapaxes(0, 1)
             ops.write_kv(pool, layer, slots[seq], key, value)
-    query = normal((shape.num_seqs * shape.query_len, shape.num_heads, shape.head_size), dtype, rng)
+    num_tokens = shape.num_seqs * shape.query_len
+    query = normal(num_tokens, shape.num_heads, shape.head_size, dtype=shape.dtype, rng=rng)
     lens = np.full(shape.num_seqs, shape.query_len, np.int32), np.full(shape.num_seqs, shape.context, np.int32)
     return Inputs(keys, values, pool, query, lens[0], tables, lens[1])
-
-
-def normal(shape: tuple[int, ...], dtype: np.dtype[Any], rng: np.random.Generator) -> Array:
-    """Return samples of N(0, 1). Large arrays repeat 4 Mi numbers, at different offsets in each sequence and head."""
-    array = np.empty(int(np.prod(shape)), dtype)
-    some = rng.standard_normal(min(array.size, (1 << 22) + 7), np.float32).astype(dtype)
-    for start in range(0, array.size, some.size):
-        array[start : start + some.size] = some[: array.size - start]
-    return array.reshape(shape)
 
 
 def page_aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
@@ -197,25 +180,20 @@ def page_aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
 
 def relative_error(shape: Shape, inputs: Inputs, out: Array) -> float:
     """Return the largest |out - float64| / |float64| over some queries of the first and the last sequence."""
+    tokens = np.array(sampled(shape.query_len, SAMPLED_TOKENS))
+    hidden = np.arange(shape.context) > shape.context - shape.query_len + tokens[:, None]
     worst = 0.0
-    step = max(1, shape.query_len * shape.num_heads // MAX_SAMPLED_ROWS)
     for seq in {0, shape.num_seqs - 1}:
-        for token in {*range(0, shape.query_len, step), shape.query_len - 1}:
-            row = seq * shape.query_len + token
-            seen = shape.context - shape.query_len + token + 1
-            query = inputs.query[row].astype(np.float64).reshape(shape.num_kv_heads, shape.group, shape.head_size)
-            for head in range(shape.num_kv_heads):
-                key, value = (kv[0, seq, head, :seen].astype(np.float64) for kv in (inputs.keys, inputs.values))
-                logits = query[head] @ key.T / np.sqrt(shape.head_size)
-                weights = np.exp(logits - logits.max(-1, keepdims=True))
-                expected = weights @ value / weights.sum(-1, keepdims=True)
-                got = out[row].reshape(query.shape)[head].astype(np.float64)
-                error = np.linalg.norm(got - expected, axis=-1) / np.linalg.norm(expected, axis=-1)
-                worst = max(worst, float(error.max()))
+        rows = seq * shape.query_len + tokens
+        query, keys, values = (
+            part.astype(np.float64) for part in (inputs.query[rows], inputs.keys[0, seq], inputs.values[0, seq])
+        )
+        expected = attention_rows(np, query, keys, values, hidden, shape.head_size**-0.5)
+        worst = max(worst, largest_error(out[rows].astype(np.float64), expected))
     return worst
 
 
-def fastest_sdpa(shape: Shape, inputs: Inputs) -> Callable[[int], object]:
+def fastest_sdpa(shape: Shape, inputs: Inputs) -> Callable[[], float]:
     """Return torch's attention on contiguous K/V, with grouped heads or repeated KV heads, whichever is faster.
 
     The call includes the repetition, because an engine's cache does not have repeated heads.
@@ -235,9 +213,9 @@ def fastest_sdpa(shape: Shape, inputs: Inputs) -> Callable[[int], object]:
         key, value = (kv[layer].repeat_interleave(shape.group, 1) for kv in (keys, values))
         return attend(query, key, value, **options)
 
-    with torch.inference_mode():
-        seconds = take_turns([grouped, repeated], shape.num_layers, 2)
-    return torch.inference_mode()(grouped if seconds[0] <= seconds[1] else repeated)
+    contenders = {call.__name__: rotating(torch.inference_mode()(call), shape) for call in (grouped, repeated)}
+    seconds = medians(take_turns(contenders, rounds=2))
+    return contenders[min(seconds, key=seconds.__getitem__)]
 
 
 def as_tensor(array: Array) -> torch.Tensor:
@@ -248,12 +226,11 @@ def as_tensor(array: Array) -> torch.Tensor:
 
 def render(results: dict[str, Any], console: Console) -> None:
     title = f"{results['isa']}, {results['threads']} threads, read bandwidth {results['ceiling_gb_per_s']:.1f} GB/s"
-    table = Table("", "seqs x (new, context)", "heads", "head x block", "dtype", title=title)
-    for name in ("ms", "GB/s", "of ceiling", "torch ms", "speedup", "error"):
-        table.add_column(name, justify="right")
+    labels = ("", "seqs x (new, context)", "heads", "head x block", "dtype")
+    rows = table(title, labels, ("ms", "GB/s", "of ceiling", "torch ms", "speedup", "error"))
     for shape in results["shapes"]:
         sdpa_s, speedup = shape["torch_sdpa_s"], shape["speedup_vs_sdpa"]
-        table.add_row(
+        rows.add_row(
             shape["kind"],
             f"{shape['num_seqs']} x ({shape['query_len']}, {shape['context']})",
             f"{shape['num_heads']}/{shape['num_kv_heads']}",
@@ -266,4 +243,4 @@ def render(results: dict[str, Any], console: Console) -> None:
             "" if speedup is None else f"{speedup:.2f}",
             f"{shape['relative_error']:.1e}",
         )
-    console.print(table)
+    console.print(rows)

@@ -2,7 +2,7 @@
 
 Every output is compared with float64 before it is timed, on memory poisoned with NaN. Times are by the device's clock,
 of graphs with many calls. Each call uses the next layer, so that no call finds its K and V in L2. Our graphs and the
-peer's take turns. Our kernels need no plan on the host; the peer's plan is timed separately.
+peer's take rounds. Our kernels need no plan on the host; the peer's plan is timed separately.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from kvservice.bench import cuda_shapes, cuda_timing
 from kvservice.bench.cuda_inputs import MAX_ERROR, Inputs, TorchScratch, make_inputs, relative_error
 from kvservice.bench.cuda_shapes import Shape
 from kvservice.bench.flashinfer_peer import PATHS, FlashInfer
+from kvservice.bench.harness import table
 from kvservice.errors import InternalError, InvalidArgumentError, KVServiceError
 from kvservice.ops.cuda import Kernel
 
@@ -39,7 +39,7 @@ class Options:
     quick: bool = False
 
     @property
-    def turns(self) -> int:
+    def rounds(self) -> int:
         return 5 if self.quick else 15
 
 
@@ -53,7 +53,7 @@ def run(options: Options) -> dict[str, Any]:
         raise InvalidArgumentError(f"no shape's name contains {options.shapes!r}", field="shapes")
     cuda_timing.require_device()
     peer = FlashInfer() if options.vs == "flashinfer" else None
-    ceilings = cuda_timing.ceilings(options.turns)
+    ceilings = cuda_timing.ceilings(options.rounds)
     results = []
     for shape in shapes:
         result = measure_or_fail(shape, options, peer, ceilings["device_copy_gb_per_s"])
@@ -103,7 +103,9 @@ def measure(shape: Shape, options: Options, peer: FlashInfer | None, copy_gb_per
     if options.batch_invariant:
         contenders[INVARIANT] = prepare(inputs, our_call(inputs, options.kernel, invariant=True))
     peers = prepare_peers(inputs, peer, contenders)
-    replay_s = cuda_timing.take_turns({name: entry.graph.replay for name, entry in contenders.items()}, options.turns)
+    replay_s = cuda_timing.device_seconds(
+        {name: entry.graph.replay for name, entry in contenders.items()}, options.rounds
+    )
     us = {name: seconds / shape.num_calls * 1e6 for name, seconds in replay_s.items()}
     for path in peers.keys() & us.keys():
         peers[path] |= {"us": us[path], "relative_error": contenders[path].relative_error}
@@ -199,12 +201,11 @@ def render(results: dict[str, Any], console: Console) -> None:
         f"link {limits['host_to_device_gb_per_s']:.1f} in, {limits['device_to_host_gb_per_s']:.1f} out, "
         f"torch {results['torch']}" + (f", FlashInfer {results['flashinfer']}" if results["flashinfer"] else "")
     )
-    table = Table("", title=title)
-    for name in ("us", "GB/s", "TFLOP/s", "of copy", "invariant us", "peer us", "plan us", "speedup", "error"):
-        table.add_column(name, justify="right")
+    figures = ("us", "GB/s", "TFLOP/s", "of copy", "invariant us", "peer us", "plan us", "speedup", "error")
+    rows = table(title, ("",), figures)
     for shape in results["shapes"]:
-        table.add_row(shape["name"], *(("failed: " + shape["failed"],) if "failed" in shape else cells(shape)))
-    console.print(table)
+        rows.add_row(shape["name"], *(("failed: " + shape["failed"],) if "failed" in shape else cells(shape)))
+    console.print(rows)
 
 
 def cells(shape: dict[str, Any]) -> list[str]:

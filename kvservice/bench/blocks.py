@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
+from kvservice.bench.harness import table
 from kvservice.blocks import AllocationRequest, BlockManager, BlocksConfig
 
 BLOCK_SIZE = 16
@@ -176,16 +176,13 @@ def run(num_blocks: int = 100_000, quick: bool = False) -> dict[str, Any]:
 def render(results: dict[str, Any], console: Console) -> None:
     """Print the figures in microseconds and as ratios to the calibration, and at each pool size."""
     calibration_s, scaling = results["calibration_s"], results["scaling"]
-    table = Table(title=f"bookkeeping, {results['num_blocks']:,} blocks of {results['block_size']} tokens")
-    table.add_column("operation")
-    table.add_column("µs", justify="right")
-    table.add_column("of the calibration", justify="right")
-    for size in scaling:
-        table.add_column(f"µs, {int(size):,} blocks", justify="right")
+    title = f"bookkeeping, {results['num_blocks']:,} blocks of {results['block_size']} tokens"
+    figures = ("µs", "of the calibration", *(f"µs, {int(size):,} blocks" for size in scaling))
+    rows = table(title, ("operation",), figures)
     for name, meaning in OPERATIONS.items():
         microseconds = [f"{1e6 * figures[name]:.1f}" for figures in scaling.values()]
-        table.add_row(meaning, f"{1e6 * results[name]:.1f}", f"{results[name] / calibration_s:.6f}", *microseconds)
-    console.print(table)
+        rows.add_row(meaning, f"{1e6 * results[name]:.1f}", f"{results[name] / calibration_s:.6f}", *microseconds)
+    console.print(rows)
     console.print(f"calibration: {1e3 * calibration_s:.1f} ms for a million assignments to a list")
     for size, figures in scaling.items():
         if figures["decode_context_tokens"] < PROMPT_TOKENS:

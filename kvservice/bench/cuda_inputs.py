@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from kvservice.bench.cuda_shapes import Shape
+from kvservice.bench.reference import attention_rows, largest_error, sampled
 from kvservice.ops import cuda
 from kvservice.ops.cuda import DeviceArray, Kernel
 
@@ -134,17 +135,13 @@ def keys_and_values(inputs: Inputs, layer: int, seq: int) -> tuple[torch.Tensor,
 def reference(inputs: Inputs, layer: int, seq: int, tokens: torch.Tensor) -> torch.Tensor:
     """Return the attention of some query tokens of a sequence, float64[len(tokens), num_heads, head_size]."""
     shape = inputs.shape
-    keys, values = keys_and_values(inputs, layer, seq)
+    keys, values = (kv.float().double() for kv in keys_and_values(inputs, layer, seq))
     query = inputs.query[seq * shape.query_len + tokens].double()
-    query = query.view(tokens.numel(), shape.num_kv_heads, -1, shape.head_size)
     positions = shape.contexts[seq] - shape.query_len + tokens
-    hidden = torch.arange(shape.contexts[seq], device=tokens.device) > positions[:, None, None]
+    hidden = torch.arange(shape.contexts[seq], device=tokens.device) > positions[:, None]
     scale = (1.0 if inputs.k_scale is None else K_SCALE) / math.sqrt(shape.head_size)
-    out = torch.empty_like(query)
-    for head in range(shape.num_kv_heads):
-        logits = query[:, head] @ keys[head].float().double().T * scale
-        out[:, head] = logits.masked_fill(hidden, -math.inf).softmax(-1) @ values[head].float().double()
-    return out.flatten(1, 2)
+    rows: torch.Tensor = attention_rows(torch, query, keys, values, hidden, scale)
+    return rows
 
 
 def relative_error(inputs: Inputs, layer: int, out: torch.Tensor) -> float:
@@ -154,13 +151,9 @@ def relative_error(inputs: Inputs, layer: int, out: torch.Tensor) -> float:
     if not bool(out.isfinite().all()):
         return math.inf
     order = sorted(range(shape.num_seqs), key=lambda seq: shape.contexts[seq])
-    step = max(1, -(-shape.num_seqs // (SAMPLED_SEQS - 2)))
+    tokens = torch.tensor(sampled(shape.query_len, SAMPLED_TOKENS), device=out.device)
     worst = 0.0
-    for seq in sorted({order[0], order[-1], *range(0, shape.num_seqs, step), shape.num_seqs - 1}):
-        step = max(1, shape.query_len // SAMPLED_TOKENS)
-        tokens = torch.tensor(sorted({*range(0, shape.query_len, step), shape.query_len - 1}), device=out.device)
-        expected = reference(inputs, layer, seq, tokens)
+    for seq in sampled(shape.num_seqs, SAMPLED_SEQS - 2, extra=(order[0], order[-1])):
         got = out[seq * shape.query_len + tokens].double()
-        error = (got - expected).norm(dim=-1) / expected.norm(dim=-1)
-        worst = max(worst, float(error.max()))
+        worst = max(worst, largest_error(got, reference(inputs, layer, seq, tokens)))
     return worst

@@ -3,12 +3,13 @@ plain copies in device memory and over the host link."""
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
+from kvservice.bench.harness import medians, take_turns
 from kvservice.errors import FailedPreconditionError
 from kvservice.ops import cuda
 
@@ -46,16 +47,9 @@ def graph_of(call: Callable[[int], object], num_layers: int, num_calls: int) -> 
     return graph
 
 
-def take_turns(contenders: Mapping[str, Callable[[], object]], turns: int) -> dict[str, float]:
-    """Return the median seconds of each contender by the device's clock. They take turns, so that a slow device affects
-    all of them."""
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for turn in range(turns + 1):
-        for name, contender in contenders.items():
-            seconds = elapsed_s(contender)
-            if turn > 0:
-                times[name].append(seconds)
-    return {name: statistics.median(seconds) for name, seconds in times.items()}
+def device_seconds(works: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Return the median seconds of each work by the device's clock. The works take turns."""
+    return medians(take_turns({name: partial(elapsed_s, work) for name, work in works.items()}, rounds, warm_ups=1))
 
 
 def elapsed_s(work: Callable[[], object]) -> float:
@@ -68,19 +62,19 @@ def elapsed_s(work: Callable[[], object]) -> float:
     return float(start.elapsed_time(end)) / 1e3
 
 
-def ceilings(turns: int) -> dict[str, float]:
+def ceilings(rounds: int) -> dict[str, float]:
     """Return GB/s of a plain copy within the device (bytes read plus written), and of the host link per direction."""
     source = torch.ones(DEVICE_COPY_BYTES, dtype=torch.uint8, device="cuda")
     copy = torch.empty_like(source)
     pinned = torch.ones(LINK_BYTES, dtype=torch.uint8, pin_memory=True)
     part = source[:LINK_BYTES]
-    seconds = take_turns(
+    seconds = device_seconds(
         {
             "device_copy": lambda: copy.copy_(source),
             "host_to_device": lambda: part.copy_(pinned, non_blocking=True),
             "device_to_host": lambda: pinned.copy_(part, non_blocking=True),
         },
-        turns,
+        rounds,
     )
     return {
         "device_copy_gb_per_s": 2 * DEVICE_COPY_BYTES / seconds["device_copy"] / 1e9,

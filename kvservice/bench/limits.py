@@ -17,8 +17,8 @@ from typing import Any, Final
 import numpy as np
 import uvloop
 from rich.console import Console
-from rich.table import Table
 
+from kvservice.bench.harness import table
 from kvservice.bench.largest import Cycle, cycles
 from kvservice.bench.pinger import Pinger, Pings
 from kvservice.bench.sending import Sender
@@ -131,16 +131,12 @@ def run(quick: bool = False) -> dict[str, Any]:
 def render(results: dict[str, Any], console: Console) -> None:
     idle = results["idle"]
     title = "Pings while another client sends its largest requests, ms; in brackets: in units of pings while it is idle"
-    table = Table(title=title, title_justify="left")
-    for heading in ("RPC", "content", "answer", "ms"):
-        table.add_column(heading, justify="right" if heading == "ms" else "left")
-    for heading in ("ping p50", "p99", "max"):
-        table.add_column(heading, justify="right")
-    table.add_row(*IDLE, "", "", *(_ms(idle[name]) for name in QUANTILES))
+    rows = table(title, ("RPC", "content", "answer"), ("ms", "ping p50", "p99", "max"))
+    rows.add_row(*IDLE, "", "", *(_ms(idle[name]) for name in QUANTILES))
     for row in results["rows"]:
         cells = (_cell(row, idle, name) for name in QUANTILES)
-        table.add_row(row["rpc"], row["content"], ", ".join(row["statuses"]), _ms(row["request_p50_s"]), *cells)
-    console.print(table)
+        rows.add_row(row["rpc"], row["content"], ", ".join(row["statuses"]), _ms(row["request_p50_s"]), *cells)
+    console.print(rows)
     slow = [f"{row['rpc']} ({row['content']})" for row in results["rows"] if (row["ping_p99_s"] or 0.0) > GOAL_S]
     console.print(f"p99 above {_ms(GOAL_S)} ms: {', '.join(slow) or 'none'}.")
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,8 +16,8 @@ from typing import Any
 
 import uvloop
 from rich.console import Console
-from rich.table import Table
 
+from kvservice.bench.harness import quantiles, table
 from kvservice.bench.workloads import IN_FLIGHT, Api, Append, Echo, Fork, Workload, connected, latencies, new_sequence
 from kvservice.launch import Daemon
 from kvservice.v1 import blocks_pb2
@@ -102,10 +101,10 @@ def watched(address: str, watch: Watch, port: int) -> Iterator[None]:
         try:
             assert process.stdout is not None
             if process.stdout.readline() != b"watching\n":
-                raise RuntimeError("those who were to watch have ended")
+                raise RuntimeError("the observer process has ended early")
             yield
             if process.poll() is not None:
-                raise RuntimeError("those who watched have ended")
+                raise RuntimeError("the observer process has ended during the measurement")
         finally:
             process.kill()
 
@@ -123,28 +122,19 @@ def run(quick: bool) -> dict[str, Any]:
                 found = uvloop.run(measure(daemon.address, watch, port, num_blocks, rounds))
             for call, seconds in found.items():
                 samples.setdefault(name, {}).setdefault(call, []).extend(seconds)
-    return {
-        f"{name}_{call}_{key}": value
-        for name, calls in samples.items()
-        for call, seconds in calls.items()
-        for key, value in _quantiles(seconds).items()
-    }
-
-
-def _quantiles(seconds: list[float]) -> dict[str, float]:
-    return {"p50_s": statistics.median(seconds), "p99_s": statistics.quantiles(seconds, n=100)[98]}
+    results: dict[str, float] = {}
+    for name, calls in samples.items():
+        for call, seconds in calls.items():
+            results |= quantiles(f"{name}_{call}", seconds)
+    return results
 
 
 def render(results: dict[str, Any], console: Console) -> None:
     title = "Calls on the stream while others watch, µs; in brackets: in units of nobody watching"
-    table = Table(title=title, title_justify="left")
-    table.add_column("who watches")
     calls = ("echo", "fork", "append_64")
-    for call in calls:
-        for heading in (f"{call} p50", "p99"):
-            table.add_column(heading, justify="right")
+    rows = table(title, ("who watches",), (heading for call in calls for heading in (f"{call} p50", "p99")))
     for name, watch in ways(0).items():
         keys = [f"{call}_{quantile}" for call in calls for quantile in ("p50_s", "p99_s")]
         cells = [(results[f"{name}_{key}"], results[f"nobody_{key}"]) for key in keys]
-        table.add_row(watch.label, *(f"{value * 1e6:.0f} ({value / base:.2f})" for value, base in cells))
-    console.print(table)
+        rows.add_row(watch.label, *(f"{value * 1e6:.0f} ({value / base:.2f})" for value, base in cells))
+    console.print(rows)

@@ -9,16 +9,15 @@ measures the cost of observation.
 from __future__ import annotations
 
 import asyncio
-import statistics
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import uvloop
 from rich.console import Console
-from rich.table import Table
 
 from kvservice.bench import observers, transports
+from kvservice.bench.harness import quantiles, table
 from kvservice.bench.workloads import (
     IN_FLIGHT,
     LONG_CONTEXT,
@@ -103,12 +102,10 @@ async def measure(address: str, rounds: int) -> dict[str, Any]:
                 echoes[way] += await latencies(echo, call, max(1, rounds // 4))
                 seconds = await latencies(workload, call, rounds)
                 rate = unary_rate if way == "unary" else stream_rate
-                results[f"{name}_{way}_p50_s"] = statistics.median(seconds)
-                results[f"{name}_{way}_p99_s"] = statistics.quantiles(seconds, n=100)[98]
+                results |= quantiles(f"{name}_{way}", seconds)
                 results[f"{name}_{way}_per_s"] = await rate(workload, max(1, rounds // 2))
         for way, samples in echoes.items():
-            results[f"echo_{way}_p50_s"] = statistics.median(samples)
-            results[f"echo_{way}_p99_s"] = statistics.quantiles(samples, n=100)[98]
+            results |= quantiles(f"echo_{way}", samples)
         results["echo_unary_per_s"] = await unary_rate(echo, rounds)
         results["echo_stream_per_s"] = await stream_rate(echo, rounds)
     return results
@@ -132,9 +129,9 @@ def run(quick: bool = False, device: str = "cpu") -> dict[str, Any]:
 
 
 def render(results: dict[str, Any], console: Console) -> None:
-    table = Table(title="RPC latency in µs; in brackets: in units of the echo of the same way", title_justify="left")
-    for heading in ("call", "unary p50", "p99", f"per s, {IN_FLIGHT} in flight", "stream p50", "p99", "per s"):
-        table.add_column(heading, justify="left" if heading == "call" else "right")
+    title = "RPC latency in µs; in brackets: in units of the echo of the same way"
+    figures = ("unary p50", "p99", f"per s, {IN_FLIGHT} in flight", "stream p50", "p99", "per s")
+    rows = table(title, ("call",), figures)
     names = dict.fromkeys(key.rsplit("_", 3)[0] for key in results if key.endswith("p50_s"))
     for name in sorted(names, key=lambda name: name != "echo"):
         cells = []
@@ -142,7 +139,7 @@ def render(results: dict[str, Any], console: Console) -> None:
             p50, p99 = results[f"{name}_{way}_p50_s"], results[f"{name}_{way}_p99_s"]
             ratio = p50 / results[f"echo_{way}_p50_s"]
             cells += [f"{p50 * 1e6:.0f} ({ratio:.2f})", f"{p99 * 1e6:.0f}", f"{results[f'{name}_{way}_per_s']:.0f}"]
-        table.add_row(name, *cells)
-    console.print(table)
+        rows.add_row(name, *cells)
+    console.print(rows)
     transports.render(results["transports"], console)
     observers.render(results["observers"], console)

@@ -21,11 +21,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from kvservice.bench import cuda_timing
 from kvservice.bench.cuda_inputs import MAX_ERROR, Inputs, TorchScratch, relative_error
 from kvservice.bench.cuda_shapes import Shape
+from kvservice.bench.harness import table
 from kvservice.errors import InternalError
 from kvservice.ops import cuda
 from kvservice.ops.cuda import HOST, DeviceArray
@@ -83,7 +83,7 @@ def run(quick: bool = False) -> dict[str, Any]:
     `in_gb_per_s` of the swaps during the decode.
     """
     cuda_timing.require_device()
-    turns = 3 if quick else 9
+    rounds = 3 if quick else 9
     bench = make_bench(quick)
     check(bench)
     call_bytes = bench.leaving.device_ids.size * BLOCK_BYTES
@@ -93,15 +93,15 @@ def run(quick: bool = False) -> dict[str, Any]:
         "swap_in": lambda: bench.swap_in(bench.coming),
         "both": both,
     }
-    seconds = cuda_timing.take_turns(works, turns)
+    seconds = cuda_timing.device_seconds(works, rounds)
     return {
         **cuda_timing.versions(),
         "block_bytes": BLOCK_BYTES,
         "decode_shape": bench.decode.shape.name,
         "blocks_per_call": bench.leaving.device_ids.size,
-        "ceilings": cuda_timing.ceilings(turns) | link_both_ways(turns),
+        "ceilings": cuda_timing.ceilings(rounds) | link_both_ways(rounds),
         "gb_per_s": {name: call_bytes / taken / 1e9 for name, taken in seconds.items()},
-        "decode": beside_decode(bench, turns),
+        "decode": beside_decode(bench, rounds),
     }
 
 
@@ -169,7 +169,7 @@ class Both:
             main.wait_stream(stream)
 
 
-def link_both_ways(turns: int) -> dict[str, float]:
+def link_both_ways(rounds: int) -> dict[str, float]:
     """Return GB/s per direction of two concurrent large copies."""
     size = cuda_timing.LINK_BYTES
     hosts = [torch.ones(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
@@ -177,11 +177,11 @@ def link_both_ways(turns: int) -> dict[str, float]:
     both = Both(
         lambda: hosts[0].copy_(devices[0], non_blocking=True), lambda: devices[1].copy_(hosts[1], non_blocking=True)
     )
-    seconds = cuda_timing.take_turns({"both": both}, turns)
+    seconds = cuda_timing.device_seconds({"both": both}, rounds)
     return {"both_gb_per_s": cuda_timing.LINK_BYTES / seconds["both"] / 1e9}
 
 
-def beside_decode(bench: Bench, turns: int) -> dict[str, float]:
+def beside_decode(bench: Bench, rounds: int) -> dict[str, float]:
     """Measure a layer's decode call, alone and during swaps in both directions at full speed."""
     out, scratch = torch.full_like(bench.decode.query, math.nan), TorchScratch()
     num_calls = 4 * NUM_LAYERS
@@ -192,10 +192,10 @@ def beside_decode(bench: Bench, turns: int) -> dict[str, float]:
     error = relative_error(bench.decode, NUM_LAYERS - 1, out)
     if not error <= MAX_ERROR:
         raise InternalError(f"wrong result of the decode: relative error {error:.3g}")
-    alone_s = cuda_timing.take_turns({"decode": graph.replay}, turns)["decode"]
+    alone_s = cuda_timing.device_seconds({"decode": graph.replay}, rounds)["decode"]
     with Swapper(bench.swap_out, bench.leaving) as out_way, Swapper(bench.swap_in, bench.coming) as in_way:
         start = (time.perf_counter(), out_way.bytes, in_way.bytes)
-        beside_s = cuda_timing.take_turns({"decode": graph.replay}, turns)["decode"]
+        beside_s = cuda_timing.device_seconds({"decode": graph.replay}, rounds)["decode"]
         seconds, left, came = (
             now - then for now, then in zip((time.perf_counter(), out_way.bytes, in_way.bytes), start, strict=True)
         )
@@ -251,9 +251,8 @@ class Swapper:
 
 def render(results: dict[str, Any], console: Console) -> None:
     limits, rates, decode = results["ceilings"], results["gb_per_s"], results["decode"]
-    table = Table("", title=f"{results['device']}, blocks of {results['block_bytes'] / 2**20:g} MiB")
-    for name in ("GB/s", "one copy GB/s", "of it"):
-        table.add_column(name, justify="right")
+    title = f"{results['device']}, blocks of {results['block_bytes'] / 2**20:g} MiB"
+    rows = table(title, ("",), ("GB/s", "one copy GB/s", "of it"))
     for name, rate, limit in (
         ("swap out", rates["swap_out"], limits["device_to_host_gb_per_s"]),
         ("swap in", rates["swap_in"], limits["host_to_device_gb_per_s"]),
@@ -261,8 +260,8 @@ def render(results: dict[str, Any], console: Console) -> None:
         ("out, beside a decode", decode["out_gb_per_s"], limits["both_gb_per_s"]),
         ("in, beside a decode", decode["in_gb_per_s"], limits["both_gb_per_s"]),
     ):
-        table.add_row(name, f"{rate:.1f}", f"{limit:.1f}", f"{rate / limit:.0%}")
-    console.print(table)
+        rows.add_row(name, f"{rate:.1f}", f"{limit:.1f}", f"{rate / limit:.0%}")
+    console.print(rows)
     console.print(
         f"decode {results['decode_shape']}: {decode['alone_us']:.1f} us alone, {decode['beside_us']:.1f} us beside "
         f"swaps both ways: {decode['loss']:.1%} lost"

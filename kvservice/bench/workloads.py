@@ -10,16 +10,14 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from kvservice.environment import prepare_grpc
 
 prepare_grpc()
 
 import grpc  # noqa: E402  the environment comes first
 
+from kvservice.bench.harness import normal  # noqa: E402
 from kvservice.client.channel import CHANNEL_OPTIONS, make_call, take_reply  # noqa: E402
-from kvservice.pool.layout import DTYPES  # noqa: E402
 from kvservice.v1 import (  # noqa: E402
     attention_pb2,
     attention_pb2_grpc,
@@ -231,10 +229,6 @@ class Decode(Groups):
         put_tensor(self._key, request.key)
         put_tensor(self._value, request.value)
         return request
-
-
-def normal(*shape: int) -> Any:
-    return np.random.default_rng(0).standard_normal(shape, np.float32).astype(DTYPES["bfloat16"])
 
 
 async def new_sequence(api: Api, length: int, shape: Shape = SHAPE) -> int:

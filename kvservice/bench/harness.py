@@ -1,0 +1,69 @@
+"""The parts that all benchmarks share: contenders that take turns, quantiles, random tensors and tables."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from rich.table import Table
+
+from kvservice.pool.layout import DTYPES
+
+Array = npt.NDArray[Any]
+# Larger arrays repeat this many random numbers. The count is odd, so that no two sequences or heads are equal.
+RANDOM_NUMBERS = (1 << 22) + 7
+
+
+def seconds_of(call: Callable[[], object]) -> float:
+    """Return the seconds of a call by the host's clock."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def take_turns(contenders: Mapping[str, Callable[[], float]], rounds: int, warm_ups: int = 0) -> dict[str, list[float]]:
+    """Return the seconds of every round by contender. A contender returns the seconds of its own work.
+
+    The contenders run one after the other in each round, so that a slow machine affects all of them. The first
+    `warm_ups` rounds do not count.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for number in range(warm_ups + rounds):
+        for name, contender in contenders.items():
+            taken = contender()
+            if number >= warm_ups:
+                seconds[name].append(taken)
+    return seconds
+
+
+def medians(seconds: Mapping[str, list[float]]) -> dict[str, float]:
+    return {name: statistics.median(samples) for name, samples in seconds.items()}
+
+
+def quantiles(name: str, seconds: list[float]) -> dict[str, float]:
+    """Return the figures `<name>_p50_s` and `<name>_p99_s`."""
+    return {f"{name}_p50_s": statistics.median(seconds), f"{name}_p99_s": statistics.quantiles(seconds, n=100)[98]}
+
+
+def normal(*shape: int, dtype: str = "bfloat16", rng: np.random.Generator | None = None) -> Array:
+    """Return samples of N(0, 1), the same in every run if no generator is given."""
+    array = np.empty(int(np.prod(shape)), DTYPES[dtype])
+    numbers = (rng or np.random.default_rng(0)).standard_normal(min(array.size, RANDOM_NUMBERS), np.float32)
+    some = numbers.astype(array.dtype)
+    for start in range(0, array.size, some.size):
+        array[start : start + some.size] = some[: array.size - start]
+    return array.reshape(shape)
+
+
+def table(title: str, labels: Iterable[str], figures: Iterable[str]) -> Table:
+    """Return an empty table with columns of labels, aligned to the left, and of figures, aligned to the right."""
+    made = Table(title=title, title_justify="left")
+    for heading in labels:
+        made.add_column(heading)
+    for heading in figures:
+        made.add_column(heading, justify="right")
+    return made
