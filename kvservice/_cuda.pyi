@@ -111,31 +111,12 @@ class Event:
 
     def __init__(self, device: int, timing: bool = False) -> None: ...
     def record(self, stream: int) -> None: ...
-    def wait(self, stream: int) -> None:
-        """Make later work on the stream wait for the last record of this event."""
-
     def synchronize(self) -> None: ...
     def done(self) -> bool: ...
     def elapsed_ms(self, start: Event) -> float: ...
 
 def synchronize_stream(stream: int) -> None:
     """Wait for all work on a stream, without the interpreter lock."""
-
-class IpcEvent(Event):
-    """An event that other processes can open. If the recording process is killed before its stream reaches the event,
-    the event never completes, and streams that wait for it hang. Wait only for events of a trusted process."""
-
-    def __init__(self, device: int) -> None: ...
-    @property
-    def native(self) -> int:
-        """The cudaEvent_t."""
-    @property
-    def handle(self) -> bytes:
-        """The cudaIpcEventHandle_t, 64 bytes."""
-
-def open_ipc_event(device: int, handle: bytes) -> IpcEvent:
-    """Open an event of another process. Raises CudaError if the driver does not open the handle, and
-    InvalidArgumentError with field handle if it is malformed."""
 
 def allocate_async(num_bytes: int, stream: int) -> int: ...
 def free_async(pointer: int, stream: int) -> None: ...
@@ -235,8 +216,7 @@ def copy_blocks(
     """Copy blocks. `src_ids` and `dst_ids` are NumPy int32 arrays in host memory."""
 
 class CudaLaneExecutor(LaneExecutor):
-    """Executes the calls of any number of lanes on one stream. Each lane's thread waits for its own calls, except calls
-    by event.
+    """Executes the calls of any number of lanes on one stream. Each lane's thread waits for its own calls.
 
     Regions are device memory (including IpcMemory of another process) or pinned host memory (HostRegistration); calls
     with other regions are refused. `dtype` is the dtype of tensors. `scales` is the device address of

@@ -77,15 +77,13 @@ class LaneSession:
         are freed in stream order after retire().
         """
     def retire(self, step_id: int) -> None:
-        """Withdraw a step. After it returns no lane uses the step or its arrays, except that calls by event may still
-        read the device tables in stream order. Unknown ids are ignored."""
+        """Withdraw a step. After it returns no lane uses the step or its arrays. Unknown ids are ignored."""
     def take_finished(self) -> list[int]:
         """Return the steps whose last layer a lane has written since the previous call, each step once."""
     def add_region(self, address: int, num_bytes: int, kind: str = "host") -> int:
         """Register memory. Places refer to it by the returned number, which is never reused."""
     def remove_region(self, number: int) -> None:
-        """Unregister a region. After it returns no lane uses the region, except incomplete calls by event; the caller
-        waits for these before it frees the memory. Unknown numbers are ignored."""
+        """Unregister a region. After it returns no lane uses the region. Unknown numbers are ignored."""
     def set_draining(self) -> None:
         """Refuse calls of steps without a written layer with DRAINING from now on."""
 
@@ -100,8 +98,7 @@ class LaneServer:
     """The daemon's side of a lane, with its own thread. It formats `memory`, which has at least LANE_BYTES bytes.
 
     `on_fault` is called once, from the thread, with a message if a call fails and the caller is not the cause; the lane
-    has ended then. `event`, an IpcEvent of the executor's device, is for calls with `by_event`. Without it these calls
-    are refused with INVALID_ARGUMENT, field completion.
+    has ended then.
     """
 
     def __init__(
@@ -111,7 +108,6 @@ class LaneServer:
         executor: LaneExecutor,
         spin_us: float,
         on_fault: Callable[[str], object],
-        event: Any = None,
     ) -> None: ...
     def close(self) -> None:
         """Wait for running calls, end the lane and release the memory. A second call does nothing."""
@@ -121,9 +117,6 @@ class LaneServer:
     @property
     def closed(self) -> bool:
         """Whether the lane accepts no more calls, because it was closed or has ended by itself."""
-    @property
-    def event_handle(self) -> bytes:
-        """IPC handle of its event for other processes, or b"" without an event."""
 
 class LaneClient:
     """The client's side of a lane, for one thread at a time. A LaneServer has formatted `memory`.
@@ -149,14 +142,8 @@ class LaneClient:
         logits_soft_cap: float = 0.0,
         alibi_slopes: tuple[int, int] | None = None,
         block_sparse: tuple[int, int, int, int, int] | None = None,
-        by_event: bool = False,
     ) -> int:
-        """Send a call and return its number. Raises ResourceExhaustedError if 64 calls are unanswered or unread.
-
-        `by_event`: the answer comes when the call is launched, and the lane's event is recorded after the call. A
-        stream that waits for the event after the answer continues when the call is complete. Until then the call reads
-        and writes its tensors.
-        """
+        """Send a call and return its number. Raises ResourceExhaustedError if 64 calls are unanswered or unread."""
     def set_places(self, regions: Any, num_kv_heads: int, head_size: int, dtype: Any) -> None:
         """Set the parameters of submit_in_place: regions as (number, address, num_bytes), and the tensors' NumPy
         dtype."""

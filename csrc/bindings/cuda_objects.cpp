@@ -2,7 +2,6 @@
 // memory.
 #include "bindings/cuda_handles.h"
 
-#include <cstring>
 #include <memory>
 #include <mutex>
 #include <set>
@@ -47,11 +46,12 @@ class HostRegistration {
 
 class Event {
  public:
-  Event(int device, bool timing)
-      : Event(device, static_cast<unsigned>(timing ? cudaEventDefault : cudaEventDisableTiming)) {}
-  ~Event() {
-    if (event_ != nullptr) clear_error(cudaEventDestroy(event_));
+  Event(int device, bool timing) {
+    const DeviceScope scope(device);
+    const unsigned flags = timing ? cudaEventDefault : cudaEventDisableTiming;
+    check_cuda(cudaEventCreateWithFlags(&event_, flags), "cudaEventCreate");
   }
+  ~Event() { clear_error(cudaEventDestroy(event_)); }
   Event(const Event&) = delete;
   Event& operator=(const Event&) = delete;
   // Makes work launched on the stream after this call wait for the last recorded work.
@@ -75,32 +75,8 @@ class Event {
     return ms;
   }
 
- protected:
-  Event(int device, unsigned flags) {
-    const DeviceScope scope(device);
-    check_cuda(cudaEventCreateWithFlags(&event_, flags), "cudaEventCreate");
-  }
-  Event() = default;
-
+ private:
   cudaEvent_t event_ = nullptr;
-};
-
-class IpcEvent : public Event {
- public:
-  explicit IpcEvent(int device) : Event(device, unsigned{cudaEventInterprocess | cudaEventDisableTiming}) {}
-  IpcEvent(int device, const std::string& handle) {
-    cudaIpcEventHandle_t raw;
-    require(handle.size() == sizeof(raw), "handle", "is not 64 bytes long");
-    std::memcpy(&raw, handle.data(), sizeof(raw));
-    const DeviceScope scope(device);
-    check_cuda(cudaIpcOpenEventHandle(&event_, raw), "cudaIpcOpenEventHandle");
-  }
-  uintptr_t native() const { return reinterpret_cast<uintptr_t>(event_); }
-  py::bytes handle() const {
-    cudaIpcEventHandle_t handle;
-    check_cuda(cudaIpcGetEventHandle(&handle, event_), "cudaIpcGetEventHandle");
-    return py::bytes(reinterpret_cast<const char*>(&handle), sizeof(handle));
-  }
 };
 
 class Stream {
@@ -201,22 +177,13 @@ void define_streams(py::module_& m) {
   py::class_<Event>(m, "Event")
       .def(py::init<int, bool>(), py::arg("device"), py::arg("timing") = false, Unlocked())
       .def("record", &Event::record, py::arg("stream"), Unlocked())
-      .def("wait", &Event::wait, py::arg("stream"), Unlocked())
       .def("synchronize", &Event::synchronize, Unlocked())
       .def("done", &Event::done)
       .def("elapsed_ms", &Event::elapsed_ms, py::arg("start"));
-  py::class_<IpcEvent, Event>(m, "IpcEvent")
-      .def(py::init<int>(), py::arg("device"), Unlocked())
-      .def_property_readonly("native", &IpcEvent::native)
-      .def_property_readonly("handle", &IpcEvent::handle);
   m.def(
       "synchronize_stream",
       [](uintptr_t stream) { check_cuda(cudaStreamSynchronize(stream_at(stream)), "cudaStreamSynchronize"); },
       py::arg("stream"), Unlocked());
-  m.def(
-      "open_ipc_event",
-      [](int device, const py::bytes& handle) { return std::make_unique<IpcEvent>(device, std::string(handle)); },
-      py::arg("device"), py::arg("handle"));
   py::class_<Stream>(m, "Stream")
       .def(py::init<int, bool>(), py::arg("device"), py::arg("high_priority") = false, Unlocked())
       .def_property_readonly("handle", &Stream::handle)

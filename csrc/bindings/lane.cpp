@@ -173,15 +173,11 @@ class FaultCall {
 
 class PyServer {
  public:
-  // `event` is None or an IpcEvent, of which only the attributes `handle` and `native` are used.
   PyServer(const py::object& memory, PySession& session, LaneExecutor& executor, const py::object& spin_us,
-           py::function on_fault, const py::object& event)
+           py::function on_fault)
       : memory_(memory),
-        event_(event),
-        event_handle_(event.is_none() ? py::bytes() : py::bytes(event.attr("handle"))),
         server_(memory_.data(), memory_.num_bytes(), session.get(), executor, as_float(spin_us, "spin_us"),
-                FaultCall(std::move(on_fault)),
-                event.is_none() ? nullptr : reinterpret_cast<void*>(event.attr("native").cast<uintptr_t>())) {}
+                FaultCall(std::move(on_fault))) {}
 
   ~PyServer() { close(); }
 
@@ -196,8 +192,6 @@ class PyServer {
 
   bool closed() const { return server_.closed(); }
 
-  py::bytes event_handle() const { return event_handle_; }
-
   std::tuple<int64_t, int64_t, std::vector<int64_t>, double> stats() const {
     const LaneStats& stats = server_.stats();
     return {stats.calls(), stats.errors(), stats.buckets(), stats.seconds()};
@@ -205,8 +199,6 @@ class PyServer {
 
  private:
   Memory memory_;
-  py::object event_;
-  py::bytes event_handle_;
   LaneServer server_;
 };
 
@@ -226,12 +218,11 @@ class PyClient {
   uint64_t submit(const py::object& step_id, const py::object& layer, bool decode, const py::object& num_heads,
                   const py::object& query, const py::object& key, const py::object& value, const py::object& output,
                   const py::object& lse, const py::object& scale, const py::object& sliding_window,
-                  const py::object& logits_soft_cap, const py::object& alibi_slopes, const py::object& block_sparse,
-                  bool by_event) {
+                  const py::object& logits_soft_cap, const py::object& alibi_slopes, const py::object& block_sparse) {
     LaneEntry entry = {};
     entry.step_id = as_int(step_id, "step_id");
     entry.layer = as_whole<int32_t>(layer, "layer");
-    entry.flags = (decode ? kLaneDecode : 0U) | (lse.is_none() ? 0U : kLaneReturnLse) | (by_event ? kLaneEvent : 0U);
+    entry.flags = (decode ? kLaneDecode : 0U) | (lse.is_none() ? 0U : kLaneReturnLse);
     entry.num_heads = as_whole<int32_t>(num_heads, "num_heads");
     entry.query = as_place(query, "query");
     entry.key = as_place(key, "key");
@@ -328,7 +319,7 @@ void define_client(py::module_& m) {
       .def("submit", &PyClient::submit, py::arg("step_id"), py::arg("layer"), py::arg("decode"), py::arg("num_heads"),
            py::arg("query"), py::arg("key"), py::arg("value"), py::arg("output"), py::arg("lse"), py::kw_only(),
            py::arg("scale") = zero, py::arg("sliding_window") = py::int_(0), py::arg("logits_soft_cap") = zero,
-           py::arg("alibi_slopes") = py::none(), py::arg("block_sparse") = py::none(), py::arg("by_event") = false)
+           py::arg("alibi_slopes") = py::none(), py::arg("block_sparse") = py::none())
       .def("set_places", &PyClient::set_places, py::arg("regions"), py::arg("num_kv_heads"), py::arg("head_size"),
            py::arg("dtype"))
       .def("submit_in_place", &PyClient::submit_in_place, py::arg("step_id"), py::arg("num_tokens"), py::arg("layer"),
@@ -353,13 +344,12 @@ void define_lane(py::module_& m) {
       .def("remove_region", &PySession::remove_region, py::arg("number"))
       .def("set_draining", [](PySession& self) { self.get().set_draining(); });
   py::class_<PyServer>(m, "LaneServer", py::module_local())
-      .def(py::init<const py::object&, PySession&, LaneExecutor&, const py::object&, py::function, const py::object&>(),
-           py::arg("memory"), py::arg("session"), py::arg("executor"), py::arg("spin_us"), py::arg("on_fault"),
-           py::arg("event") = py::none(), py::keep_alive<1, 3>(), py::keep_alive<1, 4>())
+      .def(py::init<const py::object&, PySession&, LaneExecutor&, const py::object&, py::function>(), py::arg("memory"),
+           py::arg("session"), py::arg("executor"), py::arg("spin_us"), py::arg("on_fault"), py::keep_alive<1, 3>(),
+           py::keep_alive<1, 4>())
       .def("close", &PyServer::close)
       .def("stats", &PyServer::stats)
-      .def_property_readonly("closed", &PyServer::closed)
-      .def_property_readonly("event_handle", &PyServer::event_handle);
+      .def_property_readonly("closed", &PyServer::closed);
   define_client(m);
 }
 

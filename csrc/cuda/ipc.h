@@ -1,9 +1,8 @@
-// Device memory and events that processes share by handle.
+// Device memory that processes share by handle.
 //
 // The process that made the memory behind a handle may free it or exit at any time. Memory that is open here stays
-// valid until it is closed here. Events differ: if a process is killed after it recorded an event and before the event
-// completes, the event never completes, and neither does a stream that waits for it. Wait only for events of trusted
-// processes, and query those of others.
+// valid until it is closed here. Events are not shared: if a process is killed before an event that it recorded
+// completes, the event never completes, and neither does a stream that waits for it.
 #pragma once
 
 #include <cstdint>

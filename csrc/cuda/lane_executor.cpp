@@ -180,13 +180,9 @@ cudaEvent_t CudaLaneExecutor::launch(const LaneCall& call, const Tensors& on_hos
   stage_inputs(call, attention, staged);
   attention_cuda(attention, launch_config());
   copy_back(call, staged);
-  const cudaEvent_t completion = call.event != nullptr ? static_cast<cudaEvent_t>(call.event) : acquire_event();
-  record(completion);
+  const cudaEvent_t completion = acquire_event();
+  check_cuda(cudaEventRecord(completion, config_.stream), "cudaEventRecord");
   return completion;
-}
-
-void CudaLaneExecutor::record(cudaEvent_t event) const {
-  check_cuda(cudaEventRecord(event, config_.stream), "cudaEventRecord");
 }
 
 cudaEvent_t CudaLaneExecutor::acquire_event() {
@@ -221,16 +217,6 @@ void CudaLaneExecutor::wait(cudaEvent_t completion) const {
 void CudaLaneExecutor::attend(const LaneCall& call) {
   const DeviceScope scope(config_.device);
   const cudaEvent_t completion = launch(call, check(call));
-  if (call.event != nullptr) return;
-  wait(completion);
-  release_event(completion);
-}
-
-// Waits for calls of other lanes too, because there is one stream.
-void CudaLaneExecutor::finish() {
-  const DeviceScope scope(config_.device);
-  const cudaEvent_t completion = acquire_event();
-  record(completion);
   wait(completion);
   release_event(completion);
 }

@@ -1,5 +1,5 @@
 // Executes the calls of lanes on a CUDA device. Calls are launched in turns on one stream. Each lane's own thread waits
-// for its calls, except for those with an event, which is a cudaEvent_t of the device.
+// for its calls.
 #pragma once
 
 #include <chrono>
@@ -41,7 +41,6 @@ class CudaLaneExecutor : public LaneExecutor {
   const LaneShape& shape() const override { return shape_; }
   // Also throws LaneError RESOURCE_EXHAUSTED if the device has no memory left for a larger workspace.
   void attend(const LaneCall& call) override;
-  void finish() override;
   void copy_in(void* to, const char* from, int64_t num_bytes) override;
 
  private:
@@ -67,7 +66,6 @@ class CudaLaneExecutor : public LaneExecutor {
   cudaEvent_t launch(const LaneCall& call, const Tensors& on_host);
   cudaEvent_t acquire_event();
   void release_event(cudaEvent_t event);
-  void record(cudaEvent_t event) const;
   void wait(cudaEvent_t completion) const;
 
   const CudaLaneConfig config_;

@@ -64,7 +64,7 @@ void check_entry(const LaneEntry& entry, uint64_t number, const LaneShape& shape
     throw ArgumentError("number",
                         "out of order: is " + std::to_string(entry.number) + ", expected " + std::to_string(number));
   }
-  constexpr uint32_t kFlags = kLaneDecode | kLaneReturnLse | kLaneEvent;
+  constexpr uint32_t kFlags = kLaneDecode | kLaneReturnLse;
   require((entry.flags & ~kFlags) == 0, "flags", "has unknown bits");
   require(std::all_of(std::begin(entry.reserved), std::end(entry.reserved), [](uint32_t word) { return word == 0; }),
           "reserved", "is not 0");

@@ -18,9 +18,8 @@ struct LaneShape {
   bool block_sparse = false;  // whether block-sparse patterns are supported
 };
 
-// A checked call. The tensors are inside their regions, which stay valid until the output is complete. The step stays
-// valid until attend() returns, its device arrays until the device has finished with them. The client may write to the
-// tensors at any time.
+// A checked call. The tensors are inside their regions. Regions, step and the step's device arrays stay valid until
+// attend() returns. The client may write to the tensors at any time.
 struct LaneCall {
   const LaneStep* step = nullptr;
   int64_t layer = 0;
@@ -36,7 +35,6 @@ struct LaneCall {
   float* lse = nullptr;                 // or null
   const float* alibi_slopes = nullptr;  // or null; the daemon's own copy, in host memory
   LaneMemoryKind kinds[5] = {};         // of query, key, value, output and lse
-  void* event = nullptr;                // or null; of the executor's type, recorded instead of waiting
 };
 
 // An executor may serve several lanes, each from its own thread.
@@ -45,13 +43,9 @@ class LaneExecutor {
   virtual ~LaneExecutor() = default;
   virtual const LaneShape& shape() const = 0;
 
-  // Writes the keys and values and attends. Returns when the output is complete or, if the call has an event, after
-  // recording the event behind the call. Calls of several threads run in turns, first come, first served. Throws
-  // ArgumentError if nothing was written; any other exception is a fault.
+  // Writes the keys and values and attends. Returns when the output is complete. Calls of several threads run in turns,
+  // first come, first served. Throws ArgumentError if nothing was written; any other exception is a fault.
   virtual void attend(const LaneCall& call) = 0;
-
-  // Waits for the calls that attend() did not wait for.
-  virtual void finish() {}
 
   // Copies from a region into the daemon's own memory.
   virtual void copy_in(void* to, const char* from, int64_t num_bytes) {

@@ -24,13 +24,6 @@
 // Either side may write all of this memory at any time. The daemon therefore keeps its own indices, reads only
 // `submitted`, `consumed`, its bell and the client's `sleeps` flag from the header, and copies an entry before it
 // checks it. None of its waits is longer than 100 ms. If `submitted` or `consumed` is out of range, the lane ends.
-//
-// Completion by event. A lane on a GPU has an event that other processes can open (OpenLaneResponse.event_handle). An
-// entry with kLaneEvent completes when its call is launched, with ok or an error, and the event is recorded behind the
-// call. A client stream that waits for the event after this completion continues when the call is done; until then the
-// tensors belong to the call. Every such call records the event again, on one stream, so that a late wait may wait for
-// more calls, never for fewer. Every kLaneCapacity-th such call completes only when it is done, so that no lane gets
-// far ahead of the others. If the daemon is killed, the event may never complete.
 #pragma once
 
 #include <atomic>
@@ -54,7 +47,6 @@ constexpr uint32_t kNoRegion = 0xFFFFFFFFU;  // the place is left out
 enum LaneFlag : uint32_t {
   kLaneDecode = 1,     // requires one token per sequence of the step
   kLaneReturnLse = 2,  // lse is a place
-  kLaneEvent = 4,      // completion by the lane's event, if it has one
 };
 
 // One Decode or Extend call. The fields are those of AttendRequest in attention.proto.

@@ -54,13 +54,12 @@ void mask_signals() {  // the interpreter handles them
 }  // namespace
 
 LaneServer::LaneServer(void* memory, int64_t num_bytes, LaneSession& session, LaneExecutor& executor, double spin_us,
-                       std::function<void(const std::string&)> on_fault, void* event)
+                       std::function<void(const std::string&)> on_fault)
     : memory_(format(memory, num_bytes)),
       session_(session),
       executor_(executor),
       spin_(spin_time(spin_us)),
-      on_fault_(std::move(on_fault)),
-      event_(event) {
+      on_fault_(std::move(on_fault)) {
   require(session.num_layers() == executor.shape().num_layers, "session",
           "does not have the number of layers of the executor");
   thread_ = std::thread([this] { serve(); });
@@ -92,13 +91,6 @@ void LaneServer::serve() {
     stats_.count(std::chrono::steady_clock::now() - begin, completion.ok != 0);
     finish(completion);
     if (end_ == kLaneFault) break;
-  }
-  if (end_ != kLaneFault) {
-    try {
-      settle();
-    } catch (...) {
-      fail();
-    }
   }
   if (end_ != kLaneFault) {
     end(end_);
@@ -158,20 +150,11 @@ LaneCompletion LaneServer::answer(const LaneEntry& entry) {
 
 void LaneServer::compute(const LaneEntry& entry) {
   check_entry(entry, served_, executor_.shape());
-  const bool by_event = (entry.flags & kLaneEvent) != 0;
-  require(!by_event || event_ != nullptr, "completion", "the lane has no event");
   LaneUse use(session_, entry);
-  LaneCall call = make_call(entry, use, executor_, slopes_);
-  if (by_event) call.event = event_;
+  const LaneCall call = make_call(entry, use, executor_, slopes_);
   use.claim(entry.layer);
   executor_.attend(call);
   use.keep();
-  if (by_event && ++unwaited_ == kLaneCapacity) settle();
-}
-
-// Waits until no completed call is still running on the device.
-void LaneServer::settle() {
-  if (std::exchange(unwaited_, 0) > 0) executor_.finish();
 }
 
 // Call in an exception handler: the current exception is a fault of the daemon.

@@ -18,9 +18,9 @@ class LaneServer {
  public:
   // Formats the memory (64-byte aligned, kLaneBytes), which must outlive the first close() that returns true. Throws
   // ArgumentError. `on_fault` is called at most once, as the last action of the lane's thread, if the executor throws
-  // anything but ArgumentError. `event`: see LaneCall; for entries with kLaneEvent, which are refused without it.
+  // anything but ArgumentError.
   LaneServer(void* memory, int64_t num_bytes, LaneSession& session, LaneExecutor& executor, double spin_us,
-             std::function<void(const std::string&)> on_fault, void* event = nullptr);
+             std::function<void(const std::string&)> on_fault);
   ~LaneServer();
   LaneServer(const LaneServer&) = delete;
   LaneServer& operator=(const LaneServer&) = delete;
@@ -40,7 +40,6 @@ class LaneServer {
   bool next_entry();
   LaneCompletion answer(const LaneEntry& entry);
   void compute(const LaneEntry& entry);
-  void settle();
   void fail();
   void finish(const LaneCompletion& completion);
   void end(LaneState state);
@@ -50,7 +49,6 @@ class LaneServer {
   LaneExecutor& executor_;
   const std::chrono::nanoseconds spin_;
   std::function<void(const std::string&)> on_fault_;
-  void* const event_;
   LaneStats stats_;
   std::atomic<bool> stopping_{false};
   std::atomic<bool> closed_{false};
@@ -59,7 +57,6 @@ class LaneServer {
   // Used by the thread only. It never rereads its own indices from the ring.
   uint64_t served_ = 0;    // entries executed
   uint64_t consumed_ = 0;  // completions that the client had read at the last check
-  uint32_t unwaited_ = 0;  // calls that completed and may still be running
   LaneState end_ = kLaneClosed;
   std::string fault_;
   std::vector<float> slopes_;

@@ -44,7 +44,6 @@ LABELS = {
     "kernels": "the kernels alone",
     "mapped": "mapped pool",
     "lane": "lane, tensors in a region of the GPU",
-    "lane_event": "the same, completion by event",
     "lane_copied": "lane, tensors elsewhere on the GPU",
     "lane_host": "lane, tensors in a region of the host",
     "region_host": "stream, tensors in a region of the host",
@@ -96,16 +95,14 @@ class Bench:
         for sequence in self.sequences:
             session.commit(session.open_step([sequence]))
         size = 2 * num_seqs * (NUM_HEADS + NUM_KV_HEADS) * HEAD_SIZE * 2
-        by_event = mapped.rest
-        assert isinstance(by_event, LaneTransport), "the daemon allows it"
-        lane = LaneTransport(core, by_event._lane, None)  # a session has one lane
+        lane = mapped.rest
+        assert isinstance(lane, LaneTransport), "the daemon allows it"
         gpu = Tensors.of(num_seqs, in_memory(session.create_region(size, device=0)))
         elsewhere = Tensors.of(num_seqs, on_gpu)
         host = Tensors.of(num_seqs, in_memory(session.create_region(size)))
         self.ways: dict[str, tuple[Transport, Tensors]] = {
             "mapped": (mapped, elsewhere),
             "lane": (lane, gpu),
-            "lane_event": (by_event, gpu),
             "lane_copied": (lane, elsewhere),
             "lane_host": (lane, host),
             "region_host": (RegionTransport(core), host),
@@ -168,7 +165,7 @@ def run(quick: bool) -> dict[str, Any]:
     results: dict[str, Any] = {"device": torch.cuda.get_device_name(0)}
     with contextlib.ExitStack() as cleanup:
         daemon = cleanup.enter_context(Daemon(**POOL))
-        client = cleanup.enter_context(KVClient(daemon.address, transport="mapped", completion="event"))
+        client = cleanup.enter_context(KVClient(daemon.address, transport="mapped"))
         with client.session("fill") as session:
             session.map_pool(writable=True).pool.normal_()
             torch.cuda.synchronize()

@@ -72,12 +72,10 @@ class AsyncKVClient:
         timeout_s: float | None = None,
         reconnect_wait_s: float = RECONNECT_WAIT_S,
         transport: str = "auto",
-        completion: str = "host",
     ) -> None:
         self._address = address
         self._credentials = ClientCredentials.for_address(address, tls, token)
         self._transport = transport
-        self._completion = completion
         self._handover_path = handover.socket_path(address)
         self._connect_timeout_s = connect_timeout_s
         self._timeout_s = time_limit(timeout_s)
@@ -135,7 +133,7 @@ class AsyncKVClient:
         session_id = await stream.connect(max(self.info.session_grace_s, 1.0))
         session = AsyncSession(self, stream, token, session_id, resumed)
         try:
-            session.attending = await open_transport(session, self._transport, self._completion)
+            session.attending = await open_transport(session, self._transport)
         except BaseException:
             if resumed:
                 await stream.close()  # keeps the session, so that a client with its token can resume it

@@ -83,7 +83,7 @@ class Session:
             resumed=resumed,
         )
         try:
-            self._core.attending = finish(open_transport(self._core, client._transport, client._completion))
+            self._core.attending = finish(open_transport(self._core, client._transport))
         except BaseException:
             if resumed:
                 finish(self._stream.close())  # keeps the session, so that a client with its token can resume it
@@ -155,10 +155,6 @@ class KVClient:
     lane, mapped (only if writable), region, inline. If the pool is on a GPU, mapped serves tensors on that GPU and a
     lane serves all others; "auto" then tries mapped first if torch is loaded.
 
-    `completion` defines when a lane call with GPU tensors returns. "host": when the call has finished. "event": when
-    its kernels are launched; the caller's stream waits for them. This hides host latency, but if the daemon is killed
-    during a call, the caller's stream hangs forever.
-
     `timeout_s` is the default time limit of calls of the client and its sessions, in seconds; None: calls wait as long
     as the daemon lives. A call without an answer by its limit raises CallTimeoutError. If a session's connection
     breaks, the client reconnects in the background. Calls wait until `reconnect_wait_s` seconds have passed or one of
@@ -181,10 +177,8 @@ class KVClient:
         timeout_s: float | None = None,
         reconnect_wait_s: float = RECONNECT_WAIT_S,
         transport: str = "auto",
-        completion: str = "host",
     ) -> None:
         self._transport = transport
-        self._completion = completion
         self._timeout_s = time_limit(timeout_s)
         self._reconnect_wait_s = wait_time(reconnect_wait_s, "reconnect_wait_s")
         self._watchdog = Watchdog()

@@ -30,12 +30,9 @@ logger = logging.getLogger(__name__)
 AUTO = "auto"
 
 
-async def open_transport(session: Session, wanted: TransportName | str, completion: str) -> Transport:
+async def open_transport(session: Session, wanted: TransportName | str) -> Transport:
     """Open the transport `wanted`. Raises its errors. "auto" falls back to slower transports and raises only connection
     errors."""
-    if completion not in ("host", "event"):
-        raise InvalidArgumentError(f"is neither host nor event: {completion!r}", field="completion")
-    session.completion = completion
     if wanted != AUTO:
         if wanted not in _OPEN:
             raise InvalidArgumentError(f"is none of {AUTO}, {', '.join(_OPEN)}: {wanted!r}", field="transport")

@@ -64,8 +64,6 @@ class SessionCore(RegionCore, Generic[StepT]):
         # The ids of a resumed session start at a random number, to avoid the ids of its previous client.
         self._sequence_ids = itertools.count(secrets.randbits(62) if resumed else 0)
         self._dropped: deque[Sequence] = deque()
-        # "host" or "event", for lanes on a GPU; see KVClient.
-        self.completion = "host"
         # The client replaces it with the transport that it selects.
         self.attending: Transport = StreamTransport(self)
 

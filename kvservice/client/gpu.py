@@ -114,19 +114,6 @@ def finish_stream(tensor: Tensor) -> None:
     extension().synchronize_stream(current_stream(tensor.get_device()))
 
 
-class StreamEvent:
-    """The CUDA IPC event of a lane. The daemon records it after each call."""
-
-    def __init__(self, info: PoolInfo, handle: bytes) -> None:
-        device = device_of(info)
-        assert device is not None, "the pool is on a GPU"
-        self._event = extension().open_ipc_event(device, handle)
-
-    def hold_up(self, tensor: Tensor) -> None:
-        """Make the current stream of the tensor's device wait for the call (cudaStreamWaitEvent)."""
-        self._event.wait(current_stream(tensor.get_device()))
-
-
 def overlap(one: Tensor, other: Tensor) -> bool:
     """Return whether two contiguous tensors share memory."""
     first, second = one.data_ptr(), other.data_ptr()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from kvservice import _ext
-from kvservice.client.gpu import StreamEvent, device_of, finish_stream
+from kvservice.client.gpu import device_of, finish_stream
 from kvservice.client.requests import build
 from kvservice.client.shared_memory import Place, fetch, introduce_once
 from kvservice.client.tensors import Tensor, is_on_gpu
@@ -70,10 +70,9 @@ class LaneTransport:
     name: TransportName = "lane"
     takes_gpu_tensors: bool
 
-    def __init__(self, session: SessionCore[Any], lane: _ext.LaneClient, event: StreamEvent | None) -> None:
+    def __init__(self, session: SessionCore[Any], lane: _ext.LaneClient) -> None:
         self._session = session
-        # The event is set if the caller's stream waits for results on a GPU, instead of this process.
-        self._lane, self._event = lane, event
+        self._lane = lane
         device = device_of(session.info)
         self.takes_gpu_tensors = device is not None
         self._staging = Staging(session)
@@ -90,7 +89,7 @@ class LaneTransport:
     @staticmethod
     async def open(session: SessionCore[Any]) -> LaneTransport:
         """Open a lane. Raises the errors of OpenLane, and ConnectionLostError if the descriptor cannot be fetched."""
-        return LaneTransport(session, *await _open_lane(session))
+        return LaneTransport(session, await _open_lane(session))
 
     async def _reopen(self, closed: _ext.LaneClient) -> None:
         """Open a new lane in place of `closed`. The daemon closes the lane and the regions of a session that has had no
@@ -98,7 +97,7 @@ class LaneTransport:
         async with self._lock:
             if self._lane is closed:
                 await self._session.unregister_region()
-                self._lane, self._event = await _open_lane(self._session)
+                self._lane = await _open_lane(self._session)
                 self._unanswered, self._places_version = None, -1
 
     async def attend(self, layer: Layer) -> tuple[Tensor, Tensor | None]:
@@ -123,12 +122,9 @@ class LaneTransport:
                 # The daemon's stream does not wait for streams of other processes: it would hang forever if such a
                 # process were killed. So the inputs must be complete before the call is sent.
                 await self._session.stream.run(finish_stream, layer.query)
-            event = self._event if layer.on_gpu else None
-            self._unanswered = self._submit(layer, placed, by_event=event is not None)
+            self._unanswered = self._submit(layer, placed)
             reason, field, message = await self._answer(deadline)
             if not reason:
-                if event is not None:
-                    event.hold_up(layer.query)
                 lse = None if placed.lse is None else given(placed.lse, layer.lse_out)
                 return given(placed.output, layer.out), lse
         error = from_reason(reason, message, field)
@@ -142,8 +138,6 @@ class LaneTransport:
         self, step: StepCore, decode: bool, number: int, query: Tensor, key: Tensor, value: Tensor, out: Tensor
     ) -> bool:
         """See Transport."""
-        if self._event is not None:
-            return False
         async with self._lock:
             if self._unanswered is not None:
                 return False
@@ -201,24 +195,23 @@ class LaneTransport:
         slopes_place = None if slopes is None else self._input(staging, slopes)
         return Placed(query, key, value, output_place, lse_place, slopes_place, output, lse)
 
-    def _submit(self, layer: Layer, placed: Placed, by_event: bool) -> int:
+    def _submit(self, layer: Layer, placed: Placed) -> int:
         try:
-            return self._send(layer, placed, by_event)
+            return self._send(layer, placed)
         except ConnectionLostError as error:
             raise _LaneClosedError(str(error)) from None
 
-    def _send(self, layer: Layer, placed: Placed, by_event: bool) -> int:
+    def _send(self, layer: Layer, placed: Placed) -> int:
         options, sparse = layer.options, layer.options.block_sparse
         call = layer.step.step_id, layer.number, layer.decode, int(layer.query.shape[1]), *placed[:5]
         if options is DEFAULT_OPTIONS:
-            return self._lane.submit(*call, by_event=by_event)
+            return self._lane.submit(*call)
         return self._lane.submit(
             *call,
             scale=options.scale,
             sliding_window=options.sliding_window,
             logits_soft_cap=options.logits_soft_cap,
             alibi_slopes=placed.alibi_slopes,
-            by_event=by_event,
             block_sparse=None
             if sparse is None
             else (
@@ -271,7 +264,7 @@ class LaneTransport:
         pass  # the daemon closes the lane with the session
 
 
-async def _open_lane(session: SessionCore[Any]) -> tuple[_ext.LaneClient, StreamEvent | None]:
+async def _open_lane(session: SessionCore[Any]) -> _ext.LaneClient:
     await introduce_once(session)
     response = await session.call("open_lane", build(host_pb2.OpenLaneRequest, request_id=session.next_request_id()))
     (descriptor,) = await fetch(session, response.handover_token, 1)
@@ -280,9 +273,7 @@ async def _open_lane(session: SessionCore[Any]) -> tuple[_ext.LaneClient, Stream
     finally:
         os.close(descriptor)
     kind, _, _ = session.info.device.partition(":")
-    by_event = session.completion == "event" and kind == "cuda"
-    event = StreamEvent(session.info, response.event_handle) if by_event else None
-    return _ext.LaneClient(memory, SPIN_US[kind]), event
+    return _ext.LaneClient(memory, SPIN_US[kind])
 
 
 def _entry(place: Place) -> Entry:

@@ -62,10 +62,6 @@ class LaneServer(Protocol):
     def closed(self) -> bool:
         """Whether the lane has ended, by `close` or because its client wrote invalid data into it."""
 
-    @property
-    def event_handle(self) -> bytes:
-        """IPC handle of the CUDA event that completes the lane's calls on a GPU; b"" on the CPU."""
-
     def close(self) -> None:
         """Stop the lane after its running calls."""
 

@@ -1,5 +1,4 @@
-"""Lanes for a pool on a GPU. Each lane's thread launches its calls on the compute stream, and waits for them unless the
-client waits for the lane's event."""
+"""Lanes for a pool on a GPU. Each lane's thread launches its calls on the compute stream and waits for them."""
 
 from __future__ import annotations
 
@@ -28,8 +27,8 @@ LOOK_US = 1000.0
 class CudaLaneSession:
     """A `LaneSession` with pinned host memory and with the tables of its steps on the device."""
 
-    def __init__(self, cuda: ModuleType, num_layers: int, compute: Compute) -> None:
-        self._cuda, self._compute = cuda, compute
+    def __init__(self, cuda: ModuleType, num_layers: int) -> None:
+        self._cuda = cuda
         self.native: _cuda.LaneSession = cuda.LaneSession(num_layers)
         self._steps: dict[int, Step] = {}
         self._page_locks: dict[int, _cuda.HostRegistration] = {}
@@ -66,7 +65,6 @@ class CudaLaneSession:
     def remove_region(self, number: int) -> None:
         self.native.remove_region(number)
         if (page_lock := self._page_locks.pop(number, None)) is not None:
-            self._compute.queue.guarded(self._compute.stream.synchronize)  # for calls that no client has awaited
             page_lock.close()
 
 
@@ -141,11 +139,10 @@ class CudaLanes:
         )
 
     def session(self) -> CudaLaneSession:
-        return CudaLaneSession(self._cuda, self._num_layers, self._compute)
+        return CudaLaneSession(self._cuda, self._num_layers)
 
     def open(self, memory: SealedMemory, session: CudaLaneSession) -> Any:
-        event = self._compute.reserve(lambda: self._cuda.IpcEvent(self._device))
-        return self._cuda.LaneServer(memory.map, session.native, self._executor, self._spin_us, self._failed, event)
+        return self._cuda.LaneServer(memory.map, session.native, self._executor, self._spin_us, self._failed)
 
     def _failed(self, message: str) -> None:
         self._compute.queue.fail(RuntimeError(f"a lane: {message}"))

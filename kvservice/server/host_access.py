@@ -149,12 +149,9 @@ class HostAccess:
 
     # ---- the lane
 
-    def open_lane(self) -> tuple[bytes, bytes]:
-        """Open the session's lane.
-
-        Returns a handover token for the lane's memory, and the IPC handle of its CUDA event, b"" on the CPU. Raises
-        RegionsNotAllowedError, FailedPreconditionError, QuotaExceededError, ResourceExhaustedError.
-        """
+    def open_lane(self) -> bytes:
+        """Open the session's lane. Returns a handover token for its memory. Raises RegionsNotAllowedError,
+        FailedPreconditionError, QuotaExceededError, ResourceExhaustedError."""
         self.user.check_may_share()
         if self._lane is not None and not self._lane.closed:
             raise FailedPreconditionError("the session has a lane")
@@ -172,7 +169,7 @@ class HostAccess:
         self._lane_memory = memory
         self._lanes.open[self] = self._lane
         self._row.set(LANE, 1)
-        return token, self._lane.event_handle
+        return token
 
     def close_lane(self) -> None:
         """Close the lane, if it is open, after its running calls. Steps that it finished are committed."""

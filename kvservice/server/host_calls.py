@@ -22,8 +22,7 @@ class HostCalls:
         )
 
     def open_lane(self, session: Session, _: host_pb2.OpenLaneRequest) -> host_pb2.OpenLaneResponse:
-        token, event_handle = session.access.open_lane()
-        return host_pb2.OpenLaneResponse(handover_token=token, event_handle=event_handle)
+        return host_pb2.OpenLaneResponse(handover_token=session.access.open_lane())
 
     def close_lane(self, session: Session, _: host_pb2.CloseLaneRequest) -> host_pb2.CloseLaneResponse:
         session.access.close_lane()

@@ -13,12 +13,10 @@ class OpenLaneRequest(_message.Message):
     def __init__(self, session_token: _Optional[bytes] = ..., request_id: _Optional[int] = ...) -> None: ...
 
 class OpenLaneResponse(_message.Message):
-    __slots__ = ("handover_token", "event_handle")
+    __slots__ = ("handover_token",)
     HANDOVER_TOKEN_FIELD_NUMBER: _ClassVar[int]
-    EVENT_HANDLE_FIELD_NUMBER: _ClassVar[int]
     handover_token: bytes
-    event_handle: bytes
-    def __init__(self, handover_token: _Optional[bytes] = ..., event_handle: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, handover_token: _Optional[bytes] = ...) -> None: ...
 
 class CloseLaneRequest(_message.Message):
     __slots__ = ("session_token", "request_id")

@@ -12,7 +12,6 @@ import torch
 
 from kvservice.client import KVClient, Sequence, Session, Step
 from kvservice.errors import InvalidArgumentError, MessageTooLargeError
-from kvservice.launch import Daemon
 
 LIMIT_TOKENS = 4 * 2**20 // 4  # max_message_mib of the shared daemon, in token ids
 KV = np.ones((3, 2, 32), np.float32)
@@ -119,9 +118,3 @@ def test_a_message_too_large_for_the_daemon_costs_the_stream_and_not_the_session
         with pytest.raises(MessageTooLargeError):
             kv.fork_batch([parent] * (LIMIT_TOKENS // 2))
         assert [info.sequence_id for info in kv.describe()] == [parent.sequence_id]
-
-
-def test_an_unknown_completion_is_refused(daemon: Daemon) -> None:
-    with KVClient(daemon.address, completion="later") as client, pytest.raises(InvalidArgumentError) as refused:
-        client.session()
-    assert refused.value.field == "completion"

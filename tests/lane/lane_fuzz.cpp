@@ -135,7 +135,7 @@ struct Memory {
   ~Memory() { std::free(data); }
 };
 
-// Reopens a lane over the same memory repeatedly, every second time with an event.
+// Reopens a lane over the same memory repeatedly.
 class Lane {
  public:
   Lane(LaneSession& session, LaneExecutor& executor) : session_(session), executor_(executor) { open(); }
@@ -155,12 +155,10 @@ class Lane {
  private:
   void open() {
     ++lives;
-    server_ = std::make_unique<LaneServer>(
-        memory_.data, kLaneBytes, session_, executor_, lives % 3 == 0 ? 0.0 : 20.0,
-        [](const std::string& text) { check(false, text.c_str()); }, lives % 2 == 0 ? &event_ : nullptr);
+    server_ = std::make_unique<LaneServer>(memory_.data, kLaneBytes, session_, executor_, lives % 3 == 0 ? 0.0 : 20.0,
+                                           [](const std::string& text) { check(false, text.c_str()); });
   }
 
-  int event_ = 0;  // this executor ignores it
   LaneSession& session_;
   LaneExecutor& executor_;
   Memory memory_;
@@ -180,7 +178,7 @@ LaneEntry random_entry(Random& random, uint64_t number, int64_t newest_step, uin
   entry.number = below(random, 40) == 0 ? random() : number;
   entry.step_id = newest_step + 1 - below(random, 6);
   entry.layer = static_cast<int32_t>(below(random, 20) == 0 ? below(random, 5) - 2 : below(random, kLayers));
-  entry.flags = static_cast<uint32_t>(below(random, 20) == 0 ? random() : below(random, 8));
+  entry.flags = static_cast<uint32_t>(below(random, 20) == 0 ? random() : below(random, 4));
   entry.num_heads = static_cast<int32_t>(below(random, 10) == 0 ? below(random, 70000) - 10 : 2 + 2 * below(random, 3));
   const auto places = {&entry.query, &entry.key, &entry.value, &entry.output, &entry.lse, &entry.alibi_slopes};
   for (LanePlace* place : places) *place = random_place(random, newest_region);

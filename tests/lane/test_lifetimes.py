@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -199,33 +198,3 @@ def test_both_sides_sleep_and_wake() -> None:
             with ThreadPoolExecutor(1) as threads:
                 assert threads.submit(rig.wait, number).result(TIMEOUT_S) == OK
         assert rig.server.stats()[:2] == (400, 0)
-
-
-class Event:
-    """A stand-in for a CUDA event, with the methods that a lane's server uses."""
-
-    native, handle = 1, b"handle"
-
-
-def test_a_lane_keeps_its_event_and_takes_calls_by_it() -> None:
-    with lane(num_layers=200) as rig:
-        assert rig.server.event_handle == b""
-        memory, event = lane_memory(), Event()
-        dropped = weakref.ref(event)
-        server = _ext.LaneServer(memory, rig.session, rig.executor, 20.0, rig.faults.append, event)
-        del event
-        assert server.event_handle == b"handle"
-        client = _ext.LaneClient(memory, 20.0)
-        step = rig.publish(1, (1,), (5,))
-        call = rig.tensors(step)
-        places = [rig.put(call.query), rig.put(call.key), rig.put(call.value), rig.reserve(call.query.nbytes)]
-        for layer in range(200):
-            number = client.submit(1, layer, True, 4, *places, None, by_event=layer % 3 > 0)
-            assert client.wait(number, TIMEOUT_S) == OK
-        refused = rig.client.submit(1, 0, True, 4, *places, None, by_event=True)
-        assert rig.wait(refused)[:2] == ("INVALID_ARGUMENT", "completion")
-        assert rig.session.take_finished() == [1]
-        server.close()
-        assert dropped() is not None
-        del server
-        assert dropped() is None

@@ -48,7 +48,7 @@ from kvservice.server.region import GPU, HOST, Place, RegionTotals
 from kvservice.server.regions import Regions
 from kvservice.server.session_user import SessionUser, Trust
 from kvservice.server.shm_object import ShmObject
-from kvservice.v1 import attention_pb2, host_pb2, session_pb2, shared_memory_pb2, tensor_pb2
+from kvservice.v1 import attention_pb2, session_pb2, shared_memory_pb2, tensor_pb2
 
 OBJECT_BYTES = 1 << 16
 CONFIG = ServeConfig(max_regions=3, max_region_mib=1, max_shared_mib=2)
@@ -587,12 +587,6 @@ def test_a_session_shares_before_its_first_stream(wire: Any, shm: Object) -> Non
     assert reply.system_shared_memory_status.regions.keys() == {"r"}
     stream.cancel()
     wire.unary("close", session_pb2.CloseRequest(session_token=token))
-
-
-def test_a_lane_over_host_memory_has_no_event(raw_session: Any) -> None:
-    answer = raw_session.ok("open_lane", host_pb2.OpenLaneRequest())
-    assert len(answer.handover_token) > 0
-    assert answer.event_handle == b""
 
 
 # ---- who may

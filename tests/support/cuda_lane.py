@@ -7,7 +7,7 @@ import os
 import types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes
@@ -23,7 +23,6 @@ CACHES = {"float8_e4m3fn": ml_dtypes.float8_e4m3fn, "float8_e5m2": ml_dtypes.flo
 TOLERANCES = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 1.2e-2}
 COUNTER_BYTES = 1 << 16
 REGION_BYTES = 16 << 20
-BALLAST_BYTES = 1 << 30
 DONE = ("", "", "")
 
 
@@ -113,7 +112,6 @@ class CudaLane:
         batch_invariant: bool = False,
         workspace_bytes: int = COUNTER_BYTES,
         cache: str | None = None,
-        stream: Any = None,
     ) -> None:
         self.dtype = dtype
         self.shape = num_kv_heads, head_size
@@ -124,7 +122,7 @@ class CudaLane:
         self.pool_bytes = self.host_pool.nbytes
         self.pool = _cuda.DeviceMemory(0, self.pool_bytes)
         upload(self.host_pool, self.pool.pointer)
-        self.stream = stream or _cuda.Stream(0, True)
+        self.stream = _cuda.Stream(0, True)
         self.scales = self.take_scales() if cache else 0
         # The pool arguments of the kernels, without the pool's address.
         self.pool_sizes = DTYPE_NUMBERS[cache or dtype], num_blocks, num_layers, num_kv_heads, head_size, block_size
@@ -190,7 +188,7 @@ class CudaLane:
         """Open a lane. Returns the descriptor of its memory, and a client."""
         fd, mapping, _ = host_memory(_cuda.LANE_BYTES)
         parts = mapping, self.session, self.executor, 50.0, self.faults.append
-        self.servers.append(_cuda.LaneServer(*parts, _cuda.IpcEvent(0)))
+        self.servers.append(_cuda.LaneServer(*parts))
         return fd, _ext.LaneClient(mapping, 50.0)
 
     def open_step(
@@ -222,19 +220,6 @@ class CudaLane:
         step = Step(number, *arrays, memory, (*addresses, num_common, max(query_lens)), bytearray(self.num_layers))
         self.session.publish(number, step.written, *arrays, step.addresses if on_device else None)
         return step
-
-    def reopen(self, step: Step, number: int) -> Step:
-        """Publish a step over the same sequences, which writes to the same slots."""
-        again = replace(step, number=number, written=bytearray(self.num_layers))
-        arrays = step.slots, step.query_lens, step.context_lens, step.block_tables
-        self.session.publish(number, again.written, *arrays, step.addresses)
-        return again
-
-    def hold_back(self) -> None:
-        """Launch 0.1 s of work on the stream, which delays later launches."""
-        self.ballast = _cuda.DeviceMemory(0, BALLAST_BYTES)
-        for _ in range(400):
-            _cuda.fill_async(self.ballast.pointer, 1, BALLAST_BYTES, self.stream.handle)
 
     def tensors(self, step: Step, num_heads: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         num_kv_heads, head_size = self.shape

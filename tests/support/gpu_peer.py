@@ -178,19 +178,6 @@ def import_pool(name: str, num_bytes: int, writable: bool) -> None:
     os.close(fd)
 
 
-def record_behind_work(num_fills: int) -> bytes:
-    """Record an event after this many fills of 4 GiB, which take about 1 ms each. Returns the event's handle."""
-    from kvservice import _cuda
-
-    kept["work"] = _cuda.DeviceMemory(0, 4 << 30)
-    kept["event"] = _cuda.IpcEvent(0)
-    handle: bytes = kept["event"].handle
-    for _ in range(num_fills):
-        _cuda.fill_async(kept["work"].pointer, 1, kept["work"].num_bytes, 0)
-    kept["event"].record(0)
-    return handle
-
-
 def wait() -> None:
     from kvservice import _cuda
 

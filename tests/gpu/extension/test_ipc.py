@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 
 import gpu_peer
-import numpy as np
 import pytest
 from gpu_peer import Peer, download, peer
 
@@ -233,38 +232,3 @@ def test_wrong_descriptors_and_sizes_are_refused(other: Peer) -> None:
     pool = _cuda.ImportedMemory(0, fd, 4 * MIB, False)
     assert (download(pool.pointer, 4 * MIB) == 7).all()
     os.close(fd)
-
-
-# --- events
-
-
-def test_a_stream_waits_for_another_process(other: Peer) -> None:
-    event = _cuda.open_ipc_event(0, other.run(gpu_peer.record_behind_work, 100))
-    stream, memory = _cuda.Stream(0), _cuda.DeviceMemory(0, MIB)
-    stream.wait(event)
-    _cuda.fill_async(memory.pointer, 1, MIB, stream.handle)
-    behind = _cuda.Event(0)
-    behind.record(stream.handle)
-    assert not (behind.done() and not event.done())
-    behind.synchronize()
-    assert event.done()
-
-
-def test_an_event_of_a_killed_process_is_never_done(other: Peer) -> None:
-    """This is why no stream of the daemon may wait for an event of a client."""
-    event = _cuda.open_ipc_event(0, other.run(gpu_peer.record_behind_work, 600))
-    assert not event.done()
-    other.kill()
-    time.sleep(1.0)
-    assert not event.done()
-    assert_the_device_works()
-
-
-def test_wrong_events_are_refused() -> None:
-    with pytest.raises(InvalidArgumentError) as caught:
-        _cuda.open_ipc_event(0, b"short")
-    assert caught.value.field == "handle"
-    for wrong in (bytes(64), np.random.default_rng(0).bytes(64)):
-        with pytest.raises(_cuda.CudaError):
-            _cuda.open_ipc_event(0, wrong)
-    assert_the_device_works()
