@@ -169,7 +169,7 @@ class Engine:
         if array.dtype != self.tensor_dtype:
             raise InvalidArgumentError(f"is {array.dtype}, must be {self.tensor_dtype}", field=f"{name}.data_type")
 
-    def check_options(self, options: AttentionOptions, num_heads: int | None) -> None:
+    def check_options(self, options: AttentionOptions, num_heads: int) -> None:
         """Check attention options. Raises InvalidArgumentError naming an option that is invalid or that the device does
         not support."""
         _check_options(options, num_heads)
@@ -204,7 +204,7 @@ def _make_manager(config: ServeConfig, device: Device, journal: EventJournal | N
         ) from None
 
 
-def _check_options(options: AttentionOptions, num_heads: int | None) -> None:
+def _check_options(options: AttentionOptions, num_heads: int) -> None:
     if options.scale is not None and not math.isfinite(options.scale):
         raise InvalidArgumentError(f"{options.scale} is not finite", field="options.scale")
     if options.sliding_window < 0:
@@ -212,7 +212,7 @@ def _check_options(options: AttentionOptions, num_heads: int | None) -> None:
     if not (math.isfinite(options.logits_soft_cap) and options.logits_soft_cap >= 0):
         raise InvalidArgumentError(f"{options.logits_soft_cap} is no bound", field="options.logits_soft_cap")
     slopes = options.alibi_slopes
-    if slopes is not None and num_heads is not None and len(slopes) != num_heads:
+    if slopes is not None and len(slopes) != num_heads:
         raise InvalidArgumentError(f"{len(slopes)} slopes for {num_heads} heads", field="options.alibi_slopes")
     if slopes is not None and not np.isfinite(slopes).all():
         raise InvalidArgumentError("not finite", field="options.alibi_slopes")

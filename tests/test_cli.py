@@ -150,7 +150,6 @@ def test_bench_rpc_prints_one_json_object_with_every_call() -> None:
         "append_64",
         "fork",
         "free",
-        "decode_ids",
         "decode_16k",
         "decode_256k",
         "decode_2m",

@@ -26,7 +26,6 @@ from kvservice.bench.workloads import (
     Api,
     Append,
     Decode,
-    DecodeIds,
     Echo,
     Fork,
     Free,
@@ -80,7 +79,6 @@ async def _workloads(api: Api) -> AsyncIterator[tuple[str, Workload]]:
     yield "free", Free(api, parent)
     groups = {
         "append_64": Append(api, IN_FLIGHT, 64, LONG_CONTEXT),
-        "decode_ids": DecodeIds(api, 1, 64, LONG_CONTEXT),
         "decode_16k": Decode(api, 16 << 10),
         "decode_256k": Decode(api, 256 << 10),
         "decode_2m": Decode(api, 2 << 20),

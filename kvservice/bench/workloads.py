@@ -201,15 +201,6 @@ class Append(Groups):
         return [("append", partial(self.append_request, group)) for group in self.groups]
 
 
-class DecodeIds(Groups):
-    """A decode call with step and layer but without tensors: the bookkeeping of a call without its bytes."""
-
-    async def begin(self) -> list[Request]:
-        step = await self.api.call("append", self.append_request(self.groups[0]))
-        request = attention_pb2.AttendRequest(step_id=step.step_id, layer=1, validate_only=True)
-        return [("decode", lambda: request)] * IN_FLIGHT
-
-
 class Decode(Groups):
     def __init__(self, api: Api, num_bytes: int) -> None:
         size = num_bytes // TOKEN_BYTES

@@ -40,10 +40,6 @@ class AttentionCalls:
     async def extend(self, session: Session, request: attention_pb2.AttendRequest) -> Encoded:
         """Return an encoded AttendResponse."""
         options = codec.attention_options(request.options)
-        if request.validate_only:
-            self._manager.check_layer(session.space, request.step_id, request.layer)
-            self._engine.check_options(options, num_heads=None)
-            return Encoded()
         if request.HasField("lse_place") and not request.return_lse:
             raise InvalidArgumentError("there is no log-sum-exp without return_lse", field="lse_place")
         tensors = self._tensors(session)

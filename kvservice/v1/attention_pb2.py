@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvservice.v1 import tensor_pb2 as kvservice_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ckvservice/v1/attention.proto\x12\x0ckvservice.v1\x1a\x19kvservice/v1/tensor.proto\"\xa3\x03\n\rAttendRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x0f\n\x07step_id\x18\x02 \x01(\x03\x12\r\n\x05layer\x18\x03 \x01(\x05\x12#\n\x05query\x18\x04 \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12!\n\x03key\x18\x05 \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12#\n\x05value\x18\x06 \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12/\n\x07options\x18\x07 \x01(\x0b\x32\x1e.kvservice.v1.AttentionOptions\x12\x12\n\nreturn_lse\x18\x08 \x01(\x08\x12\x15\n\rvalidate_only\x18\t \x01(\x08\x12\x35\n\x0coutput_place\x18\n \x01(\x0b\x32\x1f.kvservice.v1.SharedMemoryPlace\x12\x32\n\tlse_place\x18\x0b \x01(\x0b\x32\x1f.kvservice.v1.SharedMemoryPlace\x12\x13\n\x0b\x66irst_token\x18\x0c \x01(\x03\x12\x12\n\nnum_tokens\x18\r \x01(\x03\"\x99\x01\n\x10\x41ttentionOptions\x12\r\n\x05scale\x18\x01 \x01(\x02\x12\x16\n\x0esliding_window\x18\x02 \x01(\x05\x12\x17\n\x0flogits_soft_cap\x18\x03 \x01(\x02\x12\x14\n\x0c\x61libi_slopes\x18\x04 \x03(\x02\x12/\n\x0c\x62lock_sparse\x18\x05 \x01(\x0b\x32\x19.kvservice.v1.BlockSparse\"x\n\x0b\x42lockSparse\x12\x13\n\x0bvert_stride\x18\x01 \x01(\x05\x12\x14\n\x0clocal_blocks\x18\x02 \x01(\x05\x12\x12\n\nblock_size\x18\x03 \x01(\x05\x12\x19\n\x11head_sliding_step\x18\x04 \x01(\x05\x12\x0f\n\x07tp_rank\x18\x05 \x01(\x05\"Y\n\x0e\x41ttendResponse\x12$\n\x06output\x18\x01 \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12!\n\x03lse\x18\x02 \x01(\x0b\x32\x14.kvservice.v1.Tensor\"\xc5\x01\n\x0cWriteRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x0f\n\x07step_id\x18\x02 \x01(\x03\x12\x12\n\x05layer\x18\x03 \x01(\x05H\x00\x88\x01\x01\x12!\n\x03key\x18\x04 \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12#\n\x05value\x18\x05 \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12\x13\n\x0b\x66irst_token\x18\x06 \x01(\x03\x12\x12\n\nnum_tokens\x18\x07 \x01(\x03\x42\x08\n\x06_layer\"\x0f\n\rWriteResponse\"A\n\rSequenceRange\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x03\x12\r\n\x05start\x18\x02 \x01(\x03\x12\x0c\n\x04stop\x18\x03 \x01(\x03\"o\n\x0bReadRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12+\n\x06ranges\x18\x02 \x03(\x0b\x32\x1b.kvservice.v1.SequenceRange\x12\x12\n\x05layer\x18\x03 \x01(\x05H\x00\x88\x01\x01\x42\x08\n\x06_layer\"V\n\x0cReadResponse\x12!\n\x03key\x18\x01 \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12#\n\x05value\x18\x02 \x01(\x0b\x32\x14.kvservice.v1.Tensor2\x9d\x02\n\x10\x41ttentionService\x12\x43\n\x06\x44\x65\x63ode\x12\x1b.kvservice.v1.AttendRequest\x1a\x1c.kvservice.v1.AttendResponse\x12\x43\n\x06\x45xtend\x12\x1b.kvservice.v1.AttendRequest\x1a\x1c.kvservice.v1.AttendResponse\x12@\n\x05Write\x12\x1a.kvservice.v1.WriteRequest\x1a\x1b.kvservice.v1.WriteResponse\x12=\n\x04Read\x12\x19.kvservice.v1.ReadRequest\x1a\x1a.kvservice.v1.ReadResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ckvservice/v1/attention.proto\x12\x0ckvservice.v1\x1a\x19kvservice/v1/tensor.proto\"\xa1\x03\n\rAttendRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x0f\n\x07step_id\x18\x02 \x01(\x03\x12\r\n\x05layer\x18\x03 \x01(\x05\x12#\n\x05query\x18\x04 \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12!\n\x03key\x18\x05 \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12#\n\x05value\x18\x06 \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12/\n\x07options\x18\x07 \x01(\x0b\x32\x1e.kvservice.v1.AttentionOptions\x12\x12\n\nreturn_lse\x18\x08 \x01(\x08\x12\x35\n\x0coutput_place\x18\n \x01(\x0b\x32\x1f.kvservice.v1.SharedMemoryPlace\x12\x32\n\tlse_place\x18\x0b \x01(\x0b\x32\x1f.kvservice.v1.SharedMemoryPlace\x12\x13\n\x0b\x66irst_token\x18\x0c \x01(\x03\x12\x12\n\nnum_tokens\x18\r \x01(\x03J\x04\x08\t\x10\nR\rvalidate_only\"\x99\x01\n\x10\x41ttentionOptions\x12\r\n\x05scale\x18\x01 \x01(\x02\x12\x16\n\x0esliding_window\x18\x02 \x01(\x05\x12\x17\n\x0flogits_soft_cap\x18\x03 \x01(\x02\x12\x14\n\x0c\x61libi_slopes\x18\x04 \x03(\x02\x12/\n\x0c\x62lock_sparse\x18\x05 \x01(\x0b\x32\x19.kvservice.v1.BlockSparse\"x\n\x0b\x42lockSparse\x12\x13\n\x0bvert_stride\x18\x01 \x01(\x05\x12\x14\n\x0clocal_blocks\x18\x02 \x01(\x05\x12\x12\n\nblock_size\x18\x03 \x01(\x05\x12\x19\n\x11head_sliding_step\x18\x04 \x01(\x05\x12\x0f\n\x07tp_rank\x18\x05 \x01(\x05\"Y\n\x0e\x41ttendResponse\x12$\n\x06output\x18\x01 \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12!\n\x03lse\x18\x02 \x01(\x0b\x32\x14.kvservice.v1.Tensor\"\xc5\x01\n\x0cWriteRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x0f\n\x07step_id\x18\x02 \x01(\x03\x12\x12\n\x05layer\x18\x03 \x01(\x05H\x00\x88\x01\x01\x12!\n\x03key\x18\x04 \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12#\n\x05value\x18\x05 \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12\x13\n\x0b\x66irst_token\x18\x06 \x01(\x03\x12\x12\n\nnum_tokens\x18\x07 \x01(\x03\x42\x08\n\x06_layer\"\x0f\n\rWriteResponse\"A\n\rSequenceRange\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x03\x12\r\n\x05start\x18\x02 \x01(\x03\x12\x0c\n\x04stop\x18\x03 \x01(\x03\"o\n\x0bReadRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12+\n\x06ranges\x18\x02 \x03(\x0b\x32\x1b.kvservice.v1.SequenceRange\x12\x12\n\x05layer\x18\x03 \x01(\x05H\x00\x88\x01\x01\x42\x08\n\x06_layer\"V\n\x0cReadResponse\x12!\n\x03key\x18\x01 \x01(\x0b\x32\x14.kvservice.v1.Tensor\x12#\n\x05value\x18\x02 \x01(\x0b\x32\x14.kvservice.v1.Tensor2\x9d\x02\n\x10\x41ttentionService\x12\x43\n\x06\x44\x65\x63ode\x12\x1b.kvservice.v1.AttendRequest\x1a\x1c.kvservice.v1.AttendResponse\x12\x43\n\x06\x45xtend\x12\x1b.kvservice.v1.AttendRequest\x1a\x1c.kvservice.v1.AttendResponse\x12@\n\x05Write\x12\x1a.kvservice.v1.WriteRequest\x1a\x1b.kvservice.v1.WriteResponse\x12=\n\x04Read\x12\x19.kvservice.v1.ReadRequest\x1a\x1a.kvservice.v1.ReadResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,23 +33,23 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvservice.v1.attention_pb2'
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_ATTENDREQUEST']._serialized_start=74
-  _globals['_ATTENDREQUEST']._serialized_end=493
-  _globals['_ATTENTIONOPTIONS']._serialized_start=496
-  _globals['_ATTENTIONOPTIONS']._serialized_end=649
-  _globals['_BLOCKSPARSE']._serialized_start=651
-  _globals['_BLOCKSPARSE']._serialized_end=771
-  _globals['_ATTENDRESPONSE']._serialized_start=773
-  _globals['_ATTENDRESPONSE']._serialized_end=862
-  _globals['_WRITEREQUEST']._serialized_start=865
-  _globals['_WRITEREQUEST']._serialized_end=1062
-  _globals['_WRITERESPONSE']._serialized_start=1064
-  _globals['_WRITERESPONSE']._serialized_end=1079
-  _globals['_SEQUENCERANGE']._serialized_start=1081
-  _globals['_SEQUENCERANGE']._serialized_end=1146
-  _globals['_READREQUEST']._serialized_start=1148
-  _globals['_READREQUEST']._serialized_end=1259
-  _globals['_READRESPONSE']._serialized_start=1261
-  _globals['_READRESPONSE']._serialized_end=1347
-  _globals['_ATTENTIONSERVICE']._serialized_start=1350
-  _globals['_ATTENTIONSERVICE']._serialized_end=1635
+  _globals['_ATTENDREQUEST']._serialized_end=491
+  _globals['_ATTENTIONOPTIONS']._serialized_start=494
+  _globals['_ATTENTIONOPTIONS']._serialized_end=647
+  _globals['_BLOCKSPARSE']._serialized_start=649
+  _globals['_BLOCKSPARSE']._serialized_end=769
+  _globals['_ATTENDRESPONSE']._serialized_start=771
+  _globals['_ATTENDRESPONSE']._serialized_end=860
+  _globals['_WRITEREQUEST']._serialized_start=863
+  _globals['_WRITEREQUEST']._serialized_end=1060
+  _globals['_WRITERESPONSE']._serialized_start=1062
+  _globals['_WRITERESPONSE']._serialized_end=1077
+  _globals['_SEQUENCERANGE']._serialized_start=1079
+  _globals['_SEQUENCERANGE']._serialized_end=1144
+  _globals['_READREQUEST']._serialized_start=1146
+  _globals['_READREQUEST']._serialized_end=1257
+  _globals['_READRESPONSE']._serialized_start=1259
+  _globals['_READRESPONSE']._serialized_end=1345
+  _globals['_ATTENTIONSERVICE']._serialized_start=1348
+  _globals['_ATTENTIONSERVICE']._serialized_end=1633
 # @@protoc_insertion_point(module_scope)

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class AttendRequest(_message.Message):
-    __slots__ = ("session_token", "step_id", "layer", "query", "key", "value", "options", "return_lse", "validate_only", "output_place", "lse_place", "first_token", "num_tokens")
+    __slots__ = ("session_token", "step_id", "layer", "query", "key", "value", "options", "return_lse", "output_place", "lse_place", "first_token", "num_tokens")
     SESSION_TOKEN_FIELD_NUMBER: _ClassVar[int]
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     LAYER_FIELD_NUMBER: _ClassVar[int]
@@ -17,7 +17,6 @@ class AttendRequest(_message.Message):
     VALUE_FIELD_NUMBER: _ClassVar[int]
     OPTIONS_FIELD_NUMBER: _ClassVar[int]
     RETURN_LSE_FIELD_NUMBER: _ClassVar[int]
-    VALIDATE_ONLY_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_PLACE_FIELD_NUMBER: _ClassVar[int]
     LSE_PLACE_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -30,12 +29,11 @@ class AttendRequest(_message.Message):
     value: _tensor_pb2.Tensor
     options: AttentionOptions
     return_lse: bool
-    validate_only: bool
     output_place: _tensor_pb2.SharedMemoryPlace
     lse_place: _tensor_pb2.SharedMemoryPlace
     first_token: int
     num_tokens: int
-    def __init__(self, session_token: _Optional[bytes] = ..., step_id: _Optional[int] = ..., layer: _Optional[int] = ..., query: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., key: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., value: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., options: _Optional[_Union[AttentionOptions, _Mapping]] = ..., return_lse: bool = ..., validate_only: bool = ..., output_place: _Optional[_Union[_tensor_pb2.SharedMemoryPlace, _Mapping]] = ..., lse_place: _Optional[_Union[_tensor_pb2.SharedMemoryPlace, _Mapping]] = ..., first_token: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, session_token: _Optional[bytes] = ..., step_id: _Optional[int] = ..., layer: _Optional[int] = ..., query: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., key: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., value: _Optional[_Union[_tensor_pb2.Tensor, _Mapping]] = ..., options: _Optional[_Union[AttentionOptions, _Mapping]] = ..., return_lse: bool = ..., output_place: _Optional[_Union[_tensor_pb2.SharedMemoryPlace, _Mapping]] = ..., lse_place: _Optional[_Union[_tensor_pb2.SharedMemoryPlace, _Mapping]] = ..., first_token: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class AttentionOptions(_message.Message):
     __slots__ = ("scale", "sliding_window", "logits_soft_cap", "alibi_slopes", "block_sparse")

@@ -34,6 +34,7 @@ from kvservice.errors import (
 )
 from kvservice.launch import Daemon
 from kvservice.v1 import attention_pb2, blocks_pb2, session_pb2
+from kvservice.wire.tensors import put_tensor
 
 GRACE_S = 0.5
 PATIENCE_S = 60.0
@@ -201,7 +202,10 @@ def test_a_layer_whose_answer_was_lost_is_not_sent_again(proxy: CuttingProxy, fa
         step = session.append([computed(session, [1, 2, 3, 4, 5, 6])], [7])
 
         def done() -> bool:
-            request = attention_pb2.AttendRequest(session_token=session.token, step_id=step.step_id, validate_only=True)
+            # Refused before it writes anything: for the layer if that is written, else for the query's shape.
+            request = attention_pb2.AttendRequest(session_token=session.token, step_id=step.step_id)
+            for message in (request.query, request.key, request.value):
+                put_tensor(np.ones((1, 2, 31), np.float32), message)
             return bool(getattr(wire.unary("extend", request), "reason", "") == "LAYER_WRITTEN")
 
         proxy.lose_replies()
