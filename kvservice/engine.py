@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kvservice.blocks import BlockManager, BlocksConfig, EventJournal, SequenceSpace, Step, SwapPlan
+from kvservice.blocks import BlockManager, BlocksConfig, EventJournal, SessionNamespace, Step, SwapPlan
 from kvservice.blocks.plans import Zeros, numpy_zeros
 from kvservice.config import ServeConfig
 from kvservice.devices import AttentionOptions, BlockSparse, Device
@@ -41,19 +41,19 @@ class Engine:
 
     def append(
         self,
-        space: SequenceSpace,
+        namespace: SessionNamespace,
         sequence_ids: Array,
         token_ids: Array,
         num_tokens: Array | None,
         expected_lengths: Array | None,
         lookahead: int,
     ) -> Step:
-        step = self.manager.append(space, sequence_ids, token_ids, num_tokens, expected_lengths, lookahead)
+        step = self.manager.append(namespace, sequence_ids, token_ids, num_tokens, expected_lengths, lookahead)
         self._copy_on_write(step)
         return step
 
-    def open_step(self, space: SequenceSpace, sequence_ids: Array, num_tokens: Array | None) -> Step:
-        step = self.manager.open_step(space, sequence_ids, num_tokens)
+    def open_step(self, namespace: SessionNamespace, sequence_ids: Array, num_tokens: Array | None) -> Step:
+        step = self.manager.open_step(namespace, sequence_ids, num_tokens)
         self._copy_on_write(step)
         return step
 
@@ -61,19 +61,19 @@ class Engine:
         if len(step.copies):
             self.device.copy(step.copies.src, step.copies.dst)
 
-    def swap_out(self, space: SequenceSpace, sequence_ids: Array) -> SwapPlan:
-        plan = self.manager.swap_out(space, sequence_ids)
+    def swap_out(self, namespace: SessionNamespace, sequence_ids: Array) -> SwapPlan:
+        plan = self.manager.swap_out(namespace, sequence_ids)
         self.device.swap_out(plan.src, plan.dst)
         return plan
 
-    def swap_in(self, space: SequenceSpace, sequence_ids: Array) -> SwapPlan:
-        plan = self.manager.swap_in(space, sequence_ids)
+    def swap_in(self, namespace: SessionNamespace, sequence_ids: Array) -> SwapPlan:
+        plan = self.manager.swap_in(namespace, sequence_ids)
         self.device.swap_in(plan.src, plan.dst)
         return plan
 
     async def attend(
         self,
-        space: SequenceSpace,
+        namespace: SessionNamespace,
         step_id: int,
         layer: int,
         query: Array,
@@ -92,19 +92,19 @@ class Engine:
         None. The device may write the output to `out` and return it; `out` has the same shape and dtype and shares no
         memory with the inputs.
         """
-        step = self.manager.check_part(space, step_id, layer, *part)
+        step = self.manager.check_part(namespace, step_id, layer, *part)
         num_tokens = len(step.slot_mapping)
         self._check_query(query, num_tokens)
         self._check_kv(key, value, (num_tokens,))
         self.check_options(options, query.shape[1])
         done = self.device.attend(step, layer, query, key, value, options, out)
-        self.manager.mark_part(space, step_id, layer, step)
+        self.manager.mark_part(namespace, step_id, layer, step)
         output, lse = await done
         return output, lse if return_lse else None
 
     async def write(
         self,
-        space: SequenceSpace,
+        namespace: SessionNamespace,
         step_id: int,
         layer: int | None,
         key: Array,
@@ -117,19 +117,19 @@ class Engine:
         if layer is None:
             if part != WHOLE:
                 raise InvalidArgumentError("only one layer can be sent in parts", field="layer")
-            step = self.manager.check_all_layers(space, step_id)
+            step = self.manager.check_all_layers(namespace, step_id)
             self._check_kv(key, value, (self.layout.num_layers, len(step.slot_mapping)))
             done = self.device.write(step, range(self.layout.num_layers), key, value)
-            self.manager.mark_all_layers(space, step_id)
+            self.manager.mark_all_layers(namespace, step_id)
         else:
-            step = self.manager.check_part(space, step_id, layer, *part)
+            step = self.manager.check_part(namespace, step_id, layer, *part)
             self._check_kv(key, value, (len(step.slot_mapping),))
             done = self.device.write(step, (layer,), key[None], value[None])
-            self.manager.mark_part(space, step_id, layer, step)
+            self.manager.mark_part(namespace, step_id, layer, step)
         await done
 
     async def read(
-        self, space: SequenceSpace, ranges: Sequence[tuple[int, int, int]], layer: int | None
+        self, namespace: SessionNamespace, ranges: Sequence[tuple[int, int, int]], layer: int | None
     ) -> tuple[Array, Array]:
         """Read back the computed K/V of `(sequence_id, start, stop)` ranges, concatenated.
 
@@ -138,7 +138,7 @@ class Engine:
         """
         if layer is not None and not 0 <= layer < self.layout.num_layers:
             raise InvalidArgumentError(f"{layer} is not below {self.layout.num_layers}", field="layer")
-        slots = self.manager.read_slots(space, ranges)
+        slots = self.manager.read_slots(namespace, ranges)
         layers = range(self.layout.num_layers) if layer is None else (layer,)
         key, value = await self.device.read(layers, slots)
         return (key, value) if layer is None else (key[0], value[0])

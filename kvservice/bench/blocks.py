@@ -59,7 +59,7 @@ class _Bench:
         self.space = self.manager.open_space()
         self.repetitions = repetitions
         self.rng = np.random.default_rng(0)
-        self.rng.shuffle(self.manager.device._free)
+        self.rng.shuffle(self.manager.state.device._free_stack)
         self.times: dict[str, list[float]] = {}
 
     def run(self) -> dict[str, float]:

@@ -1,15 +1,28 @@
 """Block management for the KV pool: block tables, allocation, prefix cache and swap. Plain Python and NumPy.
 
-plans       frozen result values                tier        reference counts, free and cached blocks
-arguments   validation of arguments             eviction    LRU order of cached blocks
-sequences   sequence slots and namespaces       prefix      chain hashes and the prefix index
-ages        lifetimes and idle times of blocks  events      changes of the prefix index
-manager     BlockManager, with one file per group of operations; `integrity` checks its invariants
+`BlockManager` is the API. Its parts do the work, each on the same `BlockState`. Imports point down this list:
+
+manager      BlockManager                          integrity    checks of all invariants (with sums, invariants)
+allocation   Allocator: new sequences              swapping     Swapper: moves between the tiers
+steps        StepPlanner: append and open_step     layers       LayerTracker: written layers and the commit
+growth       GrowthPlanner: new blocks, copies     sharing      Forker: fork and common prefixes
+freeing      Reclaimer: truncate, free, close      prefix_cache PrefixCache: match, pin and reset
+inspection   Inspector: slots, descriptions, statistics
+
+state        BlockState: pools, slots, pins, namespaces and counters, as one value
+block_pool   BlockPool and CachingBlockPool        eviction     EvictionQueue: cached blocks, LRU first
+sequences    SequenceSlots: tables and states      namespaces   SessionNamespace: ids, steps, pins of one client
+pins         PinTable                              prefix       chain hashes and PrefixIndex
+events       EventJournal: changes of the index    ages         BlockAges: lifetimes and idle times of blocks
+
+config, limits, arguments     sizes, limits of a request, validation
+plans, slices, ranges         frozen results, operations in slices, concatenated ranges
 """
 
 from kvservice.blocks.config import BlocksConfig
 from kvservice.blocks.events import EventJournal
 from kvservice.blocks.manager import BlockManager
+from kvservice.blocks.namespaces import SessionNamespace
 from kvservice.blocks.plans import (
     Allocation,
     AllocationRequest,
@@ -18,11 +31,9 @@ from kvservice.blocks.plans import (
     BlocksStats,
     Pin,
     SequenceInfo,
-    SequenceTables,
     Step,
     SwapPlan,
 )
-from kvservice.blocks.sequences import SequenceSpace
 from kvservice.blocks.slices import Slices
 
 __all__ = [
@@ -36,8 +47,7 @@ __all__ = [
     "EventJournal",
     "Pin",
     "SequenceInfo",
-    "SequenceSpace",
-    "SequenceTables",
+    "SessionNamespace",
     "Slices",
     "Step",
     "SwapPlan",

@@ -26,12 +26,12 @@ Float64Array = npt.NDArray[np.float64]
 class BlockAges:
     """Timestamps of blocks and histograms of their ages.
 
-    `taken_at` and `released_at` are float64[num_blocks] in seconds of the clock. `counts` int64[3, buckets + 1] and
+    `allocated_at` and `released_at` are float64[num_blocks] in seconds of the clock. `counts` int64[3, buckets + 1] and
     `seconds` float64[3] are the histograms, in the order of the constants above.
     """
 
     def __init__(self, num_blocks: int, clock: Callable[[], float], zeros: Zeros) -> None:
-        self.taken_at: Float64Array = zeros("taken_at", (num_blocks,), np.float64)
+        self.allocated_at: Float64Array = zeros("allocated_at", (num_blocks,), np.float64)
         self.released_at: Float64Array = zeros("released_at", (num_blocks,), np.float64)
         self.counts: Int64Array = zeros("age_counts", (NUM_HISTOGRAMS, len(BUCKETS_S) + 1), np.int64)
         self.seconds: Float64Array = zeros("age_seconds", (NUM_HISTOGRAMS,), np.float64)
@@ -39,9 +39,9 @@ class BlockAges:
         self._notes: list[tuple[int, Float64Array, float]] = []
         self._num_noted_blocks = 0
 
-    def take(self, blocks: Int64Array) -> None:
+    def allocate(self, blocks: Int64Array) -> None:
         """Record the allocation of these blocks."""
-        self.taken_at[blocks] = self._clock()
+        self.allocated_at[blocks] = self._clock()
 
     def cache(self, blocks: Int64Array) -> None:
         """Record that these blocks lost their last reference and are cached from now on."""
@@ -55,11 +55,11 @@ class BlockAges:
         """Record the eviction of these cached blocks."""
         now = self._clock()
         self._note(IDLE_BEFORE_EVICTION, self.released_at[blocks], now)
-        self._note(LIFETIME, self.taken_at[blocks], now)
+        self._note(LIFETIME, self.allocated_at[blocks], now)
 
     def free(self, blocks: Int64Array) -> None:
         """Record that these blocks were freed."""
-        self._note(LIFETIME, self.taken_at[blocks], self._clock())
+        self._note(LIFETIME, self.allocated_at[blocks], self._clock())
 
     def _note(self, histogram: int, begun: Float64Array, now: float) -> None:
         self._notes.append((histogram, begun, now))

@@ -57,6 +57,20 @@ class BlocksConfig:
         return int(self.watermark * self.num_blocks)
 
     @property
+    def block_shift(self) -> int:
+        """Base-2 logarithm of the block size: `position >> block_shift` is the table entry of a token position."""
+        return self.block_size.bit_length() - 1
+
+    @property
+    def block_mask(self) -> int:
+        """`position & block_mask` is the offset of a token position in its block."""
+        return self.block_size - 1
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Return how many blocks this many tokens need."""
+        return -(-num_tokens // self.block_size)
+
+    @property
     def max_blocks_per_sequence(self) -> int:
         return math.ceil(self.max_sequence_tokens / self.block_size)
 

@@ -11,35 +11,37 @@ from typing import NamedTuple
 import numpy as np
 
 from kvservice.blocks.arguments import whole_number
-from kvservice.blocks.core import Core, ragged
+from kvservice.blocks.block_pool import ONE
+from kvservice.blocks.limits import check_request_blocks, check_sequence_lengths
 from kvservice.blocks.plans import BlockCopies, BoolArray, Int64Array
+from kvservice.blocks.ranges import ragged
 from kvservice.blocks.sequences import LENGTH, NUM_BLOCKS, NUM_COMPUTED
-from kvservice.blocks.tier import ONE
+from kvservice.blocks.state import BlockState
 
 _NO_BLOCKS = np.zeros(0, np.int64)
 NO_COPIES = BlockCopies(np.zeros(0, np.int32), np.zeros(0, np.int32))
 
 
-class Batch(NamedTuple):
+class WriteBatch(NamedTuple):
     """Sequences that will be written: ids int64[n], rows int64[n], a copy of their states int64[n, 8], and their new
     lengths int64[n]."""
 
     ids: Int64Array
     rows: Int64Array
-    meta: Int64Array
+    states: Int64Array
     lengths: Int64Array
 
 
 @dataclass(frozen=True, slots=True)
-class _Copying:
+class _CopyOnWrite:
     """Blocks to copy: row, table entry and block id, int64[c] each. `computed` bool[c] says which of them hold computed
-    tokens of their sequence. `forgotten` are blocks that are not copied but leave the prefix index."""
+    tokens of their sequence. `unindexed` int64[u] are blocks that are not copied but leave the prefix index."""
 
     rows: Int64Array
     entries: Int64Array
     src: Int64Array
     computed: BoolArray
-    forgotten: Int64Array
+    unindexed: Int64Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +50,14 @@ class Growth:
 
     grown: Int64Array
     num_grown: int
-    copying: _Copying | None
+    copies: _CopyOnWrite | None
 
     @property
     def num_new(self) -> int:
-        return self.num_grown + (len(self.copying.src) if self.copying else 0)
+        return self.num_grown + (len(self.copies.src) if self.copies else 0)
 
 
-class OneEach(NamedTuple):
+class DecodeGrowth(NamedTuple):
     """Plan for a batch where each sequence gets one token, has no other pending tokens, and owns the block to write.
 
     `positions` int64[n] are the token positions. `cells` int64[n] are indices into the flat block tables, and `blocks`
@@ -68,62 +70,72 @@ class OneEach(NamedTuple):
     fresh: Int64Array
 
 
-class GrowthOps(Core):
-    """Planning and application of growth."""
+class GrowthPlanner:
+    """Plans the growth of a batch, and applies a plan."""
 
-    def _plan_one_each(self, rows: Int64Array, meta: Int64Array) -> OneEach | None:
+    def __init__(self, state: BlockState) -> None:
+        self._state, self._config = state, state.config
+        self._device, self._sequences = state.device, state.sequences
+        self._shift, self._mask = state.config.block_shift, state.config.block_mask
+        # Zero-dimensional arrays for the hot path; see ONE in block_pool.py.
+        self._shift_array, self._mask_array = np.array(self._shift), np.array(self._mask)
+        self._max_length_array = np.array(state.config.max_sequence_tokens)
+        self._table_width_array = np.array(state.sequences.block_tables.shape[1])
+
+    def plan_decode(self, rows: Int64Array, states: Int64Array) -> DecodeGrowth | None:
         """Return the plan for a decode step, the most frequent case, or None if the batch needs the general plan."""
-        positions = meta[:, LENGTH]
-        if np.count_nonzero(positions != meta[:, NUM_COMPUTED]):
+        positions = states[:, LENGTH]
+        if np.count_nonzero(positions != states[:, NUM_COMPUTED]):
             return None
         if np.count_nonzero(positions >= self._max_length_array):
             return None
         entries = positions >> self._shift_array
         cells = rows * self._table_width_array
         cells += entries
-        blocks = self._flat_tables[cells]
-        fresh = (entries >= meta[:, NUM_BLOCKS]).nonzero()[0]
+        blocks = self._sequences.flat_tables[cells]
+        fresh = (entries >= states[:, NUM_BLOCKS]).nonzero()[0]
         if len(fresh):
             blocks[fresh] = 0  # these table entries are not valid yet
-        taken = (self.device.ref_count[blocks] > ONE) | self.device.indexed[blocks]
+        not_exclusive = (self._device.ref_count[blocks] > ONE) | self._device.indexed[blocks]
         if len(fresh):
-            taken[fresh] = False
-        return None if np.count_nonzero(taken) else OneEach(positions, cells, blocks, fresh)
+            not_exclusive[fresh] = False
+        return None if np.count_nonzero(not_exclusive) else DecodeGrowth(positions, cells, blocks, fresh)
 
-    def _grow_one_each(self, rows: Int64Array, plan: OneEach) -> Int64Array:
+    def apply_decode(self, rows: Int64Array, plan: DecodeGrowth) -> Int64Array:
         """Apply a plan that is known to fit. Returns the slots int64[n] of the tokens."""
         blocks, fresh = plan.blocks, plan.fresh
         if len(fresh):
-            taken = self.device.take(len(fresh))
-            blocks[fresh] = taken
-            self._flat_tables[plan.cells[fresh]] = taken
-            self.sequences.num_blocks[rows[fresh]] += 1
+            new = self._device.allocate(len(fresh))
+            blocks[fresh] = new
+            self._sequences.flat_tables[plan.cells[fresh]] = new
+            self._sequences.num_blocks[rows[fresh]] += 1
         slots: Int64Array = blocks << self._shift_array
         slots += plan.positions & self._mask_array
         return slots
 
-    def _plan_growth(self, batch: Batch, lookahead: int) -> Growth:
+    def plan(self, batch: WriteBatch, lookahead: int) -> Growth:
         """Count every block that the batch will allocate, before anything changes."""
         if lookahead != 0:
-            lookahead = whole_number(lookahead, "lookahead", 0, self.config.max_sequence_tokens)
-        self._check_reach(batch.lengths, lookahead)
-        held = batch.meta[:, NUM_BLOCKS]
+            lookahead = whole_number(lookahead, "lookahead", 0, self._config.max_sequence_tokens)
+        check_sequence_lengths(self._config, batch.lengths, lookahead)
+        held = batch.states[:, NUM_BLOCKS]
         grown = np.maximum(((batch.lengths + (lookahead + self._mask)) >> self._shift) - held, 0)
-        first = batch.meta[:, NUM_COMPUTED] >> self._shift
+        first = batch.states[:, NUM_COMPUTED] >> self._shift
         written = (batch.lengths + self._mask) >> self._shift
         pending = np.minimum(written, held) - first
         num_grown = int(np.add.reduce(grown))
-        self._check_request_blocks(int(np.add.reduce(pending)) + num_grown, "sequence_ids")
+        check_request_blocks(self._config, int(np.add.reduce(pending)) + num_grown, "sequence_ids")
         which, entries = ragged(first, pending)
         rows = batch.rows[which]
-        blocks = self.block_tables[rows, entries].astype(np.int64)
-        taken = (self.device.ref_count[blocks] > 1) | self.device.indexed[blocks]
-        if not np.count_nonzero(taken):
+        blocks = self._sequences.block_tables[rows, entries].astype(np.int64)
+        not_exclusive = (self._device.ref_count[blocks] > 1) | self._device.indexed[blocks]
+        if not np.count_nonzero(not_exclusive):
             return Growth(grown, num_grown, None)
-        copied, forgotten = self._plan_copies(blocks[taken])
-        chosen = np.flatnonzero(taken)[copied]
-        computed = (entries[chosen] << self._shift) < batch.meta[which[chosen], NUM_COMPUTED]
-        return Growth(grown, num_grown, _Copying(rows[chosen], entries[chosen], blocks[chosen], computed, forgotten))
+        copied, unindexed = self._plan_copies(blocks[not_exclusive])
+        chosen = np.flatnonzero(not_exclusive)[copied]
+        computed = (entries[chosen] << self._shift) < batch.states[which[chosen], NUM_COMPUTED]
+        copies = _CopyOnWrite(rows[chosen], entries[chosen], blocks[chosen], computed, unindexed)
+        return Growth(grown, num_grown, copies)
 
     def _plan_copies(self, blocks: Int64Array) -> tuple[BoolArray, Int64Array]:
         """Plan copy-on-write for `blocks` int64[n], which are shared or indexed and will be written.
@@ -132,30 +144,30 @@ class GrowthOps(Core):
         block write to it, the last of them keeps the block, unless the block is pinned.
         """
         distinct, inverse, writers = np.unique(blocks, return_inverse=True, return_counts=True)
-        kept = (writers == self.device.ref_count[distinct]) & ~self.device.pinned[distinct]
+        kept = (writers == self._device.ref_count[distinct]) & ~self._device.pinned[distinct]
         last = np.zeros(len(distinct), np.int64)
         last[inverse] = np.arange(len(blocks))
         copied = np.ones(len(blocks), np.bool_)
         copied[last[kept]] = False
-        return copied, distinct[kept & self.device.indexed[distinct]]
+        return copied, distinct[kept & self._device.indexed[distinct]]
 
-    def _grow(self, batch: Batch, growth: Growth) -> BlockCopies:
+    def apply(self, batch: WriteBatch, growth: Growth) -> BlockCopies:
         """Apply a growth that is known to fit."""
-        new = self.device.take(growth.num_new) if growth.num_new else _NO_BLOCKS
+        new = self._device.allocate(growth.num_new) if growth.num_new else _NO_BLOCKS
         if growth.num_grown:
-            which, entries = ragged(batch.meta[:, NUM_BLOCKS], growth.grown)
-            self.block_tables[batch.rows[which], entries] = new[: growth.num_grown]
-            self.sequences.num_blocks[batch.rows] += growth.grown
-        return self._copy(growth.copying, new[growth.num_grown :]) if growth.copying else NO_COPIES
+            self._sequences.append_blocks(
+                batch.rows, batch.states[:, NUM_BLOCKS], growth.grown, new[: growth.num_grown]
+            )
+        return self._copy(growth.copies, new[growth.num_grown :]) if growth.copies else NO_COPIES
 
-    def _copy(self, copying: _Copying, dst: Int64Array) -> BlockCopies:
+    def _copy(self, copies: _CopyOnWrite, dst: Int64Array) -> BlockCopies:
         """Replace the blocks to be copied with the new blocks `dst`."""
-        device, src = self.device, copying.src
-        device.forget(copying.forgotten)
+        device, src = self._device, copies.src
+        device.remove_from_index(copies.unindexed)
         device.token_ids[dst] = device.token_ids[src]
-        self.block_tables[copying.rows, copying.entries] = dst
+        self._sequences.block_tables[copies.rows, copies.entries] = dst
         distinct, holders = np.unique(src, return_counts=True)
-        device.release(distinct, holders)
-        self.cow_copies += len(src)
-        made = copying.computed
+        device.decref(distinct, holders)
+        self._state.counters.cow_copies += len(src)
+        made = copies.computed
         return BlockCopies(src[made].astype(np.int32), dst[made].astype(np.int32))

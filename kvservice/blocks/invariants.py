@@ -11,15 +11,15 @@ from kvservice.blocks.plans import Int64Array
 from kvservice.errors import InternalError
 
 
-def hold(invariant: bool | np.bool_, broken: str) -> None:
+def require(invariant: bool | np.bool_, broken: str) -> None:
     """Raise InternalError unless the invariant holds."""
     if not invariant:
         raise InternalError(f"integrity: {broken}")
 
 
-def hold_range(numbers: Int64Array, stop: int, what: str) -> None:
+def require_range(numbers: Int64Array, stop: int, what: str) -> None:
     """Check that each of `numbers` int64[n] is an index below `stop`, before they are used as indices."""
-    hold(((numbers >= 0) & (numbers < stop)).all(), f"{what} is not from 0 to {stop - 1}")
+    require(((numbers >= 0) & (numbers < stop)).all(), f"{what} is not from 0 to {stop - 1}")
 
 
 def parts(numbers: Iterable[int], size: int) -> Iterator[Int64Array]:

@@ -6,78 +6,387 @@ performs the whole batch or raises one of kvservice.errors. If a `can_...` metho
 
 from __future__ import annotations
 
-from collections.abc import MutableSequence
-from typing import Final
+import time
+from collections.abc import Callable, MutableSequence, Sequence
 
-import numpy as np
+import numpy.typing as npt
 
-from kvservice.blocks.inspection import InspectionOps
-from kvservice.blocks.integrity import check_in_slices, check_integrity
-from kvservice.blocks.layers import LayerOps
-from kvservice.blocks.pins import PinOps
-from kvservice.blocks.sequences import NUM_COUNTERS, SequenceSpace
-from kvservice.blocks.sharing import SharingOps
-from kvservice.blocks.slices import SLICE_BLOCKS, Slices, finish
-from kvservice.blocks.steps import StepOps
-from kvservice.blocks.swapping import SwapOps
+from kvservice.blocks.allocation import Allocator
+from kvservice.blocks.config import BlocksConfig
+from kvservice.blocks.events import EventJournal
+from kvservice.blocks.freeing import Reclaimer
+from kvservice.blocks.inspection import Inspector
+from kvservice.blocks.integrity import check_in_slices
+from kvservice.blocks.layers import LayerTracker
+from kvservice.blocks.namespaces import NUM_COUNTERS, SessionNamespace
+from kvservice.blocks.plans import (
+    Allocation,
+    AllocationRequest,
+    AllocStatus,
+    BlocksStats,
+    Int64Array,
+    Pin,
+    SequenceInfo,
+    Step,
+    SwapPlan,
+    Zeros,
+    numpy_zeros,
+)
+from kvservice.blocks.prefix_cache import PrefixCache
+from kvservice.blocks.sharing import Forker
+from kvservice.blocks.slices import Slices, finish
+from kvservice.blocks.state import BlockState
+from kvservice.blocks.steps import StepPlanner
+from kvservice.blocks.swapping import Swapper
 
-# Steps that one slice ends.
-_SLICE_STEPS: Final = 1024
 
+class BlockManager:
+    """Allocator, block tables, prefix cache and swap tier of one pool (vLLM's block manager, adapted to a service).
 
-class BlockManager(StepOps, LayerOps, SharingOps, SwapOps, PinOps, InspectionOps):
-    """Allocator, block tables, prefix index and swap tier of one pool (vLLM's block manager, adapted to a service).
+    This class is the API; its parts do the work on one BlockState. Methods named `..._in_slices` are for large batches:
+    other operations may run between the slices (see slices.py).
 
-    The mixins implement the operations: allocate in allocation.py, append and open_step in steps.py, layers of a step
-    in layers.py, fork, truncate and free in sharing.py, swap in swapping.py, pins in pins.py.
+    Errors that are not repeated below: InvalidArgumentError names a bad argument; UnknownSessionError means that the
+    namespace is closed; operations on sequence_ids raise UnknownSequenceError, and SequenceSwappedError unless they are
+    for swapped-out sequences; batches above max_request_tokens or max_request_blocks raise QuotaExceededError.
     """
 
-    def open_space(self, number: int = 1, counters: MutableSequence[int] | None = None) -> SequenceSpace:
+    def __init__(
+        self,
+        config: BlocksConfig,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        journal: EventJournal | None = None,
+        zeros: Zeros = numpy_zeros,
+    ) -> None:
+        """`zeros` allocates the arrays that other processes may read, for example in shared memory: reference counts,
+        block tables, sequence states. `clock` returns seconds; pins and ages use it. `journal` records the changes of
+        the prefix index."""
+        self.config = config
+        self.state = BlockState(config, clock, journal, zeros)
+        self._allocator = Allocator(self.state)
+        self._steps = StepPlanner(self.state)
+        self._layers = LayerTracker(self.state)
+        self._forker = Forker(self.state)
+        self._reclaimer = Reclaimer(self.state)
+        self._swapper = Swapper(self.state)
+        self._prefix_cache = PrefixCache(self.state)
+        self._inspector = Inspector(self.state)
+
+    # Namespaces
+
+    def open_space(self, number: int = 1, counters: MutableSequence[int] | None = None) -> SessionNamespace:
         """Open a namespace for one client's sequences, steps and pins. `number`, above 0, identifies the namespace in
-        sequence states. `counters` has three elements, see SequenceSpace."""
-        space = SequenceSpace(number, [0] * NUM_COUNTERS if counters is None else counters)
-        self.spaces.add(space)
-        return space
+        sequence states. `counters` has NUM_COUNTERS elements, see SessionNamespace."""
+        namespace = SessionNamespace(number, [0] * NUM_COUNTERS if counters is None else counters)
+        self.state.namespaces.add(namespace)
+        return namespace
 
-    def close_space(self, space: SequenceSpace) -> int:
-        """`close_space_in_slices` without a pause."""
-        return finish(self.close_space_in_slices(space))
+    def close_space(self, namespace: SessionNamespace) -> int:
+        """Free all sequences of a namespace and remove its pins. Returns the number of sequences freed, which is 0 if
+        it was already closed."""
+        return finish(self.close_space_in_slices(namespace))
 
-    def close_space_in_slices(self, space: SequenceSpace) -> Slices[int]:
-        """Free all sequences of a namespace and remove its pins. The namespace is closed after the first slice. Returns
-        the number of sequences freed, which is 0 if it was already closed."""
-        if space.closed:
-            return 0
-        space.closed = True
-        self.generation += 1
-        self.spaces.remove(space)
-        rows = np.array(list(space.rows.values()), np.int64)
-        self.sequences.ending.update(rows.tolist())
-        yield from self._end_steps(space)
-        yield from self._end_pins(space)
-        if len(rows):
-            yield from self._end_rows(rows)
-        return len(rows)
+    def close_space_in_slices(self, namespace: SessionNamespace) -> Slices[int]:
+        """`close_space` in slices. The namespace is closed after the first slice."""
+        return self._reclaimer.close_namespace(namespace)
 
-    def _end_steps(self, space: SequenceSpace) -> Slices[None]:
-        step_ids = list(space.steps)
-        for first in range(0, len(step_ids), _SLICE_STEPS):
-            if first:
-                yield
-            space.supersede(step_ids[first : first + _SLICE_STEPS])
+    # Sequences
 
-    def _end_pins(self, space: SequenceSpace) -> Slices[None]:
-        left = SLICE_BLOCKS
-        while space.pins:
-            if left <= 0:
-                yield
-                left = SLICE_BLOCKS
-            left -= self._end_pin(space, next(iter(space.pins)))
+    def can_allocate(self, namespace: SessionNamespace, requests: Sequence[AllocationRequest]) -> AllocStatus:
+        """Return whether the whole batch fits above the watermark (the three answers of vLLM v0).
+
+        OK: after the allocation at least `watermark_blocks` blocks remain available. A prefix-cache hit needs no new
+        block, but a hit on an evictable block makes that block unavailable; each block is counted exactly once.
+        NEVER: not OK, and `num_blocks - required < watermark_blocks`, where `required` is the number of blocks of all
+        tables, ceil((tokens + lookahead) / block_size) each; or the batch has more than max_sequences sequences.
+        LATER: otherwise. As in vLLM v0, this check includes the lookahead slots; the steps reserve them.
+        Raises DuplicateSequenceError.
+        """
+        return finish(self.can_allocate_in_slices(namespace, requests))
+
+    def can_allocate_in_slices(
+        self, namespace: SessionNamespace, requests: Sequence[AllocationRequest]
+    ) -> Slices[AllocStatus]:
+        """`can_allocate` in slices. The answer describes the state at the last slice."""
+        return self._allocator.can_allocate(namespace, requests)
+
+    def allocate(self, namespace: SessionNamespace, requests: Sequence[AllocationRequest]) -> list[Allocation]:
+        """Allocate all sequences of the batch, or none.
+
+        Full blocks of a prompt that are already computed under the same extra keys are shared (vLLM's automatic prefix
+        caching). At least the last token is left to compute, because an engine needs its logits. Requests of one batch
+        do not share each other's new blocks, since those are not computed yet. `open_step` covers the remaining
+        tokens. Raises DuplicateSequenceError, QuotaExceededError, OutOfBlocksError.
+        """
+        return finish(self.allocate_in_slices(namespace, requests))
+
+    def allocate_in_slices(
+        self, namespace: SessionNamespace, requests: Sequence[AllocationRequest]
+    ) -> Slices[list[Allocation]]:
+        """`allocate` in slices; the last slice creates all sequences. Raises UnknownSessionError if the namespace is
+        closed in the meantime."""
+        return self._allocator.allocate(namespace, requests)
+
+    def fork(self, namespace: SessionNamespace, parent_ids: npt.ArrayLike, child_ids: npt.ArrayLike) -> None:
+        """Create children that share every block of their parents (vLLM v0: fork). Moves no bytes.
+
+        parent_ids int64[n] may repeat a parent; child_ids int64[n] are distinct and unused.
+        The parents' steps become stale, because their slots are now shared.
+        Raises DuplicateSequenceError, QuotaExceededError.
+        """
+        self._forker.fork(namespace, parent_ids, child_ids)
+
+    def truncate(self, namespace: SessionNamespace, sequence_ids: npt.ArrayLike, lengths: npt.ArrayLike) -> None:
+        """Remove tokens at the end, for rejected speculation or a retried step (vLLM v1 and SGLang do the same).
+
+        sequence_ids int64[n], distinct; lengths int64[n], each from 0 to the sequence's length. A sequence of length 0
+        continues to exist without blocks. Blocks past the new end are released, including lookahead blocks.
+        """
+        self._reclaimer.truncate(namespace, sequence_ids, lengths)
+
+    def free(self, namespace: SessionNamespace, sequence_ids: npt.ArrayLike) -> None:
+        """Free sequences, including swapped-out ones. sequence_ids int64[n], distinct.
+
+        Computed full blocks without references stay cached, and the deepest block of a chain is evicted first; other
+        blocks become free.
+        """
+        finish(self.free_in_slices(namespace, sequence_ids))
+
+    def free_in_slices(self, namespace: SessionNamespace, sequence_ids: npt.ArrayLike) -> Slices[None]:
+        """`free` in slices. The ids are free after the first slice, all blocks after the last one."""
+        return self._reclaimer.free(namespace, sequence_ids)
+
+    # Steps
+
+    def can_append(
+        self,
+        namespace: SessionNamespace,
+        sequence_ids: npt.ArrayLike,
+        num_tokens: npt.ArrayLike | None = None,
+        lookahead: int = 0,
+    ) -> bool:
+        """Return whether enough blocks are available for `append`. The answer is exact: an append with the same
+        arguments does not run out of blocks.
+
+        Unlike allocate, append may use the blocks below the watermark, which exists for running sequences.
+        """
+        return self._steps.can_append(namespace, sequence_ids, num_tokens, lookahead)
+
+    def append(
+        self,
+        namespace: SessionNamespace,
+        sequence_ids: npt.ArrayLike,
+        token_ids: npt.ArrayLike,
+        num_tokens: npt.ArrayLike | None = None,
+        expected_lengths: npt.ArrayLike | None = None,
+        lookahead: int = 0,
+    ) -> Step:
+        """Append tokens and open a step over all uncomputed tokens (vLLM v0: append_slots).
+
+        sequence_ids int64[n], distinct; token_ids int32[sum(num_tokens)], sequence after sequence; num_tokens int64[n],
+        each >= 1, one each if None; expected_lengths int64[n], the lengths before the append. If the lengths show that
+        this very append was the last operation, the same step is returned again, without its copies (which were already
+        made), so a retry is safe. Raises LengthMismatchError, OutOfBlocksError.
+        """
+        return self._steps.append(namespace, sequence_ids, token_ids, num_tokens, expected_lengths, lookahead)
+
+    def can_open_step(self, namespace: SessionNamespace, sequence_ids: npt.ArrayLike, lookahead: int = 0) -> bool:
+        """Return whether enough blocks are available for `open_step`. The answer is exact."""
+        return self._steps.can_open_step(namespace, sequence_ids, lookahead)
+
+    def open_step(
+        self,
+        namespace: SessionNamespace,
+        sequence_ids: npt.ArrayLike,
+        num_tokens: npt.ArrayLike | None = None,
+        lookahead: int = 0,
+    ) -> Step:
+        """Open a step over existing tokens that are not computed: a prefill, or one chunk of it with num_tokens.
+
+        num_tokens int64[n], each from 1 to the sequence's pending tokens; None means all pending tokens. Raises the
+        errors of append, and FailedPreconditionError if a sequence has no pending tokens.
+        """
+        return self._steps.open_step(namespace, sequence_ids, num_tokens, lookahead)
+
+    def get_step(self, namespace: SessionNamespace, step_id: int) -> Step:
+        """Return the live step with this id. Raises UnknownStepError if it was never opened, and StaleStepError if a
+        newer operation on one of its sequences replaced it. The methods below raise the same for their step."""
+        return self._layers.get_step(namespace, step_id)
+
+    def written_layers(self, namespace: SessionNamespace, step_id: int) -> bytearray | None:
+        """Return the flags of a live step, one byte per layer, which the writer of a layer sets. None if the step is
+        not live."""
+        return self._layers.written_layers(namespace, step_id)
+
+    def check_layer(self, namespace: SessionNamespace, step_id: int, layer: int) -> Step:
+        """Return the step. Raises LayerWrittenError if this layer of it is already written. Changes nothing."""
+        return self._layers.check_layer(namespace, step_id, layer)
+
+    def mark_layer(self, namespace: SessionNamespace, step_id: int, layer: int) -> bool:
+        """Record that a layer is written. Returns True if it was the last one, which commits the step: its tokens are
+        computed, and its full blocks can be shared. Raises LayerWrittenError."""
+        return self._layers.mark_layer(namespace, step_id, layer)
+
+    def check_part(self, namespace: SessionNamespace, step_id: int, layer: int, first: int, count: int) -> Step:
+        """Return the part of a step that is written next in this layer: `count` tokens from `first` on, or all
+        remaining tokens if `count` is 0. Returns the step itself if the part covers all of it. Changes nothing.
+
+        Raises LayerWrittenError, and FailedPreconditionError if tokens before the part are not written.
+        """
+        return self._layers.check_part(namespace, step_id, layer, first, count)
+
+    def mark_part(self, namespace: SessionNamespace, step_id: int, layer: int, part: Step) -> bool:
+        """Record that a part from `check_part` is written. The last part marks the layer and returns as
+        `mark_layer`."""
+        return self._layers.mark_part(namespace, step_id, layer, part)
+
+    def check_all_layers(self, namespace: SessionNamespace, step_id: int) -> Step:
+        """Return the step. Raises LayerWrittenError if a layer of it is already written. Changes nothing."""
+        return self._layers.check_all_layers(namespace, step_id)
+
+    def mark_all_layers(self, namespace: SessionNamespace, step_id: int) -> None:
+        """Record that all layers are written, and commit the step. Raises LayerWrittenError."""
+        self._layers.mark_all_layers(namespace, step_id)
+
+    def commit_written(self, namespace: SessionNamespace, step_id: int) -> bool:
+        """Commit a step whose layers were marked directly in its `written_layers`. Returns False if the step is not
+        live, is incomplete, or was committed before."""
+        return self._layers.commit_written(namespace, step_id)
+
+    # Swap
+
+    def can_swap_out(self, namespace: SessionNamespace, sequence_ids: npt.ArrayLike) -> bool:
+        """Return whether the swap tier has room for the group. The answer is exact; the swap tier has no watermark."""
+        return self._swapper.can_swap_out(namespace, sequence_ids)
+
+    def swap_out(self, namespace: SessionNamespace, sequence_ids: npt.ArrayLike) -> SwapPlan:
+        """Move a group of sequences to the swap tier (vLLM v0: swap_out).
+
+        sequence_ids int64[n], distinct. Returns device blocks src int32[m] and swap blocks dst int32[m]; the device
+        copies them before anything else is written to the device pool. A block that several sequences of the group
+        share moves once and stays shared. The steps of the group become stale. Raises OutOfBlocksError with tier
+        "swap".
+        """
+        return self._swapper.swap_out(namespace, sequence_ids)
+
+    def can_swap_in(self, namespace: SessionNamespace, sequence_ids: npt.ArrayLike, lookahead: int = 0) -> AllocStatus:
+        """Return one of the three answers of can_allocate for a swapped-out group, with the device tier's watermark.
+
+        The required blocks are the distinct blocks of the group and the lookahead blocks. A block that the index still
+        finds on the device needs no new block. Raises SequenceNotSwappedError.
+        """
+        return self._swapper.can_swap_in(namespace, sequence_ids, lookahead)
+
+    def swap_in(self, namespace: SessionNamespace, sequence_ids: npt.ArrayLike, lookahead: int = 0) -> SwapPlan:
+        """Move a group of swapped-out sequences back to the device (vLLM v0: swap_in).
+
+        sequence_ids int64[n], distinct. Returns swap blocks src int32[m] and device blocks dst int32[m], only for
+        blocks that are no longer on the device. Raises SequenceNotSwappedError, OutOfBlocksError.
+        """
+        return self._swapper.swap_in(namespace, sequence_ids, lookahead)
+
+    # Prefix cache
+
+    def match_prefix(self, token_ids: npt.ArrayLike, extra_keys: Sequence[tuple[int, bytes]] = ()) -> int:
+        """Return how many leading tokens of a prompt int32[n] the prefix cache holds, a multiple of the block size."""
+        return self._prefix_cache.match(token_ids, extra_keys)
+
+    def pin(
+        self,
+        namespace: SessionNamespace,
+        token_ids: npt.ArrayLike,
+        extra_keys: Sequence[tuple[int, bytes]] = (),
+        *,
+        ttl_s: float,
+    ) -> Pin:
+        """Keep the cached prefix of a prompt int32[n] from eviction for ttl_s seconds, or until unpin or close_space.
+
+        Raises NotComputedError if no block of the prompt is cached, and QuotaExceededError if more than
+        max_pinned_fraction of the pool would be pinned, or if there would be more pins than that many blocks.
+        """
+        return self._prefix_cache.pin(namespace, token_ids, extra_keys, ttl_s)
+
+    def unpin(self, namespace: SessionNamespace, pin_id: int) -> None:
+        """Remove a pin. Raises UnknownPinError if the id is unknown or the pin has ended."""
+        self._prefix_cache.unpin(namespace, pin_id)
+
+    def reset_prefix_cache(self) -> int:
+        """Remove all blocks from the prefix index, except pinned ones. Returns how many cached blocks became free."""
+        return finish(self.reset_prefix_cache_in_slices())
+
+    def reset_prefix_cache_in_slices(self) -> Slices[int]:
+        """`reset_prefix_cache` in slices. It removes the blocks that are in the index at the first slice."""
+        return self._prefix_cache.reset()
+
+    # Inspection
+
+    def read_slots(self, namespace: SessionNamespace, ranges: Sequence[tuple[int, int, int]]) -> Int64Array:
+        """Return the slots int64[m] of the token positions start <= position < stop of each (sequence id, start, stop)
+        range, in order. A sequence may appear more than once.
+
+        Raises NotComputedError if one of the tokens is not computed. Fields are named as in ranges[0].stop.
+        """
+        return self._inspector.read_slots(namespace, ranges)
+
+    def common_prefix_blocks(self, namespace: SessionNamespace, sequence_ids: npt.ArrayLike) -> int:
+        """Return how many leading blocks all these sequences share, so that attention can read them once (cascade).
+        Only blocks that are full and computed in every sequence count."""
+        return self._forker.common_prefix_blocks(namespace, sequence_ids)
+
+    def describe(
+        self,
+        namespace: SessionNamespace,
+        sequence_ids: npt.ArrayLike | None = None,
+        *,
+        first: int = 0,
+        limit: int | None = None,
+        include_tokens: bool = False,
+        include_blocks: bool = False,
+    ) -> list[SequenceInfo]:
+        """Describe sequences in the requested order. Without ids it describes the sequences of the namespace in the
+        order of their creation, at most `limit` of them from index `first` on. Swapped-out sequences are included."""
+        return finish(
+            self.describe_in_slices(
+                namespace,
+                sequence_ids,
+                first=first,
+                limit=limit,
+                include_tokens=include_tokens,
+                include_blocks=include_blocks,
+            )
+        )
+
+    def describe_in_slices(
+        self,
+        namespace: SessionNamespace,
+        sequence_ids: npt.ArrayLike | None = None,
+        *,
+        first: int = 0,
+        limit: int | None = None,
+        include_tokens: bool = False,
+        include_blocks: bool = False,
+    ) -> Slices[list[SequenceInfo]]:
+        """`describe` in slices. The first slice selects the sequences; each is described as of its own slice. Raises
+        UnknownSequenceError if one is freed in the meantime."""
+        return self._inspector.describe(
+            namespace,
+            sequence_ids,
+            first=first,
+            limit=limit,
+            include_tokens=include_tokens,
+            include_blocks=include_blocks,
+        )
+
+    def stats(self) -> BlocksStats:
+        """Return all gauges and counters, in O(1)."""
+        return self._inspector.stats()
 
     def check_integrity(self) -> None:
         """Recompute every invariant from scratch, in O(pool). Raises InternalError naming the one that is violated."""
-        check_integrity(self)
+        finish(self.check_integrity_in_slices())
 
     def check_integrity_in_slices(self) -> Slices[bool]:
-        """Check integrity in slices; other operations may run in between. See integrity.check_in_slices."""
-        return check_in_slices(self)
+        """`check_integrity` in slices; other operations may run in between. Returns False if the sums could not be
+        checked because the state changed too often. Raises InternalError."""
+        return check_in_slices(self.state)

@@ -7,101 +7,66 @@ eviction; a sequence that writes into a pinned block gets a copy.
 from __future__ import annotations
 
 import heapq
-import math
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
 
-from kvservice.blocks.arguments import extra_keys_by_block, int32_array, whole_number
-from kvservice.blocks.core import Core
-from kvservice.blocks.plans import Int64Array, Pin
-from kvservice.blocks.sequences import SequenceSpace
-from kvservice.blocks.slices import Slices, cut, finish
-from kvservice.blocks.tier import ONE
-from kvservice.errors import InvalidArgumentError, NotComputedError, QuotaExceededError, UnknownPinError
+from kvservice.blocks.block_pool import ONE, CachingBlockPool
+from kvservice.blocks.namespaces import SessionNamespace
+from kvservice.blocks.plans import Int64Array
+from kvservice.blocks.slices import SLICE_BLOCKS
 
 
-class PinOps(Core):
-    """match_prefix, pin, unpin, reset_prefix_cache."""
+class PinTable:
+    """The pins of all namespaces.
 
-    def match_prefix(self, token_ids: npt.ArrayLike, extra_keys: Sequence[tuple[int, bytes]] = ()) -> int:
-        """Return how many leading tokens of a prompt int32[n] the prefix cache holds, a multiple of the block size.
+    `counts` int32[num_blocks] is the number of pins of each block, and `num_pinned` the number of blocks with at least
+    one. `deadlines` is a heap of (time in seconds of the clock, id of the namespace, pin id, namespace). A pin that was
+    removed may still be in it.
+    """
 
-        Raises InvalidArgumentError.
-        """
-        if self.pin_deadlines:
-            self._expire_pins()
-        return len(self._find_prefix(token_ids, extra_keys)) << self._shift
+    def __init__(self, device: CachingBlockPool, clock: Callable[[], float]) -> None:
+        self.counts = np.zeros(device.num_blocks, np.int32)
+        self.num_pinned = 0
+        self.num_pins = 0
+        self.deadlines: list[tuple[float, int, int, SessionNamespace]] = []
+        self._device, self._clock = device, clock
 
-    def pin(
-        self,
-        space: SequenceSpace,
-        token_ids: npt.ArrayLike,
-        extra_keys: Sequence[tuple[int, bytes]] = (),
-        *,
-        ttl_s: float,
-    ) -> Pin:
-        """Keep the cached prefix of a prompt int32[n] from eviction for ttl_s seconds, or until unpin or close_space.
-
-        Raises InvalidArgumentError, NotComputedError if no block of the prompt is cached, and QuotaExceededError if
-        more than max_pinned_fraction of the pool would be pinned, or if there would be more pins than that many blocks.
-        """
-        self._enter(space)
-        if isinstance(ttl_s, bool) or not isinstance(ttl_s, int | float) or not 0 < ttl_s < math.inf:
-            raise InvalidArgumentError("must be a positive number of seconds", field="ttl_s")
-        blocks = self._find_prefix(token_ids, extra_keys)
-        if not len(blocks):
-            raise NotComputedError("no block of this prefix is cached", field="token_ids")
-        fresh = blocks[~self.device.pinned[blocks]]
-        limit = self.config.max_pinned_blocks
-        if self.num_pinned + len(fresh) > limit or self.num_pins >= limit:
-            raise QuotaExceededError(
-                f"at most {limit} blocks, and as many pins, may be pinned",
-                field="token_ids", limit="max_pinned_fraction", value=str(self.config.max_pinned_fraction),
-            )  # fmt: skip
-        self.device.pin(fresh)
-        self.pin_counts[blocks] += ONE
+    def add(self, namespace: SessionNamespace, blocks: Int64Array, ttl_s: float) -> int:
+        """Pin these distinct indexed blocks. Returns the id of the pin."""
+        fresh = blocks[~self._device.pinned[blocks]]
+        self._device.pin(fresh)
+        self.counts[blocks] += ONE
         self.num_pinned += len(fresh)
-        space.last_pin_id += 1
-        space.pins[space.last_pin_id] = blocks
         self.num_pins += 1
-        heapq.heappush(self.pin_deadlines, (self.clock() + ttl_s, id(space), space.last_pin_id, space))
-        return Pin(space.last_pin_id, len(blocks) << self._shift, len(blocks))
+        namespace.last_pin_id += 1
+        pin_id = namespace.last_pin_id
+        namespace.pins[pin_id] = blocks
+        heapq.heappush(self.deadlines, (self._clock() + ttl_s, id(namespace), pin_id, namespace))
+        return pin_id
 
-    def unpin(self, space: SequenceSpace, pin_id: int) -> None:
-        """Remove a pin. Raises UnknownPinError if the id is unknown or the pin has ended."""
-        self._enter(space)
-        if pin_id not in space.pins:
-            pin_id = whole_number(pin_id, "pin_id", 0, 2**63 - 1)
-            raise UnknownPinError(f"pin {pin_id} is unknown or has ended", field="pin_id", pin_id=pin_id)
-        self._end_pin(space, pin_id)
-        if len(self.pin_deadlines) > 2 * self.num_pins + 64:
-            self.pin_deadlines = [entry for entry in self.pin_deadlines if entry[2] in entry[3].pins]
-            heapq.heapify(self.pin_deadlines)
+    def remove(self, namespace: SessionNamespace, pin_id: int) -> int:
+        """Remove a pin. Returns the number of blocks that it pinned."""
+        blocks = namespace.pins.pop(pin_id)
+        self.counts[blocks] -= ONE
+        ended = blocks[self.counts[blocks] == 0]
+        self.num_pinned -= len(ended)
+        self._device.unpin(ended[::-1])
+        self.num_pins -= 1
+        return len(blocks)
 
-    def reset_prefix_cache(self) -> int:
-        """`reset_prefix_cache_in_slices` without a pause."""
-        return finish(self.reset_prefix_cache_in_slices())
+    def expire(self) -> bool:
+        """Remove expired pins, at most one slice of them; later calls remove the rest. Returns whether it removed
+        any."""
+        now, left = self._clock(), SLICE_BLOCKS
+        while left > 0 and self.deadlines and self.deadlines[0][0] <= now:
+            _, _, pin_id, namespace = heapq.heappop(self.deadlines)
+            if pin_id in namespace.pins:
+                left -= self.remove(namespace, pin_id)
+        return left < SLICE_BLOCKS
 
-    def reset_prefix_cache_in_slices(self) -> Slices[int]:
-        """Remove all blocks from the prefix index that are in it now, except pinned ones. Returns how many cached
-        blocks became free."""
-        if self.pin_deadlines:
-            self._expire_pins()
-        blocks = self.device.unpinned()
-        num_freed = 0
-        for i, part in enumerate(cut(blocks)):
-            if i:
-                yield
-            self.generation += 1
-            num_freed += self.device.reset(part, whole=len(part) == len(blocks))
-        return num_freed
-
-    def _find_prefix(self, token_ids: npt.ArrayLike, extra_keys: Sequence[tuple[int, bytes]]) -> Int64Array:
-        tokens = int32_array(token_ids, "token_ids")
-        limit = self.config.max_sequence_tokens
-        if len(tokens) > limit:
-            raise InvalidArgumentError(f"has more than max_sequence_tokens = {limit} tokens", field="token_ids")
-        extra = extra_keys_by_block(extra_keys, "extra_keys", self.config.block_size, limit)
-        return np.array(self.device.index.match(tokens, extra), np.int64)
+    def forget_removed(self) -> None:
+        """Drop the deadlines of removed pins when they are the most, so that the heap stays small."""
+        if len(self.deadlines) > 2 * self.num_pins + 64:
+            self.deadlines = [entry for entry in self.deadlines if entry[2] in entry[3].pins]
+            heapq.heapify(self.deadlines)

@@ -85,14 +85,6 @@ class SwapPlan:
         return len(self.src)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SequenceTables:
-    """block_tables int32[n, m], padded with PADDING_BLOCK; context_lens int32[n], the computed tokens per sequence."""
-
-    block_tables: Int32Array
-    context_lens: Int32Array
-
-
 @dataclass(frozen=True, eq=False)
 class Step:
     """One engine iteration over a batch of n sequences.

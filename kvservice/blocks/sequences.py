@@ -1,166 +1,98 @@
-"""Sequence slots and session namespaces.
-
-A sequence slot is a row of `block_tables` and a row of `meta`, the sequence state; a fork copies both. A SequenceSpace
-is the namespace of one client: its sequence ids, steps and pins. Each row belongs to one namespace and is unknown in
-all others.
-"""
+"""Sequence slots: one row of block tables and one row of sequence states per sequence. A fork copies both."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, MutableSequence
-from dataclasses import dataclass, field
 from typing import cast
 
 import numpy as np
 
-from kvservice.blocks.arguments import int64_array
 from kvservice.blocks.config import BlocksConfig
-from kvservice.blocks.plans import Int32Array, Int64Array, Step, Zeros
-from kvservice.errors import InvalidArgumentError, KVServiceError, UnknownSequenceError
+from kvservice.blocks.namespaces import SessionNamespace, distinct_steps
+from kvservice.blocks.plans import Int32Array, Int64Array, Zeros
+from kvservice.blocks.ranges import ragged
+from kvservice.errors import QuotaExceededError, SequenceSwappedError
 
-LENGTH, NUM_COMPUTED, NUM_BLOCKS, STEP, SWAPPED, SPACE, SEQUENCE_ID = range(7)
-_META_COLUMNS = 8
+LENGTH, NUM_COMPUTED, NUM_BLOCKS, STEP, SWAPPED, NAMESPACE, SEQUENCE_ID = range(7)
+_STATE_COLUMNS = 8
 _LINE_ENTRIES = 16
 NO_STEP = 0
-COMPUTED_TOKENS, QUERY_TOKENS, HIT_TOKENS = range(3)
-NUM_COUNTERS = 3
-_NO_BATCH = (b"", np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 
-class SequenceRows:
-    """Block tables int32[max_sequences, >= max_blocks_per_sequence] and sequence states `meta` int64[max_sequences, 8].
+class SequenceSlots:
+    """Block tables int32[max_sequences, >= max_blocks_per_sequence] and sequence states int64[max_sequences, 8].
 
     The width of a table is an odd number of cache lines, so that one column of many tables does not map to a few sets
     of the CPU caches.
-    `lengths`, `num_computed`, `num_blocks` and `steps` are columns of `meta`. STEP is the newest step of the sequence,
-    in its namespace, or NO_STEP. SWAPPED is 1 while the table names blocks of the swap tier. SPACE is the number of the
-    sequence's namespace, or 0 if the row is free. SEQUENCE_ID is its id there.
+    `lengths`, `num_computed`, `num_blocks` and `steps` are columns of `states`. STEP is the newest step of the
+    sequence, in its namespace, or NO_STEP. SWAPPED is 1 while the table names blocks of the swap tier. NAMESPACE is the
+    number of the sequence's namespace, or 0 if the row is free. SEQUENCE_ID is its id there.
     """
 
     def __init__(self, config: BlocksConfig, zeros: Zeros) -> None:
         lines = config.max_blocks_per_sequence // _LINE_ENTRIES + 1
         shape = (config.max_sequences, (lines | 1) * _LINE_ENTRIES)
         self.block_tables = cast(Int32Array, zeros("block_tables", shape, np.int32))
-        self.meta = cast(Int64Array, zeros("meta", (config.max_sequences, _META_COLUMNS), np.int64))
-        self.lengths = self.meta[:, LENGTH]
-        self.num_computed = self.meta[:, NUM_COMPUTED]
-        self.num_blocks = self.meta[:, NUM_BLOCKS]
-        self.steps = self.meta[:, STEP]
+        if not self.block_tables.flags.c_contiguous:
+            raise ValueError("zeros gave an array that is not contiguous: a view of it would be a copy")
+        self.flat_tables = self.block_tables.reshape(-1)
+        self.states = cast(Int64Array, zeros("sequence_states", (config.max_sequences, _STATE_COLUMNS), np.int64))
+        self.lengths = self.states[:, LENGTH]
+        self.num_computed = self.states[:, NUM_COMPUTED]
+        self.num_blocks = self.states[:, NUM_BLOCKS]
+        self.steps = self.states[:, STEP]
         self.free_rows = list(range(config.max_sequences - 1, -1, -1))
         # Rows without a sequence id whose blocks are not released yet.
         self.ending: set[int] = set()
         self.extra_keys: dict[int, dict[int, bytes]] = {}
         self.num_tokens = 0
         self.num_swapped = 0
+        self._config = config
+        self._shift, self._mask = config.block_shift, config.block_mask
 
+    def require_free_rows(self, count: int, field: str) -> None:
+        """Raise QuotaExceededError if there is no room for `count` more sequences."""
+        if count > len(self.free_rows):
+            raise QuotaExceededError(
+                f"there is room for {len(self.free_rows)} more sequences, not {count}",
+                field=field, limit="max_sequences", value=self._config.max_sequences,
+            )  # fmt: skip
 
-@dataclass(slots=True)
-class OpenStep:
-    """A live step: its plan, its written layers, and the arguments that a retry of its append must repeat.
+    def resident_states(self, ids: Int64Array, rows: Int64Array, field: str = "sequence_ids") -> Int64Array:
+        """Return a copy of the states int64[n, 8] of these rows. Raises SequenceSwappedError."""
+        states = self.states.take(rows, axis=0)
+        if self.num_swapped:
+            swapped = states[:, SWAPPED] != 0
+            if np.count_nonzero(swapped):
+                i = int(swapped.argmax())
+                raise SequenceSwappedError(
+                    f"sequence {ids[i]} is swapped out", field=f"{field}[{i}]", sequence_id=int(ids[i])
+                )
+        return states
 
-    `written` has one byte per layer, 0 or 1. It stays the same object, and other code may set layers in it.
-    `num_appended` is int64[n], or one number for all sequences; it is None for a step over existing tokens.
-    `sent` maps a layer that is sent in parts to the number of its tokens that are written. `parts` holds the parts of
-    all layers by (first token, last token + 1).
-    """
+    def end_steps(self, namespace: SessionNamespace, rows: Int64Array) -> None:
+        """Make the newest steps of these rows stale."""
+        namespace.supersede(distinct_steps(self.steps[rows]))
+        self.steps[rows] = NO_STEP
 
-    plan: Step
-    written: bytearray
-    num_appended: Int64Array | int | None
-    committed: bool = False
-    sent: dict[int, int] = field(default_factory=dict)
-    parts: dict[tuple[int, int], Step] = field(default_factory=dict)
+    def table_entries(self, rows: Int64Array, first: Int64Array | None = None) -> tuple[Int64Array, Int64Array]:
+        """Return all table entries of these rows from entry `first` on: (entry number int64[m], block int64[m])."""
+        if len(rows) == 1:
+            row, begin = int(rows[0]), 0 if first is None else int(first[0])
+            end = self.states.item(row, NUM_BLOCKS)
+            return np.arange(begin, end), self.block_tables[row, begin:end].astype(np.int64)
+        num_blocks = self.num_blocks[rows]
+        start = np.zeros(len(rows), np.int64) if first is None else first
+        which, entry = ragged(start, num_blocks - start)
+        return entry, self.block_tables[rows[which], entry].astype(np.int64)
 
-    @property
-    def begun(self) -> bool:
-        return 1 in self.written or bool(self.sent)
+    def append_blocks(self, rows: Int64Array, num_blocks: Int64Array, grown: Int64Array, blocks: Int64Array) -> None:
+        """Append grown[i] of these blocks to the table of each row, which has num_blocks[i] blocks."""
+        which, entries = ragged(num_blocks, grown)
+        self.block_tables[rows[which], entries] = blocks
+        self.num_blocks[rows] += grown
 
-    @property
-    def complete(self) -> bool:
-        return 0 not in self.written
-
-
-def _ignore(step_id: int) -> None:
-    """The default `on_step_end`, which does nothing."""
-
-
-@dataclass(eq=False, slots=True)
-class SequenceSpace:
-    """Namespace of one client, created by BlockManager.open_space. The manager owns its attributes except
-    `on_step_end`. That callback gets the id of a step that is no longer live, before its blocks are reused."""
-
-    number: int
-    # Counts of the client's tokens: computed, looked up in the prefix cache, found there.
-    counters: MutableSequence[int]
-    on_step_end: Callable[[int], object] = _ignore
-    closed: bool = False
-    rows: dict[int, int] = field(default_factory=dict)
-    steps: dict[int, OpenStep] = field(default_factory=dict)
-    pins: dict[int, Int64Array] = field(default_factory=dict)
-    last_step_id: int = 0
-    last_pin_id: int = 0
-    _batch: tuple[bytes, Int64Array, Int64Array] = field(default_factory=lambda: _NO_BATCH, repr=False)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __contains__(self, sequence_id: int) -> bool:
-        return sequence_id in self.rows
-
-    def sequence_ids(self) -> list[int]:
-        return list(self.rows)
-
-    def lookup(self, sequence_ids: object, field: str = "sequence_ids") -> tuple[Int64Array, Int64Array]:
-        """Return (ids int64[n], rows int64[n]) of distinct known sequences. The caller must not modify them. Raises
-        InvalidArgumentError, UnknownSequenceError.
-
-        The last batch is cached, because a running batch stays the same for many steps.
-        """
-        ids = int64_array(sequence_ids, field)  # type: ignore[arg-type]  # checked there
-        key = ids.tobytes()
-        if key == self._batch[0]:
-            return self._batch[1], self._batch[2]
-        names = ids.tolist()
-        try:
-            rows = np.array([self.rows[name] for name in names], np.int64)
-        except KeyError:
-            raise unknown_sequence(names, self.rows, field) from None
-        if len(set(names)) != len(names):
-            raise _repeated(names, field)
-        ids = ids.copy()
-        ids.flags.writeable = rows.flags.writeable = False
-        self._batch = (key, ids, rows)
-        return ids, rows
-
-    def in_progress(self, step_id: int) -> bool:
-        """Return whether some layers of the step are written and some are not."""
-        step = self.steps.get(step_id)
-        return step is not None and step.begun and not step.complete
-
-    def layers_in_progress(self) -> int:
-        """Return the number of written layers of all incomplete steps."""
-        return sum(step.written.count(1) for step in self.steps.values() if not step.complete)
-
-    def remove(self, sequence_id: int) -> int:
-        self._batch = _NO_BATCH
-        return self.rows.pop(sequence_id)
-
-    def supersede(self, step_ids: Iterable[int]) -> None:
-        """Make these steps stale. A step is live exactly while it is in `steps`."""
-        for step_id in step_ids:
-            if self.steps.pop(step_id, None) is not None:
-                self.on_step_end(step_id)
-
-
-def unknown_sequence(names: list[int], known: dict[int, int], field: str) -> KVServiceError:
-    """Return the error for the first of these ids that is unknown."""
-    i = next(i for i, name in enumerate(names) if name not in known)
-    if names[i] < 0:
-        return InvalidArgumentError("must not be negative", field=f"{field}[{i}]")
-    return UnknownSequenceError(f"sequence {names[i]} is not known", field=f"{field}[{i}]", sequence_id=names[i])
-
-
-def _repeated(names: list[int], field: str) -> KVServiceError:
-    seen: set[int] = set()
-    i = next(i for i, name in enumerate(names) if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-    return InvalidArgumentError(f"sequence {names[i]} appears twice", field=f"{field}[{i}]")
+    def slots(self, rows: Int64Array, starts: Int64Array, counts: Int64Array) -> Int64Array:
+        """Return the slots of the tokens starts[i], ..., starts[i] + counts[i] - 1 of each row: int64[sum(counts)]."""
+        which, positions = ragged(starts, counts)
+        blocks: Int64Array = self.block_tables[rows[which], positions >> self._shift].astype(np.int64)
+        return (blocks << self._shift) | (positions & self._mask)

@@ -15,140 +15,137 @@ import numpy as np
 import numpy.typing as npt
 
 from kvservice.blocks.arguments import counts_for, int32_array, int64_array, refuse
-from kvservice.blocks.core import distinct_steps
-from kvservice.blocks.growth import NO_COPIES, Batch, GrowthOps, OneEach
+from kvservice.blocks.block_pool import ONE
+from kvservice.blocks.growth import NO_COPIES, DecodeGrowth, GrowthPlanner, WriteBatch
+from kvservice.blocks.limits import check_request_tokens
+from kvservice.blocks.namespaces import LiveStep, SessionNamespace, distinct_steps
 from kvservice.blocks.plans import BlockCopies, Int32Array, Int64Array, Step
-from kvservice.blocks.sequences import LENGTH, NUM_COMPUTED, STEP, OpenStep, SequenceSpace
-from kvservice.blocks.tier import ONE
+from kvservice.blocks.sequences import LENGTH, NUM_COMPUTED, STEP
+from kvservice.blocks.state import BlockState
 from kvservice.errors import FailedPreconditionError, InvalidArgumentError, LengthMismatchError
 
 
-class StepOps(GrowthOps):
-    """Append and open_step."""
+class StepPlanner:
+    """Opens steps: append and open_step."""
+
+    def __init__(self, state: BlockState) -> None:
+        self._state, self._config = state, state.config
+        self._device, self._sequences = state.device, state.sequences
+        self._growth = GrowthPlanner(state)
+        self._ones = np.ones(state.config.max_sequences, np.int32)
+        self._ones.flags.writeable = False
 
     def can_append(
         self,
-        space: SequenceSpace,
+        namespace: SessionNamespace,
         sequence_ids: npt.ArrayLike,
-        num_tokens: npt.ArrayLike | None = None,
-        lookahead: int = 0,
+        num_tokens: npt.ArrayLike | None,
+        lookahead: int,
     ) -> bool:
-        """Return whether enough blocks are available for `append`. The answer is exact: an append with the same
-        arguments does not run out of blocks.
-
-        Unlike allocate, append may use the blocks below the watermark, which exists for running sequences.
-        """
-        self._enter(space)
-        ids, rows = space.lookup(sequence_ids)
+        """See BlockManager.can_append."""
+        self._state.enter(namespace)
+        ids, rows = namespace.lookup(sequence_ids)
         counts = self._append_counts(num_tokens, len(ids))
-        meta = self._resident(ids, rows)
+        states = self._sequences.resident_states(ids, rows)
         if num_tokens is None and lookahead == 0:
-            one_each = self._plan_one_each(rows, meta)
-            if one_each is not None:
-                return len(one_each.fresh) <= self.device.num_available
-        batch = Batch(ids, rows, meta, meta[:, LENGTH] + counts)
-        self._check_request_tokens(int((batch.lengths - meta[:, NUM_COMPUTED]).sum()), "sequence_ids")
-        return self._plan_growth(batch, lookahead).num_new <= self.device.num_available
+            decode = self._growth.plan_decode(rows, states)
+            if decode is not None:
+                return len(decode.fresh) <= self._device.num_available
+        batch = WriteBatch(ids, rows, states, states[:, LENGTH] + counts)
+        check_request_tokens(self._config, int((batch.lengths - states[:, NUM_COMPUTED]).sum()), "sequence_ids")
+        return self._growth.plan(batch, lookahead).num_new <= self._device.num_available
 
     def append(
         self,
-        space: SequenceSpace,
+        namespace: SessionNamespace,
         sequence_ids: npt.ArrayLike,
         token_ids: npt.ArrayLike,
-        num_tokens: npt.ArrayLike | None = None,
-        expected_lengths: npt.ArrayLike | None = None,
-        lookahead: int = 0,
+        num_tokens: npt.ArrayLike | None,
+        expected_lengths: npt.ArrayLike | None,
+        lookahead: int,
     ) -> Step:
-        """Append tokens and open a step over all uncomputed tokens (vLLM v0: append_slots).
-
-        sequence_ids int64[n], distinct; token_ids int32[sum(num_tokens)], sequence after sequence; num_tokens int64[n],
-        each >= 1, one each if None; expected_lengths int64[n], the lengths before the append. If the lengths show that
-        this very append was the last operation, the same step is returned again, without its copies (which were already
-        made), so a retry is safe.
-        Raises InvalidArgumentError, UnknownSequenceError, SequenceSwappedError, LengthMismatchError, OutOfBlocksError.
-        """
-        self._enter(space)
-        ids, rows = space.lookup(sequence_ids)
+        """See BlockManager.append."""
+        self._state.enter(namespace)
+        ids, rows = namespace.lookup(sequence_ids)
         tokens = int32_array(token_ids, "token_ids")
         counts = self._append_counts(num_tokens, len(ids))
         expected_tokens = counts * len(ids) if isinstance(counts, int) else int(counts.sum())
         if expected_tokens != len(tokens):
             raise InvalidArgumentError(f"has {len(tokens)} tokens, expected {expected_tokens}", field="token_ids")
-        meta = self._resident(ids, rows)
+        states = self._sequences.resident_states(ids, rows)
         if expected_lengths is not None:
             expected = int64_array(expected_lengths, "expected_lengths")
             if len(expected) != len(ids):
                 raise InvalidArgumentError(
                     f"has {len(expected)} elements for {len(ids)} sequences", field="expected_lengths"
                 )
-            if np.count_nonzero(meta[:, LENGTH] != expected):
-                return self._repeated_append(space, Batch(ids, rows, meta, expected), tokens, counts)
+            if np.count_nonzero(states[:, LENGTH] != expected):
+                return self._repeated_append(namespace, WriteBatch(ids, rows, states, expected), tokens, counts)
         if num_tokens is None and lookahead == 0:
-            one_each = self._plan_one_each(rows, meta)
-            if one_each is not None:
-                return self._append_one_each(space, Batch(ids, rows, meta, one_each.positions + ONE), one_each, tokens)
-        batch = Batch(ids, rows, meta, meta[:, LENGTH] + counts)
-        query_lens = batch.lengths - meta[:, NUM_COMPUTED]
-        self._check_request_tokens(int(np.add.reduce(query_lens)), "sequence_ids")
-        growth = self._plan_growth(batch, lookahead)
-        self._require_device_blocks(growth.num_new)
+            decode = self._growth.plan_decode(rows, states)
+            if decode is not None:
+                batch = WriteBatch(ids, rows, states, decode.positions + ONE)
+                return self._append_decode(namespace, batch, decode, tokens)
+        batch = WriteBatch(ids, rows, states, states[:, LENGTH] + counts)
+        query_lens = batch.lengths - states[:, NUM_COMPUTED]
+        check_request_tokens(self._config, int(np.add.reduce(query_lens)), "sequence_ids")
+        growth = self._growth.plan(batch, lookahead)
+        self._device.require_available(growth.num_new)
 
-        copies = self._grow(batch, growth)
-        slots = self._slots(batch.rows, meta[:, NUM_COMPUTED], query_lens)
+        copies = self._growth.apply(batch, growth)
+        slots = self._sequences.slots(batch.rows, states[:, NUM_COMPUTED], query_lens)
         if len(slots) == len(tokens):  # no tokens were pending before
-            self.device.token_slots[slots] = tokens
+            self._device.tokens_by_slot[slots] = tokens
         else:
             appended = np.broadcast_to(np.asarray(counts), len(ids))
-            self.device.token_slots[self._slots(batch.rows, meta[:, LENGTH], appended)] = tokens
-        self.sequences.num_tokens += len(tokens)
+            self._device.tokens_by_slot[self._sequences.slots(batch.rows, states[:, LENGTH], appended)] = tokens
+        self._sequences.num_tokens += len(tokens)
         context_lens = batch.lengths.astype(np.int32)
-        return self._open(space, batch, query_lens.astype(np.int32), context_lens, slots, copies, counts)
+        return self._open(namespace, batch, query_lens.astype(np.int32), context_lens, slots, copies, counts)
 
-    def _append_one_each(self, space: SequenceSpace, batch: Batch, plan: OneEach, tokens: Int32Array) -> Step:
+    def _append_decode(
+        self, namespace: SessionNamespace, batch: WriteBatch, plan: DecodeGrowth, tokens: Int32Array
+    ) -> Step:
         """Append for a decode step: no tokens were pending, and no block needs a copy."""
-        self._require_device_blocks(len(plan.fresh))
-        slots = self._grow_one_each(batch.rows, plan)
-        self.device.token_slots[slots] = tokens
-        self.sequences.num_tokens += len(tokens)
+        self._device.require_available(len(plan.fresh))
+        slots = self._growth.apply_decode(batch.rows, plan)
+        self._device.tokens_by_slot[slots] = tokens
+        self._sequences.num_tokens += len(tokens)
         context_lens = batch.lengths.astype(np.int32)
-        return self._open(space, batch, self._ones[: len(tokens)], context_lens, slots, NO_COPIES, 1)
+        return self._open(namespace, batch, self._ones[: len(tokens)], context_lens, slots, NO_COPIES, 1)
 
-    def can_open_step(self, space: SequenceSpace, sequence_ids: npt.ArrayLike, lookahead: int = 0) -> bool:
-        """Return whether enough blocks are available for `open_step`. The answer is exact."""
-        self._enter(space)
-        batch = self._pending(space, sequence_ids)
-        self._check_request_tokens(int((batch.lengths - batch.meta[:, NUM_COMPUTED]).sum()), "sequence_ids")
-        return self._plan_growth(batch, lookahead).num_new <= self.device.num_available
+    def can_open_step(self, namespace: SessionNamespace, sequence_ids: npt.ArrayLike, lookahead: int) -> bool:
+        """See BlockManager.can_open_step."""
+        self._state.enter(namespace)
+        batch = self._pending(namespace, sequence_ids)
+        check_request_tokens(self._config, int((batch.lengths - batch.states[:, NUM_COMPUTED]).sum()), "sequence_ids")
+        return self._growth.plan(batch, lookahead).num_new <= self._device.num_available
 
     def open_step(
         self,
-        space: SequenceSpace,
+        namespace: SessionNamespace,
         sequence_ids: npt.ArrayLike,
-        num_tokens: npt.ArrayLike | None = None,
-        lookahead: int = 0,
+        num_tokens: npt.ArrayLike | None,
+        lookahead: int,
     ) -> Step:
-        """Open a step over existing tokens that are not computed: a prefill, or one chunk of it with num_tokens.
-
-        num_tokens int64[n], each from 1 to the sequence's pending tokens; None means all pending tokens. Raises the
-        errors of append, and FailedPreconditionError if a sequence has no pending tokens.
-        """
-        self._enter(space)
-        batch = self._pending(space, sequence_ids)
-        pending = batch.lengths - batch.meta[:, NUM_COMPUTED]
+        """See BlockManager.open_step."""
+        self._state.enter(namespace)
+        batch = self._pending(namespace, sequence_ids)
+        pending = batch.lengths - batch.states[:, NUM_COMPUTED]
         query_lens = pending
         if num_tokens is not None:
             query_lens = counts_for(num_tokens, "num_tokens", len(batch.ids))
             outside = (query_lens < 1) | (query_lens > pending)
             if np.count_nonzero(outside):
                 refuse("num_tokens", outside, "must be from 1 to the tokens that are not computed")
-        self._check_request_tokens(int(np.add.reduce(query_lens)), "sequence_ids")
-        growth = self._plan_growth(batch, lookahead)
-        self._require_device_blocks(growth.num_new)
+        check_request_tokens(self._config, int(np.add.reduce(query_lens)), "sequence_ids")
+        growth = self._growth.plan(batch, lookahead)
+        self._device.require_available(growth.num_new)
 
-        copies = self._grow(batch, growth)
-        slots = self._slots(batch.rows, batch.meta[:, NUM_COMPUTED], query_lens)
-        context_lens = (batch.meta[:, NUM_COMPUTED] + query_lens).astype(np.int32)
-        return self._open(space, batch, query_lens.astype(np.int32), context_lens, slots, copies, None)
+        copies = self._growth.apply(batch, growth)
+        slots = self._sequences.slots(batch.rows, batch.states[:, NUM_COMPUTED], query_lens)
+        context_lens = (batch.states[:, NUM_COMPUTED] + query_lens).astype(np.int32)
+        return self._open(namespace, batch, query_lens.astype(np.int32), context_lens, slots, copies, None)
 
     def _append_counts(self, num_tokens: npt.ArrayLike | None, batch: int) -> Int64Array | int:
         if num_tokens is None:
@@ -156,31 +153,31 @@ class StepOps(GrowthOps):
         counts = counts_for(num_tokens, "num_tokens", batch)
         if np.minimum.reduce(counts) < 1:
             refuse("num_tokens", counts < 1, "must be at least 1")
-        if np.maximum.reduce(counts) > self.config.max_sequence_tokens:
-            limit = self.config.max_sequence_tokens
+        if np.maximum.reduce(counts) > self._config.max_sequence_tokens:
+            limit = self._config.max_sequence_tokens
             refuse("num_tokens", counts > limit, f"must be at most max_sequence_tokens = {limit}")
         return counts
 
-    def _pending(self, space: SequenceSpace, sequence_ids: npt.ArrayLike) -> Batch:
-        ids, rows = space.lookup(sequence_ids)
-        meta = self._resident(ids, rows)
-        done = meta[:, NUM_COMPUTED] == meta[:, LENGTH]
+    def _pending(self, namespace: SessionNamespace, sequence_ids: npt.ArrayLike) -> WriteBatch:
+        ids, rows = namespace.lookup(sequence_ids)
+        states = self._sequences.resident_states(ids, rows)
+        done = states[:, NUM_COMPUTED] == states[:, LENGTH]
         if np.count_nonzero(done):
             i = int(done.argmax())
             raise FailedPreconditionError(
                 f"all tokens of sequence {ids[i]} are computed", field=f"sequence_ids[{i}]", sequence_id=int(ids[i])
             )
-        return Batch(ids, rows, meta, meta[:, LENGTH])
+        return WriteBatch(ids, rows, states, states[:, LENGTH])
 
     def _repeated_append(
-        self, space: SequenceSpace, batch: Batch, tokens: Int32Array, counts: Int64Array | int
+        self, namespace: SessionNamespace, batch: WriteBatch, tokens: Int32Array, counts: Int64Array | int
     ) -> Step:
         """Return the step of this append if it was the last operation on its sequences. Raises LengthMismatchError
         otherwise."""
-        expected, lengths = batch.lengths, batch.meta[:, LENGTH]
+        expected, lengths = batch.lengths, batch.states[:, LENGTH]
         if np.count_nonzero(expected < 0):
             refuse("expected_lengths", expected < 0, "must not be negative")
-        entry = space.steps.get(int(batch.meta[0, STEP]))
+        entry = namespace.steps.get(int(batch.states[0, STEP]))
         if (
             entry is not None
             and entry.num_appended is not None
@@ -189,7 +186,8 @@ class StepOps(GrowthOps):
             and np.array_equal(lengths, expected + counts)
         ):
             appended = np.broadcast_to(np.asarray(counts), len(batch.ids))
-            if np.array_equal(self.device.token_slots[self._slots(batch.rows, expected, appended)], tokens):
+            slots = self._sequences.slots(batch.rows, expected, appended)
+            if np.array_equal(self._device.tokens_by_slot[slots], tokens):
                 return dataclasses.replace(entry.plan, copies=NO_COPIES)
         i = int((lengths != expected).argmax())
         raise LengthMismatchError(
@@ -199,28 +197,28 @@ class StepOps(GrowthOps):
 
     def _open(
         self,
-        space: SequenceSpace,
-        batch: Batch,
+        namespace: SessionNamespace,
+        batch: WriteBatch,
         query_lens: Int32Array,
         context_lens: Int32Array,
         slots: Int64Array,
         copies: BlockCopies,
         appended: Int64Array | int | None,
     ) -> Step:
-        space.supersede(distinct_steps(batch.meta[:, STEP]))
-        space.last_step_id += 1
+        namespace.supersede(distinct_steps(batch.states[:, STEP]))
+        namespace.last_step_id += 1
         step = Step(
-            step_id=space.last_step_id,
+            step_id=namespace.last_step_id,
             sequence_ids=batch.ids,
             rows=batch.rows,
             query_lens=query_lens,
             context_lens=context_lens,
             slot_mapping=slots,
             copies=copies,
-            tables=self.block_tables,
-            block_size=self.config.block_size,
+            tables=self._sequences.block_tables,
+            block_size=self._config.block_size,
         )
-        self.sequences.lengths[batch.rows] = batch.lengths
-        self.sequences.steps[batch.rows] = step.step_id
-        space.steps[step.step_id] = OpenStep(step, bytearray(self.config.num_layers), appended)
+        self._sequences.lengths[batch.rows] = batch.lengths
+        self._sequences.steps[batch.rows] = step.step_id
+        namespace.steps[step.step_id] = LiveStep(step, bytearray(self._config.num_layers), appended)
         return step

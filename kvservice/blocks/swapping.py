@@ -13,11 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvservice.blocks.arguments import whole_number
-from kvservice.blocks.core import Core, ragged
 from kvservice.blocks.events import EventJournal, StoredBlock
+from kvservice.blocks.limits import check_request_blocks, check_sequence_lengths
+from kvservice.blocks.namespaces import SessionNamespace
 from kvservice.blocks.plans import AllocStatus, Int64Array, SwapPlan
 from kvservice.blocks.prefix import token_bytes
-from kvservice.blocks.sequences import LENGTH, NUM_BLOCKS, NUM_COMPUTED, SWAPPED, SequenceSpace
+from kvservice.blocks.ranges import ragged
+from kvservice.blocks.sequences import LENGTH, NUM_BLOCKS, NUM_COMPUTED, SWAPPED
+from kvservice.blocks.state import BlockState
 from kvservice.errors import OutOfBlocksError, SequenceNotSwappedError
 
 _MISSING = -1
@@ -32,7 +35,7 @@ class _Group:
     """
 
     rows: Int64Array
-    meta: Int64Array
+    states: Int64Array
     which: Int64Array
     entries: Int64Array
     blocks: Int64Array
@@ -52,167 +55,158 @@ class _SwapIn:
     required: int
 
 
-class SwapOps(Core):
-    """can_swap_out, swap_out, can_swap_in, swap_in."""
+class Swapper:
+    """Moves groups of sequences between the tiers."""
 
-    def can_swap_out(self, space: SequenceSpace, sequence_ids: npt.ArrayLike) -> bool:
-        """Return whether the swap tier has room for the group. The answer is exact; the swap tier has no watermark."""
-        self._enter(space)
-        return len(self._swap_out_group(space, sequence_ids).blocks) <= self.swap.num_free
+    def __init__(self, state: BlockState) -> None:
+        self._state, self._config = state, state.config
+        self._device, self._swap, self._sequences = state.device, state.swap, state.sequences
+        self._shift, self._mask = state.config.block_shift, state.config.block_mask
 
-    def swap_out(self, space: SequenceSpace, sequence_ids: npt.ArrayLike) -> SwapPlan:
-        """Move a group of sequences to the swap tier (vLLM v0: swap_out).
+    def can_swap_out(self, namespace: SessionNamespace, sequence_ids: npt.ArrayLike) -> bool:
+        """See BlockManager.can_swap_out."""
+        self._state.enter(namespace)
+        return len(self._swap_out_group(namespace, sequence_ids).blocks) <= self._swap.num_free
 
-        sequence_ids int64[n], distinct. Returns device blocks src int32[m] and swap blocks dst int32[m]; the device
-        copies them before anything else is written to the device pool. A block that several sequences of the group
-        share moves once and stays shared. The steps of the group become stale. Raises InvalidArgumentError,
-        UnknownSequenceError, SequenceSwappedError, OutOfBlocksError with tier "swap".
-        """
-        self._enter(space)
-        group = self._swap_out_group(space, sequence_ids)
+    def swap_out(self, namespace: SessionNamespace, sequence_ids: npt.ArrayLike) -> SwapPlan:
+        """See BlockManager.swap_out."""
+        self._state.enter(namespace)
+        group = self._swap_out_group(namespace, sequence_ids)
         src = group.blocks
-        if len(src) > self.swap.num_free:
+        if len(src) > self._swap.num_free:
             raise OutOfBlocksError(
-                f"{len(src)} swap blocks are needed and {self.swap.num_free} of {self.swap.num_blocks} are free",
-                tier="swap", required=len(src), free=self.swap.num_free, total=self.swap.num_blocks,
-                never=len(src) > self.swap.num_blocks,
+                f"{len(src)} swap blocks are needed and {self._swap.num_free} of {self._swap.num_blocks} are free",
+                tier="swap", required=len(src), free=self._swap.num_free, total=self._swap.num_blocks,
+                never=len(src) > self._swap.num_blocks,
             )  # fmt: skip
-        dst = self._taken(self.swap, group.holders)
-        self.swap.token_ids[dst] = self.device.token_ids[src]
+        dst = self._swap.allocate_shared(group.holders)
+        self._swap.token_ids[dst] = self._device.token_ids[src]
         for to, chain_hash in zip(dst.tolist(), self._computed_hashes(group), strict=True):
-            self.swap.hashes[to] = chain_hash
-        self._supersede(space, group.rows)
-        self._release_entries(self.device, *self._table_entries(group.rows))
-        self.block_tables[group.rows[group.which], group.entries] = dst[group.inverse]
-        self.meta[group.rows, SWAPPED] = 1
-        self.sequences.num_swapped += len(group.rows)
-        self.swapped_out_sequences += len(group.rows)
-        self.swapped_out_blocks += len(src)
+            self._swap.hashes[to] = chain_hash
+        self._sequences.end_steps(namespace, group.rows)
+        self._device.decref_entries(*self._sequences.table_entries(group.rows))
+        self._sequences.block_tables[group.rows[group.which], group.entries] = dst[group.inverse]
+        self._sequences.states[group.rows, SWAPPED] = 1
+        self._sequences.num_swapped += len(group.rows)
+        self._state.counters.swapped_out_sequences += len(group.rows)
+        self._state.counters.swapped_out_blocks += len(src)
         return SwapPlan(src.astype(np.int32), dst.astype(np.int32))
 
-    def can_swap_in(self, space: SequenceSpace, sequence_ids: npt.ArrayLike, lookahead: int = 0) -> AllocStatus:
-        """Return one of the three answers of can_allocate for a swapped-out group, with the device tier's watermark.
+    def can_swap_in(self, namespace: SessionNamespace, sequence_ids: npt.ArrayLike, lookahead: int) -> AllocStatus:
+        """See BlockManager.can_swap_in."""
+        self._state.enter(namespace)
+        return self._plan_swap_in(namespace, sequence_ids, lookahead).status
 
-        The required blocks are the distinct blocks of the group and the lookahead blocks. A block that the index still
-        finds on the device needs no new block.
-        """
-        self._enter(space)
-        return self._plan_swap_in(space, sequence_ids, lookahead).status
-
-    def swap_in(self, space: SequenceSpace, sequence_ids: npt.ArrayLike, lookahead: int = 0) -> SwapPlan:
-        """Move a group of swapped-out sequences back to the device (vLLM v0: swap_in).
-
-        sequence_ids int64[n], distinct. Returns swap blocks src int32[m] and device blocks dst int32[m], only for
-        blocks that are no longer on the device. Raises InvalidArgumentError, UnknownSequenceError,
-        SequenceNotSwappedError, OutOfBlocksError.
-        """
-        self._enter(space)
-        plan = self._plan_swap_in(space, sequence_ids, lookahead)
+    def swap_in(self, namespace: SessionNamespace, sequence_ids: npt.ArrayLike, lookahead: int) -> SwapPlan:
+        """See BlockManager.swap_in."""
+        self._state.enter(namespace)
+        plan = self._plan_swap_in(namespace, sequence_ids, lookahead)
         if plan.status is not AllocStatus.OK:
-            raise self._out_of_device_blocks(plan.required, never=plan.status is AllocStatus.NEVER)
+            raise self._device.out_of_blocks(plan.required, never=plan.status is AllocStatus.NEVER)
         group = plan.group
         copied = plan.found == _MISSING
-        self._hold_found(plan.found[~copied], group.holders[~copied])
+        self._incref_found(plan.found[~copied], group.holders[~copied])
         to = plan.found.copy()
-        to[copied] = self._taken(self.device, group.holders[copied])
+        to[copied] = self._device.allocate_shared(group.holders[copied])
         src, dst = group.blocks[copied], to[copied]
-        self.device.token_ids[dst] = self.swap.token_ids[src]
+        self._device.token_ids[dst] = self._swap.token_ids[src]
         hashed = [
             (block, chain_hash)
             for back, block in zip(src.tolist(), dst.tolist(), strict=True)
-            if (chain_hash := self.swap.hashes[back]) is not None
+            if (chain_hash := self._swap.hashes[back]) is not None
         ]
         for block, chain_hash in hashed:
-            self.device.hashes[block] = chain_hash
+            self._device.hashes[block] = chain_hash
         blocks = [block for block, _ in hashed]
-        found = self.device.make_findable(blocks, [chain_hash for _, chain_hash in hashed])
+        found = self._device.add_to_index(blocks, [chain_hash for _, chain_hash in hashed])
         findable = list(itertools.compress(blocks, found))
-        self.block_tables[group.rows[group.which], group.entries] = to[group.inverse]
-        if self.device.journal is not None and findable:
-            self._note_findable(self.device.journal, group, to, findable)
-        self._reserve(group.rows, plan.grown)
-        self.swap.release(group.blocks, group.holders)
-        self.meta[group.rows, SWAPPED] = 0
-        self.sequences.num_swapped -= len(group.rows)
-        self.swapped_in_sequences += len(group.rows)
-        self.swapped_in_blocks += len(src)
+        self._sequences.block_tables[group.rows[group.which], group.entries] = to[group.inverse]
+        if self._device.journal is not None and findable:
+            self._record_stored(self._device.journal, group, to, findable)
+        new = self._device.allocate(int(plan.grown.sum()))
+        self._sequences.append_blocks(group.rows, group.states[:, NUM_BLOCKS], plan.grown, new)
+        self._swap.decref(group.blocks, group.holders)
+        self._sequences.states[group.rows, SWAPPED] = 0
+        self._sequences.num_swapped -= len(group.rows)
+        self._state.counters.swapped_in_sequences += len(group.rows)
+        self._state.counters.swapped_in_blocks += len(src)
         return SwapPlan(src.astype(np.int32), dst.astype(np.int32))
 
-    def _note_findable(self, journal: EventJournal, group: _Group, to: Int64Array, findable: list[int]) -> None:
+    def _record_stored(self, journal: EventJournal, group: _Group, to: Int64Array, findable: list[int]) -> None:
         """Record blocks that returned to the prefix index, each with its parent, the previous block of a table."""
         blocks, first = np.unique(to[group.inverse], return_index=True)
         rows, entries = group.rows[group.which[first]], group.entries[first]
-        before = self.block_tables[rows, np.maximum(entries - 1, 0)]
+        before = self._sequences.block_tables[rows, np.maximum(entries - 1, 0)]
         parents = {
-            block: self.device.hashes[parent] if entry else None
+            block: self._device.hashes[parent] if entry else None
             for block, entry, parent in zip(blocks.tolist(), entries.tolist(), before.tolist(), strict=True)
         }
         stored: list[StoredBlock] = []
         for block in findable:
-            chain_hash = self.device.hashes[block]
+            chain_hash = self._device.hashes[block]
             assert chain_hash is not None, "it is in the index"
-            tokens = token_bytes(self.device.token_ids[block]) if journal.with_tokens else b""
+            tokens = token_bytes(self._device.token_ids[block]) if journal.with_tokens else b""
             stored.append((chain_hash, parents[block], tokens))
         journal.stored(stored)
 
-    def _swap_out_group(self, space: SequenceSpace, sequence_ids: npt.ArrayLike) -> _Group:
-        ids, rows = space.lookup(sequence_ids)
-        meta = self._resident(ids, rows)
-        return self._group(rows, meta)
+    def _swap_out_group(self, namespace: SessionNamespace, sequence_ids: npt.ArrayLike) -> _Group:
+        ids, rows = namespace.lookup(sequence_ids)
+        states = self._sequences.resident_states(ids, rows)
+        return self._group(rows, states)
 
-    def _group(self, rows: Int64Array, meta: Int64Array) -> _Group:
-        self._check_request_blocks(int(np.add.reduce(meta[:, NUM_BLOCKS])), "sequence_ids")
-        which, entries = ragged(np.zeros(len(rows), np.int64), meta[:, NUM_BLOCKS])
-        held = self.block_tables[rows[which], entries].astype(np.int64)
+    def _group(self, rows: Int64Array, states: Int64Array) -> _Group:
+        check_request_blocks(self._config, int(np.add.reduce(states[:, NUM_BLOCKS])), "sequence_ids")
+        which, entries = ragged(np.zeros(len(rows), np.int64), states[:, NUM_BLOCKS])
+        held = self._sequences.block_tables[rows[which], entries].astype(np.int64)
         blocks, inverse, holders = np.unique(held, return_inverse=True, return_counts=True)
-        return _Group(rows, meta, which, entries, blocks, inverse, holders)
+        return _Group(rows, states, which, entries, blocks, inverse, holders)
 
     def _computed_hashes(self, group: _Group) -> list[bytes | None]:
         """Return the chain hash of each distinct block that is full and computed in one of the sequences, else
         None."""
         hashes: list[bytes | None] = [None] * len(group.blocks)
-        if not self.config.enable_prefix_caching:
+        if not self._config.enable_prefix_caching:
             return hashes
-        num_full = group.meta[group.which, NUM_COMPUTED] >> self._shift
+        num_full = group.states[group.which, NUM_COMPUTED] >> self._shift
         for i in group.inverse[group.entries < num_full].tolist():
-            hashes[i] = self.device.hashes[int(group.blocks[i])]
+            hashes[i] = self._device.hashes[int(group.blocks[i])]
         return hashes
 
-    def _plan_swap_in(self, space: SequenceSpace, sequence_ids: npt.ArrayLike, lookahead: int) -> _SwapIn:
-        ids, rows = space.lookup(sequence_ids)
-        lookahead = whole_number(lookahead, "lookahead", 0, self.config.max_sequence_tokens)
-        meta = self.meta.take(rows, axis=0)
-        resident = meta[:, SWAPPED] == 0
+    def _plan_swap_in(self, namespace: SessionNamespace, sequence_ids: npt.ArrayLike, lookahead: int) -> _SwapIn:
+        ids, rows = namespace.lookup(sequence_ids)
+        lookahead = whole_number(lookahead, "lookahead", 0, self._config.max_sequence_tokens)
+        states = self._sequences.states.take(rows, axis=0)
+        resident = states[:, SWAPPED] == 0
         if np.count_nonzero(resident):
             i = int(resident.argmax())
             raise SequenceNotSwappedError(
                 f"sequence {ids[i]} is not swapped out", field=f"sequence_ids[{i}]", sequence_id=int(ids[i])
             )
-        self._check_reach(meta[:, LENGTH], lookahead)
-        group = self._group(rows, meta)
-        reach = (meta[:, LENGTH] + (lookahead + self._mask)) >> self._shift
-        grown = np.maximum(reach - meta[:, NUM_BLOCKS], 0)
+        check_sequence_lengths(self._config, states[:, LENGTH], lookahead)
+        group = self._group(rows, states)
+        reach = (states[:, LENGTH] + (lookahead + self._mask)) >> self._shift
+        grown = np.maximum(reach - states[:, NUM_BLOCKS], 0)
         found = np.array([self._find(block) for block in group.blocks.tolist()], np.int64)
         required = len(found) + int(grown.sum())
         there = found[found != _MISSING]
-        to_take = required - len(there) + self.device.num_evictable(np.unique(there))
-        return _SwapIn(group, found, grown, self._swap_in_status(required, to_take), required)
+        num_consumed = required - len(there) + self._device.num_evictable(np.unique(there))
+        return _SwapIn(group, found, grown, self._swap_in_status(required, num_consumed), required)
 
-    def _swap_in_status(self, required: int, to_take: int) -> AllocStatus:
-        if self.device.num_available - to_take >= self.config.watermark_blocks:
+    def _swap_in_status(self, required: int, num_consumed: int) -> AllocStatus:
+        if self._device.num_available - num_consumed >= self._config.watermark_blocks:
             return AllocStatus.OK
-        if self.config.num_blocks - required < self.config.watermark_blocks:
+        if self._config.num_blocks - required < self._config.watermark_blocks:
             return AllocStatus.NEVER
         return AllocStatus.LATER
 
     def _find(self, swap_block: int) -> int:
-        chain_hash = self.swap.hashes[swap_block]
-        return _MISSING if chain_hash is None else self.device.index.blocks.get(chain_hash, _MISSING)
+        chain_hash = self._swap.hashes[swap_block]
+        return _MISSING if chain_hash is None else self._device.index.blocks.get(chain_hash, _MISSING)
 
-    def _hold_found(self, blocks: Int64Array, holders: Int64Array) -> None:
+    def _incref_found(self, blocks: Int64Array, holders: Int64Array) -> None:
         """Add references to device blocks that the index found. Two swap blocks with the same content may find the same
         device block, which then gets the references of both."""
         distinct, inverse = np.unique(blocks, return_inverse=True)
         counts = np.zeros(len(distinct), np.int64)
         np.add.at(counts, inverse, holders)
-        self.device.hold_found(distinct, counts)
+        self._device.incref_found(distinct, counts)

@@ -99,7 +99,7 @@ class Views:
             return {"age_s": None, "idle_s": None}
         now = time.monotonic()
         idle_s = now - float(self._arrays["released_at"][block_id]) if state in (CACHED, PINNED) else None
-        return {"age_s": now - float(self._arrays["taken_at"][block_id]), "idle_s": idle_s}
+        return {"age_s": now - float(self._arrays["allocated_at"][block_id]), "idle_s": idle_s}
 
     def _holders(self, tier: str, block_id: int) -> list[dict[str, Any]]:
         rows, tables = self._reader.sequences(), self._arrays["block_tables"]

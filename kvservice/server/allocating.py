@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
-from kvservice.blocks import Allocation, AllocationRequest, AllocStatus, SequenceSpace, Slices
+from kvservice.blocks import Allocation, AllocationRequest, AllocStatus, SessionNamespace, Slices
 from kvservice.blocks.slices import in_turn
 from kvservice.errors import KVServiceError
 from kvservice.server.codec import extra_keys
@@ -33,8 +33,8 @@ def allocation_requests(
 
 
 def allocating(
-    allocate: Callable[[SequenceSpace, list[AllocationRequest]], Slices[T]],
-    space: SequenceSpace,
+    allocate: Callable[[SessionNamespace, list[AllocationRequest]], Slices[T]],
+    space: SessionNamespace,
     request: blocks_pb2.AllocateRequest | blocks_pb2.CanAllocateRequest,
 ) -> Slices[T]:
     """Call `allocate` with the sequences of a request."""

@@ -10,7 +10,7 @@ import os
 from collections.abc import Awaitable
 from dataclasses import dataclass
 
-from kvservice.blocks import BlockManager, SequenceSpace, Slices, Step
+from kvservice.blocks import BlockManager, SessionNamespace, Slices, Step
 from kvservice.config import ServeConfig
 from kvservice.devices import CudaRegion, Device, LaneServer, LaneSession
 from kvservice.errors import (
@@ -91,7 +91,7 @@ class HostAccess:
         config: ServeConfig,
         device: Device,
         manager: BlockManager,
-        space: SequenceSpace,
+        space: SessionNamespace,
         sharing: Sharing,
         row: SessionRow,
     ) -> None:

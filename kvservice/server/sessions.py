@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvservice.auth import CALLER, Identity
-from kvservice.blocks import BlockManager, SequenceSpace, Slices
+from kvservice.blocks import BlockManager, SessionNamespace, Slices
 from kvservice.config import ServeConfig
 from kvservice.devices import Device
 from kvservice.errors import (
@@ -62,7 +62,7 @@ class Session:
     token: bytes
     name: str
     owner: Identity
-    space: SequenceSpace
+    space: SessionNamespace
     access: HostAccess
     regions: Regions
     row: SessionRow

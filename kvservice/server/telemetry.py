@@ -41,7 +41,7 @@ class DaemonVitals:
         engine, sessions, dispatcher = self._engine, self._sessions, self._dispatcher
         manager, journal, busy_s = engine.manager, engine.journal, engine.device.swap_busy_s
         stats = manager.stats()
-        manager.device.ages.fold()
+        manager.state.device.ages.fold()
         lane_calls, lane_errors, lane_counts, lane_busy_s = sessions.lanes.stats()
         vitals = Vitals(
             num_blocks=stats.num_blocks,
@@ -96,7 +96,7 @@ class DaemonVitals:
 
     def block_hash(self, block: int) -> bytes:
         """Return the chain hash of a block in the prefix index, or b"" for other blocks and for invalid block ids."""
-        device = self._engine.manager.device
+        device = self._engine.manager.state.device
         if block < device.num_blocks and device.indexed[block]:
             return device.hashes[block] or b""
         return b""

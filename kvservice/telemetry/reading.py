@@ -10,18 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvservice.blocks.sequences import (
-    COMPUTED_TOKENS,
-    HIT_TOKENS,
-    LENGTH,
-    NUM_BLOCKS,
-    NUM_COMPUTED,
-    NUM_COUNTERS,
-    QUERY_TOKENS,
-    SEQUENCE_ID,
-    SPACE,
-    SWAPPED,
-)
+from kvservice.blocks.namespaces import COMPUTED_TOKENS, HIT_TOKENS, NUM_COUNTERS, QUERY_TOKENS
+from kvservice.blocks.sequences import LENGTH, NAMESPACE, NUM_BLOCKS, NUM_COMPUTED, SEQUENCE_ID, SWAPPED
 from kvservice.telemetry import sessions as columns
 from kvservice.telemetry.arrays import Arrays
 from kvservice.telemetry.calls import Key, keys
@@ -112,13 +102,13 @@ class Reader:
         )
 
     def sequences(self) -> SequenceRows:
-        meta = self.arrays["meta"]
-        numbers = np.flatnonzero(meta[:, SPACE])
-        rows = meta[numbers]
-        if not (live := rows[:, SPACE] != 0).all():  # a sequence was freed between the two reads
+        states = self.arrays["sequence_states"]
+        numbers = np.flatnonzero(states[:, NAMESPACE])
+        rows = states[numbers]
+        if not (live := rows[:, NAMESPACE] != 0).all():  # a sequence was freed between the two reads
             numbers, rows = numbers[live], rows[live]
         wanted = (SEQUENCE_ID, LENGTH, NUM_COMPUTED, NUM_BLOCKS, SWAPPED)
-        return SequenceRows(numbers, rows[:, SPACE] - 1, *(rows[:, column] for column in wanted))
+        return SequenceRows(numbers, rows[:, NAMESPACE] - 1, *(rows[:, column] for column in wanted))
 
     def session(self, row: int) -> tuple[int, str]:
         """Return id and name of the session in a row. The id is 0 if the row is free."""

@@ -7,21 +7,21 @@ from typing import Any
 
 import pytest
 
-from kvservice.blocks import BlockManager, BlocksConfig, SequenceSpace
-from kvservice.blocks.tier import Tier
+from kvservice.blocks import BlockManager, BlocksConfig, SessionNamespace
+from kvservice.blocks.block_pool import BlockPool
 
 
-def _tier_state(tier: Tier) -> dict[str, Any]:
+def _pool_state(pool: BlockPool) -> dict[str, Any]:
     return {
-        "ref_count": tier.ref_count.tolist(),
-        "free": tier.free_blocks().tolist(),
-        "token_ids": tier.token_ids.tolist(),
-        "hashes": list(tier.hashes),
-        "counts": (tier.num_active, tier.num_shared, tier.num_free),
+        "ref_count": pool.ref_count.tolist(),
+        "free": pool.free_blocks().tolist(),
+        "token_ids": pool.token_ids.tolist(),
+        "hashes": list(pool.hashes),
+        "counts": (pool.num_active, pool.num_shared, pool.num_free),
     }
 
 
-def _space_state(space: SequenceSpace) -> dict[str, Any]:
+def _space_state(space: SessionNamespace) -> dict[str, Any]:
     steps = {step_id: (id(entry.plan), bytes(entry.written)) for step_id, entry in space.steps.items()}
     pins = {pin_id: blocks.tolist() for pin_id, blocks in space.pins.items()}
     return {"rows": dict(space.rows), "steps": steps, "pins": pins, "last": (space.last_step_id, space.last_pin_id)}
@@ -29,21 +29,21 @@ def _space_state(space: SequenceSpace) -> dict[str, Any]:
 
 def full_state(manager: BlockManager) -> dict[str, Any]:
     """Return all state that an operation may change, as plain values."""
-    device = manager.device
+    device = manager.state.device
     return {
-        "device": _tier_state(device),
-        "swap": _tier_state(manager.swap),
+        "device": _pool_state(device),
+        "swap": _pool_state(manager.state.swap),
         "index": dict(device.index.blocks),
         "indexed": device.indexed.tolist(),
         "pinned": device.pinned.tolist(),
         "evictable": device.evictable.blocks().tolist(),
-        "tables": manager.block_tables.tolist(),
-        "meta": manager.meta.tolist(),
-        "free_rows": list(manager.sequences.free_rows),
-        "extra_keys": dict(manager.sequences.extra_keys),
-        "pin_counts": manager.pin_counts.tolist(),
-        "deadlines": len(manager.pin_deadlines),
-        "spaces": [_space_state(space) for space in sorted(manager.spaces, key=id)],
+        "tables": manager.state.sequences.block_tables.tolist(),
+        "states": manager.state.sequences.states.tolist(),
+        "free_rows": list(manager.state.sequences.free_rows),
+        "extra_keys": dict(manager.state.sequences.extra_keys),
+        "pin_counts": manager.state.pins.counts.tolist(),
+        "deadlines": len(manager.state.pins.deadlines),
+        "spaces": [_space_state(space) for space in sorted(manager.state.namespaces, key=id)],
         "stats": manager.stats(),
     }
 
@@ -54,10 +54,10 @@ def snapshot() -> Callable[[BlockManager], dict[str, Any]]:
 
 
 @pytest.fixture
-def make() -> Callable[..., tuple[BlockManager, SequenceSpace]]:
+def make() -> Callable[..., tuple[BlockManager, SessionNamespace]]:
     """Return a manager of 32 blocks of 4 tokens and 2 layers, with 16 swap blocks, no watermark and one namespace."""
 
-    def make(clock: Callable[[], float] | None = None, **changes: Any) -> tuple[BlockManager, SequenceSpace]:
+    def make(clock: Callable[[], float] | None = None, **changes: Any) -> tuple[BlockManager, SessionNamespace]:
         sizes = {"num_blocks": 32, "block_size": 4, "num_layers": 2, "num_swap_blocks": 16, "watermark": 0.0}
         config = BlocksConfig(**{**sizes, "max_sequences": 16, "max_sequence_tokens": 256, **changes})
         manager = BlockManager(config, clock=clock) if clock else BlockManager(config)

@@ -29,7 +29,7 @@ class Pool:
 
     def histogram(self, which: int) -> tuple[dict[float, int], float]:
         """Return the counts of a histogram by upper bound, and the sum of its seconds."""
-        ages = self.manager.device.ages
+        ages = self.manager.state.device.ages
         ages.fold()
         counts = zip((*BUCKETS_S, float("inf")), ages.counts[which].tolist(), strict=True)
         return {bound: count for bound, count in counts if count}, float(ages.seconds[which])
@@ -87,7 +87,7 @@ def test_folding_loses_nothing_however_much_waits() -> None:
     expected = np.zeros(len(BUCKETS_S) + 1, np.int64)
     for _ in range(2000):
         blocks = source.choice(100, size=3, replace=False)
-        ages.take(blocks)
+        ages.allocate(blocks)
         age = float(source.exponential(100))
         now[0] += age
         ages.free(blocks)

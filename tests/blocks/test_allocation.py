@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvservice.blocks import AllocationRequest, AllocStatus, BlockManager, SequenceSpace
+from kvservice.blocks import AllocationRequest, AllocStatus, BlockManager, SessionNamespace
 from kvservice.errors import DuplicateSequenceError, OutOfBlocksError, QuotaExceededError
 
-Make = Callable[..., tuple[BlockManager, SequenceSpace]]
+Make = Callable[..., tuple[BlockManager, SessionNamespace]]
 
 
 def request(sequence_id: int, tokens: Any, **more: Any) -> AllocationRequest:
     return AllocationRequest(sequence_id, np.array(tokens, np.int32), **more)
 
 
-def compute(manager: BlockManager, space: SequenceSpace, *ids: int) -> None:
+def compute(manager: BlockManager, space: SessionNamespace, *ids: int) -> None:
     manager.mark_all_layers(space, manager.open_step(space, list(ids)).step_id)
 
 
@@ -144,7 +144,7 @@ def test_hashes_are_chains_of_sha256(make: Make) -> None:
     first = sha256(root + np.array([1, 2, 3, 4], "<i4").tobytes()).digest()
     key = (1).to_bytes(4, "little") + (5).to_bytes(4, "little") + b"image"
     second = sha256(first + np.array([5, 6, 7, 8], "<i4").tobytes() + key).digest()
-    assert set(manager.device.index.blocks) == {first, second}
+    assert set(manager.state.device.index.blocks) == {first, second}
 
 
 def test_a_hit_on_a_cached_block_is_counted_exactly(make: Make) -> None:
@@ -218,4 +218,4 @@ def test_without_prefix_caching_nothing_is_hashed_or_kept(make: Make) -> None:
     assert manager.allocate(space, [request(2, range(12))])[0].num_cached_tokens == 0
     manager.free(space, [1, 2])
     assert manager.stats().num_free_blocks == 32
-    assert not any(manager.device.hashes)
+    assert not any(manager.state.device.hashes)

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvservice.blocks import AllocationRequest, BlockManager, BlocksConfig, SequenceSpace
+from kvservice.blocks import AllocationRequest, BlockManager, BlocksConfig, SessionNamespace
 from kvservice.blocks.arguments import extra_keys_by_block
 from kvservice.errors import InvalidArgumentError, KVServiceError, UnknownSequenceError
 
-Make = Callable[..., tuple[BlockManager, SequenceSpace]]
+Make = Callable[..., tuple[BlockManager, SessionNamespace]]
 
 BAD_IDS: list[tuple[Any, type[KVServiceError], str]] = [
     ([], InvalidArgumentError, "sequence_ids"),
@@ -34,7 +34,7 @@ BAD_IDS: list[tuple[Any, type[KVServiceError], str]] = [
     (np.zeros(0, np.int64), InvalidArgumentError, "sequence_ids"),
 ]
 
-CALLS: dict[str, Callable[[BlockManager, SequenceSpace, Any], object]] = {
+CALLS: dict[str, Callable[[BlockManager, SessionNamespace, Any], object]] = {
     "can_append": lambda m, s, ids: m.can_append(s, ids),
     "append": lambda m, s, ids: m.append(s, ids, [1, 1]),
     "can_open_step": lambda m, s, ids: m.can_open_step(s, ids),
@@ -46,12 +46,11 @@ CALLS: dict[str, Callable[[BlockManager, SequenceSpace, Any], object]] = {
     "can_swap_in": lambda m, s, ids: m.can_swap_in(s, ids),
     "swap_in": lambda m, s, ids: m.swap_in(s, ids),
     "common_prefix_blocks": lambda m, s, ids: m.common_prefix_blocks(s, ids),
-    "gather_tables": lambda m, s, ids: m.gather_tables(s, ids),
 }
 
 
 @pytest.fixture
-def pool(make: Make) -> tuple[BlockManager, SequenceSpace]:
+def pool(make: Make) -> tuple[BlockManager, SessionNamespace]:
     """Sequences 1 and 2 have pending tokens; 3 is freed; 4 is in another namespace."""
     manager, space = make()
     manager.allocate(space, [AllocationRequest(i, range(6)) for i in (1, 2, 3)])
@@ -61,7 +60,7 @@ def pool(make: Make) -> tuple[BlockManager, SequenceSpace]:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_sequence_ids(pool: tuple[BlockManager, SequenceSpace], snapshot: Callable[..., Any], name: str) -> None:
+def test_sequence_ids(pool: tuple[BlockManager, SessionNamespace], snapshot: Callable[..., Any], name: str) -> None:
     manager, space = pool
     before = snapshot(manager)
     for ids, error, field in BAD_IDS:
@@ -97,7 +96,7 @@ def test_sequence_ids(pool: tuple[BlockManager, SequenceSpace], snapshot: Callab
     ],
 )
 def test_append(
-    pool: tuple[BlockManager, SequenceSpace], snapshot: Callable[..., Any], arguments: tuple[Any, ...], field: str
+    pool: tuple[BlockManager, SessionNamespace], snapshot: Callable[..., Any], arguments: tuple[Any, ...], field: str
 ) -> None:
     manager, space = pool
     before = snapshot(manager)
@@ -132,7 +131,10 @@ def test_append(
     ],
 )
 def test_allocate(
-    pool: tuple[BlockManager, SequenceSpace], snapshot: Callable[..., Any], request_fields: dict[str, Any], field: str
+    pool: tuple[BlockManager, SessionNamespace],
+    snapshot: Callable[..., Any],
+    request_fields: dict[str, Any],
+    field: str,
 ) -> None:
     manager, space = pool
     before = snapshot(manager)
@@ -171,7 +173,7 @@ def test_config(change: dict[str, Any]) -> None:
     assert caught.value.field == next(iter(change))
 
 
-def test_arrays_of_other_dtypes_and_layouts_are_taken(pool: tuple[BlockManager, SequenceSpace]) -> None:
+def test_arrays_of_other_dtypes_and_layouts_are_taken(pool: tuple[BlockManager, SessionNamespace]) -> None:
     manager, space = pool
     ids = np.array([[2, 9], [1, 9]], np.uint16)[:, 0]
     step = manager.append(space, ids, np.arange(4, dtype=np.int64)[::2], expected_lengths=(6, 6))
@@ -179,7 +181,7 @@ def test_arrays_of_other_dtypes_and_layouts_are_taken(pool: tuple[BlockManager, 
     manager.check_integrity()
 
 
-def test_a_step_keeps_its_ids_when_the_callers_buffer_changes(pool: tuple[BlockManager, SequenceSpace]) -> None:
+def test_a_step_keeps_its_ids_when_the_callers_buffer_changes(pool: tuple[BlockManager, SessionNamespace]) -> None:
     manager, space = pool
     ids = np.array([1, 2])
     step = manager.append(space, ids, [1, 1])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from event_replica import EventReplica
 
-from kvservice.blocks import AllocationRequest, BlockManager, BlocksConfig, EventJournal, SequenceSpace
+from kvservice.blocks import AllocationRequest, BlockManager, BlocksConfig, EventJournal, SessionNamespace
 from kvservice.blocks.events import Cleared, RemovedBlocks, StoredBlock
 from kvservice.blocks.prefix import block_hash, root_hash
 
@@ -53,7 +53,7 @@ class Pool:
         self.journal = EventJournal(window=1000, with_tokens=with_tokens)
         config = BlocksConfig(num_blocks=num_blocks, block_size=2, num_swap_blocks=num_blocks, watermark=0.0)
         self.manager = BlockManager(config, journal=self.journal)
-        self.space: SequenceSpace = self.manager.open_space()
+        self.space: SessionNamespace = self.manager.open_space()
 
     def compute(self, sequence_id: int, tokens: list[int], salt: bytes = b"") -> None:
         keys = ((0, salt),) if salt else ()

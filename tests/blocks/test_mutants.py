@@ -13,13 +13,13 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from kvservice.blocks import SequenceSpace
-from kvservice.blocks.growth import GrowthOps
-from kvservice.blocks.layers import LayerOps
+from kvservice.blocks import SessionNamespace
+from kvservice.blocks.block_pool import BlockPool, CachingBlockPool
+from kvservice.blocks.freeing import Reclaimer
+from kvservice.blocks.growth import GrowthPlanner
+from kvservice.blocks.layers import LayerTracker
 from kvservice.blocks.prefix import PrefixIndex
-from kvservice.blocks.sharing import SharingOps
-from kvservice.blocks.swapping import SwapOps
-from kvservice.blocks.tier import DeviceTier, Tier
+from kvservice.blocks.swapping import Swapper
 from kvservice.errors import KVServiceError
 
 
@@ -49,36 +49,36 @@ QUICK = settings(
 
 
 def no_copy_on_write(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GrowthOps, "_plan_copies", lambda _, blocks: (np.zeros(len(blocks), bool), blocks[:0]))
+    monkeypatch.setattr(GrowthPlanner, "_plan_copies", lambda _, blocks: (np.zeros(len(blocks), bool), blocks[:0]))
 
 
 def everybody_keeps_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last holder's rule applied to every writer that is not alone."""
-    original = GrowthOps._plan_copies
+    original = GrowthPlanner._plan_copies
 
-    def plan(self: GrowthOps, blocks: Any) -> Any:
-        copied, forgotten = original(self, blocks)
-        return copied & (self.device.ref_count[blocks] > 2), forgotten
+    def plan(self: GrowthPlanner, blocks: Any) -> Any:
+        copied, unindexed = original(self, blocks)
+        return copied & (self._device.ref_count[blocks] > 2), unindexed
 
-    monkeypatch.setattr(GrowthOps, "_plan_copies", plan)
+    monkeypatch.setattr(GrowthPlanner, "_plan_copies", plan)
 
 
 def copies_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GrowthOps, "_require_device_blocks", lambda *_: None, raising=False)
+    monkeypatch.setattr(CachingBlockPool, "require_available", lambda *_: None)
 
 
 def a_fork_that_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DeviceTier, "hold_active", lambda *_: None)
+    monkeypatch.setattr(CachingBlockPool, "incref_active", lambda *_: None)
 
 
 def a_release_that_frees_shared_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Tier._unhold
+    original = BlockPool._drop_references
 
-    def unhold(self: Tier, blocks: Any, counts: Any) -> Any:
+    def drop(self: BlockPool, blocks: Any, counts: Any) -> Any:
         original(self, blocks, counts)
         return blocks
 
-    monkeypatch.setattr(Tier, "_unhold", unhold)
+    monkeypatch.setattr(BlockPool, "_drop_references", drop)
 
 
 def a_hash_without_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,20 +100,20 @@ def extra_keys_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def blocks_shared_before_they_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = LayerOps.check_layer
+    original = LayerTracker.check_layer
 
-    def check(self: LayerOps, space: SequenceSpace, step_id: int, layer: int) -> Any:
-        step = original(self, space, step_id, layer)
-        before = self.sequences.num_computed[step.rows]
+    def check(self: LayerTracker, namespace: SessionNamespace, step_id: int, layer: int) -> Any:
+        step = original(self, namespace, step_id, layer)
+        before = self._sequences.num_computed[step.rows]
         self._commit(step)
-        self.sequences.num_computed[step.rows] = before
+        self._sequences.num_computed[step.rows] = before
         return step
 
-    monkeypatch.setattr(LayerOps, "check_layer", check)
+    monkeypatch.setattr(LayerTracker, "check_layer", check)
 
 
 def a_hit_that_stays_evictable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DeviceTier, "hold_found", Tier.hold)
+    monkeypatch.setattr(CachingBlockPool, "incref_found", BlockPool.incref)
 
 
 def a_hit_on_the_whole_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,32 +127,32 @@ def a_hit_on_the_whole_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def a_rewritten_block_that_stays_findable(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = GrowthOps._copy
+    original = GrowthPlanner._copy
 
-    def copy(self: GrowthOps, copying: Any, dst: Any) -> Any:
-        kept = type(copying)(copying.rows, copying.entries, copying.src, copying.computed, copying.forgotten[:0])
+    def copy(self: GrowthPlanner, copies: Any, dst: Any) -> Any:
+        kept = type(copies)(copies.rows, copies.entries, copies.src, copies.computed, copies.unindexed[:0])
         return original(self, kept, dst)
 
-    monkeypatch.setattr(GrowthOps, "_copy", copy)
+    monkeypatch.setattr(GrowthPlanner, "_copy", copy)
 
 
 def truncate_that_keeps_what_was_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = SharingOps.truncate
+    original = Reclaimer.truncate
 
-    def truncate(self: Any, space: SequenceSpace, ids: Any, lengths: Any) -> None:
-        rows = [space.rows[name] for name in ids]
-        before = self.sequences.num_computed[rows]
-        original(self, space, ids, lengths)
-        self.sequences.num_computed[rows] = before
+    def truncate(self: Any, namespace: SessionNamespace, ids: Any, lengths: Any) -> None:
+        rows = [namespace.rows[name] for name in ids]
+        before = self._sequences.num_computed[rows]
+        original(self, namespace, ids, lengths)
+        self._sequences.num_computed[rows] = before
 
-    monkeypatch.setattr(SharingOps, "truncate", truncate)
+    monkeypatch.setattr(Reclaimer, "truncate", truncate)
 
 
 def swap_in_that_takes_any_block_for_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def find(self: Any, _: int) -> int:
-        return next(iter(self.device.index.blocks.values()), -1)
+        return next(iter(self._device.index.blocks.values()), -1)
 
-    monkeypatch.setattr(SwapOps, "_find", find)
+    monkeypatch.setattr(Swapper, "_find", find)
 
 
 MUTANTS = [

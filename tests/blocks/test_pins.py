@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from kvservice.blocks import AllocationRequest, AllocStatus, BlockManager, SequenceSpace
+from kvservice.blocks import AllocationRequest, AllocStatus, BlockManager, SessionNamespace
 from kvservice.errors import InvalidArgumentError, NotComputedError, QuotaExceededError, UnknownPinError
 
-Make = Callable[..., tuple[BlockManager, SequenceSpace]]
+Make = Callable[..., tuple[BlockManager, SessionNamespace]]
 
 
-def add(manager: BlockManager, space: SequenceSpace, sequence_id: int, tokens: Any) -> None:
+def add(manager: BlockManager, space: SessionNamespace, sequence_id: int, tokens: Any) -> None:
     manager.allocate(space, [AllocationRequest(sequence_id, list(tokens))])
     manager.mark_all_layers(space, manager.open_step(space, [sequence_id]).step_id)
 
@@ -25,7 +25,7 @@ class Clock:
         return self.now
 
 
-def pinned(make: Make, **changes: Any) -> tuple[BlockManager, SequenceSpace, Clock]:
+def pinned(make: Make, **changes: Any) -> tuple[BlockManager, SessionNamespace, Clock]:
     """Return a manager with eight blocks, three of them cached, two of these pinned for ten seconds."""
     clock = Clock()
     manager, space = make(clock=clock, num_blocks=8, **changes)
@@ -129,5 +129,5 @@ def test_ended_pins_do_not_pile_up(make: Make) -> None:
     manager, space, _ = pinned(make)
     for _ in range(1000):
         manager.unpin(space, manager.pin(space, range(8), ttl_s=1e6).pin_id)
-    assert len(manager.pin_deadlines) < 100
+    assert len(manager.state.pins.deadlines) < 100
     manager.check_integrity()

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvservice.blocks import AllocationRequest, AllocStatus, BlockManager, BlocksConfig, EventJournal, SequenceSpace
+from kvservice.blocks import AllocationRequest, AllocStatus, BlockManager, BlocksConfig, EventJournal, SessionNamespace
 from kvservice.blocks.events import Cleared, RemovedBlocks
 from kvservice.blocks.slices import SLICE_BLOCKS, SLICE_SEQUENCES, Slices, cut, cut_rows, finish, in_turn
 from kvservice.errors import (
@@ -21,7 +21,7 @@ from kvservice.errors import (
 
 # Blocks of a sequence. Three such sequences need more than two slices.
 LONG = 14_000
-Make = Callable[..., tuple[BlockManager, SequenceSpace]]
+Make = Callable[..., tuple[BlockManager, SessionNamespace]]
 
 
 def large(max_sequences: int = 16, num_blocks: int = 60_000, **changes: Any) -> BlockManager:
@@ -30,7 +30,9 @@ def large(max_sequences: int = 16, num_blocks: int = 60_000, **changes: Any) -> 
     return BlockManager(BlocksConfig(**sizes | limits), **changes)  # type: ignore[arg-type]
 
 
-def add(manager: BlockManager, space: SequenceSpace, sequence_id: int, first_token: int = 0, count: int = LONG) -> None:
+def add(
+    manager: BlockManager, space: SessionNamespace, sequence_id: int, first_token: int = 0, count: int = LONG
+) -> None:
     """A sequence whose tokens are computed."""
     tokens = np.arange(first_token, first_token + count, dtype=np.int32)
     manager.allocate(space, [AllocationRequest(sequence_id, tokens)])
@@ -80,7 +82,7 @@ def test_free_while_others_work() -> None:
     slices, _ = run(manager.free_in_slices(space, [0, 1, 2]), between)
     assert slices > 2
     manager.check_integrity()
-    assert not manager.sequences.ending
+    assert not manager.state.sequences.ending
     assert manager.match_prefix(range(LONG)) == LONG
     assert manager.match_prefix(range(LONG, 2 * LONG)) == LONG, "they stay cached"
     assert manager.stats().num_used_swap_blocks == 0
@@ -121,8 +123,8 @@ def test_close_a_space_while_others_work() -> None:
     assert (slices > 3, freed) == (True, 3)
     assert set(steps) <= set(ended)
     manager.check_integrity()
-    assert (manager.num_pins, manager.num_pinned, len(other)) == (0, 0, slices - 1)
-    assert not manager.sequences.ending
+    assert (manager.state.pins.num_pins, manager.state.pins.num_pinned, len(other)) == (0, 0, slices - 1)
+    assert not manager.state.sequences.ending
     assert manager.close_space(space) == 0
 
 
@@ -171,9 +173,9 @@ def test_pins_that_end_at_one_time_end_one_slice_after_the_other() -> None:
         manager.pin(space, np.arange(LONG), ttl_s=1.0)
     clock[0] = 2.0
     left = []
-    while manager.num_pins:
+    while manager.state.pins.num_pins:
         manager.can_append(space, [1])
-        left.append(manager.num_pins)
+        left.append(manager.state.pins.num_pins)
         manager.check_integrity()
     assert left == [3, 1, 0]
 
@@ -181,7 +183,7 @@ def test_pins_that_end_at_one_time_end_one_slice_after_the_other() -> None:
 LIMITED = {"max_request_tokens": 12, "max_request_blocks": 4}
 
 
-def limited(make: Make) -> tuple[BlockManager, SequenceSpace]:
+def limited(make: Make) -> tuple[BlockManager, SessionNamespace]:
     """Sequences 1 and 2 have 10 computed tokens in 3 blocks; 3 and 4 have 8 pending tokens; 5 is as 1, swapped out."""
     manager, space = make(**LIMITED)
     for n, length in ((1, 10), (2, 10), (3, 8), (4, 8), (5, 10)):
@@ -192,7 +194,7 @@ def limited(make: Make) -> tuple[BlockManager, SequenceSpace]:
     return manager, space
 
 
-ABOVE: dict[str, tuple[Callable[[BlockManager, SequenceSpace], object], str, str]] = {
+ABOVE: dict[str, tuple[Callable[[BlockManager, SessionNamespace], object], str, str]] = {
     "a step's tokens": (lambda m, s: m.open_step(s, [3, 4]), "sequence_ids", "max_request_tokens"),
     "whether it could": (lambda m, s: m.can_open_step(s, [3, 4]), "sequence_ids", "max_request_tokens"),
     "an append's tokens": (lambda m, s: m.append(s, [1], [5] * 13, [13]), "sequence_ids", "max_request_tokens"),
@@ -268,7 +270,7 @@ def many_requests(count: int = 3 * SLICE_SEQUENCES, length: int = 4) -> list[All
 
 
 @pytest.fixture
-def batch() -> tuple[BlockManager, SequenceSpace, list[AllocationRequest]]:
+def batch() -> tuple[BlockManager, SessionNamespace, list[AllocationRequest]]:
     """Return a manager that has computed and cached the prompts of all requests."""
     requests = many_requests()
     manager = large(max_sequences=1024, num_blocks=4 * len(requests) + 100)
@@ -279,7 +281,7 @@ def batch() -> tuple[BlockManager, SequenceSpace, list[AllocationRequest]]:
     return manager, space, requests
 
 
-Batch = tuple[BlockManager, SequenceSpace, list[AllocationRequest]]
+Batch = tuple[BlockManager, SessionNamespace, list[AllocationRequest]]
 
 
 def test_a_large_batch_is_allocated_in_slices(batch: Batch) -> None:
@@ -318,10 +320,10 @@ def test_a_batch_finds_as_much_of_a_chain_as_is_left(batch: Batch) -> None:
     longest = AllocationRequest(7000, np.arange(4))
     slices = manager.allocate_in_slices(space, [longest, *many_requests(2 * SLICE_SEQUENCES)[1:]])
     next(slices)
-    block = manager.device.index.match(np.arange(4, dtype=np.int32), {})[1]
-    manager.device.evictable.remove(np.array([block]))
-    manager.device.forget(np.array([block]))
-    manager.device._give_up(np.array([block]))
+    block = manager.state.device.index.match(np.arange(4, dtype=np.int32), {})[1]
+    manager.state.device.evictable.remove(np.array([block]))
+    manager.state.device.remove_from_index(np.array([block]))
+    manager.state.device._free(np.array([block]))
     assert finish(slices)[0].num_cached_tokens == 1
     manager.check_integrity()
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvservice.blocks import AllocationRequest, BlockManager, SequenceSpace, Step
+from kvservice.blocks import AllocationRequest, BlockManager, SessionNamespace, Step
 from kvservice.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
@@ -19,10 +19,10 @@ from kvservice.errors import (
     UnknownStepError,
 )
 
-Make = Callable[..., tuple[BlockManager, SequenceSpace]]
+Make = Callable[..., tuple[BlockManager, SessionNamespace]]
 
 
-def allocate(manager: BlockManager, space: SequenceSpace, *lengths: int, computed: bool = True) -> None:
+def allocate(manager: BlockManager, space: SessionNamespace, *lengths: int, computed: bool = True) -> None:
     """Allocate sequences 0, 1, ... of these lengths, without common prefixes."""
     requests = [AllocationRequest(i, np.arange(n, dtype=np.int32) + 1000 * i) for i, n in enumerate(lengths)]
     manager.allocate(space, requests)
@@ -30,7 +30,7 @@ def allocate(manager: BlockManager, space: SequenceSpace, *lengths: int, compute
         manager.mark_all_layers(space, manager.open_step(space, list(range(len(lengths)))).step_id)
 
 
-def tables(manager: BlockManager, space: SequenceSpace) -> dict[int, list[int]]:
+def tables(manager: BlockManager, space: SessionNamespace) -> dict[int, list[int]]:
     described = manager.describe(space, include_blocks=True)
     return {info.sequence_id: info.block_ids.tolist() for info in described}
 
@@ -49,7 +49,7 @@ def test_a_step_says_where_its_tokens_lie(make: Make) -> None:
     assert step.slot_mapping.tolist() == slots_of(at[2], 1, 4) + slots_of(at[0], 6, 8)
     assert step.block_tables.tolist() == [[at[2][0], 0], at[0]]
     assert step.block_tables is step.block_tables
-    assert manager.block_tables[step.rows[1], :2].tolist() == at[0]
+    assert manager.state.sequences.block_tables[step.rows[1], :2].tolist() == at[0]
     dtypes = (step.sequence_ids, step.rows, step.query_lens, step.context_lens, step.slot_mapping, step.block_tables)
     assert [array.dtype for array in dtypes] == [np.int64, np.int64, np.int32, np.int32, np.int64, np.int32]
 
@@ -264,7 +264,7 @@ def test_steps_are_numbered_per_space(make: Make) -> None:
         manager.get_step(space, -1)
 
 
-def outdating(manager: BlockManager, space: SequenceSpace) -> dict[str, Callable[[], object]]:
+def outdating(manager: BlockManager, space: SessionNamespace) -> dict[str, Callable[[], object]]:
     return {
         "append": lambda: manager.append(space, [1], [1]),
         "open_step": lambda: manager.open_step(space, [1]),
@@ -316,7 +316,7 @@ def test_superseded_steps_are_forgotten(make: Make) -> None:
 # Retries
 
 
-def append_again(manager: BlockManager, space: SequenceSpace, **changes: Any) -> Step:
+def append_again(manager: BlockManager, space: SessionNamespace, **changes: Any) -> Step:
     arguments: dict[str, Any] = {"sequence_ids": [0, 1], "token_ids": [7, 8, 9], "num_tokens": [1, 2]}
     return manager.append(space, **{**arguments, "expected_lengths": [6, 8], **changes})
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvservice.blocks import AllocationRequest, AllocStatus, BlockManager, SequenceSpace
+from kvservice.blocks import AllocationRequest, AllocStatus, BlockManager, SessionNamespace
 from kvservice.errors import (
     InvalidArgumentError,
     OutOfBlocksError,
@@ -15,15 +15,15 @@ from kvservice.errors import (
     SequenceSwappedError,
 )
 
-Make = Callable[..., tuple[BlockManager, SequenceSpace]]
+Make = Callable[..., tuple[BlockManager, SessionNamespace]]
 
 
-def add(manager: BlockManager, space: SequenceSpace, sequence_id: int, tokens: Any) -> None:
+def add(manager: BlockManager, space: SessionNamespace, sequence_id: int, tokens: Any) -> None:
     manager.allocate(space, [AllocationRequest(sequence_id, list(tokens))])
     manager.mark_all_layers(space, manager.open_step(space, [sequence_id]).step_id)
 
 
-def tables(manager: BlockManager, space: SequenceSpace) -> dict[int, list[int]]:
+def tables(manager: BlockManager, space: SessionNamespace) -> dict[int, list[int]]:
     return {info.sequence_id: info.block_ids.tolist() for info in manager.describe(space, include_blocks=True)}
 
 
@@ -176,7 +176,6 @@ def test_which_operations_a_swapped_out_sequence_takes(make: Make, snapshot: Cal
         lambda: manager.truncate(space, both, [1, 1]),
         lambda: manager.swap_out(space, both),
         lambda: manager.can_swap_out(space, both),
-        lambda: manager.gather_tables(space, both),
         lambda: manager.common_prefix_blocks(space, both),
     ):
         with pytest.raises(SequenceSwappedError) as caught:

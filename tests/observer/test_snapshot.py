@@ -14,7 +14,7 @@ import pytest
 from observed_pool import MAX_TENANTS, ObservedPool, RandomOperations
 
 from kvservice.blocks.plans import SequenceInfo
-from kvservice.blocks.sequences import SPACE
+from kvservice.blocks.sequences import NAMESPACE
 from kvservice.observer.snapshot import take_snapshot
 from kvservice.telemetry.reading import Reading
 from kvservice.telemetry.sessions import ATTACHED, LANE, REGION_BYTES, REGIONS
@@ -198,12 +198,12 @@ def test_sequences_that_are_freed_while_they_are_read_are_left_out() -> None:
     pool = ObservedPool()
     for number in range(3):
         pool.compute(pool.open(f"{number}"), 1, [1])
-    meta = pool.manager.meta
-    whose = meta[:, SPACE].copy()
+    states = pool.manager.state.sequences.states
+    whose = states[:, NAMESPACE].copy()
 
     def free_and_take_again() -> None:
-        meta[:, SPACE] = 0
-        meta[:, SPACE] = whose
+        states[:, NAMESPACE] = 0
+        states[:, NAMESPACE] = whose
 
     def look() -> None:
         assert set(pool.reader.sequences().sessions.tolist()) <= {0, 1, 2}
@@ -256,8 +256,8 @@ def test_a_reading_is_a_copy() -> None:
     pool.compute(pool.open("name"), 1, [1])
     reading = pool.reader.read()
     pool.calls.observe("free", "OK", "unary", 1.0)
-    pool.manager.device.ages.counts += 1
-    pool.manager.device.ages.seconds += 1
+    pool.manager.state.device.ages.counts += 1
+    pool.manager.state.device.ages.seconds += 1
     assert not np.any(reading.call_counts)
     assert not np.any(reading.call_seconds)
     assert not np.any(reading.age_counts)

@@ -137,7 +137,7 @@ def extra_keys_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 
 def batches_that_are_not_atomic(patch: pytest.MonkeyPatch) -> None:
-    right = kvservice.blocks.allocation.AllocationOps.allocate
+    right = kvservice.blocks.BlockManager.allocate
     patch.setattr(
         kvservice.blocks.BlockManager,
         "allocate",

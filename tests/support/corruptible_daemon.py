@@ -14,7 +14,7 @@ from kvservice.server.daemon import Daemon
 
 async def serve(config: ServeConfig) -> int:
     daemon = Daemon(config)
-    ref_count = daemon.engine.manager.device.ref_count
+    ref_count = daemon.engine.manager.state.device.ref_count
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, ref_count.__setitem__, 0, 7)
     return await daemon.serve()
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvservice.blocks import AllocationRequest, BlockManager, BlocksConfig, SequenceSpace
+from kvservice.blocks import AllocationRequest, BlockManager, BlocksConfig, SessionNamespace
 from kvservice.errors import KVServiceError
 from kvservice.observer.history import History
 from kvservice.observer.views import Views
@@ -30,7 +30,7 @@ class OpenSession:
     name: str
     tenant: str
     row: SessionRow
-    space: SequenceSpace
+    space: SessionNamespace
 
 
 class ObservedPool:
@@ -61,7 +61,7 @@ class ObservedPool:
 
     async def _block_hash(self, block: int) -> bytes:
         """Return the expected hash of a block, from the oracle."""
-        found = [chain_hash for chain_hash, at in self.manager.device.index.blocks.items() if at == block]
+        found = [chain_hash for chain_hash, at in self.manager.state.device.index.blocks.items() if at == block]
         return found[0] if found else b""
 
     def open(self, name: str = "", tenant: str = "") -> OpenSession:

@@ -21,7 +21,7 @@ class Both:
 
     def __init__(self) -> None:
         self.arrays: Arrays = {
-            "meta": np.zeros((6, 8), np.int64),
+            "sequence_states": np.zeros((6, 8), np.int64),
             "vitals": np.zeros(len(Vitals._fields)),
             "lane_counts": np.zeros(2, np.int64),
             "call_counts": np.zeros((1, 1), np.int64),
@@ -50,8 +50,8 @@ def test_a_session_is_told_with_all_that_is_set(both: Both) -> None:
     row.counters[0] += 5
     row.counters[2] += 3
     # session row + 1, id, length, computed, blocks, swapped: see SequenceRows
-    both.arrays["meta"][2, :7] = (10, 8, 3, 0, 0, row.number + 1, 42)
-    both.arrays["meta"][5, :7] = (4, 4, 1, 0, 1, row.number + 1, 43)
+    both.arrays["sequence_states"][2, :7] = (10, 8, 3, 0, 0, row.number + 1, 42)
+    both.arrays["sequence_states"][5, :7] = (4, 4, 1, 0, 1, row.number + 1, 43)
     (session,) = both.reader.read().sessions
     assert (session.session_id, session.name, session.tenant, session.opened_s) == (7, name, "acme", 1.5)
     assert (session.attached, session.lane, session.regions, session.region_bytes) == (True, True, 2, 8192)

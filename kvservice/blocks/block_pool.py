@@ -1,7 +1,8 @@
-"""Block allocator of a pool: reference counts, free blocks, and the tokens in each block.
+"""Block pools: reference counts, free blocks, and the tokens in each block.
 
-`Tier` is the common part and all that the swap pool needs. `DeviceTier` adds cached blocks, which no table holds but
-which are still in the prefix index. All arguments that name blocks are int64 arrays.
+`BlockPool` is all that the swap tier needs. `CachingBlockPool`, the pool on the device, adds cached blocks, which no
+table holds but which are still in the prefix index (vLLM v0 calls the two NaiveBlockAllocator and
+PrefixCachingBlockAllocator). All arguments that name blocks are int64 arrays.
 """
 
 from __future__ import annotations
@@ -16,17 +17,18 @@ from kvservice.blocks.events import EventJournal
 from kvservice.blocks.eviction import EvictionQueue
 from kvservice.blocks.plans import BoolArray, Int32Array, Int64Array, Zeros
 from kvservice.blocks.prefix import PrefixIndex
+from kvservice.errors import OutOfBlocksError
 
 # A zero-dimensional array with a dtype. NumPy processes it in half the time of a Python integer.
 ONE = np.array(1, np.int32)
 
 
-class Tier:
+class BlockPool:
     """Blocks of one pool.
 
     `ref_count` int32[num_blocks] is the number of tables that hold each block. `token_ids` is
-    int32[num_blocks, block_size]. `hashes[block]` is the chain hash of a full, computed block; it is undefined for
-    other blocks.
+    int32[num_blocks, block_size], and `tokens_by_slot` a flat view of it. `hashes[block]` is the chain hash of a full,
+    computed block; it is undefined for other blocks.
     """
 
     def __init__(self, num_blocks: int, block_size: int, name: str, zeros: Zeros) -> None:
@@ -34,26 +36,32 @@ class Tier:
         self.block_size = block_size
         self.ref_count: Int32Array = zeros(f"{name}_ref_count", (num_blocks,), np.int32)
         self.token_ids = np.zeros((num_blocks, block_size), np.int32)
-        self.token_slots = self.token_ids.reshape(-1)
+        self.tokens_by_slot = self.token_ids.reshape(-1)
         self.hashes: list[bytes | None] = [None] * num_blocks
         self.num_active = 0
         self.num_shared = 0
-        self._free = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
+        self._free_stack = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
         self.num_free = num_blocks
 
     @property
     def num_available(self) -> int:
-        """Number of blocks that `take` can allocate."""
+        """Number of blocks that `allocate` can allocate."""
         return self.num_free
 
-    def take(self, count: int) -> Int64Array:
+    def allocate(self, count: int) -> Int64Array:
         """Allocate blocks, with reference count 1 each."""
         blocks = self._pop_free(count)
         self.ref_count[blocks] = 1
         self.num_active += count
         return blocks
 
-    def hold(self, blocks: Int64Array, counts: Int64Array | int = 1) -> None:
+    def allocate_shared(self, ref_counts: Int64Array) -> Int64Array:
+        """Allocate one block for each of these reference counts int64[n], each at least 1."""
+        blocks = self.allocate(len(ref_counts))
+        self.incref(blocks, ref_counts - 1)
+        return blocks
+
+    def incref(self, blocks: Int64Array, counts: Int64Array | int = 1) -> None:
         """Add `counts` references to each of these distinct blocks."""
         before = self.ref_count[blocks]
         after = before + counts
@@ -61,7 +69,7 @@ class Tier:
         self.num_active += len(blocks) - int(np.count_nonzero(before))
         self.num_shared += int(np.count_nonzero(after > 1)) - int(np.count_nonzero(before > 1))
 
-    def hold_active(self, table: Int32Array, more: Int32Array) -> None:
+    def incref_active(self, table: Int32Array, more: Int32Array) -> None:
         """Add `more` references (a zero-dimensional int32, at least 1) to each block of a table int32[n]. All blocks
         have references already. This is the fast path of forks."""
         blocks = table.astype(np.int64)
@@ -70,37 +78,52 @@ class Tier:
         counts += more
         self.ref_count[blocks] = counts
 
-    def release(self, blocks: Int64Array, counts: Int64Array | int = 1) -> None:
+    def decref(self, blocks: Int64Array, counts: Int64Array | int = 1) -> None:
         """Drop `counts` references of each of these distinct blocks. Blocks without references become free."""
-        unheld = self._unhold(blocks, counts)
-        self._push_free(unheld)
+        unreferenced = self._drop_references(blocks, counts)
+        self._push_free(unreferenced)
 
-    def _unhold(self, blocks: Int64Array, counts: Int64Array | int) -> Int64Array:
+    def decref_entries(self, entries: Int64Array, blocks: Int64Array) -> None:
+        """Drop the references of table entries int64[n] to their blocks int64[n]. The deepest blocks become the first
+        to be evicted.
+
+        A block that several tables share is at the same entry in all of them.
+        """
+        if not np.count_nonzero(entries[1:] <= entries[:-1]):  # one table only
+            self.decref(blocks[::-1])
+            return
+        order = np.argsort(-entries, kind="stable")
+        blocks = blocks[order]
+        distinct, first, counts = np.unique(blocks, return_index=True, return_counts=True)
+        order = np.argsort(first, kind="stable")
+        self.decref(distinct[order], counts[order])
+
+    def _drop_references(self, blocks: Int64Array, counts: Int64Array | int) -> Int64Array:
         before = self.ref_count[blocks]
         after = before - counts
         assert np.minimum.reduce(after, initial=0) >= 0, "a block was released more often than it was held"
         self.ref_count[blocks] = after
-        unheld: Int64Array = blocks[after == 0]
-        self.num_active -= len(unheld)
+        unreferenced: Int64Array = blocks[after == 0]
+        self.num_active -= len(unreferenced)
         self.num_shared -= int(np.count_nonzero(before > 1)) - int(np.count_nonzero(after > 1))
-        return unheld
+        return unreferenced
 
     def _pop_free(self, count: int) -> Int64Array:
         assert count <= self.num_free
         self.num_free -= count
-        return self._free[self.num_free : self.num_free + count][::-1].astype(np.int64)
+        return self._free_stack[self.num_free : self.num_free + count][::-1].astype(np.int64)
 
     def _push_free(self, blocks: Int64Array) -> None:
         end = self.num_free + len(blocks)
-        self._free[self.num_free : end] = blocks
+        self._free_stack[self.num_free : end] = blocks
         self.num_free = end
 
     def free_blocks(self, part: slice = slice(None)) -> Int64Array:
         """Return the stack of free blocks, bottom first, or a slice of it."""
-        return self._free[: self.num_free][part].astype(np.int64)
+        return self._free_stack[: self.num_free][part].astype(np.int64)
 
 
-class DeviceTier(Tier):
+class CachingBlockPool(BlockPool):
     """The pool that attention reads. A block is free, active (referenced) or cached (unreferenced, but indexed)."""
 
     def __init__(
@@ -113,7 +136,7 @@ class DeviceTier(Tier):
         self.indexed: BoolArray = zeros("indexed", (num_blocks,), np.bool_)
         self.pinned: BoolArray = zeros("pinned", (num_blocks,), np.bool_)
         self.evictable = EvictionQueue(num_blocks)
-        self.num_pinned_unheld = 0
+        self.num_pinned_cached = 0
         self.evictions = 0
 
     @property
@@ -122,56 +145,69 @@ class DeviceTier(Tier):
 
     @property
     def num_cached(self) -> int:
-        return len(self.evictable) + self.num_pinned_unheld
+        return len(self.evictable) + self.num_pinned_cached
 
-    def take(self, count: int) -> Int64Array:
+    def require_available(self, required: int) -> None:
+        """Raise OutOfBlocksError unless `allocate` can allocate this many blocks."""
+        if required > self.num_available:
+            raise self.out_of_blocks(required, never=required > self.num_blocks)
+
+    def out_of_blocks(self, required: int, *, never: bool) -> OutOfBlocksError:
+        """Return the error for a batch that needs this many blocks, now or (`never`) in any state of the pool."""
+        free = self.num_available
+        return OutOfBlocksError(
+            f"{required} blocks are needed and {free} of {self.num_blocks} are available",
+            tier="device", required=required, free=free, total=self.num_blocks, never=never,
+        )  # fmt: skip
+
+    def allocate(self, count: int) -> Int64Array:
         """Allocate free blocks first, then evict the least recently used cached blocks."""
         from_free = min(count, self.num_free)
         blocks = self._pop_free(from_free)
         if from_free < count:
             evicted = self.evictable.pop(count - from_free)
             self.ages.evict(evicted)
-            self.forget(evicted)
+            self.remove_from_index(evicted)
             self.evictions += len(evicted)
             blocks = np.concatenate([blocks, evicted])
-        self.ages.take(blocks)
+        self.ages.allocate(blocks)
         self.ref_count[blocks] = 1
         self.num_active += count
         return blocks
 
-    def hold_found(self, blocks: Int64Array, counts: Int64Array | int = 1) -> None:
+    def incref_found(self, blocks: Int64Array, counts: Int64Array | int = 1) -> None:
         """Add references to distinct blocks that the index found. Cached blocks leave the eviction queue."""
-        unheld = blocks[self.ref_count[blocks] == 0]
-        if len(unheld):
-            self.ages.reuse(unheld)
-            pinned = self.pinned[unheld]
-            self.num_pinned_unheld -= int(np.count_nonzero(pinned))
-            self.evictable.remove(unheld[~pinned])
-        self.hold(blocks, counts)
+        unreferenced = blocks[self.ref_count[blocks] == 0]
+        if len(unreferenced):
+            self.ages.reuse(unreferenced)
+            pinned = self.pinned[unreferenced]
+            self.num_pinned_cached -= int(np.count_nonzero(pinned))
+            self.evictable.remove(unreferenced[~pinned])
+        self.incref(blocks, counts)
 
     def num_evictable(self, blocks: Int64Array) -> int:
-        """Return how many of these distinct blocks `take` could evict now."""
+        """Return how many of these distinct blocks `allocate` could evict now."""
         return int(np.count_nonzero((self.ref_count[blocks] == 0) & self.indexed[blocks] & ~self.pinned[blocks]))
 
-    def release(self, blocks: Int64Array, counts: Int64Array | int = 1) -> None:
-        """Drop references as `Tier.release`. Indexed blocks stay cached, and the first of `blocks` is evicted first."""
-        unheld = self._unhold(blocks, counts)
-        known = self.indexed[unheld]
+    def decref(self, blocks: Int64Array, counts: Int64Array | int = 1) -> None:
+        """Drop references as `BlockPool.decref`. Indexed blocks stay cached; the first of `blocks` is evicted first."""
+        unreferenced = self._drop_references(blocks, counts)
+        known = self.indexed[unreferenced]
         if not np.count_nonzero(known):
-            self._give_up(unheld)
+            self._free(unreferenced)
             return
-        self._give_up(unheld[~known])
-        cached = unheld[known]
+        self._free(unreferenced[~known])
+        cached = unreferenced[known]
         self.ages.cache(cached)
         pinned = self.pinned[cached]
-        self.num_pinned_unheld += int(np.count_nonzero(pinned))
+        self.num_pinned_cached += int(np.count_nonzero(pinned))
         self.evictable.add(cached[~pinned])
 
-    def _give_up(self, blocks: Int64Array) -> None:
+    def _free(self, blocks: Int64Array) -> None:
         self.ages.free(blocks)
         self._push_free(blocks)
 
-    def make_findable(self, blocks: list[int], chain_hashes: list[bytes]) -> list[bool]:
+    def add_to_index(self, blocks: list[int], chain_hashes: list[bytes]) -> list[bool]:
         """Add full, computed blocks to the index. Returns, for each, whether its hash finds it; False means that the
         hash already finds another block."""
         setdefault = self.index.blocks.setdefault
@@ -179,13 +215,13 @@ class DeviceTier(Tier):
         self.indexed[blocks if all(found) else list(itertools.compress(blocks, found))] = True
         return found
 
-    def forget(self, blocks: Int64Array) -> None:
+    def remove_from_index(self, blocks: Int64Array) -> None:
         """Remove blocks from the index. Their hashes stay, because the chains of their holders need them."""
-        forgotten = self._take_from_index(blocks)
+        forgotten = self._pop_from_index(blocks)
         if self.journal is not None and forgotten:
             self.journal.removed(forgotten)
 
-    def _take_from_index(self, blocks: Int64Array) -> list[bytes]:
+    def _pop_from_index(self, blocks: Int64Array) -> list[bytes]:
         """Remove blocks from the index without a journal entry. Returns their hashes."""
         # Every indexed block has a hash that finds it; otherwise this raises KeyError.
         forgotten: list[bytes] = list(map(self.hashes.__getitem__, blocks.tolist()))  # type: ignore[arg-type]
@@ -197,16 +233,16 @@ class DeviceTier(Tier):
     def pin(self, blocks: Int64Array) -> None:
         """Keep distinct indexed blocks, not pinned so far, from eviction."""
         self.pinned[blocks] = True
-        unheld = blocks[self.ref_count[blocks] == 0]
-        self.evictable.remove(unheld)
-        self.num_pinned_unheld += len(unheld)
+        unreferenced = blocks[self.ref_count[blocks] == 0]
+        self.evictable.remove(unreferenced)
+        self.num_pinned_cached += len(unreferenced)
 
     def unpin(self, blocks: Int64Array) -> None:
         """Undo `pin`. The first of `blocks` is evicted first."""
         self.pinned[blocks] = False
-        unheld = blocks[self.ref_count[blocks] == 0]
-        self.evictable.add(unheld)
-        self.num_pinned_unheld -= len(unheld)
+        unreferenced = blocks[self.ref_count[blocks] == 0]
+        self.evictable.add(unreferenced)
+        self.num_pinned_cached -= len(unreferenced)
 
     def unpinned(self) -> Int64Array:
         """Return the indexed blocks that are not pinned."""
@@ -216,13 +252,13 @@ class DeviceTier(Tier):
         """Remove those of these blocks from the index that are still indexed and not pinned. `whole` says that `blocks`
         were all such blocks of the pool. Returns how many of them were cached and are free now."""
         blocks = blocks[self.indexed[blocks] & ~self.pinned[blocks]]
-        unheld = blocks[self.ref_count[blocks] == 0]
-        forgotten = self._take_from_index(blocks)
+        unreferenced = blocks[self.ref_count[blocks] == 0]
+        forgotten = self._pop_from_index(blocks)
         if self.journal is not None and forgotten:
             if whole and not self.index.blocks:
                 self.journal.cleared()
             else:
                 self.journal.removed(forgotten)
-        self.evictable.remove(unheld)
-        self._give_up(unheld)
-        return len(unheld)
+        self.evictable.remove(unreferenced)
+        self._free(unreferenced)
+        return len(unreferenced)

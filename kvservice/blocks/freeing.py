@@ -1,0 +1,117 @@
+"""Truncate, free and closing a namespace: operations that give blocks back."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvservice.blocks.arguments import counts_for, refuse
+from kvservice.blocks.limits import check_request_blocks
+from kvservice.blocks.namespaces import SessionNamespace
+from kvservice.blocks.plans import Int64Array
+from kvservice.blocks.sequences import LENGTH, NUM_BLOCKS, NUM_COMPUTED, SWAPPED
+from kvservice.blocks.slices import SLICE_BLOCKS, Slices, cut_rows
+from kvservice.blocks.state import BlockState
+
+# Steps that one slice ends.
+_SLICE_STEPS: Final = 1024
+
+
+class Reclaimer:
+    """Gives the blocks of truncated, freed and closed sequences back to the pools."""
+
+    def __init__(self, state: BlockState) -> None:
+        self._state, self._config = state, state.config
+        self._device, self._swap, self._sequences = state.device, state.swap, state.sequences
+        self._pins = state.pins
+        self._shift, self._mask = state.config.block_shift, state.config.block_mask
+
+    def truncate(self, namespace: SessionNamespace, sequence_ids: npt.ArrayLike, lengths: npt.ArrayLike) -> None:
+        """See BlockManager.truncate."""
+        self._state.enter(namespace)
+        ids, rows = namespace.lookup(sequence_ids)
+        states = self._sequences.resident_states(ids, rows)
+        kept = counts_for(lengths, "lengths", len(ids))
+        if np.count_nonzero(kept > states[:, LENGTH]):
+            refuse("lengths", kept > states[:, LENGTH], "must not be above the sequence's length")
+        num_blocks = (kept + self._mask) >> self._shift
+        check_request_blocks(self._config, int((states[:, NUM_BLOCKS] - num_blocks).sum()), "sequence_ids")
+        self._sequences.end_steps(namespace, rows)
+        self._device.decref_entries(*self._sequences.table_entries(rows, num_blocks))
+        self._sequences.states[rows, LENGTH] = kept
+        self._sequences.states[rows, NUM_COMPUTED] = np.minimum(kept, states[:, NUM_COMPUTED])
+        self._sequences.states[rows, NUM_BLOCKS] = num_blocks
+        self._sequences.num_tokens -= int((states[:, LENGTH] - kept).sum())
+
+    def free(self, namespace: SessionNamespace, sequence_ids: npt.ArrayLike) -> Slices[None]:
+        """See BlockManager.free. The ids are free after the first slice, all blocks after the last one."""
+        self._state.enter(namespace)
+        ids, rows = namespace.lookup(sequence_ids)
+        self._sequences.end_steps(namespace, rows)
+        for sequence_id in ids.tolist():
+            namespace.remove(sequence_id)
+        yield from self._end_rows(rows)
+
+    def _end_rows(self, rows: Int64Array) -> Slices[None]:
+        """Free rows that no sequence id and no step refers to any more."""
+        parts = [rows] if len(rows) == 1 else cut_rows(rows, self._sequences.num_blocks[rows])
+        if len(parts) > 1:
+            self._sequences.ending.update(rows.tolist())
+        for part in parts[:-1]:
+            self._free_rows(part)
+            yield
+        self._free_rows(parts[-1])
+
+    def _free_rows(self, rows: Int64Array) -> None:
+        self._state.generation += 1
+        self._sequences.num_tokens -= int(self._sequences.states[rows, LENGTH].sum())
+        resident = rows
+        if self._sequences.num_swapped:
+            swapped = self._sequences.states[rows, SWAPPED] != 0
+            resident, gone = rows[~swapped], rows[swapped]
+            self._sequences.num_swapped -= len(gone)
+            if len(gone):
+                self._swap.decref_entries(*self._sequences.table_entries(gone))
+        if len(resident):
+            self._device.decref_entries(*self._sequences.table_entries(resident))
+        self._sequences.states[rows] = 0
+        free = rows.tolist()
+        if self._sequences.extra_keys:
+            for row in free:
+                self._sequences.extra_keys.pop(row, None)
+        if self._sequences.ending:
+            self._sequences.ending.difference_update(free)
+        self._sequences.free_rows.extend(free)
+
+    def close_namespace(self, namespace: SessionNamespace) -> Slices[int]:
+        """See BlockManager.close_space. The namespace is closed after the first slice."""
+        if namespace.closed:
+            return 0
+        namespace.closed = True
+        self._state.generation += 1
+        self._state.namespaces.remove(namespace)
+        rows = np.array(list(namespace.rows.values()), np.int64)
+        self._sequences.ending.update(rows.tolist())
+        yield from self._end_steps(namespace)
+        yield from self._end_pins(namespace)
+        if len(rows):
+            yield from self._end_rows(rows)
+        return len(rows)
+
+    def _end_steps(self, namespace: SessionNamespace) -> Slices[None]:
+        step_ids = list(namespace.steps)
+        for first in range(0, len(step_ids), _SLICE_STEPS):
+            if first:
+                yield
+            namespace.supersede(step_ids[first : first + _SLICE_STEPS])
+
+    def _end_pins(self, namespace: SessionNamespace) -> Slices[None]:
+        left = SLICE_BLOCKS
+        while namespace.pins:
+            if left <= 0:
+                yield
+                left = SLICE_BLOCKS
+            self._state.generation += 1
+            left -= self._pins.remove(namespace, next(iter(namespace.pins)))

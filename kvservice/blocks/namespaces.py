@@ -1,0 +1,152 @@
+"""Session namespaces: the sequence ids, live steps and pins of one client, unknown in all other namespaces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, MutableSequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvservice.blocks.arguments import int64_array, whole_number
+from kvservice.blocks.plans import Int64Array, Step
+from kvservice.errors import DuplicateSequenceError, InvalidArgumentError, KVServiceError, UnknownSequenceError
+
+# Indices of the counters of a namespace.
+COMPUTED_TOKENS, QUERY_TOKENS, HIT_TOKENS = range(3)
+NUM_COUNTERS = 3
+_NO_BATCH = (b"", np.zeros(0, np.int64), np.zeros(0, np.int64))
+
+
+@dataclass(slots=True)
+class LiveStep:
+    """A live step: its plan, its written layers, and the arguments that a retry of its append must repeat.
+
+    `written` has one byte per layer, 0 or 1. It stays the same object, and other code may set layers in it.
+    `num_appended` is int64[n], or one number for all sequences; it is None for a step over existing tokens.
+    `sent` maps a layer that is sent in parts to the number of its tokens that are written. `parts` holds the parts of
+    all layers by (first token, last token + 1).
+    """
+
+    plan: Step
+    written: bytearray
+    num_appended: Int64Array | int | None
+    committed: bool = False
+    sent: dict[int, int] = field(default_factory=dict)
+    parts: dict[tuple[int, int], Step] = field(default_factory=dict)
+
+    @property
+    def begun(self) -> bool:
+        return 1 in self.written or bool(self.sent)
+
+    @property
+    def complete(self) -> bool:
+        return 0 not in self.written
+
+
+def _ignore(step_id: int) -> None:
+    """The default `on_step_end`, which does nothing."""
+
+
+@dataclass(eq=False, slots=True)
+class SessionNamespace:
+    """Namespace of one client, created by BlockManager.open_space. The manager owns its attributes except
+    `on_step_end`. That callback gets the id of a step that is no longer live, before its blocks are reused."""
+
+    number: int
+    # Counts of the client's tokens: computed, looked up in the prefix cache, found there.
+    counters: MutableSequence[int]
+    on_step_end: Callable[[int], object] = _ignore
+    closed: bool = False
+    rows: dict[int, int] = field(default_factory=dict)
+    steps: dict[int, LiveStep] = field(default_factory=dict)
+    pins: dict[int, Int64Array] = field(default_factory=dict)
+    last_step_id: int = 0
+    last_pin_id: int = 0
+    _batch: tuple[bytes, Int64Array, Int64Array] = field(default_factory=lambda: _NO_BATCH, repr=False)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __contains__(self, sequence_id: int) -> bool:
+        return sequence_id in self.rows
+
+    def sequence_ids(self) -> list[int]:
+        return list(self.rows)
+
+    def lookup(self, sequence_ids: object, field: str = "sequence_ids") -> tuple[Int64Array, Int64Array]:
+        """Return (ids int64[n], rows int64[n]) of distinct known sequences. The caller must not modify them. Raises
+        InvalidArgumentError, UnknownSequenceError.
+
+        The last batch is cached, because a running batch stays the same for many steps.
+        """
+        ids = int64_array(sequence_ids, field)  # type: ignore[arg-type]  # checked there
+        key = ids.tobytes()
+        if key == self._batch[0]:
+            return self._batch[1], self._batch[2]
+        names = ids.tolist()
+        try:
+            rows = np.array([self.rows[name] for name in names], np.int64)
+        except KeyError:
+            raise unknown_sequence(names, self.rows, field) from None
+        if len(set(names)) != len(names):
+            raise _repeated(names, field)
+        ids = ids.copy()
+        ids.flags.writeable = rows.flags.writeable = False
+        self._batch = (key, ids, rows)
+        return ids, rows
+
+    def check_new_ids(self, ids: list[int], field: str) -> None:
+        """Check that these sequence ids are valid and unused. `field` is a format string for the index of an id.
+        Raises InvalidArgumentError, DuplicateSequenceError."""
+        if len(ids) == 1 and type(ids[0]) is int and 0 <= ids[0] < 2**63 and ids[0] not in self.rows:
+            return
+        seen: set[int] = set()
+        for i, sequence_id in enumerate(ids):
+            whole_number(sequence_id, field.format(i), 0, 2**63 - 1)
+            if sequence_id in self.rows or sequence_id in seen:
+                where = "is in use" if sequence_id in self.rows else "appears twice"
+                raise DuplicateSequenceError(
+                    f"sequence {sequence_id} {where}", field=field.format(i), sequence_id=sequence_id
+                )
+            seen.add(sequence_id)
+
+    def in_progress(self, step_id: int) -> bool:
+        """Return whether some layers of the step are written and some are not."""
+        step = self.steps.get(step_id)
+        return step is not None and step.begun and not step.complete
+
+    def layers_in_progress(self) -> int:
+        """Return the number of written layers of all incomplete steps."""
+        return sum(step.written.count(1) for step in self.steps.values() if not step.complete)
+
+    def remove(self, sequence_id: int) -> int:
+        self._batch = _NO_BATCH
+        return self.rows.pop(sequence_id)
+
+    def supersede(self, step_ids: Iterable[int]) -> None:
+        """Make these steps stale. A step is live exactly while it is in `steps`."""
+        for step_id in step_ids:
+            if self.steps.pop(step_id, None) is not None:
+                self.on_step_end(step_id)
+
+
+def unknown_sequence(names: list[int], known: dict[int, int], field: str) -> KVServiceError:
+    """Return the error for the first of these ids that is unknown."""
+    i = next(i for i, name in enumerate(names) if name not in known)
+    if names[i] < 0:
+        return InvalidArgumentError("must not be negative", field=f"{field}[{i}]")
+    return UnknownSequenceError(f"sequence {names[i]} is not known", field=f"{field}[{i}]", sequence_id=names[i])
+
+
+def _repeated(names: list[int], field: str) -> KVServiceError:
+    seen: set[int] = set()
+    i = next(i for i, name in enumerate(names) if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+    return InvalidArgumentError(f"sequence {names[i]} appears twice", field=f"{field}[{i}]")
+
+
+def distinct_steps(steps: Int64Array) -> Iterator[int]:
+    """Return the distinct step ids in steps int64[n]. A running batch usually has one."""
+    first = int(steps[0])
+    if not np.count_nonzero(steps != first):
+        return iter((first,))
+    return iter(set(steps.tolist()))
