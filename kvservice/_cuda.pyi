@@ -10,6 +10,9 @@ from kvservice._ext import (
     LANE_BYTES as LANE_BYTES,
 )
 from kvservice._ext import (
+    FinishedSteps as FinishedSteps,
+)
+from kvservice._ext import (
     LaneClient as LaneClient,
 )
 from kvservice._ext import (

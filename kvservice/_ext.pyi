@@ -51,10 +51,26 @@ LANE_BYTES: int
 # Upper bounds of the buckets of LaneServer.stats(), in seconds.
 LANE_BUCKETS: tuple[float, ...]
 
-class LaneSession:
-    """The state of a session that its lanes use: live steps and regions."""
+class FinishedSteps:
+    """The steps whose last layer a lane has written, of all sessions.
 
-    def __init__(self, num_layers: int) -> None: ...
+    A step is added before the call that wrote its last layer is completed for the client, and the descriptor is
+    signalled after that.
+    """
+
+    def __init__(self) -> None:
+        """Open the eventfd. Raises RuntimeError if the process has no file descriptors left."""
+    @property
+    def descriptor(self) -> int:
+        """The eventfd. It becomes readable when there are finished steps, and is not readable after take()."""
+    def take(self) -> list[tuple[int, int]]:
+        """Return (number of the session, step id) of the steps that were finished since the previous call, each step
+        once."""
+
+class LaneSession:
+    """The state of a session that its lanes use: live steps and regions. `number` identifies it in `finished`."""
+
+    def __init__(self, num_layers: int, finished: FinishedSteps, number: int) -> None: ...
     def publish(
         self,
         step_id: int,
@@ -78,8 +94,6 @@ class LaneSession:
         """
     def retire(self, step_id: int) -> None:
         """Withdraw a step. After it returns no lane uses the step or its arrays. Unknown ids are ignored."""
-    def take_finished(self) -> list[int]:
-        """Return the steps whose last layer a lane has written since the previous call, each step once."""
     def add_region(self, address: int, num_bytes: int, kind: str = "host") -> int:
         """Register memory. Places refer to it by the returned number, which is never reused."""
     def remove_region(self, number: int) -> None:

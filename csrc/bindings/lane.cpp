@@ -12,11 +12,13 @@
 #include <tuple>
 #include <unordered_map>
 #include <utility>
+#include <vector>
 
 #include "bindings/arguments.h"
 #include "bindings/lane_in_place.h"
 #include "lane/client.h"
 #include "lane/executor.h"
+#include "lane/finished_steps.h"
 #include "lane/server.h"
 #include "lane/session.h"
 
@@ -86,7 +88,8 @@ class Memory {
 // A session, and the Python objects whose memory its steps use.
 class PySession {
  public:
-  explicit PySession(const py::object& num_layers) : session_(as_int(num_layers, "num_layers")) {}
+  PySession(const py::object& num_layers, FinishedSteps& finished, const py::object& number)
+      : session_(as_int(num_layers, "num_layers"), finished, as_int(number, "number")) {}
 
   LaneSession& get() { return session_; }
 
@@ -136,6 +139,12 @@ class PySession {
   LaneSession session_;
   std::unordered_map<int64_t, std::pair<std::unique_ptr<Memory>, py::tuple>> held_;
 };
+
+std::vector<std::pair<int64_t, int64_t>> take_finished(FinishedSteps& self) {
+  std::vector<std::pair<int64_t, int64_t>> taken;
+  for (const FinishedStep& finished : self.take()) taken.emplace_back(finished.session, finished.step_id);
+  return taken;
+}
 
 LaneMemoryKind memory_kind(const std::string& name) {
   if (name == "host") return LaneMemoryKind::kHost;
@@ -333,13 +342,17 @@ void define_lane(py::module_& m) {
   m.attr("LANE_BYTES") = kLaneBytes;
   m.attr("LANE_BUCKETS") = py::tuple(py::cast(kLaneBuckets));
   py::class_<LaneExecutor>(m, "LaneExecutor", py::module_local());
+  py::class_<FinishedSteps>(m, "FinishedSteps", py::module_local())
+      .def(py::init<>())
+      .def("take", &take_finished)
+      .def_property_readonly("descriptor", &FinishedSteps::descriptor);
   py::class_<PySession>(m, "LaneSession", py::module_local())
-      .def(py::init<const py::object&>(), py::arg("num_layers"))
+      .def(py::init<const py::object&, FinishedSteps&, const py::object&>(), py::arg("num_layers"), py::arg("finished"),
+           py::arg("number"), py::keep_alive<1, 3>())
       .def("publish", &PySession::publish, py::arg("step_id"), py::arg("written"), py::arg("slot_mapping"),
            py::arg("query_lens"), py::arg("context_lens"), py::arg("block_tables"),
            py::arg("device_tables") = py::none())
       .def("retire", &PySession::retire, py::arg("step_id"))
-      .def("take_finished", [](PySession& self) { return self.get().take_finished(); })
       .def("add_region", &add_region, py::arg("address"), py::arg("num_bytes"), py::arg("kind") = "host")
       .def("remove_region", &PySession::remove_region, py::arg("number"))
       .def("set_draining", [](PySession& self) { self.get().set_draining(); });

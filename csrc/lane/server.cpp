@@ -177,6 +177,7 @@ void LaneServer::finish(const LaneCompletion& completion) {
   LaneHeader& header = memory_.header;
   header.completed.store(served_, std::memory_order_release);
   wake_if_asleep(header.client_sleeps, header.client_bell);
+  session_.signal_finished();
 }
 
 void LaneServer::end(LaneState state) {

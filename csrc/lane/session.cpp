@@ -1,6 +1,7 @@
 #include "lane/session.h"
 
 #include <string>
+#include <utility>
 
 #include "errors.h"
 #include "lane/error.h"
@@ -15,7 +16,8 @@ uint8_t load(const uint8_t* byte) { return __atomic_load_n(byte, __ATOMIC_ACQUIR
 
 }  // namespace
 
-LaneSession::LaneSession(int64_t num_layers) : num_layers_(num_layers) {
+LaneSession::LaneSession(int64_t num_layers, FinishedSteps& finished, int64_t number)
+    : num_layers_(num_layers), finished_(finished), number_(number) {
   require(num_layers > 0, "num_layers", "is not positive");
 }
 
@@ -24,23 +26,16 @@ void LaneSession::publish(const LaneStep& step) {
   if (step.id <= last_step_) {
     throw ArgumentError("step_id", std::to_string(step.id) + " does not follow " + std::to_string(last_step_));
   }
-  finished_.reserve(finished_.size() + steps_.size() + 1);  // so that a lane reports a step without allocating
-  steps_[step.id].step = step;
+  std::list<FinishedStep> completed = {{number_, step.id}};
+  Step& added = steps_[step.id];
+  added.step = step;
+  added.completed = std::move(completed);
   last_step_ = step.id;
 }
 
 void LaneSession::retire(int64_t step_id) {
   std::unique_lock<std::mutex> lock(mutex_);
   erase_unused(steps_, step_id, lock);
-}
-
-std::vector<int64_t> LaneSession::take_finished() {
-  if (!any_finished_.load(std::memory_order_acquire)) return {};
-  const std::lock_guard<std::mutex> lock(mutex_);
-  any_finished_.store(false, std::memory_order_relaxed);
-  std::vector<int64_t> taken = finished_;
-  finished_.clear();
-  return taken;
 }
 
 uint32_t LaneSession::add_region(char* address, int64_t num_bytes, LaneMemoryKind kind) {
@@ -134,10 +129,8 @@ LaneUse::~LaneUse() {
   // A layer that another lane has claimed is not written yet, so the last user checks.
   if (step_->changed && step_->users == 0) {
     step_->changed = false;
-    if (session_.layers_written(step_->step, true)) {  // written layers stay written, so this happens once
-      session_.finished_.push_back(step_->step.id);
-      session_.any_finished_.store(true, std::memory_order_release);
-    }
+    // Written layers stay written, so this happens once.
+    if (session_.layers_written(step_->step, true)) session_.finished_.add(step_->completed);
   }
   if (session_.num_waiting_ > 0) session_.unused_.notify_all();
 }

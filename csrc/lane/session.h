@@ -6,10 +6,11 @@
 #include <condition_variable>
 #include <cstdint>
 #include <limits>
+#include <list>
 #include <mutex>
 #include <unordered_map>
-#include <vector>
 
+#include "lane/finished_steps.h"
 #include "lane/ring.h"
 
 namespace kvservice {
@@ -48,7 +49,8 @@ struct LaneRegion {
 
 class LaneSession {
  public:
-  explicit LaneSession(int64_t num_layers);
+  // `number` identifies the session in `finished`, which outlives it. Throws ArgumentError.
+  LaneSession(int64_t num_layers, FinishedSteps& finished, int64_t number);
 
   int64_t num_layers() const { return num_layers_; }
 
@@ -59,8 +61,8 @@ class LaneSession {
   // may still read device arrays, in stream order. Unknown ids have no effect.
   void retire(int64_t step_id);
 
-  // Returns the steps whose last layer was written through a lane since the last call, each step once.
-  std::vector<int64_t> take_finished();
+  // Signals the event loop if there are finished steps. Lanes call it after they have completed a call.
+  void signal_finished() { finished_.signal(); }
 
   // Numbers are never reused. `address` is a multiple of 16. Throws ArgumentError.
   uint32_t add_region(char* address, int64_t num_bytes, LaneMemoryKind kind = LaneMemoryKind::kHost);
@@ -78,7 +80,8 @@ class LaneSession {
     LaneStep step;
     int64_t users = 0;
     bool removed = false;
-    bool changed = false;  // a layer was written since the last check for completeness
+    bool changed = false;               // a layer was written since the last check for completeness
+    std::list<FinishedStep> completed;  // one element, moved to `finished_` with the last layer
   };
   struct Region {
     LaneRegion region;
@@ -93,8 +96,9 @@ class LaneSession {
   bool layers_written(const LaneStep& step, bool all) const;
 
   const int64_t num_layers_;
+  FinishedSteps& finished_;
+  const int64_t number_;
   std::atomic<bool> draining_{false};
-  std::atomic<bool> any_finished_{false};
   std::mutex mutex_;
   std::condition_variable unused_;
   int64_t num_waiting_ = 0;  // threads that wait for an element to become unused
@@ -103,7 +107,6 @@ class LaneSession {
   // Elements keep their address while they have users.
   std::unordered_map<int64_t, Step> steps_;
   std::unordered_map<uint32_t, Region> regions_;
-  std::vector<int64_t> finished_;
 };
 
 // A reference of one call to its step and regions, until attend() has returned.

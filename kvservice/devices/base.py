@@ -36,14 +36,23 @@ class AttentionOptions:
     block_sparse: BlockSparse | None = None
 
 
+class FinishedSteps(Protocol):
+    """The steps whose last layer a lane has written, of all sessions. A device creates it."""
+
+    @property
+    def descriptor(self) -> int:
+        """File descriptor that becomes readable when there are such steps, and is not readable after `take`."""
+
+    def take(self) -> list[tuple[int, int]]:
+        """Return (number of the session, step id) of the steps since the previous call, each once. A step is there
+        before the call that wrote its last layer is complete for the client."""
+
+
 class LaneSession(Protocol):
     """State that the lanes of one session may use: its published steps and memory regions. A device creates it."""
 
     def retire(self, step_id: int) -> None:
         """Withdraw a step. Returns when no call uses it, and none will."""
-
-    def take_finished(self) -> list[int]:
-        """Return the steps whose last layer a lane has written since the previous call."""
 
     def add_region(self, address: int, num_bytes: int) -> int:
         """Register host memory that cannot be unmapped or truncated. Returns its number."""
@@ -157,7 +166,12 @@ class Device(Protocol):
     lane_buckets_s: tuple[float, ...]
     """Upper bounds in seconds of all buckets of `LaneServer.stats` except the last one."""
 
-    def lane_session(self) -> LaneSession: ...
+    @property
+    def finished_steps(self) -> FinishedSteps:
+        """The steps completed by the lanes of all sessions."""
+
+    def lane_session(self, number: int) -> LaneSession:
+        """Create the lane state of a session. `number` identifies the session in `finished_steps`."""
 
     def open_lane(self, memory: SealedMemory, session: LaneSession) -> LaneServer:
         """Serve a lane from a separate thread. It executes its calls in order, after all operations that were submitted

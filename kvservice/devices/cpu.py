@@ -45,6 +45,7 @@ class CpuDevice:
         self._batch_invariant = config.batch_invariant
         self._lanes = _ext.CpuLaneExecutor(self.pool.blocks, self.layout.head_size, config.batch_invariant)
         self._lane_spin_us = config.lane_spin_us
+        self.finished_steps = _ext.FinishedSteps()
         if config.num_threads:
             ops.set_num_threads(config.num_threads)
 
@@ -132,8 +133,8 @@ class CpuDevice:
         num_bytes = len(slots) * self.layout.token_bytes // self.layout.num_layers * len(layers)
         return self._queue.run(work, inline=num_bytes <= INLINE_BYTES)
 
-    def lane_session(self) -> _ext.LaneSession:
-        return _ext.LaneSession(self.layout.num_layers)
+    def lane_session(self, number: int) -> _ext.LaneSession:
+        return _ext.LaneSession(self.layout.num_layers, self.finished_steps, number)
 
     def open_lane(self, memory: SealedMemory, session: LaneSession) -> _ext.LaneServer:
         assert isinstance(session, _ext.LaneSession), "it was made here"

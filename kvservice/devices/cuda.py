@@ -19,6 +19,7 @@ from kvservice.devices.base import (
     Array,
     AttentionOptions,
     CudaRegion,
+    FinishedSteps,
     Int32,
     Int64,
     LaneServer,
@@ -57,6 +58,7 @@ class CudaDevice:
         self.layout = config.layout
         self.lane_bytes: int = self._cuda.LANE_BYTES
         self.lane_buckets_s: tuple[float, ...] = self._cuda.LANE_BUCKETS
+        self.finished_steps: FinishedSteps = self._cuda.FinishedSteps()
         self._dtype = TENSOR_DTYPES[config.dtype]
         self._token_layer_bytes = self.layout.token_bytes // self.layout.num_layers
         try:
@@ -256,8 +258,8 @@ class CudaDevice:
         launch_or_not = launch if len(slots) else lambda _: None
         return compute.start(Call(None, end, blocks, NO_BLOCKS, end / LINK_BYTES_PER_S, launch_or_not, result))
 
-    def lane_session(self) -> CudaLaneSession:
-        return self._open_lanes.session()
+    def lane_session(self, number: int) -> CudaLaneSession:
+        return self._open_lanes.session(self.finished_steps, number)
 
     def open_lane(self, memory: SealedMemory, session: LaneSession) -> LaneServer:
         assert isinstance(session, CudaLaneSession), "it was made here"

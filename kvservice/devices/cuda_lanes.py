@@ -9,7 +9,7 @@ import numpy as np
 
 from kvservice.blocks import Step
 from kvservice.config import ServeConfig
-from kvservice.devices.base import Array
+from kvservice.devices.base import Array, FinishedSteps
 from kvservice.devices.compute import Compute
 from kvservice.devices.sizing import LANE_WORKSPACE_BYTES
 from kvservice.devices.tables import StepTables
@@ -27,13 +27,12 @@ LOOK_US = 1000.0
 class CudaLaneSession:
     """A `LaneSession` with pinned host memory and with the tables of its steps on the device."""
 
-    def __init__(self, cuda: ModuleType, num_layers: int) -> None:
+    def __init__(self, cuda: ModuleType, num_layers: int, finished: FinishedSteps, number: int) -> None:
         self._cuda = cuda
-        self.native: _cuda.LaneSession = cuda.LaneSession(num_layers)
+        self.native: _cuda.LaneSession = cuda.LaneSession(num_layers, finished, number)
         self._steps: dict[int, Step] = {}
         self._page_locks: dict[int, _cuda.HostRegistration] = {}
         self.set_draining = self.native.set_draining
-        self.take_finished = self.native.take_finished
 
     def publish(self, step: Step, written: bytearray, tables: StepTables) -> None:
         self._steps[step.step_id] = step
@@ -138,8 +137,8 @@ class CudaLanes:
             LOOK_US if config.lane_spin_us else 0.0,
         )
 
-    def session(self) -> CudaLaneSession:
-        return CudaLaneSession(self._cuda, self._num_layers)
+    def session(self, finished: FinishedSteps, number: int) -> CudaLaneSession:
+        return CudaLaneSession(self._cuda, self._num_layers, finished, number)
 
     def open(self, memory: SealedMemory, session: CudaLaneSession) -> Any:
         return self._cuda.LaneServer(memory.map, session.native, self._executor, self._spin_us, self._failed)

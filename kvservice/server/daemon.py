@@ -108,6 +108,7 @@ class Daemon:
             for server in servers:
                 await server.start()
             open_unix_socket(self._config)
+            loop.add_reader(self.sessions.lanes.descriptor, self.sessions.lanes.commit_finished)
             tasks = (
                 self.sessions.handover.serve(),
                 self.observing.run(),
@@ -135,6 +136,7 @@ class Daemon:
             for task in beside:
                 task.cancel()
             await asyncio.gather(*beside, return_exceptions=True)
+            loop.remove_reader(self.sessions.lanes.descriptor)
             self.sessions.lanes.close()
             self.device.close()
             if self._tracer is not None:

@@ -133,7 +133,7 @@ class Dispatcher:
         """Refuse new work while the daemon drains, and let the call see the steps that lanes have completed."""
         if handler.while_draining is WhileDraining.REFUSED:
             self.refuse_new_work()
-        self._sessions.lanes.collect()
+        self._sessions.lanes.commit_finished()
 
     def _session_id(self, request: Message, session: Session | None) -> int | None:
         """Return the id of `session`, or of the session of a unary call's token, or None if it has ended."""

@@ -1,6 +1,6 @@
 """Memory that a session shares with a client on the same host: its regions, its lane, the mapped pool, step tables.
 
-open_step ─▶ publish ─▶ the client works on the step in the mapped pool or by its lane ─▶ collect: the step commits
+open_step ─▶ publish ─▶ the client works on the step in the mapped pool or by its lane ─▶ commit
                 └── the step ends (append, fork, truncate, swap, free, close) ─▶ retire: the step is no longer usable
 """
 
@@ -22,55 +22,17 @@ from kvservice.errors import (
 from kvservice.server import descriptors
 from kvservice.server.budget import Budget, BudgetedMemory
 from kvservice.server.handover import Handover
+from kvservice.server.lanes import Lanes
 from kvservice.server.session_user import SessionUser, Trust
 from kvservice.server.step_tables import TABLE_BYTES, StepTables
 from kvservice.telemetry.sessions import LANE, SessionRow
 
-# The number of calls, the number of failed calls, the latency histogram (calls per bucket, the last entry is the
-# overflow), and the sum of the latencies in seconds.
-LaneStats = tuple[int, int, list[int], float]
 
+@dataclass
+class PoolMappings:
+    """The number of sessions that have mapped the pool. It is limited, because their step tables use memory."""
 
-class Lanes:
-    """The lanes of all sessions."""
-
-    def __init__(self, num_buckets: int) -> None:
-        self.open: dict[HostAccess, LaneServer] = {}
-        # The number of sessions that have mapped the pool. It is limited, because their step tables use memory.
-        self.num_mapped = 0
-        # Totals over closed lanes.
-        self._ended: LaneStats = (0, 0, [0] * num_buckets, 0.0)
-
-    def stats(self) -> LaneStats:
-        """Return totals over open and closed lanes."""
-        stats = self._ended
-        for lane in self.open.values():
-            stats = _sum(stats, lane.stats())
-        return stats
-
-    def end(self, access: HostAccess) -> None:
-        lane = self.open.pop(access)
-        lane.close()
-        self._ended = _sum(self._ended, lane.stats())
-
-    def collect(self) -> None:
-        """Commit the steps whose last layer was written by a lane."""
-        for access in self.open:
-            access.collect()
-
-    def drain(self) -> None:
-        """Make all lanes refuse steps that have not begun."""
-        for access in self.open:
-            access.drain()
-
-    def close(self) -> None:
-        for access in list(self.open):
-            access.close_lane()
-
-
-def _sum(one: LaneStats, other: LaneStats) -> LaneStats:
-    counts = [a + b for a, b in zip(one[2], other[2], strict=True)]
-    return one[0] + other[0], one[1] + other[1], counts, one[3] + other[3]
+    count: int = 0
 
 
 @dataclass(frozen=True)
@@ -81,6 +43,7 @@ class Sharing:
     budget: Budget
     handover: Handover
     lanes: Lanes
+    mappings: PoolMappings
 
 
 class HostAccess:
@@ -100,6 +63,8 @@ class HostAccess:
         self._manager = manager
         self._space = space
         self.budget, self._handover, self._lanes = sharing.budget, sharing.handover, sharing.lanes
+        self._mappings = sharing.mappings
+        self._lane_number = sharing.lanes.new_number()
         self._row = row
         self.user = SessionUser(sharing.trust)
         self._shared: LaneSession | None = None
@@ -144,7 +109,7 @@ class HostAccess:
 
     def _of_lane(self) -> LaneSession:
         if self._shared is None:
-            self._shared = self._device.lane_session()
+            self._shared = self._device.lane_session(self._lane_number)
         return self._shared
 
     # ---- the lane
@@ -157,7 +122,7 @@ class HostAccess:
             raise FailedPreconditionError("the session has a lane")
         self.close_lane()
         limit = self._config.max_lanes
-        if len(self._lanes.open) >= limit:
+        if len(self._lanes) >= limit:
             raise QuotaExceededError(f"{limit} lanes are open", limit="max_lanes", value=limit)
         memory = self.budget.make("kvservice-lane", self._device.lane_bytes)
         try:
@@ -167,7 +132,7 @@ class HostAccess:
             memory.close()
             raise
         self._lane_memory = memory
-        self._lanes.open[self] = self._lane
+        self._lanes.add(self._lane_number, self, self._lane)
         self._row.set(LANE, 1)
         return token
 
@@ -175,12 +140,11 @@ class HostAccess:
         """Close the lane, if it is open, after its running calls. Steps that it finished are committed."""
         if self._lane is not None:
             assert self._lane_memory is not None, "a lane has memory"
-            self._lanes.end(self)
+            self._lanes.end(self._lane_number)
             self._lane = None
             self._lane_memory.close()
             self._lane_memory = None
             self._row.set(LANE, 0)
-            self.collect()
 
     # ---- the pool
 
@@ -205,13 +169,13 @@ class HostAccess:
         if self._table_memory is None:
             self._table_memory = memory
             self._tables = StepTables(memory.sealed)
-            self._lanes.num_mapped += 1
+            self._mappings.count += 1
         self._writable = self._writable or writable
         return token, pool.num_bytes, TABLE_BYTES
 
     def _make_tables(self) -> BudgetedMemory:
         limit = self._config.max_pool_mappings
-        if self._lanes.num_mapped >= limit:
+        if self._mappings.count >= limit:
             raise QuotaExceededError(f"{limit} sessions have mapped the pool", limit="max_pool_mappings", value=limit)
         return self.budget.make("kvservice-tables", TABLE_BYTES, read_only=True)
 
@@ -229,7 +193,7 @@ class HostAccess:
             self._tables.close()
             self._table_memory.close()
             self._tables, self._table_memory = None, None
-            self._lanes.num_mapped -= 1
+            self._mappings.count -= 1
         self._writable = False
 
     def check_writable(self) -> None:
@@ -275,11 +239,9 @@ class HostAccess:
             self._published.remove(step_id)
             self._of_lane().retire(step_id)
 
-    def collect(self) -> None:
-        """Commit the steps whose last layer was written by the lane."""
-        if self._shared is not None:
-            for step_id in self._shared.take_finished():
-                self._manager.commit_written(self._space, step_id)
+    def commit(self, step_id: int) -> None:
+        """Commit a step whose last layer was written by the lane."""
+        self._manager.commit_written(self._space, step_id)
 
     def drain(self) -> None:
         """Make the lane refuse steps that have not begun."""

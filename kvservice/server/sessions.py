@@ -32,7 +32,8 @@ from kvservice.errors import (
 from kvservice.logs import LogBudget
 from kvservice.server.budget import Budget
 from kvservice.server.handover import Handover
-from kvservice.server.host_access import HostAccess, Lanes, Sharing
+from kvservice.server.host_access import HostAccess, PoolMappings, Sharing
+from kvservice.server.lanes import Lanes
 from kvservice.server.peers import Peer
 from kvservice.server.region import RegionTotals
 from kvservice.server.regions import Regions
@@ -100,8 +101,8 @@ class SessionRegistry:
         self._table = table
         trust = Trust.of(config)
         self.handover = Handover(trust.shm_uids | trust.pool_uids, self._introduce)
-        self.lanes = Lanes(len(device.lane_buckets_s) + 1)
-        self._sharing = Sharing(trust, Budget(config.max_shared_mib), self.handover, self.lanes)
+        self.lanes = Lanes(len(device.lane_buckets_s) + 1, device.finished_steps)
+        self._sharing = Sharing(trust, Budget(config.max_shared_mib), self.handover, self.lanes, PoolMappings())
         self._sessions: dict[bytes, Session] = {}
         self.num_opened = self.num_closed = self.num_lost = 0
         # The number of closed sessions whose sequences are still being freed.

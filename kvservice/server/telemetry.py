@@ -58,7 +58,7 @@ class DaemonVitals:
             sessions=len(sessions),
             regions=sessions.region_totals.count,
             region_bytes=sessions.region_totals.num_bytes,
-            lanes=len(sessions.lanes.open),
+            lanes=len(sessions.lanes),
             event_streams=self._events.count,
             calls_in_flight=dispatcher.in_flight,
             draining=dispatcher.draining,

@@ -246,7 +246,7 @@ class Fuzz {
         std::free(some->second);
         regions.erase(some);
       }
-      fuzzed_.take_finished();
+      finished_.take();
       std::this_thread::sleep_for(std::chrono::microseconds(below(random, 60)));
     }
   }
@@ -292,7 +292,8 @@ class Fuzz {
     Random random(seed_ + 4);
     Pool mine;
     CpuLaneExecutor direct(mine.view, seed_ % 2 == 0);
-    LaneSession session(kLayers);
+    FinishedSteps finished;
+    LaneSession session(kLayers, finished, 0);
     Memory memory;
     LaneServer server(memory.data, kLaneBytes, session, executor_, 20.0,
                       [](const std::string& text) { check(false, text.c_str()); });
@@ -349,7 +350,8 @@ class Fuzz {
   const uint64_t seed_;
   Pool pool_;
   CpuLaneExecutor executor_;
-  LaneSession fuzzed_{kLayers};
+  FinishedSteps finished_;
+  LaneSession fuzzed_{kLayers, finished_, 0};
   Lane noisy_{fuzzed_, executor_}, formed_{fuzzed_, executor_};
   std::atomic<bool> over_{false};
   std::atomic<int64_t> newest_step_{0};

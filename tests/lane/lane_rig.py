@@ -22,6 +22,7 @@ Array = npt.NDArray[Any]
 DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 OK = ("", "", "")
 TIMEOUT_S = 60.0
+SESSION_NUMBER = 7
 
 
 def memory_file(num_bytes: int) -> int:
@@ -83,7 +84,8 @@ class LaneRig:
         if shared_with is not None:
             self.pool, self.executor = shared_with.pool, shared_with.executor
         self.num_layers = num_layers
-        self.session = _ext.LaneSession(num_layers)
+        self.finished = _ext.FinishedSteps()
+        self.session = _ext.LaneSession(num_layers, self.finished, SESSION_NUMBER)
         self.region = mapped(memory_file(region_bytes), region_bytes)
         self.region_number = self.session.add_region(self.region.ctypes.data, region_bytes)
         self.fd = memory_file(_ext.LANE_BYTES)
@@ -93,6 +95,12 @@ class LaneRig:
         self.client = _ext.LaneClient(self.memory, spin_us)
         self.random = np.random.default_rng(5)
         self._used = 0
+
+    def take_finished(self) -> list[int]:
+        """Return the ids of the steps that were finished since the previous call."""
+        taken = self.finished.take()
+        assert {number for number, _ in taken} <= {SESSION_NUMBER}
+        return [step_id for _, step_id in taken]
 
     # Steps and tensors.
 

@@ -114,7 +114,7 @@ def test_a_bad_entry_is_answered_with_an_error(changes: dict[int, Any], reason: 
         assert rig.pool.tobytes() == pool.tobytes()
         assert rig.region.tobytes() == region.tobytes()
         assert step.written == bytearray(2)
-        assert rig.session.take_finished() == []
+        assert rig.take_finished() == []
         assert rig.server.stats()[:2] == (1, 1)
         good = [1, *GOOD[1:]]
         good[FLAGS] = RETURN_LSE
@@ -144,12 +144,12 @@ def test_a_layer_is_written_once_and_a_step_finishes_once() -> None:
         call = rig.tensors(step)
         assert rig.call(5, 1, call) == OK
         assert step.written == bytearray([0, 1])
-        assert rig.session.take_finished() == []
+        assert rig.take_finished() == []
         assert rig.call(5, 1, call)[:2] == ("LAYER_WRITTEN", "layer")
         assert rig.call(5, 0, call) == OK
         assert rig.call(5, 0, call)[:2] == ("LAYER_WRITTEN", "layer")
-        assert rig.session.take_finished() == [5]
-        assert rig.session.take_finished() == []
+        assert rig.take_finished() == [5]
+        assert rig.take_finished() == []
 
 
 def test_layers_that_were_written_elsewhere_count() -> None:
@@ -158,9 +158,9 @@ def test_layers_that_were_written_elsewhere_count() -> None:
         step.written[0] = 1
         call = rig.tensors(step)
         assert rig.call(1, 0, call)[0] == "LAYER_WRITTEN"
-        assert rig.session.take_finished() == []
+        assert rig.take_finished() == []
         assert rig.call(1, 1, call) == OK
-        assert rig.session.take_finished() == [1]
+        assert rig.take_finished() == [1]
 
 
 def test_steps_rise_and_go() -> None:
@@ -370,5 +370,5 @@ def test_memory_that_is_no_lane_is_refused() -> None:
                 _ext.LaneServer(empty, rig.session, rig.executor, spin_us, print)
             assert caught.value.field == "spin_us"
         with pytest.raises(InvalidArgumentError) as caught:
-            _ext.LaneServer(empty, _ext.LaneSession(3), rig.executor, 20.0, print)
+            _ext.LaneServer(empty, _ext.LaneSession(3, rig.finished, 0), rig.executor, 20.0, print)
         assert caught.value.field == "session"

@@ -161,7 +161,7 @@ def test_a_step_is_finished_by_the_lane_that_is_done_last() -> None:
         wait_until(lambda: step.written[1])
         assert rig.wait(first) == OK
         assert client.wait(last, TIMEOUT_S) == OK
-        assert rig.session.take_finished() == [1]
+        assert rig.take_finished() == [1]
         server.close()
 
 
@@ -183,7 +183,7 @@ def test_lanes_of_one_session_finish_a_step_together() -> None:
             answers = [end.wait(number, TIMEOUT_S) for end, number in sent]
             assert sum(answer == OK for answer in answers) == 64
             assert {answer[0] for answer in answers if answer} == {"", "LAYER_WRITTEN"}
-            assert rig.session.take_finished() == [step_id]
+            assert rig.take_finished() == [step_id]
             rig.session.retire(step_id)
         server.close()
 

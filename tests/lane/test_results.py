@@ -96,7 +96,7 @@ def test_the_ring_wraps_around(spin_us: float) -> None:
                 assert rig.wait(number) == OK
                 assert got.tobytes() == output.tobytes()
             rig.session.retire(step_id)
-        assert rig.session.take_finished() == list(range(500))
+        assert rig.take_finished() == list(range(500))
         calls, errors, buckets, seconds = rig.server.stats()
         assert (calls, errors, sum(buckets)) == (1000, 0, 1000)
         assert len(buckets) == len(_ext.LANE_BUCKETS) + 1
@@ -112,7 +112,7 @@ def test_a_full_ring_of_calls_is_answered_in_order() -> None:
         for number in range(64):
             assert rig.wait(number) == OK
             assert views[number].tobytes() == expected[number].tobytes()
-        assert rig.session.take_finished() == [1]
+        assert rig.take_finished() == [1]
 
 
 def test_two_processes() -> None:
@@ -144,5 +144,5 @@ def test_two_processes() -> None:
         assert shared[3 * 4096 :][: output.size].tobytes() == output.tobytes()
         assert shared[4 * 4096 :][: lse.size].tobytes() == lse.tobytes()
         assert rig.pool.tobytes() == pool.tobytes()
-        assert rig.session.take_finished() == [1]
+        assert rig.take_finished() == [1]
         os.close(fd)

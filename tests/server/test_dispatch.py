@@ -36,7 +36,7 @@ async def turns() -> None:
 
 
 def dispatcher_of(handlers: Any) -> Dispatcher:
-    sessions: Any = SimpleNamespace(lanes=SimpleNamespace(collect=lambda: None), find=lambda _: None)
+    sessions: Any = SimpleNamespace(lanes=SimpleNamespace(commit_finished=lambda: None), find=lambda _: None)
     return Dispatcher(handlers, sessions, CallTable([handler.method for handler in handlers], numpy_zeros), None)
 
 

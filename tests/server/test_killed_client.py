@@ -26,7 +26,6 @@ from kvservice.client import KVClient, PoolStats
 from kvservice.launch import Daemon
 from kvservice.server.dispatch import Dispatcher
 from kvservice.server.handlers import SessionHandler
-from kvservice.server.host_access import Lanes
 from kvservice.telemetry.calls import CallTable, keys
 from kvservice.v1.attention_pb2 import AttendRequest
 from kvservice.wire.encoded import Encoded
@@ -148,7 +147,7 @@ def test_a_call_that_was_cut_off_is_not_counted_as_answered() -> None:
         return Encoded()
 
     table = CallTable(["extend"], numpy_zeros)
-    sessions: Any = SimpleNamespace(lanes=Lanes(0))
+    sessions: Any = SimpleNamespace(lanes=SimpleNamespace(commit_finished=lambda: None))
     session: Any = SimpleNamespace(session_id=1)
     dispatcher = Dispatcher([SessionHandler("extend", AttendRequest, extend)], sessions, table, None)
 

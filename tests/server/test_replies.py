@@ -147,7 +147,7 @@ def test_a_request_whose_reply_is_forgotten_is_not_done_again() -> None:
             done.append(request.request_id)
             return reply_of(MAX_REPLY_BYTES)
 
-        sessions: Any = SimpleNamespace(lanes=SimpleNamespace(collect=lambda: None))
+        sessions: Any = SimpleNamespace(lanes=SimpleNamespace(commit_finished=lambda: None))
         handler = SessionHandler("append", blocks_pb2.AppendRequest, append)
         dispatcher = Dispatcher([handler], sessions, CallTable(METHODS, numpy_zeros), None)
         session: Any = SimpleNamespace(replies=Replies(), session_id=1)

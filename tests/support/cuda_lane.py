@@ -128,13 +128,18 @@ class CudaLane:
         self.pool_sizes = DTYPE_NUMBERS[cache or dtype], num_blocks, num_layers, num_kv_heads, head_size, block_size
         arguments = (0, self.stream.handle, self.pool.pointer, *self.pool_sizes, DTYPE_NUMBERS[dtype], self.scales)
         self.executor = _cuda.CudaLaneExecutor(*arguments, batch_invariant, workspace_bytes, 1000.0)
-        self.session = _cuda.LaneSession(num_layers)
+        self.finished = _cuda.FinishedSteps()
+        self.session = _cuda.LaneSession(num_layers, self.finished, 0)
         self.regions: dict[int, HostRegion | DeviceRegion] = {}
         self.host = self.add_region(HostRegion())
         self.device = self.add_region(DeviceRegion(_cuda.DeviceMemory(0, REGION_BYTES)))
         self.faults: list[str] = []
         self.servers: list[Any] = []
         self.fd, self.client = self.open_lane()
+
+    def take_finished(self) -> list[int]:
+        """Return the ids of the steps that were finished since the previous call."""
+        return [step_id for _, step_id in self.finished.take()]
 
     def normal(self, *shape: int) -> np.ndarray:
         return self.random.standard_normal(shape, np.float32).astype(DTYPES[self.dtype])

@@ -45,7 +45,7 @@ def test_decode_and_extend(dtype: str, region: str, out: str) -> None:
             for layer in range(lane.num_layers):
                 lane.check(step, layer, 16, *places)
         lane.check_pool()
-        assert sorted(lane.session.take_finished()) == [1, 2, 3]
+        assert sorted(lane.take_finished()) == [1, 2, 3]
 
 
 def test_options(lane: CudaLane) -> None:

@@ -1,0 +1,135 @@
+"""Lanes report the steps that they finish: to `take`, before the client sees the completion, and by an eventfd."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import select
+
+import pytest
+from lane_rig import OK, SESSION_NUMBER, TIMEOUT_S, LaneRig, lane
+
+from kvservice import _ext
+from kvservice.errors import InvalidArgumentError
+from kvservice.server.lanes import Lanes
+
+
+def is_readable(finished: _ext.FinishedSteps, timeout_s: float = 0.0) -> bool:
+    return bool(select.select([finished.descriptor], [], [], timeout_s)[0])
+
+
+def finish(rig: LaneRig, step_id: int) -> None:
+    step = rig.publish(step_id, (1,), (5,))
+    call = rig.tensors(step)
+    for layer in range(rig.num_layers):
+        rig.release_places()
+        assert rig.call(step_id, layer, call) == OK
+
+
+def test_whoever_has_seen_the_completion_finds_the_step() -> None:
+    with lane() as rig:
+        for step_id in range(300):
+            finish(rig, step_id)
+            assert rig.finished.take() == [(SESSION_NUMBER, step_id)]
+
+
+def test_the_descriptor_is_readable_until_the_steps_are_taken() -> None:
+    with lane() as rig:
+        step = rig.publish(1, (1,), (5,))
+        call = rig.tensors(step)
+        assert rig.call(1, 0, call) == OK
+        assert not is_readable(rig.finished), "a layer is missing"
+        assert rig.call(1, 1, call) == OK
+        assert is_readable(rig.finished, TIMEOUT_S)
+        rig.release_places()
+        finish(rig, 2)
+        assert is_readable(rig.finished)
+        assert rig.take_finished() == [1, 2]
+        # The lane signals the second step after its completion, perhaps only now; then nothing is left to signal.
+        rig.server.close()
+        assert not is_readable(rig.finished)
+        assert rig.take_finished() == []
+
+
+def test_a_step_that_ended_meanwhile_is_taken_once() -> None:
+    with lane() as rig:
+        finish(rig, 1)
+        rig.session.retire(1)
+        assert rig.take_finished() == [1]
+        assert rig.take_finished() == []
+
+
+def test_sessions_share_the_queue_and_are_told_apart() -> None:
+    with lane() as rig:
+        other = _ext.LaneSession(rig.num_layers, rig.finished, 2**40)
+        number = other.add_region(rig.region.ctypes.data, len(rig.region))
+        assert number == rig.region_number
+        first, rig.session = rig.session, other
+        server = _ext.LaneServer(memory := lane_memory(), other, rig.executor, 20.0, rig.faults.append)
+        client, rig.client = rig.client, _ext.LaneClient(memory, 20.0)
+        finish(rig, 1)
+        rig.session, rig.client = first, client
+        rig.release_places()
+        finish(rig, 1)
+        assert rig.finished.take() == [(2**40, 1), (SESSION_NUMBER, 1)]
+        server.close()
+
+
+def lane_memory() -> memoryview:
+    """Return memory for a lane, aligned to a page."""
+    return memoryview(mmap.mmap(-1, _ext.LANE_BYTES))
+
+
+@pytest.mark.parametrize("number", [None, 1.5, 2**63])
+def test_the_number_of_a_session_is_checked(number: object) -> None:
+    with pytest.raises(InvalidArgumentError, match="number"):
+        _ext.LaneSession(2, _ext.FinishedSteps(), number)
+
+
+class Owner:
+    """Notes the steps that it is to commit."""
+
+    def __init__(self) -> None:
+        self.committed: asyncio.Queue[int] = asyncio.Queue()
+
+    def commit(self, step_id: int) -> None:
+        self.committed.put_nowait(step_id)
+
+    def drain(self) -> None:
+        raise AssertionError("nothing drains")
+
+    def close_lane(self) -> None:
+        raise AssertionError("the test closes it")
+
+
+def test_the_event_loop_commits_a_step_without_a_call() -> None:
+    async def scenario(rig: LaneRig) -> None:
+        lanes, owner, loop = Lanes(len(_ext.LANE_BUCKETS) + 1, rig.finished), Owner(), asyncio.get_running_loop()
+        lanes.add(SESSION_NUMBER, owner, rig.server)
+        loop.add_reader(lanes.descriptor, lanes.commit_finished)
+        for step_id in range(1, 4):
+            finish(rig, step_id)
+            assert owner.committed.empty(), "the event loop has not had its turn"
+            async with asyncio.timeout(TIMEOUT_S):
+                assert await owner.committed.get() == step_id
+        loop.remove_reader(lanes.descriptor)
+
+    with lane() as rig:
+        asyncio.run(scenario(rig))
+
+
+def test_a_lane_that_ends_commits_its_steps_and_its_calls_stay_counted() -> None:
+    async def scenario(rig: LaneRig) -> None:
+        lanes, owner = Lanes(len(_ext.LANE_BUCKETS) + 1, rig.finished), Owner()
+        lanes.add(SESSION_NUMBER, owner, rig.server)
+        finish(rig, 1)
+        assert len(lanes) == 1
+        assert owner.committed.empty()
+        lanes.end(SESSION_NUMBER)
+        assert owner.committed.get_nowait() == 1
+        calls, errors, counts, seconds = lanes.stats()
+        assert (len(lanes), calls, errors, sum(counts)) == (0, 2, 0, 2)
+        assert seconds > 0
+
+    with lane() as rig:
+        asyncio.run(scenario(rig))
