@@ -195,7 +195,7 @@ def probes(ways: dict[str, Way]) -> Iterator[tuple[str, Callable[[], object]]]:
     payload = bytes(100)
     request = pool_pb2.PingRequest(payload=payload)
     yield "echo_unary", lambda: inline.client.ping(payload)
-    yield "echo_stream", lambda: finish(inline.session._stream.call("ping", request))
+    yield "echo_stream", lambda: finish(inline.session._connection.call("ping", request))
     if isinstance(way := ways.get("lane"), ClientWay):
         lane = way.session._core.attending._lane  # type: ignore[attr-defined]
 

@@ -11,16 +11,16 @@ from typing import Any
 import grpc
 
 from kvservice.auth.client import ClientCredentials, TLSOption
-from kvservice.client import channel, handover
+from kvservice.client import channel, fd_passing
 from kvservice.client.choice import close_transport, open_transport
+from kvservice.client.connection import RECONNECT_WAIT_S, SessionConnection
 from kvservice.client.core import SessionCore
 from kvservice.client.events import KVEventBatch, to_batch
-from kvservice.client.face import Connection, first_answer
-from kvservice.client.link import RECONNECT_WAIT_S, Link
 from kvservice.client.requests import build, time_limit, wait_time
 from kvservice.client.step import StepCore
-from kvservice.client.tasks import TaskConnection, TaskFace
+from kvservice.client.tasks import TaskStream, TaskWaiting
 from kvservice.client.values import PoolInfo, PoolStats, from_message
+from kvservice.client.waiting import SessionStream, first_answer
 from kvservice.errors import KVServiceError
 from kvservice.v1 import events_pb2, events_pb2_grpc, pool_pb2, pool_pb2_grpc, session_pb2, session_pb2_grpc
 from kvservice.wire.channels import open_aio_channel
@@ -33,24 +33,26 @@ class AsyncStep(StepCore):
 class AsyncSession(SessionCore[AsyncStep]):
     """See SessionCore. AsyncKVClient creates sessions. Tasks may call one concurrently; its calls run in order."""
 
-    def __init__(self, client: AsyncKVClient, stream: Link, token: bytes, session_id: int, resumed: bool) -> None:
-        super().__init__(stream, client._handover_path, client.info, token, session_id, AsyncStep, resumed=resumed)
+    def __init__(
+        self, client: AsyncKVClient, connection: SessionConnection, token: bytes, session_id: int, resumed: bool
+    ) -> None:
+        super().__init__(connection, client._fd_path, client.info, token, session_id, AsyncStep, resumed=resumed)
         self._client = client
-        self._stream = stream
+        self._connection = connection
 
     async def detach(self) -> bytes:
         """Detach from the session and return its token, with which another client can resume it. Useful only if the
         session was opened as detachable."""
         await close_transport(self)
-        await self._stream.close()
+        await self._connection.close()
         return self.token
 
     async def close(self) -> None:
         """Close the session and free everything it owns. Does nothing if the session is gone or belongs to another
         client by now."""
         await close_transport(self)
-        if await self._stream.close():
-            await self._client._close_session(self.token, self._stream.holder)
+        if await self._connection.close():
+            await self._client._close_session(self.token, self._connection.holder)
 
 
 class AsyncKVClient:
@@ -76,18 +78,18 @@ class AsyncKVClient:
         self._address = address
         self._credentials = ClientCredentials.for_address(address, tls, token)
         self._transport = transport
-        self._handover_path = handover.socket_path(address)
+        self._fd_path = fd_passing.socket_path(address)
         self._connect_timeout_s = connect_timeout_s
         self._timeout_s = time_limit(timeout_s)
         self._reconnect_wait_s = wait_time(reconnect_wait_s, "reconnect_wait_s")
-        self._links: weakref.WeakSet[Link] = weakref.WeakSet()
+        self._connections: weakref.WeakSet[SessionConnection] = weakref.WeakSet()
 
     async def __aenter__(self) -> AsyncKVClient:
         self._channel = open_aio_channel(self._address, self._credentials, channel.CHANNEL_OPTIONS)
         self._pool = pool_pb2_grpc.PoolServiceStub(self._channel)  # type: ignore[no-untyped-call]
         self._sessions = session_pb2_grpc.SessionServiceStub(self._channel)  # type: ignore[no-untyped-call]
         try:
-            info = await first_answer(TaskFace(), self._get_info, self._connect_timeout_s)
+            info = await first_answer(TaskWaiting(), self._get_info, self._connect_timeout_s)
         except KVServiceError:
             await self._channel.close()
             raise
@@ -99,8 +101,8 @@ class AsyncKVClient:
         return info
 
     async def __aexit__(self, *_: object) -> None:
-        for link in list(self._links):
-            await link.close()
+        for connection in list(self._connections):
+            await connection.close()
         await self._channel.close()
 
     @contextlib.asynccontextmanager
@@ -129,14 +131,14 @@ class AsyncKVClient:
 
     @contextlib.asynccontextmanager
     async def _attached(self, token: bytes, resumed: bool, timeout_s: float | None) -> AsyncIterator[AsyncSession]:
-        stream = self._link(token, timeout_s)
-        session_id = await stream.connect(max(self.info.session_grace_s, 1.0))
-        session = AsyncSession(self, stream, token, session_id, resumed)
+        connection = self._new_connection(token, timeout_s)
+        session_id = await connection.connect(max(self.info.session_grace_s, 1.0))
+        session = AsyncSession(self, connection, token, session_id, resumed)
         try:
             session.attending = await open_transport(session, self._transport)
         except BaseException:
             if resumed:
-                await stream.close()  # keeps the session, so that a client with its token can resume it
+                await connection.close()  # keeps the session, so that a client with its token can resume it
             else:
                 await session.close()
             raise
@@ -165,16 +167,18 @@ class AsyncKVClient:
         finally:
             call.cancel()
 
-    def _link(self, token: bytes, timeout_s: float | None) -> Link:
+    def _new_connection(self, token: bytes, timeout_s: float | None) -> SessionConnection:
         """Create the connection of a session. `connect` attaches it."""
 
-        def open_connection(on_end: Callable[[Connection], None], waits_for_daemon: bool) -> Connection:
-            return TaskConnection(self._sessions, self._credentials.headers(), on_end, waits_for_daemon)
+        def open_stream(on_end: Callable[[SessionStream], None], waits_for_daemon: bool) -> SessionStream:
+            return TaskStream(self._sessions, self._credentials.headers(), on_end, waits_for_daemon)
 
         limit_s = self._timeout_s if timeout_s is None else time_limit(timeout_s)
-        link = Link(TaskFace(), open_connection, token, timeout_s=limit_s, reconnect_wait_s=self._reconnect_wait_s)
-        self._links.add(link)
-        return link
+        connection = SessionConnection(
+            TaskWaiting(), open_stream, token, timeout_s=limit_s, reconnect_wait_s=self._reconnect_wait_s
+        )
+        self._connections.add(connection)
+        return connection
 
     async def _unary(self, method: Any, request: Any, timeout_s: float | None = None) -> Any:
         limit_s = self._timeout_s if timeout_s is None else time_limit(timeout_s)

@@ -12,16 +12,16 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import grpc
 
 from kvservice.auth.client import ClientCredentials, TLSOption
-from kvservice.client import channel, handover
+from kvservice.client import channel, fd_passing
 from kvservice.client.choice import close_transport, open_transport
+from kvservice.client.connection import RECONNECT_WAIT_S, SessionConnection
 from kvservice.client.core import SessionCore
 from kvservice.client.events import KVEventBatch, to_batch
-from kvservice.client.face import Connection, first_answer
-from kvservice.client.link import RECONNECT_WAIT_S, Link
 from kvservice.client.requests import build, time_limit, wait_time
 from kvservice.client.step import StepCore
-from kvservice.client.threads import BlockingConnection, ThreadFace, finish
+from kvservice.client.threads import BlockingStream, ThreadWaiting, finish
 from kvservice.client.values import PoolInfo, PoolStats, Sequence, from_message
+from kvservice.client.waiting import SessionStream, first_answer
 from kvservice.client.watchdog import Watchdog
 from kvservice.errors import KVServiceError
 from kvservice.v1 import events_pb2, events_pb2_grpc, pool_pb2, pool_pb2_grpc, session_pb2, session_pb2_grpc
@@ -69,13 +69,13 @@ class Session:
 
     def __init__(self, client: KVClient, token: bytes, resumed: bool, timeout_s: float | None) -> None:
         self._client = client
-        self._stream = client._link(token, timeout_s)
+        self._connection = client._new_connection(token, timeout_s)
         self.info = client.info
         self.token = token
-        self.session_id = finish(self._stream.connect(max(client.info.session_grace_s, 1.0)))
+        self.session_id = finish(self._connection.connect(max(client.info.session_grace_s, 1.0)))
         self._core = _Core(
-            self._stream,
-            client._handover_path,
+            self._connection,
+            client._fd_path,
             self.info,
             token,
             self.session_id,
@@ -86,7 +86,7 @@ class Session:
             self._core.attending = finish(open_transport(self._core, client._transport))
         except BaseException:
             if resumed:
-                finish(self._stream.close())  # keeps the session, so that a client with its token can resume it
+                finish(self._connection.close())  # keeps the session, so that a client with its token can resume it
             else:
                 self.close()
             raise
@@ -129,15 +129,15 @@ class Session:
         """Detach from the session and return its token, with which another client can resume it. Useful only if the
         session was opened as detachable."""
         finish(close_transport(self._core))
-        finish(self._stream.close())
+        finish(self._connection.close())
         return self.token
 
     def close(self) -> None:
         """Close the session and free everything it owns. Does nothing if the session is gone or belongs to another
         client by now."""
         finish(close_transport(self._core))
-        if finish(self._stream.close()):
-            self._client._close_session(self.token, self._stream.holder)
+        if finish(self._connection.close()):
+            self._client._close_session(self.token, self._connection.holder)
 
     def __enter__(self) -> Session:
         return self
@@ -182,14 +182,14 @@ class KVClient:
         self._timeout_s = time_limit(timeout_s)
         self._reconnect_wait_s = wait_time(reconnect_wait_s, "reconnect_wait_s")
         self._watchdog = Watchdog()
-        self._links: weakref.WeakSet[Link] = weakref.WeakSet()
-        self._handover_path = handover.socket_path(address)
+        self._connections: weakref.WeakSet[SessionConnection] = weakref.WeakSet()
+        self._fd_path = fd_passing.socket_path(address)
         self._credentials = ClientCredentials.for_address(address, tls, token)
         self._channel = open_channel(address, self._credentials, channel.CHANNEL_OPTIONS)
         self._pool = pool_pb2_grpc.PoolServiceStub(self._channel)  # type: ignore[no-untyped-call]
         self._sessions = session_pb2_grpc.SessionServiceStub(self._channel)  # type: ignore[no-untyped-call]
         try:
-            info = finish(first_answer(ThreadFace(), self._get_info, connect_timeout_s))
+            info = finish(first_answer(ThreadWaiting(), self._get_info, connect_timeout_s))
         except KVServiceError:
             self._channel.close()
             raise
@@ -253,8 +253,8 @@ class KVClient:
 
     def close(self) -> None:
         """Close the connection. Open sessions are detached."""
-        for link in list(self._links):
-            finish(link.close())
+        for connection in list(self._connections):
+            finish(connection.close())
         self._watchdog.close()
         self._channel.close()
 
@@ -264,17 +264,19 @@ class KVClient:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _link(self, token: bytes, timeout_s: float | None) -> Link:
+    def _new_connection(self, token: bytes, timeout_s: float | None) -> SessionConnection:
         """Create the connection of a session. `connect` attaches it."""
 
-        def open_connection(on_end: Callable[[Connection], None], waits_for_daemon: bool) -> Connection:
+        def open_stream(on_end: Callable[[SessionStream], None], waits_for_daemon: bool) -> SessionStream:
             headers = self._credentials.headers()
-            return BlockingConnection(self._sessions, headers, self._watchdog, on_end, waits_for_daemon)
+            return BlockingStream(self._sessions, headers, self._watchdog, on_end, waits_for_daemon)
 
         limit_s = self._timeout_s if timeout_s is None else time_limit(timeout_s)
-        link = Link(ThreadFace(), open_connection, token, timeout_s=limit_s, reconnect_wait_s=self._reconnect_wait_s)
-        self._links.add(link)
-        return link
+        connection = SessionConnection(
+            ThreadWaiting(), open_stream, token, timeout_s=limit_s, reconnect_wait_s=self._reconnect_wait_s
+        )
+        self._connections.add(connection)
+        return connection
 
     def _unary(self, method: Any, request: Any, timeout_s: float | None = None) -> Any:
         limit_s = self._timeout_s if timeout_s is None else time_limit(timeout_s)

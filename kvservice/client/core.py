@@ -49,7 +49,7 @@ class SessionCore(RegionCore, Generic[StepT]):
     def __init__(
         self,
         stream: Stream,
-        handover_path: str | None,
+        fd_path: str | None,
         info: PoolInfo,
         token: bytes,
         session_id: int,
@@ -57,7 +57,7 @@ class SessionCore(RegionCore, Generic[StepT]):
         resumed: bool,
     ) -> None:
         shares = info.allow_client_shm or info.share_pool != "off"
-        super().__init__(stream, handover_path if shares else None, token)
+        super().__init__(stream, fd_path if shares else None, token)
         self.info = info
         self.session_id = session_id
         self._make_step = make_step

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from kvservice.client import handover
+from kvservice.client import fd_passing
 from kvservice.client.requests import build, whole
 from kvservice.client.tensors import Tensor, address_of
 from kvservice.client.values import RegionInfo, from_message
@@ -84,7 +84,7 @@ class Place(NamedTuple):
 
 
 class Stream(Protocol):
-    """A session's stream to the daemon; `Link` implements it. With the sync API its coroutines never suspend."""
+    """A session's connection; `SessionConnection` implements it. With the sync API its coroutines never suspend."""
 
     async def call(self, name: str, request: Any, timeout_s: float | None = None) -> Any:
         """Send one call and return its response. `timeout_s` is in seconds; None: the session's default. Raises
@@ -115,12 +115,12 @@ class Call(Protocol):
 class RegionCore:
     """The regions of a session; see SessionCore."""
 
-    def __init__(self, stream: Stream, handover_path: str | None, token: bytes) -> None:
-        """`handover_path` is the path of the daemon's fd-passing socket. It is None unless the client uses a unix
+    def __init__(self, stream: Stream, fd_path: str | None, token: bytes) -> None:
+        """`fd_path` is the path of the daemon's fd-passing socket. It is None unless the client uses a unix
         socket and the daemon shares memory."""
         self.stream = stream
         self.call: Call = stream.call
-        self.handover_path = handover_path
+        self.fd_path = fd_path
         self.token = token
         self._request_ids = itertools.count(secrets.randbits(62) + 1)
         # Whether the daemon knows which user owns the session.
@@ -135,7 +135,7 @@ class RegionCore:
     @property
     def can_share(self) -> bool:
         """Whether the client uses a unix socket of a daemon that shares memory."""
-        return self.handover_path is not None
+        return self.fd_path is not None
 
     async def create_region(
         self, num_bytes: int, *, device: int | None = None, timeout_s: float | None = None
@@ -282,26 +282,26 @@ class RegionCore:
 
 async def introduce(session: RegionCore) -> bytes:
     """Prove to the daemon which user owns the session. Returns a token that proves it in one call, or b"" if the daemon
-    shares no memory. Raises the errors of `handover.introduce`."""
-    if session.handover_path is None:
+    shares no memory. Raises the errors of `fd_passing.introduce`."""
+    if session.fd_path is None:
         return b""
-    token = await session.stream.run(handover.introduce, session.handover_path, session.token)
+    token = await session.stream.run(fd_passing.introduce, session.fd_path, session.token)
     session.is_introduced = True
     return token
 
 
 async def introduce_once(session: RegionCore) -> None:
     """Call `introduce` unless that has been done. The daemon requires it before it shares memory with the session.
-    Raises the errors of `handover.introduce`."""
+    Raises the errors of `fd_passing.introduce`."""
     if not session.is_introduced:
         await introduce(session)
 
 
 async def fetch(session: RegionCore, token: bytes, count: int) -> list[int]:
-    """Receive the file descriptors for a token; the caller closes them. Raises the errors of `handover.fetch`."""
-    if session.handover_path is None:
+    """Receive the file descriptors for a token; the caller closes them. Raises the errors of `fd_passing.fetch`."""
+    if session.fd_path is None:
         raise RegionsNotAllowedError("shared memory is for clients on the unix socket")
-    return await session.stream.run(handover.fetch, session.handover_path, token, count)
+    return await session.stream.run(fd_passing.fetch, session.fd_path, token, count)
 
 
 def _new_name() -> str:

@@ -11,15 +11,15 @@ from typing import Any, TypeVar
 import grpc
 
 from kvservice.client import channel
-from kvservice.client.face import Connection
+from kvservice.client.waiting import SessionStream
 from kvservice.errors import CallTimeoutError, ConnectionLostError, KVServiceError
 from kvservice.v1 import session_pb2, session_pb2_grpc
 
 T = TypeVar("T")
 
 
-class _Signal:
-    """See Signal in face.py."""
+class _TaskSignal:
+    """See Signal in waiting.py."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
@@ -33,8 +33,8 @@ class _Signal:
         return self._event.is_set()
 
 
-class _Turns:
-    """See Turns in face.py."""
+class _TaskTurns:
+    """See Turns in waiting.py."""
 
     def __init__(self) -> None:
         self._semaphore = asyncio.Semaphore(channel.MAX_IN_FLIGHT)
@@ -51,7 +51,7 @@ class _Turns:
 
 
 class _Task:
-    """See Background in face.py."""
+    """See Background in waiting.py."""
 
     def __init__(self, work: Coroutine[Any, Any, None]) -> None:
         self._task = asyncio.create_task(work)
@@ -61,14 +61,14 @@ class _Task:
         await asyncio.wait([self._task])
 
 
-class TaskFace:
-    """See Face in face.py."""
+class TaskWaiting:
+    """See Waiting in waiting.py."""
 
     def __init__(self) -> None:
         self.clock = asyncio.get_running_loop().time
 
-    signal = _Signal
-    turns = _Turns
+    signal = _TaskSignal
+    turns = _TaskTurns
     start = _Task
     lock = asyncio.Lock
 
@@ -84,15 +84,15 @@ class TaskFace:
             raise
 
 
-class TaskConnection:
-    """See Connection in face.py. Calls run concurrently. A call that reaches its deadline does not affect the
+class TaskStream:
+    """See SessionStream in waiting.py. Calls run concurrently. A call that reaches its deadline does not affect the
     others."""
 
     def __init__(
         self,
         stub: session_pb2_grpc.SessionServiceStub,
         headers: tuple[tuple[str, str], ...],
-        on_end: Callable[[Connection], None],
+        on_end: Callable[[SessionStream], None],
         waits_for_daemon: bool,
     ) -> None:
         self.error: KVServiceError | None = None

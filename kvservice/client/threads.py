@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import grpc
 
 from kvservice.client import channel
-from kvservice.client.face import Connection
+from kvservice.client.waiting import SessionStream
 from kvservice.client.watchdog import Watchdog
 from kvservice.errors import CallTimeoutError, ConnectionLostError, KVServiceError
 from kvservice.v1 import session_pb2, session_pb2_grpc
@@ -30,8 +30,8 @@ def finish(coroutine: Coroutine[Any, Any, T]) -> T:
     raise AssertionError("a blocking stream suspended")
 
 
-class _Signal:
-    """See Signal in face.py."""
+class _ThreadSignal:
+    """See Signal in waiting.py."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
@@ -42,8 +42,8 @@ class _Signal:
         return self._event.wait(timeout_s)
 
 
-class _Turns:
-    """See Turns in face.py. The limit is one call at a time."""
+class _ThreadTurns:
+    """See Turns in waiting.py. The limit is one call at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -69,7 +69,7 @@ class _Lock:
 
 
 class _Thread:
-    """See Background in face.py."""
+    """See Background in waiting.py."""
 
     def __init__(self, work: Coroutine[Any, Any, None]) -> None:
         self._thread = threading.Thread(target=finish, args=(work,), name="kvservice-reconnects", daemon=True)
@@ -79,12 +79,12 @@ class _Thread:
         self._thread.join()
 
 
-class ThreadFace:
-    """See Face in face.py."""
+class ThreadWaiting:
+    """See Waiting in waiting.py."""
 
     clock = staticmethod(time.monotonic)
-    signal = _Signal
-    turns = _Turns
+    signal = _ThreadSignal
+    turns = _ThreadTurns
     start = _Thread
     lock = _Lock
 
@@ -92,16 +92,16 @@ class ThreadFace:
         return work(*args)
 
 
-class BlockingConnection:
-    """See Connection in face.py. It runs one call at a time. A call that reaches its deadline cancels the whole stream,
-    because gRPC's blocking read of a reply has no timeout."""
+class BlockingStream:
+    """See SessionStream in waiting.py. It runs one call at a time. A call that reaches its deadline cancels the whole
+    stream, because gRPC's blocking read of a reply has no timeout."""
 
     def __init__(
         self,
         stub: session_pb2_grpc.SessionServiceStub,
         headers: tuple[tuple[str, str], ...],
         watchdog: Watchdog,
-        on_end: Callable[[Connection], None],
+        on_end: Callable[[SessionStream], None],
         waits_for_daemon: bool,
     ) -> None:
         self.error: KVServiceError | None = None

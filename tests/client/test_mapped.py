@@ -14,7 +14,7 @@ from small_daemons import OpenDaemon
 from kvservice import ops
 from kvservice.client import KVClient, Session, Step
 from kvservice.client.blocking import finish
-from kvservice.client.handover import fetch
+from kvservice.client.fd_passing import fetch
 from kvservice.client.mapped import MappedPool
 from kvservice.errors import InvalidArgumentError, LayerWrittenError, PoolNotSharedError, StaleStepError
 from kvservice.v1 import host_pb2
@@ -170,8 +170,8 @@ def test_a_step_that_the_tables_lack_is_the_daemons(writer: Session) -> None:
 def map_again(kv: Session, *, writable: bool) -> list[int]:
     """Map the pool once more and return the descriptors of the pool and the tables."""
     response = call(kv, "map_pool", host_pb2.MapPoolRequest(writable=writable))
-    assert kv._core.handover_path is not None
-    return fetch(kv._core.handover_path, response.handover_token, 2)
+    assert kv._core.fd_path is not None
+    return fetch(kv._core.fd_path, response.handover_token, 2)
 
 
 def check_not_writable(descriptor: int) -> None:

@@ -15,10 +15,10 @@ from grpc_status import rpc_status
 from waiting import PATIENCE_S
 
 from kvservice.auth.client import ClientCredentials
-from kvservice.client.face import Connection
-from kvservice.client.link import Link
-from kvservice.client.tasks import TaskConnection, TaskFace
-from kvservice.client.threads import BlockingConnection, ThreadFace, finish
+from kvservice.client.connection import SessionConnection
+from kvservice.client.tasks import TaskStream, TaskWaiting
+from kvservice.client.threads import BlockingStream, ThreadWaiting, finish
+from kvservice.client.waiting import SessionStream
 from kvservice.client.watchdog import Watchdog
 from kvservice.errors import UnauthenticatedError
 from kvservice.v1 import blocks_pb2, session_pb2, session_pb2_grpc
@@ -72,13 +72,13 @@ def describe_over_threads(address: str, credentials: ClientCredentials) -> None:
     with grpc.insecure_channel(address) as channel:
         stub = session_pb2_grpc.SessionServiceStub(channel)  # type: ignore[no-untyped-call]
 
-        def connection(on_end: Callable[[Connection], None], waits: bool) -> Connection:
-            return BlockingConnection(stub, credentials.headers(), watchdog, on_end, waits)
+        def stream(on_end: Callable[[SessionStream], None], waits: bool) -> SessionStream:
+            return BlockingStream(stub, credentials.headers(), watchdog, on_end, waits)
 
-        link = Link(ThreadFace(), connection, b"", timeout_s=None, reconnect_wait_s=PATIENCE_S)
-        assert finish(link.connect(PATIENCE_S)) == 7
-        finish(link.call("describe", blocks_pb2.DescribeRequest()))
-        finish(link.close())
+        connection = SessionConnection(ThreadWaiting(), stream, b"", timeout_s=None, reconnect_wait_s=PATIENCE_S)
+        assert finish(connection.connect(PATIENCE_S)) == 7
+        finish(connection.call("describe", blocks_pb2.DescribeRequest()))
+        finish(connection.close())
     watchdog.close()
 
 
@@ -86,13 +86,13 @@ async def describe_over_tasks(address: str, credentials: ClientCredentials) -> N
     async with grpc.aio.insecure_channel(address) as channel:
         stub = session_pb2_grpc.SessionServiceStub(channel)  # type: ignore[no-untyped-call]
 
-        def connection(on_end: Callable[[Connection], None], waits: bool) -> Connection:
-            return TaskConnection(stub, credentials.headers(), on_end, waits)
+        def stream(on_end: Callable[[SessionStream], None], waits: bool) -> SessionStream:
+            return TaskStream(stub, credentials.headers(), on_end, waits)
 
-        link = Link(TaskFace(), connection, b"", timeout_s=None, reconnect_wait_s=PATIENCE_S)
-        assert await link.connect(PATIENCE_S) == 7
-        await link.call("describe", blocks_pb2.DescribeRequest())
-        await link.close()
+        connection = SessionConnection(TaskWaiting(), stream, b"", timeout_s=None, reconnect_wait_s=PATIENCE_S)
+        assert await connection.connect(PATIENCE_S) == 7
+        await connection.call("describe", blocks_pb2.DescribeRequest())
+        await connection.close()
 
 
 @pytest.mark.parametrize("face", FACES)

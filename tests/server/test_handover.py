@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvservice.client import handover as client_side
+from kvservice.client import fd_passing as client_side
 from kvservice.errors import ConnectionLostError, QuotaExceededError, RegionsNotAllowedError
 from kvservice.server import handover as server_side
 from kvservice.server.handover import Handover

@@ -18,7 +18,7 @@ from lane_ring import CAPACITY, COMPLETED, SUBMITTED
 from kvservice import _ext, ops
 from kvservice.client import KVClient, Session
 from kvservice.client.blocking import finish
-from kvservice.client.handover import fetch
+from kvservice.client.fd_passing import fetch
 from kvservice.v1 import host_pb2, shared_memory_pb2
 
 NUM_TOKENS, MANY_HEADS = 200, 1024
@@ -53,8 +53,8 @@ def lane_made(kv: Session) -> Any:
 
 
 def lane_fetched(kv: Session) -> mmap.mmap:
-    assert kv._core.handover_path is not None
-    (descriptor,) = fetch(kv._core.handover_path, lane_made(kv).handover_token, 1)
+    assert kv._core.fd_path is not None
+    (descriptor,) = fetch(kv._core.fd_path, lane_made(kv).handover_token, 1)
     try:
         return mmap.mmap(descriptor, _ext.LANE_BYTES)
     finally:

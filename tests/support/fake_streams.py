@@ -1,4 +1,4 @@
-"""A `Face` of the client with a fake clock: waiting takes no real time, and tests run the background work."""
+"""A `Waiting` of the client with a fake clock: waiting takes no real time, and tests run the background work."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
 from typing import Any
 
-from kvservice.client.face import Connection
 from kvservice.client.threads import finish
+from kvservice.client.waiting import SessionStream
 from kvservice.errors import CallTimeoutError, ConnectionLostError, KVServiceError
 
 ATTACHED = SimpleNamespace(session_id=7)
 
 
-class FakeFace:
-    """See Face in face.py. A wait advances the clock and runs the actions that the test has planned for that time."""
+class FakeWaiting:
+    """See Waiting in waiting.py. A wait advances the clock and runs the actions that are planned for that time."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -63,8 +63,8 @@ class FakeFace:
 
 
 class FakeSignal:
-    def __init__(self, face: FakeFace) -> None:
-        self._face = face
+    def __init__(self, waiting: FakeWaiting) -> None:
+        self._waiting = waiting
         self._is_set = False
 
     def set(self) -> None:
@@ -74,18 +74,18 @@ class FakeSignal:
         self._is_set = False
 
     async def wait(self, timeout_s: float) -> bool:
-        self._face.pass_time(self._face.now + timeout_s, lambda: self._is_set)
+        self._waiting.pass_time(self._waiting.now + timeout_s, lambda: self._is_set)
         return self._is_set
 
 
 class FakeTurns:
-    def __init__(self, face: FakeFace) -> None:
-        self._face = face
+    def __init__(self, waiting: FakeWaiting) -> None:
+        self._waiting = waiting
 
     async def take(self, timeout_s: float | None) -> bool:
-        if self._face.busy:
+        if self._waiting.busy:
             assert timeout_s is not None, "it would wait for ever"
-            self._face.now += timeout_s
+            self._waiting.now += timeout_s
             return False
         return True
 
@@ -94,25 +94,25 @@ class FakeTurns:
 
 
 class FakeBackground:
-    def __init__(self, face: FakeFace) -> None:
-        self._face = face
+    def __init__(self, waiting: FakeWaiting) -> None:
+        self._waiting = waiting
 
     async def stop(self) -> None:
-        self._face.work()
+        self._waiting.work()
 
 
-class FakeConnection:
-    """See Connection in face.py. `answers` are the answers to calls, in order. An error is raised, and a connection
-    error also ends the connection. None: the call gets no answer. When there are no more answers, a call is answered
-    with its name, and attach as by the daemon."""
+class FakeStream:
+    """See SessionStream in waiting.py. `answers` are the answers to calls, in order. An error is raised, and a
+    connection error also ends the stream. None: the call gets no answer. When there are no more answers, a call is
+    answered with its name, and attach as by the daemon."""
 
-    def __init__(self, face: FakeFace, on_end: Callable[[Connection], None], answers: list[Any]) -> None:
+    def __init__(self, waiting: FakeWaiting, on_end: Callable[[SessionStream], None], answers: list[Any]) -> None:
         self.error: KVServiceError | None = None
         self.calls: list[str] = []
         self.ended = False
         # If set, a call that reaches its deadline ends the connection, as in the sync API.
         self.ends_at_limits = False
-        self._face, self._on_end, self._answers = face, on_end, answers
+        self._waiting, self._on_end, self._answers = waiting, on_end, answers
 
     async def exchange(self, name: str, _request: Any, deadline: float | None) -> Any:
         if self.error is not None:
@@ -121,7 +121,7 @@ class FakeConnection:
         answer = self._answers.pop(0) if self._answers else ATTACHED if name == "attach" else name
         if answer is None:
             assert deadline is not None, "it would wait for ever"
-            self._face.pass_time(deadline, lambda: self.error is not None)
+            self._waiting.pass_time(deadline, lambda: self.error is not None)
             if self.error is None and self.ends_at_limits:
                 self.error = ConnectionLostError("closed here")
             elif self.error is not None:

@@ -6,11 +6,11 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, ClassVar
 
 import pytest
-from link_face import ATTACHED, FakeConnection, FakeFace
+from fake_streams import ATTACHED, FakeStream, FakeWaiting
 
-from kvservice.client.face import PAUSE_S, Connection, first_answer
-from kvservice.client.link import ATTEMPT_S, Link
+from kvservice.client.connection import ATTEMPT_S, SessionConnection
 from kvservice.client.threads import finish
+from kvservice.client.waiting import PAUSE_S, SessionStream, first_answer
 from kvservice.errors import (
     CallTimeoutError,
     ConnectionLostError,
@@ -25,7 +25,7 @@ from kvservice.errors import (
 )
 
 CUT = ConnectionLostError("UNAVAILABLE: Socket closed")
-REFUSED = ConnectionLostError("UNAVAILABLE: Connection refused")
+REFUSED = ConnectionLostError("UNAVAILABLE: SessionStream refused")
 REMOVED = UnauthenticatedError("the token was removed")
 WAIT_S = 2.0
 
@@ -35,48 +35,50 @@ def closed() -> Iterator[None]:
     """Stop everything that a test has started."""
     yield
     while Rig.made:
-        finish(Rig.made.pop().link.close())
+        finish(Rig.made.pop().connection.close())
 
 
 class Rig:
-    """A link over scripted connections: the test sets the answers of each."""
+    """A connection over scripted streams: the test sets the answers of each."""
 
     made: ClassVar[list[Rig]] = []
 
     def __init__(self, *scripts: list[Any], timeout_s: float | None = None) -> None:
         self.made.append(self)
-        self.face = FakeFace()
+        self.waiting = FakeWaiting()
         self.scripts = [list(script) for script in scripts]
-        self.connections: list[FakeConnection] = []
+        self.streams: list[FakeStream] = []
         self.waits: list[bool] = []
-        self.link = Link(self.face, self._open, b"token", timeout_s=timeout_s, reconnect_wait_s=WAIT_S)
-        assert finish(self.link.connect(5.0)) == 7
+        self.connection = SessionConnection(
+            self.waiting, self._open, b"token", timeout_s=timeout_s, reconnect_wait_s=WAIT_S
+        )
+        assert finish(self.connection.connect(5.0)) == 7
 
-    def _open(self, on_end: Callable[[Connection], None], waits_for_daemon: bool) -> FakeConnection:
+    def _open(self, on_end: Callable[[SessionStream], None], waits_for_daemon: bool) -> FakeStream:
         script = self.scripts.pop(0) if self.scripts else [REFUSED]
-        self.connections.append(FakeConnection(self.face, on_end, script))
+        self.streams.append(FakeStream(self.waiting, on_end, script))
         self.waits.append(waits_for_daemon)
-        return self.connections[-1]
+        return self.streams[-1]
 
     def call(self, name: str = "describe", timeout_s: float | None = None) -> Any:
-        return finish(self.link.call(name, None, timeout_s))
+        return finish(self.connection.call(name, None, timeout_s))
 
     def fails(self, kind: type[KVServiceError], name: str = "describe", timeout_s: float | None = None) -> float:
         """Make a call, expect this error, and return the seconds until it was raised."""
-        begin = self.face.now
+        begin = self.waiting.now
         with pytest.raises(kind) as error:
             self.call(name, timeout_s)
         assert type(error.value) is kind
-        return self.face.now - begin
+        return self.waiting.now - begin
 
     def sent(self) -> list[list[str]]:
-        return [connection.calls for connection in self.connections]
+        return [stream.calls for stream in self.streams]
 
 
 def test_a_break_is_mended_in_the_background() -> None:
     rig = Rig([ATTACHED], [ATTACHED])
-    rig.connections[0].breaks(CUT)
-    rig.face.work()
+    rig.streams[0].breaks(CUT)
+    rig.waiting.work()
     assert rig.call() == "describe"
     assert rig.sent() == [["attach"], ["attach", "describe"]]
     assert rig.waits == [False, True]  # the first attempt fails immediately if no daemon listens
@@ -84,23 +86,23 @@ def test_a_break_is_mended_in_the_background() -> None:
 
 def test_a_call_whose_stream_breaks_is_sent_again() -> None:
     rig = Rig([ATTACHED, CUT], [ATTACHED])
-    rig.face.plan(0.5, rig.face.work)
+    rig.waiting.plan(0.5, rig.waiting.work)
     assert rig.call("allocate") == "allocate"
     assert rig.sent() == [["attach", "allocate"], ["attach", "allocate"]]
-    assert rig.face.now == 100.5
+    assert rig.waiting.now == 100.5
 
 
 def test_a_layer_whose_stream_breaks_is_not_sent_again() -> None:
     rig = Rig([ATTACHED, CUT], [ATTACHED])
     assert rig.fails(ConnectionLostError, "decode") == 0
-    rig.face.work()
+    rig.waiting.work()
     assert rig.call("decode") == "decode"
     assert rig.sent() == [["attach", "decode"], ["attach", "decode"]]
 
 
 def test_a_call_whose_stream_a_removed_token_ends_is_sent_again_with_the_next() -> None:
     rig = Rig([ATTACHED, REMOVED], [ATTACHED])
-    rig.face.plan(0.5, rig.face.work)
+    rig.waiting.plan(0.5, rig.waiting.work)
     assert rig.call("allocate") == "allocate"
     assert rig.sent() == [["attach", "allocate"], ["attach", "allocate"]]
 
@@ -108,7 +110,7 @@ def test_a_call_whose_stream_a_removed_token_ends_is_sent_again_with_the_next() 
 def test_a_layer_whose_stream_a_removed_token_ends_may_have_been_written() -> None:
     rig = Rig([ATTACHED, REMOVED], [ATTACHED])
     assert rig.fails(ConnectionLostError, "decode") == 0
-    rig.face.work()
+    rig.waiting.work()
     assert rig.call("decode") == "decode"
 
 
@@ -117,34 +119,34 @@ def test_a_next_token_that_is_refused_too_is_what_calls_raise() -> None:
     rig = Rig([ATTACHED, REMOVED], *3 * [[REMOVED]], [ATTACHED])
     assert rig.fails(UnauthenticatedError) == WAIT_S
     assert rig.fails(UnauthenticatedError) == 0
-    rig.face.work()
+    rig.waiting.work()
     assert rig.call() == "describe"
 
 
 def test_a_call_that_breaks_every_stream_is_given_up() -> None:
     rig = Rig(*4 * [[ATTACHED, CUT]], [ATTACHED])
     for _ in range(3):
-        rig.face.plan(0.0, rig.face.work)
+        rig.waiting.plan(0.0, rig.waiting.work)
     assert rig.fails(ConnectionLostError) == 0
     assert rig.sent() == 4 * [["attach", "describe"]]
 
 
 def test_calls_wait_once_for_all_of_them_and_then_fail_at_once() -> None:
     rig = Rig([ATTACHED])
-    rig.connections[0].breaks(CUT)
-    rig.face.now += 0.5
+    rig.streams[0].breaks(CUT)
+    rig.waiting.now += 0.5
     assert rig.fails(DaemonAwayError) == WAIT_S - 0.5
     assert rig.fails(DaemonAwayError) == 0
     assert rig.fails(DaemonAwayError, "decode", timeout_s=30) == 0
     rig.scripts.append([ATTACHED])
-    rig.face.work()
+    rig.waiting.work()
     assert rig.call() == "describe"
 
 
 def test_nobody_waits_for_what_broke_long_ago() -> None:
     rig = Rig([ATTACHED])
-    rig.connections[0].breaks(CUT)
-    rig.face.now += 10
+    rig.streams[0].breaks(CUT)
+    rig.waiting.now += 10
     assert rig.fails(DaemonAwayError) == 0
     with pytest.raises(DaemonAwayError, match=r"10\.0 s.*Socket closed"):
         rig.call()
@@ -152,7 +154,7 @@ def test_nobody_waits_for_what_broke_long_ago() -> None:
 
 def test_once_a_call_has_come_to_its_limit_the_others_do_not_wait() -> None:
     rig = Rig([ATTACHED])
-    rig.connections[0].breaks(CUT)
+    rig.streams[0].breaks(CUT)
     assert rig.fails(DaemonAwayError, timeout_s=0.05) == pytest.approx(0.05)
     assert rig.fails(DaemonAwayError, timeout_s=30) == 0
 
@@ -160,10 +162,10 @@ def test_once_a_call_has_come_to_its_limit_the_others_do_not_wait() -> None:
 def test_a_break_after_a_mended_one_is_waited_for_again() -> None:
     rig = Rig([ATTACHED], [ATTACHED], [ATTACHED])
     for number in (0, 1):
-        rig.connections[number].breaks(CUT)
-        rig.face.now += 10
+        rig.streams[number].breaks(CUT)
+        rig.waiting.now += 10
         rig.fails(DaemonAwayError)
-        rig.face.work()
+        rig.waiting.work()
         assert rig.call() == "describe"
 
 
@@ -171,101 +173,101 @@ def test_a_call_without_an_answer_ends_at_its_limit() -> None:
     rig = Rig([ATTACHED, None], timeout_s=0.5)
     assert rig.fails(CallTimeoutError) == 0.5
     assert rig.call() == "describe"  # the connection still works
-    rig.connections[0]._answers = [None, None]
+    rig.streams[0]._answers = [None, None]
     assert rig.fails(CallTimeoutError, timeout_s=0.25) == 0.25
-    rig.face.busy = True
+    rig.waiting.busy = True
     assert rig.fails(CallTimeoutError) == 0.5
 
 
 def test_a_limit_that_takes_the_connection_with_it_leaves_the_daemon_away() -> None:
     """A deadline of the sync API breaks the stream. Later calls do not wait, because the daemon may be frozen."""
     rig = Rig([ATTACHED, None], [ATTACHED])
-    rig.connections[0].ends_at_limits = True
+    rig.streams[0].ends_at_limits = True
     assert rig.fails(CallTimeoutError, timeout_s=0.5) == 0.5
     assert rig.fails(DaemonAwayError, timeout_s=30) == 0
-    rig.face.work()
+    rig.waiting.work()
     assert rig.call() == "describe"
 
 
 def test_attempts_go_on_with_pauses_until_one_succeeds() -> None:
     rig = Rig([ATTACHED], *7 * [[REFUSED]], [None], [ATTACHED])
-    rig.connections[0].breaks(CUT)
-    begin = rig.face.now
-    rig.face.work()
+    rig.streams[0].breaks(CUT)
+    begin = rig.waiting.now
+    rig.waiting.work()
     assert rig.call() == "describe"
     pauses_s = [0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.0, 1.0]
-    assert rig.face.now - begin == pytest.approx(sum(pauses_s) + ATTEMPT_S)
-    assert all(connection.ended for connection in rig.connections[1:-1])
+    assert rig.waiting.now - begin == pytest.approx(sum(pauses_s) + ATTEMPT_S)
+    assert all(connection.ended for connection in rig.streams[1:-1])
 
 
 @pytest.mark.parametrize("over", [SessionTakenError("taken"), UnknownSessionError("no such session")])
 def test_a_session_that_is_over_is_asked_for_no_more(over: KVServiceError) -> None:
     rig = Rig([ATTACHED], [over], [ATTACHED])
-    rig.connections[0].breaks(CUT)
-    rig.face.work()
+    rig.streams[0].breaks(CUT)
+    rig.waiting.work()
     assert rig.fails(type(over)) == 0
     assert rig.fails(type(over)) == 0
     with pytest.raises(type(over)):
-        rig.link.check()
-    assert len(rig.connections) == 2
-    assert finish(rig.link.close()) is False
+        rig.connection.check()
+    assert len(rig.streams) == 2
+    assert finish(rig.connection.close()) is False
 
 
 def test_a_stream_that_says_why_it_ends_is_believed() -> None:
     rig = Rig([ATTACHED], [ATTACHED])
-    rig.connections[0].breaks(SessionTakenError("taken"))
+    rig.streams[0].breaks(SessionTakenError("taken"))
     assert rig.fails(SessionTakenError) == 0
-    assert rig.face.started == []
+    assert rig.waiting.started == []
 
 
 def test_what_an_old_stream_says_is_of_no_account() -> None:
     """When a session attaches its next stream, the daemon ends the old one, which it did not know to be broken."""
     rig = Rig([ATTACHED], [ATTACHED])
-    old = rig.connections[0]
+    old = rig.streams[0]
     old.breaks(CUT)
-    rig.face.work()
+    rig.waiting.work()
     old.breaks(SessionTakenError("another stream of the same holder"))
     assert rig.call() == "describe"
 
 
 def test_a_daemon_that_refuses_says_why() -> None:
     rig = Rig([ATTACHED], [DrainingError("the daemon is shutting down")], [ATTACHED])
-    rig.connections[0].breaks(CUT)
-    rig.face.plan(0.01, lambda: rig.fails(DrainingError))  # during a pause between attempts
-    rig.face.work()
-    assert rig.face.now == 100 + WAIT_S
+    rig.streams[0].breaks(CUT)
+    rig.waiting.plan(0.01, lambda: rig.fails(DrainingError))  # during a pause between attempts
+    rig.waiting.work()
+    assert rig.waiting.now == 100 + WAIT_S
     assert rig.call() == "describe"
 
 
 def test_closing_ends_what_is_under_way() -> None:
     rig = Rig([ATTACHED], [REFUSED])
-    rig.connections[0].breaks(CUT)
-    rig.face.plan(0.5, lambda: finish(rig.link.close()))
+    rig.streams[0].breaks(CUT)
+    rig.waiting.plan(0.5, lambda: finish(rig.connection.close()))
     assert rig.fails(ConnectionLostError) == 0.5
-    assert rig.face.started == []
-    assert finish(rig.link.close()) is False
+    assert rig.waiting.started == []
+    assert finish(rig.connection.close()) is False
 
 
 def test_closing_ends_the_connection() -> None:
     rig = Rig([ATTACHED])
-    assert finish(rig.link.close()) is True
-    assert rig.connections[0].ended
-    rig.connections[0].breaks(CUT)
-    assert rig.face.started == []
+    assert finish(rig.connection.close()) is True
+    assert rig.streams[0].ended
+    rig.streams[0].breaks(CUT)
+    assert rig.waiting.started == []
     with pytest.raises(ConnectionLostError, match="closed"):
         rig.call()
 
 
 def test_a_daemon_that_starts_is_waited_for() -> None:
-    face = FakeFace()
+    waiting = FakeWaiting()
     outcomes: list[Any] = [REFUSED, CallTimeoutError("DEADLINE_EXCEEDED"), "info"]
-    assert finish(first_answer(face, asked(outcomes), 5.0)) == "info"
-    assert face.now == pytest.approx(100 + 2 * PAUSE_S)
-    with pytest.raises(ConnectionLostError, match=r"5 s .*Connection refused"):
-        finish(first_answer(face, asked([REFUSED] * 1000), 5.0))
-    assert face.now == pytest.approx(105 + PAUSE_S, abs=2 * PAUSE_S)
+    assert finish(first_answer(waiting, asked(outcomes), 5.0)) == "info"
+    assert waiting.now == pytest.approx(100 + 2 * PAUSE_S)
+    with pytest.raises(ConnectionLostError, match=r"5 s .*SessionStream refused"):
+        finish(first_answer(waiting, asked([REFUSED] * 1000), 5.0))
+    assert waiting.now == pytest.approx(105 + PAUSE_S, abs=2 * PAUSE_S)
     with pytest.raises(TLSHandshakeError):
-        finish(first_answer(face, asked([TLSHandshakeError("wrong CA")]), 5.0))
+        finish(first_answer(waiting, asked([TLSHandshakeError("wrong CA")]), 5.0))
 
 
 def asked(outcomes: list[Any]) -> Callable[[float], Coroutine[Any, Any, Any]]:
@@ -280,22 +282,22 @@ def asked(outcomes: list[Any]) -> Callable[[float], Coroutine[Any, Any, Any]]:
 
 def test_what_the_daemon_does_without_a_call_is_given_up_in_time() -> None:
     rig = Rig([ATTACHED], [ATTACHED], timeout_s=0.5)
-    deadline = rig.link.deadline()
-    assert rig.link.left_s(deadline, 0.25) == 0.25
-    rig.link.check(deadline)
-    rig.face.now += 0.4
-    assert rig.link.left_s(deadline, 0.25) == pytest.approx(0.1)
-    rig.connections[0].breaks(CUT)
-    rig.link.check(deadline)  # the link may still reconnect
-    rig.face.now += 0.1
+    deadline = rig.connection.deadline()
+    assert rig.connection.left_s(deadline, 0.25) == 0.25
+    rig.connection.check(deadline)
+    rig.waiting.now += 0.4
+    assert rig.connection.left_s(deadline, 0.25) == pytest.approx(0.1)
+    rig.streams[0].breaks(CUT)
+    rig.connection.check(deadline)  # the connection may still reconnect
+    rig.waiting.now += 0.1
     with pytest.raises(DaemonAwayError):
-        rig.link.check(deadline)
+        rig.connection.check(deadline)
     with pytest.raises(DaemonAwayError):
-        rig.link.check()
-    rig.face.work()
-    rig.link.check()
+        rig.connection.check()
+    rig.waiting.work()
+    rig.connection.check()
     with pytest.raises(CallTimeoutError):
-        rig.link.check(deadline)
-    assert rig.link.deadline(float("inf")) is None
+        rig.connection.check(deadline)
+    assert rig.connection.deadline(float("inf")) is None
     with pytest.raises(InvalidArgumentError):
-        rig.link.deadline(0)
+        rig.connection.deadline(0)

@@ -1,5 +1,5 @@
-"""Interfaces that the sync and async API implement for `link.py`: waiting, background work and streams. The coroutines
-of the sync API never suspend."""
+"""Interfaces that the sync and async API implement for `connection.py`: waiting, background work and streams. The
+coroutines of the sync API never suspend."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Background(Protocol):
         """Wait until the task has ended. The caller has already asked it to end."""
 
 
-class Face(Protocol):
+class Waiting(Protocol):
     """The waiting primitives of one API: threads or asyncio."""
 
     def clock(self) -> float:
@@ -59,7 +59,7 @@ class Face(Protocol):
     async def run(self, work: Callable[..., T], *args: Any) -> T: ...
 
 
-class Connection(Protocol):
+class SessionStream(Protocol):
     """One gRPC stream of a session."""
 
     error: KVServiceError | None
@@ -69,7 +69,7 @@ class Connection(Protocol):
         """Send one call and return its response, or raise the error in the response.
 
         Raises `error` if the stream ends before the response arrives: ConnectionLostError, unless the daemon gave a
-        reason. Raises CallTimeoutError at the deadline, a time of `Face.clock`.
+        reason. Raises CallTimeoutError at the deadline, a time of `Waiting.clock`.
         """
 
     async def end(self) -> None: ...
@@ -77,23 +77,23 @@ class Connection(Protocol):
 
 # Opens a stream. The first argument is a callback that receives the stream when it has ended. The second is whether the
 # stream waits while there is no connection to the daemon; otherwise it ends.
-OpenConnection = Callable[[Callable[[Connection], None], bool], Connection]
+OpenStream = Callable[[Callable[[SessionStream], None], bool], SessionStream]
 
 
-async def first_answer(face: Face, ask: Callable[[float], Awaitable[T]], wait_s: float) -> T:
+async def first_answer(waiting: Waiting, ask: Callable[[float], Awaitable[T]], wait_s: float) -> T:
     """Retry `ask` until the daemon answers, and return the answer. `ask` takes a time limit in seconds.
 
     Raises ConnectionLostError after `wait_s` seconds. Raises TLSHandshakeError immediately, because waiting does not
     fix a failed handshake.
     """
-    deadline = face.clock() + wait_s
-    never = face.signal()
+    deadline = waiting.clock() + wait_s
+    never = waiting.signal()
     while True:
         try:
-            return await ask(max(deadline - face.clock(), PAUSE_S))
+            return await ask(max(deadline - waiting.clock(), PAUSE_S))
         except TLSHandshakeError:
             raise
         except (ConnectionLostError, CallTimeoutError) as error:
-            if face.clock() + PAUSE_S >= deadline:
+            if waiting.clock() + PAUSE_S >= deadline:
                 raise ConnectionLostError(f"no daemon has answered for {wait_s:g} s ({error})") from None
             await never.wait(PAUSE_S)

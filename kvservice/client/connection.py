@@ -1,5 +1,5 @@
 """A session's connection to the daemon, which reconnects in the background. The sync and async API share it: its
-coroutines wait through the `Face` of each API.
+coroutines wait through the `Waiting` of each API.
 
     connected ── stream ends ──▶ broken: calls wait ── time limit reached ──▶ away: calls fail immediately
         ▲                                │                                       │
@@ -14,8 +14,8 @@ import threading
 from typing import Any
 
 from kvservice.client.channel import MAX_SENDS, repeatable
-from kvservice.client.face import PAUSE_S, Background, Connection, Face, OpenConnection
 from kvservice.client.requests import time_limit
+from kvservice.client.waiting import PAUSE_S, Background, OpenStream, SessionStream, Waiting
 from kvservice.errors import (
     CallTimeoutError,
     ConnectionLostError,
@@ -41,35 +41,35 @@ _SESSION_OVER = (FailedPreconditionError, NotFoundError)
 _STREAM_OVER = (ConnectionLostError, UnauthenticatedError)
 
 
-class Link:
+class SessionConnection:
     """The connection of one session; see Stream in shared_memory.py. `timeout_s` is the default time limit of calls in
     seconds; None: no limit."""
 
     def __init__(
         self,
-        face: Face,
-        open_connection: OpenConnection,
+        waiting: Waiting,
+        open_stream: OpenStream,
         token: bytes,
         *,
         timeout_s: float | None,
         reconnect_wait_s: float,
     ) -> None:
-        self._face = face
-        self._open_connection = open_connection
+        self._waiting = waiting
+        self._open_stream = open_stream
         self._token = token
         self._timeout_s = timeout_s
         self._reconnect_wait_s = reconnect_wait_s
-        self._turns = face.turns()
-        self.lock = face.lock
-        self.run = face.run
+        self._turns = waiting.turns()
+        self.lock = waiting.lock
+        self.run = waiting.run
         # Identifies this object to the daemon across all streams that it attaches.
         self.holder = secrets.randbelow((1 << 64) - 1) + 1
         self._state_lock = threading.Lock()  # several threads may notice a break
-        self._connection: Connection | None = None
-        self._attempt: Connection | None = None
+        self._stream: SessionStream | None = None
+        self._attempt: SessionStream | None = None
         self._mending: Background | None = None
         # Set while connected, and after the session has ended.
-        self._settled = face.signal()
+        self._settled = waiting.signal()
         self._ended: KVServiceError | None = None
         self._broken_at = 0.0
         self._given_up = False
@@ -79,8 +79,8 @@ class Link:
         """Attach for the first time and return the session's id. The limit is `wait_s` seconds, or `timeout_s` of the
         session if shorter. Raises UnknownSessionError, and ConnectionLostError, immediately if the daemon cannot be
         reached."""
-        connection, session_id = await self._attach(min(wait_s, self._timeout_s or wait_s), reconnects=False)
-        self._join(connection)
+        stream, session_id = await self._attach(min(wait_s, self._timeout_s or wait_s), reconnects=False)
+        self._join(stream)
         return session_id
 
     async def call(self, name: str, request: Any, timeout_s: float | None = None) -> Any:
@@ -91,7 +91,7 @@ class Link:
         rejects the client's token: after the wait of `reconnect_wait_s`, then immediately.
         """
         deadline = self.deadline(timeout_s)
-        if not await self._turns.take(None if deadline is None else deadline - self._face.clock()):
+        if not await self._turns.take(None if deadline is None else deadline - self._waiting.clock()):
             raise CallTimeoutError(f"{name}: it was not its turn in time, other calls of the session are under way")
         try:
             return await self._call(name, request, deadline)
@@ -101,18 +101,18 @@ class Link:
     async def _call(self, name: str, request: Any, deadline: float | None) -> Any:
         sends = 0
         while True:
-            connection = self._connection
-            if connection is None or connection.error is not None:
-                connection = await self._connected(deadline)
+            stream = self._stream
+            if stream is None or stream.error is not None:
+                stream = await self._connected(deadline)
             try:
-                return await connection.exchange(name, request, deadline)
+                return await stream.exchange(name, request, deadline)
             except CallTimeoutError:
-                if connection.error is not None:
-                    self._broke(connection)
+                if stream.error is not None:
+                    self._broke(stream)
                     self._given_up = True
                 raise
             except _STREAM_OVER as over:
-                self._broke(connection)
+                self._broke(stream)
                 sends += 1
                 if sends < MAX_SENDS and repeatable(name):
                     continue
@@ -121,47 +121,47 @@ class Link:
                 raise ConnectionLostError(f"{name}: its stream ended before the answer came ({over})") from None
 
     def deadline(self, timeout_s: float | None = None) -> float | None:
-        """Return the deadline, a time of `Face.clock`, of a call that starts now, or None for no limit. Raises
+        """Return the deadline, a time of `Waiting.clock`, of a call that starts now, or None for no limit. Raises
         InvalidArgumentError."""
         limit_s = self._timeout_s if timeout_s is None else time_limit(timeout_s)
-        return None if limit_s is None else self._face.clock() + limit_s
+        return None if limit_s is None else self._waiting.clock() + limit_s
 
     def left_s(self, deadline: float | None, most_s: float) -> float:
         """Return the seconds until the deadline, at most `most_s`."""
-        return most_s if deadline is None else min(most_s, max(deadline - self._face.clock(), 0.0))
+        return most_s if deadline is None else min(most_s, max(deadline - self._waiting.clock(), 0.0))
 
     def check(self, deadline: float | None = None) -> None:
         """Check the connection for work that the daemon does without a call. Raises the error that a call would raise
         if calls no longer wait for a connection, and CallTimeoutError past the deadline."""
         if self._ended is not None:
             raise self._ended.with_traceback(None)
-        if self._connection is None and self.left_s(deadline, self._patience_s()) <= 0:
+        if self._stream is None and self.left_s(deadline, self._patience_s()) <= 0:
             raise self._away()
-        if deadline is not None and self._face.clock() >= deadline:
+        if deadline is not None and self._waiting.clock() >= deadline:
             raise CallTimeoutError("no answer in time")
 
     async def close(self) -> bool:
         """Close the connection. Returns whether the session was still attached, as far as this client knows."""
         held = self._end(ConnectionLostError("the session is closed"))
-        for connection in (self._connection, self._attempt):
-            if connection is not None:
-                await connection.end()
+        for stream in (self._stream, self._attempt):
+            if stream is not None:
+                await stream.end()
         if self._mending is not None:
             await self._mending.stop()
         return held
 
-    async def _connected(self, deadline: float | None) -> Connection:
-        """Wait for the connection and return it."""
+    async def _connected(self, deadline: float | None) -> SessionStream:
+        """Wait for the connection and return its stream."""
         while True:
             if self._ended is not None:
                 raise self._ended.with_traceback(None)
-            connection = self._connection
-            if connection is None:
+            stream = self._stream
+            if stream is None:
                 await self._wait_until_settled(deadline)
-            elif connection.error is None:
-                return connection
+            elif stream.error is None:
+                return stream
             else:
-                self._broke(connection)
+                self._broke(stream)
 
     async def _wait_until_settled(self, deadline: float | None) -> None:
         left_s = self.left_s(deadline, self._patience_s())
@@ -170,41 +170,41 @@ class Link:
 
     def _patience_s(self) -> float:
         """Return how many seconds calls may still wait for the connection."""
-        return 0.0 if self._given_up else self._broken_at + self._reconnect_wait_s - self._face.clock()
+        return 0.0 if self._given_up else self._broken_at + self._reconnect_wait_s - self._waiting.clock()
 
     def _away(self) -> KVServiceError:
         """Return the error for a call that has waited long enough. Later calls do not wait."""
         self._given_up = True
         if not isinstance(self._cause, ConnectionLostError):
             return self._cause.with_traceback(None)
-        gone_s = self._face.clock() - self._broken_at
+        gone_s = self._waiting.clock() - self._broken_at
         return DaemonAwayError(
             f"the daemon has been out of reach for {gone_s:.1f} s; the client goes on trying ({self._cause})"
         )
 
-    def _broke(self, connection: Connection) -> None:
-        """Handle the end of a connection. Several callers may report it; the first report starts reconnecting."""
-        assert connection.error is not None, "it has ended"
+    def _broke(self, stream: SessionStream) -> None:
+        """Handle the end of a stream. Several callers may report it; the first report starts reconnecting."""
+        assert stream.error is not None, "it has ended"
         with self._state_lock:
-            if self._connection is not connection or self._ended is not None:
+            if self._stream is not stream or self._ended is not None:
                 return
-            self._connection = None
-            if isinstance(connection.error, _SESSION_OVER):
-                self._ended = connection.error
+            self._stream = None
+            if isinstance(stream.error, _SESSION_OVER):
+                self._ended = stream.error
                 return
-            self._broken_at, self._given_up, self._cause = self._face.clock(), False, connection.error
+            self._broken_at, self._given_up, self._cause = self._waiting.clock(), False, stream.error
             self._settled.clear()
-            self._mending = self._face.start(self._mend())
+            self._mending = self._waiting.start(self._mend())
 
-    def _join(self, connection: Connection) -> bool:
-        """Use the connection from now on. Returns False if the session has ended, so that it is not used."""
+    def _join(self, stream: SessionStream) -> bool:
+        """Use the stream from now on. Returns False if the session has ended, so that it is not used."""
         with self._state_lock:
             if self._ended is not None:
                 return False
-            self._connection = connection
+            self._stream = stream
             self._settled.set()
-        if connection.error is not None:
-            self._broke(connection)
+        if stream.error is not None:
+            self._broke(stream)
         return True
 
     def _end(self, error: KVServiceError) -> bool:
@@ -221,7 +221,7 @@ class Link:
         pause_s = PAUSE_S
         while self._ended is None:
             try:
-                connection, _ = await self._attach(ATTEMPT_S, reconnects=True)
+                stream, _ = await self._attach(ATTEMPT_S, reconnects=True)
             except _SESSION_OVER as over:
                 self._end(over)
             except KVServiceError as error:
@@ -229,22 +229,22 @@ class Link:
                 await self._settled.wait(pause_s)  # only the end of the session sets it during the pause
                 pause_s = min(2 * pause_s, MAX_PAUSE_S)
             else:
-                if not self._join(connection):
-                    await connection.end()
+                if not self._join(stream):
+                    await stream.end()
                 return
 
-    async def _attach(self, wait_s: float, *, reconnects: bool) -> tuple[Connection, int]:
-        connection = self._attempt = self._open_connection(self._broke, reconnects)
+    async def _attach(self, wait_s: float, *, reconnects: bool) -> tuple[SessionStream, int]:
+        stream = self._attempt = self._open_stream(self._broke, reconnects)
         try:
             if self._ended is not None:  # `close` may have run before it could see `_attempt`
                 raise self._ended.with_traceback(None)
             request = session_pb2.AttachRequest(session_token=self._token, holder=self.holder, reconnects=reconnects)
-            response = await connection.exchange("attach", request, self._face.clock() + wait_s)
+            response = await stream.exchange("attach", request, self._waiting.clock() + wait_s)
         except BaseException as error:
-            await connection.end()
+            await stream.end()
             if isinstance(error, CallTimeoutError):
                 raise ConnectionLostError(f"the daemon has not answered for {wait_s:g} s") from None
             raise
         finally:
             self._attempt = None
-        return connection, response.session_id
+        return stream, response.session_id
