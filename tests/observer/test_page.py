@@ -161,7 +161,7 @@ def test_a_sequence_shows_its_table_and_only_its_blocks(views: FakeViews, port: 
     _, table = views.tables[FIRST_SEQUENCE + 1]
     page.wait_for_text("#detail", f"{len(table)}, in ")
     assert page.text("#detail-title") == f"Sequence {FIRST_SEQUENCE + 1}"
-    assert from_runs(page.text("#detail .ids")) == table.tolist()
+    assert from_ranges(page.text("#detail .ids")) == table.tolist()
     shown = {block for block, (*_, opacity) in enumerate(page.pixels(MAP)) if opacity == 255}
     assert shown == set(table.tolist())
     assert page.js("document.querySelector('#sequences [aria-current=true] th').innerText") == str(FIRST_SEQUENCE + 1)
@@ -170,7 +170,7 @@ def test_a_sequence_shows_its_table_and_only_its_blocks(views: FakeViews, port: 
     assert page.js("document.querySelector('[aria-current]')") is None
 
 
-def from_runs(text: str) -> list[int]:
+def from_ranges(text: str) -> list[int]:
     """Return the numbers in ranges like "17–20, 3, 90–88"."""
     ids: list[int] = []
     for run in text.split(", "):

@@ -2,7 +2,7 @@
 // the cell under the cursor is an element of the document, because thousands of elements would be too slow.
 
 import { make } from "./dom.js";
-import { colours, paintBlock, paintGroup } from "./paint.js";
+import { colours, contextOf, paintBlock, paintGroup } from "./paint.js";
 
 const GAP = 1;
 // Padding around the cells, for the ring of a cell at the edge. parts.css compensates it with a negative margin.
@@ -11,23 +11,45 @@ const LEAST_PITCH = 4;
 const PAGE_ROWS = 8;
 let cellsMade = 0;
 
+/**
+ * Cells to show: per cell the share of its blocks in each of `states`, of 255. Ungrouped cells are single blocks.
+ * @typedef {{states: string[], shares: Uint8Array, grouped: boolean}} Content
+ */
+
 export class Cells {
+  /** @type {Content & {count: number}} */
   #cells = { count: 0, states: [], shares: new Uint8Array(), grouped: false };
   #cursor = 0;
+  /** @type {number | null} */
   #hover = null;
+  /** @type {Set<number>} */
   #selected = new Set();
+  /** @type {Set<number> | null} */
   #only = null;
+  columns = 0;
+  pitch = 0;
 
   /**
-   * `describe(index)` returns a cell's text. `choose(index)` is called when a cell is chosen, `hover(index | null)`
-   * when the pointer or the cursor moves. The grid is about `maxHeight` pixels high, a cell at most `maxCell` pixels.
+   * `describe` returns a cell's text. `choose` is called when a cell is chosen, `hover` when the pointer or the cursor
+   * moves. The grid is about `maxHeight` pixels high, a cell at most `maxCell` pixels.
+   * @param {object} options
+   * @param {string} options.label
+   * @param {number} options.maxHeight
+   * @param {number} options.maxCell
+   * @param {(index: number) => string} options.describe
+   * @param {(index: number) => void} options.choose
+   * @param {(index: number | null) => void} options.hover
    */
-  constructor({ label, maxHeight, maxCell, describe, choose, hover = () => {} }) {
-    Object.assign(this, { maxHeight, maxCell, describe, choose, hover });
+  constructor({ label, maxHeight, maxCell, describe, choose, hover }) {
+    this.maxHeight = maxHeight;
+    this.maxCell = maxCell;
+    this.describe = describe;
+    this.choose = choose;
+    this.hover = hover;
     this.canvas = make("canvas", { "aria-hidden": "true" });
     this.row = make("div", { role: "row" });
     this.grid = make("div", { role: "grid", class: "grid", tabindex: "0", "aria-label": label }, this.row);
-    this.#renewCell();
+    this.cell = this.#newCell();
     this.element = make("div", { class: "cells" }, this.canvas, this.grid);
     this.grid.addEventListener("keydown", (event) => this.#key(event));
     this.grid.addEventListener("focus", () => this.#moved());
@@ -39,25 +61,34 @@ export class Cells {
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
   }
 
-  /** `shares` has, per cell, the share of its blocks in each of `states`, of 255. Ungrouped cells are single blocks. */
+  /** @param {Content} content */
   show({ states, shares, grouped }) {
     this.#cells = { count: shares.length / states.length, states, shares, grouped };
     this.#cursor = Math.min(this.#cursor, Math.max(0, this.#cells.count - 1));
     this.draw();
   }
 
-  /** Draw rings around the cells of `selected`. If `only` is given, all other cells fade. */
+  /**
+   * Draw rings around the cells of `selected`. If `only` is given, all other cells fade.
+   * @param {number[]} selected
+   * @param {number[] | null} only
+   */
   mark(selected, only = null) {
-    [this.#selected, this.#only] = [new Set(selected), only && new Set(only)];
+    this.#selected = new Set(selected);
+    this.#only = only && new Set(only);
     this.draw();
   }
 
-  /** The state of an ungrouped cell. */
+  /**
+   * The state of an ungrouped cell.
+   * @param {number} index
+   */
   stateOf(index) {
     const { states } = this.#cells;
     return states[this.sharesOf(index).indexOf(255)] ?? states[0];
   }
 
+  /** @param {number} index */
   sharesOf(index) {
     const { states, shares } = this.#cells;
     return shares.subarray(index * states.length, (index + 1) * states.length);
@@ -69,15 +100,15 @@ export class Cells {
     if (width <= 0 || !count) return;
     this.#layOut(width, count);
     const ratio = window.devicePixelRatio || 1;
-    const [wide, high] = [this.columns, Math.ceil(count / this.columns)].map((cells) => cells * this.pitch + 2 * EDGE);
+    const wide = this.columns * this.pitch + 2 * EDGE;
+    const high = Math.ceil(count / this.columns) * this.pitch + 2 * EDGE;
     const [pixelsWide, pixelsHigh] = [Math.round(wide * ratio), Math.round(high * ratio)];
     if (this.canvas.width !== pixelsWide || this.canvas.height !== pixelsHigh) {
       Object.assign(this.canvas, { width: pixelsWide, height: pixelsHigh });
       const size = { width: `${wide}px`, height: `${high}px` };
       for (const element of [this.canvas, this.grid]) Object.assign(element.style, size);
     }
-    const context = this.canvas.getContext("2d");
-    context.setTransform(ratio, 0, 0, ratio, 0, 0);
+    const context = contextOf(this.canvas, ratio);
     context.clearRect(0, 0, wide, high);
     const colour = colours(this.element);
     for (let index = 0; index < count; index++) this.#paint(context, colour, states, index);
@@ -85,6 +116,10 @@ export class Cells {
     this.#describeCursor();
   }
 
+  /**
+   * @param {number} width
+   * @param {number} count
+   */
   #layOut(width, count) {
     const ideal = Math.floor(Math.sqrt((width * this.maxHeight) / count));
     this.columns = 0;
@@ -92,11 +127,17 @@ export class Cells {
     for (let pitch = ideal + 1; pitch >= ideal - 3; pitch--) {
       const size = Math.max(LEAST_PITCH, Math.min(this.maxCell, pitch));
       const columns = roundColumns(Math.floor(width / size));
-      if (columns * size > (this.columns * this.pitch || 0)) [this.columns, this.pitch] = [columns, size];
+      if (columns * size > this.columns * this.pitch) [this.columns, this.pitch] = [columns, size];
     }
     this.columns = Math.min(count, this.columns);
   }
 
+  /**
+   * @param {CanvasRenderingContext2D} context
+   * @param {import("./paint.js").Colours} colour
+   * @param {string[]} states
+   * @param {number} index
+   */
   #paint(context, colour, states, index) {
     const [x, y] = this.#corner(index);
     context.globalAlpha = this.#only && !this.#only.has(index) ? 0.22 : 1;
@@ -106,27 +147,38 @@ export class Cells {
     context.globalAlpha = 1;
   }
 
+  /**
+   * @param {CanvasRenderingContext2D} context
+   * @param {import("./paint.js").Colours} colour
+   */
   #rings(context, colour) {
-    for (const index of this.#selected) this.#ring(context, index, colour.hole, colour.ink);
-    if (this.#hover !== null) this.#ring(context, this.#hover, colour.hole, colour.ink);
-    if (document.activeElement === this.grid) this.#ring(context, this.#cursor, colour.hole, colour.ink);
+    for (const index of this.#selected) this.#ring(context, colour, index);
+    if (this.#hover !== null) this.#ring(context, colour, this.#hover);
+    if (document.activeElement === this.grid) this.#ring(context, colour, this.#cursor);
   }
 
-  #ring(context, index, halo, ink) {
+  /**
+   * @param {CanvasRenderingContext2D} context
+   * @param {import("./paint.js").Colours} colour
+   * @param {number} index
+   */
+  #ring(context, colour, index) {
     if (index >= this.#cells.count) return;
     const [x, y] = this.#corner(index);
     const size = this.pitch - GAP;
-    for (const [colour, width, out] of [[halo, 4, 1], [ink, 2, 1]]) {
-      context.strokeStyle = colour;
+    for (const { style, width } of [{ style: colour.hole, width: 4 }, { style: colour.ink, width: 2 }]) {
+      context.strokeStyle = style;
       context.lineWidth = width;
-      context.strokeRect(x - out, y - out, size + 2 * out, size + 2 * out);
+      context.strokeRect(x - 1, y - 1, size + 2, size + 2);
     }
   }
 
+  /** @param {number} index */
   #corner(index) {
     return [index % this.columns, Math.floor(index / this.columns)].map((cells) => cells * this.pitch + EDGE);
   }
 
+  /** @param {MouseEvent} event */
   #at(event) {
     const box = this.canvas.getBoundingClientRect();
     const column = Math.floor((event.clientX - box.left - EDGE) / this.pitch);
@@ -134,6 +186,7 @@ export class Cells {
     return column >= 0 && column < this.columns && index >= 0 && index < this.#cells.count ? index : null;
   }
 
+  /** @param {number | null} index */
   #hovered(index) {
     if (index === this.#hover) return;
     this.#hover = index;
@@ -141,6 +194,7 @@ export class Cells {
     this.draw();
   }
 
+  /** @param {MouseEvent} event */
   #click(event) {
     const index = this.#at(event);
     if (index === null) return;
@@ -149,10 +203,12 @@ export class Cells {
     this.choose(index);
   }
 
+  /** @param {KeyboardEvent} event */
   #key(event) {
     const last = this.#cells.count - 1;
     const rowStart = this.#cursor - (this.#cursor % this.columns);
     const rowEnd = Math.min(last, rowStart + this.columns - 1);
+    /** @type {Record<string, number>} */
     const targets = {
       ArrowLeft: this.#cursor - 1,
       ArrowRight: this.#cursor + 1,
@@ -173,14 +229,15 @@ export class Cells {
   }
 
   /** Replace the element of the cell. With a new text only, screen readers do not notice that the cursor moved. */
-  #renewCell() {
-    this.cell = make("div", { role: "gridcell", id: `cell-${++cellsMade}` });
-    this.row.replaceChildren(this.cell);
-    this.grid.setAttribute("aria-activedescendant", this.cell.id);
+  #newCell() {
+    const cell = make("div", { role: "gridcell", id: `cell-${++cellsMade}` });
+    this.row.replaceChildren(cell);
+    this.grid.setAttribute("aria-activedescendant", cell.id);
+    return cell;
   }
 
   #moved() {
-    this.#renewCell();
+    this.cell = this.#newCell();
     this.hover(this.#cursor);
     this.draw();
   }
@@ -188,6 +245,7 @@ export class Cells {
   #describeCursor() {
     if (!this.#cells.count) return;
     const row = Math.floor(this.#cursor / this.columns);
+    /** @type {[Element, string, string | number | boolean][]} */
     const attributes = [
       [this.grid, "aria-rowcount", Math.ceil(this.#cells.count / this.columns)],
       [this.grid, "aria-colcount", this.columns],
@@ -197,12 +255,15 @@ export class Cells {
       [this.cell, "aria-label", this.describe(this.#cursor)],
     ];
     for (const [element, name, value] of attributes) {
-      if (element.getAttribute(name) !== `${value}`) element.setAttribute(name, value);
+      if (element.getAttribute(name) !== `${value}`) element.setAttribute(name, `${value}`);
     }
   }
 }
 
-/** Round to a multiple of four columns, so that a block is easy to find by counting. */
+/**
+ * Round to a multiple of four columns, so that a block is easy to find by counting.
+ * @param {number} fit
+ */
 function roundColumns(fit) {
   return Math.max(1, fit < 16 ? fit : fit - (fit % 4));
 }

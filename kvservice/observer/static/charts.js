@@ -1,6 +1,6 @@
 // Time series of the last ten minutes as SVG, with a text alternative.
 
-import { make, say, reconcile } from "./dom.js";
+import { inner, make, say, reconcile } from "./dom.js";
 const SPAN_S = 600;
 const GAP_S = 5;
 const HEIGHT = 132;
@@ -9,17 +9,37 @@ const TICKS_S = [0, 120, 240, 360, 480, 600];
 const WIDE = 420;
 const SVG = "http://www.w3.org/2000/svg";
 
+/**
+ * One value or null per time. `tone` is the number of a colour.
+ * @typedef {{name: string, values: (number | null)[], tone: number}} Series
+ *
+ * "share" is from 0 to 1, "linear" and "bytes" are from 0.
+ * @typedef {"share" | "linear" | "bytes" | "log"} Scale
+ */
+
 export class Chart {
+  /** @type {Series[]} */
   #series = [];
+  /** @type {number[]} */
   #times = [];
+  /** @type {number | null} */
   #hover = null;
+  width = 0;
+  now = 0;
+  range = { low: 0, high: 1, ticks: /** @type {number[]} */ ([]) };
 
   /**
-   * `show` formats a value. `scale` is "share" (0 to 1), "linear" or "bytes" (from 0), or "log".
-   * `hover(time_s | null)` is called when the pointer moves.
+   * `show` formats a value. `hover` is called when the pointer moves, with the time under it.
+   * @param {object} options
+   * @param {string} options.title
+   * @param {(value: number | null | undefined) => string} options.show
+   * @param {Scale} options.scale
+   * @param {(time_s: number | null) => void} options.hover
    */
   constructor({ title, show, scale, hover }) {
-    Object.assign(this, { title, show, scale });
+    this.title = title;
+    this.show = show;
+    this.scale = scale;
     const id = `chart-${title.toLowerCase().replaceAll(/\W+/g, "-")}`;
     this.key = make("ul", { class: "key" });
     this.svg = svg("svg", { role: "img", height: HEIGHT });
@@ -30,13 +50,19 @@ export class Chart {
     new ResizeObserver(() => this.draw()).observe(this.element);
   }
 
-  /** `series` is [{name, values, tone}], with one value or null per time; `tone` is the number of a colour. */
+  /**
+   * @param {number[]} times
+   * @param {Series[]} series
+   */
   update(times, series) {
     [this.#times, this.#series] = [times, series];
     this.draw();
   }
 
-  /** Show the values at a time, or the latest ones if it is null. */
+  /**
+   * Show the values at a time, or the latest ones if it is null.
+   * @param {number | null} time
+   */
   point(time) {
     this.#hover = time;
     this.draw();
@@ -48,8 +74,9 @@ export class Chart {
     this.now = this.#times.at(-1) ?? 0;
     this.range = this.#range();
     this.svg.setAttribute("viewBox", `0 0 ${this.width} ${HEIGHT}`);
-    const path = ({ tone, values }) => svg("path", { class: `line tone-${tone}`, d: this.#path(values) });
-    const lines = this.#series.map(path);
+    const lines = this.#series.map(({ tone, values }) => {
+      return svg("path", { class: `line tone-${tone}`, d: this.#path(values) });
+    });
     this.svg.replaceChildren(...this.#grid(), ...lines, ...this.#crosshair());
     this.svg.setAttribute("aria-label", this.#summary());
     this.#showKey();
@@ -70,16 +97,19 @@ export class Chart {
     return { low, high, ticks: ticks.filter((_, index) => ticks.length < 5 || index % 2 === 0) };
   }
 
+  /** @param {number} time */
   #x(time) {
     return MARGIN.left + (1 - (this.now - time) / SPAN_S) * (this.width - MARGIN.left - MARGIN.right);
   }
 
+  /** @param {number} value */
   #y(value) {
     const { low, high } = this.range;
     const at = this.scale === "log" ? (Math.log10(Math.max(value, 10 ** low)) - low) / (high - low) : value / high;
     return HEIGHT - MARGIN.bottom - at * (HEIGHT - MARGIN.top - MARGIN.bottom);
   }
 
+  /** @param {(number | null)[]} values */
   #path(values) {
     let path = "";
     let last = -Infinity;
@@ -122,10 +152,12 @@ export class Chart {
 
   /** Index of the sample to show. */
   #index() {
-    if (this.#hover === null) return this.#times.length - 1;
-    return this.#times.findIndex((time) => time >= this.#hover);
+    const hover = this.#hover;
+    if (hover === null) return this.#times.length - 1;
+    return this.#times.findIndex((time) => time >= hover);
   }
 
+  /** @param {PointerEvent} event */
   #timeAt(event) {
     const box = this.svg.getBoundingClientRect();
     const share = (event.clientX - box.left - MARGIN.left) / (this.width - MARGIN.left - MARGIN.right);
@@ -138,8 +170,8 @@ export class Chart {
       key: (series) => series.name,
       create: ({ name, tone }) => make("li", {}, stroke(tone), make("span", {}, name), make("b")),
       update: (entry, { values, tone }) => {
-        entry.firstElementChild.className = stroke(tone).className;
-        say(entry.lastElementChild, this.show(values[index] ?? null));
+        inner(entry, ".stroke").className = stroke(tone).className;
+        say(inner(entry, "b"), this.show(values[index] ?? null));
       },
     });
   }
@@ -155,22 +187,37 @@ export class Chart {
   }
 }
 
-/** A sample of a series' line for the key. Without a tone the series has no line. */
+/**
+ * A sample of a series' line for the key. Without a tone the series has no line.
+ * @param {number | undefined} tone
+ */
 export function stroke(tone) {
   return make("span", { class: tone === undefined ? "stroke none" : `stroke tone-${tone}`, "aria-hidden": "true" });
 }
 
+/** @param {number} value */
 function roundUp(value) {
   const unit = 10 ** Math.floor(Math.log10(value));
-  return [1, 2, 4, 5, 8, 10].find((step) => step * unit >= value) * unit;
+  return ([1, 2, 4, 5, 8].find((step) => step * unit >= value) ?? 10) * unit;
 }
 
+/**
+ * @template {keyof SVGElementTagNameMap} Tag
+ * @param {Tag} tag
+ * @param {Record<string, string | number>} attributes
+ */
 function svg(tag, attributes) {
   const element = document.createElementNS(SVG, tag);
-  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, `${value}`);
   return element;
 }
 
+/**
+ * @param {"start" | "middle" | "end"} anchor
+ * @param {number} x
+ * @param {number} y
+ * @param {string} content
+ */
 function text(anchor, x, y, content) {
   const element = svg("text", { "text-anchor": anchor, x, y });
   element.textContent = content;

@@ -9,11 +9,27 @@ import { ask } from "./stream.js";
 
 const HINT = "Choose a block on the map, or a sequence in its table. On the map the arrow keys move, Enter chooses.";
 
+/**
+ * Shows the answer to a question. `marks()` are the blocks to highlight on the map, as known so far.
+ * @typedef {object} View
+ * @property {string} title
+ * @property {[path: string, parameters: Record<string, string | number>]} question
+ * @property {Node[]} elements
+ * @property {() => import("./map.js").Marks} marks
+ * @property {(answer: any) => string} line
+ * @property {(answer: any) => void} show
+ */
+
 export class Detail {
+  /** @type {View | null} */
   #view = null;
   #asked = false;
 
-  /** `mark({tier, ids, only})` gets the blocks to highlight on the map. */
+  /**
+   * `mark` gets the blocks to highlight on the map.
+   * @param {HTMLElement} host
+   * @param {(marks: import("./map.js").Marks) => void} mark
+   */
   constructor(host, mark) {
     this.mark = mark;
     this.title = make("h2", { id: "detail-title" }, "Nothing chosen");
@@ -23,9 +39,12 @@ export class Detail {
     host.append(make("div", { class: "head" }, this.title, this.clear), this.line, this.body);
   }
 
-  /** Show a selection from parse(). */
+  /**
+   * Show a selection from parse().
+   * @param {import("./selection.js").Selection | null} selection
+   */
   choose(selection) {
-    this.#view = selection && new VIEWS[selection.kind](selection);
+    this.#view = selection && viewOf(selection);
     this.clear.hidden = !selection;
     say(this.title, this.#view?.title ?? "Nothing chosen");
     say(this.line, this.#view ? "" : HINT);
@@ -46,17 +65,21 @@ export class Detail {
       say(this.line, view.line(answer));
       this.mark(view.marks());
     } catch (error) {
-      if (view === this.#view) say(this.line, error.message);
+      if (view === this.#view) say(this.line, error instanceof Error ? error.message : `${error}`);
     } finally {
       if (view === this.#view) this.#asked = false;
     }
   }
 }
 
+/** @implements {View} */
 class BlockView {
+  /** @param {import("./selection.js").BlockSelection} selection */
   constructor({ tier, id }) {
-    Object.assign(this, { tier, id });
+    this.tier = tier;
+    this.id = id;
     this.title = `${tier === "swap" ? "Swap block" : "Block"} ${format.count(id)}`;
+    /** @type {View["question"]} */
     this.question = ["block", { tier, id }];
     this.facts = new Facts();
     this.body = make("tbody");
@@ -72,12 +95,15 @@ class BlockView {
     return { tier: this.tier, ids: [this.id], only: false };
   }
 
+  /** @param {BlockAnswer} block */
   line(block) {
     const state = shown(this.tier, block.state);
     return `${state}: ${MEANING[state]}`;
   }
 
+  /** @param {BlockAnswer} block */
   show(block) {
+    /** @type {[string, string][]} */
     const facts = [["References", format.count(block.ref_count)]];
     if (block.age_s !== null) facts.push(["Taken", `${format.age(block.age_s)} ago`]);
     if (block.idle_s !== null) facts.push(["Released", `${format.age(block.idle_s)} ago`]);
@@ -93,11 +119,18 @@ class BlockView {
   }
 }
 
+/** @implements {View} */
 class BlocksView {
+  /** @type {number[]} */
+  #refCounts = [];
+
+  /** @param {import("./selection.js").BlocksSelection} selection */
   constructor({ tier, start, count }) {
-    Object.assign(this, { tier, start, count, refCounts: [] });
+    this.tier = tier;
+    this.start = start;
     const last = start + count - 1;
     this.title = `${tier === "swap" ? "Swap blocks" : "Blocks"} ${format.count(start)} to ${format.count(last)}`;
+    /** @type {View["question"]} */
     this.question = ["blocks", { tier, start, count }];
     this.cells = new Cells({
       label: this.title,
@@ -115,27 +148,36 @@ class BlocksView {
     return { tier: this.tier, ids: [this.start], only: false };
   }
 
+  /** @param {BlocksAnswer} answer */
   line({ states }) {
     return tally(this.tier, states);
   }
 
+  /** @param {BlocksAnswer} answer */
   show({ states, ref_counts }) {
-    this.refCounts = ref_counts;
+    this.#refCounts = ref_counts;
     this.cells.show(asCells(this.tier, states));
   }
 
+  /** @param {number} index */
   #describe(index) {
-    return describeBlock(this.start + index, this.cells.stateOf(index), this.refCounts[index]);
+    return describeBlock(this.start + index, this.cells.stateOf(index), this.#refCounts[index]);
   }
 }
 
+/** @implements {View} */
 class SequenceView {
+  /** @type {number[]} */
   #ids = [];
+  /** @type {number[]} */
   #refCounts = [];
+  /** @type {Tier} */
   #tier = "device";
 
+  /** @param {import("./selection.js").SequenceSelection} selection */
   constructor({ session_id, sequence_id }) {
     this.title = `Sequence ${sequence_id}`;
+    /** @type {View["question"]} */
     this.question = ["sequence", { session_id, sequence_id }];
     this.facts = new Facts();
     this.readout = make("p", { class: "readout", "aria-hidden": "true" });
@@ -156,31 +198,35 @@ class SequenceView {
     return { tier: this.#tier, ids: this.#ids, only: true };
   }
 
+  /** @param {SequenceAnswer} sequence */
   line(sequence) {
     return tally(sequence.tier, sequence.states);
   }
 
+  /** @param {SequenceAnswer} sequence */
   show(sequence) {
     [this.#ids, this.#refCounts, this.#tier] = [sequence.block_ids, sequence.ref_counts, sequence.tier];
-    const { number, text } = format.runs(sequence.block_ids);
+    const { number, text } = format.ranges(sequence.block_ids);
     const total = sequence.block_ids.length + sequence.blocks_left_out;
     this.facts.show([
       ["Session", sequence.session_name || sequence.session_id],
       ["Tokens", `${format.count(sequence.length)}, ${format.count(sequence.computed)} computed`],
       ["Tier", sequence.tier],
-      ["Blocks", `${format.count(total)}, in ${format.plural(number, "run")}`],
+      ["Blocks", `${format.count(total)}, in ${format.plural(number, "range")}`],
     ]);
     const more = sequence.blocks_left_out ? `, and ${format.count(sequence.blocks_left_out)} more` : "";
     say(this.ids, text + more);
     this.cells.show(asCells(sequence.tier, sequence.states));
   }
 
+  /** @param {number} index */
   #describe(index) {
     const block = describeBlock(this.#ids[index], this.cells.stateOf(index), this.#refCounts[index]);
     return `Place ${format.count(index)}. ${block}`;
   }
 }
 
+/** @param {HolderRow} holder */
 function holderRow(holder) {
   const { session_id, session_name, sequence_id, position } = holder;
   const open = () => go(sequenceHash(holder));
@@ -194,23 +240,47 @@ function holderRow(holder) {
   );
 }
 
-const VIEWS = { block: BlockView, blocks: BlocksView, sequence: SequenceView };
+/**
+ * @param {import("./selection.js").Selection} selection
+ * @returns {View}
+ */
+function viewOf(selection) {
+  if (selection.kind === "block") return new BlockView(selection);
+  return selection.kind === "blocks" ? new BlocksView(selection) : new SequenceView(selection);
+}
 
+/**
+ * @param {number} id
+ * @param {string} state
+ * @param {number} references
+ */
 function describeBlock(id, state, references) {
   const held = references > 1 ? `, ${format.plural(references, "reference")}` : "";
   return `Block ${format.count(id)}: ${state}${held}`;
 }
 
+/**
+ * @param {Tier} tier
+ * @param {string[]} states
+ */
 function tally(tier, states) {
   const counts = Map.groupBy(states, (state) => shown(tier, state));
   return [...counts].map(([state, found]) => `${format.count(found.length)} ${state}`).join(", ") || "no blocks";
 }
 
-/** The displayed state. A swap block is free or swapped; its reference count shows how many tables hold it. */
+/**
+ * The displayed state. A swap block is free or swapped; its reference count shows how many tables hold it.
+ * @param {Tier} tier
+ * @param {string} state
+ */
 function shown(tier, state) {
   return tier === "swap" && state !== "free" ? "swapped" : state;
 }
 
+/**
+ * @param {Tier} tier
+ * @param {string[]} states
+ */
 function asCells(tier, states) {
   const names = tier === "swap" ? SWAP : DEVICE;
   const shares = new Uint8Array(states.length * names.length);

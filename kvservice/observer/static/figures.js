@@ -4,10 +4,15 @@ import { Facts } from "./dom.js";
 import * as format from "./format.js";
 
 export class Figures {
+  /** @param {HTMLElement} host */
   constructor(host) {
     this.facts = new Facts(host);
   }
 
+  /**
+   * @param {Snapshot} snapshot
+   * @param {Pick<Info, "prefix_caching">} info
+   */
   frame({ pool, rates }, info) {
     const held = (pool.active_blocks + pool.shared_blocks) / pool.num_blocks;
     const swapped = pool.swapped_sequences ? ` + ${format.count(pool.swapped_sequences)} swapped` : "";
@@ -30,6 +35,7 @@ export class Figures {
   }
 }
 
+/** @param {Info} info */
 export function shapeOf({ version, device, dtype, kv_cache_dtype, num_layers, num_kv_heads, head_size }) {
   const stored = ["auto", dtype].includes(kv_cache_dtype) ? dtype : `${dtype} stored as ${kv_cache_dtype}`;
   const layers = `${format.plural(num_layers, "layer")} × ${format.plural(num_kv_heads, "KV head")} × ${head_size}`;

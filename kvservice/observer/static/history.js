@@ -5,14 +5,30 @@ import * as format from "./format.js";
 
 const MOST = 600;
 const MOST_METHODS = 6;
+const COLUMNS = /** @type {const} */ ([
+  "usage", "hit_share", "computed_tokens", "swapped_out_bytes", "swapped_in_bytes",
+]);
 
 export class History {
-  #data = null;
-  /** Colours of the methods that have a line. */
+  /** @type {Samples} */
+  #data = {
+    time_s: [], usage: [], hit_share: [], computed_tokens: [], swapped_out_bytes: [], swapped_in_bytes: [], p99_s: {},
+  };
+  /**
+   * Colours of the methods that have a line.
+   * @type {Map<string, number>}
+   */
   tones = new Map();
 
+  /** @param {HTMLElement} host */
   constructor(host) {
+    /** @param {number | null} time */
     const hover = (time) => Object.values(this.charts).forEach((chart) => chart.point(time));
+    /**
+     * @param {string} title
+     * @param {(value: number | null | undefined) => string} show
+     * @param {import("./charts.js").Scale} scale
+     */
     const chart = (title, show, scale) => new Chart({ title, show, scale, hover });
     this.charts = {
       usage: chart("Pool held by sequences", format.percent, "share"),
@@ -24,25 +40,34 @@ export class History {
     host.append(...Object.values(this.charts).map(({ element }) => element));
   }
 
+  /** @param {Samples} history */
   hello(history) {
     this.#data = history;
     this.#draw();
   }
 
-  /** `sample` is the latest of the history. The last sample of the hello and the first frame's may be the same. */
+  /**
+   * `sample` is the latest of the history. The last sample of the hello and the first frame's may be the same.
+   * @param {Sample | null} sample
+   * @param {CallRow[]} calls
+   */
   frame(sample, calls) {
     const data = this.#data;
     this.#pick(calls);
     if (sample && sample.time_s > (data.time_s.at(-1) ?? 0)) {
-      const { p99_s, ...values } = sample;
+      const { time_s, p99_s } = sample;
       for (const method of Object.keys(p99_s)) data.p99_s[method] ??= data.time_s.map(() => null);
       for (const [method, column] of Object.entries(data.p99_s)) append(column, p99_s[method] ?? null);
-      for (const [name, value] of Object.entries(values)) append(data[name], value);
+      for (const name of COLUMNS) append(data[name], sample[name]);
+      append(data.time_s, time_s);
     }
     this.#draw();
   }
 
-  /** Give lines to the methods with the most calls. A method keeps its colour while it has a line. */
+  /**
+   * Give lines to the methods with the most calls. A method keeps its colour while it has a line.
+   * @param {CallRow[]} calls
+   */
   #pick(calls) {
     const byCalls = calls.toSorted((one, other) => other.calls - one.calls);
     const methods = byCalls.slice(0, MOST_METHODS).map(({ method }) => method);
@@ -50,7 +75,7 @@ export class History {
     for (const method of methods) {
       if (this.tones.has(method)) continue;
       const used = new Set(this.tones.values());
-      this.tones.set(method, [0, 1, 2, 3, 4, 5].find((tone) => !used.has(tone)));
+      this.tones.set(method, [0, 1, 2, 3, 4, 5].find((tone) => !used.has(tone)) ?? 0);
     }
   }
 
@@ -68,6 +93,11 @@ export class History {
   }
 }
 
+/**
+ * @template Value
+ * @param {Value[]} values
+ * @param {Value} value
+ */
 function append(values, value) {
   values.push(value);
   if (values.length > MOST) values.shift();

@@ -13,6 +13,7 @@ import * as tables from "./tables.js";
 
 const SEARCH_PAUSE_MS = 200;
 const REFRESH_EVERY = 2;
+/** @type {Record<string, string>} */
 const STATES = {
   live: "Live",
   draining: "Draining: no new work is taken",
@@ -21,8 +22,9 @@ const STATES = {
   refused: "Refused",
 };
 
-const part = (id) => document.getElementById(id);
-const query = part("query");
+/** @param {string} id */
+const part = (id) => /** @type {HTMLElement} */ (document.getElementById(id));
+const query = /** @type {HTMLInputElement} */ (part("query"));
 const figures = new Figures(part("figures"));
 const pool = new PoolPanel(part("pool"), ({ tier, start, count }) => {
   go(count === 1 ? blockHash(tier, start) : blocksHash(tier, start, count));
@@ -33,11 +35,13 @@ const sequences = tables.sequences(part("sequences"), (row) => go(sequenceHash(r
 const sessions = tables.sessions(part("sessions"), (row) => search(row.name || row.session_id));
 const calls = tables.calls(part("calls"), history.tones);
 
+/** @type {Info | null} */
 let info = null;
 let frames = 0;
 let searching = false;
 let pause = 0;
 
+/** @param {Snapshot} snapshot */
 function rows(snapshot) {
   sequences.show(snapshot.sequences, snapshot.num_sequences);
   sessions.show(snapshot.sessions, snapshot.num_sessions);
@@ -49,6 +53,7 @@ function markRow() {
   sequences.mark(chosen?.kind === "sequence" ? tables.sequenceKey(chosen) : null);
 }
 
+/** @param {string} text */
 function search(text) {
   query.value = text;
   find();
@@ -74,12 +79,18 @@ async function find() {
   }
 }
 
+/**
+ * @param {string} name
+ * @param {string} reason
+ */
 function state(name, reason = "") {
   part("status").dataset.state = name;
   say(part("status-text"), STATES[name] + reason);
 }
 
+/** @param {Frame} frame */
 function showFrame({ snapshot, sample }) {
+  if (info === null) return;
   state(snapshot.pool.draining ? "draining" : "live");
   say(part("uptime"), `up ${format.age(Math.floor(snapshot.uptime_s))}`);
   figures.frame(snapshot, info);

@@ -2,6 +2,7 @@
 
 export const DEVICE = ["free", "active", "shared", "cached", "pinned"];
 export const SWAP = ["free", "swapped"];
+/** @type {Record<string, string>} */
 export const MEANING = {
   free: "not in use",
   active: "held by one sequence",
@@ -14,14 +15,39 @@ export const MEANING = {
 const STACK = ["active", "shared", "pinned", "cached", "swapped"];
 const SHAPES_FROM = 7;
 
-/** Return the computed colours at `element`, by name. */
+/** @typedef {Record<string, string>} Colours */
+
+/**
+ * Return the computed colours at `element`, by name.
+ * @param {Element} element
+ * @returns {Colours}
+ */
 export function colours(element) {
   const style = getComputedStyle(element);
   const names = [...DEVICE, "swapped", "empty", "hole", "ink"];
   return Object.fromEntries(names.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
 }
 
-/** Paint one block as a square of `size` at (x, y). */
+/**
+ * Return the context of a canvas whose pixels are `ratio` to a unit.
+ * @param {HTMLCanvasElement} canvas
+ * @param {number} ratio
+ */
+export function contextOf(canvas, ratio) {
+  const context = /** @type {CanvasRenderingContext2D} */ (canvas.getContext("2d"));
+  context.setTransform(ratio, 0, 0, ratio, 0, 0);
+  return context;
+}
+
+/**
+ * Paint one block as a square of `size` at (x, y).
+ * @param {CanvasRenderingContext2D} context
+ * @param {Colours} colour
+ * @param {string} state
+ * @param {number} x
+ * @param {number} y
+ * @param {number} size
+ */
 export function paintBlock(context, colour, state, x, y, size) {
   const shapes = size >= SHAPES_FROM;
   const line = Math.max(1, Math.round(size / 9));
@@ -54,7 +80,16 @@ export function paintBlock(context, colour, state, x, y, size) {
   }
 }
 
-/** Paint many blocks as stacked shares of their states. `shares` are fractions of 255, in the order of `states`. */
+/**
+ * Paint many blocks as stacked shares of their states. `shares` are fractions of 255, in the order of `states`.
+ * @param {CanvasRenderingContext2D} context
+ * @param {Colours} colour
+ * @param {string[]} states
+ * @param {Uint8Array} shares
+ * @param {number} x
+ * @param {number} y
+ * @param {number} size
+ */
 export function paintGroup(context, colour, states, shares, x, y, size) {
   context.fillStyle = colour.empty;
   context.fillRect(x, y, size, size);

@@ -1,16 +1,35 @@
 // Tables of sequences, sessions and calls. A row keeps its element while it exists.
 
-import { make, reconcile, say } from "./dom.js";
+import { kept, make, reconcile, say } from "./dom.js";
 import * as format from "./format.js";
 import { stroke } from "./charts.js";
 
+/**
+ * `number` aligns the texts to the right, `press` makes the text a button with the name `label`, `before` fills a span
+ * before the text.
+ * @template Item
+ * @typedef {object} Column
+ * @property {string} title
+ * @property {(item: Item) => string} text
+ * @property {boolean} [number]
+ * @property {(item: Item) => string} [label]
+ * @property {(item: Item) => void} [press]
+ * @property {(item: Item, cell: Element) => void} [before]
+ */
+
+/** @template Item */
 class Table {
+  /** @type {WeakMap<Element, Item>} */
+  #items = new WeakMap();
+
   /**
-   * `columns` is [{title, text(row)}]; the first column is the row's header. Optional: `number` aligns to the right,
-   * `press(row)` makes the text a button with the name `label(row)`, `before(row, cell)` fills a span before the text.
+   * The first column is the row's header.
+   * @param {HTMLElement} host
+   * @param {{id: string, title: string, columns: Column<Item>[], key: (item: Item) => string, empty: string}} options
    */
   constructor(host, { id, title, columns, key, empty }) {
-    Object.assign(this, { columns, key, empty });
+    this.columns = columns;
+    this.key = key;
     this.note = make("p", { class: "note" });
     this.body = make("tbody");
     const heads = columns.map((column) => make("th", { scope: "col", class: column.number && "number" }, column.title));
@@ -24,51 +43,74 @@ class Table {
     );
   }
 
-  show(rows, total) {
-    this.none.hidden = rows.length > 0;
-    const left = total > rows.length;
-    say(this.note, left ? `${format.count(rows.length)} of ${format.count(total)}, the largest` : format.count(total));
-    const update = (row, item) => this.#fill(row, item);
-    reconcile(this.body, rows, { key: this.key, create: () => this.#row(), update });
+  /**
+   * Show the items, of `total` that there are.
+   * @param {Item[]} items
+   * @param {number} total
+   */
+  show(items, total) {
+    this.none.hidden = items.length > 0;
+    const left = total > items.length;
+    say(this.note, left ? `${format.count(items.length)} of ${format.count(total)}, the largest` : format.count(total));
+    reconcile(this.body, items, {
+      key: this.key,
+      create: () => this.#row(),
+      update: (row, item) => this.#fill(row, item),
+    });
   }
 
   #row() {
     const row = make("tr");
     this.columns.forEach((column, index) => {
-      const cell = make(index ? "td" : "th", index ? {} : { scope: "row" });
+      const cell = index ? make("td") : make("th", { scope: "row" });
       if (column.number) cell.className = "number";
       if (column.before) cell.append(make("span"));
-      const press = () => column.press(row.item);
-      cell.append(column.press ? make("button", { type: "button", onclick: press }) : make("span"));
+      const { press } = column;
+      const onclick = press && (() => press(/** @type {Item} */ (this.#items.get(row))));
+      cell.append(onclick ? make("button", { type: "button", onclick }) : make("span"));
       row.append(cell);
     });
     return row;
   }
 
+  /**
+   * @param {Element} row
+   * @param {Item} item
+   */
   #fill(row, item) {
-    row.item = item;
+    this.#items.set(row, item);
     this.columns.forEach(({ text, label, before }, index) => {
       const cell = row.children[index];
-      const content = cell.lastElementChild;
+      const content = cell.children[cell.children.length - 1];
       say(content, text(item));
       if (label) content.setAttribute("aria-label", label(item));
       if (before) before(item, cell);
     });
   }
 
-  /** Mark the selected row. */
+  /**
+   * Mark the selected row.
+   * @param {string | null} key
+   */
   mark(key) {
-    for (const [name, row] of this.body.known ?? []) {
+    for (const [name, row] of kept(this.body)) {
       if (name === key) row.setAttribute("aria-current", "true");
       else row.removeAttribute("aria-current");
     }
   }
 }
 
+/** @param {SequenceId} id */
 export const sequenceKey = ({ session_id, sequence_id }) => `${session_id}/${sequence_id}`;
 
+/** @param {SequenceId} id */
 const sequenceName = ({ sequence_id }) => `Sequence ${sequence_id}`;
 
+/**
+ * @param {HTMLElement} host
+ * @param {(row: SequenceRow) => void} choose
+ * @returns {Table<SequenceRow>}
+ */
 export function sequences(host, choose) {
   return new Table(host, {
     id: "sequences",
@@ -86,8 +128,15 @@ export function sequences(host, choose) {
   });
 }
 
+/**
+ * @param {HTMLElement} host
+ * @param {(row: SessionRow) => void} choose
+ * @returns {Table<SessionRow>}
+ */
 export function sessions(host, choose) {
+  /** @param {SessionRow} row */
   const name = (row) => row.name || row.session_id;
+  /** @param {SessionRow} row */
   const hits = (row) => (row.query_tokens ? row.hit_tokens / row.query_tokens : null);
   return new Table(host, {
     id: "sessions",
@@ -112,11 +161,20 @@ export function sessions(host, choose) {
   });
 }
 
-/** `tones` are the colours of the methods that have a line in the chart. */
+/**
+ * `tones` are the colours of the methods that have a line in the chart.
+ * @param {HTMLElement} host
+ * @param {Map<string, number>} tones
+ * @returns {Table<CallRow>}
+ */
 export function calls(host, tones) {
+  /**
+   * @param {CallRow} row
+   * @param {Element} cell
+   */
   const mark = (row, cell) => {
     const line = stroke(tones.get(row.method));
-    if (cell.firstElementChild.className !== line.className) cell.firstElementChild.replaceWith(line);
+    if (cell.children[0].className !== line.className) cell.children[0].replaceWith(line);
   };
   return new Table(host, {
     id: "calls",

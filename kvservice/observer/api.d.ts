@@ -1,0 +1,173 @@
+// What the server sends to the page, for the type checks of static/*.js. Ids are strings, because JavaScript's numbers
+// do not have 64 bits.
+
+type Tier = "device" | "swap";
+
+/** The daemon's configuration. */
+interface Info {
+  version: string;
+  device: string;
+  dtype: string;
+  kv_cache_dtype: string;
+  num_layers: number;
+  num_kv_heads: number;
+  head_size: number;
+  num_blocks: number;
+  num_swap_blocks: number;
+  block_size: number;
+  block_bytes: number;
+  prefix_caching: boolean;
+}
+
+interface Pool {
+  num_blocks: number;
+  free_blocks: number;
+  active_blocks: number;
+  shared_blocks: number;
+  cached_blocks: number;
+  pinned_blocks: number;
+  num_swap_blocks: number;
+  used_swap_blocks: number;
+  sequences: number;
+  swapped_sequences: number;
+  tokens: number;
+  sessions: number;
+  lanes: number;
+  regions: number;
+  region_bytes: number;
+  draining: boolean;
+}
+
+interface Rates {
+  computed_tokens: number;
+  /** Missing while no tokens are looked up. */
+  hit_share?: number;
+  calls: number;
+  lane_calls: number;
+  errors: number;
+  evicted_blocks: number;
+  cow_copies: number;
+  out_of_blocks: number;
+}
+
+interface SessionRow {
+  session_id: string;
+  name: string;
+  tenant: string;
+  attached: boolean;
+  age_s: number;
+  sequences: number;
+  swapped_sequences: number;
+  tokens: number;
+  blocks: number;
+  regions: number;
+  region_bytes: number;
+  lane: boolean;
+  computed_tokens: number;
+  query_tokens: number;
+  hit_tokens: number;
+}
+
+interface SequenceId {
+  session_id: string;
+  sequence_id: string;
+}
+
+interface SequenceRow extends SequenceId {
+  session_name: string;
+  length: number;
+  computed: number;
+  blocks: number;
+  swapped: boolean;
+}
+
+interface CallRow {
+  method: string;
+  calls: number;
+  errors: number;
+  calls_per_s: number;
+  p50_s?: number;
+  p99_s?: number;
+}
+
+interface Snapshot {
+  time_s: number;
+  uptime_s: number;
+  pool: Pool;
+  rates: Rates;
+  calls: CallRow[];
+  sessions: SessionRow[];
+  sequences: SequenceRow[];
+  num_sessions: number;
+  num_sequences: number;
+}
+
+/** One value per chart, null where there is none. */
+interface Sample {
+  time_s: number;
+  usage: number | null;
+  hit_share: number | null;
+  computed_tokens: number | null;
+  swapped_out_bytes: number | null;
+  swapped_in_bytes: number | null;
+  /** By method. */
+  p99_s: Record<string, number | null>;
+}
+
+/** Samples as columns, oldest first. */
+interface Samples {
+  time_s: number[];
+  usage: (number | null)[];
+  hit_share: (number | null)[];
+  computed_tokens: (number | null)[];
+  swapped_out_bytes: (number | null)[];
+  swapped_in_bytes: (number | null)[];
+  p99_s: Record<string, (number | null)[]>;
+}
+
+interface Hello {
+  info: Info;
+  history: Samples;
+}
+
+interface Frame {
+  snapshot: Snapshot;
+  sample: Sample | null;
+}
+
+/** Per cell the share of its blocks in each state, of 255. */
+interface PoolMap {
+  group: number;
+  group_swap: number;
+  device: Uint8Array;
+  swap: Uint8Array;
+}
+
+interface HolderRow extends SequenceId {
+  session_name: string;
+  position: number;
+}
+
+interface BlockAnswer {
+  state: string;
+  ref_count: number;
+  hash: string | null;
+  age_s: number | null;
+  idle_s: number | null;
+  sequences: HolderRow[];
+  sequences_left_out: number;
+}
+
+interface BlocksAnswer {
+  states: string[];
+  ref_counts: number[];
+}
+
+interface SequenceAnswer extends SequenceId, BlocksAnswer {
+  session_name: string;
+  length: number;
+  computed: number;
+  tier: Tier;
+  block_ids: number[];
+  blocks_left_out: number;
+}
