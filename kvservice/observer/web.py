@@ -20,12 +20,12 @@ from kvservice.errors import InvalidArgumentError, NotFoundError
 from kvservice.observer.access import Guard, HttpOptions, Refusals, refusal
 from kvservice.observer.stream import FRAME_INTERVAL_S, EventStream, encode
 from kvservice.observer.views import Views
+from kvservice.telemetry.link import MAX_SEARCH_LENGTH
 
 __all__ = ["HttpOptions", "make_app"]
 
 STATIC: Final = Path(__file__).parent / "static"
 MAX_BLOCKS: Final = 4096
-MAX_SEARCH: Final = 256
 _MAX_INT: Final = (1 << 63) - 1
 
 
@@ -96,8 +96,8 @@ class Api:
 
     async def search(self, request: Request) -> Response:
         text = request.query_params.get("q", "")
-        if len(text) > MAX_SEARCH:
-            raise InvalidArgumentError(f"longer than {MAX_SEARCH} characters", field="q")
+        if len(text) > MAX_SEARCH_LENGTH:
+            raise InvalidArgumentError(f"longer than {MAX_SEARCH_LENGTH} characters", field="q")
         return _json({"snapshot": await self._views.snapshot(search=text)})
 
 

@@ -16,6 +16,7 @@ from kvservice.devices import AttentionOptions, BlockSparse, Device
 from kvservice.errors import InvalidArgumentError
 from kvservice.server.region import Place, Region
 from kvservice.server.regions import Regions, Target
+from kvservice.telemetry.link import MAX_SEARCH_LENGTH
 from kvservice.v1 import (
     attention_pb2,
     blocks_pb2,
@@ -31,7 +32,6 @@ from kvservice.wire.tensors import Array, put_type, to_array, to_ints
 MAX_SNAPSHOT_ROWS = 1000
 # Bytes reserved for the fields of a message besides its tensors.
 _MESSAGE_OVERHEAD = 4096
-MAX_SEARCH_LENGTH = 128
 # The request types that only clients on this host may send.
 HOST_REQUESTS = tuple(
     GetMessageClass(method.input_type)

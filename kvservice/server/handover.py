@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvservice.errors import QuotaExceededError
+from kvservice.server.clock import Clock
 from kvservice.server.descriptors import Spare
 from kvservice.server.peers import Peer, peer_of
 
@@ -42,11 +43,11 @@ BACKLOG = 128
 class Handover:
     """Keeps offers of file descriptors until a client sends their token. It owns the offered descriptors."""
 
-    def __init__(self, uids: frozenset[int], introduce: Callable[[bytes, Peer], bytes | None]) -> None:
+    def __init__(self, uids: frozenset[int], introduce: Callable[[bytes, Peer], bytes | None], clock: Clock) -> None:
         """`uids` are the users allowed to use the socket. `introduce` maps a session token and the peer to the token to
         send back, or None if there is no such session."""
         self._uids = uids
-        self._introduce = introduce
+        self._introduce, self._clock = introduce, clock
         # The owner and the descriptors of each offer, by token.
         self._offers: dict[bytes, tuple[object, Sequence[int]]] = {}
         # The connections that have not sent a token, by user, the oldest first.
@@ -69,7 +70,7 @@ class Handover:
             )
         token = secrets.token_bytes(TOKEN_BYTES)
         self._offers[token] = owner, descriptors
-        asyncio.get_running_loop().call_later(TOKEN_S, self.withdraw, token)
+        self._clock.call_later(TOKEN_S, self.withdraw, token)
         return token
 
     def withdraw(self, token: bytes) -> None:

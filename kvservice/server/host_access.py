@@ -21,6 +21,7 @@ from kvservice.errors import (
 )
 from kvservice.server import descriptors
 from kvservice.server.budget import Budget, BudgetedMemory
+from kvservice.server.clock import Clock
 from kvservice.server.handover import Handover
 from kvservice.server.lanes import Lanes
 from kvservice.server.session_user import SessionUser, Trust
@@ -44,6 +45,7 @@ class Sharing:
     handover: Handover
     lanes: Lanes
     mappings: PoolMappings
+    clock: Clock
 
 
 class HostAccess:
@@ -66,7 +68,7 @@ class HostAccess:
         self._mappings = sharing.mappings
         self._lane_number = sharing.lanes.new_number()
         self._row = row
-        self.user = SessionUser(sharing.trust)
+        self.user = SessionUser(sharing.trust, sharing.clock)
         self._shared: LaneSession | None = None
         self._lane: LaneServer | None = None
         self._lane_memory: BudgetedMemory | None = None

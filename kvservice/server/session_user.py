@@ -7,13 +7,13 @@ reports the user.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import secrets
 from dataclasses import dataclass
 
 from kvservice.config import ServeConfig
 from kvservice.errors import InvalidArgumentError, PoolNotSharedError, RegionsNotAllowedError
+from kvservice.server.clock import Clock
 from kvservice.server.handover import TOKEN_BYTES, TOKEN_S
 from kvservice.server.peers import Peer
 
@@ -53,8 +53,8 @@ class Trust:
 class SessionUser:
     """The user of one session, if known."""
 
-    def __init__(self, trust: Trust) -> None:
-        self._trust = trust
+    def __init__(self, trust: Trust, clock: Clock) -> None:
+        self._trust, self._clock = trust, clock
         # The user and the expiry time of each introduction token, the oldest first.
         self._introductions: dict[bytes, tuple[Peer, float]] = {}
         self.forget()
@@ -71,7 +71,7 @@ class SessionUser:
         if len(self._introductions) == MAX_INTRODUCTIONS:
             del self._introductions[next(iter(self._introductions))]
         token = secrets.token_bytes(TOKEN_BYTES)
-        self._introductions[token] = peer, asyncio.get_running_loop().time() + TOKEN_S
+        self._introductions[token] = peer, self._clock.time() + TOKEN_S
         return token
 
     def check_may_share(self) -> None:
@@ -103,6 +103,6 @@ class SessionUser:
                 )
             return self._trust.owner
         peer, expires = self._introductions.pop(token, (self._trust.owner, 0.0))
-        if asyncio.get_running_loop().time() > expires:
+        if self._clock.time() > expires:
             raise InvalidArgumentError("is not known, was used, or has expired", field="handover_token")
         return peer

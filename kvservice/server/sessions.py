@@ -11,10 +11,8 @@ import asyncio
 import logging
 import math
 import secrets
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 from kvservice.auth import CALLER, Identity
 from kvservice.blocks import BlockManager, SessionNamespace, Slices
@@ -31,6 +29,7 @@ from kvservice.errors import (
 )
 from kvservice.logs import LogBudget
 from kvservice.server.budget import Budget
+from kvservice.server.clock import Clock, SystemClock
 from kvservice.server.handover import Handover
 from kvservice.server.host_access import HostAccess, PoolMappings, Sharing
 from kvservice.server.lanes import Lanes
@@ -48,13 +47,6 @@ TOKEN_BYTES = 16
 MAX_NAME_LENGTH = 64
 # The minimum time in seconds that a new session waits for its first stream, even with a shorter grace time.
 ATTACH_S = 5.0
-
-
-class Timers(Protocol):
-    """The timers of an event loop."""
-
-    def call_later(self, delay: float, callback: Callable[..., None], /, *args: Any) -> asyncio.TimerHandle:
-        """Call `callback(*args)` after `delay` seconds, unless the handle is cancelled first."""
 
 
 @dataclass(eq=False)
@@ -84,7 +76,7 @@ class Session:
 
 class SessionRegistry:
     """All sessions by token. A token is a secret, so the tokens of unknown sessions, of closed ones and of another
-    identity's get the same error. `timers` are those of the running event loop unless a test passes its own."""
+    identity's get the same error."""
 
     def __init__(
         self,
@@ -92,17 +84,18 @@ class SessionRegistry:
         manager: BlockManager,
         device: Device,
         table: SessionTable,
-        timers: Timers | None = None,
+        clock: Clock | None = None,
     ) -> None:
-        self._timers = timers
+        self._clock = clock or SystemClock()
         self._config = config
         self._manager = manager
         self._device = device
         self._table = table
         trust = Trust.of(config)
-        self.handover = Handover(trust.shm_uids | trust.pool_uids, self._introduce)
+        self.handover = Handover(trust.shm_uids | trust.pool_uids, self._introduce, self._clock)
         self.lanes = Lanes(len(device.lane_buckets_s) + 1, device.finished_steps)
-        self._sharing = Sharing(trust, Budget(config.max_shared_mib), self.handover, self.lanes, PoolMappings())
+        budget = Budget(config.max_shared_mib)
+        self._sharing = Sharing(trust, budget, self.handover, self.lanes, PoolMappings(), self._clock)
         self._sessions: dict[bytes, Session] = {}
         self.num_opened = self.num_closed = self.num_lost = 0
         # The number of closed sessions whose sequences are still being freed.
@@ -136,7 +129,7 @@ class SessionRegistry:
             raise QuotaExceededError(f"{value} sessions are open", limit="max_sessions", value=value)
         self.num_opened += 1
         grace = self._config.session_grace_s
-        row = self._table.open(self.num_opened, name, tenant, int(time.monotonic() * 1000))
+        row = self._table.open(self.num_opened, name, tenant, int(self._clock.time() * 1000))
         space = self._manager.open_space(row.number + 1, row.counters)
         access = HostAccess(self._config, self._device, self._manager, space, self._sharing, row)
         session = Session(
@@ -258,8 +251,7 @@ class SessionRegistry:
         self._closed_log.write(logging.INFO, said, number, freed, extra={"session_id": number})
 
     def _call_later(self, session: Session, seconds: float, call: Callable[..., None], *args: Session) -> None:
-        timers = self._timers or asyncio.get_running_loop()
-        session.timers.append(timers.call_later(seconds, call, *args))
+        session.timers.append(self._clock.call_later(seconds, call, *args))
 
 
 def _check_name(name: str, field: str) -> None:

@@ -9,6 +9,7 @@ import asyncio
 import socket
 import struct
 from collections.abc import Awaitable, Callable
+from typing import Final
 
 _LENGTH = struct.Struct("<I")
 
@@ -18,6 +19,9 @@ WRITE_VITALS, BLOCK_HASH = b"v", b"h"
 CONFIGURE, SNAPSHOT = b"c", b"s"
 # First byte of a reply: success or error.
 OK, REFUSED = b"\0", b"\1"
+
+# The limit on the characters of a search for sessions and sequences, of the page and of GetSnapshot.
+MAX_SEARCH_LENGTH: Final = 256
 
 
 class Asker:

@@ -13,8 +13,12 @@ from fake_views import FIRST_SEQUENCE, FakeViews
 from http_app import request, serving
 
 import kvservice.observer.web as web
+from kvservice.errors import InvalidArgumentError
 from kvservice.observer.access import Refusals
 from kvservice.observer.web import HttpOptions, make_app
+from kvservice.server import codec
+from kvservice.telemetry.link import MAX_SEARCH_LENGTH
+from kvservice.v1 import inspect_pb2
 
 VIEWS = FakeViews(5000, 64, 4)
 
@@ -77,6 +81,15 @@ def test_search(port: int) -> None:
     assert [row["sequence_id"] for row in one["sequences"]] == [str(FIRST_SEQUENCE + 1)]
 
 
+def test_searches_have_one_limit(port: int) -> None:
+    longest = "x" * MAX_SEARCH_LENGTH
+    assert ask(port, f"/api/search?q={longest}")["snapshot"]["sequences"] == []
+    codec.check_snapshot_request(inspect_pb2.GetSnapshotRequest(search=longest))
+    with pytest.raises(InvalidArgumentError, match=f"search: has more than {MAX_SEARCH_LENGTH}"):
+        codec.check_snapshot_request(inspect_pb2.GetSnapshotRequest(search=f"{longest}x"))
+    assert f'maxlength="{MAX_SEARCH_LENGTH}"' in (web.STATIC / "index.html").read_text()
+
+
 @pytest.mark.parametrize(
     ("path", "field"),
     [
@@ -96,7 +109,7 @@ def test_search(port: int) -> None:
         (f"/api/block?id={'9' * 5000}", "id"),
         ("/api/sequence?session_id=1", "sequence_id"),
         ("/api/sequence?sequence_id=1", "session_id"),
-        (f"/api/search?q={'x' * 257}", "q"),
+        (f"/api/search?q={'x' * (MAX_SEARCH_LENGTH + 1)}", "q"),
     ],
 )
 def test_bad_arguments_are_named(port: int, path: str, field: str) -> None:

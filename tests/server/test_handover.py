@@ -11,11 +11,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from manual_clock import ManualClock
 
 from kvservice.client import fd_passing as client_side
 from kvservice.errors import ConnectionLostError, QuotaExceededError, RegionsNotAllowedError
 from kvservice.server import handover as server_side
-from kvservice.server.handover import Handover
+from kvservice.server.clock import Clock, SystemClock
+from kvservice.server.handover import TOKEN_S, Handover
 from kvservice.server.peers import Peer
 
 SESSION_TOKEN = b"a session's one."
@@ -29,9 +31,9 @@ def introduce(token: bytes, peer: Peer) -> bytes | None:
 
 
 @asynccontextmanager
-async def serving(path: Path) -> AsyncIterator[Handover]:
+async def serving(path: Path, clock: Clock) -> AsyncIterator[Handover]:
     introductions.clear()
-    handover = Handover(frozenset({os.geteuid(), ANOTHER_UID}), introduce)
+    handover = Handover(frozenset({os.geteuid(), ANOTHER_UID}), introduce, clock)
     handover.listen(path, 0o600)
     task = asyncio.create_task(handover.serve())
     try:
@@ -41,9 +43,9 @@ async def serving(path: Path) -> AsyncIterator[Handover]:
         handover.close()
 
 
-def scenario(path: Path, body: Callable[[Handover, str], Awaitable[None]]) -> None:
+def scenario(path: Path, body: Callable[[Handover, str], Awaitable[None]], clock: Clock | None = None) -> None:
     async def run() -> None:
-        async with serving(path) as handover:
+        async with serving(path, clock or SystemClock()) as handover:
             await body(handover, str(path))
 
     asyncio.run(run())
@@ -117,22 +119,25 @@ def test_a_token_is_good_for_its_descriptors_and_once(path: Path) -> None:
     scenario(path, body)
 
 
-def test_a_token_is_good_for_so_long(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_side, "TOKEN_S", 0.01)
+def test_a_token_is_good_for_so_long(path: Path) -> None:
+    clock = ManualClock()
 
     async def body(handover: Handover, where: str) -> None:
+        first = handover.offer([memory_file(b"")], Owner())
         descriptor = memory_file(b"")
         token = handover.offer([descriptor], Owner())
-        while True:
-            try:
-                os.fstat(descriptor)
-            except OSError:
-                break
-            await asyncio.sleep(0.01)
+        clock.advance(TOKEN_S * 0.99)
+        for fetched in await fetch(where, first):
+            os.close(fetched)
+        os.fstat(descriptor)
+        clock.advance(TOKEN_S * 0.02)
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(descriptor)
         with pytest.raises(RegionsNotAllowedError):
             await fetch(where, token)
 
-    scenario(path, body)
+    with contextlib.closing(clock):
+        scenario(path, body, clock)
 
 
 def test_what_is_withdrawn_is_not_handed_over(path: Path) -> None:

@@ -44,6 +44,7 @@ from kvservice.launch import Daemon
 from kvservice.pool import sealed
 from kvservice.server.attention_calls import AttentionCalls
 from kvservice.server.budget import Budget, BudgetedMemory
+from kvservice.server.clock import SystemClock
 from kvservice.server.region import GPU, HOST, Place, RegionTotals
 from kvservice.server.regions import Regions
 from kvservice.server.session_user import SessionUser, Trust
@@ -79,7 +80,7 @@ class Access:
         self.numbers: list[int] = []
         self.offered: list[Any] = []
         self.budget = Budget(config.max_shared_mib)
-        self.user = SessionUser(Trust.of(config))
+        self.user = SessionUser(Trust.of(config), SystemClock())
 
     def make_memory(self, name: str, num_bytes: int, field: str) -> Slices[BudgetedMemory]:
         return self.budget.make_in_slices(name, num_bytes, field=field)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from manual_clock import ManualClock
 from small_pool import SMALL_POOL
 
 from kvservice.blocks.slices import finish
@@ -24,43 +23,15 @@ from kvservice.telemetry.sessions import SessionTable
 SHORT_GRACE_S, LONG_GRACE_S = ATTACH_S / 10, ATTACH_S * 2
 
 
-class ManualTimers:
-    """Timers of a clock that only `advance` advances."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self._numbers = itertools.count()
-        self._due: dict[tuple[float, int], tuple[asyncio.TimerHandle, Callable[..., None], tuple[Any, ...]]] = {}
-        self._loop = asyncio.new_event_loop()
-
-    def call_later(self, delay: float, callback: Callable[..., None], /, *args: Any) -> asyncio.TimerHandle:
-        handle = asyncio.TimerHandle(self.now + delay, callback, args, self._loop)
-        self._due[self.now + delay, next(self._numbers)] = handle, callback, args
-        return handle
-
-    def advance(self, seconds: float) -> None:
-        until = self.now + seconds
-        while self._due and min(self._due)[0] <= until:
-            first = min(self._due)
-            handle, callback, args = self._due.pop(first)
-            self.now = first[0]
-            if not handle.cancelled():
-                callback(*args)
-        self.now = until
-
-    def close(self) -> None:
-        self._loop.close()
-
-
 @pytest.fixture
-def timers():
-    manual = ManualTimers()
+def clock() -> Iterator[ManualClock]:
+    manual = ManualClock()
     yield manual
     manual.close()
 
 
 @pytest.fixture
-def make_registry(timers: ManualTimers):
+def make_registry(clock: ManualClock):
     devices = []
 
     def make(**options: Any) -> SessionRegistry:
@@ -70,7 +41,7 @@ def make_registry(timers: ManualTimers):
         arrays = SharedArrays()
         engine = Engine(config, device, arrays.zeros)
         table = SessionTable(config.max_sessions, config.max_labels, arrays.zeros)
-        return SessionRegistry(config, engine.manager, device, table, timers)
+        return SessionRegistry(config, engine.manager, device, table, clock)
 
     yield make
     for device in devices:
@@ -101,56 +72,56 @@ def open_attached(registry: SessionRegistry, **options: Any) -> Session:
     ],
     ids=["not detachable", "shorter than grace", "longer than grace", "the daemon's limit"],
 )
-def test_a_session_that_was_left_ends_in_its_time(make_registry, timers, options, wait_s) -> None:
+def test_a_session_that_was_left_ends_in_its_time(make_registry, clock, options, wait_s) -> None:
     registry = make_registry(session_grace_s=SHORT_GRACE_S)
     session = open_attached(registry, **options)
-    timers.advance(10_000)
+    clock.advance(10_000)
     registry.detach(session, end_stream)
-    timers.advance(wait_s * 0.99)
+    clock.advance(wait_s * 0.99)
     assert len(registry) == 1
-    timers.advance(wait_s * 0.02)
+    clock.advance(wait_s * 0.02)
     assert (len(registry), registry.num_lost) == (0, 1)
     with pytest.raises(UnknownSessionError):
         registry.get(session.token)
 
 
 @pytest.mark.parametrize(("grace_s", "wait_s"), [(SHORT_GRACE_S, ATTACH_S), (LONG_GRACE_S, LONG_GRACE_S)])
-def test_a_session_never_attached_ends(make_registry, timers, grace_s, wait_s) -> None:
+def test_a_session_never_attached_ends(make_registry, clock, grace_s, wait_s) -> None:
     registry = make_registry(session_grace_s=grace_s)
     registry.open("", "", True, 0.0)
-    timers.advance(wait_s * 0.99)
+    clock.advance(wait_s * 0.99)
     assert len(registry) == 1
-    timers.advance(wait_s * 0.02)
+    clock.advance(wait_s * 0.02)
     assert (len(registry), registry.num_lost) == (0, 1)
 
 
-def test_who_comes_back_in_time_finds_a_session_that_stays(make_registry, timers) -> None:
+def test_who_comes_back_in_time_finds_a_session_that_stays(make_registry, clock) -> None:
     registry = make_registry(session_grace_s=SHORT_GRACE_S)
     session = open_attached(registry)
     for _ in range(3):
         registry.detach(session, end_stream)
-        timers.advance(SHORT_GRACE_S * 0.99)
+        clock.advance(SHORT_GRACE_S * 0.99)
         attach(registry, session)
-        timers.advance(SHORT_GRACE_S * 2)
+        clock.advance(SHORT_GRACE_S * 2)
     assert len(registry) == 1
 
 
-def test_a_stream_that_lost_its_session_starts_no_time(make_registry, timers) -> None:
+def test_a_stream_that_lost_its_session_starts_no_time(make_registry, clock) -> None:
     registry = make_registry(session_grace_s=SHORT_GRACE_S)
     session = open_attached(registry)
     registry.attach(session.token, 2, False, lambda _: None)
     registry.detach(session, end_stream)
-    timers.advance(SHORT_GRACE_S * 2)
+    clock.advance(SHORT_GRACE_S * 2)
     assert len(registry) == 1
 
 
-def test_what_a_detachable_session_shares_is_closed_after_the_grace_time(make_registry, timers, monkeypatch) -> None:
+def test_what_a_detachable_session_shares_is_closed_after_the_grace_time(make_registry, clock, monkeypatch) -> None:
     registry = make_registry(session_grace_s=SHORT_GRACE_S)
     session = open_attached(registry, detachable=True)
     closed: list[float] = []
-    monkeypatch.setattr(Session, "unshare", lambda _: closed.append(timers.now))
+    monkeypatch.setattr(Session, "unshare", lambda _: closed.append(clock.now))
     registry.detach(session, end_stream)
-    timers.advance(60)
+    clock.advance(60)
     assert closed == [SHORT_GRACE_S]
     assert len(registry) == 1
 
