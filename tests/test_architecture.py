@@ -320,8 +320,8 @@ def test_requests_of_a_session_name_it(method: MethodDescriptor) -> None:
 
 
 READ_ONLY = {
-    "can_allocate", "describe", "match_prefix", "common_prefix", "system_shared_memory_status",
-    "cuda_shared_memory_status",
+    "can_allocate", "can_append", "can_swap_out", "can_swap_in", "describe", "match_prefix", "common_prefix",
+    "system_shared_memory_status", "cuda_shared_memory_status",
 }  # fmt: skip
 
 

@@ -73,7 +73,7 @@ def small(sender: Sender) -> Cycle:
         ("MapPool", "writable", host_pb2.MapPoolRequest(writable=True)),
         ("UnmapPool", "", host_pb2.UnmapPoolRequest()),
         ("GetSnapshot", "1000 rows, a search", inspect_pb2.GetSnapshotRequest(
-            max_sessions=1000, max_sequences=1000, search="x" * 128)),
+            max_sessions=1000, max_sequences=1000, search="x" * 256)),
     ]  # fmt: skip
 
     async def cycle() -> None:

@@ -34,6 +34,7 @@ def many_sequences(sender: Sender) -> Cycle:
         sequence_ids=forks, token_ids=tokens[0][:more] * count, num_tokens=[more] * count,
         expected_lengths=[length] * count, return_slot_mapping=True,
     )  # fmt: skip
+    can_append = blocks_pb2.CanAppendRequest(sequence_ids=forks, num_tokens=[more] * count)
 
     async def cycle() -> None:
         await sender.send("CanAllocate", content, can_allocate)
@@ -43,10 +44,13 @@ def many_sequences(sender: Sender) -> Cycle:
         await sender.send("Allocate", f"{count} sequences that there are", allocate)
         await sender.send("CommonPrefix", content, blocks_pb2.CommonPrefixRequest(sequence_ids=ids))
         await sender.send("Read", f"{count} ranges", read)
+        await sender.send("CanSwapOut", content, blocks_pb2.CanSwapOutRequest(sequence_ids=ids))
         await sender.send("SwapOut", content, blocks_pb2.SwapOutRequest(sequence_ids=ids))
+        await sender.send("CanSwapIn", content, blocks_pb2.CanSwapInRequest(sequence_ids=ids))
         await sender.send("SwapIn", content, blocks_pb2.SwapInRequest(sequence_ids=ids))
         await sender.send("Fork", content, blocks_pb2.ForkRequest(parent_ids=ids, child_ids=forks))
         await sender.send("GetSnapshot", "1000 sequences", _SNAPSHOT)
+        await sender.send("CanAppend", f"{more} tokens to each of {content}", can_append)
         await sender.send("Append", f"{more} tokens to each of {content}", append)
         await attend(sender, "Extend", forks, lengths=[length] * count)
         await attend(sender, "Decode", forks, lengths=[length] * count)
@@ -91,12 +95,16 @@ def longest_sequence(sender: Sender) -> Cycle:
         await sender.send("GetSnapshot", content_of_all, _SNAPSHOT)
         cut = [length - 1] * count
         await sender.send("Truncate", f"{count} forks by one token", truncate(forks, cut))
+        can_append = blocks_pb2.CanAppendRequest(sequence_ids=forks)
+        await sender.send("CanAppend", f"a token to each of {content_of_all}", can_append)
         append = blocks_pb2.AppendRequest(sequence_ids=forks, token_ids=[7] * count, return_slot_mapping=True)
         await sender.send("Append", f"a token to each of {content_of_all}", append)
         first = batches[0]
         await sender.send("Truncate", f"{per_fork} forks of {content}", truncate(first, [0] * len(first)))
         await sender.send("Free", content_of_all, blocks_pb2.FreeRequest(sequence_ids=forks))
+        await sender.send("CanSwapOut", content, blocks_pb2.CanSwapOutRequest(sequence_ids=[1]))
         await sender.send("SwapOut", content, blocks_pb2.SwapOutRequest(sequence_ids=[1]))
+        await sender.send("CanSwapIn", content, blocks_pb2.CanSwapInRequest(sequence_ids=[1]))
         await sender.send("SwapIn", content, blocks_pb2.SwapInRequest(sequence_ids=[1]))
         await sender.send("Free", content, blocks_pb2.FreeRequest(sequence_ids=[1]))
         await sender.send("Allocate", f"{content}, cached", allocate)

@@ -129,7 +129,35 @@ class SessionCore(RegionCore, Generic[StepT]):
         await self._free_dropped(timeout_s)
         request = build(blocks_pb2.CanAllocateRequest, sequences=allocations, lookahead=whole(lookahead, "lookahead"))
         response = await self.call("can_allocate", request, timeout_s)
-        return str(blocks_pb2.AllocStatus.Name(response.status)).removeprefix("ALLOC_STATUS_").lower()
+        return _alloc_status(response.status)
+
+    async def can_append(
+        self,
+        sequences: Batch[Sequence],
+        num_tokens: Iterable[int] | None = None,
+        *,
+        lookahead: int = 0,
+        timeout_s: float | None = None,
+    ) -> bool:
+        """Return whether there are enough blocks now to append `num_tokens` tokens to each sequence; None: one each."""
+        request = build(
+            blocks_pb2.CanAppendRequest,
+            sequence_ids=_ids(sequences),
+            num_tokens=None if num_tokens is None else int_list(num_tokens, "num_tokens"),
+            lookahead=whole(lookahead, "lookahead"),
+        )
+        await self._free_dropped(timeout_s)
+        return bool((await self.call("can_append", request, timeout_s)).ok)
+
+    async def can_swap_out(self, sequences: Batch[Sequence], *, timeout_s: float | None = None) -> bool:
+        """Return whether the swap tier has room for the sequences now."""
+        request = build(blocks_pb2.CanSwapOutRequest, sequence_ids=_ids(sequences))
+        return bool((await self.call("can_swap_out", request, timeout_s)).ok)
+
+    async def can_swap_in(self, sequences: Batch[Sequence], *, timeout_s: float | None = None) -> str:
+        """Return whether the device tier has room for the sequences: "ok" (now), "later" or "never"."""
+        request = build(blocks_pb2.CanSwapInRequest, sequence_ids=_ids(sequences))
+        return _alloc_status((await self.call("can_swap_in", request, timeout_s)).status)
 
     def _allocations(
         self, prompts: Batch[Iterable[int]], ids: Batch[int] | None, keys: Batch[ExtraKeys] | None
@@ -415,6 +443,10 @@ class SessionCore(RegionCore, Generic[StepT]):
         if not self.fits(num_bytes):
             limit = self.info.max_message_bytes
             raise MessageTooLargeError(f"{num_bytes} bytes, a message may have {limit}", field=field)
+
+
+def _alloc_status(status: blocks_pb2.AllocStatus) -> str:
+    return str(blocks_pb2.AllocStatus.Name(status)).removeprefix("ALLOC_STATUS_").lower()
 
 
 def _ids(sequences: Iterable[Sequence]) -> list[int]:

@@ -33,11 +33,14 @@ class BlockCalls:
             SessionHandler("allocate", blocks_pb2.AllocateRequest, sliced(self.allocate), refused),
             SessionHandler("can_allocate", blocks_pb2.CanAllocateRequest, sliced(self.can_allocate)),
             SessionHandler("append", blocks_pb2.AppendRequest, self.append, refused),
+            SessionHandler("can_append", blocks_pb2.CanAppendRequest, self.can_append),
             SessionHandler("open_step", blocks_pb2.OpenStepRequest, self.open_step, refused),
             SessionHandler("truncate", blocks_pb2.TruncateRequest, self.truncate),
             SessionHandler("fork", blocks_pb2.ForkRequest, self.fork, refused),
             SessionHandler("swap_out", blocks_pb2.SwapOutRequest, self.swap_out, refused),
+            SessionHandler("can_swap_out", blocks_pb2.CanSwapOutRequest, self.can_swap_out),
             SessionHandler("swap_in", blocks_pb2.SwapInRequest, self.swap_in, refused),
+            SessionHandler("can_swap_in", blocks_pb2.CanSwapInRequest, self.can_swap_in),
             SessionHandler("free", blocks_pb2.FreeRequest, sliced(self.free)),
             SessionHandler("describe", blocks_pb2.DescribeRequest, sliced(self.describe)),
             SessionHandler("match_prefix", blocks_pb2.MatchPrefixRequest, self.match_prefix),
@@ -68,6 +71,12 @@ class BlockCalls:
         )
         return _opened(session, step, request.return_slot_mapping)
 
+    def can_append(self, session: Session, request: blocks_pb2.CanAppendRequest) -> blocks_pb2.CanAppendResponse:
+        num_tokens = codec.optional_ints(request.num_tokens, np.int32)
+        sequence_ids = to_ints(request.sequence_ids)
+        ok = self._manager.can_append(session.space, sequence_ids, num_tokens, request.lookahead)
+        return blocks_pb2.CanAppendResponse(ok=ok)
+
     def open_step(self, session: Session, request: blocks_pb2.OpenStepRequest) -> Answer[blocks_pb2.StepResponse]:
         num_tokens = codec.optional_ints(request.num_tokens, np.int32)
         step = self._engine.open_step(session.space, to_ints(request.sequence_ids), num_tokens)
@@ -85,9 +94,18 @@ class BlockCalls:
         plan = self._engine.swap_out(session.space, to_ints(request.sequence_ids))
         return blocks_pb2.SwapResponse(moved_blocks=len(plan))
 
+    def can_swap_out(self, session: Session, request: blocks_pb2.CanSwapOutRequest) -> blocks_pb2.CanSwapOutResponse:
+        return blocks_pb2.CanSwapOutResponse(
+            ok=self._manager.can_swap_out(session.space, to_ints(request.sequence_ids))
+        )
+
     def swap_in(self, session: Session, request: blocks_pb2.SwapInRequest) -> blocks_pb2.SwapResponse:
         plan = self._engine.swap_in(session.space, to_ints(request.sequence_ids))
         return blocks_pb2.SwapResponse(moved_blocks=len(plan))
+
+    def can_swap_in(self, session: Session, request: blocks_pb2.CanSwapInRequest) -> blocks_pb2.CanSwapInResponse:
+        status = self._manager.can_swap_in(session.space, to_ints(request.sequence_ids))
+        return blocks_pb2.CanSwapInResponse(status=ALLOC_STATUS[status])
 
     def free(self, session: Session, request: blocks_pb2.FreeRequest) -> Slices[blocks_pb2.FreeResponse]:
         yield from self._manager.free_in_slices(session.space, to_ints(request.sequence_ids))

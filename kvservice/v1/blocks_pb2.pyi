@@ -92,6 +92,24 @@ class AppendRequest(_message.Message):
     return_slot_mapping: bool
     def __init__(self, session_token: _Optional[bytes] = ..., request_id: _Optional[int] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., expected_lengths: _Optional[_Iterable[int]] = ..., lookahead: _Optional[int] = ..., return_slot_mapping: bool = ...) -> None: ...
 
+class CanAppendRequest(_message.Message):
+    __slots__ = ("session_token", "sequence_ids", "num_tokens", "lookahead")
+    SESSION_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOOKAHEAD_FIELD_NUMBER: _ClassVar[int]
+    session_token: bytes
+    sequence_ids: _containers.RepeatedScalarFieldContainer[int]
+    num_tokens: _containers.RepeatedScalarFieldContainer[int]
+    lookahead: int
+    def __init__(self, session_token: _Optional[bytes] = ..., sequence_ids: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., lookahead: _Optional[int] = ...) -> None: ...
+
+class CanAppendResponse(_message.Message):
+    __slots__ = ("ok",)
+    OK_FIELD_NUMBER: _ClassVar[int]
+    ok: bool
+    def __init__(self, ok: bool = ...) -> None: ...
+
 class OpenStepRequest(_message.Message):
     __slots__ = ("session_token", "request_id", "sequence_ids", "num_tokens", "return_slot_mapping")
     SESSION_TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -172,6 +190,20 @@ class SwapOutRequest(_message.Message):
     sequence_ids: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, session_token: _Optional[bytes] = ..., request_id: _Optional[int] = ..., sequence_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class CanSwapOutRequest(_message.Message):
+    __slots__ = ("session_token", "sequence_ids")
+    SESSION_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    session_token: bytes
+    sequence_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, session_token: _Optional[bytes] = ..., sequence_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class CanSwapOutResponse(_message.Message):
+    __slots__ = ("ok",)
+    OK_FIELD_NUMBER: _ClassVar[int]
+    ok: bool
+    def __init__(self, ok: bool = ...) -> None: ...
+
 class SwapInRequest(_message.Message):
     __slots__ = ("session_token", "request_id", "sequence_ids")
     SESSION_TOKEN_FIELD_NUMBER: _ClassVar[int]
@@ -181,6 +213,20 @@ class SwapInRequest(_message.Message):
     request_id: int
     sequence_ids: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, session_token: _Optional[bytes] = ..., request_id: _Optional[int] = ..., sequence_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class CanSwapInRequest(_message.Message):
+    __slots__ = ("session_token", "sequence_ids")
+    SESSION_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    session_token: bytes
+    sequence_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, session_token: _Optional[bytes] = ..., sequence_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class CanSwapInResponse(_message.Message):
+    __slots__ = ("status",)
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    status: AllocStatus
+    def __init__(self, status: _Optional[_Union[AllocStatus, str]] = ...) -> None: ...
 
 class SwapResponse(_message.Message):
     __slots__ = ("moved_blocks",)

@@ -68,6 +68,11 @@ class BlockServiceStub(object):
                 request_serializer=kvservice_dot_v1_dot_blocks__pb2.AppendRequest.SerializeToString,
                 response_deserializer=kvservice_dot_v1_dot_blocks__pb2.StepResponse.FromString,
                 _registered_method=True)
+        self.CanAppend = channel.unary_unary(
+                '/kvservice.v1.BlockService/CanAppend',
+                request_serializer=kvservice_dot_v1_dot_blocks__pb2.CanAppendRequest.SerializeToString,
+                response_deserializer=kvservice_dot_v1_dot_blocks__pb2.CanAppendResponse.FromString,
+                _registered_method=True)
         self.OpenStep = channel.unary_unary(
                 '/kvservice.v1.BlockService/OpenStep',
                 request_serializer=kvservice_dot_v1_dot_blocks__pb2.OpenStepRequest.SerializeToString,
@@ -88,10 +93,20 @@ class BlockServiceStub(object):
                 request_serializer=kvservice_dot_v1_dot_blocks__pb2.SwapOutRequest.SerializeToString,
                 response_deserializer=kvservice_dot_v1_dot_blocks__pb2.SwapResponse.FromString,
                 _registered_method=True)
+        self.CanSwapOut = channel.unary_unary(
+                '/kvservice.v1.BlockService/CanSwapOut',
+                request_serializer=kvservice_dot_v1_dot_blocks__pb2.CanSwapOutRequest.SerializeToString,
+                response_deserializer=kvservice_dot_v1_dot_blocks__pb2.CanSwapOutResponse.FromString,
+                _registered_method=True)
         self.SwapIn = channel.unary_unary(
                 '/kvservice.v1.BlockService/SwapIn',
                 request_serializer=kvservice_dot_v1_dot_blocks__pb2.SwapInRequest.SerializeToString,
                 response_deserializer=kvservice_dot_v1_dot_blocks__pb2.SwapResponse.FromString,
+                _registered_method=True)
+        self.CanSwapIn = channel.unary_unary(
+                '/kvservice.v1.BlockService/CanSwapIn',
+                request_serializer=kvservice_dot_v1_dot_blocks__pb2.CanSwapInRequest.SerializeToString,
+                response_deserializer=kvservice_dot_v1_dot_blocks__pb2.CanSwapInResponse.FromString,
                 _registered_method=True)
         self.Free = channel.unary_unary(
                 '/kvservice.v1.BlockService/Free',
@@ -173,6 +188,13 @@ class BlockServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CanAppend(self, request, context):
+        """Returns whether Append would have enough blocks now. Changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def OpenStep(self, request, context):
         """Opens a step over pending tokens: a prompt, or a chunk of it.
         """
@@ -202,8 +224,22 @@ class BlockServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CanSwapOut(self, request, context):
+        """Returns whether the swap tier has room for SwapOut now. Changes nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def SwapIn(self, request, context):
         """Swaps sequences back in. A block that is still in the prefix cache is reused instead of copied.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CanSwapIn(self, request, context):
+        """Returns whether SwapIn would succeed now, later or never. Changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -278,6 +314,11 @@ def add_BlockServiceServicer_to_server(servicer, server):
                     request_deserializer=kvservice_dot_v1_dot_blocks__pb2.AppendRequest.FromString,
                     response_serializer=kvservice_dot_v1_dot_blocks__pb2.StepResponse.SerializeToString,
             ),
+            'CanAppend': grpc.unary_unary_rpc_method_handler(
+                    servicer.CanAppend,
+                    request_deserializer=kvservice_dot_v1_dot_blocks__pb2.CanAppendRequest.FromString,
+                    response_serializer=kvservice_dot_v1_dot_blocks__pb2.CanAppendResponse.SerializeToString,
+            ),
             'OpenStep': grpc.unary_unary_rpc_method_handler(
                     servicer.OpenStep,
                     request_deserializer=kvservice_dot_v1_dot_blocks__pb2.OpenStepRequest.FromString,
@@ -298,10 +339,20 @@ def add_BlockServiceServicer_to_server(servicer, server):
                     request_deserializer=kvservice_dot_v1_dot_blocks__pb2.SwapOutRequest.FromString,
                     response_serializer=kvservice_dot_v1_dot_blocks__pb2.SwapResponse.SerializeToString,
             ),
+            'CanSwapOut': grpc.unary_unary_rpc_method_handler(
+                    servicer.CanSwapOut,
+                    request_deserializer=kvservice_dot_v1_dot_blocks__pb2.CanSwapOutRequest.FromString,
+                    response_serializer=kvservice_dot_v1_dot_blocks__pb2.CanSwapOutResponse.SerializeToString,
+            ),
             'SwapIn': grpc.unary_unary_rpc_method_handler(
                     servicer.SwapIn,
                     request_deserializer=kvservice_dot_v1_dot_blocks__pb2.SwapInRequest.FromString,
                     response_serializer=kvservice_dot_v1_dot_blocks__pb2.SwapResponse.SerializeToString,
+            ),
+            'CanSwapIn': grpc.unary_unary_rpc_method_handler(
+                    servicer.CanSwapIn,
+                    request_deserializer=kvservice_dot_v1_dot_blocks__pb2.CanSwapInRequest.FromString,
+                    response_serializer=kvservice_dot_v1_dot_blocks__pb2.CanSwapInResponse.SerializeToString,
             ),
             'Free': grpc.unary_unary_rpc_method_handler(
                     servicer.Free,
@@ -450,6 +501,33 @@ class BlockService(object):
             _registered_method=True)
 
     @staticmethod
+    def CanAppend(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvservice.v1.BlockService/CanAppend',
+            kvservice_dot_v1_dot_blocks__pb2.CanAppendRequest.SerializeToString,
+            kvservice_dot_v1_dot_blocks__pb2.CanAppendResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def OpenStep(request,
             target,
             options=(),
@@ -558,6 +636,33 @@ class BlockService(object):
             _registered_method=True)
 
     @staticmethod
+    def CanSwapOut(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvservice.v1.BlockService/CanSwapOut',
+            kvservice_dot_v1_dot_blocks__pb2.CanSwapOutRequest.SerializeToString,
+            kvservice_dot_v1_dot_blocks__pb2.CanSwapOutResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def SwapIn(request,
             target,
             options=(),
@@ -574,6 +679,33 @@ class BlockService(object):
             '/kvservice.v1.BlockService/SwapIn',
             kvservice_dot_v1_dot_blocks__pb2.SwapInRequest.SerializeToString,
             kvservice_dot_v1_dot_blocks__pb2.SwapResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CanSwapIn(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvservice.v1.BlockService/CanSwapIn',
+            kvservice_dot_v1_dot_blocks__pb2.CanSwapInRequest.SerializeToString,
+            kvservice_dot_v1_dot_blocks__pb2.CanSwapInResponse.FromString,
             options,
             channel_credentials,
             insecure,

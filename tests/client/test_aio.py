@@ -99,7 +99,9 @@ async def everything(kv: Any) -> list[Any]:
     await verify.write(*tensors(7, 3)[:2], layer=1)
     await kv.open_step([one], 1)
     await kv.truncate(one, 4)
+    seen += [await kv.can_append([one, child], [2, 1], lookahead=3), await kv.can_swap_out([one, child])]
     await kv.swap_out([one, child])
+    seen.append(await kv.can_swap_in([one, child]))
     await kv.swap_in([one, child])
     seen += [await kv.read(one, 0, 4), await kv.read(two, 1, 3, layer=1), await kv.common_prefix([one, child])]
     await kv.free(children)

@@ -223,10 +223,13 @@ def id_cases() -> Iterator[Case]:
     """Yield wrong sequence ids for every call that takes sequence ids."""
     makers: dict[str, Callable[[list[int]], Any]] = {
         "append": lambda ids: blocks_pb2.AppendRequest(sequence_ids=ids, token_ids=[1] * len(ids)),
+        "can_append": lambda ids: blocks_pb2.CanAppendRequest(sequence_ids=ids),
         "open_step": lambda ids: blocks_pb2.OpenStepRequest(sequence_ids=ids),
         "truncate": lambda ids: blocks_pb2.TruncateRequest(sequence_ids=ids, lengths=[1] * len(ids)),
         "swap_out": lambda ids: blocks_pb2.SwapOutRequest(sequence_ids=ids),
+        "can_swap_out": lambda ids: blocks_pb2.CanSwapOutRequest(sequence_ids=ids),
         "swap_in": lambda ids: blocks_pb2.SwapInRequest(sequence_ids=ids),
+        "can_swap_in": lambda ids: blocks_pb2.CanSwapInRequest(sequence_ids=ids),
         "free": lambda ids: blocks_pb2.FreeRequest(sequence_ids=ids),
         "common_prefix": lambda ids: blocks_pb2.CommonPrefixRequest(sequence_ids=ids),
         "describe": lambda ids: blocks_pb2.DescribeRequest(sequence_ids=ids),
@@ -241,15 +244,18 @@ def id_cases() -> Iterator[Case]:
         "twice": ([Scene.full, Scene.full], INVALID, "sequence_ids[1]"),
         "swapped": ([Scene.swapped], "SEQUENCE_SWAPPED", "sequence_ids[0]"),
     }
-    answered = {("describe", "nobody"), ("describe", "swapped"), ("swap_in", "swapped"), ("free", "swapped")}
+    answered = {("describe", "nobody"), ("describe", "swapped"), ("swap_in", "swapped"), ("free", "swapped")} | {
+        ("can_swap_in", "swapped")
+    }
     for method, make in makers.items():
         for name, (ids, reason, field) in batches.items():
             if (method, name) not in answered:
                 yield Case(f"{method} {name}", method, lambda _, make=make, ids=ids: make(ids), reason, field)
-    yield Case(
-        "swap_in of a resident one", "swap_in", lambda _: makers["swap_in"]([Scene.full]), "SEQUENCE_NOT_SWAPPED",
-        "sequence_ids[0]",
-    )  # fmt: skip
+    for method in ("swap_in", "can_swap_in"):
+        yield Case(
+            f"{method} of a resident one", method, lambda _, method=method: makers[method]([Scene.full]),
+            "SEQUENCE_NOT_SWAPPED", "sequence_ids[0]",
+        )  # fmt: skip
 
 
 def step_cases() -> Iterator[Case]:

@@ -109,11 +109,14 @@ def good_requests(token: bytes, tensor: Any) -> dict[str, Any]:
         "Append": blocks_pb2.AppendRequest(
             **name, sequence_ids=[1], token_ids=[5], num_tokens=[1], expected_lengths=[5]
         ),
+        "CanAppend": blocks_pb2.CanAppendRequest(**name, sequence_ids=[1], num_tokens=[1], lookahead=2),
         "OpenStep": blocks_pb2.OpenStepRequest(**name, sequence_ids=[1], num_tokens=[1]),
         "Truncate": blocks_pb2.TruncateRequest(**name, sequence_ids=[1], lengths=[4]),
         "Fork": blocks_pb2.ForkRequest(**name, parent_ids=[1], child_ids=[8]),
         "SwapOut": blocks_pb2.SwapOutRequest(**name, sequence_ids=[1]),
+        "CanSwapOut": blocks_pb2.CanSwapOutRequest(**name, sequence_ids=[1]),
         "SwapIn": blocks_pb2.SwapInRequest(**name, sequence_ids=[1]),
+        "CanSwapIn": blocks_pb2.CanSwapInRequest(**name, sequence_ids=[1]),
         "Free": blocks_pb2.FreeRequest(**name, sequence_ids=[1]),
         "Describe": blocks_pb2.DescribeRequest(**name, sequence_ids=[1], return_token_ids=True),
         "MatchPrefix": blocks_pb2.MatchPrefixRequest(**name, token_ids=[1, 2, 3, 4]),
