@@ -341,7 +341,7 @@ void define_client(py::module_& m) {
 void define_lane(py::module_& m) {
   m.attr("LANE_BYTES") = kLaneBytes;
   m.attr("LANE_BUCKETS") = py::tuple(py::cast(kLaneBuckets));
-  py::class_<LaneExecutor>(m, "LaneExecutor", py::module_local());
+  py::class_<LaneExecutor>(m, "LaneExecutor", py::module_local());  // NOLINT(bugprone-unused-raii): defines the class
   py::class_<FinishedSteps>(m, "FinishedSteps", py::module_local())
       .def(py::init<>())
       .def("take", &take_finished)

@@ -93,6 +93,7 @@ std::optional<LaneEntry> InPlace::entry(int64_t num_tokens, bool decode, const p
   const auto tensors = {inspect(query, false), inspect(key, false), inspect(value, false), inspect(out, true)};
   if (!std::all_of(tensors.begin(), tensors.end(), [](const auto& tensor) { return tensor.has_value(); })) return {};
   const auto* const seen = tensors.begin();
+  // NOLINTBEGIN(bugprone-unchecked-optional-access): all four have values.
   const int64_t* const shape = seen[0]->shape;
   const int64_t kv_shape[3] = {num_tokens, num_kv_heads_, head_size_};
   const bool fits = shape[0] == num_tokens && shape[1] > 0 && shape[1] % num_kv_heads_ == 0 && shape[2] == head_size_ &&
@@ -105,6 +106,7 @@ std::optional<LaneEntry> InPlace::entry(int64_t num_tokens, bool decode, const p
     if (!place) return {};
     places[i] = *place;
   }
+  // NOLINTEND(bugprone-unchecked-optional-access)
   LaneEntry entry = {};
   entry.flags = decode ? kLaneDecode : 0U;
   entry.num_heads = static_cast<int32_t>(shape[1]);

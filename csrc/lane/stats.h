@@ -33,6 +33,7 @@ class LaneStats {
   // Returns the calls per bucket, not cumulative; the last bucket has no upper bound.
   std::vector<int64_t> buckets() const {
     std::vector<int64_t> counts;
+    counts.reserve(buckets_.size());
     for (const auto& count : buckets_) counts.push_back(count.load(std::memory_order_relaxed));
     return counts;
   }
