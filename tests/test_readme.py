@@ -4,6 +4,7 @@ the README runs. The table of metrics is also compared with what a daemon expose
 from __future__ import annotations
 
 import ast
+import asyncio
 import importlib.util
 import re
 import subprocess
@@ -14,6 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import yaml
 
@@ -21,10 +24,13 @@ from kvservice import errors
 from kvservice.config import ENV_PREFIX, OTHER_ENV, ServeConfig
 from kvservice.launch import Daemon
 
+Array = npt.NDArray[np.float32]
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 PROTO = (ROOT / "proto" / "README.md").read_text()
 MAP = (ROOT / "kvservice" / "README.md").read_text()
+CLIENT = (ROOT / "kvservice" / "client" / "README.md").read_text()
 DOCUMENTS = sorted(
     path
     for pattern in ("*.md", ".github/*.md", "csrc/*.md", "deploy/*.md", "proto/*.md", "kvservice/**/*.md")
@@ -123,9 +129,10 @@ def test_examples_are_python(path: Path) -> None:
 def test_imports_of_examples_exist(path: Path) -> None:
     for block in code_blocks(path.read_text()):
         for module, names in re.findall(r"^from (kvservice\S*) import (.*)$", block, re.MULTILINE):
-            source = (ROOT / Path(*module.split("."), "__init__.py")).read_text()
+            package = ROOT / Path(*module.split("."))
+            source = (package / "__init__.py").read_text()
             for name in names.split(", "):
-                assert re.search(rf"\b{name}\b", source), f"{module} has no {name}"
+                assert (package / name).is_dir() or re.search(rf"\b{name}\b", source), f"{module} has no {name}"
 
 
 # Read by tests, not by the daemon.
@@ -181,7 +188,9 @@ def test_the_readme_is_short() -> None:
     assert len(README.splitlines()) <= 200
 
 
-# ---- the program of the README
+# ---- the programs of the README and of the client's
+
+ADDRESS = '"unix:///run/kvservice.sock"'
 
 
 @pytest.fixture(scope="module")
@@ -192,14 +201,53 @@ def five_minutes() -> str:
 def test_the_program_of_the_readme_runs(five_minutes: str, tmp_path: Path) -> None:
     """Twice: the second time the prefix cache has the full blocks of its prompt of 50 tokens."""
     shape: dict[str, Any] = {"num_layers": 2, "num_kv_heads": 2, "head_size": 64, "dtype": "bfloat16", "num_blocks": 32}
-    address = '"unix:///run/kvservice.sock"'
-    assert five_minutes.count(address) == 1
+    assert five_minutes.count(ADDRESS) == 1
     with Daemon(**shape, swap_space_gib=0.01) as daemon:
         program = tmp_path / "engine.py"
-        program.write_text(five_minutes.replace(address, repr(daemon.address)))
+        program.write_text(five_minutes.replace(ADDRESS, repr(daemon.address)))
         outputs = [run(program) for _ in range(2)]
     described = "(2, 8, 64) [40, 51]\n"
     assert outputs == [f"{cached} tokens need not be computed\n{described}" for cached in (0, 48)]
+
+
+def test_the_examples_of_the_client_are_one_program() -> None:
+    """They run one after the other, and what they compute and read is right."""
+    rng = np.random.default_rng(0)
+    names: dict[str, Any] = {"prompt": list(range(100, 150)), "num_heads": 4}
+    for name, heads in (("query", 4), ("key", 2), ("value", 2)):
+        names[name] = rng.standard_normal((50, heads, 64), np.float32)
+    shape: dict[str, Any] = {"num_layers": 2, "num_kv_heads": 2, "head_size": 64, "dtype": "float32", "num_blocks": 32}
+    examples = code_blocks(CLIENT)
+    with Daemon(**shape, share_pool="write") as daemon:
+        results = [run_example(example.replace(ADDRESS, repr(daemon.address)), names) for example in examples]
+        results[0]["client"].close()
+    first, regions, mapped, elsewhere, outlive, limits, waiting = results
+    assert first["out"].shape == (50, 4, 64)
+    assert regions["out"] is not first["out"]
+    # Both attend with the last query over the prompt, to whose end the last key and value were added once and twice.
+    weight = np.exp(np.einsum("thd,thd->th", repeated(names["key"]), names["query"][-1:].repeat(50, 0)) / 8)
+    weights = {times: np.concatenate([weight, *[weight[-1:]] * times]) for times in (1, 2)}
+    values = {times: np.concatenate([names["value"], *[names["value"][-1:]] * times]) for times in (1, 2)}
+    for times, result in ((1, regions), (2, mapped)):
+        total = np.einsum("th,thd->hd", weights[times], repeated(values[times]))
+        np.testing.assert_allclose(result["out"][0], total / weights[times].sum(0)[:, None], rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(elsewhere["keys"][1], names["key"][:16])
+    assert outlive["found"].length == limits["seq"].length == 50
+    assert waiting["out"].shape == (2, 4, 64)
+
+
+def repeated(heads: Array) -> Array:
+    """Key or value heads, once for each of the two query heads that share one."""
+    return heads.repeat(2, axis=1)
+
+
+def run_example(source: str, names: dict[str, Any]) -> dict[str, Any]:
+    """Run an example with the names that earlier ones left. Returns copies of the arrays and all else it leaves."""
+    code = compile(source, "example", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    running = eval(code, names)  # a coroutine if it awaits
+    if running is not None:
+        asyncio.run(running)
+    return {name: value.copy() if isinstance(value, np.ndarray) else value for name, value in names.items()}
 
 
 def run(program: Path) -> str:
