@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from kvservice.blocks import BlockManager, BlocksConfig, EventJournal, SessionNamespace, Step, SwapPlan
+from kvservice.blocks import BlockManager, BlocksConfig, EventJournal, SessionNamespace, StepPlan, SwapPlan
 from kvservice.blocks.plans import Zeros, numpy_zeros
 from kvservice.config import ServeConfig
-from kvservice.devices import AttentionOptions, BlockSparse, Device
+from kvservice.devices import AttentionParameters, BlockSparse, Device
 from kvservice.errors import InvalidArgumentError, ResourceExhaustedError
 from kvservice.pool.layout import TENSOR_DTYPES
 
@@ -24,7 +24,7 @@ Array = np.ndarray[Any, Any]
 WHOLE = (0, 0)
 
 
-class Engine:
+class CacheEngine:
     """Owns the block tables and the device with the pools."""
 
     def __init__(self, config: ServeConfig, device: Device, zeros: Zeros = numpy_zeros) -> None:
@@ -47,17 +47,17 @@ class Engine:
         num_tokens: Array | None,
         expected_lengths: Array | None,
         lookahead: int,
-    ) -> Step:
+    ) -> StepPlan:
         step = self.manager.append(namespace, sequence_ids, token_ids, num_tokens, expected_lengths, lookahead)
         self._copy_on_write(step)
         return step
 
-    def open_step(self, namespace: SessionNamespace, sequence_ids: Array, num_tokens: Array | None) -> Step:
+    def open_step(self, namespace: SessionNamespace, sequence_ids: Array, num_tokens: Array | None) -> StepPlan:
         step = self.manager.open_step(namespace, sequence_ids, num_tokens)
         self._copy_on_write(step)
         return step
 
-    def _copy_on_write(self, step: Step) -> None:
+    def _copy_on_write(self, step: StepPlan) -> None:
         if len(step.copies):
             self.device.copy(step.copies.src, step.copies.dst)
 
@@ -79,7 +79,7 @@ class Engine:
         query: Array,
         key: Array,
         value: Array,
-        options: AttentionOptions,
+        options: AttentionParameters,
         return_lse: bool,
         out: Array | None = None,
         part: tuple[int, int] = WHOLE,
@@ -169,7 +169,7 @@ class Engine:
         if array.dtype != self.tensor_dtype:
             raise InvalidArgumentError(f"is {array.dtype}, must be {self.tensor_dtype}", field=f"{name}.data_type")
 
-    def check_options(self, options: AttentionOptions, num_heads: int) -> None:
+    def check_options(self, options: AttentionParameters, num_heads: int) -> None:
         """Check attention options. Raises InvalidArgumentError naming an option that is invalid or that the device does
         not support."""
         _check_options(options, num_heads)
@@ -204,7 +204,7 @@ def _make_manager(config: ServeConfig, device: Device, journal: EventJournal | N
         ) from None
 
 
-def _check_options(options: AttentionOptions, num_heads: int) -> None:
+def _check_options(options: AttentionParameters, num_heads: int) -> None:
     if options.scale is not None and not math.isfinite(options.scale):
         raise InvalidArgumentError(f"{options.scale} is not finite", field="options.scale")
     if options.sliding_window < 0:

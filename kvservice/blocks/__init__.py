@@ -29,9 +29,9 @@ from kvservice.blocks.plans import (
     AllocStatus,
     BlockCopies,
     BlocksStats,
-    Pin,
-    SequenceInfo,
-    Step,
+    PinnedPrefix,
+    SequenceSnapshot,
+    StepPlan,
     SwapPlan,
 )
 from kvservice.blocks.slices import Slices
@@ -45,10 +45,10 @@ __all__ = [
     "BlocksConfig",
     "BlocksStats",
     "EventJournal",
-    "Pin",
-    "SequenceInfo",
+    "PinnedPrefix",
+    "SequenceSnapshot",
     "SessionNamespace",
     "Slices",
-    "Step",
+    "StepPlan",
     "SwapPlan",
 ]

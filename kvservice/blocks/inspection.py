@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvservice.blocks.limits import check_request_blocks, check_request_tokens
 from kvservice.blocks.namespaces import SessionNamespace, unknown_sequence
-from kvservice.blocks.plans import BlocksStats, BoolArray, Int64Array, SequenceInfo
+from kvservice.blocks.plans import BlocksStats, BoolArray, Int64Array, SequenceSnapshot
 from kvservice.blocks.sequences import LENGTH, NUM_BLOCKS, NUM_COMPUTED, SWAPPED
 from kvservice.blocks.slices import Slices, in_turn
 from kvservice.blocks.state import BlockState
@@ -65,7 +65,7 @@ class Inspector:
         limit: int | None,
         include_tokens: bool,
         include_blocks: bool,
-    ) -> Slices[list[SequenceInfo]]:
+    ) -> Slices[list[SequenceSnapshot]]:
         """See BlockManager.describe. The first slice selects the sequences; each is described as of its own slice."""
         self._state.enter(namespace)
         if sequence_ids is None:
@@ -83,7 +83,7 @@ class Inspector:
 
     def _describe(
         self, namespace: SessionNamespace, sequence_id: int, include_tokens: bool, include_blocks: bool
-    ) -> SequenceInfo:
+    ) -> SequenceSnapshot:
         row = None if namespace.closed else namespace.rows.get(sequence_id)
         if row is None:
             raise UnknownSequenceError(
@@ -92,7 +92,7 @@ class Inspector:
         states = self._sequences.states[row].tolist()
         blocks = self._sequences.block_tables[row, : states[NUM_BLOCKS]]
         pool = self._swap if states[SWAPPED] else self._device
-        return SequenceInfo(
+        return SequenceSnapshot(
             sequence_id,
             length=states[LENGTH],
             num_computed=states[NUM_COMPUTED],

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvservice.blocks.arguments import whole_number
 from kvservice.blocks.namespaces import COMPUTED_TOKENS, LiveStep, SessionNamespace
-from kvservice.blocks.plans import Int64Array, Step
+from kvservice.blocks.plans import Int64Array, StepPlan
 from kvservice.blocks.prefix import block_hash, token_bytes
 from kvservice.blocks.ranges import ragged
 from kvservice.blocks.state import BlockState
@@ -26,7 +26,7 @@ class LayerTracker:
         self._device, self._sequences = state.device, state.sequences
         self._shift = state.config.block_shift
 
-    def get_step(self, namespace: SessionNamespace, step_id: int) -> Step:
+    def get_step(self, namespace: SessionNamespace, step_id: int) -> StepPlan:
         """See BlockManager.get_step."""
         return self._live_step(namespace, step_id).plan
 
@@ -35,7 +35,7 @@ class LayerTracker:
         entry = namespace.steps.get(step_id)
         return None if entry is None else entry.written
 
-    def check_layer(self, namespace: SessionNamespace, step_id: int, layer: int) -> Step:
+    def check_layer(self, namespace: SessionNamespace, step_id: int, layer: int) -> StepPlan:
         """See BlockManager.check_layer."""
         entry = self._live_step(namespace, step_id)
         layer = whole_number(layer, "layer", 0, self._config.num_layers - 1)
@@ -52,7 +52,7 @@ class LayerTracker:
         entry.written[layer] = 1
         return self._commit_if_complete(namespace, entry)
 
-    def check_part(self, namespace: SessionNamespace, step_id: int, layer: int, first: int, count: int) -> Step:
+    def check_part(self, namespace: SessionNamespace, step_id: int, layer: int, first: int, count: int) -> StepPlan:
         """See BlockManager.check_part."""
         step = self.check_layer(namespace, step_id, layer)
         entry = namespace.steps[step_id]
@@ -75,7 +75,7 @@ class LayerTracker:
             entry.parts[first, stop] = step.part(first, stop)
         return entry.parts[first, stop]
 
-    def mark_part(self, namespace: SessionNamespace, step_id: int, layer: int, part: Step) -> bool:
+    def mark_part(self, namespace: SessionNamespace, step_id: int, layer: int, part: StepPlan) -> bool:
         """See BlockManager.mark_part."""
         entry = namespace.steps[step_id]
         if part is not entry.plan:
@@ -101,7 +101,7 @@ class LayerTracker:
         self._commit(entry.plan)
         return True
 
-    def check_all_layers(self, namespace: SessionNamespace, step_id: int) -> Step:
+    def check_all_layers(self, namespace: SessionNamespace, step_id: int) -> StepPlan:
         """See BlockManager.check_all_layers."""
         entry = self._live_step(namespace, step_id)
         if entry.begun:
@@ -130,7 +130,7 @@ class LayerTracker:
             )
         raise UnknownStepError(f"step {step_id} was never opened", field="step_id", step_id=step_id)
 
-    def _commit(self, step: Step) -> None:
+    def _commit(self, step: StepPlan) -> None:
         """Mark the tokens of a step as computed. Blocks that became full get their hash and can be shared."""
         before = self._sequences.num_computed[step.rows]
         self._sequences.num_computed[step.rows] = step.context_lens

@@ -25,9 +25,9 @@ from kvservice.blocks.plans import (
     AllocStatus,
     BlocksStats,
     Int64Array,
-    Pin,
-    SequenceInfo,
-    Step,
+    PinnedPrefix,
+    SequenceSnapshot,
+    StepPlan,
     SwapPlan,
     Zeros,
     numpy_zeros,
@@ -181,7 +181,7 @@ class BlockManager:
         num_tokens: npt.ArrayLike | None = None,
         expected_lengths: npt.ArrayLike | None = None,
         lookahead: int = 0,
-    ) -> Step:
+    ) -> StepPlan:
         """Append tokens and open a step over all uncomputed tokens (vLLM v0: append_slots).
 
         sequence_ids int64[n], distinct; token_ids int32[sum(num_tokens)], sequence after sequence; num_tokens int64[n],
@@ -201,7 +201,7 @@ class BlockManager:
         sequence_ids: npt.ArrayLike,
         num_tokens: npt.ArrayLike | None = None,
         lookahead: int = 0,
-    ) -> Step:
+    ) -> StepPlan:
         """Open a step over existing tokens that are not computed: a prefill, or one chunk of it with num_tokens.
 
         num_tokens int64[n], each from 1 to the sequence's pending tokens; None means all pending tokens. Raises the
@@ -209,7 +209,7 @@ class BlockManager:
         """
         return self._steps.open_step(namespace, sequence_ids, num_tokens, lookahead)
 
-    def get_step(self, namespace: SessionNamespace, step_id: int) -> Step:
+    def get_step(self, namespace: SessionNamespace, step_id: int) -> StepPlan:
         """Return the live step with this id. Raises UnknownStepError if it was never opened, and StaleStepError if a
         newer operation on one of its sequences replaced it. The methods below raise the same for their step."""
         return self._layers.get_step(namespace, step_id)
@@ -219,7 +219,7 @@ class BlockManager:
         not live."""
         return self._layers.written_layers(namespace, step_id)
 
-    def check_layer(self, namespace: SessionNamespace, step_id: int, layer: int) -> Step:
+    def check_layer(self, namespace: SessionNamespace, step_id: int, layer: int) -> StepPlan:
         """Return the step. Raises LayerWrittenError if this layer of it is already written. Changes nothing."""
         return self._layers.check_layer(namespace, step_id, layer)
 
@@ -228,7 +228,7 @@ class BlockManager:
         computed, and its full blocks can be shared. Raises LayerWrittenError."""
         return self._layers.mark_layer(namespace, step_id, layer)
 
-    def check_part(self, namespace: SessionNamespace, step_id: int, layer: int, first: int, count: int) -> Step:
+    def check_part(self, namespace: SessionNamespace, step_id: int, layer: int, first: int, count: int) -> StepPlan:
         """Return the part of a step that is written next in this layer: `count` tokens from `first` on, or all
         remaining tokens if `count` is 0. Returns the step itself if the part covers all of it. Changes nothing.
 
@@ -236,12 +236,12 @@ class BlockManager:
         """
         return self._layers.check_part(namespace, step_id, layer, first, count)
 
-    def mark_part(self, namespace: SessionNamespace, step_id: int, layer: int, part: Step) -> bool:
+    def mark_part(self, namespace: SessionNamespace, step_id: int, layer: int, part: StepPlan) -> bool:
         """Record that a part from `check_part` is written. The last part marks the layer and returns as
         `mark_layer`."""
         return self._layers.mark_part(namespace, step_id, layer, part)
 
-    def check_all_layers(self, namespace: SessionNamespace, step_id: int) -> Step:
+    def check_all_layers(self, namespace: SessionNamespace, step_id: int) -> StepPlan:
         """Return the step. Raises LayerWrittenError if a layer of it is already written. Changes nothing."""
         return self._layers.check_all_layers(namespace, step_id)
 
@@ -299,7 +299,7 @@ class BlockManager:
         extra_keys: Sequence[tuple[int, bytes]] = (),
         *,
         ttl_s: float,
-    ) -> Pin:
+    ) -> PinnedPrefix:
         """Keep the cached prefix of a prompt int32[n] from eviction for ttl_s seconds, or until unpin or close_space.
 
         Raises NotComputedError if no block of the prompt is cached, and QuotaExceededError if more than
@@ -343,7 +343,7 @@ class BlockManager:
         limit: int | None = None,
         include_tokens: bool = False,
         include_blocks: bool = False,
-    ) -> list[SequenceInfo]:
+    ) -> list[SequenceSnapshot]:
         """Describe sequences in the requested order. Without ids it describes the sequences of the namespace in the
         order of their creation, at most `limit` of them from index `first` on. Swapped-out sequences are included."""
         return finish(
@@ -366,7 +366,7 @@ class BlockManager:
         limit: int | None = None,
         include_tokens: bool = False,
         include_blocks: bool = False,
-    ) -> Slices[list[SequenceInfo]]:
+    ) -> Slices[list[SequenceSnapshot]]:
         """`describe` in slices. The first slice selects the sequences; each is described as of its own slice. Raises
         UnknownSequenceError if one is freed in the meantime."""
         return self._inspector.describe(

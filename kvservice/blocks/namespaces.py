@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvservice.blocks.arguments import int64_array, whole_number
-from kvservice.blocks.plans import Int64Array, Step
+from kvservice.blocks.plans import Int64Array, StepPlan
 from kvservice.errors import DuplicateSequenceError, InvalidArgumentError, KVServiceError, UnknownSequenceError
 
 # Indices of the counters of a namespace.
@@ -27,12 +27,12 @@ class LiveStep:
     all layers by (first token, last token + 1).
     """
 
-    plan: Step
+    plan: StepPlan
     written: bytearray
     num_appended: Int64Array | int | None
     committed: bool = False
     sent: dict[int, int] = field(default_factory=dict)
-    parts: dict[tuple[int, int], Step] = field(default_factory=dict)
+    parts: dict[tuple[int, int], StepPlan] = field(default_factory=dict)
 
     @property
     def begun(self) -> bool:

@@ -86,7 +86,7 @@ class SwapPlan:
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class StepPlan:
     """One engine iteration over a batch of n sequences.
 
     The step covers the tokens [context_lens[i] - query_lens[i], context_lens[i]) of sequence i. slot_mapping holds
@@ -111,7 +111,7 @@ class Step:
         """int32[n, blocks of the longest context], padded with PADDING_BLOCK. Valid while the step is live."""
         return gather_block_tables(self.tables, self.rows, self.context_lens, self.block_size)
 
-    def part(self, first: int, stop: int) -> Step:
+    def part(self, first: int, stop: int) -> StepPlan:
         """Return the tokens first <= token < stop of this step, counted over all its sequences, as a step of the
         sequences concerned. They attend to the earlier tokens of this step, which must be written before."""
         ends = np.cumsum(self.query_lens, dtype=np.int64)
@@ -141,7 +141,7 @@ def gather_block_tables(
 
 
 @dataclass(frozen=True, slots=True)
-class Pin:
+class PinnedPrefix:
     """A pin, which keeps the leading blocks of a prompt cached."""
 
     pin_id: int
@@ -150,7 +150,7 @@ class Pin:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SequenceInfo:
+class SequenceSnapshot:
     """Description of a sequence. `token_ids` int32[length] and `block_ids` int32[num_blocks] are None unless
     requested."""
 

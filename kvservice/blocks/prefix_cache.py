@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvservice.blocks.arguments import extra_keys_by_block, int32_array, whole_number
 from kvservice.blocks.namespaces import SessionNamespace
-from kvservice.blocks.plans import Int64Array, Pin
+from kvservice.blocks.plans import Int64Array, PinnedPrefix
 from kvservice.blocks.slices import Slices, cut
 from kvservice.blocks.state import BlockState
 from kvservice.errors import InvalidArgumentError, NotComputedError, QuotaExceededError, UnknownPinError
@@ -34,7 +34,7 @@ class PrefixCache:
         token_ids: npt.ArrayLike,
         extra_keys: Sequence[tuple[int, bytes]],
         ttl_s: float,
-    ) -> Pin:
+    ) -> PinnedPrefix:
         """See BlockManager.pin."""
         self._state.enter(namespace)
         if isinstance(ttl_s, bool) or not isinstance(ttl_s, int | float) or not 0 < ttl_s < math.inf:
@@ -49,7 +49,7 @@ class PrefixCache:
                 field="token_ids", limit="max_pinned_fraction", value=str(self._config.max_pinned_fraction),
             )  # fmt: skip
         pin_id = self._pins.add(namespace, blocks, ttl_s)
-        return Pin(pin_id, len(blocks) << self._config.block_shift, len(blocks))
+        return PinnedPrefix(pin_id, len(blocks) << self._config.block_shift, len(blocks))
 
     def unpin(self, namespace: SessionNamespace, pin_id: int) -> None:
         """See BlockManager.unpin."""

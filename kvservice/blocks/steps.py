@@ -19,7 +19,7 @@ from kvservice.blocks.block_pool import ONE
 from kvservice.blocks.growth import NO_COPIES, DecodeGrowth, GrowthPlanner, WriteBatch
 from kvservice.blocks.limits import check_request_tokens
 from kvservice.blocks.namespaces import LiveStep, SessionNamespace, distinct_steps
-from kvservice.blocks.plans import BlockCopies, Int32Array, Int64Array, Step
+from kvservice.blocks.plans import BlockCopies, Int32Array, Int64Array, StepPlan
 from kvservice.blocks.sequences import LENGTH, NUM_COMPUTED, STEP
 from kvservice.blocks.state import BlockState
 from kvservice.errors import FailedPreconditionError, InvalidArgumentError, LengthMismatchError
@@ -63,7 +63,7 @@ class StepPlanner:
         num_tokens: npt.ArrayLike | None,
         expected_lengths: npt.ArrayLike | None,
         lookahead: int,
-    ) -> Step:
+    ) -> StepPlan:
         """See BlockManager.append."""
         self._state.enter(namespace)
         ids, rows = namespace.lookup(sequence_ids)
@@ -105,7 +105,7 @@ class StepPlanner:
 
     def _append_decode(
         self, namespace: SessionNamespace, batch: WriteBatch, plan: DecodeGrowth, tokens: Int32Array
-    ) -> Step:
+    ) -> StepPlan:
         """Append for a decode step: no tokens were pending, and no block needs a copy."""
         self._device.require_available(len(plan.fresh))
         slots = self._growth.apply_decode(batch.rows, plan)
@@ -127,7 +127,7 @@ class StepPlanner:
         sequence_ids: npt.ArrayLike,
         num_tokens: npt.ArrayLike | None,
         lookahead: int,
-    ) -> Step:
+    ) -> StepPlan:
         """See BlockManager.open_step."""
         self._state.enter(namespace)
         batch = self._pending(namespace, sequence_ids)
@@ -171,7 +171,7 @@ class StepPlanner:
 
     def _repeated_append(
         self, namespace: SessionNamespace, batch: WriteBatch, tokens: Int32Array, counts: Int64Array | int
-    ) -> Step:
+    ) -> StepPlan:
         """Return the step of this append if it was the last operation on its sequences. Raises LengthMismatchError
         otherwise."""
         expected, lengths = batch.lengths, batch.states[:, LENGTH]
@@ -204,10 +204,10 @@ class StepPlanner:
         slots: Int64Array,
         copies: BlockCopies,
         appended: Int64Array | int | None,
-    ) -> Step:
+    ) -> StepPlan:
         namespace.supersede(distinct_steps(batch.states[:, STEP]))
         namespace.last_step_id += 1
-        step = Step(
+        step = StepPlan(
             step_id=namespace.last_step_id,
             sequence_ids=batch.ids,
             rows=batch.rows,

@@ -1,11 +1,11 @@
 """Devices: memory and compute of a pool, on the CPU or on a GPU. The engine submits its plans to a `Device`."""
 
-from kvservice.devices.base import AttentionOptions, CudaRegion, Device, FinishedSteps, LaneServer, LaneSession
+from kvservice.devices.base import AttentionParameters, CudaRegion, Device, FinishedSteps, LaneServer, LaneSession
 from kvservice.devices.factory import open_device
 from kvservice.ops.cuda import BlockSparse
 
 __all__ = [
-    "AttentionOptions",
+    "AttentionParameters",
     "BlockSparse",
     "CudaRegion",
     "Device",

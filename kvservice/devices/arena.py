@@ -28,8 +28,8 @@ def offsets_of(arrays: Iterable[Array]) -> list[int]:
 
 
 @dataclass(eq=False)
-class Region:
-    """A range of the ring, on host and device, until it is released."""
+class StagingBuffer:
+    """A range of the arena, on host and device, until it is released."""
 
     arena: Arena
     start: int
@@ -57,7 +57,7 @@ class Region:
 
 
 class Arena:
-    """A ring buffer with a pinned host side and a device side. Regions may be released in any order."""
+    """A ring buffer with a pinned host side and a device side. Buffers may be released in any order."""
 
     def __init__(self, cuda: ModuleType, device: int, num_bytes: int) -> None:
         self.num_bytes = aligned(num_bytes)
@@ -67,39 +67,39 @@ class Arena:
         self._memory = cuda.DeviceMemory(device, self.num_bytes)
         self.device_pointer: int = self._memory.pointer
         self._changed = threading.Condition()
-        self._regions: collections.deque[Region] = collections.deque()
+        self._buffers: collections.deque[StagingBuffer] = collections.deque()
         self._head = 0
 
-    def take(self, num_bytes: int) -> Region:
-        """Allocate a region. Blocks until there is room."""
+    def allocate(self, num_bytes: int) -> StagingBuffer:
+        """Allocate a buffer. Blocks until there is room."""
         num_bytes = max(ALIGNMENT, aligned(num_bytes))
         assert num_bytes <= self.num_bytes, "the arena is sized for the largest call"
         with self._changed:
             self._changed.wait_for(lambda: self._place(num_bytes) is not None)
             start = self._place(num_bytes)
             assert start is not None
-            region = Region(self, start)
-            self._regions.append(region)
+            buffer = StagingBuffer(self, start)
+            self._buffers.append(buffer)
             self._head = start + num_bytes
-            return region
+            return buffer
 
     def has_room(self, num_bytes: int) -> bool:
         with self._changed:
             return self._place(aligned(num_bytes)) is not None
 
-    def release(self, region: Region) -> None:
+    def release(self, buffer: StagingBuffer) -> None:
         with self._changed:
-            region.released = True
-            while self._regions and self._regions[0].released:
-                self._regions.popleft()
+            buffer.released = True
+            while self._buffers and self._buffers[0].released:
+                self._buffers.popleft()
             self._changed.notify_all()
 
     def _place(self, num_bytes: int) -> int | None:
-        """Return an offset with `num_bytes` free bytes, after the newest region or else before the oldest one. None if
+        """Return an offset with `num_bytes` free bytes, after the newest buffer or else before the oldest one. None if
         there is no room."""
-        if not self._regions:
+        if not self._buffers:
             return 0 if num_bytes <= self.num_bytes else None
-        tail = self._regions[0].start
+        tail = self._buffers[0].start
         if tail < self._head:
             if self._head + num_bytes <= self.num_bytes:
                 return self._head

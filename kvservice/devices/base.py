@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvservice.blocks import Step
+from kvservice.blocks import StepPlan
 from kvservice.ops.cuda import BlockSparse
 from kvservice.pool.sealed import SealedMemory
 
@@ -26,7 +26,7 @@ Int64 = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class AttentionOptions:
+class AttentionParameters:
     """Options of attention. `scale` None means 1/sqrt(head_size); `sliding_window` and `logits_soft_cap` 0 mean off."""
 
     scale: float | None = None
@@ -129,7 +129,7 @@ class Device(Protocol):
     def swap_busy_s(self) -> dict[str, float]:
         """Seconds spent in copies to the swap tier ("out") and back ("in")."""
 
-    def check_options(self, options: AttentionOptions) -> None:
+    def check_options(self, options: AttentionParameters) -> None:
         """Check attention options. Raises InvalidArgumentError naming an option that this device has no kernel for."""
 
     def copy(self, src_ids: Int32, dst_ids: Int32) -> None:
@@ -143,19 +143,19 @@ class Device(Protocol):
 
     def attend(
         self,
-        step: Step,
+        step: StepPlan,
         layer: int,
         query: Array,
         key: Array,
         value: Array,
-        options: AttentionOptions,
+        options: AttentionParameters,
         out: Array | None = None,
         /,
     ) -> Awaitable[tuple[Array, Array]]:
         """Write one layer's K/V of a step, then attend. The result is the output, in `out` if the device supports that,
         and the log-sum-exp, float32 `[num_tokens, num_heads]`."""
 
-    def write(self, step: Step, layers: Sequence[int], keys: Array, values: Array) -> Awaitable[None]:
+    def write(self, step: StepPlan, layers: Sequence[int], keys: Array, values: Array) -> Awaitable[None]:
         """Write K/V of a step: `[len(layers), num_tokens, num_kv_heads, head_size]`."""
 
     def read(self, layers: Sequence[int], slots: Int64) -> Awaitable[tuple[Array, Array]]:
@@ -183,11 +183,11 @@ class Device(Protocol):
         """Open a client's GPU memory. Raises RegionsNotAllowedError if the pool is not on a GPU, RegionNotOpenedError,
         and InvalidArgumentError naming raw_handle (also if that memory is already open), device_id or byte_size."""
 
-    def prepare(self, step: Step, /) -> Awaitable[None] | None:
+    def prepare(self, step: StepPlan, /) -> Awaitable[None] | None:
         """Return an awaitable that completes when work outside of this device may use the step's blocks, or None if it
         may use them now."""
 
-    def publish(self, session: LaneSession, step: Step, written: bytearray) -> None:
+    def publish(self, session: LaneSession, step: StepPlan, written: bytearray) -> None:
         """Make a prepared, live step available to the session's lanes, which mark its layers in `written`."""
 
     def exported_pool(self) -> AbstractContextManager[PoolDescriptor]:

@@ -15,12 +15,12 @@ from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from kvservice.blocks import Step
-from kvservice.devices.arena import Arena, Region
+from kvservice.blocks import StepPlan
+from kvservice.devices.arena import Arena, StagingBuffer
 from kvservice.devices.base import Array
 from kvservice.devices.bytequeue import ByteQueue
 from kvservice.devices.copies import Copies
-from kvservice.devices.tables import LiveTables, StepTables
+from kvservice.devices.tables import DeviceStepTables, LiveTables
 from kvservice.errors import InternalError, ResourceExhaustedError
 from kvservice.pool.cuda import OUT_OF_MEMORY
 
@@ -36,28 +36,28 @@ INLINE_COPIES = 32
 
 
 @dataclass(frozen=True)
-class Call(Generic[T]):
-    """A call on the compute stream: `launch(region)` enqueues it, and `result(region)` returns its result after it
+class ComputeCall(Generic[T]):
+    """A call on the compute stream: `launch(buffer)` enqueues it, and `result(buffer)` returns its result after it
     completes.
 
     It uses `num_bytes` of the arena. `reads` and `writes` are blocks of the pool. `seconds` is its estimated duration.
     The reference to `step` keeps the step's tables on the device until the call completes.
     """
 
-    step: Step | None
+    step: StepPlan | None
     num_bytes: int
     reads: Array
     writes: Array
     seconds: float
-    launch: Callable[[Region], None]
-    result: Callable[[Region], T]
+    launch: Callable[[StagingBuffer], None]
+    result: Callable[[StagingBuffer], T]
 
 
 @dataclass(frozen=True)
-class Flight(Generic[T]):
-    call: Call[T]
-    region: Region
-    landed: _cuda.Event
+class InFlightCall(Generic[T]):
+    call: ComputeCall[T]
+    buffer: StagingBuffer
+    completed: _cuda.Event
 
 
 class Compute:
@@ -71,7 +71,7 @@ class Compute:
         self.aside: _cuda.Stream = cuda.Stream(device)  # for work that does not wait for the compute stream
         on_start = partial(cuda.set_device, device)
         self.queue = ByteQueue((cuda.CudaError,), on_start)
-        self._waiter = ThreadPoolExecutor(1, thread_name_prefix="landing", initializer=on_start)
+        self._waiter = ThreadPoolExecutor(1, thread_name_prefix="completion", initializer=on_start)
         self._tables = LiveTables(self.allocate)
         self._newest: Future[Any] | None = None
         self._events: list[_cuda.Event] = []
@@ -88,39 +88,39 @@ class Compute:
     def free(self, pointer: int) -> None:
         self._cuda.free_async(pointer, self.stream.handle)
 
-    def reserve(self, take: Callable[[], T]) -> T:
+    def reserve(self, allocate: Callable[[], T]) -> T:
         """Run an allocation for a call. Raises ResourceExhaustedError if the device is out of memory."""
         if self.queue.fault is not None:
             raise InternalError("the device failed before")
         try:
-            return take()
+            return allocate()
         except self._cuda.CudaError as error:
             if error.code == OUT_OF_MEMORY:
                 raise ResourceExhaustedError(f"the GPU has no memory left for this call: {error}") from None
             raise self.queue.fail(error) from None
 
-    def tables_of(self, step: Step) -> StepTables:
+    def tables_of(self, step: StepPlan) -> DeviceStepTables:
         return self.reserve(lambda: self._tables.of(step))
 
     # ---- during a launch
 
-    def upload(self, region: Region, arrays: Sequence[Array], offsets: Sequence[int]) -> None:
-        """Copy arrays to the device side of a region. `offsets` are the start of each array and the end of the last."""
+    def upload(self, buffer: StagingBuffer, arrays: Sequence[Array], offsets: Sequence[int]) -> None:
+        """Copy arrays to the device side of a buffer. `offsets` are the start of each array and the end of the last."""
         for array, offset in zip(arrays, offsets[:-1], strict=True):
-            region.put(offset, array)
-        self._cuda.copy_async(region.device_pointer, region.host_pointer, offsets[-1], self.stream.handle)
+            buffer.put(offset, array)
+        self._cuda.copy_async(buffer.device_pointer, buffer.host_pointer, offsets[-1], self.stream.handle)
 
-    def upload_tables(self, tables: StepTables, region: Region, begin: int) -> None:
-        """Upload a step's pending tables through the region, from offset `begin` on."""
+    def upload_tables(self, tables: DeviceStepTables, buffer: StagingBuffer, begin: int) -> None:
+        """Upload a step's pending tables through the buffer, from offset `begin` on."""
         if tables.pending:
             for offset, part in tables.pending:
-                region.put(begin + offset, part)
-            host = region.host_pointer + begin
+                buffer.put(begin + offset, part)
+            host = buffer.host_pointer + begin
             self._cuda.copy_async(tables.pointer, host, tables.num_bytes, self.stream.handle)
             tables.pending = []
 
-    def download(self, region: Region, begin: int, end: int) -> None:
-        to, source = region.host_pointer + begin, region.device_pointer + begin
+    def download(self, buffer: StagingBuffer, begin: int, end: int) -> None:
+        to, source = buffer.host_pointer + begin, buffer.device_pointer + begin
         self._cuda.copy_async(to, source, end - begin, self.stream.handle)
 
     # ---- launching and waiting
@@ -130,68 +130,68 @@ class Compute:
         if len(src_ids):
             self.queue.post(lambda: copy(src_ids, dst_ids), inline=len(src_ids) <= INLINE_COPIES)
 
-    def start(self, call: Call[T]) -> Awaitable[T]:
+    def start(self, call: ComputeCall[T]) -> Awaitable[T]:
         """Launch a call in order. The caller awaits the result."""
         if call.num_bytes > self.arena.num_bytes:
             raise ResourceExhaustedError(
                 f"the call needs {call.num_bytes} bytes of staging memory, the device has {self.arena.num_bytes}"
             )
         if self._is_quick(call):
-            return self._land_here(self.queue.guarded(lambda: self._launch(call)))
+            return self._complete_inline(self.queue.guarded(lambda: self._launch(call)))
         done: Future[T] = Future()
         self._newest = done
         self.queue.submit(lambda: self._launch_for(call, done))
         return _awaited(done)
 
-    def _is_quick(self, call: Call[T]) -> bool:
+    def _is_quick(self, call: ComputeCall[T]) -> bool:
         """Return whether a call is short and nothing precedes it: no call in flight, including those of lanes, and no
         copy of its blocks."""
         if call.seconds > INLINE_S or not self.queue.idle or not (self._newest is None or self._newest.done()):
             return False
         if not self.arena.has_room(call.num_bytes) or not self.queue.guarded(self.stream.idle):
             return False
-        return not self.queue.guarded(lambda: self.copies.hold_up(call.reads, call.writes))
+        return not self.queue.guarded(lambda: self.copies.to_wait_for(call.reads, call.writes))
 
-    def _launch(self, call: Call[T]) -> Flight[T]:
+    def _launch(self, call: ComputeCall[T]) -> InFlightCall[T]:
         while self._tables.garbage:
             self.free(self._tables.garbage.popleft())
-        region = self.arena.take(call.num_bytes)
+        buffer = self.arena.allocate(call.num_bytes)
         try:
             self.copies.let_compute_wait(call.reads, call.writes)
-            call.launch(region)
+            call.launch(buffer)
             event = self._events.pop() if self._events else self._cuda.Event(self._device)
             event.record(self.stream.handle)
         except BaseException:
-            self.arena.release(region)  # otherwise a later `arena.take` would block forever
+            self.arena.release(buffer)  # otherwise a later `arena.allocate` would block forever
             raise
-        return Flight(call, region, event)
+        return InFlightCall(call, buffer, event)
 
-    def _launch_for(self, call: Call[T], done: Future[T]) -> None:
+    def _launch_for(self, call: ComputeCall[T], done: Future[T]) -> None:
         try:
-            flight = self.queue.guarded(lambda: self._launch(call))
+            in_flight = self.queue.guarded(lambda: self._launch(call))
         except BaseException as error:
             done.set_exception(error)
         else:
-            self._waiter.submit(self._land_for, flight, done)
+            self._waiter.submit(self._complete_for, in_flight, done)
 
-    def _land_for(self, flight: Flight[T], done: Future[T]) -> None:
+    def _complete_for(self, in_flight: InFlightCall[T], done: Future[T]) -> None:
         try:
-            result = self._land(flight)
+            result = self._complete(in_flight)
         except BaseException as error:
             done.set_exception(error)
         else:
             done.set_result(result)
 
-    async def _land_here(self, flight: Flight[T]) -> T:
-        return self._land(flight)
+    async def _complete_inline(self, in_flight: InFlightCall[T]) -> T:
+        return self._complete(in_flight)
 
-    def _land(self, flight: Flight[T]) -> T:
+    def _complete(self, in_flight: InFlightCall[T]) -> T:
         try:
-            self.queue.guarded(flight.landed.synchronize)
-            self._events.append(flight.landed)
-            return flight.call.result(flight.region)
+            self.queue.guarded(in_flight.completed.synchronize)
+            self._events.append(in_flight.completed)
+            return in_flight.call.result(in_flight.buffer)
         finally:
-            self.arena.release(flight.region)
+            self.arena.release(in_flight.buffer)
 
     def close(self) -> None:
         """Finish all submitted work."""

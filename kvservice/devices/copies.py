@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 # An in-flight copy: its end event, its stream, and its start event if its duration is counted.
-Flying: TypeAlias = "tuple[_cuda.Event, _cuda.Stream, _cuda.Event | None]"
+InFlightCopy: TypeAlias = "tuple[_cuda.Event, _cuda.Stream, _cuda.Event | None]"
 
 
 class Tier:
@@ -52,7 +52,7 @@ class Copies:
         self.swap_busy_s = {"out": 0.0, "in": 0.0}
         self._spare: list[_cuda.Event] = []
         # In-flight copies by number, oldest first.
-        self._flying: dict[int, Flying] = {}
+        self._copies: dict[int, InFlightCopy] = {}
         self._newest = 0
 
     def within_pool(self, src_ids: Int32, dst_ids: Int32) -> None:
@@ -84,7 +84,7 @@ class Copies:
         event = self._event()
         event.record(stream.handle)
         self._newest += 1
-        self._flying[self._newest] = (event, stream, begin)
+        self._copies[self._newest] = (event, stream, begin)
         source.last_touch[src_ids] = self._newest
         target.last_touch[dst_ids] = target.last_write[dst_ids] = self._newest
 
@@ -95,35 +95,35 @@ class Copies:
         self._computed.record(self._compute.handle)
         stream.wait(self._computed)
 
-    def hold_up(self, reads: Array, writes: Array) -> list[Flying]:
+    def to_wait_for(self, reads: Array, writes: Array) -> list[InFlightCopy]:
         """Return the in-flight copies for which a call that reads and writes these blocks of the pool must wait."""
-        if not self._flying:
+        if not self._copies:
             return []
         return self._in_flight(self.pool.last_write[reads]) + self._in_flight(self.pool.last_touch[writes])
 
     def let_compute_wait(self, reads: Array, writes: Array) -> None:
-        self._wait(self._compute, self.hold_up(reads, writes))
+        self._wait(self._compute, self.to_wait_for(reads, writes))
 
-    def _wait(self, stream: _cuda.Stream, copies: list[Flying]) -> None:
+    def _wait(self, stream: _cuda.Stream, copies: list[InFlightCopy]) -> None:
         for event, other, _ in copies:
             if other is not stream:
                 stream.wait(event)
 
-    def _in_flight(self, numbers: Array) -> list[Flying]:
+    def _in_flight(self, numbers: Array) -> list[InFlightCopy]:
         """Return the copies with these numbers that are not complete."""
-        self._forget_done()
-        if not self._flying:
+        self._drop_completed()
+        if not self._copies:
             return []
-        numbers = numbers[numbers >= next(iter(self._flying))]
-        return [self._flying[number] for number in np.unique(numbers).tolist() if number in self._flying]
+        numbers = numbers[numbers >= next(iter(self._copies))]
+        return [self._copies[number] for number in np.unique(numbers).tolist() if number in self._copies]
 
-    def _forget_done(self) -> None:
+    def _drop_completed(self) -> None:
         busy: set[int] = set()
-        for number, (event, stream, begin) in list(self._flying.items()):
+        for number, (event, stream, begin) in list(self._copies.items()):
             if stream.handle in busy:
                 continue
             if event.done():
-                del self._flying[number]
+                del self._copies[number]
                 if begin is not None:
                     self.swap_busy_s["out" if stream is self._out else "in"] += event.elapsed_ms(begin) / 1e3
                     self._spare.append(begin)

@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 import numpy as np
 
 from kvservice import _ext, ops
-from kvservice.blocks import Step
+from kvservice.blocks import StepPlan
 from kvservice.config import ServeConfig
-from kvservice.devices.base import Array, AttentionOptions, CudaRegion, Int32, Int64, LaneSession, PoolDescriptor
+from kvservice.devices.base import Array, AttentionParameters, CudaRegion, Int32, Int64, LaneSession, PoolDescriptor
 from kvservice.devices.bytequeue import ByteQueue
 from kvservice.errors import InvalidArgumentError, RegionsNotAllowedError
 from kvservice.pool.cpu import CpuPool
@@ -61,7 +61,7 @@ class CpuDevice:
     def on_fault(self, call: Callable[[], object]) -> None:
         self._queue.on_fault = call
 
-    def check_options(self, options: AttentionOptions) -> None:
+    def check_options(self, options: AttentionParameters) -> None:
         if options.block_sparse is not None:
             raise InvalidArgumentError("the CPU's kernels have no such pattern", field="options.block_sparse")
 
@@ -87,12 +87,12 @@ class CpuDevice:
 
     def attend(
         self,
-        step: Step,
+        step: StepPlan,
         layer: int,
         query: Array,
         key: Array,
         value: Array,
-        options: AttentionOptions,
+        options: AttentionParameters,
         out: Array | None = None,
     ) -> Awaitable[tuple[Array, Array]]:
         block_tables = step.block_tables  # gathered now, because they are valid only while the step is live
@@ -118,7 +118,7 @@ class CpuDevice:
         scores = int((step.query_lens.astype(np.int64) * step.context_lens).sum())
         return self._queue.run(work, inline=scores * query[0].nbytes <= INLINE_BYTES)
 
-    def write(self, step: Step, layers: Sequence[int], keys: Array, values: Array) -> Awaitable[None]:
+    def write(self, step: StepPlan, layers: Sequence[int], keys: Array, values: Array) -> Awaitable[None]:
         def work() -> None:
             for index, layer in enumerate(layers):
                 ops.write_kv(self.pool.blocks, layer, step.slot_mapping, keys[index], values[index])
@@ -148,10 +148,10 @@ class CpuDevice:
     ) -> CudaRegion:
         raise RegionsNotAllowedError("the pool is in host memory, so the daemon opens no GPU memory")
 
-    def prepare(self, _: Step) -> Awaitable[None] | None:
+    def prepare(self, _: StepPlan) -> Awaitable[None] | None:
         return None if self._queue.idle else self._queue.run(lambda: None, inline=False)
 
-    def publish(self, session: LaneSession, step: Step, written: bytearray) -> None:
+    def publish(self, session: LaneSession, step: StepPlan, written: bytearray) -> None:
         assert isinstance(session, _ext.LaneSession), "it was made here"
         session.publish(step.step_id, written, step.slot_mapping, step.query_lens, step.context_lens, step.block_tables)
 

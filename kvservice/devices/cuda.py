@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvservice.blocks import Step
+from kvservice.blocks import StepPlan
 from kvservice.config import ServeConfig
 from kvservice.devices import sizing
-from kvservice.devices.arena import Arena, Region, aligned, offsets_of
+from kvservice.devices.arena import Arena, StagingBuffer, aligned, offsets_of
 from kvservice.devices.base import (
     Array,
-    AttentionOptions,
+    AttentionParameters,
     CudaRegion,
     FinishedSteps,
     Int32,
@@ -26,10 +26,10 @@ from kvservice.devices.base import (
     LaneSession,
     PoolDescriptor,
 )
-from kvservice.devices.compute import Call, Compute
+from kvservice.devices.compute import Compute, ComputeCall
 from kvservice.devices.copies import Copies, Tier
 from kvservice.devices.cuda_lanes import CudaLanes, CudaLaneSession
-from kvservice.devices.kernels import COUNTER_BYTES, Kernels
+from kvservice.devices.kernels import COUNTER_BYTES, PoolKernels
 from kvservice.devices.scales import load_scales
 from kvservice.devices.warmup import warm_up
 from kvservice.errors import InvalidArgumentError, ResourceExhaustedError
@@ -79,7 +79,7 @@ class CudaDevice:
         cuda.fill_async(self._workspace, 0, COUNTER_BYTES, compute.stream.handle)
         self._scales = self._take_scales()
         block = compute.allocate(self.layout.block_bytes)
-        kernels = Kernels(cuda, config, compute.stream.handle, block, 1, self._scales)
+        kernels = PoolKernels(cuda, config, compute.stream.handle, block, 1, self._scales)
         warm_up(compute, kernels, self._workspace, self._workspace_bytes)
         compute.free(block)
         compute.stream.synchronize()
@@ -91,11 +91,11 @@ class CudaDevice:
             return 0
         scales = load_scales(self._config.kv_scales, self.layout.num_layers, self.layout.num_kv_heads)
         pointer = self._compute.allocate(scales.nbytes)
-        region = self._compute.arena.take(scales.nbytes)
-        region.put(0, scales)
-        self._cuda.copy_async(pointer, region.host_pointer, scales.nbytes, self._compute.stream.handle)
+        buffer = self._compute.arena.allocate(scales.nbytes)
+        buffer.put(0, scales)
+        self._cuda.copy_async(pointer, buffer.host_pointer, scales.nbytes, self._compute.stream.handle)
         self._compute.stream.synchronize()
-        self._compute.arena.release(region)
+        self._compute.arena.release(buffer)
         return pointer
 
     def _take_pools(self) -> None:
@@ -115,7 +115,9 @@ class CudaDevice:
         }
         tiers = Tier(self.pool.pointer, num_blocks), Tier(self.swap_pool.blocks.ctypes.data, self.num_swap_blocks)
         compute.copies = Copies(cuda, self._number, compute.stream, *tiers, self.layout.block_bytes)
-        self._kernels = Kernels(cuda, config, compute.stream.handle, self.pool.pointer, self.num_blocks, self._scales)
+        self._kernels = PoolKernels(
+            cuda, config, compute.stream.handle, self.pool.pointer, self.num_blocks, self._scales
+        )
 
     def _take_lanes(self) -> CudaLanes:
         self.memory_bytes["workspaces"] += sizing.LANE_WORKSPACE_BYTES
@@ -138,7 +140,7 @@ class CudaDevice:
     def on_fault(self, call: Callable[[], object]) -> None:
         self._compute.queue.on_fault = call
 
-    def check_options(self, options: AttentionOptions) -> None:
+    def check_options(self, options: AttentionParameters) -> None:
         sparse = options.block_sparse
         if sparse is not None and sparse.block_size % self.layout.block_size:
             raise InvalidArgumentError(
@@ -157,12 +159,12 @@ class CudaDevice:
 
     def attend(
         self,
-        step: Step,
+        step: StepPlan,
         layer: int,
         query: Array,
         key: Array,
         value: Array,
-        options: AttentionOptions,
+        options: AttentionParameters,
         _out: Array | None = None,
     ) -> Awaitable[tuple[Array, Array]]:
         compute, kernels = self._compute, self._kernels
@@ -180,10 +182,10 @@ class CudaDevice:
         lse = out + aligned(query.nbytes)
         end = lse + aligned(4 * num_tokens * num_heads)
 
-        def launch(region: Region) -> None:
-            compute.upload(region, inputs, offsets)
-            compute.upload_tables(tables, region, end)
-            at = region.device_pointer
+        def launch(buffer: StagingBuffer) -> None:
+            compute.upload(buffer, inputs, offsets)
+            compute.upload_tables(tables, buffer, end)
+            at = buffer.device_pointer
             kernels.write(layer, num_tokens, tables.slots, at + offsets[1], at + offsets[2])
             attention.query, attention.out, attention.lse = at, at + out, at + lse
             if slopes:
@@ -191,18 +193,18 @@ class CudaDevice:
             attention.launch()
             if extra:
                 compute.free(extra)
-            compute.download(region, out, end)
+            compute.download(buffer, out, end)
 
-        def result(region: Region) -> tuple[Array, Array]:
-            output = region.get(out, query.shape, self._dtype)
-            return output, region.get(lse, (num_tokens, num_heads), np.dtype(np.float32))
+        def result(buffer: StagingBuffer) -> tuple[Array, Array]:
+            output = buffer.get(out, query.shape, self._dtype)
+            return output, buffer.get(lse, (num_tokens, num_heads), np.dtype(np.float32))
 
         kv_bytes = tables.num_context_tokens * self._token_layer_bytes
         operations = 4 * tables.num_scores * num_heads * head_size
         seconds = end / LINK_BYTES_PER_S + kv_bytes / MEMORY_BYTES_PER_S + operations / OPERATIONS_PER_S
         num_bytes = end + tables.num_pending_bytes
         reads, writes = tables.host_block_tables, tables.written_blocks
-        return compute.start(Call(step, num_bytes, reads, writes, seconds, launch, result))
+        return compute.start(ComputeCall(step, num_bytes, reads, writes, seconds, launch, result))
 
     def _workspace_for(self, attention: _cuda.Attention) -> int:
         """Set the workspace of a call: the device's own, or a larger temporary one. Returns the address of the
@@ -216,23 +218,25 @@ class CudaDevice:
         attention.workspace, attention.workspace_bytes = extra, wanted
         return extra
 
-    def write(self, step: Step, layers: Sequence[int], keys: Array, values: Array) -> Awaitable[None]:
+    def write(self, step: StepPlan, layers: Sequence[int], keys: Array, values: Array) -> Awaitable[None]:
         compute = self._compute
         tables = compute.tables_of(step)
         inputs = [keys, values]
         offsets = offsets_of(inputs)
         layer_bytes = keys[0].nbytes
 
-        def launch(region: Region) -> None:
-            compute.upload(region, inputs, offsets)
-            compute.upload_tables(tables, region, offsets[-1])
+        def launch(buffer: StagingBuffer) -> None:
+            compute.upload(buffer, inputs, offsets)
+            compute.upload_tables(tables, buffer, offsets[-1])
             for index, layer in enumerate(layers):
-                key = region.device_pointer + index * layer_bytes
+                key = buffer.device_pointer + index * layer_bytes
                 self._kernels.write(layer, tables.num_tokens, tables.slots, key, key + offsets[1])
 
         num_bytes = offsets[-1] + tables.num_pending_bytes
         seconds = offsets[-1] / LINK_BYTES_PER_S
-        return compute.start(Call(step, num_bytes, NO_BLOCKS, tables.written_blocks, seconds, launch, lambda _: None))
+        return compute.start(
+            ComputeCall(step, num_bytes, NO_BLOCKS, tables.written_blocks, seconds, launch, lambda _: None)
+        )
 
     def read(self, layers: Sequence[int], slots: Int64) -> Awaitable[tuple[Array, Array]]:
         compute = self._compute
@@ -242,21 +246,21 @@ class CudaDevice:
         value = key + aligned(len(layers) * layer_bytes)
         end = value + aligned(len(layers) * layer_bytes)
 
-        def launch(region: Region) -> None:
-            compute.upload(region, [slots], [0, slots.nbytes])
-            at = region.device_pointer
+        def launch(buffer: StagingBuffer) -> None:
+            compute.upload(buffer, [slots], [0, slots.nbytes])
+            at = buffer.device_pointer
             for index, layer in enumerate(layers):
                 there = at + index * layer_bytes
                 self._kernels.read(layer, len(slots), at, there + key, there + value)
-            compute.download(region, key, end)
+            compute.download(buffer, key, end)
 
-        def result(region: Region) -> tuple[Array, Array]:
-            return region.get(key, shape, self._dtype), region.get(value, shape, self._dtype)
+        def result(buffer: StagingBuffer) -> tuple[Array, Array]:
+            return buffer.get(key, shape, self._dtype), buffer.get(value, shape, self._dtype)
 
         compute.reserve(lambda: None)
         blocks = slots // self.layout.block_size
         launch_or_not = launch if len(slots) else lambda _: None
-        return compute.start(Call(None, end, blocks, NO_BLOCKS, end / LINK_BYTES_PER_S, launch_or_not, result))
+        return compute.start(ComputeCall(None, end, blocks, NO_BLOCKS, end / LINK_BYTES_PER_S, launch_or_not, result))
 
     def lane_session(self, number: int) -> CudaLaneSession:
         return self._open_lanes.session(self.finished_steps, number)
@@ -275,7 +279,7 @@ class CudaDevice:
         assert self._lanes is not None, "clients may share memory"
         return self._lanes
 
-    def prepare(self, step: Step) -> Awaitable[None] | None:
+    def prepare(self, step: StepPlan) -> Awaitable[None] | None:
         """Wait for copies of the step's blocks and for the upload of its tables."""
         compute = self._compute
         tables = compute.tables_of(step)
@@ -283,12 +287,12 @@ class CudaDevice:
         reads, writes = tables.host_block_tables, tables.written_blocks
         seconds = num_bytes / LINK_BYTES_PER_S
 
-        def launch(region: Region) -> None:
-            compute.upload_tables(tables, region, 0)
+        def launch(buffer: StagingBuffer) -> None:
+            compute.upload_tables(tables, buffer, 0)
 
-        return compute.start(Call(step, num_bytes, reads, writes, seconds, launch, lambda _: None))
+        return compute.start(ComputeCall(step, num_bytes, reads, writes, seconds, launch, lambda _: None))
 
-    def publish(self, session: LaneSession, step: Step, written: bytearray) -> None:
+    def publish(self, session: LaneSession, step: StepPlan, written: bytearray) -> None:
         assert isinstance(session, CudaLaneSession), "it was made here"
         session.publish(step, written, self._compute.tables_of(step))
 

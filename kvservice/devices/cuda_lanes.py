@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvservice.blocks import Step
+from kvservice.blocks import StepPlan
 from kvservice.config import ServeConfig
 from kvservice.devices.base import Array, FinishedSteps
 from kvservice.devices.compute import Compute
 from kvservice.devices.sizing import LANE_WORKSPACE_BYTES
-from kvservice.devices.tables import StepTables
+from kvservice.devices.tables import DeviceStepTables
 from kvservice.errors import InvalidArgumentError, RegionNotOpenedError, ResourceExhaustedError
 from kvservice.ops.device_array import DTYPE_NUMBERS
 from kvservice.pool.sealed import SealedMemory
@@ -30,11 +30,11 @@ class CudaLaneSession:
     def __init__(self, cuda: ModuleType, num_layers: int, finished: FinishedSteps, number: int) -> None:
         self._cuda = cuda
         self.native: _cuda.LaneSession = cuda.LaneSession(num_layers, finished, number)
-        self._steps: dict[int, Step] = {}
+        self._steps: dict[int, StepPlan] = {}
         self._page_locks: dict[int, _cuda.HostRegistration] = {}
         self.set_draining = self.native.set_draining
 
-    def publish(self, step: Step, written: bytearray, tables: StepTables) -> None:
+    def publish(self, step: StepPlan, written: bytearray, tables: DeviceStepTables) -> None:
         self._steps[step.step_id] = step
         device_tables = (
             tables.slots,

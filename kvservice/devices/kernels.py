@@ -7,8 +7,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from kvservice.config import ServeConfig
-from kvservice.devices.base import AttentionOptions
-from kvservice.devices.tables import StepTables
+from kvservice.devices.base import AttentionParameters
+from kvservice.devices.tables import DeviceStepTables
 from kvservice.ops.device_array import DTYPE_NUMBERS
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def new_attention(cuda: ModuleType, attributes: Mapping[str, float]) -> _cuda.At
     return call
 
 
-class Kernels:
+class PoolKernels:
     """The kernels for one pool. `pool` is the address of `num_blocks` blocks. `scales` is the address of
     float32[2, num_layers, num_kv_heads], or 0."""
 
@@ -79,7 +79,7 @@ class Kernels:
         return call
 
     def attention_over(
-        self, tables: StepTables, layer: int, num_heads: int, options: AttentionOptions
+        self, tables: DeviceStepTables, layer: int, num_heads: int, options: AttentionParameters
     ) -> _cuda.Attention:
         """Return an attention call without its tensors and its workspace."""
         call = self.attention(layer)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvservice.blocks import Step
+from kvservice.blocks import StepPlan
 from kvservice.devices.arena import offsets_of
 from kvservice.devices.base import Array, Int32
 
@@ -26,10 +26,10 @@ def common_blocks(block_tables: Int32, most: int) -> int:
     return start
 
 
-class StepTables:
+class DeviceStepTables:
     """Addresses of a step's tables on the device, and the host's information about them."""
 
-    def __init__(self, step: Step, allocate: Callable[[int], int]) -> None:
+    def __init__(self, step: StepPlan, allocate: Callable[[int], int]) -> None:
         self.host_block_tables = step.block_tables  # gathered now, because they are valid only while the step is live
         self.written_blocks = step.slot_mapping // step.block_size
         self.num_seqs, self.max_blocks = self.host_block_tables.shape
@@ -58,13 +58,13 @@ class LiveTables:
 
     def __init__(self, allocate: Callable[[int], int]) -> None:
         self._allocate = allocate
-        self._tables: weakref.WeakKeyDictionary[Step, StepTables] = weakref.WeakKeyDictionary()
+        self._tables: weakref.WeakKeyDictionary[StepPlan, DeviceStepTables] = weakref.WeakKeyDictionary()
         # A step may be collected on any thread. The next launch frees its memory, after all calls that use it.
         self.garbage: collections.deque[int] = collections.deque()
 
-    def of(self, step: Step) -> StepTables:
+    def of(self, step: StepPlan) -> DeviceStepTables:
         tables = self._tables.get(step)
         if tables is None:
-            tables = self._tables[step] = StepTables(step, self._allocate)
+            tables = self._tables[step] = DeviceStepTables(step, self._allocate)
             weakref.finalize(step, self.garbage.append, tables.pointer).atexit = False
         return tables

@@ -6,14 +6,14 @@ import numpy as np
 
 from kvservice.devices.arena import aligned
 from kvservice.devices.compute import Compute
-from kvservice.devices.kernels import Kernels
+from kvservice.devices.kernels import PoolKernels
 from kvservice.pool.layout import TENSOR_DTYPES
 
 # Tokens of the larger warm-up call.
 NUM_TOKENS = 256
 
 
-def warm_up(compute: Compute, kernels: Kernels, workspace: int, workspace_bytes: int) -> None:
+def warm_up(compute: Compute, kernels: PoolKernels, workspace: int, workspace_bytes: int) -> None:
     """Write, read and attend over zeros. `kernels` has a pool of one block, to which every table entry refers."""
     config = kernels.config
     tensor_bytes = aligned(NUM_TOKENS * config.num_kv_heads * config.head_size * TENSOR_DTYPES[config.dtype].itemsize)
@@ -22,10 +22,10 @@ def warm_up(compute: Compute, kernels: Kernels, workspace: int, workspace_bytes:
     zeros = compute.allocate(tables_bytes + 3 * tensor_bytes + aligned(lengths.nbytes))
     tensors = zeros + tables_bytes
     lengths_at = tensors + 3 * tensor_bytes
-    region = compute.arena.take(lengths.nbytes)
+    buffer = compute.arena.allocate(lengths.nbytes)
     kernels.cuda.fill_async(zeros, 0, tables_bytes + 3 * tensor_bytes, kernels.stream)
-    region.put(0, lengths)
-    kernels.cuda.copy_async(lengths_at, region.host_pointer, lengths.nbytes, kernels.stream)
+    buffer.put(0, lengths)
+    kernels.cuda.copy_async(lengths_at, buffer.host_pointer, lengths.nbytes, kernels.stream)
     kernels.write(0, 1, zeros, tensors, tensors)
     kernels.read(0, 1, zeros, tensors + tensor_bytes, tensors + 2 * tensor_bytes)
     for index, num_tokens in enumerate(lengths.tolist()):
@@ -38,4 +38,4 @@ def warm_up(compute: Compute, kernels: Kernels, workspace: int, workspace_bytes:
         call.launch()
     compute.free(zeros)
     compute.stream.synchronize()
-    compute.arena.release(region)
+    compute.arena.release(buffer)

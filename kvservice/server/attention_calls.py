@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvservice.config import ServeConfig
-from kvservice.engine import Engine
+from kvservice.engine import CacheEngine
 from kvservice.errors import InvalidArgumentError
 from kvservice.server import codec
 from kvservice.server.handlers import Handler, SessionHandler, WhileDraining
@@ -15,7 +15,7 @@ from kvservice.wire.encoded import Encoded, encode_tensor
 class AttentionCalls:
     """The responses with tensors are already encoded."""
 
-    def __init__(self, config: ServeConfig, engine: Engine) -> None:
+    def __init__(self, config: ServeConfig, engine: CacheEngine) -> None:
         self._engine = engine
         self._manager = engine.manager
         self._max_request_bytes = config.max_message_bytes

@@ -6,10 +6,10 @@ import functools
 
 import numpy as np
 
-from kvservice.blocks import SequenceInfo, Slices, Step
+from kvservice.blocks import SequenceSnapshot, Slices, StepPlan
 from kvservice.blocks.slices import in_turn
 from kvservice.config import ServeConfig
-from kvservice.engine import Engine
+from kvservice.engine import CacheEngine
 from kvservice.errors import InvalidArgumentError
 from kvservice.server import codec
 from kvservice.server.allocating import ALLOC_STATUS, allocate_response, allocating
@@ -21,7 +21,7 @@ from kvservice.wire.tensors import to_ints, token_array
 
 
 class BlockCalls:
-    def __init__(self, config: ServeConfig, engine: Engine) -> None:
+    def __init__(self, config: ServeConfig, engine: CacheEngine) -> None:
         self._engine = engine
         self._manager = engine.manager
         self._max_request_sequences = config.max_request_sequences
@@ -131,7 +131,7 @@ class BlockCalls:
         descriptions = yield from in_turn(codec.description(info) for info in sequences)
         return blocks_pb2.DescribeResponse(num_sequences=len(session.space), sequences=descriptions)
 
-    def _check_described(self, sequences: list[SequenceInfo]) -> None:
+    def _check_described(self, sequences: list[SequenceSnapshot]) -> None:
         num_bytes = sum(4 * (info.length + info.num_blocks) for info in sequences)
         codec.check_response_size(num_bytes, self._max_response_bytes, "sequence_ids")
 
@@ -161,7 +161,7 @@ class BlockCalls:
         return blocks_pb2.CommonPrefixResponse(num_blocks=num_blocks)
 
 
-def _opened(session: Session, step: Step, return_slot_mapping: bool) -> Answer[blocks_pb2.StepResponse]:
+def _opened(session: Session, step: StepPlan, return_slot_mapping: bool) -> Answer[blocks_pb2.StepResponse]:
     """Publish a step to the session's client. Return the response, when the client may work on the step."""
     mapped, published = session.access.publish(step)
     response = codec.step_response(step, return_slot_mapping, mapped)

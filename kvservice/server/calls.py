@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvservice.config import ServeConfig
-from kvservice.engine import Engine
+from kvservice.engine import CacheEngine
 from kvservice.server.attention_calls import AttentionCalls
 from kvservice.server.block_calls import BlockCalls
 from kvservice.server.handlers import Handler
@@ -11,7 +11,7 @@ from kvservice.server.host_calls import HostCalls
 from kvservice.server.region_calls import RegionCalls
 
 
-def session_handlers(config: ServeConfig, engine: Engine) -> tuple[Handler, ...]:
+def session_handlers(config: ServeConfig, engine: CacheEngine) -> tuple[Handler, ...]:
     return (
         *BlockCalls(config, engine).handlers(),
         *AttentionCalls(config, engine).handlers(),

@@ -10,9 +10,9 @@ import numpy as np
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from kvservice.blocks import BlocksStats, SequenceInfo, Step
+from kvservice.blocks import BlocksStats, SequenceSnapshot, StepPlan
 from kvservice.config import ServeConfig
-from kvservice.devices import AttentionOptions, BlockSparse, Device
+from kvservice.devices import AttentionParameters, BlockSparse, Device
 from kvservice.errors import InvalidArgumentError
 from kvservice.server.region import Place, Region
 from kvservice.server.regions import Regions, Target
@@ -132,10 +132,10 @@ def optional_layer(request: attention_pb2.WriteRequest | attention_pb2.ReadReque
     return request.layer if request.HasField("layer") else None
 
 
-def attention_options(options: attention_pb2.AttentionOptions) -> AttentionOptions:
+def attention_options(options: attention_pb2.AttentionOptions) -> AttentionParameters:
     slopes = np.array(options.alibi_slopes, np.float32) if options.alibi_slopes else None
     sparse = block_sparse(options.block_sparse) if options.HasField("block_sparse") else None
-    return AttentionOptions(options.scale or None, options.sliding_window, options.logits_soft_cap, slopes, sparse)
+    return AttentionParameters(options.scale or None, options.sliding_window, options.logits_soft_cap, slopes, sparse)
 
 
 def block_sparse(sparse: attention_pb2.BlockSparse) -> BlockSparse:
@@ -144,7 +144,7 @@ def block_sparse(sparse: attention_pb2.BlockSparse) -> BlockSparse:
     )
 
 
-def step_response(step: Step, return_slot_mapping: bool, mapped: tuple[int, int] | None) -> blocks_pb2.StepResponse:
+def step_response(step: StepPlan, return_slot_mapping: bool, mapped: tuple[int, int] | None) -> blocks_pb2.StepResponse:
     """Encode a step. `mapped` has the slot and the offset of the step in the session's step tables."""
     response = blocks_pb2.StepResponse(
         step_id=step.step_id,
@@ -159,7 +159,7 @@ def step_response(step: Step, return_slot_mapping: bool, mapped: tuple[int, int]
     return response
 
 
-def description(info: SequenceInfo) -> blocks_pb2.SequenceDescription:
+def description(info: SequenceSnapshot) -> blocks_pb2.SequenceDescription:
     return blocks_pb2.SequenceDescription(
         sequence_id=info.sequence_id,
         length=info.length,

@@ -15,7 +15,7 @@ import uvloop
 from kvservice import logs
 from kvservice.config import ServeConfig
 from kvservice.devices import open_device
-from kvservice.engine import Engine
+from kvservice.engine import CacheEngine
 from kvservice.server import unmapping
 from kvservice.server.audit import Audit
 from kvservice.server.callers import Callers, LocalCallers, RemoteCallers
@@ -67,7 +67,7 @@ class Daemon:
         self._remote_callers = RemoteCallers(self.credentials.tokens, bool(config.tls_client_ca), self.audit)
         self.device = open_device(config)
         arrays = SharedArrays()
-        self.engine = Engine(config, self.device, arrays.zeros)
+        self.engine = CacheEngine(config, self.device, arrays.zeros)
         table = SessionTable(config.max_sessions, config.max_labels, arrays.zeros)
         self.sessions = SessionRegistry(config, self.engine.manager, self.device, table)
         self._tracer = _open_tracer(config)

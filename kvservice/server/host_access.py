@@ -10,7 +10,7 @@ import os
 from collections.abc import Awaitable
 from dataclasses import dataclass
 
-from kvservice.blocks import BlockManager, SessionNamespace, Slices, Step
+from kvservice.blocks import BlockManager, SessionNamespace, Slices, StepPlan
 from kvservice.config import ServeConfig
 from kvservice.devices import CudaRegion, Device, LaneServer, LaneSession
 from kvservice.errors import (
@@ -205,7 +205,7 @@ class HostAccess:
 
     # ---- steps
 
-    def publish(self, step: Step) -> tuple[tuple[int, int] | None, Awaitable[None] | None]:
+    def publish(self, step: StepPlan) -> tuple[tuple[int, int] | None, Awaitable[None] | None]:
         """Publish a step that was just opened to the lane and in the step tables.
 
         Returns its slot and offset in the step tables, or None if it has none; and an awaitable after which the client
@@ -222,11 +222,11 @@ class HostAccess:
         mapped = None if self._tables is None else self._tables.publish(step)
         return mapped, None if prepared is None else self._publish_when(prepared, step)
 
-    async def _publish_when(self, prepared: Awaitable[None], step: Step) -> None:
+    async def _publish_when(self, prepared: Awaitable[None], step: StepPlan) -> None:
         await prepared
         self._publish_to_lane(step)
 
-    def _publish_to_lane(self, step: Step) -> None:
+    def _publish_to_lane(self, step: StepPlan) -> None:
         written = self._manager.written_layers(self._space, step.step_id)
         if written is None:
             return  # the step has ended in the meantime

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from kvservice import __version__
 from kvservice.blocks import Slices
 from kvservice.config import ServeConfig
-from kvservice.engine import Engine
+from kvservice.engine import CacheEngine
 from kvservice.server import codec
 from kvservice.server.handlers import Handler, OpenHandler, WhileDraining, sliced
 from kvservice.server.sessions import SessionRegistry
@@ -18,7 +18,7 @@ class OpenCalls:
     def __init__(
         self,
         config: ServeConfig,
-        engine: Engine,
+        engine: CacheEngine,
         sessions: SessionRegistry,
         snapshot: Callable[[bytes], Awaitable[bytes]],
     ) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from kvservice.blocks import Step
+from kvservice.blocks import StepPlan
 from kvservice.pool.sealed import SealedMemory
 
 NUM_SLOTS = 1024
@@ -34,7 +34,7 @@ class StepTables:
         self._extents: dict[int, tuple[int, int, int]] = {}
         self._free_slots = list(range(NUM_SLOTS - 1, -1, -1))
 
-    def publish(self, step: Step) -> tuple[int, int] | None:
+    def publish(self, step: StepPlan) -> tuple[int, int] | None:
         """Publish a live step. Returns its (slot, offset in bytes), or None if there is no room for it."""
         if (known := self._extents.get(step.step_id)) is not None:
             return known[:2]

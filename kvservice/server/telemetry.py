@@ -8,7 +8,7 @@ from typing import Any
 from kvservice import __version__
 from kvservice.config import ServeConfig
 from kvservice.devices import Device
-from kvservice.engine import Engine
+from kvservice.engine import CacheEngine
 from kvservice.server.audit import Audit
 from kvservice.server.credentials import Credentials
 from kvservice.server.dispatch import Dispatcher
@@ -25,7 +25,7 @@ class DaemonVitals:
     def __init__(
         self,
         arrays: SharedArrays,
-        engine: Engine,
+        engine: CacheEngine,
         sessions: SessionRegistry,
         dispatcher: Dispatcher,
         events: EventStreams,

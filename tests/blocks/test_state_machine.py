@@ -19,7 +19,7 @@ from event_replica import EventReplica
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvservice.blocks import AllocationRequest, AllocStatus, BlockManager, BlocksConfig, EventJournal, Step
+from kvservice.blocks import AllocationRequest, AllocStatus, BlockManager, BlocksConfig, EventJournal, StepPlan
 from kvservice.blocks.arguments import extra_keys_by_block
 from kvservice.blocks.prefix import block_hash, root_hash, token_bytes
 from kvservice.errors import (
@@ -157,7 +157,9 @@ class BlockManagerMachine(RuleBasedStateMachine):
             if model.step in ended:
                 model.step = 0
 
-    def opened(self, who: int, step: Step, ids: list[int], starts: list[int], lens: list[int], lookahead: int) -> None:
+    def opened(
+        self, who: int, step: StepPlan, ids: list[int], starts: list[int], lens: list[int], lookahead: int
+    ) -> None:
         """Perform the copies of a step, and check that its slots are those of its tokens."""
         self.copy(self.pool, self.pool, step.copies.src.tolist(), step.copies.dst.tolist())
         assert step.sequence_ids.tolist() == ids

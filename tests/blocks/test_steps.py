@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvservice.blocks import AllocationRequest, BlockManager, SessionNamespace, Step
+from kvservice.blocks import AllocationRequest, BlockManager, SessionNamespace, StepPlan
 from kvservice.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
@@ -316,7 +316,7 @@ def test_superseded_steps_are_forgotten(make: Make) -> None:
 # Retries
 
 
-def append_again(manager: BlockManager, space: SessionNamespace, **changes: Any) -> Step:
+def append_again(manager: BlockManager, space: SessionNamespace, **changes: Any) -> StepPlan:
     arguments: dict[str, Any] = {"sequence_ids": [0, 1], "token_ids": [7, 8, 9], "num_tokens": [1, 2]}
     return manager.append(space, **{**arguments, "expected_lengths": [6, 8], **changes})
 

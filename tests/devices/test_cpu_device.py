@@ -13,8 +13,8 @@ from kv_model import POOL
 from kvservice import ops
 from kvservice.blocks import AllocationRequest
 from kvservice.config import ServeConfig
-from kvservice.devices import AttentionOptions, open_device
-from kvservice.engine import Engine
+from kvservice.devices import AttentionParameters, open_device
+from kvservice.engine import CacheEngine
 
 CONTEXT = 2000
 
@@ -31,7 +31,7 @@ def decode(batch_invariant: bool, others: int) -> Any:
     """Return the output bits of a sequence in a batch with other sequences."""
     changes = {"max_sequence_tokens": 2048, "num_blocks": 5000, "num_layers": 1, "num_kv_heads": 4, "head_size": 128}
     config = ServeConfig.model_validate(POOL | changes | {"batch_invariant": batch_invariant})
-    engine = Engine(config, open_device(config))
+    engine = CacheEngine(config, open_device(config))
     space = engine.manager.open_space()
     ids = np.arange(others + 1)
     engine.manager.allocate(space, [AllocationRequest(n, range(CONTEXT * n, CONTEXT * (n + 1))) for n in ids.tolist()])
@@ -46,7 +46,7 @@ def decode(batch_invariant: bool, others: int) -> Any:
         tensors = [np.random.default_rng(1).standard_normal((1, h, 128), np.float32) for h in (8, 4, 4)]
         more = [random.standard_normal((others, h, 128), np.float32) for h in (8, 4, 4)]
         both = [np.concatenate(pair) for pair in zip(tensors, more, strict=True)]
-        return (await engine.attend(space, step.step_id, 0, *both, AttentionOptions(), False))[0][0]
+        return (await engine.attend(space, step.step_id, 0, *both, AttentionParameters(), False))[0][0]
 
     try:
         return asyncio.run(run()).view(np.uint32)

@@ -24,7 +24,7 @@ from kvservice.devices import compute, open_device
 from kvservice.devices.arena import Arena
 from kvservice.devices.compute import Compute
 from kvservice.devices.copies import Copies
-from kvservice.engine import Engine
+from kvservice.engine import CacheEngine
 from kvservice.errors import InternalError, InvalidArgumentError
 
 CONFIG = ServeConfig.model_validate(POOL | {"device": "cuda", "max_message_mib": 1, "allow_client_shm": "off"})
@@ -64,7 +64,7 @@ def run_churn(new_fake: Callable[[], FakeCuda], num_runs: int) -> None:
     for seed in range(num_runs):
         new_fake()
         config = CONFIG.model_copy(update={"enable_prefix_caching": False})
-        engine = Engine(config, open_device(config))
+        engine = CacheEngine(config, open_device(config))
         try:
             asyncio.run(Churn(engine, seed).run(60))
         finally:
@@ -85,20 +85,20 @@ def computing_does_not_wait_for_copies(patch: pytest.MonkeyPatch) -> None:
 
 
 def readers_do_not_wait_for_copies(patch: pytest.MonkeyPatch) -> None:
-    right = Copies.hold_up
-    patch.setattr(Copies, "hold_up", lambda self, reads, writes: right(self, reads[:0].ravel(), writes))
+    right = Copies.to_wait_for
+    patch.setattr(Copies, "to_wait_for", lambda self, reads, writes: right(self, reads[:0].ravel(), writes))
 
 
 def writers_do_not_wait_for_copies(patch: pytest.MonkeyPatch) -> None:
-    right = Copies.hold_up
-    patch.setattr(Copies, "hold_up", lambda self, reads, writes: right(self, reads, writes[:0]))
+    right = Copies.to_wait_for
+    patch.setattr(Copies, "to_wait_for", lambda self, reads, writes: right(self, reads, writes[:0]))
 
 
 def writers_wait_only_for_copies_that_write(patch: pytest.MonkeyPatch) -> None:
-    right = Copies.hold_up
+    right = Copies.to_wait_for
     nothing = np.zeros(0, np.int64)
     patch.setattr(
-        Copies, "hold_up", lambda self, reads, writes: right(self, reads, nothing) + right(self, writes, nothing)
+        Copies, "to_wait_for", lambda self, reads, writes: right(self, reads, nothing) + right(self, writes, nothing)
     )
 
 
@@ -150,9 +150,9 @@ def room_is_given_back_at_launch(patch: pytest.MonkeyPatch) -> None:
     right = Compute._launch
 
     def launch(self: Compute, call: Any) -> Any:
-        flight = right(self, call)
-        self.arena.release(flight.region)
-        return flight
+        in_flight = right(self, call)
+        self.arena.release(in_flight.buffer)
+        return in_flight
 
     patch.setattr(Compute, "_launch", launch)
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from observed_pool import MAX_TENANTS, ObservedPool, RandomOperations
 
-from kvservice.blocks.plans import SequenceInfo
+from kvservice.blocks.plans import SequenceSnapshot
 from kvservice.blocks.sequences import NAMESPACE
 from kvservice.observer.snapshot import take_snapshot
 from kvservice.telemetry.reading import Reading
@@ -58,7 +58,7 @@ def assert_sequences(pool: ObservedPool, found: dict[str, Any]) -> None:
     assert blocks == sorted(blocks, reverse=True)
 
 
-def sequence_row(session_id: int, session_name: str, info: SequenceInfo) -> dict[str, Any]:
+def sequence_row(session_id: int, session_name: str, info: SequenceSnapshot) -> dict[str, Any]:
     return {
         "session_id": session_id,
         "session_name": session_name,

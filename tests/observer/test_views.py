@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from observed_pool import ObservedPool, RandomOperations
 
-from kvservice.blocks.plans import SequenceInfo
+from kvservice.blocks.plans import SequenceSnapshot
 from kvservice.errors import InvalidArgumentError, UnknownSequenceError
 from kvservice.observer.blocks import STATES
 from kvservice.observer.views import MAX_HOLDERS, MAX_TABLE
@@ -21,7 +21,7 @@ SEEDS = range(6)
 Holder = tuple[int, str, int, int]
 
 
-def described(pool: ObservedPool) -> Iterator[tuple[int, str, SequenceInfo]]:
+def described(pool: ObservedPool) -> Iterator[tuple[int, str, SequenceSnapshot]]:
     for session in pool.sessions:
         for info in pool.manager.describe(session.space, include_blocks=True):
             yield session.session_id, session.name, info

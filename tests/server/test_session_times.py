@@ -14,7 +14,7 @@ from small_pool import SMALL_POOL
 from kvservice.blocks.slices import finish
 from kvservice.config import ServeConfig
 from kvservice.devices import open_device
-from kvservice.engine import Engine
+from kvservice.engine import CacheEngine
 from kvservice.errors import KVServiceError, UnknownSessionError
 from kvservice.server.sessions import ATTACH_S, Session, SessionRegistry
 from kvservice.telemetry.arrays import SharedArrays
@@ -39,7 +39,7 @@ def make_registry(clock: ManualClock):
         device = open_device(config)
         devices.append(device)
         arrays = SharedArrays()
-        engine = Engine(config, device, arrays.zeros)
+        engine = CacheEngine(config, device, arrays.zeros)
         table = SessionTable(config.max_sessions, config.max_labels, arrays.zeros)
         return SessionRegistry(config, engine.manager, device, table, clock)
 

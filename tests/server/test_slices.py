@@ -15,7 +15,7 @@ from kvservice.blocks import AllocationRequest, Slices
 from kvservice.blocks.slices import SLICE_SEQUENCES
 from kvservice.config import ServeConfig
 from kvservice.devices import open_device
-from kvservice.engine import Engine
+from kvservice.engine import CacheEngine
 from kvservice.errors import DuplicateSequenceError, InvalidArgumentError, QuotaExceededError
 from kvservice.server import slices
 from kvservice.server.calls import session_handlers
@@ -114,7 +114,7 @@ class Rig:
         config = ServeConfig(**SMALL_POOL | POOL)
         self.device = open_device(config)
         arrays = SharedArrays()
-        self.engine = Engine(config, self.device, arrays.zeros)
+        self.engine = CacheEngine(config, self.device, arrays.zeros)
         table = SessionTable(config.max_sessions, config.max_labels, arrays.zeros)
         self.sessions = SessionRegistry(config, self.engine.manager, self.device, table)
         handlers = session_handlers(config, self.engine)

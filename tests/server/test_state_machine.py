@@ -19,12 +19,12 @@ import kvservice.blocks.layers
 import kvservice.blocks.prefix
 import kvservice.client.transports
 from kvservice import ops
-from kvservice.blocks.plans import Step
+from kvservice.blocks.plans import StepPlan
 from kvservice.client import KVClient
 from kvservice.client.transports import TransportName
 from kvservice.config import ServeConfig
 from kvservice.devices.cpu import CpuDevice
-from kvservice.engine import Engine
+from kvservice.engine import CacheEngine
 from kvservice.errors import KVServiceError
 from kvservice.launch import Daemon
 
@@ -80,7 +80,7 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 
 
 def no_copy_on_write(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Engine, "_copy_on_write", lambda *_: None)
+    patch.setattr(CacheEngine, "_copy_on_write", lambda *_: None)
 
 
 def no_swap(patch: pytest.MonkeyPatch) -> None:
@@ -104,10 +104,10 @@ def attention_in_the_wrong_layer(patch: pytest.MonkeyPatch) -> None:
 
 
 def rolled_tables(patch: pytest.MonkeyPatch) -> None:
-    right = Step.block_tables.func  # type: ignore[attr-defined]
+    right = StepPlan.block_tables.func  # type: ignore[attr-defined]
     rolled = cached_property(lambda step: np.ascontiguousarray(np.roll(right(step), 1, axis=1)))
-    rolled.__set_name__(Step, "block_tables")
-    patch.setattr(Step, "block_tables", rolled)
+    rolled.__set_name__(StepPlan, "block_tables")
+    patch.setattr(StepPlan, "block_tables", rolled)
 
 
 def last_token_lost(patch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,8 @@ from kv_model import POOL, reference_attention
 
 from kvservice.blocks import AllocationRequest
 from kvservice.config import ServeConfig
-from kvservice.devices import AttentionOptions, open_device
-from kvservice.engine import Engine
+from kvservice.devices import AttentionParameters, open_device
+from kvservice.engine import CacheEngine
 from kvservice.pool.layout import TENSOR_DTYPES
 
 ON_GPU = POOL | {"device": "cuda", "max_message_mib": 1, "allow_client_shm": "off"}
@@ -34,7 +34,7 @@ class Rig:
     def __init__(self, **changes: Any) -> None:
         self.config = ServeConfig.model_validate(ON_GPU | {"num_blocks": 200, "max_sequence_tokens": 600} | changes)
         self.device: Any = open_device(self.config)
-        self.engine = Engine(self.config, self.device)
+        self.engine = CacheEngine(self.config, self.device)
         self.space = self.engine.manager.open_space()
         self.random = np.random.default_rng(0)
 
@@ -46,7 +46,7 @@ class Rig:
         return self.engine.open_step(self.space, np.array([sequence_id]), None)
 
     def attend(self, step: Any, layer: int, query: Any, key: Any, value: Any) -> Any:
-        options = AttentionOptions()
+        options = AttentionParameters()
         work = self.engine.attend(self.space, step.step_id, layer, query, key, value, options, False)
         return asyncio.run(_output(work))
 

@@ -11,15 +11,15 @@ import numpy as np
 from kv_model import HEAD_SIZE, NUM_HEADS, NUM_LAYERS, ModelSequence, reference_attention
 
 from kvservice.blocks import AllocationRequest
-from kvservice.devices import AttentionOptions
-from kvservice.engine import Engine
+from kvservice.devices import AttentionParameters
+from kvservice.engine import CacheEngine
 from kvservice.errors import OutOfBlocksError, QuotaExceededError
 
 
 class Churn:
     """Operations on the sequences 0, 1, 2, ... of one namespace, whose tokens are all computed."""
 
-    def __init__(self, engine: Engine, seed: int) -> None:
+    def __init__(self, engine: CacheEngine, seed: int) -> None:
         self.engine = engine
         self.manager = engine.manager
         self.space = self.manager.open_space()
@@ -97,7 +97,7 @@ class Churn:
     async def attend(self, step: Any, layer: int, key: Any, value: Any, whole: list[Any]) -> None:
         query = self.queries.standard_normal((len(key), NUM_HEADS, HEAD_SIZE), np.float32)
         output, _ = await self.engine.attend(
-            self.space, step.step_id, layer, query, key, value, AttentionOptions(), False
+            self.space, step.step_id, layer, query, key, value, AttentionParameters(), False
         )
         ends = np.cumsum(step.query_lens)
         parts = np.split(query, ends[:-1])

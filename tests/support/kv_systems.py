@@ -14,8 +14,8 @@ from kvservice.blocks import AllocationRequest
 from kvservice.client import KVClient, Pin, Session
 from kvservice.client import Sequence as ClientSequence
 from kvservice.config import ServeConfig
-from kvservice.devices import AttentionOptions, open_device
-from kvservice.engine import Engine
+from kvservice.devices import AttentionParameters, open_device
+from kvservice.engine import CacheEngine
 from kvservice.server.codec import stats_response
 
 
@@ -112,7 +112,7 @@ class EngineSystem:
     """The engine without a server."""
 
     def __init__(self, config: ServeConfig, num_sessions: int, *, check_integrity: bool = True) -> None:
-        self.engine = Engine(config, open_device(config))
+        self.engine = CacheEngine(config, open_device(config))
         self.manager = self.engine.manager
         self.spaces = [self.manager.open_space() for _ in range(num_sessions)]
         self._check_integrity = check_integrity
@@ -135,7 +135,7 @@ class EngineSystem:
         return self.engine.open_step(self.spaces[s], np.array(ids), None if counts is None else np.array(counts))
 
     def attend(self, s: int, step: Any, layer: int, query: Array, key: Array, value: Array) -> Array:
-        work = self.engine.attend(self.spaces[s], step.step_id, layer, query, key, value, AttentionOptions(), False)
+        work = self.engine.attend(self.spaces[s], step.step_id, layer, query, key, value, AttentionParameters(), False)
         output: Array = self._run(work)[0]
         return output
 

@@ -19,7 +19,7 @@ from kvservice.blocks import AllocationRequest
 from kvservice.config import ServeConfig
 from kvservice.devices import compute, open_device
 from kvservice.devices.cuda import CudaDevice
-from kvservice.engine import Engine
+from kvservice.engine import CacheEngine
 from kvservice.errors import ResourceExhaustedError
 
 
@@ -62,7 +62,7 @@ def test_operations_that_do_not_wait_for_each_other() -> None:
     }
     config = ServeConfig.model_validate(ON_GPU | changes)
     for seed in range(10):
-        engine = Engine(config, open_device(config))
+        engine = CacheEngine(config, open_device(config))
         try:
             asyncio.run(Churn(engine, seed).run(200))
         finally:

@@ -65,17 +65,17 @@ def test_the_pool_takes_its_share_of_the_memory() -> None:
 FAULTY = """
 import sys
 from kvservice.config import load_config
-from kvservice.devices.kernels import Kernels
+from kvservice.devices.kernels import PoolKernels
 from kvservice.server.daemon import run
 
-right = Kernels.attention_over
+right = PoolKernels.attention_over
 
 def broken(self, *arguments):
     call = right(self, *arguments)
     call.block_tables = 4096  # nobody's memory
     return call
 
-Kernels.attention_over = broken
+PoolKernels.attention_over = broken
 sys.exit(run(load_config({options!r} | {{"unix_socket": sys.argv[1]}}, {{}})))
 """
 
