@@ -139,7 +139,7 @@ def copies_forget_the_pool(patch: pytest.MonkeyPatch) -> None:
 
 
 def copies_are_thought_done(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Copies, "_forget_done", lambda self: self._flying.clear())
+    patch.setattr(Copies, "_drop_completed", lambda self: self._copies.clear())
 
 
 def results_are_not_waited_for(patch: pytest.MonkeyPatch) -> None:

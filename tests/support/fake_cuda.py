@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from kvservice import ops
+from kvservice import _ext, ops
 from kvservice.pool.layout import DTYPES
 
 Array = np.ndarray[Any, Any]
@@ -187,6 +187,7 @@ class FakeCuda(ModuleType):
     CudaError = CudaError
     LANE_BYTES = 36864
     LANE_BUCKETS = (1e-3,)
+    FinishedSteps = _ext.FinishedSteps
 
     def __init__(self, seed: int = 0, total_bytes: int = 64 << 20) -> None:
         super().__init__("kvservice._cuda")
