@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
-from fake_views import FakeViews
+from page_pool import PagePool
 from serving_http import serving_http
 
 from kvservice.observer import http_server
@@ -147,7 +147,7 @@ def scenario(connections: Connections, body: Exchange, app: Any = None) -> None:
     """Run `body(port)` with a server in one event loop. By default the server serves the observer's app."""
 
     async def run() -> None:
-        served = app or make_app(FakeViews(64, 16, 4), HttpOptions(loopback=True), no_metrics, Refusals(), 0.02)
+        served = app or make_app(PagePool(64, 16, 4).views, HttpOptions(loopback=True), no_metrics, Refusals(), 0.02)
         async with serving_http(served, connections) as port:
             await body(port)
 

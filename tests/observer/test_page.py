@@ -1,4 +1,4 @@
-"""The page in a browser, over fake pools: its contents, selection, search and updates."""
+"""The page in a browser, over pools with synthetic calls: its contents, selection, search and updates."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from contextlib import contextmanager
 
 import pytest
 from chromium import OpenPage, Page
-from fake_views import FIRST_SEQUENCE, STATES, FakeViews
 from http_app import serving
+from page_pool import FIRST_SEQUENCE, PagePool, count_states
 from selenium.webdriver.common.keys import Keys
 
+import kvservice
 import kvservice.observer.stream as stream
 from kvservice.observer.access import Refusals
+from kvservice.observer.blocks import STATES
 from kvservice.observer.web import HttpOptions, make_app
 
 NUM_BLOCKS = 512
@@ -32,31 +34,28 @@ async def no_metrics() -> tuple[bytes, str]:
 
 
 @contextmanager
-def serve(views: FakeViews, port: int = 0) -> Iterator[int]:
-    with serving(make_app(views, HttpOptions(loopback=True), no_metrics, Refusals(), INTERVAL_S), port) as running:
+def serve(pool: PagePool, port: int = 0) -> Iterator[int]:
+    app = make_app(pool.views, HttpOptions(loopback=True), no_metrics, Refusals(), INTERVAL_S)
+    with serving(app, port) as running:
         yield running
 
 
 @pytest.fixture
-def views() -> FakeViews:
-    return FakeViews(NUM_BLOCKS, 128, 24)
+def pool() -> PagePool:
+    return PagePool(NUM_BLOCKS, 128, 24)
 
 
 @pytest.fixture
-def port(views: FakeViews) -> Iterator[int]:
-    with serve(views) as running:
+def port(pool: PagePool) -> Iterator[int]:
+    with serve(pool) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def million() -> Iterator[tuple[FakeViews, int]]:
-    views = FakeViews(1_000_000, 60_000, 24)
-    with serve(views) as running:
-        yield views, running
-
-
-def first_of(views: FakeViews, state: str) -> int:
-    return int((views.states["device"] == STATES.index(state)).argmax())
+def million() -> Iterator[tuple[PagePool, int]]:
+    pool = PagePool(1_000_000, 60_000, 24)
+    with serve(pool) as running:
+        yield pool, running
 
 
 def rows(page: Page, table: str) -> list[list[str]]:
@@ -64,13 +63,12 @@ def rows(page: Page, table: str) -> list[list[str]]:
     return list(page.js(cells, f"{table} tbody tr"))
 
 
-def test_what_the_pool_holds(views: FakeViews, port: int, open_page: OpenPage) -> None:
+def test_what_the_pool_holds(pool: PagePool, port: int, open_page: OpenPage) -> None:
     page = open_page(port)
-    counts = [str((views.states["device"] == index).sum()) for index in range(len(STATES))]
-    assert page.texts("#pool > .legend .number") == counts
+    assert page.texts("#pool > .legend .number") == [str(count) for count in count_states(pool.states())]
     assert page.texts("#pool .swap .number") == ["86", "42"]
     assert "512 blocks of 16 tokens" in page.text("#pool .note")
-    assert page.text("#shape") == "0.1.0 · cuda:0 · 32 layers \u00d7 8 KV heads \u00d7 128 · bfloat16"
+    assert page.text("#shape") == f"{kvservice.__version__} · cpu · 32 layers \u00d7 8 KV heads \u00d7 128 · bfloat16"
     assert page.text("#status-text") == "Live"
     figures = dict(zip(page.texts("#figures dt"), page.texts("#figures dd"), strict=True))
     assert (figures["Sequences"], figures["Sessions"]) == ("24 + 1 swapped", "4")
@@ -79,21 +77,21 @@ def test_what_the_pool_holds(views: FakeViews, port: int, open_page: OpenPage) -
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_every_block_is_a_cell_in_the_colour_of_its_state(
-    views: FakeViews, port: int, open_page: OpenPage, scheme: str
+    pool: PagePool, port: int, open_page: OpenPage, scheme: str
 ) -> None:
     page = open_page(port, prefers_color_scheme=scheme)
     grid = "document.querySelector(arguments[0] + ' .grid')"
     columns, lines = (int(page.js(f"{grid}.getAttribute('aria-{name}count')", MAP)) for name in ("col", "row"))
     assert NUM_BLOCKS <= columns * lines < NUM_BLOCKS + columns
     colours = {state: (*page.colour("hole" if state == "free" else state), 255) for state in STATES}
-    expected = [colours[STATES[state]] for state in views.states["device"]]
+    expected = [colours[state] for state in pool.states()]
     assert page.pixels(MAP)[:NUM_BLOCKS] == expected
 
 
-def test_the_tables(views: FakeViews, port: int, open_page: OpenPage) -> None:
+def test_the_tables(pool: PagePool, port: int, open_page: OpenPage) -> None:
     page = open_page(port)
     sequences = rows(page, "#sequences")
-    held = {str(sequence_id): str(len(table)) for sequence_id, (_, table) in views.tables.items()}
+    held = {str(sequence_id): str(len(pool.block_table(sequence_id))) for sequence_id in pool.sequence_ids()}
     assert {row[0]: row[4] for row in sequences} == held
     assert [int(row[4]) for row in sequences] == sorted((int(blocks) for blocks in held.values()), reverse=True)
     assert [row[:3] for row in rows(page, "#sessions")] == [
@@ -107,28 +105,24 @@ def test_the_tables(views: FakeViews, port: int, open_page: OpenPage) -> None:
     assert calls["swap_out"][1:3] == ["\N{EN DASH}", "\N{EN DASH}"]
 
 
-def test_a_block_is_chosen_with_the_pointer(views: FakeViews, port: int, open_page: OpenPage) -> None:
+def test_a_block_is_chosen_with_the_pointer(pool: PagePool, port: int, open_page: OpenPage) -> None:
     page = open_page(port)
-    block = first_of(views, "shared")
+    block = pool.first_of("shared")
     page.click_cell(MAP, block)
     page.wait_for_text("#chosen", "shared: held by several sequences")
     assert page.text("#detail-title") == f"Block {block}"
     facts = dict(zip(page.texts("#detail dt"), page.texts("#detail dd"), strict=True))
-    assert facts == {
-        "References": str(views.ref_counts["device"][block]),
-        "Taken": "13 s ago",
-        "Hash": f"{block:064x}",
-    }
-    holders = {
-        str(sequence_id) for sequence_id, (tier, table) in views.tables.items() if tier == "device" and block in table
-    }
-    assert {row[0] for row in rows(page, "#detail")} == holders
+    holders = pool.holders(block)
+    assert {row[0] for row in rows(page, "#detail")} == {str(sequence_id) for sequence_id in holders}
+    chain_hash = pool.manager.state.device.hashes[block]
+    assert chain_hash is not None
+    assert facts == {"References": str(len(holders)), "Taken": "3 d 5 h ago", "Hash": chain_hash.hex()}
     assert page.js("location.hash") == f"#block/device/{block}"
     page.click("#detail button.quiet")
     page.wait_for_text("#detail-title", "Nothing chosen")
 
 
-def test_a_block_is_chosen_with_the_keyboard(views: FakeViews, port: int, open_page: OpenPage) -> None:
+def test_a_block_is_chosen_with_the_keyboard(pool: PagePool, port: int, open_page: OpenPage) -> None:
     page = open_page(port)
     page.js(f"document.querySelector('{MAP} .grid').focus()")
     columns = int(page.js(f"document.querySelector('{MAP} .grid').getAttribute('aria-colcount')"))
@@ -146,8 +140,7 @@ def test_a_block_is_chosen_with_the_keyboard(views: FakeViews, port: int, open_p
     active = f"document.getElementById(document.querySelector('{MAP} .grid').getAttribute('aria-activedescendant'))"
     for key, block in moves:
         page.press(key)
-        state = STATES[views.states["device"][block]]
-        assert page.js(f"{active}.getAttribute('aria-label')") == f"Block {block}: {state}"
+        assert page.js(f"{active}.getAttribute('aria-label')") == f"Block {block}: {pool.states()[block]}"
         assert page.js(f"{active}.getAttribute('aria-colindex')") == str(block % columns + 1)
     page.press(Keys.ENTER)
     page.wait_for_text("#detail-title", f"Block {8 * columns}")
@@ -155,15 +148,15 @@ def test_a_block_is_chosen_with_the_keyboard(views: FakeViews, port: int, open_p
     page.wait(f"{active}.getAttribute('aria-selected') === 'true'")
 
 
-def test_a_sequence_shows_its_table_and_only_its_blocks(views: FakeViews, port: int, open_page: OpenPage) -> None:
+def test_a_sequence_shows_its_table_and_only_its_blocks(pool: PagePool, port: int, open_page: OpenPage) -> None:
     page = open_page(port)
     page.click(f"#sequences button[aria-label='Sequence {FIRST_SEQUENCE + 1}']")
-    _, table = views.tables[FIRST_SEQUENCE + 1]
+    table = pool.block_table(FIRST_SEQUENCE + 1)
     page.wait_for_text("#detail", f"{len(table)}, in ")
     assert page.text("#detail-title") == f"Sequence {FIRST_SEQUENCE + 1}"
-    assert from_ranges(page.text("#detail .ids")) == table.tolist()
+    assert from_ranges(page.text("#detail .ids")) == table
     shown = {block for block, (*_, opacity) in enumerate(page.pixels(MAP)) if opacity == 255}
-    assert shown == set(table.tolist())
+    assert shown == set(table)
     assert page.js("document.querySelector('#sequences [aria-current=true] th').innerText") == str(FIRST_SEQUENCE + 1)
     page.click_cell("#detail .cells", 2)
     page.wait_for_text("#detail-title", f"Block {table[2]}")
@@ -223,19 +216,19 @@ def test_the_search_finds_sequences_and_sessions(port: int, open_page: OpenPage)
     assert page.js("document.querySelector('#query').value") == "chat-eu"
 
 
-def test_it_moves_with_the_pool(views: FakeViews, port: int, open_page: OpenPage) -> None:
+def test_it_moves_with_the_pool(pool: PagePool, port: int, open_page: OpenPage) -> None:
     page = open_page(port, f"#sequence/1/{FIRST_SEQUENCE}")
     page.wait_for_text("#detail", "Block table")
-    free = (views.states["device"] == 0).sum()
-    length = len(views.tables[FIRST_SEQUENCE][1])
-    block = first_of(views, "free")
-    views.step()
+    free = pool.num_free()
+    length = len(pool.block_table(FIRST_SEQUENCE))
+    pool.grow()
+    block = pool.block_table(FIRST_SEQUENCE)[-1]
     page.wait_for_text("#pool > .legend li", str(free - 1))
     page.wait_for_text("#detail", f"{length + 1}, in ")
     assert page.pixels(MAP)[block] == (*page.colour("active"), 255)
-    views.drop(FIRST_SEQUENCE)
-    page.wait_for_text("#chosen", f"sequence {FIRST_SEQUENCE} is unknown")
-    views.draining = True
+    pool.drop(FIRST_SEQUENCE)
+    page.wait_for_text("#chosen", f"session 1 has no sequence {FIRST_SEQUENCE}")
+    pool.draining = True
     page.wait_for_text("#status-text", "Draining")
     acknowledge(page, "404")
 
@@ -247,12 +240,12 @@ def acknowledge(page: Page, *expected: str) -> None:
     assert [line for line in said if not any(text in line for text in expected)] == []
 
 
-def test_the_focus_stays_while_rows_come_and_go(views: FakeViews, port: int, open_page: OpenPage) -> None:
+def test_the_focus_stays_while_rows_come_and_go(pool: PagePool, port: int, open_page: OpenPage) -> None:
     page = open_page(port)
     page.js(f"document.querySelector(\"#sequences [aria-label='Sequence {FIRST_SEQUENCE}']\").focus()")
     for _ in range(60):
-        views.step()  # the first sequence becomes the longest
-    views.drop(FIRST_SEQUENCE + 3)
+        pool.grow()  # the first sequence becomes the longest
+    pool.drop(FIRST_SEQUENCE + 3)
     page.wait(f"document.querySelector('#sequences tbody button').innerText === '{FIRST_SEQUENCE}'")
     page.wait("document.querySelectorAll('#sequences tbody tr').length === 24")
     assert page.js("document.activeElement.innerText") == str(FIRST_SEQUENCE)
@@ -271,11 +264,10 @@ def test_charts_begin_with_the_servers_history_and_go_on(port: int, open_page: O
     assert parts == [1, 1, 1, 2, 6]
     hits = page.js("document.querySelectorAll('.chart path')[1].getAttribute('d')")
     assert hits.count("M") == 2  # without lookups there is no line
-    points = "document.querySelectorAll('.chart path')[0].getAttribute('d').match(/[ML]/g).length"
-    assert page.js(points) > 590
-    before = page.js("document.querySelectorAll('.chart path')[0].getAttribute('d')")
-    page.wait(f"document.querySelectorAll('.chart path')[0].getAttribute('d') !== '{before}'")
-    assert page.js(points) <= 600
+    points = "document.querySelectorAll('.chart path')[1].getAttribute('d').match(/[ML]/g).length"
+    assert page.js(points) == 600 - 40
+    page.wait(f"document.querySelectorAll('.chart path')[1].getAttribute('d') !== '{hits}'")
+    assert page.js(points) == 600 - 40
 
 
 def test_all_charts_show_the_time_below_the_pointer(port: int, open_page: OpenPage) -> None:
@@ -288,8 +280,8 @@ def test_all_charts_show_the_time_below_the_pointer(port: int, open_page: OpenPa
     assert page.js("document.querySelectorAll('.cross').length") == 0
 
 
-def test_a_million_blocks_are_cells_of_neighbours(million: tuple[FakeViews, int], open_page: OpenPage) -> None:
-    views, port = million
+def test_a_million_blocks_are_cells_of_neighbours(million: tuple[PagePool, int], open_page: OpenPage) -> None:
+    pool, port = million
     page = open_page(port)
     assert "1,000,000 blocks of 16 tokens, 2 MiB each, 245 to a cell, stacked by state" in page.text("#pool .note")
     columns, lines = (
@@ -301,15 +293,15 @@ def test_a_million_blocks_are_cells_of_neighbours(million: tuple[FakeViews, int]
     page.click_cell(MAP, 30)
     page.wait_for_text("#detail-title", "Blocks 7,350 to 7,594")
     page.wait("document.querySelector('#detail .grid').getAttribute('aria-rowcount')")
-    states = views.states["device"][7350:7595]
-    page.wait_for_text("#chosen", f"{(states == 1).sum()} active")
+    states = pool.states()
+    page.wait_for_text("#chosen", f"{states[7350:7595].count('active')} active")
     page.js("document.querySelector('#detail .grid').focus()")
     page.press(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT, Keys.ENTER)
     page.wait_for_text("#detail-title", "Block 7,352")
-    page.wait_for_text("#chosen", STATES[views.states["device"][7352]])
+    page.wait_for_text("#chosen", states[7352])
 
 
-def test_the_last_cell_may_be_smaller(million: tuple[FakeViews, int], open_page: OpenPage) -> None:
+def test_the_last_cell_may_be_smaller(million: tuple[PagePool, int], open_page: OpenPage) -> None:
     _, port = million
     page = open_page(port)
     page.js(f"document.querySelector('{MAP} .grid').focus()")
@@ -320,26 +312,28 @@ def test_the_last_cell_may_be_smaller(million: tuple[FakeViews, int], open_page:
     page.wait_for_text("#detail-title", "Blocks 999,845 to 999,999")
 
 
-def test_a_page_that_nobody_sees_listens_to_nothing(views: FakeViews, port: int, open_page: OpenPage) -> None:
+def test_a_page_that_nobody_sees_listens_to_nothing(pool: PagePool, port: int, open_page: OpenPage) -> None:
     page = open_page(port)
     page.js(HIDE, True)
     page.wait("performance.now() > (window.hiddenAt ??= performance.now()) + 1000")  # requests in progress have ended
-    computed = views.num_snapshots
+    computed = pool.num_readings
     page.wait("performance.now() > window.hiddenAt + 2500")
-    assert views.num_snapshots == computed
+    assert pool.num_readings == computed
     page.js(HIDE, False)
-    free = (views.states["device"] == 0).sum()
-    views.step()
+    free = pool.num_free()
+    pool.grow()
     page.wait_for_text("#pool > .legend li", str(free - 1))
 
 
-def test_names_are_text(views: FakeViews, port: int, open_page: OpenPage) -> None:
-    views.session_names[0] = "<b onclick=alert(1)>&amp;</b>"
-    page = open_page(port, f"#sequence/1/{FIRST_SEQUENCE}")
-    assert views.session_names[0] in [row[0] for row in rows(page, "#sessions")]
-    assert views.session_names[0] in {row[1] for row in rows(page, "#sequences")}
-    page.wait("document.querySelector('#detail dd')")
-    assert page.text("#detail dd") == views.session_names[0]
+def test_names_are_text(open_page: OpenPage) -> None:
+    name = "<b onclick=alert(1)>&amp;</b>"
+    with serve(PagePool(64, 0, 2, (name,))) as port:
+        page = open_page(port, f"#sequence/1/{FIRST_SEQUENCE}")
+        assert [row[0] for row in rows(page, "#sessions")] == [name]
+        assert {row[1] for row in rows(page, "#sequences")} == {name}
+        page.wait("document.querySelector('#detail dd')")
+        assert page.text("#detail dd") == name
+        page.leave()
 
 
 def test_a_refusal_is_told(port: int, open_page: OpenPage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,7 +349,8 @@ def test_a_refusal_is_told(port: int, open_page: OpenPage, monkeypatch: pytest.M
 
 def test_the_token_is_given_once(open_page: OpenPage) -> None:
     token = "sesame-sesame-sesame"
-    with serving(make_app(FakeViews(64, 0, 2), HttpOptions(False, token), no_metrics, Refusals(), INTERVAL_S)) as port:
+    app = make_app(PagePool(64, 0, 2).views, HttpOptions(False, token), no_metrics, Refusals(), INTERVAL_S)
+    with serving(app) as port:
         page = open_page(port, f"?token={token}")
         assert page.js("location.href") == f"http://127.0.0.1:{port}/"
         assert page.js("document.cookie") == ""
@@ -365,15 +360,14 @@ def test_the_token_is_given_once(open_page: OpenPage) -> None:
 
 
 def test_a_lost_connection_is_told_and_taken_up_again(open_page: OpenPage, free_port: int) -> None:
-    views = FakeViews(NUM_BLOCKS, 0, 4)
-    with serve(views, free_port):
+    pool = PagePool(NUM_BLOCKS, 0, 4)
+    with serve(pool, free_port):
         page = open_page(free_port)
         assert page.js(f"document.querySelector('{SWAP_MAP}').offsetParent") is None
     page.wait_for_text("#status-text", "Connection lost")
-    views.step()
-    with serve(views, free_port):
+    pool.grow()
+    with serve(pool, free_port):
         page.wait_for_text("#status-text", "Live")
-        free = (views.states["device"] == 0).sum()
-        page.wait_for_text("#pool > .legend li", str(free))
+        page.wait_for_text("#pool > .legend li", str(pool.num_free()))
         acknowledge(page, "ERR_")
         page.leave()

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from fake_views import FakeViews
 from http_app import Answer, request, serving
+from page_pool import PagePool
 
 from kvservice.observer.access import Refusals
 from kvservice.observer.web import HttpOptions, make_app
@@ -26,7 +26,7 @@ async def metrics() -> tuple[bytes, str]:
 @contextmanager
 def page(*, loopback: bool = True, token: str = "", metrics_token: str = "") -> Iterator[int]:
     with serving(
-        make_app(FakeViews(64, 16, 4), HttpOptions(loopback, token, metrics_token), metrics, REFUSALS)
+        make_app(PagePool(64, 16, 4).views, HttpOptions(loopback, token, metrics_token), metrics, REFUSALS)
     ) as port:
         yield port
 

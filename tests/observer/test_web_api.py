@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_views import FIRST_SEQUENCE, FakeViews
 from http_app import request, serving
+from page_pool import FIRST_SEQUENCE, PagePool
 
 import kvservice.observer.web as web
 from kvservice.errors import InvalidArgumentError
@@ -20,7 +20,8 @@ from kvservice.server import codec
 from kvservice.telemetry.link import MAX_SEARCH_LENGTH
 from kvservice.v1 import inspect_pb2
 
-VIEWS = FakeViews(5000, 64, 4)
+POOL = PagePool(5000, 64, 4)
+VIEWS = POOL.views
 
 
 async def metrics() -> tuple[bytes, str]:
@@ -57,7 +58,7 @@ def test_blocks(port: int, query: str, tier: str, start: int, count: int) -> Non
 
 
 def test_one_block_names_its_sequences_by_text(port: int) -> None:
-    _, table = VIEWS.tables[FIRST_SEQUENCE]
+    table = POOL.block_table(FIRST_SEQUENCE)
     answer = ask(port, f"/api/block?tier=device&id={table[3]}")
     assert answer["block_id"] == table[3]
     assert {"session_id": "1", "session_name": "chat-eu", "sequence_id": str(FIRST_SEQUENCE), "position": 3} in answer[
@@ -104,7 +105,7 @@ def test_searches_have_one_limit(port: int) -> None:
         ("/api/blocks?start=%D9%A3", "start"),
         ("/api/blocks?start=5000", "start"),
         ("/api/block", "id"),
-        ("/api/block?id=5000", "start"),
+        ("/api/block?id=5000", "id"),
         ("/api/block?id=9223372036854775808", "id"),
         (f"/api/block?id={'9' * 5000}", "id"),
         ("/api/sequence?session_id=1", "sequence_id"),

@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from fake_views import FIRST_SEQUENCE, FakeViews
 from http_app import serving
+from page_pool import FIRST_SEQUENCE, PagePool
 
 import kvservice.observer.stream as stream
 from kvservice.observer.access import Refusals
@@ -73,22 +73,22 @@ async def reader(app: EventStream) -> AsyncIterator[Reader]:
         await opened.leave()
 
 
-def small_pool() -> FakeViews:
-    return FakeViews(64, 16, 4)
+def small_pool() -> PagePool:
+    return PagePool(64, 16, 4)
 
 
 def test_hello_then_the_map_then_frames() -> None:
     async def run() -> None:
-        views = small_pool()
-        async with reader(EventStream(views, INTERVAL_S)) as page:
+        pool = small_pool()
+        async with reader(EventStream(pool.views, INTERVAL_S)) as page:
             [(name, hello)] = await page.next()
-            assert (name, hello["info"]) == ("hello", views.info)
+            assert (name, hello["info"]) == ("hello", pool.views.info)
             assert len(hello["history"]["time_s"]) == 600
             (map_name, cells), (frame_name, frame) = await page.next()
             assert (map_name, frame_name) == ("map", "frame")
             assert (cells["group"], cells["group_swap"]) == (1, 1)
-            assert base64.b64decode(cells["device"]) == views.map().device
-            assert base64.b64decode(cells["swap"]) == views.map().swap
+            assert base64.b64decode(cells["device"]) == pool.views.map().device
+            assert base64.b64decode(cells["swap"]) == pool.views.map().swap
             ids = {row["sequence_id"] for row in frame["snapshot"]["sequences"]}
             assert ids == {str(FIRST_SEQUENCE + index) for index in range(5)}
 
@@ -97,13 +97,13 @@ def test_hello_then_the_map_then_frames() -> None:
 
 def test_the_map_comes_again_only_if_it_changed() -> None:
     async def run() -> None:
-        views = small_pool()
-        async with reader(EventStream(views, INTERVAL_S)) as page:
+        pool = small_pool()
+        async with reader(EventStream(pool.views, INTERVAL_S)) as page:
             names = [[name for name, _ in await page.next()] for _ in range(4)]
             assert names == [["hello"], ["map", "frame"], ["frame"], ["frame"]]
-            views.step()
+            pool.grow()
             (_, cells), _ = await until(page, "map")
-            assert base64.b64decode(cells["device"]) == views.map().device
+            assert base64.b64decode(cells["device"]) == pool.views.map().device
             assert [name for name, _ in await page.next()] == ["frame"]
 
     asyncio.run(run())
@@ -117,40 +117,40 @@ async def until(page: Reader, name: str) -> list[Event]:
 
 def test_a_second_is_computed_once_for_all() -> None:
     async def run() -> None:
-        views = small_pool()
-        ticker = Ticker(views, 10 * INTERVAL_S)  # longer than twenty requests take
+        pool = small_pool()
+        ticker = Ticker(pool.views, 10 * INTERVAL_S)  # longer than twenty requests take
         for number in range(3):
             ticks = await asyncio.gather(*(ticker.newer_than(number) for _ in range(20)))
             assert len({id(tick) for tick in ticks}) == 1
-            assert ticks[0].number == number + 1 == views.num_snapshots
+            assert ticks[0].number == number + 1 == pool.num_readings
 
     asyncio.run(run())
 
 
 def test_nothing_is_computed_while_nobody_listens() -> None:
     async def run() -> None:
-        views = small_pool()
-        app = EventStream(views, INTERVAL_S)
+        pool = small_pool()
+        app = EventStream(pool.views, INTERVAL_S)
         async with reader(app) as page:
             await page.next()
             await page.next()
-        computed = views.num_snapshots
+        computed = pool.num_readings
         await asyncio.sleep(10 * INTERVAL_S)
-        assert views.num_snapshots == computed
+        assert pool.num_readings == computed
 
     asyncio.run(run())
 
 
 def test_who_reads_slowly_misses_frames_and_sees_the_latest() -> None:
     async def run() -> None:
-        views = small_pool()
-        app = EventStream(views, INTERVAL_S)
+        pool = small_pool()
+        app = EventStream(pool.views, INTERVAL_S)
         async with reader(app) as quick, reader(app) as slow:
             await slow.next()
             slow.reading.clear()
             await quick.next()
             for _ in range(8):
-                views.step()
+                pool.grow()
                 latest = await quick.next()
             while not slow.chunks.empty():
                 slow.chunks.get_nowait()
@@ -167,7 +167,7 @@ def test_who_reads_slowly_misses_frames_and_sees_the_latest() -> None:
 
 def test_who_reads_nothing_at_all_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
-        app = EventStream(small_pool(), INTERVAL_S)
+        app = EventStream(small_pool().views, INTERVAL_S)
         async with reader(app) as page:
             await page.next()
             monkeypatch.setattr(stream, "STALLED_S", 2 * INTERVAL_S)
@@ -179,7 +179,7 @@ def test_who_reads_nothing_at_all_is_given_up(monkeypatch: pytest.MonkeyPatch) -
 
 def test_there_is_an_end_to_streams() -> None:
     async def run() -> None:
-        app = EventStream(small_pool(), INTERVAL_S)
+        app = EventStream(small_pool().views, INTERVAL_S)
         async with contextlib.AsyncExitStack() as stack:
             pages = [await stack.enter_async_context(reader(app)) for _ in range(MAX_STREAMS)]
             for page in pages:
@@ -195,19 +195,18 @@ def test_there_is_an_end_to_streams() -> None:
     asyncio.run(run())
 
 
-def test_a_failure_ends_the_stream_and_the_next_can_begin() -> None:
+def test_a_failure_ends_the_stream_and_the_next_can_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
-        views = small_pool()
-        app = EventStream(views, INTERVAL_S)
-        snapshot = views.snapshot
+        pool = small_pool()
+        app = EventStream(pool.views, INTERVAL_S)
 
         async def failing() -> dict[str, Any]:
             raise OSError("the memory is gone")
 
-        views.snapshot = failing
+        monkeypatch.setattr(pool.views, "snapshot", failing)
         with pytest.raises(OSError, match="gone"):
             await Reader(app).task
-        views.snapshot = snapshot
+        monkeypatch.undo()
         async with reader(app) as page:
             assert [(await page.next())[0][0] for _ in range(2)] == ["hello", "map"]
 
@@ -218,7 +217,7 @@ def test_a_comment_is_sent_where_frames_are_rare(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(stream, "KEEP_ALIVE_S", INTERVAL_S)
 
     async def run() -> None:
-        async with reader(EventStream(small_pool(), interval_s=1000)) as page:
+        async with reader(EventStream(small_pool().views, interval_s=1000)) as page:
             await page.next()
             await page.next()
             for _ in range(3):
@@ -240,7 +239,7 @@ async def no_metrics() -> tuple[bytes, str]:
 
 
 def test_over_a_socket() -> None:
-    app = make_app(small_pool(), HttpOptions(loopback=True), no_metrics, Refusals(), INTERVAL_S)
+    app = make_app(small_pool().views, HttpOptions(loopback=True), no_metrics, Refusals(), INTERVAL_S)
     with serving(app) as port, socket.create_connection(("127.0.0.1", port), timeout=10) as page:
         page.sendall(b"GET /api/stream HTTP/1.1\r\nHost: localhost\r\n\r\n")
         received = b""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from certificates import Authority
-from fake_views import FakeViews
+from page_pool import PagePool
 from serving_http import serving_http
 
 from kvservice.auth import CertificateFiles, Certificates, Reloading
@@ -47,7 +47,7 @@ def scenario(
     limits: HttpLimits | None = None,
 ) -> None:
     async def run() -> None:
-        app = make_app(FakeViews(64, 16, 4), options or HttpOptions(loopback=True), metrics, Refusals())
+        app = make_app(PagePool(64, 16, 4).views, options or HttpOptions(loopback=True), metrics, Refusals())
         async with serving_http(app, Connections(limits or HttpLimits()), certificates) as port:
             await body(port)
 

@@ -7,8 +7,9 @@ import contextlib
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kvservice.blocks import AllocationRequest, BlockManager, BlocksConfig, SessionNamespace
 from kvservice.errors import KVServiceError
@@ -34,7 +35,15 @@ class OpenSession:
 
 
 class ObservedPool:
-    def __init__(self, clock: Callable[[], float] = time.monotonic, **changes: int) -> None:
+    """`methods` are the RPC methods that were called, `info` is the configuration that the page shows."""
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        methods: Sequence[str] = METHODS,
+        info: dict[str, Any] | None = None,
+        **changes: int,
+    ) -> None:
         sizes = {
             "num_blocks": 40,
             "block_size": 4,
@@ -45,16 +54,16 @@ class ObservedPool:
         shared = SharedArrays()
         self.manager = BlockManager(BlocksConfig(**(sizes | changes), watermark=0.0), clock=clock, zeros=shared.zeros)
         self.table = SessionTable(MAX_SESSIONS, MAX_TENANTS, shared.zeros)
-        self.calls = CallTable(METHODS, shared.zeros)
+        self.calls = CallTable(methods, shared.zeros)
         self.vitals = VitalsTable(2, shared.zeros)
         self.sessions: list[OpenSession] = []
         self.num_opened = 0
         descriptor = shared.read_only()
         arrays = open_arrays(descriptor, shared.manifest)
         os.close(descriptor)
-        self.reader = Reader(arrays, METHODS, started_s=time.monotonic())
+        self.reader = Reader(arrays, methods, started_s=time.monotonic())
         self.history = History(self.reader.call_keys, block_bytes=100)
-        self.views = Views(arrays, self.reader, self.history, {}, self._read, self._block_hash)
+        self.views = Views(arrays, self.reader, self.history, info or {}, self._read, self._block_hash)
 
     async def _read(self) -> Reading:
         return self.history.latest

@@ -19,7 +19,7 @@ export class Figures {
     this.facts.show([
       ["Pool held", format.percent(held)],
       ["Tokens", format.compact(pool.tokens)],
-      ["Sequences", format.count(pool.sequences) + swapped],
+      ["Sequences", format.count(pool.sequences - pool.swapped_sequences) + swapped],
       ["Sessions", format.count(pool.sessions)],
       ["Prefix hits", info.prefix_caching ? format.percent(rates.hit_share) : "off"],
       ["Tokens/s", format.compact(rates.computed_tokens)],

@@ -1,0 +1,212 @@
+"""A pool for the page, with sequences, cached and pinned blocks, calls and ten minutes of history. Bookkeeping, arrays
+and views are the real ones; a virtual clock moves on by a second with each reading."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+from observed_pool import ObservedPool, OpenSession
+
+from kvservice.blocks import AllocationRequest
+from kvservice.config import ServeConfig
+from kvservice.devices import Device
+from kvservice.observer.blocks import STATES
+from kvservice.observer.history import SAMPLES
+from kvservice.observer.views import MAX_CELLS
+from kvservice.server.telemetry import configuration
+from kvservice.telemetry.arrays import SharedArrays
+from kvservice.telemetry.calls import keys
+from kvservice.telemetry.reading import Reading
+from kvservice.telemetry.sessions import ATTACHED
+from kvservice.telemetry.vitals import Vitals
+
+BLOCK_SIZE = 16
+CALLED = ("allocate", "append", "decode", "extend", "free", "open_step", "swap_out", "write")
+# 64-bit ids, whose last digits would change in JavaScript numbers.
+FIRST_SEQUENCE = 9_007_199_254_740_993
+SESSION_NAMES = ("chat-eu", "chat-us", "batch", "")
+# Blocks in the first so many, so that a pool of a million is made quickly.
+MOST_USED = 20_000
+AGE_S = 3 * 86400 + 5 * 3600 + 60.0  # "3 d 5 h", for almost an hour
+LANE_CALLS_PER_S = 52_300
+
+
+def page_info(num_blocks: int, num_swap_blocks: int) -> dict[str, Any]:
+    """What a daemon with the shape of Llama-3-8B reports."""
+    config = ServeConfig(num_layers=32, num_kv_heads=8, head_size=128, dtype="bfloat16", block_size=BLOCK_SIZE)
+    device = SimpleNamespace(num_blocks=num_blocks, num_swap_blocks=num_swap_blocks, lane_buckets_s=(), memory_bytes={})
+    return dict(configuration(config, cast(Device, device), SharedArrays(), [])["info"])
+
+
+class PagePool(ObservedPool):
+    """Sequences FIRST_SEQUENCE, FIRST_SEQUENCE + 1, ... of four sessions in turn; the last one is swapped out, if there
+    is a swap tier. Equal for equal arguments."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        num_swap_blocks: int,
+        num_sequences: int,
+        session_names: tuple[str, ...] = SESSION_NAMES,
+    ) -> None:
+        taken = time.monotonic() - AGE_S
+        super().__init__(
+            lambda: taken,
+            CALLED,
+            page_info(num_blocks, num_swap_blocks),
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            num_swap_blocks=num_swap_blocks,
+            max_sequences=64,
+            max_sequence_tokens=min(num_blocks, MOST_USED) * BLOCK_SIZE,
+        )
+        self._random = random.Random(0)
+        self._token = 0
+        self._seconds = 0
+        self._started_s = time.monotonic() - SAMPLES
+        self._started_wall_s = time.time() - SAMPLES
+        self.draining = False
+        self.num_readings = 0
+        for index, name in enumerate(session_names):
+            session = self.open(name, "acme" if index else "")
+            session.row.set(ATTACHED, name != "batch")
+        self._fill(min(num_blocks, MOST_USED), num_swap_blocks, num_sequences)
+        self._observe_calls(SAMPLES)
+        for _ in range(1 + SAMPLES):  # the first one is no sample
+            self.read_next()
+
+    # ---- contents
+
+    def session_of(self, sequence_id: int) -> OpenSession:
+        return self.sessions[(sequence_id - FIRST_SEQUENCE) % len(self.sessions)]
+
+    def _fill(self, num_blocks: int, num_swap_blocks: int, num_sequences: int) -> None:
+        """Other sequences come first and end in between: what they leave is free, cached or pinned."""
+        owner = self.sessions[0]
+        prefix = self._tokens(max(2, num_blocks // 50))
+        self.compute(owner, 0, prefix)
+        cached = [self._tokens(max(1, num_blocks // 80)) for _ in range(14)]
+        for number in range(28):
+            if number % 2:
+                self.compute(owner, 1 + number, cached[number // 2])
+            else:
+                self.manager.allocate(owner.space, [AllocationRequest(1 + number, self._tokens(1 + number % 3))])
+        self.manager.free(owner.space, list(range(1, 29)))
+        self.manager.pin(owner.space, cached[0], ttl_s=1e6)
+        for index in range(num_sequences):
+            own = self._tokens(max(1, round(self._random.expovariate(num_sequences / (0.45 * num_blocks)))))
+            shared = prefix[: len(prefix) // BLOCK_SIZE * (index % 3) // 2 * BLOCK_SIZE]
+            self._add(FIRST_SEQUENCE + index, shared + own)
+        self.manager.free(owner.space, [0])
+        if num_swap_blocks:
+            swapped = FIRST_SEQUENCE + num_sequences
+            self._add(swapped, self._tokens(num_swap_blocks // 3))
+            self.manager.swap_out(self.session_of(swapped).space, [swapped])
+
+    def _tokens(self, num_blocks: int) -> list[int]:
+        """Tokens of so many blocks that no other sequence has."""
+        self._token += 1
+        return [self._token] * (num_blocks * BLOCK_SIZE)
+
+    def _add(self, sequence_id: int, tokens: list[int]) -> None:
+        self.compute(self.session_of(sequence_id), sequence_id, tokens)
+
+    def grow(self) -> None:
+        """Append a block's tokens to the first sequence."""
+        space = self.session_of(FIRST_SEQUENCE).space
+        for token in range(BLOCK_SIZE):
+            self.manager.mark_all_layers(space, self.manager.append(space, [FIRST_SEQUENCE], [token]).step_id)
+
+    def drop(self, sequence_id: int) -> None:
+        self.manager.free(self.session_of(sequence_id).space, [sequence_id])
+
+    # ---- what the page should show
+
+    def block_table(self, sequence_id: int) -> list[int]:
+        found = self.views.sequence(self.session_of(sequence_id).session_id, sequence_id)
+        assert found["blocks_left_out"] == 0
+        return list(found["block_ids"])
+
+    def holders(self, block: int) -> set[int]:
+        """The sequences whose table has this block of the device."""
+        infos = [info for s in self.sessions for info in self.manager.describe(s.space, s.space.sequence_ids())]
+        return {i.sequence_id for i in infos if not i.swapped and block in self.block_table(i.sequence_id)}
+
+    def sequence_ids(self) -> Iterator[int]:
+        for session in self.sessions:
+            yield from session.space.sequence_ids()
+
+    def states(self, tier: str = "device") -> list[str]:
+        num_blocks = self.views.info["num_blocks" if tier == "device" else "num_swap_blocks"]
+        parts = [self.views.blocks(tier, start, MAX_CELLS)["states"] for start in range(0, num_blocks, MAX_CELLS)]
+        return [state for part in parts for state in part]
+
+    def first_of(self, state: str) -> int:
+        return self.states().index(state)
+
+    def num_free(self) -> int:
+        return self.manager.stats().num_free_blocks
+
+    # ---- readings
+
+    def _observe_calls(self, seconds: int) -> None:
+        """Count calls: those of `append` 450 a second, of `swap_out` only once, before the history."""
+        rows = {key: row for row, key in enumerate(keys(CALLED))}
+        for number, method in enumerate(CALLED):
+            counts = self.calls.counts[rows[method, "OK", "stream"]]
+            per_s = 900 // (number + 1)
+            if method == "swap_out":
+                counts[9] = 40
+            else:
+                counts[number] += seconds * (per_s - per_s // 30)
+                counts[number + 2] += seconds * (per_s // 30)
+        self.calls.counts[rows["free", "NOT_FOUND", "unary"], 3] = 4
+
+    def read_next(self) -> Reading:
+        """Read as the observer does each second. For 40 seconds of the history, nothing was looked up."""
+        self._seconds += 1
+        self._observe_calls(1)
+        stats = self.manager.stats()
+        looked_up = self._seconds - min(40, max(0, self._seconds - 300))
+        self.vitals.write(
+            Vitals(
+                num_blocks=stats.num_blocks,
+                free_blocks=stats.num_free_blocks,
+                active_blocks=stats.num_active_blocks - stats.num_shared_blocks,
+                shared_blocks=stats.num_shared_blocks,
+                cached_blocks=stats.num_cached_blocks - stats.num_pinned_blocks,
+                pinned_blocks=stats.num_pinned_blocks,
+                num_swap_blocks=stats.num_swap_blocks,
+                used_swap_blocks=stats.num_used_swap_blocks,
+                sequences=stats.num_sequences,
+                swapped_sequences=stats.num_swapped_sequences,
+                tokens=stats.num_tokens,
+                sessions=len(self.sessions),
+                draining=self.draining,
+                prefix_query_tokens=9_000 * looked_up,
+                prefix_hit_tokens=6_000 * looked_up,
+                computed_tokens=41_000 * self._seconds,
+                swapped_out_blocks=150 * self._seconds,
+                swapped_in_blocks=100 * self._seconds,
+                lane_calls=LANE_CALLS_PER_S * self._seconds,
+            ),
+            [0, 0],
+        )
+        reading = dataclasses.replace(self.reader.read(), time_s=self._started_s + self._seconds)
+        self.history.add(reading, self._started_wall_s + self._seconds)
+        return reading
+
+    async def _read(self) -> Reading:
+        self.num_readings += 1
+        return self.read_next()
+
+
+def count_states(states: list[str]) -> list[int]:
+    """Blocks in each state, in the order of STATES."""
+    return np.bincount([STATES.index(state) for state in states], minlength=len(STATES)).tolist()
