@@ -349,7 +349,7 @@ class ServeConfig(BaseModel):
         return int(self.swap_space_gib * GIB) // self.layout.block_bytes
 
     @property
-    def handover_socket(self) -> str:
+    def fd_socket(self) -> str:
         """Path of the socket for fd passing to clients on this host, or empty if there is none."""
         wanted = self.unix_socket and (self.allow_client_shm != "off" or self.share_pool != "off")
         return f"{self.unix_socket}.fds" if wanted else ""

@@ -155,7 +155,7 @@ def test_a_file_that_is_no_text(tmp_path: Path) -> None:
     ],
 )
 def test_where_descriptors_are_handed_over(options: dict[str, Any], wanted: str) -> None:
-    assert load_config({"unix_socket": "/run/kv.sock"} | options, {}).handover_socket == wanted
+    assert load_config({"unix_socket": "/run/kv.sock"} | options, {}).fd_socket == wanted
 
 
 @pytest.mark.parametrize(

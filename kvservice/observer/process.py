@@ -71,14 +71,14 @@ class Observer:
         # Exit without closing connections in an orderly way: no more data will come.
         os._exit(0)
 
-    def _configure(self, told: dict[str, Any]) -> None:
-        """Apply the daemon's configuration `told`; see `configuration` of kvservice.server.telemetry."""
-        logs.configure(told["log_level"], told["log_format"])
-        self._told = told
-        arrays = open_arrays(self._memory, told["manifest"])
-        self._reader = Reader(arrays, told["methods"], told["started_s"])
-        self._history = History(self._reader.call_keys, told["info"]["block_bytes"])
-        self._views = Views(arrays, self._reader, self._history, told["info"], self._fresh, self._block_hash)
+    def _configure(self, configuration: dict[str, Any]) -> None:
+        """Apply the daemon's configuration; see `configuration` of kvservice.server.telemetry."""
+        logs.configure(configuration["log_level"], configuration["log_format"])
+        self._configuration = configuration
+        arrays = open_arrays(self._memory, configuration["manifest"])
+        self._reader = Reader(arrays, configuration["methods"], configuration["started_s"])
+        self._history = History(self._reader.call_keys, configuration["info"]["block_bytes"])
+        self._views = Views(arrays, self._reader, self._history, configuration["info"], self._fresh, self._block_hash)
         self._registry = CollectorRegistry(auto_describe=False)
         # The process metrics are those of the daemon, the parent process.
         ProcessCollector(pid=os.getppid, registry=self._registry)
@@ -112,12 +112,14 @@ class Observer:
             await self._read()
 
     async def _serve_http(self, listening: socket.socket) -> None:
-        told = self._told
-        options = HttpOptions(is_loopback(told["http_host"]), told["http_token"], told["metrics_token"])
+        configuration = self._configuration
+        options = HttpOptions(
+            is_loopback(configuration["http_host"]), configuration["http_token"], configuration["metrics_token"]
+        )
         app = make_app(self._views, options, self._metrics, self._refusals)
         certificates = None
-        if told["tls_cert"]:
-            files = CertificateFiles(Path(told["tls_cert"]), Path(told["tls_key"]))
+        if configuration["tls_cert"]:
+            files = CertificateFiles(Path(configuration["tls_cert"]), Path(configuration["tls_key"]))
             certificates = Reloading(files.paths, lambda: Certificates.read(files))
         await serve_http(app, listening, Connections(HttpLimits()), certificates)
 
@@ -126,12 +128,12 @@ class Observer:
         return generate_latest(self._registry), CONTENT_TYPE_LATEST
 
     def _collect(self) -> Iterator[Metric]:
-        told, info, reading = self._told, self._told["info"], self._scraped
+        configuration, info, reading = self._configuration, self._configuration["info"], self._scraped
         yield from about_metrics(info)
-        yield from pool_metrics(reading, info["block_bytes"], told["memory_bytes"])
-        yield from holder_metrics(reading, told["max_labels"], info["max_sessions"], info["max_sequences"])
+        yield from pool_metrics(reading, info["block_bytes"], configuration["memory_bytes"])
+        yield from holder_metrics(reading, configuration["max_labels"], info["max_sessions"], info["max_sequences"])
         yield from access_metrics(reading.vitals, self._refusals.counts)
-        yield from call_metrics(reading, self._reader.call_keys, told["lane_buckets_s"])
+        yield from call_metrics(reading, self._reader.call_keys, configuration["lane_buckets_s"])
         yield event_loop_metric(self._loop_counts, self._loop_seconds)
 
 

@@ -43,7 +43,7 @@ def make_app(
         body, content_type = await metrics()
         return Response(body, headers={"Content-Type": content_type})
 
-    api = Api(views)
+    api = PageApi(views)
     routes = [
         Route("/", page),
         Route("/metrics", exposition),
@@ -77,7 +77,7 @@ class RevalidatedFiles(StaticFiles):
         return answer
 
 
-class Api:
+class PageApi:
     """Handlers of the page's requests. Each validates its parameters, makes one call, and encodes the result."""
 
     def __init__(self, views: Views) -> None:

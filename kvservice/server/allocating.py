@@ -34,13 +34,13 @@ def allocation_requests(
 
 def allocating(
     allocate: Callable[[SessionNamespace, list[AllocationRequest]], Slices[T]],
-    space: SessionNamespace,
+    namespace: SessionNamespace,
     request: blocks_pb2.AllocateRequest | blocks_pb2.CanAllocateRequest,
 ) -> Slices[T]:
     """Call `allocate` with the sequences of a request."""
     requests = yield from allocation_requests(request.sequences, request.lookahead)
     with _allocation_fields():
-        return (yield from allocate(space, requests))
+        return (yield from allocate(namespace, requests))
 
 
 def allocate_response(allocations: Iterable[Allocation]) -> blocks_pb2.AllocateResponse:

@@ -7,7 +7,7 @@ from kvservice.engine import CacheEngine
 from kvservice.errors import InvalidArgumentError
 from kvservice.server import codec
 from kvservice.server.handlers import Handler, SessionHandler, WhileDraining
-from kvservice.server.sessions import Session
+from kvservice.server.sessions import ServerSession
 from kvservice.v1 import attention_pb2
 from kvservice.wire.encoded import Encoded, encode_tensor
 
@@ -30,14 +30,14 @@ class AttentionCalls:
             SessionHandler("read", attention_pb2.ReadRequest, self.read),
         )
 
-    async def decode(self, session: Session, request: attention_pb2.AttendRequest) -> Encoded:
+    async def decode(self, session: ServerSession, request: attention_pb2.AttendRequest) -> Encoded:
         """Return an encoded AttendResponse."""
-        step = self._manager.get_step(session.space, request.step_id)
+        step = self._manager.get_step(session.namespace, request.step_id)
         if len(step.slot_mapping) != len(step.query_lens):
             raise InvalidArgumentError("a sequence has several tokens in this step: use Extend", field="step_id")
         return await self.extend(session, request)
 
-    async def extend(self, session: Session, request: attention_pb2.AttendRequest) -> Encoded:
+    async def extend(self, session: ServerSession, request: attention_pb2.AttendRequest) -> Encoded:
         """Return an encoded AttendResponse."""
         options = codec.attention_options(request.options)
         if request.HasField("lse_place") and not request.return_lse:
@@ -59,7 +59,16 @@ class AttentionCalls:
             out = None if output_target is None else output_target.view_for(query, key, value)
             part = request.first_token, request.num_tokens
             output, lse = await self._engine.attend(
-                session.space, request.step_id, request.layer, query, key, value, options, request.return_lse, out, part
+                session.namespace,
+                request.step_id,
+                request.layer,
+                query,
+                key,
+                value,
+                options,
+                request.return_lse,
+                out,
+                part,
             )
             kind = attention_pb2.AttendResponse
             response = codec.encode_output(output, output_target).inside(kind.OUTPUT_FIELD_NUMBER)
@@ -67,10 +76,10 @@ class AttentionCalls:
                 response += codec.encode_output(lse, lse_target).inside(kind.LSE_FIELD_NUMBER)
             return response
 
-    async def write(self, session: Session, request: attention_pb2.WriteRequest) -> attention_pb2.WriteResponse:
+    async def write(self, session: ServerSession, request: attention_pb2.WriteRequest) -> attention_pb2.WriteResponse:
         tensors = self._tensors(session)
         await self._engine.write(
-            session.space,
+            session.namespace,
             request.step_id,
             codec.optional_layer(request),
             tensors.array(request.key, "key"),
@@ -79,16 +88,16 @@ class AttentionCalls:
         )
         return attention_pb2.WriteResponse()
 
-    async def read(self, session: Session, request: attention_pb2.ReadRequest) -> Encoded:
+    async def read(self, session: ServerSession, request: attention_pb2.ReadRequest) -> Encoded:
         """Return an encoded ReadResponse."""
         layer = codec.optional_layer(request)
         ranges = [(part.sequence_id, part.start, part.stop) for part in request.ranges]
         self._check_read_size(ranges, layer)
-        key, value = await self._engine.read(session.space, ranges, layer)
+        key, value = await self._engine.read(session.namespace, ranges, layer)
         kind = attention_pb2.ReadResponse
         return encode_tensor(key).inside(kind.KEY_FIELD_NUMBER) + encode_tensor(value).inside(kind.VALUE_FIELD_NUMBER)
 
-    def _tensors(self, session: Session) -> codec.TensorReader:
+    def _tensors(self, session: ServerSession) -> codec.TensorReader:
         return codec.TensorReader(session.regions, self._max_request_bytes)
 
     def _check_read_size(self, ranges: list[tuple[int, int, int]], layer: int | None) -> None:

@@ -14,7 +14,7 @@ from kvservice.errors import InvalidArgumentError
 from kvservice.server import codec
 from kvservice.server.allocating import ALLOC_STATUS, allocate_response, allocating
 from kvservice.server.handlers import Handler, SessionHandler, WhileDraining, sliced
-from kvservice.server.sessions import Session
+from kvservice.server.sessions import ServerSession
 from kvservice.server.slices import Answer, after
 from kvservice.v1 import blocks_pb2
 from kvservice.wire.tensors import to_ints, token_array
@@ -50,19 +50,21 @@ class BlockCalls:
             SessionHandler("common_prefix", blocks_pb2.CommonPrefixRequest, self.common_prefix),
         )
 
-    def allocate(self, session: Session, request: blocks_pb2.AllocateRequest) -> Slices[blocks_pb2.AllocateResponse]:
-        allocations = yield from allocating(self._manager.allocate_in_slices, session.space, request)
+    def allocate(
+        self, session: ServerSession, request: blocks_pb2.AllocateRequest
+    ) -> Slices[blocks_pb2.AllocateResponse]:
+        allocations = yield from allocating(self._manager.allocate_in_slices, session.namespace, request)
         return allocate_response(allocations)
 
     def can_allocate(
-        self, session: Session, request: blocks_pb2.CanAllocateRequest
+        self, session: ServerSession, request: blocks_pb2.CanAllocateRequest
     ) -> Slices[blocks_pb2.CanAllocateResponse]:
-        status = yield from allocating(self._manager.can_allocate_in_slices, session.space, request)
+        status = yield from allocating(self._manager.can_allocate_in_slices, session.namespace, request)
         return blocks_pb2.CanAllocateResponse(status=ALLOC_STATUS[status])
 
-    def append(self, session: Session, request: blocks_pb2.AppendRequest) -> Answer[blocks_pb2.StepResponse]:
+    def append(self, session: ServerSession, request: blocks_pb2.AppendRequest) -> Answer[blocks_pb2.StepResponse]:
         step = self._engine.append(
-            session.space,
+            session.namespace,
             to_ints(request.sequence_ids),
             token_array(request),
             codec.optional_ints(request.num_tokens, np.int32),
@@ -71,52 +73,56 @@ class BlockCalls:
         )
         return _opened(session, step, request.return_slot_mapping)
 
-    def can_append(self, session: Session, request: blocks_pb2.CanAppendRequest) -> blocks_pb2.CanAppendResponse:
+    def can_append(self, session: ServerSession, request: blocks_pb2.CanAppendRequest) -> blocks_pb2.CanAppendResponse:
         num_tokens = codec.optional_ints(request.num_tokens, np.int32)
         sequence_ids = to_ints(request.sequence_ids)
-        ok = self._manager.can_append(session.space, sequence_ids, num_tokens, request.lookahead)
+        ok = self._manager.can_append(session.namespace, sequence_ids, num_tokens, request.lookahead)
         return blocks_pb2.CanAppendResponse(ok=ok)
 
-    def open_step(self, session: Session, request: blocks_pb2.OpenStepRequest) -> Answer[blocks_pb2.StepResponse]:
+    def open_step(self, session: ServerSession, request: blocks_pb2.OpenStepRequest) -> Answer[blocks_pb2.StepResponse]:
         num_tokens = codec.optional_ints(request.num_tokens, np.int32)
-        step = self._engine.open_step(session.space, to_ints(request.sequence_ids), num_tokens)
+        step = self._engine.open_step(session.namespace, to_ints(request.sequence_ids), num_tokens)
         return _opened(session, step, request.return_slot_mapping)
 
-    def truncate(self, session: Session, request: blocks_pb2.TruncateRequest) -> blocks_pb2.TruncateResponse:
-        self._manager.truncate(session.space, to_ints(request.sequence_ids), to_ints(request.lengths))
+    def truncate(self, session: ServerSession, request: blocks_pb2.TruncateRequest) -> blocks_pb2.TruncateResponse:
+        self._manager.truncate(session.namespace, to_ints(request.sequence_ids), to_ints(request.lengths))
         return blocks_pb2.TruncateResponse()
 
-    def fork(self, session: Session, request: blocks_pb2.ForkRequest) -> blocks_pb2.ForkResponse:
-        self._manager.fork(session.space, to_ints(request.parent_ids), to_ints(request.child_ids))
+    def fork(self, session: ServerSession, request: blocks_pb2.ForkRequest) -> blocks_pb2.ForkResponse:
+        self._manager.fork(session.namespace, to_ints(request.parent_ids), to_ints(request.child_ids))
         return blocks_pb2.ForkResponse()
 
-    def swap_out(self, session: Session, request: blocks_pb2.SwapOutRequest) -> blocks_pb2.SwapResponse:
-        plan = self._engine.swap_out(session.space, to_ints(request.sequence_ids))
+    def swap_out(self, session: ServerSession, request: blocks_pb2.SwapOutRequest) -> blocks_pb2.SwapResponse:
+        plan = self._engine.swap_out(session.namespace, to_ints(request.sequence_ids))
         return blocks_pb2.SwapResponse(moved_blocks=len(plan))
 
-    def can_swap_out(self, session: Session, request: blocks_pb2.CanSwapOutRequest) -> blocks_pb2.CanSwapOutResponse:
+    def can_swap_out(
+        self, session: ServerSession, request: blocks_pb2.CanSwapOutRequest
+    ) -> blocks_pb2.CanSwapOutResponse:
         return blocks_pb2.CanSwapOutResponse(
-            ok=self._manager.can_swap_out(session.space, to_ints(request.sequence_ids))
+            ok=self._manager.can_swap_out(session.namespace, to_ints(request.sequence_ids))
         )
 
-    def swap_in(self, session: Session, request: blocks_pb2.SwapInRequest) -> blocks_pb2.SwapResponse:
-        plan = self._engine.swap_in(session.space, to_ints(request.sequence_ids))
+    def swap_in(self, session: ServerSession, request: blocks_pb2.SwapInRequest) -> blocks_pb2.SwapResponse:
+        plan = self._engine.swap_in(session.namespace, to_ints(request.sequence_ids))
         return blocks_pb2.SwapResponse(moved_blocks=len(plan))
 
-    def can_swap_in(self, session: Session, request: blocks_pb2.CanSwapInRequest) -> blocks_pb2.CanSwapInResponse:
-        status = self._manager.can_swap_in(session.space, to_ints(request.sequence_ids))
+    def can_swap_in(self, session: ServerSession, request: blocks_pb2.CanSwapInRequest) -> blocks_pb2.CanSwapInResponse:
+        status = self._manager.can_swap_in(session.namespace, to_ints(request.sequence_ids))
         return blocks_pb2.CanSwapInResponse(status=ALLOC_STATUS[status])
 
-    def free(self, session: Session, request: blocks_pb2.FreeRequest) -> Slices[blocks_pb2.FreeResponse]:
-        yield from self._manager.free_in_slices(session.space, to_ints(request.sequence_ids))
+    def free(self, session: ServerSession, request: blocks_pb2.FreeRequest) -> Slices[blocks_pb2.FreeResponse]:
+        yield from self._manager.free_in_slices(session.namespace, to_ints(request.sequence_ids))
         return blocks_pb2.FreeResponse()
 
-    def describe(self, session: Session, request: blocks_pb2.DescribeRequest) -> Slices[blocks_pb2.DescribeResponse]:
+    def describe(
+        self, session: ServerSession, request: blocks_pb2.DescribeRequest
+    ) -> Slices[blocks_pb2.DescribeResponse]:
         if request.first < 0:
             raise InvalidArgumentError("is negative", field="first")
         chosen = functools.partial(
             self._manager.describe_in_slices,
-            session.space,
+            session.namespace,
             codec.optional_ints(request.sequence_ids),
             first=request.first,
             limit=self._max_request_sequences,
@@ -129,39 +135,39 @@ class BlockCalls:
             )
             self._check_described(sequences)  # the sequences may have grown between the slices
         descriptions = yield from in_turn(codec.description(info) for info in sequences)
-        return blocks_pb2.DescribeResponse(num_sequences=len(session.space), sequences=descriptions)
+        return blocks_pb2.DescribeResponse(num_sequences=len(session.namespace), sequences=descriptions)
 
     def _check_described(self, sequences: list[SequenceSnapshot]) -> None:
         num_bytes = sum(4 * (info.length + info.num_blocks) for info in sequences)
         codec.check_response_size(num_bytes, self._max_response_bytes, "sequence_ids")
 
-    def match_prefix(self, _: Session, request: blocks_pb2.MatchPrefixRequest) -> blocks_pb2.MatchPrefixResponse:
+    def match_prefix(self, _: ServerSession, request: blocks_pb2.MatchPrefixRequest) -> blocks_pb2.MatchPrefixResponse:
         tokens = self._manager.match_prefix(token_array(request), codec.extra_keys(request.extra_keys))
         return blocks_pb2.MatchPrefixResponse(num_cached_tokens=tokens)
 
-    def pin(self, session: Session, request: blocks_pb2.PinRequest) -> blocks_pb2.PinResponse:
+    def pin(self, session: ServerSession, request: blocks_pb2.PinRequest) -> blocks_pb2.PinResponse:
         token_ids = token_array(request)
-        pin = self._manager.pin(session.space, token_ids, codec.extra_keys(request.extra_keys), ttl_s=request.ttl_s)
+        pin = self._manager.pin(session.namespace, token_ids, codec.extra_keys(request.extra_keys), ttl_s=request.ttl_s)
         return blocks_pb2.PinResponse(pin_id=pin.pin_id, num_pinned_tokens=pin.num_tokens)
 
-    def unpin(self, session: Session, request: blocks_pb2.UnpinRequest) -> blocks_pb2.UnpinResponse:
-        self._manager.unpin(session.space, request.pin_id)
+    def unpin(self, session: ServerSession, request: blocks_pb2.UnpinRequest) -> blocks_pb2.UnpinResponse:
+        self._manager.unpin(session.namespace, request.pin_id)
         return blocks_pb2.UnpinResponse()
 
     def reset_prefix_cache(
-        self, _: Session, __: blocks_pb2.ResetPrefixCacheRequest
+        self, _: ServerSession, __: blocks_pb2.ResetPrefixCacheRequest
     ) -> Slices[blocks_pb2.ResetPrefixCacheResponse]:
         yield from self._manager.reset_prefix_cache_in_slices()
         return blocks_pb2.ResetPrefixCacheResponse()
 
     def common_prefix(
-        self, session: Session, request: blocks_pb2.CommonPrefixRequest
+        self, session: ServerSession, request: blocks_pb2.CommonPrefixRequest
     ) -> blocks_pb2.CommonPrefixResponse:
-        num_blocks = self._manager.common_prefix_blocks(session.space, to_ints(request.sequence_ids))
+        num_blocks = self._manager.common_prefix_blocks(session.namespace, to_ints(request.sequence_ids))
         return blocks_pb2.CommonPrefixResponse(num_blocks=num_blocks)
 
 
-def _opened(session: Session, step: StepPlan, return_slot_mapping: bool) -> Answer[blocks_pb2.StepResponse]:
+def _opened(session: ServerSession, step: StepPlan, return_slot_mapping: bool) -> Answer[blocks_pb2.StepResponse]:
     """Publish a step to the session's client. Return the response, when the client may work on the step."""
     mapped, published = session.access.publish(step)
     response = codec.step_response(step, return_slot_mapping, mapped)

@@ -30,7 +30,7 @@ from kvservice.server.health import Health
 from kvservice.server.heap import freeze_heap, trim_heap
 from kvservice.server.integrity import IntegrityWatch
 from kvservice.server.listening import (
-    StartError,
+    ConfigError,
     check_addresses,
     listen_http,
     listen_tcp,
@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 EXIT_FAULT = 70
 
 
-class Daemon:
+class KVServer:
     def __init__(self, config: ServeConfig) -> None:
         check_addresses(config)
         self._config = config
@@ -89,8 +89,8 @@ class Daemon:
             self.audit,
             self.integrity,
         )
-        told = configuration(config, self.device, arrays, METHODS)
-        self.observing = Observing(arrays, told, vitals.write, vitals.block_hash)
+        reported = configuration(config, self.device, arrays, METHODS)
+        self.observing = Observing(arrays, reported, vitals.write, vitals.block_hash)
         self._slots: list[Slots] = []
         self._stop = asyncio.Event()
 
@@ -110,7 +110,7 @@ class Daemon:
             open_unix_socket(self._config)
             loop.add_reader(self.sessions.lanes.descriptor, self.sessions.lanes.commit_finished)
             tasks = (
-                self.sessions.handover.serve(),
+                self.sessions.fd_server.serve(),
                 self.observing.run(),
                 self.credentials.keep_current(self._end_revoked),
                 *(slots.end_stalled() for slots in self._slots),
@@ -144,12 +144,12 @@ class Daemon:
         return EXIT_FAULT if self.device.fault is not None else 0
 
     def _listen(self, cleanup: contextlib.ExitStack) -> list[grpc.aio.Server]:
-        """Return one gRPC server per address, not yet started. Raises StartError."""
+        """Return one gRPC server per address, not yet started. Raises ConfigError."""
         config = self._config
         servers = []
         if config.unix_socket:
             servers.append(self._server(LocalCallers()))
-            listen_unix(servers[-1], config, self.sessions.handover, cleanup)
+            listen_unix(servers[-1], config, self.sessions.fd_server, cleanup)
         if config.tcp_address:
             servers.append(self._server(self._remote_callers))
             listen_tcp(servers[-1], config.tcp_address, self.credentials.for_server())
@@ -200,19 +200,19 @@ class Daemon:
 
 
 def _open_tracer(config: ServeConfig) -> Tracer | None:
-    """Open the tracer, if one is configured. Raises StartError if OpenTelemetry is not installed, and
+    """Open the tracer, if one is configured. Raises ConfigError if OpenTelemetry is not installed, and
     InvalidArgumentError for an invalid endpoint."""
     if not config.otel_endpoint:
         return None
     try:
         from kvservice.server.tracing import Tracer
     except ModuleNotFoundError as error:
-        raise StartError(f"{error}: traces need kvservice[otel]", field="otel_endpoint") from None
+        raise ConfigError(f"{error}: traces need kvservice[otel]", field="otel_endpoint") from None
     return Tracer(config.otel_endpoint, config.otel_sample_ratio)
 
 
 async def _main(config: ServeConfig) -> int:
-    return await Daemon(config).serve()
+    return await KVServer(config).serve()
 
 
 def run(config: ServeConfig) -> int:

@@ -26,7 +26,7 @@ from kvservice.errors import (
 )
 from kvservice.server.codec import shares_memory
 from kvservice.server.handlers import Handler, OpenHandler, Response, Started, WhileDraining
-from kvservice.server.sessions import Session, SessionRegistry
+from kvservice.server.sessions import ServerSession, SessionRegistry
 from kvservice.server.slices import Answer
 from kvservice.telemetry.calls import CallTable
 
@@ -61,7 +61,7 @@ class Dispatcher:
         self,
         method: str,
         request: Message,
-        session: Session | None,
+        session: ServerSession | None,
         transport: str,
         local: bool,
         traceparent: str = "",
@@ -111,7 +111,7 @@ class Dispatcher:
         if self.draining:
             raise DrainingError("the daemon is shutting down")
 
-    def _start(self, handler: Handler, request: Any, session: Session | None) -> Started[Response]:
+    def _start(self, handler: Handler, request: Any, session: ServerSession | None) -> Started[Response]:
         if isinstance(handler, OpenHandler):
             self._admit(handler)
             return handler.start(request)
@@ -122,7 +122,7 @@ class Dispatcher:
             return known
         self._admit(handler)
         for_begun_steps = handler.while_draining is WhileDraining.FOR_BEGUN_STEPS
-        if self.draining and for_begun_steps and not session.space.in_progress(request.step_id):
+        if self.draining and for_begun_steps and not session.namespace.in_progress(request.step_id):
             raise DrainingError("the daemon is shutting down, and this step has not begun")
         started = handler.start(session, request)
         if request_id:  # such a request changes bookkeeping only, so its handler is not async
@@ -135,12 +135,12 @@ class Dispatcher:
             self.refuse_new_work()
         self._sessions.lanes.commit_finished()
 
-    def _session_id(self, request: Message, session: Session | None) -> int | None:
+    def _session_id(self, request: Message, session: ServerSession | None) -> int | None:
         """Return the id of `session`, or of the session of a unary call's token, or None if it has ended."""
         session = session or self._sessions.find(getattr(request, "session_token", b""))
         return None if session is None else session.session_id
 
-    def _log_fields(self, method: str, status: str, request: Message, session: Session | None) -> dict[str, Any]:
+    def _log_fields(self, method: str, status: str, request: Message, session: ServerSession | None) -> dict[str, Any]:
         """Return the structured fields of a call's log line. They contain none of the request's data."""
         return {
             "method": method,

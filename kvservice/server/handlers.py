@@ -18,7 +18,7 @@ from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar
 from google.protobuf.message import Message
 
 from kvservice.blocks import Slices
-from kvservice.server.sessions import Session
+from kvservice.server.sessions import ServerSession
 from kvservice.server.slices import Answer, in_slices
 from kvservice.wire.encoded import Encoded
 
@@ -46,7 +46,7 @@ class SessionHandler(Generic[RequestT, ResponseT]):
 
     method: str
     request_type: type[RequestT]
-    start: Callable[[Session, RequestT], Started[ResponseT]]
+    start: Callable[[ServerSession, RequestT], Started[ResponseT]]
     while_draining: WhileDraining = WhileDraining.ALLOWED
 
 

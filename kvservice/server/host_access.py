@@ -22,7 +22,7 @@ from kvservice.errors import (
 from kvservice.server import descriptors
 from kvservice.server.budget import Budget, BudgetedMemory
 from kvservice.server.clock import Clock
-from kvservice.server.handover import Handover
+from kvservice.server.fd_passing import FdServer
 from kvservice.server.lanes import Lanes
 from kvservice.server.session_user import SessionUser, Trust
 from kvservice.server.step_tables import TABLE_BYTES, StepTables
@@ -42,7 +42,7 @@ class Sharing:
 
     trust: Trust
     budget: Budget
-    handover: Handover
+    fd_server: FdServer
     lanes: Lanes
     mappings: PoolMappings
     clock: Clock
@@ -56,15 +56,15 @@ class HostAccess:
         config: ServeConfig,
         device: Device,
         manager: BlockManager,
-        space: SessionNamespace,
+        namespace: SessionNamespace,
         sharing: Sharing,
         row: SessionRow,
     ) -> None:
         self._config = config
         self._device = device
         self._manager = manager
-        self._space = space
-        self.budget, self._handover, self._lanes = sharing.budget, sharing.handover, sharing.lanes
+        self._namespace = namespace
+        self.budget, self._fd_server, self._lanes = sharing.budget, sharing.fd_server, sharing.lanes
         self._mappings = sharing.mappings
         self._lane_number = sharing.lanes.new_number()
         self._row = row
@@ -76,7 +76,7 @@ class HostAccess:
         self._table_memory: BudgetedMemory | None = None
         self._writable = False
         self._published: set[int] = set()
-        space.on_step_end = self._retire
+        namespace.on_step_end = self._retire
 
     # ---- regions
 
@@ -86,12 +86,12 @@ class HostAccess:
         return self.budget.make_in_slices(name, num_bytes, field=field)
 
     def hand_over(self, memory: BudgetedMemory) -> bytes:
-        """Offer the memory on the handover socket, and return the handover token. Raises QuotaExceededError."""
-        return self._handover.offer([memory.descriptor()], self)
+        """Offer the memory on the fd-passing socket, and return the handover token. Raises QuotaExceededError."""
+        return self._fd_server.offer([memory.descriptor()], self)
 
     def withdraw(self, token: bytes) -> None:
         """Cancel the offer of this handover token, if it is still pending."""
-        self._handover.withdraw(token)
+        self._fd_server.withdraw(token)
 
     def add_region(self, address: int, num_bytes: int) -> int:
         """Register memory of the daemon for use in lane entries. Returns the region's number."""
@@ -188,7 +188,7 @@ class HostAccess:
         except BaseException:
             os.close(copy)
             raise
-        return self._handover.offer([copy, table_descriptor], self)
+        return self._fd_server.offer([copy, table_descriptor], self)
 
     def unmap_pool(self) -> None:
         if self._tables is not None and self._table_memory is not None:
@@ -227,7 +227,7 @@ class HostAccess:
         self._publish_to_lane(step)
 
     def _publish_to_lane(self, step: StepPlan) -> None:
-        written = self._manager.written_layers(self._space, step.step_id)
+        written = self._manager.written_layers(self._namespace, step.step_id)
         if written is None:
             return  # the step has ended in the meantime
         if self._lane is not None and step.step_id not in self._published:
@@ -243,7 +243,7 @@ class HostAccess:
 
     def commit(self, step_id: int) -> None:
         """Commit a step whose last layer was written by the lane."""
-        self._manager.commit_written(self._space, step_id)
+        self._manager.commit_written(self._namespace, step_id)
 
     def drain(self) -> None:
         """Make the lane refuse steps that have not begun."""
@@ -251,6 +251,6 @@ class HostAccess:
             self._shared.set_draining()
 
     def close(self) -> None:
-        self._handover.withdraw_all(self)
+        self._fd_server.withdraw_all(self)
         self.close_lane()
         self.unmap_pool()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvservice.blocks import BlockManager
 from kvservice.server.handlers import Handler, SessionHandler, WhileDraining
-from kvservice.server.sessions import Session
+from kvservice.server.sessions import ServerSession
 from kvservice.v1 import host_pb2
 
 
@@ -21,22 +21,22 @@ class HostCalls:
             SessionHandler("commit", host_pb2.CommitRequest, self.commit),
         )
 
-    def open_lane(self, session: Session, _: host_pb2.OpenLaneRequest) -> host_pb2.OpenLaneResponse:
+    def open_lane(self, session: ServerSession, _: host_pb2.OpenLaneRequest) -> host_pb2.OpenLaneResponse:
         return host_pb2.OpenLaneResponse(handover_token=session.access.open_lane())
 
-    def close_lane(self, session: Session, _: host_pb2.CloseLaneRequest) -> host_pb2.CloseLaneResponse:
+    def close_lane(self, session: ServerSession, _: host_pb2.CloseLaneRequest) -> host_pb2.CloseLaneResponse:
         session.access.close_lane()
         return host_pb2.CloseLaneResponse()
 
-    def map_pool(self, session: Session, request: host_pb2.MapPoolRequest) -> host_pb2.MapPoolResponse:
+    def map_pool(self, session: ServerSession, request: host_pb2.MapPoolRequest) -> host_pb2.MapPoolResponse:
         token, pool_bytes, table_bytes = session.access.map_pool(request.writable)
         return host_pb2.MapPoolResponse(handover_token=token, pool_bytes=pool_bytes, table_bytes=table_bytes)
 
-    def unmap_pool(self, session: Session, _: host_pb2.UnmapPoolRequest) -> host_pb2.UnmapPoolResponse:
+    def unmap_pool(self, session: ServerSession, _: host_pb2.UnmapPoolRequest) -> host_pb2.UnmapPoolResponse:
         session.access.unmap_pool()
         return host_pb2.UnmapPoolResponse()
 
-    def commit(self, session: Session, request: host_pb2.CommitRequest) -> host_pb2.CommitResponse:
+    def commit(self, session: ServerSession, request: host_pb2.CommitRequest) -> host_pb2.CommitResponse:
         session.access.check_writable()
-        self._manager.mark_all_layers(session.space, request.step_id)
+        self._manager.mark_all_layers(session.namespace, request.step_id)
         return host_pb2.CommitResponse()

@@ -1,7 +1,7 @@
 """The open lanes of all sessions, and the steps that they complete.
 
 The thread of a lane adds a step to `Device.finished_steps` before it completes the call for the last layer. The event
-loop commits the step when it is told, and before any call. So a call that a client makes after it has seen the
+loop commits the step when the lane signals it, and before any call. So a call that a client makes after it has seen the
 completion finds the step committed.
 """
 

@@ -1,4 +1,4 @@
-"""The sockets that the daemon listens on: the unix socket, the handover socket, TCP and HTTP."""
+"""The sockets that the daemon listens on: the unix socket, the fd-passing socket, TCP and HTTP."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import grpc
 from kvservice.auth import is_loopback
 from kvservice.config import ServeConfig
 from kvservice.errors import KVServiceError
-from kvservice.server.handover import Handover
+from kvservice.server.fd_passing import FdServer
 
 
-class StartError(KVServiceError):
+class ConfigError(KVServiceError):
     """The daemon cannot start with its configuration."""
 
 
 def check_addresses(config: ServeConfig) -> None:
-    """Raise StartError if there is no gRPC address, or one that other hosts can reach without TLS or authentication."""
+    """Raise ConfigError if there is no gRPC address, or one that other hosts reach without TLS or authentication."""
     if not (config.unix_socket or config.tcp_address):
-        raise StartError("there is nothing to listen on: set one of the two", field="unix_socket, tcp_address")
+        raise ConfigError("there is nothing to listen on: set one of the two", field="unix_socket, tcp_address")
     if not config.tcp_address or config.insecure or is_loopback(config.tcp_address.rpartition(":")[0]):
         return
     missing = []
@@ -32,7 +32,7 @@ def check_addresses(config: ServeConfig) -> None:
     if not (config.auth_tokens or config.tls_client_ca):
         missing.append("auth_tokens or tls_client_ca")
     if missing:
-        raise StartError(
+        raise ConfigError(
             f"other hosts reach {config.tcp_address}: set {', and '.join(missing)}; "
             "or insecure, if whoever reaches it may use the pool and read what is sent",
             field="tcp_address",
@@ -40,16 +40,16 @@ def check_addresses(config: ServeConfig) -> None:
 
 
 def listen_unix(
-    server: grpc.aio.Server, config: ServeConfig, handover: Handover, cleanup: contextlib.ExitStack
+    server: grpc.aio.Server, config: ServeConfig, fd_server: FdServer, cleanup: contextlib.ExitStack
 ) -> None:
-    """Bind the unix socket, and the handover socket if there is one, before the server starts. Raises StartError."""
+    """Bind the unix socket and the fd-passing socket, if there is one, before the server starts. Raises ConfigError."""
     _bind_unix(server, Path(config.unix_socket), cleanup)
-    if config.handover_socket:
-        _listen_handover(handover, Path(config.handover_socket), int(config.unix_socket_mode, 8), cleanup)
+    if config.fd_socket:
+        _listen_fds(fd_server, Path(config.fd_socket), int(config.unix_socket_mode, 8), cleanup)
 
 
 def listen_tcp(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> None:
-    """Bind host:port before the server starts. The port uses TLS if there are credentials. Raises StartError."""
+    """Bind host:port before the server starts. The port uses TLS if there are credentials. Raises ConfigError."""
     _bind(server, address, "tcp_address", credentials)
 
 
@@ -60,11 +60,11 @@ def open_unix_socket(config: ServeConfig) -> None:
 
 
 def listen_http(address: str, cleanup: contextlib.ExitStack) -> socket.socket:
-    """Return a socket that listens on host:port. Raises StartError."""
+    """Return a socket that listens on host:port. Raises ConfigError."""
     try:
         listening = _bound(address)
     except OSError as error:
-        raise StartError(f"cannot listen on {address}: {error.strerror}", field="http_address") from None
+        raise ConfigError(f"cannot listen on {address}: {error.strerror}", field="http_address") from None
     cleanup.callback(listening.close)
     listening.listen()
     return listening
@@ -94,27 +94,27 @@ def _bind_unix(server: grpc.aio.Server, path: Path, cleanup: contextlib.ExitStac
     cleanup.callback(path.unlink, missing_ok=True)
 
 
-def _listen_handover(handover: Handover, path: Path, mode: int, cleanup: contextlib.ExitStack) -> None:
+def _listen_fds(fd_server: FdServer, path: Path, mode: int, cleanup: contextlib.ExitStack) -> None:
     _check_socket_free(path)
     try:
-        handover.listen(path, mode)
+        fd_server.listen(path, mode)
     except OSError as error:
-        raise StartError(f"cannot listen on {path}: {error}", field="unix_socket") from None
-    cleanup.callback(handover.close)
+        raise ConfigError(f"cannot listen on {path}: {error}", field="unix_socket") from None
+    cleanup.callback(fd_server.close)
 
 
 def _check_socket_free(path: Path) -> None:
-    """Raise StartError if the path cannot be used. gRPC replaces a socket file that no process serves, so a socket that
-    is served must be detected here."""
+    """Raise ConfigError if the path cannot be used. gRPC replaces a socket file that no process serves, so a socket
+    that is served must be detected here."""
     if not path.exists():
         if not path.parent.is_dir():
-            raise StartError(f"{path.parent} is not a directory", field="unix_socket")
+            raise ConfigError(f"{path.parent} is not a directory", field="unix_socket")
         return
     if not stat.S_ISSOCK(path.stat().st_mode):
-        raise StartError(f"{path} exists and is no socket", field="unix_socket")
+        raise ConfigError(f"{path} exists and is no socket", field="unix_socket")
     with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(ConnectionRefusedError):
         probe.connect(str(path))
-        raise StartError(f"{path} is served by another process", field="unix_socket")
+        raise ConfigError(f"{path} is served by another process", field="unix_socket")
 
 
 def _bind(server: grpc.aio.Server, address: str, field: str, credentials: grpc.ServerCredentials | None = None) -> None:
@@ -126,7 +126,7 @@ def _bind(server: grpc.aio.Server, address: str, field: str, credentials: grpc.S
     except RuntimeError:
         port = 0
     if port == 0:
-        raise StartError(f"cannot listen on {address}: {_reason(address)}", field=field)
+        raise ConfigError(f"cannot listen on {address}: {_reason(address)}", field=field)
 
 
 def _reason(address: str) -> str:

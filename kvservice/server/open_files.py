@@ -6,15 +6,15 @@ import logging
 import resource
 
 from kvservice.config import ServeConfig
-from kvservice.server.listening import StartError
+from kvservice.server.listening import ConfigError
 
 logger = logging.getLogger(__name__)
 
 # Descriptors of the daemon itself: its memory, the observer, the event loop, gRPC, logs, and a margin.
 _BASE = 128
-# Open descriptors per lane, pool mapping and region, including those offered on the handover socket.
+# Open descriptors per lane, pool mapping and region, including those offered on the fd-passing socket.
 _OF_LANE, _OF_MAPPING, _OF_REGION = 4, 4, 2
-# Connections to the handover socket.
+# Connections to the fd-passing socket.
 _HANDOVER = 64
 
 
@@ -22,7 +22,7 @@ def needed_files(config: ServeConfig) -> dict[str, int]:
     """Return the number of file descriptors that the daemon may need, by the option that determines it."""
     addresses = bool(config.unix_socket) + bool(config.tcp_address)
     needed = {"max_connections": _BASE + config.connection_limit * addresses}
-    if config.handover_socket:
+    if config.fd_socket:
         needed["max_connections"] += _HANDOVER
     if config.allow_client_shm != "off":
         needed["max_lanes"] = _OF_LANE * config.max_lanes
@@ -33,7 +33,7 @@ def needed_files(config: ServeConfig) -> dict[str, int]:
 
 
 def raise_file_limit(config: ServeConfig) -> None:
-    """Set the soft limit on file descriptors to the hard limit. Raises StartError, with the numbers, if the hard limit
+    """Set the soft limit on file descriptors to the hard limit. Raises ConfigError, with the numbers, if the hard limit
     is below what the configuration needs."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
@@ -43,7 +43,7 @@ def raise_file_limit(config: ServeConfig) -> None:
     total = sum(needed.values())
     if hard != resource.RLIM_INFINITY and hard < total:
         parts = ", ".join(f"{count} for {option}" for option, count in needed.items())
-        raise StartError(
+        raise ConfigError(
             f"the daemon may need {total} file descriptors ({parts}), and the hard limit is {hard} (ulimit -Hn)",
             field=max(needed, key=lambda option: needed[option]),
         )

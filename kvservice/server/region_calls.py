@@ -6,7 +6,7 @@ from kvservice.blocks import Slices
 from kvservice.server import codec
 from kvservice.server.handlers import Handler, SessionHandler, WhileDraining, sliced
 from kvservice.server.region import GPU, HOST
-from kvservice.server.sessions import Session
+from kvservice.server.sessions import ServerSession
 from kvservice.v1 import shared_memory_pb2
 
 
@@ -52,41 +52,41 @@ class RegionCalls:
         )
 
     def system_shared_memory_status(
-        self, session: Session, request: shared_memory_pb2.SystemSharedMemoryStatusRequest
+        self, session: ServerSession, request: shared_memory_pb2.SystemSharedMemoryStatusRequest
     ) -> shared_memory_pb2.SystemSharedMemoryStatusResponse:
         return codec.system_region_status(session.regions.status(request.name, HOST))
 
     def system_shared_memory_register(
-        self, session: Session, request: shared_memory_pb2.SystemSharedMemoryRegisterRequest
+        self, session: ServerSession, request: shared_memory_pb2.SystemSharedMemoryRegisterRequest
     ) -> shared_memory_pb2.SystemSharedMemoryRegisterResponse:
         session.regions.register(request.name, request.key, request.offset, request.byte_size, request.handover_token)
         return shared_memory_pb2.SystemSharedMemoryRegisterResponse()
 
     def system_shared_memory_unregister(
-        self, session: Session, request: shared_memory_pb2.SystemSharedMemoryUnregisterRequest
+        self, session: ServerSession, request: shared_memory_pb2.SystemSharedMemoryUnregisterRequest
     ) -> shared_memory_pb2.SystemSharedMemoryUnregisterResponse:
         session.regions.unregister(request.name, HOST)
         return shared_memory_pb2.SystemSharedMemoryUnregisterResponse()
 
     def cuda_shared_memory_status(
-        self, session: Session, request: shared_memory_pb2.CudaSharedMemoryStatusRequest
+        self, session: ServerSession, request: shared_memory_pb2.CudaSharedMemoryStatusRequest
     ) -> shared_memory_pb2.CudaSharedMemoryStatusResponse:
         return codec.cuda_region_status(session.regions.status(request.name, GPU))
 
     def cuda_shared_memory_register(
-        self, session: Session, request: shared_memory_pb2.CudaSharedMemoryRegisterRequest
+        self, session: ServerSession, request: shared_memory_pb2.CudaSharedMemoryRegisterRequest
     ) -> shared_memory_pb2.CudaSharedMemoryRegisterResponse:
         number = session.regions.register_cuda(request.name, request.raw_handle, request.device_id, request.byte_size)
         return shared_memory_pb2.CudaSharedMemoryRegisterResponse(number=number)
 
     def cuda_shared_memory_unregister(
-        self, session: Session, request: shared_memory_pb2.CudaSharedMemoryUnregisterRequest
+        self, session: ServerSession, request: shared_memory_pb2.CudaSharedMemoryUnregisterRequest
     ) -> shared_memory_pb2.CudaSharedMemoryUnregisterResponse:
         session.regions.unregister(request.name, GPU)
         return shared_memory_pb2.CudaSharedMemoryUnregisterResponse()
 
     def create_region(
-        self, session: Session, request: shared_memory_pb2.CreateRegionRequest
+        self, session: ServerSession, request: shared_memory_pb2.CreateRegionRequest
     ) -> Slices[shared_memory_pb2.CreateRegionResponse]:
         token, number = yield from session.regions.create_in_slices(request.name, request.byte_size)
         return shared_memory_pb2.CreateRegionResponse(handover_token=token, number=number)

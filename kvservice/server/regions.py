@@ -83,7 +83,7 @@ class Regions:
 
     def register(self, name: str, key: str, offset: int, byte_size: int, token: bytes = b"") -> None:
         """Register `byte_size` bytes at `offset` of the shared memory object `key`, a name for shm_open. The object is
-        opened with the permissions of the user who received `token` from the handover socket.
+        opened with the permissions of the user who received `token` from the fd-passing socket.
 
         Raises RegionsNotAllowedError, DuplicateRegionError, QuotaExceededError, RegionNotOpenedError, and
         InvalidArgumentError naming name, key, offset, byte_size or handover_token.

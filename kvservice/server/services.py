@@ -23,7 +23,7 @@ from kvservice.server.contract import ANSWERED_BY_OBSERVER, SERVICES, call_name
 from kvservice.server.dispatch import Dispatcher
 from kvservice.server.events import EventStreams
 from kvservice.server.parsing import Refused, check_accepted, parser
-from kvservice.server.sessions import Session, SessionRegistry
+from kvservice.server.sessions import ServerSession, SessionRegistry
 from kvservice.server.slots import RPC, UNATTACHED_S, Handler, Rpc, Slots, answering
 from kvservice.v1 import session_pb2
 from kvservice.wire.encoded import Encoded
@@ -137,7 +137,7 @@ class Stream:
         self._callers = callers
         self._slots = slots
         self._rpc = rpc
-        self._session: Session | None = None
+        self._session: ServerSession | None = None
         self._ending: asyncio.Task[None] | None = None
         # gRPC fails if a status is sent during the write of a message.
         self._sending = asyncio.Lock()

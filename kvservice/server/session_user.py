@@ -1,8 +1,8 @@
 """The user of a session's client, and the memory of the daemon that this user may share.
 
 gRPC does not report the user of a unix socket connection. If the socket's mode allows only the daemon's own user and
-root, every client is one of these. Otherwise a client sends its session token to the handover socket, where the kernel
-reports the user.
+root, every client is one of these. Otherwise a client sends its session token to the fd-passing socket, where the
+kernel reports the user.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from kvservice.config import ServeConfig
 from kvservice.errors import InvalidArgumentError, PoolNotSharedError, RegionsNotAllowedError
 from kvservice.server.clock import Clock
-from kvservice.server.handover import TOKEN_BYTES, TOKEN_S
+from kvservice.server.fd_passing import TOKEN_BYTES, TOKEN_S
 from kvservice.server.peers import Peer
 
 # The limit on valid introduction tokens of a session.
@@ -65,8 +65,8 @@ class SessionUser:
         self._introductions.clear()
 
     def introduce(self, peer: Peer) -> bytes:
-        """Record the user who sent the session token to the handover socket. Returns an introduction token, with which
-        a call proves that it comes from this user."""
+        """Record the user who sent the session token to the fd-passing socket. Returns an introduction token, with
+        which a call proves that it comes from this user."""
         self._peer = peer
         if len(self._introductions) == MAX_INTRODUCTIONS:
             del self._introductions[next(iter(self._introductions))]
@@ -79,7 +79,7 @@ class SessionUser:
         if not self._trust.shm_uids:
             raise RegionsNotAllowedError(f"the daemon runs with {self._trust.shm}")
         if self._peer is None:
-            raise RegionsNotAllowedError("the handover socket was not told whose session it is")
+            raise RegionsNotAllowedError("the session's token was not sent to the fd-passing socket")
         if self._peer.uid not in self._trust.shm_uids:
             raise RegionsNotAllowedError(f"not for user {self._peer.uid}: the daemon runs with {self._trust.shm}")
 

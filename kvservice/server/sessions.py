@@ -30,7 +30,7 @@ from kvservice.errors import (
 from kvservice.logs import LogBudget
 from kvservice.server.budget import Budget
 from kvservice.server.clock import Clock, SystemClock
-from kvservice.server.handover import Handover
+from kvservice.server.fd_passing import FdServer
 from kvservice.server.host_access import HostAccess, PoolMappings, Sharing
 from kvservice.server.lanes import Lanes
 from kvservice.server.peers import Peer
@@ -50,12 +50,12 @@ ATTACH_S = 5.0
 
 
 @dataclass(eq=False)
-class Session:
+class ServerSession:
     session_id: int
     token: bytes
     name: str
     owner: Identity
-    space: SessionNamespace
+    namespace: SessionNamespace
     access: HostAccess
     regions: Regions
     row: SessionRow
@@ -92,11 +92,11 @@ class SessionRegistry:
         self._device = device
         self._table = table
         trust = Trust.of(config)
-        self.handover = Handover(trust.shm_uids | trust.pool_uids, self._introduce, self._clock)
+        self.fd_server = FdServer(trust.shm_uids | trust.pool_uids, self._introduce, self._clock)
         self.lanes = Lanes(len(device.lane_buckets_s) + 1, device.finished_steps)
         budget = Budget(config.max_shared_mib)
-        self._sharing = Sharing(trust, budget, self.handover, self.lanes, PoolMappings(), self._clock)
-        self._sessions: dict[bytes, Session] = {}
+        self._sharing = Sharing(trust, budget, self.fd_server, self.lanes, PoolMappings(), self._clock)
+        self._sessions: dict[bytes, ServerSession] = {}
         self.num_opened = self.num_closed = self.num_lost = 0
         # The number of closed sessions whose sequences are still being freed.
         self._num_closing = 0
@@ -108,17 +108,17 @@ class SessionRegistry:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def __iter__(self) -> Iterator[Session]:
+    def __iter__(self) -> Iterator[ServerSession]:
         return iter(self._sessions.values())
 
     def layers_in_progress(self) -> dict[int, int]:
         """Return the number of layers written in partly written steps, by the id of each attached session that has such
         steps."""
         attached = (session for session in self if session.end_stream is not None)
-        counts = {session.session_id: session.space.layers_in_progress() for session in attached}
+        counts = {session.session_id: session.namespace.layers_in_progress() for session in attached}
         return {session_id: count for session_id, count in counts.items() if count}
 
-    def open(self, name: str, tenant: str, detachable: bool, detach_ttl_s: float) -> Session:
+    def open(self, name: str, tenant: str, detachable: bool, detach_ttl_s: float) -> ServerSession:
         _check_name(name, "name")
         _check_name(tenant, "tenant")
         limit = self._config.max_detach_ttl_s
@@ -130,14 +130,14 @@ class SessionRegistry:
         self.num_opened += 1
         grace = self._config.session_grace_s
         row = self._table.open(self.num_opened, name, tenant, int(self._clock.time() * 1000))
-        space = self._manager.open_space(row.number + 1, row.counters)
-        access = HostAccess(self._config, self._device, self._manager, space, self._sharing, row)
-        session = Session(
+        namespace = self._manager.open_space(row.number + 1, row.counters)
+        access = HostAccess(self._config, self._device, self._manager, namespace, self._sharing, row)
+        session = ServerSession(
             session_id=self.num_opened,
             token=secrets.token_bytes(TOKEN_BYTES),
             name=name,
             owner=CALLER.get(),
-            space=space,
+            namespace=namespace,
             access=access,
             regions=Regions(self._config, RegionTotals(whole=self.region_totals, row=row), access),
             row=row,
@@ -155,12 +155,12 @@ class SessionRegistry:
         )
         return session
 
-    def find(self, token: bytes) -> Session | None:
+    def find(self, token: bytes) -> ServerSession | None:
         """Return the session of this token, or None if there is none or it belongs to another identity."""
         session = self._sessions.get(token)
         return session if session is not None and session.owner == CALLER.get() else None
 
-    def get(self, token: bytes) -> Session:
+    def get(self, token: bytes) -> ServerSession:
         session = self.find(token)
         if session is None:
             self._note_foreign(token)
@@ -175,7 +175,7 @@ class SessionRegistry:
 
     def attach(
         self, token: bytes, holder: int, reconnects: bool, end_stream: Callable[[KVServiceError], None]
-    ) -> Session:
+    ) -> ServerSession:
         """Give the lease to a holder's stream, and end the stream that had it.
 
         Unless the holder reconnects, the memory that the session shared with its former client is closed, and the new
@@ -197,7 +197,7 @@ class SessionRegistry:
         session.row.set(ATTACHED, 1)
         return session
 
-    def detach(self, session: Session, end_stream: Callable[[KVServiceError], None]) -> None:
+    def detach(self, session: ServerSession, end_stream: Callable[[KVServiceError], None]) -> None:
         """Release the lease of a stream that has ended. Unless another stream holds it now, the session waits for the
         next one. Shared memory is closed after the grace time at the latest, because it is of no use without its
         client."""
@@ -228,12 +228,12 @@ class SessionRegistry:
         session = self.find(token)
         return None if session is None else session.access.user.introduce(peer)
 
-    def _lose(self, session: Session) -> None:
+    def _lose(self, session: ServerSession) -> None:
         """Close a session that no stream attached to in time."""
         self.num_lost += 1
         in_slices(self.close_in_slices(session))
 
-    def close_in_slices(self, session: Session) -> Slices[None]:
+    def close_in_slices(self, session: ServerSession) -> Slices[None]:
         """Close an open session in the first slice, and free its sequences."""
         del self._sessions[session.token]
         self._num_closing += 1
@@ -243,14 +243,16 @@ class SessionRegistry:
             session.end_stream(FailedPreconditionError("the session was closed"))
         session.unshare()
 
-        freed = yield from self._manager.close_space_in_slices(session.space)
+        freed = yield from self._manager.close_space_in_slices(session.namespace)
         self._num_closing -= 1
         self._table.close(session.row)
         number = session.session_id
         said = "session %d closed, %d sequences freed"
         self._closed_log.write(logging.INFO, said, number, freed, extra={"session_id": number})
 
-    def _call_later(self, session: Session, seconds: float, call: Callable[..., None], *args: Session) -> None:
+    def _call_later(
+        self, session: ServerSession, seconds: float, call: Callable[..., None], *args: ServerSession
+    ) -> None:
         session.timers.append(self._clock.call_later(seconds, call, *args))
 
 
@@ -263,11 +265,11 @@ def _taken() -> SessionTakenError:
     return SessionTakenError("another client has taken the session over")
 
 
-def _check_holder(session: Session, holder: int) -> None:
+def _check_holder(session: ServerSession, holder: int) -> None:
     if session.holder not in (None, holder):
         raise _taken()
 
 
-def _cancel_timers(session: Session) -> None:
+def _cancel_timers(session: ServerSession) -> None:
     while session.timers:
         session.timers.pop().cancel()

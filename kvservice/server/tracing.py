@@ -40,7 +40,7 @@ _SERVER_ERRORS: Final = frozenset(
 _NO_PARENT: Final = Context()
 
 
-class Span:
+class CallSpan:
     """The span of a call in flight."""
 
     __slots__ = ("_span",)
@@ -85,12 +85,12 @@ class Tracer:
         self._tracer = self._provider.get_tracer("kvservice", __version__)
         self._propagator = TraceContextTextMapPropagator()
 
-    def begin(self, method: str, transport: str, traceparent: str) -> Span:
+    def begin(self, method: str, transport: str, traceparent: str) -> CallSpan:
         """Start a span. `traceparent` is the W3C header of the call, or empty; an invalid header is ignored."""
         name = _RPC_NAMES.get(method, method)
         parent = self._propagator.extract({"traceparent": traceparent}, _NO_PARENT) if traceparent else _NO_PARENT
         attributes = {"rpc.system.name": "grpc", "rpc.method": name, "kvservice.transport": transport}
-        return Span(self._tracer.start_span(name, parent, trace.SpanKind.SERVER, attributes))
+        return CallSpan(self._tracer.start_span(name, parent, trace.SpanKind.SERVER, attributes))
 
     def close(self) -> None:
         """Export the queued spans. Blocks for a few seconds at most."""

@@ -29,7 +29,7 @@ class HostServiceStub(object):
     """Shares memory with clients on the daemon's host: lanes, and the pool itself.
 
     Shared memory is passed as file descriptors, which gRPC cannot carry. A response contains a handover token instead.
-    The client connects to the handover socket (the path of the daemon's unix socket plus ".fds"), sends the 16 bytes of
+    The client connects to the fd-passing socket (the path of the daemon's unix socket plus ".fds"), sends the 16 bytes of
     the token in one message within two seconds, and receives one byte with the file descriptors, in the order that the
     call documents. A token is valid once, for ten seconds. The socket accepts the daemon's own user, root and, depending
     on allow_client_shm and share_pool, trusted_uids, as reported by the kernel. It closes all other connections.
@@ -79,7 +79,7 @@ class HostServiceServicer(object):
     """Shares memory with clients on the daemon's host: lanes, and the pool itself.
 
     Shared memory is passed as file descriptors, which gRPC cannot carry. A response contains a handover token instead.
-    The client connects to the handover socket (the path of the daemon's unix socket plus ".fds"), sends the 16 bytes of
+    The client connects to the fd-passing socket (the path of the daemon's unix socket plus ".fds"), sends the 16 bytes of
     the token in one message within two seconds, and receives one byte with the file descriptors, in the order that the
     call documents. A token is valid once, for ten seconds. The socket accepts the daemon's own user, root and, depending
     on allow_client_shm and share_pool, trusted_uids, as reported by the kernel. It closes all other connections.
@@ -174,7 +174,7 @@ class HostService(object):
     """Shares memory with clients on the daemon's host: lanes, and the pool itself.
 
     Shared memory is passed as file descriptors, which gRPC cannot carry. A response contains a handover token instead.
-    The client connects to the handover socket (the path of the daemon's unix socket plus ".fds"), sends the 16 bytes of
+    The client connects to the fd-passing socket (the path of the daemon's unix socket plus ".fds"), sends the 16 bytes of
     the token in one message within two seconds, and receives one byte with the file descriptors, in the order that the
     call documents. A token is valid once, for ten seconds. The socket accepts the daemon's own user, root and, depending
     on allow_client_shm and share_pool, trusted_uids, as reported by the kernel. It closes all other connections.

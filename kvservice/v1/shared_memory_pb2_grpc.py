@@ -35,7 +35,7 @@ class SharedMemoryServiceStub(object):
     The daemon must allow shared memory (allow_client_shm) for the user, and the caller must be connected to the unix
     socket. Otherwise these calls, and calls that name a region, fail with FAILED_PRECONDITION, reason
     REGIONS_NOT_ALLOWED. If other users can connect to the unix socket, the client must first identify itself at the
-    handover socket, see HostService.
+    fd-passing socket, see HostService.
     """
 
     def __init__(self, channel):
@@ -91,7 +91,7 @@ class SharedMemoryServiceServicer(object):
     The daemon must allow shared memory (allow_client_shm) for the user, and the caller must be connected to the unix
     socket. Otherwise these calls, and calls that name a region, fail with FAILED_PRECONDITION, reason
     REGIONS_NOT_ALLOWED. If other users can connect to the unix socket, the client must first identify itself at the
-    handover socket, see HostService.
+    fd-passing socket, see HostService.
     """
 
     def SystemSharedMemoryStatus(self, request, context):
@@ -207,7 +207,7 @@ class SharedMemoryService(object):
     The daemon must allow shared memory (allow_client_shm) for the user, and the caller must be connected to the unix
     socket. Otherwise these calls, and calls that name a region, fail with FAILED_PRECONDITION, reason
     REGIONS_NOT_ALLOWED. If other users can connect to the unix socket, the client must first identify itself at the
-    handover socket, see HostService.
+    fd-passing socket, see HostService.
     """
 
     @staticmethod

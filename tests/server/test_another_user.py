@@ -62,7 +62,7 @@ from kvservice.v1 import shared_memory_pb2 as shm
 session = raw_wire.RawSession(raw_wire.Wire(sys.argv[1]))
 outcomes = {}
 for number, key in enumerate(sys.argv[2:]):
-    token = handover.introduce(handover.socket_path(sys.argv[1]), session.token)
+    token = fd_passing.introduce(fd_passing.socket_path(sys.argv[1]), session.token)
     request = shm.SystemSharedMemoryRegisterRequest(name=key, key=key, byte_size=4096, handover_token=token)
     outcomes[key] = getattr(session.call("system_shared_memory_register", request), "reason", "done")
     session.call("system_shared_memory_unregister", shm.SystemSharedMemoryUnregisterRequest(name=key))
@@ -86,7 +86,7 @@ with KVClient(sys.argv[1]) as client, client.session() as kv:
 print(json.dumps(outcomes))
 """
 SILENT = """
-path = handover.socket_path(sys.argv[1])
+path = fd_passing.socket_path(sys.argv[1])
 connections = [socket.socket(socket.AF_UNIX) for _ in range(200)]
 for connection in connections:
     connection.connect(path)

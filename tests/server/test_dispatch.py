@@ -47,8 +47,8 @@ def test_the_response_of_a_step_waits_until_the_step_is_published() -> None:
         manager = BlockManager(BlocksConfig(num_blocks=8, block_size=4, num_layers=1))
         engine: Any = SimpleNamespace(manager=manager, append=manager.append)
         dispatcher = dispatcher_of(BlockCalls(ServeConfig(), engine).handlers())
-        space, access = manager.open_space(1), Access()
-        session: Any = SimpleNamespace(space=space, access=access, replies=Replies(), session_id=1)
+        namespace, access = manager.open_space(1), Access()
+        session: Any = SimpleNamespace(namespace=namespace, access=access, replies=Replies(), session_id=1)
 
         async def call(method: str, request: Any) -> Any:
             return await dispatcher.call(method, request, session, "stream", local=True)
@@ -77,14 +77,14 @@ def test_a_step_whose_caller_has_gone_is_published() -> None:
         manager = BlockManager(BlocksConfig(num_blocks=8, block_size=4, num_layers=1))
         engine: Any = SimpleNamespace(manager=manager, open_step=manager.open_step)
         dispatcher = dispatcher_of(BlockCalls(ServeConfig(), engine).handlers())
-        space, done = manager.open_space(1), []
+        namespace, done = manager.open_space(1), []
 
         async def publish() -> None:
             await asyncio.sleep(0)
             done.append(True)
 
         access = SimpleNamespace(publish=lambda _: (None, publish()))
-        session: Any = SimpleNamespace(space=space, access=access, replies=Replies(), session_id=1)
+        session: Any = SimpleNamespace(namespace=namespace, access=access, replies=Replies(), session_id=1)
         allocation = blocks_pb2.SequenceAllocation(sequence_id=1, token_ids=[1, 2])
         await dispatcher.call(
             "allocate", blocks_pb2.AllocateRequest(sequences=[allocation]), session, "stream", local=True
@@ -115,8 +115,8 @@ def test_while_draining_only_begun_steps_go_on() -> None:
                 SessionHandler("free", blocks_pb2.FreeRequest, stale),
             ]
         )
-        space = SimpleNamespace(in_progress=lambda step_id: step_id == 7)
-        session: Any = SimpleNamespace(space=space, replies=Replies(), session_id=1)
+        namespace = SimpleNamespace(in_progress=lambda step_id: step_id == 7)
+        session: Any = SimpleNamespace(namespace=namespace, replies=Replies(), session_id=1)
 
         async def call(method: str, request: Any) -> Any:
             return await dispatcher.call(method, request, session, "stream", local=True)

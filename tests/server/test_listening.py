@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvservice.config import ServeConfig
-from kvservice.server.listening import StartError, check_addresses
+from kvservice.server.listening import ConfigError, check_addresses
 
 TLS = {"tls_cert": "c", "tls_key": "k"}
 EXPOSED = ["0.0.0.0:1", "[::]:1", "192.0.2.1:1", "example:1"]
@@ -21,7 +21,7 @@ EXPOSED = ["0.0.0.0:1", "[::]:1", "192.0.2.1:1", "example:1"]
     ],
 )
 def test_other_hosts_need_tls_and_a_name(address: str, options: dict[str, str], missing: str) -> None:
-    with pytest.raises(StartError, match=missing) as caught:
+    with pytest.raises(ConfigError, match=missing) as caught:
         check_addresses(ServeConfig(tcp_address=address, **options))
     assert caught.value.field == "tcp_address"
 
@@ -40,5 +40,5 @@ def test_loopback_is_open(address: str) -> None:
 
 
 def test_there_is_an_address() -> None:
-    with pytest.raises(StartError, match="nothing to listen on"):
+    with pytest.raises(ConfigError, match="nothing to listen on"):
         check_addresses(ServeConfig(tcp_address="", unix_socket=""))

@@ -14,7 +14,7 @@ from small_pool import SMALL_POOL
 from kvservice.client import KVClient
 from kvservice.config import ENV_PREFIX, ServeConfig
 from kvservice.launch import Daemon
-from kvservice.server.listening import StartError
+from kvservice.server.listening import ConfigError
 from kvservice.server.open_files import needed_files, raise_file_limit
 
 SMALL = {"max_connections": 10, "max_sessions": 4, "max_lanes": 3, "max_regions": 2, "unix_socket": "/run/x"}
@@ -52,13 +52,13 @@ def test_too_low_a_hard_limit_is_refused_with_the_numbers(monkeypatch: pytest.Mo
     Limits(monkeypatch, 24, total)
     raise_file_limit(config)
     Limits(monkeypatch, 24, total - 1)
-    with pytest.raises(StartError) as refused:
+    with pytest.raises(ConfigError) as refused:
         raise_file_limit(config)
     assert refused.value.field == "max_connections"
     for number in (f"{total} file descriptors", "12 for max_lanes", f"hard limit is {total - 1} "):
         assert number in refused.value.message
     many = ServeConfig(**SMALL | {"max_regions": 1000})
-    with pytest.raises(StartError) as refused:
+    with pytest.raises(ConfigError) as refused:
         raise_file_limit(many)
     assert refused.value.field == "max_regions"
 

@@ -471,7 +471,7 @@ def test_unregistered_in_use_it_lives_until_the_call_is_over(
             output_place=tensor_pb2.SharedMemoryPlace(region="r", offset=1000, byte_size=1000),
             lse_place=tensor_pb2.SharedMemoryPlace(region="r", offset=3000, byte_size=8),
         )
-        session: Any = SimpleNamespace(space=None, regions=regions)
+        session: Any = SimpleNamespace(namespace=None, regions=regions)
         attending = asyncio.create_task(calls.extend(session, request))
         await asyncio.sleep(0)
         regions.unregister("r", HOST)

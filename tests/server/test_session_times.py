@@ -16,7 +16,7 @@ from kvservice.config import ServeConfig
 from kvservice.devices import open_device
 from kvservice.engine import CacheEngine
 from kvservice.errors import KVServiceError, UnknownSessionError
-from kvservice.server.sessions import ATTACH_S, Session, SessionRegistry
+from kvservice.server.sessions import ATTACH_S, ServerSession, SessionRegistry
 from kvservice.telemetry.arrays import SharedArrays
 from kvservice.telemetry.sessions import SessionTable
 
@@ -52,11 +52,11 @@ def end_stream(_: KVServiceError) -> None:
     """Stands for the stream that holds a session."""
 
 
-def attach(registry: SessionRegistry, session: Session) -> None:
+def attach(registry: SessionRegistry, session: ServerSession) -> None:
     registry.attach(session.token, 1, False, end_stream)
 
 
-def open_attached(registry: SessionRegistry, **options: Any) -> Session:
+def open_attached(registry: SessionRegistry, **options: Any) -> ServerSession:
     session = registry.open("", "", options.get("detachable", False), options.get("detach_ttl_s", 0.0))
     attach(registry, session)
     return session
@@ -119,7 +119,7 @@ def test_what_a_detachable_session_shares_is_closed_after_the_grace_time(make_re
     registry = make_registry(session_grace_s=SHORT_GRACE_S)
     session = open_attached(registry, detachable=True)
     closed: list[float] = []
-    monkeypatch.setattr(Session, "unshare", lambda _: closed.append(clock.now))
+    monkeypatch.setattr(ServerSession, "unshare", lambda _: closed.append(clock.now))
     registry.detach(session, end_stream)
     clock.advance(60)
     assert closed == [SHORT_GRACE_S]

@@ -125,7 +125,7 @@ class Rig:
         session = self.sessions.open("", "", False, 0.0)
         for n in range(num_sequences):
             tokens = np.arange(n * LONG, (n + 1) * LONG, dtype=np.int32)
-            self.engine.manager.allocate(session.space, [AllocationRequest(n, tokens)])
+            self.engine.manager.allocate(session.namespace, [AllocationRequest(n, tokens)])
         return session
 
     async def free(self, session: Any, request: blocks_pb2.FreeRequest) -> Any:

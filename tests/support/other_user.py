@@ -13,7 +13,7 @@ import json, os, socket, sys
 sys.path.insert(0, {support!r})
 import numpy as np
 import kvservice.client
-from kvservice.client import KVClient, handover
+from kvservice.client import KVClient, fd_passing
 from kvservice.errors import KVServiceError
 import raw_wire
 os.setgroups({groups!r})

@@ -1,4 +1,4 @@
-"""The handover socket: which users receive file descriptors, how often, and how the user of a session is identified."""
+"""The fd-passing socket: which users receive file descriptors, how often, and how a session's user is identified."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from manual_clock import ManualClock
 
 from kvservice.client import fd_passing as client_side
 from kvservice.errors import ConnectionLostError, QuotaExceededError, RegionsNotAllowedError
-from kvservice.server import handover as server_side
+from kvservice.server import fd_passing as server_side
 from kvservice.server.clock import Clock, SystemClock
-from kvservice.server.handover import TOKEN_S, Handover
+from kvservice.server.fd_passing import TOKEN_S, FdServer
 from kvservice.server.peers import Peer
 
 SESSION_TOKEN = b"a session's one."
@@ -31,22 +31,22 @@ def introduce(token: bytes, peer: Peer) -> bytes | None:
 
 
 @asynccontextmanager
-async def serving(path: Path, clock: Clock) -> AsyncIterator[Handover]:
+async def serving(path: Path, clock: Clock) -> AsyncIterator[FdServer]:
     introductions.clear()
-    handover = Handover(frozenset({os.geteuid(), ANOTHER_UID}), introduce, clock)
-    handover.listen(path, 0o600)
-    task = asyncio.create_task(handover.serve())
+    fd_server = FdServer(frozenset({os.geteuid(), ANOTHER_UID}), introduce, clock)
+    fd_server.listen(path, 0o600)
+    task = asyncio.create_task(fd_server.serve())
     try:
-        yield handover
+        yield fd_server
     finally:
         task.cancel()
-        handover.close()
+        fd_server.close()
 
 
-def scenario(path: Path, body: Callable[[Handover, str], Awaitable[None]], clock: Clock | None = None) -> None:
+def scenario(path: Path, body: Callable[[FdServer, str], Awaitable[None]], clock: Clock | None = None) -> None:
     async def run() -> None:
-        async with serving(path, clock or SystemClock()) as handover:
-            await body(handover, str(path))
+        async with serving(path, clock or SystemClock()) as fd_server:
+            await body(fd_server, str(path))
 
     asyncio.run(run())
 
@@ -100,12 +100,12 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_a_token_is_good_for_its_descriptors_and_once(path: Path) -> None:
-    async def body(handover: Handover, where: str) -> None:
+    async def body(fd_server: FdServer, where: str) -> None:
         before = num_descriptors()
         inodes = []
         files = [memory_file(b"one"), memory_file(b"two")]
         inodes = [os.fstat(descriptor).st_ino for descriptor in files]
-        token = handover.offer(files, Owner())
+        token = fd_server.offer(files, Owner())
         got = await fetch(where, token, 2)
         assert [os.pread(descriptor, 10, 0) for descriptor in got] == [b"one", b"two"]
         assert [os.fstat(descriptor).st_ino for descriptor in got] == inodes
@@ -122,10 +122,10 @@ def test_a_token_is_good_for_its_descriptors_and_once(path: Path) -> None:
 def test_a_token_is_good_for_so_long(path: Path) -> None:
     clock = ManualClock()
 
-    async def body(handover: Handover, where: str) -> None:
-        first = handover.offer([memory_file(b"")], Owner())
+    async def body(fd_server: FdServer, where: str) -> None:
+        first = fd_server.offer([memory_file(b"")], Owner())
         descriptor = memory_file(b"")
-        token = handover.offer([descriptor], Owner())
+        token = fd_server.offer([descriptor], Owner())
         clock.advance(TOKEN_S * 0.99)
         for fetched in await fetch(where, first):
             os.close(fetched)
@@ -141,15 +141,15 @@ def test_a_token_is_good_for_so_long(path: Path) -> None:
 
 
 def test_what_is_withdrawn_is_not_handed_over(path: Path) -> None:
-    async def body(handover: Handover, where: str) -> None:
+    async def body(fd_server: FdServer, where: str) -> None:
         one, other = Owner(), Owner()
         before = num_descriptors()
-        gone = [handover.offer([memory_file(b""), memory_file(b"")], one) for _ in range(3)]
-        gone_alone = handover.offer([memory_file(b"")], other)
-        kept = handover.offer([memory_file(b"kept")], other)
-        handover.withdraw_all(one)
-        handover.withdraw(gone_alone)
-        handover.withdraw(gone_alone)
+        gone = [fd_server.offer([memory_file(b""), memory_file(b"")], one) for _ in range(3)]
+        gone_alone = fd_server.offer([memory_file(b"")], other)
+        kept = fd_server.offer([memory_file(b"kept")], other)
+        fd_server.withdraw_all(one)
+        fd_server.withdraw(gone_alone)
+        fd_server.withdraw(gone_alone)
         assert num_descriptors() == before + 1
         for token in (*gone, gone_alone):
             with pytest.raises(RegionsNotAllowedError):
@@ -163,8 +163,8 @@ def test_what_is_withdrawn_is_not_handed_over(path: Path) -> None:
 
 @pytest.mark.parametrize("sent", [b"", b"\0" * 15, b"\0" * 16, b"\xff" * 1000])
 def test_a_wrong_token_gets_nothing_and_costs_no_one(path: Path, sent: bytes) -> None:
-    async def body(handover: Handover, where: str) -> None:
-        token = handover.offer([memory_file(b"mine")], Owner())
+    async def body(fd_server: FdServer, where: str) -> None:
+        token = fd_server.offer([memory_file(b"mine")], Owner())
 
         def ask() -> tuple[bytes, list[int]]:
             with socket.socket(socket.AF_UNIX) as connection:
@@ -188,8 +188,8 @@ def test_a_wrong_token_gets_nothing_and_costs_no_one(path: Path, sent: bytes) ->
 def test_a_stranger_gets_nothing_and_is_named_once(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def body(handover: Handover, where: str) -> None:
-        token = handover.offer([memory_file(b"")], Owner())
+    async def body(fd_server: FdServer, where: str) -> None:
+        token = fd_server.offer([memory_file(b"")], Owner())
         with connecting_as(monkeypatch, STRANGER_UID):
             for _ in range(3):
                 assert await is_closed(await connect(where))  # without waiting for a token
@@ -205,7 +205,7 @@ def test_a_stranger_gets_nothing_and_is_named_once(
 
 
 def test_a_sessions_token_says_whose_it_is(path: Path) -> None:
-    async def body(_: Handover, where: str) -> None:
+    async def body(_: FdServer, where: str) -> None:
         assert await asyncio.to_thread(client_side.introduce, where, SESSION_TOKEN) == INTRODUCED
         token, peer = introductions[-1]
         assert (token, peer.uid) == (SESSION_TOKEN, os.geteuid())
@@ -219,7 +219,7 @@ def test_a_sessions_token_says_whose_it_is(path: Path) -> None:
 def test_those_who_connect_and_say_nothing_are_shown_out(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_side, "PRESENT_S", 0.05)
 
-    async def body(_: Handover, where: str) -> None:
+    async def body(_: FdServer, where: str) -> None:
         before = num_descriptors()
         for connection in [await connect(where) for _ in range(8)]:
             assert await is_closed(connection)
@@ -231,10 +231,10 @@ def test_those_who_connect_and_say_nothing_are_shown_out(path: Path, monkeypatch
 def test_a_users_oldest_gives_way_to_its_newest_and_nobody_elses(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_side, "PRESENT_S", 1000.0)
 
-    async def body(handover: Handover, where: str) -> None:
+    async def body(fd_server: FdServer, where: str) -> None:
         patient = await connect(where)
         await asyncio.to_thread(client_side.introduce, where, SESSION_TOKEN)  # the connection is accepted by now
-        token = handover.offer([memory_file(b"mine")], Owner())
+        token = fd_server.offer([memory_file(b"mine")], Owner())
         with connecting_as(monkeypatch, ANOTHER_UID):
             silent = [await connect(where) for _ in range(server_side.MAX_SILENT_OF_USER + 3)]
             for connection in silent[:3]:
@@ -253,7 +253,7 @@ def test_a_users_oldest_gives_way_to_its_newest_and_nobody_elses(path: Path, mon
 
 
 def test_many_of_a_user_who_speak_are_all_answered(path: Path) -> None:
-    async def body(_: Handover, where: str) -> None:
+    async def body(_: FdServer, where: str) -> None:
         def ask() -> list[bytes]:
             with contextlib.ExitStack() as stack:
                 connections = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(100)]
@@ -268,14 +268,14 @@ def test_many_of_a_user_who_speak_are_all_answered(path: Path) -> None:
 
 
 def test_so_many_offers_of_an_owner_may_wait(path: Path) -> None:
-    async def body(handover: Handover, where: str) -> None:
+    async def body(fd_server: FdServer, where: str) -> None:
         owner = Owner()
-        tokens = [handover.offer([memory_file(b"")], owner) for _ in range(server_side.MAX_OFFERS_OF_SESSION)]
+        tokens = [fd_server.offer([memory_file(b"")], owner) for _ in range(server_side.MAX_OFFERS_OF_SESSION)]
         with pytest.raises(QuotaExceededError):
-            handover.offer([memory_file(b"")], owner)
-        handover.offer([memory_file(b"")], Owner())
+            fd_server.offer([memory_file(b"")], owner)
+        fd_server.offer([memory_file(b"")], Owner())
         (got,) = await fetch(where, tokens[0])
-        handover.offer([memory_file(b"")], owner)
+        fd_server.offer([memory_file(b"")], owner)
         os.close(got)
 
     before = num_descriptors()

@@ -1,4 +1,4 @@
-"""The handover socket: a unix socket next to the RPC socket that passes file descriptors, which gRPC cannot carry.
+"""The fd-passing socket: a unix socket next to the RPC socket that passes file descriptors, which gRPC cannot carry.
 
 A client sends a token of 16 bytes in one message:
 
@@ -40,7 +40,7 @@ MAX_SILENT_OF_USER = 32
 BACKLOG = 128
 
 
-class Handover:
+class FdServer:
     """Keeps offers of file descriptors until a client sends their token. It owns the offered descriptors."""
 
     def __init__(self, uids: frozenset[int], introduce: Callable[[bytes, Peer], bytes | None], clock: Clock) -> None:
@@ -59,7 +59,7 @@ class Handover:
         self._listener: socket.socket | None = None
 
     def offer(self, descriptors: Sequence[int], owner: object) -> bytes:
-        """Offer these descriptors, and return the token that fetches them. The handover closes them in any case.
+        """Offer these descriptors, and return the token that fetches them. The server closes them in any case.
 
         Raises QuotaExceededError if the owner has MAX_OFFERS_OF_SESSION pending offers.
         """
@@ -117,7 +117,7 @@ class Handover:
         """Report to the next waiting client that the daemon has no file descriptors left."""
         if self._accepts:
             self._accepts = False
-            logger.warning("the handover socket cannot accept: %s", error)
+            logger.warning("the fd-passing socket cannot accept: %s", error)
         with contextlib.suppress(OSError), self._spare.lent():
             connection, _ = listener.accept()
             with connection:
