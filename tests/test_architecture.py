@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -349,3 +350,24 @@ def test_requests_that_can_be_repeated_are_answered_by_no_coroutine(handlers: di
     ]
     assert repeatable
     assert not [handler.method for handler in repeatable if inspect.iscoroutinefunction(handler.start)]
+
+
+# ---- tests
+
+
+def checks(test: ast.AST) -> bool:
+    """Whether a test has an assertion of its own: assert, pytest.raises, pytest.fail, np.testing, ..."""
+    calls = (ast.unparse(node.func) for node in ast.walk(test) if isinstance(node, ast.Call))
+    return any(isinstance(node, ast.Assert | ast.Raise) for node in ast.walk(test)) or any(
+        re.search(r"assert|testing|\b(raises|warns|fail)$", name) for name in calls
+    )
+
+
+def test_tests_without_an_assertion_say_what_would_fail() -> None:
+    silent = []
+    for path in sorted(Path(__file__).parent.rglob("test_*.py")):
+        for node in ast.parse(path.read_text()).body:
+            is_test = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_")
+            if is_test and not checks(node) and not ast.get_docstring(node):
+                silent.append(f"{path.name}: {node.name}")
+    assert silent == []

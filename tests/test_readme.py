@@ -121,6 +121,7 @@ def code_blocks(text: str) -> list[str]:
 
 @BY_NAME
 def test_examples_are_python(path: Path) -> None:
+    """compile() raises SyntaxError for what is no Python."""
     for block in code_blocks(path.read_text()):
         compile(block, str(path), "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT | ast.PyCF_ONLY_AST)
 

@@ -126,6 +126,7 @@ def same_sharing(tables: Iterable[tuple[list[tuple[bool, int]], list[int]]]) -> 
     "trace", load_traces(), ids=lambda trace: "b{block_size}-{num_gpu_blocks}".format(**trace["config"])
 )
 def test_replay(trace: dict[str, Any]) -> None:
+    """Replay.perform fails if an answer or a block table differs from the trace."""
     replay = Replay(trace["config"])
     for op in trace["ops"]:
         replay.perform(op)

@@ -244,11 +244,14 @@ def test_sums_are_given_up_where_operations_never_end(corruptible: tuple[BlockMa
 
 
 def test_a_step_that_ends_meanwhile_is_left_alone(corruptible: tuple[BlockManager, SessionNamespace]) -> None:
+    """The check fails with IntegrityError if it looks at a step that has ended."""
     manager, space = corruptible
     slices = check_in_slices(manager.state, 1)
     for _ in slices:
         if slices.gi_yieldfrom.__name__ == "_check_step":
             break
+    else:
+        pytest.fail("no slice checks a step")
     manager.fork(space, [3], [30])
     for _ in slices:
         pass

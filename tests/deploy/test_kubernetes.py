@@ -68,6 +68,7 @@ def gib(quantity: str) -> float:
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_objects_follow_the_schemas(overlay: str, version: str) -> None:
+    """The validator raises for an unknown or missing field."""
     for each in objects(overlay):
         kubernetes_validate.validate(each, version, strict=True)
 

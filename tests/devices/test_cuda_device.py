@@ -316,6 +316,7 @@ def test_a_cancelled_caller_does_not_cancel_the_work(rig: Rig, monkeypatch: pyte
 @pytest.mark.usefixtures("fake")
 @pytest.mark.parametrize(("dtype", "cache"), TYPES)
 def test_types(tmp_path: Path, dtype: str, cache: str) -> None:
+    """check_types compares stored K/V and outputs with float64."""
     check_types(tmp_path, 32, dtype, cache)
 
 

@@ -57,6 +57,7 @@ def run_machine(new_fake: Callable[[], FakeCuda], max_examples: int) -> None:
 
 @pytest.mark.usefixtures("way")
 def test_content_is_right_in_every_order(new_fake: Callable[[], FakeCuda]) -> None:
+    """The machine fails if a block has other bytes than the model expects."""
     run_machine(new_fake, 40)
 
 
@@ -74,6 +75,7 @@ def run_churn(new_fake: Callable[[], FakeCuda], num_runs: int) -> None:
 
 @pytest.mark.usefixtures("way")
 def test_content_is_right_when_nobody_waits(new_fake: Callable[[], FakeCuda]) -> None:
+    """The churn fails if a block has other bytes than were written."""
     run_churn(new_fake, 40)
 
 

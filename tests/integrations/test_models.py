@@ -102,5 +102,6 @@ def test_alibi_slopes_are_the_librarys(num_heads: int) -> None:
 
 
 def test_the_client_does_without_torch() -> None:
+    """The script fails if an import needs torch."""
     program = "import sys, kvservice.client, kvservice.integrations; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-P", "-c", program], check=True)

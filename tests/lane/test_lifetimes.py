@@ -107,6 +107,7 @@ def test_closing_ends_a_wait_and_is_done_once() -> None:
 
 
 def test_a_sleeping_server_is_closed_and_dropped() -> None:
+    """The test would hang if the sleeping thread were not woken."""
     for _ in range(20):
         with lane(spin_us=0.0) as rig:
             rig.publish(1, (1,), (5,))

@@ -38,6 +38,7 @@ OPTIONS = {
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_calls_are_computed_as_by_the_operations(dtype: str, options: dict[str, Any]) -> None:
+    """The outputs are compared with those of kvservice.ops."""
     with lane(dtype=dtype) as rig:
         step = rig.publish(1, (1, 1, 1), (9, 30, 1))
         check_call(rig, step, 1, **options)

@@ -205,6 +205,7 @@ def test_a_request_that_does_not_end_is_closed(connections: Connections, clock: 
 
 @pytest.mark.usefixtures("sweeping_often")
 def test_who_does_not_read_is_closed(connections: Connections, clock: Clock) -> None:
+    """The test would hang if the connection stayed open."""
     ended = asyncio.Event()
 
     async def endless(_scope: Any, receive: Any, send: Any) -> None:

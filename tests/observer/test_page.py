@@ -186,6 +186,7 @@ def test_a_swapped_sequence_is_shown_in_the_swap_tier(port: int, open_page: Open
 
 
 def test_a_choice_is_in_the_address(port: int, open_page: OpenPage) -> None:
+    """Waiting for a title fails if it never comes."""
     page = open_page(port, "#block/device/7")
     page.wait_for_text("#detail-title", "Block 7")
     page.js("location.hash = '#block/device/8'")
@@ -302,6 +303,7 @@ def test_a_million_blocks_are_cells_of_neighbours(million: tuple[PagePool, int],
 
 
 def test_the_last_cell_may_be_smaller(million: tuple[PagePool, int], open_page: OpenPage) -> None:
+    """Waiting for the title fails if it never comes."""
     _, port = million
     page = open_page(port)
     page.js(f"document.querySelector('{MAP} .grid').focus()")
@@ -337,6 +339,7 @@ def test_names_are_text(open_page: OpenPage) -> None:
 
 
 def test_a_refusal_is_told(port: int, open_page: OpenPage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waiting for the texts fails if they never come."""
     page = open_page(port)
     monkeypatch.setattr(stream, "MAX_STREAMS", 0)
     for hidden in (True, False):

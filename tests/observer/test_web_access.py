@@ -167,6 +167,7 @@ def test_nothing_but_get(on_loopback: int, path: str, method: str) -> None:
 
 @pytest.mark.parametrize("path", ["/", "/metrics", "/static/main.js", "/api/blocks", "/api/block?id=x", "/nothing"])
 def test_every_answer_carries_the_policy(on_loopback: int, path: str) -> None:
+    """check_headers fails if a header is missing."""
     check_headers(request(on_loopback, path))
 
 

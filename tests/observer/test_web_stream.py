@@ -166,6 +166,8 @@ def test_who_reads_slowly_misses_frames_and_sees_the_latest() -> None:
 
 
 def test_who_reads_nothing_at_all_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waiting for the task fails if it never ends."""
+
     async def run() -> None:
         app = EventStream(small_pool().views, INTERVAL_S)
         async with reader(app) as page:

@@ -21,6 +21,7 @@ INSTRUCTION_SETS = ("portable", "avx2", "avx512", "avx512_bf16", "amx_bf16")
 
 @pytest.mark.parametrize("part", range(8))
 def test_sampled_cases(part: int) -> None:
+    """Each case is compared with float64."""
     attention_cases.check_cases(attention_cases.sample_cases(480)[part::8])
 
 
@@ -54,6 +55,7 @@ def test_an_unknown_instruction_set_is_named() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_long_sequences_are_split_over_threads(dtype: str, threads: int) -> None:
+    """The case is compared with float64."""
     case = Case((1, 2, 1), (2900, 1500, 7), dtype=dtype, head_size=128, group=2, num_layers=1, layer=0)
     batch = make_batch(case)
     before = ops.num_threads()
@@ -77,6 +79,7 @@ def test_several_python_threads_at_once(dtype: str) -> None:
 
 
 def test_a_forked_child_can_attend() -> None:
+    """The script fails if an output differs, and hangs if the child waits for threads that it does not have."""
     script = """
 import os, numpy as np
 from kvservice import ops
@@ -114,6 +117,7 @@ def test_empty_batches(query_lens: tuple[int, ...]) -> None:
 
 
 def test_blocks_before_the_window_are_not_read() -> None:
+    """The output is compared with float64; to read block -7 would crash."""
     batch = make_batch(Case((1,), (200,), sliding_window=20))
     batch.block_tables[0, : (200 - 20) // 16] = -7
     check(batch, *ops.attention(*batch.arguments(), **batch.options, return_lse=True))

@@ -59,6 +59,7 @@ OPS = ("attention", "attention_lse", "write_kv", "read_kv", "copy_blocks", "copy
 
 @pytest.mark.parametrize("name", OPS)
 def test_opcheck(name: str) -> None:
+    """opcheck raises if the schema, the fake kernel or the registration is wrong."""
     torch.library.opcheck(getattr(torch.ops.kvservice, name).default, arguments_of(name))
 
 

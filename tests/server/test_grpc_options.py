@@ -148,6 +148,7 @@ def test_without_the_permission_they_end_the_connection(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tls", [False, True])
 def test_a_connection_that_says_nothing_ends(tls: bool) -> None:
+    """The read would time out if the server kept the connection."""
     quicker = [(name, 1 if name == "grpc.server_handshake_timeout_ms" else value) for name, value in CONNECTION_OPTIONS]
     server = grpc.server(ThreadPoolExecutor(1), options=quicker)
     signed = Authority().sign("daemon")

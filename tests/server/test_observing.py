@@ -300,6 +300,7 @@ def test_an_observer_that_cannot_be_started_is_started_later(daemon: Daemon, cli
 
 
 def test_the_observer_ends_with_a_daemon_that_is_killed(free_port: int) -> None:
+    """Waiting fails if the observer lives on."""
     with (
         Daemon(http_address=f"127.0.0.1:{free_port}", **POOL) as daemon,
         urllib.request.urlopen(f"http://127.0.0.1:{free_port}/api/stream", timeout=20) as stream,

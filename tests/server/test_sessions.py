@@ -223,6 +223,7 @@ def test_a_layer_whose_answer_was_lost_is_not_sent_again(proxy: CuttingProxy, fa
 def test_a_layer_is_sent_over_a_new_stream_if_the_old_one_is_known_to_be_broken(
     proxy: CuttingProxy, far: KVClient
 ) -> None:
+    """On the old stream extend raises ConnectionLostError."""
     token = np.ones((1, 2, 32), np.float32)
     with far.session(detachable=True) as session:
         step = session.append([session.allocate([1])], [2])

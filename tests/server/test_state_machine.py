@@ -68,6 +68,7 @@ def test_daemon(small_daemon: Daemon, monkeypatch: pytest.MonkeyPatch, transport
 
 @pytest.mark.parametrize("changes", [{}, {"enable_prefix_caching": False}, {"watermark": 0.3}], ids=str)
 def test_engine(changes: dict[str, Any]) -> None:
+    """The machine fails if a block has other bytes than the model expects."""
     config = ServeConfig.model_validate(POOL | changes)
 
     def machine() -> KVMachine:

@@ -33,6 +33,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.mark.usefixtures("way")
 def test_engine() -> None:
+    """The machine fails if a block has other bytes than the model expects."""
     config = ServeConfig.model_validate(ON_GPU)
 
     def machine() -> KVMachine:
@@ -79,6 +80,7 @@ def rig() -> Iterator[Rig]:
 @pytest.mark.parametrize("head_size", [32, 64, 128])
 @pytest.mark.parametrize(("dtype", "cache"), TYPES)
 def test_types(tmp_path: Path, head_size: int, dtype: str, cache: str) -> None:
+    """check_types compares stored K/V and outputs with float64."""
     check_types(tmp_path, head_size, dtype, cache)
 
 

@@ -49,6 +49,7 @@ def test_decode_and_extend(dtype: str, region: str, out: str) -> None:
 
 
 def test_options(lane: CudaLane) -> None:
+    """The lane's outputs are compared with the reference's."""
     step = lane.open_step(1, [1, 5], [100, 130])
     lane.check(step, 0, 8, lane.host, lane.device, scale=0.2, sliding_window=30, logits_soft_cap=7.0)
     for index, region in enumerate((lane.host, lane.device)):
@@ -80,6 +81,7 @@ def test_block_sparse(lane: CudaLane) -> None:
 
 
 def test_a_workspace_that_grows() -> None:
+    """The outputs before and after are compared with the reference's."""
     with cuda_lane(num_blocks=4000, num_layers=1, head_size=128) as lane:
         lane.check(lane.open_step(1, [1], [20000]), 0, 16, lane.device, lane.device)
         lane.check(lane.open_step(2, [1] * 40, [900] * 40), 0, 16, lane.device, lane.device)
@@ -276,6 +278,7 @@ def test_wrong_executors_are_refused() -> None:
 
 
 def test_a_client_in_another_process_with_its_own_memory(lane: CudaLane) -> None:
+    """Its outputs and the pool are compared with the reference's."""
     with peer() as client:
         client.send_fd(lane.fd)
         handle = client.run(support.start_client, REGION_BYTES)

@@ -27,15 +27,18 @@ SOME_LENS = {"reference": (3, 1, 0, 40), "decode": (1, 1, 0, 1), "extend": (70, 
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_sampled_cases(kernel: Kernel, part: int) -> None:
+    """Each case is compared with float64."""
     run_cases(sample_cases(kernel, SAMPLES[kernel])[part::PARTS], kernel)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_sampled_cases_batch_invariant(kernel: Kernel) -> None:
+    """Each case is compared with float64."""
     run_cases(sample_cases(kernel, 40, seed=1), kernel, batch_invariant=True)
 
 
 def test_the_longest_query_may_be_overestimated() -> None:
+    """Each case is compared with float64."""
     run_cases(sample_cases("auto", 30, seed=2), "auto", spare_query_len=9)
 
 
@@ -59,6 +62,7 @@ def test_contexts_at_every_edge(kernel: Kernel, dtype: str, pool_dtype: str | No
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(("dtype", "pool_dtype"), DTYPES[:3])
 def test_long_contexts(kernel: Kernel, dtype: str, pool_dtype: str | None) -> None:
+    """Each case is compared with float64."""
     contexts = (4095, 4096, 4097, 1, 2049)
     lens = {"decode": (1, 1, 1, 1, 0), "extend": (65, 128, 3, 1, 0)}.get(kernel, (1, 128, 3, 1, 0))
     base = Case(
@@ -69,6 +73,7 @@ def test_long_contexts(kernel: Kernel, dtype: str, pool_dtype: str | None) -> No
 
 @pytest.mark.parametrize("kernel", ["extend", "auto", "reference"])
 def test_whole_prompts(kernel: Kernel) -> None:
+    """Each case is compared with float64."""
     base = Case((1100, 513), (1100, 600), dtype="bfloat16", head_size=128, num_kv_heads=1, group=2)
     run_cases([base, replace(base, dtype="float16", head_size=64, block_size=64, sliding_window=300)], kernel)
 
@@ -76,6 +81,7 @@ def test_whole_prompts(kernel: Kernel) -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("group", [1, 8])
 def test_many_sequences_of_unequal_lengths(kernel: Kernel, group: int) -> None:
+    """The case is compared with float64."""
     rng = np.random.default_rng(0)
     contexts = tuple(int(length) for length in np.exp(rng.uniform(0, np.log(3000), 70)))
     lens = [1] * 70
@@ -115,6 +121,7 @@ def test_decode_of_a_few_queries_each(group: int, invariant: bool) -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_more_sequences_than_threads_of_a_block(kernel: Kernel) -> None:
+    """The case is compared with float64."""
     contexts = tuple(1 + index % 40 for index in range(2100))
     lens = tuple(int(index % 7 != 3) for index in range(2100))
     run_case(Case(lens, contexts, dtype="float16", head_size=64, num_kv_heads=1, num_layers=1, layer=0), kernel)
@@ -122,6 +129,7 @@ def test_more_sequences_than_threads_of_a_block(kernel: Kernel) -> None:
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_tables_far_wider_than_the_contexts(kernel: Kernel) -> None:
+    """The case is compared with float64."""
     case = Case(SOME_LENS[kernel], (900, 33, 5, 200), dtype="bfloat16", head_size=128)
     batch = make_trapped(case)
     trap = batch.block_tables[0, -1]
@@ -133,6 +141,7 @@ def test_tables_far_wider_than_the_contexts(kernel: Kernel) -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("query_lens", [(), (0, 0)])
 def test_empty_batches(kernel: Kernel, query_lens: tuple[int, ...]) -> None:
+    """Each case is compared with float64; a launch of no blocks would be a CUDA error."""
     run_case(Case(query_lens, (0, 7)[: len(query_lens)], dtype="float16"), kernel)
 
 
@@ -316,4 +325,5 @@ def test_queries_longer_than_said_are_refused_where_the_host_can_tell(memory: Gp
 
 @pytest.mark.parametrize("head_size", HEAD_SIZES)
 def test_float32_is_exact_at_every_head_size(head_size: int) -> None:
+    """Each case is compared with float64."""
     run_case(Case((1, 20), (600, 20), head_size=head_size, alibi=True, logits_soft_cap=20.0), "auto")

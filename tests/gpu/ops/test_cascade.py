@@ -30,6 +30,7 @@ def attend(batch: Batch, **options: Any) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_sampled_cases(part: int) -> None:
+    """Each case is compared with float64."""
     run_shared_cases(sample_shared(SAMPLES)[part::PARTS])
 
 

@@ -50,6 +50,7 @@ def numpy_of(tensor: Any) -> np.ndarray:
 @pytest.mark.parametrize("pool_dtype", [None, "float8_e4m3fn", "float8_e5m2"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_attention(dtype: str, pool_dtype: str | None) -> None:
+    """The output is compared with float64."""
     case = Case((1, 3), (20, 90), dtype=dtype, pool_dtype=pool_dtype, scaled=pool_dtype is not None, alibi=True)
     for batch in (make_trapped(case), make_trapped(Case((1, 3), (20, 90), dtype=dtype, sparse=Sparse(3, 1, 16, 1, 0)))):
         options = options_of(batch)
@@ -61,6 +62,7 @@ def test_attention(dtype: str, pool_dtype: str | None) -> None:
 
 
 def test_strided_queries_and_streams_of_ones_own() -> None:
+    """The outputs are compared with float64; without an order of streams they are of old data."""
     batch = make_trapped(Case((1, 70), (20, 90), dtype="bfloat16"))
     pool, layer, query, *lens = tensors(batch)
     wide = torch.cat([query, torch.full_like(query, float("nan"))], dim=1)[:, : query.shape[1]]
@@ -90,6 +92,7 @@ def arguments_of(name: str) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("name", OPS)
 def test_opcheck(name: str) -> None:
+    """opcheck raises if the schema, the fake kernel or the registration is wrong."""
     torch.library.opcheck(getattr(torch.ops.kvservice, name).default, arguments_of(name))
 
 
