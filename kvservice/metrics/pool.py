@@ -8,33 +8,33 @@ from prometheus_client.core import Metric
 
 from kvservice.blocks.ages import BUCKETS_S, IDLE_BEFORE_EVICTION, LIFETIME, REUSE_GAP
 from kvservice.metrics.families import counter, counters, gauge, gauges, histogram
+from kvservice.telemetry.daemon_stats import DaemonStats
 from kvservice.telemetry.reading import Reading
-from kvservice.telemetry.vitals import Vitals
 
 
 def pool_metrics(reading: Reading, block_bytes: int, memory_bytes: Mapping[str, int]) -> Iterator[Metric]:
     """`memory_bytes` are the bytes that the device allocated at the start, by use."""
-    vitals = reading.vitals
-    yield from _blocks(vitals)
+    stats = reading.stats
+    yield from _blocks(stats)
     yield gauge("block_size_bytes", "Size of one block over all layers.", block_bytes)
     yield gauges(
         "memory_bytes", "Memory taken at the start, by use; workspaces on a GPU only.", "use", memory_bytes.items()
     )
-    yield gauge("tokens", "Tokens of all sequences.", vitals.tokens)
-    yield from _prefix_cache(vitals)
-    yield from _swap(vitals, block_bytes)
+    yield gauge("tokens", "Tokens of all sequences.", stats.tokens)
+    yield from _prefix_cache(stats)
+    yield from _swap(stats, block_bytes)
     yield from _ages(reading)
-    yield from _integrity(vitals)
+    yield from _integrity(stats)
 
 
-def _blocks(vitals: Vitals) -> Iterator[Metric]:
+def _blocks(stats: DaemonStats) -> Iterator[Metric]:
     states = {
-        "free": vitals.free_blocks,
-        "active": vitals.active_blocks,
-        "shared": vitals.shared_blocks,
-        "cached": vitals.cached_blocks,
-        "pinned": vitals.pinned_blocks,
-        "swapped": vitals.used_swap_blocks,
+        "free": stats.free_blocks,
+        "active": stats.active_blocks,
+        "shared": stats.shared_blocks,
+        "cached": stats.cached_blocks,
+        "pinned": stats.pinned_blocks,
+        "swapped": stats.used_swap_blocks,
     }
     yield gauges(
         "blocks",
@@ -43,45 +43,45 @@ def _blocks(vitals: Vitals) -> Iterator[Metric]:
         "state",
         states.items(),
     )
-    held = vitals.active_blocks + vitals.shared_blocks
-    yield gauge("block_usage_ratio", "Share of the pool's blocks that sequences hold.", held / vitals.num_blocks)
-    capacity = {"device": vitals.num_blocks, "swap": vitals.num_swap_blocks}
+    held = stats.active_blocks + stats.shared_blocks
+    yield gauge("block_usage_ratio", "Share of the pool's blocks that sequences hold.", held / stats.num_blocks)
+    capacity = {"device": stats.num_blocks, "swap": stats.num_swap_blocks}
     yield gauges("capacity_blocks", "Blocks of a tier.", "tier", capacity.items())
-    tiers = {"device": vitals.sequences - vitals.swapped_sequences, "swap": vitals.swapped_sequences}
+    tiers = {"device": stats.sequences - stats.swapped_sequences, "swap": stats.swapped_sequences}
     yield gauges("sequences", "Sequences by the tier that their blocks are in.", "tier", tiers.items())
 
 
-def _prefix_cache(vitals: Vitals) -> Iterator[Metric]:
-    yield counter("computed_tokens", "Tokens whose K/V were written in all layers.", vitals.computed_tokens)
+def _prefix_cache(stats: DaemonStats) -> Iterator[Metric]:
+    yield counter("computed_tokens", "Tokens whose K/V were written in all layers.", stats.computed_tokens)
     yield counter(
-        "prefix_cache_query_tokens", "Prompt tokens looked up in the prefix cache.", vitals.prefix_query_tokens
+        "prefix_cache_query_tokens", "Prompt tokens looked up in the prefix cache.", stats.prefix_query_tokens
     )
-    yield counter("prefix_cache_hit_tokens", "Prompt tokens found in the prefix cache.", vitals.prefix_hit_tokens)
+    yield counter("prefix_cache_hit_tokens", "Prompt tokens found in the prefix cache.", stats.prefix_hit_tokens)
     yield counter(
-        "cow_copies", "Shared blocks copied because one of their sequences wrote (copy-on-write).", vitals.cow_copies
+        "cow_copies", "Shared blocks copied because one of their sequences wrote (copy-on-write).", stats.cow_copies
     )
-    yield counter("evictions", "Cached blocks evicted to make room.", vitals.evicted_blocks)
-    yield counter("out_of_blocks", "Calls refused because the pool had too few blocks.", vitals.out_of_blocks)
-    events = {"stored": vitals.stored_events, "removed": vitals.removed_events, "cleared": vitals.cleared_events}
+    yield counter("evictions", "Cached blocks evicted to make room.", stats.evicted_blocks)
+    yield counter("out_of_blocks", "Calls refused because the pool had too few blocks.", stats.out_of_blocks)
+    events = {"stored": stats.stored_events, "removed": stats.removed_events, "cleared": stats.cleared_events}
     yield counters(
         "block_events",
         "Blocks that entered the prefix cache (stored) and left it (removed), and times that it was emptied (cleared).",
         "event",
         events.items(),
     )
-    yield gauge("event_streams", "Subscribers to block events.", vitals.event_streams)
+    yield gauge("event_streams", "Subscribers to block events.", stats.event_streams)
 
 
-def _swap(vitals: Vitals, block_bytes: int) -> Iterator[Metric]:
-    blocks = {"out": vitals.swapped_out_blocks, "in": vitals.swapped_in_blocks}
+def _swap(stats: DaemonStats, block_bytes: int) -> Iterator[Metric]:
+    blocks = {"out": stats.swapped_out_blocks, "in": stats.swapped_in_blocks}
     yield counters("swap_blocks", "Blocks swapped out of the pool and back in.", "direction", blocks.items())
     num_bytes = ((direction, value * block_bytes) for direction, value in blocks.items())
     yield counters("swap_bytes", "Bytes swapped out of the pool and back in.", "direction", num_bytes)
-    sequences = {"out": vitals.swapped_out_sequences, "in": vitals.swapped_in_sequences}
+    sequences = {"out": stats.swapped_out_sequences, "in": stats.swapped_in_sequences}
     yield counters(
         "swapped_sequences", "Sequences swapped out of the pool and back in.", "direction", sequences.items()
     )
-    busy = {"out": vitals.swap_out_busy_s, "in": vitals.swap_in_busy_s}
+    busy = {"out": stats.swap_out_busy_s, "in": stats.swap_in_busy_s}
     yield counters(
         "swap_busy_seconds",
         "Time during which swap copies ran: a rate of 1 means that the link is saturated.",
@@ -90,8 +90,8 @@ def _swap(vitals: Vitals, block_bytes: int) -> Iterator[Metric]:
     )
 
 
-def _integrity(vitals: Vitals) -> Iterator[Metric]:
-    checks, failures = vitals.integrity_checks, vitals.integrity_failures
+def _integrity(stats: DaemonStats) -> Iterator[Metric]:
+    checks, failures = stats.integrity_checks, stats.integrity_failures
     yield counter(
         "integrity_checks", "Integrity checks of the block tables that passed; see integrity_interval_s.", checks
     )

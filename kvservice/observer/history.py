@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from kvservice.telemetry.calls import BUCKETS_S, Key
+from kvservice.telemetry.daemon_stats import DaemonStats
 from kvservice.telemetry.reading import IntArray, Reading
-from kvservice.telemetry.vitals import Vitals
 
 SAMPLES = 600
 # Rates and quantiles are over this many samples.
@@ -90,11 +90,11 @@ class History:
     def _sample(self, before: Reading, now: Reading, time_s: float) -> dict[str, Any]:
         rates = self._rates(before, now)
         recent, _ = self._by_method(now.call_counts - before.call_counts)
-        vitals = now.vitals
+        stats = now.stats
         called = np.flatnonzero(recent.any(axis=1)).tolist()
         return {
             "time_s": time_s,
-            "usage": (vitals.active_blocks + vitals.shared_blocks) / vitals.num_blocks,
+            "usage": (stats.active_blocks + stats.shared_blocks) / stats.num_blocks,
             "hit_share": rates.get("hit_share"),
             "computed_tokens": rates["computed_tokens"],
             "swapped_out_bytes": rates["swapped_out_bytes"],
@@ -104,7 +104,7 @@ class History:
 
     def _rates(self, first: Reading, last: Reading) -> dict[str, Any]:
         seconds = _seconds(first, last)
-        grown = Vitals(*((b - a) / seconds for a, b in zip(first.vitals, last.vitals, strict=True)))
+        grown = DaemonStats(*((b - a) / seconds for a, b in zip(first.stats, last.stats, strict=True)))
         calls = last.call_counts - first.call_counts
         num_calls = int(calls.sum())
         rates = {

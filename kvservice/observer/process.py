@@ -33,7 +33,7 @@ from kvservice.observer.views import Views
 from kvservice.observer.web import HttpOptions, make_app
 from kvservice.telemetry.arrays import open_arrays
 from kvservice.telemetry.calls import BUCKETS_S
-from kvservice.telemetry.link import BLOCK_HASH, WRITE_VITALS, Asker, answer_all, open_link, receive, send
+from kvservice.telemetry.link import BLOCK_HASH, WRITE_STATS, Asker, answer_all, open_link, receive, send
 from kvservice.telemetry.reading import Reader, Reading
 from kvservice.v1 import inspect_pb2
 
@@ -92,7 +92,7 @@ class Observer:
 
     async def _fresh(self) -> Reading:
         """Return a reading with current gauges."""
-        await self._asker.ask(WRITE_VITALS)
+        await self._asker.ask(WRITE_STATS)
         return self._reader.read()
 
     async def _block_hash(self, block: int) -> bytes:
@@ -100,7 +100,7 @@ class Observer:
 
     async def _read(self) -> None:
         start = time.perf_counter()
-        await self._asker.ask(WRITE_VITALS)
+        await self._asker.ask(WRITE_STATS)
         seconds = time.perf_counter() - start
         self._loop_counts[bisect_left(BUCKETS_S, seconds)] += 1
         self._loop_seconds += seconds
@@ -132,7 +132,7 @@ class Observer:
         yield from about_metrics(info)
         yield from pool_metrics(reading, info["block_bytes"], configuration["memory_bytes"])
         yield from holder_metrics(reading, configuration["max_labels"], info["max_sessions"], info["max_sequences"])
-        yield from access_metrics(reading.vitals, self._refusals.counts)
+        yield from access_metrics(reading.stats, self._refusals.counts)
         yield from call_metrics(reading, self._reader.call_keys, configuration["lane_buckets_s"])
         yield event_loop_metric(self._loop_counts, self._loop_seconds)
 

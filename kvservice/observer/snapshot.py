@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from kvservice.observer.history import History
+from kvservice.telemetry.daemon_stats import DaemonStats
 from kvservice.telemetry.reading import Reader, Reading, SequenceRows, SessionReading
-from kvservice.telemetry.vitals import Vitals
 
 _POOL = (
     "num_blocks", "free_blocks", "active_blocks", "shared_blocks", "cached_blocks", "pinned_blocks", "num_swap_blocks",
@@ -30,7 +30,7 @@ def take_snapshot(
     return {
         "time_s": time.time(),
         "uptime_s": latest.time_s - reader.started_s,
-        "pool": _pool(latest.vitals),
+        "pool": _pool(latest.stats),
         "rates": history.rates(),
         "calls": history.calls(),
         "sessions": [_session(session, latest.time_s) for session in sessions[:max_sessions]],
@@ -44,8 +44,8 @@ def _fits(session: SessionReading, search: str) -> bool:
     return search in session.name.lower() or search in session.tenant.lower() or search == str(session.session_id)
 
 
-def _pool(vitals: Vitals) -> dict[str, Any]:
-    return {name: int(getattr(vitals, name)) for name in _POOL} | {"draining": bool(vitals.draining)}
+def _pool(stats: DaemonStats) -> dict[str, Any]:
+    return {name: int(getattr(stats, name)) for name in _POOL} | {"draining": bool(stats.draining)}
 
 
 def _session(session: SessionReading, now_s: float) -> dict[str, Any]:

@@ -45,7 +45,7 @@ from kvservice.server.services import Services
 from kvservice.server.sessions import SessionRegistry
 from kvservice.server.slots import Slots, max_rpcs
 from kvservice.server.standard import health_handlers, reflection_handlers
-from kvservice.server.telemetry import DaemonVitals, configuration
+from kvservice.server.telemetry import StatsWriter, configuration
 from kvservice.telemetry.arrays import SharedArrays
 from kvservice.telemetry.calls import CallTable
 from kvservice.telemetry.sessions import SessionTable
@@ -79,7 +79,7 @@ class KVServer:
         self.integrity = IntegrityWatch(
             self.engine.manager.check_integrity_in_slices, self.dispatcher, self._set_health
         )
-        vitals = DaemonVitals(
+        stats = StatsWriter(
             arrays,
             self.engine,
             self.sessions,
@@ -90,7 +90,7 @@ class KVServer:
             self.integrity,
         )
         reported = configuration(config, self.device, arrays, METHODS)
-        self.observing = Observing(arrays, reported, vitals.write, vitals.block_hash)
+        self.observing = Observing(arrays, reported, stats.write, stats.block_hash)
         self._slots: list[Slots] = []
         self._stop = asyncio.Event()
 

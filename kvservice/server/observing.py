@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 from kvservice.errors import ObserverUnavailableError
 from kvservice.telemetry.arrays import SharedArrays
-from kvservice.telemetry.link import BLOCK_HASH, CONFIGURE, SNAPSHOT, WRITE_VITALS, Asker, answer_all, open_link
+from kvservice.telemetry.link import BLOCK_HASH, CONFIGURE, SNAPSHOT, WRITE_STATS, Asker, answer_all, open_link
 
 logger = logging.getLogger(__name__)
 
@@ -34,14 +34,14 @@ class Observing:
         self,
         arrays: SharedArrays,
         configuration: dict[str, object],
-        write_vitals: Callable[[], None],
+        write_stats: Callable[[], None],
         block_hash: Callable[[int], bytes],
     ) -> None:
         """`configuration` is sent to the observer. `block_hash` maps a block id to the hash of the block, and must
         accept any number."""
         self._arrays = arrays
         self._configuration = configuration
-        self._write_vitals = write_vitals
+        self._write_stats = write_stats
         self._block_hash = block_hash
         self._wanted = asyncio.Event()
         self._ready = asyncio.Event()
@@ -114,8 +114,8 @@ class Observing:
             os.close(memory)
 
     async def _answer(self, question: bytes) -> bytes:
-        if question[:1] == WRITE_VITALS:
-            self._write_vitals()
+        if question[:1] == WRITE_STATS:
+            self._write_stats()
             return b""
         assert question[:1] == BLOCK_HASH, "the observer asks nothing else"
         return self._block_hash(int.from_bytes(question[1:], "little"))

@@ -16,10 +16,10 @@ from kvservice.server.events import EventStreams
 from kvservice.server.integrity import IntegrityWatch
 from kvservice.server.sessions import SessionRegistry
 from kvservice.telemetry.arrays import SharedArrays
-from kvservice.telemetry.vitals import Vitals, VitalsTable
+from kvservice.telemetry.daemon_stats import DaemonStats, DaemonStatsTable
 
 
-class DaemonVitals:
+class StatsWriter:
     """Collects the gauges and counters of the whole daemon on request."""
 
     def __init__(
@@ -35,7 +35,7 @@ class DaemonVitals:
     ) -> None:
         self._engine, self._sessions, self._dispatcher, self._events = engine, sessions, dispatcher, events
         self._credentials, self._audit, self._integrity = credentials, audit, integrity
-        self._table = VitalsTable(len(engine.device.lane_buckets_s) + 1, arrays.zeros)
+        self._table = DaemonStatsTable(len(engine.device.lane_buckets_s) + 1, arrays.zeros)
 
     def write(self) -> None:
         engine, sessions, dispatcher = self._engine, self._sessions, self._dispatcher
@@ -43,7 +43,7 @@ class DaemonVitals:
         stats = manager.stats()
         manager.state.device.ages.fold()
         lane_calls, lane_errors, lane_counts, lane_busy_s = sessions.lanes.stats()
-        vitals = Vitals(
+        daemon_stats = DaemonStats(
             num_blocks=stats.num_blocks,
             free_blocks=stats.num_free_blocks,
             active_blocks=stats.num_active_blocks - stats.num_shared_blocks,
@@ -92,7 +92,7 @@ class DaemonVitals:
             integrity_checks=self._integrity.num_checks,
             integrity_failures=self._integrity.num_failures,
         )
-        self._table.write(vitals, lane_counts)
+        self._table.write(daemon_stats, lane_counts)
 
     def block_hash(self, block: int) -> bytes:
         """Return the chain hash of a block in the prefix index, or b"" for other blocks and for invalid block ids."""

@@ -14,7 +14,7 @@ from typing import Final
 _LENGTH = struct.Struct("<I")
 
 # Requests of the observer.
-WRITE_VITALS, BLOCK_HASH = b"v", b"h"
+WRITE_STATS, BLOCK_HASH = b"w", b"h"
 # Requests of the daemon: b"c" and the configuration, b"s" and a GetSnapshotRequest.
 CONFIGURE, SNAPSHOT = b"c", b"s"
 # First byte of a reply: success or error.

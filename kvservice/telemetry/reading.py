@@ -15,8 +15,8 @@ from kvservice.blocks.sequences import LENGTH, NAMESPACE, NUM_BLOCKS, NUM_COMPUT
 from kvservice.telemetry import sessions as columns
 from kvservice.telemetry.arrays import Arrays
 from kvservice.telemetry.calls import Key, keys
+from kvservice.telemetry.daemon_stats import DaemonStats
 from kvservice.telemetry.sessions import get_name
-from kvservice.telemetry.vitals import Vitals
 
 # Retries for data that is being changed. A change takes microseconds unless the daemon is descheduled.
 _MAX_TRIES, _RETRY_S = 100, 0.001
@@ -67,7 +67,7 @@ class Reading:
     """
 
     time_s: float
-    vitals: Vitals
+    stats: DaemonStats
     lane_counts: list[int]
     call_counts: IntArray
     call_seconds: FloatArray
@@ -91,7 +91,7 @@ class Reader:
         session_rows, tenants = self._sessions()
         return Reading(
             time.monotonic(),
-            Vitals(*arrays["vitals"].tolist()),
+            DaemonStats(*arrays["stats"].tolist()),
             arrays["lane_counts"].tolist(),
             arrays["call_counts"].copy(),
             arrays["call_seconds"].copy(),

@@ -7,20 +7,20 @@ import pytest
 
 from kvservice.observer.history import SAMPLES, WINDOW, History, quantile
 from kvservice.telemetry.calls import BUCKETS_S, WIDTH, keys
+from kvservice.telemetry.daemon_stats import DaemonStats
 from kvservice.telemetry.reading import Reading
-from kvservice.telemetry.vitals import Vitals
 
 METHODS = ["append", "free", "fork"]
 KEYS = list(keys(METHODS))
 
 
-def reading(time_s: float, calls: dict[tuple[str, str, str], dict[int, int]] | None = None, **vitals: float) -> Reading:
+def reading(time_s: float, calls: dict[tuple[str, str, str], dict[int, int]] | None = None, **stats: float) -> Reading:
     counts = np.zeros((len(KEYS), WIDTH), np.int64)
     for key, buckets in (calls or {}).items():
         for bucket, count in buckets.items():
             counts[KEYS.index(key), bucket] = count
     empty = np.zeros(0)
-    named = Vitals(**{"num_blocks": 10, **vitals})
+    named = DaemonStats(**{"num_blocks": 10, **stats})
     return Reading(time_s, named, [], counts, empty, np.zeros(0, np.int64), empty, [], {})
 
 

@@ -16,9 +16,9 @@ from observed_pool import MAX_TENANTS, ObservedPool, RandomOperations
 from kvservice.blocks.plans import SequenceSnapshot
 from kvservice.blocks.sequences import NAMESPACE
 from kvservice.observer.snapshot import take_snapshot
+from kvservice.telemetry.daemon_stats import DaemonStats
 from kvservice.telemetry.reading import Reading
 from kvservice.telemetry.sessions import ATTACHED, LANE, REGION_BYTES, REGIONS
-from kvservice.telemetry.vitals import Vitals
 from kvservice.v1 import inspect_pb2
 
 POOL_FIELDS = [field.name for field in inspect_pb2.PoolSnapshot.DESCRIPTOR.fields]
@@ -93,9 +93,9 @@ def test_rows_agree_with_the_bookkeeping_after_each_operation(seed: int) -> None
     assert min(most.values()) > 0
 
 
-def test_the_pools_figures_are_the_vitals() -> None:
+def test_the_pools_figures_are_those_of_the_daemon() -> None:
     pool = ObservedPool()
-    gauges = {name: 100 + n for n, name in enumerate(Vitals._fields)} | {"draining": 1}
+    gauges = {name: 100 + n for n, name in enumerate(DaemonStats._fields)} | {"draining": 1}
     pool.read(**gauges)
     found = take_snapshot(pool.reader, pool.history, pool.history.latest, 1, 1, "")["pool"]
     assert found == {name: gauges[name] for name in POOL_FIELDS}

@@ -17,9 +17,9 @@ from kvservice.observer.history import History
 from kvservice.observer.views import Views
 from kvservice.telemetry.arrays import SharedArrays, open_arrays
 from kvservice.telemetry.calls import CallTable
+from kvservice.telemetry.daemon_stats import DaemonStats, DaemonStatsTable
 from kvservice.telemetry.reading import Reader, Reading
 from kvservice.telemetry.sessions import SessionRow, SessionTable
-from kvservice.telemetry.vitals import Vitals, VitalsTable
 
 METHODS = ["allocate", "free"]
 MAX_SESSIONS, MAX_TENANTS = 5, 3
@@ -55,7 +55,7 @@ class ObservedPool:
         self.manager = BlockManager(BlocksConfig(**(sizes | changes), watermark=0.0), clock=clock, zeros=shared.zeros)
         self.table = SessionTable(MAX_SESSIONS, MAX_TENANTS, shared.zeros)
         self.calls = CallTable(methods, shared.zeros)
-        self.vitals = VitalsTable(2, shared.zeros)
+        self.stats = DaemonStatsTable(2, shared.zeros)
         self.sessions: list[OpenSession] = []
         self.num_opened = 0
         descriptor = shared.read_only()
@@ -90,9 +90,9 @@ class ObservedPool:
         self.manager.allocate(session.space, [AllocationRequest(sequence_id, token_ids)])
         self.manager.mark_all_layers(session.space, self.manager.open_step(session.space, [sequence_id]).step_id)
 
-    def read(self, **vitals: float) -> None:
+    def read(self, **stats: float) -> None:
         """Do the observer's work of one second."""
-        self.vitals.write(Vitals(**({"num_blocks": self.manager.config.num_blocks} | vitals)), [0, 0])
+        self.stats.write(DaemonStats(**({"num_blocks": self.manager.config.num_blocks} | stats)), [0, 0])
         self.history.add(self.reader.read(), time.time())
 
 

@@ -22,9 +22,9 @@ from kvservice.observer.views import MAX_CELLS
 from kvservice.server.telemetry import configuration
 from kvservice.telemetry.arrays import SharedArrays
 from kvservice.telemetry.calls import keys
+from kvservice.telemetry.daemon_stats import DaemonStats
 from kvservice.telemetry.reading import Reading
 from kvservice.telemetry.sessions import ATTACHED
-from kvservice.telemetry.vitals import Vitals
 
 BLOCK_SIZE = 16
 CALLED = ("allocate", "append", "decode", "extend", "free", "open_step", "swap_out", "write")
@@ -174,8 +174,8 @@ class PagePool(ObservedPool):
         self._observe_calls(1)
         stats = self.manager.stats()
         looked_up = self._seconds - min(40, max(0, self._seconds - 300))
-        self.vitals.write(
-            Vitals(
+        self.stats.write(
+            DaemonStats(
                 num_blocks=stats.num_blocks,
                 free_blocks=stats.num_free_blocks,
                 active_blocks=stats.num_active_blocks - stats.num_shared_blocks,

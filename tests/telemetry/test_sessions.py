@@ -9,9 +9,9 @@ import numpy.typing as npt
 import pytest
 
 from kvservice.telemetry.arrays import Arrays
+from kvservice.telemetry.daemon_stats import DaemonStats
 from kvservice.telemetry.reading import Reader
 from kvservice.telemetry.sessions import ATTACHED, LANE, REGION_BYTES, REGIONS, SessionTable
-from kvservice.telemetry.vitals import Vitals
 
 MAX_SESSIONS, MAX_TENANTS = 4, 2
 
@@ -22,7 +22,7 @@ class Both:
     def __init__(self) -> None:
         self.arrays: Arrays = {
             "sequence_states": np.zeros((6, 8), np.int64),
-            "vitals": np.zeros(len(Vitals._fields)),
+            "stats": np.zeros(len(DaemonStats._fields)),
             "lane_counts": np.zeros(2, np.int64),
             "call_counts": np.zeros((1, 1), np.int64),
             "call_seconds": np.zeros(1),

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from kvservice.blocks.plans import Zeros
 
 
-class Vitals(NamedTuple):
+class DaemonStats(NamedTuple):
     """Gauges, followed by counters since the start. Fields `..._s` are in seconds."""
 
     num_blocks: float = 0
@@ -63,13 +63,13 @@ class Vitals(NamedTuple):
     integrity_failures: float = 0
 
 
-class VitalsTable:
-    """Shared arrays: vitals float64[fields], and lane_counts int64[buckets + 1], the latency histogram of lanes."""
+class DaemonStatsTable:
+    """Shared arrays: stats float64[fields], and lane_counts int64[buckets + 1], the latency histogram of lanes."""
 
     def __init__(self, num_lane_buckets: int, zeros: Zeros) -> None:
-        self._vitals: npt.NDArray[np.float64] = zeros("vitals", (len(Vitals._fields),), np.float64)
+        self._stats: npt.NDArray[np.float64] = zeros("stats", (len(DaemonStats._fields),), np.float64)
         self._lane_counts: npt.NDArray[np.int64] = zeros("lane_counts", (num_lane_buckets,), np.int64)
 
-    def write(self, vitals: Vitals, lane_counts: list[int]) -> None:
-        self._vitals[:] = vitals
+    def write(self, stats: DaemonStats, lane_counts: list[int]) -> None:
+        self._stats[:] = stats
         self._lane_counts[:] = lane_counts
