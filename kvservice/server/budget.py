@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 # Memory reserved for the daemon's own calls in flight.
 RESERVE_BYTES = 64 << 20
 # The interval at which memory kept by clients is checked.
-LOOK_S = 1.0
+SWEEP_S = 1.0
 # Limit on the released memory objects that clients keep; each uses a file descriptor of the daemon.
 MAX_KEPT = 1024
 
@@ -40,11 +40,11 @@ class Budget:
         # Used to release memory when the process has no file descriptors left.
         self.spare = descriptors.Spare()
 
-    def take(self, num_bytes: int, field: str = "") -> None:
+    def reserve(self, num_bytes: int, field: str = "") -> None:
         """Count `num_bytes` as used. Raises QuotaExceededError naming `field`."""
         limit_bytes = self._limit_mib << 20
         if self.used_bytes + num_bytes > limit_bytes or len(self._kept) >= MAX_KEPT:
-            self.look()
+            self.sweep()
         if len(self._kept) >= MAX_KEPT:
             raise QuotaExceededError(
                 f"clients keep {MAX_KEPT} pieces of memory that their sessions gave up", field=field,
@@ -57,7 +57,7 @@ class Budget:
             )  # fmt: skip
         self.used_bytes += num_bytes
 
-    def give_back(self, num_bytes: int) -> None:
+    def release(self, num_bytes: int) -> None:
         self.used_bytes -= num_bytes
         assert self.used_bytes >= 0, "more was given back than taken"
 
@@ -70,38 +70,38 @@ class Budget:
         self, name: str, num_bytes: int, *, read_only: bool = False, field: str = ""
     ) -> Slices[BudgetedMemory]:
         """`make` in slices. All bytes count from the first slice on."""
-        self.take(num_bytes, field)
+        self.reserve(num_bytes, field)
         try:
             sealed = yield from SealedMemory.in_slices(
                 name, num_bytes, read_only=read_only, reserve_bytes=RESERVE_BYTES
             )
         except OSError as error:
-            self.give_back(num_bytes)
+            self.release(num_bytes)
             text = f"no {num_bytes} bytes of shared memory: {error.strerror}"
             raise ResourceExhaustedError(text, field=field) from None
         except GeneratorExit:
-            self.give_back(num_bytes)
+            self.release(num_bytes)
             raise
         return BudgetedMemory(sealed, self)
 
     def keep(self, descriptor: int, num_bytes: int) -> None:
         """Count the memory of this descriptor until no client keeps it. The budget owns the descriptor from now on."""
         if not self._kept:
-            asyncio.get_running_loop().call_later(LOOK_S, self._look_again)
+            asyncio.get_running_loop().call_later(SWEEP_S, self._sweep_again)
         self._kept[descriptor] = num_bytes
 
-    def look(self) -> None:
+    def sweep(self) -> None:
         """Stop counting memory that no client keeps any more."""
         for descriptor, num_bytes in list(self._kept.items()):
             if not _is_open_elsewhere(descriptor):
                 del self._kept[descriptor]
                 unmapping.close(descriptor)
-                self.give_back(num_bytes)
+                self.release(num_bytes)
 
-    def _look_again(self) -> None:
-        self.look()
+    def _sweep_again(self) -> None:
+        self.sweep()
         if self._kept:
-            asyncio.get_running_loop().call_later(LOOK_S, self._look_again)
+            asyncio.get_running_loop().call_later(SWEEP_S, self._sweep_again)
 
 
 class BudgetedMemory:
@@ -135,14 +135,14 @@ class BudgetedMemory:
                 self.sealed.close()
         except OSError as error:  # another thread has used the spare descriptor
             self.sealed.close()
-            self._budget.give_back(self.sealed.num_bytes)
+            self._budget.release(self.sealed.num_bytes)
             logger.warning("it is not known whether a client keeps %d bytes: %s", self.sealed.num_bytes, error)
             return
         if _is_open_elsewhere(descriptor):
             self._budget.keep(descriptor, self.sealed.num_bytes)
         else:
             os.close(descriptor)
-            self._budget.give_back(self.sealed.num_bytes)
+            self._budget.release(self.sealed.num_bytes)
 
 
 def _is_open_elsewhere(descriptor: int) -> bool:

@@ -36,7 +36,7 @@ class ShmObject:
         self._descriptor = _open(_path_of(key), peer)
         try:
             _check_extent(self._descriptor, offset, byte_size)
-            budget.take(byte_size, "byte_size")
+            budget.reserve(byte_size, "byte_size")
         except BaseException:
             os.close(self._descriptor)
             raise
@@ -75,7 +75,7 @@ class ShmObject:
 
     def close(self) -> None:
         os.close(self._descriptor)
-        self._budget.give_back(self._num_bytes)
+        self._budget.release(self._num_bytes)
 
 
 def _path_of(key: str) -> bytes:

@@ -48,7 +48,7 @@ def test_memory_is_left_for_the_daemon_itself(budget: Budget, monkeypatch: pytes
 
 @pytest.mark.parametrize("read_only", [False, True])
 def test_memory_that_a_client_keeps_counts(budget: Budget, monkeypatch: pytest.MonkeyPatch, read_only: bool) -> None:
-    monkeypatch.setattr(budget_module, "LOOK_S", 0.01)
+    monkeypatch.setattr(budget_module, "SWEEP_S", 0.01)
 
     async def scenario() -> None:
         memory = budget.make("test", MIB, read_only=read_only)
@@ -89,5 +89,5 @@ def test_so_many_pieces_may_be_kept(budget: Budget, monkeypatch: pytest.MonkeyPa
         os.close(theirs.pop())
 
     asyncio.run(scenario())
-    budget.look()
+    budget.sweep()
     assert budget.used_bytes == 0
