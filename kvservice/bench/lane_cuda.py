@@ -18,10 +18,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from kvservice.client import KVClient, Memory, Sequence, Session, Step
-from kvservice.client.lane import LaneTransport
-from kvservice.client.mapped import MappedTransport
-from kvservice.client.transports import RegionTransport, Transport
+from kvservice.client import KVClient, Sequence, Session, SharedRegion, Step
+from kvservice.client.transports.base import Transport
+from kvservice.client.transports.lane import LaneTransport
+from kvservice.client.transports.mapped import MappedTransport
+from kvservice.client.transports.region import RegionTransport
 from kvservice.launch import Daemon
 from kvservice.ops import torch_cuda
 
@@ -70,7 +71,7 @@ class Tensors:
         return Tensors(*arrays)
 
 
-def in_memory(memory: Memory) -> Callable[[tuple[int, ...], int], Any]:
+def in_memory(memory: SharedRegion) -> Callable[[tuple[int, ...], int], Any]:
     return lambda shape, offset: memory.array(shape, "bfloat16", offset)
 
 
@@ -84,7 +85,7 @@ class Bench:
     def __init__(self, session: Session, num_seqs: int, length: int) -> None:
         self.session = session
         core = session._core
-        mapped = core.attending
+        mapped = core.calls.transport
         assert isinstance(mapped, MappedTransport), "it was told to be"
         self.pool = mapped.pool
         # The length before the last token. The blocks have random content, like the whole pool.
@@ -105,7 +106,7 @@ class Bench:
             "lane": (lane, gpu),
             "lane_copied": (lane, elsewhere),
             "lane_host": (lane, host),
-            "region_host": (RegionTransport(core), host),
+            "region_host": (RegionTransport(core.context), host),
         }
 
     def open_step(self) -> Step:
@@ -122,7 +123,7 @@ class Bench:
             seconds = self._kernels(step)
         else:
             transport, tensors = self.ways[way]
-            self.session._core.attending = transport
+            self.session._core.calls.transport = transport
             torch.cuda.synchronize()
             start = time.perf_counter()
             for layer in range(NUM_LAYERS):

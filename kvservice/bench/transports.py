@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvservice import ops
-from kvservice.client import KVClient, Memory, Step
+from kvservice.client import KVClient, SharedRegion, Step
 from kvservice.client.channel import CHANNEL_OPTIONS
 from kvservice.client.threads import finish
 from kvservice.errors import FailedPreconditionError
@@ -81,7 +81,7 @@ class Way(Protocol):
 class Tensors:
     """Query, key, value and output of a layer; one after the other in `memory`, if there is any."""
 
-    def __init__(self, num_tokens: int, memory: Memory | None = None) -> None:
+    def __init__(self, num_tokens: int, memory: SharedRegion | None = None) -> None:
         self.num_tokens = num_tokens
         arrays, offset = [], 0
         for num_heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS, NUM_HEADS):
@@ -195,9 +195,9 @@ def probes(ways: dict[str, Way]) -> Iterator[tuple[str, Callable[[], object]]]:
     payload = bytes(100)
     request = pool_pb2.PingRequest(payload=payload)
     yield "echo_unary", lambda: inline.client.ping(payload)
-    yield "echo_stream", lambda: finish(inline.session._connection.call("ping", request))
+    yield "echo_stream", lambda: finish(inline.session._core.context.connection.call("ping", request))
     if isinstance(way := ways.get("lane"), ClientWay):
-        lane = way.session._core.attending._lane  # type: ignore[attr-defined]
+        lane = way.session._core.calls.transport._lane  # type: ignore[attr-defined]
 
         def ring() -> None:
             """Send a call of an unknown step, which is refused immediately."""

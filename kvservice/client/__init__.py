@@ -16,8 +16,9 @@ from kvservice.auth.client import TLSConfig  # noqa: E402  gRPC reads its enviro
 from kvservice.client.aio import AsyncKVClient, AsyncSession, AsyncStep  # noqa: E402
 from kvservice.client.blocking import KVClient, Session, Step  # noqa: E402
 from kvservice.client.events import AllBlocksCleared, BlockRemoved, BlockStored, Gap, KVEventBatch  # noqa: E402
-from kvservice.client.mapped import MappedPool, MappedStep  # noqa: E402
-from kvservice.client.shared_memory import Memory, SharedMemory  # noqa: E402
+from kvservice.client.pools.mapped import MappedPool  # noqa: E402
+from kvservice.client.pools.tables import MappedStep  # noqa: E402
+from kvservice.client.region_memory import HostRegion, SharedRegion  # noqa: E402
 from kvservice.client.values import BlockSparse, Pin, PoolInfo, PoolStats, RegionInfo, Sequence, SequenceInfo  # noqa: E402
 
 __all__ = [
@@ -29,11 +30,11 @@ __all__ = [
     "BlockSparse",
     "BlockStored",
     "Gap",
+    "HostRegion",
     "KVClient",
     "KVEventBatch",
     "MappedPool",
     "MappedStep",
-    "Memory",
     "Pin",
     "PoolInfo",
     "PoolStats",
@@ -41,7 +42,7 @@ __all__ = [
     "Sequence",
     "SequenceInfo",
     "Session",
-    "SharedMemory",
+    "SharedRegion",
     "Step",
     "TLSConfig",
 ]

@@ -1,22 +1,21 @@
-"""The asynchronous client API: `core.py` over grpc.aio."""
+"""The asynchronous client API: `session.py` over grpc.aio."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any
 
 import grpc
 
-from kvservice.auth.client import ClientCredentials, TLSOption
-from kvservice.client import channel, fd_passing
-from kvservice.client.choice import close_transport, open_transport
-from kvservice.client.connection import RECONNECT_WAIT_S, SessionConnection
-from kvservice.client.core import SessionCore
+from kvservice.auth.client import TLSOption
+from kvservice.client import channel
+from kvservice.client.client_core import ClientCore
+from kvservice.client.connection import RECONNECT_WAIT_S
 from kvservice.client.events import KVEventBatch, to_batch
-from kvservice.client.requests import build, time_limit, wait_time
+from kvservice.client.requests import build
+from kvservice.client.session import SessionCore
 from kvservice.client.step import StepCore
 from kvservice.client.tasks import TaskStream, TaskWaiting
 from kvservice.client.values import PoolInfo, PoolStats, from_message
@@ -32,27 +31,6 @@ class AsyncStep(StepCore):
 
 class AsyncSession(SessionCore[AsyncStep]):
     """See SessionCore. AsyncKVClient creates sessions. Tasks may call one concurrently; its calls run in order."""
-
-    def __init__(
-        self, client: AsyncKVClient, connection: SessionConnection, token: bytes, session_id: int, resumed: bool
-    ) -> None:
-        super().__init__(connection, client._fd_path, client.info, token, session_id, AsyncStep, resumed=resumed)
-        self._client = client
-        self._connection = connection
-
-    async def detach(self) -> bytes:
-        """Detach from the session and return its token, with which another client can resume it. Useful only if the
-        session was opened as detachable."""
-        await close_transport(self)
-        await self._connection.close()
-        return self.token
-
-    async def close(self) -> None:
-        """Close the session and free everything it owns. Does nothing if the session is gone or belongs to another
-        client by now."""
-        await close_transport(self)
-        if await self._connection.close():
-            await self._client._close_session(self.token, self._connection.holder)
 
 
 class AsyncKVClient:
@@ -75,17 +53,11 @@ class AsyncKVClient:
         reconnect_wait_s: float = RECONNECT_WAIT_S,
         transport: str = "auto",
     ) -> None:
-        self._address = address
-        self._credentials = ClientCredentials.for_address(address, tls, token)
-        self._transport = transport
-        self._fd_path = fd_passing.socket_path(address)
+        self._core = ClientCore(address, tls, token, timeout_s, reconnect_wait_s, transport)
         self._connect_timeout_s = connect_timeout_s
-        self._timeout_s = time_limit(timeout_s)
-        self._reconnect_wait_s = wait_time(reconnect_wait_s, "reconnect_wait_s")
-        self._connections: weakref.WeakSet[SessionConnection] = weakref.WeakSet()
 
     async def __aenter__(self) -> AsyncKVClient:
-        self._channel = open_aio_channel(self._address, self._credentials, channel.CHANNEL_OPTIONS)
+        self._channel = open_aio_channel(self._core.address, self._core.credentials, channel.CHANNEL_OPTIONS)
         self._pool = pool_pb2_grpc.PoolServiceStub(self._channel)  # type: ignore[no-untyped-call]
         self._sessions = session_pb2_grpc.SessionServiceStub(self._channel)  # type: ignore[no-untyped-call]
         try:
@@ -101,7 +73,7 @@ class AsyncKVClient:
         return info
 
     async def __aexit__(self, *_: object) -> None:
-        for connection in list(self._connections):
+        for connection in self._core.connections():
             await connection.close()
         await self._channel.close()
 
@@ -131,17 +103,10 @@ class AsyncKVClient:
 
     @contextlib.asynccontextmanager
     async def _attached(self, token: bytes, resumed: bool, timeout_s: float | None) -> AsyncIterator[AsyncSession]:
-        connection = self._new_connection(token, timeout_s)
-        session_id = await connection.connect(max(self.info.session_grace_s, 1.0))
-        session = AsyncSession(self, connection, token, session_id, resumed)
-        try:
-            session.attending = await open_transport(session, self._transport)
-        except BaseException:
-            if resumed:
-                await connection.close()  # keeps the session, so that a client with its token can resume it
-            else:
-                await session.close()
-            raise
+        connection = self._core.new_connection(TaskWaiting(), self._open_stream, token, timeout_s)
+        session = await self._core.open_session(
+            AsyncSession, self.info, connection, token, AsyncStep, self._close_session, resumed=resumed
+        )
         try:
             yield session
         finally:
@@ -158,7 +123,7 @@ class AsyncKVClient:
         """See KVClient.events."""
         request = build(events_pb2.SubscribeRequest, start_number=start_number, daemon_id=daemon_id)
         stub = events_pb2_grpc.EventServiceStub(self._channel)  # type: ignore[no-untyped-call]
-        call = stub.Subscribe(request, metadata=self._credentials.headers())
+        call = stub.Subscribe(request, metadata=self._core.credentials.headers())
         try:
             async for message in call:
                 yield to_batch(message)
@@ -167,29 +132,15 @@ class AsyncKVClient:
         finally:
             call.cancel()
 
-    def _new_connection(self, token: bytes, timeout_s: float | None) -> SessionConnection:
-        """Create the connection of a session. `connect` attaches it."""
-
-        def open_stream(on_end: Callable[[SessionStream], None], waits_for_daemon: bool) -> SessionStream:
-            return TaskStream(self._sessions, self._credentials.headers(), on_end, waits_for_daemon)
-
-        limit_s = self._timeout_s if timeout_s is None else time_limit(timeout_s)
-        connection = SessionConnection(
-            TaskWaiting(), open_stream, token, timeout_s=limit_s, reconnect_wait_s=self._reconnect_wait_s
-        )
-        self._connections.add(connection)
-        return connection
+    def _open_stream(self, on_end: Callable[[SessionStream], None], waits_for_daemon: bool) -> SessionStream:
+        return TaskStream(self._sessions, self._core.credentials.headers(), on_end, waits_for_daemon)
 
     async def _unary(self, method: Any, request: Any, timeout_s: float | None = None) -> Any:
-        limit_s = self._timeout_s if timeout_s is None else time_limit(timeout_s)
-        metadata = channel.trace_metadata() + self._credentials.headers()
         try:
-            return await method(request, metadata=metadata, timeout=limit_s)
+            return await method(request, metadata=self._core.metadata(), timeout=self._core.limit_s(timeout_s))
         except grpc.RpcError as error:
             raise channel.to_error(error) from None
 
     async def _close_session(self, token: bytes, holder: int) -> None:
-        """See KVClient."""
-        request = session_pb2.CloseRequest(session_token=token, holder=holder)
         with contextlib.suppress(*channel.NO_CLOSING):
-            await self._unary(self._sessions.Close, request, min(self._timeout_s or channel.CLOSE_S, channel.CLOSE_S))
+            await self._unary(self._sessions.Close, *self._core.close_request(token, holder))

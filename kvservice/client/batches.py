@@ -1,13 +1,25 @@
-"""Splitting of large operations into requests that stay within the daemon's limits."""
+"""The daemon's limits: checks, and splitting of large operations into requests that stay within them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from kvservice.client.values import PoolInfo, SequenceInfo
+from kvservice.errors import MessageTooLargeError
 
 # Upper bound on the bytes of a message besides its tensors.
 OVERHEAD_BYTES = 4096
+
+
+def fits(num_bytes: int, info: PoolInfo) -> bool:
+    """Return whether tensors of this many bytes fit into a message."""
+    return num_bytes + OVERHEAD_BYTES <= info.max_message_bytes
+
+
+def check_size(num_bytes: int, field: str, info: PoolInfo) -> None:
+    """Raise MessageTooLargeError if the daemon would refuse a message of this size."""
+    if not fits(num_bytes, info):
+        raise MessageTooLargeError(f"{num_bytes} bytes, a message may have {info.max_message_bytes}", field=field)
 
 
 def id_batches(ids: list[int], info: PoolInfo) -> Iterator[list[int]]:

@@ -1,26 +1,26 @@
-"""The blocking client API. It runs the coroutines of `core.py` over a blocking stream, so they never suspend."""
+"""The blocking client API. It runs the coroutines of `session.py` over a blocking stream, so they never suspend."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import os
-import weakref
 from collections.abc import Callable, Coroutine, Generator, Iterable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import grpc
 
-from kvservice.auth.client import ClientCredentials, TLSOption
-from kvservice.client import channel, fd_passing
-from kvservice.client.choice import close_transport, open_transport
-from kvservice.client.connection import RECONNECT_WAIT_S, SessionConnection
-from kvservice.client.core import SessionCore
+from kvservice.auth.client import TLSOption
+from kvservice.client import channel
+from kvservice.client.client_core import ClientCore
+from kvservice.client.connection import RECONNECT_WAIT_S
 from kvservice.client.events import KVEventBatch, to_batch
-from kvservice.client.requests import build, time_limit, wait_time
+from kvservice.client.requests import build
+from kvservice.client.session import SessionCore
+from kvservice.client.session_calls import SessionCalls
 from kvservice.client.step import StepCore
 from kvservice.client.threads import BlockingStream, ThreadWaiting, finish
-from kvservice.client.values import PoolInfo, PoolStats, Sequence, from_message
+from kvservice.client.values import PoolInfo, PoolStats, Sequence, StepInfo, from_message
 from kvservice.client.waiting import SessionStream, first_answer
 from kvservice.client.watchdog import Watchdog
 from kvservice.errors import KVServiceError
@@ -48,6 +48,7 @@ class Step:
     def __init__(self, core: StepCore) -> None:
         self._core = core
         self.sequences = core.sequences
+        self.info = core.info
         self.step_id = core.step_id
         self.query_lens = core.query_lens
         self.context_lens = core.context_lens
@@ -67,29 +68,11 @@ _Core = SessionCore[Step]
 class Session:
     """See SessionCore. A session is a context manager: leaving it closes the session and frees everything it owns."""
 
-    def __init__(self, client: KVClient, token: bytes, resumed: bool, timeout_s: float | None) -> None:
-        self._client = client
-        self._connection = client._new_connection(token, timeout_s)
-        self.info = client.info
-        self.token = token
-        self.session_id = finish(self._connection.connect(max(client.info.session_grace_s, 1.0)))
-        self._core = _Core(
-            self._connection,
-            client._fd_path,
-            self.info,
-            token,
-            self.session_id,
-            lambda *of: Step(StepCore(*of)),
-            resumed=resumed,
-        )
-        try:
-            self._core.attending = finish(open_transport(self._core, client._transport))
-        except BaseException:
-            if resumed:
-                finish(self._connection.close())  # keeps the session, so that a client with its token can resume it
-            else:
-                self.close()
-            raise
+    def __init__(self, core: SessionCore[Step]) -> None:
+        self._core = core
+        self.info = core.info
+        self.token = core.token
+        self.session_id = core.session_id
 
     @property
     def transport(self) -> str:
@@ -123,24 +106,12 @@ class Session:
     regions = blocking(_Core.regions)
     map_pool = blocking(_Core.map_pool)
     commit = blocking(_Core.commit)
+    detach = blocking(_Core.detach)
+    close = blocking(_Core.close)
 
     def free_later(self, sequences: Iterable[Sequence]) -> None:
         """See SessionCore.free_later."""
         self._core.free_later(sequences)
-
-    def detach(self) -> bytes:
-        """Detach from the session and return its token, with which another client can resume it. Useful only if the
-        session was opened as detachable."""
-        finish(close_transport(self._core))
-        finish(self._connection.close())
-        return self.token
-
-    def close(self) -> None:
-        """Close the session and free everything it owns. Does nothing if the session is gone or belongs to another
-        client by now."""
-        finish(close_transport(self._core))
-        if finish(self._connection.close()):
-            self._client._close_session(self.token, self._connection.holder)
 
     def __enter__(self) -> Session:
         return self
@@ -181,14 +152,9 @@ class KVClient:
         reconnect_wait_s: float = RECONNECT_WAIT_S,
         transport: str = "auto",
     ) -> None:
-        self._transport = transport
-        self._timeout_s = time_limit(timeout_s)
-        self._reconnect_wait_s = wait_time(reconnect_wait_s, "reconnect_wait_s")
+        self._core = ClientCore(address, tls, token, timeout_s, reconnect_wait_s, transport)
         self._watchdog = Watchdog()
-        self._connections: weakref.WeakSet[SessionConnection] = weakref.WeakSet()
-        self._fd_path = fd_passing.socket_path(address)
-        self._credentials = ClientCredentials.for_address(address, tls, token)
-        self._channel = open_channel(address, self._credentials, channel.CHANNEL_OPTIONS)
+        self._channel = open_channel(address, self._core.credentials, channel.CHANNEL_OPTIONS)
         self._pool = pool_pb2_grpc.PoolServiceStub(self._channel)  # type: ignore[no-untyped-call]
         self._sessions = session_pb2_grpc.SessionServiceStub(self._channel)  # type: ignore[no-untyped-call]
         try:
@@ -221,13 +187,20 @@ class KVClient:
             session_pb2.OpenRequest, name=name, tenant=tenant, detachable=detachable, detach_ttl_s=detach_ttl_s
         )
         opened = self._unary(self._sessions.Open, request, timeout_s)
-        return Session(self, opened.session_token, False, timeout_s)
+        return self._attached(opened.session_token, timeout_s, resumed=False)
 
     def resume(self, token: bytes, *, timeout_s: float | None = None) -> Session:
         """Resume a session. `describe()` lists its sequences. The daemon ends a stream that is still attached to the
         session. If resuming fails, for example because no lane is free, the session keeps its sequences and stays
         detached."""
-        return Session(self, token, True, timeout_s)
+        return self._attached(token, timeout_s, resumed=True)
+
+    def _attached(self, token: bytes, timeout_s: float | None, *, resumed: bool) -> Session:
+        connection = self._core.new_connection(ThreadWaiting(), self._open_stream, token, timeout_s)
+        opening = self._core.open_session(
+            _Core, self.info, connection, token, _make_step, self._close_session, resumed=resumed
+        )
+        return Session(finish(opening))
 
     def stats(self, *, timeout_s: float | None = None) -> PoolStats:
         return from_message(PoolStats, self._unary(self._pool.GetStats, pool_pb2.GetStatsRequest(), timeout_s))
@@ -245,7 +218,7 @@ class KVClient:
         """
         request = build(events_pb2.SubscribeRequest, start_number=start_number, daemon_id=daemon_id)
         stub = events_pb2_grpc.EventServiceStub(self._channel)  # type: ignore[no-untyped-call]
-        call = stub.Subscribe(request, metadata=self._credentials.headers())
+        call = stub.Subscribe(request, metadata=self._core.credentials.headers())
         try:
             for message in call:
                 yield to_batch(message)
@@ -256,7 +229,7 @@ class KVClient:
 
     def close(self) -> None:
         """Close the connection. Open sessions are detached."""
-        for connection in list(self._connections):
+        for connection in self._core.connections():
             finish(connection.close())
         self._watchdog.close()
         self._channel.close()
@@ -267,31 +240,21 @@ class KVClient:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _new_connection(self, token: bytes, timeout_s: float | None) -> SessionConnection:
-        """Create the connection of a session. `connect` attaches it."""
-
-        def open_stream(on_end: Callable[[SessionStream], None], waits_for_daemon: bool) -> SessionStream:
-            headers = self._credentials.headers()
-            return BlockingStream(self._sessions, headers, self._watchdog, on_end, waits_for_daemon)
-
-        limit_s = self._timeout_s if timeout_s is None else time_limit(timeout_s)
-        connection = SessionConnection(
-            ThreadWaiting(), open_stream, token, timeout_s=limit_s, reconnect_wait_s=self._reconnect_wait_s
+    def _open_stream(self, on_end: Callable[[SessionStream], None], waits_for_daemon: bool) -> SessionStream:
+        return BlockingStream(
+            self._sessions, self._core.credentials.headers(), self._watchdog, on_end, waits_for_daemon
         )
-        self._connections.add(connection)
-        return connection
 
     def _unary(self, method: Any, request: Any, timeout_s: float | None = None) -> Any:
-        limit_s = self._timeout_s if timeout_s is None else time_limit(timeout_s)
-        metadata = channel.trace_metadata() + self._credentials.headers()
         try:
-            return method(request, metadata=metadata, timeout=limit_s)
+            return method(request, metadata=self._core.metadata(), timeout=self._core.limit_s(timeout_s))
         except grpc.RpcError as error:
             raise channel.to_error(error) from None
 
-    def _close_session(self, token: bytes, holder: int) -> None:
-        """Ask the daemon to close a session. If it does not answer in time, the session ends as one that has lost its
-        stream."""
-        request = session_pb2.CloseRequest(session_token=token, holder=holder)
+    async def _close_session(self, token: bytes, holder: int) -> None:
         with contextlib.suppress(*channel.NO_CLOSING):
-            self._unary(self._sessions.Close, request, min(self._timeout_s or channel.CLOSE_S, channel.CLOSE_S))
+            self._unary(self._sessions.Close, *self._core.close_request(token, holder))
+
+
+def _make_step(calls: SessionCalls, sequences: tuple[Sequence, ...], info: StepInfo) -> Step:
+    return Step(StepCore(calls, sequences, info))

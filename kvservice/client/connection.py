@@ -9,6 +9,7 @@ coroutines wait through the `Waiting` of each API.
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import threading
 from typing import Any
@@ -42,8 +43,8 @@ _STREAM_OVER = (ConnectionLostError, UnauthenticatedError)
 
 
 class SessionConnection:
-    """The connection of one session; see Stream in shared_memory.py. `timeout_s` is the default time limit of calls in
-    seconds; None: no limit."""
+    """The connection of one session. With the sync API its coroutines never suspend. `timeout_s` is the default time
+    limit of calls in seconds; None: no limit."""
 
     def __init__(
         self,
@@ -60,10 +61,12 @@ class SessionConnection:
         self._timeout_s = timeout_s
         self._reconnect_wait_s = reconnect_wait_s
         self._turns = waiting.turns()
+        # Creates a lock, and runs a function that blocks: the async API in a thread.
         self.lock = waiting.lock
         self.run = waiting.run
         # Identifies this object to the daemon across all streams that it attaches.
         self.holder = secrets.randbelow((1 << 64) - 1) + 1
+        self._request_ids = itertools.count(secrets.randbits(62) + 1)
         self._state_lock = threading.Lock()  # several threads may notice a break
         self._stream: SessionStream | None = None
         self._attempt: SessionStream | None = None
@@ -83,14 +86,20 @@ class SessionConnection:
         self._join(stream)
         return session_id
 
+    def next_request_id(self) -> int:
+        return next(self._request_ids)
+
     async def call(self, name: str, request: Any, timeout_s: float | None = None) -> Any:
+        """Send one call and return its response; see `call_until`. `timeout_s` is in seconds; None: the default."""
+        return await self.call_until(self.deadline(timeout_s), name, request)
+
+    async def call_until(self, deadline: float | None, name: str, request: Any) -> Any:
         """Send one call and return its response. The call is sent again if its stream breaks and it is repeatable.
 
         Raises the daemon's errors; CallTimeoutError; ConnectionLostError if the stream broke and it is unknown whether
         the call was executed. Without a connection, raises DaemonAwayError, or UnauthenticatedError if the daemon
         rejects the client's token: after the wait of `reconnect_wait_s`, then immediately.
         """
-        deadline = self.deadline(timeout_s)
         if not await self._turns.take(None if deadline is None else deadline - self._waiting.clock()):
             raise CallTimeoutError(f"{name}: it was not its turn in time, other calls of the session are under way")
         try:

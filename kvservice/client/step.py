@@ -1,26 +1,17 @@
-"""The operations of a step, shared by the sync and async API; see `core.py`."""
+"""The operations of a step, shared by the sync and async API; see `session.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
-import numpy as np
-
-from kvservice.client import tensors
-from kvservice.client.requests import whole
+from kvservice.client.calls import AttentionCall, ScoreOptions, WriteCall
+from kvservice.client.session_calls import SessionCalls
 from kvservice.client.tensors import Tensor
-from kvservice.client.transports import Layer, Options, attend, check_out, check_same_device, write
-from kvservice.client.values import BlockSparse, Sequence
-from kvservice.errors import InvalidArgumentError
-from kvservice.v1 import blocks_pb2
-from kvservice.wire.tensors import to_ints
-
-if TYPE_CHECKING:
-    from kvservice.client.core import SessionCore
+from kvservice.client.values import BlockSparse, Sequence, StepInfo
 
 
-class AttentionOptions(TypedDict, total=False):
+class AttentionArguments(TypedDict, total=False):
     """Options of the attention scores and of the results.
 
     `scale`: factor of the scores; None is 1/sqrt(head_size). `sliding_window`: number of latest positions that a token
@@ -48,58 +39,44 @@ class StepCore:
     ragged: they hold the tokens of sequence after sequence, without padding.
     """
 
-    def __init__(
-        self, session: SessionCore[Any], sequences: tuple[Sequence, ...], response: blocks_pb2.StepResponse
-    ) -> None:
+    def __init__(self, calls: SessionCalls, sequences: tuple[Sequence, ...], info: StepInfo) -> None:
+        self._calls = calls
         self.sequences = sequences
-        self.step_id: int = response.step_id
-        self.query_lens = to_ints(response.query_lens, np.int32)
-        self.context_lens = to_ints(response.context_lens, np.int32)
-        self.num_tokens = int(self.query_lens.sum())
-        self.cow_copies: int = response.cow_copies
-        self.written: set[int] = set()  # layers that this process has written to the mapped pool
-        # Slot number and byte offset in the session's tables, if the session has mapped the pool.
-        self.mapped = (response.mapped.slot, response.mapped.offset) if response.HasField("mapped") else None
-        self.session = session
+        self.info = info
+        self.step_id = info.step_id
+        self.query_lens = info.query_lens
+        self.context_lens = info.context_lens
+        self.num_tokens = info.num_tokens
+        self.cow_copies = info.cow_copies
+        self.mapped = info.mapped
 
     async def decode(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[AttentionOptions]
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[AttentionArguments]
     ) -> Any:
         """`extend` for steps with one token per sequence. Raises InvalidArgumentError for other steps."""
-        return await self._attend("decode", layer, query, key, value, **options)
+        return await self._attend(True, layer, query, key, value, **options)
 
     async def extend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[AttentionOptions]
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[AttentionArguments]
     ) -> Any:
         """Write the K/V of the step's tokens for one layer, then compute causal attention over each sequence.
 
         query is `[num_tokens, num_heads, head_size]`, key and value are `[num_tokens, num_kv_heads, head_size]`, NumPy
-        or torch, in the pool's dtype; options as in AttentionOptions. Returns the output with the shape of query, or
+        or torch, in the pool's dtype; options as in AttentionArguments. Returns the output with the shape of query, or
         with `return_lse` (output, log-sum-exp float32 `[num_tokens, num_heads]`). Call it once for each layer of a
         step. Raises KVServiceError.
         """
-        return await self._attend("extend", layer, query, key, value, **options)
+        return await self._attend(False, layer, query, key, value, **options)
 
     async def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[AttentionOptions]
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[AttentionArguments]
     ) -> Any:
         """`decode` if every sequence has one token, else `extend`."""
-        name = "decode" if self.num_tokens == len(self.sequences) else "extend"
-        return await self._attend(name, layer, query, key, value, **options)
+        return await self._attend(self.num_tokens == len(self.sequences), layer, query, key, value, **options)
 
     async def _attend(
-        self, name: str, layer: int, query: Tensor, key: Tensor, value: Tensor, **options: Unpack[AttentionOptions]
-    ) -> Any:
-        out = options.get("out")
-        if out is not None and len(options) == 1:
-            transport = self.session.attending
-            if await transport.attend_in_place(self, name == "decode", layer, query, key, value, out):
-                return out
-        return await self._attend_checked(name, layer, query, key, value, **options)
-
-    async def _attend_checked(
         self,
-        name: str,
+        decode: bool,
         layer: int,
         query: Tensor,
         key: Tensor,
@@ -115,40 +92,15 @@ class StepCore:
         lse_out: Tensor | None = None,
         timeout_s: float | None = None,
     ) -> Any:
-        call = Layer(
-            self,
-            name == "decode",
-            whole(layer, "layer"),
-            tensors.as_tensor(query, "query"),
-            tensors.as_tensor(key, "key"),
-            tensors.as_tensor(value, "value"),
-            Options.of(scale, sliding_window, logits_soft_cap, alibi_slopes, block_sparse),
-            return_lse,
-            None if out is None else tensors.as_result(out, "out"),
-            None if lse_out is None else tensors.as_result(lse_out, "lse_out"),
-            timeout_s,
-        )
-        self._check_results(call)
-        check_same_device(call)
-        output, lse = await attend(self.session.attending, call)
-        result = tensors.like(output, query) if out is None else out
-        if lse is None:
-            return result
-        return result, tensors.like(lse, query) if lse_out is None else lse_out
-
-    def _check_results(self, call: Layer) -> None:
-        if call.out is not None:
-            check_out(call.out, call.query.shape, self.session.info.dtype, "out")
-        if call.lse_out is not None:
-            if not call.return_lse:
-                raise InvalidArgumentError("there is no log-sum-exp without return_lse", field="lse_out")
-            check_out(call.lse_out, call.lse_shape, "float32", "lse_out")
+        options = ScoreOptions.of(scale, sliding_window, logits_soft_cap, alibi_slopes, block_sparse)
+        deadline = self._calls.deadline(timeout_s)
+        call = AttentionCall(self.info, decode, layer, query, key, value, options, return_lse, out, lse_out, deadline)
+        output, lse = await self._calls.attend(call)
+        return (output, lse) if return_lse else output
 
     async def write(
         self, key: Tensor, value: Tensor, layer: int | None = None, *, timeout_s: float | None = None
     ) -> None:
         """Write the step's K/V without attention. key and value are `[num_tokens, num_kv_heads, head_size]` for one
         layer, or `[num_layers, num_tokens, num_kv_heads, head_size]` for all layers (`layer` None)."""
-        number = None if layer is None else whole(layer, "layer")
-        arrays = tensors.as_tensor(key, "key"), tensors.as_tensor(value, "value")
-        await write(self.session.attending, self, number, *arrays, timeout_s)
+        await self._calls.write(WriteCall(self.info, layer, key, value, self._calls.deadline(timeout_s)))

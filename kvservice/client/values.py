@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
+from kvservice.wire.tensors import Array
+
 T = TypeVar("T")
 
 
@@ -99,6 +101,21 @@ class SequenceInfo:
     swapped: bool
     token_ids: tuple[int, ...]
     block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepInfo:
+    """A step as the daemon has opened it. `query_lens` and `context_lens` are int32[num_sequences]."""
+
+    step_id: int
+    num_sequences: int
+    num_tokens: int
+    query_lens: Array
+    context_lens: Array
+    cow_copies: int
+    mapped: tuple[int, int] | None
+    """Slot number and byte offset of the step in the session's tables. None: the step is not in them, because they were
+    full or the pool was not mapped yet."""
 
 
 @dataclass(frozen=True)

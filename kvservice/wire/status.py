@@ -76,8 +76,9 @@ def from_reason(reason: str, message: str, field: str) -> KVServiceError:
 
 def _subclasses(kind: type[KVServiceError]) -> Iterator[type[KVServiceError]]:
     for child in kind.__subclasses__():
-        yield child
-        yield from _subclasses(child)
+        if child.__module__ == errors.__name__:  # other packages may subclass an error without a reason of its own
+            yield child
+            yield from _subclasses(child)
 
 
 _BY_REASON = {kind.reason: kind for kind in _subclasses(KVServiceError)}

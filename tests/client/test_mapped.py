@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,9 @@ from small_daemons import OpenDaemon
 from kvservice import ops
 from kvservice.client import KVClient, Session, Step
 from kvservice.client.blocking import finish
+from kvservice.client.calls import WriteCall
 from kvservice.client.fd_passing import fetch
-from kvservice.client.mapped import MappedPool
+from kvservice.client.pools.mapped import MappedPool
 from kvservice.errors import InvalidArgumentError, LayerWrittenError, PoolNotSharedError, StaleStepError
 from kvservice.v1 import host_pb2
 
@@ -55,7 +57,7 @@ def stranger(open_daemon: OpenDaemon) -> Iterator[Session]:
 
 
 def pool_of(kv: Session) -> MappedPool:
-    pool: MappedPool = kv._core.attending.pool  # type: ignore[attr-defined]
+    pool: MappedPool = kv._core.calls.transport.pool  # type: ignore[attr-defined]
     return pool
 
 
@@ -66,7 +68,7 @@ def call(kv: Session, name: str, request: Any) -> Any:
 def write_directly(kv: Session, step: Step, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Write K/V of all layers of a step through `kvservice.ops`."""
     pool = pool_of(kv)
-    mapped = pool.step(step._core)
+    mapped = pool.step(step)
     layers = [tensors(seed + layer, step.num_tokens)[1:] for layer in range(LAYERS)]
     for layer, (key, value) in enumerate(layers):
         ops.write_kv(pool.pool, layer, mapped.slot_mapping, key, value)
@@ -111,7 +113,7 @@ def test_what_is_never_committed_is_never_found(writer: Session, stranger: Sessi
 def test_a_step_of_the_daemons_cannot_be_committed(writer: Session) -> None:
     step = writer.open_step([writer.allocate(PROMPT)])
     key, value = tensors(0, len(PROMPT))[1:]
-    finish(writer._core.attending.rest.write(step._core, 0, key, value))  # type: ignore[attr-defined]
+    finish(writer._core.calls.transport.rest.write(WriteCall(step.info, 0, key, value)))  # type: ignore[attr-defined]
     with pytest.raises(LayerWrittenError):
         call(writer, "commit", host_pb2.CommitRequest(step_id=step.step_id))
 
@@ -145,7 +147,7 @@ def test_a_step_that_ends_meanwhile_is_an_error(
 def test_tables_are_those_of_the_step(writer: Session) -> None:
     sequences = writer.allocate_batch([PROMPT, [1], range(40, 60)])
     step = writer.open_step(sequences)
-    mapped = pool_of(writer).step(step._core)
+    mapped = pool_of(writer).step(step)
     np.testing.assert_array_equal(mapped.query_lens, step.query_lens)
     np.testing.assert_array_equal(mapped.context_lens, step.context_lens)
     blocks = [one.block_ids for one in writer.describe(block_ids=True)]
@@ -158,9 +160,24 @@ def test_tables_are_those_of_the_step(writer: Session) -> None:
         assert not array.flags.writeable
 
 
+def test_layers_of_steps_in_turns_are_counted_for_each(writer: Session) -> None:
+    """A step that is over and comes again does not take its slot in the tables back."""
+    sequences = writer.allocate_batch([PROMPT, range(40, 51)])
+    stale = writer.open_step(sequences[:1])
+    stale.extend(0, *tensors(0, 11))
+    steps = [writer.open_step([sequence]) for sequence in sequences]
+    assert stale.mapped in [step.mapped for step in steps]
+    for layer in range(LAYERS):
+        for step in steps:
+            step.extend(layer, *tensors(layer, 11))
+            with pytest.raises(StaleStepError):
+                stale.extend(1, *tensors(1, 11))
+    assert [one.num_computed_tokens for one in writer.describe()] == [11, 11]
+
+
 def test_a_step_that_the_tables_lack_is_the_daemons(writer: Session) -> None:
     step, same = (writer.open_step([writer.allocate(range(n, n + 11))]) for n in (0, 100))
-    step._core.mapped = None
+    step._core.info = replace(step._core.info, mapped=None)
     for layer in range(LAYERS):
         wanted = same.extend(layer, *tensors(layer, 11))
         np.testing.assert_array_equal(step.extend(layer, *tensors(layer, 11)), wanted)
@@ -170,8 +187,8 @@ def test_a_step_that_the_tables_lack_is_the_daemons(writer: Session) -> None:
 def map_again(kv: Session, *, writable: bool) -> list[int]:
     """Map the pool once more and return the descriptors of the pool and the tables."""
     response = call(kv, "map_pool", host_pb2.MapPoolRequest(writable=writable))
-    assert kv._core.fd_path is not None
-    return fetch(kv._core.fd_path, response.handover_token, 2)
+    assert kv._core.context.fds.path is not None
+    return fetch(kv._core.context.fds.path, response.handover_token, 2)
 
 
 def check_not_writable(descriptor: int) -> None:

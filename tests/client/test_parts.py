@@ -137,7 +137,7 @@ def test_parts_come_in_their_order(address: str) -> None:
         step = kv.open_step([sequence])
 
         def send(*part: int, layer: int = 0, name: str = "extend") -> Any:
-            return kv._core.stream.call(name, request(step, *part, layer=layer))
+            return kv._core.context.connection.call(name, request(step, *part, layer=layer))
 
         def refused(kind: type[Exception], field: str, *part: int) -> None:
             with pytest.raises(kind) as caught:

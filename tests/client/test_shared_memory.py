@@ -13,7 +13,7 @@ import pytest
 import torch
 from shm_objects import shm_objects
 
-from kvservice.client import AsyncKVClient, KVClient, Session, SharedMemory, Step
+from kvservice.client import AsyncKVClient, HostRegion, KVClient, Session, Step
 from kvservice.errors import InvalidArgumentError, QuotaExceededError
 from kvservice.launch import Daemon
 
@@ -39,7 +39,7 @@ def normal(seed: int, shape: tuple[int, ...] = SHAPE) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-def placed(memory: SharedMemory, values: np.ndarray, offset: int) -> np.ndarray:
+def placed(memory: HostRegion, values: np.ndarray, offset: int) -> np.ndarray:
     array = memory.array(values.shape, values.dtype, offset)
     array[:] = values
     return array
@@ -59,12 +59,13 @@ class Spy:
 
     def __init__(self, kv: Session) -> None:
         self.requests: list[Any] = []
-        self._call = kv._core.call
-        kv._core.call = self.call  # type: ignore[method-assign]
+        connection = kv._core.context.connection
+        self._call_until = connection.call_until
+        connection.call_until = self.call_until  # type: ignore[method-assign]
 
-    async def call(self, name: str, request: Any, timeout_s: float | None = None) -> Any:
+    async def call_until(self, deadline: float | None, name: str, request: Any) -> Any:
         self.requests.append(request)
-        return await self._call(name, request, timeout_s)
+        return await self._call_until(deadline, name, request)
 
 
 def test_a_layer_whose_tensors_do_not_travel(kv: Session) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -158,7 +159,7 @@ def test_a_step_that_has_ended_is_stale(kv: Session, end: Callable[[Session, Any
 
 def test_a_step_that_never_was(kv: Session) -> None:
     step = kv.open_step([kv.allocate(range(NUM_TOKENS))])
-    step._core.step_id += 1000
+    step._core.info = replace(step._core.info, step_id=step.step_id + 1000)
     with pytest.raises((UnknownStepError, StaleStepError)) as caught:
         step.extend(0, *tensors())
     assert caught.value.field == "step_id"

@@ -14,8 +14,9 @@ import pytest
 from both_faces import Face, session_of
 from small_daemons import TRANSPORTS, OpenDaemon
 
-from kvservice.client import KVClient, transports
-from kvservice.client.transports import Staging
+from kvservice.client import KVClient, tensors
+from kvservice.client.transports.inline import InlineTransport
+from kvservice.client.transports.staging import Staging
 from kvservice.launch import Daemon
 from kvservice.pool.layout import TENSOR_DTYPES
 
@@ -212,7 +213,8 @@ def shm_object() -> Iterator[str]:
 def test_tensors_of_another_gpu_than_the_pools_go_by_way_of_the_host(
     monkeypatch: pytest.MonkeyPatch, takes: bool, pool: str, tensor: int, wanted: bool
 ) -> None:
-    monkeypatch.setattr(transports.tensors, "device_of", lambda number: number)
-    transport = SimpleNamespace(takes_gpu_tensors=takes)
-    step = SimpleNamespace(session=SimpleNamespace(info=SimpleNamespace(device=pool)))
-    assert transports._takes(transport, step, tensor) is wanted
+    monkeypatch.setattr(tensors, "device_of", lambda number: number)
+    context: Any = SimpleNamespace(info=SimpleNamespace(device=pool))
+    transport = InlineTransport(context)
+    transport.takes_gpu_tensors = takes
+    assert transport._takes(tensor) is wanted

@@ -72,8 +72,8 @@ def test_the_collector_may_run_within_a_call_of_the_session(llama) -> None:
     llama.model(IDS, past_key_values=cache)
     cache.itself = cache
     del cache
-    assert finish(kv._connection._turns.take(None))
+    assert finish(kv._core.context.connection._turns.take(None))
     gc.collect()
-    kv._connection._turns.give_back()
+    kv._core.context.connection._turns.give_back()
     kv.allocate([1])
     assert [info.length for info in kv.describe()] == [1]

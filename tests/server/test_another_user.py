@@ -17,7 +17,6 @@ from small_pool import SMALL_POOL
 
 from kvservice.client import KVClient
 from kvservice.client.blocking import finish
-from kvservice.client.shared_memory import introduce
 from kvservice.config import ServeConfig
 from kvservice.errors import InvalidArgumentError, PoolNotSharedError, RegionsNotAllowedError
 from kvservice.launch import Daemon
@@ -208,7 +207,7 @@ def test_a_token_is_of_one_session_and_good_once(trusting: Daemon) -> None:
         shm_object(0o600) as path,
     ):
         request = shared_memory_pb2.SystemSharedMemoryRegisterRequest(name="r", key=path.name, byte_size=4096)
-        request.handover_token = finish(introduce(one._core))
+        request.handover_token = finish(one._core.context.fds.introduce())
         with pytest.raises(InvalidArgumentError, match="handover_token"):
             finish(other._core.call("system_shared_memory_register", request))
         finish(one._core.call("system_shared_memory_register", request))

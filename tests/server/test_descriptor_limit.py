@@ -17,8 +17,8 @@ from small_pool import SMALL_POOL
 from waiting import until
 
 from kvservice.client import KVClient, Session
-from kvservice.client.lane import _open_lane
 from kvservice.client.threads import finish
+from kvservice.client.transports.lane import open_lane
 from kvservice.errors import ResourceExhaustedError
 from kvservice.launch import Daemon
 from kvservice.server.descriptors import Spare, needed
@@ -28,7 +28,7 @@ ENOUGH = 8
 WANTED: dict[str, Callable[[Session], Any]] = {
     "region": lambda kv: kv.create_region(4096),
     "pool": lambda kv: kv.map_pool(),
-    "lane": lambda kv: finish(_open_lane(kv._core)),
+    "lane": lambda kv: finish(open_lane(kv._core.context)),
 }
 
 

@@ -227,9 +227,9 @@ def test_a_layer_is_sent_over_a_new_stream_if_the_old_one_is_known_to_be_broken(
     token = np.ones((1, 2, 32), np.float32)
     with far.session(detachable=True) as session:
         step = session.append([session.allocate([1])], [2])
-        stream = session._connection._stream
+        stream = session._core.context.connection._stream
         proxy.cut()
-        until(lambda: session._connection._stream is not stream)
+        until(lambda: session._core.context.connection._stream is not stream)
         step.extend(0, *3 * [np.repeat(token, 2, axis=0)])
 
 
@@ -379,7 +379,7 @@ def test_who_resumes_its_own_session_is_its_holder_now(client: KVClient) -> None
 def test_a_session_that_was_closed_is_not_one_that_was_taken(client: KVClient, wire: Any) -> None:
     with client.session() as session:
         wire.unary("close", session_pb2.CloseRequest(session_token=session.token))
-        until(lambda: session._connection._stream is None)
+        until(lambda: session._core.context.connection._stream is None)
         for _ in range(2):
             with pytest.raises(FailedPreconditionError, match="the session was closed") as error:
                 session.describe()
@@ -445,7 +445,7 @@ def test_a_message_over_the_limit_is_refused_and_the_session_lives(daemon: Daemo
     with KVClient(daemon.address, transport="inline") as client, client.session(detachable=True) as session:
         request = blocks_pb2.MatchPrefixRequest(token_ids=range(2_000_000))
         with pytest.raises(MessageTooLargeError):  # bypasses the client's own check, so the daemon ends the stream
-            session._connection.call("match_prefix", request).send(None)
+            session._core.context.connection.call("match_prefix", request).send(None)
         assert session.describe() == []
         sequence = session.allocate(range(200))
         big = np.ones((200, 200, 32), np.float32)  # over the limit of 4 MiB

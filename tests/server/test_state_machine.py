@@ -17,11 +17,11 @@ from kv_systems import DaemonSystem, EngineSystem
 import kvservice.blocks.allocation
 import kvservice.blocks.layers
 import kvservice.blocks.prefix
-import kvservice.client.transports
 from kvservice import ops
 from kvservice.blocks.plans import StepPlan
 from kvservice.client import KVClient
-from kvservice.client.transports import TransportName
+from kvservice.client.transports.base import TransportName
+from kvservice.client.transports.region import RegionTransport
 from kvservice.config import ServeConfig
 from kvservice.devices.cpu import CpuDevice
 from kvservice.engine import CacheEngine
@@ -47,7 +47,7 @@ def small_daemon() -> Iterator[Daemon]:
 
 @pytest.mark.parametrize(("transport", "examples"), [("inline", 20), ("region", 12), ("lane", 16), ("mapped", 16)])
 def test_daemon(small_daemon: Daemon, monkeypatch: pytest.MonkeyPatch, transport: TransportName, examples: int) -> None:
-    monkeypatch.setattr(kvservice.client.transports, "STAGED_BYTES", 0)  # even the smallest tensors use a region
+    monkeypatch.setattr(RegionTransport, "staged_bytes_min", 0)  # even the smallest tensors use a region
     with KVClient(small_daemon.address, transport=transport) as client:
 
         def machine() -> KVMachine:

@@ -53,8 +53,8 @@ def lane_made(kv: Session) -> Any:
 
 
 def lane_fetched(kv: Session) -> mmap.mmap:
-    assert kv._core.fd_path is not None
-    (descriptor,) = fetch(kv._core.fd_path, lane_made(kv).handover_token, 1)
+    assert kv._core.context.fds.path is not None
+    (descriptor,) = fetch(kv._core.context.fds.path, lane_made(kv).handover_token, 1)
     try:
         return mmap.mmap(descriptor, _ext.LANE_BYTES)
     finally:
@@ -117,16 +117,16 @@ def pool_offered(kv: Session) -> Any:
 
 
 def pool_mapped(kv: Session) -> Any:
-    from kvservice.client.mapped import MappedPool
+    from kvservice.client.pools.mapped import MappedPool
 
-    return finish(MappedPool.open(kv._core, True))
+    return finish(MappedPool.open(kv._core.context, True))
 
 
 def written(kv: Session) -> Any:
     """All layers are written to the pool but not committed."""
     pool = pool_mapped(kv)
     step = kv.open_step([kv.allocate(range(NUM_TOKENS))])
-    mapped = pool.step(step._core)
+    mapped = pool.step(step)
     ones = np.ones((NUM_TOKENS, kv.info.num_kv_heads, kv.info.head_size), np.float32)
     for layer in range(kv.info.num_layers):
         ops.write_kv(pool.pool, layer, mapped.slot_mapping, ones, ones)

@@ -1,7 +1,7 @@
 """The operations of a session, shared by the sync and async API.
 
-The methods are coroutines over a `Stream`. The async API awaits them. The sync API (`blocking.py`) passes a stream that
-never suspends and runs each coroutine to completion.
+The methods are coroutines over a `SessionConnection`. The async API awaits them. The sync API (`blocking.py`) passes a
+connection that never suspends and runs each coroutine to completion.
 """
 
 from __future__ import annotations
@@ -10,34 +10,39 @@ import contextlib
 import itertools
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from collections.abc import Sequence as Batch
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-import numpy as np
-
-from kvservice.client import tensors
-from kvservice.client.batches import OVERHEAD_BYTES, describable_batches, id_batches, token_parts
-from kvservice.client.mapped import MappedPool, OpenStep
+from kvservice.client import contents
+from kvservice.client.batches import id_batches
+from kvservice.client.context import Context
+from kvservice.client.pools.mapped import HasStepInfo, MappedPool
+from kvservice.client.region_memory import HostRegion, SharedRegion
 from kvservice.client.requests import build, int_list, whole
-from kvservice.client.shared_memory import RegionCore, Stream
-from kvservice.client.transports import StreamTransport, Transport, TransportName
-from kvservice.client.values import Pin, PoolInfo, Sequence, SequenceInfo, from_message
-from kvservice.errors import (
-    InvalidArgumentError,
-    MessageTooLargeError,
-    RegionsNotAllowedError,
-    UnknownSequenceError,
+from kvservice.client.sequences import (
+    ExtraKeys,
+    allocated,
+    allocation_messages,
+    allocation_status,
+    extra_key_messages,
+    ids_of,
+    step_info,
+    token_list,
 )
-from kvservice.pool.layout import TENSOR_DTYPES
-from kvservice.v1 import attention_pb2, blocks_pb2, host_pb2
+from kvservice.client.session_calls import SessionCalls
+from kvservice.client.transports.base import Transport, TransportName
+from kvservice.client.values import Pin, PoolInfo, RegionInfo, Sequence, SequenceInfo, StepInfo, from_message
+from kvservice.errors import InvalidArgumentError, UnknownSequenceError
+from kvservice.v1 import blocks_pb2, host_pb2
 from kvservice.wire.tensors import Array
 
-ExtraKeys = Iterable[tuple[int, bytes]]
 StepT = TypeVar("StepT")
+# Asks the daemon to close the session with this token, if the client with this holder id still has it.
+CloseSession = Callable[[bytes, int], Awaitable[None]]
 
 
-class SessionCore(RegionCore, Generic[StepT]):
+class SessionCore(Generic[StepT]):
     """A session, which owns sequences.
 
     Methods raise the errors of `kvservice.errors`. A method that raises has changed nothing, except with
@@ -48,34 +53,49 @@ class SessionCore(RegionCore, Generic[StepT]):
 
     def __init__(
         self,
-        stream: Stream,
-        fd_path: str | None,
-        info: PoolInfo,
+        context: Context,
+        transport: Transport,
         token: bytes,
         session_id: int,
-        make_step: Callable[..., StepT],
+        make_step: Callable[[SessionCalls, tuple[Sequence, ...], StepInfo], StepT],
+        close_session: CloseSession,
+        *,
         resumed: bool,
     ) -> None:
-        shares = info.allow_client_shm or info.share_pool != "off"
-        super().__init__(stream, fd_path if shares else None, token)
-        self.info = info
+        self.context = context
+        self.info: PoolInfo = context.info
+        self.token = token
         self.session_id = session_id
-        self._make_step = make_step
+        self.calls = SessionCalls(context, transport)
+        self._make_step, self._close_session = make_step, close_session
         # The ids of a resumed session start at a random number, to avoid the ids of its previous client.
         self._sequence_ids = itertools.count(secrets.randbits(62) if resumed else 0)
         self._dropped: deque[Sequence] = deque()
-        # The client replaces it with the transport that it selects.
-        self.attending: Transport = StreamTransport(self)
 
     @property
     def transport(self) -> TransportName:
         """The name of the session's transport: "lane", "mapped", "region" or "inline"."""
-        return self.attending.name
+        return self.calls.transport.name
 
-    def check_regions_allowed(self) -> None:
-        """Raise RegionsNotAllowedError unless the session may have regions."""
-        if not (self.can_share and self.info.allow_client_shm):
-            raise RegionsNotAllowedError("regions are for clients on the unix socket, with --allow-client-shm")
+    async def call(self, name: str, request: Any, timeout_s: float | None = None) -> Any:
+        """See SessionCalls.send."""
+        return await self.calls.send(name, request, timeout_s)
+
+    async def detach(self) -> bytes:
+        """Detach from the session and return its token, with which another client can resume it. Useful only if the
+        session was opened as detachable."""
+        await self.calls.release()
+        await self.context.connection.close()
+        return self.token
+
+    async def close(self) -> None:
+        """Close the session and free everything it owns. Does nothing if the session is gone or belongs to another
+        client by now."""
+        await self.calls.release()
+        if await self.context.connection.close():
+            await self._close_session(self.token, self.context.connection.holder)
+
+    # ---- sequences
 
     async def allocate(
         self,
@@ -107,17 +127,18 @@ class SessionCore(RegionCore, Generic[StepT]):
         timeout_s: float | None = None,
     ) -> list[Sequence]:
         """Allocate all sequences of a batch, or none."""
-        allocations = self._allocations(prompts, sequence_ids, extra_keys)
+        ids = self._new_ids(len(prompts)) if sequence_ids is None else sequence_ids
+        allocations = allocation_messages(prompts, ids, extra_keys, self.info)
         await self._free_dropped(timeout_s)
         request = build(
             blocks_pb2.AllocateRequest,
-            request_id=self.next_request_id(),
+            request_id=self._request_id(),
             sequences=allocations,
             lookahead=whole(lookahead, "lookahead"),
         )
         response = await self.call("allocate", request, timeout_s)
         return [
-            Sequence(allocation.sequence_id, len(allocation.token_ids), cached, _key_pairs(allocation))
+            allocated(allocation, cached)
             for allocation, cached in zip(allocations, response.num_cached_tokens, strict=True)
         ]
 
@@ -125,11 +146,11 @@ class SessionCore(RegionCore, Generic[StepT]):
         self, prompts: Batch[Iterable[int]], *, lookahead: int = 0, timeout_s: float | None = None
     ) -> str:
         """Return whether the batch fits: "ok" (now), "later" or "never"."""
-        allocations = self._allocations(prompts, None, None)
+        allocations = allocation_messages(prompts, self._new_ids(len(prompts)), None, self.info)
         await self._free_dropped(timeout_s)
         request = build(blocks_pb2.CanAllocateRequest, sequences=allocations, lookahead=whole(lookahead, "lookahead"))
         response = await self.call("can_allocate", request, timeout_s)
-        return _alloc_status(response.status)
+        return allocation_status(response.status)
 
     async def can_append(
         self,
@@ -142,7 +163,7 @@ class SessionCore(RegionCore, Generic[StepT]):
         """Return whether there are enough blocks now to append `num_tokens` tokens to each sequence; None: one each."""
         request = build(
             blocks_pb2.CanAppendRequest,
-            sequence_ids=_ids(sequences),
+            sequence_ids=ids_of(sequences),
             num_tokens=None if num_tokens is None else int_list(num_tokens, "num_tokens"),
             lookahead=whole(lookahead, "lookahead"),
         )
@@ -151,34 +172,16 @@ class SessionCore(RegionCore, Generic[StepT]):
 
     async def can_swap_out(self, sequences: Batch[Sequence], *, timeout_s: float | None = None) -> bool:
         """Return whether the swap tier has room for the sequences now."""
-        request = build(blocks_pb2.CanSwapOutRequest, sequence_ids=_ids(sequences))
+        request = build(blocks_pb2.CanSwapOutRequest, sequence_ids=ids_of(sequences))
         return bool((await self.call("can_swap_out", request, timeout_s)).ok)
 
     async def can_swap_in(self, sequences: Batch[Sequence], *, timeout_s: float | None = None) -> str:
         """Return whether the device tier has room for the sequences: "ok" (now), "later" or "never"."""
-        request = build(blocks_pb2.CanSwapInRequest, sequence_ids=_ids(sequences))
-        return _alloc_status((await self.call("can_swap_in", request, timeout_s)).status)
+        request = build(blocks_pb2.CanSwapInRequest, sequence_ids=ids_of(sequences))
+        return allocation_status((await self.call("can_swap_in", request, timeout_s)).status)
 
-    def _allocations(
-        self, prompts: Batch[Iterable[int]], ids: Batch[int] | None, keys: Batch[ExtraKeys] | None
-    ) -> list[blocks_pb2.SequenceAllocation]:
-        if ids is None:
-            ids = [next(self._sequence_ids) for _ in prompts]
-        if len(ids) != len(prompts):
-            raise InvalidArgumentError(f"{len(ids)} ids for {len(prompts)} prompts", field="sequence_ids")
-        if keys is None:
-            keys = [()] * len(prompts)
-        tokens = [int_list(prompt, "token_ids") for prompt in prompts]
-        self.check_size(sum(4 * len(token_ids) for token_ids in tokens), "token_ids")
-        return [
-            build(
-                blocks_pb2.SequenceAllocation,
-                sequence_id=whole(sequence_id, "sequence_ids"),
-                token_ids=token_ids,
-                extra_keys=_extra_keys(extra),
-            )
-            for sequence_id, token_ids, extra in zip(ids, tokens, keys, strict=True)
-        ]
+    def _new_ids(self, count: int) -> list[int]:
+        return list(itertools.islice(self._sequence_ids, count))
 
     async def append(
         self,
@@ -196,9 +199,9 @@ class SessionCore(RegionCore, Generic[StepT]):
             raise InvalidArgumentError(f"{len(counts)} counts for {len(sequences)} sequences", field="num_tokens")
         request = build(
             blocks_pb2.AppendRequest,
-            request_id=self.next_request_id(),
-            sequence_ids=_ids(sequences),
-            token_ids=self._token_list(token_ids),
+            request_id=self._request_id(),
+            sequence_ids=ids_of(sequences),
+            token_ids=token_list(token_ids, self.info),
             num_tokens=counts,
             expected_lengths=[sequence.length for sequence in sequences],
             lookahead=whole(lookahead, "lookahead"),
@@ -225,14 +228,14 @@ class SessionCore(RegionCore, Generic[StepT]):
             counts = [whole(num_tokens, "num_tokens")] * len(sequences)
         request = build(
             blocks_pb2.OpenStepRequest,
-            request_id=self.next_request_id(),
-            sequence_ids=_ids(sequences),
+            request_id=self._request_id(),
+            sequence_ids=ids_of(sequences),
             num_tokens=counts,
         )
         return self._step(sequences, await self.call("open_step", request, timeout_s))
 
     def _step(self, sequences: Batch[Sequence], response: blocks_pb2.StepResponse) -> StepT:
-        return self._make_step(self, tuple(sequences), response)
+        return self._make_step(self.calls, tuple(sequences), step_info(response))
 
     async def fork(
         self, parent: Sequence, sequence_id: int | None = None, *, timeout_s: float | None = None
@@ -250,11 +253,9 @@ class SessionCore(RegionCore, Generic[StepT]):
         timeout_s: float | None = None,
     ) -> list[Sequence]:
         """Create one child for each parent. The same parent may appear several times."""
-        if sequence_ids is None:
-            sequence_ids = [next(self._sequence_ids) for _ in parents]
-        child_ids = int_list(sequence_ids, "child_ids")
+        child_ids = self._new_ids(len(parents)) if sequence_ids is None else int_list(sequence_ids, "child_ids")
         request = build(
-            blocks_pb2.ForkRequest, request_id=self.next_request_id(), parent_ids=_ids(parents), child_ids=child_ids
+            blocks_pb2.ForkRequest, request_id=self._request_id(), parent_ids=ids_of(parents), child_ids=child_ids
         )
         await self.call("fork", request, timeout_s)
         return [
@@ -267,7 +268,7 @@ class SessionCore(RegionCore, Generic[StepT]):
         length = whole(length, "lengths")
         request = build(
             blocks_pb2.TruncateRequest,
-            request_id=self.next_request_id(),
+            request_id=self._request_id(),
             sequence_ids=[sequence.sequence_id],
             lengths=[length],
         )
@@ -276,20 +277,20 @@ class SessionCore(RegionCore, Generic[StepT]):
 
     async def swap_out(self, sequences: Batch[Sequence], *, timeout_s: float | None = None) -> int:
         """Move sequences to the swap tier. Returns the number of blocks moved."""
-        request = build(blocks_pb2.SwapOutRequest, request_id=self.next_request_id(), sequence_ids=_ids(sequences))
+        request = build(blocks_pb2.SwapOutRequest, request_id=self._request_id(), sequence_ids=ids_of(sequences))
         return int((await self.call("swap_out", request, timeout_s)).moved_blocks)
 
     async def swap_in(self, sequences: Batch[Sequence], *, timeout_s: float | None = None) -> int:
         """Move sequences back to the device tier. Returns the number of blocks moved, without the blocks that the
         prefix cache still had."""
-        request = build(blocks_pb2.SwapInRequest, request_id=self.next_request_id(), sequence_ids=_ids(sequences))
+        request = build(blocks_pb2.SwapInRequest, request_id=self._request_id(), sequence_ids=ids_of(sequences))
         return int((await self.call("swap_in", request, timeout_s)).moved_blocks)
 
     async def free(self, sequences: Batch[Sequence], *, timeout_s: float | None = None) -> None:
         """Free sequences. Their full computed blocks stay in the prefix cache. A batch above the limit of one request
         is split into several requests, each of which frees all of its sequences or none."""
-        for ids in list(id_batches(_ids(sequences), self.info)) or [[]]:
-            request = build(blocks_pb2.FreeRequest, request_id=self.next_request_id(), sequence_ids=ids)
+        for ids in list(id_batches(ids_of(sequences), self.info)) or [[]]:
+            request = build(blocks_pb2.FreeRequest, request_id=self._request_id(), sequence_ids=ids)
             await self.call("free", request, timeout_s)
 
     def free_later(self, sequences: Iterable[Sequence]) -> None:
@@ -307,17 +308,7 @@ class SessionCore(RegionCore, Generic[StepT]):
                 self._dropped.append(sequence)
                 raise
 
-    async def map_pool(self, *, writable: bool = False, timeout_s: float | None = None) -> MappedPool:
-        """Map the pool into this process, together with the tables of the steps opened from now on. Only for clients on
-        the unix socket that the daemon trusts with the K/V of all sessions (--share-pool); others get
-        PoolNotSharedError."""
-        return await MappedPool.open(self, bool(writable), timeout_s)
-
-    async def commit(self, step: OpenStep, *, timeout_s: float | None = None) -> None:
-        """Mark a step's tokens as computed, after every layer was written to the mapped pool. On a GPU, synchronize the
-        stream first."""
-        request = build(host_pb2.CommitRequest, request_id=self.next_request_id(), step_id=step.step_id)
-        await self.call("commit", request, timeout_s)
+    # ---- contents and prefix cache
 
     async def describe(
         self,
@@ -328,29 +319,8 @@ class SessionCore(RegionCore, Generic[StepT]):
         timeout_s: float | None = None,
     ) -> list[SequenceInfo]:
         """Return the daemon's state of sequences; of all sequences of the session if None."""
-        if sequences is None:
-            found = await self._describe_all(timeout_s)
-        else:
-            batches = id_batches(_ids(sequences), self.info)
-            found = [info for ids in batches for info in await self._describe(ids, timeout_s)]
-        if not (token_ids or block_ids):
-            return found
-        details = {"return_token_ids": token_ids, "return_block_ids": block_ids}
-        details_of = describable_batches(found, self.info)
-        return [info for ids in details_of for info in await self._describe(ids, timeout_s, **details)]
-
-    async def _describe_all(self, timeout_s: float | None) -> list[SequenceInfo]:
-        found: list[SequenceInfo] = []
-        while True:
-            response = await self.call("describe", build(blocks_pb2.DescribeRequest, first=len(found)), timeout_s)
-            found += [from_message(SequenceInfo, one) for one in response.sequences]
-            if not response.sequences or len(found) >= response.num_sequences:
-                return found
-
-    async def _describe(self, ids: list[int], timeout_s: float | None, **details: bool) -> list[SequenceInfo]:
-        request = build(blocks_pb2.DescribeRequest, sequence_ids=ids, **details)
-        response = await self.call("describe", request, timeout_s)
-        return [from_message(SequenceInfo, one) for one in response.sequences]
+        ids = None if sequences is None else ids_of(sequences)
+        return await contents.describe(self.calls, ids, token_ids, block_ids, timeout_s)
 
     async def read(
         self,
@@ -365,30 +335,7 @@ class SessionCore(RegionCore, Generic[StepT]):
         `[num_tokens, num_kv_heads, head_size]`, with a leading `[num_layers]` if no layer is given. A range larger than
         a message is read in parts."""
         start, stop = whole(start, "start"), whole(stop, "stop")
-        parts = [
-            await self._read(sequence.sequence_id, first, end, layer, timeout_s)
-            for first, end in self._read_parts(start, stop, layer)
-        ]
-        if len(parts) == 1:
-            return parts[0]
-        keys, values = zip(*parts, strict=True)
-        return np.concatenate(keys, axis=-3), np.concatenate(values, axis=-3)
-
-    async def _read(
-        self, sequence_id: int, start: int, stop: int, layer: int | None, timeout_s: float | None
-    ) -> tuple[Array, Array]:
-        part = build(attention_pb2.SequenceRange, sequence_id=sequence_id, start=start, stop=stop)
-        request = build(attention_pb2.ReadRequest, ranges=[part], layer=layer)
-        response = await self.call("read", request, timeout_s)
-        return tensors.from_message(response.key, "key"), tensors.from_message(response.value, "value")
-
-    def _read_parts(self, start: int, stop: int, layer: int | None) -> list[tuple[int, int]]:
-        """Split a range into parts that fit into a message. An invalid range stays one part; the daemon refuses it."""
-        if stop <= start:
-            return [(start, stop)]
-        info, num_layers = self.info, 1 if layer is not None else self.info.num_layers
-        token_bytes = 2 * num_layers * info.num_kv_heads * info.head_size * TENSOR_DTYPES[info.dtype].itemsize
-        return [(start + first, start + end) for first, end in token_parts(stop - start, token_bytes, info)]
+        return await contents.read(self.calls, sequence.sequence_id, start, stop, layer, timeout_s)
 
     async def match_prefix(
         self, token_ids: Iterable[int], extra_keys: ExtraKeys = (), *, timeout_s: float | None = None
@@ -396,8 +343,8 @@ class SessionCore(RegionCore, Generic[StepT]):
         """Return the number of leading tokens that are in the prefix cache."""
         request = build(
             blocks_pb2.MatchPrefixRequest,
-            token_ids=self._token_list(token_ids),
-            extra_keys=_extra_keys(extra_keys),
+            token_ids=token_list(token_ids, self.info),
+            extra_keys=extra_key_messages(extra_keys),
         )
         return int((await self.call("match_prefix", request, timeout_s)).num_cached_tokens)
 
@@ -407,55 +354,76 @@ class SessionCore(RegionCore, Generic[StepT]):
         """Protect a prefix's cached blocks from eviction for `ttl_s` seconds."""
         request = build(
             blocks_pb2.PinRequest,
-            request_id=self.next_request_id(),
-            token_ids=self._token_list(token_ids),
-            extra_keys=_extra_keys(extra_keys),
+            request_id=self._request_id(),
+            token_ids=token_list(token_ids, self.info),
+            extra_keys=extra_key_messages(extra_keys),
             ttl_s=ttl_s,
         )
         return from_message(Pin, await self.call("pin", request, timeout_s))
 
     async def unpin(self, pin: Pin, *, timeout_s: float | None = None) -> None:
-        request = build(blocks_pb2.UnpinRequest, request_id=self.next_request_id(), pin_id=pin.pin_id)
+        request = build(blocks_pb2.UnpinRequest, request_id=self._request_id(), pin_id=pin.pin_id)
         await self.call("unpin", request, timeout_s)
 
     async def reset_prefix_cache(self, *, timeout_s: float | None = None) -> None:
         """Clear the prefix cache of all sessions."""
-        request = build(blocks_pb2.ResetPrefixCacheRequest, request_id=self.next_request_id())
+        request = build(blocks_pb2.ResetPrefixCacheRequest, request_id=self._request_id())
         await self.call("reset_prefix_cache", request, timeout_s)
 
     async def common_prefix(self, sequences: Batch[Sequence], *, timeout_s: float | None = None) -> int:
         """Return the number of leading blocks that all sequences share and that are full and computed in each."""
-        request = build(blocks_pb2.CommonPrefixRequest, sequence_ids=_ids(sequences))
+        request = build(blocks_pb2.CommonPrefixRequest, sequence_ids=ids_of(sequences))
         response = await self.call("common_prefix", request, timeout_s)
         return int(response.num_blocks)
 
-    def _token_list(self, token_ids: Iterable[int]) -> list[int]:
-        flat = int_list(token_ids, "token_ids")
-        self.check_size(4 * len(flat), "token_ids")
-        return flat
+    # ---- memory shared with the daemon
 
-    def fits(self, num_bytes: int) -> bool:
-        """Return whether tensors of this many bytes fit into a message."""
-        return num_bytes + OVERHEAD_BYTES <= self.info.max_message_bytes
+    async def create_region(
+        self, num_bytes: int, *, device: int | None = None, timeout_s: float | None = None
+    ) -> SharedRegion:
+        """Create a shared-memory region that the daemon reads and writes in place.
 
-    def check_size(self, num_bytes: int, field: str) -> None:
-        """Raise MessageTooLargeError if the daemon would refuse a message of this size."""
-        if not self.fits(num_bytes):
-            limit = self.info.max_message_bytes
-            raise MessageTooLargeError(f"{num_bytes} bytes, a message may have {limit}", field=field)
+        Without `device`, the daemon allocates host memory. With `device`, the number of the pool's GPU, this process
+        allocates memory on that GPU, and its arrays are torch tensors; this needs torch and kvservice built with CUDA,
+        or raises FailedPreconditionError. Only for clients on the unix socket of a daemon that allows regions; others
+        get RegionsNotAllowedError.
+        """
+        await self.calls.drain()
+        return await self.context.regions.create(num_bytes, device=device, timeout_s=timeout_s)
 
+    async def open_region(
+        self, key: str, num_bytes: int, offset: int = 0, *, timeout_s: float | None = None
+    ) -> HostRegion:
+        """Register `num_bytes` of an existing POSIX shared-memory object, from byte `offset` on, as a region.
 
-def _alloc_status(status: blocks_pb2.AllocStatus) -> str:
-    return str(blocks_pb2.AllocStatus.Name(status)).removeprefix("ALLOC_STATUS_").lower()
+        `key` is the name of the object, as for shm_open. The user of this process must have read and write permission.
+        The daemon copies tensors in such a region. Raises RegionNotOpenedError.
+        """
+        await self.calls.drain()
+        return await self.context.regions.open(key, num_bytes, offset, timeout_s=timeout_s)
 
+    async def unregister_region(self, region: SharedRegion | None = None, *, timeout_s: float | None = None) -> None:
+        """Unregister a region; None: all regions of the session, including those of a previous client. Arrays over the
+        memory stay usable; calls send them in messages from now on."""
+        await self.calls.drain()
+        await self.context.regions.unregister(region, timeout_s=timeout_s)
 
-def _ids(sequences: Iterable[Sequence]) -> list[int]:
-    return [sequence.sequence_id for sequence in sequences]
+    async def regions(self, *, timeout_s: float | None = None) -> list[RegionInfo]:
+        """Return the daemon's list of the session's regions in host memory."""
+        return await self.context.regions.status(timeout_s=timeout_s)
 
+    async def map_pool(self, *, writable: bool = False, timeout_s: float | None = None) -> MappedPool:
+        """Map the pool into this process, together with the tables of the steps opened from now on. Only for clients on
+        the unix socket that the daemon trusts with the K/V of all sessions (--share-pool); others get
+        PoolNotSharedError."""
+        await self.calls.drain()
+        return await MappedPool.open(self.context, bool(writable), timeout_s)
 
-def _key_pairs(allocation: blocks_pb2.SequenceAllocation) -> tuple[tuple[int, bytes], ...]:
-    return tuple((extra.position, extra.key) for extra in allocation.extra_keys)
+    async def commit(self, step: HasStepInfo, *, timeout_s: float | None = None) -> None:
+        """Mark a step's tokens as computed, after every layer was written to the mapped pool. On a GPU, synchronize the
+        stream first."""
+        request = build(host_pb2.CommitRequest, request_id=self._request_id(), step_id=step.info.step_id)
+        await self.call("commit", request, timeout_s)
 
-
-def _extra_keys(keys: ExtraKeys) -> list[blocks_pb2.ExtraKey]:
-    return [build(blocks_pb2.ExtraKey, position=position, key=key) for position, key in keys]
+    def _request_id(self) -> int:
+        return self.calls.next_request_id()

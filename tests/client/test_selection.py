@@ -170,7 +170,7 @@ def test_a_session_that_is_closed_keeps_nothing_mapped(daemon: Daemon, wanted: s
         with KVClient(daemon.address, transport=wanted) as client:
             with client.session() as kv:
                 check_working(kv)
-                transport = weakref.ref(kv._core.attending)
+                transport = weakref.ref(kv._core.calls.transport)
             assert transport() is None
             assert kv.transport == "inline"
     finally:

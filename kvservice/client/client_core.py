@@ -1,0 +1,98 @@
+"""What the sync and async client have in common: credentials, time limits, and the opening of sessions."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from kvservice.auth.client import ClientCredentials, TLSOption
+from kvservice.client import channel, fd_passing
+from kvservice.client.connection import SessionConnection
+from kvservice.client.context import Context
+from kvservice.client.requests import time_limit, wait_time
+from kvservice.client.selection import open_transport
+from kvservice.client.session import CloseSession, SessionCore
+from kvservice.client.values import PoolInfo
+from kvservice.client.waiting import OpenStream, Waiting
+from kvservice.v1 import session_pb2
+
+SessionT = TypeVar("SessionT", bound=SessionCore[Any])
+
+
+class ClientCore:
+    """The options of a client, see KVClient, and the connections of its sessions."""
+
+    def __init__(
+        self,
+        address: str,
+        tls: TLSOption,
+        token: str | os.PathLike[str],
+        timeout_s: float | None,
+        reconnect_wait_s: float,
+        transport: str,
+    ) -> None:
+        """Raises InvalidArgumentError."""
+        self.address = address
+        self.credentials = ClientCredentials.for_address(address, tls, token)
+        self._fd_path = fd_passing.socket_path(address)
+        self._timeout_s = time_limit(timeout_s)
+        self._reconnect_wait_s = wait_time(reconnect_wait_s, "reconnect_wait_s")
+        self._transport = transport
+        self._connections: weakref.WeakSet[SessionConnection] = weakref.WeakSet()
+
+    def limit_s(self, timeout_s: float | None) -> float | None:
+        """Return the time limit of a call; None: no limit. Raises InvalidArgumentError."""
+        return self._timeout_s if timeout_s is None else time_limit(timeout_s)
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """Return the headers of a unary call."""
+        return channel.trace_metadata() + self.credentials.headers()
+
+    def connections(self) -> list[SessionConnection]:
+        """Return the connections of the sessions."""
+        return list(self._connections)
+
+    def new_connection(
+        self, waiting: Waiting, open_stream: OpenStream, token: bytes, timeout_s: float | None
+    ) -> SessionConnection:
+        """Create the connection of a session. `connect` attaches it."""
+        connection = SessionConnection(
+            waiting,
+            open_stream,
+            token,
+            timeout_s=self.limit_s(timeout_s),
+            reconnect_wait_s=self._reconnect_wait_s,
+        )
+        self._connections.add(connection)
+        return connection
+
+    async def open_session(
+        self,
+        kind: type[SessionT],
+        info: PoolInfo,
+        connection: SessionConnection,
+        token: bytes,
+        make_step: Callable[..., Any],
+        close_session: CloseSession,
+        *,
+        resumed: bool,
+    ) -> SessionT:
+        """Attach a session and open its transport. If that fails, a new session is closed; a resumed one is kept, so
+        that a client with its token can resume it."""
+        session_id = await connection.connect(max(info.session_grace_s, 1.0))
+        context = Context.of(info, connection, self._fd_path, token)
+        try:
+            transport = await open_transport(context, self._transport, session_id)
+        except BaseException:
+            if await connection.close() and not resumed:
+                await close_session(token, connection.holder)
+            raise
+        return kind(context, transport, token, session_id, make_step, close_session, resumed=resumed)
+
+    def close_request(self, token: bytes, holder: int) -> tuple[session_pb2.CloseRequest, float]:
+        """Return the request that closes a session, and its time limit in seconds. If the daemon does not answer in
+        time, the session ends as one that has lost its stream."""
+        request = session_pb2.CloseRequest(session_token=token, holder=holder)
+        return request, min(self._timeout_s or channel.CLOSE_S, channel.CLOSE_S)

@@ -1,0 +1,28 @@
+"""What transports and mapped pools are made from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvservice.client.connection import SessionConnection
+from kvservice.client.fd_passing import FdPassing
+from kvservice.client.regions import RegionTable
+from kvservice.client.values import PoolInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """The connection of a session with what it shares: regions, and the socket for file descriptors."""
+
+    info: PoolInfo
+    connection: SessionConnection
+    fds: FdPassing
+    regions: RegionTable
+
+    @staticmethod
+    def of(info: PoolInfo, connection: SessionConnection, fd_path: str | None, token: bytes) -> Context:
+        """`fd_path` is the path of the daemon's fd-passing socket, None unless the client uses a unix socket. `token`
+        is the session's."""
+        shares = info.allow_client_shm or info.share_pool != "off"
+        fds = FdPassing(connection.run, fd_path if shares else None, token)
+        return Context(info, connection, fds, RegionTable(connection, fds))

@@ -1,0 +1,59 @@
+"""The tables of steps, which the daemon writes, as `kvservice.ops` takes them."""
+
+from __future__ import annotations
+
+import mmap
+
+import numpy as np
+
+from kvservice.client.values import StepInfo
+from kvservice.errors import FailedPreconditionError, StaleStepError
+from kvservice.wire.tensors import Array
+
+ALIGNMENT = 64
+
+
+class MappedStep:
+    """A step's lengths, block tables and slot mapping as `kvservice.ops` takes them: slot_mapping int64[num_tokens],
+    query_lens and context_lens int32[num_seqs], block_tables int32[num_seqs, max_blocks].
+
+    They are views of the daemon's memory. They are valid as long as `check` does not raise: call it before they are
+    used, and again when the operation that used them is done.
+    """
+
+    def __init__(self, tables: mmap.mmap, step: StepInfo, block_size: int) -> None:
+        """Raises FailedPreconditionError if the step is not in the tables."""
+        if step.mapped is None:
+            raise FailedPreconditionError(
+                f"step {step.step_id} is not in the tables: they were full, or not mapped yet"
+            )
+        slot, begin = step.mapped
+        self.step_id = step.step_id
+        self.written: set[int] = set()  # layers that the session's transport has written here
+        self.max_query_len = int(step.query_lens.max())
+        self._word: Array = np.frombuffer(tables, np.int64, 1, 8 * slot)
+        num_seqs = len(step.query_lens)
+        max_blocks = -(-int(step.context_lens.max()) // block_size)
+        parts = (
+            ((step.num_tokens,), np.int64),
+            ((num_seqs,), np.int32),
+            ((num_seqs,), np.int32),
+            ((num_seqs, max_blocks), np.int32),
+        )
+        offset = begin
+        # The arrays with their byte offsets from the start of `bytes`.
+        self.arrays_and_offsets: list[tuple[Array, int]] = []
+        for shape, dtype in parts:
+            array: Array = np.ndarray(shape, dtype, tables, offset)
+            self.arrays_and_offsets.append((array, offset - begin))
+            offset += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+        self.bytes: Array = np.frombuffer(tables, np.uint8, offset - begin, begin)
+        arrays = (array for array, _ in self.arrays_and_offsets)
+        self.slot_mapping, self.query_lens, self.context_lens, self.block_tables = arrays
+
+    def check(self) -> None:
+        """Raise StaleStepError if the step is over, since its blocks may have been reallocated."""
+        if self._word[0] != self.step_id:
+            raise StaleStepError(
+                f"a newer operation on one of its sequences replaced step {self.step_id}", field="step_id"
+            )

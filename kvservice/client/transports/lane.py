@@ -1,0 +1,280 @@
+"""The lane transport: decode and extend through shared-memory rings, each lane served by its own daemon thread."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from typing import NamedTuple
+
+import numpy as np
+
+from kvservice import _ext
+from kvservice.client.calls import (
+    DEFAULT_OPTIONS,
+    AttentionCall,
+    AttentionResult,
+    SharedMemoryLostError,
+    WriteCall,
+    check_attention,
+    given,
+)
+from kvservice.client.context import Context
+from kvservice.client.cuda import device_of, finish_stream
+from kvservice.client.region_memory import RegionRange
+from kvservice.client.requests import build
+from kvservice.client.tensors import Tensor, is_on_gpu
+from kvservice.client.transports.base import Transport, TransportName
+from kvservice.client.transports.region import RegionTransport
+from kvservice.client.transports.staging import ALIGNMENT, Staging, staging_bytes
+from kvservice.errors import ConnectionLostError, DaemonAwayError, UnknownStepError
+from kvservice.pool.layout import TENSOR_DTYPES
+from kvservice.v1 import host_pb2
+from kvservice.wire.status import from_reason
+
+# How long a client spins for an answer before it sleeps. With a CPU pool, spinning takes CPU time from the kernels.
+SPIN_US = {"cpu": 50.0, "cuda": 1000.0}
+# How long the async API blocks its event loop for an answer before a thread waits instead.
+HERE_S = 100e-6
+# How often a waiting call checks that the daemon is alive.
+LOOK_S = 0.25
+
+Entry = tuple[int, int]
+# Reason, field and message of an error; an empty reason means success.
+Answer = tuple[str, str, str]
+
+
+class Placed(NamedTuple):
+    """The places of a call's tensors as the native lane client takes them, (region number, offset in bytes) each, and
+    the result tensors in the regions."""
+
+    query: Entry
+    key: Entry
+    value: Entry
+    output_place: Entry
+    lse_place: Entry | None
+    alibi_slopes: Entry | None
+    output: Tensor
+    lse: Tensor | None
+
+
+class LaneTransport(Transport):
+    """See Transport. Tensors in regions that lanes support are passed in place. Others are copied through a staging
+    region."""
+
+    name: TransportName = "lane"
+
+    def __init__(self, context: Context, lane: _ext.LaneClient) -> None:
+        super().__init__(context)
+        self._lane = lane
+        self._is_lost = False  # whether the daemon has closed the lane
+        device = device_of(context.info)
+        self.takes_gpu_tensors = device is not None
+        self._staging = Staging(context.regions)
+        self._gpu_staging = Staging(context.regions, device)
+        self._lock = context.connection.lock()
+        # The number of a call whose answer was not received because its caller was interrupted. The daemon may still
+        # use its tensors.
+        self._unanswered: int | None = None
+        # The version of the session's regions that the native client has.
+        self._places_version = -1
+        # The transport for calls that lanes do not support.
+        self._rest = RegionTransport(context)
+
+    @staticmethod
+    async def open(context: Context) -> LaneTransport:
+        """Open a lane. Raises the errors of OpenLane, and ConnectionLostError if the descriptor cannot be fetched."""
+        return LaneTransport(context, await open_lane(context))
+
+    async def reopen(self) -> None:
+        async with self._lock:
+            if self._is_lost:
+                await self.context.regions.unregister()
+                self._lane = await open_lane(self.context)
+                self._unanswered, self._places_version, self._is_lost = None, -1, False
+
+    async def attend(self, call: AttentionCall) -> AttentionResult:
+        if not call.is_plain:
+            return await super().attend(call)
+        answer = None
+        async with self._lock:
+            await self._settle(call.deadline)
+            self._unanswered = await self._submit_in_place(call)
+            if self._unanswered is not None:
+                answer = await self._answer(call.deadline)
+        if answer is None:  # a tensor is not in a region, or invalid
+            return await super().attend(call)
+        return await self._refused(call, answer) if answer[0] else AttentionResult(call.out, None)
+
+    async def _submit_in_place(self, call: AttentionCall) -> int | None:
+        """Send a plain call whose tensors are all in regions, and return its number. None: the native client, which
+        checks the tensors, has sent nothing."""
+        if self._places_version != self.context.regions.version:
+            self._set_places()
+        if self.takes_gpu_tensors and is_on_gpu(call.query):
+            await self.context.connection.run(finish_stream, call.query)
+        step, submit = call.step, self._lane.submit_in_place
+        try:
+            return submit(
+                step.step_id, step.num_tokens, call.layer, call.decode, call.query, call.key, call.value, call.out
+            )
+        except ConnectionLostError as error:
+            raise self._lost(error) from None
+
+    async def attend_prepared(self, call: AttentionCall) -> AttentionResult:
+        if not self._carries(call):
+            return await self._rest.attend(call)
+        check_attention(self.context.info, call)
+        async with self._lock:
+            await self._settle(call.deadline)
+            placed = self._placed(call)
+            if placed is None:
+                placed = await self._staged(call)
+            if call.on_gpu:
+                # The daemon's stream does not wait for streams of other processes: it would hang forever if such a
+                # process were killed. So the inputs must be complete before the call is sent.
+                await self.context.connection.run(finish_stream, call.query)
+            self._unanswered = self._submit(call, placed)
+            answer = await self._answer(call.deadline)
+            if not answer[0]:
+                lse = None if placed.lse is None else given(placed.lse, call.lse_out)
+                return AttentionResult(given(placed.output, call.out), lse)
+        return await self._refused(call, answer)
+
+    async def _refused(self, call: AttentionCall, answer: Answer) -> AttentionResult:
+        """Raise the error of an answer. Without the step, the region transport executes the call: either the daemon had
+        no memory to pass the step's tables to the lane, or the step does not exist."""
+        reason, field, message = answer
+        error = from_reason(reason, message, field)
+        if isinstance(error, UnknownStepError):
+            return await self._rest.attend(call)
+        raise error
+
+    def _lost(self, error: ConnectionLostError) -> SharedMemoryLostError:
+        self._is_lost = True
+        return SharedMemoryLostError(str(error))
+
+    async def _settle(self, deadline: float | None) -> None:
+        """Receive the answer of an interrupted call, if there is one, before the next call is sent."""
+        if self._unanswered is not None:
+            try:
+                await self._answer(deadline)
+            except DaemonAwayError:
+                raise
+            except ConnectionLostError as error:
+                raise self._lost(error) from None
+
+    def _set_places(self) -> None:
+        info, regions = self.context.info, self.context.regions
+        version = regions.version
+        places = [(region.number, region.address, region.num_bytes) for region in regions.numbered()]
+        self._lane.set_places(places, info.num_kv_heads, info.head_size, TENSOR_DTYPES[info.dtype])
+        self._places_version = version
+
+    def _carries(self, call: AttentionCall) -> bool:
+        """Return whether the lane supports this call. Other calls use the stream, whose errors say more."""
+        return call.options.block_sparse is None or self.context.info.device != "cpu"
+
+    def _placed(self, call: AttentionCall) -> Placed | None:
+        """Return the places of the tensors if no copy is needed, else None."""
+        if call.out is None or call.return_lse or call.options.alibi_slopes is not None:
+            return None
+        query, key, value = self._place(call.query), self._place(call.key), self._place(call.value)
+        output = self._place(call.out)
+        if query is None or key is None or value is None or output is None:
+            return None
+        return Placed(query, key, value, output, None, None, call.out, None)
+
+    async def _staged(self, call: AttentionCall) -> Placed:
+        """Copy the inputs that are not in a region into the staging region, and reserve room for the results."""
+        staging = self._gpu_staging if call.on_gpu else self._staging
+        slopes = None if call.options.alibi_slopes is None else np.array(call.options.alibi_slopes, np.float32)
+        await staging.reserve(staging_bytes(call) + (0 if slopes is None else slopes.nbytes + ALIGNMENT))
+        query, key, value = (self._input(staging, tensor) for tensor in (call.query, call.key, call.value))
+        output, output_place = self._result(staging, call.out, tuple(call.query.shape), self.context.info.dtype)
+        lse, lse_place = None, None
+        if call.return_lse:
+            lse, lse_place = self._result(staging, call.lse_out, call.lse_shape, "float32")
+        slopes_place = None if slopes is None else self._input(staging, slopes)
+        return Placed(query, key, value, output_place, lse_place, slopes_place, output, lse)
+
+    def _submit(self, call: AttentionCall, placed: Placed) -> int:
+        try:
+            return self._send(call, placed)
+        except ConnectionLostError as error:
+            raise self._lost(error) from None
+
+    def _send(self, call: AttentionCall, placed: Placed) -> int:
+        options, sparse = call.options, call.options.block_sparse
+        arguments = call.step.step_id, call.layer, call.decode, int(call.query.shape[1]), *placed[:5]
+        if options is DEFAULT_OPTIONS:
+            return self._lane.submit(*arguments)
+        return self._lane.submit(
+            *arguments,
+            scale=options.scale,
+            sliding_window=options.sliding_window,
+            logits_soft_cap=options.logits_soft_cap,
+            alibi_slopes=placed.alibi_slopes,
+            block_sparse=None
+            if sparse is None
+            else (
+                sparse.vert_stride,
+                sparse.local_blocks,
+                sparse.block_size,
+                sparse.head_sliding_step,
+                sparse.tp_rank,
+            ),
+        )
+
+    async def _answer(self, deadline: float | None) -> Answer:
+        """Wait for the answer. Raises the errors of `SessionConnection.check`."""
+        assert self._unanswered is not None, "a call was made"
+        number = self._unanswered
+        connection = self.context.connection
+        answer = self._lane.wait(number, HERE_S)
+        while answer is None:
+            connection.check(deadline)
+            answer = await connection.run(self._lane.wait, number, connection.left_s(deadline, LOOK_S))
+        self._unanswered = None
+        return answer
+
+    def _input(self, staging: Staging, tensor: Tensor) -> Entry:
+        entry = self._place(tensor)
+        return _entry(staging.put(tensor)[1]) if entry is None else entry
+
+    def _result(
+        self, staging: Staging, wanted: Tensor | None, shape: tuple[int, ...], dtype: str
+    ) -> tuple[Tensor, Entry]:
+        entry = None if wanted is None else self._place(wanted)
+        if wanted is not None and entry is not None:
+            return wanted, entry
+        tensor, place = staging.place(shape, dtype)
+        return tensor, _entry(place)
+
+    def _place(self, tensor: Tensor) -> Entry | None:
+        """Return the place of a tensor, or None if lanes do not support it: it is not in a region with a number, or not
+        aligned to 16 bytes."""
+        place = self.context.regions.find(tensor)
+        return None if place is None or place.region.number is None or place.offset % 16 else _entry(place)
+
+    async def write_prepared(self, call: WriteCall) -> None:
+        await self._rest.write(call)
+
+
+async def open_lane(context: Context) -> _ext.LaneClient:
+    """Open the session's lane. The daemon closes it with the session."""
+    await context.fds.introduce_once()
+    connection = context.connection
+    request = build(host_pb2.OpenLaneRequest, request_id=connection.next_request_id())
+    response = await connection.call("open_lane", request)
+    (descriptor,) = await context.fds.fetch(response.handover_token, 1)
+    try:
+        memory = mmap.mmap(descriptor, _ext.LANE_BYTES)
+    finally:
+        os.close(descriptor)
+    kind, _, _ = context.info.device.partition(":")
+    return _ext.LaneClient(memory, SPIN_US[kind])
+
+
+def _entry(place: RegionRange) -> Entry:
+    assert place.region.number is not None, "lanes take it"
+    return place.region.number, place.offset

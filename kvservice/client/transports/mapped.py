@@ -1,0 +1,171 @@
+"""The mapped transport: the client maps the pool and runs the kernels in its own process. The daemon maintains the
+block tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from kvservice.client.calls import AttentionCall, AttentionResult, WriteCall, check_attention, check_kv
+from kvservice.client.context import Context
+from kvservice.client.pools.cuda import GpuKernels
+from kvservice.client.pools.mapped import MappedPool
+from kvservice.client.pools.tables import MappedStep
+from kvservice.client.requests import build
+from kvservice.client.tensors import Tensor, is_on_gpu
+from kvservice.client.transports.base import Transport, TransportName
+from kvservice.errors import InvalidArgumentError, LayerWrittenError
+from kvservice.v1 import host_pb2
+
+T = TypeVar("T")
+
+
+class MappedTransport(Transport):
+    """See Transport. Calls go through the transport `rest` to the daemon if the kernels here do not support them or the
+    step is not in the tables; so do the writes if the pool is read-only."""
+
+    name: TransportName = "mapped"
+
+    def __init__(self, context: Context, pool: MappedPool, rest: Transport) -> None:
+        super().__init__(context)
+        self.pool = pool
+        self.rest = rest
+        self._kernels = pool.kernels
+        self.takes_gpu_tensors = self._kernels.takes_gpu_tensors
+        # The scales of an FP8 pool are known only to the daemon.
+        self._same_dtype = context.info.kv_cache_dtype == context.info.dtype
+        # The kernels that execute plain calls in place.
+        may_write = pool.writable and self._same_dtype
+        self._in_place = self._kernels if may_write and isinstance(self._kernels, GpuKernels) else None
+
+    async def attend(self, call: AttentionCall) -> AttentionResult:
+        if self._in_place is None or not call.is_plain:
+            return await super().attend(call)
+        if not is_on_gpu(call.query):
+            return await self._attend_elsewhere(call)
+        tables = self._tables_in_place(self._in_place, call)
+        if tables is None:
+            return await super().attend(call)
+        self._in_place.write_and_attend(tables, call.layer, call.query, call.key, call.value, call.out)
+        tables.check()
+        tables.written.add(call.layer)
+        await self._commit_if_complete(tables, call.deadline)
+        return AttentionResult(call.out, None)
+
+    def _tables_in_place(self, kernels: GpuKernels, call: AttentionCall) -> MappedStep | None:
+        """Return the tables of the step if the kernels can execute the plain call as it is, else None."""
+        step = call.step
+        if step.mapped is None or type(call.layer) is not int or not 0 <= call.layer < self.pool.layout.num_layers:
+            return None
+        if call.decode and step.num_tokens != step.num_sequences:
+            return None
+        if not kernels.fits(step.num_tokens, call.query, call.key, call.value, call.out):
+            return None
+        tables = self.pool.tables(step)
+        return None if call.layer in tables.written else tables
+
+    async def attend_prepared(self, call: AttentionCall) -> AttentionResult:
+        step = call.step
+        if step.mapped is None or not self._can_attend(call):
+            return await self._attend_elsewhere(call)
+        tables = self.pool.tables(step)
+        self._check(call)
+        if self.pool.writable:
+            self._claim(tables, (call.layer,))
+        else:
+            await self._write_elsewhere(WriteCall(step, call.layer, call.key, call.value, call.deadline))
+        try:
+            result = await self._run(self._attend, tables, call)
+            tables.check()
+        except BaseException as error:
+            tables.written.discard(call.layer)
+            if isinstance(error, InvalidArgumentError):
+                tables.check()  # the tables of a step that has ended are invalid and can cause this error
+            raise
+        await self._commit_if_complete(tables, call.deadline)
+        return result
+
+    async def _attend_elsewhere(self, call: AttentionCall) -> AttentionResult:
+        await self.drain()
+        return await self.rest.attend(call)
+
+    async def _write_elsewhere(self, call: WriteCall) -> None:
+        await self.drain()
+        await self.rest.write(call)
+
+    def _can_attend(self, call: AttentionCall) -> bool:
+        """Return whether the kernels here support the call: device of the tensors, dtype of the pool, options."""
+        if call.on_gpu != self.takes_gpu_tensors or not self._same_dtype:
+            return False
+        return self.takes_gpu_tensors or call.options.block_sparse is None
+
+    def _check(self, call: AttentionCall) -> None:
+        """Check what the kernels do not check, and what the daemon reports with a different error."""
+        check_attention(self.context.info, call)
+        if call.decode and call.step.num_tokens != call.step.num_sequences:
+            raise InvalidArgumentError("a sequence has several tokens in this step: use Extend", field="step_id")
+
+    def _claim(self, tables: MappedStep, layers: Sequence[int]) -> None:
+        """Mark layers as written. Raises InvalidArgumentError, and LayerWrittenError if one is marked already."""
+        for layer in layers:
+            if not 0 <= layer < self.pool.layout.num_layers:
+                raise InvalidArgumentError(f"{layer} is not below {self.pool.layout.num_layers}", field="layer")
+            if layer in tables.written:
+                raise LayerWrittenError(f"layer {layer} of step {tables.step_id} is written", field="layer")
+        tables.written.update(layers)
+
+    async def _run(self, work: Callable[..., T], *arguments: Any) -> T:
+        """Run work on the pool: in a thread for host kernels. GPU kernels are only launched, which is fast and has to
+        use the caller's current stream."""
+        if self.takes_gpu_tensors:
+            return work(*arguments)
+        result: T = await self.context.connection.run(work, *arguments)
+        return result
+
+    def _attend(self, tables: MappedStep, call: AttentionCall) -> AttentionResult:
+        if self.pool.writable:
+            self._kernels.write(tables, call.layer, call.key, call.value)
+        output, lse = self._kernels.attend(tables, call.layer, call.query, call.options, call.out, call.lse_out)
+        return AttentionResult(output, lse if call.return_lse else None)
+
+    async def write_prepared(self, call: WriteCall) -> None:
+        step = call.step
+        if step.mapped is None or not self.pool.writable or is_on_gpu(call.key) != self.takes_gpu_tensors:
+            await self._write_elsewhere(call)
+            return
+        tables = self.pool.tables(step)
+        layers = range(self.pool.layout.num_layers) if call.layer is None else (call.layer,)
+        leading = (len(layers), step.num_tokens) if call.layer is None else (step.num_tokens,)
+        check_kv(self.context.info, leading, call.key, call.value)
+        parts = list(zip(call.key, call.value, strict=True)) if call.layer is None else [(call.key, call.value)]
+        self._claim(tables, layers)
+        try:
+            await self._run(self._write, tables, layers, parts)
+            tables.check()
+        except BaseException:
+            tables.written.difference_update(layers)
+            raise
+        await self._commit_if_complete(tables, call.deadline)
+
+    def _write(self, tables: MappedStep, layers: Sequence[int], parts: list[tuple[Tensor, Tensor]]) -> None:
+        for layer, (key, value) in zip(layers, parts, strict=True):
+            self._kernels.write(tables, layer, key, value)
+
+    async def _commit_if_complete(self, tables: MappedStep, deadline: float | None) -> None:
+        if self.pool.writable and len(tables.written) == self.pool.layout.num_layers:
+            await self.drain()
+            connection = self.context.connection
+            request = build(host_pb2.CommitRequest, request_id=connection.next_request_id(), step_id=tables.step_id)
+            await connection.call_until(deadline, "commit", request)
+
+    async def drain(self) -> None:
+        """See Transport. The daemon does not wait for streams of other processes: it would hang forever if such a
+        process were killed."""
+        if self._kernels.is_busy:
+            await self.context.connection.run(self._kernels.wait)
+
+    async def reopen(self) -> None:
+        await self.rest.reopen()
+
+    async def close(self) -> None:
+        await self.drain()

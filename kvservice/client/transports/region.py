@@ -1,0 +1,56 @@
+"""The region transport: messages refer to tensors in shared memory."""
+
+from __future__ import annotations
+
+from kvservice.client.calls import AttentionCall, AttentionResult, WriteCall, given
+from kvservice.client.context import Context
+from kvservice.client.transports.base import Transport, TransportName
+from kvservice.client.transports.inline import InlineTransport
+from kvservice.client.transports.staging import ALIGNMENT, Staging, staging_bytes
+from kvservice.wire.tensors import Array
+
+
+class RegionTransport(Transport):
+    """See Transport. Tensors that do not lie in a region are copied to a staging region."""
+
+    name: TransportName = "region"
+    # From this size on, tensors are faster in shared memory than in the message; below it, both are equally fast.
+    staged_bytes_min = 16 << 10
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self._inline = InlineTransport(context)
+        self._staging = Staging(context.regions)
+        self._lock = context.connection.lock()
+
+    async def attend_prepared(self, call: AttentionCall) -> AttentionResult:
+        if call.query.nbytes + call.key.nbytes + call.value.nbytes < self.staged_bytes_min:
+            return await self._inline.attend_prepared(call)
+        async with self._lock:
+            await self._staging.reserve(staging_bytes(call))
+            out = self._result(call.out, call.query.shape, call.query.dtype.name)
+            lse_out = self._result(call.lse_out, call.lse_shape, "float32") if call.return_lse else None
+            query, key, value = (self._staged(array) for array in (call.query, call.key, call.value))
+            staged = call._replace(query=query, key=key, value=value, out=out, lse_out=lse_out)
+            await self._inline.attend_prepared(staged)
+            lse = None if lse_out is None else given(lse_out, call.lse_out)
+            return AttentionResult(given(out, call.out), lse)
+
+    def _result(self, wanted: Array | None, shape: tuple[int, ...], dtype: str) -> Array:
+        """Return the array for a result: the caller's, if that is in a region, else one in the staging region."""
+        if wanted is not None and self.context.regions.find(wanted) is not None:
+            return wanted
+        array: Array = self._staging.place(shape, dtype)[0]
+        return array
+
+    async def write_prepared(self, call: WriteCall) -> None:
+        if call.key.nbytes + call.value.nbytes < self.staged_bytes_min:
+            await self._inline.write_prepared(call)
+            return
+        async with self._lock:
+            await self._staging.reserve(call.key.nbytes + call.value.nbytes + 2 * ALIGNMENT)
+            staged = call._replace(key=self._staged(call.key), value=self._staged(call.value))
+            await self._inline.write_prepared(staged)
+
+    def _staged(self, array: Array) -> Array:
+        return array if self.context.regions.find(array) is not None else self._staging.put(array)[0]
