@@ -147,11 +147,9 @@ class AttentionCall(NamedTuple):
         return call
 
 
-class AttentionResult(NamedTuple):
-    """The output, shaped as the query, and the log-sum-exp, float32 `[num_tokens, num_heads]`, if it was requested."""
-
-    output: Tensor
-    lse: Tensor | None
+# The output, shaped as the query, and the log-sum-exp, float32 [num_tokens, num_heads], if it was requested. A plain
+# tuple, because the short calls take microseconds.
+AttentionResult = tuple[Tensor, Tensor | None]
 
 
 class WriteCall(NamedTuple):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvservice.client.calls import AttentionCall, AttentionResult, SharedMemoryLostError, WriteCall
+from kvservice.client.calls import AttentionCall, SharedMemoryLostError, WriteCall
 from kvservice.client.context import Context
 from kvservice.client.selection import inline_transport
+from kvservice.client.tensors import Tensor
 from kvservice.client.transports.base import Transport
 from kvservice.errors import UnknownRegionError
 
@@ -38,21 +39,23 @@ class SessionCalls:
         await self.transport.drain()
         return await self.context.connection.call(name, request, timeout_s)
 
-    async def attend(self, call: AttentionCall) -> AttentionResult:
-        """Execute a call with the session's transport; see Transport."""
+    async def attend(self, call: AttentionCall) -> Tensor | tuple[Tensor, Tensor]:
+        """Execute a call with the session's transport; see Transport. Returns the output, or with `return_lse` output
+        and log-sum-exp."""
         try:
-            return await self.transport.attend(call)
+            output, lse = await self.transport.attend(call)
         except _LOST:
             await self._reopen()
-        return await self.transport.attend(call)
+            output, lse = await self.transport.attend(call)
+        return output if lse is None else (output, lse)
 
     async def write(self, call: WriteCall) -> None:
         """Execute a call with the session's transport; see Transport."""
         try:
-            return await self.transport.write(call)
+            await self.transport.write(call)
         except _LOST:
             await self._reopen()
-        return await self.transport.write(call)
+            await self.transport.write(call)
 
     async def _reopen(self) -> None:
         self.context.regions.forget()

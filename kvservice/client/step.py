@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Awaitable, Iterable
 from typing import Any, TypedDict, Unpack
 
 from kvservice.client.calls import AttentionCall, ScoreOptions, WriteCall
@@ -74,7 +74,7 @@ class StepCore:
         """`decode` if every sequence has one token, else `extend`."""
         return await self._attend(self.num_tokens == len(self.sequences), layer, query, key, value, **options)
 
-    async def _attend(
+    def _attend(
         self,
         decode: bool,
         layer: int,
@@ -91,12 +91,11 @@ class StepCore:
         out: Tensor | None = None,
         lse_out: Tensor | None = None,
         timeout_s: float | None = None,
-    ) -> Any:
+    ) -> Awaitable[Any]:
         options = ScoreOptions.of(scale, sliding_window, logits_soft_cap, alibi_slopes, block_sparse)
         deadline = self._calls.deadline(timeout_s)
         call = AttentionCall(self.info, decode, layer, query, key, value, options, return_lse, out, lse_out, deadline)
-        output, lse = await self._calls.attend(call)
-        return (output, lse) if return_lse else output
+        return self._calls.attend(call)
 
     async def write(
         self, key: Tensor, value: Tensor, layer: int | None = None, *, timeout_s: float | None = None

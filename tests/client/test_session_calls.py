@@ -41,7 +41,7 @@ class Scripted(Transport):
 
     async def attend_prepared(self, call: AttentionCall) -> AttentionResult:
         self._execute("attend")
-        return AttentionResult(call.query, None)
+        return call.query, None
 
     async def write_prepared(self, _: WriteCall) -> None:
         self._execute("write")

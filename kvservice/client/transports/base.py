@@ -39,7 +39,7 @@ class Transport(ABC):
         output = tensors.like(output, call.query) if call.out is None else call.out
         if lse is not None:
             lse = tensors.like(lse, call.query) if call.lse_out is None else call.lse_out
-        return AttentionResult(output, lse)
+        return output, lse
 
     async def _attend_on_host(self, call: AttentionCall) -> AttentionResult:
         """Execute a call whose tensors are on a GPU with copies of them in host memory."""
@@ -47,7 +47,7 @@ class Transport(ABC):
         on_host = call._replace(query=query, key=key, value=value, out=None, lse_out=None)
         output, lse = await self.attend_prepared(on_host)
         result = given(tensors.like(output, call.query), call.out)
-        return AttentionResult(result, None if lse is None else given(tensors.like(lse, call.query), call.lse_out))
+        return result, None if lse is None else given(tensors.like(lse, call.query), call.lse_out)
 
     async def write(self, call: WriteCall) -> None:
         """Write K/V. The tensors are those of the caller, on any device."""

@@ -40,7 +40,7 @@ class InlineTransport(Transport):
                 lse_out=None if lse is None else lse[first:stop],
             )
             await self._send(part, first)
-        return AttentionResult(output, lse)
+        return output, lse
 
     async def _send(self, call: AttentionCall, first_token: int | None = None) -> AttentionResult:
         """Send one layer, or the part of it that starts at `first_token`."""
@@ -59,7 +59,7 @@ class InlineTransport(Transport):
         name = "decode" if call.decode else "extend"
         response = await self.context.connection.call_until(call.deadline, name, request)
         output = self._take(response.output, call.out, "output")
-        return AttentionResult(output, self._take(response.lse, call.lse_out, "lse") if call.return_lse else None)
+        return output, self._take(response.lse, call.lse_out, "lse") if call.return_lse else None
 
     def _parts(self, step: StepInfo, *arrays: Array) -> list[tuple[int, int]]:
         """Split the step's tokens into parts (first, stop) that fit into a message in both directions. With

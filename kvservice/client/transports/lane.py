@@ -97,21 +97,22 @@ class LaneTransport(Transport):
             return await super().attend(call)
         answer = None
         async with self._lock:
-            await self._settle(call.deadline)
-            self._unanswered = await self._submit_in_place(call)
+            if self._unanswered is not None:
+                await self._settle(call.deadline)
+            if self.takes_gpu_tensors and is_on_gpu(call.query):
+                await self.context.connection.run(finish_stream, call.query)
+            self._unanswered = self._submit_in_place(call)
             if self._unanswered is not None:
                 answer = await self._answer(call.deadline)
         if answer is None:  # a tensor is not in a region, or invalid
             return await super().attend(call)
-        return await self._refused(call, answer) if answer[0] else AttentionResult(call.out, None)
+        return await self._refused(call, answer) if answer[0] else (call.out, None)
 
-    async def _submit_in_place(self, call: AttentionCall) -> int | None:
+    def _submit_in_place(self, call: AttentionCall) -> int | None:
         """Send a plain call whose tensors are all in regions, and return its number. None: the native client, which
         checks the tensors, has sent nothing."""
         if self._places_version != self.context.regions.version:
             self._set_places()
-        if self.takes_gpu_tensors and is_on_gpu(call.query):
-            await self.context.connection.run(finish_stream, call.query)
         step, submit = call.step, self._lane.submit_in_place
         try:
             return submit(
@@ -125,7 +126,8 @@ class LaneTransport(Transport):
             return await self._rest.attend(call)
         check_attention(self.context.info, call)
         async with self._lock:
-            await self._settle(call.deadline)
+            if self._unanswered is not None:
+                await self._settle(call.deadline)
             placed = self._placed(call)
             if placed is None:
                 placed = await self._staged(call)
@@ -137,7 +139,7 @@ class LaneTransport(Transport):
             answer = await self._answer(call.deadline)
             if not answer[0]:
                 lse = None if placed.lse is None else given(placed.lse, call.lse_out)
-                return AttentionResult(given(placed.output, call.out), lse)
+                return given(placed.output, call.out), lse
         return await self._refused(call, answer)
 
     async def _refused(self, call: AttentionCall, answer: Answer) -> AttentionResult:
@@ -154,14 +156,13 @@ class LaneTransport(Transport):
         return SharedMemoryLostError(str(error))
 
     async def _settle(self, deadline: float | None) -> None:
-        """Receive the answer of an interrupted call, if there is one, before the next call is sent."""
-        if self._unanswered is not None:
-            try:
-                await self._answer(deadline)
-            except DaemonAwayError:
-                raise
-            except ConnectionLostError as error:
-                raise self._lost(error) from None
+        """Receive the answer of an interrupted call, before the next call is sent."""
+        try:
+            await self._answer(deadline)
+        except DaemonAwayError:
+            raise
+        except ConnectionLostError as error:
+            raise self._lost(error) from None
 
     def _set_places(self) -> None:
         info, regions = self.context.info, self.context.regions

@@ -50,7 +50,7 @@ class MappedTransport(Transport):
         tables.check()
         tables.written.add(call.layer)
         await self._commit_if_complete(tables, call.deadline)
-        return AttentionResult(call.out, None)
+        return call.out, None
 
     def _tables_in_place(self, kernels: GpuKernels, call: AttentionCall) -> MappedStep | None:
         """Return the tables of the step if the kernels can execute the plain call as it is, else None."""
@@ -126,7 +126,7 @@ class MappedTransport(Transport):
         if self.pool.writable:
             self._kernels.write(tables, call.layer, call.key, call.value)
         output, lse = self._kernels.attend(tables, call.layer, call.query, call.options, call.out, call.lse_out)
-        return AttentionResult(output, lse if call.return_lse else None)
+        return output, lse if call.return_lse else None
 
     async def write_prepared(self, call: WriteCall) -> None:
         step = call.step

@@ -34,7 +34,7 @@ class RegionTransport(Transport):
             staged = call._replace(query=query, key=key, value=value, out=out, lse_out=lse_out)
             await self._inline.attend_prepared(staged)
             lse = None if lse_out is None else given(lse_out, call.lse_out)
-            return AttentionResult(given(out, call.out), lse)
+            return given(out, call.out), lse
 
     def _result(self, wanted: Array | None, shape: tuple[int, ...], dtype: str) -> Array:
         """Return the array for a result: the caller's, if that is in a region, else one in the staging region."""
