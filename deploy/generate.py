@@ -16,6 +16,7 @@ from prometheus_client.core import Metric
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from kvservice.blocks import BlocksStats
 from kvservice.blocks.ages import BUCKETS_S as AGE_BUCKETS_S
 from kvservice.blocks.ages import IDLE_BEFORE_EVICTION, LIFETIME, REUSE_GAP
 from kvservice.config import ENV_PREFIX, ServeConfig
@@ -25,7 +26,7 @@ from kvservice.metrics.calls import call_metrics, event_loop_metric
 from kvservice.metrics.holders import holder_metrics
 from kvservice.metrics.pool import pool_metrics
 from kvservice.telemetry.calls import BUCKETS_S, Key
-from kvservice.telemetry.daemon_stats import DaemonStats
+from kvservice.telemetry.daemon_stats import ServerStats
 from kvservice.telemetry.reading import Reading, SessionReading
 
 HERE = Path(__file__).parent
@@ -133,7 +134,8 @@ def _families() -> Iterator[Metric]:
     ages = max(LIFETIME, IDLE_BEFORE_EVICTION, REUSE_GAP) + 1
     reading = Reading(
         0.0,
-        DaemonStats(num_blocks=1),
+        BlocksStats(num_blocks=1),
+        ServerStats(),
         [0, 0],
         np.ones((len(keys), len(BUCKETS_S) + 1), np.int64),
         np.zeros(len(keys)),
@@ -146,7 +148,7 @@ def _families() -> Iterator[Metric]:
     yield from holder_metrics(reading, 1, 0, 0)
     yield from call_metrics(reading, keys, [1.0])
     yield event_loop_metric([0] * (len(BUCKETS_S) + 1), 0.0)
-    yield from access_metrics(reading.stats, {"metrics": 0, "page": 0})
+    yield from access_metrics(reading.server, {"metrics": 0, "page": 0})
     yield from about_metrics({"version": "", **dict.fromkeys(CONFIG_LABELS, "")})
 
 

@@ -101,7 +101,7 @@ class _Bench:
     def prompts(self) -> None:
         manager, space, first = self.manager, self.space, np.array([1])
         for _ in range(self.repetitions):
-            if manager.stats().num_free_blocks < 2 * PROMPT_TOKENS // BLOCK_SIZE:
+            if manager.stats().free_blocks < 2 * PROMPT_TOKENS // BLOCK_SIZE:
                 manager.reset_prefix_cache()
             request = self.prompt(1)
             self.timed("allocate_1024_s", manager.allocate, space, request)
@@ -129,8 +129,8 @@ class _Bench:
     def evicting(self) -> None:
         """Allocate from a pool that is full of cached blocks."""
         manager, space = self.manager, self.space
-        while manager.stats().num_free_blocks:
-            free = manager.stats().num_free_blocks
+        while manager.stats().free_blocks:
+            free = manager.stats().free_blocks
             self.compute(self.prompt(1, min(free * BLOCK_SIZE, self.config.max_sequence_tokens)))
         for _ in range(self.repetitions):
             request = self.prompt(1)

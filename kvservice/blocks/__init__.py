@@ -13,6 +13,7 @@ state        BlockState: pools, slots, pins, namespaces and counters, as one val
 block_pool   BlockPool and CachingBlockPool        eviction     EvictionQueue: cached blocks, LRU first
 sequences    SequenceSlots: tables and states      namespaces   SessionNamespace: ids, steps, pins of one client
 pins         PinTable                              prefix       chain hashes and PrefixIndex
+stats        BlocksStats: gauges and counters
 events       EventJournal: changes of the index    ages         BlockAges: lifetimes and idle times of blocks
 
 config, limits, arguments     sizes, limits of a request, validation
@@ -28,13 +29,13 @@ from kvservice.blocks.plans import (
     AllocationRequest,
     AllocStatus,
     BlockCopies,
-    BlocksStats,
     PinnedPrefix,
     SequenceSnapshot,
     StepPlan,
     SwapPlan,
 )
 from kvservice.blocks.slices import Slices
+from kvservice.blocks.stats import BlocksStats
 
 __all__ = [
     "AllocStatus",

@@ -186,7 +186,7 @@ class Allocator:
         queried = sum(one.num_tokens for one in allocations)
         hit = sum(one.num_cached_tokens for one in allocations)
         self._sequences.num_tokens += queried
-        counters.prefix_query_tokens += queried
-        counters.prefix_hit_tokens += hit
+        counters.prefix_cache_query_tokens += queried
+        counters.prefix_cache_hit_tokens += hit
         namespace.counters[QUERY_TOKENS] += queried
         namespace.counters[HIT_TOKENS] += hit

@@ -137,7 +137,7 @@ class CachingBlockPool(BlockPool):
         self.pinned: BoolArray = zeros("pinned", (num_blocks,), np.bool_)
         self.evictable = EvictionQueue(num_blocks)
         self.num_pinned_cached = 0
-        self.evictions = 0
+        self.num_evicted = 0
 
     @property
     def num_available(self) -> int:
@@ -145,7 +145,8 @@ class CachingBlockPool(BlockPool):
 
     @property
     def num_cached(self) -> int:
-        return len(self.evictable) + self.num_pinned_cached
+        """Number of cached blocks that can be evicted."""
+        return len(self.evictable)
 
     def require_available(self, required: int) -> None:
         """Raise OutOfBlocksError unless `allocate` can allocate this many blocks."""
@@ -168,7 +169,7 @@ class CachingBlockPool(BlockPool):
             evicted = self.evictable.pop(count - from_free)
             self.ages.evict(evicted)
             self.remove_from_index(evicted)
-            self.evictions += len(evicted)
+            self.num_evicted += len(evicted)
             blocks = np.concatenate([blocks, evicted])
         self.ages.allocate(blocks)
         self.ref_count[blocks] = 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 
@@ -10,10 +11,11 @@ import numpy.typing as npt
 
 from kvservice.blocks.limits import check_request_blocks, check_request_tokens
 from kvservice.blocks.namespaces import SessionNamespace, unknown_sequence
-from kvservice.blocks.plans import BlocksStats, BoolArray, Int64Array, SequenceSnapshot
+from kvservice.blocks.plans import BoolArray, Int64Array, SequenceSnapshot
 from kvservice.blocks.sequences import LENGTH, NUM_BLOCKS, NUM_COMPUTED, SWAPPED
 from kvservice.blocks.slices import Slices, in_turn
 from kvservice.blocks.state import BlockState
+from kvservice.blocks.stats import BlocksStats
 from kvservice.errors import InvalidArgumentError, KVServiceError, NotComputedError, UnknownSequenceError
 
 
@@ -102,30 +104,30 @@ class Inspector:
             block_ids=blocks.copy() if include_blocks else None,
         )
 
+    def block_hash(self, block_id: int) -> bytes:
+        """See BlockManager.block_hash."""
+        device = self._device
+        if 0 <= block_id < device.num_blocks and device.indexed[block_id]:
+            return device.hashes[block_id] or b""
+        return b""
+
     def stats(self) -> BlocksStats:
         """See BlockManager.stats."""
-        device, counters = self._device, self._state.counters
+        device, swap, sequences = self._device, self._swap, self._sequences
         return BlocksStats(
             num_blocks=device.num_blocks,
-            num_free_blocks=device.num_free,
-            num_active_blocks=device.num_active,
-            num_shared_blocks=device.num_shared,
-            num_cached_blocks=device.num_cached,
-            num_pinned_blocks=device.num_pinned_cached,
-            num_swap_blocks=self._swap.num_blocks,
-            num_used_swap_blocks=self._swap.num_active,
-            num_sequences=self._config.max_sequences - len(self._sequences.free_rows),
-            num_swapped_sequences=self._sequences.num_swapped,
-            num_tokens=self._sequences.num_tokens,
-            prefix_query_tokens=counters.prefix_query_tokens,
-            prefix_hit_tokens=counters.prefix_hit_tokens,
-            computed_tokens=counters.computed_tokens,
-            cow_copies=counters.cow_copies,
-            swapped_out_blocks=counters.swapped_out_blocks,
-            swapped_in_blocks=counters.swapped_in_blocks,
-            swapped_out_sequences=counters.swapped_out_sequences,
-            swapped_in_sequences=counters.swapped_in_sequences,
-            evictions=device.evictions,
+            free_blocks=device.num_free,
+            active_blocks=device.num_active - device.num_shared,
+            shared_blocks=device.num_shared,
+            cached_blocks=device.num_cached,
+            pinned_blocks=device.num_pinned_cached,
+            num_swap_blocks=swap.num_blocks,
+            used_swap_blocks=swap.num_active,
+            sequences=self._config.max_sequences - len(sequences.free_rows),
+            swapped_sequences=sequences.num_swapped,
+            tokens=sequences.num_tokens,
+            evicted_blocks=device.num_evicted,
+            **dataclasses.asdict(self._state.counters),
         )
 
 

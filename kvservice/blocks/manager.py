@@ -23,7 +23,6 @@ from kvservice.blocks.plans import (
     Allocation,
     AllocationRequest,
     AllocStatus,
-    BlocksStats,
     Int64Array,
     PinnedPrefix,
     SequenceSnapshot,
@@ -36,6 +35,7 @@ from kvservice.blocks.prefix_cache import PrefixCache
 from kvservice.blocks.sharing import Forker
 from kvservice.blocks.slices import Slices, finish
 from kvservice.blocks.state import BlockState
+from kvservice.blocks.stats import BlocksStats
 from kvservice.blocks.steps import StepPlanner
 from kvservice.blocks.swapping import Swapper
 
@@ -381,6 +381,14 @@ class BlockManager:
     def stats(self) -> BlocksStats:
         """Return all gauges and counters, in O(1)."""
         return self._inspector.stats()
+
+    def block_hash(self, block_id: int) -> bytes:
+        """Return the chain hash of a block in the prefix index, or b"" for other blocks and for invalid block ids."""
+        return self._inspector.block_hash(block_id)
+
+    def fold_ages(self) -> None:
+        """Add the latest ages of blocks to their shared histograms, for a reader in another process."""
+        self.state.device.ages.fold()
 
     def check_integrity(self) -> None:
         """Recompute every invariant from scratch, in O(pool). Raises InternalError naming the one that is violated."""

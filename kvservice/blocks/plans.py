@@ -161,34 +161,3 @@ class SequenceSnapshot:
     swapped: bool
     token_ids: Int32Array | None = None
     block_ids: Int32Array | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class BlocksStats:
-    """Gauges, followed by counters since the start.
-
-    num_blocks = active + cached + free. An active block is in at least one table; a cached block is in no table but in
-    the prefix index. Shared blocks are active blocks in two or more tables. Pinned blocks are cached blocks that a pin
-    keeps from eviction.
-    """
-
-    num_blocks: int
-    num_free_blocks: int
-    num_active_blocks: int
-    num_shared_blocks: int
-    num_cached_blocks: int
-    num_pinned_blocks: int
-    num_swap_blocks: int
-    num_used_swap_blocks: int
-    num_sequences: int
-    num_swapped_sequences: int
-    num_tokens: int
-    prefix_query_tokens: int
-    prefix_hit_tokens: int
-    computed_tokens: int
-    cow_copies: int
-    swapped_out_blocks: int
-    swapped_in_blocks: int
-    swapped_out_sequences: int
-    swapped_in_sequences: int
-    evictions: int

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from kvservice.blocks.block_pool import BlockPool, CachingBlockPool
 from kvservice.blocks.config import BlocksConfig
@@ -12,21 +11,8 @@ from kvservice.blocks.namespaces import SessionNamespace
 from kvservice.blocks.pins import PinTable
 from kvservice.blocks.plans import Zeros
 from kvservice.blocks.sequences import SequenceSlots
+from kvservice.blocks.stats import BlockCounters
 from kvservice.errors import UnknownSessionError
-
-
-@dataclass(slots=True)
-class Counters:
-    """Counters of operations since the start, in tokens, blocks and sequences."""
-
-    prefix_query_tokens: int = 0
-    prefix_hit_tokens: int = 0
-    computed_tokens: int = 0
-    cow_copies: int = 0
-    swapped_out_blocks: int = 0
-    swapped_in_blocks: int = 0
-    swapped_out_sequences: int = 0
-    swapped_in_sequences: int = 0
 
 
 class BlockState:
@@ -45,7 +31,7 @@ class BlockState:
         self.sequences = SequenceSlots(config, zeros)
         self.pins = PinTable(self.device, clock)
         self.namespaces: set[SessionNamespace] = set()
-        self.counters = Counters()
+        self.counters = BlockCounters()
         self.generation = 0
 
     def enter(self, namespace: SessionNamespace) -> None:

@@ -7,20 +7,20 @@ from collections.abc import Iterator, Mapping
 from prometheus_client.core import Metric
 
 from kvservice.metrics.families import counter, counters
-from kvservice.telemetry.daemon_stats import DaemonStats
+from kvservice.telemetry.daemon_stats import ServerStats
 
 
-def access_metrics(stats: DaemonStats, http_refusals: Mapping[str, int]) -> Iterator[Metric]:
+def access_metrics(server: ServerStats, http_refusals: Mapping[str, int]) -> Iterator[Metric]:
     """`http_refusals`: HTTP requests that were refused, by what they asked for."""
-    yield counter("tcp_connections", "Connections over TCP that a call was accepted on.", stats.tcp_connections)
+    yield counter("tcp_connections", "Connections over TCP that a call was accepted on.", server.tcp_connections)
     yield counter(
-        "tls_handshakes", "TLS handshakes that gRPC clients began, failed ones included.", stats.tls_handshakes
+        "tls_handshakes", "TLS handshakes that gRPC clients began, failed ones included.", server.tls_handshakes
     )
     causes = {
-        "missing_token": stats.missing_tokens,
-        "malformed_token": stats.malformed_tokens,
-        "unknown_token": stats.unknown_tokens,
-        "foreign_session": stats.foreign_sessions,
+        "missing_token": server.missing_tokens,
+        "malformed_token": server.malformed_tokens,
+        "unknown_token": server.unknown_tokens,
+        "foreign_session": server.foreign_sessions,
     }
     yield counters(
         "refused_calls",

@@ -15,15 +15,15 @@ from kvservice.telemetry.reading import Reading
 def call_metrics(reading: Reading, keys: Sequence[Key], lane_buckets_s: Sequence[float]) -> Iterator[Metric]:
     """`keys` are the keys of the rows of `reading.call_counts`."""
     yield _rpcs(reading, keys)
-    stats = reading.stats
-    yield gauge("calls_in_flight", "RPCs in flight.", stats.calls_in_flight)
-    yield counter("lane_errors", "Calls over lanes that ended in an error.", stats.lane_errors)
+    server = reading.server
+    yield gauge("calls_in_flight", "RPCs in flight.", server.calls_in_flight)
+    yield counter("lane_errors", "Calls over lanes that ended in an error.", server.lane_errors)
     yield histogram(
         "lane_call_duration_seconds",
         "Time from taking a call from a lane's ring to its answer; calls over lanes are not RPCs.",
         lane_buckets_s,
         reading.lane_counts,
-        stats.lane_busy_s,
+        server.lane_busy_s,
     )
 
 

@@ -19,24 +19,24 @@ _HELD = {
 
 
 def holder_metrics(reading: Reading, max_labels: int, max_sessions: int, max_sequences: int) -> Iterator[Metric]:
-    stats = reading.stats
-    yield gauge("sessions", "Open sessions.", stats.sessions)
+    server = reading.server
+    yield gauge("sessions", "Open sessions.", server.sessions)
     yield gauge("capacity_sessions", "Most sessions that may be open: max_sessions.", max_sessions)
     yield gauge(
         "capacity_sequences", "Most sequences that may exist, swapped ones included: max_sequences.", max_sequences
     )
-    yield counter("sessions_opened", "Sessions opened.", stats.sessions_opened)
-    closed = {"closed": stats.sessions_closed - stats.sessions_lost, "lost": stats.sessions_lost}
+    yield counter("sessions_opened", "Sessions opened.", server.sessions_opened)
+    closed = {"closed": server.sessions_closed - server.sessions_lost, "lost": server.sessions_lost}
     yield counters(
         "sessions_closed",
         "Sessions that ended: closed by request, or lost because no client came back in time.",
         "reason",
         closed.items(),
     )
-    yield gauge("draining", "1 while the daemon is shutting down.", stats.draining)
-    yield gauge("regions", "Shared-memory regions of all sessions.", stats.regions)
-    yield gauge("region_bytes", "Bytes of shared-memory regions.", stats.region_bytes)
-    yield gauge("lanes", "Open lanes of all sessions.", stats.lanes)
+    yield gauge("draining", "1 while the daemon is shutting down.", server.draining)
+    yield gauge("regions", "Shared-memory regions of all sessions.", server.regions)
+    yield gauge("region_bytes", "Bytes of shared-memory regions.", server.region_bytes)
+    yield gauge("lanes", "Open lanes of all sessions.", server.lanes)
     names = _labels(reading.sessions, max_labels)
     yield from _held(
         "session", "all sessions of a name (names beyond the first max_labels: other)", reading.sessions, names

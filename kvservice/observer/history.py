@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from kvservice.telemetry.calls import BUCKETS_S, Key
-from kvservice.telemetry.daemon_stats import DaemonStats
 from kvservice.telemetry.reading import IntArray, Reading
 
 SAMPLES = 600
@@ -90,11 +89,11 @@ class History:
     def _sample(self, before: Reading, now: Reading, time_s: float) -> dict[str, Any]:
         rates = self._rates(before, now)
         recent, _ = self._by_method(now.call_counts - before.call_counts)
-        stats = now.stats
+        blocks = now.blocks
         called = np.flatnonzero(recent.any(axis=1)).tolist()
         return {
             "time_s": time_s,
-            "usage": (stats.active_blocks + stats.shared_blocks) / stats.num_blocks,
+            "usage": (blocks.active_blocks + blocks.shared_blocks) / blocks.num_blocks,
             "hit_share": rates.get("hit_share"),
             "computed_tokens": rates["computed_tokens"],
             "swapped_out_bytes": rates["swapped_out_bytes"],
@@ -104,25 +103,25 @@ class History:
 
     def _rates(self, first: Reading, last: Reading) -> dict[str, Any]:
         seconds = _seconds(first, last)
-        grown = DaemonStats(*((b - a) / seconds for a, b in zip(first.stats, last.stats, strict=True)))
+        grown = _growth(first, last, seconds)
         calls = last.call_counts - first.call_counts
         num_calls = int(calls.sum())
         rates = {
             "window_s": seconds,
-            "computed_tokens": grown.computed_tokens,
-            "query_tokens": grown.prefix_query_tokens,
-            "hit_tokens": grown.prefix_hit_tokens,
-            "evicted_blocks": grown.evicted_blocks,
-            "cow_copies": grown.cow_copies,
-            "swapped_out_bytes": grown.swapped_out_blocks * self._block_bytes,
-            "swapped_in_bytes": grown.swapped_in_blocks * self._block_bytes,
-            "out_of_blocks": grown.out_of_blocks,
+            "computed_tokens": grown["computed_tokens"],
+            "query_tokens": grown["prefix_cache_query_tokens"],
+            "hit_tokens": grown["prefix_cache_hit_tokens"],
+            "evicted_blocks": grown["evicted_blocks"],
+            "cow_copies": grown["cow_copies"],
+            "swapped_out_bytes": grown["swapped_out_blocks"] * self._block_bytes,
+            "swapped_in_bytes": grown["swapped_in_blocks"] * self._block_bytes,
+            "out_of_blocks": grown["out_of_blocks"],
             "calls": num_calls / seconds,
             "errors": (num_calls - int(calls[self._ok].sum())) / seconds,
-            "lane_calls": grown.lane_calls,
+            "lane_calls": grown["lane_calls"],
         }
-        if grown.prefix_query_tokens:
-            rates["hit_share"] = grown.prefix_hit_tokens / grown.prefix_query_tokens
+        if grown["prefix_cache_query_tokens"]:
+            rates["hit_share"] = grown["prefix_cache_hit_tokens"] / grown["prefix_cache_query_tokens"]
         return rates
 
     def _by_method(self, counts: IntArray) -> tuple[IntArray, IntArray]:
@@ -135,6 +134,13 @@ class History:
 def _seconds(first: Reading, last: Reading) -> float:
     """Return the length of a window in seconds, or 1.0 if it has only one reading."""
     return (last.time_s - first.time_s) or 1.0
+
+
+def _growth(first: Reading, last: Reading, seconds: float) -> dict[str, float]:
+    """Return the growth per second of every gauge and counter, by name."""
+    before = first.blocks._asdict() | first.server._asdict()
+    now = last.blocks._asdict() | last.server._asdict()
+    return {name: (now[name] - before[name]) / seconds for name in now}
 
 
 def _quantiles(counts: IntArray) -> Mapping[str, float]:

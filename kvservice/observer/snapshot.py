@@ -9,13 +9,11 @@ from typing import Any
 import numpy as np
 
 from kvservice.observer.history import History
-from kvservice.telemetry.daemon_stats import DaemonStats
 from kvservice.telemetry.reading import Reader, Reading, SequenceRows, SessionReading
+from kvservice.v1 import inspect_pb2
 
-_POOL = (
-    "num_blocks", "free_blocks", "active_blocks", "shared_blocks", "cached_blocks", "pinned_blocks", "num_swap_blocks",
-    "used_swap_blocks", "sequences", "swapped_sequences", "tokens", "sessions", "lanes", "regions", "region_bytes",
-)  # fmt: skip
+# The fields of `PoolSnapshot` have the names of `BlocksStats` and `ServerStats`.
+_POOL = tuple(inspect_pb2.PoolSnapshot.DESCRIPTOR.fields_by_name)
 
 
 def take_snapshot(
@@ -30,7 +28,7 @@ def take_snapshot(
     return {
         "time_s": time.time(),
         "uptime_s": latest.time_s - reader.started_s,
-        "pool": _pool(latest.stats),
+        "pool": _pool(latest),
         "rates": history.rates(),
         "calls": history.calls(),
         "sessions": [_session(session, latest.time_s) for session in sessions[:max_sessions]],
@@ -44,8 +42,9 @@ def _fits(session: SessionReading, search: str) -> bool:
     return search in session.name.lower() or search in session.tenant.lower() or search == str(session.session_id)
 
 
-def _pool(stats: DaemonStats) -> dict[str, Any]:
-    return {name: int(getattr(stats, name)) for name in _POOL} | {"draining": bool(stats.draining)}
+def _pool(latest: Reading) -> dict[str, Any]:
+    figures = latest.blocks._asdict() | latest.server._asdict()
+    return {name: int(figures[name]) for name in _POOL} | {"draining": bool(latest.server.draining)}
 
 
 def _session(session: SessionReading, now_s: float) -> dict[str, Any]:

@@ -200,26 +200,10 @@ def info_response(config: ServeConfig, device: Device, version: str) -> pool_pb2
 
 
 def stats_response(stats: BlocksStats, num_sessions: int) -> pool_pb2.GetStatsResponse:
-    return pool_pb2.GetStatsResponse(
-        num_blocks=stats.num_blocks,
-        free_blocks=stats.num_free_blocks,
-        active_blocks=stats.num_active_blocks - stats.num_shared_blocks,
-        shared_blocks=stats.num_shared_blocks,
-        cached_blocks=stats.num_cached_blocks - stats.num_pinned_blocks,
-        pinned_blocks=stats.num_pinned_blocks,
-        num_swap_blocks=stats.num_swap_blocks,
-        used_swap_blocks=stats.num_used_swap_blocks,
-        sequences=stats.num_sequences,
-        swapped_sequences=stats.num_swapped_sequences,
-        tokens=stats.num_tokens,
-        sessions=num_sessions,
-        prefix_cache_query_tokens=stats.prefix_query_tokens,
-        prefix_cache_hit_tokens=stats.prefix_hit_tokens,
-        cow_copies=stats.cow_copies,
-        swapped_out_blocks=stats.swapped_out_blocks,
-        swapped_in_blocks=stats.swapped_in_blocks,
-        evicted_blocks=stats.evictions,
-    )
+    """The fields of the response, except the sessions, have the names of `BlocksStats`."""
+    published = pool_pb2.GetStatsResponse.DESCRIPTOR.fields_by_name
+    figures = {name: value for name, value in stats._asdict().items() if name in published}
+    return pool_pb2.GetStatsResponse(**figures, sessions=num_sessions)
 
 
 def check_snapshot_request(request: inspect_pb2.GetSnapshotRequest) -> None:

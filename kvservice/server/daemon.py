@@ -90,7 +90,7 @@ class KVServer:
             self.integrity,
         )
         reported = configuration(config, self.device, arrays, METHODS)
-        self.observing = Observing(arrays, reported, stats.write, stats.block_hash)
+        self.observing = Observing(arrays, reported, stats.write, self.engine.manager.block_hash)
         self._slots: list[Slots] = []
         self._stop = asyncio.Event()
 

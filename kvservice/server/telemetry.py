@@ -16,11 +16,11 @@ from kvservice.server.events import EventStreams
 from kvservice.server.integrity import IntegrityWatch
 from kvservice.server.sessions import SessionRegistry
 from kvservice.telemetry.arrays import SharedArrays
-from kvservice.telemetry.daemon_stats import DaemonStats, DaemonStatsTable
+from kvservice.telemetry.daemon_stats import DaemonStatsTable, ServerStats
 
 
 class StatsWriter:
-    """Collects the gauges and counters of the whole daemon on request."""
+    """Writes the gauges and counters of the whole daemon into shared memory, on request."""
 
     def __init__(
         self,
@@ -40,21 +40,9 @@ class StatsWriter:
     def write(self) -> None:
         engine, sessions, dispatcher = self._engine, self._sessions, self._dispatcher
         manager, journal, busy_s = engine.manager, engine.journal, engine.device.swap_busy_s
-        stats = manager.stats()
-        manager.state.device.ages.fold()
+        manager.fold_ages()
         lane_calls, lane_errors, lane_counts, lane_busy_s = sessions.lanes.stats()
-        daemon_stats = DaemonStats(
-            num_blocks=stats.num_blocks,
-            free_blocks=stats.num_free_blocks,
-            active_blocks=stats.num_active_blocks - stats.num_shared_blocks,
-            shared_blocks=stats.num_shared_blocks,
-            cached_blocks=stats.num_cached_blocks - stats.num_pinned_blocks,
-            pinned_blocks=stats.num_pinned_blocks,
-            num_swap_blocks=stats.num_swap_blocks,
-            used_swap_blocks=stats.num_used_swap_blocks,
-            sequences=stats.num_sequences,
-            swapped_sequences=stats.num_swapped_sequences,
-            tokens=stats.num_tokens,
+        server = ServerStats(
             sessions=len(sessions),
             regions=sessions.region_totals.count,
             region_bytes=sessions.region_totals.num_bytes,
@@ -62,15 +50,6 @@ class StatsWriter:
             event_streams=self._events.count,
             calls_in_flight=dispatcher.in_flight,
             draining=dispatcher.draining,
-            prefix_query_tokens=stats.prefix_query_tokens,
-            prefix_hit_tokens=stats.prefix_hit_tokens,
-            computed_tokens=stats.computed_tokens,
-            cow_copies=stats.cow_copies,
-            evicted_blocks=stats.evictions,
-            swapped_out_blocks=stats.swapped_out_blocks,
-            swapped_in_blocks=stats.swapped_in_blocks,
-            swapped_out_sequences=stats.swapped_out_sequences,
-            swapped_in_sequences=stats.swapped_in_sequences,
             swap_out_busy_s=busy_s["out"],
             swap_in_busy_s=busy_s["in"],
             out_of_blocks=dispatcher.out_of_blocks,
@@ -92,14 +71,7 @@ class StatsWriter:
             integrity_checks=self._integrity.num_checks,
             integrity_failures=self._integrity.num_failures,
         )
-        self._table.write(daemon_stats, lane_counts)
-
-    def block_hash(self, block: int) -> bytes:
-        """Return the chain hash of a block in the prefix index, or b"" for other blocks and for invalid block ids."""
-        device = self._engine.manager.state.device
-        if block < device.num_blocks and device.indexed[block]:
-            return device.hashes[block] or b""
-        return b""
+        self._table.write(manager.stats(), server, lane_counts)
 
 
 def configuration(config: ServeConfig, device: Device, arrays: SharedArrays, methods: list[str]) -> dict[str, Any]:

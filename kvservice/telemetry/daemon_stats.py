@@ -7,23 +7,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvservice.blocks import BlocksStats
 from kvservice.blocks.plans import Zeros
 
 
-class DaemonStats(NamedTuple):
-    """Gauges, followed by counters since the start. Fields `..._s` are in seconds."""
+class ServerStats(NamedTuple):
+    """What the daemon counts beside the block manager: gauges, followed by counters since the start. Fields `..._s` are
+    in seconds."""
 
-    num_blocks: float = 0
-    free_blocks: float = 0
-    active_blocks: float = 0
-    shared_blocks: float = 0
-    cached_blocks: float = 0
-    pinned_blocks: float = 0
-    num_swap_blocks: float = 0
-    used_swap_blocks: float = 0
-    sequences: float = 0
-    swapped_sequences: float = 0
-    tokens: float = 0
     sessions: float = 0
     regions: float = 0
     region_bytes: float = 0
@@ -32,15 +23,6 @@ class DaemonStats(NamedTuple):
     calls_in_flight: float = 0
     draining: float = 0
 
-    prefix_query_tokens: float = 0
-    prefix_hit_tokens: float = 0
-    computed_tokens: float = 0
-    cow_copies: float = 0
-    evicted_blocks: float = 0
-    swapped_out_blocks: float = 0
-    swapped_in_blocks: float = 0
-    swapped_out_sequences: float = 0
-    swapped_in_sequences: float = 0
     swap_out_busy_s: float = 0
     swap_in_busy_s: float = 0
     out_of_blocks: float = 0
@@ -64,12 +46,15 @@ class DaemonStats(NamedTuple):
 
 
 class DaemonStatsTable:
-    """Shared arrays: stats float64[fields], and lane_counts int64[buckets + 1], the latency histogram of lanes."""
+    """Shared arrays: block_stats int64 and server_stats float64, in the order of the fields of `BlocksStats` and of
+    `ServerStats`, and lane_counts int64[buckets + 1], the latency histogram of lanes."""
 
     def __init__(self, num_lane_buckets: int, zeros: Zeros) -> None:
-        self._stats: npt.NDArray[np.float64] = zeros("stats", (len(DaemonStats._fields),), np.float64)
+        self._blocks: npt.NDArray[np.int64] = zeros("block_stats", (len(BlocksStats._fields),), np.int64)
+        self._server: npt.NDArray[np.float64] = zeros("server_stats", (len(ServerStats._fields),), np.float64)
         self._lane_counts: npt.NDArray[np.int64] = zeros("lane_counts", (num_lane_buckets,), np.int64)
 
-    def write(self, stats: DaemonStats, lane_counts: list[int]) -> None:
-        self._stats[:] = stats
+    def write(self, blocks: BlocksStats, server: ServerStats, lane_counts: list[int]) -> None:
+        self._blocks[:] = blocks
+        self._server[:] = server
         self._lane_counts[:] = lane_counts

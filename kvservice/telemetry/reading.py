@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvservice.blocks import BlocksStats
 from kvservice.blocks.namespaces import COMPUTED_TOKENS, HIT_TOKENS, NUM_COUNTERS, QUERY_TOKENS
 from kvservice.blocks.sequences import LENGTH, NAMESPACE, NUM_BLOCKS, NUM_COMPUTED, SEQUENCE_ID, SWAPPED
 from kvservice.telemetry import sessions as columns
 from kvservice.telemetry.arrays import Arrays
 from kvservice.telemetry.calls import Key, keys
-from kvservice.telemetry.daemon_stats import DaemonStats
+from kvservice.telemetry.daemon_stats import ServerStats
 from kvservice.telemetry.sessions import get_name
 
 # Retries for data that is being changed. A change takes microseconds unless the daemon is descheduled.
@@ -67,7 +68,8 @@ class Reading:
     """
 
     time_s: float
-    stats: DaemonStats
+    blocks: BlocksStats
+    server: ServerStats
     lane_counts: list[int]
     call_counts: IntArray
     call_seconds: FloatArray
@@ -91,7 +93,8 @@ class Reader:
         session_rows, tenants = self._sessions()
         return Reading(
             time.monotonic(),
-            DaemonStats(*arrays["stats"].tolist()),
+            BlocksStats(*arrays["block_stats"].tolist()),
+            ServerStats(*arrays["server_stats"].tolist()),
             arrays["lane_counts"].tolist(),
             arrays["call_counts"].copy(),
             arrays["call_seconds"].copy(),

@@ -27,7 +27,7 @@ def test_a_table_has_just_enough_blocks(make: Make) -> None:
     manager, space = make()
     made = manager.allocate(space, [request(7, range(9)), request(8, [1, 2, 3, 4])])
     assert [(new.sequence_id, new.num_tokens, new.num_blocks) for new in made] == [(7, 9, 3), (8, 4, 1)]
-    assert manager.stats().num_active_blocks == 4
+    assert manager.stats().active_blocks == 4
     manager.check_integrity()
 
 
@@ -86,9 +86,9 @@ def test_computed_blocks_are_shared_and_the_last_token_is_left(make: Make) -> No
     assert tables[2][:2] == tables[3][:2] == tables[1][:2]
     assert tables[3][2] == tables[1][2] != tables[2][2]
     assert tables[4][0] == tables[1][0]
-    assert manager.stats().prefix_hit_tokens == 24
-    assert manager.stats().prefix_query_tokens == 12 + 12 + 13 + 9
-    assert manager.stats().num_shared_blocks == 3
+    assert manager.stats().prefix_cache_hit_tokens == 24
+    assert manager.stats().prefix_cache_query_tokens == 12 + 12 + 13 + 9
+    assert manager.stats().shared_blocks == 3
     manager.check_integrity()
 
 
@@ -154,12 +154,12 @@ def test_a_hit_on_a_cached_block_is_counted_exactly(make: Make) -> None:
     compute(manager, space, 1)
     manager.free(space, [1])
     manager.allocate(space, [request(2, range(100, 112))])
-    assert manager.stats().num_free_blocks == 1
+    assert manager.stats().free_blocks == 1
     assert manager.can_allocate(space, [request(3, range(13))]) is AllocStatus.LATER
     assert manager.can_allocate(space, [request(3, range(12))]) is AllocStatus.OK
     (made,) = manager.allocate(space, [request(3, range(12))])
     assert made.num_cached_tokens == 8
-    assert manager.stats().num_free_blocks == manager.stats().num_cached_blocks == 0
+    assert manager.stats().free_blocks == manager.stats().cached_blocks == 0
     manager.check_integrity()
 
 
@@ -171,7 +171,7 @@ def test_two_requests_that_hit_the_same_cached_block_count_it_once(make: Make) -
     batch = [request(2, range(9)), request(3, range(9))]
     assert manager.can_allocate(space, batch) is AllocStatus.OK
     manager.allocate(space, batch)
-    assert manager.stats().num_shared_blocks == 2
+    assert manager.stats().shared_blocks == 2
     manager.check_integrity()
 
 
@@ -217,5 +217,5 @@ def test_without_prefix_caching_nothing_is_hashed_or_kept(make: Make) -> None:
     compute(manager, space, 1)
     assert manager.allocate(space, [request(2, range(12))])[0].num_cached_tokens == 0
     manager.free(space, [1, 2])
-    assert manager.stats().num_free_blocks == 32
+    assert manager.stats().free_blocks == 32
     assert not any(manager.state.device.hashes)

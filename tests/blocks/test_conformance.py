@@ -48,8 +48,8 @@ class Replay:
         self.manager.check_integrity()
         if "free_gpu" in op:
             stats = self.manager.stats()
-            assert stats.num_free_blocks == op["free_gpu"]
-            assert stats.num_swap_blocks - stats.num_used_swap_blocks == op["free_cpu"]
+            assert stats.free_blocks == op["free_gpu"]
+            assert stats.num_swap_blocks - stats.used_swap_blocks == op["free_cpu"]
 
     def judge(self, ours: bool, theirs: bool) -> bool:
         """Return v0's answer, after a check that ours is not stricter."""

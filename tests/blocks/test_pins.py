@@ -38,8 +38,8 @@ def pinned(make: Make, **changes: Any) -> tuple[BlockManager, SessionNamespace, 
 
 def test_pinned_blocks_are_not_evicted_and_not_free(make: Make) -> None:
     manager, space, _ = pinned(make)
-    assert manager.stats().num_cached_blocks == 3
-    assert manager.stats().num_pinned_blocks == 2
+    assert manager.stats().cached_blocks == 1
+    assert manager.stats().pinned_blocks == 2
     assert manager.can_allocate(space, [AllocationRequest(2, range(100, 125))]) is AllocStatus.LATER
     assert manager.can_allocate(space, [AllocationRequest(2, range(100, 124))]) is AllocStatus.OK
     manager.allocate(space, [AllocationRequest(2, range(100, 124))])
@@ -67,7 +67,7 @@ def test_unpin(make: Make) -> None:
     with pytest.raises(UnknownPinError):
         manager.unpin(other, 1)
     manager.unpin(space, 1)
-    assert manager.stats().num_pinned_blocks == 0
+    assert manager.stats().pinned_blocks == 0
     assert manager.can_allocate(space, [AllocationRequest(2, range(100, 132))]) is AllocStatus.OK
     manager.allocate(space, [AllocationRequest(2, range(100, 132))])
     manager.check_integrity()
@@ -78,7 +78,7 @@ def test_two_pins_of_one_block(make: Make) -> None:
     manager.pin(space, range(4), ttl_s=20.0)
     clock.now += 15
     assert manager.match_prefix(range(12)) == 12
-    assert manager.stats().num_pinned_blocks == 1
+    assert manager.stats().pinned_blocks == 1
     manager.check_integrity()
 
 
@@ -88,10 +88,10 @@ def test_a_pin_is_no_holder(make: Make) -> None:
     (made,) = manager.allocate(space, [AllocationRequest(2, range(10))])
     assert made.num_cached_tokens == 8
     stats = manager.stats()
-    assert (stats.num_active_blocks, stats.num_shared_blocks, stats.num_pinned_blocks) == (3, 0, 0)
+    assert (stats.active_blocks, stats.shared_blocks, stats.pinned_blocks) == (3, 0, 0)
     manager.check_integrity()
     manager.free(space, [2])
-    assert (manager.stats().num_pinned_blocks, manager.stats().num_cached_blocks) == (2, 3)
+    assert (manager.stats().pinned_blocks, manager.stats().cached_blocks) == (2, 1)
     manager.check_integrity()
 
 

@@ -38,8 +38,8 @@ def test_a_child_shares_every_block_and_knows_the_tokens(make: Make) -> None:
     manager.fork(space, [1, 1], [2, 3])
     assert table(manager, space, 1) == table(manager, space, 2) == table(manager, space, 3)
     after = manager.stats()
-    assert after.num_free_blocks == before.num_free_blocks
-    assert (after.num_shared_blocks, after.num_sequences, after.num_tokens) == (3, 3, 30)
+    assert after.free_blocks == before.free_blocks
+    assert (after.shared_blocks, after.sequences, after.tokens) == (3, 3, 30)
     child = manager.describe(space, [3], include_tokens=True)[0]
     assert (child.length, child.num_computed, child.token_ids.tolist()) == (10, 10, list(range(10)))
     manager.check_integrity()
@@ -116,7 +116,7 @@ def test_freed_computed_full_blocks_stay_findable(make: Make) -> None:
     add(manager, space, 1, range(10))
     manager.free(space, [1])
     stats = manager.stats()
-    assert (stats.num_active_blocks, stats.num_cached_blocks, stats.num_free_blocks) == (0, 2, 30)
+    assert (stats.active_blocks, stats.cached_blocks, stats.free_blocks) == (0, 2, 30)
     assert 1 not in space
     assert add(manager, space, 2, range(10)) == 8
     manager.check_integrity()
@@ -128,9 +128,9 @@ def test_a_duplicate_of_a_cached_block_is_simply_free(make: Make) -> None:
     manager.allocate(space, [AllocationRequest(1, range(4)), AllocationRequest(2, range(4))])
     manager.mark_all_layers(space, manager.open_step(space, [1, 2]).step_id)
     manager.free(space, [2])
-    assert manager.stats().num_free_blocks == 31
+    assert manager.stats().free_blocks == 31
     manager.free(space, [1])
-    assert (manager.stats().num_free_blocks, manager.stats().num_cached_blocks) == (31, 1)
+    assert (manager.stats().free_blocks, manager.stats().cached_blocks) == (31, 1)
     manager.check_integrity()
 
 
@@ -141,7 +141,7 @@ def test_eviction_takes_the_least_recently_used_and_its_deepest_first(make: Make
     manager.free(space, [2])
     manager.free(space, [1])
     add(manager, space, 3, range(200, 212))
-    assert manager.stats().evictions == 1
+    assert manager.stats().evicted_blocks == 1
     assert manager.match_prefix(range(100, 108)) == 4
     assert manager.match_prefix(range(8)) == 8
     assert add(manager, space, 4, range(8)) == 4
@@ -155,7 +155,7 @@ def test_free_blocks_go_before_cached_ones(make: Make) -> None:
     add(manager, space, 1, range(8))
     manager.free(space, [1])
     add(manager, space, 2, range(100, 116))
-    assert (manager.stats().evictions, manager.match_prefix(range(8))) == (0, 8)
+    assert (manager.stats().evicted_blocks, manager.match_prefix(range(8))) == (0, 8)
 
 
 def test_within_one_free_the_deepest_block_goes_first_whatever_the_sequence(make: Make) -> None:
@@ -163,7 +163,7 @@ def test_within_one_free_the_deepest_block_goes_first_whatever_the_sequence(make
     add(manager, space, 1, range(12))
     add(manager, space, 2, [*range(4), *range(50, 54)])
     manager.free(space, [2, 1])
-    assert (manager.stats().num_cached_blocks, manager.stats().num_free_blocks) == (4, 3)
+    assert (manager.stats().cached_blocks, manager.stats().free_blocks) == (4, 3)
     manager.allocate(space, [AllocationRequest(3, range(200, 216))])
     assert manager.match_prefix(range(12)) == 8
     assert manager.match_prefix([*range(4), *range(50, 54)]) == 8
@@ -190,7 +190,7 @@ def test_reset_forgets_cached_and_held_blocks(make: Make) -> None:
     manager.free(space, [1])
     assert manager.reset_prefix_cache() == 2
     assert manager.match_prefix(range(8)) == manager.match_prefix(range(100, 108)) == 0
-    assert manager.stats().num_free_blocks == 30
+    assert manager.stats().free_blocks == 30
     manager.check_integrity()
     manager.mark_all_layers(space, manager.append(space, [2], range(4), [4]).step_id)
     manager.check_integrity()
@@ -241,11 +241,11 @@ def test_closing_a_space_leaves_nothing_but_cached_blocks(make: Make) -> None:
     assert manager.close_space(space) == 2
     assert manager.close_space(space) == 0
     stats = manager.stats()
-    assert (stats.num_sequences, stats.num_used_swap_blocks, stats.num_pinned_blocks) == (1, 0, 0)
+    assert (stats.sequences, stats.used_swap_blocks, stats.pinned_blocks) == (1, 0, 0)
     manager.check_integrity()
     with pytest.raises(UnknownSessionError):
         manager.append(space, [1], [1])
     manager.close_space(other)
-    assert manager.stats().num_active_blocks == manager.stats().num_tokens == 0
-    assert manager.stats().num_cached_blocks + manager.stats().num_free_blocks == 32
+    assert manager.stats().active_blocks == manager.stats().tokens == 0
+    assert manager.stats().cached_blocks + manager.stats().free_blocks == 32
     manager.check_integrity()

@@ -85,7 +85,7 @@ def test_free_while_others_work() -> None:
     assert not manager.state.sequences.ending
     assert manager.match_prefix(range(LONG)) == LONG
     assert manager.match_prefix(range(LONG, 2 * LONG)) == LONG, "they stay cached"
-    assert manager.stats().num_used_swap_blocks == 0
+    assert manager.stats().used_swap_blocks == 0
     assert sorted(space.sequence_ids()) == [*range(slices - 1), 9]
 
 

@@ -72,7 +72,8 @@ def stepping(machine: BlockManagerMachine) -> bool:
 
 
 def findable(machine: BlockManagerMachine) -> bool:
-    return machine.manager.stats().num_cached_blocks > 0
+    stats = machine.manager.stats()
+    return stats.cached_blocks + stats.pinned_blocks > 0
 
 
 def pinning(machine: BlockManagerMachine) -> bool:
@@ -315,7 +316,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         parents = self.choose(data, who, most=2)
         parents += parents[:1]
         children = list(range(self.next_id, self.next_id + len(parents)))
-        if self.manager.stats().num_sequences + len(parents) > self.config.max_sequences:
+        if self.manager.stats().sequences + len(parents) > self.config.max_sequences:
             self.refused(self.manager.fork, self.spaces[who], parents, children)
             return
         self.next_id += len(parents)
@@ -426,7 +427,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.manager.reset_prefix_cache()
 
     @rule(who=st.integers(0, 1))
-    @precondition(lambda self: self.manager.stats().num_free_blocks == 0)
+    @precondition(lambda self: self.manager.stats().free_blocks == 0)
     def close(self, who: int) -> None:
         assert self.manager.close_space(self.spaces[who]) == len(self.models[who])
         self.pins = [pin for pin in self.pins if pin[0] != who]

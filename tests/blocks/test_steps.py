@@ -57,9 +57,9 @@ def test_a_step_says_where_its_tokens_lie(make: Make) -> None:
 def test_one_token_each_takes_a_block_only_when_the_last_is_full(make: Make) -> None:
     manager, space = make()
     allocate(manager, space, 7, 8)
-    before = manager.stats().num_active_blocks
+    before = manager.stats().active_blocks
     step = manager.append(space, [0, 1], [5, 6])
-    assert manager.stats().num_active_blocks == before + 1
+    assert manager.stats().active_blocks == before + 1
     at = tables(manager, space)
     assert step.slot_mapping.tolist() == slots_of(at[0], 7, 8) + slots_of(at[1], 8, 9)
     assert manager.describe(space, [1], include_tokens=True)[0].token_ids.tolist()[-1] == 6
@@ -103,9 +103,9 @@ def test_lookahead_reserves_blocks_once(make: Make) -> None:
     allocate(manager, space, 4)
     manager.append(space, [0], [1], lookahead=8)
     assert manager.describe(space, [0])[0].num_blocks == 4
-    free = manager.stats().num_free_blocks
+    free = manager.stats().free_blocks
     manager.append(space, [0], [1] * 8, [8])
-    assert manager.stats().num_free_blocks == free
+    assert manager.stats().free_blocks == free
 
 
 # Copy-on-write
@@ -136,7 +136,7 @@ def test_when_all_holders_write_the_last_keeps_the_block(make: Make) -> None:
     step = manager.append(space, [0, 1, 2], [7, 8, 9])
     assert tables(manager, space)[2][1] == old
     assert step.copies.src.tolist() == [old, old]
-    assert manager.stats().num_free_blocks == 0
+    assert manager.stats().free_blocks == 0
     manager.check_integrity()
 
 

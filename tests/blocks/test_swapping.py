@@ -39,12 +39,12 @@ def test_a_shared_block_moves_once_and_is_still_shared(make: Make) -> None:
     moved = dict(zip(out.src.tolist(), out.dst.tolist(), strict=True))
     assert there == {name: [moved[block] for block in blocks] for name, blocks in before.items()}
     stats = manager.stats()
-    assert (stats.num_used_swap_blocks, stats.num_active_blocks, stats.num_swapped_sequences) == (4, 0, 2)
+    assert (stats.used_swap_blocks, stats.active_blocks, stats.swapped_sequences) == (4, 0, 2)
     manager.check_integrity()
     back = manager.swap_in(space, [1, 2])
     moved = dict(zip(back.src.tolist(), back.dst.tolist(), strict=True))
     assert tables(manager, space) == {name: [moved[block] for block in blocks] for name, blocks in there.items()}
-    assert manager.stats().num_shared_blocks == 2
+    assert manager.stats().shared_blocks == 2
     assert manager.describe(space, [2], include_tokens=True)[0].token_ids.tolist() == [*range(10), 9]
     manager.check_integrity()
 
@@ -56,7 +56,7 @@ def test_a_block_that_stays_in_use_is_copied_out(make: Make) -> None:
     at = tables(manager, space)[1]
     assert sorted(manager.swap_out(space, [2]).src.tolist()) == sorted(at)
     assert tables(manager, space)[1] == at
-    assert manager.stats().num_shared_blocks == 0
+    assert manager.stats().shared_blocks == 0
     manager.check_integrity()
 
 
@@ -65,7 +65,7 @@ def test_blocks_that_the_device_still_has_come_back_without_a_copy(make: Make) -
     add(manager, space, 1, range(10))
     at = tables(manager, space)[1]
     manager.swap_out(space, [1])
-    assert manager.stats().num_cached_blocks == 2
+    assert manager.stats().cached_blocks == 2
     plan = manager.swap_in(space, [1])
     assert len(plan) == 1
     assert tables(manager, space)[1][:2] == at[:2]
@@ -155,7 +155,7 @@ def test_a_cached_block_taken_back_is_counted_exactly(make: Make) -> None:
     add(manager, space, 1, range(10))
     manager.swap_out(space, [1])
     add(manager, space, 2, range(100, 112))
-    assert (manager.stats().num_free_blocks, manager.stats().num_cached_blocks) == (1, 2)
+    assert (manager.stats().free_blocks, manager.stats().cached_blocks) == (1, 2)
     assert manager.can_swap_in(space, [1]) is AllocStatus.OK
     assert manager.can_swap_in(space, [1], lookahead=3) is AllocStatus.LATER
     assert len(manager.swap_in(space, [1])) == 1
@@ -196,5 +196,5 @@ def test_which_operations_a_swapped_out_sequence_takes(make: Make, snapshot: Cal
     assert snapshot(manager) == before
     assert manager.describe(space, [2], include_tokens=True)[0].token_ids.tolist() == list(range(100, 106))
     manager.free(space, both)
-    assert manager.stats().num_used_swap_blocks == 0
+    assert manager.stats().used_swap_blocks == 0
     manager.check_integrity()

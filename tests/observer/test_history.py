@@ -5,23 +5,27 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvservice.blocks import BlocksStats
 from kvservice.observer.history import SAMPLES, WINDOW, History, quantile
 from kvservice.telemetry.calls import BUCKETS_S, WIDTH, keys
-from kvservice.telemetry.daemon_stats import DaemonStats
+from kvservice.telemetry.daemon_stats import ServerStats
 from kvservice.telemetry.reading import Reading
 
 METHODS = ["append", "free", "fork"]
 KEYS = list(keys(METHODS))
 
 
-def reading(time_s: float, calls: dict[tuple[str, str, str], dict[int, int]] | None = None, **stats: float) -> Reading:
+def reading(time_s: float, calls: dict[tuple[str, str, str], dict[int, int]] | None = None, **stats: int) -> Reading:
     counts = np.zeros((len(KEYS), WIDTH), np.int64)
     for key, buckets in (calls or {}).items():
         for bucket, count in buckets.items():
             counts[KEYS.index(key), bucket] = count
     empty = np.zeros(0)
-    named = DaemonStats(**{"num_blocks": 10, **stats})
-    return Reading(time_s, named, [], counts, empty, np.zeros(0, np.int64), empty, [], {})
+    blocks = {"num_blocks": 10} | {name: value for name, value in stats.items() if name in BlocksStats._fields}
+    server = {name: value for name, value in stats.items() if name not in blocks}
+    return Reading(
+        time_s, BlocksStats(**blocks), ServerStats(**server), [], counts, empty, np.zeros(0, np.int64), empty, [], {}
+    )
 
 
 def test_quantiles_are_interpolated_within_their_bucket() -> None:
@@ -41,7 +45,11 @@ def test_rates_are_over_the_window() -> None:
     for second in range(30):
         call = {("append", "OK", "stream"): {0: 7 * second}, ("free", "NOT_FOUND", "unary"): {1: 2 * second}}
         tokens = second if second < 20 else 20 + 5 * (second - 20)  # faster at the end
-        swapped = {"swapped_out_blocks": 3 * second, "prefix_query_tokens": 8 * second, "prefix_hit_tokens": 2 * second}
+        swapped = {
+            "swapped_out_blocks": 3 * second,
+            "prefix_cache_query_tokens": 8 * second,
+            "prefix_cache_hit_tokens": 2 * second,
+        }
         history.add(reading(100 + second, call, computed_tokens=tokens, **swapped), time_s=1000 + second)
     rates = history.rates()
     assert rates["window_s"] == WINDOW

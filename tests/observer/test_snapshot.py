@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 from observed_pool import MAX_TENANTS, ObservedPool, RandomOperations
 
+from kvservice.blocks import BlocksStats
 from kvservice.blocks.plans import SequenceSnapshot
 from kvservice.blocks.sequences import NAMESPACE
 from kvservice.observer.snapshot import take_snapshot
-from kvservice.telemetry.daemon_stats import DaemonStats
+from kvservice.telemetry.daemon_stats import ServerStats
 from kvservice.telemetry.reading import Reading
 from kvservice.telemetry.sessions import ATTACHED, LANE, REGION_BYTES, REGIONS
 from kvservice.v1 import inspect_pb2
@@ -84,7 +85,7 @@ def test_rows_agree_with_the_bookkeeping_after_each_operation(seed: int) -> None
         assert len(tenants) <= MAX_TENANTS + 1
         counted = [sum(of) for of in zip(*tenants.values(), strict=True)]
         stats = pool.manager.stats()
-        assert counted == [stats.computed_tokens, stats.prefix_query_tokens, stats.prefix_hit_tokens]
+        assert counted == [stats.computed_tokens, stats.prefix_cache_query_tokens, stats.prefix_cache_hit_tokens]
         for column, name in enumerate(("computed_tokens", "query_tokens", "hit_tokens")):
             by_sessions = sum(row[name] for row in found["sessions"])
             assert by_sessions <= counted[column]
@@ -93,9 +94,10 @@ def test_rows_agree_with_the_bookkeeping_after_each_operation(seed: int) -> None
     assert min(most.values()) > 0
 
 
-def test_the_pools_figures_are_those_of_the_daemon() -> None:
+def test_the_pools_figures_are_the_gauges() -> None:
     pool = ObservedPool()
-    gauges = {name: 100 + n for n, name in enumerate(DaemonStats._fields)} | {"draining": 1}
+    names = (*BlocksStats._fields, *ServerStats._fields)
+    gauges = {name: 100 + n for n, name in enumerate(names)} | {"draining": 1}
     pool.read(**gauges)
     found = take_snapshot(pool.reader, pool.history, pool.history.latest, 1, 1, "")["pool"]
     assert found == {name: gauges[name] for name in POOL_FIELDS}

@@ -133,7 +133,7 @@ class Rig:
 
     @property
     def num_free(self) -> int:
-        return self.engine.manager.stats().num_free_blocks
+        return self.engine.manager.stats().free_blocks
 
 
 @pytest.fixture

@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvservice.blocks import AllocationRequest, BlockManager, BlocksConfig, SessionNamespace
+from kvservice.blocks import AllocationRequest, BlockManager, BlocksConfig, BlocksStats, SessionNamespace
 from kvservice.errors import KVServiceError
 from kvservice.observer.history import History
 from kvservice.observer.views import Views
 from kvservice.telemetry.arrays import SharedArrays, open_arrays
 from kvservice.telemetry.calls import CallTable
-from kvservice.telemetry.daemon_stats import DaemonStats, DaemonStatsTable
+from kvservice.telemetry.daemon_stats import DaemonStatsTable, ServerStats
 from kvservice.telemetry.reading import Reader, Reading
 from kvservice.telemetry.sessions import SessionRow, SessionTable
 
@@ -90,9 +90,12 @@ class ObservedPool:
         self.manager.allocate(session.space, [AllocationRequest(sequence_id, token_ids)])
         self.manager.mark_all_layers(session.space, self.manager.open_step(session.space, [sequence_id]).step_id)
 
-    def read(self, **stats: float) -> None:
-        """Do the observer's work of one second."""
-        self.stats.write(DaemonStats(**({"num_blocks": self.manager.config.num_blocks} | stats)), [0, 0])
+    def read(self, **stats: int) -> None:
+        """Do the observer's work of one second, with these gauges and counters in place of the real ones."""
+        num_blocks = {"num_blocks": self.manager.config.num_blocks}
+        blocks = num_blocks | {name: value for name, value in stats.items() if name in BlocksStats._fields}
+        server = {name: value for name, value in stats.items() if name not in blocks}
+        self.stats.write(BlocksStats(**blocks), ServerStats(**server), [0, 0])
         self.history.add(self.reader.read(), time.time())
 
 

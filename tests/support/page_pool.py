@@ -22,7 +22,7 @@ from kvservice.observer.views import MAX_CELLS
 from kvservice.server.telemetry import configuration
 from kvservice.telemetry.arrays import SharedArrays
 from kvservice.telemetry.calls import keys
-from kvservice.telemetry.daemon_stats import DaemonStats
+from kvservice.telemetry.daemon_stats import ServerStats
 from kvservice.telemetry.reading import Reading
 from kvservice.telemetry.sessions import ATTACHED
 
@@ -151,7 +151,7 @@ class PagePool(ObservedPool):
         return self.states().index(state)
 
     def num_free(self) -> int:
-        return self.manager.stats().num_free_blocks
+        return self.manager.stats().free_blocks
 
     # ---- readings
 
@@ -172,32 +172,18 @@ class PagePool(ObservedPool):
         """Read as the observer does each second. For 40 seconds of the history, nothing was looked up."""
         self._seconds += 1
         self._observe_calls(1)
-        stats = self.manager.stats()
         looked_up = self._seconds - min(40, max(0, self._seconds - 300))
-        self.stats.write(
-            DaemonStats(
-                num_blocks=stats.num_blocks,
-                free_blocks=stats.num_free_blocks,
-                active_blocks=stats.num_active_blocks - stats.num_shared_blocks,
-                shared_blocks=stats.num_shared_blocks,
-                cached_blocks=stats.num_cached_blocks - stats.num_pinned_blocks,
-                pinned_blocks=stats.num_pinned_blocks,
-                num_swap_blocks=stats.num_swap_blocks,
-                used_swap_blocks=stats.num_used_swap_blocks,
-                sequences=stats.num_sequences,
-                swapped_sequences=stats.num_swapped_sequences,
-                tokens=stats.num_tokens,
-                sessions=len(self.sessions),
-                draining=self.draining,
-                prefix_query_tokens=9_000 * looked_up,
-                prefix_hit_tokens=6_000 * looked_up,
-                computed_tokens=41_000 * self._seconds,
-                swapped_out_blocks=150 * self._seconds,
-                swapped_in_blocks=100 * self._seconds,
-                lane_calls=LANE_CALLS_PER_S * self._seconds,
-            ),
-            [0, 0],
+        blocks = self.manager.stats()._replace(
+            prefix_cache_query_tokens=9_000 * looked_up,
+            prefix_cache_hit_tokens=6_000 * looked_up,
+            computed_tokens=41_000 * self._seconds,
+            swapped_out_blocks=150 * self._seconds,
+            swapped_in_blocks=100 * self._seconds,
         )
+        server = ServerStats(
+            sessions=len(self.sessions), draining=self.draining, lane_calls=LANE_CALLS_PER_S * self._seconds
+        )
+        self.stats.write(blocks, server, [0, 0])
         reading = dataclasses.replace(self.reader.read(), time_s=self._started_s + self._seconds)
         self.history.add(reading, self._started_wall_s + self._seconds)
         return reading

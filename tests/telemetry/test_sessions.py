@@ -8,8 +8,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from kvservice.blocks import BlocksStats
 from kvservice.telemetry.arrays import Arrays
-from kvservice.telemetry.daemon_stats import DaemonStats
+from kvservice.telemetry.daemon_stats import ServerStats
 from kvservice.telemetry.reading import Reader
 from kvservice.telemetry.sessions import ATTACHED, LANE, REGION_BYTES, REGIONS, SessionTable
 
@@ -22,7 +23,8 @@ class Both:
     def __init__(self) -> None:
         self.arrays: Arrays = {
             "sequence_states": np.zeros((6, 8), np.int64),
-            "stats": np.zeros(len(DaemonStats._fields)),
+            "block_stats": np.zeros(len(BlocksStats._fields), np.int64),
+            "server_stats": np.zeros(len(ServerStats._fields)),
             "lane_counts": np.zeros(2, np.int64),
             "call_counts": np.zeros((1, 1), np.int64),
             "call_seconds": np.zeros(1),
