@@ -13,24 +13,10 @@
 // where soft cap and slope apply only if they are set.
 #pragma once
 
+#include "attention_options.h"
 #include "pool.h"
 
 namespace kvservice {
-
-// The keys that a head sees (vLLM's block-sparse attention), in sparse blocks of `block_size` tokens from position 0.
-// `block_size` is a multiple of the pool's block size. A head sees the last `local_blocks` sparse blocks, the query's
-// own included, and every block b with (b + offset) % vert_stride == 0. The offset depends on the head, counted from
-// tensor-parallel rank 0: query head * head_sliding_step + 1, or, if that step is negative, KV head *
-// -head_sliding_step + 1.
-struct BlockSparse {
-  int32_t vert_stride = 0;  // 0 or 1: off
-  int32_t local_blocks = 0;
-  int32_t block_size = 64;
-  int32_t head_sliding_step = 0;
-  int32_t tp_rank = 0;
-
-  KVSERVICE_DEVICE bool on() const { return vert_stride > 1; }
-};
 
 struct AttentionParams {
   PoolView pool;
@@ -59,6 +45,7 @@ struct AttentionParams {
   float* lse = nullptr;
 
   KVSERVICE_DEVICE int64_t group_size() const { return num_heads / pool.num_kv_heads; }
+  AttentionOptions options() const { return {scale, soft_cap, sliding_window, sparse}; }
 };
 
 // Throws ArgumentError if lengths, tables or block ids are inconsistent. Reads the arrays, so they must be in host

@@ -6,16 +6,16 @@ block that moves from one sequence to another is never written before it has bee
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from kvservice.attention_options import AttentionOptions
 from kvservice.blocks import BlockManager, BlocksConfig, EventJournal, SessionNamespace, StepPlan, SwapPlan
 from kvservice.blocks.plans import Zeros, numpy_zeros
 from kvservice.config import ServeConfig
-from kvservice.devices import AttentionParameters, BlockSparse, Device
+from kvservice.devices import Device
 from kvservice.errors import InvalidArgumentError, ResourceExhaustedError
 from kvservice.pool.layout import TENSOR_DTYPES
 
@@ -79,7 +79,7 @@ class CacheEngine:
         query: Array,
         key: Array,
         value: Array,
-        options: AttentionParameters,
+        options: AttentionOptions,
         return_lse: bool,
         out: Array | None = None,
         part: tuple[int, int] = WHOLE,
@@ -169,10 +169,10 @@ class CacheEngine:
         if array.dtype != self.tensor_dtype:
             raise InvalidArgumentError(f"is {array.dtype}, must be {self.tensor_dtype}", field=f"{name}.data_type")
 
-    def check_options(self, options: AttentionParameters, num_heads: int) -> None:
+    def check_options(self, options: AttentionOptions, num_heads: int) -> None:
         """Check attention options. Raises InvalidArgumentError naming an option that is invalid or that the device does
         not support."""
-        _check_options(options, num_heads)
+        options.check(num_heads, self.layout.block_size)
         self.device.check_options(options)
 
 
@@ -202,28 +202,3 @@ def _make_manager(config: ServeConfig, device: Device, journal: EventJournal | N
             f"{config.max_sequence_tokens} tokens: {error}",
             field="max_sequences",
         ) from None
-
-
-def _check_options(options: AttentionParameters, num_heads: int) -> None:
-    if options.scale is not None and not math.isfinite(options.scale):
-        raise InvalidArgumentError(f"{options.scale} is not finite", field="options.scale")
-    if options.sliding_window < 0:
-        raise InvalidArgumentError(f"{options.sliding_window} is negative", field="options.sliding_window")
-    if not (math.isfinite(options.logits_soft_cap) and options.logits_soft_cap >= 0):
-        raise InvalidArgumentError(f"{options.logits_soft_cap} is no bound", field="options.logits_soft_cap")
-    slopes = options.alibi_slopes
-    if slopes is not None and len(slopes) != num_heads:
-        raise InvalidArgumentError(f"{len(slopes)} slopes for {num_heads} heads", field="options.alibi_slopes")
-    if slopes is not None and not np.isfinite(slopes).all():
-        raise InvalidArgumentError("not finite", field="options.alibi_slopes")
-    if options.block_sparse is not None:
-        _check_block_sparse(options.block_sparse)
-
-
-def _check_block_sparse(sparse: BlockSparse) -> None:
-    least = {"vert_stride": 0, "local_blocks": int(sparse.vert_stride > 1), "block_size": 1, "tp_rank": 0}
-    for name, bound in least.items():
-        if getattr(sparse, name) < bound:
-            raise InvalidArgumentError(
-                f"{getattr(sparse, name)} is less than {bound}", field=f"options.block_sparse.{name}"
-            )

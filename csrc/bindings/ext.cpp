@@ -187,13 +187,13 @@ py::object attention(const py::object& pool, const py::object& layer, const py::
   const py::array contexts = input(context_lens, "context_lens", kInt32, "int32", {p.num_seqs});
   p.scale = scale.is_none() ? 1.0F / std::sqrt(static_cast<float>(p.pool.head_size)) : as_float(scale, "scale");
   p.sliding_window = as_int(sliding_window, "sliding_window");
-  require(p.sliding_window >= 0, "sliding_window", "is negative");
   p.soft_cap = as_float(logits_soft_cap, "logits_soft_cap");
-  require(p.soft_cap >= 0.0F, "logits_soft_cap", "is negative");
+  check_options(p.options(), p.pool.block_size, "");
   py::array slopes;
   if (!alibi_slopes.is_none()) {
     slopes = input(alibi_slopes, "alibi_slopes", kFloat32, "float32", {p.num_heads});
     p.alibi_slopes = static_cast<const float*>(slopes.data());
+    check_slopes(p.alibi_slopes, p.num_heads, "");
   }
   p.query = plain_query.data();
   p.query_lens = static_cast<const int32_t*>(plain_lens.data());

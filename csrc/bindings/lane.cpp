@@ -52,11 +52,11 @@ py::array in_place(const py::object& object, const char* field, int type_num, co
 
 // Parses (slot_mapping, query_lens, context_lens, block_tables, num_common_blocks, max_query_len). The first four are
 // addresses.
-LaneDeviceTables as_device_tables(const py::object& object) {
+LaneTables as_device_tables(const py::object& object) {
   constexpr const char* kField = "device_tables";
   require(PyTuple_Check(object.ptr()) && PyTuple_GET_SIZE(object.ptr()) == 6, kField, "is not a tuple of six numbers");
   const auto number = [&](Py_ssize_t i) { return as_int(PyTuple_GET_ITEM(object.ptr(), i), kField); };
-  LaneDeviceTables tables;
+  LaneTables tables;
   tables.slot_mapping = reinterpret_cast<const int64_t*>(number(0));
   tables.query_lens = reinterpret_cast<const int32_t*>(number(1));
   tables.context_lens = reinterpret_cast<const int32_t*>(number(2));
@@ -109,10 +109,10 @@ class PySession {
     step.num_tokens = slots.shape(0);
     step.num_seqs = lens.shape(0);
     step.max_blocks = tables.shape(1);
-    step.slot_mapping = static_cast<const int64_t*>(slots.data());
-    step.query_lens = static_cast<const int32_t*>(lens.data());
-    step.context_lens = static_cast<const int32_t*>(contexts.data());
-    step.block_tables = static_cast<const int32_t*>(tables.data());
+    step.host.slot_mapping = static_cast<const int64_t*>(slots.data());
+    step.host.query_lens = static_cast<const int32_t*>(lens.data());
+    step.host.context_lens = static_cast<const int32_t*>(contexts.data());
+    step.host.block_tables = static_cast<const int32_t*>(tables.data());
     if (!device_tables.is_none()) step.device = as_device_tables(device_tables);
     auto hold = std::make_unique<Memory>(written);  // also keeps the bytearray from being resized
     step.written = static_cast<uint8_t*>(hold->data());

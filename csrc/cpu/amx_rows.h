@@ -125,11 +125,7 @@ inline void make_logits_amx(const AttentionParams& p, const RowBlock& block, int
   for (int t = 0; t < width; ++t, s += kLanes) {
     __m512 x = Simd::mul(Simd::load(s), scale);
     const __m512i pos = _mm512_set1_epi32(static_cast<int32_t>(start + t));
-    if (p.soft_cap > 0.0F) {
-      const __m512 twice = Simd::min(Simd::set1(80.0F), Simd::div(Simd::add(x, x), cap));
-      const __m512 rest = Simd::div(Simd::add(cap, cap), Simd::add(Simd::exp(twice), Simd::set1(1.0F)));
-      x = Simd::sub(cap, rest);
-    }
+    if (p.soft_cap > 0.0F) x = soft_capped(x, cap);
     x = Simd::fma(slope, _mm512_cvtepi32_ps(_mm512_sub_epi32(pos, query_pos)), x);
     const __mmask16 seen = _mm512_cmpge_epi32_mask(pos, begin) & _mm512_cmplt_epi32_mask(pos, end);
     Simd::store(s, _mm512_mask_mov_ps(Simd::set1(-kInfinity), seen, x));

@@ -61,6 +61,9 @@ struct Simd {
   // Returns the larger number; `b` if either is NaN.
   static F max(F a, F b) { return _mm512_max_ps(a, b); }
   static F min(F a, F b) { return _mm512_min_ps(a, b); }
+  static F if_less(F a, F b, F then, F otherwise) {
+    return _mm512_mask_mov_ps(otherwise, _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), then);
+  }
   static float sum(F v) { return _mm512_reduce_add_ps(v); }
   static float max_lane(F v) { return _mm512_reduce_max_ps(v); }
   // 2^n * 2^f with f in [-1/2, 1/2] and a polynomial for 2^f. Relative error below 2e-7; 0 for -inf.

@@ -70,6 +70,7 @@ struct Simd {
   // Returns the larger number; `b` if either is NaN.
   static F max(F a, F b) { return a > b ? a : b; }
   static F min(F a, F b) { return a < b ? a : b; }
+  static F if_less(F a, F b, F then, F otherwise) { return a < b ? then : otherwise; }
   static float sum(F v) { return (v[0] + v[1]) + (v[2] + v[3]); }
   static float max_lane(F v) {
     float m = v[0];

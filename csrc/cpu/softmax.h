@@ -29,19 +29,27 @@ inline RowView view_row(const AttentionPiece& piece, int64_t kv_head, int64_t ro
   return view;
 }
 
+// Returns cap * tanh(x / cap). The formula with exp loses the bits of small y = x / cap, which a large cap would then
+// multiply, so small y use the series of tanh.
+inline Simd::F soft_capped(Simd::F x, Simd::F cap) {
+  using F = Simd::F;
+  const F y = Simd::div(x, cap), one = Simd::set1(1.0F), two = Simd::set1(2.0F), square = Simd::mul(y, y);
+  const F e = Simd::exp(Simd::min(Simd::set1(80.0F), Simd::add(y, y)));
+  const F large = Simd::sub(one, Simd::div(two, Simd::add(e, one)));
+  F series = Simd::fma(square, Simd::set1(-17.0F / 315.0F), Simd::set1(2.0F / 15.0F));
+  series = Simd::fma(square, series, Simd::set1(-1.0F / 3.0F));
+  const F small = Simd::mul(y, Simd::fma(square, series, one));
+  return Simd::mul(cap, Simd::if_less(square, Simd::set1(0.04F), small, large));
+}
+
 // Converts products of q and k to logits, in place. Tile position i is key position start + i.
 inline void make_logits(const AttentionParams& p, const RowView& view, int64_t start, int width, float* s) {
   using F = Simd::F;
   const F scale = Simd::set1(p.scale);
   for (int i = 0; i < width; i += Simd::kWidth) Simd::store(s + i, Simd::mul(Simd::load(s + i), scale));
   if (p.soft_cap > 0.0F) {
-    // cap * tanh(y) = cap - 2 * cap / (exp(2 y) + 1)
-    const F twice = Simd::set1(2.0F / p.soft_cap), cap = Simd::set1(p.soft_cap), most = Simd::set1(80.0F);
-    for (int i = 0; i < width; i += Simd::kWidth) {
-      const F e = Simd::exp(Simd::min(most, Simd::mul(Simd::load(s + i), twice)));
-      const F rest = Simd::div(Simd::set1(2.0F * p.soft_cap), Simd::add(e, Simd::set1(1.0F)));
-      Simd::store(s + i, Simd::sub(cap, rest));
-    }
+    const F cap = Simd::set1(p.soft_cap);
+    for (int i = 0; i < width; i += Simd::kWidth) Simd::store(s + i, soft_capped(Simd::load(s + i), cap));
   }
   if (view.slope != 0.0F) {
     for (int i = 0; i < width; ++i) s[i] += view.slope * static_cast<float>(start + i - view.query_pos);

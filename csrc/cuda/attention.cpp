@@ -3,7 +3,6 @@
 #include "cuda/attention.h"
 
 #include <algorithm>
-#include <cmath>
 #include <limits>
 #include <string>
 
@@ -28,15 +27,6 @@ void check_pool(const PoolView& pool) {
   require(reinterpret_cast<uintptr_t>(pool.data) % kKeyPieceBytes == 0, "pool", "is not aligned to 16 bytes");
 }
 
-void check_sparse(const BlockSparse& sparse, const PoolView& pool) {
-  require(sparse.vert_stride >= 0, "block_sparse", "vert_stride is negative");
-  if (!sparse.on()) return;
-  require(sparse.local_blocks > 0, "block_sparse", "local_blocks is not positive");
-  require(sparse.block_size > 0 && sparse.block_size % pool.block_size == 0, "block_sparse",
-          "block_size is not a multiple of the pool's");
-  require(sparse.tp_rank >= 0, "block_sparse", "tp_rank is negative");
-}
-
 void check(const AttentionParams& p) {
   check_pool(p.pool);
   require(p.layer >= 0 && p.layer < p.pool.num_layers, "layer", "is outside the pool");
@@ -50,12 +40,9 @@ void check(const AttentionParams& p) {
   require(p.num_tokens <= p.num_seqs * p.max_query_len, "max_query_len", "is less than a query length");
   require(p.num_common_blocks >= 0 && p.num_common_blocks <= p.max_blocks, "num_common_blocks",
           "is negative or more than a block table has");
-  require(std::isfinite(p.scale), "scale", "is not finite");
-  require(std::isfinite(p.soft_cap) && p.soft_cap >= 0.0F, "logits_soft_cap", "is negative or not finite");
-  require(p.sliding_window >= 0, "sliding_window", "is negative");
   require(p.k_scale == nullptr || is_float8(p.pool.dtype), "k_scale", "is for FP8 pools only");
   require(p.v_scale == nullptr || is_float8(p.pool.dtype), "v_scale", "is for FP8 pools only");
-  check_sparse(p.sparse, p.pool);
+  check_options(p.options(), p.pool.block_size, "");
 }
 
 // The kernels of one call. If two run, the later one may overwrite outputs of the earlier one.

@@ -259,7 +259,7 @@ bool cascade_supports(const AttentionParams& p) {
   if (!decode_supports(p) || p.max_query_len > decode_max_query_len(p)) return false;
   if (p.num_common_blocks * p.pool.block_size > INT32_MAX || p.num_tokens * p.num_heads > INT32_MAX) return false;
   const AttentionParams prefix = cascade::prefix_params(p, cascade::Scratch(p, nullptr));
-  return !cascade::decodes(prefix) || decode_supports(prefix);
+  return cascade::decodes(prefix) ? decode_supports(prefix) : extend_supports(prefix);
 }
 
 bool cascade_pays(const AttentionParams& p) {

@@ -111,7 +111,9 @@ bool extend_supports(const AttentionParams& p) {
   const bool types = extend::is_16_bit(p.dtype) && (pool.dtype == p.dtype || is_float8(pool.dtype));
   const bool head = pool.head_size >= 16 && pool.head_size <= 256 && pool.head_size % 16 == 0;
   const bool block = pool.block_size >= 8 && pool.block_size <= 256 && (pool.block_size & (pool.block_size - 1)) == 0;
-  return types && head && block && !p.sparse.on() && current_device_properties().major >= 8;
+  // The error of a logit is about 2^-22 of the cap; see LogitOptions.
+  const bool options = !p.sparse.on() && p.soft_cap <= 1024.0F;
+  return types && head && block && options && current_device_properties().major >= 8;
 }
 
 int64_t extend_workspace_bytes(const AttentionParams& p) { return kCounterBytes + extend::partials_of(p).bytes; }

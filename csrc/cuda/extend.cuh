@@ -109,7 +109,8 @@ struct LogitOptions {
   __device__ float apply(float x, int key_distance) const {
     x *= scale;
     if (soft_cap > 0.0F) {
-      // tanh(y) = 1 - 2 / (exp(2 y) + 1), which is also correct for large |y|.
+      // tanh(y) = 1 - 2 / (exp(2 y) + 1), which is also correct for large |y|. It loses the bits of small |y|, so
+      // `extend_supports` limits the cap.
       x = soft_cap * (1.0F - __fdividef(2.0F, ptx::exp2_fast(x * (2.0F * kLog2E / soft_cap)) + 1.0F));
     }
     return x * kLog2E + slope * static_cast<float>(key_distance);

@@ -30,7 +30,8 @@ void grow(std::unique_ptr<DeviceMemory>& memory, int64_t bytes) {
 }
 
 LaneShape shape_of(const CudaLaneConfig& config) {
-  return {config.pool.num_layers, config.pool.num_kv_heads, config.pool.head_size, item_size(config.dtype), true};
+  const PoolView& pool = config.pool;
+  return {pool.num_layers, pool.num_kv_heads, pool.head_size, pool.block_size, item_size(config.dtype), true};
 }
 
 bool is_on_host(LaneMemoryKind kind, const char* field) {
@@ -54,14 +55,7 @@ CudaLaneExecutor::~CudaLaneExecutor() {
 }
 
 KvSlotsParams CudaLaneExecutor::slots_of(const LaneCall& call) const {
-  KvSlotsParams p;
-  p.pool = config_.pool;
-  p.dtype = config_.dtype;
-  p.layer = call.layer;
-  p.num_tokens = call.step->num_tokens;
-  p.slots = call.step->device.slot_mapping;
-  p.key = call.key;
-  p.value = call.value;
+  KvSlotsParams p = kv_slots_params(call, config_.pool, config_.dtype, call.step->device);
   if (config_.scales != nullptr) {
     p.k_scale = config_.scales + call.layer * config_.pool.num_kv_heads;
     p.v_scale = p.k_scale + config_.pool.num_layers * config_.pool.num_kv_heads;
@@ -70,31 +64,10 @@ KvSlotsParams CudaLaneExecutor::slots_of(const LaneCall& call) const {
 }
 
 AttentionParams CudaLaneExecutor::attention_of(const LaneCall& call) const {
-  const LaneStep& step = *call.step;
   const KvSlotsParams slots = slots_of(call);
-  AttentionParams p;
-  p.pool = config_.pool;
-  p.dtype = config_.dtype;
-  p.layer = call.layer;
-  p.num_tokens = step.num_tokens;
-  p.num_seqs = step.num_seqs;
-  p.num_heads = call.num_heads;
-  p.max_blocks = step.max_blocks;
-  p.max_query_len = step.device.max_query_len;
-  p.num_common_blocks = step.device.num_common_blocks;
-  p.query = call.query;
-  p.query_lens = step.device.query_lens;
-  p.block_tables = step.device.block_tables;
-  p.context_lens = step.device.context_lens;
-  p.alibi_slopes = call.alibi_slopes;
+  AttentionParams p = attention_params(call, config_.pool, config_.dtype, call.step->device);
   p.k_scale = slots.k_scale;
   p.v_scale = slots.v_scale;
-  p.sparse = call.sparse;
-  p.scale = call.scale;
-  p.soft_cap = call.soft_cap;
-  p.sliding_window = call.sliding_window;
-  p.out = call.output;
-  p.lse = call.lse;
   return p;
 }
 
@@ -107,8 +80,6 @@ int64_t CudaLaneExecutor::lse_bytes(const LaneCall& call) const { return 4 * cal
 // Checks that the lane cannot make.
 CudaLaneExecutor::Tensors CudaLaneExecutor::check(const LaneCall& call) const {
   if (call.step->device.slot_mapping == nullptr) throw std::logic_error("a step was published without device tables");
-  require(!call.sparse.on() || call.sparse.block_size % config_.pool.block_size == 0, "options.block_sparse.block_size",
-          "is not a multiple of the pool's");
   is_on_host(call.kinds[1], "key");
   is_on_host(call.kinds[2], "value");
   return {is_on_host(call.kinds[0], "query"), is_on_host(call.kinds[3], "output_place"),

@@ -40,21 +40,16 @@ struct Extent {
   }
 };
 
-void check_block_sparse(const LaneEntry& entry, const LaneShape& shape) {
-  const int32_t vert_stride = entry.block_sparse[0];
-  require(vert_stride >= 0, "options.block_sparse.vert_stride", "is negative");
-  if (vert_stride <= 1) return;
-  require(shape.block_sparse, "options.block_sparse", "is not supported by this device's kernels");
-  require(entry.block_sparse[1] >= 1, "options.block_sparse.local_blocks", "is less than 1");
-  require(entry.block_sparse[2] >= 1, "options.block_sparse.block_size", "is less than 1");
-  require(entry.block_sparse[4] >= 0, "options.block_sparse.tp_rank", "is negative");
+AttentionOptions options_of(const LaneEntry& entry, const LaneShape& shape) {
+  const int32_t* sparse = entry.block_sparse;
+  const float scale = entry.scale != 0.0F ? entry.scale : 1.0F / std::sqrt(static_cast<float>(shape.head_size));
+  return {scale, entry.logits_soft_cap, entry.sliding_window, {sparse[0], sparse[1], sparse[2], sparse[3], sparse[4]}};
 }
 
 void copy_slopes(const char* from, int64_t num_heads, LaneExecutor& executor, std::vector<float>& slopes) {
   slopes.resize(static_cast<size_t>(num_heads));
   executor.copy_in(slopes.data(), from, 4 * num_heads);
-  require(std::all_of(slopes.begin(), slopes.end(), [](float slope) { return std::isfinite(slope); }),
-          "options.alibi_slopes", "are not all finite");
+  check_slopes(slopes.data(), num_heads, "options.");
 }
 
 }  // namespace
@@ -75,11 +70,9 @@ void check_entry(const LaneEntry& entry, uint64_t number, const LaneShape& shape
     throw ArgumentError("num_heads", std::to_string(entry.num_heads) + " is not a multiple of " +
                                          std::to_string(shape.num_kv_heads) + " up to 65535");
   }
-  require(std::isfinite(entry.scale), "options.scale", "is not finite");
-  require(entry.sliding_window >= 0, "options.sliding_window", "is negative");
-  require(std::isfinite(entry.logits_soft_cap) && entry.logits_soft_cap >= 0.0F, "options.logits_soft_cap",
-          "is negative or not finite");
-  check_block_sparse(entry, shape);
+  const AttentionOptions options = options_of(entry, shape);
+  check_options(options, shape.block_size, "options.");
+  require(!options.sparse.on() || shape.block_sparse, "options.block_sparse", "is not supported by the CPU's kernels");
   require(((entry.flags & kLaneReturnLse) != 0) == (entry.lse.region != kNoRegion), "lse_place",
           "is given if and only if the log-sum-exp is asked for");
 }
@@ -88,8 +81,8 @@ LaneCall make_call(const LaneEntry& entry, const LaneUse& use, LaneExecutor& exe
   const LaneShape& shape = executor.shape();
   const LaneStep& step = use.step();
   if ((entry.flags & kLaneDecode) != 0) {
-    const bool one_each =
-        std::all_of(step.query_lens, step.query_lens + step.num_seqs, [](int32_t n) { return n == 1; });
+    const int32_t* const query_lens = step.host.query_lens;
+    const bool one_each = std::all_of(query_lens, query_lens + step.num_seqs, [](int32_t n) { return n == 1; });
     require(one_each, "step_id", "a sequence has several tokens in this step; use Extend");
   }
   const int64_t kv_bytes = step.num_tokens * shape.num_kv_heads * shape.head_size * shape.item_size;
@@ -100,11 +93,7 @@ LaneCall make_call(const LaneEntry& entry, const LaneUse& use, LaneExecutor& exe
   call.step = &step;
   call.layer = entry.layer;
   call.num_heads = entry.num_heads;
-  call.scale = entry.scale != 0.0F ? entry.scale : 1.0F / std::sqrt(static_cast<float>(shape.head_size));
-  call.soft_cap = entry.logits_soft_cap;
-  call.sliding_window = entry.sliding_window;
-  const int32_t* sparse = entry.block_sparse;
-  call.sparse = {sparse[0], sparse[1], sparse[2], sparse[3], sparse[4]};
+  call.options = options_of(entry, shape);
   call.query = resolve_needed(entry.query, use.region(0), query_bytes, "query");
   call.key = resolve_needed(entry.key, use.region(1), kv_bytes, "key");
   call.value = resolve_needed(entry.value, use.region(2), kv_bytes, "value");

@@ -5,54 +5,16 @@
 #include "kv_slots.h"
 
 namespace kvservice {
-namespace {
-
-KvSlotsParams slots_of(const PoolView& pool, const LaneCall& call) {
-  KvSlotsParams p;
-  p.pool = pool;
-  p.dtype = pool.dtype;
-  p.layer = call.layer;
-  p.num_tokens = call.step->num_tokens;
-  p.slots = call.step->slot_mapping;
-  p.key = call.key;
-  p.value = call.value;
-  return p;
-}
-
-AttentionParams attention_of(const PoolView& pool, const LaneCall& call) {
-  const LaneStep& step = *call.step;
-  AttentionParams p;
-  p.pool = pool;
-  p.dtype = pool.dtype;
-  p.layer = call.layer;
-  p.num_tokens = step.num_tokens;
-  p.num_seqs = step.num_seqs;
-  p.num_heads = call.num_heads;
-  p.max_blocks = step.max_blocks;
-  p.query = call.query;
-  p.query_lens = step.query_lens;
-  p.block_tables = step.block_tables;
-  p.context_lens = step.context_lens;
-  p.alibi_slopes = call.alibi_slopes;
-  p.scale = call.scale;
-  p.soft_cap = call.soft_cap;
-  p.sliding_window = call.sliding_window;
-  p.out = call.output;
-  p.lse = call.lse;
-  return p;
-}
-
-}  // namespace
-
 CpuLaneExecutor::CpuLaneExecutor(const PoolView& pool, bool batch_invariant)
     : pool_(pool),
-      shape_{pool.num_layers, pool.num_kv_heads, pool.head_size, item_size(pool.dtype), false},
+      shape_{pool.num_layers, pool.num_kv_heads, pool.head_size, pool.block_size, item_size(pool.dtype), false},
       batch_invariant_(batch_invariant) {}
 
 void CpuLaneExecutor::attend(const LaneCall& call) {
   const std::lock_guard<FairMutex> lock(mutex_);
-  const KvSlotsParams slots = slots_of(pool_, call);
-  const AttentionParams attention = attention_of(pool_, call);
+  const LaneTables& tables = call.step->host;
+  const KvSlotsParams slots = kv_slots_params(call, pool_, pool_.dtype, tables);
+  const AttentionParams attention = attention_params(call, pool_, pool_.dtype, tables);
   check_slots(slots, "slot_mapping");
   check_attention(attention);
   write_kv_cpu(slots);

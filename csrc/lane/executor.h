@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "attention.h"
+#include "kv_slots.h"
 #include "lane/session.h"
 
 namespace kvservice {
@@ -14,6 +15,7 @@ struct LaneShape {
   int64_t num_layers = 0;
   int64_t num_kv_heads = 0;
   int64_t head_size = 0;
+  int64_t block_size = 0;
   int64_t item_size = 0;      // bytes per element of the tensors
   bool block_sparse = false;  // whether block-sparse patterns are supported
 };
@@ -24,10 +26,7 @@ struct LaneCall {
   const LaneStep* step = nullptr;
   int64_t layer = 0;
   int64_t num_heads = 0;
-  float scale = 1.0F;
-  float soft_cap = 0.0F;
-  int64_t sliding_window = 0;
-  BlockSparse sparse;
+  AttentionOptions options;
   char* query = nullptr;
   char* key = nullptr;
   char* value = nullptr;
@@ -36,6 +35,46 @@ struct LaneCall {
   const float* alibi_slopes = nullptr;  // or null; the daemon's own copy, in host memory
   LaneMemoryKind kinds[5] = {};         // of query, key, value, output and lse
 };
+
+// Parameters of the kernels for a call. `tables` are those of the call's step, in the memory that the kernels read.
+inline KvSlotsParams kv_slots_params(const LaneCall& call, const PoolView& pool, DType dtype,
+                                     const LaneTables& tables) {
+  KvSlotsParams p;
+  p.pool = pool;
+  p.dtype = dtype;
+  p.layer = call.layer;
+  p.num_tokens = call.step->num_tokens;
+  p.slots = tables.slot_mapping;
+  p.key = call.key;
+  p.value = call.value;
+  return p;
+}
+
+inline AttentionParams attention_params(const LaneCall& call, const PoolView& pool, DType dtype,
+                                        const LaneTables& tables) {
+  AttentionParams p;
+  p.pool = pool;
+  p.dtype = dtype;
+  p.layer = call.layer;
+  p.num_tokens = call.step->num_tokens;
+  p.num_seqs = call.step->num_seqs;
+  p.num_heads = call.num_heads;
+  p.max_blocks = call.step->max_blocks;
+  p.max_query_len = tables.max_query_len;
+  p.num_common_blocks = tables.num_common_blocks;
+  p.query = call.query;
+  p.query_lens = tables.query_lens;
+  p.block_tables = tables.block_tables;
+  p.context_lens = tables.context_lens;
+  p.alibi_slopes = call.alibi_slopes;
+  p.sparse = call.options.sparse;
+  p.scale = call.options.scale;
+  p.soft_cap = call.options.soft_cap;
+  p.sliding_window = call.options.sliding_window;
+  p.out = call.output;
+  p.lse = call.lse;
+  return p;
+}
 
 // An executor may serve several lanes, each from its own thread.
 class LaneExecutor {

@@ -15,13 +15,14 @@
 
 namespace kvservice {
 
-// Device copies of a step's arrays, for executors on a device, and scalars that the host computes from them.
-struct LaneDeviceTables {
-  const int64_t* slot_mapping = nullptr;
-  const int32_t* query_lens = nullptr;
-  const int32_t* context_lens = nullptr;
-  const int32_t* block_tables = nullptr;
-  int64_t num_common_blocks = 0;  // see AttentionParams
+// The arrays of a step. Those of the device come with two numbers that the host computes from them; see
+// AttentionParams.
+struct LaneTables {
+  const int64_t* slot_mapping = nullptr;  // [num_tokens]
+  const int32_t* query_lens = nullptr;    // [num_seqs]
+  const int32_t* context_lens = nullptr;  // [num_seqs]
+  const int32_t* block_tables = nullptr;  // [num_seqs, max_blocks]
+  int64_t num_common_blocks = 0;
   int64_t max_query_len = 0;
 };
 
@@ -31,12 +32,9 @@ struct LaneStep {
   int64_t num_tokens = 0;
   int64_t num_seqs = 0;
   int64_t max_blocks = 0;
-  const int64_t* slot_mapping = nullptr;  // [num_tokens]
-  const int32_t* query_lens = nullptr;    // [num_seqs]
-  const int32_t* context_lens = nullptr;  // [num_seqs]
-  const int32_t* block_tables = nullptr;  // [num_seqs, max_blocks]
-  LaneDeviceTables device;                // device copies; empty for executors on the host
-  uint8_t* written = nullptr;             // [num_layers] 1 if the layer is written; Python changes them too
+  LaneTables host;
+  LaneTables device;           // copies on the device; empty for executors on the host
+  uint8_t* written = nullptr;  // [num_layers] 1 if the layer is written; Python changes them too
 };
 
 enum class LaneMemoryKind { kHost, kPinnedHost, kDevice };

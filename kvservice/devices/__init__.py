@@ -1,12 +1,9 @@
 """Devices: memory and compute of a pool, on the CPU or on a GPU. The engine submits its plans to a `Device`."""
 
-from kvservice.devices.base import AttentionParameters, CudaRegion, Device, FinishedSteps, LaneServer, LaneSession
+from kvservice.devices.base import CudaRegion, Device, FinishedSteps, LaneServer, LaneSession
 from kvservice.devices.factory import open_device
-from kvservice.ops.cuda import BlockSparse
 
 __all__ = [
-    "AttentionParameters",
-    "BlockSparse",
     "CudaRegion",
     "Device",
     "FinishedSteps",

@@ -16,24 +16,13 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvservice.attention_options import AttentionOptions
 from kvservice.blocks import StepPlan
-from kvservice.ops.cuda import BlockSparse
 from kvservice.pool.sealed import SealedMemory
 
 Array = npt.NDArray[Any]
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class AttentionParameters:
-    """Options of attention. `scale` None means 1/sqrt(head_size); `sliding_window` and `logits_soft_cap` 0 mean off."""
-
-    scale: float | None = None
-    sliding_window: int = 0
-    logits_soft_cap: float = 0.0
-    alibi_slopes: Array | None = None
-    block_sparse: BlockSparse | None = None
 
 
 class FinishedSteps(Protocol):
@@ -129,7 +118,7 @@ class Device(Protocol):
     def swap_busy_s(self) -> dict[str, float]:
         """Seconds spent in copies to the swap tier ("out") and back ("in")."""
 
-    def check_options(self, options: AttentionParameters) -> None:
+    def check_options(self, options: AttentionOptions) -> None:
         """Check attention options. Raises InvalidArgumentError naming an option that this device has no kernel for."""
 
     def copy(self, src_ids: Int32, dst_ids: Int32) -> None:
@@ -148,7 +137,7 @@ class Device(Protocol):
         query: Array,
         key: Array,
         value: Array,
-        options: AttentionParameters,
+        options: AttentionOptions,
         out: Array | None = None,
         /,
     ) -> Awaitable[tuple[Array, Array]]:

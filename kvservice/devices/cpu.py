@@ -9,9 +9,10 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 import numpy as np
 
 from kvservice import _ext, ops
+from kvservice.attention_options import AttentionOptions
 from kvservice.blocks import StepPlan
 from kvservice.config import ServeConfig
-from kvservice.devices.base import Array, AttentionParameters, CudaRegion, Int32, Int64, LaneSession, PoolDescriptor
+from kvservice.devices.base import Array, CudaRegion, Int32, Int64, LaneSession, PoolDescriptor
 from kvservice.devices.bytequeue import ByteQueue
 from kvservice.errors import InvalidArgumentError, RegionsNotAllowedError
 from kvservice.pool.cpu import CpuPool
@@ -61,9 +62,9 @@ class CpuDevice:
     def on_fault(self, call: Callable[[], object]) -> None:
         self._queue.on_fault = call
 
-    def check_options(self, options: AttentionParameters) -> None:
-        if options.block_sparse is not None:
-            raise InvalidArgumentError("the CPU's kernels have no such pattern", field="options.block_sparse")
+    def check_options(self, options: AttentionOptions) -> None:
+        if options.block_sparse is not None and options.block_sparse.is_on:
+            raise InvalidArgumentError("is not supported by the CPU's kernels", field="options.block_sparse")
 
     def copy(self, src_ids: Int32, dst_ids: Int32) -> None:
         self._post(lambda: ops.copy_blocks(self.pool.blocks, self.pool.blocks, src_ids, dst_ids), len(src_ids))
@@ -92,7 +93,7 @@ class CpuDevice:
         query: Array,
         key: Array,
         value: Array,
-        options: AttentionParameters,
+        options: AttentionOptions,
         out: Array | None = None,
     ) -> Awaitable[tuple[Array, Array]]:
         block_tables = step.block_tables  # gathered now, because they are valid only while the step is live

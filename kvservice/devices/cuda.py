@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvservice.attention_options import AttentionOptions
 from kvservice.blocks import StepPlan
 from kvservice.config import ServeConfig
 from kvservice.devices import sizing
 from kvservice.devices.arena import Arena, StagingBuffer, aligned, offsets_of
 from kvservice.devices.base import (
     Array,
-    AttentionParameters,
     CudaRegion,
     FinishedSteps,
     Int32,
@@ -29,10 +29,11 @@ from kvservice.devices.base import (
 from kvservice.devices.compute import Compute, ComputeCall
 from kvservice.devices.copies import Copies, Tier
 from kvservice.devices.cuda_lanes import CudaLanes, CudaLaneSession
-from kvservice.devices.kernels import COUNTER_BYTES, PoolKernels
+from kvservice.devices.kernels import PoolKernels
 from kvservice.devices.scales import load_scales
 from kvservice.devices.warmup import warm_up
 from kvservice.errors import InvalidArgumentError, ResourceExhaustedError
+from kvservice.ops.cuda import COUNTER_BYTES
 from kvservice.pool.cpu import CpuPool
 from kvservice.pool.cuda import OUT_OF_MEMORY, CudaPool
 from kvservice.pool.layout import TENSOR_DTYPES
@@ -140,13 +141,8 @@ class CudaDevice:
     def on_fault(self, call: Callable[[], object]) -> None:
         self._compute.queue.on_fault = call
 
-    def check_options(self, options: AttentionParameters) -> None:
-        sparse = options.block_sparse
-        if sparse is not None and sparse.block_size % self.layout.block_size:
-            raise InvalidArgumentError(
-                f"{sparse.block_size} is not a multiple of the pool's, {self.layout.block_size}",
-                field="options.block_sparse.block_size",
-            )
+    def check_options(self, options: AttentionOptions) -> None:
+        """Do nothing: the reference kernel supports all options."""
 
     def copy(self, src_ids: Int32, dst_ids: Int32) -> None:
         self._compute.post(self._compute.copies.within_pool, src_ids, dst_ids)
@@ -164,7 +160,7 @@ class CudaDevice:
         query: Array,
         key: Array,
         value: Array,
-        options: AttentionParameters,
+        options: AttentionOptions,
         _out: Array | None = None,
     ) -> Awaitable[tuple[Array, Array]]:
         compute, kernels = self._compute, self._kernels

@@ -6,16 +6,14 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from kvservice.attention_options import AttentionOptions
 from kvservice.config import ServeConfig
-from kvservice.devices.base import AttentionParameters
 from kvservice.devices.tables import DeviceStepTables
+from kvservice.ops.cuda import set_options
 from kvservice.ops.device_array import DTYPE_NUMBERS
 
 if TYPE_CHECKING:
     from kvservice import _cuda
-
-# Leading bytes of a workspace that are zero before its first launch, and again after every launch.
-COUNTER_BYTES = 1 << 16
 
 
 def common_attributes(config: ServeConfig) -> dict[str, float]:
@@ -79,7 +77,7 @@ class PoolKernels:
         return call
 
     def attention_over(
-        self, tables: DeviceStepTables, layer: int, num_heads: int, options: AttentionParameters
+        self, tables: DeviceStepTables, layer: int, num_heads: int, options: AttentionOptions
     ) -> _cuda.Attention:
         """Return an attention call without its tensors and its workspace."""
         call = self.attention(layer)
@@ -87,16 +85,5 @@ class PoolKernels:
         call.max_blocks, call.max_query_len = tables.max_blocks, tables.max_query_len
         call.query_lens, call.context_lens = tables.query_lens, tables.context_lens
         call.block_tables, call.num_common_blocks = tables.block_tables, tables.num_common_blocks
-        if options.scale is not None:
-            call.scale = options.scale
-        call.soft_cap, call.sliding_window = options.logits_soft_cap, options.sliding_window
-        sparse = options.block_sparse
-        if sparse is not None:
-            call.sparse = (
-                sparse.vert_stride,
-                sparse.local_blocks,
-                sparse.block_size,
-                sparse.head_sliding_step,
-                sparse.tp_rank,
-            )
+        set_options(call, options)
         return call

@@ -16,13 +16,14 @@ without the CUDA part of kvservice; see `available`.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import astuple
 from types import ModuleType
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, cast, get_args
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
 
+from kvservice.attention_options import AttentionOptions, BlockSparse
 from kvservice.errors import FailedPreconditionError
 from kvservice.ops.device_array import (
     DTYPE_NUMBERS,
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
 __all__ = [
     "COUNTER_BYTES",
     "HOST",
-    "BlockSparse",
     "DeviceArray",
     "Kernel",
     "Scratch",
@@ -62,23 +62,6 @@ __all__ = [
 COUNTER_BYTES = 1 << 16
 
 Kernel: TypeAlias = Literal["auto", "reference", "decode", "extend", "cascade"]
-
-
-@dataclass(frozen=True, slots=True)
-class BlockSparse:
-    """Pattern of block-sparse attention (vLLM), in sparse blocks of `block_size` tokens from position 0.
-
-    A head attends to the last `local_blocks` blocks, including the query's own, and to every block b with
-    `(b + offset) % vert_stride == 0`. The offset depends on the head, counted from tensor-parallel rank 0: query
-    head * head_sliding_step + 1, or, if that step is negative, KV head * -head_sliding_step + 1. A `vert_stride` of
-    0 or 1 attends to all blocks. `block_size` is a multiple of the pool's block size.
-    """
-
-    vert_stride: int
-    local_blocks: int
-    block_size: int = 64
-    head_sliding_step: int = 0
-    tp_rank: int = 0
 
 
 class Scratch(Protocol):
@@ -235,11 +218,13 @@ def attention(
     call.lse = optional_pointer(lse, "lse", (num_tokens, num_heads), pool.device)
     call.max_query_len = as_int(max_query_len, "max_query_len", 0)
     call.num_common_blocks = as_int(num_common_blocks, "num_common_blocks", 0)
-    call.scale = head_size**-0.5 if scale is None else as_float(scale, "scale", -math.inf)
-    call.sliding_window = as_int(sliding_window, "sliding_window", 0)
-    call.soft_cap = as_float(logits_soft_cap, "logits_soft_cap", 0.0)
-    if block_sparse is not None:
-        call.sparse = _sparse(block_sparse)
+    options = AttentionOptions(
+        scale=head_size**-0.5 if scale is None else as_float(scale, "scale", -math.inf),
+        sliding_window=as_int(sliding_window, "sliding_window", 0),
+        logits_soft_cap=as_float(logits_soft_cap, "logits_soft_cap", 0.0),
+        block_sparse=None if block_sparse is None else _checked_sparse(block_sparse),
+    )
+    set_options(call, options)
     require(kernel in get_args(Kernel), "kernel", f"{kernel!r} is not known")
     call.batch_invariant, call.kernel, call.stream = batch_invariant, kernel, stream
     call.workspace_bytes = call.wanted_workspace_bytes()
@@ -286,17 +271,19 @@ def _extension() -> ModuleType:
     return _cuda
 
 
-def _sparse(sparse: BlockSparse) -> tuple[int, int, int, int, int]:
-    fields = (
-        sparse.vert_stride,
-        sparse.local_blocks,
-        sparse.block_size,
-        sparse.head_sliding_step,
-        sparse.tp_rank,
-    )
-    numbers = tuple(as_int(number, "block_sparse", -(2**31)) for number in fields)
+def set_options(call: _cuda.Attention, options: AttentionOptions) -> None:
+    """Set the options of a call, except the slopes, which are in device memory. A scale of None keeps the call's."""
+    if options.scale is not None:
+        call.scale = options.scale
+    call.soft_cap, call.sliding_window = options.logits_soft_cap, options.sliding_window
+    if options.block_sparse is not None:
+        call.sparse = astuple(options.block_sparse)
+
+
+def _checked_sparse(sparse: BlockSparse) -> BlockSparse:
+    numbers = [as_int(number, "block_sparse", -(2**31)) for number in astuple(sparse)]
     require(all(number < 2**31 for number in numbers), "block_sparse", "is out of range")
-    return cast(tuple[int, int, int, int, int], numbers)
+    return BlockSparse(*numbers)
 
 
 def _call(

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvservice.attention_options import BlockSparse
 from kvservice.errors import InvalidArgumentError
 from kvservice.ops import cuda
-from kvservice.ops.cuda import HOST, BlockSparse, DeviceArray, Kernel
+from kvservice.ops.cuda import HOST, DeviceArray, Kernel
 
 
 class TensorWorkspace:

@@ -5,9 +5,9 @@ stream. Both work on the tensors' memory in place. Importing this module registe
 `torch_cuda` of `kvservice.ops` import torch. Fake kernels make the ops usable under `torch.compile`.
 
 Only the CUDA kernels support FP8 pools (with `k_scale`, `v_scale`) and `block_sparse`, the fields of
-`kvservice.ops.cuda.BlockSparse` in order; the CPU kernels refuse them. `max_query_len` and `num_common_blocks` have an
-effect on CUDA only. If `max_query_len` is not given on CUDA, it is read back from `query_lens`, which synchronizes the
-stream and cannot be captured in a graph.
+`kvservice.attention_options.BlockSparse` in order; the CPU kernels refuse them. `max_query_len` and `num_common_blocks`
+have an effect on CUDA only. If `max_query_len` is not given on CUDA, it is read back from `query_lens`, which
+synchronizes the stream and cannot be captured in a graph.
 """
 
 from __future__ import annotations

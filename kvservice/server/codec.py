@@ -10,9 +10,10 @@ import numpy as np
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
+from kvservice.attention_options import AttentionOptions, BlockSparse
 from kvservice.blocks import BlocksStats, SequenceSnapshot, StepPlan
 from kvservice.config import ServeConfig
-from kvservice.devices import AttentionParameters, BlockSparse, Device
+from kvservice.devices import Device
 from kvservice.errors import InvalidArgumentError
 from kvservice.server.region import Place, Region
 from kvservice.server.regions import Regions, Target
@@ -132,10 +133,10 @@ def optional_layer(request: attention_pb2.WriteRequest | attention_pb2.ReadReque
     return request.layer if request.HasField("layer") else None
 
 
-def attention_options(options: attention_pb2.AttentionOptions) -> AttentionParameters:
+def attention_options(options: attention_pb2.AttentionOptions) -> AttentionOptions:
     slopes = np.array(options.alibi_slopes, np.float32) if options.alibi_slopes else None
     sparse = block_sparse(options.block_sparse) if options.HasField("block_sparse") else None
-    return AttentionParameters(options.scale or None, options.sliding_window, options.logits_soft_cap, slopes, sparse)
+    return AttentionOptions(options.scale or None, options.sliding_window, options.logits_soft_cap, slopes, sparse)
 
 
 def block_sparse(sparse: attention_pb2.BlockSparse) -> BlockSparse:

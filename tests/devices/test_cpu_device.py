@@ -11,9 +11,10 @@ import pytest
 from kv_model import POOL
 
 from kvservice import ops
+from kvservice.attention_options import AttentionOptions
 from kvservice.blocks import AllocationRequest
 from kvservice.config import ServeConfig
-from kvservice.devices import AttentionParameters, open_device
+from kvservice.devices import open_device
 from kvservice.engine import CacheEngine
 
 CONTEXT = 2000
@@ -46,7 +47,7 @@ def decode(batch_invariant: bool, others: int) -> Any:
         tensors = [np.random.default_rng(1).standard_normal((1, h, 128), np.float32) for h in (8, 4, 4)]
         more = [random.standard_normal((others, h, 128), np.float32) for h in (8, 4, 4)]
         both = [np.concatenate(pair) for pair in zip(tensors, more, strict=True)]
-        return (await engine.attend(space, step.step_id, 0, *both, AttentionParameters(), False))[0][0]
+        return (await engine.attend(space, step.step_id, 0, *both, AttentionOptions(), False))[0][0]
 
     try:
         return asyncio.run(run()).view(np.uint32)

@@ -17,9 +17,10 @@ from cuda_rig import TYPES, check_types
 from fake_cuda import DeadlockError, FakeCuda
 from kv_model import HEAD_SIZE, NUM_HEADS, NUM_KV_HEADS, NUM_LAYERS, POOL
 
+from kvservice.attention_options import AttentionOptions, BlockSparse
 from kvservice.blocks import AllocationRequest
 from kvservice.config import ServeConfig
-from kvservice.devices import AttentionParameters, BlockSparse, compute, open_device
+from kvservice.devices import compute, open_device
 from kvservice.devices.cuda import CudaDevice
 from kvservice.devices.sizing import GRANULE_BYTES
 from kvservice.engine import CacheEngine
@@ -53,7 +54,7 @@ class Rig:
         count = len(step.slot_mapping)
         query = np.ones((count, NUM_HEADS, HEAD_SIZE), np.float32)
         kv = np.full((count, NUM_KV_HEADS, HEAD_SIZE), 3.0, np.float32)
-        chosen = AttentionParameters(**options)
+        chosen = AttentionOptions(**options)
         return (await self.engine.attend(self.space, step.step_id, layer, query, kv, kv, chosen, True))[0]
 
     def compute(self, sequence_id: int) -> None:
@@ -351,7 +352,7 @@ def test_options_reach_the_kernel(fake: FakeCuda) -> None:
 def test_sparse_patterns_that_cannot_be(rig: Rig, changes: dict[str, int], field: str) -> None:
     sparse = BlockSparse(**({"vert_stride": 2, "local_blocks": 1, "block_size": 8} | changes))
     with pytest.raises(InvalidArgumentError) as refused:
-        rig.engine.check_options(AttentionParameters(block_sparse=sparse), 4)
+        rig.engine.check_options(AttentionOptions(block_sparse=sparse), 4)
     assert refused.value.field == f"options.block_sparse.{field}"
 
 
@@ -359,7 +360,7 @@ def test_the_cpu_has_no_sparse_patterns_and_no_eight_bits() -> None:
     config = ServeConfig.model_validate(POOL)
     device = open_device(config)
     with pytest.raises(InvalidArgumentError, match="CPU") as refused:
-        device.check_options(AttentionParameters(block_sparse=BlockSparse(2, 1, 8)))
+        device.check_options(AttentionOptions(block_sparse=BlockSparse(2, 1, 8)))
     assert refused.value.field == "options.block_sparse"
     device.close()
     with pytest.raises(InvalidArgumentError) as refused:

@@ -22,6 +22,8 @@ OPTIONS: tuple[dict[str, float | int | bool], ...] = (
     {"sliding_window": 37},
     {"sliding_window": 128},
     {"logits_soft_cap": 3.0},
+    {"logits_soft_cap": 1e6},
+    {"logits_soft_cap": 3e38},
     {"alibi": True},
     {"alibi": True, "sliding_window": 50, "logits_soft_cap": 5.0, "scale": 0.2},
 )

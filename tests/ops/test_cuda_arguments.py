@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 import kvservice
+from kvservice.attention_options import BlockSparse
 from kvservice.errors import FailedPreconditionError, InvalidArgumentError
 from kvservice.ops import cuda
-from kvservice.ops.cuda import HOST, BlockSparse, DeviceArray
+from kvservice.ops.cuda import HOST, DeviceArray
 
 # A pool of 9 blocks of 16 tokens, 3 layers, 2 KV heads of 64; two sequences, three tokens, 4 query heads.
 POOL = DeviceArray(1 << 20, (9, 3, 2, 2, 64 * 16), "bfloat16", 0)

@@ -11,9 +11,10 @@ import ml_dtypes
 import numpy as np
 from kv_model import POOL, reference_attention
 
+from kvservice.attention_options import AttentionOptions
 from kvservice.blocks import AllocationRequest
 from kvservice.config import ServeConfig
-from kvservice.devices import AttentionParameters, open_device
+from kvservice.devices import open_device
 from kvservice.engine import CacheEngine
 from kvservice.pool.layout import TENSOR_DTYPES
 
@@ -46,7 +47,7 @@ class Rig:
         return self.engine.open_step(self.space, np.array([sequence_id]), None)
 
     def attend(self, step: Any, layer: int, query: Any, key: Any, value: Any) -> Any:
-        options = AttentionParameters()
+        options = AttentionOptions()
         work = self.engine.attend(self.space, step.step_id, layer, query, key, value, options, False)
         return asyncio.run(_output(work))
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from kv_model import HEAD_SIZE, NUM_HEADS, NUM_LAYERS, ModelSequence, reference_attention
 
+from kvservice.attention_options import AttentionOptions
 from kvservice.blocks import AllocationRequest
-from kvservice.devices import AttentionParameters
 from kvservice.engine import CacheEngine
 from kvservice.errors import OutOfBlocksError, QuotaExceededError
 
@@ -97,7 +97,7 @@ class Churn:
     async def attend(self, step: Any, layer: int, key: Any, value: Any, whole: list[Any]) -> None:
         query = self.queries.standard_normal((len(key), NUM_HEADS, HEAD_SIZE), np.float32)
         output, _ = await self.engine.attend(
-            self.space, step.step_id, layer, query, key, value, AttentionParameters(), False
+            self.space, step.step_id, layer, query, key, value, AttentionOptions(), False
         )
         ends = np.cumsum(step.query_lens)
         parts = np.split(query, ends[:-1])

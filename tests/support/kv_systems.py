@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 from kv_model import Array, Keys
 
+from kvservice.attention_options import AttentionOptions
 from kvservice.blocks import AllocationRequest
 from kvservice.client import KVClient, Pin, Session
 from kvservice.client import Sequence as ClientSequence
 from kvservice.config import ServeConfig
-from kvservice.devices import AttentionParameters, open_device
+from kvservice.devices import open_device
 from kvservice.engine import CacheEngine
 from kvservice.server.codec import stats_response
 
@@ -135,7 +136,7 @@ class EngineSystem:
         return self.engine.open_step(self.spaces[s], np.array(ids), None if counts is None else np.array(counts))
 
     def attend(self, s: int, step: Any, layer: int, query: Array, key: Array, value: Array) -> Array:
-        work = self.engine.attend(self.spaces[s], step.step_id, layer, query, key, value, AttentionParameters(), False)
+        work = self.engine.attend(self.spaces[s], step.step_id, layer, query, key, value, AttentionOptions(), False)
         output: Array = self._run(work)[0]
         return output
 

@@ -10,9 +10,10 @@ from typing import Any
 from attention_reference import ERROR_BOUND, Array, Batch, Case, compare, make_batch, reference
 from gpu_memory import GpuMemory
 
+from kvservice.attention_options import BlockSparse
 from kvservice.errors import InvalidArgumentError
 from kvservice.ops import cuda
-from kvservice.ops.cuda import BlockSparse, DeviceArray, Kernel
+from kvservice.ops.cuda import DeviceArray, Kernel
 
 # Tensor-core kernels round the softmax weights to the query's dtype (float16 with FP8 pools). The rounding errors have
 # random signs and add up to about the rounding error of the result. The log-sum-exp uses the fast exponential
