@@ -30,10 +30,11 @@ SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if "v1" not in path.rela
 # A package may import itself and these packages of kvservice. All packages must be listed here.
 ROOMS: dict[str, set[str]] = {
     "errors": set(),
+    "attention_options": {"errors"},
     "environment": set(),
     "auth": {"errors"},
     "blocks": {"errors"},
-    "ops": {"errors", "_cuda", "_ext", "pool.layout"},
+    "ops": {"attention_options", "errors", "_cuda", "_ext", "pool.layout"},
     # Shapes, which both ends of the wire know. The rest of the package is for the daemon.
     "pool.layout": set(),
     # Memory files, which the daemon uses not only for the pool.
@@ -42,8 +43,19 @@ ROOMS: dict[str, set[str]] = {
     "pool": {"_cuda", "errors", "ops", "pool.available", "pool.layout", "pool.sealed"},
     "model_shape": {"errors"},
     "config": {"errors", "model_shape", "pool.layout"},
-    "devices": {"_cuda", "_ext", "blocks", "config", "errors", "ops", "pool", "pool.layout", "pool.sealed"},
-    "engine": {"blocks", "config", "devices", "errors", "pool.layout"},
+    "devices": {
+        "_cuda",
+        "_ext",
+        "attention_options",
+        "blocks",
+        "config",
+        "errors",
+        "ops",
+        "pool",
+        "pool.layout",
+        "pool.sealed",
+    },
+    "engine": {"attention_options", "blocks", "config", "devices", "errors", "pool.layout"},
     "wire": {"auth", "errors", "pool.layout", "v1"},
     # Data that daemon and observer share.
     "telemetry": {"blocks", "pool.available"},
@@ -52,6 +64,7 @@ ROOMS: dict[str, set[str]] = {
     "server": {
         "",
         "_ext",
+        "attention_options",
         "auth",
         "blocks",
         "config",
@@ -66,7 +79,18 @@ ROOMS: dict[str, set[str]] = {
         "wire",
     },
     # On the daemon's host it computes on the pool itself, or uses the native end of a lane.
-    "client": {"_cuda", "_ext", "auth", "environment", "errors", "ops", "pool.layout", "v1", "wire"},
+    "client": {
+        "_cuda",
+        "_ext",
+        "attention_options",
+        "auth",
+        "environment",
+        "errors",
+        "ops",
+        "pool.layout",
+        "v1",
+        "wire",
+    },
     "logs": set(),
     "launch": {"config", "environment", "errors", "health"},
     "integrations": {"client", "config", "errors", "model_shape"},

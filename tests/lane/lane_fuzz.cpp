@@ -102,11 +102,8 @@ struct OwnedStep {
             static_cast<int64_t>(slots.size()),
             num_seqs,
             static_cast<int64_t>(block_tables.size()) / num_seqs,
-            slots.data(),
-            query_lens.data(),
-            context_lens.data(),
-            block_tables.data(),
-            LaneDeviceTables{},
+            LaneTables{slots.data(), query_lens.data(), context_lens.data(), block_tables.data()},
+            LaneTables{},
             written.data()};
   }
 };
@@ -333,7 +330,7 @@ class Fuzz {
       call.step = &view;
       call.layer = entry.layer;
       call.num_heads = 4;
-      call.scale = 1.0F / std::sqrt(static_cast<float>(kHeadSize));
+      call.options.scale = 1.0F / std::sqrt(static_cast<float>(kHeadSize));
       call.query = reinterpret_cast<char*>(base);
       call.key = call.query + kQuery * 4;
       call.value = call.key + kKv * 4;
