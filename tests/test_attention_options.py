@@ -34,6 +34,7 @@ def test_python_refuses(vector: Vector) -> None:
 
 @pytest.mark.parametrize("options", VALID, ids=str)
 def test_python_accepts(options: dict[str, Any]) -> None:
+    """`check` raises if it refuses a value at the end of a limit."""
     made(options).check(NUM_HEADS, BLOCK_SIZE)
 
 
