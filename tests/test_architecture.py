@@ -226,6 +226,29 @@ def test_no_module_is_in_an_import_cycle() -> None:
     assert cycles(import_graph()) == set()
 
 
+# The layers of the client, from the bottom; kvservice/client/README.md explains them. A module imports its own layer
+# and lower ones.
+CLIENT_LAYERS = [
+    {"batches", "cuda", "events", "requests", "sequences", "tensors", "tracing", "values"},
+    {"channel", "connection", "fd_passing", "tasks", "threads", "waiting", "watchdog"},
+    {"calls", "context", "region_memory", "regions"},
+    {"pools"},
+    {"transports"},
+    {"contents", "selection", "session", "session_calls", "step"},
+    {"client_core"},
+    {"aio", "blocking"},
+]
+
+
+def test_the_client_is_built_in_layers() -> None:
+    layer_of = {name: layer for layer, names in enumerate(CLIENT_LAYERS) for name in names}
+    for module, imports in import_graph().items():
+        parts = module.split(".")
+        if parts[1:2] == ["client"] and len(parts) > 2:
+            inside = {name.split(".")[2] for name in imports if name.startswith("kvservice.client.")}
+            assert max((layer_of[name] for name in inside), default=0) <= layer_of[parts[2]], module
+
+
 TRANSPORTS = "kvservice.client.transports."
 
 

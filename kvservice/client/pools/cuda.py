@@ -19,8 +19,8 @@ NO_SPARSE = (0, 0, 64, 0, 0)
 
 
 class GpuKernels:
-    """See PoolKernels. The kernels are launched on the current stream. The arguments are already validated: the daemon
-    wrote the tables, and the transport has checked the tensors."""
+    """See MappedKernels. The kernels are launched on the current stream. The arguments are already validated: the
+    daemon wrote the tables, and the transport has checked the tensors."""
 
     takes_gpu_tensors = True
 

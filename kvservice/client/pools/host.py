@@ -15,7 +15,7 @@ from kvservice.wire.tensors import Array
 
 
 class HostKernels:
-    """See PoolKernels. The host kernels are synchronous."""
+    """See MappedKernels. The host kernels are synchronous."""
 
     takes_gpu_tensors = False
     is_busy = False

@@ -26,7 +26,7 @@ class HasStepInfo(Protocol):
     def info(self) -> StepInfo: ...
 
 
-class PoolKernels(Protocol):
+class MappedKernels(Protocol):
     """The kernels on a mapped pool. Tensors and tables are valid; options are those of ScoreOptions."""
 
     takes_gpu_tensors: bool
@@ -65,7 +65,7 @@ class MappedPool:
     step, because its blocks may be reallocated then.
     """
 
-    def __init__(self, layout: PoolLayout, kernels: PoolKernels, tables: mmap.mmap, writable: bool) -> None:
+    def __init__(self, layout: PoolLayout, kernels: MappedKernels, tables: mmap.mmap, writable: bool) -> None:
         self.layout = layout
         self.writable = writable
         self.kernels = kernels
@@ -87,7 +87,7 @@ class MappedPool:
         shape = (info.num_blocks, *layout.block_shape)
         descriptors = await context.fds.fetch(response.handover_token, 2)
         try:
-            kernels: PoolKernels
+            kernels: MappedKernels
             if device is None:
                 kernels = HostKernels.open(info, shape, descriptors[0], response.pool_bytes, writable)
             else:
