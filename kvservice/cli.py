@@ -173,7 +173,7 @@ def top(
     if not once and not sys.stdout.isatty():
         raise click.UsageError("this is no terminal: --once prints one snapshot")
     from kvservice.health import address_of
-    from kvservice.top import SORT_KEYS, Options, run
+    from kvservice.top import SORT_KEYS, TopOptions, run
 
     if sort not in SORT_KEYS:
         raise click.BadParameter(f"one of {', '.join(SORT_KEYS)}", param_hint="--sort")
@@ -181,7 +181,7 @@ def top(
     if not where:
         raise click.UsageError("--address is needed: the configuration opens no gRPC address")
     try:
-        run(Options(where, interval, once, as_json, sort, search, presented.at(where)))
+        run(TopOptions(where, interval, once, as_json, sort, search, presented.at(where)))
     except KVServiceError as error:
         raise click.ClickException(f"no answer from {where}: {error}") from None
 

@@ -193,7 +193,7 @@ def beside_decode(bench: Bench, rounds: int) -> dict[str, float]:
     if not error <= MAX_ERROR:
         raise InternalError(f"wrong result of the decode: relative error {error:.3g}")
     alone_s = cuda_timing.device_seconds({"decode": graph.replay}, rounds)["decode"]
-    with Swapper(bench.swap_out, bench.leaving) as out_way, Swapper(bench.swap_in, bench.coming) as in_way:
+    with SwapThread(bench.swap_out, bench.leaving) as out_way, SwapThread(bench.swap_in, bench.coming) as in_way:
         start = (time.perf_counter(), out_way.bytes, in_way.bytes)
         beside_s = cuda_timing.device_seconds({"decode": graph.replay}, rounds)["decode"]
         seconds, left, came = (
@@ -209,7 +209,7 @@ def beside_decode(bench: Bench, rounds: int) -> dict[str, float]:
     }
 
 
-class Swapper:
+class SwapThread:
     """Copies the blocks of one direction repeatedly, from its own thread on its own stream, two calls ahead of the
     device. `bytes` counts the completed copies."""
 

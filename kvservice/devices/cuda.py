@@ -29,7 +29,7 @@ from kvservice.devices.base import (
 from kvservice.devices.compute import Compute, ComputeCall
 from kvservice.devices.copies import Copies, Tier
 from kvservice.devices.cuda_lanes import CudaLanes, CudaLaneSession
-from kvservice.devices.kernels import PoolKernels
+from kvservice.devices.kernels import CudaPoolKernels
 from kvservice.devices.scales import load_scales
 from kvservice.devices.warmup import warm_up
 from kvservice.errors import InvalidArgumentError, ResourceExhaustedError
@@ -80,7 +80,7 @@ class CudaDevice:
         cuda.fill_async(self._workspace, 0, COUNTER_BYTES, compute.stream.handle)
         self._scales = self._take_scales()
         block = compute.allocate(self.layout.block_bytes)
-        kernels = PoolKernels(cuda, config, compute.stream.handle, block, 1, self._scales)
+        kernels = CudaPoolKernels(cuda, config, compute.stream.handle, block, 1, self._scales)
         warm_up(compute, kernels, self._workspace, self._workspace_bytes)
         compute.free(block)
         compute.stream.synchronize()
@@ -116,7 +116,7 @@ class CudaDevice:
         }
         tiers = Tier(self.pool.pointer, num_blocks), Tier(self.swap_pool.blocks.ctypes.data, self.num_swap_blocks)
         compute.copies = Copies(cuda, self._number, compute.stream, *tiers, self.layout.block_bytes)
-        self._kernels = PoolKernels(
+        self._kernels = CudaPoolKernels(
             cuda, config, compute.stream.handle, self.pool.pointer, self.num_blocks, self._scales
         )
 

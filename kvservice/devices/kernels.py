@@ -38,7 +38,7 @@ def new_attention(cuda: ModuleType, attributes: Mapping[str, float]) -> _cuda.At
     return call
 
 
-class PoolKernels:
+class CudaPoolKernels:
     """The kernels for one pool. `pool` is the address of `num_blocks` blocks. `scales` is the address of
     float32[2, num_layers, num_kv_heads], or 0."""
 

@@ -6,14 +6,14 @@ import numpy as np
 
 from kvservice.devices.arena import aligned
 from kvservice.devices.compute import Compute
-from kvservice.devices.kernels import PoolKernels
+from kvservice.devices.kernels import CudaPoolKernels
 from kvservice.pool.layout import TENSOR_DTYPES
 
 # Tokens of the larger warm-up call.
 NUM_TOKENS = 256
 
 
-def warm_up(compute: Compute, kernels: PoolKernels, workspace: int, workspace_bytes: int) -> None:
+def warm_up(compute: Compute, kernels: CudaPoolKernels, workspace: int, workspace_bytes: int) -> None:
     """Write, read and attend over zeros. `kernels` has a pool of one block, to which every table entry refers."""
     config = kernels.config
     tensor_bytes = aligned(NUM_TOKENS * config.num_kv_heads * config.head_size * TENSOR_DTYPES[config.dtype].itemsize)

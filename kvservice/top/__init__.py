@@ -5,6 +5,6 @@ from kvservice.environment import prepare_grpc
 prepare_grpc()
 
 from kvservice.top.columns import SORT_KEYS  # noqa: E402  the environment must be set first
-from kvservice.top.run import Options, run  # noqa: E402
+from kvservice.top.run import TopOptions, run  # noqa: E402
 
-__all__ = ["SORT_KEYS", "Options", "run"]
+__all__ = ["SORT_KEYS", "TopOptions", "run"]

@@ -12,7 +12,7 @@ from kvservice.top.source import Source
 
 
 @dataclass(frozen=True)
-class Options:
+class TopOptions:
     address: str
     interval_s: float
     once: bool
@@ -22,12 +22,12 @@ class Options:
     credentials: ClientCredentials
 
 
-def run(options: Options) -> None:
+def run(options: TopOptions) -> None:
     """Run until the user quits. Raises KVServiceError if no daemon answers at the start."""
     asyncio.run(_run(options))
 
 
-async def _run(options: Options) -> None:
+async def _run(options: TopOptions) -> None:
     async with Source(options.address, options.credentials) as source:
         snapshot = await source.first_snapshot(options.search)
         if options.as_json:

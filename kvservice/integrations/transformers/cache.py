@@ -72,7 +72,7 @@ class KVServiceCache(Cache):
         # bool [rows, columns]: which of the stored columns are tokens.
         self._mask: torch.Tensor | None = None
         # The model that computed the K/V; None before the first pass.
-        self._identity: keys.Identity | None = None
+        self._identity: keys.ModelIdentity | None = None
         self._pass: ForwardPass | None = None
         self._num_skipped = 0
 
@@ -118,7 +118,7 @@ class KVServiceCache(Cache):
             self._pass, self._num_skipped = None, 0
         self._mask, self._identity = batch.mask, identity
 
-    def _check_identity(self, model: PreTrainedModel, unusual: str, batch: Batch) -> keys.Identity:
+    def _check_identity(self, model: PreTrainedModel, unusual: str, batch: Batch) -> keys.ModelIdentity:
         """Return the identity of the cache from this pass on.
 
         Raises FailedPreconditionError if the pass would put K/V into the prefix cache under a wrong key.
@@ -126,11 +126,11 @@ class KVServiceCache(Cache):
         if self._identity and self._identity.private_because:
             return self._identity
         if not self._share:
-            return keys.Identity(b"", "share=False")
+            return keys.ModelIdentity(b"", "share=False")
         prompt = batch.num_columns > 1 or None in self._rows.sequences or not self._rows.sequences
         current = keys.identify(model, thorough=prompt)
         if unusual and not current.private_because:
-            current = keys.Identity(b"", unusual)
+            current = keys.ModelIdentity(b"", unusual)
         if self._identity and current != self._identity:
             raise FailedPreconditionError(
                 f"{current.private_because or 'this is another model, or its weights have changed'}, while K/V that "
@@ -138,7 +138,7 @@ class KVServiceCache(Cache):
             )
         return current
 
-    def _row_keys(self, identity: keys.Identity, num_rows: int) -> list[ExtraKeys]:
+    def _row_keys(self, identity: keys.ModelIdentity, num_rows: int) -> list[ExtraKeys]:
         if identity.private_because:
             return [keys.private_keys() + self._extra_keys for _ in range(num_rows)]
         return [keys.shared_keys(identity) + self._extra_keys] * num_rows

@@ -8,7 +8,7 @@ copy, PEFT's layers must have the same active, merged and disabled adapters and 
 unchanged (see `weights.py`). Before a prompt's pass the constants of modules are compared too. Changes of code, and of
 other objects in modules, are not detected. After such a change, uninstall() the model and install() it again.
 
-The K/V of some models are never shared, because they depend on more; `Identity.private_because` gives the reason.
+The K/V of some models are never shared, because they depend on more; `ModelIdentity.private_because` gives the reason.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _values_of: Callable[[dict[Any, Any]], Iterable[Any]] = dict.values
 
 
 @dataclass(frozen=True)
-class Identity:
+class ModelIdentity:
     """The current identity of a model.
 
     `private_because` is the reason why its K/V must not be shared, or empty; with a reason, `key` is not the key of any
@@ -79,7 +79,7 @@ class _Fingerprint:
         self._weights = Weights()
         self._walk(model)
 
-    def identity(self, model: PreTrainedModel, thorough: bool) -> Identity:
+    def identity(self, model: PreTrainedModel, thorough: bool) -> ModelIdentity:
         with self._lock:
             if not self._same_objects(model) or (thorough and _plain_attributes(model) != self._plain):
                 self._walk(model)
@@ -107,10 +107,10 @@ class _Fingerprint:
         self._description = _describe(model, self._adapter_states, self._plain)
         self._identity = self._identify()
 
-    def _identify(self) -> Identity:
+    def _identify(self) -> ModelIdentity:
         if self._private_because:
-            return Identity(b"", self._private_because, self._depends_on_length)
-        return Identity(hashlib.sha256(self._description + self._weights.digest()).digest())
+            return ModelIdentity(b"", self._private_because, self._depends_on_length)
+        return ModelIdentity(hashlib.sha256(self._description + self._weights.digest()).digest())
 
     def _current_members(self) -> Iterator[object]:
         return chain(chain.from_iterable(map(_values_of, self._tables)), (_END,))
@@ -126,7 +126,7 @@ class _Fingerprint:
 _fingerprints: WeakKeyDictionary[PreTrainedModel, _Fingerprint] = WeakKeyDictionary()
 
 
-def identify(model: PreTrainedModel, thorough: bool = True) -> Identity:
+def identify(model: PreTrainedModel, thorough: bool = True) -> ModelIdentity:
     """Return the model's current identity. `thorough` also detects changes of weights that do not raise their version;
     it costs about as much as computing a token and is for passes that compute a prompt."""
     fingerprint = _fingerprints.get(model)
@@ -149,7 +149,7 @@ def model_keys(model: PreTrainedModel) -> ExtraKeys:
     return private_keys() if identity.private_because else shared_keys(identity)
 
 
-def shared_keys(identity: Identity) -> ExtraKeys:
+def shared_keys(identity: ModelIdentity) -> ExtraKeys:
     return [(0, b"model:" + identity.key)]
 
 

@@ -65,17 +65,17 @@ def test_the_pool_takes_its_share_of_the_memory() -> None:
 FAULTY = """
 import sys
 from kvservice.config import load_config
-from kvservice.devices.kernels import PoolKernels
+from kvservice.devices.kernels import CudaPoolKernels
 from kvservice.server.daemon import run
 
-right = PoolKernels.attention_over
+right = CudaPoolKernels.attention_over
 
 def broken(self, *arguments):
     call = right(self, *arguments)
     call.block_tables = 4096  # nobody's memory
     return call
 
-PoolKernels.attention_over = broken
+CudaPoolKernels.attention_over = broken
 sys.exit(run(load_config({options!r} | {{"unix_socket": sys.argv[1]}}, {{}})))
 """
 
