@@ -269,6 +269,26 @@ def test_cycles_are_found_wherever_the_import_stands() -> None:
     assert "kvservice.config" in import_graph()["kvservice.cli"]
 
 
+# Classes of two packages that are the same thing, so that neither package has to import the other.
+SAME_THING = {"BlockSparse"}
+
+
+def class_names() -> dict[str, set[str]]:
+    """Return the packages that define a class of each name at the top level of a module."""
+    found: dict[str, set[str]] = {}
+    for path in SOURCES:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, set()).add(room(path))
+    return found
+
+
+def test_no_two_packages_have_a_class_of_the_same_name() -> None:
+    names = class_names()
+    assert names["SessionRegistry"] == {"server"}
+    assert {name: rooms for name, rooms in names.items() if len(rooms) > 1 and name not in SAME_THING} == {}
+
+
 def test_rules_see_what_they_forbid() -> None:
     tree = ast.parse(
         "from typing import TYPE_CHECKING\nimport a\nif TYPE_CHECKING:\n    import b\nelse:\n    import c\n"
