@@ -442,7 +442,8 @@ def test_tests_without_an_assertion_say_what_would_fail() -> None:
     silent = []
     for path in sorted(Path(__file__).parent.rglob("test_*.py")):
         for node in ast.parse(path.read_text()).body:
-            is_test = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_")
-            if is_test and not checks(node) and not ast.get_docstring(node):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or not node.name.startswith("test_"):
+                continue
+            if not checks(node) and not ast.get_docstring(node):
                 silent.append(f"{path.name}: {node.name}")
     assert silent == []

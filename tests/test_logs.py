@@ -43,7 +43,7 @@ def test_a_line_is_an_object(capsys) -> None:
 
 def test_fields_that_are_given_are_fields(capsys) -> None:
     logs.configure("info", "json")
-    given = {"session_id": 17, "request_id": 1 << 63, "method": "append", "status": "NOT_FOUND"}
+    given: dict[str, Any] = {"session_id": 17, "request_id": 1 << 63, "method": "append", "status": "NOT_FOUND"}
     logger.warning("refused", extra=given | {"color_message": "\x1b[1mrefused\x1b[0m"})
     (line,) = logged(capsys)
     assert {name: line[name] for name in given} == given

@@ -12,7 +12,7 @@ from kvservice.config import load_config
 from kvservice.errors import InvalidArgumentError
 from kvservice.model_shape import PoolOptions, pool_options, read_pool_options
 
-LLAMA = {
+LLAMA: dict[str, Any] = {
     "model_type": "llama",
     "num_hidden_layers": 32,
     "num_attention_heads": 32,

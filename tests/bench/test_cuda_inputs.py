@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,8 +33,9 @@ def as_numpy(tensor: torch.Tensor) -> npt.NDArray[np.generic]:
 
 
 def attend(inputs: Inputs, layer: int, **options: float) -> torch.Tensor:
-    lens = (as_numpy(array) for array in (inputs.query_lens, inputs.block_tables, inputs.context_lens))
-    out = ops.attention(as_numpy(inputs.pool), layer, as_numpy(inputs.query), *lens, **options)  # type: ignore[arg-type]
+    lens: Any = [as_numpy(array) for array in (inputs.query_lens, inputs.block_tables, inputs.context_lens)]
+    values: Any = options
+    out: Any = ops.attention(as_numpy(inputs.pool), layer, as_numpy(inputs.query), *lens, **values)
     return torch.from_numpy(np.asarray(out, np.float32))
 
 

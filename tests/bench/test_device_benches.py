@@ -30,7 +30,7 @@ DECODE: dict[str, Any] = {
     "peer_us": 265.0,
     "speedup": 1.011,
 }
-EXTEND = DECODE | {
+EXTEND: dict[str, Any] = DECODE | {
     "name": "extend bf16 32/8x128 1x8192 on 0",
     "kind": "extend",
     "gb_per_s": None,

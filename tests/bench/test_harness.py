@@ -58,6 +58,7 @@ def test_attention_in_float64(library: str) -> None:
         weights = np.exp(keys[head // 2][seen] @ query[row, head] * 0.5)
         expected[row, head] = weights @ values[head // 2][seen] / weights.sum()
     as_array = xp.asarray if library == "numpy" else xp.from_numpy
-    got = attention_rows(xp, *(as_array(array) for array in (query, keys, values, hidden)), 0.5)
+    inputs = [as_array(array) for array in (query, keys, values, hidden)]
+    got = attention_rows(xp, inputs[0], inputs[1], inputs[2], inputs[3], 0.5)
     assert largest_error(got, as_array(expected)) < 1e-12
     assert largest_error(got * 1.01, as_array(expected)) == pytest.approx(0.01)

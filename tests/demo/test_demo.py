@@ -76,6 +76,8 @@ def test_all_is_well(play, capsys) -> None:
 def test_in_bfloat16_the_logits_are_as_good_as_the_librarys_own() -> None:
     result = run(address=None, device="cpu", dtype="bfloat16", console=Console(), quiet=True)
     assert result.problems == ()
+    assert result.logits_error is not None
+    assert result.library_logits_error is not None
     assert 0 < result.logits_error < 2 * result.library_logits_error
     assert (result.dtype, result.tokens) == ("bfloat16", 8 * 32)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -87,7 +88,7 @@ def test_the_example_makes_traffic_of_every_kind(stack: Stack) -> None:
     stack.compose("up", "--detach", "--no-build", "example")
     try:
         for increase in increases:
-            wait_for(increase, lambda increase=increase: any(stack.values(f"rate({increase}[1m]) > 0")))
+            wait_for(increase, functools.partial(stack.rises, increase))
     finally:
         stack.compose("stop", "example")
     assert stack.state("example")["ExitCode"] == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import subprocess
@@ -87,7 +88,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrometheusS
         server.wait_for("lost sessions", lambda: server.values('ALERTS{alertname="KVServiceSessionsLost"}'))
         # The recorded metrics of the second round appear at the next evaluation of the rules.
         for selector in sorted({found for rule in RULES.values() for found in SELECTOR.findall(rule["expr"])} - QUIET):
-            server.wait_for(selector, lambda selector=selector: server.values(selector))
+            server.wait_for(selector, functools.partial(server.values, selector))
         yield server
 
 

@@ -47,7 +47,8 @@ def decode(batch_invariant: bool, others: int) -> Any:
         tensors = [np.random.default_rng(1).standard_normal((1, h, 128), np.float32) for h in (8, 4, 4)]
         more = [random.standard_normal((others, h, 128), np.float32) for h in (8, 4, 4)]
         both = [np.concatenate(pair) for pair in zip(tensors, more, strict=True)]
-        return (await engine.attend(space, step.step_id, 0, *both, AttentionOptions(), False))[0][0]
+        query, key, value = both
+        return (await engine.attend(space, step.step_id, 0, query, key, value, AttentionOptions(), False))[0][0]
 
     try:
         return asyncio.run(run()).view(np.uint32)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,7 +37,7 @@ sys.exit(run(load_config({options!r} | {{"unix_socket": sys.argv[1]}}, {{}})))
 
 
 def test_it_ends_with_its_own_status_and_one_line(tmp_path: Path) -> None:
-    options = POOL | {"device": "cuda", "tcp_address": "", "http_address": "", "max_message_mib": 1}
+    options: dict[str, Any] = POOL | {"device": "cuda", "tcp_address": "", "http_address": "", "max_message_mib": 1}
     options["allow_client_shm"] = "off"
     script, path, said = tmp_path / "failing.py", tmp_path / "k.sock", tmp_path / "log"
     script.write_text(SCRIPT.format(support=str(SUPPORT), options=options))

@@ -27,7 +27,7 @@ from kvservice.engine import CacheEngine
 from kvservice.errors import InternalError, InvalidArgumentError, KVServiceError, ResourceExhaustedError
 
 BLOCK_BYTES = 4096
-CUDA = POOL | {"device": "cuda", "max_message_mib": 1, "allow_client_shm": "off"}
+CUDA: dict[str, Any] = POOL | {"device": "cuda", "max_message_mib": 1, "allow_client_shm": "off"}
 
 
 def config_of(**changes: Any) -> ServeConfig:
@@ -398,7 +398,7 @@ def test_the_real_module_is_what_the_fake_stands_for() -> None:
     }  # fmt: skip
     assert {name for name in names if not hasattr(fake, name)} == not_without_a_gpu
     attention = next(node for node in stub.body if isinstance(node, ast.ClassDef) and node.name == "Attention")
-    attributes = {node.target.id for node in attention.body if isinstance(node, ast.AnnAssign)}
+    attributes = {ast.unparse(node.target) for node in attention.body if isinstance(node, ast.AnnAssign)}
     rig_of_its_own = sys.modules.get("kvservice._cuda")
     sys.modules["kvservice._cuda"] = fake
     try:

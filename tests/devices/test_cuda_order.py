@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import fake_cuda
 import numpy as np
@@ -28,7 +28,7 @@ from kvservice.engine import CacheEngine
 from kvservice.errors import InternalError, InvalidArgumentError
 
 CONFIG = ServeConfig.model_validate(POOL | {"device": "cuda", "max_message_mib": 1, "allow_client_shm": "off"})
-COMMON = {
+COMMON: dict[str, Any] = {
     "stateful_step_count": 40,
     "phases": [Phase.generate],
     "deadline": None,
@@ -52,7 +52,7 @@ def run_machine(new_fake: Callable[[], FakeCuda], max_examples: int) -> None:
         return KVMachine(lambda: EngineSystem(CONFIG, NUM_SESSIONS, check_integrity=False))
 
     searching = settings(max_examples=max_examples, derandomize=True, report_multiple_bugs=False, **COMMON)
-    run_state_machine_as_test(machine, settings=searching)
+    run_state_machine_as_test(cast(Any, machine), settings=searching)
 
 
 @pytest.mark.usefixtures("way")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +27,7 @@ def test_tables_that_differ_at_once_are_hardly_looked_at() -> None:
     class Counted(np.ndarray):
         looked_at = 0
 
-        def __getitem__(self, index: object) -> object:
+        def __getitem__(self, index: Any) -> Any:
             part = super().__getitem__(index)
             Counted.looked_at += part.size
             return part

@@ -33,7 +33,8 @@ MESSAGES = [
 
 
 def varint(number: int) -> bytes:
-    return encoder._VarintBytes(number)
+    encode: Any = encoder
+    return bytes(encode._VarintBytes(number))
 
 
 def record(number: int, wire_type: int, value: bytes) -> bytes:

@@ -97,7 +97,7 @@ def clients() -> Iterator[Callable[[dict[str, Any]], KVClient]]:
         def connect(options: dict[str, Any]) -> KVClient:
             shape = tuple(options.values())
             if shape not in connected:
-                sizes = {"block_size": 4, "num_blocks": 256, "swap_space_gib": 0.01, "watermark": 0.0}
+                sizes: dict[str, Any] = {"block_size": 4, "num_blocks": 256, "swap_space_gib": 0.01, "watermark": 0.0}
                 daemon = stack.enter_context(Daemon(**options, **sizes))
                 connected[shape] = stack.enter_context(KVClient(daemon.address))
             return connected[shape]

@@ -134,7 +134,11 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor, what: str) -> Non
 
 def check_router_logits(subject: Subject) -> None:
     """Router logits are for every column, even if the prompt is cached and only the last logits are requested."""
-    inputs = {"input_ids": prompts()["input_ids"][:1], "logits_to_keep": 1, "output_router_logits": True}
+    inputs: dict[str, Any] = {
+        "input_ids": prompts()["input_ids"][:1],
+        "logits_to_keep": 1,
+        "output_router_logits": True,
+    }
     expected = subject.reference(**inputs).router_logits
     for _ in range(2):
         actual = subject.model(**inputs, past_key_values=KVServiceCache(subject.kv)).router_logits

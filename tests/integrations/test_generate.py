@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -86,7 +87,7 @@ def test_all_logits_are_computed_if_asked_for(llama, batch, positions) -> None:
 
 def test_hidden_states_are_complete_on_a_cached_prompt(llama, batch) -> None:
     kv = llama.new_session()
-    inputs = {"input_ids": batch["input_ids"][:1], "logits_to_keep": 1, "output_hidden_states": True}
+    inputs: dict[str, Any] = {"input_ids": batch["input_ids"][:1], "logits_to_keep": 1, "output_hidden_states": True}
     expected = llama.reference(**inputs).hidden_states[-1]
     for _ in range(2):
         actual = llama.model(**inputs, past_key_values=KVServiceCache(kv)).hidden_states[-1]
@@ -111,7 +112,7 @@ def test_beam_search_forks(llama, batch) -> None:
 
 
 def test_parallel_samples(llama, batch) -> None:
-    arguments = {**batch, "max_new_tokens": 8, "do_sample": True, "top_k": 0, "num_return_sequences": 2}
+    arguments: dict[str, Any] = {**batch, "max_new_tokens": 8, "do_sample": True, "top_k": 0, "num_return_sequences": 2}
     torch.manual_seed(4)
     expected = llama.reference.generate(**arguments)
     torch.manual_seed(4)
@@ -152,7 +153,7 @@ def test_a_conversation_goes_on_in_the_same_cache(llama, batch) -> None:
     first = llama.model.generate(**batch, max_new_tokens=5, do_sample=False, past_key_values=cache)
     ids = torch.cat([first, torch.randint(1, 97, (3, 4))], 1)
     mask = torch.cat([batch["attention_mask"], torch.ones(3, 9, dtype=torch.long)], 1)
-    arguments = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 6, "do_sample": False}
+    arguments: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 6, "do_sample": False}
     with counted_columns(llama.model) as columns:
         actual = llama.model.generate(**arguments, past_key_values=cache)
     assert columns[0] == 5, "one token of the first answer was not computed yet, and four are new"

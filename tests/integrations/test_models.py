@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,13 @@ from kvservice.errors import InvalidArgumentError
 from kvservice.integrations.transformers import install, pool_options, uninstall
 from kvservice.integrations.transformers.own_attention import alibi_slopes
 
-TINY = {"vocab_size": 11, "hidden_size": 64, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+TINY: dict[str, Any] = {
+    "vocab_size": 11,
+    "hidden_size": 64,
+    "intermediate_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
 
 
 def test_pool_options_of_each_family(pair) -> None:

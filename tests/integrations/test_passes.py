@@ -184,7 +184,7 @@ def test_a_copy_of_a_cache_is_a_fork(llama, cache) -> None:
     llama.model(**prefix, past_key_values=cache)
     for ending in ([[41, 3]], [[18, 77]]):
         prompt = torch.cat([prefix["input_ids"], torch.tensor(ending)], 1)
-        arguments = {"max_new_tokens": 8, "do_sample": False}
+        arguments: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
         actual = llama.model.generate(prompt, past_key_values=copy.deepcopy(cache), **arguments)
         assert torch.equal(
             actual, llama.reference.generate(prompt, past_key_values=copy.deepcopy(expected), **arguments)

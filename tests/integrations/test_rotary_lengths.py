@@ -26,7 +26,7 @@ from .conftest import ROTARY
 
 ORIGINAL_LENGTH = 16
 HALF_HEAD = 16
-LONG_ROPE = {
+LONG_ROPE: dict[str, Any] = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
     "factor": 4.0,
@@ -45,7 +45,7 @@ DYNAMIC = {
     "max_position_embeddings": ORIGINAL_LENGTH,
     "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 8.0},
 }
-EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": None}
+EXPERTS: dict[str, Any] = {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": None}
 MODELS = {
     "Phi3": ROTARY | LONG,
     "Phimoe": ROTARY | LONG | EXPERTS | {"rope_parameters": LONG_ROPE | {"short_mscale": 1.0, "long_mscale": 1.2}},
@@ -75,7 +75,7 @@ def kv(clients, reference: PreTrainedModel) -> Iterator[Session]:
 
 def test_generates_across_the_original_length(model, reference, kv, batch) -> None:
     """A prompt that grows beyond the original length, a longer prompt in the same cache, and the first prompt again."""
-    arguments = {**batch, "max_new_tokens": 8, "do_sample": False}
+    arguments: dict[str, Any] = {**batch, "max_new_tokens": 8, "do_sample": False}
     outputs = []
     library: dict[str, Any] = {"past_key_values": DynamicCache(config=reference.config)}
     if "phi" in reference.config.model_type:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import mmap
 import select
+from typing import Any
 
 import pytest
 from lane_rig import OK, SESSION_NUMBER, TIMEOUT_S, LaneRig, lane
@@ -81,7 +82,7 @@ def lane_memory() -> memoryview:
 
 
 @pytest.mark.parametrize("number", [None, 1.5, 2**63])
-def test_the_number_of_a_session_is_checked(number: object) -> None:
+def test_the_number_of_a_session_is_checked(number: Any) -> None:
     with pytest.raises(InvalidArgumentError, match="number"):
         _ext.LaneSession(2, _ext.FinishedSteps(), number)
 

@@ -155,10 +155,11 @@ def test_a_step_is_finished_by_the_lane_that_is_done_last() -> None:
         client = _ext.LaneClient(memory, 20.0)
         step = slow_step(rig)
         call = rig.tensors(step)
-        places = [rig.put(call.query), rig.put(call.key), rig.put(call.value), rig.reserve(call.query.nbytes)]
-        first = rig.client.submit(1, 0, False, 4, *places, None)
+        query, key, value = rig.put(call.query), rig.put(call.key), rig.put(call.value)
+        output = rig.reserve(call.query.nbytes)
+        first = rig.client.submit(1, 0, False, 4, query, key, value, output, None)
         wait_until(lambda: step.written[0])
-        last = client.submit(1, 1, False, 4, *places, None)
+        last = client.submit(1, 1, False, 4, query, key, value, output, None)
         wait_until(lambda: step.written[1])
         assert rig.wait(first) == OK
         assert client.wait(last, TIMEOUT_S) == OK
@@ -174,9 +175,10 @@ def test_lanes_of_one_session_finish_a_step_together() -> None:
         for step_id in range(1, 21):
             rig.release_places()
             call = rig.tensors(rig.publish(step_id, (1,), (5,)))
-            places = [rig.put(call.query), rig.put(call.key), rig.put(call.value), rig.reserve(call.query.nbytes)]
+            query, key, value = rig.put(call.query), rig.put(call.key), rig.put(call.value)
+            output = rig.reserve(call.query.nbytes)
             sent = [
-                (end, end.submit(step_id, layer, True, 4, *places, None))
+                (end, end.submit(step_id, layer, True, 4, query, key, value, output, None))
                 for layer in range(64)
                 for end in (rig.client, client)
                 if layer % 2 == (end is client) or layer % 8 == 0

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ports import free_port
@@ -38,7 +39,7 @@ class Exposed:
 def exposed() -> Exposed:
     """By a daemon with calls that bring forth every kind of metric."""
     port = free_port()
-    options = {"http_address": f"127.0.0.1:{port}", "http_token": HTTP_TOKEN, "event_token_ids": True}
+    options: dict[str, Any] = {"http_address": f"127.0.0.1:{port}", "http_token": HTTP_TOKEN, "event_token_ids": True}
     with (
         Daemon(**options, **POOL) as daemon,
         KVClient(daemon.address) as client,

@@ -90,7 +90,7 @@ def busy(samples: Samples, direction: str) -> float:
 def test_calls_are_told_apart_by_method_status_and_transport(running: tuple[Daemon, int]) -> None:
     daemon, port = running
     with grpc.insecure_channel(daemon.address) as channel:
-        stub: Any = blocks_pb2_grpc.BlockServiceStub(channel)  # type: ignore[no-untyped-call]
+        stub: Any = blocks_pb2_grpc.BlockServiceStub(channel)
         with pytest.raises(grpc.RpcError):
             stub.Free(blocks_pb2.FreeRequest(session_token=b"none", sequence_ids=[1]))
     with KVClient(daemon.address, transport="inline") as client, client.session() as kv:
@@ -125,11 +125,11 @@ def test_calls_in_flight_are_counted(running: tuple[Daemon, int]) -> None:
     scrape(port)
     (observer,) = children(daemon.process.pid)
     with grpc.insecure_channel(daemon.address) as channel:
-        stub: Any = inspect_pb2_grpc.InspectServiceStub(channel)  # type: ignore[no-untyped-call]
+        stub: Any = inspect_pb2_grpc.InspectServiceStub(channel)
         os.kill(observer, signal.SIGSTOP)
         try:
             waiting = [stub.GetSnapshot.future(inspect_pb2.GetSnapshotRequest(), timeout=60) for _ in range(64)]
-            pool: Any = pool_pb2_grpc.PoolServiceStub(channel)  # type: ignore[no-untyped-call]
+            pool: Any = pool_pb2_grpc.PoolServiceStub(channel)
             pool.Ping(pool_pb2.PingRequest())  # behind them on their connection
         finally:
             os.kill(observer, signal.SIGCONT)

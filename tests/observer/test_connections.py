@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -171,9 +171,8 @@ async def status_of(port: int, path: bytes = b"/metrics") -> int:
 
 
 @pytest.fixture
-def sweeping_often(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def sweeping_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "SWEEP_EVERY_S", 0.01)
-    return
 
 
 @pytest.mark.parametrize("half", [b"", GET[:20]], ids=["nothing", "half a request"])

@@ -66,7 +66,7 @@ def assert_blocks(pool: ObservedPool, tier: str, num_blocks: int) -> None:
         told = [tuple(holder.values()) for holder in found["sequences"]]
         assert sorted(told) == sorted(holders.get(block, []))
         assert found["sequences_left_out"] == 0
-        hashes = [
+        hashes: list[str | None] = [
             each.hex()
             for each, at in pool.manager.state.device.index.blocks.items()
             if at == block and tier == "device"

@@ -7,7 +7,7 @@ import base64
 import contextlib
 import json
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, MutableMapping
 from typing import Any
 
 import pytest
@@ -38,7 +38,7 @@ class Reader:
         await self._gone.wait()
         return {"type": "http.disconnect"}
 
-    async def _send(self, message: dict[str, Any]) -> None:
+    async def _send(self, message: MutableMapping[str, Any]) -> None:
         await self.reading.wait()
         if message["type"] == "http.response.start":
             self.status = message["status"]

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 import ssl
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -35,9 +35,8 @@ def reloading(tmp_path: Path) -> Reloading[Certificates]:
 
 
 @pytest.fixture(autouse=True)
-def sweeping_often(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def sweeping_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "SWEEP_EVERY_S", 0.01)
-    return
 
 
 def scenario(

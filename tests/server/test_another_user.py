@@ -9,19 +9,20 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from other_user import as_user, run_as
 from small_pool import SMALL_POOL
 
 from kvservice.client import KVClient
-from kvservice.client.blocking import finish
+from kvservice.client.threads import finish
 from kvservice.config import ServeConfig
 from kvservice.errors import InvalidArgumentError, PoolNotSharedError, RegionsNotAllowedError
 from kvservice.launch import Daemon
 from kvservice.server import session_user
 from kvservice.server.clock import Clock, SystemClock
+from kvservice.server.fd_passing import TOKEN_S
 from kvservice.server.peers import Peer
 from kvservice.server.session_user import SessionUser, Trust
 from kvservice.v1 import shared_memory_pb2
@@ -149,7 +150,7 @@ def test_without_a_token_nothing_is_opened_by_its_name(auto: Daemon) -> None:
     with KVClient(auto.address) as client, client.session() as kv, shm_object(0o600) as path:
         request.key = path.name
         with pytest.raises(RegionsNotAllowedError, match="handover_token"):
-            finish(kv._core.call("system_shared_memory_register", request))
+            finish(cast(Any, kv._core).call("system_shared_memory_register", request))
 
 
 def test_who_is_trusted_has_a_lane(trusting: Daemon) -> None:
@@ -209,11 +210,11 @@ def test_a_token_is_of_one_session_and_good_once(trusting: Daemon) -> None:
         request = shared_memory_pb2.SystemSharedMemoryRegisterRequest(name="r", key=path.name, byte_size=4096)
         request.handover_token = finish(one._core.context.fds.introduce())
         with pytest.raises(InvalidArgumentError, match="handover_token"):
-            finish(other._core.call("system_shared_memory_register", request))
-        finish(one._core.call("system_shared_memory_register", request))
+            finish(cast(Any, other._core).call("system_shared_memory_register", request))
+        finish(cast(Any, one._core).call("system_shared_memory_register", request))
         request.name = "s"
         with pytest.raises(InvalidArgumentError, match="handover_token"):
-            finish(one._core.call("system_shared_memory_register", request))
+            finish(cast(Any, one._core).call("system_shared_memory_register", request))
 
 
 def test_idle_connections_of_one_user_keep_no_other_out(trusting: Daemon) -> None:
@@ -285,7 +286,7 @@ class TestWhoIsKnown:
         tokens = [user.introduce(self.TRUSTED) for _ in range(session_user.MAX_INTRODUCTIONS + 1)]
         with pytest.raises(InvalidArgumentError):
             user.opening_peer(tokens[0])
-        clock.now += session_user.TOKEN_S
+        clock.now += TOKEN_S
         assert user.opening_peer(tokens[1]) == self.TRUSTED
         clock.now += 0.001
         for token in tokens:

@@ -57,7 +57,8 @@ def told_by(error: Any) -> tuple[str, str, str]:
 
 def start(channel: grpc.Channel, method: str) -> Any:
     """Start an RPC of any method with a malformed message."""
-    return channel.stream_stream(method)(iter([GARBAGE]), timeout=TIMEOUT_S)
+    call: Any = channel.stream_stream(method)
+    return call(iter([GARBAGE]), timeout=TIMEOUT_S)
 
 
 def test_every_method_asks_for_a_token_before_it_reads_a_message(channel: grpc.Channel) -> None:
@@ -74,7 +75,7 @@ def test_with_a_token_messages_are_read(encrypted: Secured, channel: grpc.Channe
 
 def test_a_large_message_of_a_stranger_is_not_received(channel: grpc.Channel) -> None:
     """The message exceeds the size limit. The daemon would report that if it received the message."""
-    ping = channel.unary_unary("/kvservice.v1.PoolService/Ping")
+    ping: Any = channel.unary_unary("/kvservice.v1.PoolService/Ping")
     with pytest.raises(grpc.RpcError) as caught:
         ping(b"\x0a" + bytes(6 << 20), timeout=TIMEOUT_S)
     assert told_by(caught.value)[0] == "UNAUTHENTICATED"
@@ -174,7 +175,8 @@ def test_a_token_that_is_removed_ends_what_was_opened_with_it(own: Secured, raw:
         local = raw.RawSession(raw.Wire(stack.enter_context(grpc.insecure_channel(own.daemon.address))))
         sessions = {wire: raw.RawSession(wire) for wire in (alice, bob)}
         as_alice = with_token(plain, own.tokens["alice"])
-        watch = health_pb2_grpc.HealthStub(as_alice).Watch(health_pb2.HealthCheckRequest(), timeout=60)
+        stub: Any = health_pb2_grpc.HealthStub(as_alice)
+        watch = stub.Watch(health_pb2.HealthCheckRequest(), timeout=60)
         next(watch)
         answers, questions = reflect(as_alice)
         not_attached = alice.stream()
@@ -202,7 +204,7 @@ def reflect(channel: grpc.Channel) -> tuple[Any, queue.Queue[Any]]:
     """Return a reflection stream that has answered once, and the queue of its requests."""
     questions: queue.Queue[Any] = queue.Queue()
     questions.put(reflection_pb2.ServerReflectionRequest(list_services=""))
-    stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+    stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
     answers = stub.ServerReflectionInfo(iter(questions.get, None), timeout=60)
     next(answers)
     return answers, questions
@@ -248,5 +250,5 @@ def test_what_happens_is_counted(encrypted: Secured, channel: grpc.Channel, wire
 
 
 def raw_ping(channel: grpc.Channel) -> bytes:
-    answer: bytes = channel.unary_unary("/kvservice.v1.PoolService/Ping")(b"", timeout=TIMEOUT_S)
-    return answer
+    ping: Any = channel.unary_unary("/kvservice.v1.PoolService/Ping")
+    return bytes(ping(b"", timeout=TIMEOUT_S))

@@ -57,7 +57,7 @@ def read(sequence_id: int, start: int, stop: int, **more: Any) -> attention_pb2.
 
 
 def region(**changes: Any) -> shared_memory_pb2.SystemSharedMemoryRegisterRequest:
-    fields = {"name": "new", "key": OBJECT, "offset": 0, "byte_size": 64}
+    fields: dict[str, Any] = {"name": "new", "key": OBJECT, "offset": 0, "byte_size": 64}
     return shared_memory_pb2.SystemSharedMemoryRegisterRequest(**(fields | changes))
 
 
@@ -147,7 +147,7 @@ def scene(raw: Any, wire: Any) -> Iterator[Scene]:
 class Case:
     name: str
     method: str
-    request: Callable[[Scene], Any]
+    request: Any  # makes the request from the scene; lambdas have loop variables as further arguments with defaults
     reason: str
     field: str
     code: str = ""
@@ -206,7 +206,8 @@ def allocate_cases() -> Iterator[Case]:
 
 def can_allocate_cases() -> Iterator[Case]:
     def request(**changes: Any) -> Callable[[Scene], Any]:
-        one = Allocation(**({"sequence_id": 10, "token_ids": [1]} | changes))
+        fields: dict[str, Any] = {"sequence_id": 10, "token_ids": [1]}
+        one = Allocation(**(fields | changes))
         return lambda _: blocks_pb2.CanAllocateRequest(sequences=[one])
 
     yield Case("can_allocate nothing", "can_allocate", lambda _: blocks_pb2.CanAllocateRequest(), INVALID, "sequences")
@@ -319,7 +320,8 @@ def sharing_cases() -> Iterator[Case]:
 
 def pin_cases() -> Iterator[Case]:
     def pin(name: str, reason: str, field: str, **fields: Any) -> Case:
-        request = blocks_pb2.PinRequest(**({"token_ids": range(10), "ttl_s": 1.0} | fields))
+        usual: dict[str, Any] = {"token_ids": range(10), "ttl_s": 1.0}
+        request = blocks_pb2.PinRequest(**(usual | fields))
         return Case(f"pin {name}", "pin", lambda _: request, reason, field)
 
     for ttl in (0.0, -1.0, math.nan, math.inf, -math.inf):
@@ -344,7 +346,7 @@ def step_id_cases() -> Iterator[Case]:
     makers: dict[str, Callable[..., Any]] = {"decode": attend, "extend": attend, "write": write}
     for method, make in makers.items():
 
-        def case(name: str, request: Callable[[Scene], Any], reason: str, field: str, method: str = method) -> Case:
+        def case(name: str, request: Any, reason: str, field: str, method: str = method) -> Case:
             return Case(f"{method} {name}", method, request, reason, field)
 
         yield case("stale step", lambda s, m=make: m(s.stale_step, 1), "STALE_STEP", "step_id")
@@ -507,11 +509,12 @@ def place_cases() -> Iterator[Case]:
             "huge": ({"byte_size": 2**64 - 1}, INVALID, "byte_size"),
         }
         for what, (changes, reason, field) in wrong.items():
-            place = tensor_pb2.SharedMemoryPlace(**({"region": "r", "offset": 8, "byte_size": size} | changes))
+            usual: dict[str, Any] = {"region": "r", "offset": 8, "byte_size": size}
+            place = tensor_pb2.SharedMemoryPlace(**(usual | changes))
             bad = tensor_pb2.Tensor(data_type=1, shape=shape, shared_memory=place)  # type: ignore[arg-type]
             for method, make in (("extend", attend), ("write", write)):
                 if method != "write" or name != "query":
-                    request = lambda s, make=make, bad={name: bad}: make(s.decode_step, 1, **bad)  # noqa: E731
+                    request: Any = lambda s, make=make, bad={name: bad}: make(s.decode_step, 1, **bad)  # noqa: E731
                     yield Case(f"{method} {name} at {what}", method, request, reason, f"{name}.shared_memory.{field}")
     for name, size in (("output_place", 4 * HEADS * HEAD_SIZE), ("lse_place", 4 * HEADS)):
         wrong = {
@@ -522,7 +525,8 @@ def place_cases() -> Iterator[Case]:
             "a byte too few": ({"byte_size": size - 1}, INVALID, "byte_size"),
         }
         for what, (changes, reason, field) in wrong.items():
-            place = tensor_pb2.SharedMemoryPlace(**({"region": "r", "offset": 8, "byte_size": size} | changes))
+            usual = {"region": "r", "offset": 8, "byte_size": size}
+            place = tensor_pb2.SharedMemoryPlace(**(usual | changes))
             request = lambda s, to={name: place}: attend(s.decode_step, 1, return_lse=True, **to)  # noqa: E731
             yield Case(f"extend {name} {what}", "extend", request, reason, f"{name}.{field}")
     place = tensor_pb2.SharedMemoryPlace(region="r", byte_size=64)
@@ -534,7 +538,8 @@ def host_cases() -> Iterator[Case]:
     """Yield cases for regions made by the daemon, GPU regions, the lane and the mapped pool."""
 
     def create(what: str, reason: str, field: str, **changes: Any) -> Case:
-        request = shared_memory_pb2.CreateRegionRequest(**({"name": "new", "byte_size": 4096} | changes))
+        usual: dict[str, Any] = {"name": "new", "byte_size": 4096}
+        request = shared_memory_pb2.CreateRegionRequest(**(usual | changes))
         return Case(f"create {what}", "create_region", lambda _: request, reason, field)
 
     yield create("no name", INVALID, "name", name="")
@@ -543,7 +548,7 @@ def host_cases() -> Iterator[Case]:
     yield create("nothing", INVALID, "byte_size", byte_size=0)
     for byte_size in ((32 << 20) + 1, 2**63, 2**64 - 1):
         yield create(f"{byte_size} bytes", "QUOTA_EXCEEDED", "byte_size", byte_size=byte_size)
-    gpu = {"name": "new", "raw_handle": bytes(64), "byte_size": 64}
+    gpu: dict[str, Any] = {"name": "new", "raw_handle": bytes(64), "byte_size": 64}
     for what, changes, reason, field in (
         ("a name in use", {"name": "r"}, "DUPLICATE_REGION", "name"),
         ("no name", {"name": ""}, INVALID, "name"),

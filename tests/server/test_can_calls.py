@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from kvservice.launch import Daemon
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 8
 # Room for four blocks in the swap tier; a block takes 4 tokens * 2 * 32 * 4 bytes.
-POOL = {
+POOL: dict[str, Any] = {
     "num_layers": 1, "num_kv_heads": 1, "head_size": 32, "dtype": "float32", "block_size": BLOCK_SIZE,
     "num_blocks": NUM_BLOCKS, "watermark": 0.0, "swap_space_gib": 4 * 1024 / 2**30,
 }  # fmt: skip
@@ -83,7 +84,7 @@ def test_wrong_arguments_are_named(kv: Session) -> None:
     sequence = kv.allocate([1])
     for arguments, field in (({"num_tokens": [1, 2]}, "num_tokens"), ({"lookahead": -1}, "lookahead")):
         with pytest.raises(InvalidArgumentError) as caught:
-            kv.can_append([sequence], **arguments)  # type: ignore[arg-type]
+            kv.can_append([sequence], **arguments)
         assert caught.value.field == field
     for ask in (kv.can_append, kv.can_swap_out, kv.can_swap_in):
         with pytest.raises(InvalidArgumentError) as caught:

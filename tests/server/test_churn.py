@@ -6,6 +6,7 @@ The test runs for KVSERVICE_CHURN_SECONDS.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import random
@@ -28,7 +29,7 @@ from kvservice.launch import Daemon
 # The variable is removed, because a daemon refuses unknown options.
 SECONDS = float(os.environ.pop("KVSERVICE_CHURN_SECONDS", "3"))
 PROCESSES, CLIENTS = 4, 16
-OPTIONS = SMALL_POOL | {
+OPTIONS: dict[str, Any] = SMALL_POOL | {
     "num_blocks": 1024, "swap_space_gib": 1024 * 4096 / 2**30, "max_sequences": 1024, "max_lanes": 256,
     "max_pool_mappings": 256,
     "max_pinned_fraction": 0.5, "max_detach_ttl_s": 3.0,
@@ -97,7 +98,7 @@ def run(
             if number >= PROCESSES and time.monotonic() >= end:
                 break
             wanted = num_opened() + choose.randrange(1, 2 * CLIENTS)
-            until(lambda wanted=wanted: num_opened() >= wanted, survivor.lap)
+            until(functools.partial(lambda wanted: num_opened() >= wanted, wanted), survivor.lap)
             victim = choose.randrange(PROCESSES)
             kill(processes[victim])
             processes[victim] = start(daemon, next(seeds))

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
@@ -22,7 +23,14 @@ from kvservice.launch import Daemon
 from kvservice.server.draining import Drain
 from kvservice.v1 import blocks_pb2
 
-POOL = {"num_layers": 3, "num_kv_heads": 1, "head_size": 32, "dtype": "float32", "num_blocks": 16, "swap_space_gib": 0}
+POOL: dict[str, Any] = {
+    "num_layers": 3,
+    "num_kv_heads": 1,
+    "head_size": 32,
+    "dtype": "float32",
+    "num_blocks": 16,
+    "swap_space_gib": 0,
+}
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -37,7 +45,7 @@ def call_with_id(kv: Session, request: blocks_pb2.PinRequest, request_id: int) -
     """Send a pin request like the client does, with the given request_id."""
     request.request_id = request_id
     try:
-        kv._core.call("pin", request).send(None)  # type: ignore[attr-defined]
+        kv._core.call("pin", request).send(None)
     except StopIteration as end:
         response: blocks_pb2.PinResponse = end.value
         return response
@@ -98,7 +106,8 @@ def test_a_step_between_two_layers_is_finished_and_nothing_new_is_begun() -> Non
 def _watch(address: str, states: queue.SimpleQueue[int]) -> None:
     with grpc.insecure_channel(address) as channel:
         try:
-            for answer in health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest()):
+            stub: Any = health_pb2_grpc.HealthStub(channel)
+            for answer in stub.Watch(health_pb2.HealthCheckRequest()):
                 states.put(answer.status)
         except grpc.RpcError:
             pass  # the daemon has exited
@@ -116,7 +125,7 @@ def test_an_idle_daemon_leaves_at_once_and_takes_its_socket_away(number: signal.
 
 
 def test_a_step_that_is_never_finished_does_not_hold_the_daemon() -> None:
-    options = POOL | {"drain_timeout_s": 3600, "drain_stall_s": 0.1}
+    options: dict[str, Any] = POOL | {"drain_timeout_s": 3600, "drain_stall_s": 0.1}
     with Daemon(**options) as daemon, KVClient(daemon.address) as client, client.session() as kv:
         begun_step(kv)
         daemon.process.send_signal(signal.SIGTERM)

@@ -16,7 +16,16 @@ import pytest
 
 from kvservice.blocks import EventJournal
 from kvservice.blocks.prefix import block_hash, root_hash, token_bytes
-from kvservice.client import AllBlocksCleared, AsyncKVClient, BlockRemoved, BlockStored, Gap, KVClient, Session
+from kvservice.client import (
+    AllBlocksCleared,
+    AsyncKVClient,
+    BlockRemoved,
+    BlockStored,
+    Gap,
+    KVClient,
+    Sequence,
+    Session,
+)
 from kvservice.config import ServeConfig
 from kvservice.errors import EventsOffError, InvalidArgumentError, KVServiceError, QuotaExceededError
 from kvservice.launch import Daemon
@@ -26,7 +35,7 @@ from kvservice.server.slots import RPC, Rpc, Slots
 from kvservice.v1 import events_pb2
 
 BLOCK_SIZE = 4
-POOL = {
+POOL: dict[str, Any] = {
     "num_layers": 1, "num_kv_heads": 1, "head_size": 32, "dtype": "float32", "block_size": BLOCK_SIZE, "num_blocks": 8,
     "watermark": 0.0, "swap_space_gib": 0.0,
 }  # fmt: skip
@@ -44,7 +53,7 @@ def client(daemon: Daemon) -> Iterator[KVClient]:
         yield connected
 
 
-def compute(kv: Session, token_ids: list[int]) -> object:
+def compute(kv: Session, token_ids: list[int]) -> Sequence:
     sequence = kv.allocate(token_ids)
     step = kv.open_step([sequence])
     step.write(*(np.ones((1, step.num_tokens, 1, 32), np.float32),) * 2)
@@ -166,7 +175,8 @@ def test_a_slow_reader_is_told_of_its_gap_and_keeps_up_again() -> None:
             step.write(*(np.zeros((1, step.num_tokens, 1, 32), np.float32),) * 2)
             kv.free([sequence])
             kv.reset_prefix_cache()
-        numbers, gaps = [], []
+        numbers: list[int] = []
+        gaps = []
         while not numbers or numbers[-1] < 80:
             batch = next(events)
             numbers.append(batch.number)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import contextlib
+import importlib
 import queue
 import re
 import socket
@@ -14,11 +15,11 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 from certificates import Authority
-from grpc._cython import cygrpc
 from http2_pings import PingingClient
 
 import kvservice
@@ -29,7 +30,7 @@ from kvservice.server.slots import max_rpcs, max_rpcs_of_connection
 from kvservice.wire.channels import SERVER_NAME_OPTION
 
 PACKAGE = Path(kvservice.__file__).parent
-LIBRARY = Path(cygrpc.__file__).read_bytes()
+LIBRARY = Path(str(importlib.import_module("grpc._cython.cygrpc").__file__)).read_bytes()
 PERMISSION = "grpc.http2.min_ping_interval_without_data_ms"
 PINGS = 8  # gRPC closes the connection at the third ping that it does not permit
 
@@ -60,7 +61,7 @@ def test_a_wrong_name_is_noticed() -> None:
 
 
 def test_clients_ping_less_often_than_the_daemon_permits() -> None:
-    assert dict(CHANNEL_OPTIONS)["grpc.keepalive_time_ms"] >= 2 * dict(CONNECTION_OPTIONS)[PERMISSION]
+    assert int(dict(CHANNEL_OPTIONS)["grpc.keepalive_time_ms"]) >= 2 * dict(CONNECTION_OPTIONS)[PERMISSION]
 
 
 @contextmanager
@@ -90,12 +91,13 @@ def test_calls_that_wait_for_the_event_loop_are_bounded(tmp_path: Path) -> None:
     config = ServeConfig(max_sessions=1)
     bound = max_rpcs(config)
     with held_loop(server_options(config), tmp_path / "socket") as is_free, contextlib.ExitStack() as clients:
-        done: queue.Queue[grpc.Future] = queue.Queue()
+        done: queue.Queue[Any] = queue.Queue()
         for _ in range(bound // max_rpcs_of_connection(config) + 1):
             options = [("grpc.use_local_subchannel_pool", 1)]
             channel = clients.enter_context(grpc.insecure_channel(f"unix:{tmp_path}/socket", options))
             for _ in range(max_rpcs_of_connection(config)):
-                channel.unary_unary("/none/none").future(b"").add_done_callback(done.put)
+                method: Any = channel.unary_unary("/none/none")
+                method.future(b"").add_done_callback(done.put)
         code = done.get(timeout=30).code()
         is_free.set()
     assert code is grpc.StatusCode.CANCELLED

@@ -35,7 +35,8 @@ def channel(daemon: Daemon) -> Iterator[grpc.Channel]:
 
 @pytest.mark.parametrize("name", ["", *NAMES])
 def test_check_and_watch_say_that_every_service_serves(channel: grpc.Channel, name: str) -> None:
-    stub, request = health_pb2_grpc.HealthStub(channel), health_pb2.HealthCheckRequest(service=name)
+    stub: Any = health_pb2_grpc.HealthStub(channel)
+    request = health_pb2.HealthCheckRequest(service=name)
     assert stub.Check(request, timeout=TIMEOUT_S).status == STATUS.SERVING
     watch = stub.Watch(request, timeout=TIMEOUT_S)
     assert next(watch).status == STATUS.SERVING
@@ -43,7 +44,8 @@ def test_check_and_watch_say_that_every_service_serves(channel: grpc.Channel, na
 
 
 def test_a_service_that_is_none_of_ours_is_unknown(channel: grpc.Channel) -> None:
-    stub, request = health_pb2_grpc.HealthStub(channel), health_pb2.HealthCheckRequest(service="kvservice.v2.None")
+    stub: Any = health_pb2_grpc.HealthStub(channel)
+    request = health_pb2.HealthCheckRequest(service="kvservice.v2.None")
     with pytest.raises(grpc.RpcError) as caught:
         stub.Check(request, timeout=TIMEOUT_S)
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
@@ -53,7 +55,7 @@ def test_a_service_that_is_none_of_ours_is_unknown(channel: grpc.Channel) -> Non
 
 
 def test_every_watcher_hears_of_draining_and_a_late_check_as_well() -> None:
-    pool = {"num_layers": 2, "num_kv_heads": 1, "head_size": 32, "dtype": "float32", "num_blocks": 4}
+    pool: dict[str, Any] = {"num_layers": 2, "num_kv_heads": 1, "head_size": 32, "dtype": "float32", "num_blocks": 4}
     with (
         Daemon(swap_space_gib=0, **pool) as daemon,
         grpc.insecure_channel(daemon.address) as channel,
@@ -62,7 +64,8 @@ def test_every_watcher_hears_of_draining_and_a_late_check_as_well() -> None:
     ):
         step, ones = kv.open_step([kv.allocate([1])]), np.ones((1, 1, 32), np.float32)
         step.extend(0, ones, ones, ones)  # the drain waits for layer 1
-        stub, heard = health_pb2_grpc.HealthStub(channel), queue.SimpleQueue[tuple[str, int]]()
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        heard = queue.SimpleQueue[tuple[str, int]]()
         watching = [threading.Thread(target=_watch, args=(stub, name, heard)) for name in ("", *NAMES)]
         for thread in watching:
             thread.start()
@@ -122,5 +125,5 @@ def test_a_call_can_be_made_of_what_reflection_tells_alone(channel: grpc.Channel
     method = pool.FindServiceByName("kvservice.v1.PoolService").FindMethodByName("Ping")
     request, response = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
     path = f"/{method.containing_service.full_name}/{method.name}"
-    ping = channel.unary_unary(path, request.SerializeToString, response.FromString)
+    ping: Any = channel.unary_unary(path, request.SerializeToString, response.FromString)
     assert ping(request(payload=b"reflected"), timeout=TIMEOUT_S).payload == b"reflected"

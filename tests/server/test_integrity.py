@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,7 +42,7 @@ class Rig:
         self.watch = IntegrityWatch(self.check, self.calls, self.told.append)
         self.watch.turn()  # the first turn only records the number of calls
 
-    def check(self) -> Iterator[None]:
+    def check(self) -> Generator[None, None, bool]:
         for _ in range(self.num_slices):
             self.slices += 1
             yield
@@ -128,7 +128,7 @@ def test_passes_come_at_their_interval(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def corruptible(tmp_path: Path, free_port: int) -> Iterator[tuple[subprocess.Popen[bytes], str, Callable[[], str]]]:
     """The process of a daemon, its address, and a function that returns its log."""
-    config = POOL | {
+    config: dict[str, Any] = POOL | {
         "unix_socket": str(tmp_path / "socket"),
         "tcp_address": "",
         "http_address": f"127.0.0.1:{free_port}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import os
 import random
@@ -49,7 +50,7 @@ def kill_at_random(processes: list[subprocess.Popen[str]], survivor: Survivor) -
     random.shuffle(processes)
     for process in processes:
         end = time.monotonic() + random.uniform(0, 0.06)
-        until(lambda end=end: time.monotonic() > end, survivor.lap)
+        until(functools.partial(lambda end: time.monotonic() > end, end), survivor.lap)
         process.send_signal(random.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP)))
     survivor.lap()
     for process in processes:

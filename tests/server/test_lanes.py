@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from kvservice.client import BlockStored, KVClient, Sequence, Session
 from kvservice.launch import Daemon
 
 BLOCK_SIZE = 4
-POOL = {
+POOL: dict[str, Any] = {
     "num_layers": 2, "num_kv_heads": 1, "head_size": 32, "dtype": "float32", "block_size": BLOCK_SIZE,
     "num_blocks": 64, "swap_space_gib": 0.0,
 }  # fmt: skip

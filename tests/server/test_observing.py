@@ -44,7 +44,7 @@ def client(daemon: Daemon) -> Iterator[KVClient]:
 
 def get_snapshot(daemon: Daemon, timeout_s: float = 60.0, **request: Any) -> inspect_pb2.Snapshot:
     with grpc.insecure_channel(daemon.address) as channel:
-        stub: Any = inspect_pb2_grpc.InspectServiceStub(channel)  # type: ignore[no-untyped-call]
+        stub: Any = inspect_pb2_grpc.InspectServiceStub(channel)
         answer: inspect_pb2.Snapshot = stub.GetSnapshot(inspect_pb2.GetSnapshotRequest(**request), timeout=timeout_s)
         return answer
 
@@ -291,7 +291,7 @@ def test_an_observer_that_cannot_be_started_is_started_later(daemon: Daemon, cli
     with grpc.insecure_channel(daemon.address) as channel:
         grpc.channel_ready_future(channel).result(20)
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (len(os.listdir(f"/proc/{pid}/fd")), limits[1]))
-        stub: Any = inspect_pb2_grpc.InspectServiceStub(channel)  # type: ignore[no-untyped-call]
+        stub: Any = inspect_pb2_grpc.InspectServiceStub(channel)
         waiting = stub.GetSnapshot.future(inspect_pb2.GetSnapshotRequest(), timeout=60)
         until(lambda: "the observer cannot be started" in daemon.log.read_text())
         resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)

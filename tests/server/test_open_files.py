@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from small_pool import SMALL_POOL
@@ -17,7 +18,13 @@ from kvservice.launch import Daemon
 from kvservice.server.listening import ConfigError
 from kvservice.server.open_files import needed_files, raise_file_limit
 
-SMALL = {"max_connections": 10, "max_sessions": 4, "max_lanes": 3, "max_regions": 2, "unix_socket": "/run/x"}
+SMALL: dict[str, Any] = {
+    "max_connections": 10,
+    "max_sessions": 4,
+    "max_lanes": 3,
+    "max_regions": 2,
+    "unix_socket": "/run/x",
+}
 
 
 class Limits:

@@ -7,7 +7,7 @@ import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -60,10 +60,13 @@ def shared_object() -> Iterator[None]:
 def send(channel: grpc.Channel, path: str, data: bytes) -> grpc.StatusCode:
     """Send the bytes, and return the status; OK for a response."""
     try:
-        channel.unary_unary(path)(data, timeout=20)
+        call: Any = channel.unary_unary(path)
+        call(data, timeout=20)
     except grpc.RpcError as error:
         # Its status, INTERNAL, would mean a fault of the daemon in all other cases.
-        if RegionNotOpenedError.reason.encode() in dict(error.trailing_metadata()).get("grpc-status-details-bin", b""):
+        if RegionNotOpenedError.reason.encode() in dict(cast(Any, error.trailing_metadata())).get(
+            "grpc-status-details-bin", b""
+        ):
             return grpc.StatusCode.NOT_FOUND
         return error.code()
     return grpc.StatusCode.OK
@@ -98,8 +101,8 @@ def in_region(tensor: tensor_pb2.Tensor, place: tensor_pb2.SharedMemoryPlace) ->
 
 def good_requests(token: bytes, tensor: Any) -> dict[str, Any]:
     """Return one valid request per method that has an effect."""
-    name = {"session_token": token}
-    kv = {"key": tensor(1, 2, 32), "value": tensor(1, 2, 32)}
+    name: dict[str, Any] = {"session_token": token}
+    kv: dict[str, Any] = {"key": tensor(1, 2, 32), "value": tensor(1, 2, 32)}
     one = blocks_pb2.SequenceAllocation(sequence_id=9, token_ids=[1, 2, 3], extra_keys=[blocks_pb2.ExtraKey(key=b"k")])
     place = tensor_pb2.SharedMemoryPlace(region="r", offset=0, byte_size=4 * 128)
     part = attention_pb2.SequenceRange(sequence_id=1, start=0, stop=4)
@@ -218,7 +221,8 @@ def _parses(method: Any, data: bytes) -> bool:
 def test_random_bytes_on_the_stream(channel: grpc.Channel, wire: Any, raw_session: Any) -> None:
     before = wire.stats(), raw_session.describe()
     for data in blobs("stream"):
-        call = channel.stream_stream("/kvservice.v1.SessionService/Connect")(iter([data]), timeout=20)
+        connect: Any = channel.stream_stream("/kvservice.v1.SessionService/Connect")
+        call = connect(iter([data]), timeout=20)
         with contextlib.suppress(grpc.RpcError):
             list(call)
         assert call.code() in {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT}, data[:50]
@@ -228,7 +232,8 @@ def test_random_bytes_on_the_stream(channel: grpc.Channel, wire: Any, raw_sessio
 def test_random_bytes_to_the_events(channel: grpc.Channel, wire: Any) -> None:
     before = wire.stats()
     for data in blobs("events"):
-        call = channel.unary_stream("/kvservice.v1.EventService/Subscribe")(data, timeout=0.2)
+        subscribe: Any = channel.unary_stream("/kvservice.v1.EventService/Subscribe")
+        call = subscribe(data, timeout=0.2)
         with contextlib.suppress(grpc.RpcError):
             list(call)
         good = _parses(events_pb2.DESCRIPTOR.services_by_name["EventService"].methods[0], data)

@@ -409,7 +409,7 @@ def test_a_daemon_outlives_a_client_that_truncates_all_the_time(daemon: Daemon, 
         register(kv, shm)
         step = kv.open_step([kv.allocate(range(48))])
         place = tensor_pb2.SharedMemoryPlace(region="r", byte_size=48 * 2 * 32 * 4)
-        tensor = tensor_pb2.Tensor(data_type=1, shape=(48, 2, 32), shared_memory=place)  # type: ignore[arg-type]
+        tensor = tensor_pb2.Tensor(data_type=tensor_pb2.DATA_TYPE_FLOAT32, shape=(48, 2, 32), shared_memory=place)
         disturber = threading.Thread(target=disturb)
         disturber.start()
         try:
@@ -462,7 +462,7 @@ def test_unregistered_in_use_it_lives_until_the_call_is_over(
         calls = AttentionCalls(ServeConfig(), SimpleNamespace(manager=None, attend=attend))  # type: ignore[arg-type]
         size = output.nbytes
         place = tensor_pb2.SharedMemoryPlace(region="r", offset=0, byte_size=size)
-        tensor = tensor_pb2.Tensor(data_type=1, shape=output.shape, shared_memory=place)
+        tensor = tensor_pb2.Tensor(data_type=tensor_pb2.DATA_TYPE_FLOAT32, shape=output.shape, shared_memory=place)
         request = attention_pb2.AttendRequest(
             query=tensor,
             key=tensor,
@@ -660,7 +660,7 @@ def test_tensors_in_regions_are_bounded_as_messages_are(raw_session: Any, daemon
         raw_session.ok("system_shared_memory_register", Register(name="r", key=path.name, byte_size=1 << 28))
         shape = (1, 2, 1 << 24)
         place = tensor_pb2.SharedMemoryPlace(region="r", byte_size=4 << 25)
-        tensor = tensor_pb2.Tensor(data_type=1, shape=shape, shared_memory=place)
+        tensor = tensor_pb2.Tensor(data_type=tensor_pb2.DATA_TYPE_FLOAT32, shape=shape, shared_memory=place)
         refused = raw_session.call("write", attention_pb2.WriteRequest(step_id=1, layer=0, key=tensor, value=tensor))
         assert (refused.reason, refused.field) == ("INVALID_ARGUMENT", "key.shared_memory.byte_size")
     finally:

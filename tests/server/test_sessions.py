@@ -278,7 +278,7 @@ async def resume(face: Face, address: str, transport: str, token: bytes) -> None
     if face == "blocking":
         with KVClient(address, transport=transport) as client, client.resume(token):
             pytest.fail("it was resumed")
-    async with AsyncKVClient(address, transport=transport) as client, client.resume(token):
+    async with AsyncKVClient(address, transport=transport) as waiting, waiting.resume(token):
         pytest.fail("it was resumed")
 
 
@@ -455,7 +455,13 @@ def test_a_message_over_the_limit_is_refused_and_the_session_lives(daemon: Daemo
 
 
 def test_the_limit_of_sessions(raw: Any) -> None:
-    options = {"num_layers": 1, "num_kv_heads": 1, "head_size": 32, "num_blocks": 8, "swap_space_gib": 0.0}
+    options: dict[str, Any] = {
+        "num_layers": 1,
+        "num_kv_heads": 1,
+        "head_size": 32,
+        "num_blocks": 8,
+        "swap_space_gib": 0.0,
+    }
     with Daemon(**options, max_sessions=2, session_grace_s=0.3) as small, KVClient(small.address) as client:
         first, second = client.session(), client.session()
         for _ in range(8):

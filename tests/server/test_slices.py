@@ -118,8 +118,8 @@ class Rig:
         table = SessionTable(config.max_sessions, config.max_labels, arrays.zeros)
         self.sessions = SessionRegistry(config, self.engine.manager, self.device, table)
         handlers = session_handlers(config, self.engine)
-        table = CallTable([handler.method for handler in handlers], arrays.zeros)
-        self.dispatcher = Dispatcher(handlers, self.sessions, table, None)
+        calls = CallTable([handler.method for handler in handlers], arrays.zeros)
+        self.dispatcher = Dispatcher(handlers, self.sessions, calls, None)
 
     def open(self, num_sequences: int) -> Any:
         session = self.sessions.open("", "", False, 0.0)
@@ -197,7 +197,7 @@ def test_a_call_that_is_refused_in_a_later_slice_may_be_sent_again(rig: Rig) -> 
             await allocate()
         assert caught.value.field == "sequences[0].sequence_id"
         await rig.free(session, blocks_pb2.FreeRequest(sequence_ids=[0, 1]))
-        response = await allocate()
+        response: Any = await allocate()
         assert len(response.num_blocks) == len(sequences)
         assert await allocate() is response
 

@@ -194,14 +194,15 @@ def test_an_rpc_whose_message_never_comes_loses_its_slot(tmp_path: Path) -> None
         server.add_insecure_port(f"unix:{tmp_path}/socket")
         await server.start()
         async with grpc.aio.insecure_channel(f"unix:{tmp_path}/socket") as channel:
-            half_sent = channel.stream_stream(PING)()
+            half_sent: Any = channel.stream_stream(PING)()
             while not port._rpcs:
                 await asyncio.sleep(0.01)
             port.sweep(time.monotonic() + STALL_S + 1)
             while port._rpcs:
                 await asyncio.sleep(0.01)
             assert port._open["other call"] == 0
-            assert await channel.unary_unary(PING)(b"later") == b"later"
+            ping: Any = channel.unary_unary(PING)
+            assert await ping(b"later") == b"later"
             half_sent.cancel()
         await server.stop(None)
 
@@ -264,7 +265,7 @@ def test_many_health_watches_leave_the_others_alone(address: str) -> None:
             assert "64 RPCs of the kind 'health watch' are open" in str(refused[0].details())
             await health.Check(health_pb2.HealthCheckRequest())
             await pool_pb2_grpc.PoolServiceStub(channel).Ping(pool_pb2.PingRequest())
-            reflection: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
+            reflection: Any = reflection_pb2_grpc.ServerReflectionStub(cast(Any, channel))
             told = reflection.ServerReflectionInfo()
             await told.write(reflection_pb2.ServerReflectionRequest(list_services=""))
             assert (await told.read()).HasField("list_services_response")

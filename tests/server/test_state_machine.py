@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ from kvservice.errors import KVServiceError
 from kvservice.launch import Daemon
 
 # Finding a failure takes seconds, but shrinking it takes minutes, so the shrink phase is disabled.
-COMMON = {
+COMMON: dict[str, Any] = {
     "stateful_step_count": 40,
     "phases": [Phase.generate],
     "deadline": None,
@@ -53,7 +53,9 @@ def test_daemon(small_daemon: Daemon, monkeypatch: pytest.MonkeyPatch, transport
         def machine() -> KVMachine:
             return KVMachine(lambda: DaemonSystem(client, NUM_SESSIONS))
 
-        run_state_machine_as_test(machine, settings=settings(max_examples=examples, derandomize=True, **COMMON))
+        run_state_machine_as_test(
+            cast(Any, machine), settings=settings(max_examples=examples, derandomize=True, **COMMON)
+        )
         stats = client.stats()
     assert (stats.sequences, stats.sessions, stats.used_swap_blocks, stats.pinned_blocks) == (0, 0, 0, 0)
     for counter in (
@@ -74,7 +76,7 @@ def test_engine(changes: dict[str, Any]) -> None:
     def machine() -> KVMachine:
         return KVMachine(lambda: EngineSystem(config, NUM_SESSIONS))
 
-    run_state_machine_as_test(machine, settings=settings(max_examples=40, **COMMON))
+    run_state_machine_as_test(cast(Any, machine), settings=settings(max_examples=40, **COMMON))
 
 
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -172,4 +174,4 @@ def test_a_wrong_engine_is_found_out(mutate: Patch, monkeypatch: pytest.MonkeyPa
 
     searching = settings(max_examples=400, derandomize=True, report_multiple_bugs=False, **COMMON)
     with pytest.raises((AssertionError, KVServiceError)):
-        run_state_machine_as_test(machine, settings=searching)
+        run_state_machine_as_test(cast(Any, machine), settings=searching)

@@ -32,7 +32,8 @@ ALL_REGIONS = shared_memory_pb2.SystemSharedMemoryStatusRequest()
 
 
 def request_of(name: str) -> Any:
-    return session_pb2.Call.DESCRIPTOR.fields_by_name[name].message_type._concrete_class()
+    message: Any = session_pb2.Call.DESCRIPTOR.fields_by_name[name].message_type
+    return message._concrete_class()
 
 
 @pytest.mark.parametrize("name", [*SESSION_CALLS, "close"])
@@ -118,7 +119,7 @@ def test_a_second_stream_takes_the_session_over(wire: Any, raw: Any, raw_session
     assert second.attach(raw_session.token).WhichOneof("reply") == "attach"
     with pytest.raises(grpc.RpcError) as ended:
         next(raw_session.stream.replies)
-    told = raw.refusal(rpc_status.from_call(ended.value))
+    told = raw.refusal(rpc_status.from_call(cast(Any, ended.value)))
     assert (told.code, told.reason) == ("ABORTED", "SESSION_TAKEN")
     time.sleep(0.7)  # longer than the grace time, which the end of the first stream must not have started
     assert second.send("describe", blocks_pb2.DescribeRequest()).WhichOneof("reply") == "describe"
@@ -213,7 +214,7 @@ def test_closing_the_session_ends_its_stream(wire: Any, raw: Any, raw_session: A
     assert wire.unary("close", session_pb2.CloseRequest(session_token=raw_session.token)) == session_pb2.CloseResponse()
     with pytest.raises(grpc.RpcError) as ended:
         next(raw_session.stream.replies)
-    told = raw.refusal(rpc_status.from_call(ended.value))
+    told = raw.refusal(rpc_status.from_call(cast(Any, ended.value)))
     assert (told.code, told.reason, told.message) == ("ABORTED", "FAILED_PRECONDITION", "the session was closed")
 
 

@@ -100,7 +100,7 @@ def test_unary_calls_of_a_session_too(collector: Collector) -> None:
             client.session() as kv,
             grpc.insecure_channel(daemon.address) as channel,
         ):
-            stub: Any = blocks_pb2_grpc.BlockServiceStub(channel)  # type: ignore[no-untyped-call]
+            stub: Any = blocks_pb2_grpc.BlockServiceStub(channel)
             parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
             for token in (kv.token, b"none"):
                 with pytest.raises(grpc.RpcError):
@@ -162,7 +162,7 @@ def test_the_daemon_decides_for_those_who_do_not(collector: Collector) -> None:
 
 
 def test_a_collector_that_is_gone_is_not_felt(free_port: int) -> None:
-    options = {"otel_endpoint": f"http://127.0.0.1:{free_port}", "otel_sample_ratio": 1.0}
+    options: dict[str, Any] = {"otel_endpoint": f"http://127.0.0.1:{free_port}", "otel_sample_ratio": 1.0}
     with Daemon(**options, **POOL) as daemon:
         with KVClient(daemon.address) as client, client.session() as kv:
             for _ in range(100):
@@ -197,7 +197,7 @@ def assert_silent(text: str, secrets: list[bytes]) -> None:
 
 def test_a_log_for_machines(free_port: int) -> None:
     http_token = "a-secret-of-the-page"
-    options = {"log_format": "json", "log_level": "debug", "http_token": http_token}
+    options: dict[str, Any] = {"log_format": "json", "log_level": "debug", "http_token": http_token}
     with Daemon(http_address=f"127.0.0.1:{free_port}", **options, **POOL) as daemon:
         with KVClient(daemon.address, transport="inline") as client, grpc.insecure_channel(daemon.address) as channel:
             kv = client.session("engine", tenant="acme")
@@ -207,13 +207,13 @@ def test_a_log_for_machines(free_port: int) -> None:
             kv.free([sequence])
             with pytest.raises(UnknownSequenceError):
                 kv.describe([sequence])
-            blocks: Any = blocks_pb2_grpc.BlockServiceStub(channel)  # type: ignore[no-untyped-call]
+            blocks: Any = blocks_pb2_grpc.BlockServiceStub(channel)
             request = blocks_pb2.FreeRequest(session_token=kv.token, request_id=2**64 - 1, sequence_ids=[77])
             with pytest.raises(grpc.RpcError):
                 blocks.Free(request)
             with pytest.raises(grpc.RpcError):
                 blocks.Free(blocks_pb2.FreeRequest(session_token=b"an unknown token", sequence_ids=[77]))
-            inspect: Any = inspect_pb2_grpc.InspectServiceStub(channel)  # type: ignore[no-untyped-call]
+            inspect: Any = inspect_pb2_grpc.InspectServiceStub(channel)
             inspect.GetSnapshot(inspect_pb2.GetSnapshotRequest(search=str(PROMPT[0])))
             for path in ("/metrics", "/", f"/?token={http_token}", "/api/search?q=engine", "/none"):
                 ask = urllib.request.Request(f"http://127.0.0.1:{free_port}{path}")
@@ -236,8 +236,8 @@ def test_a_log_for_machines(free_port: int) -> None:
     assert not [line for line in lines if line["logger"].startswith("uvicorn")]  # nothing about garbled requests
     for line in lines:
         assert {"time", "level", "logger", "message"} <= set(line)
-    refused = [line for line in lines if line["logger"] == "kvservice.server.dispatch"]
-    told = [(line["method"], line["status"], line["session_id"], line["request_id"]) for line in refused]
+    refusals = [line for line in lines if line["logger"] == "kvservice.server.dispatch"]
+    told = [(line["method"], line["status"], line["session_id"], line["request_id"]) for line in refusals]
     (allocate, describe, free, unknown) = told
     assert allocate[:3] == ("allocate", "RESOURCE_EXHAUSTED", session_id)
     assert allocate[3] > 0

@@ -37,5 +37,5 @@ async def session_of(face: Face, address: str, transport: str, **options: Any) -
         with KVClient(address, transport=transport, **options) as client, client.session() as session:
             yield Awaitable(session)
     else:
-        async with AsyncKVClient(address, transport=transport, **options) as client, client.session() as session:
+        async with AsyncKVClient(address, transport=transport, **options) as waiting, waiting.session() as session:
             yield session

@@ -7,7 +7,7 @@ import re
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -66,7 +66,7 @@ def make_config(case: Case) -> PreTrainedConfig:
 
 
 def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return cast(type[PreTrainedModel], MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
 
 
 def make_model(config: PreTrainedConfig) -> PreTrainedModel:

@@ -43,7 +43,7 @@ return Array.from({length: columns * Number(grid.getAttribute("aria-rowcount"))}
 def driver() -> Iterator[webdriver.Chrome]:
     debian_packages.require(PACKAGES)
     options = webdriver.ChromeOptions()
-    options.binary_location = shutil.which("chromium")
+    options.binary_location = shutil.which("chromium") or ""
     for argument in ("--headless=new", "--disable-gpu", "--disable-dev-shm-usage"):
         options.add_argument(argument)
     if os.geteuid() == 0:
@@ -68,7 +68,7 @@ class Page:
         self.origin = f"http://127.0.0.1:{port}"
         media = [{"name": name.replace("_", "-"), "value": value} for name, value in features.items()]
         self.leave()
-        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        metrics: dict[str, Any] = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": media})
         for log in ("browser", "performance"):

@@ -6,6 +6,7 @@ has no Grafana: if its image cannot be pulled, the other services run without it
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -148,7 +149,13 @@ class Stack:
 
     def await_healthy(self) -> None:
         for service in self.services:
-            wait_for(f"{service} is healthy", lambda name=service: self.state(name)["Health"]["Status"] == "healthy")
+            wait_for(f"{service} is healthy", functools.partial(self.is_healthy, service))
+
+    def rises(self, counter: str) -> bool:
+        return any(self.values(f"rate({counter}[1m]) > 0"))
+
+    def is_healthy(self, service: str) -> bool:
+        return bool(self.state(service)["Health"]["Status"] == "healthy")
 
     def query(self, path: str, **parameters: str) -> Any:
         """Return `data` of Prometheus's answer."""

@@ -18,7 +18,7 @@ from kvservice.devices import open_device
 from kvservice.engine import CacheEngine
 from kvservice.pool.layout import TENSOR_DTYPES
 
-ON_GPU = POOL | {"device": "cuda", "max_message_mib": 1, "allow_client_shm": "off"}
+ON_GPU: dict[str, Any] = POOL | {"device": "cuda", "max_message_mib": 1, "allow_client_shm": "off"}
 # The dtype of tensors, and the dtype of the pool.
 TYPES = [
     ("float32", "auto"),

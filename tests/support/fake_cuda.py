@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import copy
 import ctypes
+import functools
 import random
 import threading
 from collections.abc import Callable
@@ -60,10 +61,13 @@ class Event:
         self.timing = timing
         self.recorded = self.reached = 0
 
+    def has_reached(self, number: int) -> bool:
+        return self.reached >= number
+
     def record(self, stream: int) -> None:
         with self.cuda.call():
             self.recorded += 1
-            self.cuda.streams[stream].put(lambda number=self.recorded: setattr(self, "reached", number))
+            self.cuda.streams[stream].put(functools.partial(setattr, self, "reached", self.recorded))
 
     def synchronize(self) -> None:
         with self.cuda.call():
@@ -94,7 +98,7 @@ class Stream:
 
     def wait(self, event: Event) -> None:
         with self.cuda.call():
-            self.put(lambda: None, lambda number=event.recorded: event.reached >= number)
+            self.put(lambda: None, functools.partial(event.has_reached, event.recorded))
 
     def synchronize(self) -> None:
         with self.cuda.call():
@@ -133,6 +137,26 @@ class Attention:
     sparse = (0, 0, 64, 0, 0)
     batch_invariant = False
     kernel = "auto"
+    pool: int
+    pool_dtype: int
+    dtype: int
+    layer: int
+    query: int
+    out: int
+    block_tables: int
+    query_lens: int
+    context_lens: int
+    num_seqs: int
+    num_tokens: int
+    num_heads: int
+    head_size: int
+    block_size: int
+    max_blocks: int
+    max_query_len: int
+    scale: float
+    stream: int
+    workspace: int
+    workspace_bytes: int
 
     def __init__(self, cuda: FakeCuda) -> None:
         self.cuda = cuda
@@ -344,7 +368,7 @@ class FakeCuda(ModuleType):
         with self.call():
             for one, other in pairs:  # each block is a separate piece of work, so that others may run in between
                 to, source = dst + other * block_bytes, src + one * block_bytes
-                self.streams[stream].put(lambda to=to, source=source: ctypes.memmove(to, source, block_bytes))
+                self.streams[stream].put(functools.partial(ctypes.memmove, to, source, block_bytes))
 
     def write_kv(self, *arguments: int) -> None:
         self._slots(ops_write, *arguments)
@@ -359,6 +383,17 @@ class FakeCuda(ModuleType):
 
 
 class SlotsCall:
+    pool: int
+    pool_dtype: int
+    slots: int
+    key: int
+    value: int
+    dtype: int
+    num_tokens: int
+    num_kv_heads: int
+    head_size: int
+    stream: int
+
     def __init__(self, *arguments: int) -> None:
         for name, value in zip(SLOTS_ARGUMENTS, arguments, strict=True):
             setattr(self, name, value)

@@ -18,7 +18,7 @@ Keys = tuple[tuple[int, bytes], ...]
 
 NUM_LAYERS, NUM_KV_HEADS, NUM_HEADS, HEAD_SIZE, BLOCK_SIZE = 2, 2, 4, 32, 4
 # The pool of all state machines. It is small, so that it is full soon.
-POOL = {
+POOL: dict[str, Any] = {
     "num_layers": NUM_LAYERS,
     "num_kv_heads": NUM_KV_HEADS,
     "head_size": HEAD_SIZE,

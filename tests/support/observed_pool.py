@@ -44,7 +44,7 @@ class ObservedPool:
         info: dict[str, Any] | None = None,
         **changes: int,
     ) -> None:
-        sizes = {
+        sizes: dict[str, Any] = {
             "num_blocks": 40,
             "block_size": 4,
             "num_swap_blocks": 16,

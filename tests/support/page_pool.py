@@ -16,9 +16,8 @@ from observed_pool import ObservedPool, OpenSession
 from kvservice.blocks import AllocationRequest
 from kvservice.config import ServeConfig
 from kvservice.devices import Device
-from kvservice.observer.blocks import STATES
+from kvservice.observer.blocks import MAX_CELLS, STATES
 from kvservice.observer.history import SAMPLES
-from kvservice.observer.views import MAX_CELLS
 from kvservice.server.telemetry import configuration
 from kvservice.telemetry.arrays import SharedArrays
 from kvservice.telemetry.calls import keys

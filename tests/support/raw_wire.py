@@ -7,7 +7,7 @@ import queue
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import numpy as np
@@ -124,9 +124,9 @@ class Wire:
         try:
             return self.methods[name](request, timeout=TIMEOUT_S)
         except grpc.RpcError as error:
-            status = rpc_status.from_call(error)
+            status = rpc_status.from_call(cast(Any, error))
             if status is None:
-                return Refusal(error.code().name, "", "", {}, frozenset(), error.details())
+                return Refusal(error.code().name, "", "", {}, frozenset(), error.details() or "")
             return refusal(status)
 
     def stream(self) -> RawStream:
@@ -177,7 +177,7 @@ def tensor(*shape: int, dtype: str = "FLOAT32", fill: float = 1.0, **changes: An
         data_type=getattr(tensor_pb2, f"DATA_TYPE_{dtype}"), shape=shape, inline=np.full(shape, fill, kind).tobytes()
     )
     for name, value in changes.items():
-        message.ClearField(name)  # type: ignore[arg-type]
+        message.ClearField(name)
         if name == "shape":
             message.shape.extend(value)
         else:

@@ -6,6 +6,7 @@ import ssl
 import time
 import urllib.request
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
@@ -14,7 +15,7 @@ from waiting import PATIENCE_S
 from kvservice.client import Sequence, Session
 
 BLOCK_BYTES = 2 * 2 * 32 * 4 * 4
-POOL = {
+POOL: dict[str, Any] = {
     "num_layers": 2,
     "num_kv_heads": 1,
     "head_size": 32,

@@ -92,7 +92,9 @@ class WithToken(
         )
         return continuation(changed, request)
 
-    intercept_unary_unary = intercept_unary_stream = intercept_stream_stream = _add
+    intercept_unary_unary: Any = _add
+    intercept_unary_stream: Any = _add
+    intercept_stream_stream: Any = _add
 
 
 def with_token(channel: grpc.Channel, *tokens: str) -> grpc.Channel:

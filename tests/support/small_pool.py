@@ -1,6 +1,10 @@
 """A pool small enough to be exhausted, with a shape that reveals swapped axes."""
 
-SMALL_POOL = {
+from __future__ import annotations
+
+from typing import Any
+
+SMALL_POOL: dict[str, Any] = {
     "num_layers": 2,
     "num_kv_heads": 2,
     "head_size": 32,

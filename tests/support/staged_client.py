@@ -10,15 +10,15 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from lane_ring import CAPACITY, COMPLETED, SUBMITTED
 
 from kvservice import _ext, ops
 from kvservice.client import KVClient, Session
-from kvservice.client.blocking import finish
 from kvservice.client.fd_passing import fetch
+from kvservice.client.threads import finish
 from kvservice.v1 import host_pb2, shared_memory_pb2
 
 NUM_TOKENS, MANY_HEADS = 200, 1024
@@ -26,7 +26,7 @@ NO_STEP = 1 << 40
 
 
 def call(kv: Session, name: str, request: Any) -> Any:
-    return finish(kv._core.call(name, request))
+    return finish(cast(Any, kv._core).call(name, request))
 
 
 def region_made(kv: Session) -> Any:

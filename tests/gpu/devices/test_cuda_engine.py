@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -48,13 +49,13 @@ def test_engine() -> None:
         suppress_health_check=list(HealthCheck),
         print_blob=False,
     )
-    run_state_machine_as_test(machine, settings=searching)
+    run_state_machine_as_test(cast(Any, machine), settings=searching)
 
 
 @pytest.mark.usefixtures("way")
 def test_operations_that_do_not_wait_for_each_other() -> None:
     """The sequences are long, so that copies are still in flight when the next operation starts."""
-    changes = {
+    changes: dict[str, Any] = {
         "enable_prefix_caching": False,
         "num_blocks": 160,
         "swap_space_gib": 100 * (1 << 20) / 2**30,
@@ -115,7 +116,8 @@ def test_a_call_with_a_workspace_of_its_own(rig: Rig) -> None:
 
 
 def test_batch_invariance_is_bit_by_bit() -> None:
-    alone, together = [], []
+    alone: list[Any] = []
+    together: list[Any] = []
     for others in (0, 6):
         rig = Rig(batch_invariant=True, dtype="bfloat16", head_size=128, max_sequences=8, max_message_mib=4)
         try:
@@ -137,7 +139,13 @@ def test_forks_of_a_long_prompt() -> None:
     """There are enough long forks to use the shared-prefix (cascade) kernel. The results match an engine on the CPU."""
     num_forks, num_prompt = 128, 1500
     sizes = {"num_blocks": 400, "max_sequences": 200, "max_sequence_tokens": 2000, "max_message_mib": 16}
-    model = {"dtype": "bfloat16", "head_size": 128, "block_size": 16, "num_layers": 1, "num_kv_heads": 8}
+    model: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "head_size": 128,
+        "block_size": 16,
+        "num_layers": 1,
+        "num_kv_heads": 8,
+    }
     heads = (16, 8, 8)
     outputs = []
     for device in ("cuda", "cpu"):

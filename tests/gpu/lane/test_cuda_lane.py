@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -264,7 +265,7 @@ def test_a_step_without_device_tables_is_a_fault_of_the_daemon() -> None:
 def test_wrong_executors_are_refused() -> None:
     sizes = {"num_blocks": 1, "num_layers": 1, "num_kv_heads": 1, "head_size": 64, "block_size": 16}
     there = {"device": 0, "stream": 0, "pool": 0, "scales": 0, "pool_dtype": 2, "dtype": 2}
-    good = sizes | there | {"batch_invariant": False, "workspace_bytes": 1 << 16, "spin_us": 0.0}
+    good: dict[str, Any] = sizes | there | {"batch_invariant": False, "workspace_bytes": 1 << 16, "spin_us": 0.0}
     wrong = {
         "pool_dtype": ("pool", 9),
         "dtype": ("dtype", -1),

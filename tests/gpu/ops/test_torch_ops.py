@@ -220,7 +220,7 @@ def test_graphs_of_a_shared_prefix() -> None:
     ]
     pool, layer, query, query_lens, tables, context_lens = tensors(make_shared(longest, num_common))
     out, lse = torch.empty_like(query), query.new_empty(query.shape[:2], dtype=torch.float32)
-    lengths = {"max_query_len": 3, "num_common_blocks": num_common}
+    lengths: dict[str, Any] = {"max_query_len": 3, "num_common_blocks": num_common}
 
     def attend() -> None:
         where = (query_lens, tables, context_lens)

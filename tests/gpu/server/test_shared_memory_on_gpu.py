@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -264,9 +264,9 @@ def test_memory_of_a_gpu_is_taken_from_those_who_are_known() -> None:
 
 
 def finish(kv: Session, method: str, request: Any) -> Any:
-    from kvservice.client.blocking import finish as run
+    from kvservice.client.threads import finish as run
 
-    return run(kv._core.call(method, request))
+    return run(cast(Any, kv._core).call(method, request))
 
 
 CLIENT = """
