@@ -64,7 +64,9 @@ def test_what_is_found_again_ends_a_gap_and_not_a_life(pool: Pool) -> None:
     pool.free(1)  # the last block, not full, ends here
     pool.now += 0.2
     pool.compute(2, [1, 2, 3, 4, 6])
-    assert pool.histogram(REUSE_GAP) == ({0.5: 2}, pytest.approx(0.4))
+    gaps, seconds = pool.histogram(REUSE_GAP)
+    assert gaps == {0.5: 2}
+    assert seconds == pytest.approx(0.4)
     pool.now += 7
     pool.free(2)
     pool.now += 1

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from listed import listed
 
 from kvservice.blocks import AllocationRequest, AllocStatus, BlockManager, SessionNamespace
 from kvservice.errors import DuplicateSequenceError, OutOfBlocksError, QuotaExceededError
@@ -82,7 +83,7 @@ def test_computed_blocks_are_shared_and_the_last_token_is_left(make: Make) -> No
         space, [request(2, range(12)), request(3, [*range(12), 99]), request(4, [0, 1, 2, 3, 9, 9, 9, 9, 9])]
     )
     assert [new.num_cached_tokens for new in (exact, longer, other)] == [8, 12, 4]
-    tables = {i.sequence_id: i.block_ids.tolist() for i in manager.describe(space, include_blocks=True)}
+    tables = {i.sequence_id: listed(i.block_ids) for i in manager.describe(space, include_blocks=True)}
     assert tables[2][:2] == tables[3][:2] == tables[1][:2]
     assert tables[3][2] == tables[1][2] != tables[2][2]
     assert tables[4][0] == tables[1][0]
@@ -180,8 +181,8 @@ def test_a_sequence_of_another_space_is_neither_known_nor_a_duplicate(make: Make
     other = manager.open_space()
     manager.allocate(space, [request(1, range(5))])
     manager.allocate(other, [request(1, range(5, 10))])
-    assert manager.describe(space, [1], include_tokens=True)[0].token_ids.tolist() == [0, 1, 2, 3, 4]
-    assert manager.describe(other, [1], include_tokens=True)[0].token_ids.tolist() == [5, 6, 7, 8, 9]
+    assert listed(manager.describe(space, [1], include_tokens=True)[0].token_ids) == [0, 1, 2, 3, 4]
+    assert listed(manager.describe(other, [1], include_tokens=True)[0].token_ids) == [5, 6, 7, 8, 9]
 
 
 @pytest.mark.parametrize("ids", [(1, 9), (9, 9)])

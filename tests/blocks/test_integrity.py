@@ -194,7 +194,8 @@ def test_slices_are_bounded(make: Make, monkeypatch: pytest.MonkeyPatch) -> None
     manager.allocate(space, [AllocationRequest(9, range(9000, 9300))])
     manager.open_step(space, [9])
     hashed, looked_up, added = [], [], []
-    block_hash, require_range = integrity_module.block_hash, integrity_module.require_range
+    module: Any = integrity_module
+    block_hash, require_range = module.block_hash, module.require_range
 
     class Index(dict[bytes, int]):
         def get(self, key: bytes, default: Any = None) -> Any:
@@ -246,7 +247,7 @@ def test_sums_are_given_up_where_operations_never_end(corruptible: tuple[BlockMa
 def test_a_step_that_ends_meanwhile_is_left_alone(corruptible: tuple[BlockManager, SessionNamespace]) -> None:
     """The check fails with IntegrityError if it looks at a step that has ended."""
     manager, space = corruptible
-    slices = check_in_slices(manager.state, 1)
+    slices: Any = check_in_slices(manager.state, 1)
     for _ in slices:
         if slices.gi_yieldfrom.__name__ == "_check_step":
             break

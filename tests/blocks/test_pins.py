@@ -115,7 +115,8 @@ def test_bounds(make: Make, snapshot: Callable[..., Any]) -> None:
     assert caught.value.metadata["limit"] == "max_pinned_fraction"
     with pytest.raises(NotComputedError):
         manager.pin(space, range(50, 60), ttl_s=1.0)
-    for ttl_s in (0, -1.0, float("nan"), float("inf"), True, "1"):
+    wrong: tuple[Any, ...] = (0, -1.0, float("nan"), float("inf"), True, "1")
+    for ttl_s in wrong:
         with pytest.raises(InvalidArgumentError) as refused:
             manager.pin(space, range(8), ttl_s=ttl_s)
         assert refused.value.field == "ttl_s"

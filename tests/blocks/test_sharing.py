@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from listed import listed
 
 from kvservice.blocks import AllocationRequest, BlockManager, SessionNamespace
 from kvservice.errors import (
     DuplicateSequenceError,
     InvalidArgumentError,
+    KVServiceError,
     NotComputedError,
     UnknownSequenceError,
     UnknownSessionError,
@@ -28,7 +30,7 @@ def add(manager: BlockManager, space: SessionNamespace, sequence_id: int, tokens
 
 
 def table(manager: BlockManager, space: SessionNamespace, sequence_id: int) -> list[int]:
-    return manager.describe(space, [sequence_id], include_blocks=True)[0].block_ids.tolist()
+    return listed(manager.describe(space, [sequence_id], include_blocks=True)[0].block_ids)
 
 
 def test_a_child_shares_every_block_and_knows_the_tokens(make: Make) -> None:
@@ -41,7 +43,7 @@ def test_a_child_shares_every_block_and_knows_the_tokens(make: Make) -> None:
     assert after.free_blocks == before.free_blocks
     assert (after.shared_blocks, after.sequences, after.tokens) == (3, 3, 30)
     child = manager.describe(space, [3], include_tokens=True)[0]
-    assert (child.length, child.num_computed, child.token_ids.tolist()) == (10, 10, list(range(10)))
+    assert (child.length, child.num_computed, listed(child.token_ids)) == (10, 10, list(range(10)))
     manager.check_integrity()
 
 
@@ -73,7 +75,7 @@ def test_a_child_keeps_its_parents_extra_keys(make: Make) -> None:
     ],
 )
 def test_refused_forks(
-    make: Make, snapshot: Callable[..., Any], parents: Any, children: Any, error: type[Exception], field: str
+    make: Make, snapshot: Callable[..., Any], parents: Any, children: Any, error: type[KVServiceError], field: str
 ) -> None:
     manager, space = make()
     add(manager, space, 1, range(10))
@@ -92,7 +94,7 @@ def test_truncate_gives_blocks_back(make: Make, length: int, num_blocks: int) ->
     manager.truncate(space, [1], [length])
     info = manager.describe(space, [1], include_tokens=True)[0]
     assert (info.length, info.num_computed, info.num_blocks) == (length, length, num_blocks)
-    assert info.token_ids.tolist() == list(range(length))
+    assert listed(info.token_ids) == list(range(length))
     manager.check_integrity()
     step = manager.append(space, [1], [77])
     assert step.context_lens.tolist() == [length + 1]

@@ -290,7 +290,9 @@ def test_a_large_batch_is_allocated_in_slices(batch: Batch) -> None:
     slices, made = run(manager.allocate_in_slices(space, requests), lambda _: len(space) == 0 or pytest.fail("early"))
     assert slices == 3
     assert [one.num_cached_tokens for one in made] == [3] * len(requests)
-    assert run(manager.allocate_in_slices(space, [AllocationRequest(5000, [1])]), pytest.fail)[0] == 1
+    assert (
+        run(manager.allocate_in_slices(space, [AllocationRequest(5000, [1])]), lambda _: pytest.fail("a slice"))[0] == 1
+    )
     manager.check_integrity()
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from listed import listed
 
 from kvservice.blocks import AllocationRequest, BlockManager, SessionNamespace, StepPlan
 from kvservice.errors import (
@@ -32,7 +33,7 @@ def allocate(manager: BlockManager, space: SessionNamespace, *lengths: int, comp
 
 def tables(manager: BlockManager, space: SessionNamespace) -> dict[int, list[int]]:
     described = manager.describe(space, include_blocks=True)
-    return {info.sequence_id: info.block_ids.tolist() for info in described}
+    return {info.sequence_id: listed(info.block_ids) for info in described}
 
 
 def slots_of(table: list[int], start: int, stop: int) -> list[int]:
@@ -62,7 +63,7 @@ def test_one_token_each_takes_a_block_only_when_the_last_is_full(make: Make) -> 
     assert manager.stats().active_blocks == before + 1
     at = tables(manager, space)
     assert step.slot_mapping.tolist() == slots_of(at[0], 7, 8) + slots_of(at[1], 8, 9)
-    assert manager.describe(space, [1], include_tokens=True)[0].token_ids.tolist()[-1] == 6
+    assert listed(manager.describe(space, [1], include_tokens=True)[0].token_ids)[-1] == 6
     manager.check_integrity()
 
 
@@ -121,7 +122,7 @@ def test_the_first_to_write_a_shared_block_gets_a_copy(make: Make) -> None:
     assert after[0] == before
     assert after[1][0] == before[0]
     assert (step.copies.src.tolist(), step.copies.dst.tolist()) == ([before[1]], [after[1][1]])
-    assert manager.describe(space, [1], include_tokens=True)[0].token_ids.tolist() == [0, 1, 2, 3, 4, 5, 9]
+    assert listed(manager.describe(space, [1], include_tokens=True)[0].token_ids) == [0, 1, 2, 3, 4, 5, 9]
     assert len(manager.append(space, [0], [8]).copies) == 0
     assert manager.stats().cow_copies == 1
     manager.check_integrity()
@@ -168,7 +169,7 @@ def test_a_shared_block_without_computed_tokens_moves_no_bytes(make: Make) -> No
     step = manager.open_step(space, [1])
     assert manager.stats().cow_copies == 1
     assert len(step.copies) == 0
-    assert manager.describe(space, [1], include_tokens=True)[0].token_ids.tolist() == list(range(8))
+    assert listed(manager.describe(space, [1], include_tokens=True)[0].token_ids) == list(range(8))
     manager.check_integrity()
 
 
@@ -194,7 +195,7 @@ def test_a_truncated_block_that_others_found_is_copied(make: Make) -> None:
     manager.allocate(space, [AllocationRequest(5, [*range(8), 77])])
     step = manager.append(space, [0], [99])
     assert len(step.copies) == 1
-    assert manager.describe(space, [5], include_tokens=True)[0].token_ids.tolist() == [*range(8), 77]
+    assert listed(manager.describe(space, [5], include_tokens=True)[0].token_ids) == [*range(8), 77]
     manager.check_integrity()
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from listed import listed
 
 from kvservice.blocks import AllocationRequest, AllocStatus, BlockManager, SessionNamespace
 from kvservice.errors import (
@@ -24,7 +25,7 @@ def add(manager: BlockManager, space: SessionNamespace, sequence_id: int, tokens
 
 
 def tables(manager: BlockManager, space: SessionNamespace) -> dict[int, list[int]]:
-    return {info.sequence_id: info.block_ids.tolist() for info in manager.describe(space, include_blocks=True)}
+    return {info.sequence_id: listed(info.block_ids) for info in manager.describe(space, include_blocks=True)}
 
 
 def test_a_shared_block_moves_once_and_is_still_shared(make: Make) -> None:
@@ -45,7 +46,7 @@ def test_a_shared_block_moves_once_and_is_still_shared(make: Make) -> None:
     moved = dict(zip(back.src.tolist(), back.dst.tolist(), strict=True))
     assert tables(manager, space) == {name: [moved[block] for block in blocks] for name, blocks in there.items()}
     assert manager.stats().shared_blocks == 2
-    assert manager.describe(space, [2], include_tokens=True)[0].token_ids.tolist() == [*range(10), 9]
+    assert listed(manager.describe(space, [2], include_tokens=True)[0].token_ids) == [*range(10), 9]
     manager.check_integrity()
 
 
@@ -101,7 +102,7 @@ def test_pending_tokens_survive(make: Make) -> None:
     manager.swap_out(space, [1])
     manager.swap_in(space, [1])
     info = manager.describe(space, [1], include_tokens=True)[0]
-    assert (info.length, info.num_computed, info.token_ids.tolist()) == (9, 6, [*range(6), 60, 70, 80])
+    assert (info.length, info.num_computed, listed(info.token_ids)) == (9, 6, [*range(6), 60, 70, 80])
     assert manager.open_step(space, [1]).query_lens.tolist() == [3]
     manager.check_integrity()
 
@@ -194,7 +195,7 @@ def test_which_operations_a_swapped_out_sequence_takes(make: Make, snapshot: Cal
             swap_in(space, [2], 256)
         assert lookahead.value.field == "lookahead[0]"
     assert snapshot(manager) == before
-    assert manager.describe(space, [2], include_tokens=True)[0].token_ids.tolist() == list(range(100, 106))
+    assert listed(manager.describe(space, [2], include_tokens=True)[0].token_ids) == list(range(100, 106))
     manager.free(space, both)
     assert manager.stats().used_swap_blocks == 0
     manager.check_integrity()

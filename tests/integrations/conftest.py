@@ -110,7 +110,8 @@ def make_pair(clients: Callable[[dict[str, Any]], KVClient]) -> Iterator[Callabl
     with ExitStack() as stack, torch.no_grad():
 
         def make(family: str, dtype: torch.dtype = torch.float32) -> Pair:
-            model = build(family).to(dtype)
+            model: Any = build(family)
+            model = model.to(dtype)
             reference = copy.deepcopy(model)
             reference.set_attn_implementation("eager")
             client = clients(pool_options(model.config, dtype))

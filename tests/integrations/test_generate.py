@@ -124,7 +124,12 @@ def test_parallel_samples(llama, batch) -> None:
 def test_assisted_generation_takes_rejected_tokens_back(llama, make_pair, monkeypatch, with_assistant: bool) -> None:
     removed: list[int] = []
     crop = KVServiceCache.crop
-    monkeypatch.setattr(KVServiceCache, "crop", lambda self, count: (removed.append(-count), crop(self, count))[1])
+
+    def counted(self: KVServiceCache, count: int) -> None:
+        removed.append(-count)
+        crop(self, count)
+
+    monkeypatch.setattr(KVServiceCache, "crop", counted)
     # A prompt with repetitions, so that prompt lookup finds candidates.
     ids = torch.tensor([[5, 9, 23, 61, 7, 5, 9, 23, 44, 8, 5, 9]])
     assistant = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -24,9 +25,8 @@ def test_requests_with_a_cache_each_never_fill_the_pool(llama) -> None:
     kv = llama.new_session()
     for request in range(8):
         ids = IDS.roll(request, 1)
-        tokens = install(llama.model).generate(
-            ids, max_new_tokens=2, do_sample=False, past_key_values=KVServiceCache(kv)
-        )
+        model: Any = install(llama.model)
+        tokens = model.generate(ids, max_new_tokens=2, do_sample=False, past_key_values=KVServiceCache(kv))
         assert torch.equal(tokens, llama.reference.generate(ids, max_new_tokens=2, do_sample=False))
 
 
@@ -68,7 +68,7 @@ def test_sequences_that_the_caller_freed_are_passed_over(llama) -> None:
 def test_the_collector_may_run_within_a_call_of_the_session(llama) -> None:
     """A cache in a reference cycle is collected whenever the garbage collector runs, here during another call."""
     kv = llama.new_session()
-    cache = KVServiceCache(kv)
+    cache: Any = KVServiceCache(kv)
     llama.model(IDS, past_key_values=cache)
     cache.itself = cache
     del cache

@@ -171,7 +171,7 @@ def test_a_prompt_that_the_cache_holds_already_is_refused(make_pair, family, len
 
 @pytest.mark.parametrize("kv", ["client", "address"])
 def test_only_a_session_makes_a_cache(kv) -> None:
-    argument = KVClient.__new__(KVClient) if kv == "client" else "unix:///run/kvservice.sock"
+    argument: Any = KVClient.__new__(KVClient) if kv == "client" else "unix:///run/kvservice.sock"
     with pytest.raises(InvalidArgumentError, match=r"kv: is to be a session, .*client.session\(\)") as refused:
         KVServiceCache(argument)
     assert refused.value.field == "kv"
@@ -196,7 +196,12 @@ def test_install_looks_again_only_where_something_changed(make_pair, monkeypatch
     pair = make_pair("bloom")
     probed = []
     run = probe.attention_problems
-    monkeypatch.setattr(probe, "attention_problems", lambda *args: (probed.append(args), run(*args))[1])
+
+    def count(*args: Any) -> Any:
+        probed.append(args)
+        return run(*args)
+
+    monkeypatch.setattr(probe, "attention_problems", count)
     install(install(pair.model))
     assert probed == []
     pair.model.transformer.h[0] = copy.deepcopy(pair.reference.transformer.h[0])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, cast
 
 import pytest
 import torch
@@ -36,7 +37,7 @@ class Fails(GPT2LMHeadModel):
 class NamesNoLayers(GPT2LMHeadModel):
     def __init__(self, config: GPT2Config) -> None:
         super().__init__(config)
-        for block in self.transformer.h:
+        for block in cast(Any, self.transformer.h):
             block.attn.layer_idx = None
 
 
@@ -49,12 +50,12 @@ class AttendsInOneLayer(GPT2LMHeadModel):
 class RepeatsHeads(GPT2LMHeadModel):
     def __init__(self, config: GPT2Config) -> None:
         super().__init__(config)
-        for block in self.transformer.h:
+        for block in cast(Any, self.transformer.h):
             block.attn.num_heads, block.attn.head_dim = 1, 64
 
 
 @pytest.fixture
-def kv(clients) -> Session:
+def kv(clients) -> Iterator[Session]:
     with clients(pool_options(GPT2)).session() as session:
         session.reset_prefix_cache()
         yield session
@@ -93,6 +94,7 @@ def test_forward_refuses_models_whose_positions_it_cannot_give(kv, model, reason
 def test_forward_refuses_padding_where_it_has_no_position(kv) -> None:
     config = RobertaConfig(vocab_size=23, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, is_decoder=True)
     model = install(RobertaForCausalLM(config).eval())
+    assert config.pad_token_id is not None
     step = kv.open_step([kv.allocate([5, config.pad_token_id], extra_keys=model_keys(model))])
     with pytest.raises(InvalidArgumentError) as refused:
         forward(model, step, [5, config.pad_token_id])

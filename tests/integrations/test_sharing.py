@@ -21,16 +21,21 @@ PROMPT = torch.tensor([[5, 9, 23, 61, 7, 44, 8, 33, 12, 71, 3, 90, 14]])
 NUM_CACHED = 12  # tokens in full blocks of 4
 
 
-def generate(model: PreTrainedModel, kv: Any, prompt: torch.Tensor = PROMPT, **options: Any) -> torch.Tensor:
-    """Return the prompt and 8 generated tokens. `generate.num_found` gets the prefix-cache hits in tokens."""
+# The prefix-cache hits of the last generation, in tokens.
+num_found: list[int] = []
+
+
+def generate(model: Any, kv: Any, prompt: torch.Tensor = PROMPT, **options: Any) -> torch.Tensor:
+    """Return the prompt and 8 generated tokens. Sets `num_found`."""
     with KVServiceCache(kv, **options) as cache:
-        tokens = model.generate(prompt, max_new_tokens=8, do_sample=False, past_key_values=cache)
-        generate.num_found = [sequence.num_cached_tokens for sequence in cache.sequences]
+        tokens: torch.Tensor = model.generate(prompt, max_new_tokens=8, do_sample=False, past_key_values=cache)
+        num_found[:] = [sequence.num_cached_tokens for sequence in cache.sequences if sequence is not None]
         return tokens
 
 
-def generate_alone(model: PreTrainedModel, prompt: torch.Tensor = PROMPT) -> torch.Tensor:
-    return model.generate(prompt, max_new_tokens=8, do_sample=False)
+def generate_alone(model: Any, prompt: torch.Tensor = PROMPT) -> torch.Tensor:
+    tokens: torch.Tensor = model.generate(prompt, max_new_tokens=8, do_sample=False)
+    return tokens
 
 
 class Adapted(nn.Module):
@@ -115,9 +120,9 @@ def test_two_models_of_one_shape_find_nothing_of_each_other(llama, make_pair) ->
     other = make_pair("llama")
     for parameter in (*other.model.parameters(), *other.reference.parameters()):
         parameter.copy_(parameter.flip(0))
-    for pair, num_found in ((llama, 0), (other, 0), (llama, NUM_CACHED), (other, NUM_CACHED)):
+    for pair, expected in ((llama, 0), (other, 0), (llama, NUM_CACHED), (other, NUM_CACHED)):
         assert torch.equal(generate(pair.model, kv), generate_alone(pair.reference))
-        assert generate.num_found == [num_found]
+        assert num_found == [expected]
     assert not torch.equal(generate_alone(llama.reference), generate_alone(other.reference))
 
 
@@ -128,7 +133,7 @@ def test_weights_that_change_between_generations(llama, change) -> None:
     change(llama.model)
     change(llama.reference)
     after = generate(llama.model, kv)
-    assert generate.num_found == [0]
+    assert num_found == [0]
     assert torch.equal(after, generate_alone(llama.reference))
     assert not torch.equal(after, before)
 
@@ -142,12 +147,12 @@ def test_adapters_that_are_switched_and_scaled(llama) -> None:
         for model in (llama.model, llama.reference):
             vars(model.model.layers[0].self_attn.k_proj).update(copy.deepcopy(state))
         seen.append(generate(llama.model, kv))
-        assert generate.num_found == [0]
+        assert num_found == [0]
         assert torch.equal(seen[-1], generate_alone(llama.reference))
     assert len({tuple(tokens[0].tolist()) for tokens in seen}) == 3
     llama.model.model.layers[0].self_attn.k_proj.scaling["default"] = 1.0
     generate(llama.model, kv)
-    assert generate.num_found == [NUM_CACHED], "as it was in the second generation"
+    assert num_found == [NUM_CACHED], "as it was in the second generation"
 
 
 def test_functional_calls_with_other_weights(llama) -> None:
@@ -180,18 +185,19 @@ def test_a_cache_is_not_continued_with_other_weights(llama) -> None:
 
 def test_nothing_is_shared_if_the_caller_says_so(llama) -> None:
     kv = llama.new_session()
-    for options in ({}, {"share": False}, {"share": False}):
+    every: tuple[dict[str, Any], ...] = ({}, {"share": False}, {"share": False})
+    for options in every:
         assert torch.equal(generate(llama.model, kv, **options), generate_alone(llama.reference))
-        assert generate.num_found == [0]
+        assert num_found == [0]
 
 
 def test_extra_keys_keep_prefixes_apart(llama) -> None:
     kv = llama.new_session()
     tenants = [[(0, b"one")], [(0, b"two")], [(5, b"two")]]
     # A key belongs to the block of its position, so the third shares its first block with the sequence without keys.
-    for keys, num_found in zip([*tenants, *tenants, []], [0, 0, 0, NUM_CACHED, NUM_CACHED, NUM_CACHED, 4], strict=True):
+    for keys, expected in zip([*tenants, *tenants, []], [0, 0, 0, NUM_CACHED, NUM_CACHED, NUM_CACHED, 4], strict=True):
         assert torch.equal(generate(llama.model, kv, extra_keys=keys), generate_alone(llama.reference))
-        assert generate.num_found == [num_found]
+        assert num_found == [expected]
 
 
 @pytest.mark.parametrize("keys", [[b"one"], [(0, "one")], [("0", b"one")], [(0, b"one", 2)]])
@@ -223,12 +229,14 @@ def test_unusual_inputs_share_nothing(make_pair, family, inputs, reason, unusual
         with KVServiceCache(kv) as cache:
             logits = pair.model(**inputs, logits_to_keep=1, past_key_values=cache).logits
             assert reason in cache.private_because
-            assert cache.sequences[0].num_cached_tokens == 0
+            (sequence,) = cache.sequences
+            assert sequence is not None
+            assert sequence.num_cached_tokens == 0
         torch.testing.assert_close(logits, pair.reference(**inputs, logits_to_keep=1).logits, atol=1e-3, rtol=0)
 
     def usual() -> None:
         assert torch.equal(generate(pair.model, kv), generate_alone(pair.reference))
-        assert generate.num_found == [0]
+        assert num_found == [0]
 
     for run in (unusual, usual) if unusual_first else (usual, unusual):
         run()
@@ -240,7 +248,9 @@ def test_a_shared_cache_is_not_continued_with_unusual_inputs(llama) -> None:
     token, position = torch.tensor([[17]]), torch.tensor([[20]])
     with pytest.raises(FailedPreconditionError, match=r"positions.*share=False"):
         llama.model(token, position_ids=position, past_key_values=cache)
-    assert (cache.get_seq_length(), cache.sequences[0].length, cache.private_because) == (13, 13, "")
+    (sequence,) = cache.sequences
+    assert sequence is not None
+    assert (cache.get_seq_length(), sequence.length, cache.private_because) == (13, 13, "")
 
 
 def test_hooks_that_may_steer_share_nothing(llama) -> None:
@@ -249,7 +259,7 @@ def test_hooks_that_may_steer_share_nothing(llama) -> None:
     for model in (llama.model, llama.reference):
         model.model.layers[0].register_forward_hook(lambda _module, _args, output: output * 0.3)
     assert torch.equal(generate(llama.model, kv), generate_alone(llama.reference))
-    assert generate.num_found == [0]
+    assert num_found == [0]
     assert not torch.equal(generate_alone(llama.reference), plain)
 
 
@@ -257,7 +267,7 @@ def test_hooks_of_the_library_only_record(llama) -> None:
     kv = llama.new_session()
     llama.model(PROMPT, output_hidden_states=True, past_key_values=KVServiceCache(kv))
     generate(llama.model, kv)
-    assert generate.num_found == [NUM_CACHED]
+    assert num_found == [NUM_CACHED]
 
 
 @pytest.mark.parametrize("family", ["llama", "bloom"])

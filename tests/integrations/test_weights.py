@@ -52,7 +52,7 @@ def test_names_shapes_dtypes_and_each_value_count() -> None:
 
 @pytest.mark.parametrize("other", [-1.0, float("nan")])
 def test_a_change_is_followed_and_back(other: float) -> None:
-    tensors = {name: torch.nn.Parameter(values()) for name in ("one", "two")}
+    tensors: dict[str, torch.Tensor] = {name: torch.nn.Parameter(values()) for name in ("one", "two")}
     weights = Weights()
     weights.track(tensors)
     first = weights.digest()
@@ -153,7 +153,12 @@ def test_other_memory_is_noticed_and_its_changes_too() -> None:
 def test_only_what_changed_is_hashed_again(monkeypatch) -> None:
     hashed: list[int] = []
     hash_bytes = "kvservice.integrations.transformers.weights._hash_bytes"
-    monkeypatch.setattr(hash_bytes, lambda tensor: (hashed.append(len(tensor)), b"")[1])
+
+    def count(tensor: torch.Tensor) -> bytes:
+        hashed.append(len(tensor))
+        return b""
+
+    monkeypatch.setattr(hash_bytes, count)
     tensors = {str(size): torch.zeros(size) for size in (3, 4, 5)}
     weights = Weights()
     weights.track(tensors)
