@@ -288,7 +288,7 @@ def _bench_cuda(quick: bool, as_json: bool, options: dict[str, Any]) -> None:
     failed: list[str] = []
 
     def run() -> dict[str, Any]:
-        results = attention_cuda.run(attention_cuda.Options(quick=quick, **options))
+        results = attention_cuda.run(attention_cuda.DeviceBenchOptions(quick=quick, **options))
         failed.extend(attention_cuda.failures(results))
         return results
 

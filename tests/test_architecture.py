@@ -447,3 +447,15 @@ def test_tests_without_an_assertion_say_what_would_fail() -> None:
             if not checks(node) and not ast.get_docstring(node):
                 silent.append(f"{path.name}: {node.name}")
     assert silent == []
+
+
+def test_one_name_names_one_class() -> None:
+    """A class name of one package is not used by another. The generated modules have the contract's names."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if "v1" in path.parts:
+            continue
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
+    assert {name: paths for name, paths in found.items() if len(paths) > 1} == {}

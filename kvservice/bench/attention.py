@@ -36,7 +36,7 @@ SAMPLED_TOKENS = 8
 
 
 @dataclass(frozen=True)
-class Shape:
+class HostShape:
     kind: str  # decode: one new token per sequence; extend: query_len new tokens per sequence, causal
     dtype: str
     num_seqs: int
@@ -63,27 +63,27 @@ class Shape:
 
 
 SHAPES = (
-    Shape("decode", "bfloat16", 16, 4096),
-    Shape("decode", "float16", 16, 4096),
-    Shape("decode", "float32", 8, 4096),
-    Shape("decode", "bfloat16", 1, 65536),
-    Shape("decode", "bfloat16", 256, 256),
-    Shape("decode", "bfloat16", 4, 4096, num_kv_heads=32),
-    Shape("decode", "bfloat16", 32, 4096, num_heads=64, num_kv_heads=8, head_size=64),
-    Shape("decode", "bfloat16", 16, 4096, block_size=32),
-    Shape("decode", "bfloat16", 16, 4096, block_size=8),
-    Shape("decode", "bfloat16", 16, 4096, query_len=4),
-    Shape("extend", "bfloat16", 1, 2048, query_len=2048),
-    Shape("extend", "float16", 1, 2048, query_len=2048),
-    Shape("extend", "float32", 1, 2048, query_len=2048),
-    Shape("extend", "bfloat16", 4, 4096, query_len=128),
-    Shape("extend", "float32", 4, 4096, query_len=128),
+    HostShape("decode", "bfloat16", 16, 4096),
+    HostShape("decode", "float16", 16, 4096),
+    HostShape("decode", "float32", 8, 4096),
+    HostShape("decode", "bfloat16", 1, 65536),
+    HostShape("decode", "bfloat16", 256, 256),
+    HostShape("decode", "bfloat16", 4, 4096, num_kv_heads=32),
+    HostShape("decode", "bfloat16", 32, 4096, num_heads=64, num_kv_heads=8, head_size=64),
+    HostShape("decode", "bfloat16", 16, 4096, block_size=32),
+    HostShape("decode", "bfloat16", 16, 4096, block_size=8),
+    HostShape("decode", "bfloat16", 16, 4096, query_len=4),
+    HostShape("extend", "bfloat16", 1, 2048, query_len=2048),
+    HostShape("extend", "float16", 1, 2048, query_len=2048),
+    HostShape("extend", "float32", 1, 2048, query_len=2048),
+    HostShape("extend", "bfloat16", 4, 4096, query_len=128),
+    HostShape("extend", "float32", 4, 4096, query_len=128),
 )
-QUICK_SHAPES = (SHAPES[0], Shape("extend", "bfloat16", 1, 1024, query_len=1024))
+QUICK_SHAPES = (SHAPES[0], HostShape("extend", "bfloat16", 1, 1024, query_len=1024))
 
 
 @dataclass
-class Inputs:
+class HostInputs:
     keys: Array  # [num_layers, num_seqs, num_kv_heads, context, head_size]
     values: Array
     pool: Array
@@ -118,7 +118,7 @@ def run(device: str = "cpu", quick: bool = False) -> dict[str, Any]:
     }
 
 
-def measure(shape: Shape, read: Callable[[], object], seed: int, rounds: int) -> dict[str, Any]:
+def measure(shape: HostShape, read: Callable[[], object], seed: int, rounds: int) -> dict[str, Any]:
     inputs = make_inputs(shape, np.random.default_rng(seed))
     out = np.full_like(inputs.query, np.nan)
     inputs.attend(0, out)
@@ -139,7 +139,7 @@ def measure(shape: Shape, read: Callable[[], object], seed: int, rounds: int) ->
     }
 
 
-def rotating(call: Callable[[int], object], shape: Shape) -> Callable[[], float]:
+def rotating(call: Callable[[int], object], shape: HostShape) -> Callable[[], float]:
     """Return a contender that calls with the next layer each time."""
     layers = itertools.cycle(range(shape.num_layers))
     return lambda: seconds_of(lambda: call(next(layers)))
@@ -150,7 +150,7 @@ def read_all(buffer: Array, executor: ThreadPoolExecutor) -> None:
     list(executor.map(np.sum, np.array_split(buffer, 16 * ops.num_threads())))
 
 
-def make_inputs(shape: Shape, rng: np.random.Generator) -> Inputs:
+def make_inputs(shape: HostShape, rng: np.random.Generator) -> HostInputs:
     dtype = DTYPES[shape.dtype]
     size = (shape.num_layers, shape.num_seqs, shape.num_kv_heads, shape.context, shape.head_size)
     keys, values = (normal(*size, dtype=shape.dtype, rng=rng) for _ in range(2))
@@ -168,7 +168,7 @@ def make_inputs(shape: Shape, rng: np.random.Generator) -> Inputs:
     num_tokens = shape.num_seqs * shape.query_len
     query = normal(num_tokens, shape.num_heads, shape.head_size, dtype=shape.dtype, rng=rng)
     lens = np.full(shape.num_seqs, shape.query_len, np.int32), np.full(shape.num_seqs, shape.context, np.int32)
-    return Inputs(keys, values, pool, query, lens[0], tables, lens[1])
+    return HostInputs(keys, values, pool, query, lens[0], tables, lens[1])
 
 
 def page_aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
@@ -178,7 +178,7 @@ def page_aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     return memory[start : start + nbytes].view(dtype).reshape(shape)
 
 
-def relative_error(shape: Shape, inputs: Inputs, out: Array) -> float:
+def relative_error(shape: HostShape, inputs: HostInputs, out: Array) -> float:
     """Return the largest |out - float64| / |float64| over some queries of the first and the last sequence."""
     tokens = np.array(sampled(shape.query_len, SAMPLED_TOKENS))
     hidden = np.arange(shape.context) > shape.context - shape.query_len + tokens[:, None]
@@ -193,7 +193,7 @@ def relative_error(shape: Shape, inputs: Inputs, out: Array) -> float:
     return worst
 
 
-def fastest_sdpa(shape: Shape, inputs: Inputs) -> Callable[[], float]:
+def fastest_sdpa(shape: HostShape, inputs: HostInputs) -> Callable[[], float]:
     """Return torch's attention on contiguous K/V, with grouped heads or repeated KV heads, whichever is faster.
 
     The call includes the repetition, because an engine's cache does not have repeated heads.

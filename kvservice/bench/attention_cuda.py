@@ -29,8 +29,8 @@ OURS, INVARIANT = "ours", "batch-invariant"
 
 
 @dataclass(frozen=True)
-class Options:
-    """Options. `shapes` are comma-separated parts of names, empty for all. `batch_invariant` measures it too."""
+class DeviceBenchOptions:
+    """`shapes` are comma-separated parts of names, empty for all. `batch_invariant` measures it too."""
 
     shapes: str = ""
     kernel: Kernel = "auto"
@@ -43,7 +43,7 @@ class Options:
         return 5 if self.quick else 15
 
 
-def run(options: Options) -> dict[str, Any]:
+def run(options: DeviceBenchOptions) -> dict[str, Any]:
     """Return `ceilings` of the device, and for each shape: `us`, `gb_per_s` (K and V once, per second) or
     `tflop_per_s`, `share_of_copy`, `relative_error` against float64, `peers` by path with `us`, `plan_us` and
     `relative_error`, `peer_us` (of the fastest path) and `speedup`, `batch_invariant_us`; or `failed` with the reason.
@@ -70,7 +70,9 @@ def run(options: Options) -> dict[str, Any]:
     }
 
 
-def measure_or_fail(shape: Shape, options: Options, peer: FlashInfer | None, copy_gb_per_s: float) -> dict[str, Any]:
+def measure_or_fail(
+    shape: Shape, options: DeviceBenchOptions, peer: FlashInfer | None, copy_gb_per_s: float
+) -> dict[str, Any]:
     """Measure one shape. An error does not stop the measurement of later shapes."""
     facts = {"name": shape.name, **asdict(shape), "num_seqs": shape.num_seqs}
     try:
@@ -95,7 +97,7 @@ class Contender:
     relative_error: float
 
 
-def measure(shape: Shape, options: Options, peer: FlashInfer | None, copy_gb_per_s: float) -> dict[str, Any]:
+def measure(shape: Shape, options: DeviceBenchOptions, peer: FlashInfer | None, copy_gb_per_s: float) -> dict[str, Any]:
     gc.collect()
     torch.cuda.empty_cache()
     inputs = make_inputs(shape, seed=0, with_pages=peer is not None)

@@ -72,6 +72,10 @@ def device_array(tensor: torch.Tensor) -> DeviceArray:
     return DeviceArray(tensor.data_ptr(), tuple(tensor.shape), _NAMES[tensor.dtype], tensor.device.index)
 
 
+def random_tensor(*shape: int, device: str = "cuda") -> torch.Tensor:
+    return torch.randn(shape, dtype=torch.bfloat16, device=device)
+
+
 def make_inputs(shape: Shape, seed: int, with_pages: bool, device: str = "cuda") -> Inputs:
     torch.manual_seed(seed)
     is_float8 = shape.item_size == 1
@@ -88,7 +92,7 @@ def make_inputs(shape: Shape, seed: int, with_pages: bool, device: str = "cuda")
         shape=shape,
         pool=pool,
         pages=pages,
-        query=torch.randn((shape.num_tokens, shape.num_heads, shape.head_size), dtype=torch.bfloat16, device=device),
+        query=random_tensor(shape.num_tokens, shape.num_heads, shape.head_size, device=device),
         query_lens=torch.full((shape.num_seqs,), shape.query_len, dtype=torch.int32, device=device),
         block_tables=make_tables(shape).to(device),
         context_lens=torch.tensor(shape.contexts, dtype=torch.int32, device=device),

@@ -8,7 +8,8 @@ from functools import partial
 import torch
 
 from kvservice.bench import cuda_timing, transports
-from kvservice.bench.cuda_inputs import TorchScratch, device_array
+from kvservice.bench.cuda_inputs import TorchScratch, device_array, random_tensor
+from kvservice.bench.harness import seconds_of
 from kvservice.ops import cuda
 
 
@@ -19,7 +20,7 @@ class CudaNativeWay:
         """Raises FailedPreconditionError if there is no device."""
         cuda_timing.require_device()
         sizes = (1 + max(num_tokens.values()), transports.NUM_LAYERS, 2, transports.NUM_KV_HEADS)
-        self._pool = normal(*sizes, transports.HEAD_SIZE * transports.BLOCK_SIZE)
+        self._pool = random_tensor(*sizes, transports.HEAD_SIZE * transports.BLOCK_SIZE)
         self._num_tokens = num_tokens
         self._scratch = TorchScratch()
 
@@ -27,7 +28,7 @@ class CudaNativeWay:
         """See Way."""
         num_tokens = self._num_tokens[size]
         heads = (transports.NUM_HEADS, transports.NUM_KV_HEADS, transports.NUM_KV_HEADS, transports.NUM_HEADS)
-        tensors = [normal(num_tokens, count, transports.HEAD_SIZE) for count in heads]
+        tensors = [random_tensor(num_tokens, count, transports.HEAD_SIZE) for count in heads]
         tables = [torch.from_numpy(array).cuda() for array in transports.native_tables(num_tokens)]
         torch.cuda.synchronize()
         stream = torch.cuda.current_stream()
@@ -51,8 +52,4 @@ class CudaNativeWay:
             )
             stream.synchronize()
 
-        return [transports.seconds_of(partial(layer, number)) for number in range(transports.NUM_LAYERS)]
-
-
-def normal(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.bfloat16, device="cuda")
+        return [seconds_of(partial(layer, number)) for number in range(transports.NUM_LAYERS)]

@@ -7,17 +7,17 @@ transports take turns, with one step each. The figures do not include the openin
 from __future__ import annotations
 
 import contextlib
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from rich.console import Console
-from rich.table import Table
 
+from kvservice.bench.harness import quantiles, table, take_turns
 from kvservice.client import KVClient, Sequence, Session, SharedRegion, Step
 from kvservice.client.transports.base import Transport
 from kvservice.client.transports.lane import LaneTransport
@@ -52,14 +52,14 @@ LABELS = {
 
 
 @dataclass
-class Tensors:
+class StepTensors:
     query: Any
     key: Any
     value: Any
     out: Any
 
     @staticmethod
-    def of(num_seqs: int, empty: Callable[[tuple[int, ...], int], Any]) -> Tensors:
+    def of(num_seqs: int, empty: Callable[[tuple[int, ...], int], Any]) -> StepTensors:
         """`empty(shape, offset)` returns an array to fill."""
         arrays, offset = [], 0
         for num_heads in (NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS, NUM_HEADS):
@@ -68,7 +68,7 @@ class Tensors:
         for array in arrays:
             values = np.random.default_rng(0).standard_normal(array.shape, np.float32)
             array[...] = torch.from_numpy(values) if isinstance(array, torch.Tensor) else values
-        return Tensors(*arrays)
+        return StepTensors(*arrays)
 
 
 def in_memory(memory: SharedRegion) -> Callable[[tuple[int, ...], int], Any]:
@@ -79,7 +79,7 @@ def on_gpu(shape: tuple[int, ...], _: int) -> Any:
     return torch.empty(shape, dtype=torch.bfloat16, device="cuda:0")
 
 
-class Bench:
+class LaneBench:
     """A session with the mapped transport, its sequences, and the transports to measure on their steps."""
 
     def __init__(self, session: Session, num_seqs: int, length: int) -> None:
@@ -98,10 +98,10 @@ class Bench:
         size = 2 * num_seqs * (NUM_HEADS + NUM_KV_HEADS) * HEAD_SIZE * 2
         lane = mapped.rest
         assert isinstance(lane, LaneTransport), "the daemon allows it"
-        gpu = Tensors.of(num_seqs, in_memory(session.create_region(size, device=0)))
-        elsewhere = Tensors.of(num_seqs, on_gpu)
-        host = Tensors.of(num_seqs, in_memory(session.create_region(size)))
-        self.ways: dict[str, tuple[Transport, Tensors]] = {
+        gpu = StepTensors.of(num_seqs, in_memory(session.create_region(size, device=0)))
+        elsewhere = StepTensors.of(num_seqs, on_gpu)
+        host = StepTensors.of(num_seqs, in_memory(session.create_region(size)))
+        self.ways: dict[str, tuple[Transport, StepTensors]] = {
             "mapped": (mapped, elsewhere),
             "lane": (lane, gpu),
             "lane_copied": (lane, elsewhere),
@@ -172,32 +172,23 @@ def run(quick: bool) -> dict[str, Any]:
             torch.cuda.synchronize()
         for shape, (num_seqs, length) in SHAPES.items():
             with client.session(shape) as session:
-                samples = measure(Bench(session, num_seqs, length), 5 if quick else 40)
+                samples = measure(LaneBench(session, num_seqs, length), 5 if quick else 40)
             for way, seconds in samples.items():
-                results[f"{shape}_{way}_p50_s"] = statistics.median(seconds)
-                results[f"{shape}_{way}_p99_s"] = statistics.quantiles(seconds, n=100)[98]
+                results |= quantiles(f"{shape}_{way}", seconds)
     return results
 
 
-def measure(bench: Bench, rounds: int) -> dict[str, list[float]]:
-    samples: dict[str, list[float]] = {way: [] for way in LABELS}
-    for way in LABELS:
-        bench.step(way)
-    for _ in range(rounds):
-        for way, seconds in samples.items():
-            seconds.append(bench.step(way))
-    return samples
+def measure(bench: LaneBench, rounds: int) -> dict[str, list[float]]:
+    return take_turns({way: partial(bench.step, way) for way in LABELS}, rounds, warm_ups=1)
 
 
 def render(results: dict[str, Any], console: Console) -> None:
     title = f"A decode step of {NUM_LAYERS} layers, {results['device']}, ms; in brackets: in units of its kernels alone"
-    table = Table(title=title, title_justify="left")
-    for heading in ("sequences x context", "way", "p50", "p99"):
-        table.add_column(heading, justify="right" if heading in ("p50", "p99") else "left")
+    rows = table(title, ("sequences x context", "way"), ("p50", "p99"))
     for shape in SHAPES:
-        table.add_section()
+        rows.add_section()
         base = results[f"{shape}_kernels_p50_s"]
         for way, label in LABELS.items():
             p50, p99 = results[f"{shape}_{way}_p50_s"], results[f"{shape}_{way}_p99_s"]
-            table.add_row(shape, label, f"{p50 * 1e3:.3f} ({p50 / base:.2f})", f"{p99 * 1e3:.3f}")
-    console.print(table)
+            rows.add_row(shape, label, f"{p50 * 1e3:.3f} ({p50 / base:.2f})", f"{p99 * 1e3:.3f}")
+    console.print(rows)

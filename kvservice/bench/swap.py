@@ -23,7 +23,7 @@ import torch
 from rich.console import Console
 
 from kvservice.bench import cuda_timing
-from kvservice.bench.cuda_inputs import MAX_ERROR, Inputs, TorchScratch, relative_error
+from kvservice.bench.cuda_inputs import MAX_ERROR, Inputs, TorchScratch, random_tensor, relative_error
 from kvservice.bench.cuda_shapes import Shape
 from kvservice.bench.harness import table
 from kvservice.errors import InternalError
@@ -54,7 +54,7 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Bench:
+class SwapBench:
     pool: torch.Tensor  # [num_blocks, num_layers, 2, 8, 2048] on the device
     host: torch.Tensor  # the same, pinned
     decode: Inputs
@@ -105,7 +105,7 @@ def run(quick: bool = False) -> dict[str, Any]:
     }
 
 
-def make_bench(quick: bool) -> Bench:
+def make_bench(quick: bool) -> SwapBench:
     num_seqs, context = QUICK_DECODE if quick else DECODE
     call_blocks = QUICK_CALL_BLOCKS if quick else CALL_BLOCKS
     shape = Shape("decode", "bfloat16", (context,) * num_seqs, f"{num_seqs}x{context}")
@@ -121,7 +121,7 @@ def make_bench(quick: bool) -> Bench:
     swapped = ids[decode_blocks:]
     sides = [Side(swapped[half], host_ids[half]) for half in (slice(None, call_blocks), slice(call_blocks, None))]
     tables = torch.from_numpy(ids[:decode_blocks].reshape(num_seqs, -1)).cuda()
-    return Bench(pool, host, decode_inputs(shape, pool, tables), *sides)
+    return SwapBench(pool, host, decode_inputs(shape, pool, tables), *sides)
 
 
 def decode_inputs(shape: Shape, pool: torch.Tensor, tables: torch.Tensor) -> Inputs:
@@ -129,7 +129,7 @@ def decode_inputs(shape: Shape, pool: torch.Tensor, tables: torch.Tensor) -> Inp
         shape=shape,
         pool=pool,
         pages=None,
-        query=torch.randn((shape.num_seqs, shape.num_heads, shape.head_size), dtype=torch.bfloat16, device="cuda"),
+        query=random_tensor(shape.num_seqs, shape.num_heads, shape.head_size),
         query_lens=torch.ones(shape.num_seqs, dtype=torch.int32, device="cuda"),
         block_tables=tables,
         context_lens=torch.tensor(shape.contexts, dtype=torch.int32, device="cuda"),
@@ -138,7 +138,7 @@ def decode_inputs(shape: Shape, pool: torch.Tensor, tables: torch.Tensor) -> Inp
     )
 
 
-def check(bench: Bench) -> None:
+def check(bench: SwapBench) -> None:
     """Check that blocks keep their content when they are swapped out and back to other blocks."""
     bench.swap_out(bench.leaving)
     bench.swap_in(Side(bench.coming.device_ids, bench.leaving.host_ids))
@@ -181,7 +181,7 @@ def link_both_ways(rounds: int) -> dict[str, float]:
     return {"both_gb_per_s": cuda_timing.LINK_BYTES / seconds["both"] / 1e9}
 
 
-def beside_decode(bench: Bench, rounds: int) -> dict[str, float]:
+def beside_decode(bench: SwapBench, rounds: int) -> dict[str, float]:
     """Measure a layer's decode call, alone and during swaps in both directions at full speed."""
     out, scratch = torch.full_like(bench.decode.query, math.nan), TorchScratch()
     num_calls = 4 * NUM_LAYERS

@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import random
-import statistics
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Protocol
@@ -19,9 +17,9 @@ from typing import Any, Protocol
 import grpc
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from kvservice import ops
+from kvservice.bench.harness import normal, quantiles, seconds_of, table
 from kvservice.client import KVClient, SharedRegion, Step
 from kvservice.client.channel import CHANNEL_OPTIONS
 from kvservice.client.threads import finish
@@ -58,10 +56,6 @@ POOL: dict[str, Any] = {
     "num_threads": 1,
     "share_pool": "write",
 }
-
-
-def normal(*shape: int) -> Any:
-    return np.random.default_rng(0).standard_normal(shape, np.float32).astype(DTYPES["bfloat16"])
 
 
 def context_kv() -> Any:
@@ -166,12 +160,6 @@ class UnaryWay(ClientWay):
         np.copyto(tensors.out, to_array(self._stub.Decode(request).output, "output"))
 
 
-def seconds_of(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
 def open_ways(address: str, native: Way, cleanup: contextlib.ExitStack) -> tuple[dict[str, Way], dict[str, str]]:
     """Return the available transports by name, and the reasons why others are missing."""
     unary = UnaryWay(address, cleanup)
@@ -235,25 +223,22 @@ def run(native: Way, device: str, quick: bool) -> dict[str, Any]:
         ops.set_num_threads(threads)
     results: dict[str, Any] = {"refused": refused}
     for name, seconds in samples.items():
-        results[f"{name}_p50_s"] = statistics.median(seconds)
-        results[f"{name}_p99_s"] = statistics.quantiles(seconds, n=100)[98]
+        results |= quantiles(name, seconds)
     return results
 
 
 def render(results: dict[str, Any], console: Console) -> None:
     title = "A layer of a decode step, µs; in brackets: in units of the native call"
-    table = Table(title=title, title_justify="left")
-    for heading in ("tensors", "way", "p50", "p99", "over native", "in stream echoes"):
-        table.add_column(heading, justify="left" if heading in ("tensors", "way") else "right")
+    rows = table(title, ("tensors", "way"), ("p50", "p99", "over native", "in stream echoes"))
     for name, label in PROBES.items():
         if f"{name}_p50_s" in results:
-            table.add_row("none", label, *_cells(results, name, None))
+            rows.add_row("none", label, *_cells(results, name, None))
     for size in SIZES:
-        table.add_section()
+        rows.add_section()
         for way, label in LABELS.items():
             if way not in results["refused"]:
-                table.add_row(f"{size.upper()}iB", label, *_cells(results, f"{way}_{size}", f"native_{size}"))
-    console.print(table)
+                rows.add_row(f"{size.upper()}iB", label, *_cells(results, f"{way}_{size}", f"native_{size}"))
+    console.print(rows)
     for way, why in results["refused"].items():
         console.print(f"{LABELS[way]}: not measured. {why}")
 
