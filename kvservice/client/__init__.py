@@ -12,6 +12,7 @@ from kvservice.environment import prepare_grpc
 
 prepare_grpc()
 
+from kvservice.attention_options import BlockSparse  # noqa: E402
 from kvservice.auth.client import TLSConfig  # noqa: E402  gRPC reads its environment at import
 from kvservice.client.aio import AsyncKVClient, AsyncSession, AsyncStep  # noqa: E402
 from kvservice.client.blocking import KVClient, Session, Step  # noqa: E402
@@ -19,7 +20,7 @@ from kvservice.client.events import AllBlocksCleared, BlockRemoved, BlockStored,
 from kvservice.client.pools.mapped import MappedPool  # noqa: E402
 from kvservice.client.pools.tables import MappedStep  # noqa: E402
 from kvservice.client.region_memory import HostRegion, SharedRegion  # noqa: E402
-from kvservice.client.values import BlockSparse, Pin, PoolInfo, PoolStats, RegionInfo, Sequence, SequenceInfo  # noqa: E402
+from kvservice.client.values import Pin, PoolInfo, PoolStats, RegionInfo, Sequence, SequenceInfo  # noqa: E402
 
 __all__ = [
     "AllBlocksCleared",

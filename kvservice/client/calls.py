@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import NamedTuple
 
 import numpy as np
 
+from kvservice.attention_options import AttentionOptions, BlockSparse
 from kvservice.client import tensors
 from kvservice.client.requests import build, whole
 from kvservice.client.tensors import Tensor
-from kvservice.client.values import BlockSparse, PoolInfo, StepInfo
+from kvservice.client.values import PoolInfo, StepInfo
 from kvservice.errors import ConnectionLostError, InvalidArgumentError
 from kvservice.v1 import attention_pb2
-
-FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 class SharedMemoryLostError(ConnectionLostError):
@@ -24,67 +23,39 @@ class SharedMemoryLostError(ConnectionLostError):
     after the session has opened them anew."""
 
 
-@dataclass(frozen=True)
-class ScoreOptions:
-    """Options of the attention scores; see AttentionArguments in step.py. The values are those of the message: 0 and
-    None mean off, or the default scale."""
-
-    scale: float = 0.0
-    sliding_window: int = 0
-    logits_soft_cap: float = 0.0
-    alibi_slopes: tuple[float, ...] | None = None
-    block_sparse: BlockSparse | None = None
-
-    @staticmethod
-    def of(
-        scale: float | None,
-        sliding_window: int,
-        logits_soft_cap: float,
-        alibi_slopes: Iterable[float] | None,
-        block_sparse: BlockSparse | None,
-    ) -> ScoreOptions:
-        """Convert a caller's options. Raises InvalidArgumentError naming the option."""
-        off = (
-            (type(sliding_window), type(logits_soft_cap)) == (int, float) and not sliding_window and not logits_soft_cap
-        )
-        if off and scale is None and alibi_slopes is None and block_sparse is None:
-            return DEFAULT_OPTIONS
-        if scale is not None and np.float32(scale) == 0:
-            raise InvalidArgumentError("0 makes all scores equal; None is the default scale", field="options.scale")
-        return ScoreOptions(
-            scale or 0.0,
-            whole(sliding_window, "options.sliding_window"),
-            logits_soft_cap,
-            None if alibi_slopes is None else tuple(float(slope) for slope in alibi_slopes) or None,
-            block_sparse,
-        )
-
-    def check(self, num_heads: int) -> None:
-        """Apply the daemon's checks, for transports without messages. Raises InvalidArgumentError naming the option."""
-        if not abs(self.scale) <= FLOAT32_MAX:
-            raise InvalidArgumentError(f"{self.scale} is not finite", field="options.scale")
-        if not 0 <= self.sliding_window < 1 << 31:
-            raise InvalidArgumentError(f"{self.sliding_window} is no window", field="options.sliding_window")
-        if not 0 <= self.logits_soft_cap <= FLOAT32_MAX:
-            raise InvalidArgumentError(f"{self.logits_soft_cap} is no bound", field="options.logits_soft_cap")
-        slopes = self.alibi_slopes
-        if slopes is not None and len(slopes) != num_heads:
-            raise InvalidArgumentError(f"{len(slopes)} slopes for {num_heads} heads", field="options.alibi_slopes")
-        if slopes is not None and not all(abs(slope) <= FLOAT32_MAX for slope in slopes):
-            raise InvalidArgumentError("not finite", field="options.alibi_slopes")
-
-    def message(self) -> attention_pb2.AttentionOptions:
-        return build(
-            attention_pb2.AttentionOptions,
-            scale=self.scale,
-            sliding_window=self.sliding_window,
-            logits_soft_cap=self.logits_soft_cap,
-            alibi_slopes=self.alibi_slopes,
-            block_sparse=None if self.block_sparse is None else _sparse_message(self.block_sparse),
-        )
+DEFAULT_OPTIONS = AttentionOptions()
 
 
-DEFAULT_OPTIONS = ScoreOptions()
+def attention_options(
+    scale: float | None,
+    sliding_window: int,
+    logits_soft_cap: float,
+    alibi_slopes: Iterable[float] | None,
+    block_sparse: BlockSparse | None,
+) -> AttentionOptions:
+    """Convert a caller's options. Raises InvalidArgumentError naming the option."""
+    off = (type(sliding_window), type(logits_soft_cap)) == (int, float) and not sliding_window and not logits_soft_cap
+    if off and scale is None and alibi_slopes is None and block_sparse is None:
+        return DEFAULT_OPTIONS
+    if scale is not None and np.float32(scale) == 0:
+        raise InvalidArgumentError("0 makes all scores equal; None is the default scale", field="options.scale")
+    slopes = () if alibi_slopes is None else tuple(float(slope) for slope in alibi_slopes)
+    with np.errstate(over="ignore"):  # numbers that become infinite are refused
+        slopes_array = np.array(slopes, np.float32) if slopes else None
+    window = whole(sliding_window, "options.sliding_window")
+    return AttentionOptions(scale, window, logits_soft_cap, slopes_array, block_sparse)
+
+
+def options_message(options: AttentionOptions) -> attention_pb2.AttentionOptions:
+    """Convert options to their message, in which a scale of 0 is the default scale. Raises InvalidArgumentError."""
+    return build(
+        attention_pb2.AttentionOptions,
+        scale=options.scale or 0.0,
+        sliding_window=options.sliding_window,
+        logits_soft_cap=options.logits_soft_cap,
+        alibi_slopes=None if options.alibi_slopes is None else options.alibi_slopes.tolist(),
+        block_sparse=None if options.block_sparse is None else _sparse_message(options.block_sparse),
+    )
 
 
 def _sparse_message(sparse: BlockSparse) -> attention_pb2.BlockSparse:
@@ -106,7 +77,7 @@ class AttentionCall(NamedTuple):
     query: Tensor
     key: Tensor
     value: Tensor
-    options: ScoreOptions = DEFAULT_OPTIONS
+    options: AttentionOptions = DEFAULT_OPTIONS
     return_lse: bool = False
     out: Tensor | None = None
     lse_out: Tensor | None = None
@@ -209,7 +180,7 @@ def check_attention(info: PoolInfo, call: AttentionCall) -> None:
         raise InvalidArgumentError(f"shape is {list(query)}, must be {expected}", field="query.shape")
     _check_type(info, call.query, "query")
     check_kv(info, (num_tokens,), call.key, call.value)
-    call.options.check(query[1])
+    call.options.check(query[1], info.block_size)
 
 
 def check_kv(info: PoolInfo, leading: tuple[int, ...], key: Tensor, value: Tensor) -> None:

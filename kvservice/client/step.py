@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Awaitable, Iterable
 from typing import Any, TypedDict, Unpack
 
-from kvservice.client.calls import AttentionCall, ScoreOptions, WriteCall
+from kvservice.attention_options import BlockSparse
+from kvservice.client.calls import AttentionCall, WriteCall, attention_options
 from kvservice.client.session_calls import SessionCalls
 from kvservice.client.tensors import Tensor
-from kvservice.client.values import BlockSparse, Sequence, StepInfo
+from kvservice.client.values import Sequence, StepInfo
 
 
 class AttentionArguments(TypedDict, total=False):
@@ -92,7 +93,7 @@ class StepCore:
         lse_out: Tensor | None = None,
         timeout_s: float | None = None,
     ) -> Awaitable[Any]:
-        options = ScoreOptions.of(scale, sliding_window, logits_soft_cap, alibi_slopes, block_sparse)
+        options = attention_options(scale, sliding_window, logits_soft_cap, alibi_slopes, block_sparse)
         deadline = self._calls.deadline(timeout_s)
         call = AttentionCall(self.info, decode, layer, query, key, value, options, return_lse, out, lse_out, deadline)
         return self._calls.attend(call)

@@ -64,19 +64,6 @@ class PoolStats:
     evicted_blocks: int
 
 
-@dataclass(frozen=True)
-class BlockSparse:
-    """The block-sparse attention pattern of vLLM. A head attends to the last `local_blocks` sparse blocks of
-    `block_size` tokens each, and to every `vert_stride`th block, with an offset that depends on the head; see
-    attention.proto."""
-
-    vert_stride: int
-    local_blocks: int
-    block_size: int
-    head_sliding_step: int = 0
-    tp_rank: int = 0
-
-
 @dataclass
 class Sequence:
     """A sequence of a session. Calls through that session update `length`, in tokens.

@@ -83,7 +83,13 @@ class Rig:
 
         connection = SimpleNamespace(run=run, call=call, call_until=call_until, next_request_id=lambda: 1)
         info = SimpleNamespace(
-            num_layers=LAYERS, num_kv_heads=2, head_size=4, dtype="float32", kv_cache_dtype="float32", device="cuda:0"
+            block_size=16,
+            num_layers=LAYERS,
+            num_kv_heads=2,
+            head_size=4,
+            dtype="float32",
+            kv_cache_dtype="float32",
+            device="cuda:0",
         )
         context: Any = SimpleNamespace(info=info, connection=connection, happened=self.happened)
         tables = SimpleNamespace(written=set(), check=lambda: None, step_id=1)

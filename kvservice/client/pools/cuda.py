@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple
 from typing import Any
 
 import numpy as np
 
-from kvservice.client.calls import ScoreOptions
+from kvservice.attention_options import AttentionOptions
 from kvservice.client.cuda import as_bytes, current_stream, device_of, extension, overlap, view
 from kvservice.client.pools.tables import MappedStep
 from kvservice.client.tensors import GPU_ALIGNMENT, Tensor
 from kvservice.client.values import PoolInfo
 from kvservice.errors import InvalidArgumentError
+from kvservice.ops.cuda import set_options
 
 # vert_stride, local_blocks, block_size, head_sliding_step, tp_rank
 NO_SPARSE = (0, 0, 64, 0, 0)
@@ -66,7 +66,7 @@ class GpuKernels:
         tables: MappedStep,
         layer: int,
         query: Tensor,
-        options: ScoreOptions,
+        options: AttentionOptions,
         out: Tensor | None,
         lse_out: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
@@ -77,14 +77,12 @@ class GpuKernels:
             raise InvalidArgumentError("shares memory with query", field="out")
         slopes = None
         if options.alibi_slopes is not None:
-            slopes = self._torch.from_numpy(np.array(options.alibi_slopes, np.float32)).to(self.pool.device)
+            slopes = self._torch.from_numpy(options.alibi_slopes).to(self.pool.device)
         step, stream = self._begin(tables)
         call = step.call
         call.alibi_slopes = 0 if slopes is None else slopes.data_ptr()
-        call.scale = options.scale or self._default_scale
-        call.sliding_window, call.soft_cap = options.sliding_window, options.logits_soft_cap
-        sparse = options.block_sparse
-        call.sparse = NO_SPARSE if sparse is None else astuple(sparse)
+        call.scale, call.sparse = self._default_scale, NO_SPARSE  # the previous call's options
+        set_options(call, options)
         self._launch(step, stream, layer, query, out, lse.data_ptr())
         return out, lse
 

@@ -7,7 +7,7 @@ import mmap
 import numpy as np
 
 from kvservice import ops
-from kvservice.client.calls import ScoreOptions
+from kvservice.attention_options import AttentionOptions
 from kvservice.client.pools.tables import MappedStep
 from kvservice.client.values import PoolInfo
 from kvservice.pool.layout import DTYPES
@@ -39,11 +39,10 @@ class HostKernels:
         tables: MappedStep,
         layer: int,
         query: Array,
-        options: ScoreOptions,
+        options: AttentionOptions,
         out: Array | None,
         lse_out: Array | None,
     ) -> tuple[Array, Array]:
-        slopes = None if options.alibi_slopes is None else np.array(options.alibi_slopes, np.float32)
         output, lse = ops.attention(
             self.pool,
             layer,
@@ -51,10 +50,10 @@ class HostKernels:
             tables.query_lens,
             tables.block_tables,
             tables.context_lens,
-            scale=options.scale or None,
+            scale=options.scale,
             sliding_window=options.sliding_window,
             logits_soft_cap=options.logits_soft_cap,
-            alibi_slopes=slopes,
+            alibi_slopes=options.alibi_slopes,
             batch_invariant=self._batch_invariant,
             out=out,
             return_lse=True,

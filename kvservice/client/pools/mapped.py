@@ -6,7 +6,7 @@ import mmap
 import os
 from typing import Protocol
 
-from kvservice.client.calls import ScoreOptions
+from kvservice.attention_options import AttentionOptions
 from kvservice.client.context import Context
 from kvservice.client.cuda import device_of, extension
 from kvservice.client.pools.cuda import GpuKernels
@@ -27,7 +27,7 @@ class HasStepInfo(Protocol):
 
 
 class MappedKernels(Protocol):
-    """The kernels on a mapped pool. Tensors and tables are valid; options are those of ScoreOptions."""
+    """The kernels on a mapped pool. Tensors and tables are valid; options are those of AttentionOptions."""
 
     takes_gpu_tensors: bool
     pool: Tensor
@@ -39,7 +39,7 @@ class MappedKernels(Protocol):
         tables: MappedStep,
         layer: int,
         query: Tensor,
-        options: ScoreOptions,
+        options: AttentionOptions,
         out: Tensor | None,
         lse_out: Tensor | None,
         /,

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvservice.client import tensors
 from kvservice.client.batches import check_size, fits, token_parts
-from kvservice.client.calls import AttentionCall, AttentionResult, WriteCall
+from kvservice.client.calls import AttentionCall, AttentionResult, WriteCall, options_message
 from kvservice.client.requests import build
 from kvservice.client.transports.base import Transport, TransportName
 from kvservice.client.values import StepInfo
@@ -48,7 +48,7 @@ class InlineTransport(Transport):
             attention_pb2.AttendRequest,
             step_id=call.step.step_id,
             layer=call.layer,
-            options=call.options.message(),
+            options=options_message(call.options),
             return_lse=call.return_lse,
         )
         if first_token is not None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import mmap
 import os
+from dataclasses import astuple
 from typing import NamedTuple
-
-import numpy as np
 
 from kvservice import _ext
 from kvservice.client.calls import (
@@ -188,7 +187,7 @@ class LaneTransport(Transport):
     async def _staged(self, call: AttentionCall) -> Placed:
         """Copy the inputs that are not in a region into the staging region, and reserve room for the results."""
         staging = self._gpu_staging if call.on_gpu else self._staging
-        slopes = None if call.options.alibi_slopes is None else np.array(call.options.alibi_slopes, np.float32)
+        slopes = call.options.alibi_slopes
         await staging.reserve(staging_bytes(call) + (0 if slopes is None else slopes.nbytes + ALIGNMENT))
         query, key, value = (self._input(staging, tensor) for tensor in (call.query, call.key, call.value))
         output, output_place = self._result(staging, call.out, tuple(call.query.shape), self.context.info.dtype)
@@ -211,19 +210,11 @@ class LaneTransport(Transport):
             return self._lane.submit(*arguments)
         return self._lane.submit(
             *arguments,
-            scale=options.scale,
+            scale=options.scale or 0.0,
             sliding_window=options.sliding_window,
             logits_soft_cap=options.logits_soft_cap,
             alibi_slopes=placed.alibi_slopes,
-            block_sparse=None
-            if sparse is None
-            else (
-                sparse.vert_stride,
-                sparse.local_blocks,
-                sparse.block_size,
-                sparse.head_sliding_step,
-                sparse.tp_rank,
-            ),
+            block_sparse=None if sparse is None else astuple(sparse),
         )
 
     async def _answer(self, deadline: float | None) -> Answer:
