@@ -269,24 +269,20 @@ def test_cycles_are_found_wherever_the_import_stands() -> None:
     assert "kvservice.config" in import_graph()["kvservice.cli"]
 
 
-# Classes of two packages that are the same thing, so that neither package has to import the other.
-SAME_THING = {"BlockSparse"}
-
-
-def class_names() -> dict[str, set[str]]:
-    """Return the packages that define a class of each name at the top level of a module."""
-    found: dict[str, set[str]] = {}
+def class_names() -> dict[str, list[str]]:
+    """Return the modules that define a class of each name at their top level."""
+    found: dict[str, list[str]] = {}
     for path in SOURCES:
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.ClassDef):
-                found.setdefault(node.name, set()).add(room(path))
+                found.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
     return found
 
 
-def test_no_two_packages_have_a_class_of_the_same_name() -> None:
+def test_one_name_names_one_class() -> None:
     names = class_names()
-    assert names["SessionRegistry"] == {"server"}
-    assert {name: rooms for name, rooms in names.items() if len(rooms) > 1 and name not in SAME_THING} == {}
+    assert names["SessionRegistry"] == ["server/sessions.py"]
+    assert {name: paths for name, paths in names.items() if len(paths) > 1} == {}
 
 
 def test_rules_see_what_they_forbid() -> None:
@@ -447,15 +443,3 @@ def test_tests_without_an_assertion_say_what_would_fail() -> None:
             if not checks(node) and not ast.get_docstring(node):
                 silent.append(f"{path.name}: {node.name}")
     assert silent == []
-
-
-def test_one_name_names_one_class() -> None:
-    """A class name of one package is not used by another. The generated modules have the contract's names."""
-    found: dict[str, list[str]] = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        if "v1" in path.parts:
-            continue
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                found.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
-    assert {name: paths for name, paths in found.items() if len(paths) > 1} == {}
