@@ -171,7 +171,7 @@ def top(
     if as_json and not once:
         raise click.UsageError("--json needs --once")
     if not once and not sys.stdout.isatty():
-        raise click.UsageError("this is no terminal: --once prints one snapshot")
+        raise click.UsageError("standard output is not a terminal: --once prints one snapshot")
     from kvservice.health import address_of
     from kvservice.top import SORT_KEYS, TopOptions, run
 

@@ -86,7 +86,7 @@ class LaneBench:
         self.session = session
         core = session._core
         mapped = core.calls.transport
-        assert isinstance(mapped, MappedTransport), "it was told to be"
+        assert isinstance(mapped, MappedTransport), "transport=mapped was asked for"
         self.pool = mapped.pool
         # The length before the last token. The blocks have random content, like the whole pool.
         random = np.random.default_rng(0)

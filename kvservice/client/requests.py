@@ -43,14 +43,14 @@ def time_limit(timeout_s: Any) -> float | None:
         return None
     if isinstance(timeout_s, (int, float)) and timeout_s > 0:
         return float(timeout_s)
-    raise InvalidArgumentError(f"{timeout_s!r} is no number of seconds above 0", field="timeout_s")
+    raise InvalidArgumentError(f"{timeout_s!r} is not a number of seconds above 0", field="timeout_s")
 
 
 def wait_time(wait_s: Any, field: str) -> float:
     """Return a finite number of seconds, 0 or more. Raises InvalidArgumentError."""
     if isinstance(wait_s, (int, float)) and 0 <= wait_s < math.inf:
         return float(wait_s)
-    raise InvalidArgumentError(f"{wait_s!r} is no number of seconds", field=field)
+    raise InvalidArgumentError(f"{wait_s!r} is not a finite number of seconds, 0 or more", field=field)
 
 
 def int_list(values: Iterable[int], field: str) -> list[int]:

@@ -34,7 +34,7 @@ async def open_transport(context: Context, wanted: TransportName | str, session_
     errors."""
     if wanted != AUTO:
         if wanted not in _OPEN:
-            raise InvalidArgumentError(f"is none of {AUTO}, {', '.join(_OPEN)}: {wanted!r}", field="transport")
+            raise InvalidArgumentError(f"is not one of {AUTO}, {', '.join(_OPEN)}: {wanted!r}", field="transport")
         return await _OPEN[wanted](context, session_id)
     return await _open_first(context, session_id, _allowed(context))
 

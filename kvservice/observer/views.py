@@ -62,7 +62,7 @@ class Views:
         """Return states and reference counts of `count` blocks from `start` on."""
         self._blocks.check_tier(tier)
         if not 0 <= start < self._blocks.num_blocks(tier):
-            raise InvalidArgumentError("is no block of the tier", field="start")
+            raise InvalidArgumentError("is not a block of the tier", field="start")
         if not 0 < count <= MAX_CELLS:
             raise InvalidArgumentError(f"is not from 1 to {MAX_CELLS}", field="count")
         chosen = slice(start, start + count)
@@ -79,7 +79,7 @@ class Views:
         """Describe a block and the sequences that hold it. Only device blocks in use have ages."""
         self._blocks.check_tier(tier)
         if not 0 <= block_id < self._blocks.num_blocks(tier):
-            raise InvalidArgumentError("is no block of the tier", field="id")
+            raise InvalidArgumentError("is not a block of the tier", field="id")
         state = int(self._blocks.states(tier, slice(block_id, block_id + 1))[0])
         holders = self._holders(tier, block_id)
         chain_hash = await self._block_hash(block_id) if tier == DEVICE else b""

@@ -105,7 +105,7 @@ def optional_pointer(array: DeviceArray | None, field: str, shape: Sequence[int]
 
 
 def scale_pointer(pool: DeviceArray, scale: DeviceArray | None, field: str) -> int:
-    require(scale is None or pool.dtype in FLOAT8, field, "is for 8-bit pools only")
+    require(scale is None or pool.dtype in FLOAT8, field, "is only valid for FP8 pools")
     return optional_pointer(scale, field, (pool.shape[3],), pool.device)
 
 

@@ -111,7 +111,7 @@ def _check_socket_free(path: Path) -> None:
             raise ConfigError(f"{path.parent} is not a directory", field="unix_socket")
         return
     if not stat.S_ISSOCK(path.stat().st_mode):
-        raise ConfigError(f"{path} exists and is no socket", field="unix_socket")
+        raise ConfigError(f"{path} exists and is not a socket", field="unix_socket")
     with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(ConnectionRefusedError):
         probe.connect(str(path))
         raise ConfigError(f"{path} is served by another process", field="unix_socket")

@@ -109,7 +109,7 @@ def _open(path: bytes, peer: Peer) -> int:
 def _check_object(descriptor: int, peer: Peer) -> None:
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode):
-        raise RegionNotOpenedError("is no shared-memory object", field="key")
+        raise RegionNotOpenedError("is not a shared-memory object", field="key")
     # The file mode does not include the entries of an access control list.
     if not peer.may_read_and_write(found) or (found.st_uid != peer.uid and _has_acl(descriptor)):
         raise RegionNotOpenedError(f"user {peer.uid} may not read and write it", field="key")

@@ -46,7 +46,7 @@ def test_tokens_are_256_random_bits() -> None:
     assert all(re.fullmatch(r"kvs_[A-Za-z0-9_-]{43}", token) for token in tokens)
 
 
-def test_no_token_is_told_from_a_wrong_one() -> None:
+def test_a_missing_token_is_distinguished_from_a_wrong_one() -> None:
     with pytest.raises(UnauthenticatedError, match="token=") as caught:
         Tokens({}).identify(None)
     assert caught.value.metadata == {"cause": "missing"}

@@ -38,7 +38,7 @@ def test_the_newest_batch_is_remembered_however_large_it_is() -> None:
     assert [batch.number for batch in journal.since(1, 9)] == [2]
 
 
-def test_listeners_are_told() -> None:
+def test_listeners_are_called() -> None:
     told = []
     journal = EventJournal(window=2, on_change=lambda: told.append(journal.newest))
     journal.cleared()
@@ -80,7 +80,7 @@ def test_stored_blocks_are_chains_with_their_tokens() -> None:
     assert pool.changes() == [stored]
 
 
-def test_tokens_are_told_only_with_permission() -> None:
+def test_events_have_tokens_only_with_permission() -> None:
     pool = Pool(8, with_tokens=False)
     pool.compute(1, [1, 2, 3, 4])
     pool.manager.swap_out(pool.space, [1])

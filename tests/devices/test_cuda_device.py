@@ -210,7 +210,7 @@ def test_steps_give_their_tables_back(rig: Rig, fake: FakeCuda) -> None:
 
 
 @pytest.mark.parametrize("inline_s", [1.0, -1.0])
-def test_a_failure_is_told_once_and_nothing_is_done_after_it(
+def test_a_failure_is_reported_once_and_nothing_is_done_after_it(
     rig: Rig, fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, inline_s: float
 ) -> None:
     monkeypatch.setattr(compute, "INLINE_S", inline_s)
@@ -235,7 +235,7 @@ def test_a_failure_is_told_once_and_nothing_is_done_after_it(
     rig.device.close()
 
 
-def test_calls_in_flight_are_told_of_the_failure(rig: Rig, fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_in_flight_get_the_failure(rig: Rig, fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compute, "INLINE_S", -1.0)
     for sequence_id in range(4):
         rig.allocate(sequence_id)

@@ -23,7 +23,7 @@ def test_random_tables() -> None:
         assert common_blocks(tables, most) == expected
 
 
-def test_tables_that_differ_at_once_are_hardly_looked_at() -> None:
+def test_tables_that_differ_early_are_hardly_read() -> None:
     class Counted(np.ndarray):
         looked_at = 0
 

@@ -125,7 +125,7 @@ def test_compiled_code_calls_the_model_as_it_is(llama) -> None:
         ({"use_cache": False}, InvalidArgumentError, "use_cache"),
         ({"attention_mask": {"full_attention": torch.ones(2, 12)}}, InvalidArgumentError, r"attention_mask.*not dict"),
         ({"attention_mask": torch.ones(2, 1, 12, 12)}, InvalidArgumentError, "attention_mask"),
-        ({"position_ids": torch.arange(5)[None]}, InvalidArgumentError, "position_ids: is to be a tensor of 12"),
+        ({"position_ids": torch.arange(5)[None]}, InvalidArgumentError, "position_ids: must be a tensor of 12"),
     ],
     ids=["no cache", "another cache", "weights", "use_cache", "dict", "4 dimensions", "positions"],
 )
@@ -172,7 +172,7 @@ def test_a_prompt_that_the_cache_holds_already_is_refused(make_pair, family, len
 @pytest.mark.parametrize("kv", ["client", "address"])
 def test_only_a_session_makes_a_cache(kv) -> None:
     argument: Any = KVClient.__new__(KVClient) if kv == "client" else "unix:///run/kvservice.sock"
-    with pytest.raises(InvalidArgumentError, match=r"kv: is to be a session, .*client.session\(\)") as refused:
+    with pytest.raises(InvalidArgumentError, match=r"kv: must be a session, .*client.session\(\)") as refused:
         KVServiceCache(argument)
     assert refused.value.field == "kv"
 

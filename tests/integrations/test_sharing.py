@@ -320,7 +320,7 @@ def test_a_change_that_raises_no_version_is_noticed_before_a_prompt(llama) -> No
     assert model_keys(llama.model) == changed
 
 
-def test_what_is_noticed_by_nothing_is_looked_at_again_after_install(llama) -> None:
+def test_an_unnoticed_change_is_seen_after_install(llama) -> None:
     llama.model.model.layers[0].self_attn.scales = [1.0, 2.0]
     before = model_keys(llama.model)
     llama.model.model.layers[0].self_attn.scales[0] = 3.0

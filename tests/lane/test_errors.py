@@ -289,7 +289,7 @@ def test_who_does_not_read_is_served_no_more_until_he_does() -> None:
         assert rig.server.stats()[0] == CAPACITY + 3
 
 
-def test_a_client_that_is_told_too_much_says_so() -> None:
+def test_a_client_reports_more_completions_than_calls() -> None:
     with lane() as rig:
         call = rig.tensors(rig.publish(1, (1,), (5,)))
         assert rig.call(1, 0, call) == OK

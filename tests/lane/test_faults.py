@@ -49,7 +49,7 @@ print("done")
 
 
 @pytest.mark.parametrize("what", ["return", "close", "drop", "raise"])
-def test_a_fault_ends_the_lane_and_is_told(what: str) -> None:
+def test_a_fault_ends_the_lane_and_is_reported(what: str) -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-P", "-c", SCRIPT, what]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)

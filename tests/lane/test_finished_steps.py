@@ -60,7 +60,7 @@ def test_a_step_that_ended_meanwhile_is_taken_once() -> None:
         assert rig.take_finished() == []
 
 
-def test_sessions_share_the_queue_and_are_told_apart() -> None:
+def test_sessions_share_the_queue_and_are_distinguished() -> None:
     with lane() as rig:
         other = _ext.LaneSession(rig.num_layers, rig.finished, 2**40)
         number = other.add_region(rig.region.ctypes.data, len(rig.region))

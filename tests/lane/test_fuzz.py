@@ -17,7 +17,7 @@ SECONDS = int(os.environ.get("KVSERVICE_FUZZ_SECONDS", "10"))
 
 
 @pytest.mark.timeout(300 + SECONDS)
-def test_lanes_stand_whatever_is_written_into_them(tmp_path: Path) -> None:
+def test_lanes_survive_arbitrary_content_of_their_memory(tmp_path: Path) -> None:
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("there is no C++ compiler")

@@ -117,7 +117,7 @@ def test_prometheus_finds_no_fault(exposed: Exposed) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_no_secrets_and_no_tokens_are_told(exposed: Exposed) -> None:
+def test_no_secrets_and_no_tokens_are_exported(exposed: Exposed) -> None:
     for secret in exposed.secrets:
         for form in (repr(secret)[2:-1], secret.hex(), base64.b64encode(secret).decode(), str(list(secret))):
             assert form not in exposed.text

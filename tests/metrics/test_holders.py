@@ -33,7 +33,7 @@ def counted(samples: Samples) -> tuple[float, float, dict[str, float]]:
     return value(samples, "kvservice_sessions"), value(samples, "kvservice_sessions_opened_total"), closed
 
 
-def test_tenants_are_told_apart_up_to_a_bound(free_port: int) -> None:
+def test_tenants_have_labels_up_to_a_limit(free_port: int) -> None:
     tenants = ("acme", "", "late", "later", "other")
     with (
         Daemon(http_address=f"127.0.0.1:{free_port}", max_labels=2, **(POOL | {"num_blocks": 64})) as daemon,
@@ -82,7 +82,7 @@ def test_a_tenant_of_the_name_that_stands_for_all_others_is_one_of_them(free_por
         assert queries == {"other": 9, "a": 3, "b": 3}
 
 
-def test_sessions_are_told_apart_by_name_up_to_a_bound(free_port: int) -> None:
+def test_session_names_have_labels_up_to_a_limit(free_port: int) -> None:
     names = ("engine", "", "engine", "third", "fourth", "other")
     with (
         Daemon(http_address=f"127.0.0.1:{free_port}", max_labels=3, **(POOL | {"num_blocks": 64})) as daemon,
@@ -109,7 +109,7 @@ def test_sessions_are_told_apart_by_name_up_to_a_bound(free_port: int) -> None:
             session.close()
 
 
-def test_a_name_is_told_as_it_is(running: tuple[Daemon, int]) -> None:
+def test_a_name_is_exported_unchanged(running: tuple[Daemon, int]) -> None:
     daemon, port = running
     for name in ('quo"te', "back\\slash\\n", "{label}", "\N{SNOWMAN}" * 64, "white space "):
         with KVClient(daemon.address) as client, client.session(name, tenant=name) as kv:

@@ -87,7 +87,7 @@ def busy(samples: Samples, direction: str) -> float:
     return value(samples, "kvservice_swap_busy_seconds_total", direction=direction)
 
 
-def test_calls_are_told_apart_by_method_status_and_transport(running: tuple[Daemon, int]) -> None:
+def test_calls_are_counted_by_method_status_and_transport(running: tuple[Daemon, int]) -> None:
     daemon, port = running
     with grpc.insecure_channel(daemon.address) as channel:
         stub: Any = blocks_pb2_grpc.BlockServiceStub(channel)
@@ -270,7 +270,7 @@ def test_the_event_loop_is_asked_each_second(running: tuple[Daemon, int]) -> Non
     assert 0 < value(first, f"{family}_sum") < value(later, f"{family}_sum")
 
 
-def test_the_build_and_the_configuration_are_told(running: tuple[Daemon, int]) -> None:
+def test_the_build_and_the_configuration_are_exported(running: tuple[Daemon, int]) -> None:
     samples = scrape(running[1])
     version = {"version": __version__, "python": platform.python_version()}
     assert value(samples, "kvservice_build_info", **version) == 1

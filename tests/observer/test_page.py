@@ -338,7 +338,7 @@ def test_names_are_text(open_page: OpenPage) -> None:
         page.leave()
 
 
-def test_a_refusal_is_told(port: int, open_page: OpenPage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_is_shown(port: int, open_page: OpenPage, monkeypatch: pytest.MonkeyPatch) -> None:
     """Waiting for the texts fails if they never come."""
     page = open_page(port)
     monkeypatch.setattr(stream, "MAX_STREAMS", 0)
@@ -362,7 +362,7 @@ def test_the_token_is_given_once(open_page: OpenPage) -> None:
         page.leave()
 
 
-def test_a_lost_connection_is_told_and_taken_up_again(open_page: OpenPage, free_port: int) -> None:
+def test_a_lost_connection_is_shown_and_made_again(open_page: OpenPage, free_port: int) -> None:
     pool = PagePool(NUM_BLOCKS, 0, 4)
     with serve(pool, free_port):
         page = open_page(free_port)

@@ -81,7 +81,7 @@ def test_a_shared_block_names_those_that_share_it(running: tuple[Daemon, int], o
         page.wait_for_text("#chosen", "active")
 
 
-def test_tokens_are_told_nowhere(running: tuple[Daemon, int]) -> None:
+def test_tokens_appear_nowhere(running: tuple[Daemon, int]) -> None:
     daemon, port = running
     with KVClient(daemon.address) as client, client.session("one") as kv:
         sequence = compute(kv, PROMPT)

@@ -105,7 +105,7 @@ def test_the_pools_figures_are_the_gauges() -> None:
     assert snapshot_of(pool)["pool"]["draining"] is False
 
 
-def test_a_session_is_told_with_what_it_shares_and_whether_it_waits() -> None:
+def test_a_session_is_shown_with_what_it_shares_and_whether_it_waits() -> None:
     pool = ObservedPool()
     before = time.monotonic()
     session = pool.open("\N{SNOWMAN}" * 64, "acme")

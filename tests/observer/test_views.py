@@ -119,7 +119,7 @@ def test_all_views_agree_with_the_bookkeeping_after_each_operation(seed: int) ->
             assert_map(pool)
 
 
-def test_the_random_operations_bring_about_everything() -> None:
+def test_the_random_operations_reach_every_state() -> None:
     seen: dict[str, set[str]] = {"device": set(), "swap": set()}
     done: set[str] = set()
     for seed in SEEDS:
@@ -174,7 +174,7 @@ def test_blocks_of_the_swap_tier_have_neither_age_nor_hash() -> None:
     assert (found["state"], found["age_s"], found["idle_s"], found["hash"]) == ("active", None, None, None)
 
 
-def test_holders_are_told_up_to_a_bound() -> None:
+def test_holders_are_listed_up_to_a_limit() -> None:
     pool = ObservedPool(max_sequences=200)
     session = pool.open("name")
     pool.compute(session, 0, [1] * 5)
@@ -189,7 +189,7 @@ def test_holders_are_told_up_to_a_bound() -> None:
             assert {holder["position"] for holder in found["sequences"]} == {position}
 
 
-def test_tables_are_told_up_to_a_bound() -> None:
+def test_tables_are_listed_up_to_a_limit() -> None:
     beyond = 3
     pool = ObservedPool(num_blocks=MAX_TABLE + beyond, block_size=1, max_sequence_tokens=MAX_TABLE + beyond)
     session = pool.open()

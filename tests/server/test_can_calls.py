@@ -35,7 +35,7 @@ def kv(daemon: Daemon) -> Iterator[Session]:
 @pytest.mark.parametrize(
     ("num_tokens", "lookahead", "fits"), [(4, 0, True), (3, 1, True), (5, 0, False), (4, 1, False)]
 )
-def test_an_append_fits_as_told(kv: Session, num_tokens: int, lookahead: int, fits: bool) -> None:
+def test_an_append_fits_if_the_check_says_so(kv: Session, num_tokens: int, lookahead: int, fits: bool) -> None:
     one = kv.allocate(range(BLOCK_SIZE))
     other = kv.allocate(range(BLOCK_SIZE * (NUM_BLOCKS - 2)))  # one block is left
     before = kv.describe(token_ids=True, block_ids=True)
@@ -52,7 +52,7 @@ def test_an_append_fits_as_told(kv: Session, num_tokens: int, lookahead: int, fi
 
 
 @pytest.mark.parametrize(("num_blocks", "fits"), [(4, True), (5, False)])
-def test_swapping_out_fits_as_told(kv: Session, num_blocks: int, fits: bool) -> None:
+def test_swapping_out_fits_if_the_check_says_so(kv: Session, num_blocks: int, fits: bool) -> None:
     sequence = kv.allocate(range(BLOCK_SIZE * num_blocks))
     before = kv.describe(block_ids=True)
     assert kv.can_swap_out([sequence]) is fits
@@ -64,7 +64,7 @@ def test_swapping_out_fits_as_told(kv: Session, num_blocks: int, fits: bool) -> 
             kv.swap_out([sequence])
 
 
-def test_swapping_in_fits_as_told(kv: Session) -> None:
+def test_swapping_in_fits_if_the_check_says_so(kv: Session) -> None:
     sequence = kv.allocate(range(BLOCK_SIZE * 4))
     with pytest.raises(SequenceNotSwappedError):
         kv.can_swap_in([sequence])

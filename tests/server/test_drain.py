@@ -199,7 +199,7 @@ def test_a_served_socket_is_not_taken_and_a_stale_one_is(tmp_path: Path) -> None
 def test_a_file_that_is_no_socket_stays(tmp_path: Path) -> None:
     path = tmp_path / "k.sock"
     path.write_text("precious")
-    assert "is no socket" in refusal_to_serve(unix_socket=path)
+    assert "is not a socket" in refusal_to_serve(unix_socket=path)
     assert path.read_text() == "precious"
 
 

@@ -90,7 +90,7 @@ def test_events_tell_what_enters_and_leaves_the_cache(client: KVClient) -> None:
         events.close()
 
 
-def test_several_chains_of_one_step_are_told_apart(client: KVClient) -> None:
+def test_several_chains_of_one_step_are_distinguished(client: KVClient) -> None:
     with client.session() as kv:
         events = client.events(start_number=1)
         one, other = (kv.allocate([n] * 8) for n in (1, 2))
@@ -101,7 +101,7 @@ def test_several_chains_of_one_step_are_told_apart(client: KVClient) -> None:
         events.close()
 
 
-def test_without_permission_no_tokens_are_told() -> None:
+def test_without_permission_events_have_no_tokens() -> None:
     with Daemon(**POOL) as daemon, KVClient(daemon.address) as client, client.session() as kv:
         events = client.events(start_number=1)
         compute(kv, [1, 2, 3, 4])
@@ -141,7 +141,7 @@ def test_the_asynchronous_client_reads_them_too(daemon: Daemon) -> None:
         assert asyncio.run(run()) == [1, 2]
 
 
-def test_a_gap_is_told() -> None:
+def test_a_gap_is_reported() -> None:
     with Daemon(event_window=3, **POOL) as small, KVClient(small.address) as client, client.session() as kv:
         for n in range(5):
             compute(kv, [n] * 4)
@@ -160,7 +160,7 @@ def test_a_gap_is_told() -> None:
         ahead.close()
 
 
-def test_a_slow_reader_is_told_of_its_gap_and_keeps_up_again() -> None:
+def test_a_slow_reader_gets_a_gap_and_keeps_up_again() -> None:
     """Unread events fill gRPC's buffers; then the journal drops batches that the reader has not received."""
     with (
         Daemon(event_window=8, event_token_ids=True, **(POOL | {"num_blocks": 1024, "block_size": 128})) as daemon,

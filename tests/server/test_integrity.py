@@ -92,7 +92,7 @@ def test_a_turn_in_or_after_a_call_does_nothing() -> None:
     assert rig.watch.turn() is True
 
 
-def test_the_first_failure_is_told_and_logged_and_the_others_are_counted(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_first_failure_is_reported_and_logged_and_the_others_are_counted(caplog: pytest.LogCaptureFixture) -> None:
     rig = Rig(2, True, InternalError("integrity: one"), InternalError("integrity: two"), True)
     for _ in range(4):
         rig.passes()

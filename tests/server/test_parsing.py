@@ -123,7 +123,7 @@ def test_bytes_that_are_no_message() -> None:
 
 
 @pytest.mark.parametrize("record", [b"\x98\x06\x01", b"\x08\x01"], ids=["unknown", "repeats one"])
-def test_many_records_are_refused_whatever_they_are(record: bytes) -> None:
+def test_many_records_of_any_kind_are_refused(record: bytes) -> None:
     parse = parser(blocks_pb2.UnpinRequest, LIMITS)
     assert not isinstance(parse(record * 16000), Refused)
     refused = parse(record * 17000)

@@ -272,7 +272,7 @@ class Vandal:
         return bytes(good)
 
 
-def test_whatever_is_written_into_a_lane_others_are_served(
+def test_arbitrary_content_of_a_lane_does_not_affect_others(
     shared_daemon: Daemon, survivor: Survivor, observer: KVClient, at_rest: dict[str, Any]
 ) -> None:
     log = shared_daemon.log.read_text()

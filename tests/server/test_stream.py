@@ -49,7 +49,7 @@ def test_a_token_that_opens_nothing(raw: Any, wire: Any, name: str) -> None:
         assert answer.details == {"ErrorInfo", "BadRequest"}
 
 
-def test_unknown_and_closed_tokens_are_told_alike(raw: Any, wire: Any) -> None:
+def test_unknown_and_closed_tokens_get_the_same_error(raw: Any, wire: Any) -> None:
     closed = raw.RawSession(wire)
     closed.close()
     answers = [wire.unary("close", session_pb2.CloseRequest(session_token=t)) for t in (closed.token, bytes(16))]

@@ -161,7 +161,7 @@ def test_the_daemon_decides_for_those_who_do_not(collector: Collector) -> None:
     assert [span.parent_span_id for span in spans] == [b""] * 3
 
 
-def test_a_collector_that_is_gone_is_not_felt(free_port: int) -> None:
+def test_calls_work_without_the_collector(free_port: int) -> None:
     options: dict[str, Any] = {"otel_endpoint": f"http://127.0.0.1:{free_port}", "otel_sample_ratio": 1.0}
     with Daemon(**options, **POOL) as daemon:
         with KVClient(daemon.address) as client, client.session() as kv:

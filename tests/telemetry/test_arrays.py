@@ -52,6 +52,6 @@ def test_the_reader_sees_later_writes_and_cannot_write() -> None:
     os.close(fd)
 
 
-def test_what_cannot_be_had_is_refused() -> None:
+def test_what_cannot_be_allocated_is_refused() -> None:
     with pytest.raises(MemoryError, match="tables takes"):
         SharedArrays().zeros("tables", (1 << 40,), np.int64)

@@ -55,7 +55,7 @@ def test_a_question_that_was_given_up_does_not_shift_the_answers() -> None:
     asyncio.run(run())
 
 
-def test_an_end_that_is_gone_is_told() -> None:
+def test_a_closed_end_is_reported() -> None:
     async def run() -> None:
         ours, theirs = socket.socketpair()
         asker = Asker(*await open_link(ours))

@@ -44,7 +44,7 @@ def both() -> Both:
     return Both()
 
 
-def test_a_session_is_told_with_all_that_is_set(both: Both) -> None:
+def test_a_session_is_read_with_all_that_is_set(both: Both) -> None:
     name = "\N{ROCKET}" * 64  # four bytes each
     row = both.table.open(7, name, "acme", 1500)
     for column, value in ((ATTACHED, 1), (LANE, 1), (REGIONS, 2), (REGION_BYTES, 8192)):

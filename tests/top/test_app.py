@@ -132,7 +132,7 @@ async def test_keys_are_text_where_a_filter_is_typed(inspected: Inspected) -> No
 
 
 @played
-async def test_a_daemon_that_goes_away_is_told_and_found_again(inspected: Inspected) -> None:
+async def test_a_daemon_that_goes_away_is_reported_and_found_again(inspected: Inspected) -> None:
     async with screen(inspected) as (app, _):
         inspected.stop()
         await until(lambda: "No answer, trying again." in text_of(app))

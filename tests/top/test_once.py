@@ -84,7 +84,7 @@ def test_an_observer_that_starts_is_waited_for(inspected: Inspected) -> None:
     assert len(inspected.requests) == 3
 
 
-def test_other_errors_are_told_at_once(inspected: Inspected) -> None:
+def test_other_errors_are_printed_at_once(inspected: Inspected) -> None:
     inspected.errors = [DrainingError("the daemon is shutting down")]
     refused = top("--once", "--address", inspected.address)
     assert refused.returncode == 1
@@ -102,7 +102,7 @@ def test_the_address_is_the_one_that_serve_would_listen_on(inspected: Inspected)
     [
         (("--once",), 1, "no answer from unix:"),
         (("--json",), 2, "--json needs --once"),
-        ((), 2, "this is no terminal"),
+        ((), 2, "standard output is not a terminal"),
         (("--once", "--sort", "colour"), 2, "one of method"),
         (("--interval", "0"), 2, "--interval"),
     ],

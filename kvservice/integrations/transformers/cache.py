@@ -59,7 +59,7 @@ class KVServiceCache(Cache):
     def __init__(self, kv: Session, *, extra_keys: Iterable[tuple[int, bytes]] = (), share: bool = True) -> None:
         if not isinstance(kv, Session):
             raise InvalidArgumentError(
-                f"is to be a session, KVServiceCache(client.session()), not {type(kv).__name__}", field="kv"
+                f"must be a session, KVServiceCache(client.session()), not {type(kv).__name__}", field="kv"
             )
         super().__init__(layers=_NoLayers())
         self.kv = kv

@@ -124,7 +124,7 @@ def has_plain_positions(inputs: dict[str, Any], batch: Batch, takes_position_ids
     if position_ids is None:
         position_ids = torch.arange(batch.num_past, batch.mask.shape[1])[None]
     elif not isinstance(position_ids, torch.Tensor) or position_ids.shape[-1] != batch.num_columns:
-        raise InvalidArgumentError(f"is to be a tensor of {batch.num_columns} columns", field="position_ids")
+        raise InvalidArgumentError(f"must be a tensor of {batch.num_columns} columns", field="position_ids")
     if position_ids.ndim > 2 or position_ids.shape[0] not in (1, batch.num_rows):
         return False
     return bool(((position_ids.cpu() == expected) | ~batch.tokens).all())

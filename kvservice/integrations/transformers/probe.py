@@ -91,7 +91,7 @@ def first_position(model: PreTrainedModel) -> int | None:
         candidates = [0] if padding_id is None else [0, padding_id + 1]
         found = [first for first in candidates if torch.equal(_run(model, first_position=first), expected)]
         if not found:
-            raise InvalidArgumentError(f"the first token's position is none of {candidates}", field="model")
+            raise InvalidArgumentError(f"the first token's position is not one of {candidates}", field="model")
         _first_positions[model] = found[0]
     return _first_positions[model]
 

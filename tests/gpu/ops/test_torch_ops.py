@@ -61,7 +61,7 @@ def test_attention(dtype: str, pool_dtype: str | None) -> None:
             compare(batch.case, reference(batch), numpy_of(again), **bounds(batch.case, "auto"))
 
 
-def test_strided_queries_and_streams_of_ones_own() -> None:
+def test_strided_queries_and_other_streams() -> None:
     """The outputs are compared with float64; without an order of streams they are of old data."""
     batch = make_trapped(Case((1, 70), (20, 90), dtype="bfloat16"))
     pool, layer, query, *lens = tensors(batch)
