@@ -31,13 +31,13 @@ def test_other_hosts_need_tls_and_a_name(address: str, options: dict[str, str], 
     "options", [TLS | {"auth_tokens": "t"}, TLS | {"tls_client_ca": "a"}, {"insecure": True}], ids=lambda o: [*o][-1]
 )
 def test_they_are_served_with_both_or_if_that_is_said(address: str, options: dict[str, object]) -> None:
-    """check_addresses raises StartError for a refused address."""
+    """check_addresses raises ConfigError for a refused address."""
     check_addresses(ServeConfig(tcp_address=address, **options))
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "[::1]:1", "localhost:1", ""])
 def test_loopback_is_open(address: str) -> None:
-    """check_addresses raises StartError for a refused address."""
+    """check_addresses raises ConfigError for a refused address."""
     check_addresses(ServeConfig(tcp_address=address, unix_socket="s"))
 
 
