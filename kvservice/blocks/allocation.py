@@ -39,7 +39,10 @@ class _NewSequence:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
+    """`hits` are the non-empty arrays of prefix-cache hits. `required` is the number of blocks of all tables."""
+
     sequences: list[_NewSequence]
+    hits: list[Int64Array]
     status: AllocStatus
     required: int
 
@@ -63,11 +66,10 @@ class Allocator:
         self._sequences.require_free_rows(len(plan.sequences), "requests")
         if plan.status is not AllocStatus.OK:
             raise self._device.out_of_blocks(plan.required, never=plan.status is AllocStatus.NEVER)
-        found = [new.found for new in plan.sequences if len(new.found)]
-        if len(found) == 1:  # the hits are referenced before new blocks are allocated, so that they are not evicted
-            self._device.incref_found(found[0])
-        elif found:
-            self._device.incref_found(*np.unique(np.concatenate(found), return_counts=True))
+        if len(plan.hits) == 1:  # the hits are referenced before new blocks are allocated, so that they are not evicted
+            self._device.incref_found(plan.hits[0])
+        elif plan.hits:
+            self._device.incref_found(*np.unique(np.concatenate(plan.hits), return_counts=True))
         return self._create(namespace, plan.sequences)
 
     def _plan(self, namespace: SessionNamespace, requests: Sequence[AllocationRequest]) -> Slices[_Plan]:
@@ -82,11 +84,12 @@ class Allocator:
             self._state.enter(namespace)
         namespace.check_new_ids([new.sequence_id for new in sequences], "requests[{}].sequence_id")
         required = sum(new.required for new in sequences)
-        found = [new.found for new in sequences if len(new.found)]
-        num_consumed = required - sum(len(blocks) for blocks in found)
-        if found:
-            num_consumed += self._device.num_evictable(np.unique(np.concatenate(found)))
-        return _Plan(sequences, self._allocation_status(len(sequences), required, num_consumed), required)
+        hits = [new.found for new in sequences if len(new.found)]
+        num_consumed = required
+        if hits:
+            found = np.concatenate(hits)
+            num_consumed += self._device.num_evictable(np.unique(found)) - len(found)
+        return _Plan(sequences, hits, self._allocation_status(len(sequences), required, num_consumed), required)
 
     def _check_in_slices(self, requests: Sequence[AllocationRequest]) -> Slices[list[_NewSequence]]:
         """Validate the requests in slices. Prefix-cache hits count only if the index still has them after the last
@@ -183,8 +186,10 @@ class Allocator:
 
     def _count(self, namespace: SessionNamespace, allocations: list[Allocation]) -> None:
         counters = self._state.counters
-        queried = sum(one.num_tokens for one in allocations)
-        hit = sum(one.num_cached_tokens for one in allocations)
+        queried = hit = 0
+        for one in allocations:
+            queried += one.num_tokens
+            hit += one.num_cached_tokens
         self._sequences.num_tokens += queried
         counters.prefix_cache_query_tokens += queried
         counters.prefix_cache_hit_tokens += hit
