@@ -119,7 +119,7 @@ def run(device: str = "cpu", quick: bool = False) -> dict[str, Any]:
 
 
 def measure(shape: HostShape, read: Callable[[], object], seed: int, rounds: int) -> dict[str, Any]:
-    inputs = make_inputs(shape, np.random.default_rng(seed))
+    inputs = make_host_inputs(shape, np.random.default_rng(seed))
     out = np.full_like(inputs.query, np.nan)
     inputs.attend(0, out)
     error = relative_error(shape, inputs, out)
@@ -150,7 +150,7 @@ def read_all(buffer: Array, executor: ThreadPoolExecutor) -> None:
     list(executor.map(np.sum, np.array_split(buffer, 16 * ops.num_threads())))
 
 
-def make_inputs(shape: HostShape, rng: np.random.Generator) -> HostInputs:
+def make_host_inputs(shape: HostShape, rng: np.random.Generator) -> HostInputs:
     dtype = DTYPES[shape.dtype]
     size = (shape.num_layers, shape.num_seqs, shape.num_kv_heads, shape.context, shape.head_size)
     keys, values = (normal(*size, dtype=shape.dtype, rng=rng) for _ in range(2))

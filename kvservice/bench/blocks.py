@@ -56,7 +56,7 @@ class _Bench:
     def __init__(self, num_blocks: int, repetitions: int) -> None:
         self.config = BlocksConfig(num_blocks=num_blocks, block_size=BLOCK_SIZE, num_swap_blocks=1024, watermark=0.0)
         self.manager = BlockManager(self.config)
-        self.space = self.manager.open_space()
+        self.namespace = self.manager.open_namespace()
         self.repetitions = repetitions
         self.rng = np.random.default_rng(0)
         self.rng.shuffle(self.manager.state.device._free_stack)
@@ -81,70 +81,70 @@ class _Bench:
 
     def decode(self) -> None:
         """Append to 256 sequences whose blocks fill one after the other. After 16 tokens they start again."""
-        manager, space = self.manager, self.space
+        manager, namespace = self.manager, self.namespace
         context = decode_context(self.config.num_blocks)
         ids = np.sort(self.rng.choice(1 << 40, BATCH, replace=False))
         starts = context - BLOCK_SIZE * 2 + np.arange(BATCH) % BLOCK_SIZE
         for sequence_id, length in zip(ids.tolist(), starts.tolist(), strict=True):
-            manager.allocate(space, self.prompt(sequence_id, length))
-        manager.mark_all_layers(space, manager.open_step(space, ids).step_id)
+            manager.allocate(namespace, self.prompt(sequence_id, length))
+        manager.mark_all_layers(namespace, manager.open_step(namespace, ids).step_id)
         for _ in range(max(2, self.repetitions // BLOCK_SIZE)):
             for done in range(BLOCK_SIZE):
                 tokens = self.rng.integers(0, 1 << 30, BATCH, dtype=np.int32)
-                self.timed("can_append_256_s", manager.can_append, space, ids)
-                step = self.timed("append_step_256_s", manager.append, space, ids, tokens, None, starts + done)
-                self.timed("commit_step_256_s", manager.mark_all_layers, space, step.step_id)
-            manager.truncate(space, ids, starts)
-        manager.free(space, ids)
+                self.timed("can_append_256_s", manager.can_append, namespace, ids)
+                step = self.timed("append_step_256_s", manager.append, namespace, ids, tokens, None, starts + done)
+                self.timed("commit_step_256_s", manager.mark_all_layers, namespace, step.step_id)
+            manager.truncate(namespace, ids, starts)
+        manager.free(namespace, ids)
         manager.reset_prefix_cache()
 
     def prompts(self) -> None:
-        manager, space, first = self.manager, self.space, np.array([1])
+        manager, namespace, first = self.manager, self.namespace, np.array([1])
         for _ in range(self.repetitions):
             if manager.stats().free_blocks < 2 * PROMPT_TOKENS // BLOCK_SIZE:
                 manager.reset_prefix_cache()
             request = self.prompt(1)
-            self.timed("allocate_1024_s", manager.allocate, space, request)
-            step = manager.open_step(space, first)
-            self.timed("commit_1024_s", manager.mark_all_layers, space, step.step_id)
+            self.timed("allocate_1024_s", manager.allocate, namespace, request)
+            step = manager.open_step(namespace, first)
+            self.timed("commit_1024_s", manager.mark_all_layers, namespace, step.step_id)
             same = [AllocationRequest(2, request[0].token_ids)]
-            self.timed("allocate_1024_hit_s", manager.allocate, space, same)
-            manager.free(space, np.array([2]))
-            self.timed("swap_out_plan_s", manager.swap_out, space, first)
-            self.timed("swap_in_plan_s", manager.swap_in, space, first)
-            self.timed("free_s", manager.free, space, first)
+            self.timed("allocate_1024_hit_s", manager.allocate, namespace, same)
+            manager.free(namespace, np.array([2]))
+            self.timed("swap_out_plan_s", manager.swap_out, namespace, first)
+            self.timed("swap_in_plan_s", manager.swap_in, namespace, first)
+            self.timed("free_s", manager.free, namespace, first)
         manager.reset_prefix_cache()
 
     def forks(self) -> None:
         """Fork one sequence repeatedly, in two runs, because the first run touches the rows of the children."""
-        manager, space, parent = self.manager, self.space, np.array([1])
-        manager.allocate(space, self.prompt(1))
+        manager, namespace, parent = self.manager, self.namespace, np.array([1])
+        manager.allocate(namespace, self.prompt(1))
         for _ in range(2):
             self.times["fork_s"] = []
             for child_id in range(2, 2 + self.repetitions):
-                self.timed("fork_s", manager.fork, space, parent, np.array([child_id]))
-            manager.free(space, np.arange(2, 2 + self.repetitions))
-        manager.free(space, parent)
+                self.timed("fork_s", manager.fork, namespace, parent, np.array([child_id]))
+            manager.free(namespace, np.arange(2, 2 + self.repetitions))
+        manager.free(namespace, parent)
 
     def evicting(self) -> None:
         """Allocate from a pool that is full of cached blocks."""
-        manager, space = self.manager, self.space
+        manager, namespace = self.manager, self.namespace
         while manager.stats().free_blocks:
             free = manager.stats().free_blocks
             self.compute(self.prompt(1, min(free * BLOCK_SIZE, self.config.max_sequence_tokens)))
         for _ in range(self.repetitions):
             request = self.prompt(1)
-            self.timed("allocate_1024_evicting_s", manager.allocate, space, request)
-            manager.mark_all_layers(space, manager.open_step(space, [1]).step_id)
-            manager.free(space, [1])
+            self.timed("allocate_1024_evicting_s", manager.allocate, namespace, request)
+            manager.mark_all_layers(namespace, manager.open_step(namespace, [1]).step_id)
+            manager.free(namespace, [1])
 
     def compute(self, request: list[AllocationRequest]) -> None:
         """Allocate, compute and free a sequence. Its blocks stay cached."""
         sequence_id = [request[0].sequence_id]
-        self.manager.allocate(self.space, request)
-        step = self.manager.open_step(self.space, sequence_id)
-        self.manager.mark_all_layers(self.space, step.step_id)
-        self.manager.free(self.space, sequence_id)
+        self.manager.allocate(self.namespace, request)
+        step = self.manager.open_step(self.namespace, sequence_id)
+        self.manager.mark_all_layers(self.namespace, step.step_id)
+        self.manager.free(self.namespace, sequence_id)
 
 
 def decode_context(num_blocks: int) -> int:

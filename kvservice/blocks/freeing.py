@@ -86,7 +86,7 @@ class Reclaimer:
         self._sequences.free_rows.extend(free)
 
     def close_namespace(self, namespace: SessionNamespace) -> Slices[int]:
-        """See BlockManager.close_space. The namespace is closed after the first slice."""
+        """See BlockManager.close_namespace. The namespace is closed after the first slice."""
         if namespace.closed:
             return 0
         namespace.closed = True

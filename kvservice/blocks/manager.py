@@ -75,20 +75,20 @@ class BlockManager:
 
     # Namespaces
 
-    def open_space(self, number: int = 1, counters: MutableSequence[int] | None = None) -> SessionNamespace:
+    def open_namespace(self, number: int = 1, counters: MutableSequence[int] | None = None) -> SessionNamespace:
         """Open a namespace for one client's sequences, steps and pins. `number`, above 0, identifies the namespace in
         sequence states. `counters` has NUM_COUNTERS elements, see SessionNamespace."""
         namespace = SessionNamespace(number, [0] * NUM_COUNTERS if counters is None else counters)
         self.state.namespaces.add(namespace)
         return namespace
 
-    def close_space(self, namespace: SessionNamespace) -> int:
+    def close_namespace(self, namespace: SessionNamespace) -> int:
         """Free all sequences of a namespace and remove its pins. Returns the number of sequences freed, which is 0 if
         it was already closed."""
-        return finish(self.close_space_in_slices(namespace))
+        return finish(self.close_namespace_in_slices(namespace))
 
-    def close_space_in_slices(self, namespace: SessionNamespace) -> Slices[int]:
-        """`close_space` in slices. The namespace is closed after the first slice."""
+    def close_namespace_in_slices(self, namespace: SessionNamespace) -> Slices[int]:
+        """`close_namespace` in slices. The namespace is closed after the first slice."""
         return self._reclaimer.close_namespace(namespace)
 
     # Sequences
@@ -300,7 +300,8 @@ class BlockManager:
         *,
         ttl_s: float,
     ) -> PinnedPrefix:
-        """Keep the cached prefix of a prompt int32[n] from eviction for ttl_s seconds, or until unpin or close_space.
+        """Keep the cached prefix of a prompt int32[n] from eviction for ttl_s seconds, or until unpin or
+        close_namespace.
 
         Raises NotComputedError if no block of the prompt is cached, and QuotaExceededError if more than
         max_pinned_fraction of the pool would be pinned, or if there would be more pins than that many blocks.

@@ -49,7 +49,7 @@ def _ignore(step_id: int) -> None:
 
 @dataclass(eq=False, slots=True)
 class SessionNamespace:
-    """Namespace of one client, created by BlockManager.open_space. The manager owns its attributes except
+    """Namespace of one client, created by BlockManager.open_namespace. The manager owns its attributes except
     `on_step_end`. That callback gets the id of a step that is no longer live, before its blocks are reused."""
 
     number: int

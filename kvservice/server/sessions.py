@@ -130,7 +130,7 @@ class SessionRegistry:
         self.num_opened += 1
         grace = self._config.session_grace_s
         row = self._table.open(self.num_opened, name, tenant, int(self._clock.time() * 1000))
-        namespace = self._manager.open_space(row.number + 1, row.counters)
+        namespace = self._manager.open_namespace(row.number + 1, row.counters)
         access = HostAccess(self._config, self._device, self._manager, namespace, self._sharing, row)
         session = ServerSession(
             session_id=self.num_opened,
@@ -243,7 +243,7 @@ class SessionRegistry:
             session.end_stream(FailedPreconditionError("the session was closed"))
         session.unshare()
 
-        freed = yield from self._manager.close_space_in_slices(session.namespace)
+        freed = yield from self._manager.close_namespace_in_slices(session.namespace)
         self._num_closing -= 1
         self._table.close(session.row)
         number = session.session_id

@@ -61,6 +61,6 @@ def make() -> Callable[..., tuple[BlockManager, SessionNamespace]]:
         sizes = {"num_blocks": 32, "block_size": 4, "num_layers": 2, "num_swap_blocks": 16, "watermark": 0.0}
         config = BlocksConfig(**{**sizes, "max_sequences": 16, "max_sequence_tokens": 256, **changes})
         manager = BlockManager(config, clock=clock) if clock else BlockManager(config)
-        return manager, manager.open_space()
+        return manager, manager.open_namespace()
 
     return make

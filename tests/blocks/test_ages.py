@@ -17,7 +17,7 @@ class Pool:
         self.now = 100.0
         config = BlocksConfig(num_blocks=4, block_size=2, watermark=0.0)
         self.manager = BlockManager(config, clock=lambda: self.now)
-        self.space = self.manager.open_space()
+        self.space = self.manager.open_namespace()
 
     def compute(self, sequence_id: int, tokens: list[int]) -> None:
         self.manager.allocate(self.space, [AllocationRequest(sequence_id, np.array(tokens, np.int32))])

@@ -178,7 +178,7 @@ def test_two_requests_that_hit_the_same_cached_block_count_it_once(make: Make) -
 
 def test_a_sequence_of_another_space_is_neither_known_nor_a_duplicate(make: Make) -> None:
     manager, space = make()
-    other = manager.open_space()
+    other = manager.open_namespace()
     manager.allocate(space, [request(1, range(5))])
     manager.allocate(other, [request(1, range(5, 10))])
     assert listed(manager.describe(space, [1], include_tokens=True)[0].token_ids) == [0, 1, 2, 3, 4]

@@ -55,7 +55,7 @@ def pool(make: Make) -> tuple[BlockManager, SessionNamespace]:
     manager, space = make()
     manager.allocate(space, [AllocationRequest(i, range(6)) for i in (1, 2, 3)])
     manager.free(space, [3])
-    manager.allocate(manager.open_space(), [AllocationRequest(4, range(6))])
+    manager.allocate(manager.open_namespace(), [AllocationRequest(4, range(6))])
     return manager, space
 
 

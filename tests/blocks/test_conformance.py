@@ -39,7 +39,7 @@ class Replay:
                 enable_prefix_caching=config["enable_prefix_caching"],
             )
         )
-        self.space = self.manager.open_space()
+        self.space = self.manager.open_namespace()
         self.recorded: dict[int, list[int]] = {}
         self.yes_where_v0_said_no = 0
 

@@ -53,7 +53,7 @@ class Pool:
         self.journal = EventJournal(window=1000, with_tokens=with_tokens)
         config = BlocksConfig(num_blocks=num_blocks, block_size=2, num_swap_blocks=num_blocks, watermark=0.0)
         self.manager = BlockManager(config, journal=self.journal)
-        self.space: SessionNamespace = self.manager.open_space()
+        self.space: SessionNamespace = self.manager.open_namespace()
 
     def compute(self, sequence_id: int, tokens: list[int], salt: bytes = b"") -> None:
         keys = ((0, salt),) if salt else ()

@@ -271,7 +271,7 @@ class Operations:
             ),
             clock=lambda: self.now,
         )  # fmt: skip
-        self.spaces = [self.manager.open_space(n + 1) for n in range(3)]
+        self.spaces = [self.manager.open_namespace(n + 1) for n in range(3)]
         self.under_way: list[Slices[Any]] = []
         # Steps whose layers are all marked, as lanes do, but which are not committed yet.
         self.marked: list[tuple[SessionNamespace, int]] = []
@@ -367,8 +367,8 @@ class Operations:
 
     def close(self, space: SessionNamespace) -> None:
         if self.random.random() < 0.2:
-            self.go_on(self.manager.close_space_in_slices(space))
-            self.spaces[self.spaces.index(space)] = self.manager.open_space(9)
+            self.go_on(self.manager.close_namespace_in_slices(space))
+            self.spaces[self.spaces.index(space)] = self.manager.open_namespace(9)
 
 
 @pytest.mark.parametrize("seed", range(3))

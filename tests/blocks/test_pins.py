@@ -63,7 +63,7 @@ def test_a_pin_is_over_at_its_deadline(make: Make) -> None:
 
 def test_unpin(make: Make) -> None:
     manager, space, _ = pinned(make)
-    other = manager.open_space()
+    other = manager.open_namespace()
     with pytest.raises(UnknownPinError):
         manager.unpin(other, 1)
     manager.unpin(space, 1)

@@ -233,21 +233,21 @@ def test_slots_of_what_is_computed(make: Make) -> None:
 
 def test_closing_a_space_leaves_nothing_but_cached_blocks(make: Make) -> None:
     manager, space = make()
-    other = manager.open_space()
+    other = manager.open_namespace()
     add(manager, space, 1, range(10))
     add(manager, other, 1, range(6))
     manager.fork(space, [1], [2])
     manager.append(space, [2], [5])
     manager.swap_out(space, [1])
     manager.pin(space, range(10), ttl_s=60.0)
-    assert manager.close_space(space) == 2
-    assert manager.close_space(space) == 0
+    assert manager.close_namespace(space) == 2
+    assert manager.close_namespace(space) == 0
     stats = manager.stats()
     assert (stats.sequences, stats.used_swap_blocks, stats.pinned_blocks) == (1, 0, 0)
     manager.check_integrity()
     with pytest.raises(UnknownSessionError):
         manager.append(space, [1], [1])
-    manager.close_space(other)
+    manager.close_namespace(other)
     assert manager.stats().active_blocks == manager.stats().tokens == 0
     assert manager.stats().cached_blocks + manager.stats().free_blocks == 32
     manager.check_integrity()

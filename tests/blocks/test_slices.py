@@ -67,7 +67,7 @@ def test_cutting() -> None:
 
 def test_free_while_others_work() -> None:
     manager = large()
-    space, other = manager.open_space(), manager.open_space(2)
+    space, other = manager.open_namespace(), manager.open_namespace(2)
     for n in range(3):
         add(manager, space, n, n * LONG)
     manager.fork(space, [0], [9])
@@ -91,7 +91,7 @@ def test_free_while_others_work() -> None:
 
 def test_free_refuses_before_the_first_slice() -> None:
     manager = large()
-    space = manager.open_space()
+    space = manager.open_namespace()
     add(manager, space, 1)
     slices = manager.free_in_slices(space, [1, 2])
     with pytest.raises(UnknownSequenceError):
@@ -103,7 +103,7 @@ def test_free_refuses_before_the_first_slice() -> None:
 def test_close_a_space_while_others_work() -> None:
     clock = [0.0]
     manager = large(clock=lambda: clock[0])
-    space, other = manager.open_space(), manager.open_space(2)
+    space, other = manager.open_namespace(), manager.open_namespace(2)
     ended: list[int] = []
     space.on_step_end = ended.append
     for n in range(3):
@@ -119,19 +119,19 @@ def test_close_a_space_while_others_work() -> None:
             manager.free(space, [0])
         add(manager, other, count, 100_000 + count * 10, 10)
 
-    slices, freed = run(manager.close_space_in_slices(space), between)
+    slices, freed = run(manager.close_namespace_in_slices(space), between)
     assert (slices > 3, freed) == (True, 3)
     assert set(steps) <= set(ended)
     manager.check_integrity()
     assert (manager.state.pins.num_pins, manager.state.pins.num_pinned, len(other)) == (0, 0, slices - 1)
     assert not manager.state.sequences.ending
-    assert manager.close_space(space) == 0
+    assert manager.close_namespace(space) == 0
 
 
 def test_reset_while_others_work() -> None:
     journal = EventJournal(window=1 << 20)
     manager = large(journal=journal)
-    space, other = manager.open_space(), manager.open_space(2)
+    space, other = manager.open_namespace(), manager.open_namespace(2)
     for n in range(3):
         add(manager, space, n, n * LONG)
     manager.free(space, [0, 1])
@@ -158,7 +158,7 @@ def test_reset_while_others_work() -> None:
 def test_a_small_cache_is_cleared_at_once() -> None:
     journal = EventJournal(window=1 << 20)
     manager = large(journal=journal)
-    space = manager.open_space()
+    space = manager.open_namespace()
     add(manager, space, 1, count=100)
     assert finish(manager.reset_prefix_cache_in_slices()) == 0
     assert isinstance(journal.since(journal.newest, 1)[0].change, Cleared)
@@ -167,7 +167,7 @@ def test_a_small_cache_is_cleared_at_once() -> None:
 def test_pins_that_end_at_one_time_end_one_slice_after_the_other() -> None:
     clock = [0.0]
     manager = large(clock=lambda: clock[0])
-    space = manager.open_space()
+    space = manager.open_namespace()
     add(manager, space, 1)
     for _ in range(5):
         manager.pin(space, np.arange(LONG), ttl_s=1.0)
@@ -274,7 +274,7 @@ def batch() -> tuple[BlockManager, SessionNamespace, list[AllocationRequest]]:
     """Return a manager that has computed and cached the prompts of all requests."""
     requests = many_requests()
     manager = large(max_sequences=1024, num_blocks=4 * len(requests) + 100)
-    space = manager.open_space()
+    space = manager.open_namespace()
     manager.allocate(space, requests)
     manager.mark_all_layers(space, manager.open_step(space, space.sequence_ids()).step_id)
     manager.free(space, space.sequence_ids())
@@ -300,7 +300,7 @@ def test_a_large_batch_is_allocated_in_slices(batch: Batch) -> None:
 def test_what_was_found_may_be_gone_when_a_large_batch_is_allocated(batch: Batch, when: int) -> None:
     """Its blocks were evicted in the meantime and hold content of other sequences."""
     manager, space, requests = batch
-    other = manager.open_space(2)
+    other = manager.open_namespace(2)
 
     def between(count: int) -> None:
         if count == when:
@@ -347,7 +347,7 @@ def test_a_large_batch_is_refused_with_nothing_changed(batch: Batch) -> None:
 
     slices = manager.allocate_in_slices(space, requests)
     next(slices)
-    manager.close_space(space)
+    manager.close_namespace(space)
     with pytest.raises(UnknownSessionError):
         finish(slices)
     manager.check_integrity()
@@ -374,9 +374,9 @@ def test_a_sequence_that_is_freed_while_many_are_described_is_unknown(batch: Bat
     slices = manager.describe_in_slices(space, include_tokens=True)
     next(slices)
     if closes:
-        manager.close_space(space)
+        manager.close_namespace(space)
     else:
         manager.free(space, [2 * SLICE_SEQUENCES])
-        manager.allocate(manager.open_space(2), [AllocationRequest(1, [1, 2, 3])])
+        manager.allocate(manager.open_namespace(2), [AllocationRequest(1, [1, 2, 3])])
     with pytest.raises(UnknownSequenceError):
         finish(slices)

@@ -108,7 +108,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         journal = EventJournal(window=1 << 30, with_tokens=True)
         self.manager = BlockManager(self.config, clock=lambda: self.now, journal=journal)
         self.replica = EventReplica(journal)
-        self.spaces = [self.manager.open_space(), self.manager.open_space()]
+        self.spaces = [self.manager.open_namespace(), self.manager.open_namespace()]
         self.models: list[dict[int, Model]] = [{}, {}]
         self.stale: list[list[int]] = [[], []]
         self.pool: list[Content | None] = [None] * (num_blocks * block_size)
@@ -429,9 +429,9 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @rule(who=st.integers(0, 1))
     @precondition(lambda self: self.manager.stats().free_blocks == 0)
     def close(self, who: int) -> None:
-        assert self.manager.close_space(self.spaces[who]) == len(self.models[who])
+        assert self.manager.close_namespace(self.spaces[who]) == len(self.models[who])
         self.pins = [pin for pin in self.pins if pin[0] != who]
-        self.spaces[who], self.models[who], self.stale[who] = self.manager.open_space(), {}, []
+        self.spaces[who], self.models[who], self.stale[who] = self.manager.open_namespace(), {}, []
 
     @precondition(resident)
     @rule(data=st.data())

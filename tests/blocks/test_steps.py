@@ -252,7 +252,7 @@ def test_a_failed_write_leaves_nothing_changed(make: Make, snapshot: Callable[..
 
 def test_steps_are_numbered_per_space(make: Make) -> None:
     manager, space = make()
-    other = manager.open_space()
+    other = manager.open_namespace()
     manager.allocate(space, [AllocationRequest(1, [1])])
     manager.allocate(other, [AllocationRequest(1, [2])])
     assert manager.open_step(space, [1]).step_id == manager.open_step(other, [1]).step_id == 1

@@ -33,7 +33,7 @@ def decode(batch_invariant: bool, others: int) -> Any:
     changes = {"max_sequence_tokens": 2048, "num_blocks": 5000, "num_layers": 1, "num_kv_heads": 4, "head_size": 128}
     config = ServeConfig.model_validate(POOL | changes | {"batch_invariant": batch_invariant})
     engine = CacheEngine(config, open_device(config))
-    space = engine.manager.open_space()
+    space = engine.manager.open_namespace()
     ids = np.arange(others + 1)
     engine.manager.allocate(space, [AllocationRequest(n, range(CONTEXT * n, CONTEXT * (n + 1))) for n in ids.tolist()])
     random = np.random.default_rng(0)

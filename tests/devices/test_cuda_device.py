@@ -42,7 +42,7 @@ class Rig:
         assert isinstance(device, CudaDevice)
         self.device = device
         self.engine = CacheEngine(config_of(**changes), device)
-        self.space = self.engine.manager.open_space()
+        self.space = self.engine.manager.open_namespace()
 
     def allocate(self, sequence_id: int, num_tokens: int = 5) -> None:
         self.engine.manager.allocate(self.space, [AllocationRequest(sequence_id, range(num_tokens))])

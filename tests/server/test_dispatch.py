@@ -47,7 +47,7 @@ def test_the_response_of_a_step_waits_until_the_step_is_published() -> None:
         manager = BlockManager(BlocksConfig(num_blocks=8, block_size=4, num_layers=1))
         engine: Any = SimpleNamespace(manager=manager, append=manager.append)
         dispatcher = dispatcher_of(BlockCalls(ServeConfig(), engine).handlers())
-        namespace, access = manager.open_space(1), Access()
+        namespace, access = manager.open_namespace(1), Access()
         session: Any = SimpleNamespace(namespace=namespace, access=access, replies=Replies(), session_id=1)
 
         async def call(method: str, request: Any) -> Any:
@@ -77,7 +77,7 @@ def test_a_step_whose_caller_has_gone_is_published() -> None:
         manager = BlockManager(BlocksConfig(num_blocks=8, block_size=4, num_layers=1))
         engine: Any = SimpleNamespace(manager=manager, open_step=manager.open_step)
         dispatcher = dispatcher_of(BlockCalls(ServeConfig(), engine).handlers())
-        namespace, done = manager.open_space(1), []
+        namespace, done = manager.open_namespace(1), []
 
         async def publish() -> None:
             await asyncio.sleep(0)

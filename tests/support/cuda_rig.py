@@ -36,7 +36,7 @@ class Rig:
         self.config = ServeConfig.model_validate(ON_GPU | {"num_blocks": 200, "max_sequence_tokens": 600} | changes)
         self.device: Any = open_device(self.config)
         self.engine = CacheEngine(self.config, self.device)
-        self.space = self.engine.manager.open_space()
+        self.space = self.engine.manager.open_namespace()
         self.random = np.random.default_rng(0)
 
     def normal(self, *shape: int) -> Any:

@@ -22,7 +22,7 @@ class Churn:
     def __init__(self, engine: CacheEngine, seed: int) -> None:
         self.engine = engine
         self.manager = engine.manager
-        self.space = self.manager.open_space()
+        self.space = self.manager.open_namespace()
         self.random = random.Random(seed)
         self.queries = np.random.default_rng(seed)
         self.sequences: dict[int, ModelSequence] = {}

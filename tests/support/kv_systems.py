@@ -115,7 +115,7 @@ class EngineSystem:
     def __init__(self, config: ServeConfig, num_sessions: int, *, check_integrity: bool = True) -> None:
         self.engine = CacheEngine(config, open_device(config))
         self.manager = self.engine.manager
-        self.spaces = [self.manager.open_space() for _ in range(num_sessions)]
+        self.spaces = [self.manager.open_namespace() for _ in range(num_sessions)]
         self._check_integrity = check_integrity
         self._loop = asyncio.new_event_loop()
 
@@ -192,7 +192,7 @@ class EngineSystem:
     def end(self) -> None:
         try:  # a faulty engine may fail here, too
             for space in self.spaces:
-                self.manager.close_space(space)
+                self.manager.close_namespace(space)
         finally:
             self.engine.device.close()
             self._loop.close()

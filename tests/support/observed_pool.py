@@ -76,13 +76,13 @@ class ObservedPool:
     def open(self, name: str = "", tenant: str = "") -> OpenSession:
         self.num_opened += 1
         row = self.table.open(self.num_opened, name, tenant, int(time.monotonic() * 1000))
-        space = self.manager.open_space(row.number + 1, row.counters)
+        space = self.manager.open_namespace(row.number + 1, row.counters)
         self.sessions.append(OpenSession(self.num_opened, name, tenant, row, space))
         return self.sessions[-1]
 
     def close(self, session: OpenSession) -> None:
         self.sessions.remove(session)
-        self.manager.close_space(session.space)
+        self.manager.close_namespace(session.space)
         self.table.close(session.row)
 
     def compute(self, session: OpenSession, sequence_id: int, token_ids: list[int]) -> None:
