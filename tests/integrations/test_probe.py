@@ -83,7 +83,9 @@ def test_positions_begin_after_padding_in_models_like_roberta() -> None:
     assert first_position(install(GPT2LMHeadModel(GPT2).eval())) == 0
 
 
-@pytest.mark.parametrize(("model", "reason"), [(BeginsAtFive, "none of .0."), (CountsColumns, "takes no position_ids")])
+@pytest.mark.parametrize(
+    ("model", "reason"), [(BeginsAtFive, "is not one of .0."), (CountsColumns, "takes no position_ids")]
+)
 def test_forward_refuses_models_whose_positions_it_cannot_give(kv, model, reason: str) -> None:
     installed = install(model(GPT2).eval())
     step = kv.open_step([kv.allocate([5, 6], extra_keys=model_keys(installed))])
