@@ -284,7 +284,9 @@ def test_large_calls_that_wait_to_be_written_when_the_line_breaks(tmp_path: Path
                 tasks = [asyncio.create_task(call) for call in [*calls, kv.describe()]]
                 await asyncio.sleep(0.002 * number)
                 proxy.cut()
-                *writes, [info] = await asyncio.gather(*tasks, return_exceptions=True)
+                *writes, described = await asyncio.gather(*tasks, return_exceptions=True)
+                assert isinstance(described, list)
+                [info] = described
                 assert {type(answer) for answer in writes} <= {type(None), ConnectionLostError, LayerWrittenError}
                 assert info.sequence_id == sequence.sequence_id
                 await kv.free([sequence])

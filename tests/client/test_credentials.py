@@ -42,7 +42,9 @@ class Peer:
             ca.write_bytes(client_ca.cert if client_ca else b"")
             config = ServeConfig(tls_cert=str(cert), tls_key=str(key), tls_client_ca=str(ca) if client_ca else "")
             self.credentials = Credentials(config)
-            port = self._server.add_secure_port("127.0.0.1:0", self.credentials.for_server())
+            for_server = self.credentials.for_server()
+            assert for_server is not None
+            port = self._server.add_secure_port("127.0.0.1:0", for_server)
         self.port = port
         self.address = f"127.0.0.1:{port}"
 
@@ -77,14 +79,15 @@ def agrees(address: str, tls: Any) -> bool:
     """Return whether a call reaches the server, which answers that it is unimplemented."""
     with open_channel(address, ClientCredentials.for_address(address, tls, ""), ()) as channel:
         try:
-            channel.unary_unary("/kvservice.v1.None/None")(b"", timeout=TIMEOUT_S)
+            call: Any = channel.unary_unary("/kvservice.v1.None/None")
+            call(b"", timeout=TIMEOUT_S)
         except grpc.RpcError as error:
             return error.code() is grpc.StatusCode.UNIMPLEMENTED
     return False
 
 
 CLIENT = AUTHORITY.sign("client")
-DISAGREEMENTS = {
+DISAGREEMENTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "another authority": ({"signed": STRANGER.sign("daemon")}, {}, "a CA that the client does not trust"),
     "expired": ({"signed": AUTHORITY.sign("daemon", expired=True)}, {}, "has expired"),
     "another name": ({"signed": AUTHORITY.sign("daemon", hosts=("kv.example",))}, {}, "for another name"),
@@ -105,8 +108,8 @@ DISAGREEMENTS = {
 
 
 def tls_config(directory: Path, ca: Path, *, client: Signed | None = None, server_name: str = "") -> TLSConfig:
-    files = client.write(directory, "client") if client else (None, None)
-    return TLSConfig(ca, *files, server_name)
+    cert, key = client.write(directory, "client") if client else (None, None)
+    return TLSConfig(ca, cert, key, server_name)
 
 
 @pytest.mark.parametrize("case", DISAGREEMENTS)
@@ -154,7 +157,8 @@ def test_what_is_agreed_on(tmp_path: Path, ca: Path, peer: dict[str, Any], clien
         async def agrees_too() -> bool:
             async with open_aio_channel(server.address, ClientCredentials(tls), ()) as channel:
                 try:
-                    await channel.unary_unary("/kvservice.v1.None/None")(b"", timeout=TIMEOUT_S)
+                    call: Any = channel.unary_unary("/kvservice.v1.None/None")
+                    await call(b"", timeout=TIMEOUT_S)
                 except grpc.RpcError as error:
                     return error.code() is grpc.StatusCode.UNIMPLEMENTED
             return False
@@ -166,10 +170,11 @@ def test_new_certificates_are_for_new_connections(tmp_path: Path, ca: Path) -> N
     new_ca = tmp_path / "new.crt"
     new_ca.write_bytes(STRANGER.cert)
     with Peer(tmp_path, client_ca=AUTHORITY) as server:
+        for name in ("old", "new"):
+            (tmp_path / name).mkdir()
         old, new = (
             tls_config(tmp_path / name, file, client=authority.sign("client"))
             for name, file, authority in (("old", ca, AUTHORITY), ("new", new_ca, STRANGER))
-            if not (tmp_path / name).mkdir()
         )
         assert (agrees(server.address, old), agrees(server.address, new)) == (True, False)
         assert server.credentials is not None

@@ -14,10 +14,10 @@ from small_daemons import OpenDaemon
 
 from kvservice import ops
 from kvservice.client import KVClient, Session, Step
-from kvservice.client.blocking import finish
 from kvservice.client.calls import WriteCall
 from kvservice.client.fd_passing import fetch
 from kvservice.client.pools.mapped import MappedPool
+from kvservice.client.threads import finish
 from kvservice.errors import InvalidArgumentError, LayerWrittenError, PoolNotSharedError, StaleStepError
 from kvservice.v1 import host_pb2
 
@@ -134,7 +134,8 @@ def test_a_step_that_ends_meanwhile_is_an_error(
         monkeypatch.undo()
         writer.free([sequence])
         taken = writer.open_step([writer.allocate(range(900, 911))])
-        taken.write(*(np.zeros((LAYERS, 11, KV_HEADS, HEAD_SIZE), np.float32) for _ in range(2)))
+        zeros = np.zeros((LAYERS, 11, KV_HEADS, HEAD_SIZE), np.float32)
+        taken.write(zeros, zeros)
         return right(*args, **kwargs)
 
     monkeypatch.setattr(ops, operation, meanwhile)

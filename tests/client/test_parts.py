@@ -10,14 +10,14 @@ import pytest
 
 from kvservice.client import KVClient, Session, Step
 from kvservice.client.batches import token_parts
-from kvservice.client.blocking import finish
+from kvservice.client.threads import finish
 from kvservice.errors import FailedPreconditionError, InvalidArgumentError, LayerWrittenError, MessageTooLargeError
 from kvservice.launch import Daemon
 from kvservice.v1 import attention_pb2
 from kvservice.wire.tensors import put_tensor
 
 HEADS, KV_HEADS, HEAD_SIZE, LAYERS = 32, 8, 64, 2
-POOL = {
+POOL: dict[str, Any] = {
     "num_layers": LAYERS,
     "num_kv_heads": KV_HEADS,
     "head_size": HEAD_SIZE,
@@ -154,8 +154,9 @@ def test_parts_come_in_their_order(address: str) -> None:
         refused(LayerWrittenError, "first_token", 3, 4)
         refused(LayerWrittenError, "first_token", 0, 0)
         refused(FailedPreconditionError, "first_token", 5, 1)
+        zeros = np.zeros((LAYERS, 10, KV_HEADS, HEAD_SIZE), np.float32)
         with pytest.raises(LayerWrittenError):
-            step.write(*(np.zeros((LAYERS, 10, KV_HEADS, HEAD_SIZE), np.float32) for _ in range(2)))
+            step.write(zeros, zeros)
         finish(send(0, 0, layer=1))
         finish(send(4, 1))
         assert kv.describe([sequence])[0].num_computed_tokens == 0

@@ -60,7 +60,7 @@ class Replacing(session_pb2_grpc.SessionServiceServicer):
 def daemon(tmp_path: Path) -> Iterator[Replacing]:
     servicer = Replacing(tmp_path / "token")
     server = grpc.server(futures.ThreadPoolExecutor(4))
-    session_pb2_grpc.add_SessionServiceServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+    session_pb2_grpc.add_SessionServiceServicer_to_server(servicer, server)
     assert server.add_insecure_port(f"unix:{tmp_path}/socket")
     server.start()
     yield servicer
@@ -70,7 +70,7 @@ def daemon(tmp_path: Path) -> Iterator[Replacing]:
 def describe_over_threads(address: str, credentials: ClientCredentials) -> None:
     watchdog = Watchdog()
     with grpc.insecure_channel(address) as channel:
-        stub = session_pb2_grpc.SessionServiceStub(channel)  # type: ignore[no-untyped-call]
+        stub = session_pb2_grpc.SessionServiceStub(channel)
 
         def stream(on_end: Callable[[SessionStream], None], waits: bool) -> SessionStream:
             return BlockingStream(stub, credentials.headers(), watchdog, on_end, waits)
@@ -84,7 +84,7 @@ def describe_over_threads(address: str, credentials: ClientCredentials) -> None:
 
 async def describe_over_tasks(address: str, credentials: ClientCredentials) -> None:
     async with grpc.aio.insecure_channel(address) as channel:
-        stub = session_pb2_grpc.SessionServiceStub(channel)  # type: ignore[no-untyped-call]
+        stub = session_pb2_grpc.SessionServiceStub(channel)
 
         def stream(on_end: Callable[[SessionStream], None], waits: bool) -> SessionStream:
             return TaskStream(stub, credentials.headers(), on_end, waits)

@@ -15,7 +15,7 @@ from both_faces import session_of
 from small_pool import SMALL_POOL
 
 from kvservice.client import KVClient
-from kvservice.client.blocking import finish
+from kvservice.client.threads import finish
 from kvservice.errors import (
     ConnectionLostError,
     InvalidArgumentError,

@@ -13,7 +13,7 @@ import pytest
 import torch
 from shm_objects import shm_objects
 
-from kvservice.client import AsyncKVClient, HostRegion, KVClient, Session, Step
+from kvservice.client import AsyncKVClient, KVClient, Session, SharedRegion, Step
 from kvservice.errors import InvalidArgumentError, QuotaExceededError
 from kvservice.launch import Daemon
 
@@ -39,7 +39,7 @@ def normal(seed: int, shape: tuple[int, ...] = SHAPE) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-def placed(memory: HostRegion, values: np.ndarray, offset: int) -> np.ndarray:
+def placed(memory: SharedRegion, values: np.ndarray, offset: int) -> np.ndarray:
     array = memory.array(values.shape, values.dtype, offset)
     array[:] = values
     return array

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from small_daemons import TRANSPORTS, OpenDaemon
 
-from kvservice.client import KVClient, Session, Step
+from kvservice.client import KVClient, Session
 from kvservice.errors import (
     InvalidArgumentError,
     KVServiceError,
@@ -34,13 +35,13 @@ def changed(place: int, change: Callable[[np.ndarray], Any]) -> list[Any]:
     return [change(one) if n == place else one for n, one in enumerate(tensors())]
 
 
-def wrong_calls(step: Step, written: Step) -> Iterator[tuple[str, Callable[[], Any], type[KVServiceError], str]]:
+def wrong_calls(step: Any, written: Any) -> Iterator[tuple[str, Callable[[], Any], type[KVServiceError], str]]:
     """Invalid attention calls. `step` has NUM_TOKENS tokens of one sequence; layer 0 of `written` is written."""
     good = tensors()
     for layer in (-1, LAYERS, 2**31 - 1):
-        yield f"layer {layer}", lambda n=layer: step.extend(n, *good), InvalidArgumentError, "layer"
-    yield "a layer again", lambda: written.extend(0, *tensors(5)), LayerWrittenError, "layer"
-    yield "decode", lambda: step.decode(0, *good), InvalidArgumentError, "step_id"
+        yield f"layer {layer}", partial(step.extend, layer, *good), InvalidArgumentError, "layer"
+    yield "a layer again", partial(written.extend, 0, *tensors(5)), LayerWrittenError, "layer"
+    yield "decode", partial(step.decode, 0, *good), InvalidArgumentError, "step_id"
     for place, name in enumerate(("query", "key", "value")):
         wrong: dict[str, tuple[Callable[[np.ndarray], Any], str]] = {
             "a token less": (lambda one: one[1:], "shape"),
@@ -52,7 +53,7 @@ def wrong_calls(step: Step, written: Step) -> Iterator[tuple[str, Callable[[], A
             "half precision": (lambda one: one.astype(np.float16), "data_type"),
         }
         for what, (change, field) in wrong.items():
-            call = lambda place=place, change=change: step.extend(0, *changed(place, change))  # noqa: E731
+            call = partial(step.extend, 0, *changed(place, change))
             yield f"{name}: {what}", call, InvalidArgumentError, f"{name}.{field}"
     options: dict[str, list[Any]] = {
         "scale": [0.0, math.nan, math.inf],
@@ -68,21 +69,25 @@ def wrong_calls(step: Step, written: Step) -> Iterator[tuple[str, Callable[[], A
     }
     for name, values in options.items():
         for value in values:
-            call = lambda given={name: value}: step.extend(0, *good, **given)  # noqa: E731
-            yield f"{name} {value}", call, InvalidArgumentError, f"options.{name}"
+            yield (
+                f"{name} {value}",
+                partial(step.extend, 0, *good, **{name: value}),
+                InvalidArgumentError,
+                f"options.{name}",
+            )
 
 
-def wrong_writes(step: Step, written: Step) -> Iterator[tuple[str, Callable[[], Any], type[KVServiceError], str]]:
+def wrong_writes(step: Any, written: Any) -> Iterator[tuple[str, Callable[[], Any], type[KVServiceError], str]]:
     """Invalid calls of `write`, with the same arguments as `wrong_calls`."""
     one = tensors()[1:]
     every = [np.stack([part] * LAYERS) for part in one]
     few = [np.stack([part] * LAYERS) for part in tensors(5)[1:]]
     for layer in (-1, LAYERS):
-        yield f"layer {layer}", lambda n=layer: step.write(*one, n), InvalidArgumentError, "layer"
-    yield "a layer again", lambda: written.write(*tensors(5)[1:], 0), LayerWrittenError, "layer"
-    yield "all after one", lambda: written.write(*few), LayerWrittenError, "layer"
+        yield f"layer {layer}", partial(step.write, *one, layer), InvalidArgumentError, "layer"
+    yield "a layer again", partial(written.write, *tensors(5)[1:], 0), LayerWrittenError, "layer"
+    yield "all after one", partial(written.write, *few), LayerWrittenError, "layer"
     for place, name in enumerate(("key", "value")):
-        wrong: dict[str, tuple[list[np.ndarray], int | None, Callable[[np.ndarray], Any], str]] = {
+        wrong: dict[str, tuple[list[np.ndarray], int | None, Any, str]] = {
             "all as one": (one, 0, lambda _, part=every[place]: part, "shape"),
             "one as all": (every, None, lambda _, part=one[place]: part, "shape"),
             "a layer less": (every, None, lambda part: part[1:], "shape"),
@@ -93,9 +98,9 @@ def wrong_writes(step: Step, written: Step) -> Iterator[tuple[str, Callable[[], 
             "half precision": (one, 0, lambda part: part.astype(np.float16), "data_type"),
             "half precision of all": (every, None, lambda part: part.astype(np.float16), "data_type"),
         }
-        for what, (good, layer, change, field) in wrong.items():
+        for what, (good, number, change, field) in wrong.items():
             parts = [change(part) if n == place else part for n, part in enumerate(good)]
-            call = lambda parts=parts, layer=layer: step.write(*parts, layer)  # noqa: E731
+            call = partial(step.write, *parts, number)
             yield f"{name}: {what}", call, InvalidArgumentError, f"{name}.{field}"
 
 
