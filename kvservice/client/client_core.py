@@ -1,4 +1,4 @@
-"""What the sync and async client have in common: credentials, time limits, and the opening of sessions."""
+"""The part that the sync and the async client share: credentials, time limits, and the opening of sessions."""
 
 from __future__ import annotations
 

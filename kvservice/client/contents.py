@@ -1,4 +1,4 @@
-"""What the daemon stores of sequences: their state, and their K/V."""
+"""Requests for the state of sequences and for their K/V."""
 
 from __future__ import annotations
 

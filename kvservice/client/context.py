@@ -1,4 +1,4 @@
-"""What transports and mapped pools are made from."""
+"""The context of a session, from which transports and mapped pools are made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a session executes calls: with its transport, or over its connection. Lost shared memory is opened again here."""
+"""Execution of a session's calls, by its transport or over its connection. Lost shared memory is opened again here."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ from kvservice.blocks.plans import Zeros
 
 
 class ServerStats(NamedTuple):
-    """What the daemon counts beside the block manager: gauges, followed by counters since the start. Fields `..._s` are
-    in seconds."""
+    """Figures of the daemon beside those of the block manager: gauges, followed by counters since the start. Fields
+    `..._s` are in seconds."""
 
     sessions: float = 0
     regions: float = 0

@@ -1,4 +1,4 @@
-"""What the scanner counts in a message, against protobuf's own reading of the same bytes."""
+"""The counts of the scanner for a message, against protobuf's own reading of the same bytes."""
 
 from __future__ import annotations
 
