@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 # Descriptors of the daemon itself: its memory, the observer, the event loop, gRPC, logs, and a margin.
 _BASE = 128
 # Open descriptors per lane, pool mapping and region, including those offered on the fd-passing socket.
-_OF_LANE, _OF_MAPPING, _OF_REGION = 4, 4, 2
+_OF_LANE, _OF_MAPPING, _OF_REGION = 4, 4, 3
 # Connections to the fd-passing socket.
 _HANDOVER = 64
 
