@@ -15,7 +15,13 @@ from kvservice.errors import InvalidArgumentError
 
 # Number of KV heads, and number of query heads per KV head.
 HEADS = ((2, 1), (1, 2), (2, 3), (2, 4), (1, 7), (2, 8), (1, 16), (1, 17), (3, 2))
-OPTIONS: tuple[dict[str, Any], ...] = ({}, {"scale": 0.3}, {"logits_soft_cap": 3.0}, {"logits_soft_cap": 30.0})
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"scale": 0.3},
+    {"logits_soft_cap": 3.0},
+    {"logits_soft_cap": 30.0},
+    {"logits_soft_cap": 2000.0},  # above the extend kernel's limit
+)
 
 
 def sample_shared(count: int, *, seed: int = 0) -> list[tuple[Case, int]]:

@@ -71,6 +71,20 @@ def test_long_contexts(kernel: Kernel, dtype: str, pool_dtype: str | None) -> No
     run_cases([base, replace(base, sliding_window=1000), replace(base, group=8, alibi=True)], kernel)
 
 
+SOFT_CAPS = (0.01, 200.0, 1024.0, 1025.0, 30_000.0, 1e30)
+
+
+# The extend kernel refuses caps above 1024, see REFUSED.
+@pytest.mark.parametrize(
+    ("kernel", "soft_cap"),
+    [(kernel, soft_cap) for kernel in KERNELS for soft_cap in SOFT_CAPS if kernel != "extend" or soft_cap <= 1024],
+)
+def test_soft_caps_at_both_ends(kernel: Kernel, soft_cap: float) -> None:
+    """Each case is compared with float64. The logits are far below a large cap, where its tanh is almost linear."""
+    base = Case(SOME_LENS[kernel], (300, 33, 5, 600), dtype="bfloat16", head_size=128, logits_soft_cap=soft_cap)
+    run_cases([base, replace(base, dtype="float16", head_size=64), replace(base, scale=2.0, group=8)], kernel)
+
+
 @pytest.mark.parametrize("kernel", ["extend", "auto", "reference"])
 def test_whole_prompts(kernel: Kernel) -> None:
     """Each case is compared with float64."""
@@ -299,11 +313,12 @@ def test_a_wrong_argument_is_found(kernel: Kernel, wrong: str) -> None:
 REFUSED: dict[str, tuple[str, Kernel, dict[str, Any]]] = {
     "decode of float32": ("kernel", "decode", {"dtype": "float32"}),
     "extend of float32": ("kernel", "extend", {"dtype": "float32"}),
+    "extend of a soft cap that it cannot compute": ("kernel", "extend", {"logits_soft_cap": 1025.0}),
     "extend of head size 40": ("kernel", "extend", {"head_size": 40}),
     "decode of long queries": ("kernel", "decode", {"query_lens": (200,), "context_lens": (300,)}),
-    "sparse blocks smaller than the pool's": ("block_sparse", "auto", {"sparse": Sparse(2, 1, 8, 0, 0)}),
-    "no local sparse block": ("block_sparse", "auto", {"sparse": Sparse(2, 0, 16, 0, 0)}),
-    "a negative stride": ("block_sparse", "auto", {"sparse": Sparse(-2, 1, 16, 0, 0)}),
+    "sparse blocks smaller than the pool's": ("block_sparse.block_size", "auto", {"sparse": Sparse(2, 1, 8, 0, 0)}),
+    "no local sparse block": ("block_sparse.local_blocks", "auto", {"sparse": Sparse(2, 0, 16, 0, 0)}),
+    "a negative stride": ("block_sparse.vert_stride", "auto", {"sparse": Sparse(-2, 1, 16, 0, 0)}),
 }
 
 
