@@ -7,7 +7,10 @@
     │   ├── UnknownStepError
     │   ├── UnknownPinError
     │   ├── UnknownRegionError                           never registered, unregistered, or of another session
-    │   └── UnknownSessionError
+    │   ├── UnknownSessionError
+    │   ├── UnknownNamespaceError                        of the store; the session has not opened it
+    │   ├── UnknownLeaseError                            it has ended, or is another session's
+    │   └── UnknownReservationError                      it has ended, or is another session's
     ├── DuplicateSequenceError      ALREADY_EXISTS
     ├── DuplicateRegionError        ALREADY_EXISTS
     ├── FailedPreconditionError     FAILED_PRECONDITION  the request is valid, but not in this state
@@ -21,6 +24,8 @@
     │   ├── SessionTakenError                            another client has taken the session over
     │   ├── RegionsNotAllowedError                       the daemon accepts no regions, or none over this connection
     │   ├── PoolNotSharedError                           clients may not map the pool, or not for writing
+    │   ├── StoreOffError                                the daemon has no store
+    │   ├── StoreNotSharedError                          clients may not map the store, or not for writing
     │   ├── EventsOffError                               the daemon records no block events
     │   └── RegionShrunkError                            the client has truncated its shared-memory object
     ├── ResourceExhaustedError      RESOURCE_EXHAUSTED
@@ -94,6 +99,18 @@ class UnknownSessionError(NotFoundError):
     reason = "UNKNOWN_SESSION"
 
 
+class UnknownNamespaceError(NotFoundError):
+    reason = "UNKNOWN_NAMESPACE"
+
+
+class UnknownLeaseError(NotFoundError):
+    reason = "UNKNOWN_LEASE"
+
+
+class UnknownReservationError(NotFoundError):
+    reason = "UNKNOWN_RESERVATION"
+
+
 class DuplicateSequenceError(KVServiceError):
     status = "ALREADY_EXISTS"
     reason = "DUPLICATE_SEQUENCE"
@@ -147,6 +164,14 @@ class RegionsNotAllowedError(FailedPreconditionError):
 
 class PoolNotSharedError(FailedPreconditionError):
     reason = "POOL_NOT_SHARED"
+
+
+class StoreOffError(FailedPreconditionError):
+    reason = "STORE_OFF"
+
+
+class StoreNotSharedError(FailedPreconditionError):
+    reason = "STORE_NOT_SHARED"
 
 
 class EventsOffError(FailedPreconditionError):

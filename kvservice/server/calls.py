@@ -9,6 +9,7 @@ from kvservice.server.block_calls import BlockCalls
 from kvservice.server.handlers import Handler
 from kvservice.server.host_calls import HostCalls
 from kvservice.server.region_calls import RegionCalls
+from kvservice.server.store_calls import StoreCalls
 
 
 def session_handlers(config: ServeConfig, engine: CacheEngine) -> tuple[Handler, ...]:
@@ -17,4 +18,5 @@ def session_handlers(config: ServeConfig, engine: CacheEngine) -> tuple[Handler,
         *AttentionCalls(config, engine).handlers(),
         *RegionCalls().handlers(),
         *HostCalls(engine.manager).handlers(),
+        *StoreCalls().handlers(),
     )

@@ -25,6 +25,7 @@ from kvservice.v1 import (
     inspect_pb2,
     pool_pb2,
     shared_memory_pb2,
+    store_pb2,
     tensor_pb2,
 )
 from kvservice.wire.encoded import Encoded, encode_tensor
@@ -34,10 +35,13 @@ MAX_SNAPSHOT_ROWS = 1000
 # Bytes reserved for the fields of a message besides its tensors.
 _MESSAGE_OVERHEAD = 4096
 # The request types that only clients on this host may send.
-HOST_REQUESTS = tuple(
-    GetMessageClass(method.input_type)
-    for module, name in ((shared_memory_pb2, "SharedMemoryService"), (host_pb2, "HostService"))
-    for method in module.DESCRIPTOR.services_by_name[name].methods
+HOST_REQUESTS: tuple[type[Message], ...] = (
+    store_pb2.MapStoreRequest,
+    *(
+        GetMessageClass(method.input_type)
+        for module, name in ((shared_memory_pb2, "SharedMemoryService"), (host_pb2, "HostService"))
+        for method in module.DESCRIPTOR.services_by_name[name].methods
+    ),
 )
 
 
@@ -51,9 +55,9 @@ def optional_ints(repeated: Sequence[int], dtype: type[np.integer[Any]] = np.int
 
 
 def shares_memory(request: Message) -> bool:
-    """Return whether a request uses shared memory: by its type, or because one of its tensors is in a region."""
+    """Return whether a request uses shared memory: by its type, or because its blocks or a tensor are in a region."""
     return isinstance(request, HOST_REQUESTS) or any(
-        isinstance(value, tensor_pb2.SharedMemoryPlace)
+        isinstance(value, tensor_pb2.SharedMemoryPlace | store_pb2.Scatter)
         or (isinstance(value, tensor_pb2.Tensor) and value.HasField("shared_memory"))
         for _, value in request.ListFields()
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from google.protobuf.descriptor import ServiceDescriptor
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 
 from kvservice.v1 import (
     attention_pb2,
@@ -15,6 +15,7 @@ from kvservice.v1 import (
     pool_pb2,
     session_pb2,
     shared_memory_pb2,
+    store_pb2,
 )
 
 SERVICES: tuple[ServiceDescriptor, ...] = tuple(
@@ -25,6 +26,7 @@ SERVICES: tuple[ServiceDescriptor, ...] = tuple(
         attention_pb2,
         shared_memory_pb2,
         host_pb2,
+        store_pb2,
         pool_pb2,
         inspect_pb2,
         events_pb2,
@@ -36,17 +38,19 @@ SERVICES: tuple[ServiceDescriptor, ...] = tuple(
 ANSWERED_BY_OBSERVER = frozenset(("GetSnapshot",))
 
 # Services whose calls belong to a session. They can also be sent over the session's stream.
-SESSION_SERVICES = frozenset(("BlockService", "AttentionService", "SharedMemoryService", "HostService"))
+SESSION_SERVICES = frozenset(("BlockService", "AttentionService", "SharedMemoryService", "HostService", "StoreService"))
 
 
-def call_name(rpc_name: str) -> str:
-    """Return the name of an RPC's handler and of its field in Call and Reply: CanAllocate → can_allocate."""
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", rpc_name).lower()
+def call_name(method: MethodDescriptor) -> str:
+    """Return the name of an RPC's handler and of its field in Call and Reply: CanAllocate → can_allocate, and Lookup of
+    StoreService → store_lookup."""
+    prefix = "store_" if method.containing_service.name == "StoreService" else ""
+    return prefix + re.sub(r"(?<!^)(?=[A-Z])", "_", method.name).lower()
 
 
 # The methods whose latency is measured. Streaming RPCs have no latency.
 METHODS: list[str] = [
-    call_name(method.name)
+    call_name(method)
     for service in SERVICES
     for method in service.methods
     if not (method.client_streaming or method.server_streaming)

@@ -21,6 +21,9 @@ from kvservice.v1 import session_pb2
 
 MAX_TEXT_BYTES: Final = 4096
 MAX_PING_BYTES: Final = 1 << 20
+# The limits on the pieces of a block of the store, and on the leases that one request may end.
+MAX_PIECES: Final = 16384
+MAX_LEASE_IDS: Final = 4096
 # The limit on records (a tag with its value) of a request, in addition to one per token and a few per sequence.
 _MAX_OTHER_RECORDS: Final = 16384
 _RECORDS_PER_SEQUENCE: Final = 16
@@ -41,13 +44,19 @@ _ELEMENTS: Final[dict[str, str | int]] = {
     "extra_keys": MAX_EXTRA_KEYS,
     "shape": 8,
     "alibi_slopes": 65535,
+    "piece_bytes": MAX_PIECES,
+    "lease_ids": MAX_LEASE_IDS,
 }
 # The limit in bytes on the fields that are not texts. None means that only the message size limits the field.
 _BYTES: Final[dict[str, int | None]] = {
     "kvservice.v1.Tensor.inline": None,
     "kvservice.v1.PingRequest.payload": MAX_PING_BYTES,
     "kvservice.v1.ExtraKey.key": MAX_EXTRA_KEYS * MAX_EXTRA_KEY_BYTES,
+    "kvservice.v1.Scatter.offsets": None,
+    "kvservice.v1.BatchPutRequest.data": None,
 }
+# Fields with something for each of max_request_blocks blocks, by field name: the bytes for each.
+_BYTES_PER_BLOCK: Final = {"keys": 32, "written": 1}
 
 # The field kinds of the scanner.
 _VARINT, _FIXED64, _FIXED32, _LENGTH, _MESSAGE = range(5)
@@ -102,21 +111,23 @@ def parser(kind: type[Message], limits: RequestLimits) -> Callable[[bytes], Mess
 @dataclass(frozen=True)
 class _Counter:
     """A limit on one field. `field` is its path from the request. `option` is the configuration field that sets the
-    limit, or empty for a fixed limit."""
+    limit, or empty for a fixed limit; a field of bytes may have `per_unit` bytes for each of its units."""
 
     field: str
     limit: int
     unit: str
     option: str = ""
+    per_unit: int = 1
 
     def error(self) -> KVServiceError:
         if not self.option:
             return InvalidArgumentError(f"a request may have {self.limit} {self.unit} here", field=self.field)
+        value = self.limit // self.per_unit
         return QuotaExceededError(
-            f"a request may have {self.option} = {self.limit} {self.unit} here",
+            f"a request may have {self.option} = {value} {self.unit} here",
             field=self.field,
             limit=self.option,
-            value=self.limit,
+            value=value,
         )
 
 
@@ -159,6 +170,9 @@ class _Rules:
                 return _Counter(path, getattr(self.limits, limit), "elements", limit)
             return _Counter(path, limit, "elements")
         if _KINDS.get(of.type) == _LENGTH:
+            if (per_block := _BYTES_PER_BLOCK.get(of.name)) is not None:
+                limit = self.limits.max_request_blocks * per_block
+                return _Counter(path, limit, "blocks", "max_request_blocks", per_block)
             num_bytes = _BYTES.get(of.full_name, MAX_TEXT_BYTES)
             return None if num_bytes is None else _Counter(path, num_bytes, "bytes")
         return None

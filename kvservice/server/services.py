@@ -77,7 +77,7 @@ class Services:
             return grpc.stream_stream_rpc_method_handler(self._connect, parse, serialize)
         if method.server_streaming:
             return grpc.unary_stream_rpc_method_handler(self._subscribe, parse, None)
-        return grpc.unary_unary_rpc_method_handler(self._unary(call_name(method.name)), parse, serialize)
+        return grpc.unary_unary_rpc_method_handler(self._unary(call_name(method)), parse, serialize)
 
     def _unary(self, name: str) -> Any:
         async def answer(request: Any, context: Context) -> Any:

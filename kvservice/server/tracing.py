@@ -31,7 +31,7 @@ _BATCH_DELAY_MS = 1000
 _EXPORT_TIMEOUT_S = 2.0
 
 _RPC_NAMES: Final = {
-    call_name(method.name): f"{service.full_name}/{method.name}" for service in SERVICES for method in service.methods
+    call_name(method): f"{service.full_name}/{method.name}" for service in SERVICES for method in service.methods
 }
 # The statuses that the conventions classify as errors of the server.
 _SERVER_ERRORS: Final = frozenset(

@@ -12,7 +12,7 @@ from kvservice.config import RequestLimits, ServeConfig
 from kvservice.errors import InvalidArgumentError, QuotaExceededError
 from kvservice.server.contract import SERVICES
 from kvservice.server.parsing import Refused, check_accepted, parser
-from kvservice.v1 import attention_pb2, blocks_pb2, pool_pb2, session_pb2, shared_memory_pb2, tensor_pb2
+from kvservice.v1 import attention_pb2, blocks_pb2, pool_pb2, session_pb2, shared_memory_pb2, store_pb2, tensor_pb2
 
 LIMITS = RequestLimits(max_request_sequences=4, max_request_tokens=10, max_request_blocks=8)
 Allocation, Key = blocks_pb2.SequenceAllocation, blocks_pb2.ExtraKey
@@ -34,6 +34,11 @@ WITHIN: list[Any] = [
     blocks_pb2.AppendRequest(sequence_ids=range(4), token_ids=range(10), num_tokens=[1] * 4, expected_lengths=[1] * 4),
     attention_pb2.WriteRequest(key=tensor_pb2.Tensor(shape=[1] * 8, inline=bytes(1 << 20))),
     pool_pb2.PingRequest(payload=bytes(1 << 20)),
+    store_pb2.LookupRequest(keys=bytes(8 * 32)),
+    store_pb2.BatchPutRequest(keys=bytes(8 * 32), data=bytes(1 << 20)),
+    store_pb2.BatchGetRequest(region=store_pb2.Scatter(piece_bytes=[1] * 16384, offsets=bytes(8 * 16384))),
+    store_pb2.StoreCommitRequest(written=bytes(8)),
+    store_pb2.ReleaseRequest(lease_ids=range(4096)),
     health_pb2.HealthCheckRequest(service="x" * 4096),
 ]
 
@@ -83,6 +88,14 @@ ABOVE = {
         ),
     ),
     "key of an object": ("key", "", shared_memory_pb2.SystemSharedMemoryRegisterRequest(key="x" * 5000)),
+    "keys of a store": ("keys", "max_request_blocks", store_pb2.AcquireRequest(keys=bytes(8 * 32 + 1))),
+    "bits": ("written", "max_request_blocks", store_pb2.StoreCommitRequest(written=bytes(9))),
+    "pieces": (
+        "region.piece_bytes",
+        "",
+        store_pb2.BatchGetRequest(region=store_pb2.Scatter(piece_bytes=[1] * 16385)),
+    ),
+    "leases": ("lease_ids", "", store_pb2.ReleaseRequest(lease_ids=range(4097))),
     "payload": ("payload", "", pool_pb2.PingRequest(payload=bytes((1 << 20) + 1))),
 }
 

@@ -14,7 +14,7 @@ import pytest
 
 from kvservice.errors import RegionNotOpenedError
 from kvservice.launch import Daemon
-from kvservice.server.contract import SERVICES, SESSION_SERVICES
+from kvservice.server.contract import SERVICES, SESSION_SERVICES, call_name
 from kvservice.v1 import (
     attention_pb2,
     blocks_pb2,
@@ -24,6 +24,7 @@ from kvservice.v1 import (
     pool_pb2,
     session_pb2,
     shared_memory_pb2,
+    store_pb2,
     tensor_pb2,
 )
 
@@ -99,12 +100,19 @@ def in_region(tensor: tensor_pb2.Tensor, place: tensor_pb2.SharedMemoryPlace) ->
     return tensor
 
 
+def key_of(method: Any) -> str:
+    """Return the name of a method. Those of the store have the names of their calls, because some names are others'."""
+    return call_name(method) if method.containing_service.name == "StoreService" else method.name
+
+
 def good_requests(token: bytes, tensor: Any) -> dict[str, Any]:
-    """Return one valid request per method that has an effect."""
+    """Return one valid request per method that has an effect, by `key_of`."""
     name: dict[str, Any] = {"session_token": token}
     kv: dict[str, Any] = {"key": tensor(1, 2, 32), "value": tensor(1, 2, 32)}
     one = blocks_pb2.SequenceAllocation(sequence_id=9, token_ids=[1, 2, 3], extra_keys=[blocks_pb2.ExtraKey(key=b"k")])
     place = tensor_pb2.SharedMemoryPlace(region="r", offset=0, byte_size=4 * 128)
+    store = name | {"namespace_id": 1, "keys": bytes(64)}
+    scatter = store_pb2.Scatter(region="r", piece_bytes=[60, 4], offsets=bytes(32))
     part = attention_pb2.SequenceRange(sequence_id=1, start=0, stop=4)
     return {
         "Allocate": blocks_pb2.AllocateRequest(**name, request_id=3, sequences=[one], lookahead=2),
@@ -149,6 +157,22 @@ def good_requests(token: bytes, tensor: Any) -> dict[str, Any]:
         "MapPool": host_pb2.MapPoolRequest(**name, writable=True),
         "UnmapPool": host_pb2.UnmapPoolRequest(**name),
         "Commit": host_pb2.CommitRequest(**name, step_id=1),
+        "store_open_namespace": store_pb2.OpenNamespaceRequest(
+            **name, request_id=4, namespace=store_pb2.StoreNamespace(model="m", block_bytes=64, tp_size=1)
+        ),
+        "store_lookup": store_pb2.LookupRequest(**store),
+        "store_acquire": store_pb2.AcquireRequest(**store, request_id=5, ttl_s=1.0, leading_only=True),
+        "store_renew": store_pb2.RenewRequest(**name, lease_id=1, ttl_s=1.0),
+        "store_release": store_pb2.ReleaseRequest(**name, lease_ids=[1, 2]),
+        "store_reserve": store_pb2.ReserveRequest(**store, request_id=6),
+        "store_commit": store_pb2.StoreCommitRequest(**name, request_id=7, reservation_id=1, written=b"\1"),
+        "store_abort": store_pb2.AbortRequest(**name, reservation_id=1),
+        "store_batch_get": store_pb2.BatchGetRequest(**store, region=scatter, verify=True),
+        "store_batch_put": store_pb2.BatchPutRequest(**store, data=bytes(128)),
+        "store_touch": store_pb2.TouchRequest(**store),
+        "store_remove": store_pb2.RemoveRequest(**store, request_id=8),
+        "store_clear": store_pb2.ClearRequest(**name, request_id=9, namespace_id=1),
+        "store_map_store": store_pb2.MapStoreRequest(**name, request_id=10, writable=True),
         "GetSnapshot": inspect_pb2.GetSnapshotRequest(max_sessions=3, max_sequences=4, search="x"),
         "Ping": pool_pb2.PingRequest(payload=b"x"),
         "Open": session_pb2.OpenRequest(name="x", detachable=False, detach_ttl_s=1.0),
@@ -190,7 +214,7 @@ def test_mutated_requests(
     if method.name == "CloseLane":
         victim.ok("open_lane", host_pb2.OpenLaneRequest())
     path = f"/{service}/{method.name}"
-    request = good_requests(victim.token, raw.tensor).get(method.name)
+    request = good_requests(victim.token, raw.tensor).get(key_of(method))
     data = b"" if request is None else request.SerializeToString()
     source = random.Random(path)
     for _ in range(NUM_MUTATED):
@@ -249,8 +273,8 @@ def test_methods_that_do_not_exist(channel: grpc.Channel, path: str) -> None:
 
 def test_the_good_requests_are_understood(channel: grpc.Channel, raw: Any) -> None:
     requests = good_requests(b"", raw.tensor)
-    assert {method.name for _, method in UNARY} - set(requests) == {"GetInfo", "GetStats"}
+    assert {key_of(method) for _, method in UNARY} - set(requests) == {"GetInfo", "GetStats"}
     for service, method in UNARY:
-        if method.name in requests and service.removeprefix("kvservice.v1.") in SESSION_SERVICES:
-            data = requests[method.name].SerializeToString()
+        if key_of(method) in requests and service.removeprefix("kvservice.v1.") in SESSION_SERVICES:
+            data = requests[key_of(method)].SerializeToString()
             assert send(channel, f"/{service}/{method.name}", data) is grpc.StatusCode.NOT_FOUND

@@ -24,7 +24,7 @@ from kvservice.server.slots import Rpc, Slots
 from kvservice.v1 import attention_pb2, blocks_pb2, host_pb2, pool_pb2, session_pb2, shared_memory_pb2
 
 SESSION_CALLS = sorted(
-    call_name(method.name) for service in SERVICES for method in service.methods if service.name in SESSION_SERVICES
+    call_name(method) for service in SERVICES for method in service.methods if service.name in SESSION_SERVICES
 )
 MESSAGE_BYTES = 4 << 20
 OBJECT = f"kvservice-stream-{os.getpid()}"
@@ -261,8 +261,15 @@ REPEATABLE: dict[str, Callable[[int], Any]] = {
     "commit": lambda n: host_pb2.CommitRequest(request_id=n, step_id=3),
     "cuda_shared_memory_unregister": lambda n: shared_memory_pb2.CudaSharedMemoryUnregisterRequest(request_id=n),
 }
-# A daemon without a GPU refuses it.
-REFUSED = {"cuda_shared_memory_register"}
+# A daemon without a GPU refuses the first, and one without a store the others.
+REFUSED = {
+    "cuda_shared_memory_register",
+    *(
+        name
+        for name in SESSION_CALLS
+        if "request_id" in request_of(name).DESCRIPTOR.fields_by_name and "store_" in name
+    ),
+}
 
 
 @pytest.fixture

@@ -29,6 +29,7 @@ from kvservice.v1 import (
     session_pb2,
     session_pb2_grpc,
     shared_memory_pb2_grpc,
+    store_pb2_grpc,
     tensor_pb2,
 )
 
@@ -110,11 +111,12 @@ class Wire:
             "AttentionService": attention_pb2_grpc.AttentionServiceStub(self.channel),
             "SharedMemoryService": shared_memory_pb2_grpc.SharedMemoryServiceStub(self.channel),
             "HostService": host_pb2_grpc.HostServiceStub(self.channel),
+            "StoreService": store_pb2_grpc.StoreServiceStub(self.channel),
             "InspectService": inspect_pb2_grpc.InspectServiceStub(self.channel),
             "EventService": events_pb2_grpc.EventServiceStub(self.channel),
         }
         self.methods = {
-            call_name(method.name): getattr(stubs[service.name], method.name)
+            call_name(method): getattr(stubs[service.name], method.name)
             for service in SERVICES
             for method in service.methods
         }
