@@ -174,3 +174,128 @@ class LaneClient:
 
         Answers to earlier calls are dropped.
         """
+
+# The block store. csrc/store/index.h describes its bookkeeping, csrc/store/layout.h its memory.
+#
+# Slots, offsets, versions and checksums are packed: 64-bit little-endian numbers, one after the other. Keys have 32
+# bytes. A bitmap has one bit per key or block, the lowest bit of a byte first. Wrong arguments raise
+# InvalidArgumentError; slots that no call returned, or that are in another state, raise RuntimeError.
+
+class StoreStats:
+    """Blocks of a namespace, or of all."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that can be found."""
+    @property
+    def num_leased(self) -> int:
+        """Blocks with at least one lease, including condemned ones."""
+    @property
+    def num_reserved(self) -> int: ...
+    @property
+    def num_condemned(self) -> int:
+        """Blocks that were removed while they were leased: their memory is freed with the last lease."""
+    @property
+    def num_slabs(self) -> int: ...
+    @property
+    def used_bytes(self) -> int:
+        """The size of all these blocks: found, reserved and condemned."""
+    @property
+    def num_evicted(self) -> int:
+        """A counter: blocks that were evicted to make room."""
+
+class StoreIndex:
+    """The bookkeeping of the block store, for one thread.
+
+    The memory has `num_bytes` bytes at `address` and consists of slabs of `slab_bytes` bytes, a multiple of 4096. A
+    slab belongs to one namespace. The memory receives a record per block, and is never read. `seed` is a random 64-bit
+    number: it seeds the hash of the keys, and the first version.
+
+    Within a call, the first key counts as the most recently used, because keys are chains of blocks: a block is of no
+    use without those before it.
+    """
+
+    def __init__(self, address: int, num_bytes: int, slab_bytes: int, seed: int) -> None: ...
+    def open(self, block_bytes: int, quota_bytes: int) -> int:
+        """Return the number of a new namespace. Numbers are never reused. It has at most
+        quota_bytes // block_bytes blocks. Raises InvalidArgumentError if a block does not fit a slab."""
+    def close(self, namespace: int) -> None:
+        """Forget a namespace. Raises RuntimeError if it has blocks."""
+    def geometry(self, namespace: int) -> tuple[int, int, int]:
+        """Return (first_block, block_stride, blocks_per_slab), see OpenNamespaceResponse in store.proto."""
+    def lookup(self, namespace: int, keys: bytes) -> tuple[int, bytes]:
+        """Return the number of keys before the first one that is missing, and a bitmap of the keys found. Changes
+        nothing."""
+    def acquire(self, namespace: int, keys: bytes, leading_only: bool) -> tuple[bytes, bytes, bytes, bytes]:
+        """Lease the blocks found, each key once more. Returns (bitmap of the keys, and for the blocks found: slots,
+        offsets, versions). With `leading_only` it stops before the first key that is missing."""
+    def release(self, slots: bytes) -> None:
+        """End leases: each slot as often as it was acquired."""
+    def reserve(self, namespace: int, keys: bytes) -> tuple[bytes, bytes, bytes]:
+        """Reserve room for keys that are missing, and touch those that are there. Returns (a PutStatus per key, and for
+        those reserved: slots, offsets)."""
+    def commit(self, slots: bytes, checksums: bytes) -> None:
+        """Publish reserved blocks."""
+    def abort(self, slots: bytes) -> None:
+        """Free reserved blocks."""
+    def touch(self, namespace: int, keys: bytes) -> int:
+        """Make blocks the most recently used. Returns how many keys were found."""
+    def remove(self, namespace: int, keys: bytes) -> int:
+        """Remove blocks, but no reserved ones. Returns how many. A leased block is not found any more, and is freed
+        with its last lease."""
+    def clear(self, namespace: int, most: int) -> int:
+        """Remove up to `most` blocks, the least recently used first, leased ones last. Returns how many."""
+    def checksums(self, slots: bytes) -> bytes:
+        """Return the checksums with which blocks were committed, 0 for reserved ones."""
+    def record_removed(self, enabled: bool) -> None:
+        """Start or stop to record the keys that are evicted or removed. Forgets those recorded."""
+    def take_removed(self) -> list[tuple[int, bytes]]:
+        """Return (namespace, keys) evicted or removed since the last call, in their order."""
+    def stats(self, namespace: int) -> StoreStats: ...
+    def totals(self) -> StoreStats:
+        """Return the sums over all namespaces. `num_evicted` includes closed ones."""
+    @property
+    def num_slabs(self) -> int: ...
+    @property
+    def num_free_slabs(self) -> int: ...
+    def check(self, most: int) -> bool:
+        """Check the consistency of the next slabs, until `most` slots are checked, at least one slab. Returns whether
+        the last slab was among them; then the next call starts with the first. Raises RuntimeError with what is
+        wrong."""
+
+def store_copy_in(
+    memory: int,
+    offsets: bytes,
+    block_bytes: int,
+    source: int,
+    places: bytes,
+    piece_bytes: bytes,
+    num_threads: int,
+) -> bytes:
+    """Copy blocks into the store and return their checksums.
+
+    `memory` and `source` are addresses. `offsets` are those of the blocks in the store. A block consists of pieces of
+    `piece_bytes` bytes each, which sum up to `block_bytes`; piece p of block i is at source + places[i][p]. The caller
+    guarantees that all addresses are valid. Up to `num_threads` threads copy, without the interpreter lock. Several
+    threads may call it at a time.
+    """
+
+def store_copy_out(
+    memory: int,
+    offsets: bytes,
+    block_bytes: int,
+    target: int,
+    places: bytes,
+    piece_bytes: bytes,
+    checksums: bytes,
+    num_threads: int,
+) -> bytes:
+    """Copy blocks out of the store, like store_copy_in. Returns a bitmap of the blocks whose checksum is the expected
+    one. If `checksums` is empty, nothing is verified, and all bits are 1."""
+
+def store_checksums(memory: int, offsets: bytes, block_bytes: int, num_threads: int) -> bytes:
+    """Return the checksums of blocks in the store, as csrc/store/checksum.h defines them."""
+
+def store_versions(memory: int, slab_bytes: int, first_block: int, block_stride: int, offsets: bytes) -> bytes:
+    """Return the current versions of blocks of a namespace, read from the records in the memory after everything that
+    the caller has read before. 0 if the slab of a block belongs to a namespace with another geometry now."""
