@@ -13,6 +13,7 @@
 #include "bindings/arguments.h"
 #include "bindings/exceptions.h"
 #include "bindings/lane.h"
+#include "bindings/store.h"
 #include "bindings/wire.h"
 #include "copy_blocks.h"
 #include "cpu/attention_kernel.h"
@@ -276,6 +277,7 @@ PYBIND11_MODULE(_ext, m) {
   m.def("cpu_isa", [] { return cpu_kernels().isa; });
   m.def("address_of", &address_of);
   define_lane(m);
+  define_store(m);
   define_wire(m);
   py::class_<CpuLaneExecutor, LaneExecutor>(m, "CpuLaneExecutor", py::module_local())
       .def(py::init(&make_lane_executor), py::arg("pool"), py::arg("head_size"), py::arg("batch_invariant"),

@@ -1,0 +1,321 @@
+#include "bindings/store.h"
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <limits>
+#include <memory>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "bindings/arguments.h"
+#include "store/copy.h"
+#include "store/index.h"
+
+namespace kvservice {
+namespace {
+
+constexpr int64_t kMaxCopyThreads = 256;
+
+using Packed = std::vector<uint64_t>;
+
+std::string_view as_bytes(const py::object& object, const char* field) {
+  if (!PyBytes_Check(object.ptr())) throw ArgumentError(field, "is not bytes");
+  return {PyBytes_AS_STRING(object.ptr()), static_cast<size_t>(PyBytes_GET_SIZE(object.ptr()))};
+}
+
+Packed as_packed(const py::object& object, const char* field) {
+  const std::string_view bytes = as_bytes(object, field);
+  require(bytes.size() % sizeof(uint64_t) == 0, field, "does not consist of 64-bit numbers");
+  Packed numbers(bytes.size() / sizeof(uint64_t));
+  if (!bytes.empty()) __builtin_memcpy(numbers.data(), bytes.data(), bytes.size());
+  return numbers;
+}
+
+py::bytes to_bytes(const Packed& numbers) {
+  return {reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(uint64_t)};
+}
+
+Keys as_keys(const py::object& object) {
+  const std::string_view bytes = as_bytes(object, "keys");
+  require(bytes.size() % kKeyBytes == 0, "keys", "is not a multiple of 32 bytes long");
+  return {bytes.data(), bytes.size() / kKeyBytes};
+}
+
+uint32_t as_number(const py::object& object) {
+  const int64_t number = as_int(object, "namespace");
+  require(number >= 0 && number <= std::numeric_limits<uint32_t>::max(), "namespace", "is out of range");
+  return static_cast<uint32_t>(number);
+}
+
+int64_t as_positive(const py::object& object, const char* field) {
+  const int64_t number = as_int(object, field);
+  require(number > 0, field, "is not positive");
+  return number;
+}
+
+char* as_address(const py::object& object, const char* field) {
+  return reinterpret_cast<char*>(static_cast<uintptr_t>(as_positive(object, field)));
+}
+
+// The lowest bit of a byte first. Elements are 0 or 1.
+py::bytes bitmap(const std::vector<char>& bits) {
+  std::string packed((bits.size() + 7) / 8, '\0');
+  for (size_t i = 0; i < bits.size(); ++i) packed[i / 8] = static_cast<char>(packed[i / 8] | bits[i] << i % 8);
+  return packed;
+}
+
+struct Stats {
+  BlockCounts counts;
+  int64_t used_bytes = 0;
+  uint64_t num_evicted = 0;
+
+  void add(const Namespace& space) {
+    counts.committed += space.counts.committed;
+    counts.leased += space.counts.leased;
+    counts.reserved += space.counts.reserved;
+    counts.condemned += space.counts.condemned;
+    counts.slabs += space.counts.slabs;
+    used_bytes += space.counts.used() * space.block_bytes;
+    num_evicted += space.num_evicted;
+  }
+};
+
+// The index.
+
+std::unique_ptr<StoreIndex> make_index(const py::object& address, const py::object& num_bytes,
+                                       const py::object& slab_bytes, uint64_t seed) {
+  return std::make_unique<StoreIndex>(as_address(address, "address"), as_positive(num_bytes, "num_bytes"),
+                                      as_positive(slab_bytes, "slab_bytes"), seed);
+}
+
+uint32_t open(StoreIndex& index, const py::object& block_bytes, const py::object& quota_bytes) {
+  return index.open(as_int(block_bytes, "block_bytes"), as_int(quota_bytes, "quota_bytes"));
+}
+
+py::tuple geometry(const StoreIndex& index, const py::object& number) {
+  const SlabLayout layout = index.find_namespace(as_number(number)).layout;
+  return py::make_tuple(layout.first_block, layout.block_stride, layout.blocks_per_slab);
+}
+
+py::tuple lookup(StoreIndex& index, const py::object& number, const py::object& keys) {
+  const std::vector<char> found = index.lookup(as_number(number), as_keys(keys));
+  size_t num_leading = 0;
+  while (num_leading < found.size() && found[num_leading] != 0) ++num_leading;
+  return py::make_tuple(num_leading, bitmap(found));
+}
+
+py::tuple acquire(StoreIndex& index, const py::object& number, const py::object& keys, bool leading_only) {
+  const Acquired acquired = index.acquire(as_number(number), as_keys(keys), leading_only);
+  return py::make_tuple(bitmap(acquired.found), to_bytes(acquired.slots), to_bytes(acquired.offsets),
+                        to_bytes(acquired.versions));
+}
+
+py::tuple reserve(StoreIndex& index, const py::object& number, const py::object& keys) {
+  const Reserved reserved = index.reserve(as_number(number), as_keys(keys));
+  const py::bytes statuses(reinterpret_cast<const char*>(reserved.statuses.data()), reserved.statuses.size());
+  return py::make_tuple(statuses, to_bytes(reserved.slots), to_bytes(reserved.offsets));
+}
+
+void commit(StoreIndex& index, const py::object& slots, const py::object& checksums) {
+  const Packed numbers = as_packed(slots, "slots"), sums = as_packed(checksums, "checksums");
+  require(numbers.size() == sums.size(), "checksums", "has another length than slots");
+  index.commit(numbers, sums);
+}
+
+py::list take_removed(StoreIndex& index) {
+  const std::vector<RemovedKey> removed = index.take_removed();
+  py::list grouped;
+  for (size_t begin = 0, end = 0; begin < removed.size(); begin = end) {
+    std::string keys;
+    for (; end < removed.size() && removed[end].namespace_number == removed[begin].namespace_number; ++end) {
+      keys.append(reinterpret_cast<const char*>(&removed[end].key), kKeyBytes);
+    }
+    grouped.append(py::make_tuple(removed[begin].namespace_number, py::bytes(keys)));
+  }
+  return grouped;
+}
+
+Stats stats(const StoreIndex& index, const py::object& number) {
+  Stats result;
+  result.add(index.find_namespace(as_number(number)));
+  return result;
+}
+
+Stats totals(const StoreIndex& index) {
+  Stats result;
+  for (const auto& [number, space] : index.namespaces()) result.add(*space);
+  result.num_evicted = index.num_evicted();
+  return result;
+}
+
+// The copies. The arrays belong to this object, so that the interpreter lock can be released.
+
+struct CopyArguments {
+  Packed offsets, places, piece_bytes;
+  BlockPlaces view;
+  int num_threads = 1;
+
+  CopyArguments(const py::object& memory, const py::object& offsets, const py::object& block_bytes,
+                const py::object& num_threads)
+      : offsets(as_packed(offsets, "offsets")) {
+    view.store = as_address(memory, "memory");
+    view.offsets = this->offsets.data();
+    view.num_blocks = static_cast<int64_t>(this->offsets.size());
+    view.block_bytes = as_positive(block_bytes, "block_bytes");
+    const int64_t threads = as_int(num_threads, "num_threads");
+    require(threads >= 1 && threads <= kMaxCopyThreads, "num_threads", "must be between 1 and 256");
+    this->num_threads = static_cast<int>(threads);
+  }
+
+  void set_pieces(char* other, const py::object& place_list, const py::object& sizes) {
+    places = as_packed(place_list, "places");
+    piece_bytes = as_packed(sizes, "piece_bytes");
+    require(!piece_bytes.empty(), "piece_bytes", "is empty");
+    auto left = static_cast<uint64_t>(view.block_bytes);
+    for (const uint64_t size : piece_bytes) {
+      require(size >= 1 && size <= left, "piece_bytes", "do not sum up to block_bytes, or one is 0");
+      left -= size;
+    }
+    require(left == 0, "piece_bytes", "do not sum up to block_bytes, or one is 0");
+    require(places.size() == offsets.size() * piece_bytes.size(), "places", "is not one offset per block and piece");
+    view.other = other;
+    view.places = places.data();
+    view.piece_bytes = piece_bytes.data();
+    view.num_pieces = static_cast<int64_t>(piece_bytes.size());
+  }
+};
+
+py::bytes copy_in(const py::object& memory, const py::object& offsets, const py::object& block_bytes,
+                  const py::object& source, const py::object& places, const py::object& piece_bytes,
+                  const py::object& num_threads) {
+  CopyArguments arguments(memory, offsets, block_bytes, num_threads);
+  arguments.set_pieces(as_address(source, "source"), places, piece_bytes);
+  Packed checksums;
+  {
+    const py::gil_scoped_release release;
+    checksums = copy_into_store(arguments.view, arguments.num_threads);
+  }
+  return to_bytes(checksums);
+}
+
+py::bytes copy_out(const py::object& memory, const py::object& offsets, const py::object& block_bytes,
+                   const py::object& target, const py::object& places, const py::object& piece_bytes,
+                   const py::object& checksums, const py::object& num_threads) {
+  CopyArguments arguments(memory, offsets, block_bytes, num_threads);
+  arguments.set_pieces(as_address(target, "target"), places, piece_bytes);
+  const Packed expected = as_packed(checksums, "checksums");
+  require(expected.empty() || expected.size() == arguments.offsets.size(), "checksums", "is not one per block");
+  Packed actual;
+  {
+    const py::gil_scoped_release release;
+    actual = copy_out_of_store(arguments.view, arguments.num_threads);
+  }
+  std::vector<char> right(actual.size(), 1);
+  for (size_t i = 0; i < expected.size(); ++i) right[i] = static_cast<char>(actual[i] == expected[i]);
+  return bitmap(right);
+}
+
+py::bytes checksums(const py::object& memory, const py::object& offsets, const py::object& block_bytes,
+                    const py::object& num_threads) {
+  const CopyArguments arguments(memory, offsets, block_bytes, num_threads);
+  Packed checksums;
+  {
+    const py::gil_scoped_release release;
+    checksums = store_checksums(arguments.view, arguments.num_threads);
+  }
+  return to_bytes(checksums);
+}
+
+py::bytes versions(const py::object& memory, const py::object& slab_bytes, const py::object& first_block,
+                   const py::object& block_stride, const py::object& offsets) {
+  const char* const first_slab = as_address(memory, "memory");
+  const auto slab = static_cast<uint64_t>(as_positive(slab_bytes, "slab_bytes"));
+  const auto first = static_cast<uint64_t>(as_positive(first_block, "first_block"));
+  const auto stride = static_cast<uint64_t>(as_positive(block_stride, "block_stride"));
+  Packed numbers = as_packed(offsets, "offsets");
+  for (uint64_t& number : numbers) {
+    const uint64_t in_slab = number % slab;
+    const bool valid = in_slab >= first && (in_slab - first) % stride == 0;
+    require(valid && (in_slab - first) / stride * kRecordBytes < first, "offsets", "has one that is not of a block");
+    const auto index = static_cast<int64_t>((in_slab - first) / stride);
+    number = current_version(first_slab + (number - in_slab), index, static_cast<int64_t>(stride));
+  }
+  return to_bytes(numbers);
+}
+
+void define_index(py::module_& m) {
+  py::class_<Stats>(m, "StoreStats")
+      .def_property_readonly("num_blocks", [](const Stats& stats) { return stats.counts.committed; })
+      .def_property_readonly("num_leased", [](const Stats& stats) { return stats.counts.leased; })
+      .def_property_readonly("num_reserved", [](const Stats& stats) { return stats.counts.reserved; })
+      .def_property_readonly("num_condemned", [](const Stats& stats) { return stats.counts.condemned; })
+      .def_property_readonly("num_slabs", [](const Stats& stats) { return stats.counts.slabs; })
+      .def_readonly("used_bytes", &Stats::used_bytes)
+      .def_readonly("num_evicted", &Stats::num_evicted);
+  const py::arg space("namespace"), keys("keys"), slots("slots");
+  py::class_<StoreIndex>(m, "StoreIndex")
+      .def(py::init(&make_index), py::arg("address"), py::arg("num_bytes"), py::arg("slab_bytes"), py::arg("seed"))
+      .def("open", &open, py::arg("block_bytes"), py::arg("quota_bytes"))
+      .def(
+          "close", [](StoreIndex& index, const py::object& number) { index.close(as_number(number)); }, space)
+      .def("geometry", &geometry, space)
+      .def("lookup", &lookup, space, keys)
+      .def("acquire", &acquire, space, keys, py::arg("leading_only"))
+      .def(
+          "release", [](StoreIndex& index, const py::object& list) { index.release(as_packed(list, "slots")); }, slots)
+      .def("reserve", &reserve, space, keys)
+      .def("commit", &commit, slots, py::arg("checksums"))
+      .def(
+          "abort", [](StoreIndex& index, const py::object& list) { index.abort(as_packed(list, "slots")); }, slots)
+      .def(
+          "touch",
+          [](StoreIndex& index, const py::object& number, const py::object& list) {
+            return index.touch(as_number(number), as_keys(list));
+          },
+          space, keys)
+      .def(
+          "remove",
+          [](StoreIndex& index, const py::object& number, const py::object& list) {
+            return index.remove(as_number(number), as_keys(list));
+          },
+          space, keys)
+      .def(
+          "clear",
+          [](StoreIndex& index, const py::object& number, const py::object& most) {
+            return index.clear(as_number(number), as_int(most, "most"));
+          },
+          space, py::arg("most"))
+      .def(
+          "checksums",
+          [](const StoreIndex& index, const py::object& list) {
+            return to_bytes(index.checksums(as_packed(list, "slots")));
+          },
+          slots)
+      .def("record_removed", &StoreIndex::record_removed, py::arg("enabled"))
+      .def("take_removed", &take_removed)
+      .def("stats", &stats, space)
+      .def("totals", &totals)
+      .def_property_readonly("num_slabs", &StoreIndex::num_slabs)
+      .def_property_readonly("num_free_slabs", &StoreIndex::num_free_slabs)
+      .def(
+          "check", [](StoreIndex& index, const py::object& most) { return index.check(as_int(most, "most")); },
+          py::arg("most"));
+}
+
+}  // namespace
+
+void define_store(py::module_& m) {
+  define_index(m);
+  const py::arg memory("memory"), offsets("offsets"), block_bytes("block_bytes"), num_threads("num_threads");
+  m.def("store_copy_in", &copy_in, memory, offsets, block_bytes, py::arg("source"), py::arg("places"),
+        py::arg("piece_bytes"), num_threads);
+  m.def("store_copy_out", &copy_out, memory, offsets, block_bytes, py::arg("target"), py::arg("places"),
+        py::arg("piece_bytes"), py::arg("checksums"), num_threads);
+  m.def("store_checksums", &checksums, memory, offsets, block_bytes, num_threads);
+  m.def("store_versions", &versions, memory, py::arg("slab_bytes"), py::arg("first_block"), py::arg("block_stride"),
+        offsets);
+}
+
+}  // namespace kvservice

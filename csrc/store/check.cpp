@@ -1,0 +1,73 @@
+// The consistency of the bookkeeping, checked in slices.
+#include <stdexcept>
+#include <string>
+
+#include "store/index.h"
+
+namespace kvservice {
+namespace {
+
+void expect(bool condition, const Slab& slab, const char* what) {
+  if (!condition) throw std::runtime_error("slab " + std::to_string(slab.number) + " of the store: " + what);
+}
+
+}  // namespace
+
+bool StoreIndex::check(int64_t most) {
+  if (next_check_ == slabs_.size()) next_check_ = 0;
+  if (next_check_ == 0) check_counts();
+  for (int64_t checked = 0; next_check_ < slabs_.size() && (checked == 0 || checked < most); ++next_check_) {
+    const Slab& slab = slabs_[next_check_];
+    if (slab.owner != nullptr) check_slab(slab);
+    checked += 1 + slab.num_fresh;
+  }
+  return next_check_ == slabs_.size();
+}
+
+void StoreIndex::check_slab(const Slab& slab) const {
+  uint32_t used = 0, busy = 0, free = 0;
+  for (uint32_t i = 0; i < slab.num_fresh; ++i) {
+    const Slot& slot = slab.slots[i];
+    if (slot.state == SlotState::kFree) continue;
+    check_slot(slab, slot);
+    ++used;
+    if (slot.state == SlotState::kReserved || slot.pins > 0) ++busy;
+  }
+  for (const Slot* slot = slab.free; slot != nullptr && free <= slab.num_fresh; slot = slot->links.older) {
+    expect(slot->state == SlotState::kFree, slab, "a slot is in use and in the list of free ones");
+    ++free;
+  }
+  expect(used > 0, slab, "it belongs to a namespace without having a block");
+  expect(used == slab.num_used && busy == slab.num_busy, slab, "the counts of its blocks are wrong");
+  expect(used + free == slab.num_fresh, slab, "a slot is neither free nor in use");
+  expect(busy > 0 || idle_.contains(slab), slab, "it is idle, but not in the list of idle ones");
+  expect(!slab.has_room() || slab.owner->with_room.contains(slab), slab, "it has room, but is not in its list");
+}
+
+void StoreIndex::check_slot(const Slab& slab, const Slot& slot) const {
+  const Namespace& space = *slab.owner;
+  expect(slot.slab == &slab, slab, "a block refers to another slab");
+  const bool in_table = slot.state != SlotState::kCondemned;
+  expect(slot.hash == hash_(slot.key, space.number), slab, "the hash of a block is wrong");
+  expect((find(space, slot.hash, slot.key) == &slot) == in_table, slab, "the table refers to the wrong block of a key");
+  expect(slot.state != SlotState::kReserved || slot.pins == 0, slab, "a reserved block is leased");
+  expect(slot.state != SlotState::kCondemned || slot.pins > 0, slab, "a removed block without leases is not free");
+  if (slot.state == SlotState::kCommitted) {
+    expect((slot.pins > 0 ? space.leased : space.evictable).contains(slot), slab, "a block is not in its list");
+  }
+  if (slot.state == SlotState::kCommitted && slot.pins == 0) {
+    expect(slot.used <= slab.newest, slab, "a block is newer than its slab");
+  }
+}
+
+void StoreIndex::check_counts() const {
+  size_t in_table = 0, num_slabs = 0;
+  for (const auto& [number, space] : namespaces_) {
+    in_table += static_cast<size_t>(space->counts.committed + space->counts.reserved);
+    num_slabs += static_cast<size_t>(space->counts.slabs);
+  }
+  if (in_table != table_.size()) throw std::runtime_error("the store's table has a wrong number of keys");
+  if (num_slabs + free_slabs_.size() != slabs_.size()) throw std::runtime_error("a slab of the store is lost");
+}
+
+}  // namespace kvservice

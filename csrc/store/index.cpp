@@ -1,0 +1,267 @@
+#include "store/index.h"
+
+#include <stdexcept>
+#include <string>
+
+#include "errors.h"
+
+namespace kvservice {
+namespace {
+
+constexpr int kIndexBits = 32;  // a slot's number: slab, index
+
+// Returns different numbers for different `i`, from a seed.
+uint64_t derived(uint64_t seed, uint64_t i) {
+  const Key key = {{seed, i, 0, 0}};
+  return KeyHash(seed, ~seed)(key, i);
+}
+
+int64_t checked_num_slabs(int64_t num_bytes, int64_t slab_bytes) {
+  require(slab_bytes >= 2 * kPageBytes && slab_bytes % kPageBytes == 0, "slab_bytes",
+          "is not a multiple of 4096, at least 8192");
+  require(num_bytes >= slab_bytes, "num_bytes", "is less than a slab");
+  require(num_bytes / slab_bytes < StoreIndex::kMaxSlabs, "num_bytes", "is too large for these slabs");
+  return num_bytes / slab_bytes;
+}
+
+}  // namespace
+
+StoreIndex::StoreIndex(char* memory, int64_t num_bytes, int64_t slab_bytes, uint64_t seed)
+    : memory_(memory),
+      slab_bytes_(slab_bytes),
+      hash_(derived(seed, 0), derived(seed, 1)),
+      version_(derived(seed, 2) >> 2),
+      slabs_(static_cast<size_t>(checked_num_slabs(num_bytes, slab_bytes))) {
+  require(reinterpret_cast<uintptr_t>(memory) % kRecordBytes == 0, "address", "is not a multiple of 64");
+  free_slabs_.reserve(slabs_.size());
+  for (size_t i = slabs_.size(); i-- > 0;) {
+    slabs_[i].number = static_cast<uint32_t>(i);
+    free_slabs_.push_back(slabs_[i].number);
+  }
+}
+
+uint32_t StoreIndex::open(int64_t block_bytes, int64_t quota_bytes) {
+  require(block_bytes >= 1, "block_bytes", "is not positive");
+  require(block_bytes <= slab_bytes_ - kPageBytes, "block_bytes", "is larger than a slab without its records");
+  require(quota_bytes >= 0, "quota_bytes", "is negative");
+  Namespace& space = *(namespaces_[last_number_ + 1] = std::make_unique<Namespace>());
+  space.number = ++last_number_;
+  space.block_bytes = block_bytes;
+  space.max_blocks = quota_bytes / block_bytes;
+  space.layout = slab_layout(slab_bytes_, block_bytes);
+  return space.number;
+}
+
+void StoreIndex::close(uint32_t number) {
+  if (find_namespace(number).counts.used() != 0) throw std::runtime_error("the namespace has blocks");
+  namespaces_.erase(number);
+}
+
+Namespace& StoreIndex::find_namespace(uint32_t number) const {
+  const auto found = namespaces_.find(number);
+  if (found == namespaces_.end()) throw ArgumentError("namespace", "there is no namespace " + std::to_string(number));
+  return *found->second;
+}
+
+// Finding. Slots and parts of the table are seldom in the cache. hash_keys() requests those of all keys before the
+// first is needed.
+
+void StoreIndex::hash_keys(const Namespace& space, const Keys& keys) {
+  hashes_.resize(keys.size);
+  for (size_t i = 0; i < keys.size; ++i) {
+    hashes_[i] = hash_(keys[i], space.number);
+    table_.prefetch(hashes_[i]);
+  }
+  for (const uint64_t hash : hashes_) {
+    const Slot* slot = table_.find(hash, [](const Slot&) { return true; });
+    if (slot != nullptr) __builtin_prefetch(slot);
+  }
+}
+
+Slot* StoreIndex::find(const Namespace& space, uint64_t hash, const Key& key) const {
+  return table_.find(hash, [&](const Slot& slot) { return slot.key == key && slot.slab->owner == &space; });
+}
+
+Slot* StoreIndex::find_committed(const Namespace& space, uint64_t hash, const Key& key) const {
+  Slot* slot = find(space, hash, key);
+  return slot != nullptr && slot->state == SlotState::kCommitted ? slot : nullptr;
+}
+
+Slot& StoreIndex::slot_at(uint64_t number) const {
+  const uint64_t slab_number = number >> kIndexBits, index = number & ((uint64_t{1} << kIndexBits) - 1);
+  if (slab_number < slabs_.size()) {
+    const Slab& slab = slabs_[slab_number];
+    if (slab.owner != nullptr && index < slab.num_fresh && slab.slots[index].state != SlotState::kFree) {
+      return slab.slots[index];
+    }
+  }
+  throw std::runtime_error("slot " + std::to_string(number) + " has no block");
+}
+
+uint64_t StoreIndex::slot_number(const Slot& slot) const {
+  return uint64_t{slot.slab->number} << kIndexBits | slot.slab->index_of(slot);
+}
+
+uint64_t StoreIndex::offset(const Slot& slot) const {
+  const Slab& slab = *slot.slab;
+  const SlabLayout& layout = slab.owner->layout;
+  return static_cast<uint64_t>(slab.number * slab_bytes_ + layout.first_block +
+                               slab.index_of(slot) * layout.block_stride);
+}
+
+// Calls.
+
+std::vector<char> StoreIndex::lookup(uint32_t number, const Keys& keys) {
+  const Namespace& space = find_namespace(number);
+  hash_keys(space, keys);
+  std::vector<char> found(keys.size);
+  for (size_t i = 0; i < keys.size; ++i) {
+    found[i] = static_cast<char>(find_committed(space, hashes_[i], keys[i]) != nullptr);
+  }
+  return found;
+}
+
+Acquired StoreIndex::acquire(uint32_t number, const Keys& keys, bool leading_only) {
+  const Namespace& space = find_namespace(number);
+  hash_keys(space, keys);
+  Acquired result;
+  result.found.resize(keys.size);
+  for (std::vector<uint64_t>* array : {&result.slots, &result.offsets, &result.versions}) array->reserve(keys.size);
+  for (size_t i = 0; i < keys.size; ++i) {
+    Slot* slot = find_committed(space, hashes_[i], keys[i]);
+    if (slot == nullptr && leading_only) break;
+    if (slot == nullptr) continue;
+    pin(*slot);
+    result.found[i] = 1;
+    result.slots.push_back(slot_number(*slot));
+    result.offsets.push_back(offset(*slot));
+    result.versions.push_back(slot->version);
+  }
+  return result;
+}
+
+void StoreIndex::release(const std::vector<uint64_t>& slots) {
+  for (auto number = slots.rbegin(); number != slots.rend(); ++number) {
+    Slot& slot = slot_at(*number);
+    if (slot.pins == 0) throw std::runtime_error("slot " + std::to_string(*number) + " is not leased");
+    unpin(slot);
+  }
+}
+
+Reserved StoreIndex::reserve(uint32_t number, const Keys& keys) {
+  Namespace& space = find_namespace(number);
+  // Blocks that are there must not be evicted to make room for the others.
+  touch(number, keys);
+  Reserved result;
+  result.statuses.reserve(keys.size);
+  for (size_t i = 0; i < keys.size; ++i) {
+    const Key key = keys[i];
+    if (const Slot* slot = find(space, hashes_[i], key)) {
+      const bool reserved = slot->state == SlotState::kReserved;
+      result.statuses.push_back(reserved ? PutStatus::kBeingWritten : PutStatus::kPresent);
+      continue;
+    }
+    table_.make_room(hashes_[i]);
+    Slot* slot = take_slot(space);
+    if (slot == nullptr) {
+      result.statuses.push_back(PutStatus::kNoRoom);
+      continue;
+    }
+    fill(*slot, key, hashes_[i]);
+    result.statuses.push_back(PutStatus::kDone);
+    result.slots.push_back(slot_number(*slot));
+    result.offsets.push_back(offset(*slot));
+  }
+  return result;
+}
+
+void StoreIndex::commit(const std::vector<uint64_t>& slots, const std::vector<uint64_t>& checksums) {
+  for (size_t i = slots.size(); i-- > 0;) {
+    Slot& slot = slot_at(slots[i]);
+    if (slot.state != SlotState::kReserved) {
+      throw std::runtime_error("slot " + std::to_string(slots[i]) + " is not reserved");
+    }
+    slot.state = SlotState::kCommitted;
+    slot.checksum = checksums[i];
+    Record& out = record(slot);
+    out.checksum = slot.checksum;
+    out.state = kRecordCommitted;
+    BlockCounts& counts = slot.slab->owner->counts;
+    --counts.reserved;
+    ++counts.committed;
+    end_busy(*slot.slab);
+    use(slot);
+  }
+}
+
+void StoreIndex::abort(const std::vector<uint64_t>& slots) {
+  for (const uint64_t number : slots) {
+    Slot& slot = slot_at(number);
+    if (slot.state != SlotState::kReserved) {
+      throw std::runtime_error("slot " + std::to_string(number) + " is not reserved");
+    }
+    table_.erase(slot.hash, slot);
+    --slot.slab->owner->counts.reserved;
+    end_busy(*slot.slab);
+    free_slot(slot);
+  }
+}
+
+int64_t StoreIndex::touch(uint32_t number, const Keys& keys) {
+  Namespace& space = find_namespace(number);
+  hash_keys(space, keys);
+  int64_t count = 0;
+  for (size_t i = keys.size; i-- > 0;) {
+    Slot* slot = find_committed(space, hashes_[i], keys[i]);
+    if (slot == nullptr) continue;
+    ++count;
+    if (slot->pins > 0) continue;  // the release counts as the use
+    space.evictable.remove(*slot);
+    use(*slot);
+  }
+  return count;
+}
+
+int64_t StoreIndex::remove(uint32_t number, const Keys& keys) {
+  const Namespace& space = find_namespace(number);
+  hash_keys(space, keys);
+  int64_t count = 0;
+  for (size_t i = 0; i < keys.size; ++i) {
+    Slot* slot = find_committed(space, hashes_[i], keys[i]);
+    if (slot == nullptr) continue;
+    drop(*slot);
+    ++count;
+  }
+  return count;
+}
+
+int64_t StoreIndex::clear(uint32_t number, int64_t most) {
+  const Namespace& space = find_namespace(number);
+  int64_t count = 0;
+  for (; count < most; ++count) {
+    Slot* slot = space.evictable.empty() ? space.leased.oldest() : space.evictable.oldest();
+    if (slot == nullptr) break;
+    drop(*slot);
+  }
+  return count;
+}
+
+std::vector<uint64_t> StoreIndex::checksums(const std::vector<uint64_t>& slots) const {
+  std::vector<uint64_t> result;
+  result.reserve(slots.size());
+  for (const uint64_t number : slots) result.push_back(slot_at(number).checksum);
+  return result;
+}
+
+void StoreIndex::record_removed(bool enabled) {
+  recording_ = enabled;
+  removed_.clear();
+}
+
+std::vector<RemovedKey> StoreIndex::take_removed() {
+  std::vector<RemovedKey> taken;
+  taken.swap(removed_);
+  return taken;
+}
+
+}  // namespace kvservice

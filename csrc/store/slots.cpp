@@ -1,0 +1,196 @@
+// The slots of the store: where a block goes, and what is evicted for it.
+#include <cstring>
+#include <limits>
+#include <stdexcept>
+
+#include "store/index.h"
+
+namespace kvservice {
+
+// Returns a slot for a new block, or nullptr if there is no room.
+Slot* StoreIndex::take_slot(Namespace& space) {
+  Slot* own = space.evictable.oldest();
+  if (space.counts.used() < space.max_blocks) {
+    if (space.with_room.empty() && free_slabs_.empty()) empty_another_slab(own);
+    if (space.with_room.empty() && !free_slabs_.empty()) assign(space);
+    if (!space.with_room.empty()) return &take_free_slot(*space.with_room.newest());
+  }
+  if (own != nullptr) evict(*own);
+  return own;
+}
+
+// Evicts the least recently used slab, unless the block `own` is older. If it is of own's namespace, `own` is older.
+void StoreIndex::empty_another_slab(const Slot* own) {
+  Slab* slab = idle_.oldest();
+  if (slab == nullptr || (own != nullptr && own->used <= slab->newest)) return;
+  for (uint32_t i = 0; i < slab->num_fresh; ++i) {
+    if (slab->slots[i].state == SlotState::kCommitted) evict(slab->slots[i]);
+  }
+  return_slab(*slab);
+}
+
+// Gives a free slab to a namespace. The versions of its former blocks have changed already.
+void StoreIndex::assign(Namespace& space) {
+  Slab& slab = slabs_[free_slabs_.back()];
+  slab.num_slots = static_cast<uint32_t>(space.layout.blocks_per_slab);
+  slab.slots = std::unique_ptr<Slot[]>(new Slot[slab.num_slots]);  // not initialized: unused pages stay untouched
+  free_slabs_.pop_back();
+  slab.owner = &space;
+  ++space.counts.slabs;
+  space.with_room.add(slab);
+  idle_.add(slab);
+  auto* records = reinterpret_cast<Record*>(memory_ + slab.number * slab_bytes_);
+  records[0].block_stride.store(static_cast<uint64_t>(space.layout.block_stride), std::memory_order_release);
+  for (int64_t i = 0; i < space.layout.blocks_per_slab; ++i) {
+    Record& record = records[i];
+    record.version.store(0, std::memory_order_release);
+    record.checksum = 0;
+    std::memset(record.key, 0, sizeof(record.key));
+    record.namespace_number = space.number;
+    record.state = kRecordFree;
+    record.block_stride.store(static_cast<uint64_t>(space.layout.block_stride), std::memory_order_relaxed);
+  }
+}
+
+Slot& StoreIndex::take_free_slot(Slab& slab) {
+  Slot* slot = slab.free;
+  if (slot != nullptr) {
+    slab.free = slot->links.older;
+  } else {
+    slot = &slab.slots[slab.num_fresh++];
+    slot->slab = &slab;
+    slot->pins = 0;
+  }
+  ++slab.num_used;
+  if (!slab.has_room()) slab.owner->with_room.remove(slab);
+  return *slot;
+}
+
+// Reserves a slot for a key.
+void StoreIndex::fill(Slot& slot, const Key& key, uint64_t hash) {
+  Slab& slab = *slot.slab;
+  slot.key = key;
+  slot.hash = hash;
+  slot.checksum = 0;
+  slot.state = SlotState::kReserved;
+  renew_version(slot);
+  Record& out = record(slot);
+  std::memcpy(out.key, &key, sizeof(key));
+  out.checksum = 0;
+  out.namespace_number = slab.owner->number;
+  out.state = kRecordReserved;
+  table_.insert(hash, slot);
+  ++slab.owner->counts.reserved;
+  begin_busy(slab);
+}
+
+// Makes a committed block without leases a slot that is neither used nor in a list of free ones.
+void StoreIndex::evict(Slot& slot) {
+  Namespace& space = *slot.slab->owner;
+  ++space.num_evicted;
+  ++num_evicted_;
+  forget(slot);
+  renew_version(slot);
+  slot.state = SlotState::kFree;
+  record(slot).state = kRecordFree;
+}
+
+// Removes the key of a committed block.
+void StoreIndex::forget(Slot& slot) {
+  Namespace& space = *slot.slab->owner;
+  table_.erase(slot.hash, slot);
+  (slot.pins > 0 ? space.leased : space.evictable).remove(slot);
+  --space.counts.committed;
+  if (recording_) removed_.push_back({space.number, slot.key});
+}
+
+// Removes a committed block. If it is leased, the last release frees it.
+void StoreIndex::drop(Slot& slot) {
+  forget(slot);
+  if (slot.pins == 0) {
+    free_slot(slot);
+  } else {
+    slot.state = SlotState::kCondemned;
+    ++slot.slab->owner->counts.condemned;
+  }
+}
+
+void StoreIndex::free_slot(Slot& slot) {
+  Slab& slab = *slot.slab;
+  renew_version(slot);
+  slot.state = SlotState::kFree;
+  record(slot).state = kRecordFree;
+  if (!slab.has_room()) slab.owner->with_room.add(slab);
+  slot.links.older = slab.free;
+  slab.free = &slot;
+  if (--slab.num_used == 0) return_slab(slab);
+}
+
+// Takes a slab without blocks from its namespace.
+void StoreIndex::return_slab(Slab& slab) {
+  idle_.remove(slab);
+  if (slab.has_room()) slab.owner->with_room.remove(slab);
+  --slab.owner->counts.slabs;
+  slab.owner = nullptr;
+  slab.slots.reset();
+  slab.free = nullptr;
+  slab.num_fresh = slab.num_used = 0;
+  free_slabs_.push_back(slab.number);
+}
+
+void StoreIndex::pin(Slot& slot) {
+  if (slot.pins == std::numeric_limits<uint32_t>::max()) throw std::runtime_error("a block has too many leases");
+  if (slot.pins++ > 0) return;
+  Namespace& space = *slot.slab->owner;
+  space.evictable.remove(slot);
+  space.leased.add(slot);
+  ++space.counts.leased;
+  begin_busy(*slot.slab);
+}
+
+void StoreIndex::unpin(Slot& slot) {
+  if (--slot.pins > 0) return;
+  Namespace& space = *slot.slab->owner;
+  --space.counts.leased;
+  end_busy(*slot.slab);
+  if (slot.state == SlotState::kCondemned) {
+    --space.counts.condemned;
+    free_slot(slot);
+  } else {
+    space.leased.remove(slot);
+    use(slot);
+  }
+}
+
+// Makes a block, which is in no list, the most recently used, and its slab too.
+void StoreIndex::use(Slot& slot) {
+  Slab& slab = *slot.slab;
+  slot.used = slab.newest = ++tick_;
+  slab.owner->evictable.add(slot);
+  if (slab.num_busy > 0) return;
+  idle_.remove(slab);
+  idle_.add(slab);
+}
+
+void StoreIndex::begin_busy(Slab& slab) {
+  if (slab.num_busy++ == 0) idle_.remove(slab);
+}
+
+void StoreIndex::end_busy(Slab& slab) {
+  if (--slab.num_busy > 0) return;
+  slab.newest = ++tick_;
+  idle_.add(slab);
+}
+
+Record& StoreIndex::record(const Slot& slot) const {
+  const Slab& slab = *slot.slab;
+  return reinterpret_cast<Record*>(memory_ + slab.number * slab_bytes_)[slab.index_of(slot)];
+}
+
+// Tells readers of the memory that the bytes of a block may change from now on.
+void StoreIndex::renew_version(Slot& slot) {
+  slot.version = ++version_;
+  record(slot).version.store(slot.version, std::memory_order_release);
+}
+
+}  // namespace kvservice

@@ -1,0 +1,197 @@
+"""The store's index, compared with the model after each call, over memory whose contents are checked.
+
+A writer fills a reserved block with bytes that derive from its key and version. Blocks under a lease must keep those
+bytes and their version, and afterwards the version must tell whether they are still there. All results of the two must
+be equal, except that the versions of the model start at another number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from numpy.typing import NDArray
+from store_model import StoreModel
+from store_rig import DONE, RECORD_BYTES, Store, bits, key_of, keys_of, pack, unpack
+
+from kvservice import _ext
+
+NAMES = st.lists(st.integers(0, 25), max_size=12)
+SLAB_BYTES = 16384
+# The last one is the largest block of a slab.
+BLOCK_BYTES = (1, 63, 64, 1000, 4095, 4096, 4097, SLAB_BYTES - 4096)
+COUNTS = ("num_blocks", "num_leased", "num_reserved", "num_condemned", "num_slabs", "used_bytes", "num_evicted")
+
+
+@dataclass(frozen=True)
+class Lease:
+    """Blocks of one namespace, by slot, with their names, places and versions."""
+
+    namespace: int
+    names: tuple[int, ...]
+    slots: bytes
+    offsets: bytes
+    versions: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Reservation:
+    namespace: int
+    names: tuple[int, ...]
+    slots: bytes
+    offsets: bytes
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """Calls in any order, with valid arguments."""
+
+    @initialize(
+        num_slabs=st.integers(1, 5),
+        sizes=st.lists(st.sampled_from(BLOCK_BYTES), min_size=1, max_size=4),
+        quota=st.sampled_from([0, 1, 3, 1 << 20]),
+        seed=st.integers(0, (1 << 64) - 1),
+    )
+    def open(self, num_slabs: int, sizes: list[int], quota: int, seed: int) -> None:
+        self.store = Store(num_slabs, SLAB_BYTES, seed)
+        self.model = StoreModel(0, num_slabs * SLAB_BYTES, SLAB_BYTES, 0)
+        self.sizes: dict[int, int] = {}
+        self.leases: list[Lease] = []
+        self.ended: list[Lease] = []
+        self.reservations: list[Reservation] = []
+        self.first_version: int | None = None
+        # One namespace has a quota of a few blocks.
+        for size, blocks in zip(sizes, [quota] + [1 << 20] * len(sizes), strict=False):
+            self.sizes[self.both("open", size, size * blocks)] = size
+        for number in self.sizes:
+            self.both("geometry", number)
+        self.both("record_removed", True)
+
+    def both(self, name: str, *arguments: Any) -> Any:
+        result = getattr(self.store.index, name)(*arguments)
+        assert result == getattr(self.model, name)(*arguments), name
+        return result
+
+    def block(self, namespace: int, offset: int) -> NDArray[np.uint8]:
+        return self.store.memory[offset : offset + self.sizes[namespace]]
+
+    def content(self, namespace: int, name: int, version: int) -> NDArray[np.uint8]:
+        seed = [namespace, name, version & 0xFFFFFFFF, version >> 32]
+        return np.random.default_rng(seed).integers(0, 256, self.sizes[namespace], dtype=np.uint8)
+
+    def namespace(self, index: int) -> int:
+        return list(self.sizes)[index % len(self.sizes)]
+
+    @rule(index=st.integers(0, 3), names=NAMES)
+    def reserve(self, index: int, names: list[int]) -> None:
+        namespace = self.namespace(index)
+        statuses, slots, offsets = self.both("reserve", namespace, keys_of(names))
+        reserved = tuple(name for name, status in zip(names, statuses, strict=True) if status == DONE)
+        if reserved:
+            self.reservations.append(Reservation(namespace, reserved, slots, offsets))
+
+    @precondition(lambda self: self.reservations)
+    @rule(index=st.integers(0, 100))
+    def commit(self, index: int) -> None:
+        reservation = self.reservations.pop(index % len(self.reservations))
+        namespace = reservation.namespace
+        versions = self.store.versions(namespace, reservation.offsets)
+        for name, offset, version in zip(reservation.names, unpack(reservation.offsets), versions, strict=True):
+            self.block(namespace, offset)[:] = self.content(namespace, name, version)
+        checksums = _ext.store_checksums(self.store.address, reservation.offsets, self.sizes[namespace], 1)
+        self.both("commit", reservation.slots, checksums)
+        assert self.both("checksums", reservation.slots) == checksums
+
+    @precondition(lambda self: self.reservations)
+    @rule(index=st.integers(0, 100))
+    def abort(self, index: int) -> None:
+        self.both("abort", self.reservations.pop(index % len(self.reservations)).slots)
+
+    @rule(index=st.integers(0, 3), names=NAMES, leading_only=st.booleans())
+    def acquire(self, index: int, names: list[int], leading_only: bool) -> None:
+        namespace = self.namespace(index)
+        arguments = namespace, keys_of(names), leading_only
+        found, slots, offsets, versions = self.store.index.acquire(*arguments)
+        *expected, modelled = self.model.acquire(*arguments)
+        assert [found, slots, offsets] == expected
+        for version, counted in zip(unpack(versions), unpack(modelled), strict=True):
+            self.first_version = self.first_version or version - counted
+            assert version - counted == self.first_version
+        leased = tuple(name for name, bit in zip(names, bits(found, len(names)), strict=True) if bit)
+        if leased:
+            self.leases.append(Lease(namespace, leased, slots, offsets, unpack(versions)))
+
+    @precondition(lambda self: self.leases)
+    @rule(index=st.integers(0, 100))
+    def release(self, index: int) -> None:
+        lease = self.leases.pop(index % len(self.leases))
+        self.both("release", lease.slots)
+        self.ended = [*self.ended[-20:], lease]
+
+    @rule(index=st.integers(0, 3), names=NAMES)
+    def touch(self, index: int, names: list[int]) -> None:
+        self.both("touch", self.namespace(index), keys_of(names))
+
+    @rule(index=st.integers(0, 3), names=NAMES)
+    def remove(self, index: int, names: list[int]) -> None:
+        self.both("remove", self.namespace(index), keys_of(names))
+
+    @rule(index=st.integers(0, 3), most=st.integers(0, 9))
+    def clear(self, index: int, most: int) -> None:
+        self.both("clear", self.namespace(index), most)
+
+    @precondition(lambda self: hasattr(self, "store"))
+    @invariant()
+    def same_state(self) -> None:
+        for number in self.sizes:
+            self.both("lookup", number, keys_of(range(26)))
+        for counts, modelled in [
+            *((self.store.index.stats(number), self.model.stats(number)) for number in self.sizes),
+            (self.store.index.totals(), self.model.totals()),
+        ]:
+            assert [getattr(counts, name) for name in COUNTS] == [getattr(modelled, name) for name in COUNTS]
+        assert self.store.index.num_free_slabs == self.model.num_free_slabs
+        self.both("take_removed")
+        self.model.check(1)
+        self.store.check()
+
+    @precondition(lambda self: hasattr(self, "store"))
+    @invariant()
+    def leased_blocks_are_unchanged(self) -> None:
+        for lease in self.leases:
+            assert self.store.versions(lease.namespace, lease.offsets) == lease.versions
+            for name, offset, version in zip(lease.names, unpack(lease.offsets), lease.versions, strict=True):
+                assert np.array_equal(self.block(lease.namespace, offset), self.content(lease.namespace, name, version))
+                self.check_record(lease.namespace, name, offset, version)
+
+    @precondition(lambda self: hasattr(self, "store"))
+    @invariant()
+    def the_version_tells_whether_a_block_is_still_there(self) -> None:
+        for lease in self.ended:
+            now = self.store.versions(lease.namespace, lease.offsets)
+            for name, offset, version, current in zip(
+                lease.names, unpack(lease.offsets), lease.versions, now, strict=True
+            ):
+                if current == version:
+                    expected = self.content(lease.namespace, name, version)
+                    assert np.array_equal(self.block(lease.namespace, offset), expected)
+
+    def check_record(self, namespace: int, name: int, offset: int, version: int) -> None:
+        first_block, stride, _ = self.store.index.geometry(namespace)
+        slab = offset // SLAB_BYTES * SLAB_BYTES
+        at = slab + (offset - slab - first_block) // stride * RECORD_BYTES
+        record = self.store.memory[at : at + RECORD_BYTES].tobytes()
+        checksum = _ext.store_checksums(self.store.address, pack([offset]), self.sizes[namespace], 1)
+        assert record[:16] == pack([version]) + checksum
+        assert record[16:48] == key_of(name)
+        assert record[48:52] == namespace.to_bytes(4, "little")
+        assert record[56:] == pack([stride])
+
+
+TestStore = StoreMachine.TestCase
+TestStore.settings = settings(
+    max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
