@@ -242,11 +242,39 @@ class ServeConfig(BaseModel):
         description="Whether clients on the unix socket may map the pool: read lets them read all of it, write also "
         "write.",
     )
+    store_gib: float = Field(
+        0.0,
+        ge=0,
+        le=1 << 16,
+        description="Size in GiB of the block store, host memory for blocks of engines that have a pool of their own. "
+        "At least 1/64; 0: there is none.",
+    )
+    share_store: Literal["off", "read", "write"] = Field(
+        "read",
+        description="Whether clients on the unix socket may map the block store: read lets them read all of it, write "
+        "also write.",
+    )
+    max_store_namespaces: int = Field(
+        64, ge=1, le=4096, description="Most namespaces of the block store: models with their layouts, and tenants."
+    )
+    store_quota_gib: float = Field(
+        0.0,
+        ge=0,
+        le=1 << 16,
+        description="Most GiB of values of one namespace of the block store. 0: all of the store.",
+    )
+    max_lease_s: float = Field(
+        60.0, gt=0, le=3600, description="Longest time in seconds of a lease on blocks of the store."
+    )
+    store_copy_threads: int = Field(
+        2, ge=1, le=256, description="Threads that copy between the block store and requests or regions."
+    )
     trusted_uids: str = Field(
         "",
         pattern=r"^(\d+(,\d+)*)?$",
         description="Numbers of the users, separated by commas, that are trusted besides the daemon's own user and "
-        "root: with the pool as share_pool says, with lanes and regions if allow_client_shm is on.",
+        "root: with the pool as share_pool says, with the block store as share_store says, with lanes and regions if "
+        "allow_client_shm is on.",
     )
     max_message_mib: int = Field(
         8, ge=1, le=1024, description="Largest gRPC message in MiB, both ways. Larger tensors travel in parts."
@@ -303,6 +331,13 @@ class ServeConfig(BaseModel):
             raise ValueError(f"kv_cache_dtype: FP8 needs a head_size that is a multiple of 16, not {self.head_size}")
         return self
 
+    @field_validator("store_gib")
+    @classmethod
+    def _some_slabs(cls, value: float) -> float:
+        if 0 < value < 1 / 64:
+            raise ValueError("must be at least 1/64, or 0")
+        return value
+
     @model_validator(mode="after")
     def _certificate_and_key(self) -> ServeConfig:
         if bool(self.tls_cert) != bool(self.tls_key):
@@ -351,13 +386,20 @@ class ServeConfig(BaseModel):
     @property
     def fd_socket(self) -> str:
         """Path of the socket for fd passing to clients on this host, or empty if there is none."""
-        wanted = self.unix_socket and (self.allow_client_shm != "off" or self.share_pool != "off")
+        wanted = self.unix_socket and (
+            self.allow_client_shm != "off" or self.share_pool != "off" or self.shares_store != "off"
+        )
         return f"{self.unix_socket}.fds" if wanted else ""
 
     @property
     def shares_memory(self) -> bool:
         """Whether clients may have lanes and regions at all."""
         return bool(self.unix_socket) and self.allow_client_shm != "off"
+
+    @property
+    def shares_store(self) -> Literal["off", "read", "write"]:
+        """Whether clients may map the block store: `share_store`, if there is a store."""
+        return self.share_store if self.unix_socket and self.store_gib else "off"
 
     @property
     def unix_socket_is_private(self) -> bool:

@@ -52,6 +52,10 @@ def test_an_option_wins_over_the_environment_and_that_over_the_file(tmp_path: Pa
         ({"kv_scales": "scales.json"}, {}, "", "kv_scales", "option"),
         ({"share_pool": "all"}, {}, "", "share_pool", "option"),
         ({"max_lanes": -1}, {}, "", "max_lanes", "option"),
+        ({"store_gib": 0.01}, {}, "", "store_gib", "option"),
+        ({"store_gib": "nan"}, {}, "", "store_gib", "option"),
+        ({"share_store": "on"}, {}, "", "share_store", "option"),
+        ({"max_lease_s": 0}, {}, "", "max_lease_s", "option"),
         ({"lane_spin_us": "nan"}, {}, "", "lane_spin_us", "option"),
         ({"max_region_mib": 0}, {}, "", "max_region_mib", "option"),
         ({}, {"KVSERVICE_TRUSTED_UIDS": "root"}, "", "trusted_uids", "environment"),
@@ -152,6 +156,9 @@ def test_a_file_that_is_no_text(tmp_path: Path) -> None:
         ({"allow_client_shm": "off", "share_pool": "read"}, "/run/kv.sock.fds"),
         ({"allow_client_shm": "off", "share_pool": "write"}, "/run/kv.sock.fds"),
         ({"share_pool": "write", "unix_socket": ""}, ""),
+        ({"allow_client_shm": "off", "store_gib": 1}, "/run/kv.sock.fds"),
+        ({"allow_client_shm": "off", "store_gib": 1, "share_store": "off"}, ""),
+        ({"allow_client_shm": "off", "share_store": "write"}, ""),
     ],
 )
 def test_where_descriptors_are_handed_over(options: dict[str, Any], wanted: str) -> None:

@@ -1,4 +1,7 @@
-"""Journal of changes of the prefix index, in numbered batches. It keeps the latest batches for replay."""
+"""Journal of changes of the prefix index and of the block store, in numbered batches.
+
+It keeps the latest batches for replay.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 # A block that entered the index: (hash, hash of its parent, tokens). The first block of a prompt has no parent. The
 # tokens are little-endian int32, or b"" if the journal omits them. It is a plain tuple because every block needs one.
@@ -25,7 +28,21 @@ class Cleared:
     """The index became empty."""
 
 
-Change: TypeAlias = "list[StoredBlock] | RemovedBlocks | Cleared"
+@dataclass(frozen=True, slots=True)
+class StoreChange:
+    """Keys of 32 bytes that a namespace of the block store gained or lost, or that it was cleared. `namespace` is its
+    identity."""
+
+    kind: Literal["stored", "removed", "cleared"]
+    namespace: Any
+    keys: bytes
+
+    @property
+    def num_keys(self) -> int:
+        return len(self.keys) // 32
+
+
+Change: TypeAlias = "list[StoredBlock] | RemovedBlocks | Cleared | StoreChange"
 
 
 class EventBatch(NamedTuple):
@@ -75,6 +92,9 @@ class EventJournal:
     def cleared(self) -> None:
         self.num_cleared += 1
         self._add(Cleared(), 1)
+
+    def store_changed(self, change: StoreChange) -> None:
+        self._add(change, max(1, change.num_keys))
 
     def since(self, number: int, limit: int) -> list[EventBatch]:
         """Return at most `limit` of the batches that are kept, from this number on."""

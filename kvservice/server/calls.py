@@ -9,14 +9,17 @@ from kvservice.server.block_calls import BlockCalls
 from kvservice.server.handlers import Handler
 from kvservice.server.host_calls import HostCalls
 from kvservice.server.region_calls import RegionCalls
+from kvservice.server.server_store import ServerStore
 from kvservice.server.store_calls import StoreCalls
+from kvservice.server.store_copy_calls import StoreCopyCalls
 
 
-def session_handlers(config: ServeConfig, engine: CacheEngine) -> tuple[Handler, ...]:
+def session_handlers(config: ServeConfig, engine: CacheEngine, store: ServerStore | None) -> tuple[Handler, ...]:
     return (
         *BlockCalls(config, engine).handlers(),
         *AttentionCalls(config, engine).handlers(),
         *RegionCalls().handlers(),
         *HostCalls(engine.manager).handlers(),
-        *StoreCalls().handlers(),
+        *StoreCalls(store).handlers(),
+        *StoreCopyCalls(config, store).handlers(),
     )

@@ -41,6 +41,7 @@ from kvservice.server.observing import Observing
 from kvservice.server.open_calls import OpenCalls
 from kvservice.server.open_files import raise_file_limit
 from kvservice.server.rpc_tasks import task_factory
+from kvservice.server.server_store import open_store
 from kvservice.server.services import Services
 from kvservice.server.sessions import SessionRegistry
 from kvservice.server.slots import Slots, max_rpcs
@@ -69,11 +70,13 @@ class KVServer:
         arrays = SharedArrays()
         self.engine = CacheEngine(config, self.device, arrays.zeros)
         table = SessionTable(config.max_sessions, config.max_labels, arrays.zeros)
-        self.sessions = SessionRegistry(config, self.engine.manager, self.device, table)
+        self.store = open_store(config, self.engine.journal)
+        blocks = None if self.store is None else self.store.blocks
+        self.sessions = SessionRegistry(config, self.engine.manager, self.device, table, store=blocks)
         self._tracer = _open_tracer(config)
         self.events = EventStreams(config, self.engine.journal)
         open_calls = OpenCalls(config, self.engine, self.sessions, lambda request: self.observing.snapshot(request))
-        handlers = (*session_handlers(config, self.engine), *open_calls.handlers())
+        handlers = (*session_handlers(config, self.engine, self.store), *open_calls.handlers())
         self.dispatcher = Dispatcher(handlers, self.sessions, CallTable(METHODS, arrays.zeros), self._tracer)
         self._health = Health()
         self.integrity = IntegrityWatch(

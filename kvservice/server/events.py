@@ -6,14 +6,16 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import AsyncGenerator, Iterable, Iterator
+from dataclasses import asdict
 
 import numpy as np
 
 from kvservice.blocks import EventJournal
-from kvservice.blocks.events import Cleared, EventBatch, RemovedBlocks, StoredBlock
+from kvservice.blocks.events import Cleared, EventBatch, RemovedBlocks, StoreChange, StoredBlock
 from kvservice.config import ServeConfig
 from kvservice.errors import EventsOffError, InvalidArgumentError, QuotaExceededError
-from kvservice.v1 import events_pb2
+from kvservice.store.index import KEY_BYTES
+from kvservice.v1 import events_pb2, store_pb2
 
 # A subscriber waits this long after a change, so that a burst of operations wakes it once.
 GATHER_S = 0.005
@@ -102,6 +104,8 @@ class EventStreams:
         elif isinstance(batch.change, RemovedBlocks):
             removed = events_pb2.BlockRemoved(block_hashes=batch.change.block_hashes, medium=self._medium)
             yield events_pb2.KVEvent(block_removed=removed)
+        elif isinstance(batch.change, StoreChange):
+            yield _store_event(batch.change)
         else:
             for chain in chains(batch.change):
                 yield events_pb2.KVEvent(block_stored=self._stored(chain))
@@ -115,6 +119,22 @@ class EventStreams:
             block_size=self._block_size,
             medium=self._medium,
         )
+
+
+def _store_event(change: StoreChange) -> events_pb2.KVEvent:
+    identity = asdict(change.namespace)
+    tenant = identity.pop("tenant")
+    namespace = store_pb2.StoreNamespace(**identity)
+    keys = [change.keys[i : i + KEY_BYTES] for i in range(0, len(change.keys), KEY_BYTES)]
+    if change.kind == "stored":
+        return events_pb2.KVEvent(
+            store_blocks_stored=events_pb2.StoreBlocksStored(namespace=namespace, tenant=tenant, keys=keys)
+        )
+    if change.kind == "removed":
+        return events_pb2.KVEvent(
+            store_blocks_removed=events_pb2.StoreBlocksRemoved(namespace=namespace, tenant=tenant, keys=keys)
+        )
+    return events_pb2.KVEvent(store_cleared=events_pb2.StoreCleared(namespace=namespace, tenant=tenant))
 
 
 def chains(blocks: Iterable[StoredBlock]) -> Iterator[list[StoredBlock]]:

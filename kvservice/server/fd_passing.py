@@ -19,7 +19,9 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from kvservice.errors import QuotaExceededError
 from kvservice.server.clock import Clock
@@ -40,6 +42,16 @@ MAX_SILENT_OF_USER = 32
 BACKLOG = 128
 
 
+OnFetch: TypeAlias = Callable[[socket.socket], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    owner: object
+    descriptors: Sequence[int]
+    on_fetch: OnFetch
+
+
 class FdServer:
     """Keeps offers of file descriptors until a client sends their token. It owns the offered descriptors."""
 
@@ -48,8 +60,7 @@ class FdServer:
         send back, or None if there is no such session."""
         self._uids = uids
         self._introduce, self._clock = introduce, clock
-        # The owner and the descriptors of each offer, by token.
-        self._offers: dict[bytes, tuple[object, Sequence[int]]] = {}
+        self._offers: dict[bytes, _Offer] = {}
         # The connections that have not sent a token, by user, the oldest first.
         self._silent: dict[int, dict[asyncio.Task[None], None]] = {}
         self._refused_uids: set[int] = set()
@@ -58,29 +69,30 @@ class FdServer:
         self._accepts = True
         self._listener: socket.socket | None = None
 
-    def offer(self, descriptors: Sequence[int], owner: object) -> bytes:
+    def offer(self, descriptors: Sequence[int], owner: object, on_fetch: OnFetch = lambda _: None) -> bytes:
         """Offer these descriptors, and return the token that fetches them. The server closes them in any case.
 
-        Raises QuotaExceededError if the owner has MAX_OFFERS_OF_SESSION pending offers.
+        `on_fetch` gets the connection before they are sent; if it raises OSError, they are not sent. Raises
+        QuotaExceededError if the owner has MAX_OFFERS_OF_SESSION pending offers.
         """
-        if sum(offer[0] is owner for offer in self._offers.values()) >= MAX_OFFERS_OF_SESSION:
+        if sum(offer.owner is owner for offer in self._offers.values()) >= MAX_OFFERS_OF_SESSION:
             _close(descriptors)
             raise QuotaExceededError(
                 f"{MAX_OFFERS_OF_SESSION} offers wait", limit="offers", value=MAX_OFFERS_OF_SESSION
             )
         token = secrets.token_bytes(TOKEN_BYTES)
-        self._offers[token] = owner, descriptors
+        self._offers[token] = _Offer(owner, descriptors, on_fetch)
         self._clock.call_later(TOKEN_S, self.withdraw, token)
         return token
 
     def withdraw(self, token: bytes) -> None:
         """Cancel an offer and close its descriptors. Does nothing if there is no such offer."""
-        _, descriptors = self._offers.pop(token, (None, ()))
-        _close(descriptors)
+        if (offer := self._offers.pop(token, None)) is not None:
+            _close(offer.descriptors)
 
     def withdraw_all(self, owner: object) -> None:
         """Cancel all offers of an owner."""
-        for token in [token for token, offer in self._offers.items() if offer[0] is owner]:
+        for token in [token for token, offer in self._offers.items() if offer.owner is owner]:
             self.withdraw(token)
 
     def listen(self, path: Path, mode: int) -> None:
@@ -151,11 +163,12 @@ class FdServer:
             finally:
                 del self._silent[peer.uid][asyncio.current_task()]  # type: ignore[arg-type]
             if token in self._offers:
-                _, descriptors = self._offers.pop(token)
+                offer = self._offers.pop(token)
                 try:
-                    socket.send_fds(connection, [b"\0"], descriptors)
+                    offer.on_fetch(connection)
+                    socket.send_fds(connection, [b"\0"], list(offer.descriptors))
                 finally:
-                    _close(descriptors)
+                    _close(offer.descriptors)
             elif (introduction := self._introduce(token, peer)) is not None:
                 connection.send(introduction)
 

@@ -22,7 +22,7 @@ from kvservice.errors import (
 from kvservice.server import descriptors
 from kvservice.server.budget import Budget, BudgetedMemory
 from kvservice.server.clock import Clock
-from kvservice.server.fd_passing import FdServer
+from kvservice.server.fd_passing import FdServer, OnFetch
 from kvservice.server.lanes import Lanes
 from kvservice.server.session_user import SessionUser, Trust
 from kvservice.server.step_tables import TABLE_BYTES, StepTables
@@ -88,6 +88,10 @@ class HostAccess:
     def hand_over(self, memory: BudgetedMemory) -> bytes:
         """Offer the memory on the fd-passing socket, and return the handover token. Raises QuotaExceededError."""
         return self._fd_server.offer([memory.descriptor()], self)
+
+    def offer_store(self, descriptor: int, on_fetch: OnFetch) -> bytes:
+        """Offer the memory of the block store, and return the handover token. Raises QuotaExceededError."""
+        return self._fd_server.offer([descriptor], self, on_fetch)
 
     def withdraw(self, token: bytes) -> None:
         """Cancel the offer of this handover token, if it is still pending."""

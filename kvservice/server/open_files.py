@@ -6,7 +6,9 @@ import logging
 import resource
 
 from kvservice.config import ServeConfig
+from kvservice.server.fd_passing import MAX_OFFERS_OF_SESSION
 from kvservice.server.listening import ConfigError
+from kvservice.server.store_writers import MAX_WRITERS
 
 logger = logging.getLogger(__name__)
 
@@ -14,6 +16,8 @@ logger = logging.getLogger(__name__)
 _BASE = 128
 # Open descriptors per lane, pool mapping and region, including those offered on the fd-passing socket.
 _OF_LANE, _OF_MAPPING, _OF_REGION = 4, 4, 3
+# The offers of the store that a session may have pending.
+_OF_STORE = MAX_OFFERS_OF_SESSION
 # Connections to the fd-passing socket.
 _HANDOVER = 64
 
@@ -29,6 +33,10 @@ def needed_files(config: ServeConfig) -> dict[str, int]:
         needed["max_regions"] = _OF_REGION * config.max_regions * config.max_sessions
     if config.share_pool != "off":
         needed["max_pool_mappings"] = _OF_MAPPING * config.max_pool_mappings
+    if config.shares_store != "off":
+        needed["share_store"] = _OF_STORE * config.max_sessions
+    if config.shares_store == "write":
+        needed["share_store"] += MAX_WRITERS
     return needed
 
 

@@ -39,3 +39,10 @@ def peer_of(connection: socket.socket) -> Peer:
     _, uid, gid = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     groups = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _MAX_GROUPS_BYTES)
     return Peer(uid, frozenset((gid, *struct.unpack(f"{len(groups) // 4}I", groups))))
+
+
+def pid_of(connection: socket.socket) -> int:
+    """Return the process that connected, or 0 if it is in a PID namespace that this process does not see."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid: int = _CREDENTIALS.unpack(credentials)[0]
+    return pid

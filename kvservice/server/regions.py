@@ -186,6 +186,17 @@ class Regions:
                 region.memory.check(place.offset + place.byte_size)
             yield Target(region, place, field)
 
+    @contextmanager
+    def host_region(self, name: str, field: str) -> Iterator[Region]:
+        """Yield a region of host memory, which stays open meanwhile. Errors name `field`: RegionsNotAllowedError,
+        UnknownRegionError, InvalidArgumentError for memory of a GPU."""
+        self.check_allowed()
+        region = self._get(name, field)
+        if region.kind != HOST:
+            raise InvalidArgumentError("is memory of a GPU, and this call needs host memory", field=field)
+        with region.in_use():
+            yield region
+
     def close(self) -> None:
         """Remove all regions. A region that a call uses is closed when the call ends."""
         self._num_closings += 1

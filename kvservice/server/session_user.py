@@ -12,7 +12,7 @@ import secrets
 from dataclasses import dataclass
 
 from kvservice.config import ServeConfig
-from kvservice.errors import InvalidArgumentError, PoolNotSharedError, RegionsNotAllowedError
+from kvservice.errors import InvalidArgumentError, PoolNotSharedError, RegionsNotAllowedError, StoreNotSharedError
 from kvservice.server.clock import Clock
 from kvservice.server.fd_passing import TOKEN_BYTES, TOKEN_S
 from kvservice.server.peers import Peer
@@ -25,13 +25,15 @@ MAX_INTRODUCTIONS = 8
 class Trust:
     """The users that the daemon shares memory with.
 
-    `owner` is the daemon's own user. `shm_uids` may have lanes and regions, `pool_uids` may map the pool. `private` is
+    `owner` is the daemon's own user. `shm_uids` may have lanes and regions, `pool_uids` may map the pool, `store_uids`
+    the block store. `private` is
     true if only the owner and root can connect to the unix socket. `shm` is the option that sets `shm_uids`.
     """
 
     owner: Peer
     shm_uids: frozenset[int]
     pool_uids: frozenset[int]
+    store_uids: frozenset[int]
     private: bool
     shm: str
 
@@ -45,6 +47,7 @@ class Trust:
             owner,
             shm_uids={"off": nobody, "auto": own, "on": trusted}[config.allow_client_shm],
             pool_uids=nobody if config.share_pool == "off" else trusted,
+            store_uids=nobody if config.shares_store == "off" else trusted,
             private=config.unix_socket_is_private,
             shm=f"--allow-client-shm {config.allow_client_shm}",
         )
@@ -87,6 +90,11 @@ class SessionUser:
         """Raise PoolNotSharedError unless the session's client may map the pool."""
         if self._peer is None or self._peer.uid not in self._trust.pool_uids:
             raise PoolNotSharedError("not for this session's user: see trusted_uids")
+
+    def check_may_map_store(self) -> None:
+        """Raise StoreNotSharedError unless the session's client may map the block store."""
+        if self._peer is None or self._peer.uid not in self._trust.store_uids:
+            raise StoreNotSharedError("not for this session's user: see trusted_uids")
 
     def opening_peer(self, token: bytes) -> Peer:
         """Return the user with whose permissions a call opens a shared memory object by name.

@@ -39,6 +39,7 @@ from kvservice.server.regions import Regions
 from kvservice.server.replies import Replies
 from kvservice.server.session_user import Trust
 from kvservice.server.slices import in_slices
+from kvservice.store import BlockStore, SessionStore
 from kvservice.telemetry.sessions import ATTACHED, SessionRow, SessionTable
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,8 @@ class ServerSession:
     access: HostAccess
     regions: Regions
     row: SessionRow
+    # None if the daemon has no store.
+    store: SessionStore | None
     wait_s: float
     replies: Replies = field(default_factory=Replies)
     # The holder whose stream attached last, see AttachRequest; None before the first attach.
@@ -69,9 +72,12 @@ class ServerSession:
     timers: list[asyncio.TimerHandle] = field(default_factory=list)
 
     def unshare(self) -> None:
-        """Close the lane, the pool mapping and the regions that the session shares with its client."""
+        """Close what is of no use without the session's client: the lane, mappings, regions, and its namespaces, leases
+        and reservations in the store."""
         self.access.close()
         self.regions.close()
+        if self.store is not None:
+            self.store.close()
 
 
 class SessionRegistry:
@@ -85,14 +91,16 @@ class SessionRegistry:
         device: Device,
         table: SessionTable,
         clock: Clock | None = None,
+        store: BlockStore | None = None,
     ) -> None:
         self._clock = clock or SystemClock()
         self._config = config
         self._manager = manager
         self._device = device
         self._table = table
+        self._store = store
         trust = Trust.of(config)
-        self.fd_server = FdServer(trust.shm_uids | trust.pool_uids, self._introduce, self._clock)
+        self.fd_server = FdServer(trust.shm_uids | trust.pool_uids | trust.store_uids, self._introduce, self._clock)
         self.lanes = Lanes(len(device.lane_buckets_s) + 1, device.finished_steps)
         budget = Budget(config.max_shared_mib)
         self._sharing = Sharing(trust, budget, self.fd_server, self.lanes, PoolMappings(), self._clock)
@@ -141,6 +149,7 @@ class SessionRegistry:
             access=access,
             regions=Regions(self._config, RegionTotals(whole=self.region_totals, row=row), access),
             row=row,
+            store=None if self._store is None else SessionStore(self._store, tenant),
             wait_s=(detach_ttl_s or limit) if detachable else grace,
         )
         self._sessions[session.token] = session

@@ -28,15 +28,16 @@ def in_slices(slices: Slices[AnswerT]) -> Answer[AnswerT]:
     except StopIteration as end:
         answer: AnswerT = end.value
         return answer
-    return _task(_rest(slices))
+    return to_the_end(_rest(slices))
 
 
 def after(event: Awaitable[None], answer: AnswerT) -> asyncio.Task[AnswerT]:
     """Return a task that awaits `event`, then returns the answer."""
-    return _task(_wait(event, answer))
+    return to_the_end(_wait(event, answer))
 
 
-def _task(coroutine: Coroutine[Any, Any, AnswerT]) -> asyncio.Task[AnswerT]:
+def to_the_end(coroutine: Coroutine[Any, Any, AnswerT]) -> asyncio.Task[AnswerT]:
+    """Return a task that runs the coroutine, whether or not a caller waits for it."""
     task = asyncio.get_running_loop().create_task(coroutine)
     task.add_done_callback(_look_at)
     return task

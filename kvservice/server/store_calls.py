@@ -1,36 +1,198 @@
-"""The handlers of StoreService: blocks of K/V by key."""
+"""The handlers of StoreService, except those that copy blocks: see store_copy_calls."""
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import Any, TypeAlias
 
-from google.protobuf.message import Message
+import numpy as np
 
-from kvservice.errors import StoreOffError
-from kvservice.server.handlers import Handler, SessionHandler, WhileDraining
+from kvservice.blocks import Slices
+from kvservice.errors import InvalidArgumentError, StoreNotSharedError, StoreOffError, UnknownReservationError
+from kvservice.server.handlers import Handler, SessionHandler, WhileDraining, sliced
+from kvservice.server.server_store import ServerStore
 from kvservice.server.sessions import ServerSession
+from kvservice.server.slices import Answer, to_the_end
+from kvservice.store import NamespaceIdentity, SessionStore, StoredNamespace
+from kvservice.store.session import Opening, Reservation
+from kvservice.store.store import check_keys
 from kvservice.v1 import store_pb2
+
+Bits: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
+MAX_TEXT_LENGTH = 256
 
 
 class StoreCalls:
+    def __init__(self, store: ServerStore | None) -> None:
+        self._opened = store
+
     def handlers(self) -> tuple[Handler, ...]:
         refused = WhileDraining.REFUSED
         return (
-            SessionHandler("store_open_namespace", store_pb2.OpenNamespaceRequest, self.off, refused),
-            SessionHandler("store_lookup", store_pb2.LookupRequest, self.off),
-            SessionHandler("store_acquire", store_pb2.AcquireRequest, self.off),
-            SessionHandler("store_renew", store_pb2.RenewRequest, self.off),
-            SessionHandler("store_release", store_pb2.ReleaseRequest, self.off),
-            SessionHandler("store_reserve", store_pb2.ReserveRequest, self.off, refused),
-            SessionHandler("store_commit", store_pb2.StoreCommitRequest, self.off),
-            SessionHandler("store_abort", store_pb2.AbortRequest, self.off),
-            SessionHandler("store_batch_get", store_pb2.BatchGetRequest, self.off),
-            SessionHandler("store_batch_put", store_pb2.BatchPutRequest, self.off, refused),
-            SessionHandler("store_touch", store_pb2.TouchRequest, self.off),
-            SessionHandler("store_remove", store_pb2.RemoveRequest, self.off),
-            SessionHandler("store_clear", store_pb2.ClearRequest, self.off),
-            SessionHandler("store_map_store", store_pb2.MapStoreRequest, self.off, refused),
+            SessionHandler("store_open_namespace", store_pb2.OpenNamespaceRequest, self.open_namespace, refused),
+            SessionHandler("store_lookup", store_pb2.LookupRequest, self.lookup),
+            SessionHandler("store_acquire", store_pb2.AcquireRequest, self.acquire),
+            SessionHandler("store_renew", store_pb2.RenewRequest, self.renew),
+            SessionHandler("store_release", store_pb2.ReleaseRequest, self.release),
+            SessionHandler("store_reserve", store_pb2.ReserveRequest, self.reserve, refused),
+            SessionHandler("store_commit", store_pb2.StoreCommitRequest, self.commit),
+            SessionHandler("store_abort", store_pb2.AbortRequest, self.abort),
+            SessionHandler("store_touch", store_pb2.TouchRequest, self.touch),
+            SessionHandler("store_remove", store_pb2.RemoveRequest, self.remove),
+            SessionHandler("store_clear", store_pb2.ClearRequest, sliced(self.clear)),
+            SessionHandler("store_map_store", store_pb2.MapStoreRequest, self.map_store, refused),
         )
 
-    def off(self, _: ServerSession, __: Message) -> NoReturn:
-        raise StoreOffError("the daemon has no store")
+    @property
+    def _store(self) -> ServerStore:
+        """The store of the daemon. Raises StoreOffError if it has none."""
+        if self._opened is None:
+            raise StoreOffError("the daemon runs with store_gib 0")
+        return self._opened
+
+    def open_namespace(
+        self, session: ServerSession, request: store_pb2.OpenNamespaceRequest
+    ) -> store_pb2.OpenNamespaceResponse:
+        own = own_store(session)
+        namespace_id, namespace = own.open(identity_of(request.namespace, own.tenant))
+        return store_pb2.OpenNamespaceResponse(
+            namespace_id=namespace_id,
+            num_blocks=self._store.blocks.stats(namespace).num_blocks,
+            quota_bytes=namespace.quota_bytes,
+            slab_bytes=self._store.blocks.config.slab_bytes,
+            first_block=namespace.first_block,
+            block_stride=namespace.block_stride,
+            blocks_per_slab=namespace.blocks_per_slab,
+        )
+
+    def lookup(self, session: ServerSession, request: store_pb2.LookupRequest) -> store_pb2.LookupResponse:
+        namespace = namespace_of(session, request)
+        num_leading, found = self._store.blocks.lookup(namespace, request.keys)
+        return store_pb2.LookupResponse(num_leading=num_leading, found=found)
+
+    def acquire(self, session: ServerSession, request: store_pb2.AcquireRequest) -> store_pb2.AcquireResponse:
+        namespace = namespace_of(session, request)
+        lease_id, pinned = own_store(session).acquire(namespace, request.keys, request.leading_only, request.ttl_s)
+        return store_pb2.AcquireResponse(
+            lease_id=lease_id, found=pinned.found, offsets=pinned.offsets, versions=pinned.versions
+        )
+
+    def renew(self, session: ServerSession, request: store_pb2.RenewRequest) -> store_pb2.RenewResponse:
+        own_store(session).renew(request.lease_id, request.ttl_s)
+        return store_pb2.RenewResponse()
+
+    def release(self, session: ServerSession, request: store_pb2.ReleaseRequest) -> store_pb2.ReleaseResponse:
+        own = own_store(session)
+        for lease_id in request.lease_ids:
+            own.release(lease_id)
+        return store_pb2.ReleaseResponse()
+
+    def reserve(self, session: ServerSession, request: store_pb2.ReserveRequest) -> store_pb2.ReserveResponse:
+        """Only a client that can write may reserve: others would publish what another namespace left there."""
+        namespace = namespace_of(session, request)
+        own = own_store(session)
+        if not own.opening.writers:
+            raise StoreNotSharedError("the session has not mapped the store for writing")
+        reservation_id, reserved = own.reserve(namespace, request.keys)
+        return store_pb2.ReserveResponse(
+            reservation_id=reservation_id, statuses=reserved.statuses, offsets=reserved.offsets
+        )
+
+    def commit(
+        self, session: ServerSession, request: store_pb2.StoreCommitRequest
+    ) -> Answer[store_pb2.StoreCommitResponse]:
+        own = own_store(session)
+        reservation = own.reservation(request.reservation_id)
+        num_bytes = -(-reservation.num_blocks // 8)
+        if request.written and len(request.written) != num_bytes:
+            raise InvalidArgumentError(f"has {len(request.written)} bytes, not {num_bytes}", field="written")
+        own.take(request.reservation_id)
+        written, others = reservation.split(request.written)
+        self._store.blocks.abort(others.slots)
+        return to_the_end(self._publish(own.opening, written))
+
+    async def _publish(self, opening: Opening, written: Reservation) -> store_pb2.StoreCommitResponse:
+        blocks = self._store.blocks
+        try:
+            checksums = await self._store.copies.checksums(written.offsets, written.namespace.block_bytes)
+        except BaseException:
+            blocks.abort(written.slots)
+            raise
+        if opening.ended:
+            blocks.quarantine.hold(written.slots, opening.writers)
+            raise UnknownReservationError("the session ended meanwhile", field="reservation_id")
+        blocks.commit(written.namespace, written.slots, written.keys, checksums)
+        return store_pb2.StoreCommitResponse(num_blocks=written.num_blocks)
+
+    def abort(self, session: ServerSession, request: store_pb2.AbortRequest) -> store_pb2.AbortResponse:
+        own_store(session).abort(request.reservation_id)
+        return store_pb2.AbortResponse()
+
+    def touch(self, session: ServerSession, request: store_pb2.TouchRequest) -> store_pb2.TouchResponse:
+        namespace = namespace_of(session, request)
+        return store_pb2.TouchResponse(num_blocks=self._store.blocks.touch(namespace, request.keys))
+
+    def remove(self, session: ServerSession, request: store_pb2.RemoveRequest) -> store_pb2.RemoveResponse:
+        namespace = namespace_of(session, request)
+        return store_pb2.RemoveResponse(num_blocks=self._store.blocks.remove(namespace, request.keys))
+
+    def clear(self, session: ServerSession, request: store_pb2.ClearRequest) -> Slices[store_pb2.ClearResponse]:
+        namespace = own_store(session).namespace(request.namespace_id)
+        num_blocks = yield from self._store.blocks.clear_in_slices(namespace)
+        return store_pb2.ClearResponse(num_blocks=num_blocks)
+
+    def map_store(self, session: ServerSession, request: store_pb2.MapStoreRequest) -> store_pb2.MapStoreResponse:
+        token = self._store.share(own_store(session), session.access, request.writable)
+        return store_pb2.MapStoreResponse(handover_token=token, num_bytes=self._store.memory.num_bytes)
+
+
+def own_store(session: ServerSession) -> SessionStore:
+    """Return the session's side of the store. Raises StoreOffError if the daemon has none."""
+    if session.store is None:
+        raise StoreOffError("the daemon runs with store_gib 0")
+    return session.store
+
+
+def namespace_of(
+    session: ServerSession,
+    request: store_pb2.LookupRequest
+    | store_pb2.AcquireRequest
+    | store_pb2.ReserveRequest
+    | store_pb2.BatchGetRequest
+    | store_pb2.BatchPutRequest
+    | store_pb2.TouchRequest
+    | store_pb2.RemoveRequest,
+) -> StoredNamespace:
+    """Return the namespace of a request with keys, and check their length. Raises StoreOffError, UnknownNamespaceError,
+    InvalidArgumentError naming keys."""
+    namespace = own_store(session).namespace(request.namespace_id)
+    check_keys(request.keys)
+    return namespace
+
+
+def identity_of(message: store_pb2.StoreNamespace, tenant: str) -> NamespaceIdentity:
+    """Raises InvalidArgumentError naming a text that is too long or not printable."""
+    for name in ("model", "weights", "dtype", "layout", "key_algorithm"):
+        text = getattr(message, name)
+        if len(text) > MAX_TEXT_LENGTH or not text.isprintable():
+            raise InvalidArgumentError(
+                f"more than {MAX_TEXT_LENGTH} characters, or unprintable ones", field=f"namespace.{name}"
+            )
+    return NamespaceIdentity(
+        message.model,
+        message.weights,
+        message.dtype,
+        message.layout,
+        message.block_bytes,
+        message.tp_rank,
+        message.tp_size,
+        message.pp_rank,
+        message.pp_size,
+        message.key_algorithm,
+        tenant,
+    )
+
+
+def bits_of(bitmap: bytes, count: int) -> Bits:
+    """Return the first `count` bits of a bitmap, the lowest bit of a byte first."""
+    bits: Bits = np.unpackbits(np.frombuffer(bitmap, np.uint8), count=count, bitorder="little").astype(np.bool_)
+    return bits

@@ -22,29 +22,36 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from kvservice.v1 import store_pb2 as kvservice_dot_v1_dot_store__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvservice/v1/events.proto\x12\x0ckvservice.v1\";\n\x10SubscribeRequest\x12\x14\n\x0cstart_number\x18\x01 \x01(\x03\x12\x11\n\tdaemon_id\x18\x02 \x01(\x06\"\x84\x01\n\x0cKVEventBatch\x12\x0e\n\x06number\x18\x01 \x01(\x03\x12\n\n\x02ts\x18\x02 \x01(\x01\x12%\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x15.kvservice.v1.KVEvent\x12\x11\n\tdaemon_id\x18\x04 \x01(\x06\x12\x1e\n\x03gap\x18\x05 \x01(\x0b\x32\x11.kvservice.v1.Gap\"*\n\x03Gap\x12\x14\n\x0c\x66irst_number\x18\x01 \x01(\x03\x12\r\n\x05\x63ount\x18\x02 \x01(\x03\"\xb8\x01\n\x07KVEvent\x12\x31\n\x0c\x62lock_stored\x18\x01 \x01(\x0b\x32\x19.kvservice.v1.BlockStoredH\x00\x12\x33\n\rblock_removed\x18\x02 \x01(\x0b\x32\x1a.kvservice.v1.BlockRemovedH\x00\x12<\n\x12\x61ll_blocks_cleared\x18\x03 \x01(\x0b\x32\x1e.kvservice.v1.AllBlocksClearedH\x00\x42\x07\n\x05\x65vent\"\x90\x01\n\x0b\x42lockStored\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x0c\x12\x1e\n\x11parent_block_hash\x18\x02 \x01(\x0cH\x00\x88\x01\x01\x12\x11\n\ttoken_ids\x18\x03 \x03(\x0f\x12\x12\n\nblock_size\x18\x04 \x01(\x05\x12\x0e\n\x06medium\x18\x05 \x01(\tB\x14\n\x12_parent_block_hash\"4\n\x0c\x42lockRemoved\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x0c\x12\x0e\n\x06medium\x18\x02 \x01(\t\"\x12\n\x10\x41llBlocksCleared2Y\n\x0c\x45ventService\x12I\n\tSubscribe\x12\x1e.kvservice.v1.SubscribeRequest\x1a\x1a.kvservice.v1.KVEventBatch0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvservice/v1/events.proto\x12\x0ckvservice.v1\x1a\x18kvservice/v1/store.proto\";\n\x10SubscribeRequest\x12\x14\n\x0cstart_number\x18\x01 \x01(\x03\x12\x11\n\tdaemon_id\x18\x02 \x01(\x06\"\x84\x01\n\x0cKVEventBatch\x12\x0e\n\x06number\x18\x01 \x01(\x03\x12\n\n\x02ts\x18\x02 \x01(\x01\x12%\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x15.kvservice.v1.KVEvent\x12\x11\n\tdaemon_id\x18\x04 \x01(\x06\x12\x1e\n\x03gap\x18\x05 \x01(\x0b\x32\x11.kvservice.v1.Gap\"*\n\x03Gap\x12\x14\n\x0c\x66irst_number\x18\x01 \x01(\x03\x12\r\n\x05\x63ount\x18\x02 \x01(\x03\"\xef\x02\n\x07KVEvent\x12\x31\n\x0c\x62lock_stored\x18\x01 \x01(\x0b\x32\x19.kvservice.v1.BlockStoredH\x00\x12\x33\n\rblock_removed\x18\x02 \x01(\x0b\x32\x1a.kvservice.v1.BlockRemovedH\x00\x12<\n\x12\x61ll_blocks_cleared\x18\x03 \x01(\x0b\x32\x1e.kvservice.v1.AllBlocksClearedH\x00\x12>\n\x13store_blocks_stored\x18\x04 \x01(\x0b\x32\x1f.kvservice.v1.StoreBlocksStoredH\x00\x12@\n\x14store_blocks_removed\x18\x05 \x01(\x0b\x32 .kvservice.v1.StoreBlocksRemovedH\x00\x12\x33\n\rstore_cleared\x18\x06 \x01(\x0b\x32\x1a.kvservice.v1.StoreClearedH\x00\x42\x07\n\x05\x65vent\"\x90\x01\n\x0b\x42lockStored\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x0c\x12\x1e\n\x11parent_block_hash\x18\x02 \x01(\x0cH\x00\x88\x01\x01\x12\x11\n\ttoken_ids\x18\x03 \x03(\x0f\x12\x12\n\nblock_size\x18\x04 \x01(\x05\x12\x0e\n\x06medium\x18\x05 \x01(\tB\x14\n\x12_parent_block_hash\"4\n\x0c\x42lockRemoved\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x0c\x12\x0e\n\x06medium\x18\x02 \x01(\t\"\x12\n\x10\x41llBlocksCleared\"b\n\x11StoreBlocksStored\x12/\n\tnamespace\x18\x01 \x01(\x0b\x32\x1c.kvservice.v1.StoreNamespace\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x0c\n\x04keys\x18\x03 \x03(\x0c\"c\n\x12StoreBlocksRemoved\x12/\n\tnamespace\x18\x01 \x01(\x0b\x32\x1c.kvservice.v1.StoreNamespace\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x0c\n\x04keys\x18\x03 \x03(\x0c\"O\n\x0cStoreCleared\x12/\n\tnamespace\x18\x01 \x01(\x0b\x32\x1c.kvservice.v1.StoreNamespace\x12\x0e\n\x06tenant\x18\x02 \x01(\t2Y\n\x0c\x45ventService\x12I\n\tSubscribe\x12\x1e.kvservice.v1.SubscribeRequest\x1a\x1a.kvservice.v1.KVEventBatch0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvservice.v1.events_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SUBSCRIBEREQUEST']._serialized_start=43
-  _globals['_SUBSCRIBEREQUEST']._serialized_end=102
-  _globals['_KVEVENTBATCH']._serialized_start=105
-  _globals['_KVEVENTBATCH']._serialized_end=237
-  _globals['_GAP']._serialized_start=239
-  _globals['_GAP']._serialized_end=281
-  _globals['_KVEVENT']._serialized_start=284
-  _globals['_KVEVENT']._serialized_end=468
-  _globals['_BLOCKSTORED']._serialized_start=471
-  _globals['_BLOCKSTORED']._serialized_end=615
-  _globals['_BLOCKREMOVED']._serialized_start=617
-  _globals['_BLOCKREMOVED']._serialized_end=669
-  _globals['_ALLBLOCKSCLEARED']._serialized_start=671
-  _globals['_ALLBLOCKSCLEARED']._serialized_end=689
-  _globals['_EVENTSERVICE']._serialized_start=691
-  _globals['_EVENTSERVICE']._serialized_end=780
+  _globals['_SUBSCRIBEREQUEST']._serialized_start=69
+  _globals['_SUBSCRIBEREQUEST']._serialized_end=128
+  _globals['_KVEVENTBATCH']._serialized_start=131
+  _globals['_KVEVENTBATCH']._serialized_end=263
+  _globals['_GAP']._serialized_start=265
+  _globals['_GAP']._serialized_end=307
+  _globals['_KVEVENT']._serialized_start=310
+  _globals['_KVEVENT']._serialized_end=677
+  _globals['_BLOCKSTORED']._serialized_start=680
+  _globals['_BLOCKSTORED']._serialized_end=824
+  _globals['_BLOCKREMOVED']._serialized_start=826
+  _globals['_BLOCKREMOVED']._serialized_end=878
+  _globals['_ALLBLOCKSCLEARED']._serialized_start=880
+  _globals['_ALLBLOCKSCLEARED']._serialized_end=898
+  _globals['_STOREBLOCKSSTORED']._serialized_start=900
+  _globals['_STOREBLOCKSSTORED']._serialized_end=998
+  _globals['_STOREBLOCKSREMOVED']._serialized_start=1000
+  _globals['_STOREBLOCKSREMOVED']._serialized_end=1099
+  _globals['_STORECLEARED']._serialized_start=1101
+  _globals['_STORECLEARED']._serialized_end=1180
+  _globals['_EVENTSERVICE']._serialized_start=1182
+  _globals['_EVENTSERVICE']._serialized_end=1271
 # @@protoc_insertion_point(module_scope)

@@ -1,3 +1,4 @@
+from kvservice.v1 import store_pb2 as _store_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -37,14 +38,20 @@ class Gap(_message.Message):
     def __init__(self, first_number: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
 
 class KVEvent(_message.Message):
-    __slots__ = ("block_stored", "block_removed", "all_blocks_cleared")
+    __slots__ = ("block_stored", "block_removed", "all_blocks_cleared", "store_blocks_stored", "store_blocks_removed", "store_cleared")
     BLOCK_STORED_FIELD_NUMBER: _ClassVar[int]
     BLOCK_REMOVED_FIELD_NUMBER: _ClassVar[int]
     ALL_BLOCKS_CLEARED_FIELD_NUMBER: _ClassVar[int]
+    STORE_BLOCKS_STORED_FIELD_NUMBER: _ClassVar[int]
+    STORE_BLOCKS_REMOVED_FIELD_NUMBER: _ClassVar[int]
+    STORE_CLEARED_FIELD_NUMBER: _ClassVar[int]
     block_stored: BlockStored
     block_removed: BlockRemoved
     all_blocks_cleared: AllBlocksCleared
-    def __init__(self, block_stored: _Optional[_Union[BlockStored, _Mapping]] = ..., block_removed: _Optional[_Union[BlockRemoved, _Mapping]] = ..., all_blocks_cleared: _Optional[_Union[AllBlocksCleared, _Mapping]] = ...) -> None: ...
+    store_blocks_stored: StoreBlocksStored
+    store_blocks_removed: StoreBlocksRemoved
+    store_cleared: StoreCleared
+    def __init__(self, block_stored: _Optional[_Union[BlockStored, _Mapping]] = ..., block_removed: _Optional[_Union[BlockRemoved, _Mapping]] = ..., all_blocks_cleared: _Optional[_Union[AllBlocksCleared, _Mapping]] = ..., store_blocks_stored: _Optional[_Union[StoreBlocksStored, _Mapping]] = ..., store_blocks_removed: _Optional[_Union[StoreBlocksRemoved, _Mapping]] = ..., store_cleared: _Optional[_Union[StoreCleared, _Mapping]] = ...) -> None: ...
 
 class BlockStored(_message.Message):
     __slots__ = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "medium")
@@ -71,3 +78,31 @@ class BlockRemoved(_message.Message):
 class AllBlocksCleared(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class StoreBlocksStored(_message.Message):
+    __slots__ = ("namespace", "tenant", "keys")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    namespace: _store_pb2.StoreNamespace
+    tenant: str
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, namespace: _Optional[_Union[_store_pb2.StoreNamespace, _Mapping]] = ..., tenant: _Optional[str] = ..., keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class StoreBlocksRemoved(_message.Message):
+    __slots__ = ("namespace", "tenant", "keys")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    namespace: _store_pb2.StoreNamespace
+    tenant: str
+    keys: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, namespace: _Optional[_Union[_store_pb2.StoreNamespace, _Mapping]] = ..., tenant: _Optional[str] = ..., keys: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
+class StoreCleared(_message.Message):
+    __slots__ = ("namespace", "tenant")
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    namespace: _store_pb2.StoreNamespace
+    tenant: str
+    def __init__(self, namespace: _Optional[_Union[_store_pb2.StoreNamespace, _Mapping]] = ..., tenant: _Optional[str] = ...) -> None: ...

@@ -41,6 +41,9 @@ def test_what_a_configuration_needs() -> None:
     both = ServeConfig(**SMALL, share_pool="read", max_pool_mappings=5)
     needed = {"max_connections": 128 + 20 + 64, "max_lanes": 12, "max_regions": 24, "max_pool_mappings": 20}
     assert needed_files(both) == needed
+    store = ServeConfig(**SMALL, store_gib=1)
+    assert needed_files(store)["share_store"] == 8 * 4
+    assert needed_files(store.model_copy(update={"share_store": "write"}))["share_store"] == 8 * 4 + 256
     plain = ServeConfig(**SMALL | {"unix_socket": ""}, allow_client_shm="off")
     assert needed_files(plain) == {"max_connections": 128 + 10}
 

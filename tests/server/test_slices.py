@@ -117,7 +117,7 @@ class Rig:
         self.engine = CacheEngine(config, self.device, arrays.zeros)
         table = SessionTable(config.max_sessions, config.max_labels, arrays.zeros)
         self.sessions = SessionRegistry(config, self.engine.manager, self.device, table)
-        handlers = session_handlers(config, self.engine)
+        handlers = session_handlers(config, self.engine, store=None)
         calls = CallTable([handler.method for handler in handlers], arrays.zeros)
         self.dispatcher = Dispatcher(handlers, self.sessions, calls, None)
 

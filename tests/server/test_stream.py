@@ -261,7 +261,7 @@ REPEATABLE: dict[str, Callable[[int], Any]] = {
     "commit": lambda n: host_pb2.CommitRequest(request_id=n, step_id=3),
     "cuda_shared_memory_unregister": lambda n: shared_memory_pb2.CudaSharedMemoryUnregisterRequest(request_id=n),
 }
-# A daemon without a GPU refuses the first, and one without a store the others.
+# A daemon without a GPU refuses the first. test_store_calls.py and test_store_regions.py repeat those of the store.
 REFUSED = {
     "cuda_shared_memory_register",
     *(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvservice.blocks import EventJournal
-from kvservice.blocks.events import Cleared, RemovedBlocks
+from kvservice.blocks.events import Cleared, RemovedBlocks, StoreChange
 
 
 class EventReplica:
@@ -25,6 +25,7 @@ class EventReplica:
                 for block_hash in change.block_hashes:
                     del self.blocks[block_hash]
             else:
+                assert not isinstance(change, StoreChange)
                 for block_hash, parent, tokens in change:
                     assert block_hash not in self.blocks
                     self.blocks[block_hash] = parent, tokens

@@ -20,4 +20,6 @@ SMALL_POOL: dict[str, Any] = {
     "max_regions": 4,
     "max_region_mib": 32,
     "share_pool": "write",
+    "store_gib": 1 / 64,
+    "share_store": "write",
 }

@@ -1,0 +1,80 @@
+"""The daemon's block store: its memory, its index, its copies, and who may map it."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import secrets
+from dataclasses import dataclass
+
+from kvservice import _ext
+from kvservice.blocks import EventJournal
+from kvservice.config import GIB, ServeConfig
+from kvservice.errors import ResourceExhaustedError, StoreNotSharedError
+from kvservice.pool.sealed import SealedMemory
+from kvservice.server import descriptors
+from kvservice.server.clock import Clock, SystemClock
+from kvservice.server.host_access import HostAccess
+from kvservice.server.store_copies import StoreCopies
+from kvservice.server.store_writers import StoreWriters
+from kvservice.store import BlockStore, SessionStore, StoreConfig
+
+logger = logging.getLogger(__name__)
+
+_SLAB_BYTES_MIN, _SLAB_BYTES_MAX, _NUM_SLABS = 4 << 20, 64 << 20, 64
+
+
+def store_config(config: ServeConfig) -> StoreConfig:
+    """Return the sizes of the store: whole slabs of whole pages, at most as many bytes as configured."""
+    wanted = int(config.store_gib * GIB)
+    slab_bytes = min(_SLAB_BYTES_MAX, max(_SLAB_BYTES_MIN, wanted // _NUM_SLABS))
+    slab_bytes -= slab_bytes % mmap.PAGESIZE
+    num_bytes = wanted - wanted % slab_bytes
+    quota_bytes = min(int(config.store_quota_gib * GIB), num_bytes) or num_bytes
+    return StoreConfig(num_bytes, slab_bytes, config.max_store_namespaces, quota_bytes, config.max_lease_s)
+
+
+@dataclass(frozen=True)
+class ServerStore:
+    """The store of a daemon. `shared` says how clients may map `memory`."""
+
+    blocks: BlockStore
+    memory: SealedMemory
+    copies: StoreCopies
+    writers: StoreWriters
+    shared: str
+
+    def share(self, own: SessionStore, access: HostAccess, writable: bool) -> bytes:
+        """Let the session's client map the memory. Returns a handover token. Raises StoreNotSharedError,
+        ResourceExhaustedError, QuotaExceededError.
+
+        Unless share_store is "write", a seal of the memory keeps every process but the daemon from writing, whatever
+        descriptor it has. Otherwise a descriptor for reading only prevents accidents: its owner is trusted to write.
+        """
+        if self.shared == "off" or (writable and self.shared != "write"):
+            raise StoreNotSharedError(f"the daemon runs with --share-store {self.shared}", field="writable")
+        access.user.check_may_map_store()
+        mode = os.O_RDWR if writable else os.O_RDONLY
+        with descriptors.needed():
+            descriptor = os.open(f"/proc/self/fd/{self.memory.fd}", mode | os.O_CLOEXEC)
+        if not writable:
+            return access.offer_store(descriptor, lambda _: None)
+        return access.offer_store(descriptor, lambda connection: own.add_writer(self.writers.add(connection)))
+
+
+def open_store(config: ServeConfig, journal: EventJournal | None, clock: Clock | None = None) -> ServerStore | None:
+    """Open the store, or return None if the daemon has none. Raises ResourceExhaustedError."""
+    if not config.store_gib:
+        return None
+    sizes = store_config(config)
+    try:
+        memory = SealedMemory("kvservice-store", sizes.num_bytes, read_only=config.shares_store != "write")
+    except OSError as error:
+        raise ResourceExhaustedError(
+            f"no {sizes.num_bytes} bytes of memory for the block store: {error.strerror}", field="store_gib"
+        ) from None
+    index = _ext.StoreIndex(memory.address, sizes.num_bytes, sizes.slab_bytes, secrets.randbits(64))
+    blocks = BlockStore(sizes, index, clock or SystemClock(), journal)
+    copies = StoreCopies(memory.address, config.store_copy_threads)
+    return ServerStore(blocks, memory, copies, StoreWriters(blocks.quarantine), config.shares_store)

@@ -1,0 +1,182 @@
+"""The handlers of StoreService that copy blocks: BatchGet and BatchPut.
+
+    pin or reserve the blocks ─▶ copy, in threads ─▶ put: commit, or abort if the caller has gone ─▶ unpin, reply
+
+The blocks and the region stay in use until the copy has ended, even if the call or the session ends before that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvservice.config import ServeConfig
+from kvservice.errors import FailedPreconditionError, InvalidArgumentError, StoreOffError
+from kvservice.server import codec
+from kvservice.server.handlers import Handler, SessionHandler, WhileDraining
+from kvservice.server.scatter import Places, places_of
+from kvservice.server.server_store import ServerStore
+from kvservice.server.sessions import ServerSession
+from kvservice.server.slices import to_the_end
+from kvservice.server.store_calls import Bits, bits_of, namespace_of, own_store
+from kvservice.store import StoredNamespace
+from kvservice.store.index import DONE, KEY_BYTES
+from kvservice.store.store import Pinned
+from kvservice.v1 import store_pb2
+from kvservice.wire.encoded import Encoded
+
+_FOUND, _DATA = store_pb2.BatchGetResponse.FOUND_FIELD_NUMBER, store_pb2.BatchGetResponse.DATA_FIELD_NUMBER
+
+
+@dataclass
+class Caller:
+    """Whoever waits for a copy. A caller that has `gone` may already use its region for something else."""
+
+    gone: bool = False
+
+
+class StoreCopyCalls:
+    def __init__(self, config: ServeConfig, store: ServerStore | None) -> None:
+        self._opened = store
+        self._max_response_bytes = codec.max_response_bytes(config)
+
+    def handlers(self) -> tuple[Handler, ...]:
+        return (
+            SessionHandler("store_batch_get", store_pb2.BatchGetRequest, self.batch_get),
+            SessionHandler("store_batch_put", store_pb2.BatchPutRequest, self.batch_put, WhileDraining.REFUSED),
+        )
+
+    @property
+    def _store(self) -> ServerStore:
+        if self._opened is None:
+            raise StoreOffError("the daemon runs with store_gib 0")
+        return self._opened
+
+    # ---- put
+
+    async def batch_put(self, session: ServerSession, request: store_pb2.BatchPutRequest) -> store_pb2.BatchPutResponse:
+        caller = Caller()
+        try:
+            return await asyncio.shield(to_the_end(self._put(session, request, caller)))
+        except asyncio.CancelledError:
+            caller.gone = True
+            raise
+
+    async def _put(
+        self, session: ServerSession, request: store_pb2.BatchPutRequest, caller: Caller
+    ) -> store_pb2.BatchPutResponse:
+        namespace = namespace_of(session, request)
+        num_keys, block_bytes = len(request.keys) // KEY_BYTES, namespace.block_bytes
+        copies = self._store.copies
+        if request.HasField("region"):
+            if request.data:
+                raise InvalidArgumentError("there is a region, too", field="data")
+            with session.regions.host_region(request.region.region, "region.region") as region:
+                places = places_of(request.region, num_keys, block_bytes, region.byte_size)
+                with self._reserved(session, namespace, request.keys, caller) as room:
+                    chosen = places.of(room.chosen)
+                    room.checksums = await copies.write_from(room.offsets, block_bytes, region, chosen)
+        else:
+            data = np.frombuffer(request.data, np.uint8)
+            if len(data) != num_keys * block_bytes:
+                raise InvalidArgumentError(
+                    f"{len(data)} bytes, {num_keys} blocks have {num_keys * block_bytes}", field="data"
+                )
+            with self._reserved(session, namespace, request.keys, caller) as room:
+                chosen = Places.packed(num_keys, block_bytes).of(room.chosen)
+                room.checksums = await copies.write(room.offsets, block_bytes, data, chosen)
+        return store_pb2.BatchPutResponse(statuses=room.statuses)
+
+    @contextlib.contextmanager
+    def _reserved(
+        self, session: ServerSession, namespace: StoredNamespace, keys: bytes, caller: Caller
+    ) -> Iterator[Room]:
+        """Reserve room for blocks; publish them at the end, or free it if the copy failed or nobody wants it."""
+        blocks = self._store.blocks
+        opening = own_store(session).opening
+        reserved = blocks.reserve(namespace, keys)
+        room = Room(reserved.statuses, reserved.offsets)
+        try:
+            yield room
+            if caller.gone or opening.ended:
+                raise FailedPreconditionError("the session ended meanwhile, and nothing was stored")
+        except BaseException:
+            blocks.abort(reserved.slots)
+            raise
+        blocks.commit(namespace, reserved.slots, reserved.keys, room.checksums)
+
+    # ---- get
+
+    async def batch_get(
+        self, session: ServerSession, request: store_pb2.BatchGetRequest
+    ) -> store_pb2.BatchGetResponse | Encoded:
+        return await asyncio.shield(to_the_end(self._get(session, request)))
+
+    async def _get(
+        self, session: ServerSession, request: store_pb2.BatchGetRequest
+    ) -> store_pb2.BatchGetResponse | Encoded:
+        namespace = namespace_of(session, request)
+        if not request.HasField("region"):
+            return await self._get_inline(namespace, request)
+        num_keys, block_bytes = len(request.keys) // KEY_BYTES, namespace.block_bytes
+        with session.regions.host_region(request.region.region, "region.region") as region:
+            places = places_of(request.region, num_keys, block_bytes, region.byte_size)
+            with self._pinned(namespace, request) as (pinned, checksums):
+                chosen = places.of(bits_of(pinned.found, num_keys))
+                good = await self._store.copies.read_into(pinned.offsets, block_bytes, region, chosen, checksums)
+                found = self._without_corrupt(namespace, request.keys, pinned, good)
+        return store_pb2.BatchGetResponse(found=np.packbits(found, bitorder="little").tobytes())
+
+    async def _get_inline(self, namespace: StoredNamespace, request: store_pb2.BatchGetRequest) -> Encoded:
+        num_keys, block_bytes = len(request.keys) // KEY_BYTES, namespace.block_bytes
+        codec.check_response_size(num_keys * (block_bytes + 1), self._max_response_bytes, "keys")
+        with self._pinned(namespace, request) as (pinned, checksums):
+            data = np.empty((pinned.num_blocks, block_bytes), np.uint8)
+            places = Places.packed(pinned.num_blocks, block_bytes)
+            good = await self._store.copies.read(pinned.offsets, block_bytes, data, places, checksums)
+            found = self._without_corrupt(namespace, request.keys, pinned, good)
+        whole = bits_of(good, pinned.num_blocks)
+        if not whole.all():
+            data = data[whole]
+        bitmap = Encoded((np.packbits(found, bitorder="little").tobytes(),))
+        return bitmap.inside(_FOUND) + Encoded((data.reshape(-1).data,)).inside(_DATA)
+
+    @contextlib.contextmanager
+    def _pinned(self, namespace: StoredNamespace, request: store_pb2.BatchGetRequest) -> Iterator[tuple[Pinned, bytes]]:
+        """Pin the blocks that are there. Yields them with the checksums to compare, none without `verify`."""
+        blocks = self._store.blocks
+        pinned = blocks.acquire(namespace, request.keys)
+        try:
+            yield pinned, blocks.checksums(pinned.slots) if request.verify else b""
+        finally:
+            blocks.release(pinned.slots)
+
+    def _without_corrupt(self, namespace: StoredNamespace, keys: bytes, pinned: Pinned, good: bytes) -> Bits:
+        """Remove blocks that are not `good`. Returns which keys are left, bool `[num_keys]`."""
+        found = bits_of(pinned.found, len(keys) // KEY_BYTES)
+        whole = bits_of(good, pinned.num_blocks)
+        if not whole.all():
+            corrupt = np.flatnonzero(found)[~whole]
+            wrong = b"".join(keys[KEY_BYTES * i : KEY_BYTES * (i + 1)] for i in corrupt)
+            self._store.blocks.remove_corrupt(namespace, wrong)
+            found[corrupt] = False
+        return found
+
+
+@dataclass
+class Room:
+    """Room for blocks: a status per key, the offsets of the blocks to copy, and their checksums after the copy."""
+
+    statuses: bytes
+    offsets: bytes
+    checksums: bytes = b""
+
+    @property
+    def chosen(self) -> Bits:
+        """Which keys have room, bool `[num_keys]`."""
+        chosen: Bits = np.frombuffer(self.statuses, np.uint8) == DONE
+        return chosen

@@ -1,0 +1,31 @@
+"""The bookkeeping of the block store: blocks of K/V by key, for engines that have a pool of their own. Plain Python.
+
+`BlockStore` is the API for all sessions, `SessionStore` for one. The native index (csrc/store) finds keys and chooses
+what to evict; it is passed in, and this package moves no bytes. Imports point down this list:
+
+session      SessionStore: the namespaces, leases and reservations of one session
+store        BlockStore: namespaces, counters, events, and the one user of the index
+leases       Leases: which end when their time is up
+quarantine   Quarantine: reserved blocks of lost sessions, while their writers live
+namespaces   NamespaceIdentity, StoredNamespace, NamespaceCounters
+index        KeyIndex: what the native class does
+"""
+
+from kvservice.store.index import KeyIndex
+from kvservice.store.leases import LeaseClock
+from kvservice.store.namespaces import NamespaceCounters, NamespaceIdentity, StoredNamespace
+from kvservice.store.quarantine import Quarantine
+from kvservice.store.session import SessionStore
+from kvservice.store.store import BlockStore, StoreConfig
+
+__all__ = [
+    "BlockStore",
+    "KeyIndex",
+    "LeaseClock",
+    "NamespaceCounters",
+    "NamespaceIdentity",
+    "Quarantine",
+    "SessionStore",
+    "StoreConfig",
+    "StoredNamespace",
+]

@@ -1,0 +1,81 @@
+"""What the store needs of its native index, `_ext.StoreIndex`. Tests pass a model of it."""
+
+from __future__ import annotations
+
+from typing import Final, Protocol
+
+KEY_BYTES: Final = 32
+# The bytes of a slot, an offset, a version or a checksum in packed arrays: little-endian uint64.
+WORD_BYTES: Final = 8
+# The statuses of keys in `KeyIndex.reserve`; PutStatus of the contract has the same numbers.
+DONE, PRESENT, BEING_WRITTEN, NO_ROOM = 1, 2, 3, 4
+
+
+class IndexStats(Protocol):
+    """The gauges of one namespace or of all. `num_evicted` counts evictions since the start."""
+
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def num_leased(self) -> int: ...
+    @property
+    def num_reserved(self) -> int: ...
+    @property
+    def num_slabs(self) -> int: ...
+    @property
+    def used_bytes(self) -> int: ...
+    @property
+    def num_evicted(self) -> int: ...
+
+
+class KeyIndex(Protocol):
+    """Keys, slots and eviction. Slots are opaque; packed arrays have WORD_BYTES for each element."""
+
+    def open(self, block_bytes: int, quota_bytes: int) -> int:
+        """Return the number of a new namespace."""
+
+    def close(self, namespace: int) -> None:
+        """End a namespace that has no blocks."""
+
+    def geometry(self, namespace: int) -> tuple[int, int, int]:
+        """Return first_block, block_stride and blocks_per_slab, see OpenNamespaceResponse."""
+
+    def lookup(self, namespace: int, keys: bytes) -> tuple[int, bytes]:
+        """Return the number of leading keys found, and a bitmap of all found."""
+
+    def acquire(self, namespace: int, keys: bytes, leading_only: bool) -> tuple[bytes, bytes, bytes, bytes]:
+        """Pin the blocks found. Returns a bitmap, and their slots, offsets and versions."""
+
+    def release(self, slots: bytes) -> None:
+        """Undo one `acquire` of each slot."""
+
+    def reserve(self, namespace: int, keys: bytes) -> tuple[bytes, bytes, bytes]:
+        """Return one status per key, and the slots and offsets of the keys that are DONE."""
+
+    def commit(self, slots: bytes, checksums: bytes) -> None:
+        """Publish reserved slots."""
+
+    def abort(self, slots: bytes) -> None:
+        """Free reserved slots."""
+
+    def touch(self, namespace: int, keys: bytes) -> int:
+        """Make blocks the most recently used. Returns how many were found."""
+
+    def remove(self, namespace: int, keys: bytes) -> int:
+        """Remove blocks. Returns how many were found."""
+
+    def clear(self, namespace: int, most: int) -> int:
+        """Remove at most `most` blocks. Returns how many."""
+
+    def checksums(self, slots: bytes) -> bytes:
+        """Return the checksums of committed slots."""
+
+    def record_removed(self, enabled: bool) -> None:
+        """Record keys that leave the index, or stop it."""
+
+    def take_removed(self) -> list[tuple[int, bytes]]:
+        """Return the keys recorded since the last call, in order: number of the namespace and keys."""
+
+    def stats(self, namespace: int) -> IndexStats: ...
+
+    def totals(self) -> IndexStats: ...

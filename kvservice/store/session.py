@@ -1,0 +1,197 @@
+"""What one session has of the block store: namespaces, leases and reservations."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from kvservice.errors import (
+    InvalidArgumentError,
+    QuotaExceededError,
+    UnknownLeaseError,
+    UnknownNamespaceError,
+    UnknownReservationError,
+)
+from kvservice.store.index import KEY_BYTES, WORD_BYTES
+from kvservice.store.leases import Lease
+from kvservice.store.namespaces import NamespaceIdentity, StoredNamespace
+from kvservice.store.store import BlockStore, Pinned, Reserved
+
+# Limits of one session: its leases, the blocks of all of them, and its reservations.
+MAX_LEASES = 4096
+MAX_LEASED_BLOCKS = 1 << 18
+MAX_RESERVATIONS = 4096
+
+
+@dataclass(eq=False)
+class Opening:
+    """What a session has of the store until `SessionStore.close`. `writers` are the processes that fetched the memory
+    of the store for writing."""
+
+    writers: frozenset[Hashable] = frozenset()
+    ended: bool = False
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """Reserved blocks of a namespace."""
+
+    namespace: StoredNamespace
+    slots: bytes
+    offsets: bytes
+    keys: bytes
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.slots) // WORD_BYTES
+
+    def split(self, written: bytes) -> tuple[Reservation, Reservation]:
+        """Return the blocks whose bit is set in `written`, and the others. Empty stands for all blocks."""
+        if not written:
+            return self, Reservation(self.namespace, b"", b"", b"")
+        chosen: list[int] = []
+        others: list[int] = []
+        for i in range(self.num_blocks):
+            (chosen if written[i // 8] >> i % 8 & 1 else others).append(i)
+        return self._of(chosen), self._of(others)
+
+    def _of(self, blocks: list[int]) -> Reservation:
+        return Reservation(
+            self.namespace,
+            _items(self.slots, WORD_BYTES, blocks),
+            _items(self.offsets, WORD_BYTES, blocks),
+            _items(self.keys, KEY_BYTES, blocks),
+        )
+
+
+class SessionStore:
+    """The session's side of the store. Ids are never used again, so those of an earlier client are unknown. `tenant`
+    is a part of its namespaces' identities."""
+
+    def __init__(self, store: BlockStore, tenant: str) -> None:
+        self._store = store
+        self.tenant = tenant
+        self._namespaces: dict[int, StoredNamespace] = {}
+        self._leases: dict[int, Lease] = {}
+        self._num_leased = 0
+        self._reservations: dict[int, Reservation] = {}
+        self._ids = itertools.count(1)
+        self.opening = Opening()
+
+    # ---- namespaces
+
+    def open(self, identity: NamespaceIdentity) -> tuple[int, StoredNamespace]:
+        """Open a namespace, or return the id that the session has for it. Raises the errors of `BlockStore.open`."""
+        for namespace_id, namespace in self._namespaces.items():
+            if namespace.identity == identity:
+                return namespace_id, namespace
+        namespace = self._store.open(identity)
+        namespace_id = next(self._ids)
+        self._namespaces[namespace_id] = namespace
+        return namespace_id, namespace
+
+    def namespace(self, namespace_id: int) -> StoredNamespace:
+        """Raises UnknownNamespaceError."""
+        namespace = self._namespaces.get(namespace_id)
+        if namespace is None:
+            raise UnknownNamespaceError(f"the session has not opened namespace {namespace_id}", field="namespace_id")
+        return namespace
+
+    # ---- leases
+
+    def acquire(self, namespace: StoredNamespace, keys: bytes, leading_only: bool, ttl_s: float) -> tuple[int, Pinned]:
+        """Lease the blocks that are there. Returns the id of the lease, 0 if none was found. Raises
+        InvalidArgumentError naming ttl_s, and QuotaExceededError."""
+        ttl_s = self._checked(ttl_s)
+        if len(self._leases) >= MAX_LEASES:
+            raise QuotaExceededError(f"the session has {MAX_LEASES} leases", limit="leases", value=MAX_LEASES)
+        pinned = self._store.acquire(namespace, keys, leading_only)
+        if pinned.num_blocks == 0:
+            return 0, pinned
+        if self._num_leased + pinned.num_blocks > MAX_LEASED_BLOCKS:
+            self._store.release(pinned.slots)
+            raise QuotaExceededError(
+                f"the session's leases have {self._num_leased} blocks", limit="leased_blocks", value=MAX_LEASED_BLOCKS
+            )
+        lease_id = next(self._ids)
+        self._num_leased += pinned.num_blocks
+        self._leases[lease_id] = self._store.leases.add(pinned.slots, ttl_s, lambda lease: self._ended(lease_id, lease))
+        return lease_id, pinned
+
+    def _ended(self, lease_id: int, lease: Lease) -> None:
+        del self._leases[lease_id]
+        self._num_leased -= len(lease.slots) // WORD_BYTES
+        self._store.release(lease.slots)
+
+    def renew(self, lease_id: int, ttl_s: float) -> None:
+        """Raises UnknownLeaseError, and InvalidArgumentError naming ttl_s."""
+        ttl_s = self._checked(ttl_s)
+        if (lease := self._leases.get(lease_id)) is None:
+            raise UnknownLeaseError(f"lease {lease_id} has ended", field="lease_id")
+        self._store.leases.renew(lease, ttl_s)
+
+    def release(self, lease_id: int) -> None:
+        """End a lease, if it has not ended."""
+        if (lease := self._leases.get(lease_id)) is not None:
+            self._store.leases.end(lease)
+
+    def _checked(self, ttl_s: float) -> float:
+        limit = self._store.config.max_lease_s
+        if not (math.isfinite(ttl_s) and 0 <= ttl_s <= limit):
+            raise InvalidArgumentError(f"{ttl_s} is not from 0 to {limit}", field="ttl_s")
+        return ttl_s or limit
+
+    # ---- reservations
+
+    def reserve(self, namespace: StoredNamespace, keys: bytes) -> tuple[int, Reserved]:
+        """Reserve room for the blocks that are missing. Returns the id of the reservation, 0 if there is room for none.
+        Raises QuotaExceededError."""
+        if len(self._reservations) >= MAX_RESERVATIONS:
+            raise QuotaExceededError(
+                f"the session has {MAX_RESERVATIONS} reservations", limit="reservations", value=MAX_RESERVATIONS
+            )
+        reserved = self._store.reserve(namespace, keys)
+        if not reserved.slots:
+            return 0, reserved
+        reservation_id = next(self._ids)
+        self._reservations[reservation_id] = Reservation(namespace, reserved.slots, reserved.offsets, reserved.keys)
+        return reservation_id, reserved
+
+    def reservation(self, reservation_id: int) -> Reservation:
+        """Raises UnknownReservationError."""
+        if (found := self._reservations.get(reservation_id)) is None:
+            raise UnknownReservationError(f"reservation {reservation_id} has ended", field="reservation_id")
+        return found
+
+    def take(self, reservation_id: int) -> Reservation | None:
+        """End a reservation, if it has not ended. Its blocks are the caller's to commit or to abort."""
+        return self._reservations.pop(reservation_id, None)
+
+    def abort(self, reservation_id: int) -> None:
+        """End a reservation and free its room, if it has not ended."""
+        if (reservation := self.take(reservation_id)) is not None:
+            self._store.abort(reservation.slots)
+
+    # ---- the end
+
+    def add_writer(self, writer: Hashable) -> None:
+        """Note a process that fetched the memory of the store for writing."""
+        self.opening.writers |= {writer}
+
+    def close(self) -> None:
+        """End all namespaces, leases and reservations. The next client of the session opens its own."""
+        while self._leases:
+            self._store.leases.end(next(iter(self._leases.values())))
+        slots = b"".join(reservation.slots for reservation in self._reservations.values())
+        self._store.quarantine.hold(slots, self.opening.writers)
+        self._reservations.clear()
+        while self._namespaces:
+            self._store.leave(self._namespaces.popitem()[1])
+        self.opening.ended = True
+        self.opening = Opening()
+
+
+def _items(packed: bytes, item_bytes: int, numbers: list[int]) -> bytes:
+    return b"".join(packed[item_bytes * i : item_bytes * (i + 1)] for i in numbers)

@@ -1,0 +1,208 @@
+"""The block store: namespaces by identity, and what happens to their blocks. All of it runs on the event loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import compress
+
+from kvservice.blocks import EventJournal, Slices
+from kvservice.blocks.events import StoreChange
+from kvservice.errors import InvalidArgumentError, QuotaExceededError
+from kvservice.store.index import DONE, KEY_BYTES, NO_ROOM, WORD_BYTES, IndexStats, KeyIndex
+from kvservice.store.leases import LeaseClock, Leases
+from kvservice.store.namespaces import NamespaceIdentity, StoredNamespace
+from kvservice.store.quarantine import Quarantine
+
+# The records of a slab take a page at least.
+_RECORDS_BYTES_MIN = 4096
+# The blocks that `clear` removes in one slice.
+CLEARED_BLOCKS = 4096
+
+
+@dataclass(frozen=True)
+class StoreConfig:
+    """Sizes and limits. `quota_bytes` is the most bytes of values of a namespace."""
+
+    num_bytes: int
+    slab_bytes: int
+    max_namespaces: int
+    quota_bytes: int
+    max_lease_s: float
+
+
+@dataclass(frozen=True)
+class Pinned:
+    """Blocks that were found: a bit per key, and their slots, offsets and versions as packed arrays."""
+
+    found: bytes
+    slots: bytes
+    offsets: bytes
+    versions: bytes
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.slots) // WORD_BYTES
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """Room for blocks: a status per key, and the slots, offsets and keys of those that are DONE."""
+
+    statuses: bytes
+    slots: bytes
+    offsets: bytes
+    keys: bytes
+
+
+class BlockStore:
+    """The blocks of all namespaces. Keys are checked by `check_keys` first."""
+
+    def __init__(self, config: StoreConfig, index: KeyIndex, clock: LeaseClock, journal: EventJournal | None) -> None:
+        self.config = config
+        self.leases = Leases(clock)
+        self.quarantine = Quarantine(self.abort)
+        self._index, self._journal = index, journal
+        self._namespaces: dict[NamespaceIdentity, StoredNamespace] = {}
+        index.record_removed(journal is not None)
+
+    def __iter__(self) -> Iterator[StoredNamespace]:
+        return iter(self._namespaces.values())
+
+    # ---- namespaces
+
+    def open(self, identity: NamespaceIdentity) -> StoredNamespace:
+        """Return the namespace of this identity for one more user. Raises InvalidArgumentError naming
+        namespace.block_bytes, and QuotaExceededError."""
+        namespace = self._namespaces.get(identity) or self._create(identity)
+        namespace.num_users += 1
+        return namespace
+
+    def leave(self, namespace: StoredNamespace) -> None:
+        """Undo one `open`."""
+        namespace.num_users -= 1
+
+    def _create(self, identity: NamespaceIdentity) -> StoredNamespace:
+        config = self.config
+        largest = config.slab_bytes - _RECORDS_BYTES_MIN
+        if not 1 <= identity.block_bytes <= largest:
+            raise InvalidArgumentError(
+                f"{identity.block_bytes} is not from 1 to {largest}", field="namespace.block_bytes"
+            )
+        if len(self._namespaces) >= config.max_namespaces:
+            self._close_an_unused_one()
+        number = self._index.open(identity.block_bytes, config.quota_bytes)
+        namespace = StoredNamespace(identity, number, config.quota_bytes, *self._index.geometry(number))
+        self._namespaces[identity] = namespace
+        return namespace
+
+    def _close_an_unused_one(self) -> None:
+        for identity, namespace in self._namespaces.items():
+            if namespace.num_users == 0 and self._index.stats(namespace.number).num_slabs == 0:
+                del self._namespaces[identity]
+                self._index.close(namespace.number)
+                return
+        limit = self.config.max_namespaces
+        raise QuotaExceededError(
+            f"the store has {limit} namespaces", limit="max_store_namespaces", value=limit, field="namespace"
+        )
+
+    # ---- blocks
+
+    def lookup(self, namespace: StoredNamespace, keys: bytes) -> tuple[int, bytes]:
+        """Return the number of leading keys found, and a bitmap."""
+        num_leading, found = self._index.lookup(namespace.number, keys)
+        num_found = int.from_bytes(found, "little").bit_count()
+        namespace.counters.hits += num_found
+        namespace.counters.misses += len(keys) // KEY_BYTES - num_found
+        return num_leading, found
+
+    def acquire(self, namespace: StoredNamespace, keys: bytes, leading_only: bool = False) -> Pinned:
+        """Pin the blocks that are there, until `release`."""
+        pinned = Pinned(*self._index.acquire(namespace.number, keys, leading_only))
+        namespace.counters.read += pinned.num_blocks
+        return pinned
+
+    def release(self, slots: bytes) -> None:
+        self._index.release(slots)
+
+    def reserve(self, namespace: StoredNamespace, keys: bytes) -> Reserved:
+        """Reserve room for the keys that are missing, until `commit` or `abort`."""
+        statuses, slots, offsets = self._index.reserve(namespace.number, keys)
+        self._report_removed()
+        namespace.counters.refused += statuses.count(NO_ROOM)
+        reserved = compress(split(keys), (status == DONE for status in statuses))
+        return Reserved(statuses, slots, offsets, b"".join(reserved))
+
+    def commit(self, namespace: StoredNamespace, slots: bytes, keys: bytes, checksums: bytes) -> None:
+        """Publish reserved blocks with these keys."""
+        self._index.commit(slots, checksums)
+        namespace.counters.stored += len(keys) // KEY_BYTES
+        if self._journal is not None and keys:
+            self._journal.store_changed(StoreChange("stored", namespace.identity, keys))
+
+    def abort(self, slots: bytes) -> None:
+        self._index.abort(slots)
+
+    def checksums(self, slots: bytes) -> bytes:
+        return self._index.checksums(slots)
+
+    def touch(self, namespace: StoredNamespace, keys: bytes) -> int:
+        return self._index.touch(namespace.number, keys)
+
+    def remove(self, namespace: StoredNamespace, keys: bytes) -> int:
+        num_removed = self._index.remove(namespace.number, keys)
+        self._report_removed()
+        return num_removed
+
+    def remove_corrupt(self, namespace: StoredNamespace, keys: bytes) -> None:
+        """Remove blocks whose checksum was wrong."""
+        namespace.counters.corrupt += len(keys) // KEY_BYTES
+        self.remove(namespace, keys)
+
+    def clear_in_slices(self, namespace: StoredNamespace) -> Slices[int]:
+        """Remove as many blocks as the namespace has now. Returns how many were removed. One event reports the blocks
+        of all slices; blocks that are stored between two slices have events of their own."""
+        left = num_blocks = self._index.stats(namespace.number).num_blocks
+        left -= self._index.clear(namespace.number, min(left, CLEARED_BLOCKS))
+        if self._journal is not None:
+            self._index.take_removed()
+            self._journal.store_changed(StoreChange("cleared", namespace.identity, b""))
+        namespace.num_users += 1
+        try:
+            while left:
+                yield
+                cleared = self._index.clear(namespace.number, min(left, CLEARED_BLOCKS))
+                self._report_removed()
+                if not cleared:
+                    break
+                left -= cleared
+        finally:
+            namespace.num_users -= 1
+        return num_blocks - left
+
+    # ---- reports
+
+    def stats(self, namespace: StoredNamespace) -> IndexStats:
+        return self._index.stats(namespace.number)
+
+    def totals(self) -> IndexStats:
+        return self._index.totals()
+
+    def _report_removed(self) -> None:
+        if self._journal is None:
+            return
+        identities = {one.number: one.identity for one in self}
+        for number, keys in self._index.take_removed():
+            self._journal.store_changed(StoreChange("removed", identities[number], keys))
+
+
+def check_keys(keys: bytes) -> int:
+    """Return the number of keys. Raises InvalidArgumentError if the bytes are no whole number of keys."""
+    if len(keys) % KEY_BYTES:
+        raise InvalidArgumentError(f"{len(keys)} bytes, keys have {KEY_BYTES} each", field="keys")
+    return len(keys) // KEY_BYTES
+
+
+def split(keys: bytes) -> Iterator[bytes]:
+    return (keys[begin : begin + KEY_BYTES] for begin in range(0, len(keys), KEY_BYTES))

@@ -1,0 +1,216 @@
+"""Leases, reservations and the end of a session's side of the store."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from blocks_rig import Rig, identity, keys
+
+from kvservice.errors import (
+    InvalidArgumentError,
+    QuotaExceededError,
+    UnknownLeaseError,
+    UnknownNamespaceError,
+    UnknownReservationError,
+)
+from kvservice.store import SessionStore, StoredNamespace, session
+
+
+def opened(rig: Rig) -> tuple[SessionStore, StoredNamespace]:
+    own = SessionStore(rig.store, "")
+    return own, own.open(identity())[1]
+
+
+def leased(rig: Rig) -> int:
+    return rig.store.totals().num_leased
+
+
+def test_namespaces_of_a_session(rig: Rig) -> None:
+    own, namespace = opened(rig)
+    assert own.open(identity()) == (1, namespace)
+    assert own.namespace(1) is namespace
+    assert namespace.num_users == 1
+    for unknown in (0, 2):
+        with pytest.raises(UnknownNamespaceError) as refused:
+            own.namespace(unknown)
+        assert refused.value.field == "namespace_id"
+
+
+def test_a_lease_ends_when_its_time_is_up(rig: Rig) -> None:
+    own, namespace = opened(rig)
+    rig.put(namespace, 1, 2)
+    lease_id, pinned = own.acquire(namespace, keys(1, 2, 3), False, 5.0)
+    assert pinned.found == b"\x03"
+    rig.clock.advance(4.9)
+    assert leased(rig) == 2
+    rig.clock.advance(0.2)
+    assert leased(rig) == 0
+    with pytest.raises(UnknownLeaseError):
+        own.renew(lease_id, 1.0)
+    own.release(lease_id)
+
+
+def test_no_lease_on_nothing(rig: Rig) -> None:
+    own, namespace = opened(rig)
+    assert own.acquire(namespace, keys(1), False, 0.0)[0] == 0
+    assert len(rig.store.leases) == 0
+
+
+def test_leading_only(rig: Rig) -> None:
+    own, namespace = opened(rig)
+    rig.put(namespace, 1, 3)
+    assert own.acquire(namespace, keys(1, 2, 3), True, 0.0)[1].found == b"\x01"
+
+
+def test_renewing_sets_the_remaining_time(rig: Rig) -> None:
+    own, namespace = opened(rig)
+    rig.put(namespace, 1)
+    lease_id, _ = own.acquire(namespace, keys(1), False, 5.0)
+    own.renew(lease_id, 20.0)
+    rig.clock.advance(19.9)
+    assert leased(rig) == 1
+    own.renew(lease_id, 1.0)
+    rig.clock.advance(1.0)
+    assert leased(rig) == 0
+
+
+def test_each_lease_ends_at_its_own_time(rig: Rig) -> None:
+    own, namespace = opened(rig)
+    rig.put(namespace, 1, 2, 3)
+    for number, ttl_s in ((1, 3.0), (2, 1.0), (3, 2.0)):
+        own.acquire(namespace, keys(number), False, ttl_s)
+    left = []
+    for _ in range(4):
+        left.append(leased(rig))
+        rig.clock.advance(1.0)
+    assert left == [3, 2, 1, 0]
+
+
+def test_renewing_often_keeps_the_heap_small(rig: Rig) -> None:
+    own, namespace = opened(rig)
+    rig.put(namespace, 1)
+    lease_id, _ = own.acquire(namespace, keys(1), False, 60.0)
+    for i in range(1000):
+        own.renew(lease_id, 50.0 - i / 100)
+    assert len(rig.store.leases._heap) < 100
+    rig.clock.advance(40.0)
+    assert leased(rig) == 1
+    rig.clock.advance(0.1)
+    assert leased(rig) == 0
+
+
+@pytest.mark.parametrize("ttl_s", [-1.0, 60.1, math.nan, math.inf])
+def test_times_that_are_refused(rig: Rig, ttl_s: float) -> None:
+    own, namespace = opened(rig)
+    rig.put(namespace, 1)
+    lease_id, _ = own.acquire(namespace, keys(1), False, 60.0)
+    for call in (lambda: own.acquire(namespace, keys(1), False, ttl_s), lambda: own.renew(lease_id, ttl_s)):
+        with pytest.raises(InvalidArgumentError) as refused:
+            call()
+        assert refused.value.field == "ttl_s"
+    own.release(lease_id)
+    assert leased(rig) == 0
+
+
+def test_a_time_of_0_is_the_longest(rig: Rig) -> None:
+    own, namespace = opened(rig)
+    rig.put(namespace, 1)
+    own.acquire(namespace, keys(1), False, 0.0)
+    rig.clock.advance(59.9)
+    assert leased(rig) == 1
+    rig.clock.advance(0.1)
+    assert leased(rig) == 0
+
+
+def test_limits_of_one_session(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, limit in (("MAX_LEASES", 3), ("MAX_LEASED_BLOCKS", 4), ("MAX_RESERVATIONS", 1)):
+        monkeypatch.setattr(session, name, limit)
+    own, namespace = opened(rig)
+    rig.put(namespace, 1, 2, 3)
+    first, _ = own.acquire(namespace, keys(1, 2, 3), False, 0.0)
+    with pytest.raises(QuotaExceededError) as refused:
+        own.acquire(namespace, keys(1, 2), False, 0.0)
+    assert refused.value.metadata["limit"] == "leased_blocks"
+    assert leased(rig) == 3
+    own.release(first)
+    for _ in range(3):
+        own.acquire(namespace, keys(1), False, 0.0)
+    with pytest.raises(QuotaExceededError) as refused:
+        own.acquire(namespace, keys(1), False, 0.0)
+    assert refused.value.metadata["limit"] == "leases"
+    own.reserve(namespace, keys(7))
+    with pytest.raises(QuotaExceededError) as refused:
+        own.reserve(namespace, keys(8))
+    assert refused.value.metadata["limit"] == "reservations"
+
+
+def test_leases_and_reservations_are_a_sessions_own(rig: Rig) -> None:
+    (own, namespace), (other, _) = opened(rig), opened(rig)
+    rig.put(namespace, 1)
+    lease_id, _ = own.acquire(namespace, keys(1), False, 0.0)
+    reservation_id, _ = own.reserve(namespace, keys(2))
+    other.release(lease_id)
+    other.abort(reservation_id)
+    with pytest.raises(UnknownLeaseError):
+        other.renew(lease_id, 1.0)
+    with pytest.raises(UnknownReservationError):
+        other.reservation(reservation_id)
+    assert (leased(rig), rig.store.totals().num_reserved) == (1, 1)
+
+
+def test_a_part_of_a_reservation(rig: Rig) -> None:
+    own, namespace = opened(rig)
+    reservation_id, _ = own.reserve(namespace, keys(1, 2, 3))
+    written, others = own.reservation(reservation_id).split(b"\x05")
+    assert (written.keys, others.keys) == (keys(1, 3), keys(2))
+    assert own.take(reservation_id) is not None
+    rig.store.abort(others.slots)
+    rig.store.commit(namespace, written.slots, written.keys, bytes(16))
+    assert rig.store.lookup(namespace, keys(1, 2, 3)) == (1, b"\x05")
+    assert own.take(reservation_id) is None
+    whole, none = written.split(b"")
+    assert (whole, none.num_blocks) == (written, 0)
+
+
+def test_closing_ends_everything(rig: Rig) -> None:
+    own, namespace = opened(rig)
+    rig.put(namespace, 1)
+    lease_id, _ = own.acquire(namespace, keys(1), False, 0.0)
+    reservation_id, _ = own.reserve(namespace, keys(2))
+    opening = own.opening
+    own.close()
+    totals = rig.store.totals()
+    assert (totals.num_leased, totals.num_reserved, namespace.num_users) == (0, 0, 0)
+    assert (opening.ended, own.opening.ended) == (True, False)
+    with pytest.raises(UnknownNamespaceError):
+        own.namespace(1)
+    with pytest.raises(UnknownReservationError):
+        own.reservation(reservation_id)
+    # The next client of the session gets other ids.
+    assert own.open(identity())[0] > reservation_id > lease_id
+    rig.clock.advance(100.0)
+
+
+def test_reserved_blocks_of_a_writer_wait_for_its_end(rig: Rig) -> None:
+    own, namespace = opened(rig)
+    own.add_writer("a")
+    own.add_writer("b")
+    own.reserve(namespace, keys(1))
+    own.close()
+    assert rig.store.totals().num_reserved == 1
+    rig.store.quarantine.ended("a")
+    assert rig.store.totals().num_reserved == 1
+    rig.store.quarantine.ended("c")
+    assert len(rig.store.quarantine) == 1
+    rig.store.quarantine.ended("b")
+    assert rig.store.totals().num_reserved == 0
+    assert len(rig.store.quarantine) == 0
+
+
+def test_nothing_waits_for_a_writer_without_reservations(rig: Rig) -> None:
+    own, _ = opened(rig)
+    own.add_writer("a")
+    own.close()
+    assert len(rig.store.quarantine) == 0
+    assert own.opening.writers == frozenset()

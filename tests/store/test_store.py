@@ -1,0 +1,151 @@
+"""Namespaces of the block store, its counters and its events."""
+
+from __future__ import annotations
+
+import pytest
+from blocks_rig import BLOCKS_PER_SLAB, Rig, identity, keys
+
+from kvservice.blocks.slices import finish
+from kvservice.errors import InvalidArgumentError, QuotaExceededError
+from kvservice.store.index import BEING_WRITTEN, DONE, NO_ROOM, PRESENT
+from kvservice.store.store import check_keys
+
+
+def test_what_is_stored_is_found_in_its_namespace_only(rig: Rig) -> None:
+    first, other, tenant = (rig.store.open(one) for one in (identity("a"), identity("b"), identity("a", "t")))
+    rig.put(first, 1, 2)
+    assert rig.store.lookup(first, keys(1, 2, 3)) == (2, b"\x03")
+    assert rig.store.lookup(first, keys(3, 1)) == (0, b"\x02")
+    for namespace in (other, tenant):
+        assert rig.store.lookup(namespace, keys(1, 2)) == (0, b"\0")
+        assert rig.store.acquire(namespace, keys(1, 2)).slots == b""
+
+
+def test_one_identity_is_one_namespace(rig: Rig) -> None:
+    first = rig.store.open(identity())
+    assert rig.store.open(identity()) is first
+    assert first.num_users == 2
+    assert first.blocks_per_slab == BLOCKS_PER_SLAB
+    rig.store.leave(first)
+    assert first.num_users == 1
+
+
+@pytest.mark.parametrize("block_bytes", [0, 16384 - 4096 + 1, 1 << 63])
+def test_a_block_must_fit_a_slab(rig: Rig, block_bytes: int) -> None:
+    with pytest.raises(InvalidArgumentError) as refused:
+        rig.store.open(identity(block_bytes=block_bytes))
+    assert refused.value.field == "namespace.block_bytes"
+    assert list(rig.store) == []
+
+
+@pytest.mark.parametrize("block_bytes", [1, 16384 - 4096])
+def test_the_smallest_and_the_largest_block(rig: Rig, block_bytes: int) -> None:
+    namespace = rig.store.open(identity(block_bytes=block_bytes))
+    assert rig.put(namespace, 1) == bytes([DONE])
+
+
+def test_an_unused_empty_namespace_is_replaced(rig: Rig) -> None:
+    used, full, free = (rig.store.open(identity(name)) for name in "abc")
+    rig.put(full, 1)
+    with pytest.raises(QuotaExceededError) as refused:
+        rig.store.open(identity("d"))
+    assert refused.value.metadata == {"limit": "max_store_namespaces", "value": "3"}
+    for namespace in (full, free):
+        rig.store.leave(namespace)
+    rig.store.open(identity("d"))
+    assert [one.identity.model for one in rig.store] == ["a", "b", "d"]
+    assert used.num_users == 1
+    with pytest.raises(QuotaExceededError):
+        rig.store.open(identity("e"))
+    rig.store.remove(full, keys(1))
+    assert rig.store.open(identity("e")).num_users == 1
+
+
+def test_a_namespace_with_blocks_in_use_is_not_replaced(rig: Rig) -> None:
+    namespaces = [rig.store.open(identity(name)) for name in "abc"]
+    reserved = rig.store.reserve(namespaces[0], keys(1))
+    rig.put(namespaces[1], 1)
+    pinned = rig.store.acquire(namespaces[1], keys(1))
+    rig.store.remove(namespaces[1], keys(1))
+    for namespace in namespaces[:2]:
+        rig.store.leave(namespace)
+    with pytest.raises(QuotaExceededError):
+        rig.store.open(identity("d"))
+    rig.store.abort(reserved.slots)
+    rig.store.release(pinned.slots)
+    for name in "de":
+        rig.store.open(identity(name))
+
+
+def test_statuses_and_the_keys_that_got_room(rig: Rig) -> None:
+    namespace = rig.store.open(identity())
+    rig.put(namespace, 1)
+    reserved = rig.store.reserve(namespace, keys(1, 2, 2, 3))
+    assert reserved.statuses == bytes([PRESENT, DONE, BEING_WRITTEN, DONE])
+    assert reserved.keys == keys(2, 3)
+    assert len(reserved.slots) == len(reserved.offsets) == 16
+
+
+def test_counters(rig: Rig) -> None:
+    namespace = rig.store.open(identity())
+    rig.put(namespace, 1, 2)
+    rig.store.lookup(namespace, keys(1, 2, 3))
+    rig.store.release(rig.store.acquire(namespace, keys(1, 3)).slots)
+    rig.store.reserve(namespace, keys(*range(10, 30)))
+    counters = namespace.counters
+    assert (counters.hits, counters.misses, counters.read, counters.stored) == (2, 1, 1, 2)
+    # Twelve blocks fit; the two that were there could be evicted.
+    assert counters.refused == 20 - 4 * BLOCKS_PER_SLAB
+    assert rig.store.stats(namespace).num_evicted == 2
+
+
+def test_no_room_while_everything_is_leased(rig: Rig) -> None:
+    namespace = rig.store.open(identity())
+    everything = range(4 * BLOCKS_PER_SLAB)
+    rig.put(namespace, *everything)
+    pinned = rig.store.acquire(namespace, keys(*everything))
+    assert rig.put(namespace, 100) == bytes([NO_ROOM])
+    rig.store.release(pinned.slots)
+    assert rig.put(namespace, 100) == bytes([DONE])
+
+
+def test_events_say_what_is_there(rig: Rig) -> None:
+    namespace = rig.store.open(identity())
+    rig.put(namespace, *range(12))
+    rig.put(namespace, 20)
+    rig.store.remove(namespace, keys(3, 50))
+    expected = [("stored", keys(*range(12))), ("removed", keys(11)), ("stored", keys(20)), ("removed", keys(3))]
+    assert rig.events() == expected
+    assert finish(rig.store.clear_in_slices(namespace)) == 11
+    assert rig.events()[4:] == [("cleared", b"")]
+
+
+def test_blocks_stored_while_it_is_cleared_stay(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvservice.store.store.CLEARED_BLOCKS", 2)
+    namespace = rig.store.open(identity())
+    rig.put(namespace, 1, 2, 3, 4, 5)
+    clearing = rig.store.clear_in_slices(namespace)
+    next(clearing)
+    rig.put(namespace, 9)
+    rig.store.leave(namespace)
+    assert namespace.num_users == 1, "it is not replaced meanwhile"
+    assert finish(clearing) == 5
+    assert namespace.num_users == 0
+    assert rig.store.lookup(namespace, keys(1, 2, 3, 4, 5, 9)) == (0, b"\x20")
+    assert rig.events()[1:3] == [("cleared", b""), ("stored", keys(9))]
+
+
+def test_corrupt_blocks_are_removed_and_counted(rig: Rig) -> None:
+    namespace = rig.store.open(identity())
+    rig.put(namespace, 1, 2)
+    rig.store.remove_corrupt(namespace, keys(2))
+    assert namespace.counters.corrupt == 1
+    assert rig.store.lookup(namespace, keys(1, 2)) == (1, b"\x01")
+
+
+@pytest.mark.parametrize("num_bytes", [1, 31, 33])
+def test_keys_have_32_bytes(num_bytes: int) -> None:
+    with pytest.raises(InvalidArgumentError) as refused:
+        check_keys(bytes(num_bytes))
+    assert refused.value.field == "keys"
+    assert check_keys(bytes(64)) == 2
