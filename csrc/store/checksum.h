@@ -20,6 +20,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 
 namespace kvservice {
 
@@ -30,11 +31,11 @@ class Checksum {
   // Copies whole stripes and adds them.
   void copy_stripes(char* to, const char* from, int64_t num_stripes) {
     Sums sums = sums_;  // in registers
-    for (int64_t i = 0; i < num_stripes; ++i) {
-      Words words;
-      std::memcpy(&words, from + i * kStripeBytes, kStripeBytes);
-      std::memcpy(to + i * kStripeBytes, &words, kStripeBytes);
-      add(sums, words);
+    for (int64_t at = 0; at < num_stripes * kStripeBytes; at += kStripeBytes) {
+      const Vector first = load(from + at), second = load(from + at + kHalf);
+      std::memcpy(to + at, &first, kHalf);
+      std::memcpy(to + at + kHalf, &second, kHalf);
+      sums.add(first, second);
     }
     sums_ = sums;
   }
@@ -42,10 +43,8 @@ class Checksum {
   // Adds whole stripes.
   void add_stripes(const char* from, int64_t num_stripes) {
     Sums sums = sums_;
-    for (int64_t i = 0; i < num_stripes; ++i) {
-      Words words;
-      std::memcpy(&words, from + i * kStripeBytes, kStripeBytes);
-      add(sums, words);
+    for (int64_t at = 0; at < num_stripes * kStripeBytes; at += kStripeBytes) {
+      sums.add(load(from + at), load(from + at + kHalf));
     }
     sums_ = sums;
   }
@@ -60,29 +59,39 @@ class Checksum {
 
   uint64_t value(int64_t block_bytes) const {
     auto h = static_cast<uint64_t>(block_bytes);
-    for (int pair = 0; pair < kPairs; ++pair) {
-      h = mix(h ^ sums_.even[pair]);
-      h = mix(h ^ sums_.even_weighted[pair]);
-      h = mix(h ^ sums_.odd[pair]);
-      h = mix(h ^ sums_.odd_weighted[pair]);
+    for (int pair = 0; pair < 4; ++pair) {
+      const int half = pair / 2, i = pair % 2;
+      for (const Vector* sum : {sums_.even, sums_.even_weighted, sums_.odd, sums_.odd_weighted}) {
+        h = mix(h ^ sum[half][i]);
+      }
     }
     return h;
   }
 
  private:
-  static constexpr int kPairs = 4;
-  // Four pairs of 32-bit words: the even one is the low half. The compiler splits the vector for smaller registers.
-  using Words = uint64_t __attribute__((vector_size(kStripeBytes)));
+  static constexpr int64_t kHalf = kStripeBytes / 2;
+  // Two pairs of words: the even word of a pair is the low half. Every processor has vectors of this size.
+  using Vector = uint64_t __attribute__((vector_size(kHalf)));
 
   struct Sums {
-    Words even{}, even_weighted{}, odd{}, odd_weighted{};
+    Vector even[2]{}, even_weighted[2]{}, odd[2]{}, odd_weighted[2]{};
+
+    void add(Vector first, Vector second) {
+      even[0] += first & 0xFFFFFFFFU;
+      even[1] += second & 0xFFFFFFFFU;
+      odd[0] += first >> 32;
+      odd[1] += second >> 32;
+      for (int i = 0; i < 2; ++i) {
+        even_weighted[i] += even[i];
+        odd_weighted[i] += odd[i];
+      }
+    }
   };
 
-  static void add(Sums& sums, const Words& words) {
-    sums.even += words & 0xFFFFFFFFU;
-    sums.odd += words >> 32;
-    sums.even_weighted += sums.even;
-    sums.odd_weighted += sums.odd;
+  static Vector load(const char* from) {
+    Vector vector;
+    std::memcpy(&vector, from, sizeof(vector));
+    return vector;
   }
 
   // The finalizer of SplitMix64, a bijection.

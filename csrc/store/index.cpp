@@ -74,7 +74,7 @@ void StoreIndex::hash_keys(const Namespace& space, const Keys& keys) {
   }
   for (const uint64_t hash : hashes_) {
     const Slot* slot = table_.find(hash, [](const Slot&) { return true; });
-    if (slot != nullptr) __builtin_prefetch(slot);
+    if (slot != nullptr) slot->prefetch();
   }
 }
 

@@ -23,13 +23,19 @@ enum class SlotState : uint32_t {
 struct Slot {
   Key key;
   uint64_t hash;
+  Slab* slab;
+  SlotState state;
+  uint32_t pins;
+  Links<Slot> links;  // `older` is the next free slot if this one is free
+  uint64_t used;      // when it was last used, in ticks of the index
   uint64_t version;
   uint64_t checksum;
-  uint64_t used;  // when it was last used, in ticks of the index
-  Slab* slab;
-  Links<Slot> links;  // `older` is the next free slot if this one is free
-  uint32_t pins;
-  SlotState state;
+
+  // A slot spans two cache lines.
+  void prefetch() const {
+    __builtin_prefetch(this);
+    __builtin_prefetch(&checksum);
+  }
 };
 
 // The numbers of blocks of a namespace, by state. Leased blocks are committed or condemned.
