@@ -36,9 +36,10 @@ class StoreServiceStub(object):
     A block is found only after it is complete. It never changes afterwards: it can only be removed, or evicted when room
     is needed, least recently used first. A lease protects blocks from eviction, and from removal of their bytes.
 
-    Every call needs a session. Leases and reservations belong to it and end with it. request_id is as in BlockService:
-    a repeated request gets the same reply and is not executed again. All calls can be repeated without harm even without
-    it.
+    Every call needs a session. Namespace ids, leases and reservations belong to it. They end with it, when another client
+    takes it over, and when it has had no stream for the grace time, and are never used again. request_id is as in
+    BlockService: a repeated request gets the same reply and is not executed again. All calls can be repeated without
+    harm even without it.
 
     Errors: FAILED_PRECONDITION, reason STORE_OFF, if the daemon has no store; NOT_FOUND, reason UNKNOWN_NAMESPACE, for a
     namespace that the session has not opened; INVALID_ARGUMENT for keys whose length is not a multiple of 32 bytes;
@@ -134,9 +135,10 @@ class StoreServiceServicer(object):
     A block is found only after it is complete. It never changes afterwards: it can only be removed, or evicted when room
     is needed, least recently used first. A lease protects blocks from eviction, and from removal of their bytes.
 
-    Every call needs a session. Leases and reservations belong to it and end with it. request_id is as in BlockService:
-    a repeated request gets the same reply and is not executed again. All calls can be repeated without harm even without
-    it.
+    Every call needs a session. Namespace ids, leases and reservations belong to it. They end with it, when another client
+    takes it over, and when it has had no stream for the grace time, and are never used again. request_id is as in
+    BlockService: a repeated request gets the same reply and is not executed again. All calls can be repeated without
+    harm even without it.
 
     Errors: FAILED_PRECONDITION, reason STORE_OFF, if the daemon has no store; NOT_FOUND, reason UNKNOWN_NAMESPACE, for a
     namespace that the session has not opened; INVALID_ARGUMENT for keys whose length is not a multiple of 32 bytes;
@@ -181,7 +183,8 @@ class StoreServiceServicer(object):
 
     def Reserve(self, request, context):
         """Reserves room for blocks that are missing, for a client that writes into the mapped memory of the store. The first
-        writer of a key wins. A reservation lasts until Commit, Abort or the end of the session.
+        writer of a key wins. A reservation lasts until Commit, Abort or the end of the session. STORE_NOT_SHARED unless the
+        session's client has fetched the memory for writing, see MapStore: others would publish what was there before.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -203,14 +206,17 @@ class StoreServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def BatchGet(self, request, context):
-        """Copies blocks into the response or into a region of the session.
+        """Copies blocks into the response or into a region of the session. A call that ends early, because it is cancelled or
+        the session ends, may still write to the region for a moment; the client then gives the region up. INVALID_ARGUMENT
+        if a response with all blocks would be larger than a message, and for a region in the memory of a GPU.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def BatchPut(self, request, context):
-        """Stores blocks whose bytes are in the request or in a region of the session.
+        """Stores blocks whose bytes are in the request or in a region of the session. A call that is cancelled, or whose
+        session ends, stores nothing; without a reply the blocks may be stored all the same.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -337,9 +343,10 @@ class StoreService(object):
     A block is found only after it is complete. It never changes afterwards: it can only be removed, or evicted when room
     is needed, least recently used first. A lease protects blocks from eviction, and from removal of their bytes.
 
-    Every call needs a session. Leases and reservations belong to it and end with it. request_id is as in BlockService:
-    a repeated request gets the same reply and is not executed again. All calls can be repeated without harm even without
-    it.
+    Every call needs a session. Namespace ids, leases and reservations belong to it. They end with it, when another client
+    takes it over, and when it has had no stream for the grace time, and are never used again. request_id is as in
+    BlockService: a repeated request gets the same reply and is not executed again. All calls can be repeated without
+    harm even without it.
 
     Errors: FAILED_PRECONDITION, reason STORE_OFF, if the daemon has no store; NOT_FOUND, reason UNKNOWN_NAMESPACE, for a
     namespace that the session has not opened; INVALID_ARGUMENT for keys whose length is not a multiple of 32 bytes;

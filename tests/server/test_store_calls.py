@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 from raw_store import BLOCK_BYTES, RawStore, block, blocks, identity, keys
 from small_pool import SMALL_POOL
+from waiting import until
 
 from kvservice.launch import Daemon
-from kvservice.v1 import session_pb2, store_pb2
+from kvservice.v1 import events_pb2, session_pb2, store_pb2
 
 DONE, PRESENT = bytes([store_pb2.PUT_STATUS_DONE]), bytes([store_pb2.PUT_STATUS_PRESENT])
 
@@ -279,3 +280,46 @@ def test_a_daemon_without_a_store(raw: Any) -> None:
                 assert (answer.code, answer.reason) == ("FAILED_PRECONDITION", "STORE_OFF"), name
         session.close()
         wire.close()
+
+
+@pytest.mark.parametrize("transport", ["unary", "stream"])
+def test_a_put_that_is_cancelled_leaves_no_room_reserved(raw: Any, wire: Any, unary: RawStore, transport: str) -> None:
+    session = raw.RawSession(wire)
+    lost = RawStore(session)
+    numbers = range(400)
+    data = block(0) * len(numbers)
+    request = store_pb2.BatchPutRequest(
+        session_token=session.token, namespace_id=lost.id, keys=keys(*numbers), data=data
+    )
+    if transport == "unary":
+        wire.methods["store_batch_put"].future(request).cancel()
+    else:
+        session.stream.put(session_pb2.Call(call_id=1000, store_batch_put=request))
+    session.close()
+    writing = bytes([store_pb2.PUT_STATUS_BEING_WRITTEN])
+    again = store_pb2.BatchPutRequest(namespace_id=unary.id, keys=keys(*numbers), data=data)
+    until(lambda: writing not in unary.ok("batch_put", again).statuses)
+    assert unary.lookup(*numbers)[0] == len(numbers)
+    unary.clear()
+
+
+def test_events_name_the_namespace_and_the_keys(unary: RawStore, wire: Any) -> None:
+    unary.put(100)
+    number = 0
+    batches = wire.methods["subscribe"](events_pb2.SubscribeRequest(start_number=1), timeout=60)
+    for batch in batches:
+        number = batch.number
+        if batch.events[-1].store_blocks_stored.keys == [keys(100)]:
+            break
+    unary.put(1, 2)
+    unary.ok("remove", store_pb2.RemoveRequest(namespace_id=unary.id, keys=keys(2, 3)))
+    unary.clear()
+    stored, removed, cleared = (next(batches) for _ in range(3))
+    assert [stored.number, removed.number, cleared.number] == [number + 1, number + 2, number + 3]
+    (event,) = stored.events
+    assert event.store_blocks_stored == events_pb2.StoreBlocksStored(namespace=identity(), keys=[keys(1), keys(2)])
+    (event,) = removed.events
+    assert event.store_blocks_removed == events_pb2.StoreBlocksRemoved(namespace=identity(), keys=[keys(2)])
+    (event,) = cleared.events
+    assert event.store_cleared == events_pb2.StoreCleared(namespace=identity())
+    batches.cancel()
