@@ -1,5 +1,6 @@
 #include "store/index.h"
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
@@ -63,18 +64,31 @@ Namespace& StoreIndex::find_namespace(uint32_t number) const {
   return *found->second;
 }
 
-// Finding. Slots and parts of the table are seldom in the cache. hash_keys() requests those of all keys before the
-// first is needed.
+// Finding. Slots and entries of the table are seldom in the cache. Those of a group of keys are requested before the
+// first is needed, so that the cache misses overlap. Groups are small enough for the first-level cache.
 
-void StoreIndex::hash_keys(const Namespace& space, const Keys& keys) {
+const std::vector<Slot*>& StoreIndex::find_all(const Namespace& space, const Keys& keys) {
+  constexpr size_t kGroup = 64;
   hashes_.resize(keys.size);
-  for (size_t i = 0; i < keys.size; ++i) {
-    hashes_[i] = hash_(keys[i], space.number);
-    table_.prefetch(hashes_[i]);
+  found_.resize(keys.size);
+  for (size_t begin = 0; begin < keys.size; begin += kGroup) {
+    const size_t end = std::min(begin + kGroup, keys.size);
+    for (size_t i = begin; i < end; ++i) {
+      hashes_[i] = hash_(keys[i], space.number);
+      table_.prefetch(hashes_[i]);
+    }
+    for (size_t i = begin; i < end; ++i) {
+      const Slot* candidate = table_.find(hashes_[i], [](const Slot&) { return true; });
+      if (candidate != nullptr) candidate->prefetch();
+    }
+    for (size_t i = begin; i < end; ++i) found_[i] = find_committed(space, hashes_[i], keys[i]);
   }
-  for (const uint64_t hash : hashes_) {
-    const Slot* slot = table_.find(hash, [](const Slot&) { return true; });
-    if (slot != nullptr) slot->prefetch();
+  return found_;
+}
+
+void StoreIndex::prefetch(const std::vector<uint64_t>& slots) const {
+  for (const uint64_t number : slots) {
+    if (const Slot* slot = find_slot(number)) slot->prefetch();
   }
 }
 
@@ -87,15 +101,19 @@ Slot* StoreIndex::find_committed(const Namespace& space, uint64_t hash, const Ke
   return slot != nullptr && slot->state == SlotState::kCommitted ? slot : nullptr;
 }
 
-Slot& StoreIndex::slot_at(uint64_t number) const {
+// Returns nullptr if the slot has never been used.
+Slot* StoreIndex::find_slot(uint64_t number) const {
   const uint64_t slab_number = number >> kIndexBits, index = number & ((uint64_t{1} << kIndexBits) - 1);
-  if (slab_number < slabs_.size()) {
-    const Slab& slab = slabs_[slab_number];
-    if (slab.owner != nullptr && index < slab.num_fresh && slab.slots[index].state != SlotState::kFree) {
-      return slab.slots[index];
-    }
+  if (slab_number >= slabs_.size() || index >= slabs_[slab_number].num_fresh) return nullptr;
+  return &slabs_[slab_number].slots[index];
+}
+
+Slot& StoreIndex::slot_at(uint64_t number) const {
+  Slot* slot = find_slot(number);
+  if (slot == nullptr || slot->state == SlotState::kFree) {
+    throw std::runtime_error("slot " + std::to_string(number) + " has no block");
   }
-  throw std::runtime_error("slot " + std::to_string(number) + " has no block");
+  return *slot;
 }
 
 uint64_t StoreIndex::slot_number(const Slot& slot) const {
@@ -113,22 +131,20 @@ uint64_t StoreIndex::offset(const Slot& slot) const {
 
 std::vector<char> StoreIndex::lookup(uint32_t number, const Keys& keys) {
   const Namespace& space = find_namespace(number);
-  hash_keys(space, keys);
-  std::vector<char> found(keys.size);
-  for (size_t i = 0; i < keys.size; ++i) {
-    found[i] = static_cast<char>(find_committed(space, hashes_[i], keys[i]) != nullptr);
-  }
+  std::vector<char> found;
+  found.reserve(keys.size);
+  for (const Slot* slot : find_all(space, keys)) found.push_back(static_cast<char>(slot != nullptr));
   return found;
 }
 
 Acquired StoreIndex::acquire(uint32_t number, const Keys& keys, bool leading_only) {
   const Namespace& space = find_namespace(number);
-  hash_keys(space, keys);
+  find_all(space, keys);
   Acquired result;
   result.found.resize(keys.size);
   for (std::vector<uint64_t>* array : {&result.slots, &result.offsets, &result.versions}) array->reserve(keys.size);
   for (size_t i = 0; i < keys.size; ++i) {
-    Slot* slot = find_committed(space, hashes_[i], keys[i]);
+    Slot* slot = found_[i];
     if (slot == nullptr && leading_only) break;
     if (slot == nullptr) continue;
     pin(*slot);
@@ -141,6 +157,7 @@ Acquired StoreIndex::acquire(uint32_t number, const Keys& keys, bool leading_onl
 }
 
 void StoreIndex::release(const std::vector<uint64_t>& slots) {
+  prefetch(slots);
   for (auto number = slots.rbegin(); number != slots.rend(); ++number) {
     Slot& slot = slot_at(*number);
     if (slot.pins == 0) throw std::runtime_error("slot " + std::to_string(*number) + " is not leased");
@@ -176,6 +193,7 @@ Reserved StoreIndex::reserve(uint32_t number, const Keys& keys) {
 }
 
 void StoreIndex::commit(const std::vector<uint64_t>& slots, const std::vector<uint64_t>& checksums) {
+  prefetch(slots);
   for (size_t i = slots.size(); i-- > 0;) {
     Slot& slot = slot_at(slots[i]);
     if (slot.state != SlotState::kReserved) {
@@ -209,10 +227,10 @@ void StoreIndex::abort(const std::vector<uint64_t>& slots) {
 
 int64_t StoreIndex::touch(uint32_t number, const Keys& keys) {
   Namespace& space = find_namespace(number);
-  hash_keys(space, keys);
+  find_all(space, keys);
   int64_t count = 0;
   for (size_t i = keys.size; i-- > 0;) {
-    Slot* slot = find_committed(space, hashes_[i], keys[i]);
+    Slot* slot = found_[i];
     if (slot == nullptr) continue;
     ++count;
     if (slot->pins > 0) continue;  // the release counts as the use
@@ -224,9 +242,10 @@ int64_t StoreIndex::touch(uint32_t number, const Keys& keys) {
 
 int64_t StoreIndex::remove(uint32_t number, const Keys& keys) {
   const Namespace& space = find_namespace(number);
-  hash_keys(space, keys);
+  find_all(space, keys);
   int64_t count = 0;
   for (size_t i = 0; i < keys.size; ++i) {
+    // A key that occurs twice is not there the second time.
     Slot* slot = find_committed(space, hashes_[i], keys[i]);
     if (slot == nullptr) continue;
     drop(*slot);

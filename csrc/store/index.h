@@ -89,9 +89,11 @@ class StoreIndex {
   bool check(int64_t most);
 
  private:
-  void hash_keys(const Namespace& space, const Keys& keys);
+  const std::vector<Slot*>& find_all(const Namespace& space, const Keys& keys);
+  void prefetch(const std::vector<uint64_t>& slots) const;
   Slot* find(const Namespace& space, uint64_t hash, const Key& key) const;
   Slot* find_committed(const Namespace& space, uint64_t hash, const Key& key) const;
+  Slot* find_slot(uint64_t number) const;
   Slot& slot_at(uint64_t number) const;
   uint64_t slot_number(const Slot& slot) const;
   uint64_t offset(const Slot& slot) const;
@@ -133,6 +135,7 @@ class StoreIndex {
   uint32_t last_number_ = 0;
   uint64_t num_evicted_ = 0;
   std::vector<uint64_t> hashes_;  // of the keys of the current call
+  std::vector<Slot*> found_;      // their committed blocks when the call began, or nullptr
   bool recording_ = false;
   std::vector<RemovedKey> removed_;
   size_t next_check_ = 0;

@@ -15,7 +15,12 @@ Slot* StoreIndex::take_slot(Namespace& space) {
     if (space.with_room.empty() && !free_slabs_.empty()) assign(space);
     if (!space.with_room.empty()) return &take_free_slot(*space.with_room.newest());
   }
-  if (own != nullptr) evict(*own);
+  if (own == nullptr) return nullptr;
+  evict(*own);
+  if (const Slot* next = space.evictable.oldest()) {  // probably the next victim
+    table_.prefetch(next->hash);
+    if (next->links.newer != nullptr) next->links.newer->prefetch();
+  }
   return own;
 }
 
