@@ -237,7 +237,7 @@ CLIENT_LAYERS = [
     {"calls", "context", "region_memory", "regions"},
     {"pools"},
     {"transports"},
-    {"contents", "selection", "session", "session_calls", "step"},
+    {"contents", "selection", "session", "session_calls", "step", "store"},
     {"client_core"},
     {"aio", "blocking"},
 ]

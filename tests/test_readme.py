@@ -219,10 +219,10 @@ def test_the_examples_of_the_client_are_one_program() -> None:
         names[name] = rng.standard_normal((50, heads, 64), np.float32)
     shape: dict[str, Any] = {"num_layers": 2, "num_kv_heads": 2, "head_size": 64, "dtype": "float32", "num_blocks": 32}
     examples = code_blocks(CLIENT)
-    with Daemon(**shape, share_pool="write") as daemon:
+    with Daemon(**shape, share_pool="write", store_gib=1 / 64) as daemon:
         results = [run_example(example.replace(ADDRESS, repr(daemon.address)), names) for example in examples]
         results[0]["client"].close()
-    first, regions, mapped, elsewhere, outlive, limits, waiting = results
+    first, regions, mapped, elsewhere, outlive, stored, limits, waiting = results
     assert first["out"].shape == (50, 4, 64)
     assert regions["out"] is not first["out"]
     # Both attend with the last query over the prompt, to whose end the last key and value were added once and twice.
@@ -233,6 +233,12 @@ def test_the_examples_of_the_client_are_one_program() -> None:
         total = np.einsum("th,thd->hd", weights[times], repeated(values[times]))
         np.testing.assert_allclose(result["out"][0], total / weights[times].sum(0)[:, None], rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(elsewhere["keys"][1], names["key"][:16])
+    assert stored["stored"] == 3
+    assert stored["copied"].tolist() == [True, True, True, False]
+    for block in (stored["pages"][:3], stored["values"]):
+        np.testing.assert_array_equal(block, np.arange(3 * 4096).reshape(3, 4096) % 256)
+    np.testing.assert_array_equal(stored["first"], stored["values"][0])
+    assert stored["right"].all()
     assert outlive["found"].length == limits["seq"].length == 50
     assert waiting["out"].shape == (2, 4, 64)
 

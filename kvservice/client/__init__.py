@@ -20,6 +20,10 @@ from kvservice.client.events import AllBlocksCleared, BlockRemoved, BlockStored,
 from kvservice.client.pools.mapped import MappedPool  # noqa: E402
 from kvservice.client.pools.tables import MappedStep  # noqa: E402
 from kvservice.client.region_memory import HostRegion, SharedRegion  # noqa: E402
+from kvservice.client.store.aio import AsyncStore, AsyncStoreLease, AsyncStoreReservation  # noqa: E402
+from kvservice.client.store.blocking import Store, StoreLease, StoreReservation  # noqa: E402
+from kvservice.client.store.pieces import Scatter  # noqa: E402
+from kvservice.client.store.values import Lookup, PutStatus, StoreNamespace  # noqa: E402
 from kvservice.client.values import Pin, PoolInfo, PoolStats, RegionInfo, Sequence, SequenceInfo  # noqa: E402
 
 __all__ = [
@@ -27,6 +31,9 @@ __all__ = [
     "AsyncKVClient",
     "AsyncSession",
     "AsyncStep",
+    "AsyncStore",
+    "AsyncStoreLease",
+    "AsyncStoreReservation",
     "BlockRemoved",
     "BlockSparse",
     "BlockStored",
@@ -34,16 +41,23 @@ __all__ = [
     "HostRegion",
     "KVClient",
     "KVEventBatch",
+    "Lookup",
     "MappedPool",
     "MappedStep",
     "Pin",
     "PoolInfo",
     "PoolStats",
+    "PutStatus",
     "RegionInfo",
+    "Scatter",
     "Sequence",
     "SequenceInfo",
     "Session",
     "SharedRegion",
     "Step",
+    "Store",
+    "StoreLease",
+    "StoreNamespace",
+    "StoreReservation",
     "TLSConfig",
 ]

@@ -17,6 +17,9 @@ from kvservice.client.events import KVEventBatch, to_batch
 from kvservice.client.requests import build
 from kvservice.client.session import SessionCore
 from kvservice.client.step import StepCore
+from kvservice.client.store.aio import AsyncStore, AsyncStoreLease, AsyncStoreReservation
+from kvservice.client.store.link import Dialer, StoreOptions
+from kvservice.client.store.values import StoreNamespace
 from kvservice.client.tasks import TaskStream, TaskWaiting
 from kvservice.client.values import PoolInfo, PoolStats, from_message
 from kvservice.client.waiting import SessionStream, first_answer
@@ -73,8 +76,7 @@ class AsyncKVClient:
         return info
 
     async def __aexit__(self, *_: object) -> None:
-        for connection in self._core.connections():
-            await connection.close()
+        await self._core.close()
         await self._channel.close()
 
     @contextlib.asynccontextmanager
@@ -91,7 +93,7 @@ class AsyncKVClient:
         request = build(
             session_pb2.OpenRequest, name=name, tenant=tenant, detachable=detachable, detach_ttl_s=detach_ttl_s
         )
-        opened = await self._unary(self._sessions.Open, request, timeout_s)
+        opened = await self._open_session(request, timeout_s)
         async with self._attached(opened.session_token, False, timeout_s) as session:
             yield session
 
@@ -111,6 +113,40 @@ class AsyncKVClient:
             yield session
         finally:
             await session.close()
+
+    @contextlib.asynccontextmanager
+    async def store(
+        self,
+        namespace: StoreNamespace,
+        *,
+        tenant: str = "",
+        name: str = "",
+        timeout_s: float | None = None,
+        unreachable: str = "miss",
+        transport: str = "auto",
+        copy_threads: int | None = None,
+    ) -> AsyncIterator[AsyncStore]:
+        """Open a namespace of the daemon's block store for the duration of the block; see KVClient.store."""
+        limit_s = self._core.limit_s(timeout_s)
+        options = StoreOptions.of(namespace, tenant, name, limit_s, unreachable, transport, copy_threads)
+        waiting = TaskWaiting()
+        dialer = Dialer(
+            waiting=waiting,
+            get_info=self._get_info,
+            open_session=self._open_session,
+            connection=lambda token, on_break: self._core.new_connection(
+                waiting, self._open_stream, token, limit_s, on_break
+            ),
+            close_session=self._close_session,
+            fd_path=self._core.fd_path,
+        )
+        store = AsyncStore(
+            await self._core.open_store(dialer, options), namespace, AsyncStoreLease, AsyncStoreReservation
+        )
+        try:
+            yield store
+        finally:
+            await store.close()
 
     async def stats(self, *, timeout_s: float | None = None) -> PoolStats:
         return from_message(PoolStats, await self._unary(self._pool.GetStats, pool_pb2.GetStatsRequest(), timeout_s))
@@ -140,6 +176,12 @@ class AsyncKVClient:
             return await method(request, metadata=self._core.metadata(), timeout=self._core.limit_s(timeout_s))
         except grpc.RpcError as error:
             raise channel.to_error(error) from None
+
+    async def _open_session(
+        self, request: session_pb2.OpenRequest, timeout_s: float | None
+    ) -> session_pb2.OpenResponse:
+        opened: session_pb2.OpenResponse = await self._unary(self._sessions.Open, request, timeout_s)
+        return opened
 
     async def _close_session(self, token: bytes, holder: int) -> None:
         with contextlib.suppress(*channel.NO_CLOSING):

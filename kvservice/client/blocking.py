@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
-from collections.abc import Callable, Coroutine, Generator, Iterable
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from collections.abc import Callable, Generator, Iterable
+from typing import Any
 
 import grpc
 
@@ -19,27 +18,17 @@ from kvservice.client.requests import build
 from kvservice.client.session import SessionCore
 from kvservice.client.session_calls import SessionCalls
 from kvservice.client.step import StepCore
-from kvservice.client.threads import BlockingStream, ThreadWaiting, finish
+from kvservice.client.store.blocking import Store, make_lease, make_reservation
+from kvservice.client.store.core import StoreCore
+from kvservice.client.store.link import Dialer, StoreOptions
+from kvservice.client.store.values import StoreNamespace
+from kvservice.client.threads import BlockingStream, ThreadWaiting, blocking, finish
 from kvservice.client.values import PoolInfo, PoolStats, Sequence, StepInfo, from_message
 from kvservice.client.waiting import SessionStream, first_answer
 from kvservice.client.watchdog import Watchdog
 from kvservice.errors import KVServiceError
 from kvservice.v1 import events_pb2, events_pb2_grpc, pool_pb2, pool_pb2_grpc, session_pb2, session_pb2_grpc
 from kvservice.wire.channels import open_channel
-
-P = ParamSpec("P")
-T = TypeVar("T")
-SelfT = TypeVar("SelfT")
-
-
-def blocking(method: Callable[Concatenate[SelfT, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Any, P], T]:
-    """Return a blocking version of an async method."""
-
-    @functools.wraps(method)
-    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return finish(method(self._core, *args, **kwargs))
-
-    return call
 
 
 class Step:
@@ -186,7 +175,7 @@ class KVClient:
         request = build(
             session_pb2.OpenRequest, name=name, tenant=tenant, detachable=detachable, detach_ttl_s=detach_ttl_s
         )
-        opened = self._unary(self._sessions.Open, request, timeout_s)
+        opened = finish(self._open_session(request, timeout_s))
         return self._attached(opened.session_token, timeout_s, resumed=False)
 
     def resume(self, token: bytes, *, timeout_s: float | None = None) -> Session:
@@ -201,6 +190,41 @@ class KVClient:
             _Core, self.info, connection, token, _make_step, self._close_session, resumed=resumed
         )
         return Session(finish(opening))
+
+    def store(
+        self,
+        namespace: StoreNamespace,
+        *,
+        tenant: str = "",
+        name: str = "",
+        timeout_s: float | None = None,
+        unreachable: str = "miss",
+        transport: str = "auto",
+        copy_threads: int | None = None,
+    ) -> Store:
+        """Open a namespace of the daemon's block store, in a session of its own, see StoreCore.
+
+        `tenant` is part of the namespace; operators see it and `name`. `timeout_s` is the time limit of each request in
+        seconds; None: the client's. `unreachable`: "miss" or "raise", what the store's methods do while the daemon is
+        away; with "miss" this method does not raise then either. `transport`: "auto", or one of "mapped", "region" and
+        "inline", the way that blocks must take. `copy_threads`: how many threads of this process copy blocks at most.
+        Raises StoreOffError, and StoreNotSharedError or RegionsNotAllowedError if the transport is not available.
+        """
+        limit_s = self._core.limit_s(timeout_s)
+        options = StoreOptions.of(namespace, tenant, name, limit_s, unreachable, transport, copy_threads)
+        waiting = ThreadWaiting()
+        dialer = Dialer(
+            waiting=waiting,
+            get_info=self._get_info,
+            open_session=self._open_session,
+            connection=lambda token, on_break: self._core.new_connection(
+                waiting, self._open_stream, token, limit_s, on_break
+            ),
+            close_session=self._close_session,
+            fd_path=self._core.fd_path,
+        )
+        access = finish(self._core.open_store(dialer, options))
+        return Store(StoreCore(access, namespace, make_lease, make_reservation))
 
     def stats(self, *, timeout_s: float | None = None) -> PoolStats:
         return from_message(PoolStats, self._unary(self._pool.GetStats, pool_pb2.GetStatsRequest(), timeout_s))
@@ -229,8 +253,7 @@ class KVClient:
 
     def close(self) -> None:
         """Close the connection. Open sessions are detached."""
-        for connection in self._core.connections():
-            finish(connection.close())
+        finish(self._core.close())
         self._watchdog.close()
         self._channel.close()
 
@@ -250,6 +273,12 @@ class KVClient:
             return method(request, metadata=self._core.metadata(), timeout=self._core.limit_s(timeout_s))
         except grpc.RpcError as error:
             raise channel.to_error(error) from None
+
+    async def _open_session(
+        self, request: session_pb2.OpenRequest, timeout_s: float | None
+    ) -> session_pb2.OpenResponse:
+        opened: session_pb2.OpenResponse = self._unary(self._sessions.Open, request, timeout_s)
+        return opened
 
     async def _close_session(self, token: bytes, holder: int) -> None:
         with contextlib.suppress(*channel.NO_CLOSING):

@@ -14,8 +14,11 @@ from kvservice.client.context import Context
 from kvservice.client.requests import time_limit, wait_time
 from kvservice.client.selection import open_transport
 from kvservice.client.session import CloseSession, SessionCore
+from kvservice.client.store.access import StoreAccess
+from kvservice.client.store.link import Dialer, StoreOptions
 from kvservice.client.values import PoolInfo
 from kvservice.client.waiting import OpenStream, Waiting
+from kvservice.errors import KVServiceError
 from kvservice.v1 import session_pb2
 
 SessionT = TypeVar("SessionT", bound=SessionCore[Any])
@@ -36,11 +39,12 @@ class ClientCore:
         """Raises InvalidArgumentError."""
         self.address = address
         self.credentials = ClientCredentials.for_address(address, tls, token)
-        self._fd_path = fd_passing.socket_path(address)
+        self.fd_path = fd_passing.socket_path(address)
         self._timeout_s = time_limit(timeout_s)
         self._reconnect_wait_s = wait_time(reconnect_wait_s, "reconnect_wait_s")
         self._transport = transport
         self._connections: weakref.WeakSet[SessionConnection] = weakref.WeakSet()
+        self._stores: weakref.WeakSet[StoreAccess] = weakref.WeakSet()
 
     def limit_s(self, timeout_s: float | None) -> float | None:
         """Return the time limit of a call; None: no limit. Raises InvalidArgumentError."""
@@ -50,12 +54,27 @@ class ClientCore:
         """Return the headers of a unary call."""
         return channel.trace_metadata() + self.credentials.headers()
 
-    def connections(self) -> list[SessionConnection]:
-        """Return the connections of the sessions."""
-        return list(self._connections)
+    async def close(self) -> None:
+        """Close the stores, and the connections of the sessions, which are detached then."""
+        for store in list(self._stores):
+            await store.close()
+        for connection in list(self._connections):
+            await connection.close()
+
+    async def open_store(self, dialer: Dialer, options: StoreOptions) -> StoreAccess:
+        """Open the link of a store. Raises the errors of StoreAccess.start."""
+        access = StoreAccess(dialer, options)
+        await access.start()
+        self._stores.add(access)
+        return access
 
     def new_connection(
-        self, waiting: Waiting, open_stream: OpenStream, token: bytes, timeout_s: float | None
+        self,
+        waiting: Waiting,
+        open_stream: OpenStream,
+        token: bytes,
+        timeout_s: float | None,
+        on_break: Callable[[KVServiceError], None] | None = None,
     ) -> SessionConnection:
         """Create the connection of a session. `connect` attaches it."""
         connection = SessionConnection(
@@ -64,6 +83,7 @@ class ClientCore:
             token,
             timeout_s=self.limit_s(timeout_s),
             reconnect_wait_s=self._reconnect_wait_s,
+            on_break=on_break,
         )
         self._connections.add(connection)
         return connection
@@ -82,7 +102,7 @@ class ClientCore:
         """Attach a session and open its transport. If that fails, a new session is closed; a resumed one is kept, so
         that a client with its token can resume it."""
         session_id = await connection.connect(max(info.session_grace_s, 1.0))
-        context = Context.of(info, connection, self._fd_path, token)
+        context = Context.of(info, connection, self.fd_path, token)
         try:
             transport = await open_transport(context, self._transport, session_id)
         except BaseException:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import secrets
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from kvservice.client.channel import MAX_SENDS, repeatable
@@ -44,7 +45,8 @@ _STREAM_OVER = (ConnectionLostError, UnauthenticatedError)
 
 class SessionConnection:
     """The connection of one session. With the sync API its coroutines never suspend. `timeout_s` is the default time
-    limit of calls in seconds; None: no limit."""
+    limit of calls in seconds; None: no limit. With `on_break`, a connection that breaks ends instead of reconnecting,
+    and calls it on any thread."""
 
     def __init__(
         self,
@@ -54,8 +56,10 @@ class SessionConnection:
         *,
         timeout_s: float | None,
         reconnect_wait_s: float,
+        on_break: Callable[[KVServiceError], None] | None = None,
     ) -> None:
         self._waiting = waiting
+        self._on_break = on_break
         self._open_stream = open_stream
         self._token = token
         self._timeout_s = timeout_s
@@ -85,6 +89,11 @@ class SessionConnection:
         stream, session_id = await self._attach(min(wait_s, self._timeout_s or wait_s), reconnects=False)
         self._join(stream)
         return session_id
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a stream now."""
+        return (stream := self._stream) is not None and stream.error is None
 
     def next_request_id(self) -> int:
         return next(self._request_ids)
@@ -198,12 +207,14 @@ class SessionConnection:
             if self._stream is not stream or self._ended is not None:
                 return
             self._stream = None
-            if isinstance(stream.error, _SESSION_OVER):
+            if self._on_break is not None or isinstance(stream.error, _SESSION_OVER):
                 self._ended = stream.error
-                return
-            self._broken_at, self._given_up, self._cause = self._waiting.clock(), False, stream.error
-            self._settled.clear()
-            self._mending = self._waiting.start(self._mend())
+            else:
+                self._broken_at, self._given_up, self._cause = self._waiting.clock(), False, stream.error
+                self._settled.clear()
+                self._mending = self._waiting.start(self._mend())
+        if self._on_break is not None:
+            self._on_break(stream.error)
 
     def _join(self, stream: SessionStream) -> bool:
         """Use the stream from now on. Returns False if the session has ended, so that it is not used."""

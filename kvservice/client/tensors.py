@@ -75,6 +75,19 @@ def address_of(tensor: Tensor) -> int | None:
     return int(tensor.data_ptr()) if tensor.is_contiguous() else None
 
 
+def host_address(tensor: Any, field: str) -> int:
+    """Return the address of a contiguous tensor in host memory. Raises InvalidArgumentError for anything else."""
+    if not isinstance(tensor, np.ndarray):
+        if not _is_torch(tensor):
+            raise InvalidArgumentError(f"is {type(tensor).__name__}, not a NumPy array or a torch tensor", field=field)
+        if tensor.device.type != "cpu":
+            raise InvalidArgumentError(f"is on {tensor.device}, must be in host memory", field=field)
+    address = address_of(tensor)
+    if address is None:
+        raise InvalidArgumentError("is not contiguous", field=field)
+    return address
+
+
 def copy(target: Tensor, source: Tensor) -> None:
     """Copy the elements of `source` into `target`, which has the same shape; on a GPU on the current stream."""
     if isinstance(source, np.ndarray) and not isinstance(target, np.ndarray):

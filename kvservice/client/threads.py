@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import queue
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import grpc
 
@@ -17,7 +18,9 @@ from kvservice.client.watchdog import Watchdog
 from kvservice.errors import CallTimeoutError, ConnectionLostError, KVServiceError
 from kvservice.v1 import session_pb2, session_pb2_grpc
 
+P = ParamSpec("P")
 T = TypeVar("T")
+SelfT = TypeVar("SelfT")
 
 
 def finish(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -28,6 +31,16 @@ def finish(coroutine: Coroutine[Any, Any, T]) -> T:
         value: T = end.value
         return value
     raise AssertionError("a blocking stream suspended")
+
+
+def blocking(method: Callable[Concatenate[SelfT, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Any, P], T]:
+    """Return a blocking version of an async method."""
+
+    @functools.wraps(method)
+    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return finish(method(self._core, *args, **kwargs))
+
+    return call
 
 
 class _ThreadSignal:

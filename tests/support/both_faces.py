@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, Literal
 
-from kvservice.client import AsyncKVClient, KVClient, Step
+from kvservice.client import AsyncKVClient, KVClient, Step, StoreLease, StoreReservation
 
 Face = Literal["blocking", "asyncio"]
 
@@ -25,7 +25,7 @@ class Awaitable:
 
         async def call(*args: Any, **kwargs: Any) -> Any:
             result = found(*args, **kwargs)
-            return Awaitable(result) if isinstance(result, Step) else result
+            return Awaitable(result) if isinstance(result, (Step, StoreLease, StoreReservation)) else result
 
         return call
 

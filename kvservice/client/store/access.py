@@ -1,0 +1,167 @@
+"""The store's link to the daemon, opened again in the background whenever it is lost.
+
+linked ── a call or the connection fails ──▶ away: calls fail immediately ── opened again ──▶ linked
+any ── closed by the caller ──▶ closed
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Awaitable, Callable
+
+from kvservice.client.store.link import Dialer, StoreLink, StoreOptions, open_link
+from kvservice.client.waiting import PAUSE_S, Background
+from kvservice.errors import (
+    CallTimeoutError,
+    ConnectionLostError,
+    DaemonAwayError,
+    DrainingError,
+    KVServiceError,
+    SessionTakenError,
+    TLSHandshakeError,
+    UnauthenticatedError,
+    UnknownNamespaceError,
+    UnknownRegionError,
+    UnknownSessionError,
+)
+
+logger = logging.getLogger(__name__)
+
+# Longest pause between attempts to open a link, in seconds. The pause starts at PAUSE_S and doubles.
+MAX_PAUSE_S = 0.5
+
+# Errors of a daemon that cannot be reached, or that is about to stop.
+_AWAY = (ConnectionLostError, CallTimeoutError, DrainingError)
+# Errors after which another session is opened: the daemon is away, has restarted, or has closed the session.
+_LOST = (
+    *_AWAY,
+    UnauthenticatedError,
+    UnknownSessionError,
+    SessionTakenError,
+    UnknownNamespaceError,
+    UnknownRegionError,
+)
+
+
+class StoreAccess:
+    """The link, if there is one. With the sync API its coroutines never suspend, and threads share it."""
+
+    def __init__(self, dialer: Dialer, options: StoreOptions) -> None:
+        self._dialer, self._options = dialer, options
+        self._state_lock = threading.Lock()
+        self._link: StoreLink | None = None
+        self._cause: KVServiceError = ConnectionLostError("the store was never opened")
+        self._opening: Background | None = None
+        self._closing = dialer.waiting.signal()
+        self._closed = False
+
+    @property
+    def link(self) -> StoreLink | None:
+        return self._link
+
+    @property
+    def reachable(self) -> bool:
+        return (link := self._link) is not None and link.connection.connected
+
+    async def start(self) -> None:
+        """Open the first link. A daemon that is away is an error only with `raises`; every other error is raised."""
+        try:
+            self._join(await self._open())
+        except TLSHandshakeError:
+            raise
+        except (*_AWAY, UnknownSessionError) as error:
+            if self._options.raises:
+                raise
+            self._cause = error
+            self._opening = self._dialer.waiting.start(self._reopen(None))
+
+    async def attempt(self, work: Callable[[StoreLink], Awaitable[None]]) -> bool:
+        """Run `work` on the link. Returns False if the daemon is away or was lost meanwhile; with `raises`, raises the
+        reason instead. Errors of other kinds are raised."""
+        link = self._link
+        if link is None:
+            return self._failed(
+                DaemonAwayError(f"the store is out of reach; the client goes on trying ({self._cause})")
+            )
+        return await self._run(link, work)
+
+    async def attempt_on(self, link: StoreLink | None, work: Callable[[StoreLink], Awaitable[None]]) -> bool:
+        """Run `work` on this link, as `attempt` does. Returns False if it was lost before."""
+        return link is not None and link is self._link and await self._run(link, work)
+
+    async def _run(self, link: StoreLink, work: Callable[[StoreLink], Awaitable[None]]) -> bool:
+        try:
+            await work(link)
+        except _LOST as error:
+            self._lose(link, error)
+            return self._failed(error)
+        return True
+
+    def _failed(self, error: KVServiceError) -> bool:
+        if self._options.raises:
+            raise error
+        return False
+
+    async def close(self) -> None:
+        """Close the session. Calls from now on fail as if the daemon were away."""
+        with self._state_lock:
+            self._closed = True
+            link, self._link = self._link, None
+            self._cause = ConnectionLostError("the store is closed")
+        self._closing.set()
+        if self._opening is not None:
+            await self._opening.stop()
+        if link is not None:
+            await link.close(self._dialer)
+
+    async def _open(self) -> StoreLink:
+        return await open_link(self._dialer, self._options, self._broke)
+
+    def _join(self, link: StoreLink) -> bool:
+        """Use a link from now on. Returns False if the store was closed meanwhile."""
+        with self._state_lock:
+            if self._closed:
+                return False
+            self._link = link
+        if not link.connection.connected:
+            self._lose(link, ConnectionLostError("the connection broke at once"))
+        return True
+
+    def _broke(self, error: KVServiceError) -> None:
+        """Handle the end of a connection, on any thread. It may be one that is not used yet, or not any more."""
+        link = self._link
+        if link is not None and not link.connection.connected:
+            self._lose(link, error)
+
+    def _lose(self, link: StoreLink, error: KVServiceError) -> None:
+        """Open another link. Several callers may report the loss; the first report counts."""
+        with self._state_lock:
+            if self._link is not link or self._closed:
+                return
+            self._link, self._cause = None, error
+            logger.warning("the block store is out of reach, the client goes on trying: %s", error)
+            self._opening = self._dialer.waiting.start(self._reopen(link))
+
+    async def _reopen(self, lost: StoreLink | None) -> None:
+        """Retry to open a link until it succeeds or the store is closed."""
+        if lost is not None:
+            await lost.close(self._dialer)
+        pause_s = PAUSE_S
+        while not self._closed:
+            try:
+                link = await self._open()
+            except KVServiceError as error:
+                self._report(error)
+                await self._closing.wait(pause_s)
+                pause_s = min(2 * pause_s, MAX_PAUSE_S)
+            else:
+                if not self._join(link):
+                    await link.close(self._dialer)
+                return
+
+    def _report(self, error: KVServiceError) -> None:
+        """Log an error that is not the daemon's absence, for example that it has restarted without a store. Once."""
+        if not isinstance(error, _LOST) and type(error) is not type(self._cause):
+            logger.warning("the block store cannot be opened again: %s", error)
+        self._cause = error

@@ -1,0 +1,221 @@
+"""The operations of the block store, shared by the sync and async API."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from kvservice.client.region_memory import SharedRegion
+from kvservice.client.requests import wait_time
+from kvservice.client.store.access import StoreAccess
+from kvservice.client.store.holding import acquire, reserve
+from kvservice.client.store.leases import Held, LeaseCore, ReservationCore
+from kvservice.client.store.link import StoreLink
+from kvservice.client.store.pieces import Blocks, pieces_of
+from kvservice.client.store.reading import BlockReader
+from kvservice.client.store.splits import keys_in_request, parts
+from kvservice.client.store.values import (
+    Flags,
+    Keys,
+    Lookup,
+    PutStatus,
+    Statuses,
+    StoreNamespace,
+    flags_of,
+    key_bytes,
+    num_keys,
+    some_keys,
+)
+from kvservice.client.store.writing import BlockWriter
+from kvservice.errors import DaemonAwayError
+from kvservice.v1 import store_pb2
+
+LeaseT = TypeVar("LeaseT")
+ReservationT = TypeVar("ReservationT")
+
+
+class StoreCore(Generic[LeaseT, ReservationT]):
+    """Blocks by key in a namespace of the daemon's store, over a session of its own. Threads and tasks may share it.
+
+    `keys` have 32 bytes each: one after the other in one `bytes`, or a sequence of `bytes`. Batches may have any size;
+    large ones are split into several requests.
+
+    Unreachable is a miss: unless the store was opened with unreachable="raise", no method raises because the daemon is
+    away, has restarted, or does not answer within the time limit of a request. Blocks then count as missing, and a put
+    as UNREACHABLE. After the first failure methods return at once, until the client, which goes on trying in the
+    background, has opened the namespace again. `reachable` is whether there is a connection now.
+
+    Methods raise InvalidArgumentError naming the argument before anything is sent. `timeout_s` is the time limit of
+    each request of a call in seconds, math.inf for no limit; None: the store's.
+    """
+
+    def __init__(
+        self,
+        access: StoreAccess,
+        namespace: StoreNamespace,
+        make_lease: Callable[[StoreAccess, StoreLink | None, list[Held], Flags], LeaseT],
+        make_reservation: Callable[[StoreAccess, StoreLink | None, list[Held], Statuses], ReservationT],
+    ) -> None:
+        self._access = access
+        self._make_lease, self._make_reservation = make_lease, make_reservation
+        self.namespace = namespace
+
+    @property
+    def reachable(self) -> bool:
+        """Whether there is a connection to the daemon now."""
+        return self._access.reachable
+
+    @property
+    def transport(self) -> str:
+        """How `get` copies now: "mapped", "region" or "inline"; "" while the daemon is away."""
+        return "" if (link := self._access.link) is None else link.transport
+
+    async def lookup(self, keys: Keys, *, timeout_s: float | None = None) -> Lookup:
+        """Return which blocks are there. They may be evicted at any time. Changes nothing."""
+        packed = key_bytes(keys)
+        found: Flags = np.zeros(num_keys(packed), np.bool_)
+
+        async def work(link: StoreLink) -> None:
+            for part in parts(len(found), keys_in_request(link)):
+                request = store_pb2.LookupRequest(namespace_id=link.namespace_id, keys=some_keys(packed, part))
+                response = await link.call("store_lookup", request, timeout_s)
+                found[part] = flags_of(response.found, part.stop - part.start)
+
+        await self._access.attempt(work)
+        return Lookup.of(found)
+
+    async def get(self, keys: Keys, out: Blocks, *, verify: bool = False, timeout_s: float | None = None) -> Flags:
+        """Copy blocks to `out`: uint8[num_keys, block_bytes], contiguous and in host memory, or a Scatter. Returns one
+        flag per key: whether its block was copied. The contents of `out` for the other keys are undefined.
+
+        Copies from the mapped memory if the daemon shares it; else through a region; else in messages. A block that is
+        evicted during the copy counts as missing. With `verify`, checksums are compared; a damaged block is removed and
+        counts as missing. Raises MessageTooLargeError if a block must fit into a message and does not.
+        """
+        packed = key_bytes(keys)
+        found: Flags = np.zeros(num_keys(packed), np.bool_)
+        target = pieces_of(out, len(found), self.namespace.block_bytes, "out", writable=True)
+        await self._access.attempt(
+            lambda link: BlockReader(link, packed, target, found, bool(verify), timeout_s).read()
+        )
+        return found
+
+    async def put(self, keys: Keys, values: Blocks, *, timeout_s: float | None = None) -> Statuses:
+        """Store blocks whose bytes are in `values`: uint8[num_keys, block_bytes], contiguous and in host memory, or a
+        Scatter. Returns a PutStatus per key. They must not change during the call.
+
+        Copies from `values` if they lie in a region of this store; else into the mapped memory if the daemon allows
+        that; else through a region; else in messages. Raises MessageTooLargeError as `get` does.
+        """
+        packed = key_bytes(keys)
+        statuses: Statuses = np.full(num_keys(packed), PutStatus.UNREACHABLE, np.uint8)
+        source = pieces_of(values, len(statuses), self.namespace.block_bytes, "values", writable=False)
+        await self._access.attempt(lambda link: BlockWriter(link, packed, source, statuses, timeout_s).write())
+        return statuses
+
+    async def acquire(
+        self, keys: Keys, ttl_s: float = 0.0, *, leading_only: bool = False, timeout_s: float | None = None
+    ) -> LeaseT:
+        """Lease blocks for `ttl_s` seconds, 0: for the daemon's max_lease_s. With `leading_only`, only those before the
+        first that is missing."""
+        packed, ttl_s = key_bytes(keys), wait_time(ttl_s, "ttl_s")
+        found: Flags = np.zeros(num_keys(packed), np.bool_)
+        held: list[Held] = []
+        used: StoreLink | None = None
+
+        async def work(link: StoreLink) -> None:
+            nonlocal used
+            used = link
+            await acquire(link, packed, found, held, ttl_s=ttl_s, leading_only=bool(leading_only), timeout_s=timeout_s)
+
+        try:
+            if not await self._access.attempt(work):
+                held.clear()  # leases are lost with their link
+                found[:] = False
+        except BaseException:
+            await LeaseCore(self._access, used, held, found).release(timeout_s=timeout_s)
+            raise
+        return self._make_lease(self._access, used, held, found)
+
+    async def reserve(self, keys: Keys, *, timeout_s: float | None = None) -> ReservationT:
+        """Reserve room in the mapped memory for blocks that are missing. They are found after they are committed.
+        Raises StoreNotSharedError unless the store is mapped for writing."""
+        packed = key_bytes(keys)
+        statuses: Statuses = np.full(num_keys(packed), PutStatus.UNREACHABLE, np.uint8)
+        held: list[Held] = []
+        used: StoreLink | None = None
+
+        async def work(link: StoreLink) -> None:
+            nonlocal used
+            used = link
+            await reserve(link, packed, statuses, held, timeout_s=timeout_s)
+
+        try:
+            if not await self._access.attempt(work):
+                held.clear()
+                statuses[:] = PutStatus.UNREACHABLE
+        except BaseException:
+            await ReservationCore(self._access, used, held, statuses).abort(timeout_s=timeout_s)
+            raise
+        return self._make_reservation(self._access, used, held, statuses)
+
+    async def touch(self, keys: Keys, *, timeout_s: float | None = None) -> int:
+        """Make blocks the most recently used. Returns how many keys were there."""
+        packed = key_bytes(keys)
+        touched = 0
+
+        async def work(link: StoreLink) -> None:
+            nonlocal touched
+            for part in parts(num_keys(packed), keys_in_request(link)):
+                request = store_pb2.TouchRequest(namespace_id=link.namespace_id, keys=some_keys(packed, part))
+                touched += (await link.call("store_touch", request, timeout_s)).num_blocks
+
+        await self._access.attempt(work)
+        return touched
+
+    async def remove(self, keys: Keys, *, timeout_s: float | None = None) -> int:
+        """Remove blocks. Returns how many were there."""
+        packed = key_bytes(keys)
+        removed = 0
+
+        async def work(link: StoreLink) -> None:
+            nonlocal removed
+            for part in parts(num_keys(packed), keys_in_request(link)):
+                request = store_pb2.RemoveRequest(
+                    request_id=link.next_request_id(), namespace_id=link.namespace_id, keys=some_keys(packed, part)
+                )
+                removed += (await link.call("store_remove", request, timeout_s)).num_blocks
+
+        await self._access.attempt(work)
+        return removed
+
+    async def clear(self, *, timeout_s: float | None = None) -> int:
+        """Remove all blocks of the namespace. Returns how many."""
+        removed = 0
+
+        async def work(link: StoreLink) -> None:
+            nonlocal removed
+            request = store_pb2.ClearRequest(request_id=link.next_request_id(), namespace_id=link.namespace_id)
+            removed = (await link.call("store_clear", request, timeout_s)).num_blocks
+
+        await self._access.attempt(work)
+        return removed
+
+    async def create_region(self, num_bytes: int, *, timeout_s: float | None = None) -> SharedRegion:
+        """Create a region of shared memory: `put` of values in it copies no bytes in this process. After the daemon
+        was away, its arrays are still usable, as any other memory. Raises DaemonAwayError, and otherwise the errors of
+        SessionCore.create_region."""
+        regions: list[SharedRegion] = []
+
+        async def work(link: StoreLink) -> None:
+            regions.append(await link.regions.create(num_bytes, timeout_s=timeout_s))
+
+        if not await self._access.attempt(work):
+            raise DaemonAwayError("the store is out of reach")
+        return regions[0]
+
+    async def close(self) -> None:
+        """Close the session: its leases and reservations end. Arrays over the mapped memory stay readable."""
+        await self._access.close()

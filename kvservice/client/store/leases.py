@@ -1,0 +1,170 @@
+"""Leases and reservations: blocks in the memory of the store that this process may read, or write."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvservice.client.requests import wait_time
+from kvservice.client.store.access import StoreAccess
+from kvservice.client.store.link import StoreLink
+from kvservice.client.store.memory import MappedStore
+from kvservice.client.store.values import (
+    Flags,
+    PutStatus,
+    Statuses,
+    bitmap_of,
+)
+from kvservice.errors import InvalidArgumentError, StoreNotSharedError, UnknownLeaseError, UnknownReservationError
+from kvservice.v1 import store_pb2
+from kvservice.wire.tensors import Array
+
+
+class Held(NamedTuple):
+    """The leased or reserved blocks of a part of the keys."""
+
+    number: int
+    part: slice
+    offsets: bytes
+    versions: bytes = b""
+
+
+class Holding:
+    """What one batch of keys holds on a link, by a request for each part of it."""
+
+    def __init__(self, access: StoreAccess, link: StoreLink | None, held: list[Held]) -> None:
+        self._access, self._link, self._held = access, link, held
+
+    @property
+    def _memory(self) -> MappedStore:
+        memory = None if self._link is None else self._link.memory
+        if memory is None:
+            raise StoreNotSharedError("the store is not mapped")
+        return memory
+
+    def _views(self, chosen: Flags, *, writable: bool) -> list[Array | None]:
+        """Return an array for each chosen key, None for the others."""
+        if not self._held:
+            return [None] * len(chosen)
+        views = iter(self._memory.views(b"".join(held.offsets for held in self._held), writable=writable))
+        return [next(views) if one else None for one in chosen.tolist()]
+
+
+class LeaseCore(Holding):
+    """A lease on blocks of the store. `found` has one flag per key. Blocks found are not evicted, and their bytes stay
+    as they are, until the lease is released, its time has passed, or the session is lost. Leaving a with block releases
+    it."""
+
+    def __init__(self, access: StoreAccess, link: StoreLink | None, held: list[Held], found: Flags) -> None:
+        super().__init__(access, link, held)
+        self.found = found
+
+    @property
+    def views(self) -> list[Array | None]:
+        """A read-only array uint8[block_bytes] over each block found, None for the other keys. The arrays stay valid
+        after the lease has ended, but then the blocks in them may change at any time: `check` notices. Raises
+        StoreNotSharedError if blocks were found and the store is not mapped."""
+        return self._views(self.found, writable=False)
+
+    def check(self) -> Flags:
+        """Return which blocks found are still the leased ones: everything that was read from their views before this
+        call is right. Raises StoreNotSharedError as `views` does."""
+        right = self.found.copy()
+        if self._held:
+            offsets = b"".join(held.offsets for held in self._held)
+            versions = b"".join(held.versions for held in self._held)
+            right[right] = self._memory.unchanged(offsets, versions)
+        return right
+
+    async def renew(self, ttl_s: float = 0.0, *, timeout_s: float | None = None) -> bool:
+        """Let the lease end `ttl_s` seconds from now, 0: after the daemon's max_lease_s. Returns False if it has ended
+        already, or the daemon is away."""
+        ttl_s = wait_time(ttl_s, "ttl_s")
+        renewed = True
+
+        async def work(link: StoreLink) -> None:
+            nonlocal renewed
+            for held in self._held:
+                try:
+                    request = store_pb2.RenewRequest(lease_id=held.number, ttl_s=ttl_s)
+                    await link.call("store_renew", request, timeout_s)
+                except UnknownLeaseError:
+                    renewed = False
+
+        return not self._held or (await self._access.attempt_on(self._link, work) and renewed)
+
+    async def release(self, *, timeout_s: float | None = None) -> None:
+        """End the lease. Does nothing if it has ended."""
+        numbers = [held.number for held in self._held]
+
+        async def work(link: StoreLink) -> None:
+            await link.call("store_release", store_pb2.ReleaseRequest(lease_ids=numbers), timeout_s)
+
+        if numbers:
+            await self._access.attempt_on(self._link, work)
+
+
+class ReservationCore(Holding):
+    """Room for blocks in the mapped memory of the store. `statuses` has a PutStatus per key: DONE for those that are
+    reserved. Leaving a with block aborts what was not committed."""
+
+    def __init__(self, access: StoreAccess, link: StoreLink | None, held: list[Held], statuses: Statuses) -> None:
+        super().__init__(access, link, held)
+        self.statuses = statuses
+
+    @property
+    def reserved(self) -> Flags:
+        flags: Flags = self.statuses == PutStatus.DONE
+        return flags
+
+    @property
+    def views(self) -> list[Array | None]:
+        """A writable array uint8[block_bytes] for each reserved block, None for the other keys. They must not be
+        written after `commit` or `abort`."""
+        return self._views(self.reserved, writable=True)
+
+    async def commit(self, written: Any = None, *, timeout_s: float | None = None) -> int:
+        """Publish the reserved blocks; with `written`, flags for all keys, only those, and abort the others. Returns
+        how many are stored now: 0 if the daemon is away or has lost the reservation."""
+        flags = self._written(written)
+        num_blocks = 0
+
+        async def work(link: StoreLink) -> None:
+            nonlocal num_blocks
+            for held in self._held:
+                link.reservations.discard(held.number)
+                request = store_pb2.StoreCommitRequest(
+                    request_id=link.next_request_id(),
+                    reservation_id=held.number,
+                    written=bitmap_of(flags[held.part][self.reserved[held.part]]),
+                )
+                try:
+                    num_blocks += (await link.call("store_commit", request, timeout_s)).num_blocks
+                except UnknownReservationError:
+                    continue
+            self._held.clear()
+
+        await self._access.attempt_on(self._link, work)
+        return num_blocks
+
+    async def abort(self, *, timeout_s: float | None = None) -> None:
+        """Give the room back. Does nothing after `commit`."""
+
+        async def work(link: StoreLink) -> None:
+            while self._held:
+                number = self._held.pop().number
+                link.reservations.discard(number)
+                request = store_pb2.AbortRequest(reservation_id=number)
+                await link.call("store_abort", request, timeout_s)
+
+        if self._held:
+            await self._access.attempt_on(self._link, work)
+
+    def _written(self, written: Any) -> Flags:
+        flags = np.ones(len(self.statuses), np.bool_) if written is None else np.asarray(written)
+        if flags.shape != self.statuses.shape or flags.dtype != np.bool_:
+            raise InvalidArgumentError(
+                f"is {flags.dtype}{list(flags.shape)}, must be bool[{len(self.statuses)}]", field="written"
+            )
+        return flags

@@ -1,0 +1,233 @@
+"""A session that has opened a namespace of the store, with what it shares with the daemon."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from kvservice.client.connection import SessionConnection
+from kvservice.client.fd_passing import FdPassing
+from kvservice.client.regions import RegionTable
+from kvservice.client.requests import build, whole
+from kvservice.client.store.memory import Geometry, MappedStore
+from kvservice.client.store.pieces import Numbers, Pieces
+from kvservice.client.store.staging import StoreStaging
+from kvservice.client.store.values import StoreNamespace
+from kvservice.client.values import PoolInfo, from_message
+from kvservice.client.waiting import Waiting
+from kvservice.errors import (
+    ConnectionLostError,
+    InvalidArgumentError,
+    KVServiceError,
+    RegionsNotAllowedError,
+    ResourceExhaustedError,
+    StoreNotSharedError,
+)
+from kvservice.v1 import pool_pb2, session_pb2, store_pb2
+
+# Time limit of each call that opens a link, in seconds.
+OPEN_S = 5.0
+STORE_TRANSPORTS = ("auto", "mapped", "region", "inline")
+UNREACHABLE_IS = ("miss", "raise")
+# Most threads that copy blocks for one call, unless the caller says otherwise.
+COPY_THREADS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOptions:
+    """The arguments of KVClient.store, checked. `limit_s` is the time limit of a call in seconds; None: no limit."""
+
+    namespace: store_pb2.StoreNamespace
+    tenant: str
+    name: str
+    limit_s: float | None
+    raises: bool
+    transport: str
+    copy_threads: int
+
+    @staticmethod
+    def of(
+        namespace: StoreNamespace,
+        tenant: str,
+        name: str,
+        limit_s: float | None,
+        unreachable: str,
+        transport: str,
+        copy_threads: int | None,
+    ) -> StoreOptions:
+        """Raises InvalidArgumentError."""
+        if not isinstance(namespace, StoreNamespace):
+            raise InvalidArgumentError(f"is {type(namespace).__name__}, not a StoreNamespace", field="namespace")
+        for field, value, allowed in (
+            ("unreachable", unreachable, UNREACHABLE_IS),
+            ("transport", transport, STORE_TRANSPORTS),
+        ):
+            if value not in allowed:
+                raise InvalidArgumentError(f"is not one of {', '.join(allowed)}: {value!r}", field=field)
+        threads = default_threads() if copy_threads is None else whole(copy_threads, "copy_threads")
+        if threads < 1:
+            raise InvalidArgumentError(f"{threads} is not above 0", field="copy_threads")
+        build(session_pb2.OpenRequest, name=name, tenant=tenant)
+        return StoreOptions(namespace.message(), tenant, name, limit_s, unreachable == "raise", transport, threads)
+
+
+def default_threads() -> int:
+    """Half of the cores: an engine computes meanwhile."""
+    return max(1, min(COPY_THREADS, (os.cpu_count() or 1) // 2))
+
+
+@dataclass(frozen=True, slots=True)
+class Dialer:
+    """What a store needs of the client that it belongs to: how to wait, and the calls that open and close sessions."""
+
+    waiting: Waiting
+    get_info: Callable[[float], Awaitable[pool_pb2.GetInfoResponse]]
+    open_session: Callable[[session_pb2.OpenRequest, float], Awaitable[session_pb2.OpenResponse]]
+    connection: Callable[[bytes, Callable[[KVServiceError], None]], SessionConnection]
+    close_session: Callable[[bytes, int], Awaitable[None]]
+    fd_path: str | None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class StoreLink:
+    """A link to a namespace: an attached session that has opened it. `memory` is None unless the store is mapped.
+    `reservations` are those of the caller that are neither committed nor aborted."""
+
+    info: PoolInfo
+    connection: SessionConnection
+    token: bytes
+    namespace_id: int
+    block_bytes: int
+    regions: RegionTable
+    staging: StoreStaging
+    memory: MappedStore | None
+    copy_threads: int
+    reservations: set[int]
+
+    async def call(self, name: str, request: Any, timeout_s: float | None) -> Any:
+        return await self.connection.call(name, request, timeout_s)
+
+    def next_request_id(self) -> int:
+        return self.connection.next_request_id()
+
+    def find(self, pieces: Pieces) -> tuple[str, Numbers] | None:
+        """Return the name of the session's region that has all the pieces, and their offsets; None if there is none."""
+        for region in self.regions.numbered():
+            if (offsets := pieces.offsets_in(region.address, region.num_bytes)) is not None:
+                return region.name, offsets
+        return None
+
+    @property
+    def transport(self) -> str:
+        """The way that `get` takes now."""
+        if self.memory is not None:
+            return "mapped"
+        return "region" if self.staging.allowed else "inline"
+
+    async def close(self, dialer: Dialer) -> None:
+        """Close the session, so that its leases and reservations end. Arrays over the mapped memory stay valid.
+
+        The daemon does not use the room of reservations that a session leaves behind while this process lives, because
+        it could still write there. Those of the caller are aborted first: the caller has promised not to."""
+        with contextlib.suppress(KVServiceError):
+            while self.reservations and self.connection.connected:
+                request = store_pb2.AbortRequest(reservation_id=self.reservations.pop())
+                await self.call("store_abort", request, OPEN_S)
+        await self.connection.close()
+        await dialer.close_session(self.token, self.connection.holder)
+
+
+async def open_link(dialer: Dialer, options: StoreOptions, on_break: Callable[[KVServiceError], None]) -> StoreLink:
+    """Open a session and the namespace in it, and map the store. `on_break` is called when the connection breaks."""
+    limit_s = min(options.limit_s or OPEN_S, OPEN_S)
+    info = from_message(PoolInfo, await dialer.get_info(limit_s))
+    request = build(session_pb2.OpenRequest, name=options.name, tenant=options.tenant)
+    token = (await dialer.open_session(request, limit_s)).session_token
+    connection = dialer.connection(token, on_break)
+    try:
+        await connection.connect(limit_s)
+        return await _open_namespace(dialer, options, info, connection, token, limit_s)
+    except BaseException:
+        await connection.close()
+        await dialer.close_session(token, connection.holder)
+        raise
+
+
+async def _open_namespace(
+    dialer: Dialer,
+    options: StoreOptions,
+    info: PoolInfo,
+    connection: SessionConnection,
+    token: bytes,
+    limit_s: float,
+) -> StoreLink:
+    request = store_pb2.OpenNamespaceRequest(request_id=connection.next_request_id(), namespace=options.namespace)
+    opened = await connection.call("store_open_namespace", request, limit_s)
+    block_bytes = options.namespace.block_bytes
+    geometry = Geometry(block_bytes, opened.slab_bytes, opened.first_block, opened.block_stride)
+    fds = FdPassing(connection.run, dialer.fd_path, token)
+    regions = RegionTable(connection, fds)
+    memory = None
+    if options.transport in ("auto", "mapped"):
+        memory = await _map_if_allowed(connection, fds, geometry, options, limit_s)
+    allowed = options.transport in ("auto", "region") and fds.path is not None and info.allow_client_shm
+    if options.transport == "region" and not allowed:
+        raise RegionsNotAllowedError("regions are for clients on the unix socket, with --allow-client-shm")
+    return StoreLink(
+        info=info,
+        connection=connection,
+        token=token,
+        namespace_id=opened.namespace_id,
+        block_bytes=block_bytes,
+        regions=regions,
+        staging=StoreStaging(regions, connection.lock(), allowed),
+        memory=memory,
+        copy_threads=options.copy_threads,
+        reservations=set(),
+    )
+
+
+async def _map_if_allowed(
+    connection: SessionConnection, fds: FdPassing, geometry: Geometry, options: StoreOptions, limit_s: float
+) -> MappedStore | None:
+    """Map the store, for writing if the daemon allows it. Returns None if it does not allow to map it at all; raises
+    StoreNotSharedError then if the transport must be mapped."""
+    for writable in (True, False):
+        try:
+            return await _map(connection, fds, geometry, writable, options.copy_threads, limit_s)
+        except StoreNotSharedError as error:
+            refusal = error
+    if options.transport == "mapped":
+        raise refusal
+    return None
+
+
+async def _map(
+    connection: SessionConnection,
+    fds: FdPassing,
+    geometry: Geometry,
+    writable: bool,
+    num_threads: int,
+    limit_s: float,
+) -> MappedStore:
+    try:
+        if fds.path is None:
+            raise StoreNotSharedError("the store is shared with clients on the unix socket")
+        await fds.introduce_once()
+    except (ConnectionLostError, RegionsNotAllowedError, ResourceExhaustedError) as error:
+        raise StoreNotSharedError(str(error)) from None
+    request = store_pb2.MapStoreRequest(request_id=connection.next_request_id(), writable=writable)
+    response = await connection.call("store_map_store", request, limit_s)
+    try:
+        (descriptor,) = await fds.fetch(response.handover_token, 1)
+    except (ConnectionLostError, RegionsNotAllowedError, ResourceExhaustedError) as error:
+        raise StoreNotSharedError(str(error)) from None
+    try:
+        return MappedStore.open(descriptor, response.num_bytes, geometry, writable, num_threads)
+    except (OSError, ValueError) as error:
+        raise StoreNotSharedError(f"the store cannot be mapped here: {error}") from None
+    finally:
+        os.close(descriptor)

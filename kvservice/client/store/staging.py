@@ -1,0 +1,49 @@
+"""The shared memory through which blocks travel if the store is not mapped."""
+
+from __future__ import annotations
+
+from contextlib import AbstractAsyncContextManager
+
+from kvservice.client.region_memory import SharedRegion
+from kvservice.client.regions import RegionTable
+from kvservice.errors import RegionsNotAllowedError, ResourceExhaustedError
+
+# Size of the region, unless one block is larger.
+STAGING_BYTES = 64 << 20
+
+
+class StoreStaging:
+    """A region of the session. One call uses it at a time, holding `lock`. `allowed` is whether the daemon gives the
+    session regions at all."""
+
+    def __init__(self, regions: RegionTable, lock: AbstractAsyncContextManager[object], allowed: bool) -> None:
+        self.lock, self.allowed = lock, allowed
+        self._regions = regions
+        self._region: SharedRegion | None = None
+        self._dropped: list[SharedRegion] = []
+
+    async def room(self, num_bytes: int, least_bytes: int, timeout_s: float | None) -> SharedRegion | None:
+        """Return a region of `num_bytes`, at least of `least_bytes`, or None if the daemon has no memory for it now."""
+        while self._dropped:
+            await self._regions.unregister(self._dropped.pop(), timeout_s=timeout_s)
+        size = max(least_bytes, min(num_bytes, STAGING_BYTES))
+        if self._region is not None and self._region.num_bytes < size:
+            await self._regions.unregister(self._region, timeout_s=timeout_s)
+            self._region = None
+        while self._region is None:
+            try:
+                self._region = await self._regions.create(size, timeout_s=timeout_s)
+            except RegionsNotAllowedError:
+                self.allowed = False
+                return None
+            except ResourceExhaustedError:
+                if size == least_bytes:
+                    return None
+                size = max(least_bytes, size // 2)
+        return self._region
+
+    def drop(self) -> None:
+        """Do not use the region again. A call that was given up may still be executed, and use it."""
+        if self._region is not None:
+            self._dropped.append(self._region)
+            self._region = None

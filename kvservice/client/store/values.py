@@ -1,0 +1,121 @@
+"""The values of the store's API: namespaces, keys, and the results of calls."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvservice.client.requests import build
+from kvservice.errors import InternalError, InvalidArgumentError
+from kvservice.v1 import store_pb2
+
+KEY_BYTES = 32
+Keys: TypeAlias = "bytes | Sequence[bytes]"
+"""Keys of 32 bytes each: one after the other in one `bytes`, or a sequence of them."""
+Flags: TypeAlias = npt.NDArray[np.bool_]
+Statuses: TypeAlias = npt.NDArray[np.uint8]
+"""A PutStatus per key."""
+
+
+@dataclass(frozen=True)
+class StoreNamespace:
+    """What the bytes of a block depend on besides its key; see StoreNamespace in store.proto. Namespaces that differ in
+    any field, or whose stores have another tenant, share no blocks. `block_bytes` is the size of every value."""
+
+    model: str
+    block_bytes: int
+    weights: str = ""
+    dtype: str = ""
+    layout: str = ""
+    tp_rank: int = 0
+    tp_size: int = 1
+    pp_rank: int = 0
+    pp_size: int = 1
+    key_algorithm: str = ""
+
+    def message(self) -> store_pb2.StoreNamespace:
+        """Raises InvalidArgumentError naming a field with a value of the wrong type or range."""
+        if isinstance(self.block_bytes, int) and self.block_bytes < 1:
+            raise InvalidArgumentError(f"{self.block_bytes} is not above 0", field="block_bytes")
+        return build(store_pb2.StoreNamespace, **dataclasses.asdict(self))
+
+
+class PutStatus(enum.IntEnum):
+    """What happened to a block of `put` or `reserve`."""
+
+    DONE = store_pb2.PUT_STATUS_DONE
+    """It is stored now, or room is reserved for it."""
+    PRESENT = store_pb2.PUT_STATUS_PRESENT
+    """It was there already."""
+    BEING_WRITTEN = store_pb2.PUT_STATUS_BEING_WRITTEN
+    """Another writer has reserved it."""
+    NO_ROOM = store_pb2.PUT_STATUS_NO_ROOM
+    """All blocks are leased or reserved."""
+    UNREACHABLE = 255
+    """The daemon did not answer. It may still have stored the block."""
+
+
+@dataclass(frozen=True, eq=False)
+class Lookup:
+    """Which keys are there: `found` has one flag per key, `num_leading` counts the keys before the first missing."""
+
+    num_leading: int
+    found: Flags
+
+    @staticmethod
+    def of(found: Flags) -> Lookup:
+        return Lookup(len(found) if found.all() else int(found.argmin()), found)
+
+
+def key_bytes(keys: Any) -> bytes:
+    """Return the keys one after the other. Raises InvalidArgumentError."""
+    if isinstance(keys, bytes):
+        if len(keys) % KEY_BYTES:
+            raise InvalidArgumentError(f"{len(keys)} bytes are not a multiple of {KEY_BYTES}", field="keys")
+        return keys
+    if not isinstance(keys, Sequence) or isinstance(keys, (str, bytearray, memoryview)):
+        raise InvalidArgumentError(f"is {type(keys).__name__}, not bytes or a sequence of bytes", field="keys")
+    for number, key in enumerate(keys):
+        if not isinstance(key, bytes) or len(key) != KEY_BYTES:
+            what = f"{len(key)} bytes" if isinstance(key, bytes) else type(key).__name__
+            raise InvalidArgumentError(f"key {number} is {what}, must be {KEY_BYTES} bytes", field="keys")
+    return b"".join(keys)
+
+
+def num_keys(keys: bytes) -> int:
+    return len(keys) // KEY_BYTES
+
+
+def some_keys(keys: bytes, part: slice) -> bytes:
+    return keys[KEY_BYTES * part.start : KEY_BYTES * part.stop]
+
+
+def chosen_keys(keys: bytes, chosen: Flags) -> bytes:
+    return np.frombuffer(keys, np.uint8).reshape(-1, KEY_BYTES)[chosen].tobytes()
+
+
+def flags_of(bitmap: bytes, count: int) -> Flags:
+    """Convert a bitmap, the lowest bit of a byte first. Raises InternalError if it has another size."""
+    if len(bitmap) != -(-count // 8):
+        raise InternalError(f"the daemon has sent a bitmap of {len(bitmap)} bytes for {count} keys")
+    if not count:
+        return np.zeros(0, np.bool_)
+    return np.unpackbits(np.frombuffer(bitmap, np.uint8), count=count, bitorder="little").view(np.bool_)
+
+
+def bitmap_of(flags: Flags) -> bytes:
+    return np.packbits(flags, bitorder="little").tobytes()
+
+
+def statuses_of(statuses: bytes, count: int) -> Statuses:
+    """Convert the statuses of a response. Raises InternalError unless there is one per key."""
+    array = np.frombuffer(statuses, np.uint8)
+    if len(array) != count:
+        raise InternalError(f"the daemon has sent {len(array)} statuses for {count} keys")
+    return array.copy()

@@ -1,0 +1,249 @@
+"""The store's link: when it counts as lost, what calls do then, and how it is opened again. On a fake clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+from fake_streams import FakeWaiting
+
+from kvservice.client.store import access as access_module
+from kvservice.client.store.access import MAX_PAUSE_S, StoreAccess
+from kvservice.client.store.link import Dialer, StoreLink, StoreOptions
+from kvservice.client.threads import finish
+from kvservice.errors import (
+    CallTimeoutError,
+    ConnectionLostError,
+    DaemonAwayError,
+    DrainingError,
+    InternalError,
+    InvalidArgumentError,
+    KVServiceError,
+    StoreOffError,
+    TLSHandshakeError,
+    UnknownNamespaceError,
+    UnknownSessionError,
+)
+
+AWAY = ConnectionLostError("UNAVAILABLE: connection refused")
+LOSSES = [AWAY, CallTimeoutError("late"), DrainingError("stops"), UnknownSessionError("?"), UnknownNamespaceError("?")]
+
+
+class FakeLink:
+    def __init__(self) -> None:
+        self.connection = SimpleNamespace(connected=True)
+        self.closed = False
+
+    async def close(self, _: Dialer) -> None:
+        self.closed = True
+
+
+class Rig:
+    """A StoreAccess whose attempts to open a link end as scripted: with a link (None), or an error. Without a script
+    they succeed."""
+
+    def __init__(self, *script: KVServiceError | None, raises: bool = False) -> None:
+        self.waiting = FakeWaiting()
+        self.script = list(script)
+        self.opened: list[FakeLink] = []
+        self.attempts: list[float] = []
+        self.on_break: Callable[[KVServiceError], None] | None = None
+        dialer = cast(Dialer, SimpleNamespace(waiting=self.waiting))
+        self.access = StoreAccess(dialer, cast(StoreOptions, SimpleNamespace(raises=raises)))
+
+    async def open_link(self, _: Dialer, __: StoreOptions, on_break: Callable[[KVServiceError], None]) -> FakeLink:
+        self.attempts.append(self.waiting.now)
+        self.on_break = on_break
+        if self.script and (error := self.script.pop(0)) is not None:
+            raise error
+        self.opened.append(FakeLink())
+        return self.opened[-1]
+
+    def start(self) -> None:
+        finish(self.access.start())
+
+    def call(self, error: KVServiceError | None = None) -> bool:
+        """Make a call, which fails with `error`. Returns whether it was sent and answered."""
+
+        async def work(_: StoreLink) -> None:
+            if error is not None:
+                raise error
+
+        return finish(self.access.attempt(work))
+
+
+@pytest.fixture
+def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Rig]]:
+    made: list[Rig] = []
+
+    def make(*script: KVServiceError | None, raises: bool = False) -> Rig:
+        made.append(Rig(*script, raises=raises))
+        monkeypatch.setattr(access_module, "open_link", made[-1].open_link)
+        return made[-1]
+
+    yield make
+    for one in made:
+        finish(one.access.close())
+
+
+Make = Callable[..., Rig]
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: type(loss).__name__)
+def test_after_the_first_failure_calls_are_answered_at_once(rig: Make, loss: KVServiceError) -> None:
+    store = rig()
+    store.start()
+    assert store.call()
+    assert store.access.reachable
+    assert not store.call(loss)
+    assert not store.access.reachable
+    before = store.waiting.now
+    assert not store.call(AssertionError("nothing is sent"))
+    assert store.waiting.now == before
+    store.waiting.work()
+    assert store.opened[0].closed
+    assert store.access.reachable
+    assert store.call()
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: type(loss).__name__)
+def test_calls_can_raise_instead(rig: Make, loss: KVServiceError) -> None:
+    store = rig(raises=True)
+    store.start()
+    with pytest.raises(type(loss)):
+        store.call(loss)
+    with pytest.raises(DaemonAwayError):
+        store.call()
+    store.waiting.work()
+    assert store.call()
+
+
+def test_other_errors_are_raised_and_keep_the_link(rig: Make) -> None:
+    store = rig()
+    store.start()
+    with pytest.raises(InternalError):
+        store.call(InternalError("a bug"))
+    assert store.access.reachable
+    assert len(store.attempts) == 1
+
+
+def test_a_break_is_noticed_without_a_call(rig: Make) -> None:
+    store = rig()
+    store.start()
+    store.opened[0].connection.connected = False
+    assert store.on_break is not None
+    store.on_break(AWAY)
+    assert not store.access.reachable
+    store.waiting.work()
+    assert store.access.reachable
+    assert store.opened[0].closed
+
+
+def test_the_break_of_an_earlier_link_does_not_count(rig: Make) -> None:
+    store = rig()
+    store.start()
+    assert not store.call(AWAY)
+    late = store.on_break
+    store.waiting.work()
+    assert late is not None
+    late(AWAY)
+    assert store.access.link is store.opened[1]  # type: ignore[comparison-overlap]
+    assert not store.waiting.started
+
+
+def test_a_link_that_breaks_before_it_is_used_is_opened_again(rig: Make) -> None:
+    store = rig()
+    broken = FakeLink()
+    broken.connection.connected = False
+    store.access._join(cast(StoreLink, broken))
+    assert not store.access.reachable
+    store.waiting.work()
+    assert broken.closed
+    assert store.access.reachable
+
+
+def test_it_goes_on_trying_with_longer_pauses(rig: Make) -> None:
+    store = rig(None, *[AWAY] * 12)
+    store.start()
+    assert not store.call(AWAY)
+    store.waiting.work()
+    pauses = [later - earlier for earlier, later in zip(store.attempts[1:], store.attempts[2:], strict=False)]
+    assert len(pauses) == 12
+    assert pauses == sorted(pauses)
+    assert pauses[0] < 0.1
+    assert pauses[-1] == pytest.approx(MAX_PAUSE_S)
+    assert store.access.reachable
+
+
+@pytest.mark.parametrize("error", [AWAY, CallTimeoutError("late"), DrainingError("stops")], ids=lambda one: one.reason)
+def test_a_store_opens_while_the_daemon_is_away(rig: Make, error: KVServiceError) -> None:
+    store = rig(error)
+    store.start()
+    assert not store.access.reachable
+    assert not store.call()
+    store.waiting.work()
+    assert store.call()
+
+
+@pytest.mark.parametrize("error", [AWAY, CallTimeoutError("late"), DrainingError("stops")], ids=lambda one: one.reason)
+def test_opening_can_raise_instead(rig: Make, error: KVServiceError) -> None:
+    store = rig(error, raises=True)
+    with pytest.raises(type(error)):
+        store.start()
+    assert not store.waiting.started
+
+
+@pytest.mark.parametrize("error", [StoreOffError("off"), InvalidArgumentError("large"), TLSHandshakeError("?")])
+def test_opening_raises_what_waiting_does_not_mend(rig: Make, error: KVServiceError) -> None:
+    store = rig(error)
+    with pytest.raises(type(error)):
+        store.start()
+    assert not store.waiting.started
+
+
+def test_a_daemon_that_restarts_without_a_store_counts_as_away(rig: Make, caplog: pytest.LogCaptureFixture) -> None:
+    store = rig(None, StoreOffError("store_gib is 0"), StoreOffError("store_gib is 0"), None)
+    store.start()
+    assert not store.call(AWAY)
+    store.waiting.work()
+    assert store.call()
+    assert [record.message for record in caplog.records if "store_gib" in record.message] == [
+        "the block store cannot be opened again: store_gib is 0"
+    ]
+
+
+def test_what_belongs_to_a_lost_link_is_not_called(rig: Make) -> None:
+    store = rig()
+    store.start()
+    first = store.access.link
+    assert not store.call(AWAY)
+    store.waiting.work()
+
+    async def work(_: StoreLink) -> None:
+        raise AssertionError("it is sent")
+
+    assert not finish(store.access.attempt_on(first, work))
+    assert not finish(store.access.attempt_on(None, work))
+    assert store.access.reachable
+
+
+def test_closing_stops_the_attempts(rig: Make) -> None:
+    store = rig(None, *[AWAY] * 3)
+    store.start()
+    assert not store.call(AWAY)
+    finish(store.access.close())
+    assert len(store.attempts) == 1
+    assert not store.call()
+    assert store.opened[0].closed
+
+
+def test_a_link_that_opens_while_the_store_is_closed_is_closed(rig: Make) -> None:
+    store = rig()
+    store.start()
+    assert not store.call(AWAY)
+    store.access._closed = True
+    late = FakeLink()
+    assert not store.access._join(cast(StoreLink, late))
+    assert not store.access.reachable
