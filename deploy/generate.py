@@ -25,6 +25,8 @@ from kvservice.metrics.access import access_metrics
 from kvservice.metrics.calls import call_metrics, event_loop_metric
 from kvservice.metrics.holders import holder_metrics
 from kvservice.metrics.pool import pool_metrics
+from kvservice.metrics.store import store_metrics
+from kvservice.store import ModelFigures
 from kvservice.telemetry.calls import BUCKETS_S, Key
 from kvservice.telemetry.daemon_stats import ServerStats
 from kvservice.telemetry.reading import Reading, SessionReading
@@ -63,7 +65,7 @@ COMPUTED_DEFAULTS = {
     "unix_socket": "`/run/kvservice.sock` as root; else `$XDG_RUNTIME_DIR/kvservice.sock`, or `/tmp/kvservice-UID.sock`"
 }
 # Labels whose values come from the traffic.
-OPEN_LABELS = {"session", "tenant", "method", "status"}
+OPEN_LABELS = {"session", "tenant", "model", "method", "status"}
 
 
 def options() -> str:
@@ -143,11 +145,14 @@ def _families() -> Iterator[Metric]:
         np.zeros(ages),
         [session],
         {"acme": (0, 0, 0)},
+        1,
+        {"llama": ModelFigures()},
     )
     yield from pool_metrics(reading, 0, {"pool": 0, "swap": 0, "workspaces": 0})
     yield from holder_metrics(reading, 1, 0, 0)
     yield from call_metrics(reading, keys, [1.0])
     yield event_loop_metric([0] * (len(BUCKETS_S) + 1), 0.0)
+    yield from store_metrics(reading)
     yield from access_metrics(reading.server, {"metrics": 0, "page": 0})
     yield from about_metrics({"version": "", **dict.fromkeys(CONFIG_LABELS, "")})
 

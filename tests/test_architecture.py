@@ -60,7 +60,7 @@ ROOMS: dict[str, set[str]] = {
     "engine": {"attention_options", "blocks", "config", "devices", "errors", "pool.layout"},
     "wire": {"auth", "errors", "pool.layout", "v1"},
     # Data that daemon and observer share.
-    "telemetry": {"blocks", "pool.available"},
+    "telemetry": {"blocks", "pool.available", "store"},
     "metrics": {"blocks", "telemetry"},
     "observer": {"auth", "errors", "logs", "metrics", "telemetry", "v1"},
     "server": {

@@ -25,6 +25,7 @@ from kvservice.metrics.access import access_metrics
 from kvservice.metrics.calls import call_metrics, event_loop_metric
 from kvservice.metrics.holders import holder_metrics
 from kvservice.metrics.pool import pool_metrics
+from kvservice.metrics.store import store_metrics
 from kvservice.observer.access import Refusals
 from kvservice.observer.connections import Connections, HttpLimits
 from kvservice.observer.history import History
@@ -132,6 +133,7 @@ class Observer:
         yield from about_metrics(info)
         yield from pool_metrics(reading, info["block_bytes"], configuration["memory_bytes"])
         yield from holder_metrics(reading, configuration["max_labels"], info["max_sessions"], info["max_sequences"])
+        yield from store_metrics(reading)
         yield from access_metrics(reading.server, self._refusals.counts)
         yield from call_metrics(reading, self._reader.call_keys, configuration["lane_buckets_s"])
         yield event_loop_metric(self._loop_counts, self._loop_seconds)

@@ -91,6 +91,8 @@ class KVServer:
             self.credentials,
             self.audit,
             self.integrity,
+            blocks,
+            config.max_labels,
         )
         reported = configuration(config, self.device, arrays, METHODS)
         self.observing = Observing(arrays, reported, stats.write, self.engine.manager.block_hash)

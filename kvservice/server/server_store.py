@@ -32,7 +32,9 @@ def store_config(config: ServeConfig) -> StoreConfig:
     slab_bytes -= slab_bytes % mmap.PAGESIZE
     num_bytes = wanted - wanted % slab_bytes
     quota_bytes = min(int(config.store_quota_gib * GIB), num_bytes) or num_bytes
-    return StoreConfig(num_bytes, slab_bytes, config.max_store_namespaces, quota_bytes, config.max_lease_s)
+    return StoreConfig(
+        num_bytes, slab_bytes, config.max_store_namespaces, quota_bytes, config.max_lease_s, config.max_labels
+    )
 
 
 @dataclass(frozen=True)

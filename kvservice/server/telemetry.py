@@ -15,8 +15,10 @@ from kvservice.server.dispatch import Dispatcher
 from kvservice.server.events import EventStreams
 from kvservice.server.integrity import IntegrityWatch
 from kvservice.server.sessions import SessionRegistry
+from kvservice.store import BlockStore
 from kvservice.telemetry.arrays import SharedArrays
 from kvservice.telemetry.daemon_stats import DaemonStatsTable, ServerStats
+from kvservice.telemetry.store import StoreTable
 
 
 class StatsWriter:
@@ -32,9 +34,14 @@ class StatsWriter:
         credentials: Credentials,
         audit: Audit,
         integrity: IntegrityWatch,
+        store: BlockStore | None,
+        max_models: int,
     ) -> None:
         self._engine, self._sessions, self._dispatcher, self._events = engine, sessions, dispatcher, events
         self._credentials, self._audit, self._integrity = credentials, audit, integrity
+        self._store = store
+        num_bytes = 0 if store is None else store.config.num_bytes
+        self._store_table = StoreTable(num_bytes, max_models + 1, arrays.zeros)
         self._table = DaemonStatsTable(len(engine.device.lane_buckets_s) + 1, arrays.zeros)
 
     def write(self) -> None:
@@ -71,6 +78,8 @@ class StatsWriter:
             integrity_checks=self._integrity.num_checks,
             integrity_failures=self._integrity.num_failures,
         )
+        if self._store is not None:
+            self._store_table.write(self._store.figures())
         self._table.write(manager.stats(), server, lane_counts)
 
 

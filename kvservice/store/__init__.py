@@ -7,13 +7,15 @@ session      SessionStore: the namespaces, leases and reservations of one sessio
 store        BlockStore: namespaces, counters, events, and the one user of the index
 leases       Leases: which end when their time is up
 quarantine   Quarantine: reserved blocks of lost sessions, while their writers live
-namespaces   NamespaceIdentity, StoredNamespace, NamespaceCounters
+namespaces   NamespaceIdentity, StoredNamespace
+figures      ModelFigures: gauges and counters by model
 index        KeyIndex: what the native class does
 """
 
+from kvservice.store.figures import ModelFigures
 from kvservice.store.index import KeyIndex
 from kvservice.store.leases import LeaseClock
-from kvservice.store.namespaces import NamespaceCounters, NamespaceIdentity, StoredNamespace
+from kvservice.store.namespaces import NamespaceIdentity, StoredNamespace
 from kvservice.store.quarantine import Quarantine
 from kvservice.store.session import SessionStore
 from kvservice.store.store import BlockStore, StoreConfig
@@ -22,7 +24,7 @@ __all__ = [
     "BlockStore",
     "KeyIndex",
     "LeaseClock",
-    "NamespaceCounters",
+    "ModelFigures",
     "NamespaceIdentity",
     "Quarantine",
     "SessionStore",

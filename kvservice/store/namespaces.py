@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+from kvservice.store.figures import NamespaceCounters
 
 
 @dataclass(frozen=True)
@@ -22,32 +24,20 @@ class NamespaceIdentity:
     tenant: str
 
 
-@dataclass
-class NamespaceCounters:
-    """Blocks since the start: `hits` and `misses` of lookups, `read` by gets and leases, `stored`, and `corrupt` ones
-    whose checksum was wrong. `refused` counts blocks for which there was no room."""
-
-    hits: int = 0
-    misses: int = 0
-    read: int = 0
-    stored: int = 0
-    refused: int = 0
-    corrupt: int = 0
-
-
 @dataclass(eq=False)
 class StoredNamespace:
     """A namespace with its number in the index. `num_users` counts the sessions that have it open, and the calls that
     clear it; without any, and without blocks, it can be replaced."""
 
     identity: NamespaceIdentity
+    # The counters of its model, or of all models beyond the first ones.
+    counters: NamespaceCounters
     number: int
     quota_bytes: int
     first_block: int
     block_stride: int
     blocks_per_slab: int
     num_users: int = 0
-    counters: NamespaceCounters = field(default_factory=NamespaceCounters)
 
     @property
     def block_bytes(self) -> int:

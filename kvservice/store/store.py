@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import compress
 
 from kvservice.blocks import EventJournal, Slices
 from kvservice.blocks.events import StoreChange
 from kvservice.errors import InvalidArgumentError, QuotaExceededError
+from kvservice.store.figures import ModelFigures, NamespaceCounters
 from kvservice.store.index import DONE, KEY_BYTES, NO_ROOM, WORD_BYTES, IndexStats, KeyIndex
 from kvservice.store.leases import LeaseClock, Leases
 from kvservice.store.namespaces import NamespaceIdentity, StoredNamespace
@@ -16,19 +17,23 @@ from kvservice.store.quarantine import Quarantine
 
 # The records of a slab take a page at least.
 _RECORDS_BYTES_MIN = 4096
+# The name of all models beyond the first ones.
+OTHER_MODELS = "other"
 # The blocks that `clear` removes in one slice.
 CLEARED_BLOCKS = 4096
 
 
 @dataclass(frozen=True)
 class StoreConfig:
-    """Sizes and limits. `quota_bytes` is the most bytes of values of a namespace."""
+    """Sizes and limits. `quota_bytes` is the most bytes of values of a namespace. Figures are kept for the first
+    `max_models` models, and for all others together."""
 
     num_bytes: int
     slab_bytes: int
     max_namespaces: int
     quota_bytes: int
     max_lease_s: float
+    max_models: int
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,8 @@ class BlockStore:
         self.quarantine = Quarantine(self.abort)
         self._index, self._journal = index, journal
         self._namespaces: dict[NamespaceIdentity, StoredNamespace] = {}
+        # By model. They outlive its namespaces.
+        self._counters: dict[str, NamespaceCounters] = {}
         index.record_removed(journal is not None)
 
     def __iter__(self) -> Iterator[StoredNamespace]:
@@ -92,13 +99,20 @@ class BlockStore:
         if len(self._namespaces) >= config.max_namespaces:
             self._close_an_unused_one()
         number = self._index.open(identity.block_bytes, config.quota_bytes)
-        namespace = StoredNamespace(identity, number, config.quota_bytes, *self._index.geometry(number))
+        counters = self._counters_of(identity.model)
+        namespace = StoredNamespace(identity, counters, number, config.quota_bytes, *self._index.geometry(number))
         self._namespaces[identity] = namespace
         return namespace
 
+    def _counters_of(self, model: str) -> NamespaceCounters:
+        is_known = model in self._counters or len(self._counters) < self.config.max_models
+        return self._counters.setdefault(model if is_known else OTHER_MODELS, NamespaceCounters())
+
     def _close_an_unused_one(self) -> None:
         for identity, namespace in self._namespaces.items():
-            if namespace.num_users == 0 and self._index.stats(namespace.number).num_slabs == 0:
+            stats = self._index.stats(namespace.number)
+            if namespace.num_users == 0 and stats.num_slabs == 0:
+                namespace.counters.evicted += stats.num_evicted
                 del self._namespaces[identity]
                 self._index.close(namespace.number)
                 return
@@ -121,6 +135,7 @@ class BlockStore:
         """Pin the blocks that are there, until `release`."""
         pinned = Pinned(*self._index.acquire(namespace.number, keys, leading_only))
         namespace.counters.read += pinned.num_blocks
+        namespace.counters.read_bytes += pinned.num_blocks * namespace.block_bytes
         return pinned
 
     def release(self, slots: bytes) -> None:
@@ -137,7 +152,9 @@ class BlockStore:
     def commit(self, namespace: StoredNamespace, slots: bytes, keys: bytes, checksums: bytes) -> None:
         """Publish reserved blocks with these keys."""
         self._index.commit(slots, checksums)
-        namespace.counters.stored += len(keys) // KEY_BYTES
+        num_blocks = len(keys) // KEY_BYTES
+        namespace.counters.stored += num_blocks
+        namespace.counters.stored_bytes += num_blocks * namespace.block_bytes
         if self._journal is not None and keys:
             self._journal.store_changed(StoreChange("stored", namespace.identity, keys))
 
@@ -188,6 +205,22 @@ class BlockStore:
 
     def totals(self) -> IndexStats:
         return self._index.totals()
+
+    def figures(self) -> dict[str, ModelFigures]:
+        """Return the figures of each model."""
+        figures = {}
+        for model, counters in self._counters.items():
+            stats = [self._index.stats(one.number) for one in self if one.counters is counters]
+            gauges = {
+                "namespaces": len(stats),
+                "blocks": sum(one.num_blocks for one in stats),
+                "leased": sum(one.num_leased for one in stats),
+                "reserved": sum(one.num_reserved for one in stats),
+                "used_bytes": sum(one.used_bytes for one in stats),
+            }
+            evicted = counters.evicted + sum(one.num_evicted for one in stats)
+            figures[model] = ModelFigures(**gauges, **asdict(counters) | {"evicted": evicted})
+        return figures
 
     def _report_removed(self) -> None:
         if self._journal is None:

@@ -13,11 +13,13 @@ import numpy.typing as npt
 from kvservice.blocks import BlocksStats
 from kvservice.blocks.namespaces import COMPUTED_TOKENS, HIT_TOKENS, NUM_COUNTERS, QUERY_TOKENS
 from kvservice.blocks.sequences import LENGTH, NAMESPACE, NUM_BLOCKS, NUM_COMPUTED, SEQUENCE_ID, SWAPPED
+from kvservice.store.figures import ModelFigures
 from kvservice.telemetry import sessions as columns
 from kvservice.telemetry.arrays import Arrays
 from kvservice.telemetry.calls import Key, keys
 from kvservice.telemetry.daemon_stats import ServerStats
 from kvservice.telemetry.sessions import get_name
+from kvservice.telemetry.store import read_store
 
 # Retries for data that is being changed. A change takes microseconds unless the daemon is descheduled.
 _MAX_TRIES, _RETRY_S = 100, 0.001
@@ -65,6 +67,7 @@ class Reading:
 
     `call_counts` int64[rows, buckets + 1] and `call_seconds` float64[rows] come from `CallTable`, `age_counts` and
     `age_seconds` from `BlockAges`. `tenants` maps each tenant to its computed, queried and hit tokens since the start.
+    `store_bytes` is the size of the block store, 0 if there is none.
     """
 
     time_s: float
@@ -77,6 +80,8 @@ class Reading:
     age_seconds: FloatArray
     sessions: list[SessionReading]
     tenants: dict[str, tuple[int, ...]]
+    store_bytes: int
+    store_models: dict[str, ModelFigures]
 
 
 class Reader:
@@ -102,6 +107,7 @@ class Reader:
             arrays["age_seconds"].copy(),
             list(self._describe(session_rows)),
             tenants,
+            *read_store(arrays),
         )
 
     def sequences(self) -> SequenceRows:

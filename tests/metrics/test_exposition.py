@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from ports import free_port
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from scraping import POOL, compute, exposition
 
-from kvservice.client import KVClient
+from kvservice.client import KVClient, StoreNamespace
 from kvservice.errors import OutOfBlocksError
 from kvservice.launch import Daemon
 
@@ -26,6 +27,8 @@ PROMPT = [1_987_654_000 + 7 * n for n in range(10)]
 SEQUENCE_ID = 4_611_686_018_427_387_911
 HTTP_TOKEN = "a-secret-of-the-page"
 KEY = b"key of an image"
+STORED = StoreNamespace(model="llama", block_bytes=64)
+BLOCK_KEY = b"the key of a block in the store."
 
 
 @dataclass(frozen=True)
@@ -40,11 +43,14 @@ def exposed() -> Exposed:
     """By a daemon with calls that bring forth every kind of metric."""
     port = free_port()
     options: dict[str, Any] = {"http_address": f"127.0.0.1:{port}", "http_token": HTTP_TOKEN, "event_token_ids": True}
+    options["store_gib"] = 1 / 64
     with (
         Daemon(**options, **POOL) as daemon,
         KVClient(daemon.address) as client,
         client.session("engine", tenant="acme") as kv,
+        client.store(STORED) as store,
     ):
+        store.put(BLOCK_KEY, np.zeros((1, 64), np.uint8))
         kv.allocate(PROMPT[:2], sequence_id=SEQUENCE_ID, extra_keys=[(0, KEY)])
         computed = compute(kv, PROMPT)
         kv.append([computed], [PROMPT[0]])
@@ -56,7 +62,9 @@ def exposed() -> Exposed:
         next(events)
         text = exposition(port)
         events.close()
-        return Exposed(text, list(text_string_to_metric_families(text)), [kv.token, KEY, HTTP_TOKEN.encode()])
+        return Exposed(
+            text, list(text_string_to_metric_families(text)), [kv.token, KEY, BLOCK_KEY, HTTP_TOKEN.encode()]
+        )
 
 
 def full_name(family: Metric) -> str:

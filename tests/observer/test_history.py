@@ -24,7 +24,18 @@ def reading(time_s: float, calls: dict[tuple[str, str, str], dict[int, int]] | N
     blocks = {"num_blocks": 10} | {name: value for name, value in stats.items() if name in BlocksStats._fields}
     server = {name: value for name, value in stats.items() if name not in blocks}
     return Reading(
-        time_s, BlocksStats(**blocks), ServerStats(**server), [], counts, empty, np.zeros(0, np.int64), empty, [], {}
+        time_s,
+        BlocksStats(**blocks),
+        ServerStats(**server),
+        [],
+        counts,
+        empty,
+        np.zeros(0, np.int64),
+        empty,
+        [],
+        {},
+        0,
+        {},
     )
 
 

@@ -20,6 +20,7 @@ from kvservice.telemetry.calls import CallTable
 from kvservice.telemetry.daemon_stats import DaemonStatsTable, ServerStats
 from kvservice.telemetry.reading import Reader, Reading
 from kvservice.telemetry.sessions import SessionRow, SessionTable
+from kvservice.telemetry.store import StoreTable
 
 METHODS = ["allocate", "free"]
 MAX_SESSIONS, MAX_TENANTS = 5, 3
@@ -56,6 +57,7 @@ class ObservedPool:
         self.table = SessionTable(MAX_SESSIONS, MAX_TENANTS, shared.zeros)
         self.calls = CallTable(methods, shared.zeros)
         self.stats = DaemonStatsTable(2, shared.zeros)
+        StoreTable(0, 1, shared.zeros)
         self.sessions: list[OpenSession] = []
         self.num_opened = 0
         descriptor = shared.read_only()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from small_pool import SMALL_POOL
 
-from kvservice.client import KVClient, Session
+from kvservice.client import KVClient, Session, StoreNamespace
 from kvservice.client import Sequence as KVSequence
 from kvservice.errors import KVServiceError, OutOfBlocksError
 
@@ -42,6 +42,7 @@ class Traffic:
             self.chat = stack.enter_context(lanes.session("chat", tenant="chat"))
             self.search = stack.enter_context(messages.session("search", tenant="search"))
             self.nameless = stack.enter_context(messages.session())
+            self.store = stack.enter_context(messages.store(StoreNamespace(model="stored", block_bytes=4096)))
             self.chat.create_region(4096)
             yield self
 
@@ -51,6 +52,7 @@ class Traffic:
         for session in (self.chat, self.search, self.nameless):
             self._generate(session)
         self._fill(self.search)
+        self._use_store()
         with pytest.raises(KVServiceError):
             self.chat.append([KVSequence(10**6, 1)], [1])
         _, waiting = self.chat.allocate_batch([[1], [2]])
@@ -85,6 +87,14 @@ class Traffic:
         session.swap_in([child])
         session.free([sequence, child])
         session.unpin(session.pin([*range(BLOCK_SIZE)], ttl_s=60))
+
+    def _use_store(self) -> None:
+        """Store a block, and look for it and for another one."""
+        key, missing = (bytes([self._rounds] * 31) + last for last in (b"a", b"b"))
+        block = np.zeros((1, 4096), np.uint8)
+        self.store.put(key, block)
+        self.store.lookup(key + missing)
+        assert self.store.get(key, block).all()
 
     def _fill(self, session: Session) -> None:
         """Fill the pool until it is exhausted, so that cached blocks are evicted."""

@@ -69,7 +69,7 @@ class _Collected(Collector):
 def exposition(blocks: BlocksStats, server: ServerStats) -> bytes:
     """Return the metrics page of these figures."""
     none = np.zeros((3, 20), np.int64)
-    reading = Reading(0.0, blocks, server, [0, 0], none, np.zeros(3), none, np.zeros(3), [], {})
+    reading = Reading(0.0, blocks, server, [0, 0], none, np.zeros(3), none, np.zeros(3), [], {}, 0, {})
     metrics = [
         *pool_metrics(reading, 16, {}),
         *holder_metrics(reading, 1, 0, 0),

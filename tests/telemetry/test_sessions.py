@@ -13,6 +13,7 @@ from kvservice.telemetry.arrays import Arrays
 from kvservice.telemetry.daemon_stats import ServerStats
 from kvservice.telemetry.reading import Reader
 from kvservice.telemetry.sessions import ATTACHED, LANE, REGION_BYTES, REGIONS, SessionTable
+from kvservice.telemetry.store import StoreTable
 
 MAX_SESSIONS, MAX_TENANTS = 4, 2
 
@@ -32,6 +33,7 @@ class Both:
             "age_seconds": np.zeros(1),
         }
         self.table = SessionTable(MAX_SESSIONS, MAX_TENANTS, self._zeros)
+        StoreTable(0, 1, self._zeros)
         self.reader = Reader(self.arrays, [], 0.0)
 
     def _zeros(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:

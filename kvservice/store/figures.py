@@ -1,0 +1,42 @@
+"""What the store reports of the namespaces of one model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+@dataclass
+class NamespaceCounters:
+    """Blocks since the start: `hits` and `misses` of lookups, `read` by gets and leases, `stored`, `evicted` from
+    namespaces that are closed, `refused` because there was no room, and `corrupt` ones whose checksum was wrong."""
+
+    hits: int = 0
+    misses: int = 0
+    read: int = 0
+    read_bytes: int = 0
+    stored: int = 0
+    stored_bytes: int = 0
+    evicted: int = 0
+    refused: int = 0
+    corrupt: int = 0
+
+
+class ModelFigures(NamedTuple):
+    """Gauges, then counters since the start, over all namespaces of a model."""
+
+    namespaces: int = 0
+    blocks: int = 0
+    leased: int = 0
+    reserved: int = 0
+    used_bytes: int = 0
+
+    hits: int = 0
+    misses: int = 0
+    read: int = 0
+    read_bytes: int = 0
+    stored: int = 0
+    stored_bytes: int = 0
+    evicted: int = 0
+    refused: int = 0
+    corrupt: int = 0
