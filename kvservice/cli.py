@@ -188,7 +188,7 @@ def top(
 
 @main.group()
 def bench() -> None:
-    """Benchmarks of bookkeeping, RPCs, the largest requests, attention and swapping."""
+    """Benchmarks of bookkeeping, RPCs, the block store, the largest requests, attention and swapping."""
 
 
 def _report(
@@ -244,6 +244,20 @@ def bench_rpc(device: str, quick: bool, as_json: bool) -> None:
 
     with _torch_wanted():
         _report(lambda: rpc.run(quick, device), rpc.render, as_json)
+
+
+@bench.command("store")
+@_quick_option
+@_json_option
+def bench_store(quick: bool, as_json: bool) -> None:
+    """Measure put and get of the block store against memcpy, and its calls in units of an echo.
+
+    Also measure Redis with the same keys and values, if redis-server and the package redis are installed.
+    """
+    _reexec_with(missing_environment(os.environ))
+    from kvservice.bench import store
+
+    _report(lambda: store.run(quick), store.render, as_json)
 
 
 @bench.command("limits")

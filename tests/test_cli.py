@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from kvservice.bench import store, store_peers
 from kvservice.bench.largest import WITHOUT_MEANING
 from kvservice.bench.transports import LABELS, SIZES
 from kvservice.config import ServeConfig
@@ -138,6 +140,18 @@ def test_bench_limits_sends_large_requests_of_every_rpc_of_the_contract() -> Non
     # At least one request of every RPC succeeds, except for the registrations of shared memory.
     done_rpcs = {row["rpc"] for row in rows if "OK" in row["statuses"] and row["content"] != WITHOUT_MEANING}
     assert rpcs - done_rpcs == {"SystemSharedMemoryRegister", "CudaSharedMemoryRegister"}
+
+
+def test_bench_store_prints_one_json_object_with_every_way() -> None:
+    done = kvservice("bench", "store", "--quick", "--json")
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout)
+    ways = [*store.LABELS, *(name for name in store_peers.PEERS if name not in results["missing"])]
+    for way, call, size in itertools.product(ways, ("put", "get"), store.SIZES):
+        assert results[f"{way}_{call}_{size}_s"] > 0
+    for call, count in itertools.product(store.CALLS, store.COUNTS):
+        assert results[f"{call}_{count}_s"] > 0
+    assert results["echo_s"] > 0
 
 
 def test_bench_rpc_prints_one_json_object_with_every_call() -> None:
