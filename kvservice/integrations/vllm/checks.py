@@ -1,0 +1,64 @@
+"""What the connector refuses at the start of vLLM, because blocks would be wrong or never found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvservice.errors import InvalidArgumentError
+
+# Algorithms of vLLM whose hashes have 32 bytes.
+KEY_ALGORITHMS = ("sha256", "sha256_cbor")
+# Kinds of attention in which a request keeps every block until it ends.
+SUPPORTED_SPECS = ("FullAttentionSpec", "MLAAttentionSpec")
+
+
+def check_supported(vllm_config: Any, kv_cache_config: Any, *, fixed_seed: bool) -> None:
+    """`fixed_seed`: the hashes of blocks do not depend on the process. Raises InvalidArgumentError with the remedy."""
+    _check_keys(vllm_config.cache_config, fixed_seed)
+    _check_groups(kv_cache_config)
+    parallel = vllm_config.parallel_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            raise InvalidArgumentError("context parallelism is not supported", field=name)
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        raise InvalidArgumentError(
+            "scales computed from the first batch differ between processes; use a checkpoint that contains them",
+            field="calculate_kv_scales",
+        )
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.method not in ("ngram", "ngram_gpu", "suffix"):
+        raise InvalidArgumentError(
+            f"speculation by {speculative.method!r} has K/V of its own, which is not supported",
+            field="speculative_config",
+        )
+
+
+def _check_keys(cache_config: Any, fixed_seed: bool) -> None:
+    algorithm = cache_config.prefix_caching_hash_algo
+    if algorithm not in KEY_ALGORITHMS:
+        raise InvalidArgumentError(
+            f"the hashes of {algorithm!r} do not have 32 bytes; set --prefix-caching-hash-algo sha256_cbor",
+            field="prefix_caching_hash_algo",
+        )
+    if not fixed_seed:
+        raise InvalidArgumentError(
+            "this vLLM seeds its block hashes at random, so no other process would find the blocks; "
+            "set PYTHONHASHSEED to the same number for all of them",
+            field="PYTHONHASHSEED",
+        )
+
+
+def _check_groups(kv_cache_config: Any) -> None:
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        raise InvalidArgumentError(
+            f"the model has {len(groups)} groups of K/V caches; set --disable-hybrid-kv-cache-manager",
+            field="kv_cache_groups",
+        )
+    spec = groups[0].kv_cache_spec
+    for part in getattr(spec, "kv_cache_specs", {"": spec}).values():
+        kind = type(part).__name__
+        if kind not in SUPPORTED_SPECS:
+            raise InvalidArgumentError(
+                f"{kind} is not supported: only full attention keeps all blocks of a request", field="kv_cache_spec"
+            )

@@ -1,0 +1,44 @@
+"""The options of the connector: `kv_connector_extra_config` of vLLM's configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvservice.errors import InvalidArgumentError
+
+
+@dataclass(frozen=True)
+class ConnectorOptions:
+    """The address of the daemon is required."""
+
+    address: str
+    """The address of the daemon, the same for the scheduler and all workers."""
+    token: str = ""
+    """A file with the client's token."""
+    tenant: str = ""
+    """The tenant of the sessions. Tenants share no blocks."""
+    weights: str = ""
+    """The identity of the weights, if the connector cannot find it or finds it too narrow."""
+    lookup_timeout_s: float = 0.25
+    """The time limit in seconds of calls inside vLLM's scheduler. A call that takes longer counts as a miss."""
+    transfer_timeout_s: float = 1.0
+    """The time limit in seconds of saving or loading up to 16 MiB in the background."""
+
+    @staticmethod
+    def of(extra_config: Mapping[str, Any]) -> ConnectorOptions:
+        """Raises InvalidArgumentError naming the option."""
+        kinds = {field.name: type(field.default) for field in dataclasses.fields(ConnectorOptions)}
+        kinds["address"] = str
+        for name, value in extra_config.items():
+            if name not in kinds:
+                raise InvalidArgumentError(f"is not one of {', '.join(kinds)}", field=name)
+            if kinds[name] is float and (not isinstance(value, (int, float)) or not 0 < value < 3600):
+                raise InvalidArgumentError(f"{value!r} is not a number of seconds above 0 and below 3600", field=name)
+            if kinds[name] is str and not isinstance(value, str):
+                raise InvalidArgumentError(f"{value!r} is not a text", field=name)
+        if not extra_config.get("address"):
+            raise InvalidArgumentError("the address of the daemon is missing", field="address")
+        return ConnectorOptions(**extra_config)

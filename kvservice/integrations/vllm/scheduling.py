@@ -1,0 +1,167 @@
+"""The scheduler's side of the connector: which blocks are found, loaded and saved. It never waits for a transfer."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from kvservice.integrations.vllm.identity import files_identity
+from kvservice.integrations.vllm.steps import BlockLoad, BlockSave, ConnectorStep
+
+
+class BlockFinder(Protocol):
+    """The blocks of one worker, in the store."""
+
+    def num_leading(self, keys: Sequence[bytes]) -> int:
+        """Return how many keys are there before the first missing one."""
+
+    def lease(self, keys: Sequence[bytes]) -> Callable[[], None]:
+        """Protect the blocks from eviction. Returns the function that ends the protection."""
+
+
+@dataclass
+class _Tracked:
+    """A request with blocks. `num_offered` of its blocks have been handed to the workers to be saved."""
+
+    request: Any
+    block_ids: list[int] = field(default_factory=list)
+    num_offered: int = 0
+
+
+class ConnectorScheduler:
+    """Blocks of all workers are needed, so a block is found if each of `finders` finds it.
+
+    Nothing here has to be right for the tokens to be right: a block that has gone between look-up and load is reported
+    by the worker, and vLLM computes it again. Leases make that rare.
+    """
+
+    def __init__(self, block_size: int, *, loads: bool, saves: bool) -> None:
+        """`block_size` in tokens; `loads` and `saves` say what the role of this vLLM allows."""
+        self._block_size, self._loads, self._saves = block_size, loads, saves
+        self._finders: tuple[BlockFinder, ...] = ()
+        self._requests: dict[str, _Tracked] = {}
+        self._num_local: dict[str, int] = {}
+        self._new_loads: list[BlockLoad] = []
+        self._leases: dict[str, list[Callable[[], None]]] = {}
+        self._overwritten: set[int] = set()
+        self._adapters: dict[str, bytes | None] = {}
+        self._epoch = b""
+
+    def use(self, finders: Sequence[BlockFinder]) -> None:
+        self._finders = tuple(finders)
+
+    def num_matched_tokens(self, request: Any, num_computed_tokens: int) -> int:
+        """Return the number of tokens after the first `num_computed_tokens` whose blocks can be loaded. The last token
+        is never among them: vLLM computes it to get the logits."""
+        self._num_local[request.request_id] = num_computed_tokens
+        if not self._loads or not self._finders or getattr(request, "skip_reading_prefix_cache", False):
+            return 0
+        first = num_computed_tokens // self._block_size
+        keys = self._keys(request, first, (request.num_tokens - 1) // self._block_size)
+        for finder in self._finders:
+            if not keys:
+                break
+            keys = keys[: finder.num_leading(keys)]
+        return len(keys) * self._block_size
+
+    def allocated(self, request: Any, block_ids: Sequence[int], num_external_tokens: int) -> None:
+        """Note the blocks of a request, and decide to load those of `num_external_tokens` tokens."""
+        tracked = self._requests.setdefault(request.request_id, _Tracked(request))
+        tracked.request = request
+        num_local = self._num_local.pop(request.request_id, 0)
+        if not num_external_tokens:
+            return
+        first = num_local // self._block_size
+        stop = first + num_external_tokens // self._block_size
+        keys = self._keys(request, first, stop)
+        targets = tuple(block_ids[first:stop])
+        assert len(keys) == len(targets), "a load needs a block for each key"
+        self._leases.setdefault(request.request_id, []).extend(finder.lease(keys) for finder in self._finders)
+        self._new_loads.append(BlockLoad(request.request_id, tuple(keys), targets))
+        self._overwritten.update(block_ids[first:])
+
+    def step(self, output: Any) -> ConnectorStep:
+        """Return what the workers do in a step. `output`: vLLM's SchedulerOutput."""
+        saves = []
+        for request_id, num_computed_tokens in self._note_blocks(output):
+            tracked = self._requests.get(request_id)
+            if tracked is not None and self._saves:
+                num_tokens = num_computed_tokens + output.num_scheduled_tokens.get(request_id, 0)
+                saves += self._offer(tracked, num_tokens)
+        step = ConnectorStep(tuple(self._new_loads), tuple(saves), frozenset(self._overwritten))
+        self._new_loads, self._overwritten = [], set()
+        return step
+
+    def loaded(self, request_ids: Iterable[str]) -> None:
+        """All workers have finished loading these requests, with or without errors."""
+        for request_id in request_ids:
+            for release in self._leases.pop(request_id, ()):
+                release()
+
+    def finished(self, request: Any) -> None:
+        """Forget a request. Its blocks may be saved later than this: see `ConnectorWorker.before_step`."""
+        self._requests.pop(request.request_id, None)
+        self._num_local.pop(request.request_id, None)
+
+    def reset(self) -> None:
+        """Find nothing that was saved until now: the weights may have changed in memory, so that blocks of this engine
+        are not those of the namespace any more. New keys keep them apart from those of other engines, too. Blocks that
+        are still being saved have the old keys."""
+        self._epoch = os.urandom(16)
+
+    def _note_blocks(self, output: Any) -> Iterable[tuple[str, int]]:
+        """Keep the block tables of all requests of a step. Yields each with its number of computed tokens."""
+        for new in output.scheduled_new_reqs:
+            self._replace(new.req_id, new.block_ids[0], new.num_computed_tokens)
+            yield new.req_id, new.num_computed_tokens
+        cached = output.scheduled_cached_reqs
+        rows = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
+        for request_id, block_ids, num_computed_tokens in rows:
+            added = block_ids[0] if block_ids else []
+            if request_id in cached.resumed_req_ids:
+                self._replace(request_id, added, num_computed_tokens)
+            elif request_id in self._requests:
+                self._requests[request_id].block_ids += added
+                self._overwritten.update(added)
+            yield request_id, num_computed_tokens
+
+    def _replace(self, request_id: str, block_ids: Sequence[int], num_computed_tokens: int) -> None:
+        """Set the blocks of a request that starts or continues. Those of computed tokens keep their contents."""
+        if request_id in self._requests:
+            self._requests[request_id].block_ids = list(block_ids)
+        self._overwritten.update(block_ids[num_computed_tokens // self._block_size :])
+
+    def _offer(self, tracked: _Tracked, num_tokens: int) -> list[BlockSave]:
+        """Return the blocks that are full after `num_tokens` computed tokens and were not offered before. Blocks that
+        vLLM had itself are among them: a daemon that has restarted does not have them."""
+        num_full = min(num_tokens // self._block_size, len(tracked.block_ids))
+        keys = self._keys(tracked.request, tracked.num_offered, num_full)
+        if not keys:
+            return []
+        stop = tracked.num_offered + len(keys)
+        save = BlockSave(tuple(keys), tuple(tracked.block_ids[tracked.num_offered : stop]))
+        tracked.num_offered = stop
+        return [save]
+
+    def _keys(self, request: Any, first: int, stop: int) -> list[bytes]:
+        """Return the keys of blocks whose tokens are known. There are none if the request's adapter is unknown."""
+        hashes = [bytes(block_hash) for block_hash in request.block_hashes[first:stop]]
+        adapter = getattr(request, "lora_request", None)
+        identity = b"" if adapter is None else self._adapter(adapter.lora_path)
+        if identity is None:
+            return []
+        if not identity and not self._epoch:
+            return hashes
+        return [hashlib.sha256(key + self._epoch + identity).digest() for key in hashes]
+
+    def _adapter(self, path: str) -> bytes | None:
+        """Return what distinguishes the weights of an adapter from others with the same path; vLLM's hashes contain
+        only name and path."""
+        if path not in self._adapters:
+            directory = Path(path)
+            self._adapters[path] = files_identity(directory).encode() if directory.is_dir() else None
+        return self._adapters[path]

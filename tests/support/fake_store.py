@@ -1,0 +1,100 @@
+"""A block store of the client in this process: a dict. It can be away, and its calls can be held up."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvservice.client import Lookup, PutStatus, Scatter
+from kvservice.errors import InternalError
+
+
+class FakeLease:
+    def __init__(self, store: FakeStore, keys: Sequence[bytes]) -> None:
+        self.store, self.keys = store, list(keys)
+        store.leased += self.keys
+
+    def release(self) -> None:
+        for key in self.keys:
+            self.store.leased.remove(key)
+        self.keys = []
+
+
+class FakeStore:
+    """`values` are the blocks by key. `away`: nothing is found and nothing stored. `broken`: every call fails.
+    `calls` are the names of the calls made."""
+
+    def __init__(self, values: dict[bytes, bytes] | None = None) -> None:
+        self.values = {} if values is None else values
+        self.leased: list[bytes] = []
+        self.calls: list[str] = []
+        self.away = self.broken = self.closed = False
+        self._free = threading.Event()
+        self._free.set()
+        self.waiting = threading.Event()
+
+    @contextmanager
+    def held_up(self) -> Iterator[None]:
+        """Calls of get and put wait until the end of the block. `waiting` is set when one waits."""
+        self._free.clear()
+        self.waiting.clear()
+        try:
+            yield
+        finally:
+            self._free.set()
+
+    def lookup(self, keys: Sequence[bytes]) -> Lookup:
+        self._called("lookup")
+        return Lookup.of(np.array([key in self.values and not self.away for key in keys], np.bool_))
+
+    def get(self, keys: Sequence[bytes], out: Scatter) -> npt.NDArray[np.bool_]:
+        self._called("get")
+        self._wait()
+        found = np.array([key in self.values and not self.away for key in keys], np.bool_)
+        for row, key in enumerate(keys):
+            if found[row]:
+                data = np.frombuffer(self.values[key], np.uint8)
+                for piece in pieces(out, row):
+                    piece[:], data = data[: len(piece)], data[len(piece) :]
+        return found
+
+    def put(self, keys: Sequence[bytes], values: Scatter) -> npt.NDArray[Any]:
+        self._called("put")
+        self._wait()
+        statuses = []
+        for row, key in enumerate(keys):
+            statuses.append(PutStatus.UNREACHABLE if self.away else PutStatus.DONE)
+            if not self.away:
+                self.values[key] = b"".join(piece.tobytes() for piece in pieces(values, row))
+        return np.array(statuses, np.uint8)
+
+    def acquire(self, keys: Sequence[bytes]) -> FakeLease:
+        self._called("acquire")
+        return FakeLease(self, [key for key in keys if key in self.values])
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _called(self, name: str) -> None:
+        self.calls.append(name)
+        if self.broken:
+            raise InternalError("the fake store is broken")
+
+    def _wait(self) -> None:
+        if not self._free.is_set():
+            self.waiting.set()
+            assert self._free.wait(60)
+
+
+def pieces(places: Any, row: int) -> Iterator[npt.NDArray[np.uint8]]:
+    """Yield the pieces of one block of a Scatter, or of an array uint8[num_blocks, block_bytes]."""
+    if not isinstance(places, Scatter):
+        yield np.asarray(places)[row]
+        return
+    for base, offset, size in zip(places.base, np.asarray(places.offsets)[row], places.piece_bytes, strict=True):
+        yield np.asarray(base)[offset : offset + size]
