@@ -90,6 +90,16 @@ interface CallRow {
   p99_s?: number;
 }
 
+interface StoreFigures {
+  num_bytes: number;
+  used_bytes: number;
+  blocks: number;
+  leased: number;
+  reserved: number;
+  hits: number;
+  misses: number;
+}
+
 interface Snapshot {
   time_s: number;
   uptime_s: number;
@@ -100,6 +110,8 @@ interface Snapshot {
   sequences: SequenceRow[];
   num_sessions: number;
   num_sequences: number;
+  /** Missing if the daemon has no block store. */
+  store?: StoreFigures;
 }
 
 /** One value per chart, null where there is none. */

@@ -14,6 +14,8 @@ from kvservice.v1 import inspect_pb2
 
 # The fields of `PoolSnapshot` have the names of `BlocksStats` and `ServerStats`.
 _POOL = tuple(inspect_pb2.PoolSnapshot.DESCRIPTOR.fields_by_name)
+# The fields of `StoreSnapshot`, except the size, have the names of `ModelFigures`.
+_STORE = tuple(name for name in inspect_pb2.StoreSnapshot.DESCRIPTOR.fields_by_name if name != "num_bytes")
 
 
 def take_snapshot(
@@ -35,7 +37,7 @@ def take_snapshot(
         "sequences": sequences,
         "num_sessions": len(sessions),
         "num_sequences": num_sequences,
-    }
+    } | _store(latest)
 
 
 def _fits(session: SessionReading, search: str) -> bool:
@@ -45,6 +47,15 @@ def _fits(session: SessionReading, search: str) -> bool:
 def _pool(latest: Reading) -> dict[str, Any]:
     figures = latest.blocks._asdict() | latest.server._asdict()
     return {name: int(figures[name]) for name in _POOL} | {"draining": bool(latest.server.draining)}
+
+
+def _store(latest: Reading) -> dict[str, Any]:
+    """Return the sums over all models, or nothing if the daemon has no store."""
+    if not latest.store_bytes:
+        return {}
+    models = latest.store_models.values()
+    sums = {name: sum(getattr(model, name) for model in models) for name in _STORE}
+    return {"store": {"num_bytes": latest.store_bytes} | sums}
 
 
 def _session(session: SessionReading, now_s: float) -> dict[str, Any]:

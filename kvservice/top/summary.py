@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvservice.top import format as fmt
-from kvservice.v1.inspect_pb2 import PoolSnapshot, Rates, Snapshot
+from kvservice.v1.inspect_pb2 import PoolSnapshot, Rates, Snapshot, StoreSnapshot
 
 # States of blocks with their characters and colours. Without colours the characters distinguish the states.
 _STATES = (
@@ -41,7 +41,9 @@ class Bar:
 
 
 def summary(snapshot: Snapshot, address: str) -> RenderableType:
-    return Group(_heading(snapshot, address), _bars(snapshot.pool), _legend(snapshot.pool), _rates(snapshot.rates))
+    store = [_store(snapshot.store)] if snapshot.HasField("store") else []
+    pool = snapshot.pool
+    return Group(_heading(snapshot, address), _bars(pool), _legend(pool), *store, _rates(snapshot.rates))
 
 
 def _heading(snapshot: Snapshot, address: str) -> Text:
@@ -79,6 +81,18 @@ def _legend(pool: PoolSnapshot) -> Columns:
     return _items(
         Text.assemble((sign, colour), f" {fmt.count(number)} {state}") for state, sign, colour, number in counts
     )
+
+
+def _store(store: StoreSnapshot) -> Columns:
+    lookups = store.hits + store.misses
+    pairs = (
+        ("Store", f"{fmt.size(store.used_bytes)} of {fmt.size(store.num_bytes)}"),
+        ("blocks", fmt.count(store.blocks)),
+        ("leased", fmt.count(store.leased)),
+        ("being written", fmt.count(store.reserved)),
+        ("found", fmt.share(store.hits / lookups if lookups else None)),
+    )
+    return _items(Text.assemble(f"{name} ", (value, "bold")) for name, value in pairs)
 
 
 def _rates(rates: Rates) -> Columns:

@@ -17,7 +17,7 @@ class GetSnapshotRequest(_message.Message):
     def __init__(self, max_sessions: _Optional[int] = ..., max_sequences: _Optional[int] = ..., search: _Optional[str] = ...) -> None: ...
 
 class Snapshot(_message.Message):
-    __slots__ = ("time_s", "uptime_s", "pool", "rates", "calls", "sessions", "sequences", "num_sessions", "num_sequences")
+    __slots__ = ("time_s", "uptime_s", "pool", "rates", "calls", "sessions", "sequences", "num_sessions", "num_sequences", "store")
     TIME_S_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
@@ -27,6 +27,7 @@ class Snapshot(_message.Message):
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     NUM_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    STORE_FIELD_NUMBER: _ClassVar[int]
     time_s: float
     uptime_s: float
     pool: PoolSnapshot
@@ -36,7 +37,26 @@ class Snapshot(_message.Message):
     sequences: _containers.RepeatedCompositeFieldContainer[SequenceSnapshot]
     num_sessions: int
     num_sequences: int
-    def __init__(self, time_s: _Optional[float] = ..., uptime_s: _Optional[float] = ..., pool: _Optional[_Union[PoolSnapshot, _Mapping]] = ..., rates: _Optional[_Union[Rates, _Mapping]] = ..., calls: _Optional[_Iterable[_Union[CallSnapshot, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionSnapshot, _Mapping]]] = ..., sequences: _Optional[_Iterable[_Union[SequenceSnapshot, _Mapping]]] = ..., num_sessions: _Optional[int] = ..., num_sequences: _Optional[int] = ...) -> None: ...
+    store: StoreSnapshot
+    def __init__(self, time_s: _Optional[float] = ..., uptime_s: _Optional[float] = ..., pool: _Optional[_Union[PoolSnapshot, _Mapping]] = ..., rates: _Optional[_Union[Rates, _Mapping]] = ..., calls: _Optional[_Iterable[_Union[CallSnapshot, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionSnapshot, _Mapping]]] = ..., sequences: _Optional[_Iterable[_Union[SequenceSnapshot, _Mapping]]] = ..., num_sessions: _Optional[int] = ..., num_sequences: _Optional[int] = ..., store: _Optional[_Union[StoreSnapshot, _Mapping]] = ...) -> None: ...
+
+class StoreSnapshot(_message.Message):
+    __slots__ = ("num_bytes", "used_bytes", "blocks", "leased", "reserved", "hits", "misses")
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LEASED_FIELD_NUMBER: _ClassVar[int]
+    RESERVED_FIELD_NUMBER: _ClassVar[int]
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    MISSES_FIELD_NUMBER: _ClassVar[int]
+    num_bytes: int
+    used_bytes: int
+    blocks: int
+    leased: int
+    reserved: int
+    hits: int
+    misses: int
+    def __init__(self, num_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., leased: _Optional[int] = ..., reserved: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ...) -> None: ...
 
 class PoolSnapshot(_message.Message):
     __slots__ = ("num_blocks", "free_blocks", "active_blocks", "shared_blocks", "cached_blocks", "pinned_blocks", "num_swap_blocks", "used_swap_blocks", "sequences", "swapped_sequences", "tokens", "sessions", "lanes", "regions", "region_bytes", "draining")

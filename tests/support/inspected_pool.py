@@ -68,6 +68,9 @@ def pool_in_use() -> inspect_pb2.Snapshot:
             region_bytes=3 << 20,
         )
     )
+    snapshot.store.MergeFrom(
+        inspect_pb2.StoreSnapshot(num_bytes=4 << 30, used_bytes=1 << 30, blocks=512, leased=3, hits=30, misses=10)
+    )
     snapshot.rates.MergeFrom(
         inspect_pb2.Rates(
             window_s=5, computed_tokens=4321, query_tokens=1000, hit_tokens=250, hit_share=0.25, calls=8.5, errors=0.2

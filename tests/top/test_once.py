@@ -58,6 +58,8 @@ def test_tables_for_people(inspected: Inspected) -> None:
     done = top("--once", "--address", inspected.address, "--sort", "tokens")
     assert (done.returncode, done.stderr) == (0, "")
     assert "50 of 100 blocks, 50.0 %" in done.stdout
+    assert "Store 1.0 GiB of 4.0 GiB" in done.stdout
+    assert "found 75.0 %" in done.stdout
     assert "prefix hits 25.0 % of 1,000 tokens/s" in done.stdout
     assert "310 µs" in done.stdout
     assert "\x1b" not in done.stdout

@@ -13,7 +13,7 @@ export class Figures {
    * @param {Snapshot} snapshot
    * @param {Pick<Info, "prefix_caching">} info
    */
-  frame({ pool, rates }, info) {
+  frame({ pool, rates, store }, info) {
     const held = (pool.active_blocks + pool.shared_blocks) / pool.num_blocks;
     const swapped = pool.swapped_sequences ? ` + ${format.count(pool.swapped_sequences)} swapped` : "";
     this.facts.show([
@@ -31,8 +31,17 @@ export class Figures {
       ["Out of blocks/s", format.compact(rates.out_of_blocks)],
       ["Lanes", format.count(pool.lanes)],
       ["Regions", pool.regions ? `${format.count(pool.regions)}, ${format.bytes(pool.region_bytes)}` : "0"],
+      ...(store ? [storeFigure(store)] : []),
     ]);
   }
+}
+
+/**
+ * @param {NonNullable<Snapshot["store"]>} store
+ * @returns {[string, string]}
+ */
+function storeFigure({ used_bytes, num_bytes }) {
+  return ["Store", `${format.bytes(used_bytes)} of ${format.bytes(num_bytes)}`];
 }
 
 /** @param {Info} info */
