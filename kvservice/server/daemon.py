@@ -13,6 +13,7 @@ import grpc
 import uvloop
 
 from kvservice import logs
+from kvservice.blocks import Slices
 from kvservice.config import ServeConfig
 from kvservice.devices import open_device
 from kvservice.engine import CacheEngine
@@ -79,9 +80,7 @@ class KVServer:
         handlers = (*session_handlers(config, self.engine, self.store), *open_calls.handlers())
         self.dispatcher = Dispatcher(handlers, self.sessions, CallTable(METHODS, arrays.zeros), self._tracer)
         self._health = Health()
-        self.integrity = IntegrityWatch(
-            self.engine.manager.check_integrity_in_slices, self.dispatcher, self._set_health
-        )
+        self.integrity = IntegrityWatch(self._check_in_slices, self.dispatcher, self._set_health)
         stats = StatsWriter(
             arrays,
             self.engine,
@@ -182,6 +181,13 @@ class KVServer:
         self.sessions.end_streams_of(self._remote_callers.check)
         for slots in self._slots:
             slots.end_revoked(self._remote_callers.check)
+
+    def _check_in_slices(self) -> Slices[bool]:
+        """Check all bookkeeping. Returns whether the pass was complete."""
+        complete = yield from self.engine.manager.check_integrity_in_slices()
+        if self.store is not None:
+            yield from self.store.blocks.check_in_slices()
+        return complete
 
     def _set_health(self, reason: str = "") -> None:
         """Set the health of all services: serving without a `reason`, else not serving.

@@ -76,6 +76,9 @@ class KeyIndex(Protocol):
     def take_removed(self) -> list[tuple[int, bytes]]:
         """Return the keys recorded since the last call, in order: number of the namespace and keys."""
 
+    def check(self, most: int) -> bool:
+        """Check about `most` more slots. Returns whether all were checked. Raises RuntimeError with what is wrong."""
+
     def stats(self, namespace: int) -> IndexStats: ...
 
     def totals(self) -> IndexStats: ...

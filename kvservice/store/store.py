@@ -17,6 +17,8 @@ from kvservice.store.quarantine import Quarantine
 
 # The records of a slab take a page at least.
 _RECORDS_BYTES_MIN = 4096
+# The slots that one slice of a check looks at.
+CHECKED_SLOTS = 4096
 # The name of all models beyond the first ones.
 OTHER_MODELS = "other"
 # The blocks that `clear` removes in one slice.
@@ -199,6 +201,11 @@ class BlockStore:
         return num_blocks - left
 
     # ---- reports
+
+    def check_in_slices(self) -> Slices[None]:
+        """Check the consistency of the index. Raises RuntimeError."""
+        while not self._index.check(CHECKED_SLOTS):
+            yield
 
     def stats(self, namespace: StoredNamespace) -> IndexStats:
         return self._index.stats(namespace.number)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from blocks_rig import BLOCKS_PER_SLAB, Rig, identity, keys
 
@@ -133,6 +135,21 @@ def test_blocks_stored_while_it_is_cleared_stay(rig: Rig, monkeypatch: pytest.Mo
     assert namespace.num_users == 0
     assert rig.store.lookup(namespace, keys(1, 2, 3, 4, 5, 9)) == (0, b"\x20")
     assert rig.events()[1:3] == [("cleared", b""), ("stored", keys(9))]
+
+
+def test_the_index_is_checked_to_its_end(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvservice.store.store.CHECKED_SLOTS", 1)
+    rig.put(rig.store.open(identity()), *range(12))
+    calls = []
+    check = rig.store._index.check
+
+    def counted(most: int) -> bool:
+        calls.append(most)
+        return check(most)
+
+    monkeypatch.setattr(rig.store, "_index", SimpleNamespace(check=counted))
+    finish(rig.store.check_in_slices())
+    assert set(calls) == {1}
 
 
 def test_corrupt_blocks_are_removed_and_counted(rig: Rig) -> None:
