@@ -138,6 +138,12 @@ class SessionConnection:
                     raise
                 raise ConnectionLostError(f"{name}: its stream ended before the answer came ({over})") from None
 
+    def post(self, name: str, request: Any) -> None:
+        """Send one call whose response does not matter. It is not repeated, and dropped without a connection."""
+        stream = self._stream
+        if stream is not None and stream.error is None:
+            stream.post(name, request)
+
     def deadline(self, timeout_s: float | None = None) -> float | None:
         """Return the deadline, a time of `Waiting.clock`, of a call that starts now, or None for no limit. Raises
         InvalidArgumentError."""

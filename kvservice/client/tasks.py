@@ -120,6 +120,9 @@ class TaskStream:
         finally:
             del self._waiting[call_id]
 
+    def post(self, name: str, request: Any) -> None:
+        self._outbox.put_nowait(channel.make_call(next(self._call_ids), name, request))
+
     async def end(self) -> None:
         self._call.cancel()
         await self._reader

@@ -132,7 +132,7 @@ class BlockingStream:
         watched = None if deadline is None else self._watchdog.watch(deadline, lambda: self._expire(call_id))
         self._requests.put(channel.make_call(call_id, name, request))
         try:
-            # Skip the reply of an earlier call that was interrupted while it waited.
+            # Skip the replies of posted calls, and of an earlier call that was interrupted while it waited.
             while (reply := next(self._replies)).call_id != call_id:
                 pass
             return channel.take_reply(reply)
@@ -144,6 +144,9 @@ class BlockingStream:
         finally:
             if watched is not None:
                 self._watchdog.forget(watched)
+
+    def post(self, name: str, request: Any) -> None:
+        self._requests.put(channel.make_call(next(self._call_ids), name, request))
 
     async def end(self) -> None:
         self._replies.cancel()

@@ -72,6 +72,9 @@ class SessionStream(Protocol):
         reason. Raises CallTimeoutError at the deadline, a time of `Waiting.clock`.
         """
 
+    def post(self, name: str, request: Any) -> None:
+        """Send one call without waiting for its response, which is dropped. Calls are executed in order."""
+
     async def end(self) -> None: ...
 
 

@@ -301,3 +301,27 @@ def test_what_the_daemon_does_without_a_call_is_given_up_in_time() -> None:
     assert rig.connection.deadline(float("inf")) is None
     with pytest.raises(InvalidArgumentError):
         rig.connection.deadline(0)
+
+
+def test_posted_calls_are_sent_once_and_not_awaited() -> None:
+    rig = Rig([ATTACHED], [ATTACHED])
+    rig.connection.post("release", None)
+    assert rig.call() == "describe"
+    rig.streams[0].breaks(CUT)
+    rig.connection.post("release", None)
+    rig.waiting.work()
+    assert rig.call() == "describe"
+    assert rig.sent() == [["attach", "release", "describe"], ["attach", "describe"]]
+
+
+def test_a_connection_can_end_where_it_would_reconnect() -> None:
+    rig = Rig([ATTACHED], [ATTACHED])
+    reported: list[KVServiceError] = []
+    rig.connection._on_break = reported.append
+    assert rig.connection.connected
+    rig.streams[0].breaks(CUT)
+    assert reported == [CUT]
+    assert not rig.connection.connected
+    assert not rig.waiting.started
+    assert rig.fails(ConnectionLostError) == 0
+    assert not finish(rig.connection.close())

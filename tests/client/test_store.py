@@ -375,3 +375,19 @@ def test_both_apis_have_the_same_methods() -> None:
         assert public(core) == public(asynchronous)
         assert public(core) - public(blocking) <= {"reserved"}
         assert public(blocking) <= public(asynchronous)
+
+
+def test_a_get_leaves_no_lease_behind(store_daemon: OpenStore, face: Face) -> None:
+    """Its lease is released without waiting for the answer; the next call comes after that."""
+
+    async def scenario(store: Any) -> None:
+        for number in range(3):
+            await store.put(keys_of(number), blocks_of(number))
+            assert (await store.get(keys_of(number), new_out(1))).all()
+        lease = await store.acquire(keys_of(0, 1, 2))
+        await store.clear()
+        assert await checked(lease) == [True] * 3
+        await lease.release()
+        assert await checked(lease) == [False] * 3  # no other lease keeps the memory of the removed blocks
+
+    run(face, store_daemon("read").address, scenario)

@@ -133,6 +133,9 @@ class FakeStream:
             raise answer
         return answer
 
+    def post(self, name: str, _request: Any) -> None:
+        self.calls.append(name)
+
     def breaks(self, error: KVServiceError) -> None:
         self.error = error
         self._on_end(self)

@@ -51,7 +51,7 @@ class BlockReader:
                 self._found[part] = found
             finally:
                 release = store_pb2.ReleaseRequest(lease_ids=[response.lease_id])
-                await link.call("store_release", release, self._timeout_s)
+                link.connection.post("store_release", release)
 
     async def _copy(self, memory: MappedStore, leased: store_pb2.AcquireResponse, keys: bytes, target: Pieces) -> Flags:
         """Copy leased blocks. Returns which of them are right."""
