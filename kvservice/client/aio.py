@@ -23,7 +23,7 @@ from kvservice.client.store.values import StoreNamespace
 from kvservice.client.tasks import TaskStream, TaskWaiting
 from kvservice.client.values import PoolInfo, PoolStats, from_message
 from kvservice.client.waiting import SessionStream, first_answer
-from kvservice.errors import KVServiceError
+from kvservice.errors import ConnectionLostError, KVServiceError
 from kvservice.v1 import events_pb2, events_pb2_grpc, pool_pb2, pool_pb2_grpc, session_pb2, session_pb2_grpc
 from kvservice.wire.channels import open_aio_channel
 
@@ -43,7 +43,7 @@ class AsyncKVClient:
     async with AsyncKVClient(address) as client, client.session() as kv: ...
     """
 
-    info: PoolInfo
+    _info: PoolInfo | None = None
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class AsyncKVClient:
         *,
         tls: TLSOption = None,
         token: str | os.PathLike[str] = "",
-        connect_timeout_s: float = 10.0,
+        connect_timeout_s: float | None = 10.0,
         timeout_s: float | None = None,
         reconnect_wait_s: float = RECONNECT_WAIT_S,
         transport: str = "auto",
@@ -63,15 +63,24 @@ class AsyncKVClient:
         self._channel = open_aio_channel(self._core.address, self._core.credentials, channel.CHANNEL_OPTIONS)
         self._pool = pool_pb2_grpc.PoolServiceStub(self._channel)  # type: ignore[no-untyped-call]
         self._sessions = session_pb2_grpc.SessionServiceStub(self._channel)  # type: ignore[no-untyped-call]
-        try:
-            info = await first_answer(TaskWaiting(), self._get_info, self._connect_timeout_s)
-        except KVServiceError:
-            await self._channel.close()
-            raise
-        self.info = from_message(PoolInfo, info)
+        if self._connect_timeout_s is not None:
+            try:
+                info = await first_answer(TaskWaiting(), self._get_info, self._connect_timeout_s)
+            except KVServiceError:
+                await self._channel.close()
+                raise
+            self._info = from_message(PoolInfo, info)
         return self
 
-    async def _get_info(self, timeout_s: float) -> pool_pb2.GetInfoResponse:
+    @property
+    def info(self) -> PoolInfo:
+        """Shape of the daemon's pool, and its limits. Raises ConnectionLostError if the client has not waited for the
+        daemon, until a session was opened."""
+        if self._info is None:
+            raise ConnectionLostError("the client has not waited for the daemon, nor opened a session")
+        return self._info
+
+    async def _get_info(self, timeout_s: float | None) -> pool_pb2.GetInfoResponse:
         info: pool_pb2.GetInfoResponse = await self._unary(self._pool.GetInfo, pool_pb2.GetInfoRequest(), timeout_s)
         return info
 
@@ -105,6 +114,8 @@ class AsyncKVClient:
 
     @contextlib.asynccontextmanager
     async def _attached(self, token: bytes, resumed: bool, timeout_s: float | None) -> AsyncIterator[AsyncSession]:
+        if self._info is None:
+            self._info = from_message(PoolInfo, await self._get_info(timeout_s))
         connection = self._core.new_connection(TaskWaiting(), self._open_stream, token, timeout_s)
         session = await self._core.open_session(
             AsyncSession, self.info, connection, token, AsyncStep, self._close_session, resumed=resumed

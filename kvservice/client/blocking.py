@@ -127,7 +127,8 @@ class KVClient:
     identifies the client, or the path (a pathlib.Path) of a file with the token, which is read again for each call.
 
     The daemon may still be starting, so the client retries for `connect_timeout_s` seconds. Raises ConnectionLostError
-    when they have passed, and TLSHandshakeError or UnauthenticatedError immediately.
+    when they have passed, and TLSHandshakeError or UnauthenticatedError immediately. None: it does not wait for the
+    daemon, and raises nothing; stores can be opened before the daemon answers, sessions cannot.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class KVClient:
         *,
         tls: TLSOption = None,
         token: str | os.PathLike[str] = "",
-        connect_timeout_s: float = 10.0,
+        connect_timeout_s: float | None = 10.0,
         timeout_s: float | None = None,
         reconnect_wait_s: float = RECONNECT_WAIT_S,
         transport: str = "auto",
@@ -146,14 +147,23 @@ class KVClient:
         self._channel = open_channel(address, self._core.credentials, channel.CHANNEL_OPTIONS)
         self._pool = pool_pb2_grpc.PoolServiceStub(self._channel)  # type: ignore[no-untyped-call]
         self._sessions = session_pb2_grpc.SessionServiceStub(self._channel)  # type: ignore[no-untyped-call]
-        try:
-            info = finish(first_answer(ThreadWaiting(), self._get_info, connect_timeout_s))
-        except KVServiceError:
-            self._channel.close()
-            raise
-        self.info: PoolInfo = from_message(PoolInfo, info)
+        self._info: PoolInfo | None = None
+        if connect_timeout_s is not None:
+            try:
+                info = finish(first_answer(ThreadWaiting(), self._get_info, connect_timeout_s))
+            except KVServiceError:
+                self._channel.close()
+                raise
+            self._info = from_message(PoolInfo, info)
 
-    async def _get_info(self, timeout_s: float) -> pool_pb2.GetInfoResponse:
+    @property
+    def info(self) -> PoolInfo:
+        """Shape of the daemon's pool, and its limits. Asks the daemon if the client has not waited for it."""
+        if self._info is None:
+            self._info = from_message(PoolInfo, finish(self._get_info(None)))
+        return self._info
+
+    async def _get_info(self, timeout_s: float | None) -> pool_pb2.GetInfoResponse:
         info: pool_pb2.GetInfoResponse = self._unary(self._pool.GetInfo, pool_pb2.GetInfoRequest(), timeout_s)
         return info
 

@@ -114,6 +114,7 @@ class Restarting:
         self.address = self.daemon.address
 
     def start(self) -> None:
+        """Start a daemon. The first one starts with the object."""
         self.daemon = Daemon(unix_socket=self._socket, **self._options)
         self.daemon.__enter__()
 
@@ -220,6 +221,36 @@ def test_a_store_outlives_the_daemon(restarting: Restarting, face: Face) -> None
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("face", FACES)
+def test_an_engine_may_start_before_the_daemon(restarting: Restarting, face: Face) -> None:
+    """Until the daemon is there, nothing is found. Then put and get work."""
+    restarting.kill()
+
+    async def scenario() -> None:
+        async with store_of(face, restarting.address, new_namespace(), connect_timeout_s=None) as store:
+            await every_method_misses(store)
+            restarting.start()
+            await reached(store)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_a_client_that_has_not_waited_asks_for_the_shape_later(restarting: Restarting, face: Face) -> None:
+    async def scenario() -> None:
+        if face == "blocking":
+            with KVClient(restarting.address, connect_timeout_s=None) as client, client.session() as session:
+                assert session.info == client.info
+        else:
+            async with AsyncKVClient(restarting.address, connect_timeout_s=None) as waiting:
+                with pytest.raises(ConnectionLostError):
+                    _ = waiting.info
+                async with waiting.session() as session:
+                    assert session.info == waiting.info
+
+    asyncio.run(scenario())
+
+
 def test_unreachable_can_raise(restarting: Restarting) -> None:
     with KVClient(restarting.address) as client:
         store = client.store(new_namespace(), unreachable="raise")
@@ -249,7 +280,7 @@ def test_a_daemon_that_does_not_answer_is_away(restarting: Restarting, face: Fac
 
 
 @pytest.mark.parametrize("face", FACES)
-def test_a_broken_connection_ends_what_the_session_held(store_daemon: OpenStore, tmp_path: Path, face: Face) -> None:
+def test_a_broken_connection_ends_what_the_session_held(restarting: Restarting, tmp_path: Path, face: Face) -> None:
     async def scenario(proxy: CuttingProxy) -> None:
         async with store_of(face, proxy.address, new_namespace()) as store:
             await store.put(keys_of(1, 2), blocks_of(1, 2))
@@ -266,7 +297,7 @@ def test_a_broken_connection_ends_what_the_session_held(store_daemon: OpenStore,
             statuses = await store.put(keys_of(1, 2, 3), blocks_of(1, 2, 3))
             assert statuses.tolist() == [PRESENT, PRESENT, PutStatus.BEING_WRITTEN]
 
-    with CuttingProxy(tmp_path, store_daemon("write").address, handover=True) as proxy:
+    with CuttingProxy(tmp_path, restarting.address, handover=True) as proxy:
         asyncio.run(scenario(proxy))
 
 
@@ -349,12 +380,12 @@ def test_threads_get_right_bytes_while_the_daemon_is_killed(restarting: Restarti
         for worker in workers:
             worker.start()
         try:
-            for _ in range(2):
-                advance(workers, "hits")
-                restarting.kill()
-                advance(workers, "rounds")
-                restarting.start()
-                until(lambda: all(store.reachable for store in stores))
+            advance(workers, "hits")
+            restarting.kill()
+            advance(workers, "rounds")
+            restarting.start()
+            until(lambda: all(store.reachable for store in stores))
+            advance(workers, "hits")
         finally:
             for worker in workers:
                 worker.stopping = True

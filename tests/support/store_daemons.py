@@ -71,13 +71,21 @@ def _row(number: int, block_bytes: int) -> np.ndarray:
 
 
 @contextlib.asynccontextmanager
-async def store_of(face: Face, address: str, namespace: StoreNamespace, **options: Any) -> AsyncIterator[Any]:
+async def store_of(
+    face: Face, address: str, namespace: StoreNamespace, *, connect_timeout_s: float | None = 10.0, **options: Any
+) -> AsyncIterator[Any]:
     """Open a store whose methods are awaited."""
     if face == "blocking":
-        with KVClient(address) as client, client.store(namespace, **options) as store:
+        with (
+            KVClient(address, connect_timeout_s=connect_timeout_s) as client,
+            client.store(namespace, **options) as store,
+        ):
             yield Awaitable(store)
     else:
-        async with AsyncKVClient(address) as waiting, waiting.store(namespace, **options) as store:
+        async with (
+            AsyncKVClient(address, connect_timeout_s=connect_timeout_s) as waiting,
+            waiting.store(namespace, **options) as store,
+        ):
             yield store
 
 
