@@ -40,8 +40,8 @@ void check(const AttentionParams& p) {
   require(p.num_tokens <= p.num_seqs * p.max_query_len, "max_query_len", "is less than a query length");
   require(p.num_common_blocks >= 0 && p.num_common_blocks <= p.max_blocks, "num_common_blocks",
           "is negative or more than a block table has");
-  require(p.k_scale == nullptr || is_float8(p.pool.dtype), "k_scale", "is for FP8 pools only");
-  require(p.v_scale == nullptr || is_float8(p.pool.dtype), "v_scale", "is for FP8 pools only");
+  require(p.k_scale == nullptr || is_float8(p.pool.dtype), "k_scale", "is only valid for FP8 pools");
+  require(p.v_scale == nullptr || is_float8(p.pool.dtype), "v_scale", "is only valid for FP8 pools");
   check_options(p.options(), p.pool.block_size, "");
 }
 

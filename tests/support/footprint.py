@@ -21,6 +21,17 @@ def open_files(pid: int) -> collections.Counter[str]:
     return kinds
 
 
+def shared_files(pid: int, prefix: str) -> set[str]:
+    """Return the open files of a process with this prefix, each once, although mmap duplicates descriptors."""
+    found = set()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            path = os.readlink(descriptor)
+            if path.startswith(prefix):
+                found.add(f"{path} {descriptor.stat().st_ino}")
+    return found
+
+
 def shared_mappings(pid: int) -> collections.Counter[str]:
     """Return the mappings of shared memory by name and size."""
     found: collections.Counter[str] = collections.Counter()
