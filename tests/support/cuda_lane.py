@@ -8,7 +8,7 @@ import types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import ml_dtypes
 import numpy as np
@@ -24,6 +24,8 @@ TOLERANCES = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 1.2e-2}
 COUNTER_BYTES = 1 << 16
 REGION_BYTES = 16 << 20
 DONE = ("", "", "")
+# Slots, query lengths, context lengths and block tables of a step.
+StepArrays: TypeAlias = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
 @dataclass
@@ -34,7 +36,7 @@ class Step:
     context_lens: np.ndarray
     block_tables: np.ndarray
     memory: Any  # owns the step's tables on the device
-    addresses: tuple[int, ...]
+    addresses: tuple[int, int, int, int, int, int]
     written: bytearray
 
     @property
@@ -57,6 +59,18 @@ def upload(array: np.ndarray, pointer: int, stream: int = 0) -> None:
     done = _cuda.Event(0)
     done.record(stream)
     done.synchronize()
+
+
+def upload_all(arrays: StepArrays) -> tuple[Any, tuple[int, int, int, int]]:
+    """Return device memory that has these arrays, and the address of each."""
+    memory = _cuda.DeviceMemory(0, sum(array.nbytes + 256 for array in arrays))
+    addresses, offset = [], 0
+    for array in arrays:
+        upload(array, memory.pointer + offset)
+        addresses.append(memory.pointer + offset)
+        offset += -(-array.nbytes // 256) * 256
+    slots, query_lens, context_lens, block_tables = addresses
+    return memory, (slots, query_lens, context_lens, block_tables)
 
 
 class HostRegion:
@@ -215,22 +229,18 @@ class CudaLane:
             for i, (new, context) in enumerate(zip(query_lens, context_lens, strict=True))
             for position in range(context - new, context)
         ]
-        arrays = [np.array(slots, np.int64), np.array(query_lens, np.int32), np.array(context_lens, np.int32), tables]
-        memory = _cuda.DeviceMemory(0, sum(array.nbytes + 256 for array in arrays))
-        addresses, offset = [], 0
-        for array in arrays:
-            upload(array, memory.pointer + offset)
-            addresses.append(memory.pointer + offset)
-            offset += -(-array.nbytes // 256) * 256
+        arrays = np.array(slots, np.int64), np.array(query_lens, np.int32), np.array(context_lens, np.int32), tables
+        memory, addresses = upload_all(arrays)
         step = Step(number, *arrays, memory, (*addresses, num_common, max(query_lens)), bytearray(self.num_layers))
         self.session.publish(number, step.written, *arrays, step.addresses if on_device else None)
         return step
 
     def tensors(self, step: Step, num_heads: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         num_kv_heads, head_size = self.shape
-        return tuple(
+        query, key, value = (
             self.normal(step.num_tokens, heads, head_size) for heads in (num_heads, num_kv_heads, num_kv_heads)
         )
+        return query, key, value
 
     def put(self, region: int, tensors: Sequence[np.ndarray]) -> list[tuple[int, int]]:
         places, offset = [], 0

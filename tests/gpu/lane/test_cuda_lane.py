@@ -13,7 +13,7 @@ pytest.importorskip("kvservice._cuda", reason="kvservice was built without CUDA"
 
 import cuda_lane as support
 from cuda_lane import DONE, REGION_BYTES, CudaLane, DeviceRegion, check_close, cuda_lane, host_memory
-from gpu_peer import peer
+from gpu_peer import download, peer
 
 from kvservice import _cuda
 from kvservice.errors import InvalidArgumentError
@@ -95,7 +95,8 @@ def test_batch_invariance_is_bit_by_bit() -> None:
         output, _ = lane.attend(together, 0, tensors[0], lane.put(lane.host, tensors), lane.host)
         alone = support.Step(
             2,
-            *(part[:1] for part in (together.slots, together.query_lens)),
+            together.slots[:1],
+            together.query_lens[:1],
             together.context_lens[:1],
             together.block_tables[:1].copy(),
             None,
@@ -132,7 +133,7 @@ def test_an_8_bit_pool_with_scales(dtype: str) -> None:
                 np.testing.assert_array_equal(output.view(np.uint16), expected.view(np.uint16))
                 assert np.linalg.norm(output.astype(float)) > 0
         np.testing.assert_array_equal(
-            support.download(lane.pool.pointer, lane.pool_bytes), support.download(lane.twin.pointer, lane.pool_bytes)
+            download(lane.pool.pointer, lane.pool_bytes), download(lane.twin.pointer, lane.pool_bytes)
         )
 
 
@@ -179,7 +180,7 @@ def test_several_lanes_at_once(lane: CudaLane) -> None:
     assert len(results) == len(jobs)
     assert all(np.isfinite(lse).all() for lse in results.values())
     # All written slots have new values and nothing else changed. The order of two writes to the same slot is undefined.
-    pool = support.download(lane.pool.pointer, before.nbytes).view(before.dtype).reshape(before.shape)
+    pool = download(lane.pool.pointer, before.nbytes).view(before.dtype).reshape(before.shape)
     touched = np.unique(np.concatenate([step.slots // lane.block_size for _, step, _ in jobs]))
     untouched = np.setdiff1d(np.arange(lane.num_blocks), touched)
     np.testing.assert_array_equal(pool[untouched].view(np.uint16), before[untouched].view(np.uint16))
@@ -197,15 +198,11 @@ def test_lanes_that_share_nothing_get_what_they_would_alone() -> None:
             slots = whole.slots[first : first + int(lens.sum())]
             parts.append((slots, lens, whole.context_lens[rows], whole.block_tables[rows].copy()))
         clients = [(lane.add_region(support.HostRegion()), lane.open_lane()[1]) for _ in range(4)]
-        found: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {i: [] for i in range(4)}
+        found: dict[int, list[tuple[np.ndarray, int]]] = {i: [] for i in range(4)}
         jobs = []
         for number in range(20):
             for i, arrays in enumerate(parts):
-                memory = _cuda.DeviceMemory(0, 1 << 20)
-                addresses = []
-                for index, array in enumerate(arrays):
-                    support.upload(array, memory.pointer + (index << 16))
-                    addresses.append(memory.pointer + (index << 16))
+                memory, addresses = support.upload_all(arrays)
                 key = 100 + 4 * number + i
                 tables = (*addresses, 0, int(arrays[1].max()))
                 step = support.Step(key, *arrays, memory, tables, bytearray(2))
