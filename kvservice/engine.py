@@ -63,12 +63,14 @@ class CacheEngine:
 
     def swap_out(self, namespace: SessionNamespace, sequence_ids: Array) -> SwapPlan:
         plan = self.manager.swap_out(namespace, sequence_ids)
-        self.device.swap_out(plan.src, plan.dst)
+        if len(plan.src):  # sequences without tokens have no blocks, and there may be no swap tier
+            self.device.swap_out(plan.src, plan.dst)
         return plan
 
     def swap_in(self, namespace: SessionNamespace, sequence_ids: Array) -> SwapPlan:
         plan = self.manager.swap_in(namespace, sequence_ids)
-        self.device.swap_in(plan.src, plan.dst)
+        if len(plan.src):
+            self.device.swap_in(plan.src, plan.dst)
         return plan
 
     async def attend(

@@ -71,8 +71,8 @@ class Inspector:
         """See BlockManager.describe. The first slice selects the sequences; each is described as of its own slice."""
         self._state.enter(namespace)
         if sequence_ids is None:
-            stop = None if limit is None else first + limit
-            named = dict(itertools.islice(namespace.rows.items(), first, stop))
+            rest = itertools.islice(namespace.rows.items(), min(first, len(namespace.rows)), None)
+            named = dict(itertools.islice(rest, limit))
         else:
             ids, rows = namespace.lookup(sequence_ids)
             named = dict(zip(ids.tolist(), rows.tolist(), strict=True))

@@ -246,6 +246,7 @@ def test_describe_tells_a_part(make: Make) -> None:
     manager, space = limited(make)
     told = [[info.sequence_id for info in manager.describe(space, first=n, limit=2)] for n in range(7)]
     assert told == [[1, 2], [2, 3], [3, 4], [4, 5], [5], [], []]
+    assert manager.describe(space, first=2**63 - 1, limit=2) == []
 
 
 def test_items_are_made_in_their_turns() -> None:

@@ -1,4 +1,4 @@
-"""Options of the CPU device."""
+"""The engine with the CPU device: options, and swapping without blocks."""
 
 from __future__ import annotations
 
@@ -61,3 +61,20 @@ def test_batch_invariance_is_bit_by_bit() -> None:
     alone = decode(True, 0)
     np.testing.assert_array_equal(decode(True, 5), alone)
     assert (decode(False, 5) != decode(False, 0)).any(), "else the option would be for nothing"
+
+
+def test_a_sequence_without_blocks_is_swapped_without_a_swap_tier() -> None:
+    config = ServeConfig.model_validate(POOL | {"swap_space_gib": 0})
+    engine = CacheEngine(config, open_device(config))
+    try:
+        space = engine.manager.open_namespace()
+        engine.manager.allocate(space, [AllocationRequest(1, range(3))])
+        engine.manager.truncate(space, [1], [0])
+        assert engine.manager.can_swap_out(space, [1])
+        assert len(engine.swap_out(space, np.array([1])).src) == 0
+        assert engine.manager.describe(space)[0].swapped
+        engine.swap_in(space, np.array([1]))
+        assert not engine.manager.describe(space)[0].swapped
+        assert engine.device.fault is None
+    finally:
+        engine.device.close()
