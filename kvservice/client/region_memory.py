@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+import os
 from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
@@ -49,6 +51,7 @@ class HostRegion(SharedRegion):
         """Map the memory. The caller still owns the descriptor. Raises OSError."""
         self._map = mmap.mmap(descriptor, offset + num_bytes)
         self._begin = offset
+        self._file = _file_of(descriptor)
         super().__init__(name, num_bytes, np.frombuffer(self._map, np.uint8).ctypes.data + offset, number)
 
     def array(self, shape: int | tuple[int, ...], dtype: Any = "float32", offset: int = 0) -> Array:
@@ -60,6 +63,37 @@ class HostRegion(SharedRegion):
             return np.ndarray(shape, kind, self._map, self._begin + offset)
         except (TypeError, ValueError) as error:
             raise InvalidArgumentError(f"does not fit into {self.num_bytes} bytes: {error}", field="shape") from None
+
+    def make_private(self) -> None:
+        """Replace the memory by a private view of itself: what this process writes from now on is not shared, so the
+        daemon goes on seeing the bytes of now. Arrays over the memory keep their addresses and contents. Other threads
+        may use them meanwhile. Raises OSError."""
+        descriptor = next((number for number in _descriptors() if _file_of(number) == self._file), -1)
+        start, length = self.address - self._begin, len(self._map)
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        placed = _mmap(start, length, access, mmap.MAP_PRIVATE | _MAP_FIXED, descriptor, 0)
+        if placed != start:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+_MAP_FIXED = 0x10
+_mmap = ctypes.CDLL(None, use_errno=True).mmap
+_mmap.restype = ctypes.c_void_p
+_mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+
+
+def _file_of(descriptor: int) -> tuple[int, int] | None:
+    """Return what identifies the file of a descriptor, None if another thread has closed it."""
+    try:
+        status = os.fstat(descriptor)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _descriptors() -> list[int]:
+    """Return the open descriptors. A mapping of the mmap module has one of its file."""
+    return [int(name) for name in os.listdir("/proc/self/fd")]
 
 
 class GpuRegion(SharedRegion):

@@ -138,6 +138,13 @@ class RegionTable:
         self._regions.append(region)
         self.version += 1
 
+    def give_up(self, region: HostRegion) -> None:
+        """Remove a region here, and make its memory private: a call that was given up may still be executed, and must
+        find the bytes that the memory has now."""
+        self._regions = [one for one in self._regions if one is not region]
+        self.version += 1
+        region.make_private()
+
     def forget(self) -> None:
         """Remove all regions here. The daemon has already removed them, as it does when the session has had no stream
         for its grace period."""

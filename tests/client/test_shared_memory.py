@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import mmap
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from shm_objects import shm_objects
 
 from kvservice.client import AsyncKVClient, KVClient, Session, SharedRegion, Step
+from kvservice.client.region_memory import HostRegion
 from kvservice.errors import InvalidArgumentError, QuotaExceededError
 from kvservice.launch import Daemon
 
@@ -226,3 +228,23 @@ def test_the_asynchronous_face(daemon: Daemon) -> None:
             await kv.reset_prefix_cache()
 
     asyncio.run(scenario())
+
+
+def test_a_private_region_keeps_its_contents_and_shares_no_more() -> None:
+    """What the other side sees stays as it was, and arrays stay where they are."""
+    descriptor = os.memfd_create("region")
+    try:
+        os.truncate(descriptor, 3 << 12)
+        other = np.frombuffer(mmap.mmap(descriptor, 3 << 12), np.uint8)
+        region = HostRegion("region", descriptor, 2 << 12, offset=1 << 12)
+    finally:
+        os.close(descriptor)
+    array = region.array(2 << 12, "uint8")
+    array[...] = 7
+    assert (other[1 << 12 :] == 7).all()
+    region.make_private()
+    assert (array == 7).all()
+    array[5000] = 8
+    assert (other[1 << 12 :] == 7).all()
+    assert region.array(2 << 12, "uint8")[5000] == 8
+    assert region.offset_of(array) == 0

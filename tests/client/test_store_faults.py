@@ -280,6 +280,34 @@ def test_a_daemon_that_does_not_answer_is_away(restarting: Restarting, face: Fac
 
 
 @pytest.mark.parametrize("face", FACES)
+def test_a_put_that_was_given_up_stores_no_later_bytes(restarting: Restarting, face: Face) -> None:
+    """The daemon is stopped, the put of values in a region reaches its limit, and the caller uses the memory for
+    something else. What the daemon does when it goes on is up to it, but other bytes must not be stored."""
+
+    async def scenario() -> None:
+        async with store_of(face, restarting.address, new_namespace(), timeout_s=0.5) as store:
+            region = await store.create_region(4 * BLOCK_BYTES)
+            values = region.array((4, BLOCK_BYTES), "uint8")
+            values[...] = blocks_of(1, 2, 3, 4)
+            restarting.daemon.process.send_signal(signal.SIGSTOP)
+            assert (await store.put(keys_of(1, 2, 3, 4), values)).tolist() == [UNREACHABLE] * 4
+            np.testing.assert_array_equal(values, blocks_of(1, 2, 3, 4))
+            values[...] = blocks_of(5, 6, 7, 8)
+            restarting.daemon.process.send_signal(signal.SIGCONT)
+            while not store.reachable:
+                await asyncio.sleep(0.01)
+            out = new_out(4)
+            found = await store.get(keys_of(1, 2, 3, 4), out)
+            np.testing.assert_array_equal(out[found], blocks_of(1, 2, 3, 4)[found])
+            np.testing.assert_array_equal(values, blocks_of(5, 6, 7, 8))
+            assert (await store.put(keys_of(5, 6, 7, 8), values)).tolist() == [DONE] * 4
+            assert (await store.get(keys_of(5, 6, 7, 8), out)).all()
+            np.testing.assert_array_equal(out, blocks_of(5, 6, 7, 8))
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("face", FACES)
 def test_a_broken_connection_ends_what_the_session_held(restarting: Restarting, tmp_path: Path, face: Face) -> None:
     async def scenario(proxy: CuttingProxy) -> None:
         async with store_of(face, proxy.address, new_namespace()) as store:

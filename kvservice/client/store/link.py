@@ -10,6 +10,7 @@ from typing import Any
 
 from kvservice.client.connection import SessionConnection
 from kvservice.client.fd_passing import FdPassing
+from kvservice.client.region_memory import HostRegion
 from kvservice.client.regions import RegionTable
 from kvservice.client.requests import build, whole
 from kvservice.client.store.memory import Geometry, MappedStore
@@ -113,11 +114,12 @@ class StoreLink:
     def next_request_id(self) -> int:
         return self.connection.next_request_id()
 
-    def find(self, pieces: Pieces) -> tuple[str, Numbers] | None:
-        """Return the name of the session's region that has all the pieces, and their offsets; None if there is none."""
+    def find(self, pieces: Pieces) -> tuple[HostRegion, Numbers] | None:
+        """Return the session's region that has all the pieces, and their offsets; None if there is none."""
         for region in self.regions.numbered():
-            if (offsets := pieces.offsets_in(region.address, region.num_bytes)) is not None:
-                return region.name, offsets
+            offsets = pieces.offsets_in(region.address, region.num_bytes)
+            if offsets is not None and isinstance(region, HostRegion):
+                return region, offsets
         return None
 
     @property

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvservice.client.region_memory import HostRegion
 from kvservice.client.store import copies
 from kvservice.client.store.link import StoreLink
 from kvservice.client.store.memory import MappedStore
 from kvservice.client.store.pieces import Numbers, Pieces
 from kvservice.client.store.splits import blocks_in_message, blocks_in_request, parts
 from kvservice.client.store.values import PutStatus, Statuses, num_keys, some_keys, statuses_of
+from kvservice.errors import CallTimeoutError, ConnectionLostError, KVServiceError
 from kvservice.v1 import store_pb2
 
 
@@ -59,11 +61,18 @@ class BlockWriter:
         commit = store_pb2.StoreCommitRequest(request_id=link.next_request_id(), reservation_id=reserved.reservation_id)
         await link.call("store_commit", commit, self._timeout_s)
 
-    async def _from_region(self, region: str, offsets: Numbers) -> None:
+    async def _from_region(self, region: HostRegion, offsets: Numbers) -> None:
+        """The caller may change the values after a call without an answer, which may still be executed. It must not
+        store other bytes then."""
         sizes = self._source.sizes.tolist()
         for part in parts(num_keys(self._keys), blocks_in_request(self._link, len(sizes))):
-            scatter = store_pb2.Scatter(region=region, piece_bytes=sizes, offsets=offsets[part].tobytes())
-            await self._batch_put(part, region=scatter)
+            scatter = store_pb2.Scatter(region=region.name, piece_bytes=sizes, offsets=offsets[part].tobytes())
+            try:
+                await self._batch_put(part, region=scatter)
+            except BaseException as error:
+                if not isinstance(error, KVServiceError) or isinstance(error, (ConnectionLostError, CallTimeoutError)):
+                    self._link.regions.give_up(region)
+                raise
 
     async def _by_staging(self) -> bool:
         """Returns whether there is memory for it."""
