@@ -74,6 +74,7 @@ def test_a_wrong_word_is_a_usage_error(arguments: tuple[str, ...], named: str) -
         (("serve", "--tls-key", "/absent.key"), TINY_POOL, "tls_cert: a certificate and its key go together"),
         (("serve", "--http-token", "short"), TINY_POOL, "http_token: must be 16 to 256 printable characters"),
         (("serve", "--auth-tokens", "/absent"), TINY_POOL, "auth_tokens: /absent"),
+        (("serve",), TINY_POOL | {"KVSERVICE_CPU_ISA": "sse9"}, "KVSERVICE_CPU_ISA: unknown instruction set 'sse9'"),
         (("serve", "--device", "cuda:900"), TINY_POOL, "device"),
         (("serve", "--device", "gpu"), TINY_POOL, "device"),
         (("demo", "--device", "gpu"), {}, "device"),

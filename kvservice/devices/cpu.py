@@ -33,6 +33,9 @@ class CpuDevice:
             raise InvalidArgumentError(
                 f"the CPU's kernels have no {config.kv_cache_dtype}: use auto", field="kv_cache_dtype"
             )
+        # The first call chooses the kernels. It raises InvalidArgumentError for a bad KVSERVICE_CPU_ISA, which would
+        # otherwise be the first extend's error, and so a fault of the device.
+        ops.cpu_isa()
         num_blocks = config.pool_blocks
         assert num_blocks is not None, "on the CPU the pool's size is always given"
         self.layout = config.layout
