@@ -35,19 +35,27 @@ class Audit:
         self.num_connections = 0
         self._sleep = sleep
         self._num_delayed = 0
-        self._known: OrderedDict[tuple[str, Identity], None] = OrderedDict()
+        # Whether each was logged.
+        self._known: OrderedDict[tuple[str, Identity], bool] = OrderedDict()
         self._connection_log = LogBudget(logger, clock)
         self._refusal_log = LogBudget(logger, clock)
 
-    def accepted(self, peer: str, caller: Identity) -> None:
-        """Record an accepted RPC. `peer` is gRPC's name for the remote end of the connection."""
+    def accepted(self, peer: str, caller: Identity, *, is_check: bool = False) -> None:
+        """Record an accepted RPC. `peer` is gRPC's name for the remote end of the connection.
+
+        `is_check` is true for RPCs of the standard services. Their connections are counted but not logged, because
+        each health check of an orchestrator opens one.
+        """
         connection = peer, caller
-        if connection in self._known:
+        if connection not in self._known:
+            self.num_connections += 1
+        elif is_check or self._known[connection]:
             return
-        self.num_connections += 1
-        self._known[connection] = None
+        self._known[connection] = not is_check
         if len(self._known) > MAX_KNOWN_CONNECTIONS:
             self._known.popitem(last=False)
+        if is_check:
+            return
         self._connection_log.write(logging.INFO, "%s connected from %s", caller.name or "a client", peer)
 
     async def refused(self, peer: str, method: str, error: UnauthenticatedError) -> None:

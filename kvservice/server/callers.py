@@ -30,8 +30,9 @@ class Callers(Protocol):
     local: bool
     interceptors: Sequence[grpc.aio.ServerInterceptor]
 
-    def admit(self, context: Context) -> None:
-        """Admit an RPC. Called at the start of each RPC that the interceptors accepted."""
+    def admit(self, context: Context, *, is_check: bool = False) -> None:
+        """Admit an RPC. Called at the start of each RPC that the interceptors accepted. `is_check` is true for RPCs of
+        the standard services."""
 
     def check(self, caller: Identity) -> None:
         """Raise UnauthenticatedError for a caller whose token is no longer in the token file."""
@@ -43,7 +44,7 @@ class LocalCallers:
     local = True
     interceptors: Sequence[grpc.aio.ServerInterceptor] = ()
 
-    def admit(self, _context: Context) -> None:
+    def admit(self, _context: Context, *, is_check: bool = False) -> None:
         """Do nothing: local callers have no names."""
 
     def check(self, _caller: Identity) -> None:
@@ -75,10 +76,10 @@ class RemoteCallers(grpc.aio.ServerInterceptor):
                 return self._refusal(details.method, error)
         return await continuation(details)
 
-    def admit(self, context: Context) -> None:
+    def admit(self, context: Context, *, is_check: bool = False) -> None:
         if self._named_by_certificate:
             CALLER.set(Identity(_certificate_name(context.auth_context())))
-        self._audit.accepted(context.peer(), CALLER.get())
+        self._audit.accepted(context.peer(), CALLER.get(), is_check=is_check)
 
     def check(self, caller: Identity) -> None:
         if caller.credential and self._tokens is not None and not self._tokens.value.has(caller):

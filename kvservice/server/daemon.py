@@ -171,8 +171,8 @@ class KVServer:
         limits = config.request_limits
         services = Services(self.dispatcher, self.sessions, self.events, limits, callers, slots)
         slots.add(services.handlers())
-        slots.add(health_handlers(self._health, limits, slots))
-        slots.add(reflection_handlers(limits, slots))
+        slots.add(health_handlers(self._health, limits, slots, callers))
+        slots.add(reflection_handlers(limits, slots, callers))
         server.add_generic_rpc_handlers((slots,))
         return server
 

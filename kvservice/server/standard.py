@@ -10,17 +10,19 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from kvservice.config import RequestLimits
+from kvservice.server.callers import Callers
 from kvservice.server.contract import SERVICES
 from kvservice.server.health import SERVICE_NAME, Health
 from kvservice.server.parsing import check_accepted, parser
 from kvservice.server.slots import Handler, Rpc, Slots, answering
 
 
-def health_handlers(statuses: Health, limits: RequestLimits, slots: Slots) -> dict[str, Handler]:
+def health_handlers(statuses: Health, limits: RequestLimits, slots: Slots, callers: Callers) -> dict[str, Handler]:
     """Return the handlers of Check and Watch by method path."""
 
     async def check(request: Any, context: Any) -> Any:
         async with answering(context):
+            callers.admit(context, is_check=True)
             check_accepted(request)
             return await statuses.check(request, context)
 
@@ -31,6 +33,7 @@ def health_handlers(statuses: Health, limits: RequestLimits, slots: Slots) -> di
                 with rpc.waiting():
                     await context.write(status)
 
+            callers.admit(context, is_check=True)
             check_accepted(request)
             with slots.of_peer("health watch", context.peer()):
                 await statuses.watch(request, write)
@@ -43,13 +46,14 @@ def health_handlers(statuses: Health, limits: RequestLimits, slots: Slots) -> di
     }
 
 
-def reflection_handlers(limits: RequestLimits, slots: Slots) -> dict[str, Handler]:
+def reflection_handlers(limits: RequestLimits, slots: Slots, callers: Callers) -> dict[str, Handler]:
     """Return the handler of server reflection. It describes the services of the contract and the standard services."""
     names = [*(service.full_name for service in SERVICES), SERVICE_NAME, reflection.SERVICE_NAME]
     servicer: Any = reflection.aio.ReflectionServicer(names)  # the published type annotations are wrong
 
     async def info(requests: AsyncIterator[Any], context: Any) -> None:
         async with answering(context) as rpc:
+            callers.admit(context, is_check=True)
             with slots.of_peer("reflection", context.peer()):
                 async for response in servicer.ServerReflectionInfo(_accepted(requests, rpc), context):
                     with rpc.waiting():

@@ -85,6 +85,19 @@ def test_a_connection_is_counted_and_logged_once(lines: Callable[[], list[str]])
     ]
 
 
+def test_a_connection_for_a_health_check_is_counted_but_logged_only_with_its_first_other_call(
+    lines: Callable[[], list[str]],
+) -> None:
+    audit = Audit()
+    for _ in range(2):
+        audit.accepted("ipv4:192.0.2.1:7", Identity("alice"), is_check=True)
+    assert (audit.num_connections, lines()) == (1, [])
+    for _ in range(2):
+        audit.accepted("ipv4:192.0.2.1:7", Identity("alice"))
+        audit.accepted("ipv4:192.0.2.1:7", Identity("alice"), is_check=True)
+    assert (audit.num_connections, lines()) == (1, ["alice connected from ipv4:192.0.2.1:7"])
+
+
 def test_so_many_connections_are_remembered() -> None:
     audit = Audit()
     for port in range(MAX_KNOWN_CONNECTIONS + 1):

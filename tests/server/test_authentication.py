@@ -19,7 +19,9 @@ from secure_daemon import Secured, WithToken, secured, with_token
 from waiting import until
 
 from kvservice.auth import token_file
+from kvservice.auth.client import ClientCredentials, TLSConfig
 from kvservice.auth.tokens import new_token
+from kvservice.health import reason_not_serving
 from kvservice.server.contract import SERVICES
 from kvservice.v1 import events_pb2, pool_pb2, session_pb2
 
@@ -247,6 +249,19 @@ def test_what_happens_is_counted(encrypted: Secured, channel: grpc.Channel, wire
     assert more("kvservice_tcp_connections_total") == 2, "two names on one connection"
     assert more("kvservice_tls_handshakes_total") >= 2, "one failed"
     assert "andshake failed" not in encrypted.daemon.log.read_text(), "strangers write no lines"
+
+
+def test_a_health_check_is_a_connection_that_a_call_was_accepted_on(encrypted: Secured) -> None:
+    """The alert about TLS handshakes that came to nothing compares the two counts."""
+    (encrypted.files / "ca.crt").write_bytes(encrypted.authority.cert)
+    credentials = ClientCredentials.for_address(
+        encrypted.address, TLSConfig(encrypted.files / "ca.crt"), encrypted.tokens["alice"]
+    )
+    before = encrypted.samples()
+    assert not reason_not_serving(encrypted.address, TIMEOUT_S, credentials)
+    after = encrypted.samples()
+    name = "kvservice_tcp_connections_total"
+    assert value(after, name) == value(before, name) + 1
 
 
 def raw_ping(channel: grpc.Channel) -> bytes:
