@@ -14,7 +14,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from kvservice.errors import ObserverUnavailableError
 from kvservice.telemetry.arrays import SharedArrays
@@ -23,12 +23,16 @@ from kvservice.telemetry.link import BLOCK_HASH, CONFIGURE, SNAPSHOT, WRITE_STAT
 logger = logging.getLogger(__name__)
 
 RESTART_S = 1.0
-# How long a client's call waits for the observer. The first call also waits until the observer has started.
-ANSWER_S = 10.0
+# How long a client's call waits for the observer. `kvservice top` waits for longer, so that it gets the error. Until
+# the first observer has started, calls wait for its start too.
+ANSWER_S, FIRST_ANSWER_S = 4.0, 10.0
+# The observer makes a request every second. It is replaced when it has made none for SILENT_S, or has not started
+# within STARTING_S.
+SILENT_S, STARTING_S = 20, 120
 
 
 class Observing:
-    """Starts the observer on first use, exchanges requests with it, and restarts it when it exits."""
+    """Starts the observer on first use, exchanges requests with it, and restarts it when it exits or hangs."""
 
     def __init__(
         self,
@@ -36,6 +40,7 @@ class Observing:
         configuration: dict[str, object],
         write_stats: Callable[[], None],
         block_hash: Callable[[int], bytes],
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         """`configuration` is sent to the observer. `block_hash` maps a block id to the hash of the block, and must
         accept any number."""
@@ -43,6 +48,9 @@ class Observing:
         self._configuration = configuration
         self._write_stats = write_stats
         self._block_hash = block_hash
+        self._sleep = sleep
+        self._answer_s = FIRST_ANSWER_S
+        self._silent_s = 0
         self._wanted = asyncio.Event()
         self._ready = asyncio.Event()
         self._asker: Asker | None = None
@@ -58,7 +66,7 @@ class Observing:
         """Return the observer's response to a serialized GetSnapshotRequest. Raises ObserverUnavailableError."""
         self._wanted.set()
         try:
-            async with asyncio.timeout(ANSWER_S):
+            async with asyncio.timeout(self._answer_s):
                 await self._ready.wait()
                 assert self._asker is not None, "it is ready"
                 return await self._asker.ask(SNAPSHOT + request)
@@ -70,31 +78,54 @@ class Observing:
         await self._wanted.wait()
         while True:
             try:
-                await self._run_once()
-                logger.warning("the observer has ended; another is started")
+                logger.warning("the observer %s; another is started", await self._run_once())
             except OSError as error:
                 logger.warning("the observer cannot be started: %s", error)
             finally:
                 self._ready.clear()
                 self._end()
-            await asyncio.sleep(RESTART_S)
+            await self._sleep(RESTART_S)
 
-    async def _run_once(self) -> None:
+    async def _run_once(self) -> str:
+        """Run one observer. Returns why another is needed."""
         ours_asking, theirs_answering = socket.socketpair()
         ours_answering, theirs_asking = socket.socketpair()
         with theirs_asking, theirs_answering:
             self._process = self._start(theirs_asking, theirs_answering)
         self._asker = Asker(*await open_link(ours_asking))
-        answering = asyncio.ensure_future(answer_all(*await open_link(ours_answering), self._answer))
+        exchange = asyncio.ensure_future(self._exchange(self._asker, *await open_link(ours_answering)))
+        silence = asyncio.ensure_future(self._silence())
         try:
-            await self._asker.ask(CONFIGURE + json.dumps(self._configuration).encode())
+            await asyncio.wait((exchange, silence), return_when=asyncio.FIRST_COMPLETED)
+            if not exchange.done():
+                return f"has made no request for {self._silent_s} s and is killed"
+            exchange.result()
+            return "has ended"
+        finally:
+            exchange.cancel()
+            silence.cancel()
+            self._asker.close()
+
+    async def _exchange(self, asker: Asker, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Configure the observer, and answer its requests until it ends."""
+        answering = asyncio.ensure_future(answer_all(reader, writer, self._answer))
+        try:
+            await asker.ask(CONFIGURE + json.dumps(self._configuration).encode())
             self._ready.set()
+            self._answer_s = ANSWER_S
             await answering
         except ConnectionError:
             pass
         finally:
             answering.cancel()
-            self._asker.close()
+
+    async def _silence(self) -> None:
+        """Return when the observer hangs. The seconds are counted one by one, because those in which the daemon itself
+        was stopped do not count."""
+        self._silent_s = 0
+        while self._silent_s < (SILENT_S if self._ready.is_set() else STARTING_S):
+            await self._sleep(1.0)
+            self._silent_s += 1
 
     def _start(self, asking: socket.socket, answering: socket.socket) -> subprocess.Popen[bytes]:
         memory = self._arrays.read_only()
@@ -114,6 +145,7 @@ class Observing:
             os.close(memory)
 
     async def _answer(self, question: bytes) -> bytes:
+        self._silent_s = 0
         if question[:1] == WRITE_STATS:
             self._write_stats()
             return b""

@@ -16,9 +16,9 @@ from kvservice.wire.channels import open_aio_channel
 
 # The daemon's limit on rows.
 MAX_ROWS = 1000
-_TIMEOUT_S = 5.0
+TIMEOUT_S = 5.0
 # The daemon may start its observer on the first request, which then waits for it.
-_START_TIMEOUT_S = 15.0
+START_TIMEOUT_S = 15.0
 _START_PAUSE_S = 0.1
 
 
@@ -37,7 +37,7 @@ class Source:
     async def __aexit__(self, *_: object) -> None:
         await self._channel.close()
 
-    async def snapshot(self, search: str = "", timeout_s: float = _TIMEOUT_S) -> inspect_pb2.Snapshot:
+    async def snapshot(self, search: str = "", timeout_s: float = TIMEOUT_S) -> inspect_pb2.Snapshot:
         """Return a current snapshot, with the sessions and sequences that match `search`. Raises KVServiceError."""
         request = inspect_pb2.GetSnapshotRequest(max_sessions=MAX_ROWS, max_sequences=MAX_ROWS, search=search)
         try:
@@ -51,7 +51,7 @@ class Source:
         """Return a snapshot and wait for an observer that is starting. Raises KVServiceError at once if there is no
         daemon."""
         clock = asyncio.get_running_loop().time
-        deadline = clock() + _START_TIMEOUT_S
+        deadline = clock() + START_TIMEOUT_S
         while True:
             try:
                 return await self.snapshot(search, deadline - clock())

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import itertools
 import os
 import resource
 import signal
 import socket
+import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,11 @@ from waiting import PATIENCE_S, until
 from kvservice.client import KVClient
 from kvservice.errors import OutOfBlocksError
 from kvservice.launch import Daemon, StartError
+from kvservice.server import observing
+from kvservice.server.observing import Observing
+from kvservice.telemetry.arrays import SharedArrays
+from kvservice.telemetry.link import WRITE_STATS
+from kvservice.top import source as top_source
 from kvservice.v1 import inspect_pb2, inspect_pb2_grpc
 
 
@@ -49,13 +57,13 @@ def get_snapshot(daemon: Daemon, timeout_s: float = 60.0, **request: Any) -> ins
         return answer
 
 
-def snapshot_when_there_is_one(daemon: Daemon) -> inspect_pb2.Snapshot:
+def snapshot_when_there_is_one(daemon: Daemon, **request: Any) -> inspect_pb2.Snapshot:
     """Return a snapshot, with retries. The call that detects the end of the observer is refused; later calls wait for
     the new observer."""
     deadline = time.monotonic() + PATIENCE_S
     while True:
         try:
-            return get_snapshot(daemon)
+            return get_snapshot(daemon, **request)
         except grpc.RpcError as error:
             if refusal_of(error).reason != "OBSERVER_UNAVAILABLE" or time.monotonic() > deadline:
                 raise
@@ -281,7 +289,68 @@ def test_a_call_does_not_wait_for_ever_for_a_frozen_observer(daemon: Daemon) -> 
     os.kill(observer_of(daemon), signal.SIGCONT)
     with KVClient(daemon.address) as client, client.session("later"):
         # The response to the abandoned request is not used for another one.
-        assert [session.name for session in get_snapshot(daemon, search="later").sessions] == ["later"]
+        found = snapshot_when_there_is_one(daemon, search="later")
+        assert [session.name for session in found.sessions] == ["later"]
+
+
+def test_top_waits_for_longer_than_the_daemon() -> None:
+    assert observing.ANSWER_S < top_source.TIMEOUT_S
+    assert observing.FIRST_ANSWER_S < top_source.START_TIMEOUT_S
+
+
+class FrozenObservers(Observing):
+    """Its observers start and then do nothing. `others` has the ends of their links."""
+
+    def __init__(self, sleep: Callable[[float], Awaitable[None]]) -> None:
+        super().__init__(SharedArrays(), {}, lambda: None, lambda _: b"", sleep)
+        self.started: list[subprocess.Popen[bytes]] = []
+        self.others: list[tuple[socket.socket, socket.socket]] = []
+
+    def _start(self, asking: socket.socket, answering: socket.socket) -> subprocess.Popen[bytes]:
+        self.others.append((asking.dup(), answering.dup()))
+        self.started.append(subprocess.Popen(["sleep", "1000"]))
+        return self.started[-1]
+
+
+@pytest.mark.parametrize("configured", [False, True], ids=["from the start", "later"])
+def test_a_frozen_observer_is_killed_and_replaced(caplog: pytest.LogCaptureFixture, configured: bool) -> None:
+    slept: list[float] = []
+    limit_s = observing.SILENT_S if configured else observing.STARTING_S
+
+    async def run() -> None:
+        async def sleep(seconds: float) -> None:
+            slept.append(seconds)
+            await asyncio.sleep(0)
+
+        watched = FrozenObservers(sleep)
+        if configured:
+            watched._ready.set()
+        watched._wanted.set()
+        running = asyncio.create_task(watched.run())
+        async with asyncio.timeout(PATIENCE_S):
+            while len(slept) < limit_s + 3:  # the pause before the restart, then seconds of the second one
+                await asyncio.sleep(0)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        assert [process.returncode for process in watched.started] == [-signal.SIGKILL] * 2
+        for end in itertools.chain(*watched.others):
+            end.close()
+
+    asyncio.run(run())
+    assert slept[:limit_s] == [1.0] * limit_s
+    expected = f"the observer has made no request for {limit_s} s and is killed; another is started"
+    assert [record.getMessage() for record in caplog.records] == [expected]
+
+
+def test_an_observer_that_makes_requests_is_kept() -> None:
+    async def run() -> None:
+        watched = FrozenObservers(asyncio.sleep)
+        watched._ready.set()
+        watched._silent_s = observing.SILENT_S - 1
+        await watched._answer(WRITE_STATS)
+        assert watched._silent_s == 0
+
+    asyncio.run(run())
 
 
 def test_an_observer_that_cannot_be_started_is_started_later(daemon: Daemon, client: KVClient) -> None:
