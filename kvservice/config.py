@@ -380,6 +380,11 @@ class ServeConfig(BaseModel):
         return int(self.pool_gib * GIB) // self.layout.block_bytes
 
     @property
+    def pool_field(self) -> str:
+        """The option that sets pool_blocks, if one does."""
+        return "pool_gib" if self.num_blocks is None else "num_blocks"
+
+    @property
     def swap_blocks(self) -> int:
         return int(self.swap_space_gib * GIB) // self.layout.block_bytes
 

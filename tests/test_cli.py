@@ -105,7 +105,7 @@ def test_a_taken_port_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_pool_larger_than_the_memory_is_refused_with_the_numbers(tmp_path: Path) -> None:
     refused = kvservice("serve", "--pool-gib", "60000", "--unix-socket", str(tmp_path / "k.sock"))
     assert refused.returncode == 1
-    assert re.search(r"num_blocks: \d+ blocks of 2097152 bytes take \d+ bytes, \d+ are available", refused.stderr)
+    assert re.search(r"pool_gib: \d+ blocks of 2097152 bytes take \d+ bytes, \d+ are available", refused.stderr)
 
 
 def test_block_tables_larger_than_the_memory_are_refused(tmp_path: Path) -> None:

@@ -41,8 +41,9 @@ class CpuDevice:
         self.layout = config.layout
         self.num_blocks = num_blocks
         self.num_swap_blocks = config.swap_blocks
-        self.pool = CpuPool(self.layout, self.num_blocks, writable_by_others=config.share_pool == "write")
-        self.swap_pool = CpuPool(self.layout, self.num_swap_blocks, "kvservice-swap")
+        writable = config.share_pool == "write"
+        self.pool = CpuPool(self.layout, self.num_blocks, field=config.pool_field, writable_by_others=writable)
+        self.swap_pool = CpuPool(self.layout, self.num_swap_blocks, "kvservice-swap", "swap_space_gib")
         self.memory_bytes = {"pool": self.pool.num_bytes, "swap": self.swap_pool.num_bytes}
         self.swap_busy_s = {"out": 0.0, "in": 0.0}
         self._queue = ByteQueue()

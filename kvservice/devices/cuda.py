@@ -102,12 +102,12 @@ class CudaDevice:
     def _take_pools(self) -> None:
         cuda, config, compute = self._cuda, self._config, self._compute
         if config.pool_blocks is not None:
-            num_blocks, field = config.pool_blocks, "pool_gib" if config.num_blocks is None else "num_blocks"
+            num_blocks, field = config.pool_blocks, config.pool_field
         else:
             num_blocks, field = sizing.blocks_that_fit(cuda, self._number, config), "gpu_memory_utilization"
         self.num_blocks, self.num_swap_blocks = num_blocks, config.swap_blocks
         self.pool = CudaPool(cuda, self._number, self.layout, num_blocks, field)
-        self.swap_pool = CpuPool(self.layout, self.num_swap_blocks, "kvservice-swap")
+        self.swap_pool = CpuPool(self.layout, self.num_swap_blocks, "kvservice-swap", "swap_space_gib")
         self._swap_registration = _page_lock(cuda, self.swap_pool) if self.num_swap_blocks else None
         self.memory_bytes = {
             "pool": self.pool.num_bytes,

@@ -25,9 +25,11 @@ class CpuPool:
         layout: PoolLayout,
         num_blocks: int,
         name: str = "kvservice-pool",
+        field: str = "num_blocks",
         *,
         writable_by_others: bool = False,
     ) -> None:
+        """`field` is the option that sets the size. Raises ResourceExhaustedError naming it."""
         self.layout = layout
         self.num_blocks = num_blocks
         self.num_bytes = num_blocks * layout.block_bytes
@@ -41,13 +43,13 @@ class CpuPool:
             raise ResourceExhaustedError(
                 f"{num_blocks} blocks of {layout.block_bytes} bytes take {self.num_bytes} bytes, "
                 f"{available} are available",
-                field="num_blocks",
+                field=field,
             )
         try:
             self._memory = SealedMemory(name, self.num_bytes, read_only=not writable_by_others)
         except OSError as error:
             raise ResourceExhaustedError(
-                f"cannot allocate {self.num_bytes} bytes for {num_blocks} blocks: {error.strerror}", field="num_blocks"
+                f"cannot allocate {self.num_bytes} bytes for {num_blocks} blocks: {error.strerror}", field=field
             ) from None
         self.fd = self._memory.fd
         self.blocks = np.frombuffer(self._memory.map, layout.numpy_dtype).reshape(shape)

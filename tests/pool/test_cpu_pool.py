@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from kvservice.config import ServeConfig
+from kvservice.devices import open_device
 from kvservice.errors import ResourceExhaustedError
-from kvservice.pool import available
+from kvservice.pool import available, cpu
 from kvservice.pool.cpu import CpuPool
 from kvservice.pool.layout import DTYPES, PoolLayout
 
@@ -43,6 +47,31 @@ def test_more_than_the_machine_has_is_refused_with_the_numbers() -> None:
     with pytest.raises(ResourceExhaustedError, match=rf"{2**40} blocks of {LAYOUT.block_bytes} bytes") as caught:
         CpuPool(LAYOUT, 2**40)
     assert caught.value.field == "num_blocks"
+
+
+@pytest.mark.parametrize("available_bytes", [0, 1 << 62])
+def test_the_option_of_the_tier_that_does_not_fit_is_named(
+    monkeypatch: pytest.MonkeyPatch, available_bytes: int
+) -> None:
+    """Of the swap tier, too. With enough memory for all of it, the allocation itself fails."""
+    monkeypatch.setattr(cpu, "available_bytes", lambda: available_bytes)
+    monkeypatch.setattr(cpu, "SealedMemory", no_memory)
+    for options, field in (
+        ({"num_blocks": 4}, "num_blocks"),
+        ({"pool_gib": 1.0}, "pool_gib"),
+    ):
+        config = ServeConfig.model_validate(options)
+        with pytest.raises(ResourceExhaustedError) as caught:
+            open_device(config)
+        assert caught.value.field == field
+    monkeypatch.undo()
+    with pytest.raises(ResourceExhaustedError) as caught:
+        open_device(ServeConfig.model_validate({"num_layers": 1, "num_blocks": 4, "swap_space_gib": 1 << 16}))
+    assert caught.value.field == "swap_space_gib"
+
+
+def no_memory(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
 
 @pytest.mark.parametrize(
