@@ -65,7 +65,8 @@ class Allocator:
         plan = yield from self._plan(namespace, requests)
         self._sequences.require_free_rows(len(plan.sequences), "requests")
         if plan.status is not AllocStatus.OK:
-            raise self._device.out_of_blocks(plan.required, never=plan.status is AllocStatus.NEVER)
+            never = plan.status is AllocStatus.NEVER
+            raise self._device.out_of_blocks(plan.required, never=never, num_kept=self._config.watermark_blocks)
         if len(plan.hits) == 1:  # the hits are referenced before new blocks are allocated, so that they are not evicted
             self._device.incref_found(plan.hits[0])
         elif plan.hits:

@@ -153,11 +153,13 @@ class CachingBlockPool(BlockPool):
         if required > self.num_available:
             raise self.out_of_blocks(required, never=required > self.num_blocks)
 
-    def out_of_blocks(self, required: int, *, never: bool) -> OutOfBlocksError:
-        """Return the error for a batch that needs this many blocks, now or (`never`) in any state of the pool."""
+    def out_of_blocks(self, required: int, *, never: bool, num_kept: int = 0) -> OutOfBlocksError:
+        """Return the error for a batch that needs this many blocks, now or (`never`) in any state of the pool.
+        `num_kept` is the number of blocks that the watermark keeps from it."""
         free = self.num_available
+        kept = f"; the watermark keeps {num_kept} free" if num_kept else ""
         return OutOfBlocksError(
-            f"{required} blocks are needed and {free} of {self.num_blocks} are available",
+            f"{counted(required, 'block')} needed and {free} of {self.num_blocks} are available{kept}",
             tier="device", required=required, free=free, total=self.num_blocks, never=never,
         )  # fmt: skip
 
@@ -263,3 +265,8 @@ class CachingBlockPool(BlockPool):
         self.evictable.remove(unreferenced)
         self._free(unreferenced)
         return len(unreferenced)
+
+
+def counted(count: int, noun: str) -> str:
+    """Return for example "1 block is" or "2 blocks are"."""
+    return f"1 {noun} is" if count == 1 else f"{count} {noun}s are"

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvservice.blocks.arguments import whole_number
+from kvservice.blocks.block_pool import counted
 from kvservice.blocks.events import EventJournal, StoredBlock
 from kvservice.blocks.limits import check_request_blocks, check_sequence_lengths
 from kvservice.blocks.namespaces import SessionNamespace
@@ -74,8 +75,9 @@ class Swapper:
         group = self._swap_out_group(namespace, sequence_ids)
         src = group.blocks
         if len(src) > self._swap.num_free:
+            needed = counted(len(src), "swap block")
             raise OutOfBlocksError(
-                f"{len(src)} swap blocks are needed and {self._swap.num_free} of {self._swap.num_blocks} are free",
+                f"{needed} needed and {self._swap.num_free} of {self._swap.num_blocks} are free",
                 tier="swap", required=len(src), free=self._swap.num_free, total=self._swap.num_blocks,
                 never=len(src) > self._swap.num_blocks,
             )  # fmt: skip
@@ -102,7 +104,8 @@ class Swapper:
         self._state.enter(namespace)
         plan = self._plan_swap_in(namespace, sequence_ids, lookahead)
         if plan.status is not AllocStatus.OK:
-            raise self._device.out_of_blocks(plan.required, never=plan.status is AllocStatus.NEVER)
+            never = plan.status is AllocStatus.NEVER
+            raise self._device.out_of_blocks(plan.required, never=never, num_kept=self._config.watermark_blocks)
         group = plan.group
         copied = plan.found == _MISSING
         self._incref_found(plan.found[~copied], group.holders[~copied])

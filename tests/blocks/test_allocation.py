@@ -33,6 +33,24 @@ def test_a_table_has_just_enough_blocks(make: Make) -> None:
 
 
 @pytest.mark.parametrize(
+    ("watermark", "num_tokens", "said"),
+    [
+        (0.0, 4 * 29, "29 blocks are needed and 28 of 32 are available"),
+        (0.125, 4 * 25, "25 blocks are needed and 28 of 32 are available; the watermark keeps 4 free"),
+        (0.875, 4, "1 block is needed and 28 of 32 are available; the watermark keeps 28 free"),
+    ],
+)
+def test_the_error_says_how_many_blocks_the_watermark_keeps(
+    make: Make, watermark: float, num_tokens: int, said: str
+) -> None:
+    manager, space = make(watermark=watermark)
+    manager.allocate(space, [request(1, range(16))])
+    with pytest.raises(OutOfBlocksError) as caught:
+        manager.allocate(space, [request(2, range(100, 100 + num_tokens))])
+    assert str(caught.value) == said
+
+
+@pytest.mark.parametrize(
     ("num_tokens", "lookahead", "status"),
     [
         (4 * 24, 0, AllocStatus.OK),
