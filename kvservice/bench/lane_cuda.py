@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
+from kvservice.bench import cuda_timing
 from kvservice.bench.harness import quantiles, table, take_turns
 from kvservice.client import KVClient, Sequence, Session, SharedRegion, Step
 from kvservice.client.transports.base import Transport
@@ -162,6 +163,7 @@ class LaneBench:
 
 def run(quick: bool) -> dict[str, Any]:
     """Return `<shape>_<way>_<p50_s|p99_s>` for a step of 32 layers."""
+    cuda_timing.require_device()
     torch.cuda.init()  # type: ignore[no-untyped-call]
     results: dict[str, Any] = {"device": torch.cuda.get_device_name(0)}
     with contextlib.ExitStack() as cleanup:
