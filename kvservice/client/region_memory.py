@@ -22,7 +22,9 @@ class SharedRegion(ABC):
     """`num_bytes` of memory that is shared with the daemon. `create_region` and `open_region` of a session return it.
 
     Arrays and torch tensors over it (`array`, and views of those) can be passed wherever a step takes tensors, and as
-    `out` and `lse_out`. The memory is freed when the session has unregistered it and the last array over it is gone.
+    `out` and `lse_out`. After a call without an answer (CallTimeoutError, ConnectionLostError, cancellation) the daemon
+    may read and write its tensors at any later time, so other calls need other memory. The memory is freed when the
+    session has unregistered it and the last array over it is gone.
     `number` identifies the region in lane calls; None: lanes do not support it.
     """
 

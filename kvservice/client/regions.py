@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
+from collections.abc import Iterator
+from typing import Any
 
 from kvservice.client.connection import SessionConnection
 from kvservice.client.fd_passing import FdPassing
@@ -15,6 +18,12 @@ from kvservice.errors import InvalidArgumentError, RegionNotOpenedError, Resourc
 from kvservice.v1 import shared_memory_pb2
 
 SHM_DIRECTORY = "/dev/shm"
+# The calls that unregister regions of host memory and of GPU memory, and their requests.
+_HOST, _GPU = "system_shared_memory_unregister", "cuda_shared_memory_unregister"
+_UNREGISTER = {
+    _HOST: shared_memory_pb2.SystemSharedMemoryUnregisterRequest,
+    _GPU: shared_memory_pb2.CudaSharedMemoryUnregisterRequest,
+}
 
 
 class RegionTable:
@@ -23,18 +32,35 @@ class RegionTable:
     def __init__(self, connection: SessionConnection, fds: FdPassing) -> None:
         self._connection, self._fds = connection, fds
         self._regions: list[SharedRegion] = []
+        # The names of regions that are not used any more but that the daemon may still have, with their calls to
+        # unregister them.
+        self._dropped: dict[str, str] = {}
         self.version = 0
 
     async def create(
         self, num_bytes: int, *, device: int | None = None, timeout_s: float | None = None
     ) -> SharedRegion:
         """See SessionCore.create_region."""
+        return await self.create_until(self._connection.deadline(timeout_s), num_bytes, device)
+
+    async def create_until(self, deadline: float | None, num_bytes: int, device: int | None = None) -> SharedRegion:
+        """Create a region, as `create`, until a deadline of the connection. The daemon has released the regions that
+        were dropped before it makes this one."""
         num_bytes = whole(num_bytes, "num_bytes")
         if num_bytes <= 0:
             raise InvalidArgumentError(f"{num_bytes} is not above 0", field="num_bytes")
-        if device is not None:
-            return await self._create_on_gpu(num_bytes, whole(device, "device"), timeout_s)
+        for name, call in list(self._dropped.items()):
+            await self._unregister(call, name, deadline)
+            self._dropped.pop(name, None)
         await self._fds.introduce_once()
+        if device is None:
+            region: SharedRegion = await self._create_on_host(num_bytes, deadline)
+        else:
+            region = await self._create_on_gpu(num_bytes, whole(device, "device"), deadline)
+        self._add(region)
+        return region
+
+    async def _create_on_host(self, num_bytes: int, deadline: float | None) -> HostRegion:
         name = _new_name()
         request = build(
             shared_memory_pb2.CreateRegionRequest,
@@ -42,23 +68,17 @@ class RegionTable:
             name=name,
             byte_size=num_bytes,
         )
-        try:
-            response = await self._connection.call("create_region", request, timeout_s)
+        with self._dropped_on_error(_HOST, name):
+            response = await self._connection.call_until(deadline, "create_region", request)
             (descriptor,) = await self._fds.fetch(response.handover_token, 1)
             try:
-                region = HostRegion(name, descriptor, num_bytes, response.number)
+                return HostRegion(name, descriptor, num_bytes, response.number)
+            except OSError as error:
+                raise ResourceExhaustedError(f"{num_bytes} bytes cannot be mapped: {error.strerror}") from None
             finally:
                 os.close(descriptor)
-        except BaseException as error:  # an interrupted call must not leave a region behind either
-            await self._unregister(name)
-            if isinstance(error, OSError):
-                raise ResourceExhaustedError(f"{num_bytes} bytes cannot be mapped: {error.strerror}") from None
-            raise
-        self._add(region)
-        return region
 
-    async def _create_on_gpu(self, num_bytes: int, device: int, timeout_s: float | None) -> SharedRegion:
-        await self._fds.introduce_once()
+    async def _create_on_gpu(self, num_bytes: int, device: int, deadline: float | None) -> GpuRegion:
         region = GpuRegion(_new_name(), num_bytes, device)
         request = build(
             shared_memory_pb2.CudaSharedMemoryRegisterRequest,
@@ -68,12 +88,9 @@ class RegionTable:
             device_id=device,
             byte_size=num_bytes,
         )
-        try:
-            region.number = (await self._connection.call("cuda_shared_memory_register", request, timeout_s)).number
-        except BaseException:
-            await self._unregister_on_gpu(region.name)
-            raise
-        self._add(region)
+        with self._dropped_on_error(_GPU, region.name):
+            response = await self._connection.call_until(deadline, "cuda_shared_memory_register", request)
+        region.number = response.number
         return region
 
     async def open(self, key: str, num_bytes: int, offset: int = 0, *, timeout_s: float | None = None) -> HostRegion:
@@ -89,44 +106,55 @@ class RegionTable:
             byte_size=num_bytes,
             handover_token=await self._fds.introduce(),
         )
-        await self._connection.call("system_shared_memory_register", request, timeout_s)
-        try:
-            descriptor = os.open(f"{SHM_DIRECTORY}/{key.removeprefix('/')}", os.O_RDWR | os.O_CLOEXEC)
+        with self._dropped_on_error(_HOST, name):
+            await self._connection.call("system_shared_memory_register", request, timeout_s)
             try:
-                region = HostRegion(name, descriptor, num_bytes, offset=offset)
-            finally:
-                os.close(descriptor)
-        except (OSError, ValueError) as error:
-            await self._unregister(name)
-            raise RegionNotOpenedError(f"cannot be opened here: {error}", field="key") from None
+                descriptor = os.open(f"{SHM_DIRECTORY}/{key.removeprefix('/')}", os.O_RDWR | os.O_CLOEXEC)
+                try:
+                    region = HostRegion(name, descriptor, num_bytes, offset=offset)
+                finally:
+                    os.close(descriptor)
+            except (OSError, ValueError) as error:
+                raise RegionNotOpenedError(f"cannot be opened here: {error}", field="key") from None
         self._add(region)
         return region
 
     async def unregister(self, region: SharedRegion | None = None, *, timeout_s: float | None = None) -> None:
         """See SessionCore.unregister_region."""
-        self._regions = [] if region is None else [one for one in self._regions if one is not region]
-        self.version += 1
+        deadline = self._connection.deadline(timeout_s)
+        self._remove(region)
         name = "" if region is None else region.name
         if region is None or isinstance(region, HostRegion):
-            await self._unregister(name, timeout_s)
+            await self._unregister(_HOST, name, deadline)
         if region is None or not isinstance(region, HostRegion):
-            await self._unregister_on_gpu(name, timeout_s)
+            await self._unregister(_GPU, name, deadline)
 
-    async def _unregister(self, name: str, timeout_s: float | None = None) -> None:
-        request = build(
-            shared_memory_pb2.SystemSharedMemoryUnregisterRequest,
-            request_id=self._connection.next_request_id(),
-            name=name,
-        )
-        await self._connection.call("system_shared_memory_unregister", request, timeout_s)
+    def drop(self, region: SharedRegion) -> None:
+        """Unregister a region without waiting for the daemon, which may still execute calls that use it. It keeps the
+        memory until they are done."""
+        if self.has(region):
+            self._remove(region)
+            self._drop(_HOST if isinstance(region, HostRegion) else _GPU, region.name)
 
-    async def _unregister_on_gpu(self, name: str, timeout_s: float | None = None) -> None:
-        request = build(
-            shared_memory_pb2.CudaSharedMemoryUnregisterRequest,
-            request_id=self._connection.next_request_id(),
-            name=name,
-        )
-        await self._connection.call("cuda_shared_memory_unregister", request, timeout_s)
+    @contextlib.contextmanager
+    def _dropped_on_error(self, call: str, name: str) -> Iterator[None]:
+        """Drop a region that the daemon may have made for an operation that fails or is interrupted."""
+        try:
+            yield
+        except BaseException:
+            self._drop(call, name)
+            raise
+
+    def _drop(self, call: str, name: str) -> None:
+        """Ask the daemon to unregister a region. `create_until` repeats that, because the connection may be broken."""
+        self._dropped[name] = call
+        self._connection.post(call, self._request(call, name))
+
+    async def _unregister(self, call: str, name: str, deadline: float | None) -> None:
+        await self._connection.call_until(deadline, call, self._request(call, name))
+
+    def _request(self, call: str, name: str) -> Any:
+        return build(_UNREGISTER[call], request_id=self._connection.next_request_id(), name=name)
 
     async def status(self, *, timeout_s: float | None = None) -> list[RegionInfo]:
         """See SessionCore.regions."""
@@ -141,15 +169,18 @@ class RegionTable:
     def give_up(self, region: HostRegion) -> None:
         """Remove a region here, and make its memory private: a call that was given up may still be executed, and must
         find the bytes that the memory has now."""
-        self._regions = [one for one in self._regions if one is not region]
-        self.version += 1
+        self._remove(region)
         region.make_private()
+
+    def _remove(self, region: SharedRegion | None) -> None:
+        """Remove a region, or all, so that no further call uses it."""
+        self._regions = [] if region is None else [one for one in self._regions if one is not region]
+        self.version += 1
 
     def forget(self) -> None:
         """Remove all regions here. The daemon has already removed them, as it does when the session has had no stream
         for its grace period."""
-        self._regions = []
-        self.version += 1
+        self._remove(None)
 
     def numbered(self) -> list[SharedRegion]:
         """Return the regions that lanes support."""

@@ -25,7 +25,7 @@ from kvservice.client.tensors import Tensor, is_on_gpu
 from kvservice.client.transports.base import Transport, TransportName
 from kvservice.client.transports.region import RegionTransport
 from kvservice.client.transports.staging import ALIGNMENT, Staging, staging_bytes
-from kvservice.errors import ConnectionLostError, DaemonAwayError, UnknownStepError
+from kvservice.errors import ConnectionLostError, DaemonAwayError, InvalidArgumentError, UnknownStepError
 from kvservice.pool.layout import TENSOR_DTYPES
 from kvservice.v1 import host_pb2
 from kvservice.wire.status import from_reason
@@ -71,9 +71,10 @@ class LaneTransport(Transport):
         self._staging = Staging(context.regions)
         self._gpu_staging = Staging(context.regions, device)
         self._lock = context.connection.lock()
-        # The number of a call whose answer was not received because its caller was interrupted. The daemon may still
-        # use its tensors.
+        # The number of the call that was sent. It stays set if its caller was interrupted: the daemon may still use its
+        # tensors. `_received` is its answer, which a thread may receive for a caller that was interrupted.
         self._unanswered: int | None = None
+        self._received: Answer | None = None
         # The version of the session's regions that the native client has.
         self._places_version = -1
         # The transport for calls that lanes do not support.
@@ -89,7 +90,8 @@ class LaneTransport(Transport):
             if self._is_lost:
                 await self.context.regions.unregister()
                 self._lane = await open_lane(self.context)
-                self._unanswered, self._places_version, self._is_lost = None, -1, False
+                self._unanswered = self._received = None
+                self._places_version, self._is_lost = -1, False
 
     async def attend(self, call: AttentionCall) -> AttentionResult:
         if not call.is_plain:
@@ -158,6 +160,8 @@ class LaneTransport(Transport):
         """Receive the answer of an interrupted call, before the next call is sent."""
         try:
             await self._answer(deadline)
+        except InvalidArgumentError:
+            self._unanswered = None  # the call was interrupted when it had just received the answer
         except DaemonAwayError:
             raise
         except ConnectionLostError as error:
@@ -188,7 +192,8 @@ class LaneTransport(Transport):
         """Copy the inputs that are not in a region into the staging region, and reserve room for the results."""
         staging = self._gpu_staging if call.on_gpu else self._staging
         slopes = call.options.alibi_slopes
-        await staging.reserve(staging_bytes(call) + (0 if slopes is None else slopes.nbytes + ALIGNMENT))
+        num_bytes = staging_bytes(call) + (0 if slopes is None else slopes.nbytes + ALIGNMENT)
+        await staging.reserve(num_bytes, call.deadline)
         query, key, value = (self._input(staging, tensor) for tensor in (call.query, call.key, call.value))
         output, output_place = self._result(staging, call.out, tuple(call.query.shape), self.context.info.dtype)
         lse, lse_place = None, None
@@ -219,15 +224,20 @@ class LaneTransport(Transport):
 
     async def _answer(self, deadline: float | None) -> Answer:
         """Wait for the answer. Raises the errors of `SessionConnection.check`."""
-        assert self._unanswered is not None, "a call was made"
-        number = self._unanswered
         connection = self.context.connection
-        answer = self._lane.wait(number, HERE_S)
-        while answer is None:
+        self._receive(HERE_S)
+        while self._received is None:
             connection.check(deadline)
-            answer = await connection.run(self._lane.wait, number, connection.left_s(deadline, LOOK_S))
-        self._unanswered = None
+            await connection.run(self._receive, connection.left_s(deadline, LOOK_S))
+        answer, self._received, self._unanswered = self._received, None, None
         return answer
+
+    def _receive(self, timeout_s: float) -> None:
+        """Wait for the answer of the call that was sent. The lane gives it out only once, so it is kept even if the
+        caller is interrupted meanwhile."""
+        assert self._unanswered is not None, "a call was made"
+        if self._received is None:
+            self._received = self._lane.wait(self._unanswered, timeout_s)
 
     def _input(self, staging: Staging, tensor: Tensor) -> Entry:
         entry = self._place(tensor)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import AsyncIterator
+
 from kvservice.client.calls import AttentionCall, AttentionResult, WriteCall, given
 from kvservice.client.context import Context
 from kvservice.client.transports.base import Transport, TransportName
@@ -26,8 +29,7 @@ class RegionTransport(Transport):
     async def attend_prepared(self, call: AttentionCall) -> AttentionResult:
         if call.query.nbytes + call.key.nbytes + call.value.nbytes < self.staged_bytes_min:
             return await self._inline.attend_prepared(call)
-        async with self._lock:
-            await self._staging.reserve(staging_bytes(call))
+        async with self._staging_for(staging_bytes(call), call.deadline):
             out = self._result(call.out, call.query.shape, call.query.dtype.name)
             lse_out = self._result(call.lse_out, call.lse_shape, "float32") if call.return_lse else None
             query, key, value = (self._staged(array) for array in (call.query, call.key, call.value))
@@ -35,6 +37,18 @@ class RegionTransport(Transport):
             await self._inline.attend_prepared(staged)
             lse = None if lse_out is None else given(lse_out, call.lse_out)
             return given(out, call.out), lse
+
+    @contextlib.asynccontextmanager
+    async def _staging_for(self, num_bytes: int, deadline: float | None) -> AsyncIterator[None]:
+        """Hold the staging region for one call. A call that ends with an error or is interrupted may still be waiting
+        in the daemon, so the next call does not get its memory."""
+        async with self._lock:
+            await self._staging.reserve(num_bytes, deadline)
+            try:
+                yield
+            except BaseException:
+                self._staging.drop()
+                raise
 
     def _result(self, wanted: Array | None, shape: tuple[int, ...], dtype: str) -> Array:
         """Return the array for a result: the caller's, if that is in a region, else one in the staging region."""
@@ -47,8 +61,7 @@ class RegionTransport(Transport):
         if call.key.nbytes + call.value.nbytes < self.staged_bytes_min:
             await self._inline.write_prepared(call)
             return
-        async with self._lock:
-            await self._staging.reserve(call.key.nbytes + call.value.nbytes + 2 * ALIGNMENT)
+        async with self._staging_for(call.key.nbytes + call.value.nbytes + 2 * ALIGNMENT, call.deadline):
             staged = call._replace(key=self._staged(call.key), value=self._staged(call.value))
             await self._inline.write_prepared(staged)
 

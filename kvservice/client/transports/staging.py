@@ -23,17 +23,22 @@ class Staging:
         self._region: SharedRegion | None = None
         self._used = 0
 
-    async def reserve(self, num_bytes: int) -> None:
-        """Start a call that stages `num_bytes` in total, including `ALIGNMENT` bytes of padding for each tensor."""
+    async def reserve(self, num_bytes: int, deadline: float | None) -> None:
+        """Start a call that stages `num_bytes` in total, including `ALIGNMENT` bytes of padding for each tensor. The
+        daemon is done with the previous call, or `drop` was called."""
         self._used = 0
-        if self._region is not None and not self._regions.has(self._region):
-            self._region = None  # the session's regions were removed
-        if self._region is None or self._region.num_bytes < num_bytes:
-            if self._region is not None:
-                await self._regions.unregister(self._region)
-            self._region = None
+        region = self._region
+        if region is None or region.num_bytes < num_bytes or not self._regions.has(region):
+            self.drop()
             size = max(1 << 20, 1 << (num_bytes - 1).bit_length())
-            self._region = await self._regions.create(size, device=self._device)
+            self._region = await self._regions.create_until(deadline, size, self._device)
+
+    def drop(self) -> None:
+        """Do not use the region again. The daemon may still execute a call whose answer did not come, with the bytes
+        that it then finds in the region."""
+        if self._region is not None:
+            self._regions.drop(self._region)
+            self._region = None
 
     def place(self, shape: tuple[int, ...], dtype: str) -> tuple[Tensor, RegionRange]:
         """Reserve room for an array. Returns the array and its place."""
