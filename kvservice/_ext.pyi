@@ -238,6 +238,8 @@ class StoreIndex:
         """Publish reserved blocks."""
     def abort(self, slots: bytes) -> None:
         """Free reserved blocks."""
+    def condemn(self, slots: bytes) -> None:
+        """Remove the keys of reserved blocks. Their room counts as leased once more, so `release` frees it."""
     def touch(self, namespace: int, keys: bytes) -> int:
         """Make blocks the most recently used. Returns how many keys were found."""
     def remove(self, namespace: int, keys: bytes) -> int:

@@ -270,6 +270,8 @@ void define_index(py::module_& m) {
       .def(
           "abort", [](StoreIndex& index, const py::object& list) { index.abort(as_packed(list, "slots")); }, slots)
       .def(
+          "condemn", [](StoreIndex& index, const py::object& list) { index.condemn(as_packed(list, "slots")); }, slots)
+      .def(
           "touch",
           [](StoreIndex& index, const py::object& number, const py::object& list) {
             return index.touch(as_number(number), as_keys(list));

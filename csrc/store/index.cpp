@@ -225,6 +225,22 @@ void StoreIndex::abort(const std::vector<uint64_t>& slots) {
   }
 }
 
+void StoreIndex::condemn(const std::vector<uint64_t>& slots) {
+  for (const uint64_t number : slots) {
+    Slot& slot = slot_at(number);
+    if (slot.state != SlotState::kReserved) {
+      throw std::runtime_error("slot " + std::to_string(number) + " is not reserved");
+    }
+    table_.erase(slot.hash, slot);
+    slot.state = SlotState::kCondemned;
+    slot.pins = 1;
+    BlockCounts& counts = slot.slab->owner->counts;
+    --counts.reserved;
+    ++counts.condemned;
+    ++counts.leased;
+  }
+}
+
 int64_t StoreIndex::touch(uint32_t number, const Keys& keys) {
   Namespace& space = find_namespace(number);
   find_all(space, keys);

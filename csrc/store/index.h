@@ -72,6 +72,7 @@ class StoreIndex {
   Reserved reserve(uint32_t number, const Keys& keys);
   void commit(const std::vector<uint64_t>& slots, const std::vector<uint64_t>& checksums);
   void abort(const std::vector<uint64_t>& slots);
+  void condemn(const std::vector<uint64_t>& slots);
   int64_t touch(uint32_t number, const Keys& keys);
   int64_t remove(uint32_t number, const Keys& keys);
   int64_t clear(uint32_t number, int64_t most);

@@ -16,7 +16,7 @@ enum class SlotState : uint32_t {
   kFree,
   kReserved,   // in the table, but not found
   kCommitted,  // in the table, and in a list of its namespace
-  kCondemned,  // removed while it was leased, and freed by the last release
+  kCondemned,  // removed while it was leased or written, and freed by the last release
 };
 
 // Room for a block. Slots of a slab that have never been used are not initialized.

@@ -58,6 +58,9 @@ class KeyIndex(Protocol):
     def abort(self, slots: bytes) -> None:
         """Free reserved slots."""
 
+    def condemn(self, slots: bytes) -> None:
+        """Remove the keys of reserved slots. `release` frees the slots."""
+
     def touch(self, namespace: int, keys: bytes) -> int:
         """Make blocks the most recently used. Returns how many were found."""
 

@@ -1,7 +1,8 @@
 """Reserved blocks of lost sessions whose clients can write to the memory of the store.
 
-A client that was frozen may go on writing after its session has ended. Its reserved blocks are therefore not used again
-while a process lives that fetched the memory for writing in that session.
+A client that was frozen may go on writing after its session has ended. The room of its reserved blocks is therefore
+not used again while a process lives that fetched the memory for writing in that session. Others can store the keys at
+once, in other places.
 """
 
 from __future__ import annotations
@@ -17,22 +18,26 @@ class _Held:
 
 
 class Quarantine:
-    """Slots that are freed by `abort` after their writers have ended."""
+    """Reserved slots that are freed after their writers have ended. `abort` frees slots; `condemn` removes their keys,
+    after which `release` frees them."""
 
-    def __init__(self, abort: Callable[[bytes], None]) -> None:
-        self._abort = abort
+    def __init__(
+        self, abort: Callable[[bytes], None], condemn: Callable[[bytes], None], release: Callable[[bytes], None]
+    ) -> None:
+        self._abort, self._condemn, self._release = abort, condemn, release
         self._held: list[_Held] = []
 
     def __len__(self) -> int:
         return len(self._held)
 
     def hold(self, slots: bytes, writers: frozenset[Hashable]) -> None:
-        """Free the slots after all of `writers` have ended: at once if there are none."""
+        """Forget the keys of the slots, and free them after all of `writers` have ended: at once if there are none."""
         if not slots:
             return
         if not writers:
             self._abort(slots)
             return
+        self._condemn(slots)
         self._held.append(_Held(slots, set(writers)))
 
     def ended(self, writer: Hashable) -> None:
@@ -41,4 +46,4 @@ class Quarantine:
             held.writers.discard(writer)
             if not held.writers:
                 self._held.remove(held)
-                self._abort(held.slots)
+                self._release(held.slots)

@@ -68,7 +68,7 @@ class BlockStore:
     def __init__(self, config: StoreConfig, index: KeyIndex, clock: LeaseClock, journal: EventJournal | None) -> None:
         self.config = config
         self.leases = Leases(clock)
-        self.quarantine = Quarantine(self.abort)
+        self.quarantine = Quarantine(index.abort, index.condemn, index.release)
         self._index, self._journal = index, journal
         self._namespaces: dict[NamespaceIdentity, StoredNamespace] = {}
         # By model. They outlive its namespaces.

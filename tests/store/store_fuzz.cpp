@@ -76,7 +76,7 @@ void fuzz_index(int steps, std::mt19937_64& random) {
     const auto number = static_cast<uint32_t>(random() % 4 + 1);
     const std::vector<char> bytes = random_keys(random);
     const Keys keys = {bytes.data(), bytes.size() / kKeyBytes};
-    switch (random() % 12) {
+    switch (random() % 13) {
       case 0:
       case 1:
         leases.push_back(index.acquire(number, keys, random() % 2 == 0).slots);
@@ -100,6 +100,10 @@ void fuzz_index(int steps, std::mt19937_64& random) {
         index.abort(take(reservations, random));
         break;
       case 10:
+        leases.push_back(take(reservations, random));
+        index.condemn(leases.back());
+        break;
+      case 11:
         index.remove(number, keys);
         break;
       default:

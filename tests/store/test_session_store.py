@@ -15,6 +15,7 @@ from kvservice.errors import (
     UnknownReservationError,
 )
 from kvservice.store import SessionStore, StoredNamespace, session
+from kvservice.store.index import DONE
 
 
 def opened(rig: Rig) -> tuple[SessionStore, StoredNamespace]:
@@ -197,15 +198,30 @@ def test_reserved_blocks_of_a_writer_wait_for_its_end(rig: Rig) -> None:
     own.add_writer("a")
     own.add_writer("b")
     own.reserve(namespace, keys(1))
+    in_use = rig.store.totals().used_bytes
+    assert in_use > 0
     own.close()
-    assert rig.store.totals().num_reserved == 1
+    assert rig.store.totals().used_bytes == in_use
     rig.store.quarantine.ended("a")
-    assert rig.store.totals().num_reserved == 1
+    assert rig.store.totals().used_bytes == in_use
     rig.store.quarantine.ended("c")
     assert len(rig.store.quarantine) == 1
     rig.store.quarantine.ended("b")
-    assert rig.store.totals().num_reserved == 0
+    assert rig.store.totals().used_bytes == 0
     assert len(rig.store.quarantine) == 0
+
+
+def test_a_key_of_a_lost_reservation_can_be_stored_elsewhere_at_once(rig: Rig) -> None:
+    own, namespace = opened(rig)
+    own.add_writer("a")
+    _, lost = own.reserve(namespace, keys(1))
+    own.close()
+    others, namespace = opened(rig)
+    _, again = others.reserve(namespace, keys(1))
+    assert again.statuses == bytes([DONE])
+    assert again.offsets != lost.offsets
+    rig.store.quarantine.ended("a")
+    assert rig.store.totals().num_reserved == 1
 
 
 def test_nothing_waits_for_a_writer_without_reservations(rig: Rig) -> None:

@@ -62,6 +62,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.leases: list[Lease] = []
         self.ended: list[Lease] = []
         self.reservations: list[Reservation] = []
+        self.condemned: list[bytes] = []
         self.first_version: int | None = None
         # One namespace has a quota of a few blocks.
         for size, blocks in zip(sizes, [quota] + [1 << 20] * len(sizes), strict=False):
@@ -109,6 +110,18 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(index=st.integers(0, 100))
     def abort(self, index: int) -> None:
         self.both("abort", self.reservations.pop(index % len(self.reservations)).slots)
+
+    @precondition(lambda self: self.reservations)
+    @rule(index=st.integers(0, 100))
+    def condemn(self, index: int) -> None:
+        reservation = self.reservations.pop(index % len(self.reservations))
+        self.both("condemn", reservation.slots)
+        self.condemned.append(reservation.slots)
+
+    @precondition(lambda self: self.condemned)
+    @rule(index=st.integers(0, 100))
+    def release_condemned(self, index: int) -> None:
+        self.both("release", self.condemned.pop(index % len(self.condemned)))
 
     @rule(index=st.integers(0, 3), names=NAMES, leading_only=st.booleans())
     def acquire(self, index: int, names: list[int], leading_only: bool) -> None:

@@ -215,6 +215,12 @@ class StoreModel:
             self.free(block)
             self.settle(block.slab)
 
+    def condemn(self, slots: bytes) -> None:
+        for slot in unpack(slots):
+            block = self.reserved_block(slot)
+            del block.slab.space.found[block.key]
+            block.reserved, block.condemned, block.pins = False, True, 1
+
     def touch(self, namespace: int, keys: bytes) -> int:
         blocks = [self.spaces[namespace].present(key) for key in split(keys)]
         for block in reversed(blocks):
