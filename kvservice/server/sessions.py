@@ -153,7 +153,7 @@ class SessionRegistry:
             wait_s=(detach_ttl_s or limit) if detachable else grace,
         )
         self._sessions[session.token] = session
-        self._call_later(session, max(grace, ATTACH_S), self._lose, session)
+        self._lose_after(session, max(grace, ATTACH_S))
         self._opened_log.write(
             logging.INFO,
             "session %d opened (%s)%s",
@@ -213,7 +213,7 @@ class SessionRegistry:
         if session.end_stream == end_stream and session.token in self._sessions:
             session.end_stream = None
             session.row.set(ATTACHED, 0)
-            self._call_later(session, session.wait_s, self._lose, session)
+            self._lose_after(session, session.wait_s)
             self._call_later(session, self._config.session_grace_s, session.unshare)
 
     def end_streams_of(self, check: Callable[[Identity], None]) -> None:
@@ -237,13 +237,18 @@ class SessionRegistry:
         session = self.find(token)
         return None if session is None else session.access.user.introduce(peer)
 
-    def _lose(self, session: ServerSession) -> None:
-        """Close a session that no stream attached to in time."""
-        self.num_lost += 1
-        in_slices(self.close_in_slices(session))
+    def _lose_after(self, session: ServerSession, wait_s: float) -> None:
+        """Close a session if no stream attaches to it in time."""
 
-    def close_in_slices(self, session: ServerSession) -> Slices[None]:
-        """Close an open session in the first slice, and free its sequences."""
+        def lose() -> None:
+            self.num_lost += 1
+            in_slices(self.close_in_slices(session, f"lost: no stream attached to it for {wait_s:g} s"))
+
+        self._call_later(session, wait_s, lose)
+
+    def close_in_slices(self, session: ServerSession, end: str = "closed") -> Slices[None]:
+        """Close an open session in the first slice, and free its sequences. `end` says for the log how it ended; its
+        first word is the reason, as in the metrics."""
         del self._sessions[session.token]
         self._num_closing += 1
         self.num_closed += 1
@@ -256,13 +261,11 @@ class SessionRegistry:
         self._num_closing -= 1
         self._table.close(session.row)
         number = session.session_id
-        said = "session %d closed, %d sequences freed"
-        self._closed_log.write(logging.INFO, said, number, freed, extra={"session_id": number})
+        fields = {"session_id": number, "reason": end.partition(":")[0]}
+        self._closed_log.write(logging.INFO, "session %d %s, %d sequences freed", number, end, freed, extra=fields)
 
-    def _call_later(
-        self, session: ServerSession, seconds: float, call: Callable[..., None], *args: ServerSession
-    ) -> None:
-        session.timers.append(self._clock.call_later(seconds, call, *args))
+    def _call_later(self, session: ServerSession, seconds: float, call: Callable[[], None]) -> None:
+        session.timers.append(self._clock.call_later(seconds, call))
 
 
 def _check_name(name: str, field: str) -> None:

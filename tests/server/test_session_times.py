@@ -134,3 +134,18 @@ def test_sessions_that_come_and_go_do_not_fill_the_log(make_registry, caplog) ->
     said = [record.message.split()[2] for record in caplog.records]
     assert Counter(said) == {"opened": 20, "closed,": 20}
     assert [record.session_id for record in caplog.records[:2]] == [1, 1]
+
+
+def test_the_log_says_which_sessions_were_lost_and_why(make_registry, clock, caplog) -> None:
+    registry = make_registry(session_grace_s=SHORT_GRACE_S)
+    left, closed = open_attached(registry), open_attached(registry)
+    registry.open("", "", False, 0.0)
+    caplog.set_level(logging.INFO, "kvservice.server.sessions")
+    finish(registry.close_in_slices(closed))
+    registry.detach(left, end_stream)
+    clock.advance(ATTACH_S)
+    assert [(record.session_id, record.reason, record.message) for record in caplog.records] == [
+        (2, "closed", "session 2 closed, 0 sequences freed"),
+        (1, "lost", "session 1 lost: no stream attached to it for 0.5 s, 0 sequences freed"),
+        (3, "lost", "session 3 lost: no stream attached to it for 5 s, 0 sequences freed"),
+    ]
