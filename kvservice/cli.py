@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import sys
 import typing
@@ -31,6 +32,16 @@ from kvservice.errors import KVServiceError
 @click.version_option(__version__)
 def main() -> None:
     """The KV cache as a service."""
+
+
+class _Seconds(click.FloatRange):
+    """A range of seconds. click's own range accepts nan."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        seconds = float(super().convert(value, param, ctx))
+        if math.isnan(seconds):
+            self.fail(f"{value} is not a number.", param, ctx)
+        return seconds
 
 
 def _option(name: str, field: FieldInfo) -> click.Option:
@@ -135,7 +146,7 @@ def demo(device: str, dtype: str, address: str | None, as_json: bool, presented:
 
 @main.command()
 @click.option("--address", help="unix:///path/of.sock or host:port.  [default: what serve would listen on]")
-@click.option("--timeout-s", type=float, default=5.0, show_default=True)
+@click.option("--timeout-s", type=_Seconds(0, 3600, min_open=True), default=5.0, show_default=True)
 @connection_options
 def health(address: str | None, timeout_s: float, presented: Presented) -> None:
     """Exit with 0 if the daemon serves, with 1 if not."""
@@ -153,9 +164,7 @@ def health(address: str | None, timeout_s: float, presented: Presented) -> None:
 
 @main.command()
 @click.option("--address", help="unix:///path/of.sock or host:port.  [default: what serve would listen on]")
-@click.option(
-    "--interval", type=click.FloatRange(0.1, 3600), default=1.0, show_default=True, help="Seconds between updates."
-)
+@click.option("--interval", type=_Seconds(0.1, 3600), default=1.0, show_default=True, help="Seconds between updates.")
 @click.option("--once", is_flag=True, help="Print one snapshot and exit.")
 @click.option("--json", "as_json", is_flag=True, help="With --once: one JSON object instead of tables.")
 @click.option("--sort", default="blocks", show_default=True, help="Column to sort by, in the tables that have it.")

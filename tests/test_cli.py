@@ -51,6 +51,10 @@ def test_serve_help_explains_every_option() -> None:
         (("serve", "--blok-size", "4"), "--block-size"),
         (("serve", "--dtype", "int8"), "int8"),
         (("bench", "everything"), "everything"),
+        (("health", "--timeout-s", "nan"), "nan is not a number"),
+        (("health", "--timeout-s", "0"), "0.0 is not in the range"),
+        (("health", "--timeout-s", "-1"), "-1.0 is not in the range"),
+        (("top", "--interval", "nan"), "nan is not a number"),
     ],
 )
 def test_a_wrong_word_is_a_usage_error(arguments: tuple[str, ...], named: str) -> None:
@@ -68,6 +72,7 @@ def test_a_wrong_word_is_a_usage_error(arguments: tuple[str, ...], named: str) -
         (("serve", "--config", "/absent.toml"), {}, "/absent.toml"),
         (("serve", "--unix-socket", "", "--tcp-address", ""), TINY_POOL, "unix_socket, tcp_address"),
         (("serve", "--unix-socket", "/absent/directory/k.sock"), TINY_POOL, "unix_socket"),
+        (("serve", "--unix-socket", f"/tmp/{'k' * 103}"), TINY_POOL, "has 108 bytes: the path of a socket has at most"),
         (("serve", "--tcp-address", "192.0.2.1:1", "--insecure"), TINY_POOL, "tcp_address: cannot listen"),
         (("serve", "--tcp-address", "0.0.0.0:1"), TINY_POOL, "tcp_address: other hosts reach 0.0.0.0:1"),
         (("serve", "--tls-cert", "/absent.crt", "--tls-key", "/absent.key"), TINY_POOL, "tls_cert: /absent.crt"),

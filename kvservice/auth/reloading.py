@@ -21,7 +21,9 @@ class Reloading(Generic[T]):
     constructor propagates that error; `reload` logs it and keeps the value.
     """
 
-    def __init__(self, files: Sequence[Path], read: Callable[[], T]) -> None:
+    def __init__(self, files: Sequence[Path], read: Callable[[], T], reader: str = "gRPC") -> None:
+        """`reader` says in the log who uses the files, because two processes read the certificate."""
+        self._reader = reader
         self._files = files
         self._read = read
         # Versions of the files that gave the value. They are taken before the files are read, so that the next reload
@@ -42,11 +44,16 @@ class Reloading(Generic[T]):
         except InvalidArgumentError as error:
             # The next reload tries again, because the cause may be a temporary shortage of the system.
             if str(error) != self._logged:
-                logger.warning("%s changed and cannot be used; the previous contents stay in use: %s", names, error)
+                logger.warning(
+                    "%s changed and cannot be used by %s; the previous contents stay in use: %s",
+                    names,
+                    self._reader,
+                    error,
+                )
             self._logged = str(error)
             return False
         self._versions, self._logged = versions, ""
-        logger.info("%s changed and is in use", names)
+        logger.info("%s changed and is in use by %s", names, self._reader)
         return True
 
     def _current_versions(self) -> list[tuple[int, int, int, int] | None]:

@@ -121,7 +121,7 @@ class Observer:
         certificates = None
         if configuration["tls_cert"]:
             files = CertificateFiles(Path(configuration["tls_cert"]), Path(configuration["tls_key"]))
-            certificates = Reloading(files.paths, lambda: Certificates.read(files))
+            certificates = Reloading(files.paths, lambda: Certificates.read(files), "HTTP")
         await serve_http(app, listening, Connections(HttpLimits()), certificates)
 
     async def _metrics(self) -> tuple[bytes, str]:

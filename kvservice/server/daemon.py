@@ -7,6 +7,7 @@ import contextlib
 import functools
 import logging
 import signal
+import socket
 from typing import TYPE_CHECKING
 
 import grpc
@@ -37,6 +38,7 @@ from kvservice.server.listening import (
     listen_tcp,
     listen_unix,
     open_unix_socket,
+    with_port,
 )
 from kvservice.server.observing import Observing
 from kvservice.server.open_calls import OpenCalls
@@ -96,6 +98,8 @@ class KVServer:
         reported = configuration(config, self.device, arrays, METHODS)
         self.observing = Observing(arrays, reported, stats.write, self.engine.manager.block_hash)
         self._slots: list[Slots] = []
+        # The gRPC addresses that the daemon listens on.
+        self._addresses: list[str] = []
         self._stop = asyncio.Event()
 
     async def serve(self) -> int:
@@ -108,7 +112,7 @@ class KVServer:
         with contextlib.ExitStack() as cleanup:
             servers = self._listen(cleanup)
             if self._config.http_address:
-                self.observing.serve_http(listen_http(self._config.http_address, cleanup))
+                self._serve_http(listen_http(self._config.http_address, cleanup))
             for server in servers:
                 await server.start()
             open_unix_socket(self._config)
@@ -129,7 +133,7 @@ class KVServer:
                 "serving %d blocks of %d bytes on %s",
                 self.device.num_blocks,
                 self._config.layout.block_bytes,
-                ", ".join(filter(None, (self._config.unix_socket, self._config.tcp_address))),
+                ", ".join(self._addresses),
             )
             memory = ", ".join(f"{use} {num_bytes}" for use, num_bytes in self.device.memory_bytes.items())
             logger.info("bytes taken on %s: %s", self._config.device, memory)
@@ -154,10 +158,16 @@ class KVServer:
         if config.unix_socket:
             servers.append(self._server(LocalCallers()))
             listen_unix(servers[-1], config, self.sessions.fd_server, cleanup)
+            self._addresses.append(config.unix_socket)
         if config.tcp_address:
             servers.append(self._server(self._remote_callers))
-            listen_tcp(servers[-1], config.tcp_address, self.credentials.for_server())
+            self._addresses.append(listen_tcp(servers[-1], config.tcp_address, self.credentials.for_server()))
         return servers
+
+    def _serve_http(self, listening: socket.socket) -> None:
+        self.observing.serve_http(listening)
+        address = with_port(self._config.http_address, listening.getsockname()[1])
+        logger.info("the page and /metrics are at %s://%s/", "https" if self._config.tls_cert else "http", address)
 
     def _server(self, callers: Callers) -> grpc.aio.Server:
         config = self._config

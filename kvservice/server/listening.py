@@ -15,6 +15,9 @@ from kvservice.config import ServeConfig
 from kvservice.errors import KVServiceError
 from kvservice.server.fd_passing import FdServer
 
+# Longest path of a unix socket; Linux's sun_path has one byte more, for the terminating zero.
+MAX_SOCKET_PATH_BYTES = 107
+
 
 class ConfigError(KVServiceError):
     """The daemon cannot start with its configuration."""
@@ -43,14 +46,21 @@ def listen_unix(
     server: grpc.aio.Server, config: ServeConfig, fd_server: FdServer, cleanup: contextlib.ExitStack
 ) -> None:
     """Bind the unix socket and the fd-passing socket, if there is one, before the server starts. Raises ConfigError."""
+    _check_path_lengths(config)
     _bind_unix(server, Path(config.unix_socket), cleanup)
     if config.fd_socket:
         _listen_fds(fd_server, Path(config.fd_socket), int(config.unix_socket_mode, 8), cleanup)
 
 
-def listen_tcp(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> None:
-    """Bind host:port before the server starts. The port uses TLS if there are credentials. Raises ConfigError."""
-    _bind(server, address, "tcp_address", credentials)
+def listen_tcp(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> str:
+    """Bind host:port before the server starts. The port uses TLS if there are credentials. Returns the address with the
+    port that port 0 stands for. Raises ConfigError."""
+    return with_port(address, _bind(server, address, "tcp_address", credentials))
+
+
+def with_port(address: str, port: int) -> str:
+    """Return an address host:port with another port."""
+    return f"{address.rpartition(':')[0]}:{port}"
 
 
 def open_unix_socket(config: ServeConfig) -> None:
@@ -103,6 +113,15 @@ def _listen_fds(fd_server: FdServer, path: Path, mode: int, cleanup: contextlib.
     cleanup.callback(fd_server.close)
 
 
+def _check_path_lengths(config: ServeConfig) -> None:
+    for path in (config.unix_socket, config.fd_socket):
+        if (length := len(os.fsencode(path))) > MAX_SOCKET_PATH_BYTES:
+            raise ConfigError(
+                f"{path} has {length} bytes: the path of a socket has at most {MAX_SOCKET_PATH_BYTES}",
+                field="unix_socket",
+            )
+
+
 def _check_socket_free(path: Path) -> None:
     """Raise ConfigError if the path cannot be used. gRPC replaces a socket file that no process serves, so a socket
     that is served must be detected here."""
@@ -117,7 +136,8 @@ def _check_socket_free(path: Path) -> None:
         raise ConfigError(f"{path} is served by another process", field="unix_socket")
 
 
-def _bind(server: grpc.aio.Server, address: str, field: str, credentials: grpc.ServerCredentials | None = None) -> None:
+def _bind(server: grpc.aio.Server, address: str, field: str, credentials: grpc.ServerCredentials | None = None) -> int:
+    """Bind the address and return its port, which is 1 for a unix socket. Raises ConfigError."""
     try:
         if credentials is None:
             port = server.add_insecure_port(address)
@@ -127,6 +147,7 @@ def _bind(server: grpc.aio.Server, address: str, field: str, credentials: grpc.S
         port = 0
     if port == 0:
         raise ConfigError(f"cannot listen on {address}: {_reason(address)}", field=field)
+    return port
 
 
 def _reason(address: str) -> str:

@@ -129,6 +129,17 @@ def test_a_failure_that_passes_by_itself_is_tried_again(tmp_path: Path, caplog: 
     assert reloading.value == "the second"
 
 
+def test_the_log_says_which_process_uses_the_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    file = tmp_path / "value"
+    file.write_text("first")
+    both = [Reloading([file], file.read_text), Reloading([file], file.read_text, "HTTP")]
+    file.write_text("the second")
+    assert all(reloading.reload() for reloading in both)
+    expected = [f"{file} changed and is in use by gRPC", f"{file} changed and is in use by HTTP"]
+    assert [record.getMessage() for record in caplog.records] == expected
+
+
 def test_a_change_while_the_files_are_read_is_seen_next_time(tmp_path: Path) -> None:
     file = tmp_path / "value"
     file.write_text("first")
