@@ -258,6 +258,18 @@ def test_certificates_are_made_that_clients_accept(tmp_path: Path) -> None:
     shake_hands(again, "other")
 
 
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
+def test_an_authority_is_never_replaced(tmp_path: Path) -> None:
+    command = [DEPLOY / "make-certificates.sh", tmp_path, "daemon"]
+    subprocess.run(command, capture_output=True, check=True)
+    (tmp_path / "ca.key").unlink()
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    refused = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert refused.returncode == 1
+    assert "put ca.key back" in refused.stderr
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before, "nothing changes"
+
+
 def shake_hands(certificates: Certificates, name: str) -> None:
     """Run a TLS handshake in memory, as a client that trusts the authority and expects this name."""
     server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
