@@ -197,7 +197,7 @@ def top(
 
 @main.group()
 def bench() -> None:
-    """Benchmarks of bookkeeping, RPCs, the block store, the largest requests, attention and swapping."""
+    """Benchmarks of bookkeeping, RPCs, the block store, the largest requests, attention, lanes and swapping."""
 
 
 def _report(

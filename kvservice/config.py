@@ -113,20 +113,21 @@ class ServeConfig(BaseModel):
         None,
         ge=1,
         le=1 << 24,
-        description="Most tokens that one request may hold, or its step cover. Unset: 131072, or "
+        description="Most tokens in one request, in the step that it opens, or in its response. Unset: 131072, or "
         "max_sequence_tokens if that is more.",
     )
     max_request_blocks: int | None = Field(
         None,
         ge=1,
         le=1 << 24,
-        description="Most blocks of one request's sequences that may be swapped, or may wait to be computed. Unset: "
-        "32768, or those of the longest sequence if they are more.",
+        description="Most blocks that one request may swap, write to, fork, truncate or describe, and most keys of the "
+        "block store in it. Unset: 32768, or the blocks of the longest sequence if they are more.",
     )
     num_threads: int = Field(0, ge=0, le=1024, description="Threads of the CPU kernels. 0: one for each core.")
     batch_invariant: bool = Field(
         False,
-        description="Make a sequence's output independent, bit for bit, of what else is in the batch. Costs time.",
+        description="Make a sequence's output independent, bit for bit, of what else is in the batch. Costs time, and "
+        "tensors larger than max_message_mib are refused instead of sent in parts.",
     )
 
     unix_socket: str = Field(
@@ -160,8 +161,8 @@ class ServeConfig(BaseModel):
     )
     http_token: str = Field(
         "",
-        description="Token that a browser presents for the page, 16 to 256 characters. Required off the loopback "
-        "interface. Do not set it on the command line, where others can read it.",
+        description="Token that a browser presents for the page, 16 to 256 characters. Off the loopback "
+        "interface there is no page without it. Do not set it on the command line, where others can read it.",
     )
     metrics_token: str = Field(
         "",
@@ -195,8 +196,8 @@ class ServeConfig(BaseModel):
         15.0,
         ge=3,
         le=3600,
-        description="Seconds without an answer after which a client that is frozen, or whose host is gone, has lost "
-        "its connection. Its sessions then have session_grace_s. A client that is killed loses it at once.",
+        description="A client that is frozen, or whose host is gone, loses its connection after this many seconds. Its "
+        "sessions then have session_grace_s. A client that is killed loses it at once.",
     )
     max_detach_ttl_s: float = Field(
         3600.0, ge=0, le=30 * 86400, description="Longest time in seconds that a detached session waits for a client."
@@ -277,7 +278,11 @@ class ServeConfig(BaseModel):
         "allow_client_shm is on.",
     )
     max_message_mib: int = Field(
-        8, ge=1, le=1024, description="Largest gRPC message in MiB, both ways. Larger tensors travel in parts."
+        8,
+        ge=1,
+        le=1024,
+        description="Largest gRPC message in MiB, both ways. Larger tensors travel in parts; with batch_invariant they "
+        "are refused.",
     )
     drain_timeout_s: float = Field(30.0, ge=0, le=3600, description="Seconds that running steps have after SIGTERM.")
     drain_stall_s: float = Field(

@@ -24,7 +24,7 @@ def access_metrics(server: ServerStats, http_refusals: Mapping[str, int]) -> Ite
     }
     yield counters(
         "refused_calls",
-        "Calls over TCP without a token that the daemon knows, and calls that name another identity's session.",
+        "Calls over TCP refused for a missing or wrong token, and calls refused for naming another's session.",
         "cause",
         causes.items(),
     )

@@ -260,7 +260,7 @@ def test_certificates_are_made_that_clients_accept(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
 def test_an_authority_is_never_replaced(tmp_path: Path) -> None:
-    command = [DEPLOY / "make-certificates.sh", tmp_path, "daemon"]
+    command: list[str | Path] = [DEPLOY / "make-certificates.sh", tmp_path, "daemon"]
     subprocess.run(command, capture_output=True, check=True)
     (tmp_path / "ca.key").unlink()
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
