@@ -42,6 +42,7 @@ from kvservice.server.listening import (
 )
 from kvservice.server.observing import Observing
 from kvservice.server.open_calls import OpenCalls
+from kvservice.server.open_connections import ConnectionWatch, count_tcp, count_unix
 from kvservice.server.open_files import raise_file_limit
 from kvservice.server.rpc_tasks import task_factory
 from kvservice.server.server_store import open_store
@@ -98,8 +99,8 @@ class KVServer:
         reported = configuration(config, self.device, arrays, METHODS)
         self.observing = Observing(arrays, reported, stats.write, self.engine.manager.block_hash)
         self._slots: list[Slots] = []
-        # The gRPC addresses that the daemon listens on.
-        self._addresses: list[str] = []
+        # The gRPC addresses that the daemon listens on, with their connections.
+        self._connections = ConnectionWatch(config.connection_limit)
         self._stop = asyncio.Event()
 
     async def serve(self) -> int:
@@ -123,6 +124,7 @@ class KVServer:
                 self.credentials.keep_current(self._end_revoked),
                 *(slots.end_stalled() for slots in self._slots),
                 trim_heap(),
+                self._connections.run(),
                 self.integrity.run(self._config.integrity_interval_s),
             )
             unmapping.start()
@@ -133,7 +135,7 @@ class KVServer:
                 "serving %d blocks of %d bytes on %s",
                 self.device.num_blocks,
                 self._config.layout.block_bytes,
-                ", ".join(self._addresses),
+                ", ".join(self._connections.addresses),
             )
             memory = ", ".join(f"{use} {num_bytes}" for use, num_bytes in self.device.memory_bytes.items())
             logger.info("bytes taken on %s: %s", self._config.device, memory)
@@ -158,10 +160,11 @@ class KVServer:
         if config.unix_socket:
             servers.append(self._server(LocalCallers()))
             listen_unix(servers[-1], config, self.sessions.fd_server, cleanup)
-            self._addresses.append(config.unix_socket)
+            self._connections.add(config.unix_socket, functools.partial(count_unix, config.unix_socket))
         if config.tcp_address:
             servers.append(self._server(self._remote_callers))
-            self._addresses.append(listen_tcp(servers[-1], config.tcp_address, self.credentials.for_server()))
+            address = listen_tcp(servers[-1], config.tcp_address, self.credentials.for_server())
+            self._connections.add(address, functools.partial(count_tcp, int(address.rpartition(":")[2])))
         return servers
 
     def _serve_http(self, listening: socket.socket) -> None:

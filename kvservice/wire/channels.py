@@ -54,7 +54,10 @@ def connection_error(text: str) -> ConnectionLostError:
         if re.search(pattern, text):
             return TLSHandshakeError(f"TLS handshake failed: {meaning} ({text})")
     if "failed to connect" in text and "Socket closed" in text:
-        return ConnectionLostError(f"{text}: the other end closed the connection; it may expect TLS, or a certificate")
+        return ConnectionLostError(
+            f"{text}: the other end closed the connection; it may expect TLS, or a certificate, or have as many "
+            "connections as its max_connections allows"
+        )
     if re.search(_REFUSED_ON_LOOPBACK_6, text):
         return ConnectionLostError(
             f"{text}: gRPC reports only the last address; if the daemon listens on 127.0.0.1, it may expect TLS there"

@@ -1,0 +1,53 @@
+"""Counts of the connections of an address, and the warning at the limit."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from pathlib import Path
+
+import pytest
+
+from kvservice.server.open_connections import ConnectionWatch, count_tcp, count_unix
+
+
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
+def test_connections_to_a_port_are_counted(family: socket.AddressFamily) -> None:
+    with contextlib.ExitStack() as stack:
+        listening = stack.enter_context(socket.socket(family))
+        try:
+            listening.bind(("127.0.0.1" if family is socket.AF_INET else "::1", 0))
+        except OSError as error:
+            pytest.skip(f"there is no IPv6 here: {error}")
+        listening.listen()
+        port = listening.getsockname()[1]
+        for expected in range(3):
+            assert count_tcp(port) == expected
+            ours = stack.enter_context(socket.socket(family))
+            ours.connect(listening.getsockname())
+            stack.enter_context(listening.accept()[0])
+
+
+def test_connections_to_a_unix_socket_are_counted(tmp_path: Path) -> None:
+    path = str(tmp_path / "a socket")
+    with contextlib.ExitStack() as stack:
+        listening = stack.enter_context(socket.socket(socket.AF_UNIX))
+        listening.bind(path)
+        listening.listen()
+        for expected in range(3):
+            assert count_unix(path) == expected
+            ours = stack.enter_context(socket.socket(socket.AF_UNIX))
+            ours.connect(path)
+            stack.enter_context(listening.accept()[0])
+
+
+def test_without_tables_nothing_is_counted(tmp_path: Path) -> None:
+    assert (count_tcp(1, tmp_path), count_unix("k.sock", tmp_path)) == (0, 0)
+
+
+def test_the_log_says_once_that_an_address_is_full(caplog: pytest.LogCaptureFixture) -> None:
+    watch = ConnectionWatch(2)
+    for count in (1, 2, 3, 2, 1, 2):
+        watch.note({"k.sock": count, "127.0.0.1:1": 0})
+    said = "k.sock has 2 connections, and max_connections is 2: further ones are closed at once"
+    assert [record.getMessage() for record in caplog.records] == [said, said]
