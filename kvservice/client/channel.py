@@ -64,6 +64,10 @@ CHANNEL_OPTIONS: list[tuple[str, int | str]] = [
 # Part of gRPC's message for a sent or received message above the limit. RESOURCE_EXHAUSTED has other causes, too.
 _TOO_LARGE = "message larger than max"
 
+# gRPC's message for a call that the other end has cancelled. The daemon's gRPC cancels calls if too many wait for the
+# daemon, see kvservice.server.grpc_options.
+_CANCELLED_THERE = "CANCELLED"
+
 # Time limit of the call that closes a session, and the errors that it ignores: the session is gone or belongs to
 # another client, or the daemon cannot be reached and closes the session as one that has lost its stream.
 CLOSE_S = 2.0
@@ -90,6 +94,8 @@ def to_error(error: grpc.RpcError) -> KVServiceError:
         return MessageTooLargeError(text) if too_large else ResourceExhaustedError(text)
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return CallTimeoutError(text)
+    if error.code() is grpc.StatusCode.CANCELLED and error.details() == _CANCELLED_THERE:
+        return ConnectionLostError(f"{text}: the daemon's gRPC ended the call; it may have too many calls waiting")
     return connection_error(text)
 
 

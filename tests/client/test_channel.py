@@ -60,3 +60,10 @@ def taken() -> Any:
 )
 def test_the_error_of_an_ended_call(ended: Ended, kind: type[KVServiceError]) -> None:
     assert type(to_error(cast(grpc.RpcError, ended))) is kind
+
+
+@pytest.mark.parametrize(("details", "named"), [("CANCELLED", True), ("Locally cancelled by application!", False)])
+def test_a_call_that_grpc_cancelled_may_be_one_of_too_many(details: str, named: bool) -> None:
+    error = to_error(cast(grpc.RpcError, Ended(grpc.StatusCode.CANCELLED, details)))
+    assert isinstance(error, ConnectionLostError)
+    assert ("too many calls waiting" in str(error)) is named
