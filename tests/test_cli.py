@@ -15,6 +15,7 @@ import pytest
 
 from kvservice.bench import store, store_peers
 from kvservice.bench.largest import WITHOUT_MEANING
+from kvservice.bench.sending import rpc_name
 from kvservice.bench.transports import LABELS, SIZES
 from kvservice.config import ServeConfig
 from kvservice.launch import Daemon
@@ -139,7 +140,7 @@ def test_bench_limits_sends_large_requests_of_every_rpc_of_the_contract() -> Non
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout)
     assert 0 < results["idle"]["ping_p50_s"] <= results["idle"]["ping_max_s"]
-    rpcs = {method.name for service in SERVICES for method in service.methods}
+    rpcs = {rpc_name(method) for service in SERVICES for method in service.methods}
     rows = results["rows"]
     assert {row["rpc"] for row in rows if row["content"] != WITHOUT_MEANING} == rpcs
     assert {row["rpc"] for row in rows if row["content"] == WITHOUT_MEANING} == rpcs - {"Connect", "Subscribe"}

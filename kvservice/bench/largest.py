@@ -14,6 +14,7 @@ import numpy as np
 
 from kvservice.bench import garbage
 from kvservice.bench.largest_batches import longest_sequence, many_sequences
+from kvservice.bench.largest_store import store_requests
 from kvservice.bench.sending import METHODS, Sender, attach_call
 from kvservice.blocks.arguments import MAX_EXTRA_KEY_BYTES, MAX_EXTRA_KEYS
 from kvservice.v1 import blocks_pb2, events_pb2, host_pb2, inspect_pb2, pool_pb2, session_pb2, shared_memory_pb2
@@ -29,7 +30,17 @@ _SILENCE_S: Final = 0.5
 
 
 async def cycles(sender: Sender) -> AsyncIterator[Cycle]:
-    for build in (refused, small, batches_of_nothing, extra_keys, many_sequences, longest_sequence, sessions, stream):
+    for build in (
+        refused,
+        small,
+        batches_of_nothing,
+        extra_keys,
+        many_sequences,
+        longest_sequence,
+        sessions,
+        store_requests,
+        stream,
+    ):
         yield build(sender)
     events = events_pb2.SubscribeRequest(start_number=1)
     count = await sender.count_events(events, _SILENCE_S)

@@ -43,6 +43,8 @@ POOL: dict[str, Any] = {
     "event_token_ids": "true",
     "num_threads": 1,
     "share_pool": "write",
+    "store_gib": 0.0625,
+    "share_store": "write",
 }
 
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
+from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import Message
 
 from kvservice.environment import prepare_grpc
@@ -25,13 +26,21 @@ from kvservice.v1 import (  # noqa: E402
     pool_pb2,
     session_pb2,
     shared_memory_pb2,
+    store_pb2,
 )
 
 _MODULES = (
-    session_pb2, blocks_pb2, attention_pb2, shared_memory_pb2, host_pb2, pool_pb2, inspect_pb2, events_pb2,
+    session_pb2, blocks_pb2, attention_pb2, shared_memory_pb2, host_pb2, store_pb2, pool_pb2, inspect_pb2, events_pb2,
 )  # fmt: skip
-METHODS = {
-    method.name: method
+
+
+def rpc_name(method: MethodDescriptor) -> str:
+    """Return a name that no other RPC of the contract has: that of Lookup of StoreService is StoreLookup."""
+    return f"Store{method.name}" if method.containing_service.name == "StoreService" else str(method.name)
+
+
+METHODS: dict[str, MethodDescriptor] = {
+    rpc_name(method): method
     for module in _MODULES
     for service in module.DESCRIPTOR.services_by_name.values()
     for method in service.methods
@@ -43,7 +52,8 @@ OpenSpan = Callable[[str, str], AbstractAsyncContextManager[list[str]]]
 class Sender:
     """Sends requests. `token` is the session token for requests without one."""
 
-    def __init__(self, channel: grpc.aio.Channel, open_span: OpenSpan) -> None:
+    def __init__(self, address: str, channel: grpc.aio.Channel, open_span: OpenSpan) -> None:
+        self.address = address
         self._channel = channel
         self._span = open_span
         self.token = b""
@@ -54,7 +64,7 @@ class Sender:
     async def connected(cls, address: str, open_span: OpenSpan) -> AsyncIterator[Sender]:
         """Yield a sender with a session, whose stream is idle after it is attached."""
         async with grpc.aio.insecure_channel(address, CHANNEL_OPTIONS) as channel:
-            sender = cls(channel, open_span)
+            sender = cls(address, channel, open_span)
             opened = await sender._unary("Open", b"")
             sender.token = session_pb2.OpenResponse.FromString(opened).session_token
             sender.info.ParseFromString(await sender._unary("GetInfo", b""))
