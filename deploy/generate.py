@@ -153,7 +153,7 @@ def _families() -> Iterator[Metric]:
     yield from call_metrics(reading, keys, [1.0])
     yield event_loop_metric([0] * (len(BUCKETS_S) + 1), 0.0)
     yield from store_metrics(reading)
-    yield from access_metrics(reading.server, {"metrics": 0, "page": 0})
+    yield from access_metrics(reading.server, {"metrics": 0, "page": 0}, 0)
     yield from about_metrics({"version": "", **dict.fromkeys(CONFIG_LABELS, "")})
 
 

@@ -1,4 +1,4 @@
-"""Metrics of TCP connections and refused calls."""
+"""Metrics of connections and refused calls."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ from collections.abc import Iterator, Mapping
 
 from prometheus_client.core import Metric
 
-from kvservice.metrics.families import counter, counters
+from kvservice.metrics.families import counter, counters, gauge, gauges
 from kvservice.telemetry.daemon_stats import ServerStats
 
 
-def access_metrics(server: ServerStats, http_refusals: Mapping[str, int]) -> Iterator[Metric]:
+def access_metrics(server: ServerStats, http_refusals: Mapping[str, int], max_connections: int) -> Iterator[Metric]:
     """`http_refusals`: HTTP requests that were refused, by what they asked for."""
+    connections = {"unix": server.open_unix_connections, "tcp": server.open_tcp_connections}
+    yield gauges("connections", "Open gRPC connections, counted every 10 seconds.", "address", connections.items())
+    yield gauge("capacity_connections", "Most gRPC connections of an address: max_connections.", max_connections)
     yield counter("tcp_connections", "Connections over TCP that a call was accepted on.", server.tcp_connections)
     yield counter(
         "tls_handshakes", "TLS handshakes that gRPC clients began, failed ones included.", server.tls_handshakes

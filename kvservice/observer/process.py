@@ -134,7 +134,7 @@ class Observer:
         yield from pool_metrics(reading, info["block_bytes"], configuration["memory_bytes"])
         yield from holder_metrics(reading, configuration["max_labels"], info["max_sessions"], info["max_sequences"])
         yield from store_metrics(reading)
-        yield from access_metrics(reading.server, self._refusals.counts)
+        yield from access_metrics(reading.server, self._refusals.counts, configuration["max_connections"])
         yield from call_metrics(reading, self._reader.call_keys, configuration["lane_buckets_s"])
         yield event_loop_metric(self._loop_counts, self._loop_seconds)
 

@@ -42,7 +42,7 @@ from kvservice.server.listening import (
 )
 from kvservice.server.observing import Observing
 from kvservice.server.open_calls import OpenCalls
-from kvservice.server.open_connections import ConnectionWatch, count_tcp, count_unix
+from kvservice.server.open_connections import ConnectionWatch
 from kvservice.server.open_files import raise_file_limit
 from kvservice.server.rpc_tasks import task_factory
 from kvservice.server.server_store import open_store
@@ -84,6 +84,7 @@ class KVServer:
         self.dispatcher = Dispatcher(handlers, self.sessions, CallTable(METHODS, arrays.zeros), self._tracer)
         self._health = Health()
         self.integrity = IntegrityWatch(self._check_in_slices, self.dispatcher, self._set_health)
+        self._connections = ConnectionWatch(config.connection_limit)
         stats = StatsWriter(
             arrays,
             self.engine,
@@ -93,14 +94,13 @@ class KVServer:
             self.credentials,
             self.audit,
             self.integrity,
+            self._connections,
             blocks,
             config.max_labels,
         )
         reported = configuration(config, self.device, arrays, METHODS)
         self.observing = Observing(arrays, reported, stats.write, self.engine.manager.block_hash)
         self._slots: list[Slots] = []
-        # The gRPC addresses that the daemon listens on, with their connections.
-        self._connections = ConnectionWatch(config.connection_limit)
         self._stop = asyncio.Event()
 
     async def serve(self) -> int:
@@ -160,11 +160,10 @@ class KVServer:
         if config.unix_socket:
             servers.append(self._server(LocalCallers()))
             listen_unix(servers[-1], config, self.sessions.fd_server, cleanup)
-            self._connections.add(config.unix_socket, functools.partial(count_unix, config.unix_socket))
+            self._connections.add_unix(config.unix_socket)
         if config.tcp_address:
             servers.append(self._server(self._remote_callers))
-            address = listen_tcp(servers[-1], config.tcp_address, self.credentials.for_server())
-            self._connections.add(address, functools.partial(count_tcp, int(address.rpartition(":")[2])))
+            self._connections.add_tcp(listen_tcp(servers[-1], config.tcp_address, self.credentials.for_server()))
         return servers
 
     def _serve_http(self, listening: socket.socket) -> None:

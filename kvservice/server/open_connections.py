@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from kvservice.logs import LogBudget
@@ -45,30 +44,43 @@ def _rows(table: Path, max_splits: int = -1) -> list[list[bytes]]:
 
 
 class ConnectionWatch:
-    """Counts the connections of each address, and logs when an address has reached the limit."""
+    """Counts the connections of the daemon's gRPC addresses, and logs when an address has reached the limit. `num_unix`
+    and `num_tcp` are the latest counts."""
 
     def __init__(self, limit: int) -> None:
+        self.num_unix = self.num_tcp = 0
         self._limit = limit
-        self._counts: dict[str, Callable[[], int]] = {}
+        self._unix_socket = self._tcp_address = ""
         self._full: set[str] = set()
         self._log = LogBudget(logger)
 
-    def add(self, address: str, count: Callable[[], int]) -> None:
-        """Watch an address. `count` returns the number of its connections; it runs on a thread."""
-        self._counts[address] = count
+    def add_unix(self, path: str) -> None:
+        self._unix_socket = path
+
+    def add_tcp(self, address: str) -> None:
+        """`address` is host:port."""
+        self._tcp_address = address
 
     @property
     def addresses(self) -> list[str]:
-        return [*self._counts]
+        return [address for address in (self._unix_socket, self._tcp_address) if address]
 
     async def run(self) -> None:
         """Count until cancelled."""
         while True:
             await asyncio.sleep(COUNT_EVERY_S)
-            self.note(await asyncio.to_thread(lambda: {name: count() for name, count in self._counts.items()}))
+            self.note(*await asyncio.to_thread(self.count))
 
-    def note(self, counts: Mapping[str, int]) -> None:
-        """Log the addresses that have reached the limit since the last time."""
+    def count(self) -> tuple[int, int]:
+        """Return the number of connections on the unix socket and over TCP. Reads tables that can be long."""
+        num_unix = count_unix(self._unix_socket) if self._unix_socket else 0
+        num_tcp = count_tcp(int(self._tcp_address.rpartition(":")[2])) if self._tcp_address else 0
+        return num_unix, num_tcp
+
+    def note(self, num_unix: int, num_tcp: int) -> None:
+        """Keep the counts, and log the addresses that have reached the limit since the last time."""
+        self.num_unix, self.num_tcp = num_unix, num_tcp
+        counts = {self._unix_socket: num_unix, self._tcp_address: num_tcp}
         full = {address for address, count in counts.items() if count >= self._limit}
         for address in sorted(full - self._full):
             message = "%s has %d connections, and max_connections is %d: further ones are closed at once"

@@ -14,6 +14,7 @@ from kvservice.server.credentials import Credentials
 from kvservice.server.dispatch import Dispatcher
 from kvservice.server.events import EventStreams
 from kvservice.server.integrity import IntegrityWatch
+from kvservice.server.open_connections import ConnectionWatch
 from kvservice.server.sessions import SessionRegistry
 from kvservice.store import BlockStore
 from kvservice.telemetry.arrays import SharedArrays
@@ -34,12 +35,13 @@ class StatsWriter:
         credentials: Credentials,
         audit: Audit,
         integrity: IntegrityWatch,
+        connections: ConnectionWatch,
         store: BlockStore | None,
         max_models: int,
     ) -> None:
         self._engine, self._sessions, self._dispatcher, self._events = engine, sessions, dispatcher, events
         self._credentials, self._audit, self._integrity = credentials, audit, integrity
-        self._store = store
+        self._connections, self._store = connections, store
         num_bytes = 0 if store is None else store.config.num_bytes
         self._store_table = StoreTable(num_bytes, max_models + 1, arrays.zeros)
         self._table = DaemonStatsTable(len(engine.device.lane_buckets_s) + 1, arrays.zeros)
@@ -57,6 +59,8 @@ class StatsWriter:
             event_streams=self._events.count,
             calls_in_flight=dispatcher.in_flight,
             draining=dispatcher.draining,
+            open_unix_connections=self._connections.num_unix,
+            open_tcp_connections=self._connections.num_tcp,
             swap_out_busy_s=busy_s["out"],
             swap_in_busy_s=busy_s["in"],
             out_of_blocks=dispatcher.out_of_blocks,
@@ -94,6 +98,7 @@ def configuration(config: ServeConfig, device: Device, arrays: SharedArrays, met
         "lane_buckets_s": device.lane_buckets_s,
         "memory_bytes": device.memory_bytes,
         "max_labels": config.max_labels,
+        "max_connections": config.connection_limit,
         "http_host": host,
         "http_token": config.http_token,
         "metrics_token": config.metrics_token,

@@ -22,6 +22,8 @@ class ServerStats(NamedTuple):
     event_streams: float = 0
     calls_in_flight: float = 0
     draining: float = 0
+    open_unix_connections: float = 0
+    open_tcp_connections: float = 0
 
     swap_out_busy_s: float = 0
     swap_in_busy_s: float = 0

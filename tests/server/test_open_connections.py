@@ -47,7 +47,24 @@ def test_without_tables_nothing_is_counted(tmp_path: Path) -> None:
 
 def test_the_log_says_once_that_an_address_is_full(caplog: pytest.LogCaptureFixture) -> None:
     watch = ConnectionWatch(2)
+    watch.add_unix("k.sock")
+    watch.add_tcp("127.0.0.1:1")
     for count in (1, 2, 3, 2, 1, 2):
-        watch.note({"k.sock": count, "127.0.0.1:1": 0})
+        watch.note(count, 1)
+    assert (watch.num_unix, watch.num_tcp) == (2, 1)
     said = "k.sock has 2 connections, and max_connections is 2: further ones are closed at once"
     assert [record.getMessage() for record in caplog.records] == [said, said]
+
+
+def test_the_watch_counts_its_addresses(tmp_path: Path) -> None:
+    watch = ConnectionWatch(2)
+    assert (watch.count(), watch.addresses) == ((0, 0), [])
+    path = str(tmp_path / "k.sock")
+    with socket.socket(socket.AF_UNIX) as unix, socket.create_server(("127.0.0.1", 0)) as tcp:
+        unix.bind(path)
+        unix.listen()
+        address = f"127.0.0.1:{tcp.getsockname()[1]}"
+        watch.add_unix(path)
+        watch.add_tcp(address)
+        with socket.create_connection(tcp.getsockname()):
+            assert (watch.count(), watch.addresses) == ((0, 1), [path, address])

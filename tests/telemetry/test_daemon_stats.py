@@ -73,7 +73,7 @@ def exposition(blocks: BlocksStats, server: ServerStats) -> bytes:
     metrics = [
         *pool_metrics(reading, 16, {}),
         *holder_metrics(reading, 1, 0, 0),
-        *access_metrics(server, {}),
+        *access_metrics(server, {}, 0),
         *call_metrics(reading, [], [1.0]),
     ]
     registry = CollectorRegistry(auto_describe=False)
