@@ -233,7 +233,7 @@ def test_no_module_is_in_an_import_cycle() -> None:
 # and lower ones.
 CLIENT_LAYERS = [
     {"batches", "cuda", "events", "requests", "sequences", "tensors", "tracing", "values"},
-    {"channel", "connection", "fd_passing", "tasks", "threads", "waiting", "watchdog"},
+    {"channel", "connection", "fd_passing", "tasks", "threads", "waiting"},
     {"calls", "context", "region_memory", "regions"},
     {"pools"},
     {"transports"},

@@ -25,7 +25,6 @@ from kvservice.client.store.values import StoreNamespace
 from kvservice.client.threads import BlockingStream, ThreadWaiting, blocking, finish
 from kvservice.client.values import PoolInfo, PoolStats, Sequence, StepInfo, from_message
 from kvservice.client.waiting import SessionStream, first_answer
-from kvservice.client.watchdog import Watchdog
 from kvservice.errors import KVServiceError
 from kvservice.v1 import events_pb2, events_pb2_grpc, pool_pb2, pool_pb2_grpc, session_pb2, session_pb2_grpc
 from kvservice.wire.channels import open_channel
@@ -119,9 +118,10 @@ class KVClient:
     lane serves all others; "auto" then tries mapped first if torch is loaded.
 
     `timeout_s` is the default time limit of calls of the client and its sessions, in seconds; None: calls wait as long
-    as the daemon lives. A call without an answer by its limit raises CallTimeoutError. If a session's connection
-    breaks, the client reconnects in the background. Calls wait until `reconnect_wait_s` seconds have passed or one of
-    them reaches its limit; after that they raise DaemonAwayError immediately until the connection is restored.
+    as the daemon lives. A call without an answer by its limit raises CallTimeoutError; it does not affect the session's
+    connection or other calls on it. If a session's connection breaks, the client reconnects in the background. Calls
+    wait, until their limits, until `reconnect_wait_s` seconds have passed in all; after that they raise DaemonAwayError
+    immediately until the connection is restored.
 
     `tls`, for host:port: True, the path of a CA certificate, or a TLSConfig. `token`: the token by which the daemon
     identifies the client, or the path (a pathlib.Path) of a file with the token, which is read again for each call.
@@ -143,7 +143,6 @@ class KVClient:
         transport: str = "auto",
     ) -> None:
         self._core = ClientCore(address, tls, token, timeout_s, reconnect_wait_s, transport)
-        self._watchdog = Watchdog()
         self._channel = open_channel(address, self._core.credentials, channel.CHANNEL_OPTIONS)
         self._pool = pool_pb2_grpc.PoolServiceStub(self._channel)  # type: ignore[no-untyped-call]
         self._sessions = session_pb2_grpc.SessionServiceStub(self._channel)  # type: ignore[no-untyped-call]
@@ -264,7 +263,6 @@ class KVClient:
     def close(self) -> None:
         """Close the connection. Open sessions are detached."""
         finish(self._core.close())
-        self._watchdog.close()
         self._channel.close()
 
     def __enter__(self) -> KVClient:
@@ -274,9 +272,7 @@ class KVClient:
         self.close()
 
     def _open_stream(self, on_end: Callable[[SessionStream], None], waits_for_daemon: bool) -> SessionStream:
-        return BlockingStream(
-            self._sessions, self._core.credentials.headers(), self._watchdog, on_end, waits_for_daemon
-        )
+        return BlockingStream(self._sessions, self._core.credentials.headers(), on_end, waits_for_daemon)
 
     def _unary(self, method: Any, request: Any, timeout_s: float | None = None) -> Any:
         try:

@@ -1,9 +1,9 @@
 """A session's connection to the daemon, which reconnects in the background. The sync and async API share it: its
 coroutines wait through the `Waiting` of each API.
 
-    connected ── stream ends ──▶ broken: calls wait ── time limit reached ──▶ away: calls fail immediately
-        ▲                                │                                       │
-        └────────── reattached ──────────┴───────────────────────────────────────┘
+    connected ── stream ends ──▶ broken: calls wait ── reconnect_wait_s ──▶ away: calls fail immediately
+        ▲                                │                                     │
+        └────────── reattached ──────────┴─────────────────────────────────────┘
     any ── closed by the client, or by the daemon, or taken by another client ──▶ ended: calls raise the reason
 """
 
@@ -79,7 +79,6 @@ class SessionConnection:
         self._settled = waiting.signal()
         self._ended: KVServiceError | None = None
         self._broken_at = 0.0
-        self._given_up = False
         self._cause: KVServiceError = ConnectionLostError("the session was never attached")
 
     async def connect(self, wait_s: float) -> int:
@@ -124,11 +123,6 @@ class SessionConnection:
                 stream = await self._connected(deadline)
             try:
                 return await stream.exchange(name, request, deadline)
-            except CallTimeoutError:
-                if stream.error is not None:
-                    self._broke(stream)
-                    self._given_up = True
-                raise
             except _STREAM_OVER as over:
                 self._broke(stream)
                 sends += 1
@@ -194,11 +188,10 @@ class SessionConnection:
 
     def _patience_s(self) -> float:
         """Return how many seconds calls may still wait for the connection."""
-        return 0.0 if self._given_up else self._broken_at + self._reconnect_wait_s - self._waiting.clock()
+        return self._broken_at + self._reconnect_wait_s - self._waiting.clock()
 
     def _away(self) -> KVServiceError:
-        """Return the error for a call that has waited long enough. Later calls do not wait."""
-        self._given_up = True
+        """Return the error for a call that has waited long enough."""
         if not isinstance(self._cause, ConnectionLostError):
             return self._cause.with_traceback(None)
         gone_s = self._waiting.clock() - self._broken_at
@@ -216,7 +209,7 @@ class SessionConnection:
             if self._on_break is not None or isinstance(stream.error, _SESSION_OVER):
                 self._ended = stream.error
             else:
-                self._broken_at, self._given_up, self._cause = self._waiting.clock(), False, stream.error
+                self._broken_at, self._cause = self._waiting.clock(), stream.error
                 self._settled.clear()
                 self._mending = self._waiting.start(self._mend())
         if self._on_break is not None:

@@ -8,13 +8,13 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import grpc
 
 from kvservice.client import channel
 from kvservice.client.waiting import SessionStream
-from kvservice.client.watchdog import Watchdog
 from kvservice.errors import CallTimeoutError, ConnectionLostError, KVServiceError
 from kvservice.v1 import session_pb2, session_pb2_grpc
 
@@ -105,22 +105,66 @@ class ThreadWaiting:
         return work(*args)
 
 
+class _Reader:
+    """A thread that reads replies for callers that do not wait for them without a limit. It starts with the first read,
+    and ends with the stream."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._reads: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._stopped = False
+
+    def start(self, read: Callable[[int], session_pb2.Reply], call_id: int) -> Future[session_pb2.Reply]:
+        """Read in the thread. A stream that has ended is read here, which fails at once."""
+        reading: Future[session_pb2.Reply] = Future()
+
+        def work() -> None:
+            try:
+                reading.set_result(read(call_id))
+            except BaseException as error:
+                reading.set_exception(error)
+
+        with self._lock:
+            if not self._stopped:
+                self._reads.put(work)
+                if self._thread is None:
+                    self._thread = threading.Thread(target=self._run, name="kvservice-replies", daemon=True)
+                    self._thread.start()
+                return reading
+        work()
+        return reading
+
+    def stop(self) -> None:
+        with self._lock:
+            self._stopped = True
+            self._reads.put(None)
+
+    def _run(self) -> None:
+        for work in iter(self._reads.get, None):
+            work()
+
+
 class BlockingStream:
-    """See SessionStream in waiting.py. It runs one call at a time. A call that reaches its deadline cancels the whole
-    stream, because gRPC's blocking read of a reply has no timeout."""
+    """See SessionStream in waiting.py. It runs one call at a time.
+
+    A caller without a deadline reads the replies itself. For others a thread reads, because gRPC's blocking read has no
+    timeout. A caller that reaches its deadline leaves the thread reading; the late reply is dropped, and the next call
+    is sent when it has come, since the daemon executes the calls of a stream one after the other.
+    """
 
     def __init__(
         self,
         stub: session_pb2_grpc.SessionServiceStub,
         headers: tuple[tuple[str, str], ...],
-        watchdog: Watchdog,
         on_end: Callable[[SessionStream], None],
         waits_for_daemon: bool,
     ) -> None:
         self.error: KVServiceError | None = None
-        self._watchdog = watchdog
         self._on_end = on_end
-        self._expired: int | None = None
+        self._reader = _Reader()
+        # The read of the latest call with a deadline, until that call or the next has waited for its end.
+        self._reading: Future[session_pb2.Reply] | None = None
         self._call_ids = itertools.count(1)
         self._requests: queue.SimpleQueue[session_pb2.Call | None] = queue.SimpleQueue()
         self._replies = stub.Connect(iter(self._requests.get, None), metadata=headers, wait_for_ready=waits_for_daemon)
@@ -128,22 +172,40 @@ class BlockingStream:
             self._has_ended()
 
     async def exchange(self, name: str, request: Any, deadline: float | None) -> Any:
+        if self._reading is not None:
+            self._await_reading(name, self._reading, deadline)
+        if self.error is not None:
+            raise self.error.with_traceback(None)
         call_id = next(self._call_ids)
-        watched = None if deadline is None else self._watchdog.watch(deadline, lambda: self._expire(call_id))
         self._requests.put(channel.make_call(call_id, name, request))
+        if deadline is None:
+            return channel.take_reply(self._read_until(call_id))
         try:
-            # Skip the replies of posted calls, and of an earlier call that was interrupted while it waited.
+            reading = self._reading = self._reader.start(self._read_until, call_id)
+        except BaseException:  # an interrupt, or the system has no more threads: nobody may be reading the reply
+            self._replies.cancel()
+            raise
+        self._await_reading(name, reading, deadline)
+        return channel.take_reply(reading.result())
+
+    def _await_reading(self, name: str, reading: Future[session_pb2.Reply], deadline: float | None) -> None:
+        """Wait until the thread has read a reply, or failed. Raises CallTimeoutError."""
+        try:
+            reading.exception(None if deadline is None else max(deadline - time.monotonic(), 0.0))
+        except TimeoutError:
+            raise CallTimeoutError(f"{name}: no answer in time") from None
+        self._reading = None
+
+    def _read_until(self, call_id: int) -> session_pb2.Reply:
+        """Read until the reply of this call. The replies of posted calls, and of a call that was interrupted while it
+        waited, are skipped."""
+        try:
+            reply: session_pb2.Reply
             while (reply := next(self._replies)).call_id != call_id:
                 pass
-            return channel.take_reply(reply)
+            return reply
         except (grpc.RpcError, StopIteration):
-            why = self._why()
-            if self._expired == call_id:
-                raise CallTimeoutError(f"{name}: no answer in time") from None
-            raise why.with_traceback(None) from None
-        finally:
-            if watched is not None:
-                self._watchdog.forget(watched)
+            raise self._why().with_traceback(None) from None
 
     def post(self, name: str, request: Any) -> None:
         self._requests.put(channel.make_call(next(self._call_ids), name, request))
@@ -151,13 +213,10 @@ class BlockingStream:
     async def end(self) -> None:
         self._replies.cancel()
 
-    def _expire(self, call_id: int) -> None:
-        self._expired = call_id
-        self._replies.cancel()
-
     def _has_ended(self) -> None:
         """Handle the end of the stream. Runs on a thread of gRPC, or on the caller's if the stream ended at once."""
         self._requests.put(None)  # ends the iterator that gRPC's sending thread waits on
+        self._reader.stop()
         self._why()
         self._on_end(self)
 
@@ -165,9 +224,7 @@ class BlockingStream:
         """Return the error with which the stream has ended."""
         if self.error is None:
             code = self._replies.code()
-            if self._expired is not None:
-                self.error = ConnectionLostError("a call was not answered in time")
-            elif code is grpc.StatusCode.OK:
+            if code is grpc.StatusCode.OK:
                 self.error = ConnectionLostError("the daemon ended the stream")
             elif code is grpc.StatusCode.CANCELLED:
                 self.error = ConnectionLostError("the session's stream was closed here")

@@ -152,11 +152,13 @@ def test_nobody_waits_for_what_broke_long_ago() -> None:
         rig.call()
 
 
-def test_once_a_call_has_come_to_its_limit_the_others_do_not_wait() -> None:
-    rig = Rig([ATTACHED])
+def test_a_call_that_comes_to_its_limit_during_a_break_leaves_the_others_waiting() -> None:
+    rig = Rig([ATTACHED], [ATTACHED])
     rig.streams[0].breaks(CUT)
     assert rig.fails(DaemonAwayError, timeout_s=0.05) == pytest.approx(0.05)
-    assert rig.fails(DaemonAwayError, timeout_s=30) == 0
+    rig.waiting.plan(0.5, rig.waiting.work)
+    assert rig.call() == "describe"
+    assert rig.waiting.now == pytest.approx(100.55)
 
 
 def test_a_break_after_a_mended_one_is_waited_for_again() -> None:
@@ -177,16 +179,6 @@ def test_a_call_without_an_answer_ends_at_its_limit() -> None:
     assert rig.fails(CallTimeoutError, timeout_s=0.25) == 0.25
     rig.waiting.busy = True
     assert rig.fails(CallTimeoutError) == 0.5
-
-
-def test_a_limit_that_takes_the_connection_with_it_leaves_the_daemon_away() -> None:
-    """A deadline of the sync API breaks the stream. Later calls do not wait, because the daemon may be frozen."""
-    rig = Rig([ATTACHED, None], [ATTACHED])
-    rig.streams[0].ends_at_limits = True
-    assert rig.fails(CallTimeoutError, timeout_s=0.5) == 0.5
-    assert rig.fails(DaemonAwayError, timeout_s=30) == 0
-    rig.waiting.work()
-    assert rig.call() == "describe"
 
 
 def test_attempts_go_on_with_pauses_until_one_succeeds() -> None:
@@ -292,6 +284,8 @@ def test_what_the_daemon_does_without_a_call_is_given_up_in_time() -> None:
     rig.waiting.now += 0.1
     with pytest.raises(DaemonAwayError):
         rig.connection.check(deadline)
+    rig.connection.check()
+    rig.waiting.now += WAIT_S
     with pytest.raises(DaemonAwayError):
         rig.connection.check()
     rig.waiting.work()

@@ -19,7 +19,6 @@ from kvservice.client.connection import SessionConnection
 from kvservice.client.tasks import TaskStream, TaskWaiting
 from kvservice.client.threads import BlockingStream, ThreadWaiting, finish
 from kvservice.client.waiting import SessionStream
-from kvservice.client.watchdog import Watchdog
 from kvservice.errors import UnauthenticatedError
 from kvservice.v1 import blocks_pb2, session_pb2, session_pb2_grpc
 from kvservice.wire.status import to_status
@@ -68,18 +67,16 @@ def daemon(tmp_path: Path) -> Iterator[Replacing]:
 
 
 def describe_over_threads(address: str, credentials: ClientCredentials) -> None:
-    watchdog = Watchdog()
     with grpc.insecure_channel(address) as channel:
         stub = session_pb2_grpc.SessionServiceStub(channel)
 
         def stream(on_end: Callable[[SessionStream], None], waits: bool) -> SessionStream:
-            return BlockingStream(stub, credentials.headers(), watchdog, on_end, waits)
+            return BlockingStream(stub, credentials.headers(), on_end, waits)
 
         connection = SessionConnection(ThreadWaiting(), stream, b"", timeout_s=None, reconnect_wait_s=PATIENCE_S)
         assert finish(connection.connect(PATIENCE_S)) == 7
         finish(connection.call("describe", blocks_pb2.DescribeRequest()))
         finish(connection.close())
-    watchdog.close()
 
 
 async def describe_over_tasks(address: str, credentials: ClientCredentials) -> None:

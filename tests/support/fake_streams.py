@@ -8,7 +8,7 @@ from typing import Any
 
 from kvservice.client.threads import finish
 from kvservice.client.waiting import SessionStream
-from kvservice.errors import CallTimeoutError, ConnectionLostError, KVServiceError
+from kvservice.errors import CallTimeoutError, KVServiceError
 
 ATTACHED = SimpleNamespace(session_id=7)
 
@@ -110,8 +110,6 @@ class FakeStream:
         self.error: KVServiceError | None = None
         self.calls: list[str] = []
         self.ended = False
-        # If set, a call that reaches its deadline ends the connection, as in the sync API.
-        self.ends_at_limits = False
         self._waiting, self._on_end, self._answers = waiting, on_end, answers
 
     async def exchange(self, name: str, _request: Any, deadline: float | None) -> Any:
@@ -122,9 +120,7 @@ class FakeStream:
         if answer is None:
             assert deadline is not None, "it would wait for ever"
             self._waiting.pass_time(deadline, lambda: self.error is not None)
-            if self.error is None and self.ends_at_limits:
-                self.error = ConnectionLostError("closed here")
-            elif self.error is not None:
+            if self.error is not None:
                 raise self.error
             raise CallTimeoutError("no answer in time")
         if isinstance(answer, KVServiceError):
