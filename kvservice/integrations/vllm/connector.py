@@ -195,10 +195,13 @@ class KVServiceConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return metadata.step
 
     def _open(self, namespace: StoreNamespace, timeout_s: float) -> Store:
-        """Open a store. The daemon must be there when vLLM starts, but not later."""
+        """Open a store. The daemon may start later than vLLM."""
         if self._client is None:
-            self._client = KVClient(self._options.address, token=self._options.token)
-        return self._client.store(namespace, tenant=self._options.tenant, timeout_s=timeout_s)
+            self._client = KVClient(self._options.address, token=self._options.token, connect_timeout_s=None)
+        store = self._client.store(namespace, tenant=self._options.tenant, timeout_s=timeout_s)
+        if not store.reachable:
+            logger.warning("no daemon answers at %s: vLLM computes all blocks until one does", self._options.address)
+        return store
 
     def _make_namespace(self, layout: BlockLayout, device: torch.device) -> StoreNamespace:
         config = self._vllm_config
