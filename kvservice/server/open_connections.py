@@ -66,10 +66,10 @@ class ConnectionWatch:
         return [address for address in (self._unix_socket, self._tcp_address) if address]
 
     async def run(self) -> None:
-        """Count until cancelled."""
+        """Count until cancelled. The first count is at once, so that its thread is there from the start."""
         while True:
-            await asyncio.sleep(COUNT_EVERY_S)
             self.note(*await asyncio.to_thread(self.count))
+            await asyncio.sleep(COUNT_EVERY_S)
 
     def count(self) -> tuple[int, int]:
         """Return the number of connections on the unix socket and over TCP. Reads tables that can be long."""

@@ -20,7 +20,7 @@ from kvservice.client.fd_passing import fetch, introduce, socket_path
 from kvservice.errors import RegionsNotAllowedError
 from kvservice.launch import Daemon
 from kvservice.server import codec
-from kvservice.v1 import session_pb2, shared_memory_pb2, store_pb2
+from kvservice.v1 import inspect_pb2, session_pb2, shared_memory_pb2, store_pb2
 
 OBJECT = f"kvservice-store-{os.getpid()}"
 REGION_BYTES = 1 << 20
@@ -281,9 +281,11 @@ def test_a_lost_writers_room_waits_for_its_process(raw: Any, wire: Any, daemon: 
         assert writer.stdout.readline() == b"1\n"
         lost.reserve(1)
         session.close()
-        assert store.put(1) == b"\x03"
+        # The block goes elsewhere.
+        assert store.put(1) == b"\x01"
+        until(lambda: wire.unary("get_snapshot", inspect_pb2.GetSnapshotRequest()).store.leased == 1)
         writer.kill()
-    until(lambda: store.put(1) != b"\x03")
+    until(lambda: wire.unary("get_snapshot", inspect_pb2.GetSnapshotRequest()).store.leased == 0)
     assert store.get(1) == (b"\x01", block(1))
 
 
