@@ -1,4 +1,4 @@
-// What the daemon knows about slabs, blocks and namespaces. This is private memory.
+// The daemon's private bookkeeping of slabs, blocks and namespaces. Clients cannot map it.
 #pragma once
 
 #include <cstdint>

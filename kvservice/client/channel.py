@@ -94,9 +94,14 @@ def to_error(error: grpc.RpcError) -> KVServiceError:
         return MessageTooLargeError(text) if too_large else ResourceExhaustedError(text)
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return CallTimeoutError(text)
-    if error.code() is grpc.StatusCode.CANCELLED and error.details() == _CANCELLED_THERE:
+    if error.code() is grpc.StatusCode.CANCELLED and not cancelled_here(error):
         return ConnectionLostError(f"{text}: the daemon's gRPC ended the call; it may have too many calls waiting")
     return connection_error(text)
+
+
+def cancelled_here(error: grpc.RpcError) -> bool:
+    """Return whether this process has cancelled the call."""
+    return error.code() is grpc.StatusCode.CANCELLED and error.details() != _CANCELLED_THERE
 
 
 def _status_with_details(error: grpc.RpcError) -> status_pb2.Status | None:

@@ -223,10 +223,9 @@ class BlockingStream:
     def _why(self) -> KVServiceError:
         """Return the error with which the stream has ended."""
         if self.error is None:
-            code = self._replies.code()
-            if code is grpc.StatusCode.OK:
+            if self._replies.code() is grpc.StatusCode.OK:
                 self.error = ConnectionLostError("the daemon ended the stream")
-            elif code is grpc.StatusCode.CANCELLED:
+            elif channel.cancelled_here(self._replies):
                 self.error = ConnectionLostError("the session's stream was closed here")
             else:
                 self.error = channel.to_error(self._replies)

@@ -25,9 +25,9 @@ MAX_INTRODUCTIONS = 8
 class Trust:
     """The users that the daemon shares memory with.
 
-    `owner` is the daemon's own user. `shm_uids` may have lanes and regions, `pool_uids` may map the pool, `store_uids`
-    the block store. `private` is
-    true if only the owner and root can connect to the unix socket. `shm` is the option that sets `shm_uids`.
+    `owner` is the daemon's own user. `shm_uids` may have lanes and regions, `pool_uids` may map the pool,
+    `store_uids` the block store. `private` is true if only the owner and root can connect to the unix socket. `shm` is
+    the option that sets `shm_uids`.
     """
 
     owner: Peer

@@ -1,4 +1,4 @@
-"""What the store reports of the namespaces of one model."""
+"""The store's figures for the namespaces of one model."""
 
 from __future__ import annotations
 

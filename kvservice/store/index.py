@@ -1,4 +1,4 @@
-"""What the store needs of its native index, `_ext.StoreIndex`. Tests pass a model of it."""
+"""The interface of the store's native index, `_ext.StoreIndex`. Tests pass a model of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one session has of the block store: namespaces, leases and reservations."""
+"""The namespaces, leases and reservations that one session has in the block store."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ MAX_RESERVATIONS = 4096
 
 @dataclass(eq=False)
 class Opening:
-    """What a session has of the store until `SessionStore.close`. `writers` are the processes that fetched the memory
-    of the store for writing."""
+    """The state of one session in the store, until `SessionStore.close`. `writers` are the processes that fetched the
+    memory of the store for writing."""
 
     writers: frozenset[Hashable] = frozenset()
     ended: bool = False

@@ -145,3 +145,35 @@ def test_an_ended_stream_is_not_waited_for(tmp_path: Path) -> None:
         stream.error = None  # as if the end were not noticed yet
         with pytest.raises(ConnectionLostError):
             finish(stream.exchange("ping", pool_pb2.PingRequest(), ThreadWaiting.clock() + PATIENCE_S))
+
+
+class EndedStub:
+    """A stub whose stream has ended with CANCELLED, and which is the stream itself."""
+
+    def __init__(self, details: str) -> None:
+        self._details = details
+
+    def Connect(self, *_: Any, **__: Any) -> EndedStub:  # noqa: N802
+        return self
+
+    def add_callback(self, _: Any) -> bool:
+        return False
+
+    def code(self) -> grpc.StatusCode:
+        return grpc.StatusCode.CANCELLED
+
+    def details(self) -> str:
+        return self._details
+
+    def trailing_metadata(self) -> Any:
+        return ()
+
+
+@pytest.mark.parametrize(
+    ("details", "reason"),
+    [("CANCELLED", "the daemon's gRPC ended the call"), ("Locally cancelled by application!", "was closed here")],
+)
+def test_the_error_says_which_side_cancelled_the_stream(details: str, reason: str) -> None:
+    stream = BlockingStream(EndedStub(details), (), lambda _: None, False)  # type: ignore[arg-type]
+    assert isinstance(stream.error, ConnectionLostError)
+    assert reason in str(stream.error)

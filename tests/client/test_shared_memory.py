@@ -231,7 +231,7 @@ def test_the_asynchronous_face(daemon: Daemon) -> None:
 
 
 def test_a_private_region_keeps_its_contents_and_shares_no_more() -> None:
-    """What the other side sees stays as it was, and arrays stay where they are."""
+    """The other side still sees the same bytes, and arrays stay at their addresses."""
     descriptor = os.memfd_create("region")
     try:
         os.truncate(descriptor, 3 << 12)

@@ -205,7 +205,7 @@ def test_a_store_outlives_the_daemon(restarting: Restarting, face: Face) -> None
             for store in stores:
                 await every_method_misses(store)
                 assert not store.reachable
-            # What was leased is still readable, and unchanged: the daemon is gone, its memory is not.
+            # Leased blocks are still readable, and unchanged: the daemon is gone, its memory is not.
             np.testing.assert_array_equal(np.array(lease.views), blocks_of(1, 2))
             stores += [await opened(transport) for transport in ("mapped", "auto")]
             for store in stores[3:]:

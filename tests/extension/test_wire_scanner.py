@@ -16,7 +16,7 @@ from kvservice.v1 import blocks_pb2
 VARINT, FIXED64, FIXED32, LENGTH, MESSAGE = range(5)
 NONE = -1
 PLENTY = 1 << 40
-# Of the message below: counters of its elements, and of the bytes of its text.
+# The scanner's counters for the message below: its elements, and the bytes of its text.
 VARINTS, FIXED64S, FIXED32S, NESTED, NESTED_FIXED32S, TEXT = range(6)
 MESSAGES = [
     [
@@ -144,7 +144,7 @@ def test_an_empty_message_is_within_all_limits() -> None:
 
 
 def test_it_takes_what_protobuf_takes() -> None:
-    """Of mutated requests: what it calls malformed protobuf refuses too, or reads as nothing but unknown groups."""
+    """Protobuf refuses each mutated request that the scanner refuses, or reads only unknown groups from it."""
     rules = [
         [(1, LENGTH, NONE, NONE), (2, VARINT, NONE, NONE), (3, MESSAGE, 0, 1), (4, VARINT, NONE, NONE)],
         [(1, VARINT, NONE, NONE), (2, FIXED32, 1, NONE), (3, MESSAGE, 2, 2)],

@@ -1,4 +1,4 @@
-"""What the vLLM connector refuses at the start, and the identity of weights."""
+"""The vLLM connector's checks at the start, and the identity of weights."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def test_more_than_the_machine_has_is_refused_with_the_numbers() -> None:
 def test_the_option_of_the_tier_that_does_not_fit_is_named(
     monkeypatch: pytest.MonkeyPatch, available_bytes: int
 ) -> None:
-    """Of the swap tier, too. With enough memory for all of it, the allocation itself fails."""
+    """The error names the option of the pool or of the swap tier, whether a check or the allocation fails."""
     monkeypatch.setattr(cpu, "available_bytes", lambda: available_bytes)
     monkeypatch.setattr(cpu, "SealedMemory", no_memory)
     for options, field in (

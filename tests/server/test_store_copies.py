@@ -1,4 +1,4 @@
-"""What happens when a caller, a session or a region goes away in the middle of a copy."""
+"""A caller, a session or a region goes away in the middle of a copy."""
 
 from __future__ import annotations
 

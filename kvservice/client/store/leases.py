@@ -31,7 +31,7 @@ class Held(NamedTuple):
 
 
 class Holding:
-    """What one batch of keys holds on a link, by a request for each part of it."""
+    """The leases or reservations of one batch of keys on one link. Each part of the batch has its own request."""
 
     def __init__(self, access: StoreAccess, link: StoreLink | None, held: list[Held]) -> None:
         self._access, self._link, self._held = access, link, held

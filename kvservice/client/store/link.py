@@ -82,7 +82,7 @@ def default_threads() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Dialer:
-    """What a store needs of the client that it belongs to: how to wait, and the calls that open and close sessions."""
+    """The part of a client that its stores use: it waits for calls, and opens and closes sessions."""
 
     waiting: Waiting
     get_info: Callable[[float], Awaitable[pool_pb2.GetInfoResponse]]

@@ -25,8 +25,11 @@ Statuses: TypeAlias = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class StoreNamespace:
-    """What the bytes of a block depend on besides its key; see StoreNamespace in store.proto. Namespaces that differ in
-    any field, or whose stores have another tenant, share no blocks. `block_bytes` is the size of every value."""
+    """The properties, besides its key, that the bytes of a block depend on; see StoreNamespace in store.proto.
+
+    Namespaces that differ in any field, or whose stores have another tenant, share no blocks. `block_bytes` is the size
+    of every value.
+    """
 
     model: str
     block_bytes: int
@@ -47,7 +50,7 @@ class StoreNamespace:
 
 
 class PutStatus(enum.IntEnum):
-    """What happened to a block of `put` or `reserve`."""
+    """The result of `put` or `reserve` for one block."""
 
     DONE = store_pb2.PUT_STATUS_DONE
     """It is stored now, or room is reserved for it."""
@@ -63,7 +66,7 @@ class PutStatus(enum.IntEnum):
 
 @dataclass(frozen=True, eq=False)
 class Lookup:
-    """Which keys are there: `found` has one flag per key, `num_leading` counts the keys before the first missing."""
+    """Result of a lookup: `found` has a flag per key, `num_leading` counts the keys before the first missing one."""
 
     num_leading: int
     found: Flags

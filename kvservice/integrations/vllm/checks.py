@@ -1,4 +1,4 @@
-"""What the connector refuses at the start of vLLM, because blocks would be wrong or never found."""
+"""Checks at the start of vLLM: the connector refuses settings with which blocks would be wrong or never found."""
 
 from __future__ import annotations
 

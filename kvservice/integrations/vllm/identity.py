@@ -1,4 +1,4 @@
-"""What the K/V of a model depend on besides tokens: the identity of model and weights in a namespace of the store."""
+"""The identity of a model and its weights, which keeps K/V of different models in different namespaces of the store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the workers count, for vLLM's log and its Prometheus metrics."""
+"""The workers' counters for vLLM's log and its Prometheus metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the scheduler's side of the connector tells the workers' side in each step of vLLM."""
+"""The message that the connector's scheduler side sends to its worker sides in each step of vLLM."""
 
 from __future__ import annotations
 
