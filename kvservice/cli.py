@@ -23,7 +23,8 @@ from rich.console import Console
 from kvservice import __version__
 from kvservice.commands.connection import Presented, connection_options
 from kvservice.commands.token import token
-from kvservice.config import ENV_PREFIX, ServeConfig, load_config
+from kvservice.config import ENV_PREFIX, ServeConfig
+from kvservice.config_sources import load_config
 from kvservice.environment import missing_environment, prepare_grpc
 from kvservice.errors import KVServiceError
 

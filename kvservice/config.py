@@ -1,35 +1,18 @@
-"""The daemon's configuration, one frozen model. Command line options, environment variables and file keys follow it.
-
-The first of these sources determines a value: command line option, environment variable `KVSERVICE_<FIELD>`, TOML file,
-`config.json` of the configured model, default. Unknown keys in the file or the environment are errors.
-"""
+"""The daemon's configuration, one frozen model. Command line options, environment variables and file keys follow it."""
 
 from __future__ import annotations
 
 import os
 import re
-import tomllib
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from kvservice.errors import InvalidArgumentError
-from kvservice.model_shape import read_pool_options
 from kvservice.pool.layout import PoolLayout
 
 ENV_PREFIX = "KVSERVICE_"
-# Variables that are not fields of the configuration. The kernels, the command line, the build and the client commands
-# read them.
-OTHER_ENV = {
-    "KVSERVICE_CPU_ISA", "KVSERVICE_CONFIG", "KVSERVICE_CUDA",
-    "KVSERVICE_TLS", "KVSERVICE_TLS_CA", "KVSERVICE_CLIENT_CERT", "KVSERVICE_CLIENT_KEY", "KVSERVICE_SERVER_NAME",
-    "KVSERVICE_TOKEN", "KVSERVICE_TOKEN_FILE",
-}  # fmt: skip
-# Kubernetes sets these variables in every container of a namespace with a Service named kvservice.
-SERVICE_LINK = re.compile(r"KVSERVICE_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\w+)?)")
 GIB = 1 << 30
 # vLLM's names for cache dtypes that differ from the model's dtype.
 CACHE_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
@@ -423,69 +406,3 @@ class ServeConfig(BaseModel):
     @property
     def max_message_bytes(self) -> int:
         return self.max_message_mib << 20
-
-
-def load_config(options: Mapping[str, Any], environ: Mapping[str, str], file: Path | None = None) -> ServeConfig:
-    """Merge the given options, the environment, the file and the configured model into one configuration.
-
-    Raises InvalidArgumentError naming the field and its source.
-    """
-    values: dict[str, Any] = {}
-    origin: dict[str, str] = {}
-    for source, found in ((str(file), _read_file(file)), ("environment", _read_environ(environ)), ("option", options)):
-        values.update(found)
-        origin.update(dict.fromkeys(found, source))
-    if model := values.get("model"):
-        found = asdict(read_pool_options(Path(str(model))))
-        values = found | values
-        origin = dict.fromkeys(found, str(model)) | origin
-    config = checked_config(values, origin)
-    if config.pool_blocks == 0:
-        raise InvalidArgumentError(
-            f"no block fits: a block is {config.layout.block_bytes} bytes, pool_gib is {config.pool_gib}",
-            field="pool_gib",
-        )
-    return config
-
-
-def checked_config(values: Mapping[str, Any], origin: Mapping[str, str] | None = None) -> ServeConfig:
-    """Build and validate the configuration. `origin` maps fields to their sources, for error messages.
-
-    Raises InvalidArgumentError naming the field.
-    """
-    try:
-        return ServeConfig.model_validate(values)
-    except ValidationError as error:
-        field, message = _first_error(error)
-        source = f" ({origin[field]})" if origin and field in origin else ""
-        raise InvalidArgumentError(message + source, field=field) from None
-
-
-def _first_error(error: ValidationError) -> tuple[str, str]:
-    """Return (field, message) of the first error. If several fields conflict, the message starts with the field's
-    name."""
-    first = error.errors()[0]
-    # pydantic puts this prefix before the messages of our validators.
-    said = first["msg"].removeprefix("Value error, ")
-    if first["loc"]:
-        return str(first["loc"][0]), said
-    field, _, message = said.partition(": ")
-    return field, message
-
-
-def _read_file(file: Path | None) -> dict[str, Any]:
-    if file is None:
-        return {}
-    try:
-        with file.open("rb") as stream:
-            return tomllib.load(stream)
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise InvalidArgumentError(f"{file}: {error}", field="config") from None
-
-
-def _read_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    return {
-        name.removeprefix(ENV_PREFIX).lower(): value
-        for name, value in environ.items()
-        if name.startswith(ENV_PREFIX) and name not in OTHER_ENV and not SERVICE_LINK.fullmatch(name)
-    }

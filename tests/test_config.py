@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvservice.config import ServeConfig, load_config
+from kvservice.config import ServeConfig
+from kvservice.config_sources import load_config
 from kvservice.errors import InvalidArgumentError
 
 

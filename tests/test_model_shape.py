@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvservice.config import load_config
+from kvservice.config_sources import load_config
 from kvservice.errors import InvalidArgumentError
 from kvservice.model_shape import PoolOptions, pool_options, read_pool_options
 

@@ -21,7 +21,8 @@ import pytest
 import yaml
 
 from kvservice import errors
-from kvservice.config import ENV_PREFIX, OTHER_ENV, ServeConfig
+from kvservice.config import ENV_PREFIX, ServeConfig
+from kvservice.config_sources import OTHER_ENV
 from kvservice.launch import Daemon
 
 Array = npt.NDArray[np.float32]

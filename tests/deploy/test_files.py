@@ -16,7 +16,8 @@ import yaml
 
 from kvservice.auth import CertificateFiles, Certificates
 from kvservice.cli import main
-from kvservice.config import ENV_PREFIX, GIB, ServeConfig, load_config
+from kvservice.config import ENV_PREFIX, GIB, ServeConfig
+from kvservice.config_sources import load_config
 from kvservice.environment import missing_environment
 from kvservice.server.listening import check_addresses
 

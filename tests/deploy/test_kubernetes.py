@@ -16,7 +16,8 @@ import pytest
 import yaml
 from cloudcoil.models.prometheus_operator.v1 import PodMonitor, PrometheusRule
 
-from kvservice.config import ENV_PREFIX, ServeConfig, load_config
+from kvservice.config import ENV_PREFIX, ServeConfig
+from kvservice.config_sources import load_config
 from kvservice.server.listening import check_addresses
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

@@ -21,7 +21,7 @@ SCRIPT = """
 import sys
 sys.path.append({support!r})
 from fake_cuda import FakeCuda
-from kvservice.config import load_config
+from kvservice.config_sources import load_config
 from kvservice.server.daemon import run
 
 class Failing(FakeCuda):

@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from kvservice import model_shape
-from kvservice.config import checked_config
+from kvservice.config_sources import checked_config
 from kvservice.errors import InvalidArgumentError
 from kvservice.integrations.transformers import pool_options
 

@@ -222,7 +222,7 @@ def test_a_fault_in_the_pool_ends_the_daemon_with_its_own_status(tmp_path: Path)
     script.write_text(
         "import sys\n"
         "from kvservice import ops\n"
-        "from kvservice.config import load_config\n"
+        "from kvservice.config_sources import load_config\n"
         "from kvservice.server.daemon import run\n"
         "def broken(*_, **__): raise RuntimeError('a broken kernel')\n"
         "ops.write_kv = broken\n"

@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from kvservice import model_shape
-from kvservice.config import checked_config
+from kvservice.config_sources import checked_config
 from kvservice.errors import FailedPreconditionError, InvalidArgumentError
 from kvservice.integrations.transformers import keys, own_attention, passes, probe
 from kvservice.integrations.transformers.masks import ATTENTION_NAME

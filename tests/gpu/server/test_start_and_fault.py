@@ -64,7 +64,7 @@ def test_the_pool_takes_its_share_of_the_memory() -> None:
 
 FAULTY = """
 import sys
-from kvservice.config import load_config
+from kvservice.config_sources import load_config
 from kvservice.devices.kernels import CudaPoolKernels
 from kvservice.server.daemon import run
 
