@@ -132,7 +132,7 @@ TORCH_MODULES = (
     "bench/lane_cuda.py",
     "bench/swap.py",
 )
-THIRD_PARTY_OF_BOOKKEEPING = {"blocks": {"numpy"}, "store": set[str]()}
+THIRD_PARTY_OF_BOOKKEEPING = {"blocks": {"numpy"}, "store": {"numpy"}}
 
 
 def room(path: Path) -> str:

@@ -22,22 +22,28 @@
 #include <cstring>
 #include <initializer_list>
 
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
 namespace kvservice {
+
+// Orders streaming stores of this thread, and all its earlier stores, before its later ones.
+inline void fence_streaming_stores() {
+#ifdef __SSE2__
+  _mm_sfence();
+#endif
+}
 
 class Checksum {
  public:
   static constexpr int64_t kStripeBytes = 32;
 
-  // Copies whole stripes and adds them.
-  void copy_stripes(char* to, const char* from, int64_t num_stripes) {
-    Sums sums = sums_;  // in registers
-    for (int64_t at = 0; at < num_stripes * kStripeBytes; at += kStripeBytes) {
-      const Vector first = load(from + at), second = load(from + at + kHalf);
-      std::memcpy(to + at, &first, kHalf);
-      std::memcpy(to + at + kHalf, &second, kHalf);
-      sums.add(first, second);
-    }
-    sums_ = sums;
+  // Copies whole stripes and adds them. Streaming stores bypass the caches: a large copy then does not read the memory
+  // that it overwrites. The caller fences them. They need a processor that has them, and an aligned target.
+  void copy_stripes(char* to, const char* from, int64_t num_stripes, bool streams) {
+    const bool aligned = reinterpret_cast<uintptr_t>(to) % kHalf == 0;
+    streams&& aligned ? copy<true>(to, from, num_stripes) : copy<false>(to, from, num_stripes);
   }
 
   // Adds whole stripes.
@@ -87,6 +93,29 @@ class Checksum {
       }
     }
   };
+
+  template <bool kStreams>
+  void copy(char* to, const char* from, int64_t num_stripes) {
+    Sums sums = sums_;  // in registers
+    for (int64_t at = 0; at < num_stripes * kStripeBytes; at += kStripeBytes) {
+      const Vector first = load(from + at), second = load(from + at + kHalf);
+      store<kStreams>(to + at, first);
+      store<kStreams>(to + at + kHalf, second);
+      sums.add(first, second);
+    }
+    sums_ = sums;
+  }
+
+  template <bool kStreams>
+  static void store(char* to, Vector vector) {
+#ifdef __SSE2__
+    if (kStreams) {
+      _mm_stream_si128(reinterpret_cast<__m128i*>(to), reinterpret_cast<__m128i>(vector));
+      return;
+    }
+#endif
+    std::memcpy(to, &vector, sizeof(vector));
+  }
 
   static Vector load(const char* from) {
     Vector vector;

@@ -15,6 +15,9 @@ namespace kvservice {
 namespace {
 
 constexpr int64_t kMinThreadBytes = int64_t{2} << 20;
+// Copies of at least so many bytes use streaming stores: they are not expected to find their target in a cache, nor
+// whoever reads it next.
+constexpr int64_t kMinStreamedBytes = int64_t{4} << 20;
 
 enum class Direction { kIn, kOut };
 
@@ -22,7 +25,7 @@ enum class Direction { kIn, kOut };
 // while they are copied. A stripe that spans pieces is added when it is complete, from the store, where it is
 // contiguous.
 template <Direction kDirection>
-void copy_piece(Checksum& checksum, char* block, int64_t done, char* piece, int64_t size) {
+void copy_piece(Checksum& checksum, char* block, int64_t done, char* piece, int64_t size, bool streams) {
   constexpr int64_t kStripe = Checksum::kStripeBytes;
   const auto copy = [](char* in_store, char* in_piece, int64_t count) {
     if (kDirection == Direction::kIn) std::memcpy(in_store, in_piece, static_cast<size_t>(count));
@@ -33,19 +36,20 @@ void copy_piece(Checksum& checksum, char* block, int64_t done, char* piece, int6
   if (head > 0 && (done + head) % kStripe == 0) checksum.add_stripes(block + done + head - kStripe, 1);
   char* const first = block + done + head;
   const int64_t stripes = (size - head) / kStripe, copied = stripes * kStripe;
-  if (kDirection == Direction::kIn) checksum.copy_stripes(first, piece + head, stripes);
-  if (kDirection == Direction::kOut) checksum.copy_stripes(piece + head, first, stripes);
+  if (kDirection == Direction::kIn) checksum.copy_stripes(first, piece + head, stripes, streams);
+  if (kDirection == Direction::kOut) checksum.copy_stripes(piece + head, first, stripes, streams);
   copy(first + copied, piece + head + copied, size - head - copied);
 }
 
 template <Direction kDirection>
 uint64_t copy_block(const BlockPlaces& p, int64_t i) {
   char* const block = p.store + p.offsets[i];
+  const bool streams = p.num_blocks * p.block_bytes >= kMinStreamedBytes;
   Checksum checksum;
   int64_t done = 0;
   for (int64_t k = 0; k < p.num_pieces; ++k) {
     const auto size = static_cast<int64_t>(p.piece_bytes[k]);
-    copy_piece<kDirection>(checksum, block, done, p.other + p.places[i * p.num_pieces + k], size);
+    copy_piece<kDirection>(checksum, block, done, p.other + p.places[i * p.num_pieces + k], size, streams);
     done += size;
   }
   const int64_t rest = p.block_bytes % Checksum::kStripeBytes;
@@ -87,6 +91,7 @@ std::vector<uint64_t> for_each_block(const BlockPlaces& places, int num_threads,
   std::atomic<int64_t> next{0};
   const auto work = [&] {
     for (int64_t i = next.fetch_add(1); i < places.num_blocks; i = next.fetch_add(1)) checksums[i] = block(places, i);
+    fence_streaming_stores();
   };
   const int64_t most = std::min(places.num_blocks, places.num_blocks * places.block_bytes / kMinThreadBytes);
   run_on_threads(static_cast<int>(std::clamp<int64_t>(most, 1, num_threads)), work);
@@ -98,6 +103,7 @@ std::vector<uint64_t> for_each_block(const BlockPlaces& places, int num_threads,
 std::vector<uint64_t> copy_into_store(const BlockPlaces& places, int num_threads) {
   // A reader that sees new bytes sees the new version, too, which this thread may have just stored.
   std::atomic_thread_fence(std::memory_order_release);
+  fence_streaming_stores();
   return for_each_block(places, num_threads, copy_block<Direction::kIn>);
 }
 

@@ -27,6 +27,7 @@ def store_requests(sender: Sender) -> Callable[[], Awaitable[None]]:
     random = np.random.default_rng(1)
     here, missing = random.bytes(count * KEY_BYTES), random.bytes(count * KEY_BYTES)
     data = random.bytes(count * BLOCK_BYTES)
+    every_second = b"\x55" * -(-count // 8)
     text = "x" * TEXT_CHARACTERS
     identity = store_pb2.StoreNamespace(
         model=text, weights=text, dtype=text, layout=text, key_algorithm=text, block_bytes=BLOCK_BYTES
@@ -54,9 +55,16 @@ def store_requests(sender: Sender) -> Callable[[], Awaitable[None]]:
         for descriptor in await asyncio.to_thread(fd_passing.fetch, path, mapped.handover_token, 1):
             os.close(descriptor)
         reserve = store_pb2.ReserveRequest(namespace_id=namespace, keys=missing)
-        for rpc, kind in (("StoreAbort", store_pb2.AbortRequest), ("StoreCommit", store_pb2.StoreCommitRequest)):
-            reserved = store_pb2.ReserveResponse.FromString(await sender.send("StoreReserve", blocks, reserve))
-            await sender.send(rpc, blocks, kind(reservation_id=reserved.reservation_id))
+
+        async def reservation() -> int:
+            response = await sender.send("StoreReserve", blocks, reserve)
+            return store_pb2.ReserveResponse.FromString(response).reservation_id
+
+        await sender.send("StoreAbort", blocks, store_pb2.AbortRequest(reservation_id=await reservation()))
+        commit = store_pb2.StoreCommitRequest(reservation_id=await reservation(), written=every_second)
+        await sender.send("StoreCommit", f"every second of {blocks}", commit)
+        commit = store_pb2.StoreCommitRequest(reservation_id=await reservation(), checksums=bytes(count // 2 * 8))
+        await sender.send("StoreCommit", f"{count // 2} blocks, checksums", commit)
 
     async def cycle() -> None:
         opened = await sender.send("StoreOpenNamespace", "texts", opening)

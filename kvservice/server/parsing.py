@@ -56,7 +56,7 @@ _BYTES: Final[dict[str, int | None]] = {
     "kvservice.v1.BatchPutRequest.data": None,
 }
 # Fields with something for each of max_request_blocks blocks, by field name: the bytes for each.
-_BYTES_PER_BLOCK: Final = {"keys": 32, "written": 1}
+_BYTES_PER_BLOCK: Final = {"keys": 32, "written": 1, "checksums": 8}
 
 # The field kinds of the scanner.
 _VARINT, _FIXED64, _FIXED32, _LENGTH, _MESSAGE = range(5)

@@ -105,12 +105,21 @@ class StoreCalls:
         num_bytes = -(-reservation.num_blocks // 8)
         if request.written and len(request.written) != num_bytes:
             raise InvalidArgumentError(f"has {len(request.written)} bytes, not {num_bytes}", field="written")
-        own.take(request.reservation_id)
         written, others = reservation.split(request.written)
-        self._store.blocks.abort(others.slots)
-        return to_the_end(self._publish(own.opening, written))
+        if request.checksums and len(request.checksums) != len(written.slots):
+            raise InvalidArgumentError(
+                f"has {len(request.checksums)} bytes, not {len(written.slots)}", field="checksums"
+            )
+        own.take(request.reservation_id)
+        blocks = self._store.blocks
+        blocks.abort(others.slots)
+        if not request.checksums:
+            return to_the_end(self._publish(own.opening, written))
+        blocks.commit(written.namespace, written.slots, written.keys, request.checksums)
+        return store_pb2.StoreCommitResponse(num_blocks=written.num_blocks)
 
     async def _publish(self, opening: Opening, written: Reservation) -> store_pb2.StoreCommitResponse:
+        """Compute the checksums of blocks, then publish them."""
         blocks = self._store.blocks
         try:
             checksums = await self._store.copies.checksums(written.offsets, written.namespace.block_bytes)

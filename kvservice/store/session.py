@@ -6,6 +6,9 @@ import itertools
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from kvservice.errors import (
     InvalidArgumentError,
@@ -17,7 +20,7 @@ from kvservice.errors import (
 from kvservice.store.index import KEY_BYTES, WORD_BYTES
 from kvservice.store.leases import Lease
 from kvservice.store.namespaces import NamespaceIdentity, StoredNamespace
-from kvservice.store.store import BlockStore, Pinned, Reserved
+from kvservice.store.store import BlockStore, Pinned, Reserved, chosen
 
 # Limits of one session: its leases, the blocks of all of them, and its reservations.
 MAX_LEASES = 4096
@@ -51,18 +54,15 @@ class Reservation:
         """Return the blocks whose bit is set in `written`, and the others. Empty stands for all blocks."""
         if not written:
             return self, Reservation(self.namespace, b"", b"", b"")
-        chosen: list[int] = []
-        others: list[int] = []
-        for i in range(self.num_blocks):
-            (chosen if written[i // 8] >> i % 8 & 1 else others).append(i)
-        return self._of(chosen), self._of(others)
+        bits = np.unpackbits(np.frombuffer(written, np.uint8), count=self.num_blocks, bitorder="little")
+        return self._of(bits == 1), self._of(bits == 0)
 
-    def _of(self, blocks: list[int]) -> Reservation:
+    def _of(self, flags: np.ndarray[Any, np.dtype[np.bool_]]) -> Reservation:
         return Reservation(
             self.namespace,
-            _items(self.slots, WORD_BYTES, blocks),
-            _items(self.offsets, WORD_BYTES, blocks),
-            _items(self.keys, KEY_BYTES, blocks),
+            chosen(self.slots, WORD_BYTES, flags),
+            chosen(self.offsets, WORD_BYTES, flags),
+            chosen(self.keys, KEY_BYTES, flags),
         )
 
 
@@ -191,7 +191,3 @@ class SessionStore:
             self._store.leave(self._namespaces.popitem()[1])
         self.opening.ended = True
         self.opening = Opening()
-
-
-def _items(packed: bytes, item_bytes: int, numbers: list[int]) -> bytes:
-    return b"".join(packed[item_bytes * i : item_bytes * (i + 1)] for i in numbers)

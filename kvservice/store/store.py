@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from itertools import compress
+from typing import Any
+
+import numpy as np
 
 from kvservice.blocks import EventJournal, Slices
 from kvservice.blocks.events import StoreChange
@@ -148,8 +150,8 @@ class BlockStore:
         statuses, slots, offsets = self._index.reserve(namespace.number, keys)
         self._report_removed()
         namespace.counters.refused += statuses.count(NO_ROOM)
-        reserved = compress(split(keys), (status == DONE for status in statuses))
-        return Reserved(statuses, slots, offsets, b"".join(reserved))
+        done = np.frombuffer(statuses, np.uint8) == DONE
+        return Reserved(statuses, slots, offsets, chosen(keys, KEY_BYTES, done))
 
     def commit(self, namespace: StoredNamespace, slots: bytes, keys: bytes, checksums: bytes) -> None:
         """Publish reserved blocks with these keys."""
@@ -244,5 +246,6 @@ def check_keys(keys: bytes) -> int:
     return len(keys) // KEY_BYTES
 
 
-def split(keys: bytes) -> Iterator[bytes]:
-    return (keys[begin : begin + KEY_BYTES] for begin in range(0, len(keys), KEY_BYTES))
+def chosen(packed: bytes, item_bytes: int, flags: np.ndarray[Any, np.dtype[np.bool_]]) -> bytes:
+    """Return the items of a packed array whose flag, bool `[num_items]`, is set."""
+    return packed if flags.all() else np.frombuffer(packed, np.uint8).reshape(-1, item_bytes)[flags].tobytes()

@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvservice/v1/store.proto\x12\x0ckvservice.v1\"\xbf\x01\n\x0eStoreNamespace\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07weights\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x0e\n\x06layout\x18\x04 \x01(\t\x12\x13\n\x0b\x62lock_bytes\x18\x05 \x01(\x04\x12\x0f\n\x07tp_rank\x18\x06 \x01(\r\x12\x0f\n\x07tp_size\x18\x07 \x01(\r\x12\x0f\n\x07pp_rank\x18\x08 \x01(\r\x12\x0f\n\x07pp_size\x18\t \x01(\r\x12\x15\n\rkey_algorithm\x18\n \x01(\t\"r\n\x14OpenNamespaceRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\x04\x12/\n\tnamespace\x18\x03 \x01(\x0b\x32\x1c.kvservice.v1.StoreNamespace\"\xae\x01\n\x15OpenNamespaceResponse\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\r\x12\x12\n\nnum_blocks\x18\x02 \x01(\x04\x12\x13\n\x0bquota_bytes\x18\x03 \x01(\x04\x12\x12\n\nslab_bytes\x18\x04 \x01(\x04\x12\x13\n\x0b\x66irst_block\x18\x05 \x01(\x04\x12\x14\n\x0c\x62lock_stride\x18\x06 \x01(\x04\x12\x17\n\x0f\x62locks_per_slab\x18\x07 \x01(\x04\"J\n\rLookupRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x14\n\x0cnamespace_id\x18\x02 \x01(\r\x12\x0c\n\x04keys\x18\x03 \x01(\x0c\"4\n\x0eLookupResponse\x12\x13\n\x0bnum_leading\x18\x01 \x01(\r\x12\r\n\x05\x66ound\x18\x02 \x01(\x0c\"\x84\x01\n\x0e\x41\x63quireRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\x04\x12\x14\n\x0cnamespace_id\x18\x03 \x01(\r\x12\x0c\n\x04keys\x18\x04 \x01(\x0c\x12\r\n\x05ttl_s\x18\x05 \x01(\x01\x12\x14\n\x0cleading_only\x18\x06 \x01(\x08\"U\n\x0f\x41\x63quireResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12\r\n\x05\x66ound\x18\x02 \x01(\x0c\x12\x0f\n\x07offsets\x18\x03 \x01(\x0c\x12\x10\n\x08versions\x18\x04 \x01(\x0c\"F\n\x0cRenewRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x10\n\x08lease_id\x18\x02 \x01(\x04\x12\r\n\x05ttl_s\x18\x03 \x01(\x01\"\x0f\n\rRenewResponse\":\n\x0eReleaseRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x11\n\tlease_ids\x18\x02 \x03(\x04\"\x11\n\x0fReleaseResponse\"_\n\x0eReserveRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\x04\x12\x14\n\x0cnamespace_id\x18\x03 \x01(\r\x12\x0c\n\x04keys\x18\x04 \x01(\x0c\"L\n\x0fReserveResponse\x12\x16\n\x0ereservation_id\x18\x01 \x01(\x04\x12\x10\n\x08statuses\x18\x02 \x01(\x0c\x12\x0f\n\x07offsets\x18\x03 \x01(\x0c\"h\n\x12StoreCommitRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\x04\x12\x16\n\x0ereservation_id\x18\x03 \x01(\x04\x12\x0f\n\x07written\x18\x04 \x01(\x0c\")\n\x13StoreCommitResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\"=\n\x0c\x41\x62ortRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x16\n\x0ereservation_id\x18\x02 \x01(\x04\"\x0f\n\rAbortResponse\"?\n\x07Scatter\x12\x0e\n\x06region\x18\x01 \x01(\t\x12\x13\n\x0bpiece_bytes\x18\x02 \x03(\x04\x12\x0f\n\x07offsets\x18\x03 \x01(\x0c\"\x93\x01\n\x0f\x42\x61tchGetRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x14\n\x0cnamespace_id\x18\x02 \x01(\r\x12\x0c\n\x04keys\x18\x03 \x01(\x0c\x12*\n\x06region\x18\x04 \x01(\x0b\x32\x15.kvservice.v1.ScatterH\x00\x88\x01\x01\x12\x0e\n\x06verify\x18\x05 \x01(\x08\x42\t\n\x07_region\"/\n\x10\x42\x61tchGetResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x0c\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"\x91\x01\n\x0f\x42\x61tchPutRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x14\n\x0cnamespace_id\x18\x02 \x01(\r\x12\x0c\n\x04keys\x18\x03 \x01(\x0c\x12*\n\x06region\x18\x04 \x01(\x0b\x32\x15.kvservice.v1.ScatterH\x00\x88\x01\x01\x12\x0c\n\x04\x64\x61ta\x18\x05 \x01(\x0c\x42\t\n\x07_region\"$\n\x10\x42\x61tchPutResponse\x12\x10\n\x08statuses\x18\x01 \x01(\x0c\"I\n\x0cTouchRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x14\n\x0cnamespace_id\x18\x02 \x01(\r\x12\x0c\n\x04keys\x18\x03 \x01(\x0c\"#\n\rTouchResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\"^\n\rRemoveRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\x04\x12\x14\n\x0cnamespace_id\x18\x03 \x01(\r\x12\x0c\n\x04keys\x18\x04 \x01(\x0c\"$\n\x0eRemoveResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\"O\n\x0c\x43learRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\x04\x12\x14\n\x0cnamespace_id\x18\x03 \x01(\r\"#\n\rClearResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\x04\"N\n\x0fMapStoreRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\x04\x12\x10\n\x08writable\x18\x03 \x01(\x08\"=\n\x10MapStoreResponse\x12\x16\n\x0ehandover_token\x18\x01 \x01(\x0c\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04*\x8a\x01\n\tPutStatus\x12\x1a\n\x16PUT_STATUS_UNSPECIFIED\x10\x00\x12\x13\n\x0fPUT_STATUS_DONE\x10\x01\x12\x16\n\x12PUT_STATUS_PRESENT\x10\x02\x12\x1c\n\x18PUT_STATUS_BEING_WRITTEN\x10\x03\x12\x16\n\x12PUT_STATUS_NO_ROOM\x10\x04\x32\x82\x08\n\x0cStoreService\x12X\n\rOpenNamespace\x12\".kvservice.v1.OpenNamespaceRequest\x1a#.kvservice.v1.OpenNamespaceResponse\x12\x43\n\x06Lookup\x12\x1b.kvservice.v1.LookupRequest\x1a\x1c.kvservice.v1.LookupResponse\x12\x46\n\x07\x41\x63quire\x12\x1c.kvservice.v1.AcquireRequest\x1a\x1d.kvservice.v1.AcquireResponse\x12@\n\x05Renew\x12\x1a.kvservice.v1.RenewRequest\x1a\x1b.kvservice.v1.RenewResponse\x12\x46\n\x07Release\x12\x1c.kvservice.v1.ReleaseRequest\x1a\x1d.kvservice.v1.ReleaseResponse\x12\x46\n\x07Reserve\x12\x1c.kvservice.v1.ReserveRequest\x1a\x1d.kvservice.v1.ReserveResponse\x12M\n\x06\x43ommit\x12 .kvservice.v1.StoreCommitRequest\x1a!.kvservice.v1.StoreCommitResponse\x12@\n\x05\x41\x62ort\x12\x1a.kvservice.v1.AbortRequest\x1a\x1b.kvservice.v1.AbortResponse\x12I\n\x08\x42\x61tchGet\x12\x1d.kvservice.v1.BatchGetRequest\x1a\x1e.kvservice.v1.BatchGetResponse\x12I\n\x08\x42\x61tchPut\x12\x1d.kvservice.v1.BatchPutRequest\x1a\x1e.kvservice.v1.BatchPutResponse\x12@\n\x05Touch\x12\x1a.kvservice.v1.TouchRequest\x1a\x1b.kvservice.v1.TouchResponse\x12\x43\n\x06Remove\x12\x1b.kvservice.v1.RemoveRequest\x1a\x1c.kvservice.v1.RemoveResponse\x12@\n\x05\x43lear\x12\x1a.kvservice.v1.ClearRequest\x1a\x1b.kvservice.v1.ClearResponse\x12I\n\x08MapStore\x12\x1d.kvservice.v1.MapStoreRequest\x1a\x1e.kvservice.v1.MapStoreResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvservice/v1/store.proto\x12\x0ckvservice.v1\"\xbf\x01\n\x0eStoreNamespace\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07weights\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x0e\n\x06layout\x18\x04 \x01(\t\x12\x13\n\x0b\x62lock_bytes\x18\x05 \x01(\x04\x12\x0f\n\x07tp_rank\x18\x06 \x01(\r\x12\x0f\n\x07tp_size\x18\x07 \x01(\r\x12\x0f\n\x07pp_rank\x18\x08 \x01(\r\x12\x0f\n\x07pp_size\x18\t \x01(\r\x12\x15\n\rkey_algorithm\x18\n \x01(\t\"r\n\x14OpenNamespaceRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\x04\x12/\n\tnamespace\x18\x03 \x01(\x0b\x32\x1c.kvservice.v1.StoreNamespace\"\xae\x01\n\x15OpenNamespaceResponse\x12\x14\n\x0cnamespace_id\x18\x01 \x01(\r\x12\x12\n\nnum_blocks\x18\x02 \x01(\x04\x12\x13\n\x0bquota_bytes\x18\x03 \x01(\x04\x12\x12\n\nslab_bytes\x18\x04 \x01(\x04\x12\x13\n\x0b\x66irst_block\x18\x05 \x01(\x04\x12\x14\n\x0c\x62lock_stride\x18\x06 \x01(\x04\x12\x17\n\x0f\x62locks_per_slab\x18\x07 \x01(\x04\"J\n\rLookupRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x14\n\x0cnamespace_id\x18\x02 \x01(\r\x12\x0c\n\x04keys\x18\x03 \x01(\x0c\"4\n\x0eLookupResponse\x12\x13\n\x0bnum_leading\x18\x01 \x01(\r\x12\r\n\x05\x66ound\x18\x02 \x01(\x0c\"\x84\x01\n\x0e\x41\x63quireRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\x04\x12\x14\n\x0cnamespace_id\x18\x03 \x01(\r\x12\x0c\n\x04keys\x18\x04 \x01(\x0c\x12\r\n\x05ttl_s\x18\x05 \x01(\x01\x12\x14\n\x0cleading_only\x18\x06 \x01(\x08\"U\n\x0f\x41\x63quireResponse\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12\r\n\x05\x66ound\x18\x02 \x01(\x0c\x12\x0f\n\x07offsets\x18\x03 \x01(\x0c\x12\x10\n\x08versions\x18\x04 \x01(\x0c\"F\n\x0cRenewRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x10\n\x08lease_id\x18\x02 \x01(\x04\x12\r\n\x05ttl_s\x18\x03 \x01(\x01\"\x0f\n\rRenewResponse\":\n\x0eReleaseRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x11\n\tlease_ids\x18\x02 \x03(\x04\"\x11\n\x0fReleaseResponse\"_\n\x0eReserveRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\x04\x12\x14\n\x0cnamespace_id\x18\x03 \x01(\r\x12\x0c\n\x04keys\x18\x04 \x01(\x0c\"L\n\x0fReserveResponse\x12\x16\n\x0ereservation_id\x18\x01 \x01(\x04\x12\x10\n\x08statuses\x18\x02 \x01(\x0c\x12\x0f\n\x07offsets\x18\x03 \x01(\x0c\"{\n\x12StoreCommitRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\x04\x12\x16\n\x0ereservation_id\x18\x03 \x01(\x04\x12\x0f\n\x07written\x18\x04 \x01(\x0c\x12\x11\n\tchecksums\x18\x05 \x01(\x0c\")\n\x13StoreCommitResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\"=\n\x0c\x41\x62ortRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x16\n\x0ereservation_id\x18\x02 \x01(\x04\"\x0f\n\rAbortResponse\"?\n\x07Scatter\x12\x0e\n\x06region\x18\x01 \x01(\t\x12\x13\n\x0bpiece_bytes\x18\x02 \x03(\x04\x12\x0f\n\x07offsets\x18\x03 \x01(\x0c\"\x93\x01\n\x0f\x42\x61tchGetRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x14\n\x0cnamespace_id\x18\x02 \x01(\r\x12\x0c\n\x04keys\x18\x03 \x01(\x0c\x12*\n\x06region\x18\x04 \x01(\x0b\x32\x15.kvservice.v1.ScatterH\x00\x88\x01\x01\x12\x0e\n\x06verify\x18\x05 \x01(\x08\x42\t\n\x07_region\"/\n\x10\x42\x61tchGetResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x0c\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"\x91\x01\n\x0f\x42\x61tchPutRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x14\n\x0cnamespace_id\x18\x02 \x01(\r\x12\x0c\n\x04keys\x18\x03 \x01(\x0c\x12*\n\x06region\x18\x04 \x01(\x0b\x32\x15.kvservice.v1.ScatterH\x00\x88\x01\x01\x12\x0c\n\x04\x64\x61ta\x18\x05 \x01(\x0c\x42\t\n\x07_region\"$\n\x10\x42\x61tchPutResponse\x12\x10\n\x08statuses\x18\x01 \x01(\x0c\"I\n\x0cTouchRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x14\n\x0cnamespace_id\x18\x02 \x01(\r\x12\x0c\n\x04keys\x18\x03 \x01(\x0c\"#\n\rTouchResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\"^\n\rRemoveRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\x04\x12\x14\n\x0cnamespace_id\x18\x03 \x01(\r\x12\x0c\n\x04keys\x18\x04 \x01(\x0c\"$\n\x0eRemoveResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\"O\n\x0c\x43learRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\x04\x12\x14\n\x0cnamespace_id\x18\x03 \x01(\r\"#\n\rClearResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\x04\"N\n\x0fMapStoreRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\x04\x12\x10\n\x08writable\x18\x03 \x01(\x08\"=\n\x10MapStoreResponse\x12\x16\n\x0ehandover_token\x18\x01 \x01(\x0c\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04*\x8a\x01\n\tPutStatus\x12\x1a\n\x16PUT_STATUS_UNSPECIFIED\x10\x00\x12\x13\n\x0fPUT_STATUS_DONE\x10\x01\x12\x16\n\x12PUT_STATUS_PRESENT\x10\x02\x12\x1c\n\x18PUT_STATUS_BEING_WRITTEN\x10\x03\x12\x16\n\x12PUT_STATUS_NO_ROOM\x10\x04\x32\x82\x08\n\x0cStoreService\x12X\n\rOpenNamespace\x12\".kvservice.v1.OpenNamespaceRequest\x1a#.kvservice.v1.OpenNamespaceResponse\x12\x43\n\x06Lookup\x12\x1b.kvservice.v1.LookupRequest\x1a\x1c.kvservice.v1.LookupResponse\x12\x46\n\x07\x41\x63quire\x12\x1c.kvservice.v1.AcquireRequest\x1a\x1d.kvservice.v1.AcquireResponse\x12@\n\x05Renew\x12\x1a.kvservice.v1.RenewRequest\x1a\x1b.kvservice.v1.RenewResponse\x12\x46\n\x07Release\x12\x1c.kvservice.v1.ReleaseRequest\x1a\x1d.kvservice.v1.ReleaseResponse\x12\x46\n\x07Reserve\x12\x1c.kvservice.v1.ReserveRequest\x1a\x1d.kvservice.v1.ReserveResponse\x12M\n\x06\x43ommit\x12 .kvservice.v1.StoreCommitRequest\x1a!.kvservice.v1.StoreCommitResponse\x12@\n\x05\x41\x62ort\x12\x1a.kvservice.v1.AbortRequest\x1a\x1b.kvservice.v1.AbortResponse\x12I\n\x08\x42\x61tchGet\x12\x1d.kvservice.v1.BatchGetRequest\x1a\x1e.kvservice.v1.BatchGetResponse\x12I\n\x08\x42\x61tchPut\x12\x1d.kvservice.v1.BatchPutRequest\x1a\x1e.kvservice.v1.BatchPutResponse\x12@\n\x05Touch\x12\x1a.kvservice.v1.TouchRequest\x1a\x1b.kvservice.v1.TouchResponse\x12\x43\n\x06Remove\x12\x1b.kvservice.v1.RemoveRequest\x1a\x1c.kvservice.v1.RemoveResponse\x12@\n\x05\x43lear\x12\x1a.kvservice.v1.ClearRequest\x1a\x1b.kvservice.v1.ClearResponse\x12I\n\x08MapStore\x12\x1d.kvservice.v1.MapStoreRequest\x1a\x1e.kvservice.v1.MapStoreResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvservice.v1.store_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PUTSTATUS']._serialized_start=2411
-  _globals['_PUTSTATUS']._serialized_end=2549
+  _globals['_PUTSTATUS']._serialized_start=2430
+  _globals['_PUTSTATUS']._serialized_end=2568
   _globals['_STORENAMESPACE']._serialized_start=43
   _globals['_STORENAMESPACE']._serialized_end=234
   _globals['_OPENNAMESPACEREQUEST']._serialized_start=236
@@ -60,39 +60,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RESERVERESPONSE']._serialized_start=1146
   _globals['_RESERVERESPONSE']._serialized_end=1222
   _globals['_STORECOMMITREQUEST']._serialized_start=1224
-  _globals['_STORECOMMITREQUEST']._serialized_end=1328
-  _globals['_STORECOMMITRESPONSE']._serialized_start=1330
-  _globals['_STORECOMMITRESPONSE']._serialized_end=1371
-  _globals['_ABORTREQUEST']._serialized_start=1373
-  _globals['_ABORTREQUEST']._serialized_end=1434
-  _globals['_ABORTRESPONSE']._serialized_start=1436
-  _globals['_ABORTRESPONSE']._serialized_end=1451
-  _globals['_SCATTER']._serialized_start=1453
-  _globals['_SCATTER']._serialized_end=1516
-  _globals['_BATCHGETREQUEST']._serialized_start=1519
-  _globals['_BATCHGETREQUEST']._serialized_end=1666
-  _globals['_BATCHGETRESPONSE']._serialized_start=1668
-  _globals['_BATCHGETRESPONSE']._serialized_end=1715
-  _globals['_BATCHPUTREQUEST']._serialized_start=1718
-  _globals['_BATCHPUTREQUEST']._serialized_end=1863
-  _globals['_BATCHPUTRESPONSE']._serialized_start=1865
-  _globals['_BATCHPUTRESPONSE']._serialized_end=1901
-  _globals['_TOUCHREQUEST']._serialized_start=1903
-  _globals['_TOUCHREQUEST']._serialized_end=1976
-  _globals['_TOUCHRESPONSE']._serialized_start=1978
-  _globals['_TOUCHRESPONSE']._serialized_end=2013
-  _globals['_REMOVEREQUEST']._serialized_start=2015
-  _globals['_REMOVEREQUEST']._serialized_end=2109
-  _globals['_REMOVERESPONSE']._serialized_start=2111
-  _globals['_REMOVERESPONSE']._serialized_end=2147
-  _globals['_CLEARREQUEST']._serialized_start=2149
-  _globals['_CLEARREQUEST']._serialized_end=2228
-  _globals['_CLEARRESPONSE']._serialized_start=2230
-  _globals['_CLEARRESPONSE']._serialized_end=2265
-  _globals['_MAPSTOREREQUEST']._serialized_start=2267
-  _globals['_MAPSTOREREQUEST']._serialized_end=2345
-  _globals['_MAPSTORERESPONSE']._serialized_start=2347
-  _globals['_MAPSTORERESPONSE']._serialized_end=2408
-  _globals['_STORESERVICE']._serialized_start=2552
-  _globals['_STORESERVICE']._serialized_end=3578
+  _globals['_STORECOMMITREQUEST']._serialized_end=1347
+  _globals['_STORECOMMITRESPONSE']._serialized_start=1349
+  _globals['_STORECOMMITRESPONSE']._serialized_end=1390
+  _globals['_ABORTREQUEST']._serialized_start=1392
+  _globals['_ABORTREQUEST']._serialized_end=1453
+  _globals['_ABORTRESPONSE']._serialized_start=1455
+  _globals['_ABORTRESPONSE']._serialized_end=1470
+  _globals['_SCATTER']._serialized_start=1472
+  _globals['_SCATTER']._serialized_end=1535
+  _globals['_BATCHGETREQUEST']._serialized_start=1538
+  _globals['_BATCHGETREQUEST']._serialized_end=1685
+  _globals['_BATCHGETRESPONSE']._serialized_start=1687
+  _globals['_BATCHGETRESPONSE']._serialized_end=1734
+  _globals['_BATCHPUTREQUEST']._serialized_start=1737
+  _globals['_BATCHPUTREQUEST']._serialized_end=1882
+  _globals['_BATCHPUTRESPONSE']._serialized_start=1884
+  _globals['_BATCHPUTRESPONSE']._serialized_end=1920
+  _globals['_TOUCHREQUEST']._serialized_start=1922
+  _globals['_TOUCHREQUEST']._serialized_end=1995
+  _globals['_TOUCHRESPONSE']._serialized_start=1997
+  _globals['_TOUCHRESPONSE']._serialized_end=2032
+  _globals['_REMOVEREQUEST']._serialized_start=2034
+  _globals['_REMOVEREQUEST']._serialized_end=2128
+  _globals['_REMOVERESPONSE']._serialized_start=2130
+  _globals['_REMOVERESPONSE']._serialized_end=2166
+  _globals['_CLEARREQUEST']._serialized_start=2168
+  _globals['_CLEARREQUEST']._serialized_end=2247
+  _globals['_CLEARRESPONSE']._serialized_start=2249
+  _globals['_CLEARRESPONSE']._serialized_end=2284
+  _globals['_MAPSTOREREQUEST']._serialized_start=2286
+  _globals['_MAPSTOREREQUEST']._serialized_end=2364
+  _globals['_MAPSTORERESPONSE']._serialized_start=2366
+  _globals['_MAPSTORERESPONSE']._serialized_end=2427
+  _globals['_STORESERVICE']._serialized_start=2571
+  _globals['_STORESERVICE']._serialized_end=3597
 # @@protoc_insertion_point(module_scope)

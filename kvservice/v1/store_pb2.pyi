@@ -167,16 +167,18 @@ class ReserveResponse(_message.Message):
     def __init__(self, reservation_id: _Optional[int] = ..., statuses: _Optional[bytes] = ..., offsets: _Optional[bytes] = ...) -> None: ...
 
 class StoreCommitRequest(_message.Message):
-    __slots__ = ("session_token", "request_id", "reservation_id", "written")
+    __slots__ = ("session_token", "request_id", "reservation_id", "written", "checksums")
     SESSION_TOKEN_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     RESERVATION_ID_FIELD_NUMBER: _ClassVar[int]
     WRITTEN_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUMS_FIELD_NUMBER: _ClassVar[int]
     session_token: bytes
     request_id: int
     reservation_id: int
     written: bytes
-    def __init__(self, session_token: _Optional[bytes] = ..., request_id: _Optional[int] = ..., reservation_id: _Optional[int] = ..., written: _Optional[bytes] = ...) -> None: ...
+    checksums: bytes
+    def __init__(self, session_token: _Optional[bytes] = ..., request_id: _Optional[int] = ..., reservation_id: _Optional[int] = ..., written: _Optional[bytes] = ..., checksums: _Optional[bytes] = ...) -> None: ...
 
 class StoreCommitResponse(_message.Message):
     __slots__ = ("num_blocks",)

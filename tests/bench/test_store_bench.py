@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from kvservice.bench import peer_process
 from kvservice.bench import store as bench
-from kvservice.bench import store_peers
+from kvservice.bench.peer_process import PeerMissingError, await_answer
 from kvservice.bench.store import CALLS, COUNTS, LABELS, OPTIONS, SIZES, StoreWay, ways
-from kvservice.bench.store_peers import PEERS, PeerMissingError, await_answer
+from kvservice.bench.store_peers import PEERS
 from kvservice.client import KVClient
 from kvservice.launch import Daemon
 
@@ -53,7 +54,7 @@ def test_every_way_moves_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_peer_that_does_not_start_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_peers, "START_S", 0.0)
+    monkeypatch.setattr(peer_process, "START_S", 0.0)
 
     def ping() -> None:
         raise ConnectionError("refused")

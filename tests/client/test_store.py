@@ -34,12 +34,14 @@ from kvservice.client import (
 )
 from kvservice.client.store.core import StoreCore
 from kvservice.client.store.leases import LeaseCore, ReservationCore
+from kvservice.client.store.link import StoreLink
 from kvservice.errors import (
     InvalidArgumentError,
     MessageTooLargeError,
     StoreNotSharedError,
     StoreOffError,
 )
+from kvservice.v1 import store_pb2
 
 DONE, PRESENT = PutStatus.DONE, PutStatus.PRESENT
 MOST = SMALL_STORE["max_request_blocks"]
@@ -95,6 +97,27 @@ def test_what_is_put_is_got(store_daemon: OpenStore, face: Face, way: tuple[str,
         np.testing.assert_array_equal(out, blocks_of(*numbers))
 
     run(face, store_daemon(way[0]).address, scenario, transport=way[1])
+
+
+def test_a_put_into_the_mapping_brings_its_checksums(
+    store_daemon: OpenStore, face: Face, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon then need not read the blocks."""
+    commits: list[store_pb2.StoreCommitRequest] = []
+    call = StoreLink.call
+
+    async def recorded(link: StoreLink, name: str, request: Any, timeout_s: float | None) -> Any:
+        commits.extend([request] if name == "store_commit" else [])
+        return await call(link, name, request, timeout_s)
+
+    monkeypatch.setattr(StoreLink, "call", recorded)
+
+    async def scenario(store: Any) -> None:
+        await store.put(keys_of(1, 2), blocks_of(1, 2))
+        assert [len(commit.checksums) for commit in commits] == [16]
+        assert (await store.get(keys_of(1, 2), new_out(2), verify=True)).all()
+
+    run(face, store_daemon("write").address, scenario, transport="mapped")
 
 
 def test_missing_blocks_are_told(store_daemon: OpenStore, face: Face, way: tuple[str, str]) -> None:

@@ -37,7 +37,7 @@ WITHIN: list[Any] = [
     store_pb2.LookupRequest(keys=bytes(8 * 32)),
     store_pb2.BatchPutRequest(keys=bytes(8 * 32), data=bytes(1 << 20)),
     store_pb2.BatchGetRequest(region=store_pb2.Scatter(piece_bytes=[1] * 16384, offsets=bytes(8 * 16384))),
-    store_pb2.StoreCommitRequest(written=bytes(8)),
+    store_pb2.StoreCommitRequest(written=bytes(8), checksums=bytes(64)),
     store_pb2.ReleaseRequest(lease_ids=range(4096)),
     health_pb2.HealthCheckRequest(service="x" * 4096),
 ]
@@ -90,6 +90,7 @@ ABOVE = {
     "key of an object": ("key", "", shared_memory_pb2.SystemSharedMemoryRegisterRequest(key="x" * 5000)),
     "keys of a store": ("keys", "max_request_blocks", store_pb2.AcquireRequest(keys=bytes(8 * 32 + 1))),
     "bits": ("written", "max_request_blocks", store_pb2.StoreCommitRequest(written=bytes(9))),
+    "checksums": ("checksums", "max_request_blocks", store_pb2.StoreCommitRequest(checksums=bytes(72))),
     "pieces": (
         "region.piece_bytes",
         "",

@@ -17,7 +17,13 @@ from manual_clock import ManualClock
 
 from kvservice import _ext
 from kvservice.config import ServeConfig
-from kvservice.errors import FailedPreconditionError, KVServiceError, RegionShrunkError, UnknownReservationError
+from kvservice.errors import (
+    FailedPreconditionError,
+    InvalidArgumentError,
+    KVServiceError,
+    RegionShrunkError,
+    UnknownReservationError,
+)
 from kvservice.server.scatter import Places
 from kvservice.server.store_calls import StoreCalls
 from kvservice.server.store_copies import SHORT_BYTES, StoreCopies
@@ -214,6 +220,27 @@ def test_a_commit_whose_session_ends_publishes_nothing(rig: Rig, writers: int) -
         assert (rig.store.totals().used_bytes > 0) == (writers > 0)
         rig.store.quarantine.ended(0)
         assert rig.store.totals().used_bytes == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_commit_with_checksums_publishes_without_reading_the_blocks(rig: Rig) -> None:
+    async def scenario() -> None:
+        calls = Calls(rig)
+        reservation_id, _ = calls.own.reserve(calls.namespace, keys(1, 2, 3))
+        sums = np.array([7, 9], "<u8").tobytes()
+        for wrong in (sums[:-1], sums * 2):
+            request = store_pb2.StoreCommitRequest(reservation_id=reservation_id, written=b"\x05", checksums=wrong)
+            with pytest.raises(InvalidArgumentError) as refused:
+                calls.others.commit(calls.session, request)
+            assert refused.value.field == "checksums"
+            assert rig.store.totals().num_reserved == 3
+        request.checksums = sums
+        answer: Any = calls.others.commit(calls.session, request)
+        assert answer.num_blocks == 2
+        assert rig.store.totals().num_reserved == 0
+        assert rig.events() == [("stored", keys(1, 3))]
+        assert rig.store.checksums(rig.store.acquire(calls.namespace, keys(1, 3)).slots) == sums
 
     asyncio.run(scenario())
 

@@ -141,10 +141,11 @@ def test_pieces_at_any_offsets(block_bytes: int, num_pieces: int, num_threads: i
     assert (target[~inside] == 0xBB).all()
 
 
-def test_large_copies_with_several_threads() -> None:
+@pytest.mark.parametrize("misaligned", [0, 1, 8])
+def test_large_copies_with_several_threads(misaligned: int) -> None:
     block_bytes, num_blocks = 1 << 20, 12
-    source = random_bytes(num_blocks * block_bytes)
-    store, target = np.zeros_like(source), np.zeros_like(source)
+    source = random_bytes(num_blocks * block_bytes + misaligned)[misaligned:]
+    store, target = np.zeros_like(source), np.zeros(source.size + misaligned, np.uint8)[misaligned:]
     offsets = pack(range(0, source.size, block_bytes))
     one_piece = offsets, pack([block_bytes])
     sums = _ext.store_copy_in(store.ctypes.data, offsets, block_bytes, source.ctypes.data, *one_piece, 4)

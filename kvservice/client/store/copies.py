@@ -25,12 +25,13 @@ def copy_out(
     return flags_of(right, len(target.addresses))
 
 
-def copy_in(address: int, offsets: bytes, block_bytes: int, source: Pieces, num_threads: int) -> None:
-    """Copy blocks from their pieces, see `copy_out`."""
+def copy_in(address: int, offsets: bytes, block_bytes: int, source: Pieces, num_threads: int) -> bytes:
+    """Copy blocks from their pieces, see `copy_out`. Returns their checksums."""
     _check(offsets, source)
-    if offsets:
-        start, places = _places(source)
-        _ext.store_copy_in(address, offsets, block_bytes, start, places, source.sizes.tobytes(), num_threads)
+    if not offsets:
+        return b""
+    start, places = _places(source)
+    return _ext.store_copy_in(address, offsets, block_bytes, start, places, source.sizes.tobytes(), num_threads)
 
 
 def _places(pieces: Pieces) -> tuple[int, bytes]:

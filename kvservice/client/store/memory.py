@@ -51,10 +51,10 @@ class MappedStore:
         self._check(offsets)
         return copies.copy_out(self._address, offsets, self._geometry.block_bytes, target, self._num_threads, checksums)
 
-    def copy_in(self, offsets: bytes, source: Pieces) -> None:
-        """Write reserved blocks."""
+    def copy_in(self, offsets: bytes, source: Pieces) -> bytes:
+        """Write reserved blocks. Returns their checksums."""
         self._check(offsets)
-        copies.copy_in(self._address, offsets, self._geometry.block_bytes, source, self._num_threads)
+        return copies.copy_in(self._address, offsets, self._geometry.block_bytes, source, self._num_threads)
 
     def unchanged(self, offsets: bytes, versions: bytes) -> Flags:
         """Return which blocks still have these versions, so that everything read from them so far was right."""

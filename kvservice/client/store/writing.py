@@ -53,12 +53,14 @@ class BlockWriter:
         """Write reserved blocks and publish them."""
         link = self._link
         try:
-            await link.connection.run(memory.copy_in, reserved.offsets, source)
+            checksums = await link.connection.run(memory.copy_in, reserved.offsets, source)
         except BaseException:
             abort = store_pb2.AbortRequest(reservation_id=reserved.reservation_id)
             await link.call("store_abort", abort, self._timeout_s)
             raise
-        commit = store_pb2.StoreCommitRequest(request_id=link.next_request_id(), reservation_id=reserved.reservation_id)
+        commit = store_pb2.StoreCommitRequest(
+            request_id=link.next_request_id(), reservation_id=reserved.reservation_id, checksums=checksums
+        )
         await link.call("store_commit", commit, self._timeout_s)
 
     async def _from_region(self, region: HostRegion, offsets: Numbers) -> None:

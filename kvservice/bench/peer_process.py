@@ -1,0 +1,58 @@
+"""Processes of other stores that `bench store` measures."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from kvservice.errors import KVServiceError
+
+START_S = 10.0
+
+
+class PeerMissingError(KVServiceError):
+    """The peer is not installed here, or does not start."""
+
+
+@contextlib.contextmanager
+def running(command: Sequence[str], ping: Callable[[], object], errors: tuple[type[Exception], ...]) -> Iterator[None]:
+    """Run a process. It is ready when `ping` raises none of `errors`. Raises PeerMissingError."""
+    try:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    except OSError as error:
+        raise PeerMissingError(f"It does not start: {error}") from None
+    try:
+        await_answer(ping, errors)
+        yield
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def await_answer(ping: Callable[[], object], errors: tuple[type[Exception], ...]) -> None:
+    """Repeat `ping` until it raises none of `errors`. Raises PeerMissingError after START_S."""
+    deadline = time.monotonic() + START_S
+    while True:
+        try:
+            ping()
+            return
+        except errors as error:
+            if time.monotonic() > deadline:
+                raise PeerMissingError(f"It does not start: {error}") from None
+            time.sleep(0.02)
+
+
+def free_port() -> int:
+    """Return a port of the loopback interface that is free now."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port: int = listening.getsockname()[1]
+        return port
+
+
+def connect(*ports: int) -> None:
+    """Raises ConnectionRefusedError unless processes listen on these ports of the loopback interface."""
+    for port in ports:
+        socket.create_connection(("127.0.0.1", port)).close()
