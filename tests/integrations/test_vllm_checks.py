@@ -8,10 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from kvservice.client import StoreNamespace
 from kvservice.errors import InvalidArgumentError
 from kvservice.integrations.vllm.checks import check_supported
-from kvservice.integrations.vllm.identity import short, weights_identity
+from kvservice.integrations.vllm.identity import short, weights_identity, worker_namespace
+from kvservice.integrations.vllm.layout import block_layout
 from kvservice.integrations.vllm.options import ConnectorOptions
 
 
@@ -27,11 +30,20 @@ class SlidingWindowSpec: ...
 class MambaSpec: ...
 
 
+class PrefixLMSpec(FullAttentionSpec):
+    non_causal = True
+
+
+PrefixLMSpec.__name__ = "FullAttentionSpec"
+
+
 def config(**changes: Any) -> Any:
-    values = {"algorithm": "sha256", "scales": False, "dcp": 1, "speculative": None} | changes
+    values = {"algorithm": "sha256", "scales": False, "dcp": 1, "speculative": None, "caching": True} | changes
     return SimpleNamespace(
         cache_config=SimpleNamespace(
-            prefix_caching_hash_algo=values["algorithm"], calculate_kv_scales=values["scales"]
+            prefix_caching_hash_algo=values["algorithm"],
+            calculate_kv_scales=values["scales"],
+            enable_prefix_caching=values["caching"],
         ),
         parallel_config=SimpleNamespace(decode_context_parallel_size=values["dcp"], prefill_context_parallel_size=1),
         speculative_config=values["speculative"],
@@ -61,6 +73,7 @@ def test_what_is_supported(changes: dict[str, Any], spec: object) -> None:
         ({"algorithm": "xxhash_cbor"}, "prefix_caching_hash_algo", "--prefix-caching-hash-algo sha256_cbor"),
         ({"scales": True}, "calculate_kv_scales", "a checkpoint"),
         ({"dcp": 2}, "decode_context_parallel_size", "not supported"),
+        ({"caching": False}, "enable_prefix_caching", "is off"),
         ({"speculative": SimpleNamespace(method="eagle")}, "speculative_config", "not supported"),
     ],
 )
@@ -81,6 +94,7 @@ def test_random_seeds_are_refused() -> None:
         (FullAttentionSpec(), SlidingWindowSpec()),
         (SlidingWindowSpec(),),
         (MambaSpec(),),
+        (PrefixLMSpec(),),
         (),
         (SimpleNamespace(kv_cache_specs={"layer.0": FullAttentionSpec(), "layer.1": SlidingWindowSpec()}),),
     ],
@@ -91,7 +105,7 @@ def test_models_whose_requests_do_not_keep_their_blocks_are_refused(specs: tuple
 
 
 def model(path: Path | str, **changes: Any) -> Any:
-    settings = {"text": "{}", "commit": None, "revision": None, "quantization": None, "seed": 0} | changes
+    settings = {"text": "{}", "commit": None, "revision": None, "quantization": None, "seed": 0, "length": 8} | changes
     hf_config = SimpleNamespace(to_json_string=lambda use_diff: settings["text"], _commit_hash=settings["commit"])
     return SimpleNamespace(
         model=str(path),
@@ -99,6 +113,7 @@ def model(path: Path | str, **changes: Any) -> Any:
         revision=settings["revision"],
         quantization=settings["quantization"],
         seed=settings["seed"],
+        max_model_len=settings["length"],
     )
 
 
@@ -128,9 +143,73 @@ def test_weights_are_told_apart(tmp_path: Path) -> None:
     assert len(set(found)) == len(found)
 
 
+def test_the_length_of_requests_matters_with_longrope_only(tmp_path: Path) -> None:
+    def identities(text: str) -> set[str]:
+        return {weights_identity(model(tmp_path, text=text, length=length), FILES) for length in (8, 9)}
+
+    assert len(identities('{"rope_type": "longrope"}')) == 2
+    assert len(identities('{"rope_type": "yarn"}')) == 1
+
+
 def test_weights_without_an_identity_are_refused() -> None:
     with pytest.raises(InvalidArgumentError, match='set "weights"'):
         weights_identity(model("org/name"), FILES)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"block_size": 64},
+        {"cache_dtype": "fp8"},
+        {"dtype": "torch.bfloat16"},
+        {"algorithm": "sha256_cbor"},
+        {"layers": ["layer.1", "layer.2"]},
+        {"engine": "another"},
+        {"rank": 1},
+        {"size": 3},
+        {"weights": "mine"},
+        {"seed": "1"},
+        {"shape": (2, 4, 8)},
+        {"shape": (4, 2, 4)},
+    ],
+)
+def test_workers_share_blocks_only_if_everything_is_equal(
+    changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def namespace(**some: Any) -> StoreNamespace:
+        values: dict[str, Any] = {
+            "block_size": 32,
+            "cache_dtype": "auto",
+            "dtype": "torch.float16",
+            "algorithm": "sha256",
+            "layers": ["layer.0", "layer.1"],
+            "engine": "one",
+            "rank": 0,
+            "size": 2,
+            "weights": "",
+            "seed": "0",
+            "shape": (2, 2, 4),
+        } | some
+        monkeypatch.setenv("PYTHONHASHSEED", values["seed"])
+        cache = SimpleNamespace(
+            block_size=values["block_size"],
+            cache_dtype=values["cache_dtype"],
+            prefix_caching_hash_algo=values["algorithm"],
+        )
+        made = model(tmp_path)
+        made.dtype = values["dtype"]
+        return worker_namespace(
+            SimpleNamespace(model_config=made, cache_config=cache, load_config=FILES),
+            block_layout({"layer": torch.zeros(values["shape"])}, 2),
+            engine=values["engine"],
+            layers=values["layers"],
+            weights=values["weights"],
+            tensor_parallel=SimpleNamespace(rank_in_group=0, world_size=1),
+            pipeline_parallel=SimpleNamespace(rank_in_group=values["rank"], world_size=values["size"]),
+        )
+
+    assert namespace() == namespace()
+    assert namespace(**changes) != namespace()
 
 
 def test_long_texts_stay_different() -> None:
@@ -150,6 +229,8 @@ def test_long_texts_stay_different() -> None:
         ({"address": "unix:///a", "lookup_timeout_s": "1"}, "lookup_timeout_s"),
         ({"address": "unix:///a", "transfer_timeout_s": 0}, "transfer_timeout_s"),
         ({"address": "unix:///a", "weights": None}, "weights"),
+        ({"address": "unix:///a", "verify": 1}, "verify"),
+        ({"address": "unix:///a", "lookup_timeout_s": True}, "lookup_timeout_s"),
     ],
 )
 def test_bad_options_are_named(given: dict[str, Any], field: str) -> None:

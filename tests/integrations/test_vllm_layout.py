@@ -82,7 +82,7 @@ def test_a_block_comes_back_as_it_was(case: str, staged: bool, monkeypatch: pyte
     assert layout.block_bytes == per_block
 
     on_the_host(monkeypatch)
-    copier: BlockCopier = transfers.StagedCopier(layout, 4) if staged else block_copier(layout, 4)
+    copier: BlockCopier = transfers.StagedCopier(layout, 4, verify=False) if staged else block_copier(layout, 4)
     store = FakeStore()
     before = {name: tensor.clone() for name, tensor in kv_caches.items()}
     copier.put(store, [b"a", b"b"], [1, 4], copier.mark())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,16 +10,34 @@ from typing import Any
 import pytest
 from fake_store import FakeStore
 from vllm_requests import BLOCK_SIZE, FakeOutput, FakeRequest, chain
+from waiting import until
 
+from kvservice.integrations.vllm.asking import StoreAsker
 from kvservice.integrations.vllm.finders import StoreFinder
 from kvservice.integrations.vllm.scheduling import ConnectorScheduler
 from kvservice.integrations.vllm.steps import BlockLoad, BlockSave
 
+ASKERS: list[StoreAsker] = []
+
+
+@pytest.fixture(autouse=True)
+def close_askers() -> Iterator[None]:
+    yield
+    settle()
+
 
 def scheduler(*stores: FakeStore, loads: bool = True, saves: bool = True) -> ConnectorScheduler:
+    """Return a scheduler whose look-ups wait for the answer."""
     made = ConnectorScheduler(BLOCK_SIZE, loads=loads, saves=saves)
-    made.use([StoreFinder(store) for store in stores])
+    ASKERS.append(StoreAsker([StoreFinder(store) for store in stores], patience_s=60.0))
+    made.use(ASKERS[-1])
     return made
+
+
+def settle() -> None:
+    """Wait until everything that was asked so far has been done. Nothing can be asked afterwards."""
+    while ASKERS:
+        ASKERS.pop().close(60)
 
 
 def stored(tokens: list[int]) -> FakeStore:
@@ -38,7 +57,7 @@ def test_leading_blocks_are_found_by_every_worker_or_not_at_all() -> None:
     assert scheduler(stored(TOKENS)).num_matched_tokens(request, 0) == 16
     assert scheduler(stored(TOKENS), stored(TOKENS[:9])).num_matched_tokens(request, 0) == 8
     assert scheduler(stored(TOKENS), FakeStore()).num_matched_tokens(request, 0) == 0
-    assert scheduler().num_matched_tokens(request, 0) == 0
+    assert ConnectorScheduler(BLOCK_SIZE, loads=True, saves=True).num_matched_tokens(request, 0) == 0
 
 
 def test_blocks_after_a_gap_are_not_found() -> None:
@@ -89,14 +108,29 @@ def test_a_load_goes_to_the_blocks_after_the_local_ones_and_is_leased_until_it_e
     assert made.num_matched_tokens(request, 4) == 12
     made.allocated(request, [9, 5, 6, 7, 8], 8)
     keys = chain(TOKENS)
-    assert store.leased == keys[1:3]
+    until(lambda: store.leased == keys[1:3])
     step = made.step(FakeOutput({}))
     assert step.loads == (BlockLoad("a", tuple(keys[1:3]), (5, 6)),)
     # All blocks after the local one are new.
     assert step.overwritten == {5, 6, 7, 8}
     assert made.step(FakeOutput({})).loads == ()
     made.loaded(["a", "unknown"])
+    settle()
     assert store.leased == []
+    assert store.calls.count("acquire") == 1
+
+
+def test_blocks_of_the_local_cache_are_touched_in_the_store() -> None:
+    """The first one is the most recent afterwards: the others are useless without it."""
+    keys = chain(TOKENS)
+    store = FakeStore(dict.fromkeys([*keys, b"other"], b""))
+    made = scheduler(store)
+    request = FakeRequest("a", TOKENS)
+    made.num_matched_tokens(request, 12)
+    made.allocated(request, [1, 2, 3, 4], 0)
+    made.step(FakeOutput({}))
+    settle()
+    assert list(store.values) == [keys[3], b"other", keys[2], keys[1], keys[0]]
 
 
 def test_full_blocks_are_saved_once_in_chunks() -> None:
@@ -174,6 +208,26 @@ def test_adapters_with_the_same_path_and_other_weights_have_other_keys(tmp_path:
         (save,) = made.step(FakeOutput({"a": 4}, new=[(request, [1], 0)])).saves
         keys += save.keys
     assert len({*keys, chain(TOKENS)[0]}) == 3
+
+
+def test_an_adapter_whose_files_change_shares_nothing_until_a_restart(tmp_path: Path) -> None:
+    """The request that runs meanwhile has the old weights to its end."""
+
+    def saves(request: FakeRequest, *row: Any) -> int:
+        return sum(len(save.keys) for save in made.step(FakeOutput({request.request_id: 4}, **dict([row]))).saves)
+
+    made = scheduler(FakeStore())
+    (tmp_path / "adapter.safetensors").write_bytes(b"1")
+    lora = SimpleNamespace(lora_path=str(tmp_path))
+    first, second, third = (FakeRequest(name, TOKENS, lora_request=lora) for name in "abc")
+    run(made, first, [1, 2])
+    assert saves(first, "new", [(first, [1], 0)]) == 1
+    (tmp_path / "adapter.safetensors").write_bytes(b"22")
+    assert saves(first, "cached", [("a", [2], 4)]) == 1
+    for request in (second, third):
+        run(made, request, [3])
+        assert saves(request, "new", [(request, [3], 0)]) == 0
+        (tmp_path / "adapter.safetensors").write_bytes(b"1")
 
 
 def test_an_adapter_that_is_no_directory_shares_nothing() -> None:

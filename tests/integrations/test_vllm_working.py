@@ -23,11 +23,11 @@ KEYS = tuple(bytes([n]) * 32 for n in range(NUM_BLOCKS))
 class Rig:
     """A worker over a tensor whose block b is full of b + 1."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, verify: bool = False) -> None:
         self.blocks = (torch.arange(NUM_BLOCKS, dtype=torch.int32)[:, None] + 1).repeat(1, 16)
         self.store = FakeStore()
         layout = block_layout({"layer": self.blocks}, NUM_BLOCKS)
-        self.worker = ConnectorWorker(self.store, block_copier(layout, NUM_BLOCKS), layout.block_bytes)
+        self.worker = ConnectorWorker(self.store, block_copier(layout, NUM_BLOCKS, verify=verify), layout.block_bytes)
 
     def save(self, *block_ids: int) -> None:
         save = BlockSave(tuple(KEYS[b] for b in block_ids), block_ids)
@@ -84,6 +84,17 @@ def test_missing_blocks_are_reported_with_the_request(rig: Rig) -> None:
     rig.load("a", 1, 2)
     assert rig.loaded() == ({"a"}, {2})
     assert rig.worker.take_finished_loads() == (set(), set())
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_damaged_blocks_are_reported_if_loads_are_verified(verify: bool) -> None:
+    rig = Rig(verify=verify)
+    rig.save(1, 2)
+    rig.settle()
+    rig.store.damaged.add(KEYS[2])
+    rig.load("a", 1, 2)
+    assert rig.loaded() == ({"a"}, {2} if verify else set())
+    rig.worker.close(60)
 
 
 @pytest.mark.parametrize("state", ["away", "broken"])
@@ -162,6 +173,19 @@ def test_a_save_that_has_not_begun_is_given_up(rig: Rig, monkeypatch: pytest.Mon
         rig.blocks[2] = 99
     rig.settle()
     assert set(rig.store.values) == {KEYS[1]}
+    assert rig.worker.take_counters().blocks_not_saved == 1
+
+
+def test_a_save_whose_look_up_is_not_answered_is_given_up(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The daemon may be frozen. The step does not wait for it."""
+    monkeypatch.setattr(working, "PATIENCE_S", 0.0)
+    with rig.store.held_up("lookup"):
+        rig.save(1)
+        assert rig.store.waiting.wait(60)
+        rig.worker.before_step(ConnectorStep(overwritten=frozenset({1})))
+        rig.blocks[1] = 99
+    rig.settle()
+    assert rig.store.values == {}
     assert rig.worker.take_counters().blocks_not_saved == 1
 
 

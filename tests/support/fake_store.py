@@ -26,21 +26,25 @@ class FakeLease:
 
 
 class FakeStore:
-    """`values` are the blocks by key. `away`: nothing is found and nothing stored. `broken`: every call fails.
-    `calls` are the names of the calls made."""
+    """`values` are the blocks by key, the most recently used last. `damaged` are the keys whose checksum is wrong.
+    `away`: nothing is found and nothing stored. `broken`: every call fails. `calls` are the names of the calls made."""
 
     def __init__(self, values: dict[bytes, bytes] | None = None) -> None:
         self.values = {} if values is None else values
+        self.damaged: set[bytes] = set()
         self.leased: list[bytes] = []
         self.calls: list[str] = []
         self.away = self.broken = self.closed = False
+        self._held: tuple[str, ...] = ()
         self._free = threading.Event()
         self._free.set()
         self.waiting = threading.Event()
 
     @contextmanager
-    def held_up(self) -> Iterator[None]:
-        """Calls of get and put wait until the end of the block. `waiting` is set when one waits."""
+    def held_up(self, *names: str) -> Iterator[None]:
+        """Calls of these names, without names of get and put, wait until the end of the block. `waiting` is set when
+        one waits."""
+        self._held = names or ("get", "put")
         self._free.clear()
         self.waiting.clear()
         try:
@@ -52,10 +56,10 @@ class FakeStore:
         self._called("lookup")
         return Lookup.of(np.array([key in self.values and not self.away for key in keys], np.bool_))
 
-    def get(self, keys: Sequence[bytes], out: Scatter) -> npt.NDArray[np.bool_]:
+    def get(self, keys: Sequence[bytes], out: Scatter, *, verify: bool = False) -> npt.NDArray[np.bool_]:
         self._called("get")
-        self._wait()
-        found = np.array([key in self.values and not self.away for key in keys], np.bool_)
+        missing = self.damaged if verify else set()
+        found = np.array([key in self.values and key not in missing and not self.away for key in keys], np.bool_)
         for row, key in enumerate(keys):
             if found[row]:
                 data = np.frombuffer(self.values[key], np.uint8)
@@ -65,7 +69,6 @@ class FakeStore:
 
     def put(self, keys: Sequence[bytes], values: Scatter) -> npt.NDArray[Any]:
         self._called("put")
-        self._wait()
         statuses = []
         for row, key in enumerate(keys):
             statuses.append(PutStatus.UNREACHABLE if self.away else PutStatus.DONE)
@@ -77,6 +80,13 @@ class FakeStore:
         self._called("acquire")
         return FakeLease(self, [key for key in keys if key in self.values])
 
+    def touch(self, keys: Sequence[bytes]) -> int:
+        self._called("touch")
+        there = [key for key in keys if key in self.values]
+        for key in there:
+            self.values[key] = self.values.pop(key)
+        return len(there)
+
     def close(self) -> None:
         self.closed = True
 
@@ -84,9 +94,7 @@ class FakeStore:
         self.calls.append(name)
         if self.broken:
             raise InternalError("the fake store is broken")
-
-    def _wait(self) -> None:
-        if not self._free.is_set():
+        if name in self._held and not self._free.is_set():
             self.waiting.set()
             assert self._free.wait(60)
 

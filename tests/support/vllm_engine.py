@@ -6,6 +6,8 @@ standard output that begins with MARK:
     {"prompts": [[1, 2], ...], "max_tokens": 8, "pause_at": 5}    generate. At step 5 it answers "paused" and waits for
                                                                   a line. The answer has, for each prompt, `tokens` and
                                                                   `cached` (the number of tokens that were not computed)
+    {..., "lora": "/path/of/adapter"}                             the same with an adapter
+    {..., "embeds": "/path/of/tensor"}                            the same with embeddings instead of a prompt
     {"reset": true}                                               forget the engine's own prefix cache
 """
 
@@ -15,6 +17,7 @@ import json
 import os
 import sys
 import time
+import zlib
 from typing import Any
 
 MARK = "@@"
@@ -24,12 +27,29 @@ def answer(value: Any) -> None:
     print(MARK + json.dumps(value), flush=True)
 
 
+def inputs(command: dict[str, Any]) -> list[Any]:
+    """Return the prompts of a command as vLLM takes them."""
+    if "embeds" not in command:
+        return [{"prompt_token_ids": prompt} for prompt in command["prompts"]]
+    import torch
+
+    return [{"prompt_embeds": torch.load(command["embeds"])}]
+
+
+def adapter(path: str | None) -> Any:
+    if path is None:
+        return None
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest("adapter", 1 + zlib.crc32(path.encode()) % 1000, path)
+
+
 def generate(engine: Any, command: dict[str, Any], preempted: list[str]) -> dict[str, Any]:
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0, max_tokens=command["max_tokens"], ignore_eos=True)
-    for number, prompt in enumerate(command["prompts"]):
-        engine.add_request(str(number), {"prompt_token_ids": prompt}, sampling)
+    for number, prompt in enumerate(inputs(command)):
+        engine.add_request(str(number), prompt, sampling, lora_request=adapter(command.get("lora")))
     outputs: dict[str, Any] = {}
     first_s: dict[str, float] = {}
     steps: list[float] = []
@@ -44,7 +64,7 @@ def generate(engine: Any, command: dict[str, Any], preempted: list[str]) -> dict
             outputs[output.request_id] = output
             first_s.setdefault(output.request_id, time.monotonic() - began)
         steps.append(time.monotonic() - start)
-    ordered = [outputs[str(number)] for number in range(len(command["prompts"]))]
+    ordered = [outputs[str(number)] for number in range(len(inputs(command)))]
     return {
         "tokens": [list(output.outputs[0].token_ids) for output in ordered],
         "cached": [output.num_cached_tokens for output in ordered],

@@ -34,6 +34,11 @@ def check_supported(vllm_config: Any, kv_cache_config: Any, *, fixed_seed: bool)
 
 
 def _check_keys(cache_config: Any, fixed_seed: bool) -> None:
+    if not cache_config.enable_prefix_caching:
+        raise InvalidArgumentError(
+            "prefix caching is off; vLLM also turns it off for models whose blocks depend on later tokens",
+            field="enable_prefix_caching",
+        )
     algorithm = cache_config.prefix_caching_hash_algo
     if algorithm not in KEY_ALGORITHMS:
         raise InvalidArgumentError(
@@ -62,3 +67,5 @@ def _check_groups(kv_cache_config: Any) -> None:
             raise InvalidArgumentError(
                 f"{kind} is not supported: only full attention keeps all blocks of a request", field="kv_cache_spec"
             )
+        if getattr(part, "non_causal", False):
+            raise InvalidArgumentError("the K/V of a token depend on later tokens", field="kv_cache_spec")

@@ -24,9 +24,10 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvservice.client import KVClient, Store, StoreNamespace
+from kvservice.integrations.vllm.asking import StoreAsker
 from kvservice.integrations.vllm.checks import check_supported
 from kvservice.integrations.vllm.finders import StoreFinder
-from kvservice.integrations.vllm.identity import key_algorithm, short, weights_identity
+from kvservice.integrations.vllm.identity import worker_namespace
 from kvservice.integrations.vllm.layout import BlockLayout, block_layout
 from kvservice.integrations.vllm.metrics import ConnectorPromMetrics, ConnectorStats
 from kvservice.integrations.vllm.options import ConnectorOptions
@@ -68,7 +69,7 @@ class KVServiceConnector(KVConnectorBase_V1):  # type: ignore[misc]
         fixed_seed = "PYTHONHASHSEED" in os.environ or hasattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED")
         check_supported(vllm_config, kv_cache_config, fixed_seed=fixed_seed)
         self._client: KVClient | None = None
-        self._finders: list[StoreFinder] = []
+        self._asker: StoreAsker | None = None
         self._worker: ConnectorWorker | None = None
         self._namespace: StoreNamespace | None = None
         self._failed_blocks: set[int] = set()
@@ -91,9 +92,9 @@ class KVServiceConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         layout = block_layout(kv_caches, self._kv_cache_config.num_blocks)
-        self._namespace = self._make_namespace(layout, next(iter(kv_caches.values())).device)
+        self._namespace = self._make_namespace(layout, kv_caches)
         logger.info("blocks of %d bytes are kept in %s", layout.block_bytes, self._namespace)
-        copier = block_copier(layout, blocks_per_call(layout.block_bytes))
+        copier = block_copier(layout, blocks_per_call(layout.block_bytes), verify=self._options.verify)
         self._worker = ConnectorWorker(
             self._open(self._namespace, self._options.transfer_timeout_s), copier, layout.block_bytes
         )
@@ -141,14 +142,16 @@ class KVServiceConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: Mapping[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
+        finders = []
         for _, worker in sorted(metadata.items()):
             assert isinstance(worker, WorkerNamespace)
-            self._finders.append(StoreFinder(self._open(worker.namespace, self._options.lookup_timeout_s)))
-        self._scheduler.use(self._finders)
+            finders.append(StoreFinder(self._open(worker.namespace, self._options.lookup_timeout_s)))
+        self._asker = StoreAsker(finders)
+        self._scheduler.use(self._asker)
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         num_tokens = self._scheduler.num_matched_tokens(request, num_computed_tokens)
-        return num_tokens, num_tokens > 0
+        return num_tokens, bool(num_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
@@ -175,9 +178,9 @@ class KVServiceConnector(KVConnectorBase_V1):  # type: ignore[misc]
         if self._worker is not None:
             self._worker.close(CLOSE_S)
             self._worker = None
-        for finder in self._finders:
-            finder.close()
-        self._finders.clear()
+        if self._asker is not None:
+            self._asker.close(CLOSE_S)
+            self._asker = None
         if self._client is not None:
             self._client.close()
 
@@ -203,23 +206,16 @@ class KVServiceConnector(KVConnectorBase_V1):  # type: ignore[misc]
             logger.warning("no daemon answers at %s: vLLM computes all blocks until one does", self._options.address)
         return store
 
-    def _make_namespace(self, layout: BlockLayout, device: torch.device) -> StoreNamespace:
-        config = self._vllm_config
-        model, cache = config.model_config, config.cache_config
-        return StoreNamespace(
-            model=short(model.model),
-            weights=short(self._options.weights or weights_identity(model, config.load_config)),
-            dtype=f"{model.dtype} {cache.cache_dtype}",
-            layout=short(
-                f"vLLM {vllm.__version__}, {self._backends()} on {_processor(device)}, {cache.block_size} tokens: "
-                + layout.description
-            ),
-            block_bytes=layout.block_bytes,
-            tp_rank=get_tp_group().rank_in_group,
-            tp_size=get_tp_group().world_size,
-            pp_rank=get_pp_group().rank_in_group,
-            pp_size=get_pp_group().world_size,
-            key_algorithm=key_algorithm(cache.prefix_caching_hash_algo),
+    def _make_namespace(self, layout: BlockLayout, kv_caches: Mapping[str, torch.Tensor]) -> StoreNamespace:
+        device = next(iter(kv_caches.values())).device
+        return worker_namespace(
+            self._vllm_config,
+            layout,
+            engine=f"vLLM {vllm.__version__}, {self._backends()} on {_processor(device)}",
+            layers=list(kv_caches),
+            weights=self._options.weights,
+            tensor_parallel=get_tp_group(),
+            pipeline_parallel=get_pp_group(),
         )
 
     def _backends(self) -> str:

@@ -32,6 +32,12 @@ class StoreFinder:
             return lambda: None
         return lambda: self._release(lease)
 
+    def touch(self, keys: Sequence[bytes]) -> None:
+        try:
+            self._store.touch(keys)
+        except KVServiceError as error:
+            logger.warning("blocks could not be touched: %s", error)
+
     def close(self) -> None:
         self._store.close()
 

@@ -4,12 +4,45 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from kvservice.client import StoreNamespace
 from kvservice.errors import InvalidArgumentError
+from kvservice.integrations.vllm.layout import BlockLayout
 
 MAX_TEXT = 256
+
+
+def worker_namespace(
+    vllm_config: Any,
+    layout: BlockLayout,
+    *,
+    engine: str,
+    layers: Sequence[str],
+    weights: str,
+    tensor_parallel: Any,
+    pipeline_parallel: Any,
+) -> StoreNamespace:
+    """Return where a worker keeps its blocks. `engine`: everything outside of the configuration that decides how bytes
+    are ordered; `layers`: the names of the worker's layers; `weights`: their identity, "" to find it; the groups of
+    ranks are vLLM's. Raises InvalidArgumentError as `weights_identity` does."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    return StoreNamespace(
+        model=short(model.model),
+        weights=short(weights or weights_identity(model, vllm_config.load_config)),
+        dtype=f"{model.dtype} {cache.cache_dtype}",
+        layout=short(
+            f"{engine}, {cache.block_size} tokens, layers {digest(*layers)[:16]}: {layout.description}",
+        ),
+        block_bytes=layout.block_bytes,
+        tp_rank=tensor_parallel.rank_in_group,
+        tp_size=tensor_parallel.world_size,
+        pp_rank=pipeline_parallel.rank_in_group,
+        pp_size=pipeline_parallel.world_size,
+        key_algorithm=key_algorithm(cache.prefix_caching_hash_algo),
+    )
 
 
 def weights_identity(model_config: Any, load_config: Any) -> str:
@@ -27,14 +60,18 @@ def weights_identity(model_config: Any, load_config: Any) -> str:
             "kv_connector_extra_config to a text that changes with the weights",
             field="weights",
         )
+    configuration = model_config.hf_config.to_json_string(use_diff=False)
     # Dummy weights are random numbers.
     seed = model_config.seed if load_config.load_format == "dummy" else ""
+    # vLLM chooses the factors of longrope by the longest request that it allows.
+    length = model_config.max_model_len if "longrope" in configuration else ""
     parts = (
         source,
-        model_config.hf_config.to_json_string(use_diff=False),
+        configuration,
         str(model_config.quantization),
         str(load_config.load_format),
         str(seed),
+        str(length),
     )
     return digest(*parts)
 

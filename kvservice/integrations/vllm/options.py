@@ -22,8 +22,10 @@ class ConnectorOptions:
     """The tenant of the sessions. Tenants share no blocks."""
     weights: str = ""
     """The identity of the weights, if the connector cannot find it or finds it too narrow."""
+    verify: bool = False
+    """Compare checksums when blocks are loaded. vLLM computes a damaged block again."""
     lookup_timeout_s: float = 0.25
-    """The time limit in seconds of calls inside vLLM's scheduler. A call that takes longer counts as a miss."""
+    """The time limit in seconds of a look-up. One that takes longer counts as a miss."""
     transfer_timeout_s: float = 1.0
     """The time limit in seconds of saving or loading up to 16 MiB in the background."""
 
@@ -35,8 +37,10 @@ class ConnectorOptions:
         for name, value in extra_config.items():
             if name not in kinds:
                 raise InvalidArgumentError(f"is not one of {', '.join(kinds)}", field=name)
-            if kinds[name] is float and (not isinstance(value, (int, float)) or not 0 < value < 3600):
+            if kinds[name] is float and not (type(value) in (int, float) and 0 < value < 3600):
                 raise InvalidArgumentError(f"{value!r} is not a number of seconds above 0 and below 3600", field=name)
+            if kinds[name] is bool and not isinstance(value, bool):
+                raise InvalidArgumentError(f"{value!r} is neither true nor false", field=name)
             if kinds[name] is str and not isinstance(value, str):
                 raise InvalidArgumentError(f"{value!r} is not a text", field=name)
         if not extra_config.get("address"):

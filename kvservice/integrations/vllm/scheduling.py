@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from kvservice.integrations.vllm.identity import files_identity
+from kvservice.integrations.vllm.adapters import AdapterIdentities
+from kvservice.integrations.vllm.asking import StoreAsker
 from kvservice.integrations.vllm.steps import BlockLoad, BlockSave, ConnectorStep
-
-
-class BlockFinder(Protocol):
-    """The blocks of one worker, in the store."""
-
-    def num_leading(self, keys: Sequence[bytes]) -> int:
-        """Return how many keys are there before the first missing one."""
-
-    def lease(self, keys: Sequence[bytes]) -> Callable[[], None]:
-        """Protect the blocks from eviction. Returns the function that ends the protection."""
 
 
 @dataclass
@@ -33,7 +23,7 @@ class _Tracked:
 
 
 class ConnectorScheduler:
-    """Blocks of all workers are needed, so a block is found if each of `finders` finds it.
+    """Blocks of all workers are needed, so a block is found if every worker's part of it is found.
 
     Nothing here has to be right for the tokens to be right: a block that has gone between look-up and load is reported
     by the worker, and vLLM computes it again. Leases make that rare.
@@ -42,45 +32,47 @@ class ConnectorScheduler:
     def __init__(self, block_size: int, *, loads: bool, saves: bool) -> None:
         """`block_size` in tokens; `loads` and `saves` say what the role of this vLLM allows."""
         self._block_size, self._loads, self._saves = block_size, loads, saves
-        self._finders: tuple[BlockFinder, ...] = ()
+        self._store: StoreAsker | None = None
         self._requests: dict[str, _Tracked] = {}
         self._num_local: dict[str, int] = {}
         self._new_loads: list[BlockLoad] = []
-        self._leases: dict[str, list[Callable[[], None]]] = {}
         self._overwritten: set[int] = set()
-        self._adapters: dict[str, bytes | None] = {}
+        self._adapters = AdapterIdentities()
         self._epoch = b""
 
-    def use(self, finders: Sequence[BlockFinder]) -> None:
-        self._finders = tuple(finders)
+    def use(self, store: StoreAsker) -> None:
+        self._store = store
 
-    def num_matched_tokens(self, request: Any, num_computed_tokens: int) -> int:
-        """Return the number of tokens after the first `num_computed_tokens` whose blocks can be loaded. The last token
-        is never among them: vLLM computes it to get the logits."""
+    def num_matched_tokens(self, request: Any, num_computed_tokens: int) -> int | None:
+        """Return the number of tokens after the first `num_computed_tokens` whose blocks can be loaded; None: not known
+        yet, ask again. The last token is never among them: vLLM computes it to get the logits."""
         self._num_local[request.request_id] = num_computed_tokens
-        if not self._loads or not self._finders or getattr(request, "skip_reading_prefix_cache", False):
+        if not self._loads or self._store is None or getattr(request, "skip_reading_prefix_cache", False):
             return 0
         first = num_computed_tokens // self._block_size
         keys = self._keys(request, first, (request.num_tokens - 1) // self._block_size)
-        for finder in self._finders:
-            if not keys:
-                break
-            keys = keys[: finder.num_leading(keys)]
-        return len(keys) * self._block_size
+        if not keys:
+            return 0
+        num_leading = self._store.num_leading(request.request_id, keys)
+        return None if num_leading is None else num_leading * self._block_size
 
     def allocated(self, request: Any, block_ids: Sequence[int], num_external_tokens: int) -> None:
         """Note the blocks of a request, and decide to load those of `num_external_tokens` tokens."""
         tracked = self._requests.setdefault(request.request_id, _Tracked(request))
         tracked.request = request
-        num_local = self._num_local.pop(request.request_id, 0)
+        first = self._num_local.pop(request.request_id, 0) // self._block_size
+        if self._store is None:
+            return
+        if first:
+            # The workers do not read these from the store. It must not take them for unused.
+            self._store.touch(self._keys(request, 0, first))
         if not num_external_tokens:
             return
-        first = num_local // self._block_size
         stop = first + num_external_tokens // self._block_size
         keys = self._keys(request, first, stop)
         targets = tuple(block_ids[first:stop])
         assert len(keys) == len(targets), "a load needs a block for each key"
-        self._leases.setdefault(request.request_id, []).extend(finder.lease(keys) for finder in self._finders)
+        self._store.lease(request.request_id, keys)
         self._new_loads.append(BlockLoad(request.request_id, tuple(keys), targets))
         self._overwritten.update(block_ids[first:])
 
@@ -94,18 +86,22 @@ class ConnectorScheduler:
                 saves += self._offer(tracked, num_tokens)
         step = ConnectorStep(tuple(self._new_loads), tuple(saves), frozenset(self._overwritten))
         self._new_loads, self._overwritten = [], set()
+        if self._store is not None:
+            self._store.end_step()
         return step
 
     def loaded(self, request_ids: Iterable[str]) -> None:
         """All workers have finished loading these requests, with or without errors."""
-        for request_id in request_ids:
-            for release in self._leases.pop(request_id, ()):
-                release()
+        if self._store is not None:
+            self._store.release(request_ids)
 
     def finished(self, request: Any) -> None:
         """Forget a request. Its blocks may be saved later than this: see `ConnectorWorker.before_step`."""
         self._requests.pop(request.request_id, None)
         self._num_local.pop(request.request_id, None)
+        self._adapters.forget(request.request_id)
+        if self._store is not None:
+            self._store.forget(request.request_id)
 
     def reset(self) -> None:
         """Find nothing that was saved until now: the weights may have changed in memory, so that blocks of this engine
@@ -150,18 +146,9 @@ class ConnectorScheduler:
     def _keys(self, request: Any, first: int, stop: int) -> list[bytes]:
         """Return the keys of blocks whose tokens are known. There are none if the request's adapter is unknown."""
         hashes = [bytes(block_hash) for block_hash in request.block_hashes[first:stop]]
-        adapter = getattr(request, "lora_request", None)
-        identity = b"" if adapter is None else self._adapter(adapter.lora_path)
+        identity = self._adapters.of(request)
         if identity is None:
             return []
         if not identity and not self._epoch:
             return hashes
         return [hashlib.sha256(key + self._epoch + identity).digest() for key in hashes]
-
-    def _adapter(self, path: str) -> bytes | None:
-        """Return what distinguishes the weights of an adapter from others with the same path; vLLM's hashes contain
-        only name and path."""
-        if path not in self._adapters:
-            directory = Path(path)
-            self._adapters[path] = files_identity(directory).encode() if directory.is_dir() else None
-        return self._adapters[path]

@@ -29,21 +29,22 @@ class BlockCopier(Protocol):
         """Store blocks. Returns the PutStatus of each."""
 
 
-def block_copier(layout: BlockLayout, max_blocks: int) -> BlockCopier:
-    """`max_blocks`: the most blocks of one call. Raises InvalidArgumentError for a device that is not supported."""
+def block_copier(layout: BlockLayout, max_blocks: int, *, verify: bool = False) -> BlockCopier:
+    """`max_blocks`: the most blocks of one call; `verify`: a block whose checksum is wrong is not right. Raises
+    InvalidArgumentError for a device that is not supported."""
     kinds = {memory.device.type for memory in layout.memories}
     if kinds == {"cpu"}:
-        return HostCopier(layout)
+        return HostCopier(layout, verify=verify)
     if kinds == {"cuda"}:
-        return StagedCopier(layout, max_blocks)
+        return StagedCopier(layout, max_blocks, verify=verify)
     raise InvalidArgumentError(f"K/V caches on {', '.join(sorted(kinds))} are not supported", field="kv_caches")
 
 
 class HostCopier:
     """Copies between the store and blocks in host memory, without a copy in between."""
 
-    def __init__(self, layout: BlockLayout) -> None:
-        self._layout = layout
+    def __init__(self, layout: BlockLayout, *, verify: bool) -> None:
+        self._layout, self._verify = layout, verify
         self._starts = np.array(layout.starts, np.int64)
         self._strides = np.array(layout.strides, np.int64)
 
@@ -51,7 +52,7 @@ class HostCopier:
         return None
 
     def get(self, store: Any, keys: Sequence[bytes], block_ids: Sequence[int]) -> Flags:
-        found: Flags = store.get(keys, self._places(block_ids))
+        found: Flags = store.get(keys, self._places(block_ids), verify=self._verify)
         return found
 
     def put(self, store: Any, keys: Sequence[bytes], block_ids: Sequence[int], mark: Any) -> npt.NDArray[Any]:  # noqa: ARG002
@@ -66,7 +67,8 @@ class HostCopier:
 class StagedCopier:
     """Copies blocks of a GPU through pinned host memory, on a stream of its own."""
 
-    def __init__(self, layout: BlockLayout, max_blocks: int) -> None:
+    def __init__(self, layout: BlockLayout, max_blocks: int, *, verify: bool) -> None:
+        self._verify = verify
         self._pieces = [
             memory.as_strided((layout.num_blocks, num_bytes), (stride, 1), start)
             for memory, start, stride, num_bytes in zip(
@@ -83,7 +85,7 @@ class StagedCopier:
         return event
 
     def get(self, store: Any, keys: Sequence[bytes], block_ids: Sequence[int]) -> Flags:
-        found: Flags = store.get(keys, self._staging[: len(keys)])
+        found: Flags = store.get(keys, self._staging[: len(keys)], verify=self._verify)
         with torch.cuda.stream(self._stream):
             staged = self._staging[: len(keys)].to(self._device, non_blocking=True)
             right = torch.from_numpy(found).to(self._device)

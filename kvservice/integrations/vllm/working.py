@@ -151,11 +151,7 @@ class ConnectorWorker:
         began = time.monotonic()
         num_saved = num_lost = 0
         try:
-            with pending.reading:
-                if pending.abandoned:
-                    num_lost = len(pending.save.keys)
-                else:
-                    num_saved, num_lost = self._save_missing(pending.save, pending.mark)
+            num_saved, num_lost = self._save_missing(pending)
         except Exception:
             logger.exception("blocks could not be saved")
             num_lost = len(pending.save.keys)
@@ -168,14 +164,18 @@ class ConnectorWorker:
             counters.bytes_saved += num_saved * self._block_bytes
             counters.save_seconds += time.monotonic() - began
 
-    def _save_missing(self, save: BlockSave, mark: Any) -> tuple[int, int]:
+    def _save_missing(self, pending: _PendingSave) -> tuple[int, int]:
         """Store the blocks that the store does not have. Returns how many it did store, and how many it could not."""
+        save = pending.save
         missing = np.flatnonzero(~self._store.lookup(save.keys).found)
         if not len(missing):
             return 0, 0
         keys, block_ids = [save.keys[i] for i in missing], [save.block_ids[i] for i in missing]
-        # The last block first: then the first, without which the others are useless, is the last to be evicted.
-        statuses = self._copier.put(self._store, keys[::-1], block_ids[::-1], mark)
+        with pending.reading:
+            if pending.abandoned:
+                return 0, len(keys)
+            # The last block first: then the first, without which the others are useless, is the last to be evicted.
+            statuses = self._copier.put(self._store, keys[::-1], block_ids[::-1], pending.mark)
         num_saved = int((statuses == PutStatus.DONE).sum())
         num_lost = int(np.isin(statuses, (PutStatus.NO_ROOM, PutStatus.UNREACHABLE)).sum())
         return num_saved, num_lost
