@@ -221,6 +221,9 @@ class StoreIndex:
         quota_bytes // block_bytes blocks. Raises InvalidArgumentError if a block does not fit a slab."""
     def close(self, namespace: int) -> None:
         """Forget a namespace. Raises RuntimeError if it has blocks."""
+    def set_quota(self, namespace: int, quota_bytes: int) -> None:
+        """Change the quota of a namespace. One that has more blocks loses two for each one that it reserves, the least
+        recently used first."""
     def geometry(self, namespace: int) -> tuple[int, int, int]:
         """Return (first_block, block_stride, blocks_per_slab), see OpenNamespaceResponse in store.proto."""
     def lookup(self, namespace: int, keys: bytes) -> tuple[int, bytes]:

@@ -245,12 +245,12 @@ def test_no_module_is_in_an_import_cycle() -> None:
 # The layers of the client, from the bottom; kvservice/client/README.md explains them. A module imports its own layer
 # and lower ones.
 CLIENT_LAYERS = [
-    {"batches", "cuda", "events", "requests", "sequences", "tensors", "tracing", "values"},
+    {"batches", "cuda", "requests", "sequences", "tensors", "tracing", "values"},
     {"channel", "connection", "fd_passing", "tasks", "threads", "waiting"},
     {"calls", "context", "region_memory", "regions"},
     {"pools"},
     {"transports"},
-    {"contents", "selection", "session", "session_calls", "step", "store"},
+    {"contents", "events", "selection", "session", "session_calls", "step", "store"},
     {"client_core"},
     {"aio", "blocking"},
 ]
@@ -368,7 +368,7 @@ OTHER_STREAM_CALLS = {"attach", "ping"}
 @pytest.fixture(scope="module")
 def handlers() -> dict[str, Handler]:
     engine: Any = SimpleNamespace(manager=None, device=SimpleNamespace(num_blocks=1, num_swap_blocks=0))
-    open_calls = OpenCalls(ServeConfig(), engine, sessions=None, snapshot=None)  # type: ignore[arg-type]
+    open_calls = OpenCalls(ServeConfig(), engine, sessions=None, store_bytes=0, snapshot=None)  # type: ignore[arg-type]
     made = [*session_handlers(ServeConfig(), engine, store=None), *open_calls.handlers()]
     assert len({handler.method for handler in made}) == len(made)
     return {handler.method: handler for handler in made}

@@ -90,8 +90,18 @@ std::unique_ptr<StoreIndex> make_index(const py::object& address, const py::obje
                                       as_positive(slab_bytes, "slab_bytes"), seed);
 }
 
+int64_t as_quota(const py::object& object) {
+  const int64_t quota_bytes = as_int(object, "quota_bytes");
+  require(quota_bytes >= 0, "quota_bytes", "is negative");
+  return quota_bytes;
+}
+
 uint32_t open(StoreIndex& index, const py::object& block_bytes, const py::object& quota_bytes) {
-  return index.open(as_int(block_bytes, "block_bytes"), as_int(quota_bytes, "quota_bytes"));
+  return index.open(as_int(block_bytes, "block_bytes"), as_quota(quota_bytes));
+}
+
+void set_quota(StoreIndex& index, const py::object& number, const py::object& quota_bytes) {
+  index.set_quota(as_number(number), as_quota(quota_bytes));
 }
 
 py::tuple geometry(const StoreIndex& index, const py::object& number) {
@@ -260,6 +270,7 @@ void define_index(py::module_& m) {
       .def("open", &open, py::arg("block_bytes"), py::arg("quota_bytes"))
       .def(
           "close", [](StoreIndex& index, const py::object& number) { index.close(as_number(number)); }, space)
+      .def("set_quota", &set_quota, space, py::arg("quota_bytes"))
       .def("geometry", &geometry, space)
       .def("lookup", &lookup, space, keys)
       .def("acquire", &acquire, space, keys, py::arg("leading_only"))

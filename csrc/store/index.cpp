@@ -44,13 +44,18 @@ StoreIndex::StoreIndex(char* memory, int64_t num_bytes, int64_t slab_bytes, uint
 uint32_t StoreIndex::open(int64_t block_bytes, int64_t quota_bytes) {
   require(block_bytes >= 1, "block_bytes", "is not positive");
   require(block_bytes <= slab_bytes_ - kPageBytes, "block_bytes", "is larger than a slab without its records");
-  require(quota_bytes >= 0, "quota_bytes", "is negative");
   Namespace& space = *(namespaces_[last_number_ + 1] = std::make_unique<Namespace>());
   space.number = ++last_number_;
   space.block_bytes = block_bytes;
-  space.max_blocks = quota_bytes / block_bytes;
   space.layout = slab_layout(slab_bytes_, block_bytes);
+  set_quota(space.number, quota_bytes);
   return space.number;
+}
+
+// The namespace shrinks to a lower quota as it stores more blocks.
+void StoreIndex::set_quota(uint32_t number, int64_t quota_bytes) {
+  Namespace& space = find_namespace(number);
+  space.max_blocks = quota_bytes / space.block_bytes;
 }
 
 void StoreIndex::close(uint32_t number) {

@@ -6,8 +6,9 @@
 //   3. the least recently used slab of another namespace, if none of its blocks is newer than the namespace's own least
 //      recently used block
 //   4. the slot of that block
-// Above the quota, it takes only the last. A block that is leased or reserved is never evicted, and neither is a slab
-// with such a block.
+// At the quota, it takes only the last. Above the quota, because that was lowered, it also evicts the least recently
+// used block of the namespace. A block that is leased or reserved is never evicted, and neither is a slab with such a
+// block.
 //
 // Within a call the first key counts as the most recently used, because keys are chains of blocks: a block is of no use
 // without those before it. All calls take time proportional to their keys, except that giving a slab to another
@@ -64,6 +65,7 @@ class StoreIndex {
 
   uint32_t open(int64_t block_bytes, int64_t quota_bytes);
   void close(uint32_t number);
+  void set_quota(uint32_t number, int64_t quota_bytes);
   Namespace& find_namespace(uint32_t number) const;
 
   std::vector<char> lookup(uint32_t number, const Keys& keys);
@@ -100,6 +102,7 @@ class StoreIndex {
   uint64_t offset(const Slot& slot) const;
 
   Slot* take_slot(Namespace& space);
+  void shrink(Namespace& space);
   void empty_another_slab(const Slot* own);
   void assign(Namespace& space);
   Slot& take_free_slot(Slab& slab);

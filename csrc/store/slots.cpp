@@ -9,6 +9,7 @@ namespace kvservice {
 
 // Returns a slot for a new block, or nullptr if there is no room.
 Slot* StoreIndex::take_slot(Namespace& space) {
+  if (space.counts.used() > space.max_blocks) shrink(space);
   Slot* own = space.evictable.oldest();
   if (space.counts.used() < space.max_blocks) {
     if (space.with_room.empty() && free_slabs_.empty()) empty_another_slab(own);
@@ -22,6 +23,15 @@ Slot* StoreIndex::take_slot(Namespace& space) {
     if (next->links.newer != nullptr) next->links.newer->prefetch();
   }
   return own;
+}
+
+// Evicts the least recently used block of a namespace and frees its slot.
+void StoreIndex::shrink(Namespace& space) {
+  Slot* oldest = space.evictable.oldest();
+  if (oldest == nullptr) return;
+  ++space.num_evicted;
+  ++num_evicted_;
+  drop(*oldest);
 }
 
 // Evicts the least recently used slab, unless the block `own` is older. If it is of own's namespace, `own` is older.

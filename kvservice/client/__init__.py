@@ -16,7 +16,16 @@ from kvservice.attention_options import BlockSparse  # noqa: E402
 from kvservice.auth.client import TLSConfig  # noqa: E402  gRPC reads its environment at import
 from kvservice.client.aio import AsyncKVClient, AsyncSession, AsyncStep  # noqa: E402
 from kvservice.client.blocking import KVClient, Session, Step  # noqa: E402
-from kvservice.client.events import AllBlocksCleared, BlockRemoved, BlockStored, Gap, KVEventBatch  # noqa: E402
+from kvservice.client.events import (  # noqa: E402
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Gap,
+    KVEventBatch,
+    StoreBlocksRemoved,
+    StoreBlocksStored,
+    StoreCleared,
+)
 from kvservice.client.pools.mapped import MappedPool  # noqa: E402
 from kvservice.client.pools.tables import MappedStep  # noqa: E402
 from kvservice.client.region_memory import HostRegion, SharedRegion  # noqa: E402
@@ -56,6 +65,9 @@ __all__ = [
     "SharedRegion",
     "Step",
     "Store",
+    "StoreBlocksRemoved",
+    "StoreBlocksStored",
+    "StoreCleared",
     "StoreLease",
     "StoreNamespace",
     "StoreReservation",

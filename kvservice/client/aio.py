@@ -136,10 +136,11 @@ class AsyncKVClient:
         unreachable: str = "miss",
         transport: str = "auto",
         copy_threads: int | None = None,
+        quota_gib: float = 0.0,
     ) -> AsyncIterator[AsyncStore]:
         """Open a namespace of the daemon's block store for the duration of the block; see KVClient.store."""
         limit_s = self._core.limit_s(timeout_s)
-        options = StoreOptions.of(namespace, tenant, name, limit_s, unreachable, transport, copy_threads)
+        options = StoreOptions.of(namespace, tenant, name, limit_s, unreachable, transport, copy_threads, quota_gib)
         waiting = TaskWaiting()
         dialer = Dialer(
             waiting=waiting,

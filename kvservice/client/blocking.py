@@ -210,6 +210,7 @@ class KVClient:
         unreachable: str = "miss",
         transport: str = "auto",
         copy_threads: int | None = None,
+        quota_gib: float = 0.0,
     ) -> Store:
         """Open a namespace of the daemon's block store, in a session of its own, see StoreCore.
 
@@ -217,10 +218,13 @@ class KVClient:
         seconds; None: the client's. `unreachable`: "miss" or "raise", what the store's methods do while the daemon is
         away; with "miss" this method does not raise then either. `transport`: "auto", or one of "mapped", "region" and
         "inline", the way that blocks must take. `copy_threads`: how many threads of this process copy blocks at most.
+        `quota_gib`: most GiB of values in the namespace, for all clients, until one names another; the daemon's
+        store_quota_gib is the upper limit. 0 leaves the quota as it is.
+
         Raises StoreOffError, and StoreNotSharedError or RegionsNotAllowedError if the transport is not available.
         """
         limit_s = self._core.limit_s(timeout_s)
-        options = StoreOptions.of(namespace, tenant, name, limit_s, unreachable, transport, copy_threads)
+        options = StoreOptions.of(namespace, tenant, name, limit_s, unreachable, transport, copy_threads, quota_gib)
         waiting = ThreadWaiting()
         dialer = Dialer(
             waiting=waiting,

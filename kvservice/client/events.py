@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from kvservice.client.store.values import StoreNamespace
 from kvservice.v1 import events_pb2
 
 
@@ -32,7 +33,35 @@ class AllBlocksCleared:
     """The prefix cache was cleared."""
 
 
-KVEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
+@dataclass(frozen=True)
+class StoreBlocksStored:
+    """Blocks were added to a namespace of the block store. `keys` are the clients' own, 32 bytes each."""
+
+    namespace: StoreNamespace
+    tenant: str
+    keys: tuple[bytes, ...]
+
+
+@dataclass(frozen=True)
+class StoreBlocksRemoved:
+    """Blocks were removed from a namespace of the block store, or evicted."""
+
+    namespace: StoreNamespace
+    tenant: str
+    keys: tuple[bytes, ...]
+
+
+@dataclass(frozen=True)
+class StoreCleared:
+    """All blocks of a namespace of the block store were removed, or evicted."""
+
+    namespace: StoreNamespace
+    tenant: str
+
+
+KVEvent: TypeAlias = (
+    BlockStored | BlockRemoved | AllBlocksCleared | StoreBlocksStored | StoreBlocksRemoved | StoreCleared
+)
 
 
 @dataclass(frozen=True)
@@ -71,4 +100,16 @@ def _to_event(message: events_pb2.KVEvent) -> KVEvent | None:
         return BlockStored(hashes, parent, tokens, stored.block_size, stored.medium)
     if kind == "block_removed":
         return BlockRemoved(tuple(message.block_removed.block_hashes), message.block_removed.medium)
-    return AllBlocksCleared() if kind == "all_blocks_cleared" else None
+    return AllBlocksCleared() if kind == "all_blocks_cleared" else _to_store_event(kind, message)
+
+
+def _to_store_event(kind: str | None, message: events_pb2.KVEvent) -> KVEvent | None:
+    if kind == "store_blocks_stored":
+        stored = message.store_blocks_stored
+        return StoreBlocksStored(StoreNamespace.of(stored.namespace), stored.tenant, tuple(stored.keys))
+    if kind == "store_blocks_removed":
+        removed = message.store_blocks_removed
+        return StoreBlocksRemoved(StoreNamespace.of(removed.namespace), removed.tenant, tuple(removed.keys))
+    if kind == "store_cleared":
+        return StoreCleared(StoreNamespace.of(message.store_cleared.namespace), message.store_cleared.tenant)
+    return None

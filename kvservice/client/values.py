@@ -38,6 +38,8 @@ class PoolInfo:
     batch_invariant: bool
     allow_client_shm: bool
     share_pool: str
+    store_bytes: int
+    share_store: str
 
 
 @dataclass(frozen=True)

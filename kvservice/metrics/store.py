@@ -15,6 +15,7 @@ _GAUGES = {
     "leased": "Blocks of the block store under a lease or being read.",
     "reserved": "Blocks of the block store that are being written.",
     "used_bytes": "Bytes of the blocks in the block store, of reserved ones too.",
+    "quota_bytes": "Bytes that the blocks of namespaces may have: the sum of their quotas.",
 }
 _COUNTERS = {
     "hits": ("lookup_hits", "Blocks that lookups found in the block store."),

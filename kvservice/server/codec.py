@@ -176,7 +176,7 @@ def description(info: SequenceSnapshot) -> blocks_pb2.SequenceDescription:
     )
 
 
-def info_response(config: ServeConfig, device: Device, version: str) -> pool_pb2.GetInfoResponse:
+def info_response(config: ServeConfig, device: Device, store_bytes: int, version: str) -> pool_pb2.GetInfoResponse:
     limits = config.request_limits
     return pool_pb2.GetInfoResponse(
         version=version,
@@ -201,6 +201,8 @@ def info_response(config: ServeConfig, device: Device, version: str) -> pool_pb2
         batch_invariant=config.batch_invariant,
         allow_client_shm=config.shares_memory,
         share_pool=config.share_pool,
+        store_bytes=store_bytes,
+        share_store=config.shares_store,
     )
 
 

@@ -79,7 +79,10 @@ class KVServer:
         self.sessions = SessionRegistry(config, self.engine.manager, self.device, table, store=blocks)
         self._tracer = _open_tracer(config)
         self.events = EventStreams(config, self.engine.journal)
-        open_calls = OpenCalls(config, self.engine, self.sessions, lambda request: self.observing.snapshot(request))
+        store_bytes = 0 if self.store is None else self.store.memory.num_bytes
+        open_calls = OpenCalls(
+            config, self.engine, self.sessions, store_bytes, lambda request: self.observing.snapshot(request)
+        )
         handlers = (*session_handlers(config, self.engine, self.store), *open_calls.handlers())
         self.dispatcher = Dispatcher(handlers, self.sessions, CallTable(METHODS, arrays.zeros), self._tracer)
         self._health = Health()

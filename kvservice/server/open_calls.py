@@ -20,11 +20,13 @@ class OpenCalls:
         config: ServeConfig,
         engine: CacheEngine,
         sessions: SessionRegistry,
+        store_bytes: int,
         snapshot: Callable[[bytes], Awaitable[bytes]],
     ) -> None:
-        """`snapshot` maps a serialized GetSnapshotRequest to a serialized Snapshot."""
+        """`store_bytes` is the size of the block store, 0 if there is none. `snapshot` maps a serialized
+        GetSnapshotRequest to a serialized Snapshot."""
         self._snapshot = snapshot
-        self._info = codec.info_response(config, engine.device, __version__)
+        self._info = codec.info_response(config, engine.device, store_bytes, __version__)
         self._engine = engine
         self._sessions = sessions
 

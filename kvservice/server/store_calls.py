@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
 from kvservice.blocks import Slices
-from kvservice.errors import InvalidArgumentError, StoreNotSharedError, StoreOffError, UnknownReservationError
+from kvservice.errors import (
+    FailedPreconditionError,
+    InvalidArgumentError,
+    StoreNotSharedError,
+    StoreOffError,
+    UnknownReservationError,
+)
 from kvservice.server.handlers import Handler, SessionHandler, WhileDraining, sliced
 from kvservice.server.server_store import ServerStore
 from kvservice.server.sessions import ServerSession
@@ -18,6 +24,8 @@ from kvservice.store.store import check_keys
 from kvservice.v1 import store_pb2
 
 Bits: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
+T = TypeVar("T")
+
 MAX_TEXT_LENGTH = 256
 
 
@@ -28,7 +36,9 @@ class StoreCalls:
     def handlers(self) -> tuple[Handler, ...]:
         refused = WhileDraining.REFUSED
         return (
-            SessionHandler("store_open_namespace", store_pb2.OpenNamespaceRequest, self.open_namespace, refused),
+            SessionHandler(
+                "store_open_namespace", store_pb2.OpenNamespaceRequest, sliced(self.open_namespace), refused
+            ),
             SessionHandler("store_lookup", store_pb2.LookupRequest, self.lookup),
             SessionHandler("store_acquire", store_pb2.AcquireRequest, self.acquire),
             SessionHandler("store_renew", store_pb2.RenewRequest, self.renew),
@@ -44,16 +54,17 @@ class StoreCalls:
 
     @property
     def _store(self) -> ServerStore:
-        """The store of the daemon. Raises StoreOffError if it has none."""
-        if self._opened is None:
-            raise StoreOffError("the daemon runs with store_gib 0")
-        return self._opened
+        return opened(self._opened)
 
     def open_namespace(
         self, session: ServerSession, request: store_pb2.OpenNamespaceRequest
-    ) -> store_pb2.OpenNamespaceResponse:
+    ) -> Slices[store_pb2.OpenNamespaceResponse]:
         own = own_store(session)
-        namespace_id, namespace = own.open(identity_of(request.namespace, own.tenant))
+        opening, identity = own.opening, identity_of(request.namespace, own.tenant)
+        yield from self._store.blocks.make_place(identity)
+        if opening.ended:
+            raise FailedPreconditionError("the session ended meanwhile")
+        namespace_id, namespace = own.open(identity, request.quota_bytes)
         return store_pb2.OpenNamespaceResponse(
             namespace_id=namespace_id,
             num_blocks=self._store.blocks.stats(namespace).num_blocks,
@@ -154,11 +165,16 @@ class StoreCalls:
         return store_pb2.MapStoreResponse(handover_token=token, num_bytes=self._store.memory.num_bytes)
 
 
-def own_store(session: ServerSession) -> SessionStore:
-    """Return the session's side of the store. Raises StoreOffError if the daemon has none."""
-    if session.store is None:
+def opened(store: T | None) -> T:
+    """Return the store of the daemon, or of a session. Raises StoreOffError if the daemon has none."""
+    if store is None:
         raise StoreOffError("the daemon runs with store_gib 0")
-    return session.store
+    return store
+
+
+def own_store(session: ServerSession) -> SessionStore:
+    """Return the session's side of the store. Raises StoreOffError."""
+    return opened(session.store)
 
 
 def namespace_of(

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvservice.config import ServeConfig
-from kvservice.errors import FailedPreconditionError, InvalidArgumentError, StoreOffError
+from kvservice.errors import FailedPreconditionError, InvalidArgumentError
 from kvservice.server import codec
 from kvservice.server.handlers import Handler, SessionHandler, WhileDraining
 from kvservice.server.scatter import Places, places_of
 from kvservice.server.server_store import ServerStore
 from kvservice.server.sessions import ServerSession
 from kvservice.server.slices import to_the_end
-from kvservice.server.store_calls import Bits, bits_of, namespace_of, own_store
+from kvservice.server.store_calls import Bits, bits_of, namespace_of, opened, own_store
 from kvservice.store import StoredNamespace
 from kvservice.store.index import DONE, KEY_BYTES
 from kvservice.store.store import Pinned
@@ -52,9 +52,7 @@ class StoreCopyCalls:
 
     @property
     def _store(self) -> ServerStore:
-        if self._opened is None:
-            raise StoreOffError("the daemon runs with store_gib 0")
-        return self._opened
+        return opened(self._opened)
 
     # ---- put
 

@@ -4,7 +4,8 @@
 what to evict; it is passed in, and this package moves no bytes. Imports point down this list:
 
 session      SessionStore: the namespaces, leases and reservations of one session
-store        BlockStore: namespaces, counters, events, and the one user of the index
+store        BlockStore: all operations on blocks, and events
+table        NamespaceTable: which namespaces there are, their quotas and counters, and which one gives way
 leases       Leases: which end when their time is up
 quarantine   Quarantine: reserved blocks of lost sessions, while their writers live
 namespaces   NamespaceIdentity, StoredNamespace
@@ -18,7 +19,8 @@ from kvservice.store.leases import LeaseClock
 from kvservice.store.namespaces import NamespaceIdentity, StoredNamespace
 from kvservice.store.quarantine import Quarantine
 from kvservice.store.session import SessionStore
-from kvservice.store.store import BlockStore, StoreConfig
+from kvservice.store.store import BlockStore
+from kvservice.store.table import StoreConfig
 
 __all__ = [
     "BlockStore",

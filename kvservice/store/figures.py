@@ -30,6 +30,7 @@ class ModelFigures(NamedTuple):
     leased: int = 0
     reserved: int = 0
     used_bytes: int = 0
+    quota_bytes: int = 0
 
     hits: int = 0
     misses: int = 0

@@ -37,6 +37,9 @@ class KeyIndex(Protocol):
     def close(self, namespace: int) -> None:
         """End a namespace that has no blocks."""
 
+    def set_quota(self, namespace: int, quota_bytes: int) -> None:
+        """Change a quota. A namespace that has more blocks shrinks as it stores others."""
+
     def geometry(self, namespace: int) -> tuple[int, int, int]:
         """Return first_block, block_stride and blocks_per_slab, see OpenNamespaceResponse."""
 

@@ -27,7 +27,7 @@ class NamespaceIdentity:
 @dataclass(eq=False)
 class StoredNamespace:
     """A namespace with its number in the index. `num_users` counts the sessions that have it open, and the calls that
-    clear it; without any, and without blocks, it can be replaced."""
+    clear it; without any, and without leased or reserved blocks, it can be replaced."""
 
     identity: NamespaceIdentity
     # The counters of its model, or of all models beyond the first ones.

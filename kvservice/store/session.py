@@ -82,12 +82,13 @@ class SessionStore:
 
     # ---- namespaces
 
-    def open(self, identity: NamespaceIdentity) -> tuple[int, StoredNamespace]:
+    def open(self, identity: NamespaceIdentity, quota_bytes: int = 0) -> tuple[int, StoredNamespace]:
         """Open a namespace, or return the id that the session has for it. Raises the errors of `BlockStore.open`."""
         for namespace_id, namespace in self._namespaces.items():
             if namespace.identity == identity:
+                self._store.set_quota(namespace, quota_bytes)
                 return namespace_id, namespace
-        namespace = self._store.open(identity)
+        namespace = self._store.open(identity, quota_bytes)
         namespace_id = next(self._ids)
         self._namespaces[namespace_id] = namespace
         return namespace_id, namespace

@@ -2,42 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from kvservice.blocks import EventJournal, Slices
 from kvservice.blocks.events import StoreChange
-from kvservice.errors import InvalidArgumentError, QuotaExceededError
-from kvservice.store.figures import ModelFigures, NamespaceCounters
+from kvservice.errors import InvalidArgumentError
+from kvservice.store.figures import ModelFigures
 from kvservice.store.index import DONE, KEY_BYTES, NO_ROOM, WORD_BYTES, IndexStats, KeyIndex
 from kvservice.store.leases import LeaseClock, Leases
 from kvservice.store.namespaces import NamespaceIdentity, StoredNamespace
 from kvservice.store.quarantine import Quarantine
+from kvservice.store.table import NamespaceTable, StoreConfig
 
-# The records of a slab take a page at least.
-_RECORDS_BYTES_MIN = 4096
+logger = logging.getLogger(__name__)
+
 # The slots that one slice of a check looks at.
 CHECKED_SLOTS = 4096
-# The name of all models beyond the first ones.
-OTHER_MODELS = "other"
 # The blocks that `clear` removes in one slice.
 CLEARED_BLOCKS = 4096
-
-
-@dataclass(frozen=True)
-class StoreConfig:
-    """Sizes and limits. `quota_bytes` is the most bytes of values of a namespace. Figures are kept for the first
-    `max_models` models, and for all others together."""
-
-    num_bytes: int
-    slab_bytes: int
-    max_namespaces: int
-    quota_bytes: int
-    max_lease_s: float
-    max_models: int
 
 
 @dataclass(frozen=True)
@@ -72,58 +59,38 @@ class BlockStore:
         self.leases = Leases(clock)
         self.quarantine = Quarantine(index.abort, index.condemn, index.release)
         self._index, self._journal = index, journal
-        self._namespaces: dict[NamespaceIdentity, StoredNamespace] = {}
-        # By model. They outlive its namespaces.
-        self._counters: dict[str, NamespaceCounters] = {}
+        self._namespaces = NamespaceTable(config, index)
         index.record_removed(journal is not None)
 
     def __iter__(self) -> Iterator[StoredNamespace]:
-        return iter(self._namespaces.values())
+        return iter(self._namespaces)
 
     # ---- namespaces
 
-    def open(self, identity: NamespaceIdentity) -> StoredNamespace:
-        """Return the namespace of this identity for one more user. Raises InvalidArgumentError naming
-        namespace.block_bytes, and QuotaExceededError."""
-        namespace = self._namespaces.get(identity) or self._create(identity)
-        namespace.num_users += 1
-        return namespace
+    def make_place(self, identity: NamespaceIdentity) -> Slices[None]:
+        """Make sure that a namespace of this identity can be opened: evict the least recently used one that nobody
+        uses, preferably one without blocks, if there are too many. Raises QuotaExceededError."""
+        while not self._namespaces.has_place(identity):
+            namespace = self._namespaces.least_useful()
+            if self._index.stats(namespace.number).num_blocks:
+                num_evicted = yield from self.clear_in_slices(namespace)
+                namespace.counters.evicted += num_evicted
+            if self._namespaces.close(namespace):
+                logger.info("a namespace of model %r gave way to another one", namespace.identity.model)
+
+    def open(self, identity: NamespaceIdentity, quota_bytes: int = 0) -> StoredNamespace:
+        """Return the namespace of this identity for one more user. There is a place for it, see `make_place`. Raises
+        InvalidArgumentError naming namespace.block_bytes or, see `set_quota`, quota_bytes."""
+        return self._namespaces.open(identity, quota_bytes)
 
     def leave(self, namespace: StoredNamespace) -> None:
         """Undo one `open`."""
-        namespace.num_users -= 1
+        self._namespaces.leave(namespace)
 
-    def _create(self, identity: NamespaceIdentity) -> StoredNamespace:
-        config = self.config
-        largest = config.slab_bytes - _RECORDS_BYTES_MIN
-        if not 1 <= identity.block_bytes <= largest:
-            raise InvalidArgumentError(
-                f"{identity.block_bytes} is not from 1 to {largest}", field="namespace.block_bytes"
-            )
-        if len(self._namespaces) >= config.max_namespaces:
-            self._close_an_unused_one()
-        number = self._index.open(identity.block_bytes, config.quota_bytes)
-        counters = self._counters_of(identity.model)
-        namespace = StoredNamespace(identity, counters, number, config.quota_bytes, *self._index.geometry(number))
-        self._namespaces[identity] = namespace
-        return namespace
-
-    def _counters_of(self, model: str) -> NamespaceCounters:
-        is_known = model in self._counters or len(self._counters) < self.config.max_models
-        return self._counters.setdefault(model if is_known else OTHER_MODELS, NamespaceCounters())
-
-    def _close_an_unused_one(self) -> None:
-        for identity, namespace in self._namespaces.items():
-            stats = self._index.stats(namespace.number)
-            if namespace.num_users == 0 and stats.num_slabs == 0:
-                namespace.counters.evicted += stats.num_evicted
-                del self._namespaces[identity]
-                self._index.close(namespace.number)
-                return
-        limit = self.config.max_namespaces
-        raise QuotaExceededError(
-            f"the store has {limit} namespaces", limit="max_store_namespaces", value=limit, field="namespace"
-        )
+    def set_quota(self, namespace: StoredNamespace, quota_bytes: int) -> None:
+        """Change the quota of a namespace, to at most that of all. 0 leaves it as it is. Raises InvalidArgumentError
+        naming quota_bytes if no block fits."""
+        self._namespaces.set_quota(namespace, quota_bytes)
 
     # ---- blocks
 
@@ -217,19 +184,7 @@ class BlockStore:
 
     def figures(self) -> dict[str, ModelFigures]:
         """Return the figures of each model."""
-        figures = {}
-        for model, counters in self._counters.items():
-            stats = [self._index.stats(one.number) for one in self if one.counters is counters]
-            gauges = {
-                "namespaces": len(stats),
-                "blocks": sum(one.num_blocks for one in stats),
-                "leased": sum(one.num_leased for one in stats),
-                "reserved": sum(one.num_reserved for one in stats),
-                "used_bytes": sum(one.used_bytes for one in stats),
-            }
-            evicted = counters.evicted + sum(one.num_evicted for one in stats)
-            figures[model] = ModelFigures(**gauges, **asdict(counters) | {"evicted": evicted})
-        return figures
+        return self._namespaces.figures()
 
     def _report_removed(self) -> None:
         if self._journal is None:

@@ -26,8 +26,9 @@ if _version_not_supported:
 
 
 class EventServiceStub(object):
-    """Streams changes of the prefix cache and of the block store, for routers that send a prompt to a daemon that has its prefix. Events and
-    fields have the names of vLLM's KV events (KVEventBatch, BlockStored, BlockRemoved, AllBlocksCleared).
+    """Streams changes of the prefix cache and of the block store, for routers that send a prompt to a daemon that has its
+    prefix. Events and fields have the names of vLLM's KV events (KVEventBatch, BlockStored, BlockRemoved,
+    AllBlocksCleared).
 
     A block is identified by its chain hash of 32 bytes: SHA-256 over its parent's hash, its token ids and its extra
     keys. Two blocks with the same hash count as one.
@@ -47,8 +48,9 @@ class EventServiceStub(object):
 
 
 class EventServiceServicer(object):
-    """Streams changes of the prefix cache and of the block store, for routers that send a prompt to a daemon that has its prefix. Events and
-    fields have the names of vLLM's KV events (KVEventBatch, BlockStored, BlockRemoved, AllBlocksCleared).
+    """Streams changes of the prefix cache and of the block store, for routers that send a prompt to a daemon that has its
+    prefix. Events and fields have the names of vLLM's KV events (KVEventBatch, BlockStored, BlockRemoved,
+    AllBlocksCleared).
 
     A block is identified by its chain hash of 32 bytes: SHA-256 over its parent's hash, its token ids and its extra
     keys. Two blocks with the same hash count as one.
@@ -80,8 +82,9 @@ def add_EventServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class EventService(object):
-    """Streams changes of the prefix cache and of the block store, for routers that send a prompt to a daemon that has its prefix. Events and
-    fields have the names of vLLM's KV events (KVEventBatch, BlockStored, BlockRemoved, AllBlocksCleared).
+    """Streams changes of the prefix cache and of the block store, for routers that send a prompt to a daemon that has its
+    prefix. Events and fields have the names of vLLM's KV events (KVEventBatch, BlockStored, BlockRemoved,
+    AllBlocksCleared).
 
     A block is identified by its chain hash of 32 bytes: SHA-256 over its parent's hash, its token ids and its extra
     keys. Two blocks with the same hash count as one.

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvservice/v1/pool.proto\x12\x0ckvservice.v1\"\x10\n\x0eGetInfoRequest\"\x91\x04\n\x0fGetInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\t\x12\x12\n\nnum_layers\x18\x03 \x01(\x05\x12\x14\n\x0cnum_kv_heads\x18\x04 \x01(\x05\x12\x11\n\thead_size\x18\x05 \x01(\x05\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x12\n\nblock_size\x18\x07 \x01(\x05\x12\x12\n\nnum_blocks\x18\x08 \x01(\x03\x12\x17\n\x0fnum_swap_blocks\x18\t \x01(\x03\x12\x13\n\x0b\x62lock_bytes\x18\n \x01(\x03\x12\x1d\n\x15\x65nable_prefix_caching\x18\x0b \x01(\x08\x12\x15\n\rmax_sequences\x18\x0c \x01(\x03\x12\x1b\n\x13max_sequence_tokens\x18\r \x01(\x03\x12\x19\n\x11max_message_bytes\x18\x0e \x01(\x03\x12\x17\n\x0fsession_grace_s\x18\x0f \x01(\x01\x12\x16\n\x0ekv_cache_dtype\x18\x10 \x01(\t\x12\x17\n\x0f\x62\x61tch_invariant\x18\x11 \x01(\x08\x12\x18\n\x10\x61llow_client_shm\x18\x12 \x01(\x08\x12\x12\n\nshare_pool\x18\x13 \x01(\t\x12\x1d\n\x15max_request_sequences\x18\x14 \x01(\x03\x12\x1a\n\x12max_request_tokens\x18\x15 \x01(\x03\x12\x1a\n\x12max_request_blocks\x18\x16 \x01(\x03\"\x11\n\x0fGetStatsRequest\"\xc1\x03\n\x10GetStatsResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\x03\x12\x13\n\x0b\x66ree_blocks\x18\x02 \x01(\x03\x12\x15\n\ractive_blocks\x18\x03 \x01(\x03\x12\x15\n\rshared_blocks\x18\x04 \x01(\x03\x12\x15\n\rcached_blocks\x18\x05 \x01(\x03\x12\x15\n\rpinned_blocks\x18\x06 \x01(\x03\x12\x17\n\x0fnum_swap_blocks\x18\x07 \x01(\x03\x12\x18\n\x10used_swap_blocks\x18\x08 \x01(\x03\x12\x11\n\tsequences\x18\t \x01(\x03\x12\x19\n\x11swapped_sequences\x18\n \x01(\x03\x12\x0e\n\x06tokens\x18\x0b \x01(\x03\x12\x10\n\x08sessions\x18\x0c \x01(\x03\x12!\n\x19prefix_cache_query_tokens\x18\r \x01(\x03\x12\x1f\n\x17prefix_cache_hit_tokens\x18\x0e \x01(\x03\x12\x12\n\ncow_copies\x18\x0f \x01(\x03\x12\x1a\n\x12swapped_out_blocks\x18\x10 \x01(\x03\x12\x19\n\x11swapped_in_blocks\x18\x11 \x01(\x03\x12\x16\n\x0e\x65victed_blocks\x18\x12 \x01(\x03\"\x1e\n\x0bPingRequest\x12\x0f\n\x07payload\x18\x01 \x01(\x0c\"\x1f\n\x0cPingResponse\x12\x0f\n\x07payload\x18\x01 \x01(\x0c\x32\xdf\x01\n\x0bPoolService\x12\x46\n\x07GetInfo\x12\x1c.kvservice.v1.GetInfoRequest\x1a\x1d.kvservice.v1.GetInfoResponse\x12I\n\x08GetStats\x12\x1d.kvservice.v1.GetStatsRequest\x1a\x1e.kvservice.v1.GetStatsResponse\x12=\n\x04Ping\x12\x19.kvservice.v1.PingRequest\x1a\x1a.kvservice.v1.PingResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvservice/v1/pool.proto\x12\x0ckvservice.v1\"\x10\n\x0eGetInfoRequest\"\xbb\x04\n\x0fGetInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x02 \x01(\t\x12\x12\n\nnum_layers\x18\x03 \x01(\x05\x12\x14\n\x0cnum_kv_heads\x18\x04 \x01(\x05\x12\x11\n\thead_size\x18\x05 \x01(\x05\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x12\n\nblock_size\x18\x07 \x01(\x05\x12\x12\n\nnum_blocks\x18\x08 \x01(\x03\x12\x17\n\x0fnum_swap_blocks\x18\t \x01(\x03\x12\x13\n\x0b\x62lock_bytes\x18\n \x01(\x03\x12\x1d\n\x15\x65nable_prefix_caching\x18\x0b \x01(\x08\x12\x15\n\rmax_sequences\x18\x0c \x01(\x03\x12\x1b\n\x13max_sequence_tokens\x18\r \x01(\x03\x12\x19\n\x11max_message_bytes\x18\x0e \x01(\x03\x12\x17\n\x0fsession_grace_s\x18\x0f \x01(\x01\x12\x16\n\x0ekv_cache_dtype\x18\x10 \x01(\t\x12\x17\n\x0f\x62\x61tch_invariant\x18\x11 \x01(\x08\x12\x18\n\x10\x61llow_client_shm\x18\x12 \x01(\x08\x12\x12\n\nshare_pool\x18\x13 \x01(\t\x12\x1d\n\x15max_request_sequences\x18\x14 \x01(\x03\x12\x1a\n\x12max_request_tokens\x18\x15 \x01(\x03\x12\x1a\n\x12max_request_blocks\x18\x16 \x01(\x03\x12\x13\n\x0bstore_bytes\x18\x17 \x01(\x03\x12\x13\n\x0bshare_store\x18\x18 \x01(\t\"\x11\n\x0fGetStatsRequest\"\xc1\x03\n\x10GetStatsResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\x03\x12\x13\n\x0b\x66ree_blocks\x18\x02 \x01(\x03\x12\x15\n\ractive_blocks\x18\x03 \x01(\x03\x12\x15\n\rshared_blocks\x18\x04 \x01(\x03\x12\x15\n\rcached_blocks\x18\x05 \x01(\x03\x12\x15\n\rpinned_blocks\x18\x06 \x01(\x03\x12\x17\n\x0fnum_swap_blocks\x18\x07 \x01(\x03\x12\x18\n\x10used_swap_blocks\x18\x08 \x01(\x03\x12\x11\n\tsequences\x18\t \x01(\x03\x12\x19\n\x11swapped_sequences\x18\n \x01(\x03\x12\x0e\n\x06tokens\x18\x0b \x01(\x03\x12\x10\n\x08sessions\x18\x0c \x01(\x03\x12!\n\x19prefix_cache_query_tokens\x18\r \x01(\x03\x12\x1f\n\x17prefix_cache_hit_tokens\x18\x0e \x01(\x03\x12\x12\n\ncow_copies\x18\x0f \x01(\x03\x12\x1a\n\x12swapped_out_blocks\x18\x10 \x01(\x03\x12\x19\n\x11swapped_in_blocks\x18\x11 \x01(\x03\x12\x16\n\x0e\x65victed_blocks\x18\x12 \x01(\x03\"\x1e\n\x0bPingRequest\x12\x0f\n\x07payload\x18\x01 \x01(\x0c\"\x1f\n\x0cPingResponse\x12\x0f\n\x07payload\x18\x01 \x01(\x0c\x32\xdf\x01\n\x0bPoolService\x12\x46\n\x07GetInfo\x12\x1c.kvservice.v1.GetInfoRequest\x1a\x1d.kvservice.v1.GetInfoResponse\x12I\n\x08GetStats\x12\x1d.kvservice.v1.GetStatsRequest\x1a\x1e.kvservice.v1.GetStatsResponse\x12=\n\x04Ping\x12\x19.kvservice.v1.PingRequest\x1a\x1a.kvservice.v1.PingResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,15 +34,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETINFOREQUEST']._serialized_start=41
   _globals['_GETINFOREQUEST']._serialized_end=57
   _globals['_GETINFORESPONSE']._serialized_start=60
-  _globals['_GETINFORESPONSE']._serialized_end=589
-  _globals['_GETSTATSREQUEST']._serialized_start=591
-  _globals['_GETSTATSREQUEST']._serialized_end=608
-  _globals['_GETSTATSRESPONSE']._serialized_start=611
-  _globals['_GETSTATSRESPONSE']._serialized_end=1060
-  _globals['_PINGREQUEST']._serialized_start=1062
-  _globals['_PINGREQUEST']._serialized_end=1092
-  _globals['_PINGRESPONSE']._serialized_start=1094
-  _globals['_PINGRESPONSE']._serialized_end=1125
-  _globals['_POOLSERVICE']._serialized_start=1128
-  _globals['_POOLSERVICE']._serialized_end=1351
+  _globals['_GETINFORESPONSE']._serialized_end=631
+  _globals['_GETSTATSREQUEST']._serialized_start=633
+  _globals['_GETSTATSREQUEST']._serialized_end=650
+  _globals['_GETSTATSRESPONSE']._serialized_start=653
+  _globals['_GETSTATSRESPONSE']._serialized_end=1102
+  _globals['_PINGREQUEST']._serialized_start=1104
+  _globals['_PINGREQUEST']._serialized_end=1134
+  _globals['_PINGRESPONSE']._serialized_start=1136
+  _globals['_PINGRESPONSE']._serialized_end=1167
+  _globals['_POOLSERVICE']._serialized_start=1170
+  _globals['_POOLSERVICE']._serialized_end=1393
 # @@protoc_insertion_point(module_scope)

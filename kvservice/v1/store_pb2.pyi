@@ -45,14 +45,16 @@ class StoreNamespace(_message.Message):
     def __init__(self, model: _Optional[str] = ..., weights: _Optional[str] = ..., dtype: _Optional[str] = ..., layout: _Optional[str] = ..., block_bytes: _Optional[int] = ..., tp_rank: _Optional[int] = ..., tp_size: _Optional[int] = ..., pp_rank: _Optional[int] = ..., pp_size: _Optional[int] = ..., key_algorithm: _Optional[str] = ...) -> None: ...
 
 class OpenNamespaceRequest(_message.Message):
-    __slots__ = ("session_token", "request_id", "namespace")
+    __slots__ = ("session_token", "request_id", "namespace", "quota_bytes")
     SESSION_TOKEN_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    QUOTA_BYTES_FIELD_NUMBER: _ClassVar[int]
     session_token: bytes
     request_id: int
     namespace: StoreNamespace
-    def __init__(self, session_token: _Optional[bytes] = ..., request_id: _Optional[int] = ..., namespace: _Optional[_Union[StoreNamespace, _Mapping]] = ...) -> None: ...
+    quota_bytes: int
+    def __init__(self, session_token: _Optional[bytes] = ..., request_id: _Optional[int] = ..., namespace: _Optional[_Union[StoreNamespace, _Mapping]] = ..., quota_bytes: _Optional[int] = ...) -> None: ...
 
 class OpenNamespaceResponse(_message.Message):
     __slots__ = ("namespace_id", "num_blocks", "quota_bytes", "slab_bytes", "first_block", "block_stride", "blocks_per_slab")

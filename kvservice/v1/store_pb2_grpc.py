@@ -147,7 +147,8 @@ class StoreServiceServicer(object):
 
     def OpenNamespace(self, request, context):
         """Opens a namespace, and creates it if there is none with exactly this identity. The session's tenant is part of it.
-        QUOTA_EXCEEDED above max_store_namespaces, unless an unused namespace without blocks can be replaced.
+        If there are max_store_namespaces already, the least recently used one that no session has open, and of which no
+        block is leased or reserved, gives way with its blocks. QUOTA_EXCEEDED if there is none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -32,16 +32,18 @@ from kvservice.client import (
     StoreLease,
     StoreReservation,
 )
+from kvservice.client.connection import SessionConnection
 from kvservice.client.store.core import StoreCore
 from kvservice.client.store.leases import LeaseCore, ReservationCore
 from kvservice.client.store.link import StoreLink
 from kvservice.errors import (
+    InternalError,
     InvalidArgumentError,
     MessageTooLargeError,
     StoreNotSharedError,
     StoreOffError,
 )
-from kvservice.v1 import store_pb2
+from kvservice.v1 import shared_memory_pb2, store_pb2
 
 DONE, PRESENT = PutStatus.DONE, PutStatus.PRESENT
 MOST = SMALL_STORE["max_request_blocks"]
@@ -180,6 +182,44 @@ def test_values_in_a_region_are_copied_by_the_daemon(store_daemon: OpenStore, fa
         np.testing.assert_array_equal(values, blocks_of(*reversed(numbers)))
 
     run(face, store_daemon("off").address, scenario)
+
+
+def test_a_region_that_cannot_be_unregistered_now_is_later(
+    store_daemon: OpenStore, face: Face, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The session keeps one region for copies, and gives it up when a call fails."""
+    call, armed = SessionConnection.call_until, {"store_batch_get", "system_shared_memory_unregister"}
+
+    async def intercepted(self: SessionConnection, deadline: float | None, name: str, request: Any) -> Any:
+        if name in armed:
+            armed.remove(name)
+            raise InternalError("for this test")
+        return await call(self, deadline, name, request)
+
+    async def scenario(store: Any) -> None:
+        await store.put(keys_of(1), blocks_of(1))
+        monkeypatch.setattr(SessionConnection, "call_until", intercepted)
+        monkeypatch.setattr(SessionConnection, "post", lambda *_: None)
+        for _ in range(2):
+            with pytest.raises(InternalError, match="for this test"):
+                await store.get(keys_of(1), new_out(1))
+        assert not armed
+        assert (await store.get(keys_of(1), new_out(1))).all()
+        answer = await link_of(store).call(
+            "system_shared_memory_status", shared_memory_pb2.SystemSharedMemoryStatusRequest(), None
+        )
+        assert len(answer.regions) == 1
+
+    run(face, store_daemon("off").address, scenario, transport="region")
+
+
+def test_a_namespace_may_ask_for_a_smaller_quota(store_daemon: OpenStore, face: Face) -> None:
+    async def scenario(store: Any) -> None:
+        for number in range(4):
+            await store.put(keys_of(number), blocks_of(number))
+        assert (await store.lookup(keys_of(0, 1, 2, 3))).found.tolist() == [False, False, True, True]
+
+    run(face, store_daemon("off").address, scenario, quota_gib=2.5 * BLOCK_BYTES / (1 << 30))
 
 
 def test_touch_remove_and_clear(store_daemon: OpenStore, face: Face) -> None:

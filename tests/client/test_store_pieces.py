@@ -201,12 +201,16 @@ def test_a_namespace_with_a_wrong_field_is_refused(field: str, value: Any) -> No
         ("transport", "lane"),
         ("copy_threads", 0),
         ("copy_threads", 1.5),
+        ("quota_gib", -1),
+        ("quota_gib", float("nan")),
+        ("quota_gib", "1"),
+        ("quota_gib", 1e-12),
     ],
 )
 def test_a_wrong_option_is_refused(field: str, value: Any) -> None:
     options: dict[str, Any] = {
         "namespace": StoreNamespace("m", 1), "tenant": "", "name": "", "limit_s": None, "unreachable": "miss",
-        "transport": "auto", "copy_threads": None,
+        "transport": "auto", "copy_threads": None, "quota_gib": 0.0,
     }  # fmt: skip
     assert StoreOptions.of(**options).copy_threads >= 1
     with pytest.raises(InvalidArgumentError) as error:

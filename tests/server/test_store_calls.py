@@ -9,8 +9,10 @@ from raw_store import BLOCK_BYTES, RawStore, block, blocks, identity, keys
 from small_pool import SMALL_POOL
 from waiting import until
 
+from kvservice.client import KVClient, StoreBlocksRemoved, StoreBlocksStored, StoreCleared, StoreNamespace
+from kvservice.client.events import to_batch
 from kvservice.launch import Daemon
-from kvservice.v1 import events_pb2, session_pb2, store_pb2
+from kvservice.v1 import events_pb2, pool_pb2, session_pb2, store_pb2
 
 DONE, PRESENT = bytes([store_pb2.PUT_STATUS_DONE]), bytes([store_pb2.PUT_STATUS_PRESENT])
 
@@ -56,6 +58,29 @@ def test_what_a_namespace_says_of_its_memory(store: RawStore) -> None:
     request = store_pb2.OpenNamespaceRequest(namespace=identity())
     again = store.ok("open_namespace", request)
     assert (again.namespace_id, again.num_blocks) == (store.id, 2)
+
+
+def test_the_daemon_says_what_store_it_has(daemon: Daemon, wire: Any) -> None:
+    info = wire.unary("get_info", pool_pb2.GetInfoRequest())
+    assert (info.store_bytes, info.share_store) == (16 << 20, "write")
+    with KVClient(daemon.address) as client:
+        assert (client.info.store_bytes, client.info.share_store) == (16 << 20, "write")
+
+
+def test_an_opening_that_names_a_quota_sets_it(unary: RawStore) -> None:
+    def opened(quota_bytes: int) -> int:
+        request = store_pb2.OpenNamespaceRequest(namespace=identity(), quota_bytes=quota_bytes)
+        quota: int = unary.ok("open_namespace", request).quota_bytes
+        return quota
+
+    assert [opened(3 * BLOCK_BYTES), opened(0), opened(1 << 50)] == [3 * BLOCK_BYTES, 3 * BLOCK_BYTES, 16 << 20]
+    opened(3 * BLOCK_BYTES)
+    for number in range(5):
+        unary.put(number)
+    assert unary.lookup(*range(5)) == (0, b"\x1c")
+    request = store_pb2.OpenNamespaceRequest(namespace=identity("another"), quota_bytes=BLOCK_BYTES - 1)
+    assert refused(unary, "open_namespace", request) == ("INVALID_ARGUMENT", "INVALID_ARGUMENT", "quota_bytes")
+    assert opened(16 << 20) == 16 << 20
 
 
 def test_touch_remove_and_clear(store: RawStore) -> None:
@@ -323,3 +348,10 @@ def test_events_name_the_namespace_and_the_keys(unary: RawStore, wire: Any) -> N
     (event,) = cleared.events
     assert event.store_cleared == events_pb2.StoreCleared(namespace=identity())
     batches.cancel()
+    namespace = StoreNamespace.of(identity())
+    assert [to_batch(batch).events for batch in (stored, removed, cleared)] == [
+        (StoreBlocksStored(namespace, "", (keys(1), keys(2))),),
+        (StoreBlocksRemoved(namespace, "", (keys(2),)),),
+        (StoreCleared(namespace, ""),),
+    ]
+    assert namespace.message() == identity()

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -24,6 +25,8 @@ from kvservice.errors import (
     RegionShrunkError,
     UnknownReservationError,
 )
+from kvservice.server.region import RegionTotals
+from kvservice.server.regions import Regions
 from kvservice.server.scatter import Places
 from kvservice.server.store_calls import StoreCalls
 from kvservice.server.store_copies import SHORT_BYTES, StoreCopies
@@ -116,6 +119,26 @@ def rig() -> Iterator[Rig]:
 async def settled() -> None:
     for _ in range(10):
         await asyncio.sleep(0)
+
+
+def test_a_region_of_gpu_memory_is_refused(rig: Rig) -> None:
+    async def scenario() -> None:
+        calls = Calls(rig)
+        rig.put(calls.namespace, 1)
+        access = Mock(**{"open_cuda_region.return_value.number": 1})
+        regions = Regions(ServeConfig(allow_client_shm="on"), RegionTotals(), access)
+        regions.register_cuda("r", b"handle", 0, 1 << 20)
+        calls.session.regions = regions
+        for call in (calls.get(1), calls.put(2)):
+            with pytest.raises(InvalidArgumentError, match="memory of a GPU") as refused:
+                await call
+            assert refused.value.field == "region.region"
+        assert calls.in_use() == (0, 0, 0)
+        assert not calls.copies.begun.is_set()
+        assert rig.store.lookup(calls.namespace, keys(1, 2)) == (1, b"\1")
+        regions.close()
+
+    asyncio.run(scenario())
 
 
 def test_a_put_whose_caller_goes_is_undone_after_the_copy(rig: Rig) -> None:

@@ -109,6 +109,7 @@ void fuzz_index(int steps, std::mt19937_64& random) {
       default:
         index.clear(number, static_cast<int64_t>(random() % 3));
         index.touch(number, keys);
+        index.set_quota(number, static_cast<int64_t>(random() % 4000));
         index.take_removed();
     }
     while (!index.check(1000)) {

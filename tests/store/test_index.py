@@ -364,3 +364,21 @@ def test_a_check_works_in_slices(store: Store) -> None:
     store.put(namespace, range(12))
     assert [store.index.check(4) for _ in range(5)] == [False, False, False, True, False]
     assert isinstance(store.index, _ext.StoreIndex)
+
+
+def test_a_namespace_shrinks_to_a_lower_quota_as_it_stores(store: Store) -> None:
+    """Its least recently used blocks give way, two for each new one. Leased ones stay."""
+    namespace = store.index.open(64, PLENTY)
+    store.put(namespace, range(8))
+    slots, _, _ = lease(store, namespace, 0)
+    store.index.set_quota(namespace, 4 * 64)
+    assert store.index.stats(namespace).num_blocks == 8
+    for name, left in (("a", 7), ("b", 6), ("c", 5), ("d", 4), ("e", 4)):
+        assert store.put(namespace, name) == [DONE]
+        assert store.index.stats(namespace).num_blocks == left
+    assert store.found(namespace, [0, *"abcde"]) == [True, False, False, True, True, True]
+    store.index.release(slots)
+    store.index.set_quota(namespace, PLENTY)
+    store.put(namespace, "fg")
+    assert store.index.stats(namespace).num_blocks == 6
+    store.check()

@@ -156,6 +156,11 @@ class StoreMachine(RuleBasedStateMachine):
     def clear(self, index: int, most: int) -> None:
         self.both("clear", self.namespace(index), most)
 
+    @rule(index=st.integers(0, 3), blocks=st.sampled_from([0, 1, 3, 1 << 20]))
+    def set_quota(self, index: int, blocks: int) -> None:
+        namespace = self.namespace(index)
+        self.both("set_quota", namespace, self.sizes[namespace] * blocks)
+
     @precondition(lambda self: hasattr(self, "store"))
     @invariant()
     def same_state(self) -> None:

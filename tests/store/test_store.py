@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
-from blocks_rig import BLOCKS_PER_SLAB, Rig, identity, keys
+from blocks_rig import BLOCK_BYTES, BLOCKS_PER_SLAB, Rig, identity, keys
 
 from kvservice.blocks.slices import finish
 from kvservice.errors import InvalidArgumentError, QuotaExceededError
@@ -46,25 +46,57 @@ def test_the_smallest_and_the_largest_block(rig: Rig, block_bytes: int) -> None:
     assert rig.put(namespace, 1) == bytes([DONE])
 
 
-def test_an_unused_empty_namespace_is_replaced(rig: Rig) -> None:
-    used, full, free = (rig.store.open(identity(name)) for name in "abc")
-    rig.put(full, 1)
+def test_an_unused_namespace_gives_way_to_another_one(rig: Rig) -> None:
+    """One without blocks, or else the one that was opened or left before the others."""
+    used, older, newer = (rig.open(name) for name in "abc")
+    for namespace in (older, newer):
+        rig.put(namespace, 1, 2)
     with pytest.raises(QuotaExceededError) as refused:
-        rig.store.open(identity("d"))
+        rig.open("d")
     assert refused.value.metadata == {"limit": "max_store_namespaces", "value": "3"}
-    for namespace in (full, free):
+    for namespace in (newer, older):
         rig.store.leave(namespace)
-    rig.store.open(identity("d"))
-    assert [one.identity.model for one in rig.store] == ["a", "b", "d"]
-    assert used.num_users == 1
-    with pytest.raises(QuotaExceededError):
-        rig.store.open(identity("e"))
-    rig.store.remove(full, keys(1))
-    assert rig.store.open(identity("e")).num_users == 1
+    rig.store.leave(rig.open("c"))
+    assert rig.open("d").num_users == 1
+    assert [one.identity.model for one in rig.store] == ["a", "c", "d"]
+    rig.store.remove(newer, keys(1, 2))
+    rig.store.leave(used)
+    rig.put(used, 5)
+    assert rig.open("e").num_users == 1
+    assert [one.identity.model for one in rig.store] == ["d", "a", "e"]
+    assert rig.store.lookup(used, keys(5)) == (1, b"\x01")
+    assert rig.store.totals().num_blocks == 1
+    assert rig.store.figures()["b"].evicted == 2
+    finish(rig.store.check_in_slices())
 
 
-def test_a_namespace_with_blocks_in_use_is_not_replaced(rig: Rig) -> None:
-    namespaces = [rig.store.open(identity(name)) for name in "abc"]
+def test_a_namespace_that_gives_way_is_cleared(rig: Rig) -> None:
+    namespaces = [rig.open(name) for name in "abc"]
+    rig.put(namespaces[0], 1)
+    rig.store.leave(namespaces[0])
+    rig.open("d")
+    assert rig.events() == [("stored", keys(1)), ("cleared", b"")]
+    rig.store.leave(namespaces[1])
+    assert rig.store.lookup(rig.open("a"), keys(1)) == (0, b"\0")
+
+
+def test_a_namespace_that_is_opened_while_it_gives_way_stays(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It loses blocks, and the next one gives way."""
+    monkeypatch.setattr("kvservice.store.store.CLEARED_BLOCKS", 2)
+    first, second, _ = (rig.open(name) for name in "abc")
+    for namespace in (first, second):
+        rig.put(namespace, 1, 2, 3)
+        rig.store.leave(namespace)
+    steps = rig.store.make_place(identity("d"))
+    next(steps)
+    assert rig.store.open(identity("a")) is first
+    finish(steps)
+    assert [one.identity.model for one in rig.store] == ["c", "a"]
+    assert (rig.store.stats(first).num_blocks, first.num_users) == (0, 1)
+
+
+def test_a_namespace_with_blocks_in_use_does_not_give_way(rig: Rig) -> None:
+    namespaces = [rig.open(name) for name in "abc"]
     reserved = rig.store.reserve(namespaces[0], keys(1))
     rig.put(namespaces[1], 1)
     pinned = rig.store.acquire(namespaces[1], keys(1))
@@ -72,11 +104,30 @@ def test_a_namespace_with_blocks_in_use_is_not_replaced(rig: Rig) -> None:
     for namespace in namespaces[:2]:
         rig.store.leave(namespace)
     with pytest.raises(QuotaExceededError):
-        rig.store.open(identity("d"))
+        rig.open("d")
     rig.store.abort(reserved.slots)
     rig.store.release(pinned.slots)
     for name in "de":
-        rig.store.open(identity(name))
+        rig.open(name)
+
+
+def test_the_quota_of_a_namespace(rig: Rig) -> None:
+    namespace = rig.store.open(identity(), 2 * BLOCK_BYTES)
+    rig.put(namespace, 1, 2, 3)
+    assert rig.store.stats(namespace).num_blocks == 2
+    assert rig.store.figures()["m"].quota_bytes == 2 * BLOCK_BYTES
+    rig.store.open(identity())
+    assert namespace.quota_bytes == 2 * BLOCK_BYTES
+    rig.store.open(identity(), 1 << 50)
+    assert namespace.quota_bytes == rig.store.config.quota_bytes
+    rig.put(namespace, 4, 5)
+    assert rig.store.stats(namespace).num_blocks == 4
+    for model in ("m", "n"):
+        with pytest.raises(InvalidArgumentError) as refused:
+            rig.store.open(identity(model), BLOCK_BYTES - 1)
+        assert refused.value.field == "quota_bytes"
+    assert namespace.num_users == 3
+    assert len(list(rig.store)) == 1
 
 
 def test_statuses_and_the_keys_that_got_room(rig: Rig) -> None:

@@ -15,7 +15,8 @@ from store_model import StoreModel
 from kvservice import _ext
 from kvservice.blocks import EventJournal
 from kvservice.blocks.events import StoreChange
-from kvservice.store import BlockStore, KeyIndex, NamespaceIdentity, StoreConfig
+from kvservice.blocks.slices import finish
+from kvservice.store import BlockStore, KeyIndex, NamespaceIdentity, StoreConfig, StoredNamespace
 
 SLAB_BYTES = 16384
 # A slab with its page of records has room for three blocks of this size.
@@ -43,6 +44,11 @@ class Rig:
     def events(self) -> list[tuple[str, bytes]]:
         changes = [batch.change for batch in self.journal.since(1, 1 << 30)]
         return [(change.kind, change.keys) for change in changes if isinstance(change, StoreChange)]
+
+    def open(self, model: str) -> StoredNamespace:
+        """Open a namespace of this model after a place was made for it."""
+        finish(self.store.make_place(identity(model)))
+        return self.store.open(identity(model))
 
     def put(self, namespace: Any, *numbers: int) -> bytes:
         """Store blocks with these keys. Returns the statuses."""

@@ -131,6 +131,9 @@ class StoreModel:
             raise RuntimeError("the namespace has blocks")
         self.closed_evictions += self.spaces.pop(namespace).num_evicted
 
+    def set_quota(self, namespace: int, quota_bytes: int) -> None:
+        self.spaces[namespace].max_blocks = quota_bytes // self.spaces[namespace].block_bytes
+
     def geometry(self, namespace: int) -> tuple[int, int, int]:
         space = self.spaces[namespace]
         return space.first_block, space.block_stride, space.blocks_per_slab
@@ -323,7 +326,10 @@ class StoreModel:
 
     def find_room(self, space: Namespace) -> Slab | None:
         """Return a slab of the namespace with a free slot, after an eviction if necessary."""
-        own = min((block for block in space.blocks() if block.evictable), key=lambda block: block.used, default=None)
+        if len(space.blocks()) > space.max_blocks and (surplus := self.oldest(space)) is not None:
+            self.evict(surplus)
+            self.settle(surplus.slab)
+        own = self.oldest(space)
         if len(space.blocks()) < space.max_blocks:
             if not space.with_room and not self.free_slabs:
                 self.empty_another_slab(space, own)
@@ -335,6 +341,9 @@ class StoreModel:
             return None
         self.evict(own)
         return own.slab
+
+    def oldest(self, space: Namespace) -> Block | None:
+        return min((block for block in space.blocks() if block.evictable), key=lambda block: block.used, default=None)
 
     def empty_another_slab(self, space: Namespace, own: Block | None) -> None:
         """Evict the slab of another namespace that was least recently used, unless the block `own` is older."""

@@ -38,7 +38,8 @@ def test_figures_of_a_model(rig: Rig) -> None:
     rig.store.reserve(first, keys(9))
     (figures,) = rig.store.figures().values()
     assert figures._asdict() == {
-        "namespaces": 2, "blocks": 3, "leased": 1, "reserved": 1, "used_bytes": 4 * BLOCK_BYTES, "hits": 1, "misses": 1,
+        "namespaces": 2, "blocks": 3, "leased": 1, "reserved": 1, "used_bytes": 4 * BLOCK_BYTES,
+        "quota_bytes": 8 * 16384, "hits": 1, "misses": 1,
         "read": 1, "read_bytes": BLOCK_BYTES, "stored": 3, "stored_bytes": 3 * BLOCK_BYTES, "evicted": 0, "refused": 0,
         "corrupt": 0,
     }  # fmt: skip
@@ -51,7 +52,7 @@ def test_counters_outlive_a_namespace(rig: Rig) -> None:
     rig.store.remove(namespace, keys(*range(13)))
     rig.store.leave(namespace)
     for name in "abc":
-        rig.store.leave(rig.store.open(identity(name)))
+        rig.store.leave(rig.open(name))
     assert [one.identity.model for one in rig.store] == ["a", "b", "c"]
     figures = rig.store.figures()
     assert list(figures) == ["m", "a", "other"], "at most two models, and all others"

@@ -32,6 +32,9 @@ from kvservice.v1 import pool_pb2, session_pb2, store_pb2
 # Time limit of each call that opens a link, in seconds.
 OPEN_S = 5.0
 STORE_TRANSPORTS = ("auto", "mapped", "region", "inline")
+GIB = 1 << 30
+# Largest quota of a namespace, in GiB.
+MAX_QUOTA_GIB = 1 << 20
 UNREACHABLE_IS = ("miss", "raise")
 # Most threads that copy blocks for one call, unless the caller says otherwise.
 COPY_THREADS = 4
@@ -48,6 +51,7 @@ class StoreOptions:
     raises: bool
     transport: str
     copy_threads: int
+    quota_bytes: int
 
     @staticmethod
     def of(
@@ -58,6 +62,7 @@ class StoreOptions:
         unreachable: str,
         transport: str,
         copy_threads: int | None,
+        quota_gib: float,
     ) -> StoreOptions:
         """Raises InvalidArgumentError."""
         if not isinstance(namespace, StoreNamespace):
@@ -72,7 +77,25 @@ class StoreOptions:
         if threads < 1:
             raise InvalidArgumentError(f"{threads} is not above 0", field="copy_threads")
         build(session_pb2.OpenRequest, name=name, tenant=tenant)
-        return StoreOptions(namespace.message(), tenant, name, limit_s, unreachable == "raise", transport, threads)
+        return StoreOptions(
+            namespace.message(),
+            tenant,
+            name,
+            limit_s,
+            unreachable == "raise",
+            transport,
+            threads,
+            _quota_bytes(quota_gib, namespace.block_bytes),
+        )
+
+
+def _quota_bytes(quota_gib: float, block_bytes: int) -> int:
+    if not isinstance(quota_gib, (int, float)) or not 0 <= quota_gib <= MAX_QUOTA_GIB:
+        raise InvalidArgumentError(f"{quota_gib!r} is not from 0 to {MAX_QUOTA_GIB}", field="quota_gib")
+    num_bytes = int(quota_gib * GIB)
+    if quota_gib and num_bytes < block_bytes:
+        raise InvalidArgumentError(f"{num_bytes} bytes are less than a block", field="quota_gib")
+    return num_bytes
 
 
 def default_threads() -> int:
@@ -166,7 +189,9 @@ async def _open_namespace(
     token: bytes,
     limit_s: float,
 ) -> StoreLink:
-    request = store_pb2.OpenNamespaceRequest(request_id=connection.next_request_id(), namespace=options.namespace)
+    request = store_pb2.OpenNamespaceRequest(
+        request_id=connection.next_request_id(), namespace=options.namespace, quota_bytes=options.quota_bytes
+    )
     opened = await connection.call("store_open_namespace", request, limit_s)
     block_bytes = options.namespace.block_bytes
     geometry = Geometry(block_bytes, opened.slab_bytes, opened.first_block, opened.block_stride)

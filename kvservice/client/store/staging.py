@@ -20,16 +20,12 @@ class StoreStaging:
         self.lock, self.allowed = lock, allowed
         self._regions = regions
         self._region: SharedRegion | None = None
-        self._dropped: list[SharedRegion] = []
 
     async def room(self, num_bytes: int, least_bytes: int, timeout_s: float | None) -> SharedRegion | None:
         """Return a region of `num_bytes`, at least of `least_bytes`, or None if the daemon has no memory for it now."""
-        while self._dropped:
-            await self._regions.unregister(self._dropped.pop(), timeout_s=timeout_s)
         size = max(least_bytes, min(num_bytes, STAGING_BYTES))
         if self._region is not None and self._region.num_bytes < size:
-            await self._regions.unregister(self._region, timeout_s=timeout_s)
-            self._region = None
+            self.drop()
         while self._region is None:
             try:
                 self._region = await self._regions.create(size, timeout_s=timeout_s)
@@ -45,5 +41,5 @@ class StoreStaging:
     def drop(self) -> None:
         """Do not use the region again. A call that was given up may still be executed, and use it."""
         if self._region is not None:
-            self._dropped.append(self._region)
+            self._regions.drop(self._region)
             self._region = None

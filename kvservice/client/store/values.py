@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvservice.client.requests import build
+from kvservice.client.values import from_message
 from kvservice.errors import InternalError, InvalidArgumentError
 from kvservice.v1 import store_pb2
 
@@ -41,6 +42,10 @@ class StoreNamespace:
     pp_rank: int = 0
     pp_size: int = 1
     key_algorithm: str = ""
+
+    @staticmethod
+    def of(message: store_pb2.StoreNamespace) -> StoreNamespace:
+        return from_message(StoreNamespace, message)
 
     def message(self) -> store_pb2.StoreNamespace:
         """Raises InvalidArgumentError naming a field with a value of the wrong type or range."""

@@ -1,0 +1,128 @@
+"""The namespaces of the store by identity, and the figures of their models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+from kvservice.errors import InvalidArgumentError, QuotaExceededError
+from kvservice.store.figures import ModelFigures, NamespaceCounters
+from kvservice.store.index import KeyIndex
+from kvservice.store.namespaces import NamespaceIdentity, StoredNamespace
+
+# The records of a slab take a page at least.
+_RECORDS_BYTES_MIN = 4096
+# The name of all models beyond the first ones.
+OTHER_MODELS = "other"
+
+
+@dataclass(frozen=True)
+class StoreConfig:
+    """Sizes and limits. `quota_bytes` is the most bytes of values of a namespace, which may ask for less. Figures are
+    kept for the first `max_models` models, and for all others together."""
+
+    num_bytes: int
+    slab_bytes: int
+    max_namespaces: int
+    quota_bytes: int
+    max_lease_s: float
+    max_models: int
+
+
+class NamespaceTable:
+    """At most `max_namespaces`. See BlockStore for the methods with the same names."""
+
+    def __init__(self, config: StoreConfig, index: KeyIndex) -> None:
+        self._config, self._index = config, index
+        # In the order in which they were last opened or left.
+        self._namespaces: dict[NamespaceIdentity, StoredNamespace] = {}
+        # By model. They outlive its namespaces.
+        self._counters: dict[str, NamespaceCounters] = {}
+
+    def __iter__(self) -> Iterator[StoredNamespace]:
+        return iter(self._namespaces.values())
+
+    def has_place(self, identity: NamespaceIdentity) -> bool:
+        return identity in self._namespaces or len(self._namespaces) < self._config.max_namespaces
+
+    def open(self, identity: NamespaceIdentity, quota_bytes: int) -> StoredNamespace:
+        assert self.has_place(identity)
+        self._check(identity, quota_bytes)
+        namespace = self._namespaces.get(identity) or self._create(identity)
+        namespace.num_users += 1
+        self._use(namespace)
+        self.set_quota(namespace, quota_bytes)
+        return namespace
+
+    def leave(self, namespace: StoredNamespace) -> None:
+        namespace.num_users -= 1
+        self._use(namespace)
+
+    def set_quota(self, namespace: StoredNamespace, quota_bytes: int) -> None:
+        self._check(namespace.identity, quota_bytes)
+        if quota_bytes:
+            namespace.quota_bytes = min(quota_bytes, self._config.quota_bytes)
+            self._index.set_quota(namespace.number, namespace.quota_bytes)
+
+    def least_useful(self) -> StoredNamespace:
+        """Return a namespace without users and without blocks in use: the first one that has no blocks, or else the
+        least recently used one. Raises QuotaExceededError if there is none."""
+        stats = {one: self._index.stats(one.number) for one in self if not one.num_users}
+        unused = [one for one, figures in stats.items() if not figures.num_leased and not figures.num_reserved]
+        if not unused:
+            limit = self._config.max_namespaces
+            raise QuotaExceededError(
+                f"the store has {limit} namespaces", limit="max_store_namespaces", value=limit, field="namespace"
+            )
+        return min(unused, key=lambda one: stats[one].num_blocks > 0)
+
+    def close(self, namespace: StoredNamespace) -> bool:
+        """Remove a namespace. Returns False if it has users or blocks now, and stays."""
+        stats = self._index.stats(namespace.number)
+        if namespace.num_users or stats.num_slabs:
+            return False
+        namespace.counters.evicted += stats.num_evicted
+        del self._namespaces[namespace.identity]
+        self._index.close(namespace.number)
+        return True
+
+    def figures(self) -> dict[str, ModelFigures]:
+        figures = {}
+        for model, counters in self._counters.items():
+            namespaces = [one for one in self if one.counters is counters]
+            stats = [self._index.stats(one.number) for one in namespaces]
+            gauges = {
+                "namespaces": len(stats),
+                "blocks": sum(one.num_blocks for one in stats),
+                "leased": sum(one.num_leased for one in stats),
+                "reserved": sum(one.num_reserved for one in stats),
+                "used_bytes": sum(one.used_bytes for one in stats),
+                "quota_bytes": sum(one.quota_bytes for one in namespaces),
+            }
+            evicted = counters.evicted + sum(one.num_evicted for one in stats)
+            figures[model] = ModelFigures(**gauges, **asdict(counters) | {"evicted": evicted})
+        return figures
+
+    def _create(self, identity: NamespaceIdentity) -> StoredNamespace:
+        quota_bytes = self._config.quota_bytes
+        number = self._index.open(identity.block_bytes, quota_bytes)
+        counters = self._counters_of(identity.model)
+        namespace = StoredNamespace(identity, counters, number, quota_bytes, *self._index.geometry(number))
+        self._namespaces[identity] = namespace
+        return namespace
+
+    def _counters_of(self, model: str) -> NamespaceCounters:
+        is_known = model in self._counters or len(self._counters) < self._config.max_models
+        return self._counters.setdefault(model if is_known else OTHER_MODELS, NamespaceCounters())
+
+    def _use(self, namespace: StoredNamespace) -> None:
+        self._namespaces[namespace.identity] = self._namespaces.pop(namespace.identity)
+
+    def _check(self, identity: NamespaceIdentity, quota_bytes: int) -> None:
+        largest = self._config.slab_bytes - _RECORDS_BYTES_MIN
+        if not 1 <= identity.block_bytes <= largest:
+            raise InvalidArgumentError(
+                f"{identity.block_bytes} is not from 1 to {largest}", field="namespace.block_bytes"
+            )
+        if 0 < quota_bytes < identity.block_bytes:
+            raise InvalidArgumentError(f"{quota_bytes} is less than a block", field="quota_bytes")
