@@ -106,6 +106,7 @@ def test_models_whose_requests_do_not_keep_their_blocks_are_refused(specs: tuple
 
 def model(path: Path | str, **changes: Any) -> Any:
     settings = {"text": "{}", "commit": None, "revision": None, "quantization": None, "seed": 0, "length": 8} | changes
+    settings.setdefault("multimodal", None)
     hf_config = SimpleNamespace(to_json_string=lambda use_diff: settings["text"], _commit_hash=settings["commit"])
     return SimpleNamespace(
         model=str(path),
@@ -114,6 +115,7 @@ def model(path: Path | str, **changes: Any) -> Any:
         quantization=settings["quantization"],
         seed=settings["seed"],
         max_model_len=settings["length"],
+        multimodal_config=settings["multimodal"],
     )
 
 
@@ -135,6 +137,7 @@ def test_weights_are_told_apart(tmp_path: Path) -> None:
         weights_identity(model(tmp_path), FILES),
         weights_identity(model(tmp_path, text='{"rope": 1}'), FILES),
         weights_identity(model(tmp_path, quantization="fp8"), FILES),
+        weights_identity(model(tmp_path, multimodal=SimpleNamespace(mm_processor_kwargs={"max_pixels": 9})), FILES),
         weights_identity(model(tmp_path), DUMMY),
         weights_identity(model(tmp_path, seed=1), DUMMY),
         weights_identity(model("org/name", revision="main"), FILES),

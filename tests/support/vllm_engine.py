@@ -3,8 +3,9 @@
 The argument holds the options of `LLM`. A line on the standard input is a command, and its answer is a line on the
 standard output that begins with MARK:
 
-    {"prompts": [[1, 2], ...], "max_tokens": 8, "pause_at": 5}    generate. At step 5 it answers "paused" and waits for
-                                                                  a line. The answer has, for each prompt, `tokens` and
+    {"prompts": [[1, 2], ...], "max_tokens": 8, "pause_at": 5}    generate. At step 5, and when the connector has saved
+                                                                  everything, it answers "paused" and waits for a line.
+                                                                  The answer has, for each prompt, `tokens` and
                                                                   `cached` (the number of tokens that were not computed)
     {..., "lora": "/path/of/adapter"}                             the same with an adapter
     {..., "embeds": "/path/of/tensor"}                            the same with embeddings instead of a prompt
@@ -44,6 +45,15 @@ def adapter(path: str | None) -> Any:
     return LoRARequest("adapter", 1 + zlib.crc32(path.encode()) % 1000, path)
 
 
+def settle() -> None:
+    """Wait until the connector has saved everything."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    if has_kv_transfer_group() and (worker := get_kv_transfer_group()._worker) is not None:
+        for pending in worker._pending:
+            pending.ended.wait()
+
+
 def generate(engine: Any, command: dict[str, Any], preempted: list[str]) -> dict[str, Any]:
     from vllm import SamplingParams
 
@@ -57,6 +67,7 @@ def generate(engine: Any, command: dict[str, Any], preempted: list[str]) -> dict
     began = time.monotonic()
     while engine.has_unfinished_requests():
         if len(steps) == command.get("pause_at"):
+            settle()
             answer("paused")
             sys.stdin.readline()
         start = time.monotonic()

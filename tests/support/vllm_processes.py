@@ -20,6 +20,7 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_LOG_STATS_INTERVAL": "1",
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
     "KMP_BLOCKTIME": "0",
@@ -39,14 +40,14 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def connector(address: str) -> dict[str, Any]:
+def connector(address: str, **extra: Any) -> dict[str, Any]:
     """Return the `kv_transfer_config` of README.md. The time limits are for a machine that has other work."""
     return {
         "kv_connector": "KVServiceConnector",
         "kv_role": "kv_both",
         "kv_connector_module_path": "kvservice.integrations.vllm",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"address": address, "lookup_timeout_s": 0.5, "transfer_timeout_s": 30},
+        "kv_connector_extra_config": {"address": address, "lookup_timeout_s": 0.5, "transfer_timeout_s": 30} | extra,
     }
 
 
@@ -85,11 +86,14 @@ class Engine:
             assert self._process.stdout is not None
             self._process.stdout.close()
 
-    def begin(self, prompts: list[list[int]], max_tokens: int = 16, pause_at: int | None = None) -> None:
-        self._send({"prompts": prompts, "max_tokens": max_tokens, "pause_at": pause_at})
+    def begin(
+        self, prompts: list[list[int]], max_tokens: int = 16, pause_at: int | None = None, **special: Any
+    ) -> None:
+        self._send({"prompts": prompts, "max_tokens": max_tokens, "pause_at": pause_at} | special)
 
-    def generate(self, prompts: list[list[int]], max_tokens: int = 16) -> dict[str, Any]:
-        self.begin(prompts, max_tokens)
+    def generate(self, prompts: list[list[int]], max_tokens: int = 16, **special: Any) -> Any:
+        """`special`: an adapter, or embeddings; see vllm_engine.py."""
+        self.begin(prompts, max_tokens, **special)
         return self.result()
 
     def result(self) -> Any:
@@ -150,6 +154,10 @@ class Server:
         finally:
             self._process.kill()
             self._process.wait()
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
 
     def get(self, path: str) -> str:
         with urllib.request.urlopen(self._url + path, timeout=60) as response:

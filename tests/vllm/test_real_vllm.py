@@ -6,15 +6,19 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from ports import free_port
 from small_pool import SMALL_POOL
-from store_memory import zero_values
-from tiny_llama import VOCABULARY, save_tiny_llama
+from store_memory import damage_values, zero_values
+from tiny_llama import HIDDEN_SIZE, RANK, VOCABULARY, save_adapter, save_tiny_llama
 from vllm_processes import Engine, Server, connector
+from waiting import until
 
 from kvservice.launch import Daemon
 
@@ -33,6 +37,11 @@ LONG = [prompt(0, 700), prompt(0, 400) + prompt(1, 300), prompt(2, 1000)]
 # They grow while they are decoded.
 GROWING = [prompt(10 + n, 60) for n in range(8)]
 GROWN_TOKENS = 250
+# What requests of engines may have besides tokens.
+ENGINE = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK, "enable_prompt_embeds": True}
+NUM_EMBEDDINGS = 300
+SPECIAL = (("lora", "adapter"), ("embeds", "embeddings"))
+Expected = dict[str, list[list[int]]]
 
 
 def full_blocks(tokens: list[int]) -> int:
@@ -48,12 +57,24 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[int]]]:
+def special(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Requests with the same prompt that must not share a block: with adapters and with embeddings."""
+    directory = tmp_path_factory.mktemp("special")
+    for seed in (1, 2):
+        save_adapter(directory / f"adapter{seed}", seed)
+        embeddings = torch.randn(NUM_EMBEDDINGS, HIDDEN_SIZE, generator=torch.Generator().manual_seed(seed))
+        torch.save(embeddings, directory / f"embeddings{seed}")
+    return [{kind: str(directory / f"{name}{seed}")} for kind, name in SPECIAL for seed in (1, 2)]
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path, special: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Expected:
     """The tokens of a vLLM without a connector."""
-    with Engine(model, tmp_path_factory.mktemp("baseline") / "log") as engine:
+    with Engine(model, tmp_path_factory.mktemp("baseline") / "log", **ENGINE) as engine:
         return {
             "long": engine.generate(LONG)["tokens"],
             "growing": engine.generate(GROWING, GROWN_TOKENS)["tokens"],
+            "special": [engine.generate(LONG[:1], **request)["tokens"][0] for request in special],
         }
 
 
@@ -92,8 +113,8 @@ def store(socket: Path) -> Iterator[Restartable]:
 @pytest.fixture(scope="module")
 def saver(model: Path, store: Restartable, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     log = tmp_path_factory.mktemp("saver") / "log"
-    transfer = connector(store.running.address)
-    with Engine(model, log, kv_transfer_config=transfer, num_gpu_blocks_override=FEW_BLOCKS) as engine:
+    transfer = connector(store.running.address, verify=True)
+    with Engine(model, log, kv_transfer_config=transfer, num_gpu_blocks_override=FEW_BLOCKS, **ENGINE) as engine:
         yield engine
 
 
@@ -109,17 +130,34 @@ def server(
         yield running
 
 
-Expected = dict[str, list[list[int]]]
-
-
 def test_saving_changes_no_token(saver: Engine, expected: Expected) -> None:
     assert [saver.generate([tokens])["tokens"][0] for tokens in LONG] == expected["long"]
 
 
+def test_adapters_and_embeddings_have_blocks_of_their_own(
+    saver: Engine, special: list[dict[str, Any]], expected: Expected
+) -> None:
+    """The prompt without them is in the store already."""
+    lengths = [full_blocks(LONG[0])] * 2 + [full_blocks([0] * NUM_EMBEDDINGS)] * 2
+    for found in ([0] * 4, lengths):
+        saver.reset()
+        done = [saver.generate(LONG[:1], **request) for request in special]
+        assert [each["tokens"][0] for each in done] == expected["special"]
+        assert [each["cached"][0] for each in done] == found
+    assert len({tuple(tokens) for tokens in [*expected["special"], expected["long"][0]]}) == 5
+
+
 def test_preempted_requests_have_the_same_tokens(saver: Engine, expected: Expected) -> None:
+    """Those that continue where the first ended have them, too: what was saved meanwhile is right."""
     done = saver.generate(GROWING, GROWN_TOKENS)
     assert done["preemptions"] > 0
     assert done["tokens"] == expected["growing"]
+    saver.reset()
+    rest = GROWN_TOKENS // 5
+    grown = [tokens + more[:-rest] for tokens, more in zip(GROWING, expected["growing"], strict=True)]
+    done = saver.generate(grown, rest)
+    assert done["tokens"] == [tokens[-rest:] for tokens in expected["growing"]]
+    assert sum(done["cached"]) > 0
 
 
 def test_another_process_loads_the_blocks_and_generates_the_same_tokens(server: Server, expected: Expected) -> None:
@@ -131,6 +169,10 @@ def test_the_statistics_of_vllm_count_the_blocks(server: Server) -> None:
     metrics = server.get("/metrics")
     (loaded,) = re.findall(r"^vllm:kvservice_blocks_loaded_total{.*} (\S+)$", metrics, re.MULTILINE)
     assert float(loaded) >= full_blocks(LONG[0]) // BLOCK_SIZE
+
+
+def test_the_log_of_vllm_has_the_statistics(server: Server) -> None:
+    until(lambda: re.search(r"KV Transfer metrics: .*blocks_loaded=", server.log))
 
 
 def test_another_salt_finds_nothing(server: Server, expected: Expected) -> None:
@@ -147,6 +189,20 @@ def test_zeroed_blocks_give_other_tokens(server: Server, store: Restartable, exp
     assert tokens != expected["long"][2]
 
 
+def test_damaged_blocks_are_computed_again_if_loads_are_verified(
+    saver: Engine, store: Restartable, expected: Expected
+) -> None:
+    """All blocks are zeros at first."""
+    for number in range(3):
+        saver.reset()
+        done = saver.generate(LONG[2:])
+        assert done["tokens"] == expected["long"][2:]
+        if number == 1:
+            # These are verified loads of what was computed again.
+            assert done["cached"] == [full_blocks(LONG[2])]
+            damage_values(store.running.process.pid)
+
+
 def assert_is_used_again(engine: Engine, expected: list[list[int]]) -> None:
     """The client of the engine finds the new daemon in the background."""
     for _ in range(200):
@@ -158,24 +214,39 @@ def assert_is_used_again(engine: Engine, expected: list[list[int]]) -> None:
     pytest.fail("the new daemon is never used")
 
 
+def assert_is_not_missed(engine: Engine, stop: Callable[[], None], expected: Expected) -> None:
+    """Stop the daemon in the middle, and see that neither tokens nor times change."""
+    engine.reset()
+    engine.begin(GROWING, GROWN_TOKENS, pause_at=40)
+    assert engine.result() == "paused"
+    stop()
+    engine.proceed()
+    done = engine.result()
+    assert done["tokens"] == expected["growing"]
+    before_s = max(done["steps_s"][:40])
+    assert max(done["steps_s"][40:]) < before_s + 1.0
+
+    engine.reset()
+    away = engine.generate(LONG[:1])
+    assert (away["tokens"], away["cached"]) == (expected["long"][:1], [0])
+    assert max(away["steps_s"]) < before_s + 1.0
+
+
+def test_a_daemon_that_is_frozen_changes_no_token(saver: Engine, store: Restartable, expected: Expected) -> None:
+    process = store.running.process
+    try:
+        assert_is_not_missed(saver, lambda: process.send_signal(signal.SIGSTOP), expected)
+    finally:
+        process.send_signal(signal.SIGCONT)
+    saver.reset()
+    assert_is_used_again(saver, expected["long"][:1])
+
+
 def test_a_daemon_that_is_killed_and_restarted_changes_no_token(
     saver: Engine, store: Restartable, expected: Expected
 ) -> None:
     store.restart()
-    saver.reset()
-    saver.begin(GROWING, GROWN_TOKENS, pause_at=40)
-    assert saver.result() == "paused"
-    store.kill()
-    saver.proceed()
-    done = saver.result()
-    assert done["tokens"] == expected["growing"]
-    assert max(done["steps_s"][40:]) < max(done["steps_s"][:40]) + 1.0
-
-    saver.reset()
-    away = saver.generate(LONG[:1])
-    assert (away["tokens"], away["cached"]) == (expected["long"][:1], [0])
-    assert max(away["steps_s"]) < max(done["steps_s"][:40]) + 1.0
-
+    assert_is_not_missed(saver, store.kill, expected)
     store.restart()
     saver.reset()
     assert_is_used_again(saver, expected["long"][:1])

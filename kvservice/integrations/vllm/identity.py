@@ -13,6 +13,16 @@ from kvservice.errors import InvalidArgumentError
 from kvservice.integrations.vllm.layout import BlockLayout
 
 MAX_TEXT = 256
+# Settings of a multimodal model that change embeddings and are not in vLLM's hashes of inputs.
+MULTIMODAL_SETTINGS = (
+    "mm_processor_kwargs",
+    "media_io_kwargs",
+    "mm_hasher_algorithm",
+    "mm_device_do_normalize",
+    "mm_encoder_attn_dtype",
+    "video_pruning_rate",
+    "video_pruning_method",
+)
 
 
 def worker_namespace(
@@ -72,6 +82,7 @@ def weights_identity(model_config: Any, load_config: Any) -> str:
         str(load_config.load_format),
         str(seed),
         str(length),
+        *(repr(getattr(model_config.multimodal_config, name, None)) for name in MULTIMODAL_SETTINGS),
     )
     return digest(*parts)
 

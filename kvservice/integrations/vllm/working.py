@@ -65,7 +65,7 @@ class ConnectorWorker:
         self._pending = [pending for pending in self._pending if not pending.ended.is_set()]
         deadline = time.monotonic() + PATIENCE_S
         for pending in self._pending:
-            if not step.overwritten.isdisjoint(pending.save.block_ids):
+            if not pending.abandoned and not step.overwritten.isdisjoint(pending.save.block_ids):
                 pending.ended.wait(max(deadline - time.monotonic(), 0))
                 with pending.reading:
                     pending.abandoned = True

@@ -1,0 +1,60 @@
+"""The keys of real requests of vLLM: what changes K/V changes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvservice.integrations.vllm.scheduling import ConnectorScheduler
+
+# Imports of vLLM warn.
+pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
+
+BLOCK_SIZE = 32
+TOKENS = list(range(100, 200))
+
+
+def features(identifier: str, offset: int = 40) -> list[Any]:
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+
+    place = PlaceholderRange(offset=offset, length=20)
+    return [MultiModalFeatureSpec(data=None, modality="image", identifier=identifier, mm_position=place)]
+
+
+def keys(algorithm: str = "sha256_cbor", **options: Any) -> list[bytes]:
+    """Return the keys of a request's three blocks."""
+    from vllm import SamplingParams
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.request import Request
+
+    function = get_hash_fn_by_name(algorithm)
+    init_none_hash(function)
+    arguments = {"prompt_token_ids": TOKENS, "sampling_params": SamplingParams(), "pooling_params": None} | options
+    request = Request(request_id="a", block_hasher=get_request_block_hasher(BLOCK_SIZE, function), **arguments)
+    return ConnectorScheduler(BLOCK_SIZE, loads=True, saves=True)._keys(request, 0, 3)
+
+
+def test_keys_do_not_depend_on_the_process_unless_it_has_a_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    for algorithm in ("sha256", "sha256_cbor"):
+        ours = keys(algorithm)
+        assert keys(algorithm) == ours
+        monkeypatch.setenv("PYTHONHASHSEED", "1")
+        assert not set(keys(algorithm)) & set(ours)
+        monkeypatch.delenv("PYTHONHASHSEED")
+
+
+def test_images_change_the_keys_from_their_first_block_on() -> None:
+    text, one, other, moved = keys(), *(keys(mm_features=features(*which)) for which in (("1",), ("2",), ("1", 41)))
+    assert {len(key) for key in text} == {32}
+    assert text[0] == one[0] == other[0] == moved[0]
+    assert len({key for some in (text, one, other, moved) for key in some[1:]}) == 8
+
+
+def test_salts_and_embeddings_change_all_keys() -> None:
+    import torch
+
+    embedded = [keys(prompt_token_ids=None, prompt_embeds=torch.full((100, 8), value)) for value in (1.0, 2.0)]
+    assert len({key for some in (keys(), keys(cache_salt="theirs"), *embedded) for key in some}) == 12
