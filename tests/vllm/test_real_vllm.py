@@ -172,6 +172,7 @@ def test_the_statistics_of_vllm_count_the_blocks(server: Server) -> None:
 
 
 def test_the_log_of_vllm_has_the_statistics(server: Server) -> None:
+    """Fails if the line never comes."""
     until(lambda: re.search(r"KV Transfer metrics: .*blocks_loaded=", server.log))
 
 
