@@ -94,9 +94,9 @@ class IpcMemory:
     def close(self) -> None: ...
 
 class HostRegistration:
-    """Pins host memory that the caller owns."""
+    """Pins host memory that the caller owns. A mapping that is not writable needs `read_only`."""
 
-    def __init__(self, address: int, num_bytes: int) -> None: ...
+    def __init__(self, address: int, num_bytes: int, read_only: bool = False) -> None: ...
     def close(self) -> None: ...
 
 class Stream:
@@ -217,6 +217,19 @@ def copy_blocks(
     stream: int,
 ) -> None:
     """Copy blocks. `src_ids` and `dst_ids` are NumPy int32 arrays in host memory."""
+
+def load_blocks(
+    pieces: int, num_pieces: int, block_bytes: int, addresses: object, block_ids: object, stream: int
+) -> None:
+    """Copy blocks from page-locked memory to their pieces on the device. `pieces` is the device address of
+    int64[3, num_pieces]: piece p of block b starts at [0, p] + b * [1, p] and ends before byte [2, p] of the block.
+    `addresses` uint64 and `block_ids` int64 are contiguous NumPy arrays of the same length. Everything is a multiple of
+    16 bytes; device memory is not checked."""
+
+def save_blocks(
+    pieces: int, num_pieces: int, block_bytes: int, addresses: object, block_ids: object, stream: int
+) -> None:
+    """The inverse of load_blocks."""
 
 class CudaLaneExecutor(LaneExecutor):
     """Executes the calls of any number of lanes on one stream. Each lane's thread waits for its own calls.

@@ -257,14 +257,22 @@ def bench_rpc(device: str, quick: bool, as_json: bool) -> None:
 
 
 @bench.command("store")
+@_device_option
 @_quick_option
 @_json_option
-def bench_store(quick: bool, as_json: bool) -> None:
+def bench_store(device: str, quick: bool, as_json: bool) -> None:
     """Measure put and get of the block store against memcpy, and its calls in units of an echo.
 
-    Also measure Redis with the same keys and values, if redis-server and the package redis are installed.
+    Also measure Redis with the same keys and values, if redis-server and the package redis are installed. On a CUDA
+    device, measure the vLLM connector's copies between blocks on the device and the store, against the link.
     """
     _reexec_with(missing_environment(os.environ))
+    if device == "cuda":
+        with _torch_wanted():
+            from kvservice.bench import cuda_store
+
+        _report(lambda: cuda_store.run(quick), cuda_store.render, as_json)
+        return
     from kvservice.bench import store
 
     _report(lambda: store.run(quick), store.render, as_json)

@@ -11,6 +11,7 @@
 #include "cuda/attention.h"
 #include "cuda/copy_blocks.h"
 #include "cuda/kv_slots.h"
+#include "cuda/move_blocks.h"
 #include "cuda/runtime.h"
 
 namespace py = pybind11;
@@ -173,6 +174,38 @@ void copy_blocks(uintptr_t src, uintptr_t dst, int64_t num_src_blocks, int64_t n
   copy_blocks_cuda(p, stream_at(stream));
 }
 
+template <class T>
+py::array_t<T, py::array::c_style> numbers_of(const py::object& object, const char* field) {
+  using Numbers = py::array_t<T, py::array::c_style>;
+  require(Numbers::check_(object), field, "has another type than a contiguous NumPy array of 64-bit numbers");
+  auto numbers = py::reinterpret_borrow<Numbers>(object);
+  require(numbers.ndim() == 1, field, "is not one-dimensional");
+  return numbers;
+}
+
+template <void (*move)(const MoveBlocksParams&, cudaStream_t)>
+void move_blocks(uintptr_t pieces, int64_t num_pieces, int64_t block_bytes, const py::object& addresses,
+                 const py::object& block_ids, uintptr_t stream) {
+  const auto places = numbers_of<uint64_t>(addresses, "addresses");
+  const auto ids = numbers_of<int64_t>(block_ids, "block_ids");
+  require(places.size() == ids.size(), "block_ids", "does not have the length of addresses");
+  MoveBlocksParams p;
+  p.pieces = at<int64_t>(pieces);
+  p.num_pieces = num_pieces;
+  p.block_bytes = block_bytes;
+  p.num_copies = places.size();
+  p.addresses = places.data();
+  p.block_ids = ids.data();
+  const py::gil_scoped_release release;
+  move(p, stream_at(stream));
+}
+
+template <void (*move)(const MoveBlocksParams&, cudaStream_t)>
+void define_move_blocks(py::module_& m, const char* name) {
+  m.def(name, &move_blocks<move>, py::arg("pieces"), py::arg("num_pieces"), py::arg("block_bytes"),
+        py::arg("addresses"), py::arg("block_ids"), py::arg("stream"));
+}
+
 // --- the module
 
 PyObject* cuda_error_type = nullptr;  // never released
@@ -258,6 +291,8 @@ PYBIND11_MODULE(_cuda, m) {
   define_attention(m);
   define_move_kv<write_kv_cuda>(m, "write_kv", "slot_mapping");
   define_move_kv<read_kv_cuda>(m, "read_kv", "slots");
+  define_move_blocks<load_blocks_cuda>(m, "load_blocks");
+  define_move_blocks<save_blocks_cuda>(m, "save_blocks");
   m.def("copy_blocks", &copy_blocks, py::arg("src"), py::arg("dst"), py::arg("num_src_blocks"),
         py::arg("num_dst_blocks"), py::arg("block_bytes"), py::arg("src_ids"), py::arg("dst_ids"), py::arg("stream"));
 }

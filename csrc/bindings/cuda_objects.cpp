@@ -25,8 +25,9 @@ size_t size_of(int64_t num_bytes) {
 
 class HostRegistration {
  public:
-  HostRegistration(uintptr_t address, int64_t num_bytes) : address_(at<>(address)) {
-    check_cuda(cudaHostRegister(address_, size_of(num_bytes), cudaHostRegisterPortable), "cudaHostRegister");
+  HostRegistration(uintptr_t address, int64_t num_bytes, bool read_only) : address_(at<>(address)) {
+    const unsigned flags = cudaHostRegisterPortable | (read_only ? cudaHostRegisterReadOnly : 0U);
+    check_cuda(cudaHostRegister(address_, size_of(num_bytes), flags), "cudaHostRegister");
   }
   ~HostRegistration() { clear_error(unregister()); }
   HostRegistration(const HostRegistration&) = delete;
@@ -164,7 +165,8 @@ void define_memory(py::module_& m) {
            }),
            py::arg("device"), py::arg("raw_handle"), py::arg("byte_size"));
   py::class_<HostRegistration>(m, "HostRegistration")
-      .def(py::init<uintptr_t, int64_t>(), py::arg("address"), py::arg("num_bytes"), Unlocked())
+      .def(py::init<uintptr_t, int64_t, bool>(), py::arg("address"), py::arg("num_bytes"), py::arg("read_only") = false,
+           Unlocked())
       .def("close", &HostRegistration::close);
   m.def("allocate_async", &allocate_async, py::arg("num_bytes"), py::arg("stream"), Unlocked());
   m.def("free_async", &free_async, py::arg("pointer"), py::arg("stream"), Unlocked());

@@ -36,7 +36,7 @@ class FakeLink:
         self.connection = SimpleNamespace(connected=True)
         self.closed = False
 
-    async def close(self, _: Dialer) -> None:
+    async def close(self, _: Dialer, *, lost: bool = False) -> None:  # noqa: ARG002
         self.closed = True
 
 

@@ -12,8 +12,9 @@ from fake_store import FakeStore
 
 from kvservice.errors import InvalidArgumentError
 from kvservice.integrations.vllm import transfers
+from kvservice.integrations.vllm.copiers import block_copier
 from kvservice.integrations.vllm.layout import block_layout
-from kvservice.integrations.vllm.transfers import BlockCopier, block_copier
+from kvservice.integrations.vllm.transfers import BlockCopier
 
 NUM_BLOCKS, HEADS, SIZE, HEAD = 6, 3, 4, 8
 
@@ -82,13 +83,18 @@ def test_a_block_comes_back_as_it_was(case: str, staged: bool, monkeypatch: pyte
     assert layout.block_bytes == per_block
 
     on_the_host(monkeypatch)
-    copier: BlockCopier = transfers.StagedCopier(layout, 4, verify=False) if staged else block_copier(layout, 4)
+    monkeypatch.setattr(transfers, "CALL_BYTES", layout.block_bytes)  # one block is staged at a time
+    copier: BlockCopier = transfers.StagedCopier(layout, verify=False) if staged else block_copier(layout)
     store = FakeStore()
     before = {name: tensor.clone() for name, tensor in kv_caches.items()}
-    copier.put(store, [b"a", b"b"], [1, 4], copier.mark())
+    copier.put(store, [b"a", b"b"], [1, 4], copier.mark()).result()
     for tensor in kv_caches.values():
         tensor.zero_()
-    assert copier.get(store, [b"b", b"missing", b"a"], [4, 2, 0]).tolist() == [True, False, True]
+    assert copier.get(store, [b"b", b"missing", b"a"], [4, 2, 0], copier.mark()).result().tolist() == [
+        True,
+        False,
+        True,
+    ]
     for name, tensor in kv_caches.items():
         blocks, expected = (each.unflatten(axis, (NUM_BLOCKS, -1)).movedim(axis, 0) for each in (tensor, before[name]))
         assert torch.equal(blocks[4], expected[4])
@@ -130,4 +136,4 @@ def test_other_layouts_are_refused(kv_caches: dict[str, torch.Tensor], what: str
 
 def test_other_devices_are_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="meta"):
-        block_copier(block_layout({"layer": torch.zeros(CPU, device="meta")}, NUM_BLOCKS), 4)
+        block_copier(block_layout({"layer": torch.zeros(CPU, device="meta")}, NUM_BLOCKS))

@@ -11,9 +11,9 @@ import torch
 from fake_store import FakeStore
 
 from kvservice.integrations.vllm import working
+from kvservice.integrations.vllm.copiers import block_copier
 from kvservice.integrations.vllm.layout import block_layout
 from kvservice.integrations.vllm.steps import BlockLoad, BlockSave, ConnectorStep
-from kvservice.integrations.vllm.transfers import block_copier
 from kvservice.integrations.vllm.working import ConnectorWorker
 
 NUM_BLOCKS = 8
@@ -27,7 +27,7 @@ class Rig:
         self.blocks = (torch.arange(NUM_BLOCKS, dtype=torch.int32)[:, None] + 1).repeat(1, 16)
         self.store = FakeStore()
         layout = block_layout({"layer": self.blocks}, NUM_BLOCKS)
-        self.worker = ConnectorWorker(self.store, block_copier(layout, NUM_BLOCKS, verify=verify), layout.block_bytes)
+        self.worker = ConnectorWorker(self.store, block_copier(layout, verify=verify), layout.block_bytes)
 
     def save(self, *block_ids: int) -> None:
         save = BlockSave(tuple(KEYS[b] for b in block_ids), block_ids)

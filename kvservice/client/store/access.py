@@ -146,7 +146,7 @@ class StoreAccess:
     async def _reopen(self, lost: StoreLink | None) -> None:
         """Retry to open a link until it succeeds or the store is closed."""
         if lost is not None:
-            await lost.close(self._dialer)
+            await lost.close(self._dialer, lost=True)
         pause_s = PAUSE_S
         while not self._closed:
             try:

@@ -6,6 +6,8 @@ from kvservice.client.store.access import StoreAccess
 from kvservice.client.store.core import StoreCore
 from kvservice.client.store.leases import Held, LeaseCore, ReservationCore
 from kvservice.client.store.link import StoreLink
+from kvservice.client.store.memory import MappedStore
+from kvservice.client.store.pieces import Numbers
 from kvservice.client.store.values import Flags, Statuses
 from kvservice.client.threads import blocking
 from kvservice.wire.tensors import Array
@@ -21,6 +23,14 @@ class StoreLease:
     @property
     def views(self) -> list[Array | None]:
         return self._core.views
+
+    @property
+    def addresses(self) -> Numbers:
+        return self._core.addresses
+
+    @property
+    def memory(self) -> MappedStore:
+        return self._core.memory
 
     def check(self) -> Flags:
         """See LeaseCore.check."""
@@ -47,6 +57,14 @@ class StoreReservation:
     @property
     def views(self) -> list[Array | None]:
         return self._core.views
+
+    @property
+    def addresses(self) -> Numbers:
+        return self._core.addresses
+
+    @property
+    def memory(self) -> MappedStore:
+        return self._core.memory
 
     commit = blocking(ReservationCore.commit)
     abort = blocking(ReservationCore.abort)
@@ -75,6 +93,10 @@ class Store:
     @property
     def transport(self) -> str:
         return self._core.transport
+
+    @property
+    def memory(self) -> MappedStore | None:
+        return self._core.memory
 
     lookup = blocking(BlockingCore.lookup)
     get = blocking(BlockingCore.get)

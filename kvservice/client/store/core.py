@@ -13,6 +13,7 @@ from kvservice.client.store.access import StoreAccess
 from kvservice.client.store.holding import acquire, reserve
 from kvservice.client.store.leases import Held, LeaseCore, ReservationCore
 from kvservice.client.store.link import StoreLink
+from kvservice.client.store.memory import MappedStore
 from kvservice.client.store.pieces import Blocks, pieces_of
 from kvservice.client.store.reading import BlockReader
 from kvservice.client.store.splits import keys_in_request, parts
@@ -71,6 +72,11 @@ class StoreCore(Generic[LeaseT, ReservationT]):
     def transport(self) -> str:
         """How `get` copies now: "mapped", "region" or "inline"; "" while the daemon is away."""
         return "" if (link := self._access.link) is None else link.transport
+
+    @property
+    def memory(self) -> MappedStore | None:
+        """The memory of the store if it is mapped now. Another link to the daemon has another mapping."""
+        return None if (link := self._access.link) is None else link.memory
 
     async def lookup(self, keys: Keys, *, timeout_s: float | None = None) -> Lookup:
         """Return which blocks are there. They may be evicted at any time. Changes nothing."""

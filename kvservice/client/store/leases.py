@@ -10,6 +10,7 @@ from kvservice.client.requests import wait_time
 from kvservice.client.store.access import StoreAccess
 from kvservice.client.store.link import StoreLink
 from kvservice.client.store.memory import MappedStore
+from kvservice.client.store.pieces import Numbers
 from kvservice.client.store.values import (
     Flags,
     PutStatus,
@@ -37,7 +38,8 @@ class Holding:
         self._access, self._link, self._held = access, link, held
 
     @property
-    def _memory(self) -> MappedStore:
+    def memory(self) -> MappedStore:
+        """The mapped memory that the blocks lie in. Raises StoreNotSharedError if the store is not mapped."""
         memory = None if self._link is None else self._link.memory
         if memory is None:
             raise StoreNotSharedError("the store is not mapped")
@@ -47,8 +49,15 @@ class Holding:
         """Return an array for each chosen key, None for the others."""
         if not self._held:
             return [None] * len(chosen)
-        views = iter(self._memory.views(b"".join(held.offsets for held in self._held), writable=writable))
+        views = iter(self.memory.views(b"".join(held.offsets for held in self._held), writable=writable))
         return [next(views) if one else None for one in chosen.tolist()]
+
+    def _addresses(self, chosen: Flags) -> Numbers:
+        """Return the address for each chosen key, 0 for the others."""
+        addresses: Numbers = np.zeros(len(chosen), np.uint64)
+        if self._held:
+            addresses[chosen] = self.memory.addresses(b"".join(held.offsets for held in self._held))
+        return addresses
 
 
 class LeaseCore(Holding):
@@ -67,6 +76,12 @@ class LeaseCore(Holding):
         StoreNotSharedError if blocks were found and the store is not mapped."""
         return self._views(self.found, writable=False)
 
+    @property
+    def addresses(self) -> Numbers:
+        """The addresses of the `views`, uint64[num_keys], 0 for keys that were not found: for copies by a GPU. They are
+        valid as long as `memory` is referenced. Raises StoreNotSharedError as `views` does."""
+        return self._addresses(self.found)
+
     def check(self) -> Flags:
         """Return which blocks found are still the leased ones: everything that was read from their views before this
         call is right. Raises StoreNotSharedError as `views` does."""
@@ -74,7 +89,7 @@ class LeaseCore(Holding):
         if self._held:
             offsets = b"".join(held.offsets for held in self._held)
             versions = b"".join(held.versions for held in self._held)
-            right[right] = self._memory.unchanged(offsets, versions)
+            right[right] = self.memory.unchanged(offsets, versions)
         return right
 
     async def renew(self, ttl_s: float = 0.0, *, timeout_s: float | None = None) -> bool:
@@ -123,6 +138,11 @@ class ReservationCore(Holding):
         """A writable array uint8[block_bytes] for each reserved block, None for the other keys. They must not be
         written after `commit` or `abort`."""
         return self._views(self.reserved, writable=True)
+
+    @property
+    def addresses(self) -> Numbers:
+        """The addresses of the `views`, uint64[num_keys], 0 for keys that are not reserved. See LeaseCore.addresses."""
+        return self._addresses(self.reserved)
 
     async def commit(self, written: Any = None, *, timeout_s: float | None = None) -> int:
         """Publish the reserved blocks; with `written`, flags for all keys, only those, and abort the others. Returns

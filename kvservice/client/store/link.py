@@ -152,13 +152,14 @@ class StoreLink:
             return "mapped"
         return "region" if self.staging.allowed else "inline"
 
-    async def close(self, dialer: Dialer) -> None:
+    async def close(self, dialer: Dialer, *, lost: bool = False) -> None:
         """Close the session, so that its leases and reservations end. Arrays over the mapped memory stay valid.
 
         The daemon does not use the room of reservations that a session leaves behind while this process lives, because
-        it could still write there. Those of the caller are aborted first: the caller has promised not to."""
+        it could still write there. Those of the caller are aborted first: the caller has promised not to. The caller
+        has promised nothing if the link is `lost`: it may be writing now."""
         with contextlib.suppress(KVServiceError):
-            while self.reservations and self.connection.connected:
+            while self.reservations and self.connection.connected and not lost:
                 request = store_pb2.AbortRequest(reservation_id=self.reservations.pop())
                 await self.call("store_abort", request, OPEN_S)
         await self.connection.close()

@@ -30,15 +30,17 @@ class Geometry:
 
 
 class MappedStore:
-    """The mapped memory. `offsets` are those of blocks, as the daemon packs them. A block can change as soon as its
-    lease has ended; `unchanged` notices that afterwards."""
+    """The memory of a store, mapped at `address`: `num_bytes` in slabs of `slab_bytes`. A block lies in one slab.
+
+    `offsets` are those of blocks, as the daemon packs them. A block can change as soon as its lease has ended;
+    `unchanged` notices that afterwards."""
 
     def __init__(self, mapping: mmap.mmap, geometry: Geometry, writable: bool, num_threads: int) -> None:
-        self.writable = writable
+        self.writable, self.num_bytes, self.slab_bytes = writable, len(mapping), geometry.slab_bytes
         self._geometry, self._num_threads = geometry, num_threads
         self._bytes = np.frombuffer(mapping, np.uint8)
         self._words = self._bytes[: len(self._bytes) & ~7].view(np.uint64)
-        self._address = int(self._bytes.ctypes.data)
+        self.address = int(self._bytes.ctypes.data)
 
     @staticmethod
     def open(descriptor: int, num_bytes: int, geometry: Geometry, writable: bool, num_threads: int) -> MappedStore:
@@ -49,19 +51,19 @@ class MappedStore:
     def copy_out(self, offsets: bytes, target: Pieces, checksums: bytes = b"") -> Flags:
         """Copy blocks, see `copies.copy_out`."""
         self._check(offsets)
-        return copies.copy_out(self._address, offsets, self._geometry.block_bytes, target, self._num_threads, checksums)
+        return copies.copy_out(self.address, offsets, self._geometry.block_bytes, target, self._num_threads, checksums)
 
     def copy_in(self, offsets: bytes, source: Pieces) -> bytes:
         """Write reserved blocks. Returns their checksums."""
         self._check(offsets)
-        return copies.copy_in(self._address, offsets, self._geometry.block_bytes, source, self._num_threads)
+        return copies.copy_in(self.address, offsets, self._geometry.block_bytes, source, self._num_threads)
 
     def unchanged(self, offsets: bytes, versions: bytes) -> Flags:
         """Return which blocks still have these versions, so that everything read from them so far was right."""
         self._check(offsets)
         geometry = self._geometry
         now = _ext.store_versions(
-            self._address, geometry.slab_bytes, geometry.first_block, geometry.block_stride, offsets
+            self.address, geometry.slab_bytes, geometry.first_block, geometry.block_stride, offsets
         )
         flags: Flags = np.frombuffer(now, np.uint64) == np.frombuffer(versions, np.uint64)
         return flags
@@ -74,6 +76,10 @@ class MappedStore:
         records = (starts - slabs - geometry.first_block) // geometry.block_stride * RECORD_BYTES
         words: Numbers = self._words[(slabs + records + CHECKSUM_BYTE) // 8]
         return words.tobytes()
+
+    def addresses(self, offsets: bytes) -> Numbers:
+        """Return the address of each block in this process."""
+        return self._check(offsets) + np.uint64(self.address)
 
     def views(self, offsets: bytes, *, writable: bool) -> list[Array]:
         """Return an array uint8[block_bytes] over each block."""

@@ -26,6 +26,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvservice.client import KVClient, Store, StoreNamespace
 from kvservice.integrations.vllm.asking import StoreAsker
 from kvservice.integrations.vllm.checks import check_supported
+from kvservice.integrations.vllm.copiers import block_copier
 from kvservice.integrations.vllm.finders import StoreFinder
 from kvservice.integrations.vllm.identity import worker_namespace
 from kvservice.integrations.vllm.layout import BlockLayout, block_layout
@@ -33,8 +34,7 @@ from kvservice.integrations.vllm.metrics import ConnectorPromMetrics, ConnectorS
 from kvservice.integrations.vllm.options import ConnectorOptions
 from kvservice.integrations.vllm.scheduling import ConnectorScheduler
 from kvservice.integrations.vllm.steps import ConnectorStep
-from kvservice.integrations.vllm.transfers import block_copier
-from kvservice.integrations.vllm.working import ConnectorWorker, blocks_per_call
+from kvservice.integrations.vllm.working import ConnectorWorker
 
 logger = logging.getLogger("vllm.kvservice")
 
@@ -94,7 +94,7 @@ class KVServiceConnector(KVConnectorBase_V1):  # type: ignore[misc]
         layout = block_layout(kv_caches, self._kv_cache_config.num_blocks)
         self._namespace = self._make_namespace(layout, kv_caches)
         logger.info("blocks of %d bytes are kept in %s", layout.block_bytes, self._namespace)
-        copier = block_copier(layout, blocks_per_call(layout.block_bytes), verify=self._options.verify)
+        copier = block_copier(layout, verify=self._options.verify)
         self._worker = ConnectorWorker(
             self._open(self._namespace, self._options.transfer_timeout_s), copier, layout.block_bytes
         )

@@ -27,7 +27,7 @@ class ConnectorOptions:
     lookup_timeout_s: float = 0.25
     """The time limit in seconds of a look-up. One that takes longer counts as a miss."""
     transfer_timeout_s: float = 1.0
-    """The time limit in seconds of saving or loading up to 16 MiB in the background."""
+    """The time limit in seconds of a call that saves or loads in the background."""
 
     @staticmethod
     def of(extra_config: Mapping[str, Any]) -> ConnectorOptions:

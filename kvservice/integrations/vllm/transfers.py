@@ -2,46 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from kvservice.client import Scatter
-from kvservice.errors import InvalidArgumentError
 from kvservice.integrations.vllm.layout import BlockLayout
 
 Flags = npt.NDArray[np.bool_]
+Statuses = npt.NDArray[np.uint8]
+T = TypeVar("T")
+
+# The most bytes of one call that copies before it returns.
+CALL_BYTES = 16 << 20
 
 
 class BlockCopier(Protocol):
-    """Copies blocks of vLLM to and from a store of the client. Both calls return after the last access to memory."""
+    """Copies blocks of vLLM to and from a store of the client. One thread uses it.
+
+    A call may return before the copy has ended, and the next copy may start then. The blocks are in use until the
+    result is there. `call_bytes` are about the most bytes of one call, one block at least.
+    """
+
+    call_bytes: int
 
     def mark(self) -> Any:
-        """Return what `put` waits for: the computations that are queued now."""
+        """Return what copies wait for: the computations that are queued now. Any thread may call this."""
 
-    def get(self, store: Any, keys: Sequence[bytes], block_ids: Sequence[int]) -> Flags:
-        """Fill blocks. Returns which of them are right."""
+    def get(self, store: Any, keys: Sequence[bytes], block_ids: Sequence[int], mark: Any) -> Future[Flags]:
+        """Fill blocks. The result is which of them are right."""
 
-    def put(self, store: Any, keys: Sequence[bytes], block_ids: Sequence[int], mark: Any) -> npt.NDArray[Any]:
-        """Store blocks. Returns the PutStatus of each."""
+    def put(self, store: Any, keys: Sequence[bytes], block_ids: Sequence[int], mark: Any) -> Future[Statuses]:
+        """Store blocks. The result is the PutStatus of each."""
 
-
-def block_copier(layout: BlockLayout, max_blocks: int, *, verify: bool = False) -> BlockCopier:
-    """`max_blocks`: the most blocks of one call; `verify`: a block whose checksum is wrong is not right. Raises
-    InvalidArgumentError for a device that is not supported."""
-    kinds = {memory.device.type for memory in layout.memories}
-    if kinds == {"cpu"}:
-        return HostCopier(layout, verify=verify)
-    if kinds == {"cuda"}:
-        return StagedCopier(layout, max_blocks, verify=verify)
-    raise InvalidArgumentError(f"K/V caches on {', '.join(sorted(kinds))} are not supported", field="kv_caches")
+    def close(self) -> None:
+        """Wait for all copies, and free what they used."""
 
 
 class HostCopier:
     """Copies between the store and blocks in host memory, without a copy in between."""
+
+    call_bytes = CALL_BYTES
 
     def __init__(self, layout: BlockLayout, *, verify: bool) -> None:
         self._layout, self._verify = layout, verify
@@ -51,13 +56,14 @@ class HostCopier:
     def mark(self) -> None:
         return None
 
-    def get(self, store: Any, keys: Sequence[bytes], block_ids: Sequence[int]) -> Flags:
-        found: Flags = store.get(keys, self._places(block_ids), verify=self._verify)
-        return found
+    def get(self, store: Any, keys: Sequence[bytes], block_ids: Sequence[int], mark: Any) -> Future[Flags]:  # noqa: ARG002
+        return done(store.get(keys, self._places(block_ids), verify=self._verify))
 
-    def put(self, store: Any, keys: Sequence[bytes], block_ids: Sequence[int], mark: Any) -> npt.NDArray[Any]:  # noqa: ARG002
-        statuses: npt.NDArray[Any] = store.put(keys, self._places(block_ids))
-        return statuses
+    def put(self, store: Any, keys: Sequence[bytes], block_ids: Sequence[int], mark: Any) -> Future[Statuses]:  # noqa: ARG002
+        return done(store.put(keys, self._places(block_ids)))
+
+    def close(self) -> None:
+        """Nothing is in use between calls."""
 
     def _places(self, block_ids: Sequence[int]) -> Scatter:
         offsets = self._starts + np.asarray(block_ids, np.int64)[:, None] * self._strides
@@ -67,7 +73,9 @@ class HostCopier:
 class StagedCopier:
     """Copies blocks of a GPU through pinned host memory, on a stream of its own."""
 
-    def __init__(self, layout: BlockLayout, max_blocks: int, *, verify: bool) -> None:
+    call_bytes = CALL_BYTES
+
+    def __init__(self, layout: BlockLayout, *, verify: bool) -> None:
         self._verify = verify
         self._pieces = [
             memory.as_strided((layout.num_blocks, num_bytes), (stride, 1), start)
@@ -76,7 +84,7 @@ class StagedCopier:
             )
         ]
         self._device = layout.memories[0].device
-        self._staging = _pinned(max_blocks, layout.block_bytes)
+        self._staging = _pinned(max(1, CALL_BYTES // layout.block_bytes), layout.block_bytes)
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     def mark(self) -> torch.cuda.Event:
@@ -84,7 +92,20 @@ class StagedCopier:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def get(self, store: Any, keys: Sequence[bytes], block_ids: Sequence[int]) -> Flags:
+    def get(self, store: Any, keys: Sequence[bytes], block_ids: Sequence[int], mark: torch.cuda.Event) -> Future[Flags]:
+        self._stream.wait_event(mark)
+        return done(np.concatenate([self._get(store, keys[part], block_ids[part]) for part in self._calls(keys)]))
+
+    def put(
+        self, store: Any, keys: Sequence[bytes], block_ids: Sequence[int], mark: torch.cuda.Event
+    ) -> Future[Statuses]:
+        self._stream.wait_event(mark)
+        return done(np.concatenate([self._put(store, keys[part], block_ids[part]) for part in self._calls(keys)]))
+
+    def close(self) -> None:
+        """Nothing is in use between calls."""
+
+    def _get(self, store: Any, keys: Sequence[bytes], block_ids: Sequence[int]) -> Flags:
         found: Flags = store.get(keys, self._staging[: len(keys)], verify=self._verify)
         with torch.cuda.stream(self._stream):
             staged = self._staging[: len(keys)].to(self._device, non_blocking=True)
@@ -95,20 +116,29 @@ class StagedCopier:
         self._stream.synchronize()
         return found
 
-    def put(
-        self, store: Any, keys: Sequence[bytes], block_ids: Sequence[int], mark: torch.cuda.Event
-    ) -> npt.NDArray[Any]:
+    def _put(self, store: Any, keys: Sequence[bytes], block_ids: Sequence[int]) -> Statuses:
         staging = self._staging[: len(keys)]
         with torch.cuda.stream(self._stream):
-            self._stream.wait_event(mark)
             blocks = torch.tensor(block_ids, device=self._device)
             staging.copy_(torch.cat([piece[blocks] for piece in self._pieces], dim=1), non_blocking=True)
         self._stream.synchronize()
-        statuses: npt.NDArray[Any] = store.put(keys, staging)
+        statuses: Statuses = store.put(keys, staging)
         return statuses
+
+    def _calls(self, keys: Sequence[bytes]) -> Iterator[slice]:
+        """Yield the parts of a batch that fit the pinned memory."""
+        for first in range(0, len(keys), len(self._staging)):
+            yield slice(first, first + len(self._staging))
 
     def _parts(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return torch.split(values, [piece.shape[1] for piece in self._pieces], dim=1)
+
+
+def done(result: T) -> Future[T]:
+    """Return a future that has this result."""
+    future: Future[T] = Future()
+    future.set_result(result)
+    return future
 
 
 def _pinned(num_blocks: int, block_bytes: int) -> torch.Tensor:

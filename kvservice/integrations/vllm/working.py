@@ -6,8 +6,10 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,15 +17,24 @@ import numpy as np
 from kvservice.client import PutStatus
 from kvservice.integrations.vllm.statistics import TransferCounters
 from kvservice.integrations.vllm.steps import BlockLoad, BlockSave, ConnectorStep
-from kvservice.integrations.vllm.transfers import BlockCopier
+from kvservice.integrations.vllm.transfers import BlockCopier, Flags, Statuses, done
 
 logger = logging.getLogger(__name__)
 
-# The most bytes of blocks in one call.
-CALL_BYTES = 16 << 20
 # How long a step waits for saves of blocks that it overwrites, in seconds. Then the saves are given up.
 PATIENCE_S = 0.25
 _LOAD, _SAVE, _STOP = range(3)
+
+
+@dataclass(eq=False)
+class _PendingLoad:
+    """A load of which `num_parts` have not ended. `failed` are the blocks that are not right."""
+
+    load: BlockLoad
+    mark: Any
+    num_parts: int = 0
+    began: float = 0.0
+    failed: set[int] = field(default_factory=set)
 
 
 @dataclass(eq=False)
@@ -40,6 +51,8 @@ class _PendingSave:
 class ConnectorWorker:
     """Loads come before saves. No method but `before_step` and `close` waits.
 
+    A thread starts the copies. They end on that thread or on another one of the copier.
+
     A load that fails in part or as a whole names its blocks in `take_failed_blocks` when the request is finished, and
     vLLM computes them again. A save that fails is a miss later.
     """
@@ -48,7 +61,7 @@ class ConnectorWorker:
         """`store`: a store of the client for this worker's namespace, used by the thread alone until `close`."""
         self._store, self._copier = store, copier
         self._block_bytes = block_bytes
-        self._at_once = blocks_per_call(block_bytes)
+        self._at_once = max(1, copier.call_bytes // block_bytes)
         self._queue: queue.PriorityQueue[tuple[int, int, Any]] = queue.PriorityQueue()
         self._number = 0
         self._pending: list[_PendingSave] = []
@@ -71,8 +84,11 @@ class ConnectorWorker:
                     pending.abandoned = True
 
     def start_loads(self, step: ConnectorStep) -> None:
+        if not step.loads:
+            return
+        mark = self._copier.mark()
         for load in step.loads:
-            self._put(_LOAD, load)
+            self._put(_LOAD, _PendingLoad(load, mark))
 
     def start_saves(self, step: ConnectorStep) -> None:
         """Save blocks whose computation is queued or done."""
@@ -116,71 +132,86 @@ class ConnectorWorker:
         while True:
             _, _, work = self._queue.get()
             if work is None:
+                self._copier.close()
                 return
-            if isinstance(work, BlockLoad):
+            if isinstance(work, _PendingLoad):
                 self._load(work)
             else:
                 self._save(work)
 
-    def _load(self, load: BlockLoad) -> None:
-        began = time.monotonic()
-        failed: set[int] = set()
-        for first in range(0, len(load.keys), self._at_once):
-            part = slice(first, first + self._at_once)
-            failed |= self._load_part(load.keys[part], load.block_ids[part])
-        with self._lock:
-            self._failed |= failed
-            self._finished.add(load.request_id)
-            counters = self._counters
-            counters.blocks_loaded += len(load.keys) - len(failed)
-            counters.blocks_not_loaded += len(failed)
-            counters.bytes_loaded += (len(load.keys) - len(failed)) * self._block_bytes
-            counters.load_seconds += time.monotonic() - began
+    def _load(self, pending: _PendingLoad) -> None:
+        load, pending.began = pending.load, time.monotonic()
+        parts = [slice(first, first + self._at_once) for first in range(0, len(load.keys), self._at_once)]
+        pending.num_parts = len(parts)
+        for part in parts:
+            started = _started(self._copier.get, self._store, load.keys[part], load.block_ids[part], pending.mark)
+            started.add_done_callback(partial(self._part_loaded, pending, load.block_ids[part]))
 
-    def _load_part(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> set[int]:
-        """Return the blocks that are not right."""
+    def _part_loaded(self, pending: _PendingLoad, block_ids: tuple[int, ...], part: Future[Flags]) -> None:
         try:
-            found = self._copier.get(self._store, keys, block_ids)
+            wrong = {block_ids[i] for i in np.flatnonzero(~part.result())}
         except Exception:
             # Whatever the error is, the request must go on.
             logger.exception("blocks could not be loaded, vLLM computes them")
-            return set(block_ids)
-        return {block_id for block_id, right in zip(block_ids, found, strict=True) if not right}
+            wrong = set(block_ids)
+        with self._lock:
+            pending.failed |= wrong
+            pending.num_parts -= 1
+            if not pending.num_parts:
+                self._loaded(pending)
+
+    def _loaded(self, pending: _PendingLoad) -> None:
+        num_loaded = len(pending.load.keys) - len(pending.failed)
+        self._failed |= pending.failed
+        self._finished.add(pending.load.request_id)
+        counters = self._counters
+        counters.blocks_loaded += num_loaded
+        counters.blocks_not_loaded += len(pending.failed)
+        counters.bytes_loaded += num_loaded * self._block_bytes
+        counters.load_seconds += time.monotonic() - pending.began
 
     def _save(self, pending: _PendingSave) -> None:
         began = time.monotonic()
-        num_saved = num_lost = 0
+        _started(self._start_save, pending).add_done_callback(partial(self._saved, pending, began))
+
+    def _start_save(self, pending: _PendingSave) -> Future[Statuses]:
+        """Store the blocks that the store does not have."""
+        save = pending.save
+        missing = np.flatnonzero(~self._store.lookup(save.keys).found).tolist()
+        if not missing:
+            return done(np.zeros(0, np.uint8))
+        # The last block first: then the first, without which the others are useless, is the last to be evicted.
+        keys, block_ids = [save.keys[i] for i in missing[::-1]], [save.block_ids[i] for i in missing[::-1]]
+        pending.reading.acquire()
+        if pending.abandoned:
+            started = done(np.full(len(keys), PutStatus.UNREACHABLE, np.uint8))
+        else:
+            started = _started(self._copier.put, self._store, keys, block_ids, pending.mark)
+        started.add_done_callback(lambda _: pending.reading.release())
+        return started
+
+    def _saved(self, pending: _PendingSave, began: float, result: Future[Statuses]) -> None:
         try:
-            num_saved, num_lost = self._save_missing(pending)
+            statuses = result.result()
+            num_saved = int((statuses == PutStatus.DONE).sum())
+            num_lost = int(np.isin(statuses, (PutStatus.NO_ROOM, PutStatus.UNREACHABLE)).sum())
         except Exception:
             logger.exception("blocks could not be saved")
-            num_lost = len(pending.save.keys)
-        finally:
-            pending.ended.set()
+            num_saved, num_lost = 0, len(pending.save.keys)
         with self._lock:
             counters = self._counters
             counters.blocks_saved += num_saved
             counters.blocks_not_saved += num_lost
             counters.bytes_saved += num_saved * self._block_bytes
             counters.save_seconds += time.monotonic() - began
-
-    def _save_missing(self, pending: _PendingSave) -> tuple[int, int]:
-        """Store the blocks that the store does not have. Returns how many it did store, and how many it could not."""
-        save = pending.save
-        missing = np.flatnonzero(~self._store.lookup(save.keys).found)
-        if not len(missing):
-            return 0, 0
-        keys, block_ids = [save.keys[i] for i in missing], [save.block_ids[i] for i in missing]
-        with pending.reading:
-            if pending.abandoned:
-                return 0, len(keys)
-            # The last block first: then the first, without which the others are useless, is the last to be evicted.
-            statuses = self._copier.put(self._store, keys[::-1], block_ids[::-1], pending.mark)
-        num_saved = int((statuses == PutStatus.DONE).sum())
-        num_lost = int(np.isin(statuses, (PutStatus.NO_ROOM, PutStatus.UNREACHABLE)).sum())
-        return num_saved, num_lost
+        pending.ended.set()
 
 
-def blocks_per_call(block_bytes: int) -> int:
-    """Return the most blocks that are copied by one call."""
-    return max(1, CALL_BYTES // block_bytes)
+def _started(start: Callable[..., Future[Any]], *arguments: Any) -> Future[Any]:
+    """Return what `start` returns, or a future with its error."""
+    try:
+        return start(*arguments)
+    except Exception as error:
+        failed: Future[Any] = Future()
+        failed.set_exception(error)
+        return failed

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("torch", reason="torch is not installed")
 
 from kvservice.bench import lane_cuda, transports
+from kvservice.bench.cuda_layouts import LAYOUTS
 
 
 def kvservice(*arguments: str) -> dict[str, Any]:
@@ -60,3 +61,11 @@ def test_rpc() -> None:
     for way in transports.LABELS.keys() - results["refused"].keys():
         for size in transports.SIZES:
             assert 0 < results[f"{way}_{size}_p50_s"] <= results[f"{way}_{size}_p99_s"]
+
+
+def test_store() -> None:
+    results = kvservice("bench", "store", "--device", "cuda", "--quick")
+    assert len(results["gb_per_s"]) == 3 * len(LAYOUTS) + 3
+    for rates in results["gb_per_s"]:
+        for way in ("save", "load"):
+            assert 0.1 < rates[way] < 1.5 * rates[f"{way}_link"]

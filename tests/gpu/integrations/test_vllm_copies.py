@@ -1,47 +1,197 @@
-"""Copies of vLLM's K/V on a GPU, in the layouts of its GPU backends, to and from a store."""
+"""Copies of K/V on a GPU, in the layouts of vLLM's GPU backends, to and from a store."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from fake_store import FakeStore
+from gated_copies import Gate, LeakyStore
+from store_daemons import SMALL_STORE, OpenStore, keys_of, new_namespace
 
-from kvservice.integrations.vllm.layout import block_layout
-from kvservice.integrations.vllm.transfers import StagedCopier, block_copier
+from kvservice.bench.cuda_layouts import LAYOUTS, Model, check_equal
+from kvservice.client import KVClient, PutStatus, Store
+from kvservice.errors import InternalError, InvalidArgumentError
+from kvservice.integrations.vllm.copiers import block_copier
+from kvservice.integrations.vllm.gpu_blocks import GpuBlocks
+from kvservice.integrations.vllm.layout import BlockLayout, block_layout
+from kvservice.integrations.vllm.mapped_copies import MappedCopier
+from kvservice.integrations.vllm.transfers import BlockCopier, StagedCopier
+from kvservice.launch import Daemon
+from kvservice.ops.block_pieces import page_lock
 
-NUM_BLOCKS, HEADS, SIZE, HEAD = 64, 8, 16, 128
-SHAPES = {
-    "K and V in one page": (NUM_BLOCKS, HEADS, SIZE, 2 * HEAD),
-    "K and V first": (2, NUM_BLOCKS, SIZE, HEADS, HEAD),
-    "K and V in a block": (NUM_BLOCKS, 2, SIZE, HEADS, HEAD),
-}
+NUM_BLOCKS = 64
+# Odd numbers of layers and heads, so that no piece is a power of two.
+MODEL = Model(num_layers=5, num_kv_heads=3)
+DONE, UNREACHABLE = PutStatus.DONE, PutStatus.UNREACHABLE
 
 
-def key(number: int) -> bytes:
-    return bytes([number]) * 32
+class Rig:
+    """Tensors of a layout, whose blocks are saved under their numbers."""
+
+    def __init__(self, layout: str = "FlashAttention, K and V first") -> None:
+        self.tensors = LAYOUTS[layout](MODEL, NUM_BLOCKS)
+        self.before = {name: tensor.clone() for name, tensor in self.tensors.items()}
+        self.layout: BlockLayout = block_layout(self.tensors, NUM_BLOCKS)
+
+    def open(self, client: KVClient) -> Store:
+        return client.store(new_namespace(self.layout.block_bytes), timeout_s=30.0)
+
+    def copier(self) -> BlockCopier:
+        return block_copier(self.layout)
+
+    def clear(self) -> None:
+        for tensor in self.tensors.values():
+            tensor.zero_()
+        torch.cuda.synchronize()
+
+    def check(self, saved: list[int], loaded: list[int]) -> None:
+        """Check that these blocks have what was saved, and all others are zero."""
+        for name, tensor in self.tensors.items():
+            now, before = (blocks_of(each) for each in (tensor, self.before[name]))
+            assert torch.equal(now[loaded], before[saved])
+            others = [block for block in range(NUM_BLOCKS) if block not in loaded]
+            assert not now[others].any()
 
 
-@pytest.mark.parametrize("layout", SHAPES)
-def test_saved_blocks_are_loaded_into_other_blocks(layout: str) -> None:
-    shape = SHAPES[layout]
-    axis = shape.index(NUM_BLOCKS)
-    layers = {str(n): torch.randn(shape, device="cuda").bfloat16() for n in range(8)}
-    copier, store = block_copier(block_layout(layers, NUM_BLOCKS), 8), FakeStore()
-    assert isinstance(copier, StagedCopier)
-    # A block is written by work that is queued behind a long computation. Its save must wait for it.
-    busy = torch.randn(8192, 8192, device="cuda")
-    for _ in range(20):
-        busy = torch.nn.functional.normalize(busy @ busy)
-    for layer in layers.values():
-        layer.select(axis, 5).copy_(busy.flatten()[: layer.select(axis, 5).numel()].view(layer.select(axis, 5).shape))
-    copier.put(store, [key(n) for n in range(8)], range(8), copier.mark())
-    expected = {name: layer.clone() for name, layer in layers.items()}
-    for layer in layers.values():
-        layer.zero_()
+def blocks_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bits of a tensor with its blocks first: random numbers may be NaN."""
+    return tensor.movedim(tensor.shape.index(NUM_BLOCKS), 0).view(torch.int16)
 
-    assert copier.get(store, [key(9), key(5), key(7)], [1, 40, 41]).tolist() == [False, True, True]
-    for name, layer in layers.items():
-        assert torch.equal(layer.select(axis, 40), expected[name].select(axis, 5))
-        assert torch.equal(layer.select(axis, 41), expected[name].select(axis, 7))
-        others = [block for block in range(NUM_BLOCKS) if block not in (40, 41)]
-        assert not layer.index_select(axis, torch.tensor(others, device="cuda")).any()
+
+@pytest.mark.parametrize("share", ["write", "read", "off"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_blocks_come_back_as_they_were(store_daemon: OpenStore, layout: str, share: str) -> None:
+    rig = Rig(layout)
+    with KVClient(store_daemon(share).address) as client, rig.open(client) as store:
+        copier = rig.copier()
+        assert isinstance(copier, MappedCopier)
+        numbers = [3, 50, 4, 63, 0]
+        assert copier.put(store, keys_of(*numbers), numbers, copier.mark()).result(60).tolist() == [DONE] * 5
+        rig.clear()
+        found = copier.get(store, keys_of(63, 99, 0, 50), [40, 41, 7, 62], copier.mark()).result(60)
+        assert found.tolist() == [True, False, True, True]
+        rig.check([63, 0, 50], [40, 7, 62])
+        copier.close()
+
+
+def test_a_block_of_every_part_is_compared() -> None:
+    """The bench compares with this function."""
+    rig = Rig()
+    check_equal(rig.tensors, NUM_BLOCKS, [1, 2], [1, 2])
+    with pytest.raises(InternalError, match=r"layer\.0"):
+        check_equal(rig.tensors, NUM_BLOCKS, [1, 2], [1, 3])
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_copies_wait_for_the_computations_that_are_queued(store_daemon: OpenStore, staged: bool) -> None:
+    rig = Rig()
+    with KVClient(store_daemon("write").address) as client, rig.open(client) as mapped:
+        store = FakeStore() if staged else mapped
+        copier = StagedCopier(rig.layout, verify=False) if staged else rig.copier()
+        copier.put(store, keys_of(5), [5], copier.mark()).result(60)
+        # Computations behind a long one write a block that is saved, and one that is loaded into.
+        busy = torch.randn(8192, 8192, device="cuda")
+        for _ in range(20):
+            busy = torch.nn.functional.normalize(busy @ busy)
+        for tensor in rig.tensors.values():
+            tensor[:, 6] = busy.flatten()[: tensor[:, 6].numel()].view(tensor[:, 6].shape)
+            tensor[:, 40] = 0
+        loaded = copier.get(store, keys_of(5), [40], copier.mark())
+        copier.put(store, keys_of(6), [6], copier.mark()).result(60)
+        assert loaded.result(60).tolist() == [True]
+        rig.before = {name: tensor.clone() for name, tensor in rig.tensors.items()}
+        assert copier.get(store, keys_of(6), [41], copier.mark()).result(60).tolist() == [True]
+        for name, tensor in rig.tensors.items():
+            now, before = blocks_of(tensor), blocks_of(rig.before[name])
+            assert torch.equal(now[[40, 41]], before[[5, 6]])
+        copier.close()
+
+
+def test_a_block_whose_lease_ends_during_the_copy_is_wrong(store_daemon: OpenStore) -> None:
+    rig = Rig()
+    gate = Gate(GpuBlocks(rig.layout))
+    with KVClient(store_daemon("write").address) as client, rig.open(client) as store:
+        copier, leaky = MappedCopier(gate, StagedCopier(rig.layout, verify=False), verify=False), LeakyStore(store)
+        gate.open.set()
+        copier.put(store, keys_of(1, 2, 3), [1, 2, 3], copier.mark()).result(60)
+        rig.clear()
+        gate.open.clear()
+        gate.held_up.clear()
+        loaded = copier.get(leaky, keys_of(1, 2, 3), [40, 41, 42], copier.mark())
+        assert gate.held_up.wait(60)
+        leaky.lose(2)
+        gate.open.set()
+        assert loaded.result(60).tolist() == [True, False, True]
+        for tensor in rig.tensors.values():
+            tensor[:, 41] = 0
+        rig.check([1, 3], [40, 42])
+        copier.close()
+
+
+def test_the_daemon_is_killed_during_copies() -> None:
+    rig = Rig()
+    gate = Gate(GpuBlocks(rig.layout))
+    with (
+        Daemon(**SMALL_STORE | {"share_store": "write"}) as daemon,
+        KVClient(daemon.address) as client,
+        rig.open(client) as store,
+    ):
+        copier = MappedCopier(gate, StagedCopier(rig.layout, verify=False), verify=False)
+        gate.open.set()
+        copier.put(store, keys_of(1), [1], copier.mark()).result(60)
+        rig.clear()
+        gate.open.clear()
+        gate.held_up.clear()
+        loaded = copier.get(store, keys_of(1), [40], copier.mark())
+        saved = copier.put(store, keys_of(2), [2], copier.mark())
+        assert gate.held_up.wait(60)
+        daemon.process.kill()
+        daemon.process.wait()
+        gate.open.set()
+        assert loaded.result(60).tolist() == [True]
+        assert saved.result(60).tolist() == [UNREACHABLE]
+        rig.check([1], [40])
+        copier.close()
+
+
+def test_two_clients_lock_the_same_memory_and_closing_unlocks_it(store_daemon: OpenStore) -> None:
+    rig, other = Rig(), Rig()
+    address = store_daemon("read").address
+    with KVClient(address) as client, rig.open(client) as store:
+        one, two = rig.copier(), other.copier()
+        with client.store(store.namespace, timeout_s=30.0) as second:
+            one.put(store, keys_of(1, 2), [1, 2], one.mark()).result(60)
+            other.clear()
+            other.before = rig.before
+            assert one.get(store, keys_of(1), [1], one.mark()).result(60).all()
+            assert two.get(second, keys_of(1, 2), [40, 41], two.mark()).result(60).all()
+            other.check([1, 2], [40, 41])
+            with store.acquire(keys_of(1)) as lease:
+                memory = lease.memory
+                slab = (int(lease.addresses[0]) - memory.address) // memory.slab_bytes
+            start = memory.address + slab * memory.slab_bytes
+            # Memory that is locked cannot be locked again.
+            assert page_lock(start, memory.slab_bytes, device=0, read_only=True) is None
+            one.close()
+            lock = page_lock(start, memory.slab_bytes, device=0, read_only=True)
+            assert lock is not None
+            lock.close()
+            two.close()
+
+
+def test_wrong_arguments_are_refused() -> None:
+    rig = Rig()
+    blocks = GpuBlocks(rig.layout)
+    pinned = torch.zeros(rig.layout.block_bytes, dtype=torch.uint8, pin_memory=True).numpy()
+    address = pinned.ctypes.data
+    for addresses, block_ids, field in (
+        ([address], [NUM_BLOCKS], "block_ids"),
+        ([address], [-1], "block_ids"),
+        ([address, address], [1], "addresses"),
+        ([address + 8], [1], "addresses"),
+        ([0], [1], "addresses"),
+    ):
+        with pytest.raises(InvalidArgumentError) as caught:
+            blocks.load(np.array(addresses, np.uint64), np.array(block_ids), blocks.mark())
+        assert caught.value.field == field

@@ -1,0 +1,26 @@
+// Copies blocks between their pieces in device memory and page-locked host memory.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/runtime.h"
+
+namespace kvservice {
+
+// Blocks whose bytes lie in pieces on the device: piece p of block b are the bytes from starts[p] + b * strides[p] on.
+// In host memory a block is contiguous. Everything is a multiple of 16 bytes: addresses, strides and sizes.
+struct MoveBlocksParams {
+  const int64_t* pieces = nullptr;  // on the device: starts, strides and, in bytes of a block, ends [3, num_pieces]
+  int64_t num_pieces = 0;
+  int64_t block_bytes = 0;  // the last end
+  int64_t num_copies = 0;
+  const uint64_t* addresses = nullptr;  // [num_copies], page-locked memory of this process
+  const int64_t* block_ids = nullptr;   // [num_copies], on the device. Distinct if blocks are written to the device
+};
+
+// `addresses` and `block_ids` are in host memory and are not read after the call. Few thread blocks copy, so that
+// kernels of other streams can run beside them.
+void load_blocks_cuda(const MoveBlocksParams& params, cudaStream_t stream);  // to the device
+void save_blocks_cuda(const MoveBlocksParams& params, cudaStream_t stream);  // to host memory
+
+}  // namespace kvservice

@@ -1,0 +1,156 @@
+"""Saves and loads of K/V blocks on a GPU by the vLLM connector's worker, which needs no vLLM.
+
+A stand-in registers tensors in the layouts of vLLM's GPU backends, saves blocks to the mapped store of a daemon, and
+loads them into other blocks, whose content is compared. Block ids are random. The ceiling of the link is one copy of
+as many bytes of page-locked memory in each round.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from kvservice.bench import cuda_timing
+from kvservice.bench.cuda_layouts import LAYOUTS, Model, check_equal
+from kvservice.bench.harness import medians, table, take_turns
+from kvservice.client import KVClient, Store, StoreNamespace
+from kvservice.errors import InternalError
+from kvservice.integrations.vllm.copiers import block_copier
+from kvservice.integrations.vllm.layout import block_layout
+from kvservice.integrations.vllm.steps import BlockLoad, BlockSave, ConnectorStep
+from kvservice.integrations.vllm.working import ConnectorWorker
+from kvservice.launch import Daemon
+
+# Models by the size of their blocks, about. MLA has no heads, so its layers are counted separately.
+MODELS = {"2m": Model(32, 8), "256k": Model(32, 1), "32k": Model(4, 1)}
+LATENT_MODELS = {"2m": Model(28, 0, 64), "256k": Model(14, 0), "32k": Model(2, 0)}
+BATCH_BYTES, BATCH_BYTES_QUICK = 1 << 30, 64 << 20
+ROUNDS, ROUNDS_QUICK = 7, 1
+SHARES = {"write": "mapped for writing", "read": "mapped for reading, the default"}
+OPTIONS: dict[str, Any] = {
+    "num_layers": 1,
+    "num_kv_heads": 1,
+    "head_size": 32,
+    "num_blocks": 64,
+    "swap_space_gib": 0.0,
+    "store_gib": 4.0,
+    "store_copy_threads": 8,
+    "max_region_mib": 512,
+}
+TIMEOUT_S = 60.0
+
+
+class StandIn:
+    """The worker of an engine with as many blocks to save as `num_bytes` hold, and as many to load into."""
+
+    def __init__(self, store_of: Callable[[StoreNamespace], Store], layout: str, size: str, num_bytes: int) -> None:
+        model = (LATENT_MODELS if layout == "MLA" else MODELS)[size]
+        block_bytes = block_layout(LAYOUTS[layout](model, 1), 1).block_bytes
+        count = num_bytes // block_bytes
+        self.num_bytes, self.block_bytes = count * block_bytes, block_bytes
+        self._num_blocks = 2 * count
+        self._tensors = LAYOUTS[layout](model, self._num_blocks)
+        found = block_layout(self._tensors, self._num_blocks)
+        rng = np.random.default_rng(0)
+        ids = rng.permutation(self._num_blocks).tolist()
+        self._saved, self._loaded = tuple(ids[:count]), tuple(ids[count:])
+        self._keys = tuple(rng.bytes(32) for _ in range(count))
+        self.store = store_of(StoreNamespace("bench", block_bytes, layout=layout))
+        self._worker = ConnectorWorker(self.store, block_copier(found), found.block_bytes)
+
+    def save_s(self) -> float:
+        """Save blocks that the store does not have. Returns the seconds until they are there."""
+        self.store.clear()
+        start = time.perf_counter()
+        self._worker.start_saves(ConnectorStep(saves=(BlockSave(self._keys, self._saved),)))
+        for pending in self._worker._pending:
+            pending.ended.wait(TIMEOUT_S)
+        taken = time.perf_counter() - start
+        self._worker.before_step(ConnectorStep())  # forgets the saves
+        if self._worker.take_counters().blocks_saved != len(self._keys):
+            raise InternalError("not all blocks were saved")
+        return taken
+
+    def load_s(self) -> float:
+        """Load the blocks. Returns the seconds until the worker reports them."""
+        start = time.perf_counter()
+        self._worker.start_loads(ConnectorStep(loads=(BlockLoad("bench", self._keys, self._loaded),)))
+        while time.perf_counter() < start + TIMEOUT_S:
+            finished, failed = self._worker.take_finished_loads()
+            if failed:
+                raise InternalError("blocks were not found")
+            if finished:
+                return time.perf_counter() - start
+            time.sleep(50e-6)
+        raise InternalError("the load has not ended")
+
+    def check(self) -> None:
+        check_equal(self._tensors, self._num_blocks, list(self._saved), list(self._loaded))
+
+    def close(self) -> None:
+        self.store.clear()
+        self._worker.close(TIMEOUT_S)
+
+
+def link_copies(num_bytes: int) -> Iterator[Callable[[], float]]:
+    """Yield what returns the seconds of one large copy from the device, and of one to it."""
+    host = torch.ones(num_bytes, dtype=torch.uint8, pin_memory=True)
+    device = torch.ones(num_bytes, dtype=torch.uint8, device="cuda")
+    yield lambda: cuda_timing.elapsed_s(lambda: host.copy_(device, non_blocking=True))
+    yield lambda: cuda_timing.elapsed_s(lambda: device.copy_(host, non_blocking=True))
+
+
+def measure(client: KVClient, layout: str, size: str, num_bytes: int, rounds: int) -> dict[str, Any]:
+    """Return GB/s of `save` and `load`, and of the link in the same rounds: `save_link`, `load_link`."""
+    stand_in = StandIn(client.store, layout, size, num_bytes)
+    try:
+        save_link, load_link = link_copies(stand_in.num_bytes)
+        contenders = {
+            "save_link": save_link,
+            "save": stand_in.save_s,
+            "load_link": load_link,
+            "load": stand_in.load_s,
+        }
+        seconds = medians(take_turns(contenders, rounds, warm_ups=1))
+        stand_in.check()
+    finally:
+        stand_in.close()
+    rates = {name: stand_in.num_bytes / taken / 1e9 for name, taken in seconds.items()}
+    return {"layout": layout, "size": size, "block_bytes": stand_in.block_bytes, **rates}
+
+
+def run(quick: bool = False) -> dict[str, Any]:
+    """Return `gb_per_s`: what `measure` returns for each layout and size, with `share`. Where the store is mapped for
+    reading, one layout is measured."""
+    cuda_timing.require_device()
+    num_bytes, rounds = (BATCH_BYTES_QUICK, ROUNDS_QUICK) if quick else (BATCH_BYTES, ROUNDS)
+    measured = []
+    for share in SHARES:
+        layouts = LAYOUTS if share == "write" else ["FlashAttention, K and V first"]
+        with Daemon(**OPTIONS, share_store=share) as daemon, KVClient(daemon.address) as client:
+            for layout, size in itertools.product(layouts, MODELS):
+                measured.append({"share": share} | measure(client, layout, size, num_bytes, rounds))
+    return {**cuda_timing.versions(), "batch_bytes": num_bytes, "gb_per_s": measured}
+
+
+def render(results: dict[str, Any], console: Console) -> None:
+    title = f"{results['device']}, {results['batch_bytes'] >> 20} MiB at a time, GB/s; in brackets: of the link"
+    rows = table(title, ("store", "layout", "block"), ("save", "load", "link, save", "link, load"))
+    for rates in results["gb_per_s"]:
+        save, load = (f"{rates[way]:.1f} ({rates[way] / rates[f'{way}_link']:.2f})" for way in ("save", "load"))
+        rows.add_row(
+            SHARES[rates["share"]],
+            rates["layout"],
+            f"{rates['block_bytes'] / 1024:g} KiB",
+            save,
+            load,
+            f"{rates['save_link']:.1f}",
+            f"{rates['load_link']:.1f}",
+        )
+    console.print(rows)

@@ -1,0 +1,181 @@
+"""Copies between the vLLM connector's blocks and the mapped memory of a store. The GPU is a fake in host memory."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+
+import pytest
+import torch
+from gated_copies import Gate, HostGpu, LeakyStore
+from store_daemons import SMALL_STORE, OpenStore, keys_of, new_namespace, store_daemon
+from waiting import until
+
+from kvservice.client import KVClient, PutStatus, Store
+from kvservice.integrations.vllm.layout import block_layout
+from kvservice.integrations.vllm.mapped_copies import IN_FLIGHT, MappedCopier
+from kvservice.integrations.vllm.transfers import HostCopier
+from kvservice.launch import Daemon
+
+__all__ = ["store_daemon"]
+
+NUM_BLOCKS = 64
+DONE, UNREACHABLE = PutStatus.DONE, PutStatus.UNREACHABLE
+
+
+class Rig:
+    """Two layers whose K and V are apart: four pieces in a block of 2 KiB. `staged` copies if the GPU cannot."""
+
+    def __init__(self, *, verify: bool = False) -> None:
+        self.layers = {str(n): torch.randn(2, NUM_BLOCKS, 16, 2, 8).half() for n in range(2)}
+        self.saved = {name: layer.clone() for name, layer in self.layers.items()}
+        self.layout = block_layout(self.layers, NUM_BLOCKS)
+        self.gpu = HostGpu(self.layout)
+        self.gate = Gate(self.gpu)
+        self.gate.open.set()
+        self.copier = MappedCopier(self.gate, HostCopier(self.layout, verify=verify), verify=verify)
+
+    @contextlib.contextmanager
+    def store(self, daemon: Daemon) -> Iterator[Store]:
+        namespace = new_namespace(self.layout.block_bytes)
+        with KVClient(daemon.address) as client, client.store(namespace, timeout_s=30.0) as store:
+            yield store
+            self.copier.close()
+            assert self.gpu.locks == []
+
+    def save(self, store: Store | LeakyStore, *numbers: int) -> list[int]:
+        return self.copier.put(store, keys_of(*numbers), numbers, None).result(60).tolist()
+
+    def load(self, store: Store | LeakyStore, numbers: list[int], into: list[int]) -> list[bool]:
+        return self.copier.get(store, keys_of(*numbers), into, None).result(60).tolist()
+
+    def clear(self) -> None:
+        for layer in self.layers.values():
+            layer.zero_()
+
+    def equal(self, block: int, saved: int) -> bool:
+        return all(torch.equal(layer[:, block], self.saved[name][:, saved]) for name, layer in self.layers.items())
+
+
+@pytest.mark.parametrize("share", ["write", "read", "off"])
+@pytest.mark.parametrize("refuses", [False, True])
+def test_saved_blocks_are_loaded_whatever_the_store_allows(
+    store_daemon: OpenStore, share: str, refuses: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = Rig()
+    rig.gpu.refuses = refuses
+    with rig.store(store_daemon(share)) as store:
+        assert rig.save(store, 1, 2, 3) == [DONE] * 3
+        rig.clear()
+        assert rig.load(store, [2, 9, 3], [40, 41, 42]) == [True, False, True]
+        assert (rig.equal(40, 2), rig.equal(42, 3)) == (True, True)
+        assert not any(layer[:, [1, 2, 3, 41]].any() for layer in rig.layers.values())
+        locked = share != "off" and not refuses
+        assert [lock.read_only for lock in rig.gpu.locks] == [share == "read"] * locked
+        assert ("cannot be page-locked" in caplog.text) == (share != "off" and refuses)
+
+
+def test_damaged_blocks_are_found_if_loads_are_verified(store_daemon: OpenStore) -> None:
+    rig = Rig(verify=True)
+    with rig.store(store_daemon("write")) as store:
+        rig.save(store, 1, 2)
+        with store.acquire(keys_of(2)) as lease:
+            (address,) = lease.addresses.tolist()
+            ctypes.memset(address, 255, 1)
+        assert rig.load(store, [1, 2], [40, 41]) == [True, False]
+
+
+def test_blocks_that_others_have_stored_keep_their_status(store_daemon: OpenStore) -> None:
+    rig = Rig()
+    with rig.store(store_daemon("write")) as store:
+        rig.save(store, 2)
+        assert rig.save(store, 1, 2) == [DONE, PutStatus.PRESENT]
+
+
+def test_a_block_whose_lease_ends_during_the_copy_is_wrong(store_daemon: OpenStore) -> None:
+    rig = Rig()
+    with rig.store(store_daemon("write")) as store:
+        rig.save(store, 1, 2, 3)
+        leaky = LeakyStore(store)
+        rig.gate.open.clear()
+        loaded = rig.copier.get(leaky, keys_of(1, 2, 3), [40, 41, 42], None)
+        assert rig.gate.held_up.wait(60)
+        leaky.lose(2)
+        rig.gate.open.set()
+        assert loaded.result(60).tolist() == [True, False, True]
+        assert (rig.equal(40, 1), rig.equal(42, 3)) == (True, True)
+
+
+def test_copies_overlap_and_their_room_is_limited(store_daemon: OpenStore) -> None:
+    rig = Rig()
+    with rig.store(store_daemon("write")) as store:
+        rig.gate.open.clear()
+        saved = [rig.copier.put(store, keys_of(n), [n], None) for n in range(IN_FLIGHT)]
+        assert not any(each.done() for each in saved)
+        assert not rig.copier._room.acquire(blocking=False)
+        assert not store.lookup(keys_of(0)).num_leading
+        rig.gate.open.set()
+        assert [each.result(60).tolist() for each in saved] == [[DONE]] * IN_FLIGHT
+
+
+def test_what_cannot_be_launched_holds_nothing(store_daemon: OpenStore) -> None:
+    rig = Rig()
+    with rig.store(store_daemon("write")) as store:
+        rig.save(store, 1)
+        rig.gpu.broken = True
+        with pytest.raises(RuntimeError, match="broken"):
+            rig.save(store, 2)
+        leaky = LeakyStore(store)
+        with pytest.raises(RuntimeError, match="broken"):
+            rig.load(leaky, [1], [40])
+        rig.gpu.broken = False
+        assert not leaky.leases[0].renew()
+        assert rig.save(store, 2) == [DONE]
+        assert rig.load(store, [1, 2], [40, 41]) == [True, True]
+
+
+def test_a_daemon_that_is_killed_during_copies_leaves_loads_right_and_saves_undone() -> None:
+    rig = Rig()
+    with Daemon(**SMALL_STORE | {"share_store": "write"}) as daemon, rig.store(daemon) as store:
+        rig.save(store, 1)
+        rig.gate.open.clear()
+        loaded = rig.copier.get(store, keys_of(1), [40], None)
+        saved = rig.copier.put(store, keys_of(2), [2], None)
+        assert rig.gate.held_up.wait(60)
+        daemon.process.kill()
+        daemon.process.wait()
+        rig.gate.open.set()
+        assert loaded.result(60).tolist() == [True]
+        assert rig.equal(40, 1)
+        assert saved.result(60).tolist() == [UNREACHABLE]
+        # What was mapped is let go, and loads go on as misses.
+        until(lambda: not store.reachable)
+        assert rig.load(store, [1], [41]) == [False]
+        assert rig.gpu.locks == []
+
+
+def test_another_mapping_is_locked_anew(store_daemon: OpenStore) -> None:
+    rig = Rig()
+    with rig.store(store_daemon("read")) as first, rig.store(store_daemon("write")) as second:
+        for store in (first, second, first):
+            store.put(keys_of(7), torch.full((1, rig.layout.block_bytes), 7, dtype=torch.uint8))
+            assert rig.load(store, [7], [40]) == [True]
+            memory = store.memory
+            assert memory is not None
+            assert [(lock.address - memory.address) // memory.num_bytes for lock in rig.gpu.locks] == [0]
+
+
+def test_a_link_that_is_lost_keeps_the_room_of_reservations(store_daemon: OpenStore) -> None:
+    """A GPU may still write there."""
+    rig = Rig()
+    with rig.store(store_daemon("write")) as store:
+        reservation = store.reserve(keys_of(1))
+        assert reservation.addresses.tolist() == [view.ctypes.data for view in reservation.views if view is not None]
+        core = store._core._access
+        link = core.link
+        assert link is not None
+        core._lose(link, ConnectionError("as if a call had timed out"))  # type: ignore[arg-type]
+        until(lambda: core.link is not None and core.link is not link)
+        assert link.reservations
+        assert reservation.commit() == 0

@@ -1,0 +1,128 @@
+"""Copies of the vLLM connector that a test can hold up, and a GPU whose memory is the host's."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from store_daemons import keys_of
+
+from kvservice.client import Store
+from kvservice.integrations.vllm.gpu_blocks import BlockIds, Numbers
+from kvservice.integrations.vllm.layout import BlockLayout
+
+
+@dataclass
+class HostLock:
+    """A page-lock of `HostGpu`, in its `locks` until it is closed."""
+
+    locks: list[HostLock]
+    address: int
+    num_bytes: int
+    read_only: bool
+
+    def close(self) -> None:
+        self.locks.remove(self)
+
+
+@dataclass
+class HostGpu:
+    """Copies blocks of a layout in host memory at once. `refuses`: no memory can be page-locked. `broken`: no copy can
+    be launched."""
+
+    layout: BlockLayout
+    locks: list[HostLock] = field(default_factory=list)
+    refuses: bool = False
+    broken: bool = False
+
+    def mark(self) -> None:
+        return None
+
+    def load(self, addresses: Numbers, block_ids: BlockIds, mark: object) -> HostGpu:  # noqa: ARG002
+        self._copy(addresses, block_ids, to_host=False)
+        return self
+
+    def save(self, addresses: Numbers, block_ids: BlockIds, mark: object) -> HostGpu:  # noqa: ARG002
+        self._copy(addresses, block_ids, to_host=True)
+        return self
+
+    def synchronize(self) -> None:
+        """The copy has ended."""
+
+    def settle(self) -> None:
+        """All copies have ended."""
+
+    def page_lock(self, address: int, num_bytes: int, *, read_only: bool) -> HostLock | None:
+        if self.refuses:
+            return None
+        self.locks.append(HostLock(self.locks, address, num_bytes, read_only))
+        return self.locks[-1]
+
+    def _copy(self, addresses: Numbers, block_ids: BlockIds, *, to_host: bool) -> None:
+        if self.broken:
+            raise RuntimeError("the fake GPU is broken")
+        layout = self.layout
+        for address, block_id in zip(addresses.tolist(), block_ids.tolist(), strict=True):
+            assert any(lock.address <= address < lock.address + lock.num_bytes for lock in self.locks)
+            for memory, start, stride, size in zip(
+                layout.memories, layout.starts, layout.strides, layout.piece_bytes, strict=True
+            ):
+                piece = memory.data_ptr() + start + block_id * stride
+                target, source = (address, piece) if to_host else (piece, address)
+                ctypes.memmove(target, source, size)
+                address += size
+
+
+class Gate:
+    """A GPU whose copies do not end before the gate is opened. `held_up` is set when one waits."""
+
+    def __init__(self, gpu: Any) -> None:
+        self._gpu = gpu
+        self.held_up, self.open = threading.Event(), threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._gpu, name)
+
+    def load(self, *arguments: Any) -> GatedCopy:
+        return GatedCopy(self, self._gpu.load(*arguments))
+
+    def save(self, *arguments: Any) -> GatedCopy:
+        return GatedCopy(self, self._gpu.save(*arguments))
+
+
+@dataclass
+class GatedCopy:
+    gate: Gate
+    passing: Any
+
+    def synchronize(self) -> None:
+        self.gate.held_up.set()
+        assert self.gate.open.wait(60)
+        self.passing.synchronize()
+
+
+class LeakyStore:
+    """A store that shows its leases, so that a test can end them behind the copier's back."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.leases: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def acquire(self, keys: bytes) -> Any:
+        self.leases.append(self._store.acquire(keys))
+        return self.leases[-1]
+
+    def lose(self, *numbers: int) -> None:
+        """End all leases, and give the memory of blocks to others."""
+        for lease in self.leases:
+            lease.release()
+        assert self._store.remove(keys_of(*numbers)) == len(numbers)
+        others = keys_of(*(number + 1000 for number in numbers))
+        block_bytes = self._store.namespace.block_bytes
+        self._store.put(others, np.full((len(numbers), block_bytes), 255, np.uint8))
