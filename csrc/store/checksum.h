@@ -43,7 +43,8 @@ class Checksum {
   // that it overwrites. The caller fences them. They need a processor that has them, and an aligned target.
   void copy_stripes(char* to, const char* from, int64_t num_stripes, bool streams) {
     const bool aligned = reinterpret_cast<uintptr_t>(to) % kHalf == 0;
-    streams&& aligned ? copy<true>(to, from, num_stripes) : copy<false>(to, from, num_stripes);
+    if (streams && aligned) return copy<true>(to, from, num_stripes);
+    copy<false>(to, from, num_stripes);
   }
 
   // Adds whole stripes.

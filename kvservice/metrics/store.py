@@ -34,7 +34,9 @@ def store_metrics(reading: Reading) -> Iterator[Metric]:
     """Yield nothing if the daemon has no store."""
     if not reading.store_bytes:
         return
-    yield gauge("store_capacity_bytes", "Memory of the block store: store_gib in whole slabs.", reading.store_bytes)
+    yield gauge(
+        "store_capacity_bytes", "Room for blocks in the block store, store_gib in whole slabs.", reading.store_bytes
+    )
     models = reading.store_models
     for field, text in _GAUGES.items():
         yield gauges(f"store_{field}", text, "model", ((model, getattr(each, field)) for model, each in models.items()))

@@ -79,7 +79,7 @@ class KVServer:
         self.sessions = SessionRegistry(config, self.engine.manager, self.device, table, store=blocks)
         self._tracer = _open_tracer(config)
         self.events = EventStreams(config, self.engine.journal)
-        store_bytes = 0 if self.store is None else self.store.memory.num_bytes
+        store_bytes = 0 if self.store is None else self.store.blocks.config.capacity_bytes
         open_calls = OpenCalls(
             config, self.engine, self.sessions, store_bytes, lambda request: self.observing.snapshot(request)
         )

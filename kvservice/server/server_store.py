@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import mmap
 import os
 import secrets
 from dataclasses import dataclass
@@ -22,18 +21,27 @@ from kvservice.store import BlockStore, SessionStore, StoreConfig
 
 logger = logging.getLogger(__name__)
 
+# Sizes of a slab without its records, powers of two: blocks of such a size fill a slab.
 _SLAB_BYTES_MIN, _SLAB_BYTES_MAX, _NUM_SLABS = 4 << 20, 64 << 20, 64
+# Share of a slab for records: they suffice for blocks of 64 KiB. Slabs of smaller blocks have a little less room.
+_RECORDS_PART = 1024
 
 
 def store_config(config: ServeConfig) -> StoreConfig:
-    """Return the sizes of the store: whole slabs of whole pages, at most as many bytes as configured."""
+    """Return the sizes of the store: whole slabs, with room for at most as many bytes of values as configured."""
     wanted = int(config.store_gib * GIB)
-    slab_bytes = min(_SLAB_BYTES_MAX, max(_SLAB_BYTES_MIN, wanted // _NUM_SLABS))
-    slab_bytes -= slab_bytes % mmap.PAGESIZE
-    num_bytes = wanted - wanted % slab_bytes
-    quota_bytes = min(int(config.store_quota_gib * GIB), num_bytes) or num_bytes
+    room = min(_SLAB_BYTES_MAX, max(_SLAB_BYTES_MIN, 1 << (wanted // _NUM_SLABS).bit_length() - 1))
+    slab_bytes = room + room // _RECORDS_PART
+    num_slabs = wanted // room
+    capacity_bytes = num_slabs * room
     return StoreConfig(
-        num_bytes, slab_bytes, config.max_store_namespaces, quota_bytes, config.max_lease_s, config.max_labels
+        num_slabs * slab_bytes,
+        capacity_bytes,
+        slab_bytes,
+        config.max_store_namespaces,
+        min(int(config.store_quota_gib * GIB), capacity_bytes) or capacity_bytes,
+        config.max_lease_s,
+        config.max_labels,
     )
 
 

@@ -42,7 +42,7 @@ class StatsWriter:
         self._engine, self._sessions, self._dispatcher, self._events = engine, sessions, dispatcher, events
         self._credentials, self._audit, self._integrity = credentials, audit, integrity
         self._connections, self._store = connections, store
-        num_bytes = 0 if store is None else store.config.num_bytes
+        num_bytes = 0 if store is None else store.config.capacity_bytes
         self._store_table = StoreTable(num_bytes, max_models + 1, arrays.zeros)
         self._table = DaemonStatsTable(len(engine.device.lane_buckets_s) + 1, arrays.zeros)
 

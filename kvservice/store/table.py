@@ -18,10 +18,12 @@ OTHER_MODELS = "other"
 
 @dataclass(frozen=True)
 class StoreConfig:
-    """Sizes and limits. `quota_bytes` is the most bytes of values of a namespace, which may ask for less. Figures are
-    kept for the first `max_models` models, and for all others together."""
+    """Sizes and limits. `num_bytes` is the memory of all slabs, `capacity_bytes` the part of it for blocks.
+    `quota_bytes` is the most bytes of values of a namespace, which may ask for less. Figures are kept for the first
+    `max_models` models, and for all others together."""
 
     num_bytes: int
+    capacity_bytes: int
     slab_bytes: int
     max_namespaces: int
     quota_bytes: int

@@ -50,7 +50,7 @@ def test_blocks_come_back_as_they_were_stored(store: RawStore) -> None:
 
 def test_what_a_namespace_says_of_its_memory(store: RawStore) -> None:
     opened = store.opened
-    assert (opened.slab_bytes, opened.quota_bytes) == (4 << 20, 16 << 20)
+    assert (opened.slab_bytes, opened.quota_bytes) == ((4 << 20) + 4096, 16 << 20)
     assert opened.block_stride == BLOCK_BYTES
     used = opened.first_block + opened.blocks_per_slab * opened.block_stride
     assert opened.slab_bytes - BLOCK_BYTES < used <= opened.slab_bytes
@@ -165,7 +165,7 @@ def test_texts_of_a_namespace(unary: RawStore, name: str) -> None:
         assert refused(unary, "open_namespace", store_pb2.OpenNamespaceRequest(namespace=namespace)) == expected
 
 
-@pytest.mark.parametrize("block_bytes", [0, (4 << 20) - 4095, 1 << 63])
+@pytest.mark.parametrize("block_bytes", [0, (4 << 20) + 1, 1 << 63])
 def test_sizes_of_blocks(unary: RawStore, block_bytes: int) -> None:
     request = store_pb2.OpenNamespaceRequest(namespace=identity(block_bytes=block_bytes))
     expected = ("INVALID_ARGUMENT", "INVALID_ARGUMENT", "namespace.block_bytes")

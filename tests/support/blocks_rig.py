@@ -63,7 +63,7 @@ def make(kind: str, num_slabs: int, memory: mmap.mmap, clock: ManualClock, **cha
     index: KeyIndex = (StoreModel if kind == "model" else _ext.StoreIndex)(address, num_bytes, SLAB_BYTES, 7)
     options: dict[str, Any] = {"max_namespaces": 3, "quota_bytes": num_bytes, "max_lease_s": 60.0, "max_models": 2}
     journal = EventJournal(1000)
-    config = StoreConfig(num_bytes, SLAB_BYTES, **options | changes)
+    config = StoreConfig(num_bytes, num_bytes, SLAB_BYTES, **options | changes)
     return Rig(BlockStore(config, index, clock, journal), clock, journal)
 
 
