@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from kvservice.errors import KVServiceError
 
@@ -18,10 +19,17 @@ class PeerMissingError(KVServiceError):
 
 
 @contextlib.contextmanager
-def running(command: Sequence[str], ping: Callable[[], object], errors: tuple[type[Exception], ...]) -> Iterator[None]:
-    """Run a process. It is ready when `ping` raises none of `errors`. Raises PeerMissingError."""
+def running(
+    command: Sequence[str],
+    ping: Callable[[], object],
+    errors: tuple[type[Exception], ...],
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[None]:
+    """Run a process, with more variables in its environment. It is ready when `ping` raises none of `errors`. Raises
+    PeerMissingError."""
     try:
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        added = os.environ | dict(environment or {})
+        process = subprocess.Popen(command, env=added, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     except OSError as error:
         raise PeerMissingError(f"It does not start: {error}") from None
     try:

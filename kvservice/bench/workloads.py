@@ -17,7 +17,8 @@ prepare_grpc()
 import grpc  # noqa: E402  the environment comes first
 
 from kvservice.bench.harness import normal  # noqa: E402
-from kvservice.client.channel import CHANNEL_OPTIONS, make_call, take_reply  # noqa: E402
+from kvservice.client.channel import CHANNEL_OPTIONS  # noqa: E402
+from kvservice.client.messages import make_call, take_reply  # noqa: E402
 from kvservice.v1 import (  # noqa: E402
     attention_pb2,
     attention_pb2_grpc,

@@ -14,6 +14,7 @@ from kvservice.client import channel
 from kvservice.client.client_core import ClientCore
 from kvservice.client.connection import RECONNECT_WAIT_S
 from kvservice.client.events import KVEventBatch, to_batch
+from kvservice.client.messages import open_stub
 from kvservice.client.requests import build
 from kvservice.client.session import SessionCore
 from kvservice.client.step import StepCore
@@ -24,7 +25,7 @@ from kvservice.client.tasks import TaskStream, TaskWaiting
 from kvservice.client.values import PoolInfo, PoolStats, from_message
 from kvservice.client.waiting import SessionStream, first_answer
 from kvservice.errors import ConnectionLostError, KVServiceError
-from kvservice.v1 import events_pb2, events_pb2_grpc, pool_pb2, pool_pb2_grpc, session_pb2, session_pb2_grpc
+from kvservice.v1 import events_pb2, events_pb2_grpc, pool_pb2, pool_pb2_grpc, session_pb2
 from kvservice.wire.channels import open_aio_channel
 
 
@@ -62,7 +63,7 @@ class AsyncKVClient:
     async def __aenter__(self) -> AsyncKVClient:
         self._channel = open_aio_channel(self._core.address, self._core.credentials, channel.CHANNEL_OPTIONS)
         self._pool = pool_pb2_grpc.PoolServiceStub(self._channel)  # type: ignore[no-untyped-call]
-        self._sessions = session_pb2_grpc.SessionServiceStub(self._channel)  # type: ignore[no-untyped-call]
+        self._sessions = open_stub(self._channel)
         if self._connect_timeout_s is not None:
             try:
                 info = await first_answer(TaskWaiting(), self._get_info, self._connect_timeout_s)

@@ -14,6 +14,7 @@ from kvservice.client import channel
 from kvservice.client.client_core import ClientCore
 from kvservice.client.connection import RECONNECT_WAIT_S
 from kvservice.client.events import KVEventBatch, to_batch
+from kvservice.client.messages import open_stub
 from kvservice.client.requests import build
 from kvservice.client.session import SessionCore
 from kvservice.client.session_calls import SessionCalls
@@ -26,7 +27,7 @@ from kvservice.client.threads import BlockingStream, ThreadWaiting, blocking, fi
 from kvservice.client.values import PoolInfo, PoolStats, Sequence, StepInfo, from_message
 from kvservice.client.waiting import SessionStream, first_answer
 from kvservice.errors import KVServiceError
-from kvservice.v1 import events_pb2, events_pb2_grpc, pool_pb2, pool_pb2_grpc, session_pb2, session_pb2_grpc
+from kvservice.v1 import events_pb2, events_pb2_grpc, pool_pb2, pool_pb2_grpc, session_pb2
 from kvservice.wire.channels import open_channel
 
 
@@ -145,7 +146,7 @@ class KVClient:
         self._core = ClientCore(address, tls, token, timeout_s, reconnect_wait_s, transport)
         self._channel = open_channel(address, self._core.credentials, channel.CHANNEL_OPTIONS)
         self._pool = pool_pb2_grpc.PoolServiceStub(self._channel)  # type: ignore[no-untyped-call]
-        self._sessions = session_pb2_grpc.SessionServiceStub(self._channel)  # type: ignore[no-untyped-call]
+        self._sessions = open_stub(self._channel)
         self._info: PoolInfo | None = None
         if connect_timeout_s is not None:
             try:

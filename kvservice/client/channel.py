@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any, cast
+from typing import cast
 
 import grpc
 from google.rpc import status_pb2
@@ -20,7 +20,6 @@ from kvservice.errors import (
     UnauthenticatedError,
     UnknownSessionError,
 )
-from kvservice.v1 import session_pb2
 from kvservice.wire.channels import connection_error
 from kvservice.wire.keepalive import keepalive_options
 from kvservice.wire.status import from_status
@@ -117,18 +116,6 @@ def repeatable(name: str) -> bool:
     return name not in _NOT_REPEATABLE
 
 
-def make_call(call_id: int, name: str, request: Any) -> session_pb2.Call:
-    return session_pb2.Call(call_id=call_id, traceparent=traceparent(), **{name: request})
-
-
 def trace_metadata() -> tuple[tuple[str, str], ...]:
     """Return the trace headers of a unary call."""
     return (("traceparent", header),) if (header := traceparent()) else ()
-
-
-def take_reply(reply: session_pb2.Reply) -> Any:
-    """Return the response in a reply, or raise the error in it."""
-    name = reply.WhichOneof("reply")
-    if name == "error":
-        raise from_status(reply.error)
-    return getattr(reply, name)

@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 
 import grpc
 
-from kvservice.client import channel
+from kvservice.client import channel, messages
 from kvservice.client.waiting import SessionStream
 from kvservice.errors import CallTimeoutError, ConnectionLostError, KVServiceError
-from kvservice.v1 import session_pb2, session_pb2_grpc
+from kvservice.v1 import session_pb2_grpc
 
 T = TypeVar("T")
 
@@ -99,7 +99,7 @@ class TaskStream:
         self._on_end = on_end
         self._call_ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Any]] = {}
-        self._outbox: asyncio.Queue[session_pb2.Call | None] = asyncio.Queue()
+        self._outbox: asyncio.Queue[messages.SentCall | None] = asyncio.Queue()
         self._call: Any = stub.Connect(self._outgoing(), metadata=headers, wait_for_ready=waits_for_daemon)
         self._reader = asyncio.create_task(self._read())
 
@@ -110,24 +110,24 @@ class TaskStream:
         answer = self._waiting[call_id] = asyncio.get_running_loop().create_future()
         try:
             # The call goes through a queue: a caller that is cancelled during a gRPC write would cancel the stream.
-            self._outbox.put_nowait(channel.make_call(call_id, name, request))
+            self._outbox.put_nowait(messages.make_call(call_id, name, request))
             if deadline is None:
-                return channel.take_reply(await answer)
+                return messages.take_reply(await answer)
             async with asyncio.timeout_at(deadline):
-                return channel.take_reply(await answer)
+                return messages.take_reply(await answer)
         except TimeoutError:
             raise CallTimeoutError(f"{name}: no answer in time") from None
         finally:
             del self._waiting[call_id]
 
     def post(self, name: str, request: Any) -> None:
-        self._outbox.put_nowait(channel.make_call(next(self._call_ids), name, request))
+        self._outbox.put_nowait(messages.make_call(next(self._call_ids), name, request))
 
     async def end(self) -> None:
         self._call.cancel()
         await self._reader
 
-    async def _outgoing(self) -> AsyncIterator[session_pb2.Call]:
+    async def _outgoing(self) -> AsyncIterator[messages.SentCall]:
         while (call := await self._outbox.get()) is not None:
             yield call
 

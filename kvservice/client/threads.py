@@ -13,10 +13,10 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import grpc
 
-from kvservice.client import channel
+from kvservice.client import channel, messages
 from kvservice.client.waiting import SessionStream
 from kvservice.errors import CallTimeoutError, ConnectionLostError, KVServiceError
-from kvservice.v1 import session_pb2, session_pb2_grpc
+from kvservice.v1 import session_pb2_grpc
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -115,9 +115,9 @@ class _Reader:
         self._thread: threading.Thread | None = None
         self._stopped = False
 
-    def start(self, read: Callable[[int], session_pb2.Reply], call_id: int) -> Future[session_pb2.Reply]:
+    def start(self, read: Callable[[int], messages.ReceivedReply], call_id: int) -> Future[messages.ReceivedReply]:
         """Read in the thread. A stream that has ended is read here, which fails at once."""
-        reading: Future[session_pb2.Reply] = Future()
+        reading: Future[messages.ReceivedReply] = Future()
 
         def work() -> None:
             try:
@@ -164,9 +164,9 @@ class BlockingStream:
         self._on_end = on_end
         self._reader = _Reader()
         # The read of the latest call with a deadline, until that call or the next has waited for its end.
-        self._reading: Future[session_pb2.Reply] | None = None
+        self._reading: Future[messages.ReceivedReply] | None = None
         self._call_ids = itertools.count(1)
-        self._requests: queue.SimpleQueue[session_pb2.Call | None] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[messages.SentCall | None] = queue.SimpleQueue()
         self._replies = stub.Connect(iter(self._requests.get, None), metadata=headers, wait_for_ready=waits_for_daemon)
         if not self._replies.add_callback(self._has_ended):
             self._has_ended()
@@ -177,18 +177,18 @@ class BlockingStream:
         if self.error is not None:
             raise self.error.with_traceback(None)
         call_id = next(self._call_ids)
-        self._requests.put(channel.make_call(call_id, name, request))
+        self._requests.put(messages.make_call(call_id, name, request))
         if deadline is None:
-            return channel.take_reply(self._read_until(call_id))
+            return messages.take_reply(self._read_until(call_id))
         try:
             reading = self._reading = self._reader.start(self._read_until, call_id)
         except BaseException:  # an interrupt, or the system has no more threads: nobody may be reading the reply
             self._replies.cancel()
             raise
         self._await_reading(name, reading, deadline)
-        return channel.take_reply(reading.result())
+        return messages.take_reply(reading.result())
 
-    def _await_reading(self, name: str, reading: Future[session_pb2.Reply], deadline: float | None) -> None:
+    def _await_reading(self, name: str, reading: Future[messages.ReceivedReply], deadline: float | None) -> None:
         """Wait until the thread has read a reply, or failed. Raises CallTimeoutError."""
         try:
             reading.exception(None if deadline is None else max(deadline - time.monotonic(), 0.0))
@@ -196,11 +196,11 @@ class BlockingStream:
             raise CallTimeoutError(f"{name}: no answer in time") from None
         self._reading = None
 
-    def _read_until(self, call_id: int) -> session_pb2.Reply:
+    def _read_until(self, call_id: int) -> messages.ReceivedReply:
         """Read until the reply of this call. The replies of posted calls, and of a call that was interrupted while it
         waited, are skipped."""
         try:
-            reply: session_pb2.Reply
+            reply: messages.ReceivedReply
             while (reply := next(self._replies)).call_id != call_id:
                 pass
             return reply
@@ -208,7 +208,7 @@ class BlockingStream:
             raise self._why().with_traceback(None) from None
 
     def post(self, name: str, request: Any) -> None:
-        self._requests.put(channel.make_call(next(self._call_ids), name, request))
+        self._requests.put(messages.make_call(next(self._call_ids), name, request))
 
     async def end(self) -> None:
         self._replies.cancel()

@@ -1,4 +1,4 @@
-"""Serialization of messages with tensors, without protobuf.
+"""Serialization and parsing of messages with tensors or blocks, without protobuf.
 
 Protobuf copies the elements five times and aborts the process if a copy runs out of memory. This code copies them once.
 """
@@ -13,6 +13,7 @@ import numpy as np
 from kvservice.v1 import tensor_pb2
 from kvservice.wire.tensors import Array, put_type
 
+_VARINT: Final = 0
 _LENGTH_DELIMITED: Final = 2
 
 
@@ -51,3 +52,33 @@ def _varint(number: int) -> bytes:
         number >>= 7
     encoded.append(number)
     return bytes(encoded)
+
+
+def fields_of(data: memoryview) -> dict[int, Any]:
+    """Parse a message without copying its fields: numbers, and views of texts, bytes and messages. Of a field that is
+    there several times, the last one counts. Raises ValueError for other kinds of fields, or IndexError, for data that
+    is no such message."""
+    fields: dict[int, Any] = {}
+    at = 0
+    while at < len(data):
+        tag, at = _parse_varint(data, at)
+        value, at = _parse_varint(data, at)
+        if tag & 7 == _LENGTH_DELIMITED:
+            fields[tag >> 3] = data[at : at + value]
+            at += value
+        elif tag & 7 == _VARINT:
+            fields[tag >> 3] = value
+        else:
+            raise ValueError(f"a field of kind {tag & 7}")
+    if at > len(data):
+        raise IndexError("a field ends after the message")
+    return fields
+
+
+def _parse_varint(data: memoryview, at: int) -> tuple[int, int]:
+    """Return a number, and where the next one begins."""
+    value = shift = 0
+    while data[at] > 0x7F:
+        value |= (data[at] & 0x7F) << shift
+        shift, at = shift + 7, at + 1
+    return value | data[at] << shift, at + 1

@@ -172,6 +172,17 @@ def test_results_are_not_written_to_read_only_arrays() -> None:
             pieces_of(blocks, 4, BLOCK, "out", writable=True)
 
 
+def test_blocks_that_lie_one_after_the_other_are_seen_as_one() -> None:
+    array = np.arange(4 * BLOCK, dtype=np.uint8).reshape(4, BLOCK)
+    pieces = pieces_of(array, 4, BLOCK, "values", writable=False)
+    assert bytes(pieces.view() or b"") == array.tobytes()
+    assert bytes(pieces.part(slice(1, 3)).view() or b"") == array[1:3].tobytes()
+    assert bytes(pieces.part(slice(3, 4)).view() or b"") == array[3:].tobytes()
+    assert pieces.part(np.array([True, False, True, False])).view() is None
+    two = Scatter(array, [[0, 1], [BLOCK, BLOCK + 1]], [1, BLOCK - 1])
+    assert pieces_of(two, 2, BLOCK, "values", writable=False).view() is None
+
+
 def test_pieces_are_found_in_a_range_of_memory() -> None:
     pieces = array_pieces(10_000, 3, 100, None)
     offsets = pieces.offsets_in(9_900, 400)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from kvservice.pool.layout import TENSOR_DTYPES
-from kvservice.v1 import attention_pb2, session_pb2, tensor_pb2
-from kvservice.wire.encoded import Encoded, encode_tensor
+from kvservice.v1 import attention_pb2, session_pb2, store_pb2, tensor_pb2
+from kvservice.wire.encoded import Encoded, encode_tensor, fields_of
 from kvservice.wire.tensors import put_tensor
 
 
@@ -45,3 +45,17 @@ def test_fields_of_fields(num_elements: int) -> None:
 def test_a_message_without_fields() -> None:
     reply = session_pb2.Reply.FromString(Encoded().inside(session_pb2.Reply.DECODE_FIELD_NUMBER).to_bytes())
     assert reply.WhichOneof("reply") == "decode"
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 127, 128, 16_384, 3_000_000])
+def test_fields_are_those_that_protobuf_has_written(num_bytes: int) -> None:
+    data = np.random.default_rng(0).bytes(num_bytes)
+    message = store_pb2.BatchPutRequest(session_token=b"token", namespace_id=1 << 31, data=data)
+    fields = fields_of(memoryview(message.SerializeToString()))
+    assert fields == {1: b"token", 2: 1 << 31} | ({5: data} if num_bytes else {})
+
+
+@pytest.mark.parametrize("broken", [b"\x0d\x01\x02\x03\x04", b"\x0a", b"\x0a\x05abc", b"\xff"])
+def test_what_is_no_such_message_is_refused(broken: bytes) -> None:
+    with pytest.raises((ValueError, IndexError)):
+        fields_of(memoryview(broken))

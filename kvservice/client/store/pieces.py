@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +48,13 @@ class Pieces:
     def part(self, part: slice | Flags) -> Pieces:
         """Return those of some blocks."""
         return Pieces(self.addresses[part], self.sizes, self.owner)
+
+    def view(self) -> memoryview | None:
+        """Return the bytes of all blocks if they lie one after the other, otherwise None."""
+        size = int(self.sizes[0])
+        if len(self.sizes) > 1 or (np.diff(self.addresses[:, 0]) != size).any():
+            return None
+        return memoryview((ctypes.c_uint8 * (size * len(self.addresses))).from_address(int(self.addresses[0, 0])))
 
     def offsets_in(self, address: int, num_bytes: int) -> Numbers | None:
         """Return the offsets of the pieces in a range of memory, or None if any of them is not inside."""

@@ -11,6 +11,9 @@ from kvservice.errors import MessageTooLargeError
 
 # Most bytes of blocks in one request. It bounds the time of a request, and how much is leased or reserved at a time.
 REQUEST_BYTES = 256 << 20
+# Most bytes of blocks in a message, unless one block is larger. Larger messages are slower: each of their copies is
+# made in new memory.
+MESSAGE_BYTES = 4 << 20
 # Bytes of a piece of a block in a request: an offset.
 OFFSET_BYTES = 8
 
@@ -39,4 +42,4 @@ def blocks_in_message(link: StoreLink) -> int:
         raise MessageTooLargeError(
             f"a block of {link.block_bytes} bytes, a message may have {link.info.max_message_bytes}"
         )
-    return min(most, link.info.max_request_blocks)
+    return min(most, link.info.max_request_blocks, max(1, MESSAGE_BYTES // link.block_bytes))

@@ -13,6 +13,7 @@ from kvservice.client.store.splits import blocks_in_message, blocks_in_request, 
 from kvservice.client.store.values import PutStatus, Statuses, num_keys, some_keys, statuses_of
 from kvservice.errors import CallTimeoutError, ConnectionLostError, KVServiceError
 from kvservice.v1 import store_pb2
+from kvservice.wire.encoded import Encoded
 
 
 class BlockWriter:
@@ -97,10 +98,13 @@ class BlockWriter:
 
     async def _by_messages(self) -> None:
         for part in parts(num_keys(self._keys), blocks_in_message(self._link)):
-            places = copies.packed(part.stop - part.start, self._link.block_bytes)
-            data = np.empty(len(places) * self._link.block_bytes, np.uint8)
-            await self._pack(int(data.ctypes.data), places, part)
-            await self._batch_put(part, data=data.tobytes())
+            source = self._source.part(part)
+            if (data := source.view()) is None:
+                places = copies.packed(len(source.addresses), self._link.block_bytes)
+                packed = np.empty(len(places) * self._link.block_bytes, np.uint8)
+                await self._pack(int(packed.ctypes.data), places, part)
+                data = packed.data
+            await self._batch_put(part, data=data)
 
     async def _pack(self, address: int, places: Numbers, part: slice) -> None:
         """Copy blocks from their pieces one after the other to `address`."""
@@ -109,9 +113,15 @@ class BlockWriter:
             copies.copy_in, address, places.tobytes(), link.block_bytes, self._source.part(part), link.copy_threads
         )
 
-    async def _batch_put(self, part: slice, region: store_pb2.Scatter | None = None, data: bytes = b"") -> None:
+    async def _batch_put(
+        self, part: slice, region: store_pb2.Scatter | None = None, data: memoryview | None = None
+    ) -> None:
+        """Store the blocks at their places in the region, or those in `data`."""
         request = store_pb2.BatchPutRequest(
-            namespace_id=self._link.namespace_id, keys=some_keys(self._keys, part), region=region, data=data
+            namespace_id=self._link.namespace_id, keys=some_keys(self._keys, part), region=region
         )
-        response = await self._link.call("store_batch_put", request, self._timeout_s)
+        encoded = Encoded((request.SerializeToString(),))
+        if data is not None:
+            encoded += Encoded((data,)).inside(store_pb2.BatchPutRequest.DATA_FIELD_NUMBER)
+        response = await self._link.call("store_batch_put", encoded, self._timeout_s)
         self._statuses[part] = statuses_of(response.statuses, part.stop - part.start)
