@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import os
 import socket
 
@@ -18,8 +19,9 @@ class StoreWriters:
 
     def __init__(self, quarantine: Quarantine) -> None:
         self._quarantine = quarantine
-        # The descriptor (pidfd_open(2)) of each process, by its pid, which no other process gets meanwhile.
-        self._watched: dict[int, int] = {}
+        # The descriptor (pidfd_open(2)) and name of each process, by its pid, which no other process gets meanwhile.
+        self._watched: dict[int, tuple[int, int]] = {}
+        self._names = itertools.count()
 
     def __len__(self) -> int:
         return len(self._watched)
@@ -31,12 +33,13 @@ class StoreWriters:
         if pid not in self._watched:
             if len(self._watched) >= MAX_WRITERS:
                 raise OSError(errno.EMFILE, f"{MAX_WRITERS} processes can write to the store")
-            self._watched[pid] = os.pidfd_open(pid)
-            asyncio.get_running_loop().add_reader(self._watched[pid], self._ended, pid)
-        return pid
+            descriptor = os.pidfd_open(pid)
+            self._watched[pid] = descriptor, next(self._names)
+            asyncio.get_running_loop().add_reader(descriptor, self._ended, pid)
+        return self._watched[pid][1]
 
     def _ended(self, pid: int) -> None:
-        descriptor = self._watched.pop(pid)
+        descriptor, name = self._watched.pop(pid)
         asyncio.get_running_loop().remove_reader(descriptor)
         os.close(descriptor)
-        self._quarantine.ended(pid)
+        self._quarantine.ended(name)

@@ -25,23 +25,31 @@ class Quarantine:
         self, abort: Callable[[bytes], None], condemn: Callable[[bytes], None], release: Callable[[bytes], None]
     ) -> None:
         self._abort, self._condemn, self._release = abort, condemn, release
+        self._living: set[Hashable] = set()
         self._held: list[_Held] = []
 
     def __len__(self) -> int:
         return len(self._held)
 
+    def began(self, writer: Hashable) -> None:
+        """Note a process that can write from now on."""
+        self._living.add(writer)
+
     def hold(self, slots: bytes, writers: frozenset[Hashable]) -> None:
-        """Forget the keys of the slots, and free them after all of `writers` have ended: at once if there are none."""
+        """Forget the keys of the slots, and free them after all of `writers` have ended: at once if none lives. A
+        process that was killed has usually ended before its session is."""
         if not slots:
             return
-        if not writers:
+        living = self._living & writers
+        if not living:
             self._abort(slots)
             return
         self._condemn(slots)
-        self._held.append(_Held(slots, set(writers)))
+        self._held.append(_Held(slots, living))
 
     def ended(self, writer: Hashable) -> None:
         """Free the slots that waited for this writer only."""
+        self._living.discard(writer)
         for held in list(self._held):
             held.writers.discard(writer)
             if not held.writers:

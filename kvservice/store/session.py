@@ -178,7 +178,8 @@ class SessionStore:
     # ---- the end
 
     def add_writer(self, writer: Hashable) -> None:
-        """Note a process that fetched the memory of the store for writing."""
+        """Note a process that fetched the memory of the store for writing. Its name is that of no earlier process."""
+        self._store.quarantine.began(writer)
         self.opening.writers |= {writer}
 
     def close(self) -> None:

@@ -211,6 +211,16 @@ def test_reserved_blocks_of_a_writer_wait_for_its_end(rig: Rig) -> None:
     assert len(rig.store.quarantine) == 0
 
 
+def test_reserved_blocks_of_a_writer_that_has_ended_are_free_at_once(rig: Rig) -> None:
+    own, namespace = opened(rig)
+    own.add_writer("a")
+    own.reserve(namespace, keys(1))
+    rig.store.quarantine.ended("a")
+    own.close()
+    assert rig.store.totals().used_bytes == 0
+    assert len(rig.store.quarantine) == 0
+
+
 def test_a_key_of_a_lost_reservation_can_be_stored_elsewhere_at_once(rig: Rig) -> None:
     own, namespace = opened(rig)
     own.add_writer("a")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Awaitable, Callable
+from typing import NamedTuple
 
 from kvservice.client.store.link import Dialer, StoreLink, StoreOptions, open_link
 from kvservice.client.waiting import PAUSE_S, Background
@@ -44,6 +45,18 @@ _LOST = (
 )
 
 
+class _Cause(NamedTuple):
+    """Why there is no link. Neither this nor the log keeps the error itself: the frames of its traceback keep the
+    mapped memory of the lost link."""
+
+    kind: type[KVServiceError]
+    text: str
+
+    @staticmethod
+    def of(error: KVServiceError) -> _Cause:
+        return _Cause(type(error), str(error))
+
+
 class StoreAccess:
     """The link, if there is one. With the sync API its coroutines never suspend, and threads share it."""
 
@@ -51,7 +64,7 @@ class StoreAccess:
         self._dialer, self._options = dialer, options
         self._state_lock = threading.Lock()
         self._link: StoreLink | None = None
-        self._cause: KVServiceError = ConnectionLostError("the store was never opened")
+        self._cause = _Cause(ConnectionLostError, "the store was never opened")
         self._opening: Background | None = None
         self._closing = dialer.waiting.signal()
         self._closed = False
@@ -73,7 +86,7 @@ class StoreAccess:
         except (*_AWAY, UnknownSessionError) as error:
             if self._options.raises:
                 raise
-            self._cause = error
+            self._cause = _Cause.of(error)
             self._opening = self._dialer.waiting.start(self._reopen(None))
 
     async def attempt(self, work: Callable[[StoreLink], Awaitable[None]]) -> bool:
@@ -82,7 +95,7 @@ class StoreAccess:
         link = self._link
         if link is None:
             return self._failed(
-                DaemonAwayError(f"the store is out of reach; the client goes on trying ({self._cause})")
+                DaemonAwayError(f"the store is out of reach; the client goes on trying ({self._cause.text})")
             )
         return await self._run(link, work)
 
@@ -108,7 +121,7 @@ class StoreAccess:
         with self._state_lock:
             self._closed = True
             link, self._link = self._link, None
-            self._cause = ConnectionLostError("the store is closed")
+            self._cause = _Cause(ConnectionLostError, "the store is closed")
         self._closing.set()
         if self._opening is not None:
             await self._opening.stop()
@@ -139,14 +152,15 @@ class StoreAccess:
         with self._state_lock:
             if self._link is not link or self._closed:
                 return
-            self._link, self._cause = None, error
-            logger.warning("the block store is out of reach, the client goes on trying: %s", error)
+            self._link, self._cause = None, _Cause.of(error)
+            logger.warning("the block store is out of reach, the client goes on trying: %s", self._cause.text)
             self._opening = self._dialer.waiting.start(self._reopen(link))
 
     async def _reopen(self, lost: StoreLink | None) -> None:
         """Retry to open a link until it succeeds or the store is closed."""
         if lost is not None:
             await lost.close(self._dialer, lost=True)
+            lost = None  # its mapping keeps the memory of a daemon that is gone
         pause_s = PAUSE_S
         while not self._closed:
             try:
@@ -162,6 +176,6 @@ class StoreAccess:
 
     def _report(self, error: KVServiceError) -> None:
         """Log an error that is not the daemon's absence, for example that it has restarted without a store. Once."""
-        if not isinstance(error, _LOST) and type(error) is not type(self._cause):
-            logger.warning("the block store cannot be opened again: %s", error)
-        self._cause = error
+        if not isinstance(error, _LOST) and type(error) is not self._cause.kind:
+            logger.warning("the block store cannot be opened again: %s", str(error))
+        self._cause = _Cause.of(error)

@@ -1,0 +1,242 @@
+"""Processes that stop at a named stage of an operation on the block store, and are killed or frozen there.
+
+They are forked from a process that has imported what they need and has no threads, so that each takes milliseconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+from store_daemons import BLOCK_BYTES, blocks_of, keys_of
+
+from kvservice.client import KVClient, StoreNamespace
+from kvservice.client.connection import SessionConnection
+from kvservice.client.store import copies
+from kvservice.config_sources import load_config
+from kvservice.server.store_calls import StoreCalls
+from kvservice.server.store_copies import StoreCopies
+from kvservice.store import BlockStore
+
+# Where a writer stops: the namespace is open; half of the bytes are written, to the store, the region or the message;
+# all are; the daemon has published them, which the writer does not know yet; it knows.
+WRITER_STAGES = ("opened", "half", "written", "sent", "committed")
+# Where a reader stops: the daemon has leased or copied the blocks; half of them are copied in the reader.
+READER_STAGES = ("sent", "half")
+# The calls after which a writer or a reader is at stage "sent".
+PUBLISHES = ("store_commit", "store_batch_put")
+READS = ("store_acquire", "store_batch_get")
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["kvservice.client", "kvservice.server.daemon"])
+
+
+class Stopped:
+    """A process that has stopped at its stage. `receive` and `send` talk to it."""
+
+    def __init__(self, target: Callable[..., None], *args: Any) -> None:
+        self._connection, theirs = _context.Pipe()
+        self.process = _context.Process(target=target, args=(theirs, *args), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def reached(self) -> Stopped:
+        """Wait until it has stopped."""
+        assert self.receive() == "reached"
+        return self
+
+    def receive(self) -> Any:
+        assert self._connection.poll(120), "the process says nothing"
+        return self._connection.recv()
+
+    def send(self, message: str) -> None:
+        self._connection.send(message)
+
+    def freeze(self) -> None:
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+        self.send("go on")
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self._connection.close()
+
+
+@contextlib.contextmanager
+def stopped(target: Callable[..., None], *args: Any) -> Iterator[Stopped]:
+    """Run a process until it stops at its stage. At the end of the block it is killed."""
+    process = Stopped(target, *args)
+    try:
+        yield process.reached()
+    finally:
+        process.kill()
+
+
+def stop(connection: Connection) -> None:
+    """Say that the stage is reached, and wait until the other side says to go on."""
+    connection.send("reached")
+    connection.recv()
+
+
+# ---- clients
+
+
+def writer(
+    connection: Connection,
+    address: str,
+    namespace: StoreNamespace,
+    transport: str,
+    stage: str,
+    numbers: list[int],
+    seeds: list[int],
+) -> None:
+    """Put the blocks of `seeds` under the keys of `numbers`, and stop at a stage."""
+    with KVClient(address) as client, client.store(namespace, transport=transport) as store:
+        if stage == "opened":
+            stop(connection)
+        with _stopping(connection, stage, "copy_in", PUBLISHES):
+            store.put(keys_of(*numbers), blocks_of(*seeds))
+        stop(connection)
+
+
+def reserver(connection: Connection, address: str, namespace: StoreNamespace, numbers: list[int]) -> None:
+    """Reserve blocks, and stop."""
+    with KVClient(address) as client, client.store(namespace, transport="mapped") as store:
+        reservation = store.reserve(keys_of(*numbers))
+        assert reservation.reserved.all()
+        stop(connection)
+
+
+def reader(
+    connection: Connection,
+    address: str,
+    namespace: StoreNamespace,
+    transport: str,
+    stage: str,
+    numbers: list[int],
+    ttl_s: float,
+) -> None:
+    """Get blocks of these numbers, and stop at a stage. Then send which were found, and their bytes. `ttl_s` is the
+    time of its lease, 0 for the longest."""
+    with KVClient(address) as client, client.store(namespace, transport=transport) as store:
+        out = np.zeros((len(numbers), BLOCK_BYTES), np.uint8)
+        with _leases_of(ttl_s), _stopping(connection, stage, "copy_out", READS):
+            found = store.get(keys_of(*numbers), out)
+        connection.send((found, out))
+
+
+def holder(connection: Connection, address: str, namespace: StoreNamespace, numbers: list[int], ttl_s: float) -> None:
+    """Hold views of leased blocks, and stop. Then send which of them are right."""
+    with (
+        KVClient(address) as client,
+        client.store(namespace, transport="mapped") as store,
+        store.acquire(keys_of(*numbers), ttl_s) as lease,
+    ):
+        views = lease.views
+        assert all(view is not None for view in views)
+        stop(connection)
+        connection.send(lease.check())
+
+
+@contextlib.contextmanager
+def _stopping(connection: Connection, stage: str, copy: str, calls: tuple[str, ...]) -> Iterator[None]:
+    """Stop in the middle of a copy ("half"), before one of the calls ("written"), or before its answer ("sent")."""
+    call_until, copied = SessionConnection.call_until, getattr(copies, copy)
+
+    async def call(self: SessionConnection, deadline: float | None, name: str, request: Any) -> Any:
+        if name in calls and stage == "written":
+            stop(connection)
+        answer = await call_until(self, deadline, name, request)
+        if name in calls and stage == "sent":
+            stop(connection)
+        return answer
+
+    def halves(address: int, offsets: bytes, block_bytes: int, pieces: Any, *rest: Any) -> Any:
+        half = len(offsets) // 16
+        copied(address, offsets[: 8 * half], block_bytes, pieces.part(slice(0, half)), *rest)
+        stop(connection)
+        return copied(address, offsets, block_bytes, pieces, *rest)
+
+    with (
+        patch.object(SessionConnection, "call_until", call),
+        patch.object(copies, copy, halves if stage == "half" else copied),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _leases_of(ttl_s: float) -> Iterator[None]:
+    call_until = SessionConnection.call_until
+
+    async def call(self: SessionConnection, deadline: float | None, name: str, request: Any) -> Any:
+        if name == "store_acquire":
+            request.ttl_s = ttl_s
+        return await call_until(self, deadline, name, request)
+
+    with patch.object(SessionConnection, "call_until", call):
+        yield
+
+
+# ---- the daemon
+
+# The method at which a daemon stops: before it, after it, or with half of the blocks copied.
+_METHODS: dict[str, Any] = {
+    "open_namespace": StoreCalls.open_namespace,
+    "reserve": StoreCalls.reserve,
+    "publish": BlockStore.commit,
+    "acquire": StoreCalls.acquire,
+    "_copy_in": StoreCopies._copy_in,
+    "_copy_out": StoreCopies._copy_out,
+}
+_OWNERS: dict[str, Any] = {"publish": BlockStore, "_copy_in": StoreCopies, "_copy_out": StoreCopies}
+
+
+def daemon(connection: Connection, options: dict[str, Any], stage: str, directory: Path) -> None:
+    """Run a daemon that stops at a stage, for example "half of _copy_in", after the other side has said "arm"."""
+    from kvservice.server.daemon import run
+
+    log = os.open(directory / "daemon.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(log, 2)
+
+    def armed() -> bool:
+        return connection.poll() and connection.recv() == "arm"
+
+    when, _, name = stage.rpartition(" ")
+    execute = _METHODS[name]
+
+    def staged(self: Any, *args: Any) -> Any:
+        if not armed():
+            return execute(self, *args)
+        if when == "half of":
+            offsets, *rest = args
+            execute(self, offsets[: len(offsets) // 16 * 8], *_first_half(rest))
+        elif when == "after":
+            execute(self, *args)
+        stop(connection)
+        raise AssertionError("a daemon that has stopped is killed")
+
+    setattr(_OWNERS.get(name, StoreCalls), execute.__name__, staged)
+    run(load_config(options, {}))
+
+
+def _first_half(rest: list[Any]) -> list[Any]:
+    """Return the arguments of a copy after its offsets, for the first half of the blocks."""
+    block_bytes, memory, places, *others = rest
+    chosen = np.arange(len(places)) < len(places) // 2
+    return [block_bytes, memory, places.of(chosen), *others]
