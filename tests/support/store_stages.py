@@ -18,7 +18,7 @@ from unittest.mock import patch
 import numpy as np
 from store_daemons import BLOCK_BYTES, blocks_of, keys_of
 
-from kvservice.client import KVClient, StoreNamespace
+from kvservice.client import KVClient, Scatter, StoreNamespace
 from kvservice.client.connection import SessionConnection
 from kvservice.client.store import copies
 from kvservice.config_sources import load_config
@@ -111,8 +111,14 @@ def writer(
         if stage == "opened":
             stop(connection)
         with _stopping(connection, stage, "copy_in", PUBLISHES):
-            store.put(keys_of(*numbers), blocks_of(*seeds))
+            store.put(keys_of(*numbers), _scattered(seeds))
         stop(connection)
+
+
+def _scattered(seeds: list[int]) -> Scatter:
+    """Return blocks that lie in reverse order, so that they are copied on every way to the daemon."""
+    places = np.arange(len(seeds))[::-1, None] * BLOCK_BYTES
+    return Scatter(blocks_of(*reversed(seeds)), places, [BLOCK_BYTES])
 
 
 def reserver(connection: Connection, address: str, namespace: StoreNamespace, numbers: list[int]) -> None:
