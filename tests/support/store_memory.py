@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# The geometry of a store of at most 256 MiB with blocks of 64 KiB: 63 records, then 63 blocks in each slab.
-SLAB_BYTES = 4 << 20
+# The geometry of a store of at most 256 MiB with blocks of 64 KiB: 64 records, then 64 blocks in each slab.
 FIRST_BLOCK = 4096
+SLAB_BYTES = FIRST_BLOCK + (4 << 20)
 
 
 BLOCK_BYTES = 64 << 10
