@@ -17,8 +17,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from waiting import PATIENCE_S, until
 
-from kvservice.client import KVClient, Session, Step
-from kvservice.errors import DrainingError
+from kvservice.client import KVClient, PutStatus, Session, Step, StoreNamespace
+from kvservice.errors import ConnectionLostError, DrainingError
 from kvservice.launch import Daemon
 from kvservice.server.draining import Drain
 from kvservice.v1 import blocks_pb2
@@ -111,6 +111,49 @@ def _watch(address: str, states: queue.SimpleQueue[int]) -> None:
                 states.put(answer.status)
         except grpc.RpcError:
             pass  # the daemon has exited
+
+
+def test_a_draining_daemon_finishes_what_the_block_store_has_begun() -> None:
+    """Blocks are read, leases renewed and reservations committed, but nothing is reserved. Leases do not hold it."""
+    options = POOL | {"drain_stall_s": 60, "store_gib": 1 / 64, "share_store": "write"}
+    namespace, keys = StoreNamespace("m", 4096), [bytes([number]) * 32 for number in range(4)]
+    values = np.random.default_rng(0).integers(0, 256, (4, 4096), np.uint8)
+    out = np.zeros_like(values)
+    with (
+        Daemon(**options) as daemon,
+        KVClient(daemon.address) as client,
+        client.session() as kv,
+        client.store(namespace, unreachable="raise") as store,
+        client.store(namespace, unreachable="raise") as refused,
+        client.store(namespace) as missing,
+    ):
+        store.put(keys[:2], values[:2])
+        lease, reservation = store.acquire(keys[:2]), store.reserve(keys[2:3])
+        step = begun_step(kv)
+        daemon.process.send_signal(signal.SIGTERM)
+        until(lambda: drains(kv))
+        with grpc.insecure_channel(daemon.address) as channel:
+            health: Any = health_pb2_grpc.HealthStub(channel)
+            assert health.Check(health_pb2.HealthCheckRequest()).status == NOT_SERVING
+        assert lease.renew()
+        (place,) = reservation.views
+        assert place is not None
+        place[...] = values[2]
+        assert reservation.commit() == 1
+        assert store.get(keys, out).tolist() == [True, True, True, False]
+        np.testing.assert_array_equal(out[:3], values[:3])
+        for refuse in (lambda: refused.put(keys, values), lambda: client.store(namespace, unreachable="raise")):
+            with pytest.raises(DrainingError):
+                refuse()
+        assert (missing.put(keys, values) == PutStatus.UNREACHABLE).all()
+        assert daemon.process.poll() is None
+        assert lease.check().all()
+        for layer in (1, 2):
+            send_layer(step, layer)
+        assert daemon.process.wait(10) == 0
+        np.testing.assert_array_equal(np.array(lease.views), values[:2])
+        with pytest.raises(ConnectionLostError):
+            store.lookup(keys)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
