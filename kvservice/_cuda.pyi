@@ -227,9 +227,18 @@ def load_blocks(
     16 bytes; device memory is not checked."""
 
 def save_blocks(
-    pieces: int, num_pieces: int, block_bytes: int, addresses: object, block_ids: object, stream: int
+    pieces: int,
+    num_pieces: int,
+    block_bytes: int,
+    addresses: object,
+    block_ids: object,
+    sums: int,
+    checksums: int,
+    stream: int,
 ) -> None:
-    """The inverse of load_blocks."""
+    """The inverse of load_blocks. Also writes the checksums of the blocks (csrc/store/checksum.h) to `checksums`, the
+    address of page-locked uint64[num_copies]. `sums` is the address of scratch memory on the device for
+    uint64[num_copies, 16]."""
 
 class CudaLaneExecutor(LaneExecutor):
     """Executes the calls of any number of lanes on one stream. Each lane's thread waits for its own calls.

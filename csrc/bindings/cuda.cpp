@@ -183,27 +183,36 @@ py::array_t<T, py::array::c_style> numbers_of(const py::object& object, const ch
   return numbers;
 }
 
-template <void (*move)(const MoveBlocksParams&, cudaStream_t)>
-void move_blocks(uintptr_t pieces, int64_t num_pieces, int64_t block_bytes, const py::object& addresses,
-                 const py::object& block_ids, uintptr_t stream) {
-  const auto places = numbers_of<uint64_t>(addresses, "addresses");
-  const auto ids = numbers_of<int64_t>(block_ids, "block_ids");
-  require(places.size() == ids.size(), "block_ids", "does not have the length of addresses");
+MoveBlocksParams move_blocks_params(uintptr_t pieces, int64_t num_pieces, int64_t block_bytes,
+                                    const py::array_t<uint64_t, py::array::c_style>& addresses,
+                                    const py::array_t<int64_t, py::array::c_style>& block_ids) {
+  require(addresses.size() == block_ids.size(), "block_ids", "does not have the length of addresses");
   MoveBlocksParams p;
   p.pieces = at<int64_t>(pieces);
   p.num_pieces = num_pieces;
   p.block_bytes = block_bytes;
-  p.num_copies = places.size();
-  p.addresses = places.data();
-  p.block_ids = ids.data();
-  const py::gil_scoped_release release;
-  move(p, stream_at(stream));
+  p.num_copies = addresses.size();
+  p.addresses = addresses.data();
+  p.block_ids = block_ids.data();
+  return p;
 }
 
-template <void (*move)(const MoveBlocksParams&, cudaStream_t)>
-void define_move_blocks(py::module_& m, const char* name) {
-  m.def(name, &move_blocks<move>, py::arg("pieces"), py::arg("num_pieces"), py::arg("block_bytes"),
-        py::arg("addresses"), py::arg("block_ids"), py::arg("stream"));
+void load_blocks(uintptr_t pieces, int64_t num_pieces, int64_t block_bytes, const py::object& addresses,
+                 const py::object& block_ids, uintptr_t stream) {
+  const auto places = numbers_of<uint64_t>(addresses, "addresses");
+  const auto ids = numbers_of<int64_t>(block_ids, "block_ids");
+  const MoveBlocksParams params = move_blocks_params(pieces, num_pieces, block_bytes, places, ids);
+  const py::gil_scoped_release release;
+  load_blocks_cuda(params, stream_at(stream));
+}
+
+void save_blocks(uintptr_t pieces, int64_t num_pieces, int64_t block_bytes, const py::object& addresses,
+                 const py::object& block_ids, uintptr_t sums, uintptr_t checksums, uintptr_t stream) {
+  const auto places = numbers_of<uint64_t>(addresses, "addresses");
+  const auto ids = numbers_of<int64_t>(block_ids, "block_ids");
+  const MoveBlocksParams params = move_blocks_params(pieces, num_pieces, block_bytes, places, ids);
+  const py::gil_scoped_release release;
+  save_blocks_cuda(params, {at<uint64_t>(sums), at<uint64_t>(checksums)}, stream_at(stream));
 }
 
 // --- the module
@@ -291,8 +300,10 @@ PYBIND11_MODULE(_cuda, m) {
   define_attention(m);
   define_move_kv<write_kv_cuda>(m, "write_kv", "slot_mapping");
   define_move_kv<read_kv_cuda>(m, "read_kv", "slots");
-  define_move_blocks<load_blocks_cuda>(m, "load_blocks");
-  define_move_blocks<save_blocks_cuda>(m, "save_blocks");
+  m.def("load_blocks", &load_blocks, py::arg("pieces"), py::arg("num_pieces"), py::arg("block_bytes"),
+        py::arg("addresses"), py::arg("block_ids"), py::arg("stream"));
+  m.def("save_blocks", &save_blocks, py::arg("pieces"), py::arg("num_pieces"), py::arg("block_bytes"),
+        py::arg("addresses"), py::arg("block_ids"), py::arg("sums"), py::arg("checksums"), py::arg("stream"));
   m.def("copy_blocks", &copy_blocks, py::arg("src"), py::arg("dst"), py::arg("num_src_blocks"),
         py::arg("num_dst_blocks"), py::arg("block_bytes"), py::arg("src_ids"), py::arg("dst_ids"), py::arg("stream"));
 }

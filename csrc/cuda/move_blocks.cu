@@ -45,9 +45,63 @@ struct Pieces {
   }
 };
 
-template <bool kToDevice>
+// The part of a thread in a block's sums, see store/checksum.h. All its vectors are halves of stripes with the same
+// parity, so it has four lanes.
+struct PartialSums {
+  static constexpr int kLanes = 4;
+  uint64_t sums[kLanes] = {};
+  uint64_t weighted[kLanes] = {};
+
+  __device__ void add(uint4 data, uint32_t weight) {
+    const uint32_t words[kLanes] = {data.x, data.y, data.z, data.w};
+#pragma unroll
+    for (int lane = 0; lane < kLanes; ++lane) {
+      sums[lane] += words[lane];
+      weighted[lane] += uint64_t{weight} * words[lane];
+    }
+  }
+
+  // Adds the parts of a warp to those of the block. All threads of the warp call it.
+  __device__ void add_to(uint64_t* of_block) {
+    const unsigned parity = threadIdx.x % 2;
+    uint64_t* const own = of_block + parity * 2 * kLanes;
+#pragma unroll
+    for (int lane = 0; lane < kLanes; ++lane) {
+      add_over_warp(sums[lane], own + 2 * lane);
+      add_over_warp(weighted[lane], own + 2 * lane + 1);
+    }
+  }
+
+ private:
+  __device__ static void add_over_warp(uint64_t value, uint64_t* to) {
+#pragma unroll
+    for (int distance = 16; distance > 1; distance /= 2) value += __shfl_xor_sync(~0U, value, distance);
+    if (threadIdx.x % 32 < 2) atomicAdd(reinterpret_cast<unsigned long long*>(to), value);
+  }
+};
+
+constexpr int64_t kSumsPerBlock = 4 * PartialSums::kLanes;
+
+__device__ uint64_t mix(uint64_t x) {
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9U;
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EBU;
+  return x ^ (x >> 31);
+}
+
 __global__ void __launch_bounds__(kThreads)
-    move_blocks(Pieces pieces, int64_t num_vectors, int num_copies, const __grid_constant__ Copies copies) {
+    finish_checksums(const uint64_t* sums, int64_t block_bytes, int64_t num_blocks, uint64_t* values) {
+  const int64_t block = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (block >= num_blocks) return;
+  auto value = static_cast<uint64_t>(block_bytes);
+  for (int64_t i = 0; i < kSumsPerBlock; ++i) value = mix(value ^ sums[block * kSumsPerBlock + i]);
+  values[block] = value;
+}
+
+// `sums` are those of the first copy; only blocks that are saved have them.
+template <bool kToDevice>
+__global__ void __launch_bounds__(kThreads) move_blocks(Pieces pieces, int64_t num_vectors, int num_copies,
+                                                        uint64_t* sums, const __grid_constant__ Copies copies) {
+  const int64_t num_stripes = (num_vectors + 1) / 2;
   const int64_t tiles = (num_vectors + kTileVectors - 1) / kTileVectors;
   for (int64_t unit = blockIdx.x; unit < tiles * num_copies; unit += gridDim.x) {
     const auto copy = static_cast<int>(unit / tiles);
@@ -72,6 +126,9 @@ __global__ void __launch_bounds__(kThreads)
       for_each(find);
       for_each([&](int i, int64_t) { data[i] = __ldcs(device[i]); });
       for_each([&](int i, int64_t vector) { __stcs(host + vector, data[i]); });
+      PartialSums partial;
+      for_each([&](int i, int64_t vector) { partial.add(data[i], static_cast<uint32_t>(num_stripes - vector / 2)); });
+      partial.add_to(sums + copy * kSumsPerBlock);
     }
   }
 }
@@ -87,8 +144,7 @@ void check(const MoveBlocksParams& p) {
 }
 
 template <bool kToDevice>
-void launch(const MoveBlocksParams& p, cudaStream_t stream) {
-  check(p);
+void launch(const MoveBlocksParams& p, uint64_t* sums, cudaStream_t stream) {
   const Pieces pieces = {p.pieces, p.pieces + p.num_pieces, p.pieces + 2 * p.num_pieces,
                          static_cast<int>(p.num_pieces)};
   const int64_t num_vectors = p.block_bytes / kVectorBytes;
@@ -99,15 +155,29 @@ void launch(const MoveBlocksParams& p, cudaStream_t stream) {
     std::copy_n(p.addresses + first, count, copies.addresses);
     std::copy_n(p.block_ids + first, count, copies.block_ids);
     const auto grid = static_cast<unsigned>(std::min(kThreadBlocks, tiles * count));
-    move_blocks<kToDevice><<<grid, kThreads, 0, stream>>>(pieces, num_vectors, static_cast<int>(count), copies);
+    move_blocks<kToDevice><<<grid, kThreads, 0, stream>>>(
+        pieces, num_vectors, static_cast<int>(count), sums == nullptr ? nullptr : sums + first * kSumsPerBlock, copies);
     check_launch("move_blocks");
   }
 }
 
 }  // namespace
 
-void load_blocks_cuda(const MoveBlocksParams& params, cudaStream_t stream) { launch<true>(params, stream); }
+void load_blocks_cuda(const MoveBlocksParams& params, cudaStream_t stream) {
+  check(params);
+  launch<true>(params, nullptr, stream);
+}
 
-void save_blocks_cuda(const MoveBlocksParams& params, cudaStream_t stream) { launch<false>(params, stream); }
+void save_blocks_cuda(const MoveBlocksParams& params, const BlockChecksums& checksums, cudaStream_t stream) {
+  check(params);
+  if (params.num_copies == 0) return;
+  const auto num_bytes = static_cast<size_t>(params.num_copies * kSumsPerBlock) * sizeof(uint64_t);
+  check_cuda(cudaMemsetAsync(checksums.sums, 0, num_bytes, stream), "cudaMemsetAsync");
+  launch<false>(params, checksums.sums, stream);
+  const auto grid = static_cast<unsigned>((params.num_copies + kThreads - 1) / kThreads);
+  finish_checksums<<<grid, kThreads, 0, stream>>>(checksums.sums, params.block_bytes, params.num_copies,
+                                                  checksums.values);
+  check_launch("finish_checksums");
+}
 
 }  // namespace kvservice

@@ -18,9 +18,16 @@ struct MoveBlocksParams {
   const int64_t* block_ids = nullptr;   // [num_copies], on the device. Distinct if blocks are written to the device
 };
 
+// Where the checksums of blocks go that are saved (store/checksum.h).
+struct BlockChecksums {
+  uint64_t* sums = nullptr;    // [num_copies, 16], scratch memory on the device
+  uint64_t* values = nullptr;  // [num_copies], page-locked
+};
+
 // `addresses` and `block_ids` are in host memory and are not read after the call. Few thread blocks copy, so that
 // kernels of other streams can run beside them.
 void load_blocks_cuda(const MoveBlocksParams& params, cudaStream_t stream);  // to the device
-void save_blocks_cuda(const MoveBlocksParams& params, cudaStream_t stream);  // to host memory
+void save_blocks_cuda(const MoveBlocksParams& params, const BlockChecksums& checksums,
+                      cudaStream_t stream);  // to host memory
 
 }  // namespace kvservice

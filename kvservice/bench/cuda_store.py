@@ -40,7 +40,6 @@ OPTIONS: dict[str, Any] = {
     "num_blocks": 64,
     "swap_space_gib": 0.0,
     "store_gib": 4.0,
-    "store_copy_threads": 8,
     "max_region_mib": 512,
 }
 TIMEOUT_S = 60.0

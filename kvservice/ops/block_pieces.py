@@ -15,10 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvservice.errors import FailedPreconditionError
-from kvservice.ops.device_array import DeviceArray, as_int, check_array, require
+from kvservice.ops.device_array import HOST, DeviceArray, as_int, check_array, require
 
 # Addresses, strides and sizes are multiples of it.
 ALIGNMENT = 16
+# Numbers that a checksum is made of.
+SUMS_PER_BLOCK = 16
 # The most bytes of a block.
 MAX_BLOCK_BYTES = 1 << 34
 
@@ -53,9 +55,23 @@ class BlockPieces:
         call. The memory at the addresses is page-locked; no block may occur twice."""
         _extension(self.table.device).load_blocks(*self._arguments(addresses, block_ids), stream)
 
-    def save(self, addresses: npt.NDArray[np.uint64], block_ids: npt.NDArray[np.int64], *, stream: int) -> None:
-        """Copy blocks to `addresses`, the inverse of `load`. No address may occur twice."""
-        _extension(self.table.device).save_blocks(*self._arguments(addresses, block_ids), stream)
+    def save(
+        self,
+        addresses: npt.NDArray[np.uint64],
+        block_ids: npt.NDArray[np.int64],
+        *,
+        sums: DeviceArray,
+        checksums: DeviceArray,
+        stream: int,
+    ) -> None:
+        """Copy blocks to `addresses`, the inverse of `load`, and write their checksums, which csrc/store/checksum.h
+        defines, to `checksums`, int64[num_copies] in page-locked memory. `sums` is int64[num_copies, 16], scratch
+        memory on the device. No address may occur twice."""
+        check_array(sums, "sums", "int64", (block_ids.size, SUMS_PER_BLOCK), self.table.device)
+        check_array(checksums, "checksums", "int64", (block_ids.size,))
+        require(checksums.device == HOST, "checksums", "is not in host memory")
+        arguments = self._arguments(addresses, block_ids)
+        _extension(self.table.device).save_blocks(*arguments, sums.pointer, checksums.pointer, stream)
 
     def _arguments(
         self, addresses: npt.NDArray[np.uint64], block_ids: npt.NDArray[np.int64]

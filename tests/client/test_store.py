@@ -22,6 +22,7 @@ from store_daemons import (
     store_of,
 )
 
+from kvservice import _ext
 from kvservice.client import (
     AsyncStore,
     AsyncStoreLease,
@@ -327,6 +328,30 @@ def test_reserved_blocks_are_written_in_place(store_daemon: OpenStore, face: Fac
         assert (await store.put(keys_of(0, 5), blocks_of(0, 5))).tolist() == [DONE, DONE]
         with pytest.raises(InvalidArgumentError, match="written"):
             await aborted.commit(np.ones(3, bool))
+
+    run(face, store_daemon("write").address, scenario)
+
+
+def test_a_caller_may_compute_the_checksums_of_reserved_blocks(store_daemon: OpenStore, face: Face) -> None:
+    """Three requests; one block is there, one is not published, and one has a wrong checksum."""
+
+    async def scenario(store: Any) -> None:
+        numbers = range(2 * MOST + 2)
+        await store.put(keys_of(3), blocks_of(3))
+        reservation = await store.reserve(keys_of(*numbers))
+        checksums = np.zeros(len(numbers), np.uint64)
+        for number, view in zip(numbers, reservation.views, strict=True):
+            if view is not None:
+                view[...] = blocks_of(number)[0]
+                sums = _ext.store_checksums(view.ctypes.data, bytes(8), BLOCK_BYTES, 1)
+                checksums[number] = int.from_bytes(sums, "little")
+        checksums[MOST + 1] += np.uint64(1)
+        with pytest.raises(InvalidArgumentError, match="checksums"):
+            await reservation.commit(checksums=checksums[1:])
+        written = np.array([number != MOST for number in numbers])
+        assert await reservation.commit(written, checksums=checksums) == len(numbers) - 2
+        found = await store.get(keys_of(*numbers), new_out(len(numbers)), verify=True)
+        assert np.flatnonzero(~found).tolist() == [MOST, MOST + 1]
 
     run(face, store_daemon("write").address, scenario)
 

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from gated_copies import Gate, HostGpu, LeakyStore
@@ -68,6 +69,7 @@ def test_saved_blocks_are_loaded_whatever_the_store_allows(
     with rig.store(store_daemon(share)) as store:
         assert rig.save(store, 1, 2, 3) == [DONE] * 3
         rig.clear()
+        assert store.get(keys_of(1, 2), np.empty((2, rig.layout.block_bytes), np.uint8), verify=True).all()
         assert rig.load(store, [2, 9, 3], [40, 41, 42]) == [True, False, True]
         assert (rig.equal(40, 2), rig.equal(42, 3)) == (True, True)
         assert not any(layer[:, [1, 2, 3, 41]].any() for layer in rig.layers.values())

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from store_daemons import keys_of
 
+from kvservice import _ext
 from kvservice.client import Store
 from kvservice.integrations.vllm.gpu_blocks import BlockIds, Numbers
 from kvservice.integrations.vllm.layout import BlockLayout
@@ -29,6 +30,24 @@ class HostLock:
 
 
 @dataclass
+class HostSave:
+    """A save of `HostGpu`, which has ended."""
+
+    addresses: Numbers
+    block_bytes: int
+
+    def synchronize(self) -> None:
+        """The copy has ended."""
+
+    def checksums(self) -> Numbers:
+        if not len(self.addresses):
+            return self.addresses
+        lowest = self.addresses.min()
+        values = _ext.store_checksums(int(lowest), (self.addresses - lowest).tobytes(), self.block_bytes, 1)
+        return np.frombuffer(values, np.uint64)
+
+
+@dataclass
 class HostGpu:
     """Copies blocks of a layout in host memory at once. `refuses`: no memory can be page-locked. `broken`: no copy can
     be launched."""
@@ -45,9 +64,9 @@ class HostGpu:
         self._copy(addresses, block_ids, to_host=False)
         return self
 
-    def save(self, addresses: Numbers, block_ids: BlockIds, mark: object) -> HostGpu:  # noqa: ARG002
+    def save(self, addresses: Numbers, block_ids: BlockIds, mark: object) -> HostSave:  # noqa: ARG002
         self._copy(addresses, block_ids, to_host=True)
-        return self
+        return HostSave(addresses, self.layout.block_bytes)
 
     def synchronize(self) -> None:
         """The copy has ended."""
@@ -102,6 +121,10 @@ class GatedCopy:
         self.gate.held_up.set()
         assert self.gate.open.wait(60)
         self.passing.synchronize()
+
+    def checksums(self) -> Numbers:
+        checksums: Numbers = self.passing.checksums()
+        return checksums
 
 
 class LeakyStore:

@@ -144,20 +144,24 @@ class ReservationCore(Holding):
         """The addresses of the `views`, uint64[num_keys], 0 for keys that are not reserved. See LeaseCore.addresses."""
         return self._addresses(self.reserved)
 
-    async def commit(self, written: Any = None, *, timeout_s: float | None = None) -> int:
-        """Publish the reserved blocks; with `written`, flags for all keys, only those, and abort the others. Returns
-        how many are stored now: 0 if the daemon is away or has lost the reservation."""
-        flags = self._written(written)
+    async def commit(self, written: Any = None, *, checksums: Any = None, timeout_s: float | None = None) -> int:
+        """Publish the reserved blocks; with `written`, flags for all keys, only those, and abort the others. The daemon
+        computes their checksums, unless the caller has: `checksums` uint64[num_keys], see StoreCommitRequest in
+        store.proto. Returns how many are stored now: 0 if the daemon is away or has lost the reservation."""
+        flags = self._per_key(written, "written", np.bool_) if written is not None else np.ones_like(self.reserved)
+        sums = None if checksums is None else self._per_key(checksums, "checksums", np.uint64)
         num_blocks = 0
 
         async def work(link: StoreLink) -> None:
             nonlocal num_blocks
             for held in self._held:
                 link.reservations.discard(held.number)
+                reserved = self.reserved[held.part]
                 request = store_pb2.StoreCommitRequest(
                     request_id=link.next_request_id(),
                     reservation_id=held.number,
-                    written=bitmap_of(flags[held.part][self.reserved[held.part]]),
+                    written=bitmap_of(flags[held.part][reserved]),
+                    checksums=b"" if sums is None else sums[held.part][reserved & flags[held.part]].tobytes(),
                 )
                 try:
                     num_blocks += (await link.call("store_commit", request, timeout_s)).num_blocks
@@ -181,10 +185,10 @@ class ReservationCore(Holding):
         if self._held:
             await self._access.attempt_on(self._link, work)
 
-    def _written(self, written: Any) -> Flags:
-        flags = np.ones(len(self.statuses), np.bool_) if written is None else np.asarray(written)
-        if flags.shape != self.statuses.shape or flags.dtype != np.bool_:
-            raise InvalidArgumentError(
-                f"is {flags.dtype}{list(flags.shape)}, must be bool[{len(self.statuses)}]", field="written"
-            )
-        return flags
+    def _per_key(self, values: Any, field: str, dtype: type[np.generic]) -> Array:
+        """Check that there is one value per key."""
+        array = np.asarray(values)
+        if array.shape != self.statuses.shape or array.dtype != dtype:
+            wanted = f"{np.dtype(dtype)}[{len(self.statuses)}]"
+            raise InvalidArgumentError(f"is {array.dtype}{list(array.shape)}, must be {wanted}", field=field)
+        return array

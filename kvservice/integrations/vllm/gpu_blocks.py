@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from kvservice.integrations.vllm.layout import BlockLayout
 from kvservice.ops import cuda
-from kvservice.ops.block_pieces import ALIGNMENT, MAX_BLOCK_BYTES, BlockPieces, PageLock, page_lock
-from kvservice.ops.device_array import DeviceArray
+from kvservice.ops.block_pieces import ALIGNMENT, MAX_BLOCK_BYTES, SUMS_PER_BLOCK, BlockPieces, PageLock, page_lock
+from kvservice.ops.device_array import HOST, DeviceArray
 
 Numbers = npt.NDArray[np.uint64]
 BlockIds = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Save:
+    """A copy to host memory. It keeps the memory in which the GPU computes checksums."""
+
+    event: torch.cuda.Event
+    sums: torch.Tensor
+    values: torch.Tensor
+
+    def synchronize(self) -> None:
+        """Wait for the end of the copy."""
+        self.event.synchronize()
+
+    def checksums(self) -> Numbers:
+        """Return the checksum of each block, after the end of the copy."""
+        return self.values.numpy().view(np.uint64)
 
 
 class GpuBlocks:
@@ -25,8 +44,7 @@ class GpuBlocks:
         table = np.array([starts, layout.strides, np.cumsum(layout.piece_bytes)], np.int64)
         self._memories = layout.memories
         self._table = torch.from_numpy(table).to(self._device)
-        place = DeviceArray(self._table.data_ptr(), tuple(table.shape), "int64", self._index)
-        self._pieces = BlockPieces(place, layout.num_blocks, layout.block_bytes)
+        self._pieces = BlockPieces(_array(self._table), layout.num_blocks, layout.block_bytes)
         self._loads = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._saves = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
@@ -48,11 +66,16 @@ class GpuBlocks:
         self._pieces.load(addresses, block_ids, stream=self._loads.cuda_stream)
         return self._event(self._loads)
 
-    def save(self, addresses: Numbers, block_ids: BlockIds, mark: torch.cuda.Event) -> torch.cuda.Event:
-        """Copy blocks to `addresses`."""
+    def save(self, addresses: Numbers, block_ids: BlockIds, mark: torch.cuda.Event) -> Save:
+        """Copy blocks to `addresses`, and compute their checksums."""
         self._saves.wait_event(mark)
-        self._pieces.save(addresses, block_ids, stream=self._saves.cuda_stream)
-        return self._event(self._saves)
+        with torch.cuda.stream(self._saves):
+            sums = torch.empty((len(block_ids), SUMS_PER_BLOCK), dtype=torch.int64, device=self._device)
+            checksums = torch.empty(len(block_ids), dtype=torch.int64, pin_memory=True)
+        self._pieces.save(
+            addresses, block_ids, sums=_array(sums), checksums=_array(checksums), stream=self._saves.cuda_stream
+        )
+        return Save(self._event(self._saves), sums, checksums)
 
     def settle(self) -> None:
         """Wait for all copies."""
@@ -74,3 +97,8 @@ class GpuBlocks:
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(stream)
         return event
+
+
+def _array(tensor: torch.Tensor) -> DeviceArray:
+    """Describe a tensor of int64."""
+    return DeviceArray(tensor.data_ptr(), tuple(tensor.shape), "int64", tensor.device.index if tensor.is_cuda else HOST)

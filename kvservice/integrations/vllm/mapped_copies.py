@@ -8,11 +8,12 @@ busy while the daemon is asked for the next blocks.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -20,6 +21,8 @@ from kvservice.client import PutStatus
 from kvservice.integrations.vllm.gpu_blocks import BlockIds, Numbers
 from kvservice.integrations.vllm.page_locks import LockablePages, PageLocks
 from kvservice.integrations.vllm.transfers import BlockCopier, Flags, Statuses
+
+logger = logging.getLogger(__name__)
 
 # About the most bytes of one call. The daemon is asked meanwhile for the blocks of the next.
 CALL_BYTES = 128 << 20
@@ -32,6 +35,14 @@ class Passing(Protocol):
         """Wait for the end of a copy."""
 
 
+P = TypeVar("P", bound=Passing)
+
+
+class PassingSave(Passing, Protocol):
+    def checksums(self) -> Numbers:
+        """Return the checksum of each block, after the end of the copy."""
+
+
 class CopyingGpu(LockablePages, Protocol):
     """See GpuBlocks."""
 
@@ -39,7 +50,7 @@ class CopyingGpu(LockablePages, Protocol):
 
     def load(self, addresses: Numbers, block_ids: BlockIds, mark: Any) -> Passing: ...
 
-    def save(self, addresses: Numbers, block_ids: BlockIds, mark: Any) -> Passing: ...
+    def save(self, addresses: Numbers, block_ids: BlockIds, mark: Any) -> PassingSave: ...
 
 
 class MappedCopier:
@@ -85,8 +96,8 @@ class MappedCopier:
         held: Flags,
         block_ids: Sequence[int],
         mark: Any,
-        copy: Callable[[Numbers, BlockIds, Any], Passing],
-        end: Callable[[Any, Passing], Any],
+        copy: Callable[[Numbers, BlockIds, Any], P],
+        end: Callable[[Any, P], Any],
     ) -> Future[Any] | None:
         """Launch the copy of the blocks that are held. Returns None if their memory cannot be page-locked."""
         with ExitStack() as undo:
@@ -98,14 +109,21 @@ class MappedCopier:
             undo.callback(self._room.release)
             undo.callback(self._gpu.settle)  # a part of the copy may have been launched
             passing = copy(addresses, np.array(block_ids, np.int64)[held], mark)
-            started = self._ending.submit(self._end, holding, passing, end)
+            result: Future[Any] = Future()
+            self._ending.submit(self._end, result, holding, passing, end)
             undo.pop_all()
-            return started
+            return result
 
-    def _end(self, holding: Any, passing: Passing, end: Callable[[Any, Passing], Any]) -> Any:
+    def _end(self, result: Future[Any], holding: Any, passing: P, end: Callable[[Any, P], Any]) -> None:
+        """Wait for a copy. The result does not wait for the end of the lease."""
         try:
             with holding:
-                return end(holding, passing)
+                result.set_result(end(holding, passing))
+        except Exception as error:
+            if result.done():
+                logger.exception("a lease could not be ended")
+            else:
+                result.set_exception(error)
         finally:
             self._room.release()
 
@@ -117,9 +135,11 @@ class MappedCopier:
         return right
 
     @staticmethod
-    def _end_save(reservation: Any, passing: Passing) -> Statuses:
+    def _end_save(reservation: Any, passing: PassingSave) -> Statuses:
         passing.synchronize()
         statuses: Statuses = reservation.statuses.copy()
-        if reservation.commit() != np.count_nonzero(reservation.reserved):
+        checksums = np.zeros(len(statuses), np.uint64)
+        checksums[reservation.reserved] = passing.checksums()
+        if reservation.commit(checksums=checksums) != np.count_nonzero(reservation.reserved):
             statuses[reservation.reserved] = PutStatus.UNREACHABLE
         return statuses

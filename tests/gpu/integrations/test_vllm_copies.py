@@ -9,6 +9,7 @@ from fake_store import FakeStore
 from gated_copies import Gate, LeakyStore
 from store_daemons import SMALL_STORE, OpenStore, keys_of, new_namespace
 
+from kvservice import _ext
 from kvservice.bench.cuda_layouts import LAYOUTS, Model, check_equal
 from kvservice.client import KVClient, PutStatus, Store
 from kvservice.errors import InternalError, InvalidArgumentError
@@ -69,6 +70,8 @@ def test_blocks_come_back_as_they_were(store_daemon: OpenStore, layout: str, sha
         numbers = [3, 50, 4, 63, 0]
         assert copier.put(store, keys_of(*numbers), numbers, copier.mark()).result(60).tolist() == [DONE] * 5
         rig.clear()
+        # The checksums that the GPU has computed are those of the daemon.
+        assert store.get(keys_of(*numbers), np.empty((5, rig.layout.block_bytes), np.uint8), verify=True).all()
         found = copier.get(store, keys_of(63, 99, 0, 50), [40, 41, 7, 62], copier.mark()).result(60)
         assert found.tolist() == [True, False, True, True]
         rig.check([63, 0, 50], [40, 7, 62])
@@ -81,6 +84,20 @@ def test_a_block_of_every_part_is_compared() -> None:
     check_equal(rig.tensors, NUM_BLOCKS, [1, 2], [1, 2])
     with pytest.raises(InternalError, match=r"layer\.0"):
         check_equal(rig.tensors, NUM_BLOCKS, [1, 2], [1, 3])
+
+
+@pytest.mark.parametrize("num_bytes", [16, 32, 48, 32768, 32768 + 16, 3 * 32768 - 32])
+def test_checksums_of_any_size(num_bytes: int) -> None:
+    """More blocks than one launch copies, of one or several tiles, with half a stripe left over."""
+    count = 300
+    layout = block_layout({"layer": torch.randint(0, 256, (count, num_bytes), dtype=torch.uint8).cuda()}, count)
+    pinned = torch.zeros((count, num_bytes), dtype=torch.uint8, pin_memory=True)
+    blocks = GpuBlocks(layout)
+    starts = np.arange(count, dtype=np.uint64) * np.uint64(num_bytes)
+    save = blocks.save(starts + np.uint64(pinned.data_ptr()), np.arange(count), blocks.mark())
+    save.synchronize()
+    assert torch.equal(pinned.flatten(), layout.memories[0].cpu())
+    assert save.checksums().tobytes() == _ext.store_checksums(pinned.data_ptr(), starts.tobytes(), num_bytes, 1)
 
 
 @pytest.mark.parametrize("staged", [False, True])
