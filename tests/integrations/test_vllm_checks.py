@@ -12,10 +12,11 @@ import torch
 
 from kvservice.client import StoreNamespace
 from kvservice.errors import InvalidArgumentError
+from kvservice.integrations.common.identity import short
+from kvservice.integrations.common.options import ConnectorOptions
 from kvservice.integrations.vllm.checks import check_supported
-from kvservice.integrations.vllm.identity import short, weights_identity, worker_namespace
+from kvservice.integrations.vllm.identity import weights_identity, worker_namespace
 from kvservice.integrations.vllm.layout import block_layout
-from kvservice.integrations.vllm.options import ConnectorOptions
 
 
 class FullAttentionSpec: ...

@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from kvservice.integrations.vllm.identity import files_identity
+from kvservice.integrations.common.identity import files_identity
 
 logger = logging.getLogger(__name__)
 

@@ -24,6 +24,7 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvservice.client import KVClient, Store, StoreNamespace
+from kvservice.integrations.common.options import ConnectorOptions
 from kvservice.integrations.vllm.asking import StoreAsker
 from kvservice.integrations.vllm.checks import check_supported
 from kvservice.integrations.vllm.copiers import block_copier
@@ -31,7 +32,6 @@ from kvservice.integrations.vllm.finders import StoreFinder
 from kvservice.integrations.vllm.identity import worker_namespace
 from kvservice.integrations.vllm.layout import BlockLayout, block_layout
 from kvservice.integrations.vllm.metrics import ConnectorPromMetrics, ConnectorStats
-from kvservice.integrations.vllm.options import ConnectorOptions
 from kvservice.integrations.vllm.scheduling import ConnectorScheduler
 from kvservice.integrations.vllm.steps import ConnectorStep
 from kvservice.integrations.vllm.working import ConnectorWorker

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,9 +9,9 @@ from typing import Any
 
 from kvservice.client import StoreNamespace
 from kvservice.errors import InvalidArgumentError
+from kvservice.integrations.common.identity import MAX_TEXT, digest, files_identity, short
 from kvservice.integrations.vllm.layout import BlockLayout
 
-MAX_TEXT = 256
 # Settings of a multimodal model that change embeddings and are not in vLLM's hashes of inputs.
 MULTIMODAL_SETTINGS = (
     "mm_processor_kwargs",
@@ -87,30 +86,6 @@ def weights_identity(model_config: Any, load_config: Any) -> str:
     return digest(*parts)
 
 
-def files_identity(directory: Path) -> str:
-    """Return a digest of the names, sizes and times of change of the files in a directory."""
-    parts = []
-    for path in sorted(directory.iterdir()):
-        if path.is_file():
-            status = path.stat()
-            parts.append(f"{path.name} {status.st_size} {status.st_mtime_ns}")
-    return digest(*parts)
-
-
 def key_algorithm(algorithm: str) -> str:
     """Return the algorithm and seed of vLLM's block hashes."""
     return f"{algorithm} seed {os.environ.get('PYTHONHASHSEED', 'default')}"[:MAX_TEXT]
-
-
-def short(text: str) -> str:
-    """Return a text that a namespace can hold: the end of a longer one with a digest of all of it."""
-    return text if len(text) <= MAX_TEXT else f"{digest(text)} {text[-128:]}"
-
-
-def digest(*parts: str) -> str:
-    """Return the SHA-256 of texts as 64 hexadecimal digits."""
-    state = hashlib.sha256()
-    for part in parts:
-        data = part.encode()
-        state.update(len(data).to_bytes(8, "little") + data)
-    return state.hexdigest()

@@ -1,4 +1,4 @@
-"""The options of the connector: `kv_connector_extra_config` of vLLM's configuration."""
+"""The options of a connector, which are part of the engine's configuration."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ConnectorOptions:
     """The address of the daemon is required."""
 
     address: str
-    """The address of the daemon, the same for the scheduler and all workers."""
+    """The address of the daemon, the same for all processes of the engine."""
     token: str = ""
     """A file with the client's token."""
     tenant: str = ""
@@ -23,11 +23,11 @@ class ConnectorOptions:
     weights: str = ""
     """The identity of the weights, if the connector cannot find it or finds it too narrow."""
     verify: bool = False
-    """Compare checksums when blocks are loaded. vLLM computes a damaged block again."""
+    """Compare checksums when blocks are loaded. A damaged block counts as missing."""
     lookup_timeout_s: float = 0.25
     """The time limit in seconds of a look-up. One that takes longer counts as a miss."""
     transfer_timeout_s: float = 1.0
-    """The time limit in seconds of a call that saves or loads in the background."""
+    """The time limit in seconds of a call that saves or loads."""
 
     @staticmethod
     def of(extra_config: Mapping[str, Any]) -> ConnectorOptions:

@@ -1,0 +1,1 @@
+"""What the connectors of inference engines share: options, identities, keys, and an engine's blocks in the store."""

@@ -1,0 +1,238 @@
+"""What the connectors of SGLang and LMCache share, and their parts that need no engine."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from small_pool import SMALL_POOL
+
+from kvservice.client import StoreNamespace
+from kvservice.errors import InvalidArgumentError
+from kvservice.integrations.common.blocks import EngineBlocks
+from kvservice.integrations.common.keys import digest_key, hexadecimal_key
+from kvservice.integrations.common.options import ConnectorOptions
+from kvservice.integrations.lmcache.checks import check_supported, chunk_namespace, plugin_options
+from kvservice.integrations.sglang.identity import page_namespace, weights_identity
+from kvservice.integrations.sglang.pages import HostPages
+from kvservice.launch import Daemon
+
+PIECES = (64, 192)
+BLOCK_BYTES = sum(PIECES)
+KEYS = [bytes([n]) * 32 for n in range(6)]
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[Daemon]:
+    with Daemon(**SMALL_POOL | {"store_gib": 1 / 64}) as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def blocks(store: Daemon, request: pytest.FixtureRequest) -> Iterator[EngineBlocks]:
+    opened = EngineBlocks(ConnectorOptions(store.address), StoreNamespace(request.node.name, BLOCK_BYTES))
+    yield opened
+    opened.close()
+
+
+class Memory:
+    """Blocks whose first pieces lie in one array and whose second pieces in another."""
+
+    def __init__(self, count: int) -> None:
+        self.arrays = [np.random.default_rng(p).integers(0, 256, (count, PIECES[p]), np.uint8) for p in range(2)]
+
+    def addresses(self, *numbers: int) -> Any:
+        starts = [array.ctypes.data + np.array(numbers) * array.shape[1] for array in self.arrays]
+        return np.stack(starts, axis=1).astype(np.int64)
+
+    def block(self, number: int) -> bytes:
+        return b"".join(array[number].tobytes() for array in self.arrays)
+
+
+def test_blocks_are_copied_between_scattered_places(blocks: EngineBlocks) -> None:
+    memory = Memory(6)
+    expected = [memory.block(n) for n in range(6)]
+    assert blocks.save(KEYS[:3], memory.addresses(4, 0, 2), PIECES).all()
+    assert blocks.num_leading(KEYS) == 3
+    found = blocks.load(KEYS[:4], memory.addresses(5, 1, 3, 0), PIECES)
+    assert found.tolist() == [True, True, True, False]
+    assert [memory.block(n) for n in (5, 1, 3)] == [expected[n] for n in (4, 0, 2)]
+    assert memory.block(2) == expected[2]
+
+
+def test_the_first_value_of_a_key_stays(blocks: EngineBlocks) -> None:
+    memory = Memory(2)
+    first = memory.block(0)
+    assert blocks.save(KEYS[:1], memory.addresses(0), PIECES).all()
+    assert blocks.save(KEYS[:2], memory.addresses(1, 1), PIECES).tolist() == [True, True]
+    assert blocks.load(KEYS[:1], memory.addresses(1), PIECES).all()
+    assert memory.block(1) == first
+
+
+def test_a_loss_in_the_middle_ends_the_load(blocks: EngineBlocks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "_blocks_per_call", 2)
+    memory = Memory(6)
+    assert blocks.save(KEYS, memory.addresses(*range(6)), PIECES).all()
+    assert blocks.remove(KEYS[1:2]) == 1
+    assert blocks.num_leading(KEYS) == 1
+    assert blocks.load(KEYS, memory.addresses(*range(6)), PIECES).tolist() == [True] + [False] * 5
+    assert blocks.clear() is True
+    assert blocks.num_leading(KEYS[2:]) == 0
+
+
+def test_without_a_daemon_nothing_is_found(tmp_path: Path) -> None:
+    blocks = EngineBlocks(ConnectorOptions(f"unix://{tmp_path}/none.sock"), StoreNamespace("away", BLOCK_BYTES))
+    memory = Memory(1)
+    assert blocks.num_leading(KEYS) == 0
+    assert not blocks.load(KEYS[:1], memory.addresses(0), PIECES).any()
+    assert not blocks.save(KEYS[:1], memory.addresses(0), PIECES).any()
+    assert (blocks.remove(KEYS), blocks.clear()) == (0, False)
+    blocks.close()
+
+
+def test_keys() -> None:
+    name = hashlib.sha256(b"page").hexdigest()
+    assert hexadecimal_key("sglang", name) == bytes.fromhex(name)
+    others = {
+        hexadecimal_key("sglang", key) for key in (name.upper(), f"{name}.mamba", name[:-2], "page", f" {name[1:]}")
+    }
+    assert len(others) == 5
+    assert bytes.fromhex(name) not in others
+    assert digest_key("lmcache", "ab", "c") != digest_key("lmcache", "a", "bc")
+    assert digest_key("lmcache", "a") != digest_key("sglang", "a")
+
+
+# ---- SGLang
+
+
+class Pool:
+    """A pool of SGLang in the layout `page_first`, as its interface has it."""
+
+    layer_num, layout, page_size, size_per_token = 2, "page_first", 4, 32
+
+    def __init__(self) -> None:
+        self.kv_buffer = torch.zeros(8, 4, 32, dtype=torch.uint8)
+
+    def get_size_per_token(self) -> int:
+        return self.size_per_token
+
+    def get_page_buffer_meta(self, indices: torch.Tensor) -> tuple[list[int], list[int]]:
+        starts = [self.kv_buffer.data_ptr() + 16 * int(index) for index in indices[:: self.page_size]]
+        return [start + half for start in starts for half in (0, 512)], [64] * (2 * len(starts))
+
+
+CONFIG = SimpleNamespace(
+    model_name="model", is_mla_model=False, tp_rank=1, tp_size=2, pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1
+)
+
+
+def test_pages_of_a_host_pool() -> None:
+    pool = Pool()
+    pages = HostPages(pool)
+    assert (pages.piece_bytes, pages.page_bytes) == ((64, 64), 128)
+    addresses = pages.addresses(2, torch.tensor([8, 9, 10, 11, 0, 1, 2, 3]))
+    first = pool.kv_buffer.data_ptr()
+    assert addresses.tolist() == [[first + 128, first + 640], [first, first + 512]]
+
+
+@pytest.mark.parametrize("change", [{"kv_buffer": None}, {"size_per_token": 33}])
+def test_pools_without_whole_pages_are_refused(change: dict[str, Any]) -> None:
+    pool = Pool()
+    vars(pool).update(change)
+    with pytest.raises(InvalidArgumentError):
+        HostPages(pool)
+
+
+def test_the_namespace_of_pages() -> None:
+    namespace = page_namespace(CONFIG, HostPages(Pool()), "w", torch.bfloat16, "1")
+    assert (namespace.block_bytes, namespace.tp_rank, namespace.tp_size) == (128, 1, 2)
+    namespace.message()
+    mla = SimpleNamespace(**vars(CONFIG) | {"is_mla_model": True})
+    shared = page_namespace(mla, HostPages(Pool()), "w", torch.bfloat16, "1")
+    assert (shared.tp_rank, shared.tp_size) == (0, 1)
+    assert shared.layout != namespace.layout
+    context = SimpleNamespace(**vars(CONFIG) | {"attn_cp_size": 2})
+    assert page_namespace(context, HostPages(Pool()), "w", torch.bfloat16, "1").layout != namespace.layout
+    pool = Pool()
+    pool.layout = "layer_first"
+    assert page_namespace(CONFIG, HostPages(pool), "w", torch.bfloat16, "1") == replace(
+        namespace, layout=namespace.layout.replace("page_first", "layer_first")
+    )
+
+
+def test_weights_of_sglang(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    arguments = SimpleNamespace(model_path=str(tmp_path), revision=None, load_format="auto", random_seed=1)
+    found = [weights_identity(arguments, "")]
+    assert weights_identity(arguments, "") == found[0]
+    for change in (
+        {"quantization": "fp8"},
+        {"kv_cache_dtype": "fp8_e5m2"},
+        {"load_format": "dummy"},
+        {"load_format": "dummy", "random_seed": 2},
+        {"model_path": "org/name", "revision": "main"},
+    ):
+        found.append(weights_identity(SimpleNamespace(**vars(arguments) | change), ""))
+    found += [weights_identity(arguments, "mine"), weights_identity(None, "mine")]
+    assert len(set(found)) == len(found)
+    for unknown in (None, SimpleNamespace(**vars(arguments) | {"model_path": "org/name"})):
+        with pytest.raises(InvalidArgumentError, match="weights"):
+            weights_identity(unknown, "")
+
+
+# ---- LMCache
+
+SUPPORTED = SimpleNamespace(
+    use_layerwise=False, enable_blending=False, remote_serde="naive", pre_caching_hash_algorithm="sha256_cbor"
+)
+METADATA = SimpleNamespace(
+    model_name="model", kv_dtype=torch.bfloat16, kv_shape=(2, 2, 16, 2, 8), use_mla=False, worker_id=1, world_size=2
+)
+
+
+@pytest.mark.parametrize("change", [{"use_layerwise": True}, {"enable_blending": True}, {"remote_serde": "cachegen"}])
+def test_values_that_are_not_full_chunks_are_refused(change: dict[str, Any]) -> None:
+    check_supported(SUPPORTED)
+    with pytest.raises(InvalidArgumentError) as caught:
+        check_supported(SimpleNamespace(**vars(SUPPORTED) | change))
+    assert caught.value.field == next(iter(change))
+
+
+def test_options_of_a_plugin() -> None:
+    given = {
+        "remote_storage_plugin.kvservice.module_path": "kvservice.integrations.lmcache",
+        "remote_storage_plugin.kvservice.address": "unix:///a",
+        "remote_storage_plugin.kvservice.second.address": "unix:///b",
+        "save_chunk_meta": False,
+    }
+    assert plugin_options("kvservice.second", given).address == "unix:///b"
+    del given["remote_storage_plugin.kvservice.second.address"]
+    assert plugin_options("kvservice", given).address == "unix:///a"
+    with pytest.raises(InvalidArgumentError, match="adress"):
+        plugin_options("kvservice", given | {"remote_storage_plugin.kvservice.adress": "unix:///a"})
+    with pytest.raises(InvalidArgumentError, match="address"):
+        plugin_options("kvservice", None)
+
+
+def test_the_namespace_of_chunks(tmp_path: Path) -> None:
+    options = ConnectorOptions("unix:///a", weights="w")
+    found = chunk_namespace(SUPPORTED, METADATA, options, "layout", 64)
+    found.message()
+    assert (found.block_bytes, found.tp_rank, found.tp_size) == (64, 1, 2)
+    namespaces = {found}
+    for change in ({"use_mla": True}, {"kv_shape": (2, 2, 16, 4, 4)}, {"kv_dtype": torch.float16}, {"worker_id": 0},
+                   {"model_name": str(tmp_path)}):  # fmt: skip
+        namespaces.add(chunk_namespace(SUPPORTED, SimpleNamespace(**vars(METADATA) | change), options, "layout", 64))
+    assert len(namespaces) == 6
+    for unknown in ({}, {"model_name": str(tmp_path), "kv_dtype": torch.uint8}):
+        with pytest.raises(InvalidArgumentError, match="weights"):
+            chunk_namespace(
+                SUPPORTED, SimpleNamespace(**vars(METADATA) | unknown), ConnectorOptions("unix:///a"), "layout", 64
+            )
