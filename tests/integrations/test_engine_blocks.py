@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from small_pool import SMALL_POOL
+from store_memory import zero_values
 
 from kvservice.client import StoreNamespace
 from kvservice.errors import InvalidArgumentError
@@ -85,6 +87,19 @@ def test_a_loss_in_the_middle_ends_the_load(blocks: EngineBlocks, monkeypatch: p
     assert blocks.load(KEYS, memory.addresses(*range(6)), PIECES).tolist() == [True] + [False] * 5
     assert blocks.clear() is True
     assert blocks.num_leading(KEYS[2:]) == 0
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_damaged_blocks_are_missing_if_loads_are_verified(store: Daemon, verify: bool) -> None:
+    options, namespace = (
+        ConnectorOptions(store.address, verify=verify),
+        StoreNamespace(f"damaged {verify}", BLOCK_BYTES),
+    )
+    with contextlib.closing(EngineBlocks(options, namespace)) as blocks:
+        memory = Memory(1)
+        assert blocks.save(KEYS[:1], memory.addresses(0), PIECES).all()
+        assert zero_values(store.process.pid) > 0
+        assert blocks.load(KEYS[:1], memory.addresses(0), PIECES).tolist() == [not verify]
 
 
 def test_without_a_daemon_nothing_is_found(tmp_path: Path) -> None:
