@@ -8,6 +8,9 @@ from collections.abc import Mapping
 GRPC_ENVIRONMENT = {
     # gRPC's old poller answers in about half the time of the event engine. Both ends of a connection should use it.
     "GRPC_EXPERIMENTS": "-event_engine_client,-event_engine_listener",
+    # While no call waits, the old poller looks at a new connection only this often: by default every 5 s, so that a
+    # client would use a daemon that has restarted seconds late.
+    "GRPC_CLIENT_CHANNEL_BACKUP_POLL_INTERVAL_MS": "200",
     # At lower levels gRPC logs a line for each TLS handshake that fails.
     "GRPC_VERBOSITY": "ERROR",
 }

@@ -18,6 +18,7 @@ from google.protobuf.descriptor import FieldDescriptor, MethodDescriptor
 
 import kvservice
 from kvservice.config import ServeConfig
+from kvservice.environment import GRPC_ENVIRONMENT
 from kvservice.server.calls import session_handlers
 from kvservice.server.contract import SERVICES, SESSION_SERVICES, call_name
 from kvservice.server.handlers import Handler, OpenHandler, SessionHandler, WhileDraining
@@ -359,11 +360,12 @@ def test_the_command_line_sets_the_environment_before_grpc() -> None:
 
 
 def test_importing_the_client_prepares_grpc() -> None:
-    code = "import os, kvservice.client; print(os.environ['GRPC_EXPERIMENTS'])"
-    environment = {name: value for name, value in os.environ.items() if name != "GRPC_EXPERIMENTS"}
+    code = "import os, kvservice.client; print({k: v for k, v in os.environ.items() if k.startswith('GRPC')})"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GRPC_")}
     done = subprocess.run(
         [sys.executable, "-P", "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=True
     )
+    assert ast.literal_eval(done.stdout) == GRPC_ENVIRONMENT
     assert "-event_engine_client" in done.stdout
 
 
