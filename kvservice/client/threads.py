@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import queue
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import grpc
@@ -55,30 +55,37 @@ class _ThreadSignal:
         return self._event.wait(timeout_s)
 
 
+def _lock_timeout(timeout_s: float | None) -> float:
+    """Convert a timeout to that of a lock, for which -1 is none."""
+    return -1 if timeout_s is None else max(timeout_s, 0)
+
+
 class _ThreadTurns:
-    """See Turns in waiting.py. The limit is one call at a time."""
+    """See Turns in waiting.py. The limit is one call at a time.
+
+    KeyboardInterrupt may be raised between a lock's acquisition and the block that releases it. The lock is therefore
+    reentrant: the thread that was interrupted can acquire it again, and then releases it completely."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     async def take(self, timeout_s: float | None) -> bool:
-        return self._lock.acquire(timeout=-1 if timeout_s is None else max(timeout_s, 0))
+        return self._lock.acquire(timeout=_lock_timeout(timeout_s))
 
     def give_back(self) -> None:
-        self._lock.release()
+        with contextlib.suppress(RuntimeError):  # it is released
+            while True:
+                self._lock.release()
 
 
-class _Lock:
+class _Lock(_ThreadTurns):
     """A lock for coroutines that never suspend."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-
     async def __aenter__(self) -> None:
-        self._lock.acquire()
+        await self.take(None)
 
     async def __aexit__(self, *_: object) -> None:
-        self._lock.release()
+        self.give_back()
 
 
 class _Thread:
@@ -105,9 +112,35 @@ class ThreadWaiting:
         return work(*args)
 
 
+class _Reading:
+    """A read that may still be under way. It is a latch of one lock, because an interrupt cannot damage that."""
+
+    def __init__(self) -> None:
+        self._done = threading.Lock()
+        self._done.acquire()
+        self._outcome: messages.ReceivedReply | BaseException | None = None
+
+    def end(self, outcome: messages.ReceivedReply | BaseException) -> None:
+        self._outcome = outcome
+        self._done.release()
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Return whether it has ended within the timeout. One thread waits at a time."""
+        if self._outcome is None:
+            self._done.acquire(timeout=_lock_timeout(timeout_s))
+        return self._outcome is not None
+
+    def result(self) -> messages.ReceivedReply:
+        """Return the reply that was read, or raise the error."""
+        if isinstance(self._outcome, BaseException):
+            raise self._outcome
+        assert self._outcome is not None, "it has ended"
+        return self._outcome
+
+
 class _Reader:
-    """A thread that reads replies for callers that do not wait for them without a limit. It starts with the first read,
-    and ends with the stream."""
+    """A thread that reads replies for callers that do not read themselves. It starts with the first read, and ends with
+    the stream."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -115,15 +148,15 @@ class _Reader:
         self._thread: threading.Thread | None = None
         self._stopped = False
 
-    def start(self, read: Callable[[int], messages.ReceivedReply], call_id: int) -> Future[messages.ReceivedReply]:
+    def start(self, read: Callable[[int], messages.ReceivedReply], call_id: int) -> _Reading:
         """Read in the thread. A stream that has ended is read here, which fails at once."""
-        reading: Future[messages.ReceivedReply] = Future()
+        reading = _Reading()
 
         def work() -> None:
             try:
-                reading.set_result(read(call_id))
+                reading.end(read(call_id))
             except BaseException as error:
-                reading.set_exception(error)
+                reading.end(error)
 
         with self._lock:
             if not self._stopped:
@@ -149,8 +182,10 @@ class BlockingStream:
     """See SessionStream in waiting.py. It runs one call at a time.
 
     A caller without a deadline reads the replies itself. For others a thread reads, because gRPC's blocking read has no
-    timeout. A caller that reaches its deadline leaves the thread reading; the late reply is dropped, and the next call
-    is sent when it has come, since the daemon executes the calls of a stream one after the other.
+    timeout; and for the main thread, because an interrupt (KeyboardInterrupt) in gRPC's read can leave the locks of its
+    whole channel acquired. A caller that reaches its deadline, or is interrupted, leaves the thread reading; the late
+    reply is dropped, and the next call is sent when it has come, since the daemon executes the calls of a stream one
+    after the other.
     """
 
     def __init__(
@@ -163,8 +198,8 @@ class BlockingStream:
         self.error: KVServiceError | None = None
         self._on_end = on_end
         self._reader = _Reader()
-        # The read of the latest call with a deadline, until that call or the next has waited for its end.
-        self._reading: Future[messages.ReceivedReply] | None = None
+        # The latest read in the thread, until its call or the next has waited for its end.
+        self._reading: _Reading | None = None
         self._call_ids = itertools.count(1)
         self._requests: queue.SimpleQueue[messages.SentCall | None] = queue.SimpleQueue()
         self._replies = stub.Connect(iter(self._requests.get, None), metadata=headers, wait_for_ready=waits_for_daemon)
@@ -178,7 +213,7 @@ class BlockingStream:
             raise self.error.with_traceback(None)
         call_id = next(self._call_ids)
         self._requests.put(messages.make_call(call_id, name, request))
-        if deadline is None:
+        if deadline is None and threading.current_thread() is not threading.main_thread():
             return messages.take_reply(self._read_until(call_id))
         try:
             reading = self._reading = self._reader.start(self._read_until, call_id)
@@ -188,17 +223,15 @@ class BlockingStream:
         self._await_reading(name, reading, deadline)
         return messages.take_reply(reading.result())
 
-    def _await_reading(self, name: str, reading: Future[messages.ReceivedReply], deadline: float | None) -> None:
+    def _await_reading(self, name: str, reading: _Reading, deadline: float | None) -> None:
         """Wait until the thread has read a reply, or failed. Raises CallTimeoutError."""
-        try:
-            reading.exception(None if deadline is None else max(deadline - time.monotonic(), 0.0))
-        except TimeoutError:
-            raise CallTimeoutError(f"{name}: no answer in time") from None
+        if not reading.wait(None if deadline is None else deadline - time.monotonic()):
+            raise CallTimeoutError(f"{name}: no answer in time")
         self._reading = None
 
     def _read_until(self, call_id: int) -> messages.ReceivedReply:
-        """Read until the reply of this call. The replies of posted calls, and of a call that was interrupted while it
-        waited, are skipped."""
+        """Read until the reply of this call. The replies of posted calls, and of calls that were interrupted before
+        their read began, are skipped."""
         try:
             reply: messages.ReceivedReply
             while (reply := next(self._replies)).call_id != call_id:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent import futures
@@ -10,7 +11,7 @@ from typing import Any
 
 import grpc
 import pytest
-from waiting import PATIENCE_S
+from waiting import PATIENCE_S, until
 
 from kvservice.client.connection import SessionConnection
 from kvservice.client.threads import BlockingStream, ThreadWaiting, finish
@@ -108,6 +109,37 @@ def test_calls_are_not_sent_while_an_answer_is_missing(server: Held, connection:
     server.release.set()
     assert ping(connection, b"last") == b"last"
     assert server.calls == ["attach", "describe", "ping"]
+
+
+def test_an_interrupted_call_leaves_the_stream_alone(server: Held, connection: SessionConnection) -> None:
+    """The main thread is interrupted as by Ctrl-C, in a call without a limit."""
+    main = threading.main_thread().ident
+    assert main == threading.get_ident(), "signals reach the main thread"
+
+    def interrupt() -> None:
+        until(lambda: "describe" in server.calls)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    for _ in range(3):
+        server.calls.clear()
+        server.release.clear()
+        with futures.ThreadPoolExecutor(1) as threads:
+            threads.submit(interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                describe(connection)
+        server.release.set()
+        assert ping(connection, b"next") == b"next"
+        assert server.calls == ["describe", "ping"], "it is the same stream"
+
+
+def test_a_thread_that_was_interrupted_while_it_took_its_turn_has_it() -> None:
+    turns = ThreadWaiting().turns()
+    assert finish(turns.take(None))
+    assert finish(turns.take(0.0)), "its first call was interrupted before the block that gives the turn back"
+    with futures.ThreadPoolExecutor(1) as threads:
+        assert not threads.submit(lambda: finish(turns.take(0.0))).result(PATIENCE_S)
+        turns.give_back()
+        assert threads.submit(lambda: finish(turns.take(0.0))).result(PATIENCE_S)
 
 
 def test_a_stream_that_ends_after_a_limit_is_noticed(server: Held, connection: SessionConnection) -> None:
