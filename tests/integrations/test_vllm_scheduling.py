@@ -190,6 +190,21 @@ def test_a_consumer_saves_nothing() -> None:
     assert step.overwritten == {1, 2}
 
 
+def test_a_finished_request_leaves_its_first_block_as_the_most_recent() -> None:
+    """It was saved first."""
+    keys = chain(TOKENS)
+    store = FakeStore(dict.fromkeys(keys, b""))
+    made = scheduler(store)
+    request = FakeRequest("a", TOKENS)
+    made.allocated(request, [1, 2], 0)
+    made.step(FakeOutput({"a": 8}, new=[(request, [1, 2], 0)]))
+    made.step(FakeOutput({"a": 4}, cached=[("a", [3], 8)]))
+    made.finished(request)
+    made.step(FakeOutput({}))
+    settle()
+    assert list(store.values) == [keys[3], keys[2], keys[1], keys[0]]
+
+
 def test_a_finished_request_is_forgotten() -> None:
     made = scheduler(FakeStore())
     request = FakeRequest("a", TOKENS)

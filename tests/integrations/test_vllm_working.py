@@ -115,7 +115,7 @@ def test_blocks_that_are_there_are_not_copied(rig: Rig) -> None:
     assert rig.store.calls == ["lookup"]
 
 
-def test_the_first_block_is_stored_last(rig: Rig) -> None:
+def test_the_first_block_is_the_most_recent(rig: Rig) -> None:
     rig.save(1, 2, 3)
     rig.settle()
     assert list(rig.store.values) == [KEYS[3], KEYS[2], KEYS[1]]

@@ -26,8 +26,9 @@ class FakeLease:
 
 
 class FakeStore:
-    """`values` are the blocks by key, the most recently used last. `damaged` are the keys whose checksum is wrong.
-    `away`: nothing is found and nothing stored. `broken`: every call fails. `calls` are the names of the calls made."""
+    """`values` are the blocks by key, the most recently used last: in each call the first key. `damaged` are the keys
+    whose checksum is wrong. `away`: nothing is found and nothing stored. `broken`: every call fails. `calls` are the
+    names of the calls made."""
 
     def __init__(self, values: dict[bytes, bytes] | None = None) -> None:
         self.values = {} if values is None else values
@@ -69,12 +70,10 @@ class FakeStore:
 
     def put(self, keys: Sequence[bytes], values: Scatter) -> npt.NDArray[Any]:
         self._called("put")
-        statuses = []
-        for row, key in enumerate(keys):
-            statuses.append(PutStatus.UNREACHABLE if self.away else PutStatus.DONE)
-            if not self.away:
+        if not self.away:
+            for row, key in reversed(list(enumerate(keys))):
                 self.values[key] = b"".join(piece.tobytes() for piece in pieces(values, row))
-        return np.array(statuses, np.uint8)
+        return np.full(len(keys), PutStatus.UNREACHABLE if self.away else PutStatus.DONE, np.uint8)
 
     def acquire(self, keys: Sequence[bytes]) -> FakeLease:
         self._called("acquire")
@@ -82,7 +81,7 @@ class FakeStore:
 
     def touch(self, keys: Sequence[bytes]) -> int:
         self._called("touch")
-        there = [key for key in keys if key in self.values]
+        there = [key for key in reversed(keys) if key in self.values]
         for key in there:
             self.values[key] = self.values.pop(key)
         return len(there)

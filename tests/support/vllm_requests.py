@@ -24,6 +24,9 @@ class FakeRequest:
     lora_request: Any = None
     skip_reading_prefix_cache: bool = False
 
+    def __post_init__(self) -> None:
+        self.tokens = list(self.tokens)  # it grows
+
     @property
     def num_tokens(self) -> int:
         return len(self.tokens)

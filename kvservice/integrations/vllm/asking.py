@@ -32,7 +32,7 @@ class BlockFinder(Protocol):
         """Protect the blocks from eviction. Returns the function that ends the protection."""
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Make the blocks the most recently used; the last key is the most recent."""
+        """Make the blocks the most recently used; the first key is the most recent."""
 
     def close(self) -> None:
         """Close the session."""
@@ -94,7 +94,7 @@ class StoreAsker:
     def touch(self, keys: Sequence[bytes]) -> None:
         """Make blocks the most recently used soon, the first key the most recent."""
         if len(self._touched) < MAX_TOUCHED:
-            self._touched.update(dict.fromkeys(reversed(keys)))
+            self._touched.update(dict.fromkeys(keys))
 
     def forget(self, request_id: str) -> None:
         """Drop the look-up of a request that has ended."""

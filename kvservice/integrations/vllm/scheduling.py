@@ -96,8 +96,11 @@ class ConnectorScheduler:
             self._store.release(request_ids)
 
     def finished(self, request: Any) -> None:
-        """Forget a request. Its blocks may be saved later than this: see `ConnectorWorker.before_step`."""
-        self._requests.pop(request.request_id, None)
+        """Forget a request. Its blocks may be saved later than this: see `ConnectorWorker.before_step`. The first ones,
+        without which the others are useless, were saved first; they must not be the first to be evicted."""
+        tracked = self._requests.pop(request.request_id, None)
+        if tracked is not None and self._store is not None:
+            self._store.touch(self._keys(request, 0, tracked.num_offered))
         self._num_local.pop(request.request_id, None)
         self._adapters.forget(request.request_id)
         if self._store is not None:

@@ -180,8 +180,7 @@ class ConnectorWorker:
         missing = np.flatnonzero(~self._store.lookup(save.keys).found).tolist()
         if not missing:
             return done(np.zeros(0, np.uint8))
-        # The last block first: then the first, without which the others are useless, is the last to be evicted.
-        keys, block_ids = [save.keys[i] for i in missing[::-1]], [save.block_ids[i] for i in missing[::-1]]
+        keys, block_ids = [save.keys[i] for i in missing], [save.block_ids[i] for i in missing]
         pending.reading.acquire()
         if pending.abandoned:
             started = done(np.full(len(keys), PutStatus.UNREACHABLE, np.uint8))
