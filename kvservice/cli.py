@@ -198,7 +198,7 @@ def top(
 
 @main.group()
 def bench() -> None:
-    """Benchmarks of bookkeeping, RPCs, the block store, the largest requests, attention, lanes and swapping."""
+    """Benchmarks of bookkeeping, scheduling, RPCs, the store, the largest requests, attention, lanes and swapping."""
 
 
 def _report(
@@ -237,6 +237,20 @@ def bench_blocks(num_blocks: int, quick: bool, as_json: bool) -> None:
     from kvservice.bench import blocks
 
     _report(lambda: blocks.run(num_blocks, quick), blocks.render, as_json)
+
+
+@bench.command("schedule")
+@click.option("--trace", type=click.Path(exists=True, dir_okay=False), help="JSON file of lengths of requests.")
+@_quick_option
+@_json_option
+def bench_schedule(trace: str | None, quick: bool, as_json: bool) -> None:
+    """Measure the scheduler inside one process, in units of a plain Python loop, and replay traces under pressure.
+
+    The traces are made from seeds. A file of --trace has the lists arrival_step, prompt_len and output_len.
+    """
+    from kvservice.bench import schedule
+
+    _report(lambda: schedule.run(trace, quick), schedule.render, as_json)
 
 
 @bench.command("rpc")

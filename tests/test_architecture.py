@@ -35,6 +35,7 @@ ROOMS: dict[str, set[str]] = {
     "environment": set(),
     "auth": {"errors"},
     "blocks": {"errors"},
+    "scheduler": {"blocks", "errors"},
     # The bookkeeping of the block store: its events go to the journal of `blocks`.
     "store": {"blocks", "errors"},
     "ops": {"attention_options", "errors", "_cuda", "_ext", "pool.layout"},
@@ -112,6 +113,7 @@ ROOMS: dict[str, set[str]] = {
         "launch",
         "ops",
         "pool.layout",
+        "scheduler",
         "v1",
         "wire",
     },
@@ -146,7 +148,7 @@ TORCH_MODULES = (
     "bench/lane_cuda.py",
     "bench/swap.py",
 )
-THIRD_PARTY_OF_BOOKKEEPING = {"blocks": {"numpy"}, "store": {"numpy"}}
+THIRD_PARTY_OF_BOOKKEEPING = {"blocks": {"numpy"}, "scheduler": {"numpy"}, "store": {"numpy"}}
 
 
 def room(path: Path) -> str:

@@ -134,10 +134,16 @@ class Allocator:
             extra = extra_keys_by_block(request.extra_keys, f"{field}.extra_keys", self._config.block_size, limit)
         found: list[int] = []
         if self._config.enable_prefix_caching:
-            found = self._device.index.match(tokens[:-1], extra)
+            found = self._find(request, tokens, extra)
         num_blocks = self._config.num_blocks_for(len(tokens))
         required = self._config.num_blocks_for(len(tokens) + lookahead)
         return _NewSequence(request.sequence_id, tokens, extra, np.array(found, np.int64), num_blocks, required)
+
+    def _find(self, request: AllocationRequest, tokens: Int32Array, extra: dict[int, bytes]) -> list[int]:
+        """Return the prefix-cache hits, of which the last token is none."""
+        if request.chain_hashes is None:
+            return self._device.index.match(tokens[:-1], extra)
+        return self._device.index.match_hashes(request.chain_hashes[: (len(tokens) - 1) >> self._shift])
 
     def _create(self, namespace: SessionNamespace, sequences: list[_NewSequence]) -> list[Allocation]:
         """Build the block tables. The sequences are known to fit, and references to their hits are already counted."""

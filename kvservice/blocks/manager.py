@@ -209,6 +209,23 @@ class BlockManager:
         """
         return self._steps.open_step(namespace, sequence_ids, num_tokens, lookahead)
 
+    def advance(
+        self,
+        namespace: SessionNamespace,
+        sequence_ids: npt.ArrayLike,
+        token_ids: npt.ArrayLike,
+        num_tokens: npt.ArrayLike,
+        lookahead: int = 0,
+    ) -> StepPlan:
+        """Append one token to each of the first sequences, and open one step over them and over chunks of prompts.
+
+        sequence_ids int64[n], distinct; token_ids int32[m], 1 <= m <= n, for the first m sequences; num_tokens
+        int64[n], the tokens of the step in each sequence, from 1 to its pending tokens, the appended one included. It
+        is `append` and `open_step` in one, for batches that mix decodes and chunked prefills. Unlike `append`, it
+        cannot be repeated. Raises OutOfBlocksError.
+        """
+        return self._steps.advance(namespace, sequence_ids, token_ids, num_tokens, lookahead)
+
     def get_step(self, namespace: SessionNamespace, step_id: int) -> StepPlan:
         """Return the live step with this id. Raises UnknownStepError if it was never opened, and StaleStepError if a
         newer operation on one of its sequences replaced it. The methods below raise the same for their step."""
@@ -291,6 +308,11 @@ class BlockManager:
     def match_prefix(self, token_ids: npt.ArrayLike, extra_keys: Sequence[tuple[int, bytes]] = ()) -> int:
         """Return how many leading tokens of a prompt int32[n] the prefix cache holds, a multiple of the block size."""
         return self._prefix_cache.match(token_ids, extra_keys)
+
+    def touch(self, chain_hashes: Sequence[bytes]) -> int:
+        """Make the cached blocks of a prompt with these chain hashes the last to be evicted. Returns how many they
+        are."""
+        return self._prefix_cache.touch(chain_hashes)
 
     def pin(
         self,
@@ -386,6 +408,21 @@ class BlockManager:
     def block_hash(self, block_id: int) -> bytes:
         """Return the chain hash of a block in the prefix index, or b"" for other blocks and for invalid block ids."""
         return self._inspector.block_hash(block_id)
+
+    @property
+    def num_available(self) -> int:
+        """Number of blocks that are free or can be evicted now."""
+        return self.state.device.num_available
+
+    @property
+    def num_free_sequences(self) -> int:
+        """Number of sequences for which there is room."""
+        return len(self.state.sequences.free_rows)
+
+    def match_hashes(self, chain_hashes: Sequence[bytes]) -> tuple[int, int]:
+        """Look up the chain hashes of a prompt's blocks, up to the first miss. Returns (blocks found, those of them
+        that sequences hold, so that sharing them makes no block unavailable)."""
+        return self._prefix_cache.match_hashes(chain_hashes)
 
     def fold_ages(self) -> None:
         """Add the latest ages of blocks to their shared histograms, for a reader in another process."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 
 from kvservice.blocks.plans import Int32Array
@@ -21,6 +21,17 @@ def block_hash(parent: bytes, token_bytes: bytes, extra: bytes = b"") -> bytes:
 def token_bytes(token_ids: Int32Array) -> bytes:
     """Return the token ids as little-endian int32, on any machine."""
     return token_ids.astype("<i4", copy=False).tobytes()
+
+
+def chain_hashes(token_ids: Int32Array, extra: Mapping[int, bytes], block_size: int) -> list[bytes]:
+    """Return the chain hash of each full block of these tokens int32[n]. `extra` maps block numbers to extra keys."""
+    size = 4 * block_size
+    data, parent = token_bytes(token_ids), root_hash(block_size)
+    hashes: list[bytes] = []
+    for entry, start in enumerate(range(0, len(data) - size + 1, size)):
+        parent = block_hash(parent, data[start : start + size], extra.get(entry, b"") if extra else b"")
+        hashes.append(parent)
+    return hashes
 
 
 class PrefixIndex:
@@ -44,6 +55,17 @@ class PrefixIndex:
         for entry, start in enumerate(range(0, len(data) - size + 1, size)):
             parent = block_hash(parent, data[start : start + size], extra.get(entry, b"") if extra else b"")
             block = blocks.get(parent)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def match_hashes(self, chain_hashes: Sequence[bytes]) -> list[int]:
+        """Return the blocks that these chain hashes find, in order, up to the first miss."""
+        blocks = self.blocks
+        found: list[int] = []
+        for chain_hash in chain_hashes:
+            block = blocks.get(chain_hash)
             if block is None:
                 break
             found.append(block)

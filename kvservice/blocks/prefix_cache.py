@@ -28,6 +28,21 @@ class PrefixCache:
         self._state.expire_pins()
         return len(self._find(token_ids, extra_keys)) << self._config.block_shift
 
+    def match_hashes(self, chain_hashes: Sequence[bytes]) -> tuple[int, int]:
+        """See BlockManager.match_hashes."""
+        found = self._device.index.match_hashes(chain_hashes)
+        return len(found), int(np.count_nonzero(self._device.ref_count[found])) if found else 0
+
+    def touch(self, chain_hashes: Sequence[bytes]) -> int:
+        """See BlockManager.touch."""
+        self._state.expire_pins()
+        self._state.generation += 1
+        found = np.array(self._device.index.match_hashes(chain_hashes), np.int64)
+        cached = found[(self._device.ref_count[found] == 0) & ~self._device.pinned[found]]
+        self._device.evictable.remove(cached)
+        self._device.evictable.add(cached[::-1])
+        return len(cached)
+
     def pin(
         self,
         namespace: SessionNamespace,

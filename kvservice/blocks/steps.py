@@ -147,6 +147,42 @@ class StepPlanner:
         context_lens = (batch.states[:, NUM_COMPUTED] + query_lens).astype(np.int32)
         return self._open(namespace, batch, query_lens.astype(np.int32), context_lens, slots, copies, None)
 
+    def advance(
+        self,
+        namespace: SessionNamespace,
+        sequence_ids: npt.ArrayLike,
+        token_ids: npt.ArrayLike,
+        num_tokens: npt.ArrayLike,
+        lookahead: int,
+    ) -> StepPlan:
+        """See BlockManager.advance."""
+        self._state.enter(namespace)
+        ids, rows = namespace.lookup(sequence_ids)
+        tokens = int32_array(token_ids, "token_ids")
+        if len(tokens) > len(ids):
+            raise InvalidArgumentError(f"has {len(tokens)} tokens for {len(ids)} sequences", field="token_ids")
+        query_lens = counts_for(num_tokens, "num_tokens", len(ids))
+        states = self._sequences.resident_states(ids, rows)
+        batch = WriteBatch(ids, rows, states, states[:, LENGTH].copy())
+        batch.lengths[: len(tokens)] += 1
+        pending = batch.lengths - states[:, NUM_COMPUTED]
+        outside = (query_lens < 1) | (query_lens > pending)
+        if np.count_nonzero(outside):
+            refuse("num_tokens", outside, "must be from 1 to the tokens that are not computed")
+        check_request_tokens(self._config, int(np.add.reduce(query_lens)), "sequence_ids")
+        growth = self._growth.plan(batch, lookahead)
+        self._device.require_available(growth.num_new)
+
+        copies = self._growth.apply(batch, growth)
+        appended = self._sequences.slots(
+            rows[: len(tokens)], states[: len(tokens), LENGTH], np.ones(len(tokens), np.int64)
+        )
+        self._device.tokens_by_slot[appended] = tokens
+        self._sequences.num_tokens += len(tokens)
+        slots = self._sequences.slots(rows, states[:, NUM_COMPUTED], query_lens)
+        context_lens = (states[:, NUM_COMPUTED] + query_lens).astype(np.int32)
+        return self._open(namespace, batch, query_lens.astype(np.int32), context_lens, slots, copies, None)
+
     def _append_counts(self, num_tokens: npt.ArrayLike | None, batch: int) -> Int64Array | int:
         if num_tokens is None:
             return 1

@@ -447,3 +447,64 @@ def test_a_layer_in_parts(make: Make) -> None:
     assert manager.mark_part(space, step.step_id, 1, step)
     manager.check_integrity()
     assert manager.match_prefix(range(10)) == 8
+
+
+def test_advance_appends_and_opens_one_step_over_decodes_and_chunks(make: Make) -> None:
+    manager, space = make()
+    allocate(manager, space, 3, 4)
+    manager.allocate(space, [AllocationRequest(2, np.arange(500, 510))])
+    step = manager.advance(space, [0, 1, 2], [71, 72], [1, 1, 6])
+    held = tables(manager, space)
+    assert step.query_lens.tolist() == [1, 1, 6]
+    assert step.context_lens.tolist() == [4, 5, 6]
+    expected = [*slots_of(held[0], 3, 4), *slots_of(held[1], 4, 5), *slots_of(held[2], 0, 6)]
+    assert step.slot_mapping.tolist() == expected
+    manager.mark_all_layers(space, step.step_id)
+    described = manager.describe(space, [0, 1, 2], include_tokens=True)
+    assert [one.num_computed for one in described] == [4, 5, 6]
+    assert [listed(one.token_ids)[-1] for one in described] == [71, 72, 509]
+    rest = manager.advance(space, [0, 2], [73], [1, 4])
+    assert rest.context_lens.tolist() == [5, 10]
+    manager.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "num_tokens", "field"),
+    [
+        ([], [1, 1], "token_ids"),
+        ([1, 2, 3], [1, 1], "token_ids"),
+        ([-1], [1, 1], "token_ids[0]"),
+        ([1], [1], "num_tokens"),
+        ([1], [2, 1], "num_tokens[0]"),
+        ([1], [1, 7], "num_tokens[1]"),
+        ([1], [1, 0], "num_tokens[1]"),
+    ],
+)
+def test_a_bad_advance_changes_nothing(
+    make: Make,
+    snapshot: Callable[[BlockManager], dict[str, Any]],
+    tokens: list[int],
+    num_tokens: list[int],
+    field: str,
+) -> None:
+    manager, space = make()
+    allocate(manager, space, 3)
+    manager.allocate(space, [AllocationRequest(1, np.arange(500, 506))])
+    before = snapshot(manager)
+    with pytest.raises(InvalidArgumentError) as refused:
+        manager.advance(space, [0, 1], tokens, num_tokens)
+    assert refused.value.field == field
+    assert snapshot(manager) == before
+
+
+def test_an_advance_without_blocks_changes_nothing(
+    make: Make, snapshot: Callable[[BlockManager], dict[str, Any]]
+) -> None:
+    manager, space = make(num_blocks=3)
+    allocate(manager, space, 4)
+    manager.allocate(space, [AllocationRequest(1, np.arange(500, 506))])
+    before = snapshot(manager)
+    with pytest.raises(OutOfBlocksError):
+        manager.advance(space, [0, 1], [7], [1, 6])
+    assert snapshot(manager) == before
+    assert manager.num_available == 0

@@ -1,0 +1,30 @@
+"""The scheduler: which requests an engine computes in each step. Plain Python and NumPy over the block manager.
+
+`Scheduler` is the API. Imports point down this list:
+
+scheduler    Scheduler: the engines of one pool       integrity    checks of all invariants
+engine       EngineScheduler: add, abort, schedule, update
+admission    Admission: swapped and waiting requests  preemption   Preemptor: stalls and preemptions
+state        EngineQueues and the Draft of a batch    shares       PoolShares: engines by weight
+decoding     DecodeSet: running sequences as arrays   waiting      WaitingQueue: by rank
+requests     Request and its state                    batches      ScheduledBatch: the frozen result
+config       SchedulerConfig: budgets and policies
+"""
+
+from kvservice.scheduler.batches import Preemption, ScheduledBatch
+from kvservice.scheduler.config import BatchPolicy, PreemptionMode, QueueOrder, SchedulerConfig
+from kvservice.scheduler.engine import EngineScheduler
+from kvservice.scheduler.requests import Request
+from kvservice.scheduler.scheduler import Scheduler
+
+__all__ = [
+    "BatchPolicy",
+    "EngineScheduler",
+    "Preemption",
+    "PreemptionMode",
+    "QueueOrder",
+    "Request",
+    "ScheduledBatch",
+    "Scheduler",
+    "SchedulerConfig",
+]

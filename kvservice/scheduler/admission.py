@@ -1,0 +1,156 @@
+"""Admission: which swapped and waiting requests join the batch."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Final
+
+from kvservice.blocks import AllocStatus
+from kvservice.scheduler.config import BatchPolicy, QueueOrder
+from kvservice.scheduler.preemption import Preemptor
+from kvservice.scheduler.requests import Phase, RequestState
+from kvservice.scheduler.state import Draft, EngineQueues
+
+# Waiting requests that one step looks at, so that requests held back cannot make a step slow.
+_MAX_LOOKED_AT: Final = 64
+
+
+class Admission:
+    """Brings swapped and waiting requests into a draft, in their order, while the budgets and the blocks last."""
+
+    def __init__(self, queues: EngineQueues, preemptor: Preemptor) -> None:
+        self._queues, self._config, self._preemptor = queues, queues.config, preemptor
+        self._manager, self._namespace = queues.manager, queues.namespace
+        self._blocks_config = queues.manager.config
+        self._last_prefill_at_s: float | None = None
+        self._last_prefill_s = 0.0
+
+    def preempt_for_priority(self, draft: Draft) -> None:
+        """Preempt requests of lower priority if the first waiting request lacks blocks or a place."""
+        first = next(iter(self._queues.waiting), None)
+        if first is None or self._config.order is not QueueOrder.PRIORITY:
+            return
+        missing = self._consumed(first)[1] - self._room(int(self._queues.decodes.needs().sum()), 0)
+        if self._queues.num_running >= draft.max_running:
+            missing = max(missing, 1)
+        if missing > 0:
+            self._preemptor.make_room(draft, missing, first.rank)
+
+    def admit(self, draft: Draft, now_s: float) -> None:
+        """Bring in swapped requests, then waiting ones. Waiting ones wait for swapped ones of the same priority."""
+        self._resume(draft)
+        if not len(self._queues.waiting) or self._delayed(now_s):
+            return
+        before = len(draft.chunks)
+        while draft.tokens_left > 0 and (picked := self._pick(draft)):
+            self._start(picked, draft)
+        if len(draft.chunks) > before:
+            self._last_prefill_at_s = now_s
+
+    def _resume(self, draft: Draft) -> None:
+        """Swap in what fits and is not less urgent than a waiting request. The sequences decode from the next step
+        on."""
+        queues = self._queues
+        most_urgent = min((state.rank[0] for state in itertools.islice(queues.waiting, 1)), default=None)
+        for state in list(itertools.islice(queues.swapped, _MAX_LOOKED_AT)):
+            if most_urgent is not None and state.rank[0] > most_urgent:
+                return
+            growth = self._config.lookahead + 1
+            room = self._room(draft.needed, len(queues.decodes))
+            if queues.num_running >= draft.max_running or room < state.blocks + growth:
+                return
+            if self._manager.can_swap_in(self._namespace, [state.request_id]) is not AllocStatus.OK:
+                return
+            draft.swapped_in.append(self._manager.swap_in(self._namespace, [state.request_id]))
+            queues.swapped.remove(state)
+            state.phase = Phase.DECODING
+            (snapshot,) = self._manager.describe(self._namespace, [state.request_id])
+            state.blocks = snapshot.num_blocks
+            queues.decodes.add(state, snapshot.length, state.next_token)
+
+    def _room(self, needed: int, num_running: int) -> int:
+        """Return how many blocks new requests may take beside `needed` ones: above the watermark, and above what the
+        running sequences need soon. With nothing running, only the watermark counts."""
+        kept = self._blocks_config.watermark_blocks
+        if num_running:
+            kept = max(kept, self._queues.decodes.needs_within(self._config.reserve_steps))
+        return self._manager.num_available - needed - kept
+
+    def _consumed(self, state: RequestState) -> tuple[int, int]:
+        """Return (blocks of a waiting request in the prefix cache, blocks that its admission takes)."""
+        num_tokens = len(state.tokens)
+        found, held = self._manager.match_hashes(state.hashes[: (num_tokens - 1) >> self._blocks_config.block_shift])
+        return found, self._blocks_config.num_blocks_for(num_tokens + self._config.lookahead) - held
+
+    def _pick(self, draft: Draft) -> list[RequestState]:
+        """Remove the requests from the queue that fit now, and return them."""
+        queues, config = self._queues, self._config
+        size, picked = self._blocks_config.block_size, list[RequestState]()
+        room = min(self._room(draft.needed, queues.num_running), draft.max_new_blocks)
+        places = min(draft.max_running - queues.num_running, self._manager.num_free_sequences)
+        tokens_left, num_long = draft.tokens_left, self._num_long()
+        swapped = next(iter(queues.swapped), None)
+        for state in itertools.islice(queues.waiting, _MAX_LOOKED_AT):
+            waits_for_swapped = swapped is not None and state.rank[0] >= swapped.rank[0]
+            if tokens_left <= 0 or len(picked) >= places or waits_for_swapped:
+                break
+            found, consumed = self._consumed(state)
+            pending = len(state.tokens) - found * size
+            if self._is_held_back(state, found, pending, num_long):
+                continue
+            started = picked or draft.chunks
+            if consumed > room or (config.batches is BatchPolicy.PREFILL_FIRST and pending > tokens_left and started):
+                break
+            picked.append(state)
+            queues.computing.update(state.hashes[found:])
+            room -= consumed + (-len(state.tokens) % size < config.reserve_steps)
+            draft.max_new_blocks -= consumed
+            tokens_left -= self._chunk(pending)
+            num_long += self._is_long(pending)
+        for state in picked:
+            queues.waiting.remove(state)
+        return picked
+
+    def _start(self, picked: list[RequestState], draft: Draft) -> None:
+        """Allocate the sequences of picked requests, and give them their first chunks."""
+        lookahead, config = self._config.lookahead, self._blocks_config
+        requests = [state.allocation(lookahead) for state in picked]
+        for state, allocation in zip(picked, self._manager.allocate(self._namespace, requests), strict=True):
+            state.phase, state.preempted = Phase.PREFILLING, False
+            state.pending = allocation.num_tokens - allocation.num_cached_tokens
+            state.blocks = config.num_blocks_for(allocation.num_tokens + lookahead)
+            draft.needed += state.blocks - allocation.num_blocks
+            self._queues.prefilling[state.request_id] = state
+            draft.add_chunk(state, self._config.long_prefill_tokens)
+
+    def _is_held_back(self, state: RequestState, found: int, pending: int, num_long: int) -> bool:
+        """Return whether others may pass this request: its next block is being computed, or it is one long prompt too
+        many."""
+        limit = self._config.max_long_prefills
+        if limit and num_long >= limit and self._is_long(pending):
+            return True
+        shares = self._config.share_prefixes and found < len(state.hashes)
+        return shares and state.hashes[found] in self._queues.computing
+
+    def _is_long(self, pending: int) -> bool:
+        return 0 < self._config.long_prefill_tokens < pending
+
+    def _num_long(self) -> int:
+        if not self._config.max_long_prefills:
+            return 0
+        return sum(self._is_long(state.pending) for state in self._queues.prefilling.values())
+
+    def _chunk(self, pending: int) -> int:
+        limit = self._config.long_prefill_tokens
+        return min(pending, limit) if limit else pending
+
+    def _delayed(self, now_s: float) -> bool:
+        """Apply the delay factor: while others run, collect prompts before the next prefill (vLLM v0)."""
+        if not self._config.delay_factor:
+            return False
+        if self._last_prefill_at_s is not None:
+            self._last_prefill_s, self._last_prefill_at_s = now_s - self._last_prefill_at_s, None
+        if not self._queues.num_running:
+            return False
+        waited_s = now_s - self._queues.waiting.oldest_arrival_s()
+        return waited_s <= self._config.delay_factor * self._last_prefill_s

@@ -1,0 +1,270 @@
+"""The scheduler of one engine: add and abort requests, make a batch, report its tokens."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvservice.blocks import BlockManager, SessionNamespace, StepPlan
+from kvservice.blocks.arguments import int32_array, int64_array, whole_number
+from kvservice.blocks.plans import Int32Array, Int64Array
+from kvservice.errors import (
+    DuplicateSequenceError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    QuotaExceededError,
+    UnknownSequenceError,
+)
+from kvservice.scheduler.admission import Admission
+from kvservice.scheduler.batches import NO_SEQUENCES, ScheduledBatch
+from kvservice.scheduler.config import BatchPolicy, QueueOrder, SchedulerConfig
+from kvservice.scheduler.preemption import Preemptor
+from kvservice.scheduler.requests import Phase, Request, RequestState, check_request, hashes_of
+from kvservice.scheduler.shares import PoolShares
+from kvservice.scheduler.state import Draft, EngineQueues
+
+# Preempted requests at the head of the queue whose cached blocks are kept longest.
+_MAX_TOUCHED: Final = 8
+
+
+class EngineScheduler:
+    """Decides what one engine computes in each step (vLLM's scheduler, adapted to a service).
+
+    The engine calls `schedule`, computes the batch's step in all layers, and calls `update` with the sampled tokens.
+    All methods are deterministic. Time is what the caller says it is.
+    """
+
+    def __init__(
+        self,
+        manager: BlockManager,
+        namespace: SessionNamespace,
+        config: SchedulerConfig,
+        shares: PoolShares,
+        weight: float,
+    ) -> None:
+        self.config = config
+        self.queues = EngineQueues(manager, namespace, config)
+        self.share = shares.add(weight)
+        self._shares, self._manager, self._namespace = shares, manager, namespace
+        self._preemptor = Preemptor(self.queues)
+        self._admission = Admission(self.queues, self._preemptor)
+        self._num_steps = self._num_arrived = 0
+        self._batch: ScheduledBatch | None = None
+        self._draft: Draft | None = None
+        self._aborted: list[int] = []
+
+    def __len__(self) -> int:
+        """Number of requests that are not finished."""
+        return len(self.queues.states)
+
+    def add(self, request: Request, now_s: float = 0.0) -> None:
+        """Queue a request.
+
+        Raises InvalidArgumentError, DuplicateSequenceError, QuotaExceededError above max_requests, and
+        OutOfBlocksError with `never` if the pool can never hold the request.
+        """
+        tokens, extra = check_request(request, self._manager.config, self.config.lookahead)
+        if request.request_id in self.queues.states or request.request_id in self._namespace:
+            raise DuplicateSequenceError(
+                f"request {request.request_id} is in use", field="request_id", sequence_id=request.request_id
+            )
+        if len(self.queues.states) >= self.config.max_requests:
+            raise QuotaExceededError(
+                f"there are {len(self.queues.states)} requests", field="request_id", limit="max_requests",
+                value=self.config.max_requests,
+            )  # fmt: skip
+        delay = self.config.size_delay_steps * self._manager.config.num_blocks_for(len(tokens))
+        place = self._num_steps + min(delay, self.config.max_size_delay_steps)
+        priority = request.priority if self.config.order is QueueOrder.PRIORITY else 0
+        self._num_arrived += 1
+        rank = (priority, place, self._num_arrived)
+        state = RequestState(request, rank, tokens, hashes_of(tokens, extra, self._manager.config), extra, now_s)
+        self.queues.states[request.request_id] = state
+        self.queues.waiting.add(state)
+        self.share.active = True
+
+    def abort(self, request_id: int) -> None:
+        """Drop a request. If the current batch has it, it ends with that batch. Raises UnknownSequenceError."""
+        state = self.queues.states.get(whole_number(request_id, "request_id", 0, 2**63 - 1))
+        if state is None or request_id in self._aborted:
+            raise UnknownSequenceError(
+                f"request {request_id} is unknown or finished", field="request_id", sequence_id=request_id
+            )
+        if self._batch is not None and state.phase in (Phase.PREFILLING, Phase.DECODING):
+            self._aborted.append(request_id)
+        else:
+            self.queues.withdraw(state)
+
+    def schedule(
+        self, now_s: float = 0.0, max_step_tokens: int | None = None, max_running: int | None = None
+    ) -> ScheduledBatch:
+        """Make the batch of the next step, and open its step. The budgets may be below those of the configuration.
+
+        Raises FailedPreconditionError if the tokens of the last batch are not reported yet.
+        """
+        if self._batch is not None:
+            raise FailedPreconditionError(f"the tokens of batch {self._batch.number} are not reported", field="batch")
+        config, shares = self.config, self._shares
+        tokens, running = config.max_step_tokens, config.max_running
+        if max_step_tokens is not None:
+            tokens = whole_number(max_step_tokens, "max_step_tokens", 1, tokens)
+        if max_running is not None:
+            running = whole_number(max_running, "max_running", 1, running)
+        if len(shares) > 1:
+            self.share.held = self.queues.held_blocks()
+        draft = Draft(tokens, running, shares.allowance(self.share))
+        if draft.max_new_blocks < 0 and self.queues.num_running > 1:
+            self._preemptor.preempt_one(draft)
+        self._admission.preempt_for_priority(draft)
+        self._fill(draft, now_s)
+        self._num_steps += 1
+        batch = self._open(draft)
+        if batch.step is not None:
+            self._batch, self._draft = batch, draft
+        if len(shares) > 1:
+            self.share.held = self.queues.held_blocks()
+            self.share.hungry = draft.short or len(self.queues.waiting) > 0
+        return batch
+
+    def _fill(self, draft: Draft, now_s: float) -> None:
+        """Choose decodes, go on with prefills, and admit requests, in the order of the policy."""
+        chunked = self.config.batches is BatchPolicy.CHUNKED
+        if chunked:
+            self._preemptor.choose_decodes(draft)
+        else:
+            draft.needed = int(self.queues.decodes.needs().sum())
+        for state in self.queues.prefilling.values():
+            draft.add_chunk(state, self.config.long_prefill_tokens)
+        if not draft.short:
+            self._admission.admit(draft, now_s)
+        if not chunked and not draft.chunks:
+            draft.needed = 0
+            self._preemptor.choose_decodes(draft)
+
+    def _open(self, draft: Draft) -> ScheduledBatch:
+        """Open the step of a draft."""
+        decodes, chunks, lookahead = self.queues.decodes, draft.chunks, self.config.lookahead
+        num_decodes = len(draft.decodes)
+        if draft.all_decodes:
+            ids, tokens = decodes.ids[:num_decodes], decodes.tokens[:num_decodes]
+            decodes.blocks[:num_decodes] += draft.growth
+        else:
+            ids, tokens = decodes.ids[draft.decodes], decodes.tokens[draft.decodes]
+            decodes.blocks[draft.decodes] += draft.growth
+        step: StepPlan | None = None
+        sampled = ids = ids.copy()
+        if chunks:
+            chunk_ids = np.array([state.request_id for state, _ in chunks], np.int64)
+            last = [count == state.pending for state, count in chunks]
+            sampled = np.concatenate([ids, chunk_ids[last]])
+            counts = np.concatenate([np.ones(num_decodes, np.int64), [count for _, count in chunks]])
+            ids = np.concatenate([ids, chunk_ids])
+            if num_decodes:
+                step = self._manager.advance(self._namespace, ids, tokens, counts, lookahead)
+            else:
+                step = self._manager.open_step(self._namespace, ids, counts, lookahead)
+        elif num_decodes:
+            step = self._manager.append(self._namespace, ids, tokens, lookahead=lookahead)
+        return ScheduledBatch(
+            self._num_steps,
+            step,
+            num_decodes,
+            sampled if step else NO_SEQUENCES,
+            tuple(draft.preempted),
+            tuple(draft.swapped_out),
+            tuple(draft.swapped_in),
+            draft.num_stalled,
+        )
+
+    def update(
+        self, batch_number: int, token_ids: npt.ArrayLike, finished: Sequence[int] | Int64Array = ()
+    ) -> list[int]:
+        """Report the tokens that were sampled after a batch, and the requests that the engine found finished.
+
+        token_ids int32[m], one for each of the batch's `sampled` sequences in their order (may be empty if m is 0).
+        A request also finishes with its last of max_tokens. Returns the ids of all requests that finished or were
+        aborted; their blocks are given back. Raises FailedPreconditionError if this is not the current batch or a layer
+        of it is not written, and InvalidArgumentError.
+        """
+        batch, draft = self._batch, self._draft
+        if batch is None or draft is None or batch.step is None or batch.number != batch_number:
+            raise FailedPreconditionError(f"batch {batch_number} is not in progress", field="batch")
+        tokens, ended = self._check_report(batch, token_ids, finished)
+        written = self._manager.written_layers(self._namespace, batch.step.step_id)
+        if written is None or 0 in written:
+            raise FailedPreconditionError("not all layers of the step are written", field="batch")
+        self._batch = self._draft = None
+        over = self._update_decodes(batch, draft, tokens[: batch.num_decodes], ended)
+        over += self._update_chunks(draft, tokens[batch.num_decodes :].tolist(), ended)
+        if self._aborted:
+            over = list(dict.fromkeys([*over, *self._aborted]))
+            self._aborted.clear()
+        self._finish(over)
+        return over
+
+    def _check_report(
+        self, batch: ScheduledBatch, token_ids: npt.ArrayLike, finished: Sequence[int] | Int64Array
+    ) -> tuple[Int32Array, set[int]]:
+        num_sampled = len(batch.sampled)
+        tokens = int32_array(token_ids, "token_ids") if num_sampled or np.size(token_ids) else np.zeros(0, np.int32)
+        if len(tokens) != num_sampled:
+            raise InvalidArgumentError(f"has {len(tokens)} tokens for {num_sampled} sequences", field="token_ids")
+        if not len(finished):
+            return tokens, set()
+        ended = set(int64_array(finished, "finished").tolist())
+        unknown = ended.difference(batch.sampled.tolist())
+        if unknown:
+            raise InvalidArgumentError(f"request {min(unknown)} got no token in this batch", field="finished")
+        return tokens, ended
+
+    def _update_decodes(self, batch: ScheduledBatch, draft: Draft, tokens: Int32Array, ended: set[int]) -> list[int]:
+        """Advance the decodes. Returns the ids of those that are over."""
+        decodes, which = self.queues.decodes, slice(0, batch.num_decodes) if draft.all_decodes else draft.decodes
+        decodes.tokens[which] = tokens
+        decodes.lengths[which] += 1
+        decodes.generated[which] += 1
+        over = decodes.generated[which] >= decodes.limits[which]
+        if ended:
+            over |= np.isin(batch.sampled[: batch.num_decodes], list(ended))
+        return batch.sampled[: batch.num_decodes][over].tolist() if np.count_nonzero(over) else []
+
+    def _update_chunks(self, draft: Draft, tokens: list[int], ended: set[int]) -> list[int]:
+        """Advance the prefills; those with all tokens computed decode from now on. Returns the ids of those over."""
+        over, sampled = list[int](), iter(tokens)
+        for state, count in draft.chunks:
+            state.pending -= count
+            if state.pending:
+                continue
+            self.queues.end_prefill(state)
+            state.generated += 1
+            state.phase = Phase.DECODING
+            self.queues.decodes.add(state, len(state.tokens), next(sampled))
+            if state.generated >= state.request.max_tokens or state.request_id in ended:
+                over.append(state.request_id)
+        return over
+
+    def _finish(self, over: list[int]) -> None:
+        """Remove these running requests, all at once."""
+        if not over:
+            return
+        decodes = self.queues.decodes
+        for request_id in over:
+            state = self.queues.states.pop(request_id)
+            if state.phase is Phase.PREFILLING:
+                self.queues.end_prefill(state)
+        decodes.keep(~np.isin(decodes.ids, over))
+        self._manager.free(self._namespace, over)
+        for state in itertools.islice(self.queues.waiting, _MAX_TOUCHED):
+            if state.preempted:  # it runs again soon: what the finished requests leave in the cache is evicted before
+                self._manager.touch(state.hashes)
+        self.share.active = bool(self.queues.states)
+
+    def close(self) -> None:
+        """Forget all requests, for an engine whose namespace is closed."""
+        self._shares.remove(self.share)
+        self.queues = EngineQueues(self._manager, self._namespace, self.config)
+        self._batch = self._draft = None

@@ -1,0 +1,116 @@
+"""What happens when blocks are short: some decodes stall for a step, and the last request of the order is preempted.
+
+A stalled sequence keeps its blocks and misses a step. A preempted one loses them, but its computed blocks stay in the
+prefix cache, and the deepest are evicted first: when it runs again, only what others took meanwhile is recomputed.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvservice.blocks.plans import Int64Array
+from kvservice.scheduler.batches import NO_SEQUENCES, Preemption
+from kvservice.scheduler.config import PreemptionMode
+from kvservice.scheduler.requests import Phase, RequestState
+from kvservice.scheduler.state import Draft, EngineQueues
+
+
+class Preemptor:
+    """Chooses the decodes of a step, and preempts requests."""
+
+    def __init__(self, queues: EngineQueues) -> None:
+        self._queues, self._config = queues, queues.config
+        self._manager, self._namespace = queues.manager, queues.namespace
+
+    def choose_decodes(self, draft: Draft) -> None:
+        """Put all decodes into the draft that the token budget and the blocks allow."""
+        decodes = self._queues.decodes
+        growth = decodes.needs()
+        needed = int(np.add.reduce(growth))
+        if len(decodes) <= draft.tokens_left and needed <= self._manager.num_available:
+            draft.decodes, draft.growth, draft.all_decodes = decodes.ids, growth, True
+        else:
+            chosen = self._choose(draft)
+            draft.decodes, draft.growth = chosen, decodes.needs()[chosen]
+            needed = int(draft.growth.sum())
+        draft.needed += needed
+        draft.tokens_left -= len(draft.decodes)
+
+    def _choose(self, draft: Draft) -> Int64Array:
+        """Return the indices of the decodes to run; preempt until few enough of them lack a block."""
+        decodes = self._queues.decodes
+        while len(decodes):
+            order = decodes.by_rank()[: draft.tokens_left]
+            growth = decodes.needs()[order]
+            served = (np.cumsum(growth) <= self._manager.num_available) | (growth == 0)
+            unserved = int(np.count_nonzero(~served))
+            if not unserved or (unserved <= self._max_stalled(len(order)) and unserved < len(order)):
+                draft.num_stalled = unserved
+                draft.short |= unserved > 0
+                return np.sort(order[served])
+            self.preempt_one(draft)
+        return NO_SEQUENCES
+
+    def _max_stalled(self, num_decodes: int) -> int:
+        fraction = self._config.max_stalled_fraction
+        return max(1, int(fraction * num_decodes)) if fraction else 0
+
+    def make_room(self, draft: Draft, num_missing: int, above: tuple[int, float, int]) -> bool:
+        """Preempt requests of lower priority than that of the rank `above` for this many missing blocks. Returns False,
+        with nothing changed, if all of them together do not hold enough."""
+        victims = [state for state in self._queues.running_by_rank() if state.rank[0] > above[0]]
+        chosen: list[RequestState] = []
+        while num_missing > 0 and victims:
+            state = victims.pop()
+            chosen.append(state)
+            num_missing -= self._queues.blocks_of(state)
+        if num_missing > 0:
+            return False
+        for state in chosen:
+            self.preempt(state, draft)
+        return bool(chosen)
+
+    def preempt_one(self, draft: Draft) -> None:
+        """Preempt one running request, because its blocks are needed: of the lowest priority, the one with the fewest
+        blocks, so that least is recomputed. The first of the order is only preempted if it is alone, so it always goes
+        on, and no request starves."""
+        draft.short = True
+        running = self._queues.running_by_rank()
+        lowest = [state for state in running[1:] if state.rank[0] == running[-1].rank[0]] or running
+        self.preempt(min(reversed(lowest), key=self._queues.blocks_of), draft)
+
+    def preempt(self, state: RequestState, draft: Draft) -> None:
+        """Preempt a running request by swap or by recomputation."""
+        queues = self._queues
+        if state.phase is Phase.PREFILLING:
+            queues.end_prefill(state)
+            self._recompute(state, len(state.tokens) - state.pending, draft)
+            return
+        at = queues.decodes.index(state.request_id)
+        length = int(queues.decodes.lengths[at])
+        state.next_token = queues.leave_decodes(state)
+        if self._swap_is_better(state, length):
+            draft.swapped_out.append(self._manager.swap_out(self._namespace, [state.request_id]))
+            state.phase = Phase.SWAPPED
+            queues.swapped.add(state)
+            draft.preempted.append(Preemption(state.request_id, length, swapped=True))
+            return
+        (snapshot,) = self._manager.describe(self._namespace, [state.request_id], include_tokens=True)
+        assert snapshot.token_ids is not None, "they were asked for"
+        tokens = np.append(snapshot.token_ids, np.int32(state.next_token)).astype(np.int32)
+        state.continue_with(tokens, self._manager.config)
+        self._recompute(state, length, draft)
+
+    def _recompute(self, state: RequestState, computed: int, draft: Draft) -> None:
+        self._manager.free(self._namespace, [state.request_id])
+        state.phase, state.pending, state.blocks, state.preempted = Phase.WAITING, 0, 0, True
+        self._queues.waiting.add(state)
+        draft.preempted.append(Preemption(state.request_id, computed, swapped=False))
+
+    def _swap_is_better(self, state: RequestState, length: int) -> bool:
+        mode, config = self._config.preemption, self._config
+        if mode is PreemptionMode.RECOMPUTE or not self._manager.config.num_swap_blocks:
+            return False
+        costs_less = 2 * state.blocks * config.swap_block_s < length * config.compute_token_s
+        wanted = mode is PreemptionMode.SWAP or costs_less
+        return wanted and self._manager.can_swap_out(self._namespace, [state.request_id])

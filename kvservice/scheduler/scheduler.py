@@ -1,0 +1,36 @@
+"""The schedulers of all engines that share one pool."""
+
+from __future__ import annotations
+
+import math
+
+from kvservice.blocks import BlockManager, SessionNamespace
+from kvservice.errors import InvalidArgumentError
+from kvservice.scheduler.config import SchedulerConfig
+from kvservice.scheduler.engine import EngineScheduler
+from kvservice.scheduler.shares import PoolShares
+
+
+class Scheduler:
+    """Engines with queues of their own over one pool, which is shared between them by weight."""
+
+    def __init__(self, manager: BlockManager) -> None:
+        self._manager = manager
+        self._shares = PoolShares(manager.config.num_blocks)
+        self._engines: dict[SessionNamespace, EngineScheduler] = {}
+
+    def open_engine(
+        self, namespace: SessionNamespace, config: SchedulerConfig | None = None, weight: float = 1.0
+    ) -> EngineScheduler:
+        """Open the scheduler of one engine, whose sequences are in this namespace. Raises InvalidArgumentError."""
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+            raise InvalidArgumentError("must be a positive number", field="weight")
+        if namespace in self._engines:
+            raise InvalidArgumentError("has a scheduler already", field="namespace")
+        engine = EngineScheduler(self._manager, namespace, config or SchedulerConfig(), self._shares, weight)
+        self._engines[namespace] = engine
+        return engine
+
+    def close_engine(self, namespace: SessionNamespace) -> None:
+        """Forget the requests of an engine, when its namespace is closed."""
+        self._engines.pop(namespace).close()

@@ -1,0 +1,117 @@
+"""The queues of one engine, as one value that the parts of its scheduler share, and the draft of a batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvservice.blocks import BlockManager, SessionNamespace, SwapPlan
+from kvservice.blocks.plans import Int64Array
+from kvservice.scheduler.batches import NO_SEQUENCES, Preemption
+from kvservice.scheduler.config import SchedulerConfig
+from kvservice.scheduler.decoding import DecodeSet
+from kvservice.scheduler.requests import Phase, RequestState
+from kvservice.scheduler.waiting import WaitingQueue
+
+
+class EngineQueues:
+    """All requests of one engine: `states` by id, each of them also in one of `waiting`, `prefilling`, `decodes` and
+    `swapped`.
+
+    `computing` are the chain hashes of the blocks that running prefills compute.
+    """
+
+    def __init__(self, manager: BlockManager, namespace: SessionNamespace, config: SchedulerConfig) -> None:
+        self.manager, self.namespace, self.config = manager, namespace, config
+        self.states: dict[int, RequestState] = {}
+        self.waiting = WaitingQueue()
+        self.prefilling: dict[int, RequestState] = {}
+        capacity = min(config.max_running, manager.config.max_sequences)
+        self.decodes = DecodeSet(capacity, manager.config, config.lookahead)
+        self.swapped = WaitingQueue()
+        self.computing: set[bytes] = set()
+
+    @property
+    def num_running(self) -> int:
+        return len(self.decodes) + len(self.prefilling)
+
+    def held_blocks(self) -> int:
+        """Return the table entries of the running sequences."""
+        return int(self.decodes.blocks.sum()) + sum(state.blocks for state in self.prefilling.values())
+
+    def blocks_of(self, state: RequestState) -> int:
+        """Return the table entries of a running sequence."""
+        if state.phase is Phase.PREFILLING:
+            return state.blocks
+        return int(self.decodes.blocks[self.decodes.index(state.request_id)])
+
+    def end_prefill(self, state: RequestState) -> None:
+        """Remove a sequence from the prefilling ones."""
+        del self.prefilling[state.request_id]
+        self.computing.difference_update(state.hashes)
+
+    def leave_decodes(self, state: RequestState) -> int:
+        """Remove a sequence from the decoding ones, and note its progress. Returns its next token."""
+        decodes = self.decodes
+        at = decodes.index(state.request_id)
+        state.generated, state.blocks = int(decodes.generated[at]), int(decodes.blocks[at])
+        token = int(decodes.tokens[at])
+        kept = np.ones(len(decodes), np.bool_)
+        kept[at] = False
+        decodes.keep(kept)
+        return token
+
+    def running_by_rank(self) -> list[RequestState]:
+        """Return the running requests, the first of the queue's order first."""
+        running = [self.states[request_id] for request_id in self.decodes.ids.tolist()]
+        return sorted([*running, *self.prefilling.values()], key=lambda state: state.rank)
+
+    def withdraw(self, state: RequestState) -> None:
+        """Remove a request from its queue and from the block manager. No batch that has it is in progress."""
+        if state.phase is Phase.WAITING:
+            self.waiting.remove(state)
+        else:
+            if state.phase is Phase.PREFILLING:
+                self.end_prefill(state)
+            elif state.phase is Phase.DECODING:
+                self.leave_decodes(state)
+            else:
+                self.swapped.remove(state)
+            self.manager.free(self.namespace, [state.request_id])
+        del self.states[state.request_id]
+
+
+@dataclass(slots=True)
+class Draft:
+    """A batch in the making.
+
+    `tokens_left` is the rest of its token budget, `max_running` its limit of running sequences, `max_new_blocks` the
+    engine's allowance of blocks for new requests. `needed` counts blocks that the step will allocate when it is opened.
+    `decodes` int64[n] are indices into the decode set, with `growth` int64[n] new blocks each. With `all_decodes` the
+    decodes are the first n of the set, and their indices do not count. `chunks` are prompts with the tokens to compute.
+    `short` says that running requests lack blocks.
+    """
+
+    tokens_left: int
+    max_running: int
+    max_new_blocks: int
+    needed: int = 0
+    decodes: Int64Array = field(default_factory=lambda: NO_SEQUENCES)
+    growth: Int64Array = field(default_factory=lambda: NO_SEQUENCES)
+    all_decodes: bool = False
+    num_stalled: int = 0
+    short: bool = False
+    chunks: list[tuple[RequestState, int]] = field(default_factory=list)
+    preempted: list[Preemption] = field(default_factory=list)
+    swapped_out: list[SwapPlan] = field(default_factory=list)
+    swapped_in: list[SwapPlan] = field(default_factory=list)
+
+    def add_chunk(self, state: RequestState, long_prefill_tokens: int) -> None:
+        """Give a prefill as much of the token budget as it may have."""
+        count = min(state.pending, self.tokens_left)
+        if long_prefill_tokens:
+            count = min(count, long_prefill_tokens)
+        if count:
+            self.chunks.append((state, count))
+            self.tokens_left -= count

@@ -1,0 +1,39 @@
+"""The queue of waiting requests, sorted by rank."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+
+from kvservice.scheduler.requests import RequestState
+
+
+class WaitingQueue:
+    """Waiting requests in the order of their ranks, which are distinct. The first is admitted first."""
+
+    def __init__(self) -> None:
+        self._ranks: list[tuple[int, float, int]] = []
+        self._states: list[RequestState] = []
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def __iter__(self) -> Iterator[RequestState]:
+        return iter(self._states)
+
+    def add(self, state: RequestState) -> None:
+        """Insert a request at its place."""
+        at = bisect.bisect_left(self._ranks, state.rank)
+        self._ranks.insert(at, state.rank)
+        self._states.insert(at, state)
+
+    def remove(self, state: RequestState) -> None:
+        """Remove a request that is in the queue."""
+        at = bisect.bisect_left(self._ranks, state.rank)
+        assert self._states[at] is state, "every waiting request is at its rank"
+        del self._ranks[at]
+        del self._states[at]
+
+    def oldest_arrival_s(self) -> float:
+        """Return the earliest arrival of the queue, which is not empty."""
+        return min(state.arrived_at_s for state in self._states)

@@ -1,0 +1,115 @@
+"""The scheduler as a Hypothesis machine: any order of calls keeps all invariants, and tokens never depend on it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis.strategies as st
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from schedule_rig import make_manager, open_rig
+
+from kvservice.scheduler import BatchPolicy, PreemptionMode, QueueOrder, ScheduledBatch, Scheduler
+from kvservice.scheduler.integrity import check_integrity
+
+
+def running(machine: SchedulerMachine) -> bool:
+    return machine.batch is not None
+
+
+def idle(machine: SchedulerMachine) -> bool:
+    return machine.batch is None
+
+
+def abortable(machine: SchedulerMachine) -> bool:
+    return bool(machine.open_ids())
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """One engine in a small pool."""
+
+    @initialize(
+        num_blocks=st.integers(8, 24),
+        num_swap_blocks=st.integers(0, 8),
+        watermark=st.sampled_from([0.0, 0.1]),
+        caching=st.sampled_from([True, True, False]),
+        batches=st.sampled_from(BatchPolicy),
+        order=st.sampled_from(QueueOrder),
+        preemption=st.sampled_from(PreemptionMode),
+        max_step_tokens=st.integers(1, 30),
+        max_running=st.integers(1, 6),
+        lookahead=st.sampled_from([0, 0, 2]),
+        reserve_steps=st.integers(0, 4),
+        stalled=st.sampled_from([0.0, 0.25, 1.0]),
+    )
+    def start(
+        self, num_blocks: int, num_swap_blocks: int, watermark: float, caching: bool, stalled: float, **config: Any
+    ) -> None:
+        self.manager = make_manager(
+            num_blocks, num_swap_blocks=num_swap_blocks, watermark=watermark, enable_prefix_caching=caching,
+            max_sequences=8,
+        )  # fmt: skip
+        self.rig = open_rig(Scheduler(self.manager), self.manager, max_stalled_fraction=stalled, **config)
+        self.batch: ScheduledBatch | None = None
+        self.next_id = 0
+
+    def open_ids(self) -> list[int]:
+        engine = self.rig.engine
+        return [name for name in engine.queues.states if name not in engine._aborted]
+
+    @rule(
+        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=14),
+        max_tokens=st.integers(1, 8),
+        stop=st.integers(1, 8),
+        priority=st.integers(0, 1),
+    )
+    def add(self, prompt: list[int], max_tokens: int, stop: int, priority: int) -> None:
+        self.next_id += 1
+        self.rig.add(self.next_id, prompt, max_tokens, stop, priority=priority)
+
+    @precondition(idle)
+    @rule()
+    def schedule(self) -> None:
+        batch = self.rig.begin()
+        self.batch = batch if batch.step is not None else None
+
+    @precondition(running)
+    @rule()
+    def report(self) -> None:
+        assert self.batch is not None
+        self.rig.end(self.batch)
+        self.batch = None
+        check_integrity(self.rig.engine)
+
+    @precondition(idle)
+    @rule(count=st.integers(1, 6))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self.rig.step()
+
+    @precondition(abortable)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        self.rig.engine.abort(data.draw(st.sampled_from(self.open_ids())))
+
+    @invariant()
+    def blocks_are_whole(self) -> None:
+        if hasattr(self, "manager"):
+            self.manager.check_integrity()
+            if self.batch is None:
+                check_integrity(self.rig.engine)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "rig"):
+            return
+        if self.batch is not None:
+            self.rig.end(self.batch)
+        self.rig.run()
+        self.rig.check_outputs()
+        assert self.manager.stats().sequences == 0
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(
+    max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)

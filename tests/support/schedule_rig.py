@@ -1,0 +1,130 @@
+"""An engine over the scheduler, with a model whose next token depends on all tokens before it."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvservice.blocks import BlockManager, BlocksConfig
+from kvservice.scheduler import EngineScheduler, Request, ScheduledBatch, Scheduler, SchedulerConfig
+from kvservice.scheduler.integrity import check_integrity
+
+VOCABULARY = 1000
+
+
+def next_token(tokens: list[int]) -> int:
+    """Return the token that the model gives after these tokens."""
+    return zlib.crc32(np.array(tokens, np.int32).tobytes()) % VOCABULARY
+
+
+def alone(prompt: list[int], count: int) -> list[int]:
+    """Return the tokens that a request gets when nothing else runs."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+@dataclass
+class EngineRig:
+    """One engine. `outputs` are the tokens of each request, `stops` the number of tokens after which it ends by itself.
+
+    `first_steps` are the numbers of the first steps of the requests, and `computed_tokens` all tokens of all steps.
+    """
+
+    manager: BlockManager
+    engine: EngineScheduler
+    namespace: Any
+    prompts: dict[int, list[int]] = field(default_factory=dict)
+    outputs: dict[int, list[int]] = field(default_factory=dict)
+    stops: dict[int, int] = field(default_factory=dict)
+    finished: list[int] = field(default_factory=list)
+    first_steps: dict[int, int] = field(default_factory=dict)
+    batches: list[ScheduledBatch] = field(default_factory=list)
+    computed_tokens: int = 0
+
+    def add(self, request_id: int, prompt: Any, max_tokens: int = 4, stop: int | None = None, **options: Any) -> None:
+        now_s = options.pop("now_s", 0.0)
+        prompt = list(range(prompt)) if isinstance(prompt, int) else [int(token) for token in prompt]
+        self.engine.add(Request(request_id, prompt, max_tokens, **options), now_s)
+        self.prompts[request_id], self.outputs[request_id] = prompt, []
+        self.stops[request_id] = min(stop or max_tokens, max_tokens)
+
+    def begin(self, **budgets: Any) -> ScheduledBatch:
+        """Schedule, check the batch, and write its layers."""
+        batch = self.engine.schedule(**budgets)
+        self.batches.append(batch)
+        self.check(batch, budgets.get("max_step_tokens") or self.engine.config.max_step_tokens)
+        if batch.step is not None:
+            self.computed_tokens += batch.num_tokens
+            for request_id in batch.step.sequence_ids.tolist():
+                self.first_steps.setdefault(request_id, len(self.batches))
+            self.manager.mark_all_layers(self.namespace, batch.step.step_id)
+        return batch
+
+    def end(self, batch: ScheduledBatch) -> None:
+        """Sample a token for each of the batch's sequences, and report them."""
+        if batch.step is None:
+            return
+        tokens = []
+        for request_id in batch.sampled.tolist():
+            output = self.outputs[request_id]
+            tokens.append(next_token([*self.prompts[request_id], *output]))
+            output.append(tokens[-1])
+        stopped = [name for name in batch.sampled.tolist() if len(self.outputs[name]) == self.stops[name]]
+        self.finished += self.engine.update(batch.number, tokens, stopped)
+
+    def step(self, **budgets: Any) -> ScheduledBatch:
+        batch = self.begin(**budgets)
+        self.end(batch)
+        check_integrity(self.engine)
+        return batch
+
+    def run(self, max_steps: int = 10_000) -> None:
+        """Run until all requests are finished."""
+        for _ in range(max_steps):
+            if not len(self.engine):
+                return
+            self.step()
+        raise AssertionError(f"requests starve: {sorted(self.engine.queues.states)}")
+
+    def check(self, batch: ScheduledBatch, max_step_tokens: int) -> None:
+        """Check budgets, and that each sequence has the tokens of its request."""
+        assert batch.num_tokens <= max_step_tokens
+        if batch.step is None:
+            assert not len(batch.sampled)
+            return
+        ids = batch.step.sequence_ids
+        assert len(ids) <= self.engine.config.max_running
+        assert len(set(ids.tolist())) == len(ids)
+        assert (batch.step.query_lens[: batch.num_decodes] == 1).all()
+        for one in self.manager.describe(self.namespace, ids, include_tokens=True):
+            assert one.token_ids is not None
+            known = [*self.prompts[one.sequence_id], *self.outputs[one.sequence_id]]
+            assert one.token_ids.tolist() == known
+
+    def check_outputs(self) -> None:
+        """Each finished request has the tokens that it gets alone."""
+        for request_id in self.finished:
+            output = self.outputs[request_id]
+            assert output == alone(self.prompts[request_id], len(output))
+
+
+def make_manager(num_blocks: int = 100, **options: Any) -> BlockManager:
+    defaults = {"block_size": 4, "watermark": 0.0, "max_sequences": 64, "max_sequence_tokens": 1024}
+    return BlockManager(BlocksConfig(num_blocks=num_blocks, **{**defaults, **options}))
+
+
+def open_rig(scheduler: Scheduler, manager: BlockManager, weight: float = 1.0, **config: Any) -> EngineRig:
+    namespace = manager.open_namespace()
+    return EngineRig(manager, scheduler.open_engine(namespace, SchedulerConfig(**config), weight), namespace)
+
+
+def make_rig(num_blocks: int = 100, blocks: dict[str, Any] | None = None, **config: Any) -> EngineRig:
+    """Return an engine alone in a pool of blocks of 4 tokens. Prompts of all sizes queue by arrival."""
+    config = {"size_delay_steps": 0.0, **config}
+    manager = make_manager(num_blocks, **blocks or {})
+    return open_rig(Scheduler(manager), manager, **config)
