@@ -14,6 +14,7 @@ _GAUGES = {
     "blocks": "Blocks in the block store.",
     "leased": "Blocks of the block store under a lease or being read.",
     "reserved": "Blocks of the block store that are being written.",
+    "quarantined": "Blocks of the block store that wait for the end of a process whose session was lost as it wrote.",
     "used_bytes": "Bytes of the blocks in the block store, of reserved ones too.",
     "quota_bytes": "Bytes that the blocks of namespaces may have: the sum of their quotas.",
 }

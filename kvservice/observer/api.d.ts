@@ -98,6 +98,7 @@ interface StoreFigures {
   reserved: number;
   hits: number;
   misses: number;
+  quarantined: number;
 }
 
 interface Snapshot {

@@ -71,13 +71,13 @@ class ServerSession:
     # The timers of a session that no stream holds.
     timers: list[asyncio.TimerHandle] = field(default_factory=list)
 
-    def unshare(self) -> None:
+    def unshare(self, *, writers_done: bool = False) -> None:
         """Close what is of no use without the session's client: the lane, mappings, regions, and its namespaces, leases
-        and reservations in the store."""
+        and reservations in the store. `writers_done`: see SessionStore.close."""
         self.access.close()
         self.regions.close()
         if self.store is not None:
-            self.store.close()
+            self.store.close(writers_done=writers_done)
 
 
 class SessionRegistry:
@@ -227,11 +227,12 @@ class SessionRegistry:
                     session.end_stream(error)
 
     def close_for_in_slices(self, token: bytes, holder: int) -> Slices[None]:
-        """Close a session if `holder` still holds it; holder 0 closes it in any case. Raises the errors of `attach`."""
+        """Close a session if `holder` still holds it; holder 0 closes it in any case. The holder of its stream promises
+        with this that it has stopped to write to the store. Raises the errors of `attach`."""
         session = self.get(token)
         if holder:
             _check_holder(session, holder)
-        yield from self.close_in_slices(session)
+        yield from self.close_in_slices(session, writers_done=holder == session.holder)
 
     def _introduce(self, token: bytes, peer: Peer) -> bytes | None:
         session = self.find(token)
@@ -246,16 +247,18 @@ class SessionRegistry:
 
         self._call_later(session, wait_s, lose)
 
-    def close_in_slices(self, session: ServerSession, end: str = "closed") -> Slices[None]:
+    def close_in_slices(
+        self, session: ServerSession, end: str = "closed", *, writers_done: bool = False
+    ) -> Slices[None]:
         """Close an open session in the first slice, and free its sequences. `end` says for the log how it ended; its
-        first word is the reason, as in the metrics."""
+        first word is the reason, as in the metrics. `writers_done`: see SessionStore.close."""
         del self._sessions[session.token]
         self._num_closing += 1
         self.num_closed += 1
         _cancel_timers(session)
         if session.end_stream is not None:
             session.end_stream(FailedPreconditionError("the session was closed"))
-        session.unshare()
+        session.unshare(writers_done=writers_done)
 
         freed = yield from self._manager.close_namespace_in_slices(session.namespace)
         self._num_closing -= 1

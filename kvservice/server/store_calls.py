@@ -138,7 +138,7 @@ class StoreCalls:
             blocks.abort(written.slots)
             raise
         if opening.ended:
-            blocks.quarantine.hold(written.slots, opening.writers)
+            blocks.quarantine.hold(written.namespace, written.slots, opening.writers)
             raise UnknownReservationError("the session ended meanwhile", field="reservation_id")
         blocks.commit(written.namespace, written.slots, written.keys, checksums)
         return store_pb2.StoreCommitResponse(num_blocks=written.num_blocks)

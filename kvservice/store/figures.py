@@ -29,6 +29,7 @@ class ModelFigures(NamedTuple):
     blocks: int = 0
     leased: int = 0
     reserved: int = 0
+    quarantined: int = 0
     used_bytes: int = 0
     quota_bytes: int = 0
 

@@ -27,7 +27,8 @@ class NamespaceIdentity:
 @dataclass(eq=False)
 class StoredNamespace:
     """A namespace with its number in the index. `num_users` counts the sessions that have it open, and the calls that
-    clear it; without any, and without leased or reserved blocks, it can be replaced."""
+    clear it; without any, and without leased or reserved blocks, it can be replaced. `num_quarantined` blocks wait for
+    the end of a lost writer; the index counts them as leased."""
 
     identity: NamespaceIdentity
     # The counters of its model, or of all models beyond the first ones.
@@ -38,6 +39,7 @@ class StoredNamespace:
     block_stride: int
     blocks_per_slab: int
     num_users: int = 0
+    num_quarantined: int = 0
 
     @property
     def block_bytes(self) -> int:

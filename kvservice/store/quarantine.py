@@ -2,7 +2,7 @@
 
 A client that was frozen may go on writing after its session has ended. The room of its reserved blocks is therefore
 not used again while a process lives that fetched the memory for writing in that session. Others can store the keys at
-once, in other places.
+once, in other places. A client that closes its session promises that it has stopped to write: nothing waits then.
 """
 
 from __future__ import annotations
@@ -10,9 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
+from kvservice.store.index import WORD_BYTES
+from kvservice.store.namespaces import StoredNamespace
+
 
 @dataclass(eq=False)
 class _Held:
+    namespace: StoredNamespace
     slots: bytes
     writers: set[Hashable]
 
@@ -35,7 +39,7 @@ class Quarantine:
         """Note a process that can write from now on."""
         self._living.add(writer)
 
-    def hold(self, slots: bytes, writers: frozenset[Hashable]) -> None:
+    def hold(self, namespace: StoredNamespace, slots: bytes, writers: frozenset[Hashable]) -> None:
         """Forget the keys of the slots, and free them after all of `writers` have ended: at once if none lives. A
         process that was killed has usually ended before its session is."""
         if not slots:
@@ -45,7 +49,8 @@ class Quarantine:
             self._abort(slots)
             return
         self._condemn(slots)
-        self._held.append(_Held(slots, living))
+        namespace.num_quarantined += len(slots) // WORD_BYTES
+        self._held.append(_Held(namespace, slots, living))
 
     def ended(self, writer: Hashable) -> None:
         """Free the slots that waited for this writer only."""
@@ -54,4 +59,5 @@ class Quarantine:
             held.writers.discard(writer)
             if not held.writers:
                 self._held.remove(held)
+                held.namespace.num_quarantined -= len(held.slots) // WORD_BYTES
                 self._release(held.slots)

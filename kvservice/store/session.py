@@ -182,13 +182,16 @@ class SessionStore:
         self._store.quarantine.began(writer)
         self.opening.writers |= {writer}
 
-    def close(self) -> None:
-        """End all namespaces, leases and reservations. The next client of the session opens its own."""
+    def close(self, *, writers_done: bool = False) -> None:
+        """End all namespaces, leases and reservations. The next client of the session opens its own. `writers_done`:
+        the client has promised that it does not write any more; else reserved blocks wait for its end."""
+        if writers_done:
+            self.opening.writers = frozenset()
         while self._leases:
             self._store.leases.end(next(iter(self._leases.values())))
-        slots = b"".join(reservation.slots for reservation in self._reservations.values())
-        self._store.quarantine.hold(slots, self.opening.writers)
-        self._reservations.clear()
+        while self._reservations:
+            reservation = self._reservations.popitem()[1]
+            self._store.quarantine.hold(reservation.namespace, reservation.slots, self.opening.writers)
         while self._namespaces:
             self._store.leave(self._namespaces.popitem()[1])
         self.opening.ended = True

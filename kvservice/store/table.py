@@ -93,11 +93,13 @@ class NamespaceTable:
         for model, counters in self._counters.items():
             namespaces = [one for one in self if one.counters is counters]
             stats = [self._index.stats(one.number) for one in namespaces]
+            quarantined = sum(one.num_quarantined for one in namespaces)
             gauges = {
                 "namespaces": len(stats),
                 "blocks": sum(one.num_blocks for one in stats),
-                "leased": sum(one.num_leased for one in stats),
+                "leased": sum(one.num_leased for one in stats) - quarantined,
                 "reserved": sum(one.num_reserved for one in stats),
+                "quarantined": quarantined,
                 "used_bytes": sum(one.used_bytes for one in stats),
                 "quota_bytes": sum(one.quota_bytes for one in namespaces),
             }

@@ -90,6 +90,7 @@ def _store(store: StoreSnapshot) -> Columns:
         ("blocks", fmt.count(store.blocks)),
         ("leased", fmt.count(store.leased)),
         ("being written", fmt.count(store.reserved)),
+        ("in quarantine", fmt.count(store.quarantined)),
         ("found", fmt.share(store.hits / lookups if lookups else None)),
     )
     return _items(Text.assemble(f"{name} ", (value, "bold")) for name, value in pairs)

@@ -41,7 +41,7 @@ class Snapshot(_message.Message):
     def __init__(self, time_s: _Optional[float] = ..., uptime_s: _Optional[float] = ..., pool: _Optional[_Union[PoolSnapshot, _Mapping]] = ..., rates: _Optional[_Union[Rates, _Mapping]] = ..., calls: _Optional[_Iterable[_Union[CallSnapshot, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionSnapshot, _Mapping]]] = ..., sequences: _Optional[_Iterable[_Union[SequenceSnapshot, _Mapping]]] = ..., num_sessions: _Optional[int] = ..., num_sequences: _Optional[int] = ..., store: _Optional[_Union[StoreSnapshot, _Mapping]] = ...) -> None: ...
 
 class StoreSnapshot(_message.Message):
-    __slots__ = ("num_bytes", "used_bytes", "blocks", "leased", "reserved", "hits", "misses")
+    __slots__ = ("num_bytes", "used_bytes", "blocks", "leased", "reserved", "hits", "misses", "quarantined")
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     USED_BYTES_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +49,7 @@ class StoreSnapshot(_message.Message):
     RESERVED_FIELD_NUMBER: _ClassVar[int]
     HITS_FIELD_NUMBER: _ClassVar[int]
     MISSES_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_FIELD_NUMBER: _ClassVar[int]
     num_bytes: int
     used_bytes: int
     blocks: int
@@ -56,7 +57,8 @@ class StoreSnapshot(_message.Message):
     reserved: int
     hits: int
     misses: int
-    def __init__(self, num_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., leased: _Optional[int] = ..., reserved: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ...) -> None: ...
+    quarantined: int
+    def __init__(self, num_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., leased: _Optional[int] = ..., reserved: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., quarantined: _Optional[int] = ...) -> None: ...
 
 class PoolSnapshot(_message.Message):
     __slots__ = ("num_blocks", "free_blocks", "active_blocks", "shared_blocks", "cached_blocks", "pinned_blocks", "num_swap_blocks", "used_swap_blocks", "sequences", "swapped_sequences", "tokens", "sessions", "lanes", "regions", "region_bytes", "draining")

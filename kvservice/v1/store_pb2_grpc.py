@@ -184,8 +184,10 @@ class StoreServiceServicer(object):
 
     def Reserve(self, request, context):
         """Reserves room for blocks that are missing, for a client that writes into the mapped memory of the store. The first
-        writer of a key wins. A reservation lasts until Commit, Abort or the end of the session. STORE_NOT_SHARED unless the
-        session's client has fetched the memory for writing, see MapStore: others would publish what was there before.
+        writer of a key wins. A reservation lasts until Commit, Abort or the end of the session. A client that calls Abort,
+        or SessionService.Close as the holder, has stopped to write. If the session ends in another way, its client may still
+        be writing: the room is in quarantine until the processes end that fetched the memory for writing in the session.
+        STORE_NOT_SHARED unless the session's client has done that, see MapStore: others would publish what was there before.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -30,10 +30,10 @@ POOL_FIELDS = [field.name for field in inspect_pb2.PoolSnapshot.DESCRIPTOR.field
 def test_the_store_is_summed_up_over_its_models() -> None:
     pool = ObservedPool()
     assert "store" not in snapshot_of(pool)
-    one = ModelFigures(blocks=3, leased=2, reserved=1, used_bytes=100, hits=7, misses=5)
+    one = ModelFigures(blocks=3, leased=2, reserved=1, quarantined=4, used_bytes=100, hits=7, misses=5)
     latest = dataclasses.replace(pool.history.latest, store_bytes=4096, store_models={"a": one, "b": one})
     found = take_snapshot(pool.reader, pool.history, latest, 0, 0, "")
-    expected = {"blocks": 6, "leased": 4, "reserved": 2, "used_bytes": 200, "hits": 14, "misses": 10}
+    expected = {"blocks": 6, "leased": 4, "reserved": 2, "used_bytes": 200, "hits": 14, "misses": 10, "quarantined": 8}
     assert found["store"] == expected | {"num_bytes": 4096}
     assert inspect_pb2.Snapshot(store=found["store"]).store.hits == 14
 

@@ -119,11 +119,27 @@ def test_what_a_detachable_session_shares_is_closed_after_the_grace_time(make_re
     registry = make_registry(session_grace_s=SHORT_GRACE_S)
     session = open_attached(registry, detachable=True)
     closed: list[float] = []
-    monkeypatch.setattr(ServerSession, "unshare", lambda _: closed.append(clock.now))
+    monkeypatch.setattr(ServerSession, "unshare", lambda _, **__: closed.append(clock.now))
     registry.detach(session, end_stream)
     clock.advance(60)
     assert closed == [SHORT_GRACE_S]
     assert len(registry) == 1
+
+
+def test_only_a_holder_that_closes_its_session_has_stopped_to_write(make_registry, clock, monkeypatch) -> None:
+    ends: list[bool] = []
+    monkeypatch.setattr(ServerSession, "unshare", lambda _, *, writers_done=False: ends.append(writers_done))
+    registry = make_registry()
+    by_holder, by_token, taken, lost = (open_attached(registry) for _ in range(4))
+    finish(registry.close_for_in_slices(by_holder.token, 1))
+    finish(registry.close_for_in_slices(by_token.token, 0))
+    assert ends == [True, False]
+    registry.attach(taken.token, 2, False, end_stream)
+    assert ends == [True, False, False]
+    registry.detach(lost, end_stream)
+    clock.advance(1000.0)
+    assert ends[3:]
+    assert not any(ends[3:])
 
 
 def test_sessions_that_come_and_go_do_not_fill_the_log(make_registry, caplog) -> None:

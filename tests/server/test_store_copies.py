@@ -222,8 +222,8 @@ def test_a_get_holds_blocks_and_region_until_its_end(rig: Rig, way: str) -> None
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("writers", [0, 1])
-def test_a_commit_whose_session_ends_publishes_nothing(rig: Rig, writers: int) -> None:
+@pytest.mark.parametrize(("writers", "closes"), [(0, False), (1, False), (1, True)])
+def test_a_commit_whose_session_ends_publishes_nothing(rig: Rig, writers: int, closes: bool) -> None:
     async def scenario() -> None:
         calls = Calls(rig)
         reservation_id, _ = calls.own.reserve(calls.namespace, keys(1))
@@ -234,13 +234,13 @@ def test_a_commit_whose_session_ends_publishes_nothing(rig: Rig, writers: int) -
         await calls.copies.begun.wait()
         with pytest.raises(UnknownReservationError):
             calls.others.commit(calls.session, request)
-        calls.own.close()
+        calls.own.close(writers_done=closes)
         calls.copies.finish.set()
         with pytest.raises(UnknownReservationError):
             await task
         assert rig.store.lookup(calls.namespace, keys(1)) == (0, b"\0")
         assert rig.store.totals().num_reserved == 0
-        assert (rig.store.totals().used_bytes > 0) == (writers > 0)
+        assert (rig.store.totals().used_bytes > 0) == (writers > 0 and not closes)
         rig.store.quarantine.ended(0)
         assert rig.store.totals().used_bytes == 0
 

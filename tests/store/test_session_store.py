@@ -221,6 +221,34 @@ def test_reserved_blocks_of_a_writer_that_has_ended_are_free_at_once(rig: Rig) -
     assert len(rig.store.quarantine) == 0
 
 
+def test_a_writer_that_closes_its_session_leaves_its_room_at_once(rig: Rig) -> None:
+    own, namespace = opened(rig)
+    own.add_writer("a")
+    own.reserve(namespace, keys(1, 2))
+    own.close(writers_done=True)
+    assert rig.store.totals().used_bytes == 0
+    assert len(rig.store.quarantine) == 0
+
+
+def test_the_figures_show_blocks_in_quarantine(rig: Rig) -> None:
+    own, namespace = opened(rig)
+    own.add_writer("a")
+    rig.put(namespace, 3)
+    own.acquire(namespace, keys(3), False, 0.0)
+    own.reserve(namespace, keys(1))
+    own.reserve(namespace, keys(2, 4))
+
+    def figures() -> tuple[int, int, int]:
+        (one,) = rig.store.figures().values()
+        return one.leased, one.reserved, one.quarantined
+
+    assert figures() == (1, 3, 0)
+    own.close()
+    assert figures() == (0, 0, 3)
+    rig.store.quarantine.ended("a")
+    assert figures() == (0, 0, 0)
+
+
 def test_a_key_of_a_lost_reservation_can_be_stored_elsewhere_at_once(rig: Rig) -> None:
     own, namespace = opened(rig)
     own.add_writer("a")

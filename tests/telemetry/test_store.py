@@ -38,7 +38,7 @@ def test_figures_of_a_model(rig: Rig) -> None:
     rig.store.reserve(first, keys(9))
     (figures,) = rig.store.figures().values()
     assert figures._asdict() == {
-        "namespaces": 2, "blocks": 3, "leased": 1, "reserved": 1, "used_bytes": 4 * BLOCK_BYTES,
+        "namespaces": 2, "blocks": 3, "leased": 1, "reserved": 1, "quarantined": 0, "used_bytes": 4 * BLOCK_BYTES,
         "quota_bytes": 8 * 16384, "hits": 1, "misses": 1,
         "read": 1, "read_bytes": BLOCK_BYTES, "stored": 3, "stored_bytes": 3 * BLOCK_BYTES, "evicted": 0, "refused": 0,
         "corrupt": 0,
