@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import cast
@@ -28,16 +29,27 @@ from kvservice.errors import (
 )
 
 AWAY = ConnectionLostError("UNAVAILABLE: connection refused")
-LOSSES = [AWAY, CallTimeoutError("late"), DrainingError("stops"), UnknownSessionError("?"), UnknownNamespaceError("?")]
+LATE = CallTimeoutError("late")
+LOSSES = [AWAY, DrainingError("stops"), UnknownSessionError("?"), UnknownNamespaceError("?")]
 
 
 class FakeLink:
     def __init__(self) -> None:
         self.connection = SimpleNamespace(connected=True)
         self.closed = False
+        # Requests without an answer, and the errors with which attempts to settle them end.
+        self.unanswered: list[str] = []
+        self.script: list[KVServiceError | None] = []
+        self.num_settled = 0
 
     async def close(self, _: Dialer, *, lost: bool = False) -> None:  # noqa: ARG002
         self.closed = True
+
+    async def settle(self) -> None:
+        self.num_settled += 1
+        if self.script and (error := self.script.pop(0)) is not None:
+            raise error
+        self.unanswered.clear()
 
 
 class Rig:
@@ -118,6 +130,84 @@ def test_calls_can_raise_instead(rig: Make, loss: KVServiceError) -> None:
         store.call()
     store.waiting.work()
     assert store.call()
+
+
+def test_a_link_without_an_answer_in_time_is_used_again_after_an_answer(rig: Make) -> None:
+    store = rig()
+    store.start()
+    link = store.access.link
+    assert not store.call(LATE)
+    assert not store.access.reachable
+    assert not store.call(InternalError("it is sent"))
+    assert not finish(store.access.attempt_on(link, unexpected))
+    store.waiting.work()
+    assert store.access.reachable
+    assert store.access.link is link
+    assert (len(store.opened), store.opened[0].closed, store.opened[0].num_settled) == (1, False, 1)
+    assert store.call()
+
+
+def test_calls_without_an_answer_can_raise(rig: Make) -> None:
+    store = rig(raises=True)
+    store.start()
+    with pytest.raises(CallTimeoutError):
+        store.call(LATE)
+    with pytest.raises(DaemonAwayError, match="late"):
+        store.call()
+    store.waiting.work()
+    assert store.call()
+
+
+@pytest.mark.parametrize("error", [*LOSSES, LATE, InternalError("forgotten")], ids=lambda one: type(one).__name__)
+def test_a_link_that_cannot_be_settled_is_lost(rig: Make, error: KVServiceError) -> None:
+    store = rig()
+    store.start()
+    store.opened[0].script = [error]
+    assert not store.call(LATE)
+    store.waiting.work()
+    assert store.opened[0].closed
+    assert store.access.link is store.opened[1]  # type: ignore[comparison-overlap]
+    assert store.access.reachable
+
+
+def test_a_cancelled_call_is_settled_while_others_go_on(rig: Make) -> None:
+    store = rig()
+    store.start()
+
+    async def work(link: StoreLink) -> None:
+        link.unanswered.append(("store_reserve", None))
+        raise asyncio.CancelledError
+
+    for _ in range(2):
+        with pytest.raises(asyncio.CancelledError):
+            finish(store.access.attempt(work))
+    assert store.call()
+    assert len(store.waiting.started) == 1
+    store.waiting.work()
+    assert not store.opened[0].unanswered
+    assert store.call()
+
+
+def test_calls_left_while_others_are_settled_are_settled_too(rig: Make) -> None:
+    store = rig()
+    store.start()
+    (link,) = store.opened
+    settle = link.settle
+
+    async def settle_while_another_is_left() -> None:
+        await settle()
+        if link.num_settled == 1:
+            link.unanswered.append("store_reserve")
+
+    link.settle = settle_while_another_is_left  # type: ignore[method-assign]
+    assert not store.call(LATE)
+    store.waiting.work()
+    assert link.num_settled == 2
+    assert store.access.reachable
+
+
+async def unexpected(_: StoreLink) -> None:
+    raise AssertionError("it is sent")
 
 
 def test_other_errors_are_raised_and_keep_the_link(rig: Make) -> None:
@@ -221,11 +311,8 @@ def test_what_belongs_to_a_lost_link_is_not_called(rig: Make) -> None:
     assert not store.call(AWAY)
     store.waiting.work()
 
-    async def work(_: StoreLink) -> None:
-        raise AssertionError("it is sent")
-
-    assert not finish(store.access.attempt_on(first, work))
-    assert not finish(store.access.attempt_on(None, work))
+    assert not finish(store.access.attempt_on(first, unexpected))
+    assert not finish(store.access.attempt_on(None, unexpected))
     assert store.access.reachable
 
 
@@ -235,7 +322,9 @@ def test_closing_stops_the_attempts(rig: Make) -> None:
     assert not store.call(AWAY)
     finish(store.access.close())
     assert len(store.attempts) == 1
-    assert not store.call()
+    with pytest.raises(ConnectionLostError, match="the store is closed"):
+        store.call()
+    assert not finish(store.access.attempt_on(cast(StoreLink, store.opened[0]), unexpected))
     assert store.opened[0].closed
 
 

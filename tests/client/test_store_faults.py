@@ -337,7 +337,8 @@ def test_closing_the_client_closes_its_stores(store_daemon: OpenStore) -> None:
             assert store.reserve(keys_of(1)).statuses.tolist() == [DONE]
             assert observer.put(keys_of(1), blocks_of(1)).tolist() == [PutStatus.BEING_WRITTEN]
         assert not store.reachable
-        assert not store.lookup(keys_of(1)).found.any()
+        with pytest.raises(ConnectionLostError, match="the store is closed"):
+            store.lookup(keys_of(1))
         assert observer.put(keys_of(1), blocks_of(1)).tolist() == [DONE]
         store.close()
 

@@ -1,7 +1,11 @@
 """The store's link to the daemon, opened again in the background whenever it is lost.
 
-linked ── a call or the connection fails ──▶ away: calls fail immediately ── opened again ──▶ linked
+linked ── a call has no answer in time ──▶ silent: calls fail immediately ── the daemon answers ──▶ linked
+linked, silent ── a call or the connection fails ──▶ away: calls fail immediately ── opened again ──▶ linked
 any ── closed by the caller ──▶ closed
+
+A link that was silent has its leases and reservations still. One that is opened again is another session: those of
+the one before have ended.
 """
 
 from __future__ import annotations
@@ -36,7 +40,8 @@ MAX_PAUSE_S = 0.5
 _AWAY = (ConnectionLostError, CallTimeoutError, DrainingError)
 # Errors after which another session is opened: the daemon is away, has restarted, or has closed the session.
 _LOST = (
-    *_AWAY,
+    ConnectionLostError,
+    DrainingError,
     UnauthenticatedError,
     UnknownSessionError,
     SessionTakenError,
@@ -65,7 +70,13 @@ class StoreAccess:
         self._state_lock = threading.Lock()
         self._link: StoreLink | None = None
         self._cause = _Cause(ConnectionLostError, "the store was never opened")
+        # The link without an answer in time, and the one that `_settle` works on.
+        self._silent: StoreLink | None = None
+        self._settling: StoreLink | None = None
+        # A link that is not closed yet.
+        self._lost: StoreLink | None = None
         self._opening: Background | None = None
+        self._settles: Background | None = None
         self._closing = dialer.waiting.signal()
         self._closed = False
 
@@ -74,8 +85,13 @@ class StoreAccess:
         return self._link
 
     @property
+    def answering(self) -> StoreLink | None:
+        """The link, if calls do not fail immediately."""
+        return link if (link := self._link) is not self._silent else None
+
+    @property
     def reachable(self) -> bool:
-        return (link := self._link) is not None and link.connection.connected
+        return (link := self.answering) is not None and link.connection.connected
 
     async def start(self) -> None:
         """Open the first link. A daemon that is away is an error only with `raises`; every other error is raised."""
@@ -87,12 +103,14 @@ class StoreAccess:
             if self._options.raises:
                 raise
             self._cause = _Cause.of(error)
-            self._opening = self._dialer.waiting.start(self._reopen(None))
+            self._opening = self._dialer.waiting.start(self._reopen())
 
     async def attempt(self, work: Callable[[StoreLink], Awaitable[None]]) -> bool:
-        """Run `work` on the link. Returns False if the daemon is away or was lost meanwhile; with `raises`, raises the
-        reason instead. Errors of other kinds are raised."""
-        link = self._link
+        """Run `work` on the link. Returns False if the daemon is away, or does not answer in time; with `raises`,
+        raises the reason instead. Errors of other kinds are raised, and ConnectionLostError if the store is closed."""
+        if self._closed:
+            raise ConnectionLostError("the store is closed")
+        link = self.answering
         if link is None:
             return self._failed(
                 DaemonAwayError(f"the store is out of reach; the client goes on trying ({self._cause.text})")
@@ -101,14 +119,20 @@ class StoreAccess:
 
     async def attempt_on(self, link: StoreLink | None, work: Callable[[StoreLink], Awaitable[None]]) -> bool:
         """Run `work` on this link, as `attempt` does. Returns False if it was lost before."""
-        return link is not None and link is self._link and await self._run(link, work)
+        return link is not None and link is self.answering and await self._run(link, work)
 
     async def _run(self, link: StoreLink, work: Callable[[StoreLink], Awaitable[None]]) -> bool:
         try:
             await work(link)
+        except CallTimeoutError as error:
+            self._settle_later(link, error)
+            return self._failed(error)
         except _LOST as error:
             self._lose(link, error)
             return self._failed(error)
+        finally:
+            if link.unanswered:
+                self._settle_later(link)
         return True
 
     def _failed(self, error: KVServiceError) -> bool:
@@ -117,16 +141,21 @@ class StoreAccess:
         return False
 
     async def close(self) -> None:
-        """Close the session. Calls from now on fail as if the daemon were away."""
+        """Close the session. Calls of the store raise ConnectionLostError from now on."""
         with self._state_lock:
             self._closed = True
             link, self._link = self._link, None
+            self._silent = self._settling = None
             self._cause = _Cause(ConnectionLostError, "the store is closed")
         self._closing.set()
-        if self._opening is not None:
-            await self._opening.stop()
         if link is not None:
             await link.close(self._dialer)
+        for background in (self._opening, self._settles):
+            if background is not None:
+                await background.stop()
+        if self._lost is not None:
+            await self._lost.close(self._dialer)
+            self._lost = None
 
     async def _open(self) -> StoreLink:
         return await open_link(self._dialer, self._options, self._broke)
@@ -147,20 +176,53 @@ class StoreAccess:
         if link is not None and not link.connection.connected:
             self._lose(link, error)
 
+    def _settle_later(self, link: StoreLink, error: CallTimeoutError | None = None) -> None:
+        """Give back in the background what unanswered calls hold. With the error of a call without an answer, other
+        calls fail until then."""
+        with self._state_lock:
+            if self._link is not link or self._closed:
+                return
+            if error is not None and self._silent is None:
+                self._silent, self._cause = link, _Cause.of(error)
+                logger.warning("the block store does not answer, calls fail until it does: %s", self._cause.text)
+            if self._settling is None:
+                self._settling = link
+                self._settles = self._dialer.waiting.start(self._settle(link))
+
+    async def _settle(self, link: StoreLink) -> None:
+        settled = False
+        try:
+            while not settled:
+                await link.settle()
+                settled = self._has_settled(link)
+        except KVServiceError as error:
+            self._lose(link, error)
+
+    def _has_settled(self, link: StoreLink) -> bool:
+        """Use a link again unless calls were left without an answer meanwhile."""
+        with self._state_lock:
+            if self._settling is not link:
+                return True  # it was lost, or the store is closed
+            if link.unanswered:
+                return False
+            self._silent = self._settling = None
+            return True
+
     def _lose(self, link: StoreLink, error: KVServiceError) -> None:
         """Open another link. Several callers may report the loss; the first report counts."""
         with self._state_lock:
             if self._link is not link or self._closed:
                 return
-            self._link, self._cause = None, _Cause.of(error)
+            self._link, self._lost, self._cause = None, link, _Cause.of(error)
+            self._silent = self._settling = None
             logger.warning("the block store is out of reach, the client goes on trying: %s", self._cause.text)
-            self._opening = self._dialer.waiting.start(self._reopen(link))
+            self._opening = self._dialer.waiting.start(self._reopen())
 
-    async def _reopen(self, lost: StoreLink | None) -> None:
-        """Retry to open a link until it succeeds or the store is closed."""
-        if lost is not None:
-            await lost.close(self._dialer, lost=True)
-            lost = None  # its mapping keeps the memory of a daemon that is gone
+    async def _reopen(self) -> None:
+        """Close the lost link, and retry to open another one until it succeeds or the store is closed."""
+        if self._lost is not None:
+            await self._lost.close(self._dialer, lost=True)
+            self._lost = None  # its mapping keeps the memory of a daemon that is gone
         pause_s = PAUSE_S
         while not self._closed:
             try:
@@ -176,6 +238,6 @@ class StoreAccess:
 
     def _report(self, error: KVServiceError) -> None:
         """Log an error that is not the daemon's absence, for example that it has restarted without a store. Once."""
-        if not isinstance(error, _LOST) and type(error) is not self._cause.kind:
+        if not isinstance(error, (*_LOST, CallTimeoutError)) and type(error) is not self._cause.kind:
             logger.warning("the block store cannot be opened again: %s", str(error))
         self._cause = _Cause.of(error)

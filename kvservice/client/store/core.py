@@ -11,7 +11,7 @@ from kvservice.client.region_memory import SharedRegion
 from kvservice.client.requests import wait_time
 from kvservice.client.store.access import StoreAccess
 from kvservice.client.store.holding import acquire, reserve
-from kvservice.client.store.leases import Held, LeaseCore, ReservationCore
+from kvservice.client.store.leases import Held
 from kvservice.client.store.link import StoreLink
 from kvservice.client.store.memory import MappedStore
 from kvservice.client.store.pieces import Blocks, pieces_of
@@ -46,7 +46,10 @@ class StoreCore(Generic[LeaseT, ReservationT]):
     Unreachable is a miss: unless the store was opened with unreachable="raise", no method raises because the daemon is
     away, has restarted, or does not answer within the time limit of a request. Blocks then count as missing, and a put
     as UNREACHABLE. After the first failure methods return at once, until the client, which goes on trying in the
-    background, has opened the namespace again. `reachable` is whether there is a connection now.
+    background, has an answer again. `reachable` is whether they do not. If the daemon was only slow, leases and
+    reservations last. If the connection broke, or the client gave up, its session ends, with all leases and
+    reservations of the store. `create_region` has no such answer, and raises. After `close` all methods raise
+    ConnectionLostError, except those that end something.
 
     Methods raise InvalidArgumentError naming the argument before anything is sent. `timeout_s` is the time limit of
     each request of a call in seconds, math.inf for no limit; None: the store's.
@@ -65,13 +68,13 @@ class StoreCore(Generic[LeaseT, ReservationT]):
 
     @property
     def reachable(self) -> bool:
-        """Whether there is a connection to the daemon now."""
+        """Whether there is a connection to the daemon now, and no call waits in vain for its answer."""
         return self._access.reachable
 
     @property
     def transport(self) -> str:
         """How `get` copies now: "mapped", "region" or "inline"; "" while the daemon is away."""
-        return "" if (link := self._access.link) is None else link.transport
+        return "" if (link := self._access.answering) is None else link.transport
 
     @property
     def memory(self) -> MappedStore | None:
@@ -136,13 +139,15 @@ class StoreCore(Generic[LeaseT, ReservationT]):
             used = link
             await acquire(link, packed, found, held, ttl_s=ttl_s, leading_only=bool(leading_only), timeout_s=timeout_s)
 
+        done = False
         try:
-            if not await self._access.attempt(work):
-                held.clear()  # leases are lost with their link
-                found[:] = False
-        except BaseException:
-            await LeaseCore(self._access, used, held, found).release(timeout_s=timeout_s)
-            raise
+            done = await self._access.attempt(work)
+        finally:
+            if used is not None and held and not done:
+                used.release([one.number for one in held])
+        if not done:
+            held.clear()
+            found[:] = False
         return self._make_lease(self._access, used, held, found)
 
     async def reserve(self, keys: Keys, *, timeout_s: float | None = None) -> ReservationT:
@@ -158,13 +163,16 @@ class StoreCore(Generic[LeaseT, ReservationT]):
             used = link
             await reserve(link, packed, statuses, held, timeout_s=timeout_s)
 
+        done = False
         try:
-            if not await self._access.attempt(work):
-                held.clear()
-                statuses[:] = PutStatus.UNREACHABLE
-        except BaseException:
-            await ReservationCore(self._access, used, held, statuses).abort(timeout_s=timeout_s)
-            raise
+            done = await self._access.attempt(work)
+        finally:
+            if used is not None and not done:
+                for one in held:
+                    used.abort(one.number)
+        if not done:
+            held.clear()
+            statuses[:] = PutStatus.UNREACHABLE
         return self._make_reservation(self._access, used, held, statuses)
 
     async def touch(self, keys: Keys, *, timeout_s: float | None = None) -> int:
@@ -223,5 +231,6 @@ class StoreCore(Generic[LeaseT, ReservationT]):
         return regions[0]
 
     async def close(self) -> None:
-        """Close the session: its leases and reservations end. Arrays over the mapped memory stay readable."""
+        """Close the session: its leases and reservations end. Arrays over the mapped memory stay readable; those of
+        reservations must not be written any more."""
         await self._access.close()

@@ -29,7 +29,7 @@ async def acquire(
             ttl_s=ttl_s,
             leading_only=leading_only,
         )
-        response = await link.call("store_acquire", request, timeout_s)
+        response = await link.hold("store_acquire", request, timeout_s)
         if response.lease_id:
             held.append(Held(response.lease_id, part, response.offsets, response.versions))
             found[part] = flags_of(response.found, part.stop - part.start)
@@ -48,7 +48,7 @@ async def reserve(
         request = store_pb2.ReserveRequest(
             request_id=link.next_request_id(), namespace_id=link.namespace_id, keys=some_keys(keys, part)
         )
-        response = await link.call("store_reserve", request, timeout_s)
+        response = await link.hold("store_reserve", request, timeout_s)
         statuses[part] = statuses_of(response.statuses, part.stop - part.start)
         if response.reservation_id:
             held.append(Held(response.reservation_id, part, response.offsets))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -110,14 +111,18 @@ class LeaseCore(Holding):
         return not self._held or (await self._access.attempt_on(self._link, work) and renewed)
 
     async def release(self, *, timeout_s: float | None = None) -> None:
-        """End the lease. Does nothing if it has ended."""
+        """End the lease. Does nothing if it has ended. Without an answer, the lease ends when the daemon is back."""
         numbers = [held.number for held in self._held]
 
         async def work(link: StoreLink) -> None:
             await link.call("store_release", store_pb2.ReleaseRequest(lease_ids=numbers), timeout_s)
 
-        if numbers:
-            await self._access.attempt_on(self._link, work)
+        done = not numbers
+        try:
+            done = done or await self._access.attempt_on(self._link, work)
+        finally:
+            if not done and self._link is not None:
+                self._link.release(numbers)
 
 
 class ReservationCore(Holding):
@@ -155,7 +160,6 @@ class ReservationCore(Holding):
         async def work(link: StoreLink) -> None:
             nonlocal num_blocks
             for held in self._held:
-                link.reservations.discard(held.number)
                 reserved = self.reserved[held.part]
                 request = store_pb2.StoreCommitRequest(
                     request_id=link.next_request_id(),
@@ -163,27 +167,38 @@ class ReservationCore(Holding):
                     written=bitmap_of(flags[held.part][reserved]),
                     checksums=b"" if sums is None else sums[held.part][reserved & flags[held.part]].tobytes(),
                 )
-                try:
+                with contextlib.suppress(UnknownReservationError):
                     num_blocks += (await link.call("store_commit", request, timeout_s)).num_blocks
-                except UnknownReservationError:
-                    continue
+                link.reservations.discard(held.number)
             self._held.clear()
 
-        await self._access.attempt_on(self._link, work)
+        try:
+            await self._access.attempt_on(self._link, work)
+        finally:
+            self._give_up()
         return num_blocks
 
     async def abort(self, *, timeout_s: float | None = None) -> None:
         """Give the room back. Does nothing after `commit`."""
 
         async def work(link: StoreLink) -> None:
-            while self._held:
-                number = self._held.pop().number
-                link.reservations.discard(number)
-                request = store_pb2.AbortRequest(reservation_id=number)
-                await link.call("store_abort", request, timeout_s)
+            for held in self._held:
+                await link.call("store_abort", store_pb2.AbortRequest(reservation_id=held.number), timeout_s)
+                link.reservations.discard(held.number)
+            self._held.clear()
 
-        if self._held:
-            await self._access.attempt_on(self._link, work)
+        try:
+            if self._held:
+                await self._access.attempt_on(self._link, work)
+        finally:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """Abort what is neither committed nor aborted, without waiting for the daemon."""
+        for held in self._held:
+            assert self._link is not None, "it has reserved them"
+            self._link.abort(held.number)
+        self._held.clear()
 
     def _per_key(self, values: Any, field: str, dtype: type[np.generic]) -> Array:
         """Check that there is one value per key."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvservice.client.connection import SessionConnection
@@ -17,9 +18,11 @@ from kvservice.client.store.memory import Geometry, MappedStore
 from kvservice.client.store.pieces import Numbers, Pieces
 from kvservice.client.store.staging import StoreStaging
 from kvservice.client.store.values import StoreNamespace
+from kvservice.client.store.writes import Writes
 from kvservice.client.values import PoolInfo, from_message
 from kvservice.client.waiting import Waiting
 from kvservice.errors import (
+    CallTimeoutError,
     ConnectionLostError,
     InvalidArgumentError,
     KVServiceError,
@@ -31,6 +34,10 @@ from kvservice.v1 import pool_pb2, session_pb2, store_pb2
 
 # Time limit of each call that opens a link, in seconds.
 OPEN_S = 5.0
+# How long the end of a link waits for copies into the mapped memory.
+WRITES_S = 10.0
+# In CloseRequest: the session is closed without the promise of its holder.
+ANY_HOLDER = 0
 STORE_TRANSPORTS = ("auto", "mapped", "region", "inline")
 GIB = 1 << 30
 # Largest quota of a namespace, in GiB.
@@ -67,12 +74,12 @@ class StoreOptions:
         """Raises InvalidArgumentError."""
         if not isinstance(namespace, StoreNamespace):
             raise InvalidArgumentError(f"is {type(namespace).__name__}, not a StoreNamespace", field="namespace")
-        for field, value, allowed in (
+        for name_of, value, allowed in (
             ("unreachable", unreachable, UNREACHABLE_IS),
             ("transport", transport, STORE_TRANSPORTS),
         ):
             if value not in allowed:
-                raise InvalidArgumentError(f"is not one of {', '.join(allowed)}: {value!r}", field=field)
+                raise InvalidArgumentError(f"is not one of {', '.join(allowed)}: {value!r}", field=name_of)
         threads = default_threads() if copy_threads is None else whole(copy_threads, "copy_threads")
         if threads < 1:
             raise InvalidArgumentError(f"{threads} is not above 0", field="copy_threads")
@@ -118,7 +125,9 @@ class Dialer:
 @dataclass(frozen=True, eq=False, slots=True)
 class StoreLink:
     """A link to a namespace: an attached session that has opened it. `memory` is None unless the store is mapped.
-    `reservations` are those of the caller that are neither committed nor aborted."""
+    `reservations` are those of the caller that are neither committed nor aborted, `writes` the copies of this client
+    into the memory. `unanswered` are the requests for leases and reservations whose callers did not wait for the
+    answer."""
 
     info: PoolInfo
     connection: SessionConnection
@@ -129,10 +138,45 @@ class StoreLink:
     staging: StoreStaging
     memory: MappedStore | None
     copy_threads: int
-    reservations: set[int]
+    writes: Writes
+    reservations: set[int] = field(default_factory=set)
+    unanswered: deque[tuple[str, Any]] = field(default_factory=deque)
 
     async def call(self, name: str, request: Any, timeout_s: float | None) -> Any:
         return await self.connection.call(name, request, timeout_s)
+
+    async def hold(self, name: str, request: Any, timeout_s: float | None) -> Any:
+        """Make a call that leases or reserves blocks. If the caller does not get the answer, because of its time limit
+        or because it is cancelled, `settle` gives the blocks back."""
+        try:
+            return await self.call(name, request, timeout_s)
+        except BaseException as error:
+            if isinstance(error, CallTimeoutError) or not isinstance(error, KVServiceError):
+                self.unanswered.append((name, request))
+            raise
+
+    async def settle(self) -> None:
+        """Wait until the daemon answers, and give back what unanswered calls hold: a request that is sent again has the
+        same answer. Raises the errors of calls."""
+        await self.call("store_release", store_pb2.ReleaseRequest(), OPEN_S)
+        while self.unanswered:
+            name, request = self.unanswered[0]
+            with contextlib.suppress(InvalidArgumentError, ResourceExhaustedError):  # it was refused before, too
+                answer = await self.call(name, request, OPEN_S)
+                if name == "store_acquire":
+                    self.release([answer.lease_id])
+                else:
+                    self.abort(answer.reservation_id)
+            self.unanswered.popleft()
+
+    def release(self, lease_ids: list[int]) -> None:
+        """End leases without waiting for the answer."""
+        self.connection.post("store_release", store_pb2.ReleaseRequest(lease_ids=lease_ids))
+
+    def abort(self, reservation_id: int) -> None:
+        """End a reservation, if it is not committed, without waiting for the answer. Nobody writes there any more."""
+        self.reservations.discard(reservation_id)
+        self.connection.post("store_abort", store_pb2.AbortRequest(reservation_id=reservation_id))
 
     def next_request_id(self) -> int:
         return self.connection.next_request_id()
@@ -155,15 +199,12 @@ class StoreLink:
     async def close(self, dialer: Dialer, *, lost: bool = False) -> None:
         """Close the session, so that its leases and reservations end. Arrays over the mapped memory stay valid.
 
-        The daemon does not use the room of reservations that a session leaves behind while this process lives, because
-        it could still write there. Those of the caller are aborted first: the caller has promised not to. The caller
-        has promised nothing if the link is `lost`: it may be writing now."""
-        with contextlib.suppress(KVServiceError):
-            while self.reservations and self.connection.connected and not lost:
-                request = store_pb2.AbortRequest(reservation_id=self.reservations.pop())
-                await self.call("store_abort", request, OPEN_S)
+        The holder that closes a session promises that nobody writes to the room of its reservations, which the daemon
+        uses again. Without that, the daemon keeps it while this process lives. The caller has promised nothing if the
+        link is `lost`: it may be writing to its reservations now."""
+        is_done = await self.writes.end(WRITES_S) and not (lost and self.reservations)
         await self.connection.close()
-        await dialer.close_session(self.token, self.connection.holder)
+        await dialer.close_session(self.token, self.connection.holder if is_done else ANY_HOLDER)
 
 
 async def open_link(dialer: Dialer, options: StoreOptions, on_break: Callable[[KVServiceError], None]) -> StoreLink:
@@ -214,7 +255,7 @@ async def _open_namespace(
         staging=StoreStaging(regions, connection.lock(), allowed),
         memory=memory,
         copy_threads=options.copy_threads,
-        reservations=set(),
+        writes=Writes(dialer.waiting.signal()),
     )
 
 

@@ -41,7 +41,7 @@ class BlockReader:
             request = store_pb2.AcquireRequest(
                 request_id=link.next_request_id(), namespace_id=link.namespace_id, keys=keys
             )
-            response = await link.call("store_acquire", request, self._timeout_s)
+            response = await link.hold("store_acquire", request, self._timeout_s)
             if not response.lease_id:
                 continue
             found = flags_of(response.found, part.stop - part.start)
@@ -50,8 +50,7 @@ class BlockReader:
                 found[found] = await self._copy(memory, response, chosen_keys(keys, found), target)
                 self._found[part] = found
             finally:
-                release = store_pb2.ReleaseRequest(lease_ids=[response.lease_id])
-                link.connection.post("store_release", release)
+                link.release([response.lease_id])
 
     async def _copy(self, memory: MappedStore, leased: store_pb2.AcquireResponse, keys: bytes, target: Pieces) -> Flags:
         """Copy leased blocks. Returns which of them are right."""

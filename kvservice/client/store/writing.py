@@ -43,7 +43,7 @@ class BlockWriter:
                 namespace_id=link.namespace_id,
                 keys=some_keys(self._keys, part),
             )
-            response = await link.call("store_reserve", request, self._timeout_s)
+            response = await link.hold("store_reserve", request, self._timeout_s)
             statuses = statuses_of(response.statuses, part.stop - part.start)
             if response.reservation_id:
                 source = self._source.part(part).part(statuses == PutStatus.DONE)
@@ -54,15 +54,15 @@ class BlockWriter:
         """Write reserved blocks and publish them."""
         link = self._link
         try:
-            checksums = await link.connection.run(memory.copy_in, reserved.offsets, source)
+            with link.writes:
+                checksums = await link.connection.run(memory.copy_in, reserved.offsets, source)
+            commit = store_pb2.StoreCommitRequest(
+                request_id=link.next_request_id(), reservation_id=reserved.reservation_id, checksums=checksums
+            )
+            await link.call("store_commit", commit, self._timeout_s)
         except BaseException:
-            abort = store_pb2.AbortRequest(reservation_id=reserved.reservation_id)
-            await link.call("store_abort", abort, self._timeout_s)
+            link.abort(reserved.reservation_id)
             raise
-        commit = store_pb2.StoreCommitRequest(
-            request_id=link.next_request_id(), reservation_id=reserved.reservation_id, checksums=checksums
-        )
-        await link.call("store_commit", commit, self._timeout_s)
 
     async def _from_region(self, region: HostRegion, offsets: Numbers) -> None:
         """The caller may change the values after a call without an answer, which may still be executed. It must not
