@@ -62,11 +62,7 @@ class PrefixIndex:
 
     def match_hashes(self, chain_hashes: Sequence[bytes]) -> list[int]:
         """Return the blocks that these chain hashes find, in order, up to the first miss."""
-        blocks = self.blocks
-        found: list[int] = []
-        for chain_hash in chain_hashes:
-            block = blocks.get(chain_hash)
-            if block is None:
-                break
-            found.append(block)
-        return found
+        if not chain_hashes or chain_hashes[0] not in self.blocks:
+            return []
+        found = list(map(self.blocks.get, chain_hashes))
+        return found[: found.index(None)] if None in found else found  # type: ignore[return-value]  # without None

@@ -31,7 +31,9 @@ class PrefixCache:
     def match_hashes(self, chain_hashes: Sequence[bytes]) -> tuple[int, int]:
         """See BlockManager.match_hashes."""
         found = self._device.index.match_hashes(chain_hashes)
-        return len(found), int(np.count_nonzero(self._device.ref_count[found])) if found else 0
+        if not found:
+            return 0, 0
+        return len(found), int(np.count_nonzero(self._device.ref_count[np.array(found, np.int64)]))
 
     def touch(self, chain_hashes: Sequence[bytes]) -> int:
         """See BlockManager.touch."""
