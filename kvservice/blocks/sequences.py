@@ -48,6 +48,7 @@ class SequenceSlots:
         self.num_swapped = 0
         self._config = config
         self._shift, self._mask = config.block_shift, config.block_mask
+        self._offsets = np.arange(config.block_size)
 
     def require_free_rows(self, count: int, field: str) -> None:
         """Raise QuotaExceededError if there is no room for `count` more sequences."""
@@ -93,6 +94,21 @@ class SequenceSlots:
 
     def slots(self, rows: Int64Array, starts: Int64Array, counts: Int64Array) -> Int64Array:
         """Return the slots of the tokens starts[i], ..., starts[i] + counts[i] - 1 of each row: int64[sum(counts)]."""
+        if int(np.add.reduce(counts)) > len(counts) << self._shift:
+            return self._slots_by_block(rows, starts, starts + counts)
         which, positions = ragged(starts, counts)
         blocks: Int64Array = self.block_tables[rows[which], positions >> self._shift].astype(np.int64)
         return (blocks << self._shift) | (positions & self._mask)
+
+    def _slots_by_block(self, rows: Int64Array, starts: Int64Array, stops: Int64Array) -> Int64Array:
+        """Return `slots` of long ranges: whole blocks first, then without the slots before starts and after stops."""
+        first = starts >> self._shift
+        which, entries = ragged(first, ((stops + self._mask) >> self._shift) - first)
+        blocks = self.block_tables[rows[which], entries].astype(np.int64)
+        slots: Int64Array = (blocks << self._shift)[:, None] + self._offsets
+        if not np.count_nonzero((starts | stops) & self._mask):
+            return slots.reshape(-1)
+        begin = (starts[which] - (entries << self._shift))[:, None]
+        end = (stops[which] - (entries << self._shift))[:, None]
+        inside: Int64Array = slots[(self._offsets >= begin) & (self._offsets < end)]
+        return inside

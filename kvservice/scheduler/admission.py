@@ -42,7 +42,7 @@ class Admission:
         if not len(self._queues.waiting) or self._delayed(now_s):
             return
         before = len(draft.chunks)
-        while draft.tokens_left > 0 and (picked := self._pick(draft)):
+        while draft.tokens_left > 0 and len(self._queues.waiting) and (picked := self._pick(draft)):
             self._start(picked, draft)
         if len(draft.chunks) > before:
             self._last_prefill_at_s = now_s
