@@ -144,6 +144,7 @@ class AsyncKVClient:
         options = StoreOptions.of(namespace, tenant, name, limit_s, unreachable, transport, copy_threads, quota_gib)
         waiting = TaskWaiting()
         dialer = Dialer(
+            address=self._core.address,
             waiting=waiting,
             get_info=self._get_info,
             open_session=self._open_session,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import cast
@@ -11,7 +12,7 @@ import pytest
 from fake_streams import FakeWaiting
 
 from kvservice.client.store import access as access_module
-from kvservice.client.store.access import MAX_PAUSE_S, StoreAccess
+from kvservice.client.store.access import MAX_PAUSE_S, MAX_REFUSED_PAUSE_S, StoreAccess
 from kvservice.client.store.link import Dialer, StoreLink, StoreOptions
 from kvservice.client.threads import finish
 from kvservice.errors import (
@@ -22,6 +23,7 @@ from kvservice.errors import (
     InternalError,
     InvalidArgumentError,
     KVServiceError,
+    QuotaExceededError,
     StoreOffError,
     TLSHandshakeError,
     UnknownNamespaceError,
@@ -30,7 +32,12 @@ from kvservice.errors import (
 
 AWAY = ConnectionLostError("UNAVAILABLE: connection refused")
 LATE = CallTimeoutError("late")
+FULL = QuotaExceededError("there are 8 sessions", limit="max_sessions", value=8)
+PASSING = [AWAY, CallTimeoutError("late"), DrainingError("stops"), FULL]
 LOSSES = [AWAY, DrainingError("stops"), UnknownSessionError("?"), UnknownNamespaceError("?")]
+
+
+STORE = "the block store at unix:///there for a-model"
 
 
 class FakeLink:
@@ -62,8 +69,9 @@ class Rig:
         self.opened: list[FakeLink] = []
         self.attempts: list[float] = []
         self.on_break: Callable[[KVServiceError], None] | None = None
-        dialer = cast(Dialer, SimpleNamespace(waiting=self.waiting))
-        self.access = StoreAccess(dialer, cast(StoreOptions, SimpleNamespace(raises=raises)))
+        dialer = cast(Dialer, SimpleNamespace(waiting=self.waiting, address="unix:///there"))
+        options = SimpleNamespace(raises=raises, namespace=SimpleNamespace(model="a-model"))
+        self.access = StoreAccess(dialer, cast(StoreOptions, options))
 
     async def open_link(self, _: Dialer, __: StoreOptions, on_break: Callable[[KVServiceError], None]) -> FakeLink:
         self.attempts.append(self.waiting.now)
@@ -267,7 +275,7 @@ def test_it_goes_on_trying_with_longer_pauses(rig: Make) -> None:
     assert store.access.reachable
 
 
-@pytest.mark.parametrize("error", [AWAY, CallTimeoutError("late"), DrainingError("stops")], ids=lambda one: one.reason)
+@pytest.mark.parametrize("error", PASSING, ids=lambda one: type(one).__name__)
 def test_a_store_opens_while_the_daemon_is_away(rig: Make, error: KVServiceError) -> None:
     store = rig(error)
     store.start()
@@ -277,7 +285,7 @@ def test_a_store_opens_while_the_daemon_is_away(rig: Make, error: KVServiceError
     assert store.call()
 
 
-@pytest.mark.parametrize("error", [AWAY, CallTimeoutError("late"), DrainingError("stops")], ids=lambda one: one.reason)
+@pytest.mark.parametrize("error", PASSING, ids=lambda one: type(one).__name__)
 def test_opening_can_raise_instead(rig: Make, error: KVServiceError) -> None:
     store = rig(error, raises=True)
     with pytest.raises(type(error)):
@@ -300,7 +308,41 @@ def test_a_daemon_that_restarts_without_a_store_counts_as_away(rig: Make, caplog
     store.waiting.work()
     assert store.call()
     assert [record.message for record in caplog.records if "store_gib" in record.message] == [
-        "the block store cannot be opened again: store_gib is 0"
+        f"{STORE} is out of reach: store_gib is 0; calls are misses until it is back"
+    ]
+
+
+@pytest.mark.parametrize("refusal", [StoreOffError("off"), FULL], ids=lambda one: type(one).__name__)
+def test_attempts_that_the_daemon_refuses_get_rare(rig: Make, refusal: KVServiceError) -> None:
+    store = rig(None, *[refusal] * 12, AWAY, AWAY, None)
+    store.start()
+    assert not store.call(AWAY)
+    store.waiting.work()
+    pauses = [later - earlier for earlier, later in zip(store.attempts[1:], store.attempts[2:], strict=False)]
+    assert pauses[:12] == sorted(pauses[:12])
+    assert pauses[11] == pytest.approx(MAX_REFUSED_PAUSE_S)
+    assert pauses[12:] == [pytest.approx(MAX_PAUSE_S)] * 2, "a daemon that starts is found soon"
+    assert store.access.reachable
+    assert not store.call(AWAY)
+    num_attempts = len(store.attempts)
+    store.script = [refusal, None]
+    store.waiting.work()
+    assert store.attempts[-1] - store.attempts[num_attempts] < 0.1, "after a success it starts again"
+
+
+def test_the_log_says_once_that_the_store_is_away_and_back(rig: Make, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    store = rig(FULL, FULL, AWAY, None)
+    store.start()
+    store.waiting.work()
+    store.call(LATE)
+    store.waiting.work()
+    assert store.access.reachable
+    assert [(record.levelname, record.message) for record in caplog.records] == [
+        ("WARNING", f"{STORE} is out of reach: there are 8 sessions; calls are misses until it is back"),
+        ("INFO", f"{STORE} is back"),
+        ("WARNING", f"{STORE} is out of reach: late; calls are misses until it is back"),
+        ("INFO", f"{STORE} is back"),
     ]
 
 

@@ -10,12 +10,11 @@ the one before have ended.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Awaitable, Callable
-from typing import NamedTuple
 
 from kvservice.client.store.link import Dialer, StoreLink, StoreOptions, open_link
+from kvservice.client.store.reports import LinkReports
 from kvservice.client.waiting import PAUSE_S, Background
 from kvservice.errors import (
     CallTimeoutError,
@@ -23,6 +22,7 @@ from kvservice.errors import (
     DaemonAwayError,
     DrainingError,
     KVServiceError,
+    ResourceExhaustedError,
     SessionTakenError,
     TLSHandshakeError,
     UnauthenticatedError,
@@ -31,13 +31,14 @@ from kvservice.errors import (
     UnknownSessionError,
 )
 
-logger = logging.getLogger(__name__)
-
-# Longest pause between attempts to open a link, in seconds. The pause starts at PAUSE_S and doubles.
+# Longest pause between attempts to open a link, in seconds: while the daemon is away, and while it refuses. The pause
+# starts at PAUSE_S and doubles.
 MAX_PAUSE_S = 0.5
+MAX_REFUSED_PAUSE_S = 10.0
 
-# Errors of a daemon that cannot be reached, or that is about to stop.
-_AWAY = (ConnectionLostError, CallTimeoutError, DrainingError)
+# Errors of a first opening that may pass: the daemon cannot be reached or is about to stop, or a limit is reached, for
+# example by the sessions of an engine that was killed.
+_MAY_PASS = (ConnectionLostError, CallTimeoutError, DrainingError, UnknownSessionError, ResourceExhaustedError)
 # Errors after which another session is opened: the daemon is away, has restarted, or has closed the session.
 _LOST = (
     ConnectionLostError,
@@ -50,18 +51,6 @@ _LOST = (
 )
 
 
-class _Cause(NamedTuple):
-    """Why there is no link. Neither this nor the log keeps the error itself: the frames of its traceback keep the
-    mapped memory of the lost link."""
-
-    kind: type[KVServiceError]
-    text: str
-
-    @staticmethod
-    def of(error: KVServiceError) -> _Cause:
-        return _Cause(type(error), str(error))
-
-
 class StoreAccess:
     """The link, if there is one. With the sync API its coroutines never suspend, and threads share it."""
 
@@ -69,7 +58,9 @@ class StoreAccess:
         self._dialer, self._options = dialer, options
         self._state_lock = threading.Lock()
         self._link: StoreLink | None = None
-        self._cause = _Cause(ConnectionLostError, "the store was never opened")
+        self._reports = LinkReports(dialer.address, options.namespace.model, raises=options.raises)
+        # Why there is no link.
+        self._cause = "the store was never opened"
         # The link without an answer in time, and the one that `_settle` works on.
         self._silent: StoreLink | None = None
         self._settling: StoreLink | None = None
@@ -94,15 +85,16 @@ class StoreAccess:
         return (link := self.answering) is not None and link.connection.connected
 
     async def start(self) -> None:
-        """Open the first link. A daemon that is away is an error only with `raises`; every other error is raised."""
+        """Open the first link. A daemon that is away, or has no room for the session or namespace, is an error only
+        with `raises`; every other error is raised."""
         try:
             self._join(await self._open())
         except TLSHandshakeError:
             raise
-        except (*_AWAY, UnknownSessionError) as error:
+        except _MAY_PASS as error:
             if self._options.raises:
                 raise
-            self._cause = _Cause.of(error)
+            self._failed_to_open(error)
             self._opening = self._dialer.waiting.start(self._reopen())
 
     async def attempt(self, work: Callable[[StoreLink], Awaitable[None]]) -> bool:
@@ -113,7 +105,7 @@ class StoreAccess:
         link = self.answering
         if link is None:
             return self._failed(
-                DaemonAwayError(f"the store is out of reach; the client goes on trying ({self._cause.text})")
+                DaemonAwayError(f"the store is out of reach; the client goes on trying ({self._cause})")
             )
         return await self._run(link, work)
 
@@ -146,7 +138,7 @@ class StoreAccess:
             self._closed = True
             link, self._link = self._link, None
             self._silent = self._settling = None
-            self._cause = _Cause(ConnectionLostError, "the store is closed")
+            self._cause = "the store is closed"
         self._closing.set()
         if link is not None:
             await link.close(self._dialer)
@@ -166,6 +158,8 @@ class StoreAccess:
             if self._closed:
                 return False
             self._link = link
+            if link.connection.connected:
+                self._reports.back()
         if not link.connection.connected:
             self._lose(link, ConnectionLostError("the connection broke at once"))
         return True
@@ -183,8 +177,8 @@ class StoreAccess:
             if self._link is not link or self._closed:
                 return
             if error is not None and self._silent is None:
-                self._silent, self._cause = link, _Cause.of(error)
-                logger.warning("the block store does not answer, calls fail until it does: %s", self._cause.text)
+                self._silent, self._cause = link, str(error)
+                self._reports.away(error)
             if self._settling is None:
                 self._settling = link
                 self._settles = self._dialer.waiting.start(self._settle(link))
@@ -206,6 +200,7 @@ class StoreAccess:
             if link.unanswered:
                 return False
             self._silent = self._settling = None
+            self._reports.back()
             return True
 
     def _lose(self, link: StoreLink, error: KVServiceError) -> None:
@@ -213,9 +208,9 @@ class StoreAccess:
         with self._state_lock:
             if self._link is not link or self._closed:
                 return
-            self._link, self._lost, self._cause = None, link, _Cause.of(error)
+            self._link, self._lost, self._cause = None, link, str(error)
             self._silent = self._settling = None
-            logger.warning("the block store is out of reach, the client goes on trying: %s", self._cause.text)
+            self._reports.away(error)
             self._opening = self._dialer.waiting.start(self._reopen())
 
     async def _reopen(self) -> None:
@@ -228,16 +223,19 @@ class StoreAccess:
             try:
                 link = await self._open()
             except KVServiceError as error:
-                self._report(error)
-                await self._closing.wait(pause_s)
-                pause_s = min(2 * pause_s, MAX_PAUSE_S)
+                limit_s = MAX_REFUSED_PAUSE_S if self._failed_to_open(error) else MAX_PAUSE_S
+                await self._closing.wait(min(pause_s, limit_s))
+                pause_s = min(2 * pause_s, limit_s)
             else:
                 if not self._join(link):
                     await link.close(self._dialer)
                 return
 
-    def _report(self, error: KVServiceError) -> None:
-        """Log an error that is not the daemon's absence, for example that it has restarted without a store. Once."""
-        if not isinstance(error, (*_LOST, CallTimeoutError)) and type(error) is not self._cause.kind:
-            logger.warning("the block store cannot be opened again: %s", str(error))
-        self._cause = _Cause.of(error)
+    def _failed_to_open(self, error: KVServiceError) -> bool:
+        """Report why there is no link. Returns whether the daemon is there and refuses, for example because it has
+        restarted without a store."""
+        refused = not isinstance(error, (*_LOST, CallTimeoutError))
+        with self._state_lock:
+            self._cause = str(error)
+            self._reports.away(error, refused=refused)
+        return refused

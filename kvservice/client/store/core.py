@@ -51,8 +51,8 @@ class StoreCore(Generic[LeaseT, ReservationT]):
     reservations of the store. `create_region` has no such answer, and raises. After `close` all methods raise
     ConnectionLostError, except those that end something.
 
-    Methods raise InvalidArgumentError naming the argument before anything is sent. `timeout_s` is the time limit of
-    each request of a call in seconds, math.inf for no limit; None: the store's.
+    Wrong arguments raise InvalidArgumentError naming the argument, in most cases before anything is sent. `timeout_s`
+    is the time limit of each request of a call in seconds, math.inf for no limit; None: the store's.
     """
 
     def __init__(

@@ -114,6 +114,7 @@ def default_threads() -> int:
 class Dialer:
     """The part of a client that its stores use: it waits for calls, and opens and closes sessions."""
 
+    address: str
     waiting: Waiting
     get_info: Callable[[float], Awaitable[pool_pb2.GetInfoResponse]]
     open_session: Callable[[session_pb2.OpenRequest, float], Awaitable[session_pb2.OpenResponse]]

@@ -50,8 +50,6 @@ class EngineBlocks:
             raise
         self._blocks_per_call = max(1, CALL_BYTES // namespace.block_bytes)
         logger.info("blocks of %d bytes are kept in %s", namespace.block_bytes, namespace)
-        if not self._store.reachable:
-            logger.warning("no daemon answers at %s: nothing is found until one does", options.address)
 
     @property
     def reachable(self) -> bool:

@@ -201,10 +201,7 @@ class KVServiceConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Open a store. The daemon may start later than vLLM."""
         if self._client is None:
             self._client = KVClient(self._options.address, token=self._options.token, connect_timeout_s=None)
-        store = self._client.store(namespace, tenant=self._options.tenant, timeout_s=timeout_s)
-        if not store.reachable:
-            logger.warning("no daemon answers at %s: vLLM computes all blocks until one does", self._options.address)
-        return store
+        return self._client.store(namespace, tenant=self._options.tenant, timeout_s=timeout_s)
 
     def _make_namespace(self, layout: BlockLayout, kv_caches: Mapping[str, torch.Tensor]) -> StoreNamespace:
         device = next(iter(kv_caches.values())).device
