@@ -245,7 +245,7 @@ class ServeConfig(BaseModel):
         0.0,
         ge=0,
         le=1 << 16,
-        description="Most GiB of values of one namespace of the block store. 0: all of the store.",
+        description="Most GiB of values of one namespace of the block store, a block at least. 0: all of it.",
     )
     max_lease_s: float = Field(
         60.0, gt=0, le=3600, description="Longest time in seconds of a lease on blocks of the store."

@@ -15,7 +15,7 @@ from kvservice.client.client_core import ClientCore
 from kvservice.client.connection import RECONNECT_WAIT_S
 from kvservice.client.events import KVEventBatch, to_batch
 from kvservice.client.messages import open_stub
-from kvservice.client.requests import build
+from kvservice.client.requests import build, wait_time
 from kvservice.client.session import SessionCore
 from kvservice.client.step import StepCore
 from kvservice.client.store.aio import AsyncStore, AsyncStoreLease, AsyncStoreReservation
@@ -24,7 +24,7 @@ from kvservice.client.store.values import StoreNamespace
 from kvservice.client.tasks import TaskStream, TaskWaiting
 from kvservice.client.values import PoolInfo, PoolStats, from_message
 from kvservice.client.waiting import SessionStream, first_answer
-from kvservice.errors import ConnectionLostError, KVServiceError
+from kvservice.errors import ConnectionLostError, FailedPreconditionError, KVServiceError
 from kvservice.v1 import events_pb2, events_pb2_grpc, pool_pb2, pool_pb2_grpc, session_pb2
 from kvservice.wire.channels import open_aio_channel
 
@@ -58,7 +58,14 @@ class AsyncKVClient:
         transport: str = "auto",
     ) -> None:
         self._core = ClientCore(address, tls, token, timeout_s, reconnect_wait_s, transport)
-        self._connect_timeout_s = connect_timeout_s
+        self._connect_timeout_s = (
+            None if connect_timeout_s is None else wait_time(connect_timeout_s, "connect_timeout_s")
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_channel", "_pool", "_sessions"):
+            raise FailedPreconditionError("the client is not connected: `async with` connects it")
+        raise AttributeError(name)
 
     async def __aenter__(self) -> AsyncKVClient:
         self._channel = open_aio_channel(self._core.address, self._core.credentials, channel.CHANNEL_OPTIONS)

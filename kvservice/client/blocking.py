@@ -15,7 +15,7 @@ from kvservice.client.client_core import ClientCore
 from kvservice.client.connection import RECONNECT_WAIT_S
 from kvservice.client.events import KVEventBatch, to_batch
 from kvservice.client.messages import open_stub
-from kvservice.client.requests import build
+from kvservice.client.requests import build, wait_time
 from kvservice.client.session import SessionCore
 from kvservice.client.session_calls import SessionCalls
 from kvservice.client.step import StepCore
@@ -150,7 +150,9 @@ class KVClient:
         self._info: PoolInfo | None = None
         if connect_timeout_s is not None:
             try:
-                info = finish(first_answer(ThreadWaiting(), self._get_info, connect_timeout_s))
+                info = finish(
+                    first_answer(ThreadWaiting(), self._get_info, wait_time(connect_timeout_s, "connect_timeout_s"))
+                )
             except KVServiceError:
                 self._channel.close()
                 raise

@@ -47,8 +47,8 @@ class RegionTable:
         """Create a region, as `create`, until a deadline of the connection. The daemon has released the regions that
         were dropped before it makes this one."""
         num_bytes = whole(num_bytes, "num_bytes")
-        if num_bytes <= 0:
-            raise InvalidArgumentError(f"{num_bytes} is not above 0", field="num_bytes")
+        if not 0 < num_bytes < 1 << 63:
+            raise InvalidArgumentError(f"{num_bytes} is not above 0 and below 2^63", field="num_bytes")
         for name, call in list(self._dropped.items()):
             await self._unregister(call, name, deadline)
             self._dropped.pop(name, None)

@@ -15,6 +15,10 @@ from kvservice.errors import InvalidArgumentError
 MessageT = TypeVar("MessageT", bound=Message)
 
 
+# Longest finite time in seconds that a caller may name. Longer ones overflow the clocks of gRPC or of the system.
+MAX_WAIT_S = 1e9
+
+
 def build(kind: Callable[..., MessageT], **fields: Any) -> MessageT:
     """Create a protobuf message. Raises InvalidArgumentError naming the field whose value protobuf rejects."""
     try:
@@ -38,19 +42,21 @@ def whole(value: Any, field: str) -> int:
 
 def time_limit(timeout_s: Any) -> float | None:
     """Return a call's time limit in seconds; None and infinity mean no limit and become None. Raises
-    InvalidArgumentError."""
+    InvalidArgumentError naming timeout_s, also above MAX_WAIT_S."""
     if timeout_s is None or timeout_s == math.inf:
         return None
-    if isinstance(timeout_s, (int, float)) and timeout_s > 0:
+    if isinstance(timeout_s, (int, float)) and 0 < timeout_s <= MAX_WAIT_S:
         return float(timeout_s)
-    raise InvalidArgumentError(f"{timeout_s!r} is not a number of seconds above 0", field="timeout_s")
+    raise InvalidArgumentError(
+        f"{timeout_s!r} is not a number of seconds above 0, at most {MAX_WAIT_S:g} or infinity", field="timeout_s"
+    )
 
 
 def wait_time(wait_s: Any, field: str) -> float:
-    """Return a finite number of seconds, 0 or more. Raises InvalidArgumentError."""
-    if isinstance(wait_s, (int, float)) and 0 <= wait_s < math.inf:
+    """Return a number of seconds from 0 to MAX_WAIT_S. Raises InvalidArgumentError."""
+    if isinstance(wait_s, (int, float)) and 0 <= wait_s <= MAX_WAIT_S:
         return float(wait_s)
-    raise InvalidArgumentError(f"{wait_s!r} is not a finite number of seconds, 0 or more", field=field)
+    raise InvalidArgumentError(f"{wait_s!r} is not a number of seconds from 0 to {MAX_WAIT_S:g}", field=field)
 
 
 def int_list(values: Iterable[int], field: str) -> list[int]:

@@ -195,13 +195,18 @@ def namespace_of(
 
 
 def identity_of(message: store_pb2.StoreNamespace, tenant: str) -> NamespaceIdentity:
-    """Raises InvalidArgumentError naming a text that is too long or not printable."""
+    """Raises InvalidArgumentError naming a text that is too long or not printable, or a rank that is not below its
+    size."""
     for name in ("model", "weights", "dtype", "layout", "key_algorithm"):
         text = getattr(message, name)
         if len(text) > MAX_TEXT_LENGTH or not text.isprintable():
             raise InvalidArgumentError(
                 f"more than {MAX_TEXT_LENGTH} characters, or unprintable ones", field=f"namespace.{name}"
             )
+    tp_size, pp_size = max(message.tp_size, 1), max(message.pp_size, 1)
+    for name, rank, size in (("tp_rank", message.tp_rank, tp_size), ("pp_rank", message.pp_rank, pp_size)):
+        if rank >= size:
+            raise InvalidArgumentError(f"{rank} is not below the size, {size}", field=f"namespace.{name}")
     return NamespaceIdentity(
         message.model,
         message.weights,
@@ -209,9 +214,9 @@ def identity_of(message: store_pb2.StoreNamespace, tenant: str) -> NamespaceIden
         message.layout,
         message.block_bytes,
         message.tp_rank,
-        message.tp_size,
+        tp_size,
         message.pp_rank,
-        message.pp_size,
+        pp_size,
         message.key_algorithm,
         tenant,
     )

@@ -43,7 +43,8 @@ class StoreServiceStub(object):
 
     Errors: FAILED_PRECONDITION, reason STORE_OFF, if the daemon has no store; NOT_FOUND, reason UNKNOWN_NAMESPACE, for a
     namespace that the session has not opened; INVALID_ARGUMENT for keys whose length is not a multiple of 32 bytes;
-    QUOTA_EXCEEDED above max_request_blocks keys.
+    QUOTA_EXCEEDED above max_request_blocks keys. A session may have 4,096 leases, with 262,144 blocks in all, and 4,096
+    reservations; Acquire and Reserve fail with QUOTA_EXCEEDED above that.
     """
 
     def __init__(self, channel):
@@ -142,7 +143,8 @@ class StoreServiceServicer(object):
 
     Errors: FAILED_PRECONDITION, reason STORE_OFF, if the daemon has no store; NOT_FOUND, reason UNKNOWN_NAMESPACE, for a
     namespace that the session has not opened; INVALID_ARGUMENT for keys whose length is not a multiple of 32 bytes;
-    QUOTA_EXCEEDED above max_request_blocks keys.
+    QUOTA_EXCEEDED above max_request_blocks keys. A session may have 4,096 leases, with 262,144 blocks in all, and 4,096
+    reservations; Acquire and Reserve fail with QUOTA_EXCEEDED above that.
     """
 
     def OpenNamespace(self, request, context):
@@ -353,7 +355,8 @@ class StoreService(object):
 
     Errors: FAILED_PRECONDITION, reason STORE_OFF, if the daemon has no store; NOT_FOUND, reason UNKNOWN_NAMESPACE, for a
     namespace that the session has not opened; INVALID_ARGUMENT for keys whose length is not a multiple of 32 bytes;
-    QUOTA_EXCEEDED above max_request_blocks keys.
+    QUOTA_EXCEEDED above max_request_blocks keys. A session may have 4,096 leases, with 262,144 blocks in all, and 4,096
+    reservations; Acquire and Reserve fail with QUOTA_EXCEEDED above that.
     """
 
     @staticmethod

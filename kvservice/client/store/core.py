@@ -128,7 +128,7 @@ class StoreCore(Generic[LeaseT, ReservationT]):
         self, keys: Keys, ttl_s: float = 0.0, *, leading_only: bool = False, timeout_s: float | None = None
     ) -> LeaseT:
         """Lease blocks for `ttl_s` seconds, 0: for the daemon's max_lease_s. With `leading_only`, only those before the
-        first that is missing."""
+        first that is missing. The daemon refuses a longer time with InvalidArgumentError."""
         packed, ttl_s = key_bytes(keys), wait_time(ttl_s, "ttl_s")
         found: Flags = np.zeros(num_keys(packed), np.bool_)
         held: list[Held] = []

@@ -203,6 +203,8 @@ class ReservationCore(Holding):
     def _per_key(self, values: Any, field: str, dtype: type[np.generic]) -> Array:
         """Check that there is one value per key."""
         array = np.asarray(values)
+        if not array.size:
+            array = array.astype(dtype)  # that of an empty list
         if array.shape != self.statuses.shape or array.dtype != dtype:
             wanted = f"{np.dtype(dtype)}[{len(self.statuses)}]"
             raise InvalidArgumentError(f"is {array.dtype}{list(array.shape)}, must be {wanted}", field=field)

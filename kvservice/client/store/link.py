@@ -244,7 +244,10 @@ async def _open_namespace(
     if options.transport in ("auto", "mapped"):
         memory = await _map_if_allowed(connection, fds, geometry, options, limit_s)
     allowed = options.transport in ("auto", "region") and fds.path is not None and info.allow_client_shm
-    if options.transport == "region" and not allowed:
+    staging = StoreStaging(regions, connection.lock(), allowed)
+    if allowed and memory is None:
+        await staging.check(block_bytes, limit_s)
+    if options.transport == "region" and not staging.allowed:
         raise RegionsNotAllowedError("regions are for clients on the unix socket, with --allow-client-shm")
     return StoreLink(
         info=info,
@@ -253,7 +256,7 @@ async def _open_namespace(
         namespace_id=opened.namespace_id,
         block_bytes=block_bytes,
         regions=regions,
-        staging=StoreStaging(regions, connection.lock(), allowed),
+        staging=staging,
         memory=memory,
         copy_threads=options.copy_threads,
         writes=Writes(dialer.waiting.signal()),

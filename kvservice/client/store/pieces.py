@@ -72,10 +72,12 @@ def pieces_of(blocks: Blocks, num_blocks: int, block_bytes: int, field: str, *, 
     if len(bases) != len(sizes):
         raise InvalidArgumentError(f"{len(bases)} arrays for {len(sizes)} pieces", field=field)
     offsets = _offsets(blocks.offsets, (num_blocks, len(sizes)), field)
+    starts = np.array([_address(base, field, writable) for base in bases], np.uint64)
+    if not num_blocks:
+        return Pieces(offsets, sizes, bases)
     room = np.array([_room(base, size, field) for base, size in zip(bases, sizes.tolist(), strict=True)], np.uint64)
     if (offsets > room).any():
         raise InvalidArgumentError("a piece is not inside its array", field=field)
-    starts = np.array([_address(base, field, writable) for base in bases], np.uint64)
     return Pieces(offsets + starts, sizes, bases)
 
 
@@ -100,7 +102,9 @@ def _address(array: Tensor, field: str, writable: bool) -> int:
     return address
 
 
-def _sizes(piece_bytes: Iterable[int], block_bytes: int, field: str) -> Numbers:
+def _sizes(piece_bytes: Any, block_bytes: int, field: str) -> Numbers:
+    if not isinstance(piece_bytes, Iterable):
+        raise InvalidArgumentError(f"piece_bytes is {type(piece_bytes).__name__}, not a sequence", field=field)
     sizes = [whole(size, field) for size in piece_bytes]
     if sum(sizes) != block_bytes or min(sizes, default=0) < 1:
         raise InvalidArgumentError(f"the pieces have {sizes} bytes, a block has {block_bytes}", field=field)

@@ -38,6 +38,10 @@ class StoreStaging:
                 size = max(least_bytes, size // 2)
         return self._region
 
+    async def check(self, least_bytes: int, timeout_s: float | None) -> None:
+        """Set `allowed`. Only the attempt to make a region shows whether the daemon gives this user any."""
+        await self.room(least_bytes, least_bytes, timeout_s)
+
     def drop(self) -> None:
         """Do not use the region again. A call that was given up may still be executed, and use it."""
         if self._region is not None:

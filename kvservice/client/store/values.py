@@ -11,12 +11,15 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvservice.client.requests import build
+from kvservice.client.requests import build, whole
 from kvservice.client.values import from_message
 from kvservice.errors import InternalError, InvalidArgumentError
 from kvservice.v1 import store_pb2
 
 KEY_BYTES = 32
+# The fields of a namespace that are texts, and the numbers above 0. Its ranks are 0 or more.
+TEXTS = ("model", "weights", "dtype", "layout", "key_algorithm")
+SIZES = ("block_bytes", "tp_size", "pp_size")
 Keys: TypeAlias = "bytes | Sequence[bytes]"
 """Keys of 32 bytes each: one after the other in one `bytes`, or a sequence of them."""
 Flags: TypeAlias = npt.NDArray[np.bool_]
@@ -49,9 +52,17 @@ class StoreNamespace:
 
     def message(self) -> store_pb2.StoreNamespace:
         """Raises InvalidArgumentError naming a field with a value of the wrong type or range."""
-        if isinstance(self.block_bytes, int) and self.block_bytes < 1:
-            raise InvalidArgumentError(f"{self.block_bytes} is not above 0", field="block_bytes")
-        return build(store_pb2.StoreNamespace, **dataclasses.asdict(self))
+        fields = dataclasses.asdict(self)
+        for name, value in fields.items():
+            if name in TEXTS:
+                if not isinstance(value, str):
+                    raise InvalidArgumentError(f"is {type(value).__name__}, not str", field=name)
+            elif whole(value, name) < (1 if name in SIZES else 0):
+                raise InvalidArgumentError(f"{value} is too small", field=name)
+        for rank, size in (("tp_rank", "tp_size"), ("pp_rank", "pp_size")):
+            if fields[rank] >= fields[size]:
+                raise InvalidArgumentError(f"{fields[rank]} is not below {size}, {fields[size]}", field=rank)
+        return build(store_pb2.StoreNamespace, **fields)
 
 
 class PutStatus(enum.IntEnum):
@@ -62,9 +73,9 @@ class PutStatus(enum.IntEnum):
     PRESENT = store_pb2.PUT_STATUS_PRESENT
     """It was there already."""
     BEING_WRITTEN = store_pb2.PUT_STATUS_BEING_WRITTEN
-    """Another writer has reserved it."""
+    """Another writer has reserved it, or it is the same key as an earlier one in the batch."""
     NO_ROOM = store_pb2.PUT_STATUS_NO_ROOM
-    """All blocks are leased or reserved."""
+    """All blocks are leased or reserved. A batch does not evict its own blocks."""
     UNREACHABLE = 255
     """The daemon did not answer. It may still have stored the block."""
 
