@@ -111,6 +111,7 @@ class Session:
 
 class KVClient:
     """A connection to a daemon at `address`, unix:///path/of.sock or host:port. Clients and sessions are thread-safe.
+    In a process that is forked from theirs, their calls raise FailedPreconditionError, and closing them does nothing.
 
     `transport` selects how sessions pass tensors to the daemon. "inline" sends them in messages. "region" places them
     in shared memory. "lane" uses shared-memory rings that a thread of the daemon serves. "mapped" passes none: the
@@ -269,7 +270,9 @@ class KVClient:
             call.cancel()
 
     def close(self) -> None:
-        """Close the connection. Open sessions are detached."""
+        """Close the connection. Open sessions are detached. Does nothing in a process that was forked."""
+        if not self._core.process.is_here:
+            return
         finish(self._core.close())
         self._channel.close()
 
@@ -283,6 +286,7 @@ class KVClient:
         return BlockingStream(self._sessions, self._core.credentials.headers(), on_end, waits_for_daemon)
 
     def _unary(self, method: Any, request: Any, timeout_s: float | None = None) -> Any:
+        self._core.process.check()
         try:
             return method(request, metadata=self._core.metadata(), timeout=self._core.limit_s(timeout_s))
         except grpc.RpcError as error:

@@ -11,6 +11,7 @@ from kvservice.auth.client import ClientCredentials, TLSOption
 from kvservice.client import channel, fd_passing
 from kvservice.client.connection import SessionConnection
 from kvservice.client.context import Context
+from kvservice.client.process import OwnProcess
 from kvservice.client.requests import time_limit, wait_time
 from kvservice.client.selection import open_transport
 from kvservice.client.session import CloseSession, SessionCore
@@ -37,6 +38,7 @@ class ClientCore:
         transport: str,
     ) -> None:
         """Raises InvalidArgumentError."""
+        self.process = OwnProcess()
         self.address = address
         self.credentials = ClientCredentials.for_address(address, tls, token)
         self.fd_path = fd_passing.socket_path(address)

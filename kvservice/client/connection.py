@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvservice.client.channel import MAX_SENDS, repeatable
+from kvservice.client.process import OwnProcess
 from kvservice.client.requests import time_limit
 from kvservice.client.waiting import PAUSE_S, Background, OpenStream, SessionStream, Waiting
 from kvservice.errors import (
@@ -58,6 +59,7 @@ class SessionConnection:
         reconnect_wait_s: float,
         on_break: Callable[[KVServiceError], None] | None = None,
     ) -> None:
+        self.process = OwnProcess()
         self._waiting = waiting
         self._on_break = on_break
         self._open_stream = open_stream
@@ -106,8 +108,10 @@ class SessionConnection:
 
         Raises the daemon's errors; CallTimeoutError; ConnectionLostError if the stream broke and it is unknown whether
         the call was executed. Without a connection, raises DaemonAwayError, or UnauthenticatedError if the daemon
-        rejects the client's token: after the wait of `reconnect_wait_s`, then immediately.
+        rejects the client's token: after the wait of `reconnect_wait_s`, then immediately. Raises
+        FailedPreconditionError in a forked process.
         """
+        self.process.check()
         if not await self._turns.take(None if deadline is None else deadline - self._waiting.clock()):
             raise CallTimeoutError(f"{name}: it was not its turn in time, other calls of the session are under way")
         try:
@@ -135,7 +139,7 @@ class SessionConnection:
     def post(self, name: str, request: Any) -> None:
         """Send one call whose response does not matter. It is not repeated, and dropped without a connection."""
         stream = self._stream
-        if stream is not None and stream.error is None:
+        if stream is not None and stream.error is None and self.process.is_here:
             stream.post(name, request)
 
     def deadline(self, timeout_s: float | None = None) -> float | None:
@@ -159,7 +163,10 @@ class SessionConnection:
             raise CallTimeoutError("no answer in time")
 
     async def close(self) -> bool:
-        """Close the connection. Returns whether the session was still attached, as far as this client knows."""
+        """Close the connection. Returns whether the session was still attached, as far as this client knows. Does
+        nothing in a forked process: the session is the other one's."""
+        if not self.process.is_here:
+            return False
         held = self._end(ConnectionLostError("the session is closed"))
         for stream in (self._stream, self._attempt):
             if stream is not None:

@@ -42,6 +42,7 @@ class SessionCalls:
     async def attend(self, call: AttentionCall) -> Tensor | tuple[Tensor, Tensor]:
         """Execute a call with the session's transport; see Transport. Returns the output, or with `return_lse` output
         and log-sum-exp."""
+        self.context.connection.process.check()
         try:
             output, lse = await self.transport.attend(call)
         except _LOST:
@@ -51,6 +52,7 @@ class SessionCalls:
 
     async def write(self, call: WriteCall) -> None:
         """Execute a call with the session's transport; see Transport."""
+        self.context.connection.process.check()
         try:
             await self.transport.write(call)
         except _LOST:
@@ -63,7 +65,9 @@ class SessionCalls:
 
     async def release(self) -> None:
         """Release the memory that the session shares with the daemon, so that the system can reclaim it when the
-        session ends."""
+        session ends. Does nothing in a forked process."""
+        if not self.context.connection.process.is_here:
+            return
         await self.transport.close()
         self.transport = inline_transport(self.context)
         self.context.regions.forget()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvservice.client.calls import AttentionCall, AttentionResult, SharedMemoryLostError, WriteCall
+from kvservice.client.process import OwnProcess
 from kvservice.client.session_calls import SessionCalls
 from kvservice.client.threads import finish
 from kvservice.client.transports.base import Transport
@@ -65,7 +66,7 @@ def calls_of(*errors: KVServiceError) -> tuple[SessionCalls, list[str]]:
 
     context: Any = SimpleNamespace(
         info=SimpleNamespace(device="cpu", dtype="float32"),
-        connection=SimpleNamespace(call=call),
+        connection=SimpleNamespace(call=call, process=OwnProcess()),
         regions=SimpleNamespace(forget=lambda: happened.append("forget")),
         happened=happened,
     )

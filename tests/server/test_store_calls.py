@@ -175,12 +175,18 @@ def test_sizes_of_blocks(unary: RawStore, block_bytes: int) -> None:
 
 def test_every_field_tells_namespaces_apart(unary: RawStore) -> None:
     unary.put(1)
-    others: dict[str, Any] = dict.fromkeys(("weights", "dtype", "layout", "key_algorithm"), "other")
-    others |= {"tp_rank": 1, "tp_size": 2, "pp_rank": 1, "pp_size": 2, "block_bytes": BLOCK_BYTES + 1}
-    for name, value in others.items():
-        other = RawStore(unary.session, **{name: value})
+    others: list[dict[str, Any]] = [{name: "other"} for name in ("weights", "dtype", "layout", "key_algorithm")]
+    others += [{"tp_size": 2}, {"tp_size": 2, "tp_rank": 1}, {"pp_size": 2}, {"pp_size": 2, "pp_rank": 1}]
+    opened = []
+    for changes in others:
+        other = RawStore(unary.session, **changes)
         assert other.id != unary.id
-        assert other.lookup(1) == (0, b"\0"), name
+        assert other.lookup(1) == (0, b"\0"), changes
+        other.put(1)
+        opened.append(other)
+    assert RawStore(unary.session, block_bytes=BLOCK_BYTES + 1).lookup(1) == (0, b"\0")
+    for other in opened:
+        other.clear()
 
 
 def test_tenants_never_see_each_others_blocks(raw: Any, wire: Any) -> None:

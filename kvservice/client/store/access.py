@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Awaitable, Callable
 
+from kvservice.client.process import OwnProcess
 from kvservice.client.store.link import Dialer, StoreLink, StoreOptions, open_link
 from kvservice.client.store.reports import LinkReports
 from kvservice.client.waiting import PAUSE_S, Background
@@ -56,6 +57,7 @@ class StoreAccess:
 
     def __init__(self, dialer: Dialer, options: StoreOptions) -> None:
         self._dialer, self._options = dialer, options
+        self._process = OwnProcess()
         self._state_lock = threading.Lock()
         self._link: StoreLink | None = None
         self._reports = LinkReports(dialer.address, options.namespace.model, raises=options.raises)
@@ -100,6 +102,7 @@ class StoreAccess:
     async def attempt(self, work: Callable[[StoreLink], Awaitable[None]]) -> bool:
         """Run `work` on the link. Returns False if the daemon is away, or does not answer in time; with `raises`,
         raises the reason instead. Errors of other kinds are raised, and ConnectionLostError if the store is closed."""
+        self._process.check()
         if self._closed:
             raise ConnectionLostError("the store is closed")
         link = self.answering
@@ -133,7 +136,10 @@ class StoreAccess:
         return False
 
     async def close(self) -> None:
-        """Close the session. Calls of the store raise ConnectionLostError from now on."""
+        """Close the session. Calls of the store raise ConnectionLostError from now on. Does nothing in a forked
+        process: the session is the other one's."""
+        if not self._process.is_here:
+            return
         with self._state_lock:
             self._closed = True
             link, self._link = self._link, None
