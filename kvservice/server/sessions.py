@@ -232,7 +232,7 @@ class SessionRegistry:
         session = self.get(token)
         if holder:
             _check_holder(session, holder)
-        yield from self.close_in_slices(session, writers_done=holder == session.holder)
+        yield from self.close_in_slices(session, writers_done=0 != holder == session.holder)
 
     def _introduce(self, token: bytes, peer: Peer) -> bytes | None:
         session = self.find(token)

@@ -283,9 +283,9 @@ def test_a_lost_writers_room_waits_for_its_process(raw: Any, wire: Any, daemon: 
         session.close()
         # The block goes elsewhere.
         assert store.put(1) == b"\x01"
-        until(lambda: wire.unary("get_snapshot", inspect_pb2.GetSnapshotRequest()).store.leased == 1)
+        until(lambda: wire.unary("get_snapshot", inspect_pb2.GetSnapshotRequest()).store.quarantined == 1)
         writer.kill()
-    until(lambda: wire.unary("get_snapshot", inspect_pb2.GetSnapshotRequest()).store.leased == 0)
+    until(lambda: wire.unary("get_snapshot", inspect_pb2.GetSnapshotRequest()).store.quarantined == 0)
     assert store.get(1) == (b"\x01", block(1))
 
 

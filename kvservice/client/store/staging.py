@@ -41,6 +41,7 @@ class StoreStaging:
     async def check(self, least_bytes: int, timeout_s: float | None) -> None:
         """Set `allowed`. Only the attempt to make a region shows whether the daemon gives this user any."""
         await self.room(least_bytes, least_bytes, timeout_s)
+        self.drop()
 
     def drop(self) -> None:
         """Do not use the region again. A call that was given up may still be executed, and use it."""
