@@ -13,7 +13,7 @@ MIB, GIB = 1 << 20, 1 << 30
 
 @pytest.mark.parametrize("store_gib", [1 / 64, 1 / 16, 1 / 4, 1.0, 3.0, 64.0, 1000.0])
 def test_blocks_of_usual_sizes_fill_the_store(store_gib: float) -> None:
-    """All but one in 100 of the smaller ones, whose records take more."""
+    """Smaller blocks use 99 % of it at least: their records take more."""
     sizes = store_config(ServeConfig(store_gib=store_gib))
     assert sizes.quota_bytes == sizes.capacity_bytes == store_gib * GIB
     assert sizes.num_bytes <= sizes.capacity_bytes * 1.001
