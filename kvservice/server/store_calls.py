@@ -77,12 +77,14 @@ class StoreCalls:
 
     def lookup(self, session: ServerSession, request: store_pb2.LookupRequest) -> store_pb2.LookupResponse:
         namespace = namespace_of(session, request)
-        num_leading, found = self._store.blocks.lookup(namespace, request.keys)
+        num_leading, found = self._store.blocks.lookup(namespace, request.keys, counted=not request.uncounted)
         return store_pb2.LookupResponse(num_leading=num_leading, found=found)
 
     def acquire(self, session: ServerSession, request: store_pb2.AcquireRequest) -> store_pb2.AcquireResponse:
         namespace = namespace_of(session, request)
-        lease_id, pinned = own_store(session).acquire(namespace, request.keys, request.leading_only, request.ttl_s)
+        lease_id, pinned = own_store(session).acquire(
+            namespace, request.keys, request.leading_only, request.ttl_s, counted=not request.uncounted
+        )
         return store_pb2.AcquireResponse(
             lease_id=lease_id, found=pinned.found, offsets=pinned.offsets, versions=pinned.versions
         )

@@ -102,13 +102,15 @@ class SessionStore:
 
     # ---- leases
 
-    def acquire(self, namespace: StoredNamespace, keys: bytes, leading_only: bool, ttl_s: float) -> tuple[int, Pinned]:
+    def acquire(
+        self, namespace: StoredNamespace, keys: bytes, leading_only: bool, ttl_s: float, *, counted: bool = True
+    ) -> tuple[int, Pinned]:
         """Lease the blocks that are there. Returns the id of the lease, 0 if none was found. Raises
         InvalidArgumentError naming ttl_s, and QuotaExceededError."""
         ttl_s = self._checked(ttl_s)
         if len(self._leases) >= MAX_LEASES:
             raise QuotaExceededError(f"the session has {MAX_LEASES} leases", limit="leases", value=MAX_LEASES)
-        pinned = self._store.acquire(namespace, keys, leading_only)
+        pinned = self._store.acquire(namespace, keys, leading_only, counted=counted)
         if pinned.num_blocks == 0:
             return 0, pinned
         if self._num_leased + pinned.num_blocks > MAX_LEASED_BLOCKS:

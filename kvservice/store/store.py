@@ -94,19 +94,23 @@ class BlockStore:
 
     # ---- blocks
 
-    def lookup(self, namespace: StoredNamespace, keys: bytes) -> tuple[int, bytes]:
+    def lookup(self, namespace: StoredNamespace, keys: bytes, *, counted: bool = True) -> tuple[int, bytes]:
         """Return the number of leading keys found, and a bitmap."""
         num_leading, found = self._index.lookup(namespace.number, keys)
-        num_found = int.from_bytes(found, "little").bit_count()
-        namespace.counters.hits += num_found
-        namespace.counters.misses += len(keys) // KEY_BYTES - num_found
+        if counted:
+            num_found = int.from_bytes(found, "little").bit_count()
+            namespace.counters.hits += num_found
+            namespace.counters.misses += len(keys) // KEY_BYTES - num_found
         return num_leading, found
 
-    def acquire(self, namespace: StoredNamespace, keys: bytes, leading_only: bool = False) -> Pinned:
+    def acquire(
+        self, namespace: StoredNamespace, keys: bytes, leading_only: bool = False, *, counted: bool = True
+    ) -> Pinned:
         """Pin the blocks that are there, until `release`."""
         pinned = Pinned(*self._index.acquire(namespace.number, keys, leading_only))
-        namespace.counters.read += pinned.num_blocks
-        namespace.counters.read_bytes += pinned.num_blocks * namespace.block_bytes
+        if counted:
+            namespace.counters.read += pinned.num_blocks
+            namespace.counters.read_bytes += pinned.num_blocks * namespace.block_bytes
         return pinned
 
     def release(self, slots: bytes) -> None:

@@ -75,14 +75,16 @@ class OpenNamespaceResponse(_message.Message):
     def __init__(self, namespace_id: _Optional[int] = ..., num_blocks: _Optional[int] = ..., quota_bytes: _Optional[int] = ..., slab_bytes: _Optional[int] = ..., first_block: _Optional[int] = ..., block_stride: _Optional[int] = ..., blocks_per_slab: _Optional[int] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
-    __slots__ = ("session_token", "namespace_id", "keys")
+    __slots__ = ("session_token", "namespace_id", "keys", "uncounted")
     SESSION_TOKEN_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
+    UNCOUNTED_FIELD_NUMBER: _ClassVar[int]
     session_token: bytes
     namespace_id: int
     keys: bytes
-    def __init__(self, session_token: _Optional[bytes] = ..., namespace_id: _Optional[int] = ..., keys: _Optional[bytes] = ...) -> None: ...
+    uncounted: bool
+    def __init__(self, session_token: _Optional[bytes] = ..., namespace_id: _Optional[int] = ..., keys: _Optional[bytes] = ..., uncounted: bool = ...) -> None: ...
 
 class LookupResponse(_message.Message):
     __slots__ = ("num_leading", "found")
@@ -93,20 +95,22 @@ class LookupResponse(_message.Message):
     def __init__(self, num_leading: _Optional[int] = ..., found: _Optional[bytes] = ...) -> None: ...
 
 class AcquireRequest(_message.Message):
-    __slots__ = ("session_token", "request_id", "namespace_id", "keys", "ttl_s", "leading_only")
+    __slots__ = ("session_token", "request_id", "namespace_id", "keys", "ttl_s", "leading_only", "uncounted")
     SESSION_TOKEN_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     KEYS_FIELD_NUMBER: _ClassVar[int]
     TTL_S_FIELD_NUMBER: _ClassVar[int]
     LEADING_ONLY_FIELD_NUMBER: _ClassVar[int]
+    UNCOUNTED_FIELD_NUMBER: _ClassVar[int]
     session_token: bytes
     request_id: int
     namespace_id: int
     keys: bytes
     ttl_s: float
     leading_only: bool
-    def __init__(self, session_token: _Optional[bytes] = ..., request_id: _Optional[int] = ..., namespace_id: _Optional[int] = ..., keys: _Optional[bytes] = ..., ttl_s: _Optional[float] = ..., leading_only: bool = ...) -> None: ...
+    uncounted: bool
+    def __init__(self, session_token: _Optional[bytes] = ..., request_id: _Optional[int] = ..., namespace_id: _Optional[int] = ..., keys: _Optional[bytes] = ..., ttl_s: _Optional[float] = ..., leading_only: bool = ..., uncounted: bool = ...) -> None: ...
 
 class AcquireResponse(_message.Message):
     __slots__ = ("lease_id", "found", "offsets", "versions")

@@ -39,7 +39,7 @@ def store() -> Iterator[Daemon]:
 
 @pytest.fixture
 def blocks(store: Daemon, request: pytest.FixtureRequest) -> Iterator[EngineBlocks]:
-    opened = EngineBlocks(ConnectorOptions(store.address), StoreNamespace(request.node.name, BLOCK_BYTES))
+    opened = EngineBlocks(ConnectorOptions(store.address), StoreNamespace(request.node.name, BLOCK_BYTES), "test")
     yield opened
     opened.close()
 
@@ -95,7 +95,7 @@ def test_damaged_blocks_are_missing_if_loads_are_verified(store: Daemon, verify:
         ConnectorOptions(store.address, verify=verify),
         StoreNamespace(f"damaged {verify}", BLOCK_BYTES),
     )
-    with contextlib.closing(EngineBlocks(options, namespace)) as blocks:
+    with contextlib.closing(EngineBlocks(options, namespace, "test")) as blocks:
         memory = Memory(1)
         assert blocks.save(KEYS[:1], memory.addresses(0), PIECES).all()
         assert zero_values(store.process.pid) > 0
@@ -103,7 +103,7 @@ def test_damaged_blocks_are_missing_if_loads_are_verified(store: Daemon, verify:
 
 
 def test_without_a_daemon_nothing_is_found(tmp_path: Path) -> None:
-    blocks = EngineBlocks(ConnectorOptions(f"unix://{tmp_path}/none.sock"), StoreNamespace("away", BLOCK_BYTES))
+    blocks = EngineBlocks(ConnectorOptions(f"unix://{tmp_path}/none.sock"), StoreNamespace("away", BLOCK_BYTES), "test")
     memory = Memory(1)
     assert blocks.num_leading(KEYS) == 0
     assert not blocks.load(KEYS[:1], memory.addresses(0), PIECES).any()

@@ -144,6 +144,8 @@ def test_counters(rig: Rig) -> None:
     rig.put(namespace, 1, 2)
     rig.store.lookup(namespace, keys(1, 2, 3))
     rig.store.release(rig.store.acquire(namespace, keys(1, 3)).slots)
+    rig.store.lookup(namespace, keys(1, 3), counted=False)
+    rig.store.release(rig.store.acquire(namespace, keys(1, 2), counted=False).slots)
     rig.store.reserve(namespace, keys(*range(10, 30)))
     counters = namespace.counters
     assert (counters.hits, counters.misses, counters.read, counters.stored) == (2, 1, 1, 2)

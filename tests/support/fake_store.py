@@ -53,7 +53,7 @@ class FakeStore:
         finally:
             self._free.set()
 
-    def lookup(self, keys: Sequence[bytes]) -> Lookup:
+    def lookup(self, keys: Sequence[bytes], *, counted: bool = True) -> Lookup:  # noqa: ARG002
         self._called("lookup")
         return Lookup.of(np.array([key in self.values and not self.away for key in keys], np.bool_))
 
@@ -75,7 +75,7 @@ class FakeStore:
                 self.values[key] = b"".join(piece.tobytes() for piece in pieces(values, row))
         return np.full(len(keys), PutStatus.UNREACHABLE if self.away else PutStatus.DONE, np.uint8)
 
-    def acquire(self, keys: Sequence[bytes]) -> FakeLease:
+    def acquire(self, keys: Sequence[bytes], *, counted: bool = True) -> FakeLease:  # noqa: ARG002
         self._called("acquire")
         return FakeLease(self, [key for key in keys if key in self.values])
 

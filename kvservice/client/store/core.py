@@ -81,14 +81,17 @@ class StoreCore(Generic[LeaseT, ReservationT]):
         """The memory of the store if it is mapped now. Another link to the daemon has another mapping."""
         return None if (link := self._access.link) is None else link.memory
 
-    async def lookup(self, keys: Keys, *, timeout_s: float | None = None) -> Lookup:
-        """Return which blocks are there. They may be evicted at any time. Changes nothing."""
+    async def lookup(self, keys: Keys, *, counted: bool = True, timeout_s: float | None = None) -> Lookup:
+        """Return which blocks are there. They may be evicted at any time. Changes nothing but the daemon's counters of
+        hits and misses, and not these unless `counted`: for a look-up that only prepares a put."""
         packed = key_bytes(keys)
         found: Flags = np.zeros(num_keys(packed), np.bool_)
 
         async def work(link: StoreLink) -> None:
             for part in parts(len(found), keys_in_request(link)):
-                request = store_pb2.LookupRequest(namespace_id=link.namespace_id, keys=some_keys(packed, part))
+                request = store_pb2.LookupRequest(
+                    namespace_id=link.namespace_id, keys=some_keys(packed, part), uncounted=not counted
+                )
                 response = await link.call("store_lookup", request, timeout_s)
                 found[part] = flags_of(response.found, part.stop - part.start)
 
@@ -125,10 +128,17 @@ class StoreCore(Generic[LeaseT, ReservationT]):
         return statuses
 
     async def acquire(
-        self, keys: Keys, ttl_s: float = 0.0, *, leading_only: bool = False, timeout_s: float | None = None
+        self,
+        keys: Keys,
+        ttl_s: float = 0.0,
+        *,
+        leading_only: bool = False,
+        counted: bool = True,
+        timeout_s: float | None = None,
     ) -> LeaseT:
         """Lease blocks for `ttl_s` seconds, 0: for the daemon's max_lease_s. With `leading_only`, only those before the
-        first that is missing. The daemon refuses a longer time with InvalidArgumentError."""
+        first that is missing. The daemon refuses a longer time with InvalidArgumentError. Without `counted`,
+        the daemon does not count the blocks as read: for a lease that protects what another call reads."""
         packed, ttl_s = key_bytes(keys), wait_time(ttl_s, "ttl_s")
         found: Flags = np.zeros(num_keys(packed), np.bool_)
         held: list[Held] = []
@@ -137,7 +147,16 @@ class StoreCore(Generic[LeaseT, ReservationT]):
         async def work(link: StoreLink) -> None:
             nonlocal used
             used = link
-            await acquire(link, packed, found, held, ttl_s=ttl_s, leading_only=bool(leading_only), timeout_s=timeout_s)
+            await acquire(
+                link,
+                packed,
+                found,
+                held,
+                ttl_s=ttl_s,
+                leading_only=bool(leading_only),
+                counted=bool(counted),
+                timeout_s=timeout_s,
+            )
 
         done = False
         try:

@@ -18,6 +18,7 @@ async def acquire(
     *,
     ttl_s: float,
     leading_only: bool,
+    counted: bool,
     timeout_s: float | None,
 ) -> None:
     """Lease blocks. Adds to `held` and sets flags in `found`."""
@@ -28,6 +29,7 @@ async def acquire(
             keys=some_keys(keys, part),
             ttl_s=ttl_s,
             leading_only=leading_only,
+            uncounted=not counted,
         )
         response = await link.hold("store_acquire", request, timeout_s)
         if response.lease_id:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from kvservice.client import KVClient, PutStatus, Scatter, StoreNamespace
 from kvservice.errors import KVServiceError
+from kvservice.integrations.common.identity import session_name
 from kvservice.integrations.common.options import ConnectorOptions
 
 logger = logging.getLogger(__name__)
@@ -38,13 +39,19 @@ class EngineBlocks:
     No method raises KVServiceError, and none waits for a daemon that is away: what fails is a miss.
     """
 
-    def __init__(self, options: ConnectorOptions, namespace: StoreNamespace) -> None:
-        """The daemon may start later. Raises the errors of KVClient.store, for example StoreOffError."""
+    def __init__(self, options: ConnectorOptions, namespace: StoreNamespace, name: str) -> None:
+        """The daemon may start later. `name` and the rank are the name of the session. Raises the errors of
+        KVClient.store, for example StoreOffError."""
         self._client = KVClient(options.address, token=options.token, connect_timeout_s=None)
         self._lookup_timeout_s, self._verify = options.lookup_timeout_s, options.verify
         self._block_bytes = namespace.block_bytes
         try:
-            self._store = self._client.store(namespace, tenant=options.tenant, timeout_s=options.transfer_timeout_s)
+            self._store = self._client.store(
+                namespace,
+                tenant=options.tenant,
+                name=session_name(name, namespace),
+                timeout_s=options.transfer_timeout_s,
+            )
         except BaseException:
             self._client.close()
             raise
@@ -55,10 +62,11 @@ class EngineBlocks:
     def reachable(self) -> bool:
         return self._store.reachable
 
-    def num_leading(self, keys: Sequence[bytes]) -> int:
-        """Return how many blocks before the first missing one are there."""
+    def num_leading(self, keys: Sequence[bytes], *, counted: bool = True) -> int:
+        """Return how many blocks before the first missing one are there. `counted`: as a look-up of a request."""
         try:
-            return int(self._store.lookup(keys, timeout_s=self._lookup_timeout_s).num_leading)
+            found = self._store.lookup(keys, counted=counted, timeout_s=self._lookup_timeout_s)
+            return int(found.num_leading)
         except KVServiceError as error:
             logger.warning("blocks could not be looked up: %s", error)
             return 0
@@ -112,7 +120,7 @@ class EngineBlocks:
         self._client.close()
 
     def _save_part(self, keys: Sequence[bytes], addresses: Addresses, piece_bytes: Sequence[int]) -> Flags:
-        stored: Flags = self._store.lookup(keys, timeout_s=self._lookup_timeout_s).found
+        stored: Flags = self._store.lookup(keys, counted=False, timeout_s=self._lookup_timeout_s).found
         # The last block first: then the first, without which the others are useless, is the last to be evicted.
         missing = np.flatnonzero(~stored)[::-1]
         if len(missing):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+from kvservice.client import StoreNamespace
+
 MAX_TEXT = 256
 
 
@@ -16,6 +18,12 @@ def files_identity(directory: Path) -> str:
             status = path.stat()
             parts.append(f"{path.name} {status.st_size} {status.st_mtime_ns}")
     return digest(*parts)
+
+
+def session_name(part: str, namespace: StoreNamespace) -> str:
+    """Return the name of a session, which operators see: the part of the engine and its rank, "vllm worker tp0"."""
+    pipeline = f" pp{namespace.pp_rank}" if namespace.pp_size > 1 else ""
+    return f"{part} tp{namespace.tp_rank}{pipeline}"
 
 
 def short(text: str) -> str:

@@ -58,7 +58,7 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
         shapes = [list(shape) for shape in self.meta_shapes]
         layout = f"LMCache {lmcache.__version__}, {shapes} {self.meta_dtypes} {self.meta_fmt.name}"
         namespace = chunk_namespace(config, metadata, options, layout, self.full_chunk_size_bytes)
-        self._blocks = EngineBlocks(options, namespace)
+        self._blocks = EngineBlocks(options, namespace, "lmcache")
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kvservice-lmcache")
         if config.save_unfull_chunk:
             logger.warning("only full chunks of %d tokens are stored", metadata.chunk_size)
@@ -134,7 +134,8 @@ class ChunkConnector(RemoteConnector):  # type: ignore[misc]
         """Return the chunks before the first missing one. The caller owns them."""
         chunks: Chunks = []
         try:
-            wanted = keys[: self._blocks.num_leading([_store_key(key) for key in keys])]
+            # LMCache has looked them up for the request.
+            wanted = keys[: self._blocks.num_leading([_store_key(key) for key in keys], counted=False)]
             for _ in wanted:
                 chunk = self._memory.allocate(self.meta_shapes, self.meta_dtypes, self.meta_fmt, busy_loop=False)
                 if chunk is None:

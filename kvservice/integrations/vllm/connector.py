@@ -24,6 +24,7 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvservice.client import KVClient, Store, StoreNamespace
+from kvservice.integrations.common.identity import session_name
 from kvservice.integrations.common.options import ConnectorOptions
 from kvservice.integrations.vllm.asking import StoreAsker
 from kvservice.integrations.vllm.checks import check_supported
@@ -96,7 +97,7 @@ class KVServiceConnector(KVConnectorBase_V1):  # type: ignore[misc]
         logger.info("blocks of %d bytes are kept in %s", layout.block_bytes, self._namespace)
         copier = block_copier(layout, verify=self._options.verify)
         self._worker = ConnectorWorker(
-            self._open(self._namespace, self._options.transfer_timeout_s), copier, layout.block_bytes
+            self._open(self._namespace, "vllm worker", self._options.transfer_timeout_s), copier, layout.block_bytes
         )
 
     def get_handshake_metadata(self) -> WorkerNamespace | None:
@@ -145,7 +146,8 @@ class KVServiceConnector(KVConnectorBase_V1):  # type: ignore[misc]
         finders = []
         for _, worker in sorted(metadata.items()):
             assert isinstance(worker, WorkerNamespace)
-            finders.append(StoreFinder(self._open(worker.namespace, self._options.lookup_timeout_s)))
+            store = self._open(worker.namespace, "vllm scheduler", self._options.lookup_timeout_s)
+            finders.append(StoreFinder(store))
         self._asker = StoreAsker(finders)
         self._scheduler.use(self._asker)
 
@@ -197,11 +199,13 @@ class KVServiceConnector(KVConnectorBase_V1):  # type: ignore[misc]
         assert isinstance(metadata, StepMetadata)
         return metadata.step
 
-    def _open(self, namespace: StoreNamespace, timeout_s: float) -> Store:
+    def _open(self, namespace: StoreNamespace, part: str, timeout_s: float) -> Store:
         """Open a store. The daemon may start later than vLLM."""
         if self._client is None:
             self._client = KVClient(self._options.address, token=self._options.token, connect_timeout_s=None)
-        return self._client.store(namespace, tenant=self._options.tenant, timeout_s=timeout_s)
+        return self._client.store(
+            namespace, tenant=self._options.tenant, name=session_name(part, namespace), timeout_s=timeout_s
+        )
 
     def _make_namespace(self, layout: BlockLayout, kv_caches: Mapping[str, torch.Tensor]) -> StoreNamespace:
         device = next(iter(kv_caches.values())).device

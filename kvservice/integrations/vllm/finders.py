@@ -12,7 +12,8 @@ logger = logging.getLogger(__name__)
 
 
 class StoreFinder:
-    """Asks a store of the client. A daemon that is away or refuses has no blocks; no method raises KVServiceError."""
+    """Asks a store of the client. A daemon that is away or refuses has no blocks; no method raises KVServiceError. The
+    worker reads the blocks, so leases do not count as reads."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -26,7 +27,7 @@ class StoreFinder:
 
     def lease(self, keys: Sequence[bytes]) -> Callable[[], None]:
         try:
-            lease = self._store.acquire(keys)
+            lease = self._store.acquire(keys, counted=False)
         except KVServiceError as error:
             logger.warning("blocks could not be leased: %s", error)
             return lambda: None

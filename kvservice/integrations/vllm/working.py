@@ -177,7 +177,7 @@ class ConnectorWorker:
     def _start_save(self, pending: _PendingSave) -> Future[Statuses]:
         """Store the blocks that the store does not have."""
         save = pending.save
-        missing = np.flatnonzero(~self._store.lookup(save.keys).found).tolist()
+        missing = np.flatnonzero(~self._store.lookup(save.keys, counted=False).found).tolist()
         if not missing:
             return done(np.zeros(0, np.uint8))
         keys, block_ids = [save.keys[i] for i in missing], [save.block_ids[i] for i in missing]
