@@ -148,7 +148,7 @@ def _families() -> Iterator[Metric]:
         1,
         {"llama": ModelFigures()},
     )
-    yield from pool_metrics(reading, 0, {"pool": 0, "swap": 0, "workspaces": 0})
+    yield from pool_metrics(reading, 0, {"pool": 0, "swap": 0, "workspaces": 0, "store": 0})
     yield from holder_metrics(reading, 1, 0, 0)
     yield from call_metrics(reading, keys, [1.0])
     yield event_loop_metric([0] * (len(BUCKETS_S) + 1), 0.0)

@@ -6,9 +6,9 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from kvservice.pool.layout import PoolLayout
 
@@ -38,7 +38,7 @@ def default_unix_socket() -> str:
 class ServeConfig(BaseModel):
     """Options of `kvservice serve`. The field descriptions are their help texts."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     device: str = Field(
         "cpu",
@@ -282,6 +282,17 @@ class ServeConfig(BaseModel):
         "text", description="Format of the log on stderr. json: one object per line."
     )
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _of_its_kind(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse an empty text for what is no text, and true and false, which pydantic takes for numbers."""
+        kind = cls.model_fields[info.field_name or ""].annotation
+        if value == "" and kind is not str:
+            raise ValueError("is empty")
+        if isinstance(value, bool) and kind is not bool:
+            raise ValueError(f"must not be {str(value).lower()}")
+        return value
+
     @field_validator("block_size")
     @classmethod
     def _power_of_two(cls, value: int) -> int:
@@ -325,6 +336,12 @@ class ServeConfig(BaseModel):
         if 0 < value < 1 / 64:
             raise ValueError("must be at least 1/64, or 0")
         return value
+
+    @model_validator(mode="after")
+    def _quota_of_the_store(self) -> ServeConfig:
+        if self.store_gib and self.store_quota_gib > self.store_gib:
+            raise ValueError(f"store_quota_gib: {self.store_quota_gib:g} is more than store_gib, {self.store_gib:g}")
+        return self
 
     @model_validator(mode="after")
     def _certificate_and_key(self) -> ServeConfig:

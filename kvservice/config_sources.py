@@ -6,6 +6,7 @@ The first of these determines a value: command line option, environment variable
 
 from __future__ import annotations
 
+import difflib
 import re
 import tomllib
 from collections.abc import Mapping
@@ -70,12 +71,20 @@ def _first_error(error: ValidationError) -> tuple[str, str]:
     """Return (field, message) of the first error. If several fields conflict, the message starts with the field's
     name."""
     first = error.errors()[0]
+    if first["type"] == "extra_forbidden":
+        field = str(first["loc"][0])
+        return field, f"unknown option{_suggestion(field)}"
     # pydantic puts this prefix before the messages of our validators.
     said = first["msg"].removeprefix("Value error, ")
     if first["loc"]:
         return str(first["loc"][0]), said
     field, _, message = said.partition(": ")
     return field, message
+
+
+def _suggestion(name: str) -> str:
+    similar = difflib.get_close_matches(name.lower().replace("-", "_"), ServeConfig.model_fields, n=1)
+    return f", did you mean {similar[0]}?" if similar else ""
 
 
 def _read_file(file: Path | None) -> dict[str, Any]:

@@ -80,6 +80,7 @@ ROOMS: dict[str, set[str]] = {
         "logs",
         "store",
         "telemetry",
+        "pool.available",
         "pool.sealed",
         "v1",
         "wire",

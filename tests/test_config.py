@@ -55,6 +55,7 @@ def test_an_option_wins_over_the_environment_and_that_over_the_file(tmp_path: Pa
         ({"max_lanes": -1}, {}, "", "max_lanes", "option"),
         ({"store_gib": 0.01}, {}, "", "store_gib", "option"),
         ({"store_gib": "nan"}, {}, "", "store_gib", "option"),
+        ({"store_gib": 4, "store_quota_gib": 5}, {}, "", "store_quota_gib", "4"),
         ({"share_store": "on"}, {}, "", "share_store", "option"),
         ({"max_lease_s": 0}, {}, "", "max_lease_s", "option"),
         ({"lane_spin_us": "nan"}, {}, "", "lane_spin_us", "option"),
@@ -74,6 +75,34 @@ def test_what_is_wrong_is_named_with_where_it_was_read(
 
     assert caught.value.field == field
     assert origin in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("environ", "text", "said"),
+    [
+        ({}, "store_gib = true", "must not be true"),
+        ({}, "max_sessions = false", "must not be false"),
+        ({}, "store_gib = nan", "finite number"),
+        ({}, "pool_gib = inf", "finite number"),
+        ({"KVSERVICE_STORE_GIB": ""}, "", "is empty"),
+        ({"KVSERVICE_SHARE_STORE": ""}, "", "is empty"),
+        ({}, "store-gib = 4", "unknown option, did you mean store_gib?"),
+        ({"KVSERVICE_STORE_GB": "4"}, "", "unknown option, did you mean store_gib?"),
+        ({}, "zzz = 4", "unknown option ("),
+    ],
+)
+def test_the_text_of_an_error_says_what_is_wrong(tmp_path: Path, environ: dict[str, str], text: str, said: str) -> None:
+    file = tmp_path / "kvservice.toml"
+    file.write_text(text)
+    with pytest.raises(InvalidArgumentError) as caught:
+        load_config({}, environ, file)
+    assert said in caught.value.message
+
+
+def test_texts_may_be_empty_and_a_quota_is_idle_without_a_store() -> None:
+    environ = {"KVSERVICE_TCP_ADDRESS": "", "KVSERVICE_STORE_QUOTA_GIB": "5", "KVSERVICE_ENABLE_PREFIX_CACHING": "true"}
+    config = load_config({"insecure": True}, environ)
+    assert (config.tcp_address, config.store_quota_gib, config.insecure) == ("", 5.0, True)
 
 
 def test_files_that_cannot_be_read_or_parsed(tmp_path: Path) -> None:

@@ -14,12 +14,15 @@ from kvservice.telemetry.reading import Reading
 
 
 def pool_metrics(reading: Reading, block_bytes: int, memory_bytes: Mapping[str, int]) -> Iterator[Metric]:
-    """`memory_bytes` are the bytes that the device allocated at the start, by use."""
+    """`memory_bytes` are the bytes that the daemon allocated at the start, by use."""
     blocks, server = reading.blocks, reading.server
     yield from _blocks(blocks)
     yield gauge("block_size_bytes", "Size of one block over all layers.", block_bytes)
     yield gauges(
-        "memory_bytes", "Memory taken at the start, by use; workspaces on a GPU only.", "use", memory_bytes.items()
+        "memory_bytes",
+        "Memory taken at the start, by use; workspaces on a GPU only, store only with a block store.",
+        "use",
+        memory_bytes.items(),
     )
     yield gauge("tokens", "Tokens of all sequences.", blocks.tokens)
     yield from _prefix_cache(blocks, server)

@@ -28,6 +28,7 @@ _COUNTERS = {
     "evicted": ("evictions", "Blocks evicted from the block store to make room."),
     "refused": ("blocks_refused", "Blocks that the block store had no room for, because all others were in use."),
     "corrupt": ("blocks_corrupt", "Blocks removed from the block store because their checksum was wrong."),
+    "removed": ("blocks_removed", "Blocks that clients removed from the block store."),
 }
 
 

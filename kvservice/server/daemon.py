@@ -79,9 +79,9 @@ class KVServer:
         self.sessions = SessionRegistry(config, self.engine.manager, self.device, table, store=blocks)
         self._tracer = _open_tracer(config)
         self.events = EventStreams(config, self.engine.journal)
-        store_bytes = 0 if self.store is None else self.store.blocks.config.capacity_bytes
+        capacity_bytes = 0 if self.store is None else self.store.blocks.config.capacity_bytes
         open_calls = OpenCalls(
-            config, self.engine, self.sessions, store_bytes, lambda request: self.observing.snapshot(request)
+            config, self.engine, self.sessions, capacity_bytes, lambda request: self.observing.snapshot(request)
         )
         handlers = (*session_handlers(config, self.engine, self.store), *open_calls.handlers())
         self.dispatcher = Dispatcher(handlers, self.sessions, CallTable(METHODS, arrays.zeros), self._tracer)
@@ -101,7 +101,8 @@ class KVServer:
             blocks,
             config.max_labels,
         )
-        reported = configuration(config, self.device, arrays, METHODS)
+        store_bytes = 0 if self.store is None else self.store.memory.num_bytes
+        reported = configuration(config, self.device, store_bytes, arrays, METHODS)
         self.observing = Observing(arrays, reported, stats.write, self.engine.manager.block_hash)
         self._slots: list[Slots] = []
         self._stop = asyncio.Event()
@@ -142,6 +143,9 @@ class KVServer:
             )
             memory = ", ".join(f"{use} {num_bytes}" for use, num_bytes in self.device.memory_bytes.items())
             logger.info("bytes taken on %s: %s", self._config.device, memory)
+            if self.store is not None:
+                num_bytes = self.store.memory.num_bytes
+                logger.info("the block store takes %d bytes, share_store is %s", num_bytes, self.store.shared)
             await self._stop.wait()
             if self.device.fault is None:
                 await self._drain()
@@ -154,6 +158,7 @@ class KVServer:
             self.device.close()
             if self._tracer is not None:
                 await asyncio.to_thread(self._tracer.close)
+        logger.info("stopped")
         return EXIT_FAULT if self.device.fault is not None else 0
 
     def _listen(self, cleanup: contextlib.ExitStack) -> list[grpc.aio.Server]:

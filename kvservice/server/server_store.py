@@ -11,6 +11,7 @@ from kvservice import _ext
 from kvservice.blocks import EventJournal
 from kvservice.config import GIB, ServeConfig
 from kvservice.errors import ResourceExhaustedError, StoreNotSharedError
+from kvservice.pool.available import available_bytes
 from kvservice.pool.sealed import SealedMemory
 from kvservice.server import descriptors
 from kvservice.server.clock import Clock, SystemClock
@@ -82,7 +83,9 @@ def open_store(config: ServeConfig, journal: EventJournal | None, clock: Clock |
         memory = SealedMemory("kvservice-store", sizes.num_bytes, read_only=config.shares_store != "write")
     except OSError as error:
         raise ResourceExhaustedError(
-            f"no {sizes.num_bytes} bytes of memory for the block store: {error.strerror}", field="store_gib"
+            f"the block store takes {sizes.num_bytes / GIB:.2f} GiB, {available_bytes() / GIB:.2f} GiB are available: "
+            f"{error.strerror}",
+            field="store_gib",
         ) from None
     index = _ext.StoreIndex(memory.address, sizes.num_bytes, sizes.slab_bytes, secrets.randbits(64))
     blocks = BlockStore(sizes, index, clock or SystemClock(), journal)

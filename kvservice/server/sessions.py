@@ -111,6 +111,7 @@ class SessionRegistry:
         # The number of calls with the token of another identity's session.
         self.num_foreign = 0
         self._foreign_log, self._opened_log, self._closed_log = LogBudget(logger), LogBudget(logger), LogBudget(logger)
+        self._refused_log = LogBudget(logger)
         self.region_totals = RegionTotals()
 
     def __len__(self) -> int:
@@ -134,7 +135,8 @@ class SessionRegistry:
             raise InvalidArgumentError(f"{detach_ttl_s} is not between 0 and {limit}", field="detach_ttl_s")
         if len(self._sessions) + self._num_closing >= self._config.max_sessions:
             value = self._config.max_sessions
-            raise QuotaExceededError(f"{value} sessions are open", limit="max_sessions", value=value)
+            self._refused_log.write(logging.WARNING, "a session was refused: %d are open, see max_sessions", value)
+            raise QuotaExceededError(f"{value} sessions are open: see max_sessions", limit="max_sessions", value=value)
         self.num_opened += 1
         grace = self._config.session_grace_s
         row = self._table.open(self.num_opened, name, tenant, int(self._clock.time() * 1000))
@@ -265,7 +267,10 @@ class SessionRegistry:
         self._table.close(session.row)
         number = session.session_id
         fields = {"session_id": number, "reason": end.partition(":")[0]}
-        self._closed_log.write(logging.INFO, "session %d %s, %d sequences freed", number, end, freed, extra=fields)
+        ended = "" if session.store is None else f", {session.store.ended}"
+        self._closed_log.write(
+            logging.INFO, "session %d %s, %d sequences freed%s", number, end, freed, ended, extra=fields
+        )
 
     def _call_later(self, session: ServerSession, seconds: float, call: Callable[[], None]) -> None:
         session.timers.append(self._clock.call_later(seconds, call))

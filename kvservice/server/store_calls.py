@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -10,10 +11,12 @@ from kvservice.blocks import Slices
 from kvservice.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
+    QuotaExceededError,
     StoreNotSharedError,
     StoreOffError,
     UnknownReservationError,
 )
+from kvservice.logs import LogBudget
 from kvservice.server.handlers import Handler, SessionHandler, WhileDraining, sliced
 from kvservice.server.server_store import ServerStore
 from kvservice.server.sessions import ServerSession
@@ -26,12 +29,15 @@ from kvservice.v1 import store_pb2
 Bits: TypeAlias = np.ndarray[Any, np.dtype[np.bool_]]
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
+
 MAX_TEXT_LENGTH = 256
 
 
 class StoreCalls:
     def __init__(self, store: ServerStore | None) -> None:
         self._opened = store
+        self._refused_log = LogBudget(logger)
 
     def handlers(self) -> tuple[Handler, ...]:
         refused = WhileDraining.REFUSED
@@ -61,7 +67,13 @@ class StoreCalls:
     ) -> Slices[store_pb2.OpenNamespaceResponse]:
         own = own_store(session)
         opening, identity = own.opening, identity_of(request.namespace, own.tenant)
-        yield from self._store.blocks.make_place(identity)
+        try:
+            yield from self._store.blocks.make_place(identity)
+        except QuotaExceededError as error:
+            self._refused_log.write(
+                logging.WARNING, "a namespace of model %r was refused: %s", identity.model, error.message
+            )
+            raise
         if opening.ended:
             raise FailedPreconditionError("the session ended meanwhile")
         namespace_id, namespace = own.open(identity, request.quota_bytes)

@@ -87,8 +87,11 @@ class StatsWriter:
         self._table.write(manager.stats(), server, lane_counts)
 
 
-def configuration(config: ServeConfig, device: Device, arrays: SharedArrays, methods: list[str]) -> dict[str, Any]:
-    """Return the configuration that the observer needs to read the arrays and to serve HTTP for the daemon."""
+def configuration(
+    config: ServeConfig, device: Device, store_bytes: int, arrays: SharedArrays, methods: list[str]
+) -> dict[str, Any]:
+    """Return the configuration that the observer needs to read the arrays and to serve HTTP for the daemon.
+    `store_bytes` is the memory of the block store, 0 if there is none."""
     layout = config.layout
     host = config.http_address.rpartition(":")[0]
     return {
@@ -96,7 +99,7 @@ def configuration(config: ServeConfig, device: Device, arrays: SharedArrays, met
         "methods": methods,
         "started_s": time.monotonic(),
         "lane_buckets_s": device.lane_buckets_s,
-        "memory_bytes": device.memory_bytes,
+        "memory_bytes": device.memory_bytes | ({"store": store_bytes} if store_bytes else {}),
         "max_labels": config.max_labels,
         "max_connections": config.connection_limit,
         "http_host": host,

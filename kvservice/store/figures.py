@@ -9,7 +9,8 @@ from typing import NamedTuple
 @dataclass
 class NamespaceCounters:
     """Blocks since the start: `hits` and `misses` of lookups, `read` by gets and leases, `stored`, `evicted` from
-    namespaces that are closed, `refused` because there was no room, and `corrupt` ones whose checksum was wrong."""
+    namespaces that are closed, `refused` because there was no room, `corrupt` ones, removed because their checksum was
+    wrong, and `removed` by clients."""
 
     hits: int = 0
     misses: int = 0
@@ -20,6 +21,7 @@ class NamespaceCounters:
     evicted: int = 0
     refused: int = 0
     corrupt: int = 0
+    removed: int = 0
 
 
 class ModelFigures(NamedTuple):
@@ -42,3 +44,4 @@ class ModelFigures(NamedTuple):
     evicted: int = 0
     refused: int = 0
     corrupt: int = 0
+    removed: int = 0

@@ -37,6 +37,17 @@ class Opening:
     ended: bool = False
 
 
+@dataclass
+class Ended:
+    """The leases and reservations that ended because their client was gone."""
+
+    leases: int = 0
+    reservations: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.leases} leases and {self.reservations} reservations ended"
+
+
 @dataclass(frozen=True)
 class Reservation:
     """Reserved blocks of a namespace."""
@@ -79,6 +90,7 @@ class SessionStore:
         self._reservations: dict[int, Reservation] = {}
         self._ids = itertools.count(1)
         self.opening = Opening()
+        self.ended = Ended()
 
     # ---- namespaces
 
@@ -189,6 +201,8 @@ class SessionStore:
         the client has promised that it does not write any more; else reserved blocks wait for its end."""
         if writers_done:
             self.opening.writers = frozenset()
+        self.ended.leases += len(self._leases)
+        self.ended.reservations += len(self._reservations)
         while self._leases:
             self._store.leases.end(next(iter(self._leases.values())))
         while self._reservations:

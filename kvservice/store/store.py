@@ -73,7 +73,7 @@ class BlockStore:
         while not self._namespaces.has_place(identity):
             namespace = self._namespaces.least_useful()
             if self._index.stats(namespace.number).num_blocks:
-                num_evicted = yield from self.clear_in_slices(namespace)
+                num_evicted = yield from self._clear_in_slices(namespace)
                 namespace.counters.evicted += num_evicted
             if self._namespaces.close(namespace):
                 logger.info("a namespace of model %r gave way to another one", namespace.identity.model)
@@ -143,16 +143,26 @@ class BlockStore:
         return self._index.touch(namespace.number, keys)
 
     def remove(self, namespace: StoredNamespace, keys: bytes) -> int:
-        num_removed = self._index.remove(namespace.number, keys)
-        self._report_removed()
+        num_removed = self._remove(namespace, keys)
+        namespace.counters.removed += num_removed
         return num_removed
 
     def remove_corrupt(self, namespace: StoredNamespace, keys: bytes) -> None:
         """Remove blocks whose checksum was wrong."""
-        namespace.counters.corrupt += len(keys) // KEY_BYTES
-        self.remove(namespace, keys)
+        namespace.counters.corrupt += self._remove(namespace, keys)
+
+    def _remove(self, namespace: StoredNamespace, keys: bytes) -> int:
+        num_removed = self._index.remove(namespace.number, keys)
+        self._report_removed()
+        return num_removed
 
     def clear_in_slices(self, namespace: StoredNamespace) -> Slices[int]:
+        """Remove as many blocks as the namespace has now. Returns how many were removed."""
+        num_removed = yield from self._clear_in_slices(namespace)
+        namespace.counters.removed += num_removed
+        return num_removed
+
+    def _clear_in_slices(self, namespace: StoredNamespace) -> Slices[int]:
         """Remove as many blocks as the namespace has now. Returns how many were removed. One event reports the blocks
         of all slices; blocks that are stored between two slices have events of their own."""
         left = num_blocks = self._index.stats(namespace.number).num_blocks

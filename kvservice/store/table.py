@@ -74,7 +74,10 @@ class NamespaceTable:
         if not unused:
             limit = self._config.max_namespaces
             raise QuotaExceededError(
-                f"the store has {limit} namespaces", limit="max_store_namespaces", value=limit, field="namespace"
+                f"the store has {limit} namespaces, and all are in use: see max_store_namespaces",
+                limit="max_store_namespaces",
+                value=limit,
+                field="namespace",
             )
         return min(unused, key=lambda one: stats[one].num_blocks > 0)
 

@@ -85,6 +85,11 @@ def labels_of(family: Metric) -> set[str]:
     return {label for sample in family.samples for label in sample.labels} - {"le"}
 
 
+def test_the_memory_includes_the_store(exposed: Exposed) -> None:
+    (memory,) = (family for family in exposed.families if family.name == "kvservice_memory_bytes")
+    assert {sample.labels["use"]: sample.value for sample in memory.samples}["store"] >= 1 << 24
+
+
 def test_names_follow_the_conventions(exposed: Exposed) -> None:
     names = [full_name(family) for family in exposed.families if family.name.startswith("kvservice_")]
     assert len(names) == len(set(names))

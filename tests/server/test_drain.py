@@ -158,13 +158,17 @@ def test_a_draining_daemon_finishes_what_the_block_store_has_begun() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_an_idle_daemon_leaves_at_once_and_takes_its_socket_away(number: signal.Signals) -> None:
-    with Daemon(**POOL) as daemon, KVClient(daemon.address) as client, client.session() as kv:
+    options = POOL | {"log_level": "info", "store_gib": 1 / 64}
+    with Daemon(**options) as daemon, KVClient(daemon.address) as client, client.session() as kv:
         kv.allocate([1])
         socket = Path(daemon.address.removeprefix("unix://"))
         assert socket.exists()
         daemon.process.send_signal(number)
         assert daemon.process.wait(5) == 0
         assert not socket.exists()
+        log = daemon.log.read_text()
+    assert f"the block store takes {4 * (4 << 20) * 1025 // 1024} bytes, share_store is read" in log
+    assert log.index("draining") < log.index("stopped")
 
 
 def test_a_step_that_is_never_finished_does_not_hold_the_daemon() -> None:

@@ -6,7 +6,8 @@ import pytest
 from store_rig import Store
 
 from kvservice.config import ServeConfig
-from kvservice.server.server_store import store_config
+from kvservice.errors import ResourceExhaustedError
+from kvservice.server.server_store import open_store, store_config
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -31,3 +32,9 @@ def test_a_store_of_no_round_size_has_whole_slabs() -> None:
     assert sizes.capacity_bytes == 76 * 4 * MIB
     assert sizes.num_bytes == 76 * (4 * MIB + 4096)
     assert sizes.quota_bytes == int(0.1 * GIB)
+
+
+def test_a_store_that_does_not_fit_says_what_there_is() -> None:
+    with pytest.raises(ResourceExhaustedError, match=r"takes 65600\.00 GiB, \d+\.\d\d GiB are available") as refused:
+        open_store(ServeConfig(store_gib=1 << 16), None)
+    assert refused.value.field == "store_gib"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from manual_clock import ManualClock
@@ -15,8 +16,9 @@ from kvservice.blocks.slices import finish
 from kvservice.config import ServeConfig
 from kvservice.devices import open_device
 from kvservice.engine import CacheEngine
-from kvservice.errors import KVServiceError, UnknownSessionError
+from kvservice.errors import KVServiceError, QuotaExceededError, UnknownSessionError
 from kvservice.server.sessions import ATTACH_S, ServerSession, SessionRegistry
+from kvservice.store.session import Ended, SessionStore
 from kvservice.telemetry.arrays import SharedArrays
 from kvservice.telemetry.sessions import SessionTable
 
@@ -156,12 +158,24 @@ def test_the_log_says_which_sessions_were_lost_and_why(make_registry, clock, cap
     registry = make_registry(session_grace_s=SHORT_GRACE_S)
     left, closed = open_attached(registry), open_attached(registry)
     registry.open("", "", False, 0.0)
+    closed.store = cast(SessionStore, SimpleNamespace(close=lambda **_: None, ended=Ended(3, 1)))
     caplog.set_level(logging.INFO, "kvservice.server.sessions")
     finish(registry.close_in_slices(closed))
     registry.detach(left, end_stream)
     clock.advance(ATTACH_S)
     assert [(record.session_id, record.reason, record.message) for record in caplog.records] == [
-        (2, "closed", "session 2 closed, 0 sequences freed"),
+        (2, "closed", "session 2 closed, 0 sequences freed, 3 leases and 1 reservations ended"),
         (1, "lost", "session 1 lost: no stream attached to it for 0.5 s, 0 sequences freed"),
         (3, "lost", "session 3 lost: no stream attached to it for 5 s, 0 sequences freed"),
     ]
+
+
+def test_a_session_too_many_names_the_option_also_in_the_log(make_registry, caplog) -> None:
+    registry = make_registry(max_sessions=2)
+    for _ in range(2):
+        open_attached(registry)
+    for _ in range(100):
+        with pytest.raises(QuotaExceededError, match="2 sessions are open: see max_sessions"):
+            registry.open("", "", False, 0.0)
+    said = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert said == ["a session was refused: 2 are open, see max_sessions"] * 20

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+import logging
+import mmap
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+from blocks_rig import SLAB_BYTES, make
+from manual_clock import ManualClock
 from raw_store import BLOCK_BYTES, RawStore, block, blocks, identity, keys
 from small_pool import SMALL_POOL
 from waiting import until
 
+from kvservice.blocks.slices import finish
 from kvservice.client import KVClient, StoreBlocksRemoved, StoreBlocksStored, StoreCleared, StoreNamespace
 from kvservice.client.events import to_batch
+from kvservice.errors import QuotaExceededError
 from kvservice.launch import Daemon
+from kvservice.server.server_store import ServerStore
+from kvservice.server.sessions import ServerSession
+from kvservice.server.store_calls import StoreCalls
+from kvservice.store import SessionStore
 from kvservice.v1 import events_pb2, pool_pb2, session_pb2, store_pb2
 
 DONE, PRESENT = bytes([store_pb2.PUT_STATUS_DONE]), bytes([store_pb2.PUT_STATUS_PRESENT])
@@ -361,3 +372,24 @@ def test_events_name_the_namespace_and_the_keys(unary: RawStore, wire: Any) -> N
         (StoreCleared(namespace, ""),),
     ]
     assert namespace.message() == identity()
+
+
+def test_a_namespace_too_many_names_the_option_also_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    clock = ManualClock()
+    blocks = make("native", 1, mmap.mmap(-1, SLAB_BYTES), clock).store
+    session = cast(ServerSession, SimpleNamespace(store=SessionStore(blocks, "")))
+    calls = StoreCalls(cast(ServerStore, SimpleNamespace(blocks=blocks)))
+
+    def open_one(model: str) -> None:
+        namespace = store_pb2.StoreNamespace(model=model, block_bytes=64)
+        finish(calls.open_namespace(session, store_pb2.OpenNamespaceRequest(namespace=namespace)))
+
+    for model in "abc":
+        open_one(model)
+    for _ in range(100):
+        with pytest.raises(QuotaExceededError, match="see max_store_namespaces"):
+            open_one("d")
+    said = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    text = "the store has 3 namespaces, and all are in use: see max_store_namespaces"
+    assert said == [f"a namespace of model 'd' was refused: {text}"] * 20
+    clock.close()

@@ -268,3 +268,17 @@ def test_nothing_waits_for_a_writer_without_reservations(rig: Rig) -> None:
     own.close()
     assert len(rig.store.quarantine) == 0
     assert own.opening.writers == frozenset()
+
+
+def test_what_ended_with_its_client_is_counted(rig: Rig) -> None:
+    own, namespace = opened(rig)
+    rig.put(namespace, 1, 2)
+    released, _ = own.acquire(namespace, keys(1), False, 0.0)
+    for number in (1, 2):
+        own.acquire(namespace, keys(number), False, 0.0)
+    own.release(released)
+    own.reserve(namespace, keys(3))
+    own.close()
+    assert str(own.ended) == "2 leases and 1 reservations ended"
+    own.close()
+    assert (own.ended.leases, own.ended.reservations) == (2, 1)

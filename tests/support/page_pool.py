@@ -40,7 +40,7 @@ def page_info(num_blocks: int, num_swap_blocks: int) -> dict[str, Any]:
     """Return the report of a daemon with the shape of Llama-3-8B."""
     config = ServeConfig(num_layers=32, num_kv_heads=8, head_size=128, dtype="bfloat16", block_size=BLOCK_SIZE)
     device = SimpleNamespace(num_blocks=num_blocks, num_swap_blocks=num_swap_blocks, lane_buckets_s=(), memory_bytes={})
-    return dict(configuration(config, cast(Device, device), SharedArrays(), [])["info"])
+    return dict(configuration(config, cast(Device, device), 0, SharedArrays(), [])["info"])
 
 
 class PagePool(ObservedPool):

@@ -13,6 +13,7 @@ from blocks_rig import BLOCK_BYTES, Rig, identity, keys, make
 from manual_clock import ManualClock
 
 from kvservice.blocks import BlocksStats
+from kvservice.blocks.slices import finish
 from kvservice.metrics.store import store_metrics
 from kvservice.store.figures import ModelFigures
 from kvservice.telemetry.daemon_stats import ServerStats
@@ -41,8 +42,22 @@ def test_figures_of_a_model(rig: Rig) -> None:
         "namespaces": 2, "blocks": 3, "leased": 1, "reserved": 1, "quarantined": 0, "used_bytes": 4 * BLOCK_BYTES,
         "quota_bytes": 8 * 16384, "hits": 1, "misses": 1,
         "read": 1, "read_bytes": BLOCK_BYTES, "stored": 3, "stored_bytes": 3 * BLOCK_BYTES, "evicted": 0, "refused": 0,
-        "corrupt": 0,
+        "corrupt": 0, "removed": 0,
     }  # fmt: skip
+
+
+def test_the_counters_account_for_every_block(rig: Rig) -> None:
+    namespace = rig.store.open(identity("m"))
+    rig.put(namespace, *range(12))
+    rig.put(namespace, 12)
+    rig.store.remove(namespace, keys(0, 12, 99))
+    rig.store.remove_corrupt(namespace, keys(5, 5))
+    figures = rig.store.figures()["m"]
+    assert (figures.evicted, figures.corrupt, figures.removed) == (1, 1, 2)
+    assert figures.stored - figures.evicted - figures.corrupt - figures.removed == figures.blocks == 9
+    finish(rig.store.clear_in_slices(namespace))
+    figures = rig.store.figures()["m"]
+    assert (figures.removed, figures.blocks) == (11, 0)
 
 
 def test_counters_outlive_a_namespace(rig: Rig) -> None:
