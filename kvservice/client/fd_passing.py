@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import os
 import socket
 from collections.abc import Awaitable, Callable, Iterator
@@ -63,8 +64,8 @@ class FdPassing:
 def fetch(path: str, token: bytes, count: int) -> list[int]:
     """Receive the `count` file descriptors for a token. The caller closes them.
 
-    Raises RegionsNotAllowedError if the daemon refuses to pass them to this process, ResourceExhaustedError if it has
-    no descriptor left, ConnectionLostError if it cannot be reached.
+    Raises RegionsNotAllowedError if the daemon refuses to pass them to this process, ResourceExhaustedError if one of
+    the two has no descriptor left, ConnectionLostError if it cannot be reached.
     """
     with _presented(path, token) as connection:
         answer, descriptors = _receive(connection, count)
@@ -98,6 +99,8 @@ def _presented(path: str, token: bytes) -> Iterator[socket.socket]:
     except ConnectionResetError:
         raise _refused() from None
     except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise ResourceExhaustedError("this process has no file descriptor left") from None
         raise ConnectionLostError(f"{path}: {error.strerror or error}") from None
 
 
@@ -110,11 +113,16 @@ def _refused(answer: bytes = b"") -> KVServiceError:
 
 
 def _receive(connection: socket.socket, count: int) -> tuple[bytes, list[int]]:
-    """Receive a byte and descriptors. Unlike socket.recv_fds, this sets close-on-exec on them."""
+    """Receive a byte and descriptors. Unlike socket.recv_fds, this sets close-on-exec on them. Raises
+    ResourceExhaustedError if this process has no room for them."""
     numbers = array.array("i")
     room = socket.CMSG_LEN(count * numbers.itemsize)
-    answer, messages, _, _ = connection.recvmsg(1, room, socket.MSG_CMSG_CLOEXEC)
+    answer, messages, flags, _ = connection.recvmsg(1, room, socket.MSG_CMSG_CLOEXEC)
     for level, kind, data in messages:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             numbers.frombytes(data[: len(data) - len(data) % numbers.itemsize])
+    if flags & socket.MSG_CTRUNC:
+        for descriptor in numbers:
+            os.close(descriptor)
+        raise ResourceExhaustedError("this process has no file descriptor left")
     return answer, numbers.tolist()

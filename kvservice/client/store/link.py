@@ -14,6 +14,7 @@ from kvservice.client.fd_passing import FdPassing
 from kvservice.client.region_memory import HostRegion
 from kvservice.client.regions import RegionTable
 from kvservice.client.requests import build, whole
+from kvservice.client.store.mapping import StoreMapper
 from kvservice.client.store.memory import Geometry, MappedStore
 from kvservice.client.store.pieces import Numbers, Pieces
 from kvservice.client.store.staging import StoreStaging
@@ -23,7 +24,6 @@ from kvservice.client.values import PoolInfo, from_message
 from kvservice.client.waiting import Waiting
 from kvservice.errors import (
     CallTimeoutError,
-    ConnectionLostError,
     InvalidArgumentError,
     KVServiceError,
     RegionsNotAllowedError,
@@ -242,7 +242,11 @@ async def _open_namespace(
     regions = RegionTable(connection, fds)
     memory = None
     if options.transport in ("auto", "mapped"):
-        memory = await _map_if_allowed(connection, fds, geometry, options, limit_s)
+        try:
+            memory = await StoreMapper(connection, fds, geometry, info.share_store, limit_s).open(options.copy_threads)
+        except StoreNotSharedError:
+            if options.transport == "mapped":
+                raise
     allowed = options.transport in ("auto", "region") and fds.path is not None and info.allow_client_shm
     staging = StoreStaging(regions, connection.lock(), allowed)
     if allowed and memory is None:
@@ -261,46 +265,3 @@ async def _open_namespace(
         copy_threads=options.copy_threads,
         writes=Writes(dialer.waiting.signal()),
     )
-
-
-async def _map_if_allowed(
-    connection: SessionConnection, fds: FdPassing, geometry: Geometry, options: StoreOptions, limit_s: float
-) -> MappedStore | None:
-    """Map the store, for writing if the daemon allows it. Returns None if it does not allow to map it at all; raises
-    StoreNotSharedError then if the transport must be mapped."""
-    for writable in (True, False):
-        try:
-            return await _map(connection, fds, geometry, writable, options.copy_threads, limit_s)
-        except StoreNotSharedError as error:
-            refusal = error
-    if options.transport == "mapped":
-        raise refusal
-    return None
-
-
-async def _map(
-    connection: SessionConnection,
-    fds: FdPassing,
-    geometry: Geometry,
-    writable: bool,
-    num_threads: int,
-    limit_s: float,
-) -> MappedStore:
-    try:
-        if fds.path is None:
-            raise StoreNotSharedError("the store is shared with clients on the unix socket")
-        await fds.introduce_once()
-    except (ConnectionLostError, RegionsNotAllowedError, ResourceExhaustedError) as error:
-        raise StoreNotSharedError(str(error)) from None
-    request = store_pb2.MapStoreRequest(request_id=connection.next_request_id(), writable=writable)
-    response = await connection.call("store_map_store", request, limit_s)
-    try:
-        (descriptor,) = await fds.fetch(response.handover_token, 1)
-    except (ConnectionLostError, RegionsNotAllowedError, ResourceExhaustedError) as error:
-        raise StoreNotSharedError(str(error)) from None
-    try:
-        return MappedStore.open(descriptor, response.num_bytes, geometry, writable, num_threads)
-    except (OSError, ValueError) as error:
-        raise StoreNotSharedError(f"the store cannot be mapped here: {error}") from None
-    finally:
-        os.close(descriptor)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import AbstractAsyncContextManager
 
 from kvservice.client.region_memory import SharedRegion
 from kvservice.client.regions import RegionTable
 from kvservice.errors import RegionsNotAllowedError, ResourceExhaustedError
+
+logger = logging.getLogger(__name__)
 
 # Size of the region, unless one block is larger.
 STAGING_BYTES = 64 << 20
@@ -20,6 +23,7 @@ class StoreStaging:
         self.lock, self.allowed = lock, allowed
         self._regions = regions
         self._region: SharedRegion | None = None
+        self._has_warned = False
 
     async def room(self, num_bytes: int, least_bytes: int, timeout_s: float | None) -> SharedRegion | None:
         """Return a region of `num_bytes`, at least of `least_bytes`, or None if the daemon has no memory for it now."""
@@ -32,8 +36,9 @@ class StoreStaging:
             except RegionsNotAllowedError:
                 self.allowed = False
                 return None
-            except ResourceExhaustedError:
+            except ResourceExhaustedError as error:
                 if size == least_bytes:
+                    self._warn_once(error)
                     return None
                 size = max(least_bytes, size // 2)
         return self._region
@@ -42,6 +47,11 @@ class StoreStaging:
         """Set `allowed`. Only the attempt to make a region shows whether the daemon gives this user any."""
         await self.room(least_bytes, least_bytes, timeout_s)
         self.drop()
+
+    def _warn_once(self, error: ResourceExhaustedError) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning("blocks of the store travel in messages, which is slow: %s", error)
 
     def drop(self) -> None:
         """Do not use the region again. A call that was given up may still be executed, and use it."""
