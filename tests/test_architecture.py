@@ -262,7 +262,7 @@ def test_no_module_is_in_an_import_cycle() -> None:
 # The layers of the client, from the bottom; kvservice/client/README.md explains them. A module imports its own layer
 # and lower ones.
 CLIENT_LAYERS = [
-    {"batches", "cuda", "requests", "sequences", "tensors", "tracing", "values"},
+    {"batches", "cuda", "process", "requests", "sequences", "tensors", "tracing", "values"},
     {"channel", "connection", "fd_passing", "messages", "tasks", "threads", "waiting"},
     {"calls", "context", "region_memory", "regions"},
     {"pools"},
