@@ -32,6 +32,7 @@ from kvservice.integrations.vllm.copiers import block_copier
 from kvservice.integrations.vllm.finders import StoreFinder
 from kvservice.integrations.vllm.identity import worker_namespace
 from kvservice.integrations.vllm.layout import BlockLayout, block_layout
+from kvservice.integrations.vllm.logs import log_with_vllm
 from kvservice.integrations.vllm.metrics import ConnectorPromMetrics, ConnectorStats
 from kvservice.integrations.vllm.scheduling import ConnectorScheduler
 from kvservice.integrations.vllm.steps import ConnectorStep
@@ -65,6 +66,7 @@ class KVServiceConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         """Raises InvalidArgumentError for a configuration whose blocks would be wrong or never found."""
         super().__init__(vllm_config, role, kv_cache_config)
+        log_with_vllm()
         transfer = vllm_config.kv_transfer_config
         self._options = ConnectorOptions.of(transfer.kv_connector_extra_config)
         fixed_seed = "PYTHONHASHSEED" in os.environ or hasattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED")
