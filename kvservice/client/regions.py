@@ -37,6 +37,11 @@ class RegionTable:
         self._dropped: dict[str, str] = {}
         self.version = 0
 
+    @property
+    def connected(self) -> bool:
+        """Whether the session is connected to the daemon, whose fd-passing socket may be out of reach all the same."""
+        return self._connection.connected
+
     async def create(
         self, num_bytes: int, *, device: int | None = None, timeout_s: float | None = None
     ) -> SharedRegion:

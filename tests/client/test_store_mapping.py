@@ -22,6 +22,7 @@ from kvservice.client.store.memory import Geometry, MappedStore
 from kvservice.client.store.staging import StoreStaging
 from kvservice.client.threads import finish
 from kvservice.errors import (
+    ConnectionLostError,
     KVServiceError,
     QuotaExceededError,
     RegionsNotAllowedError,
@@ -101,7 +102,12 @@ def test_the_log_says_that_descriptors_have_run_out(where: str, caplog: pytest.L
 
 
 @pytest.mark.parametrize(
-    ("error", "warnings"), [(ResourceExhaustedError("no memory"), 1), (RegionsNotAllowedError("not to you"), 0)]
+    ("error", "warnings"),
+    [
+        (ResourceExhaustedError("no memory"), 1),
+        (RegionsNotAllowedError("not to you"), 0),
+        (ConnectionLostError("/there.fds: No such file or directory"), 1),
+    ],
 )
 def test_the_log_says_once_that_blocks_travel_in_messages(
     error: KVServiceError, warnings: int, caplog: pytest.LogCaptureFixture
@@ -109,11 +115,22 @@ def test_the_log_says_once_that_blocks_travel_in_messages(
     async def create(_: int, **__: Any) -> Any:
         raise error
 
-    regions = cast(RegionTable, SimpleNamespace(create=create))
+    regions = cast(RegionTable, SimpleNamespace(create=create, connected=True))
     staging = StoreStaging(regions, contextlib.nullcontext(), True)
     for _ in range(2):
         assert finish(staging.room(4096, 64, 1.0)) is None
     assert caplog.messages == [f"blocks of the store travel in messages, which is slow: {error}"] * warnings
+
+
+def test_a_connection_that_is_lost_is_not_taken_for_a_missing_socket() -> None:
+    async def create(_: int, **__: Any) -> Any:
+        raise ConnectionLostError("UNAVAILABLE")
+
+    regions = cast(RegionTable, SimpleNamespace(create=create, connected=False))
+    staging = StoreStaging(regions, contextlib.nullcontext(), True)
+    with pytest.raises(ConnectionLostError):
+        finish(staging.room(4096, 64, 1.0))
+    assert staging.allowed
 
 
 def fetch(path: str) -> None:

@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager
 
 from kvservice.client.region_memory import SharedRegion
 from kvservice.client.regions import RegionTable
-from kvservice.errors import RegionsNotAllowedError, ResourceExhaustedError
+from kvservice.errors import ConnectionLostError, KVServiceError, RegionsNotAllowedError, ResourceExhaustedError
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,8 @@ class StoreStaging:
         self._has_warned = False
 
     async def room(self, num_bytes: int, least_bytes: int, timeout_s: float | None) -> SharedRegion | None:
-        """Return a region of `num_bytes`, at least of `least_bytes`, or None if the daemon has no memory for it now."""
+        """Return a region of `num_bytes`, at least of `least_bytes`, or None if the daemon has no memory for it now,
+        gives this session none, or its fd-passing socket cannot be reached."""
         size = max(least_bytes, min(num_bytes, STAGING_BYTES))
         if self._region is not None and self._region.num_bytes < size:
             self.drop()
@@ -35,6 +36,12 @@ class StoreStaging:
                 self._region = await self._regions.create(size, timeout_s=timeout_s)
             except RegionsNotAllowedError:
                 self.allowed = False
+                return None
+            except ConnectionLostError as error:
+                if not self._regions.connected:
+                    raise
+                self.allowed = False
+                self._warn_once(error)
                 return None
             except ResourceExhaustedError as error:
                 if size == least_bytes:
@@ -48,7 +55,7 @@ class StoreStaging:
         await self.room(least_bytes, least_bytes, timeout_s)
         self.drop()
 
-    def _warn_once(self, error: ResourceExhaustedError) -> None:
+    def _warn_once(self, error: KVServiceError) -> None:
         if not self._has_warned:
             self._has_warned = True
             logger.warning("blocks of the store travel in messages, which is slow: %s", error)
