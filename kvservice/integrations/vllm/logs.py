@@ -1,4 +1,4 @@
-"""The log of the client, in vLLM's."""
+"""The client's log lines appear in the log of vLLM."""
 
 from __future__ import annotations
 
