@@ -19,9 +19,9 @@ _GAUGES = {
     "quota_bytes": "Bytes that the blocks of namespaces may have: the sum of their quotas.",
 }
 _COUNTERS = {
-    "hits": ("lookup_hits", "Blocks that lookups found in the block store."),
-    "misses": ("lookup_misses", "Blocks that lookups did not find in the block store."),
-    "read": ("blocks_read", "Blocks of the block store that were copied out or leased."),
+    "hits": ("lookup_hits", "Blocks that counted lookups found in the block store."),
+    "misses": ("lookup_misses", "Blocks that counted lookups did not find in the block store."),
+    "read": ("blocks_read", "Blocks of the block store that were copied out, or leased by calls that count."),
     "read_bytes": ("read_bytes", "Bytes of the blocks that were copied out of the block store or leased."),
     "stored": ("blocks_stored", "Blocks that were stored in the block store."),
     "stored_bytes": ("stored_bytes", "Bytes of the blocks that were stored in the block store."),
