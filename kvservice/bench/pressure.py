@@ -38,7 +38,7 @@ class PressureTrace:
 
 @dataclass(frozen=True)
 class PressureResult:
-    """What happened: steps in all, preemptions, tokens computed again, steps of sequences that waited for a block, and
+    """Counts of a run: all steps, preemptions, tokens computed again, steps of sequences that waited for a block, and
     the steps from arrival to first step and to the end."""
 
     steps: int

@@ -1,4 +1,4 @@
-"""What `bench store` measures besides the block store: bare gRPC, and other stores if they are installed."""
+"""The peers of `bench store`: bare gRPC, and other stores if they are installed."""
 
 from __future__ import annotations
 

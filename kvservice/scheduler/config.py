@@ -10,7 +10,7 @@ from kvservice.errors import InvalidArgumentError
 
 
 class BatchPolicy(Enum):
-    """What a batch may hold.
+    """The contents of a batch.
 
     CHUNKED: decodes first, then chunks of prompts as far as the token budget reaches. PREFILL_FIRST: whole prompts
     while any is admitted, decodes otherwise (vLLM v0 without chunked prefill).

@@ -1,4 +1,4 @@
-"""A process that is forked from a client's: calls raise there, and whatever it does, the client goes on."""
+"""A process that is forked from a client's: calls raise there, and nothing that it does ends the client."""
 
 from __future__ import annotations
 

@@ -195,7 +195,7 @@ def compare(store: Store, there: dict[int, int]) -> None:
 
 # ---- the daemon
 
-# Where the daemon is killed, and the operation and transport that brings it there.
+# The stages at which the daemon is killed, each with the operation and transport that leads there.
 DAEMON_STAGES = (
     ("before reserve", "put", "mapped"),
     ("after reserve", "put", "mapped"),

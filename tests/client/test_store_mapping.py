@@ -1,4 +1,4 @@
-"""What a link asks for when it maps the store, and what the log says when descriptors or memory have run out."""
+"""A link asks for the mapping that the daemon allows, and the log says when descriptors or memory have run out."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What calls without an answer hold in the store is given back, and the end of a session says whether its client has
-stopped to write."""
+"""Leases and reservations of calls without an answer are given back. The end of a session says whether its client has
+stopped writing."""
 
 from __future__ import annotations
 

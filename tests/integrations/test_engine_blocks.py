@@ -1,4 +1,4 @@
-"""What the connectors of SGLang and LMCache share, and their parts that need no engine."""
+"""The code that the connectors of SGLang and LMCache share, and their parts that need no engine."""
 
 from __future__ import annotations
 

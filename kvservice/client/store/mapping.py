@@ -1,4 +1,4 @@
-"""How a link gets the mapping of the store's memory."""
+"""A link maps the memory of the store, or says why it does not."""
 
 from __future__ import annotations
 

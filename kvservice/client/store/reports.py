@@ -1,4 +1,4 @@
-"""What the log says about the store's link to the daemon."""
+"""Log lines about the store's link to the daemon."""
 
 from __future__ import annotations
 

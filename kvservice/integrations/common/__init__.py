@@ -1,1 +1,1 @@
-"""What the connectors of inference engines share: options, identities, keys, and an engine's blocks in the store."""
+"""Code that the connectors of inference engines share: options, identities, keys, an engine's blocks in the store."""

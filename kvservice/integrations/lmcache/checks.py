@@ -1,4 +1,4 @@
-"""What the connector refuses at the start, and the namespace of LMCache's chunks."""
+"""Checks at the start of the connector, and the namespace of LMCache's chunks."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ class StoreAsker:
             try:
                 work()
             except Exception:
-                # Whatever the error is, the requests must go on.
+                # The requests must go on after any error.
                 logger.exception("the store could not be asked")
 
     def _answer(self, lookup: _Lookup) -> None:
