@@ -18,7 +18,7 @@ struct MoveBlocksParams {
   const int64_t* block_ids = nullptr;   // [num_copies], on the device. Distinct if blocks are written to the device
 };
 
-// Where the checksums of blocks go that are saved (store/checksum.h).
+// Receives the checksums of saved blocks (store/checksum.h).
 struct BlockChecksums {
   uint64_t* sums = nullptr;    // [num_copies, 16], scratch memory on the device
   uint64_t* values = nullptr;  // [num_copies], page-locked

@@ -53,6 +53,7 @@ uint32_t StoreIndex::open(int64_t block_bytes, int64_t quota_bytes) {
 }
 
 // The namespace shrinks to a lower quota as it stores more blocks.
+// NOLINTNEXTLINE(readability-make-member-function-const): it changes the namespace
 void StoreIndex::set_quota(uint32_t number, int64_t quota_bytes) {
   Namespace& space = find_namespace(number);
   space.max_blocks = quota_bytes / space.block_bytes;
