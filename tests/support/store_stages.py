@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -43,6 +44,9 @@ class Stopped:
     """A process that has stopped at its stage. `receive` and `send` talk to it."""
 
     def __init__(self, target: Callable[..., None], *args: Any) -> None:
+        # The server imports with a path of its own, in which the working directory must not hide the installed package.
+        with patch.dict(os.environ, PYTHONSAFEPATH="1"):
+            multiprocessing.forkserver.ensure_running()
         self._connection, theirs = _context.Pipe()
         self.process = _context.Process(target=target, args=(theirs, *args), daemon=True)
         self.process.start()
