@@ -63,7 +63,7 @@ def grpc_peer(batch: BlockBatch) -> Iterator[BlockWay]:
         address = f"unix:{directory}/grpc.sock"
         with grpc.insecure_channel(address, CHANNEL_OPTIONS) as channel:
             ready = grpc.channel_ready_future(channel)
-            serving = [sys.executable, "-m", __name__, address]
+            serving = [sys.executable, "-P", "-m", __name__, address]
             with (
                 running(serving, lambda: ready.result(timeout=1.0), errors, environment),
                 contextlib.closing(GrpcPeer(channel, batch)) as peer,
