@@ -134,10 +134,7 @@ class StepPlanner:
         pending = batch.lengths - batch.states[:, NUM_COMPUTED]
         query_lens = pending
         if num_tokens is not None:
-            query_lens = counts_for(num_tokens, "num_tokens", len(batch.ids))
-            outside = (query_lens < 1) | (query_lens > pending)
-            if np.count_nonzero(outside):
-                refuse("num_tokens", outside, "must be from 1 to the tokens that are not computed")
+            query_lens = _query_lens(num_tokens, pending)
         check_request_tokens(self._config, int(np.add.reduce(query_lens)), "sequence_ids")
         growth = self._growth.plan(batch, lookahead)
         self._device.require_available(growth.num_new)
@@ -161,14 +158,10 @@ class StepPlanner:
         tokens = int32_array(token_ids, "token_ids")
         if len(tokens) > len(ids):
             raise InvalidArgumentError(f"has {len(tokens)} tokens for {len(ids)} sequences", field="token_ids")
-        query_lens = counts_for(num_tokens, "num_tokens", len(ids))
         states = self._sequences.resident_states(ids, rows)
         batch = WriteBatch(ids, rows, states, states[:, LENGTH].copy())
         batch.lengths[: len(tokens)] += 1
-        pending = batch.lengths - states[:, NUM_COMPUTED]
-        outside = (query_lens < 1) | (query_lens > pending)
-        if np.count_nonzero(outside):
-            refuse("num_tokens", outside, "must be from 1 to the tokens that are not computed")
+        query_lens = _query_lens(num_tokens, batch.lengths - states[:, NUM_COMPUTED])
         check_request_tokens(self._config, int(np.add.reduce(query_lens)), "sequence_ids")
         growth = self._growth.plan(batch, lookahead)
         self._device.require_available(growth.num_new)
@@ -258,3 +251,12 @@ class StepPlanner:
         self._sequences.steps[batch.rows] = step.step_id
         namespace.steps[step.step_id] = LiveStep(step, bytearray(self._config.num_layers), appended)
         return step
+
+
+def _query_lens(num_tokens: npt.ArrayLike, pending: Int64Array) -> Int64Array:
+    """Return how many of its pending tokens each sequence computes. Raises InvalidArgumentError naming num_tokens."""
+    query_lens = counts_for(num_tokens, "num_tokens", len(pending))
+    outside = (query_lens < 1) | (query_lens > pending)
+    if np.count_nonzero(outside):
+        refuse("num_tokens", outside, "must be from 1 to the tokens that are not computed")
+    return query_lens

@@ -1,4 +1,4 @@
-"""What a daemon's figures say about the connectors: each block of a request counts once, and sessions have names."""
+"""A daemon's figures count each block of a connector's request once, and name the connectors' sessions."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ ENGINE, OWN = "an engine", "a client"
 
 @pytest.fixture
 def written() -> Iterator[io.StringIO]:
-    """What the engine's logger writes."""
+    """The output of the engine's logger."""
     text = io.StringIO()
     engine, own = logging.getLogger(ENGINE), logging.getLogger(OWN)
     engine.addHandler(logging.StreamHandler(text))

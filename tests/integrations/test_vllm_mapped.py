@@ -151,7 +151,7 @@ def test_a_daemon_that_is_killed_during_copies_leaves_loads_right_and_saves_undo
         assert loaded.result(60).tolist() == [True]
         assert rig.equal(40, 1)
         assert saved.result(60).tolist() == [UNREACHABLE]
-        # What was mapped is let go, and loads go on as misses.
+        # The client unmaps the memory of the dead daemon, and loads become misses.
         until(lambda: not store.reachable)
         assert rig.load(store, [1], [41]) == [False]
         assert rig.gpu.locks == []

@@ -1,4 +1,4 @@
-"""What a batch holds under each policy."""
+"""The contents of a batch under each policy."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ LONG = [prompt(0, 700), prompt(0, 400) + prompt(1, 300), prompt(2, 1000)]
 # They grow while they are decoded.
 GROWING = [prompt(10 + n, 60) for n in range(8)]
 GROWN_TOKENS = 250
-# What requests of engines may have besides tokens.
+# Engine requests may have these besides tokens.
 ENGINE = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK, "enable_prompt_embeds": True}
 NUM_EMBEDDINGS = 300
 SPECIAL = (("lora", "adapter"), ("embeds", "embeddings"))
