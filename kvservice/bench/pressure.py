@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvservice.blocks import BlockManager, BlocksConfig
-from kvservice.scheduler import EngineScheduler, Request, ScheduledBatch, Scheduler, SchedulerConfig
+from kvservice.scheduler import EngineScheduler, Report, Request, ScheduledBatch, Scheduler, SchedulerConfig
 
 MAX_TOKENS = 1024
 MAX_PROMPT = 2048
@@ -99,7 +99,8 @@ class _Replay:
         self.outputs[sampled] += 1
         ended = sampled[self.outputs[sampled] >= np.array(self.trace.output_len)[sampled]]
         self.last_steps.update(dict.fromkeys(ended.tolist(), self.step))
-        self.engine.update(batch.number, self.rng.integers(0, 1 << 30, len(sampled), dtype=np.int32), ended)
+        tokens = self.rng.integers(0, 1 << 30, len(sampled), dtype=np.int32)
+        self.engine.update(Report(batch.number, tokens, finished=ended))
 
     def result(self) -> PressureResult:
         arrivals = self.trace.arrival_step

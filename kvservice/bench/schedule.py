@@ -21,7 +21,7 @@ from kvservice.bench.harness import table
 from kvservice.bench.pressure import PressureTrace, make_trace, replay
 from kvservice.blocks import BlockManager, BlocksConfig
 from kvservice.errors import InvalidArgumentError
-from kvservice.scheduler import EngineScheduler, Request, Scheduler, SchedulerConfig
+from kvservice.scheduler import EngineScheduler, Report, Request, Scheduler, SchedulerConfig
 
 WAITING = (0, 1000)
 ADMITTED = 8
@@ -72,7 +72,7 @@ class _ScheduleBench:
         self.manager.mark_all_layers(self.namespace, batch.step.step_id)
         tokens = self.tokens(len(batch.sampled))
         start = time.perf_counter()
-        self.engine.update(batch.number, tokens, batch.sampled if ends else ())
+        self.engine.update(Report(batch.number, tokens, finished=batch.sampled if ends else ()))
         self.timed(updated, start)
 
     def decode(self, waiting: int, repetitions: int) -> None:

@@ -8,12 +8,14 @@ admission    Admission: swapped and waiting requests  preemption   Preemptor: st
 state        EngineQueues and the Draft of a batch    shares       PoolShares: engines by weight
 decoding     DecodeSet: running sequences as arrays   waiting      WaitingQueue: by rank
 requests     Request and its state                    batches      ScheduledBatch: the frozen result
+reports      Report: what an engine found out in a step
 config       SchedulerConfig: budgets and policies
 """
 
-from kvservice.scheduler.batches import Preemption, ScheduledBatch
+from kvservice.scheduler.batches import Preemption, QueueCounts, ScheduledBatch
 from kvservice.scheduler.config import BatchPolicy, PreemptionMode, QueueOrder, SchedulerConfig
 from kvservice.scheduler.engine import EngineScheduler
+from kvservice.scheduler.reports import Report
 from kvservice.scheduler.requests import Request
 from kvservice.scheduler.scheduler import Scheduler
 
@@ -22,7 +24,9 @@ __all__ = [
     "EngineScheduler",
     "Preemption",
     "PreemptionMode",
+    "QueueCounts",
     "QueueOrder",
+    "Report",
     "Request",
     "ScheduledBatch",
     "Scheduler",

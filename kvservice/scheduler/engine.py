@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from kvservice.blocks import BlockManager, SessionNamespace, StepPlan
-from kvservice.blocks.arguments import int32_array, int64_array, whole_number
-from kvservice.blocks.plans import Int32Array, Int64Array
+from kvservice.blocks.arguments import whole_number
+from kvservice.blocks.plans import Int32Array
 from kvservice.errors import (
     DuplicateSequenceError,
     FailedPreconditionError,
-    InvalidArgumentError,
     QuotaExceededError,
     UnknownSequenceError,
 )
 from kvservice.scheduler.admission import Admission
-from kvservice.scheduler.batches import NO_SEQUENCES, ScheduledBatch
+from kvservice.scheduler.batches import QueueCounts, ScheduledBatch
 from kvservice.scheduler.config import BatchPolicy, QueueOrder, SchedulerConfig
 from kvservice.scheduler.preemption import Preemptor
+from kvservice.scheduler.reports import Report, check_report
 from kvservice.scheduler.requests import Phase, Request, RequestState, check_request, hashes_of
 from kvservice.scheduler.shares import PoolShares
 from kvservice.scheduler.state import Draft, EngineQueues
@@ -53,6 +51,8 @@ class EngineScheduler:
         self._preemptor = Preemptor(self.queues)
         self._admission = Admission(self.queues, self._preemptor)
         self._num_steps = self._num_arrived = 0
+        self._row_numbers = np.arange(config.max_running, dtype=np.int32)
+        self._row_numbers.flags.writeable = False
         self._batch: ScheduledBatch | None = None
         self._draft: Draft | None = None
         self._aborted: list[int] = []
@@ -157,10 +157,12 @@ class EngineScheduler:
             decodes.blocks[draft.decodes] += draft.growth
         step: StepPlan | None = None
         sampled = ids = ids.copy()
+        rows = self._row_numbers[:num_decodes]
         if chunks:
             chunk_ids = np.array([state.request_id for state, _ in chunks], np.int64)
-            last = [count == state.pending for state, count in chunks]
+            last = np.array([count == state.pending for state, count in chunks])
             sampled = np.concatenate([ids, chunk_ids[last]])
+            rows = np.concatenate([rows, self._row_numbers[num_decodes : num_decodes + len(chunks)][last]])
             counts = np.concatenate([np.ones(num_decodes, np.int64), [count for _, count in chunks]])
             ids = np.concatenate([ids, chunk_ids])
             if num_decodes:
@@ -173,27 +175,26 @@ class EngineScheduler:
             self._num_steps,
             step,
             num_decodes,
-            sampled if step else NO_SEQUENCES,
+            sampled,
+            rows,
+            QueueCounts(len(self.queues.waiting), self.queues.num_running, len(self.queues.swapped)),
             tuple(draft.preempted),
             tuple(draft.swapped_out),
             tuple(draft.swapped_in),
             draft.num_stalled,
         )
 
-    def update(
-        self, batch_number: int, token_ids: npt.ArrayLike, finished: Sequence[int] | Int64Array = ()
-    ) -> list[int]:
-        """Report the tokens that were sampled after a batch, and the requests that the engine found finished.
+    def update(self, report: Report, now_s: float = 0.0) -> list[int]:  # noqa: ARG002  # statistics will use the time
+        """Accept the report of a batch. A request also finishes with its last of max_tokens.
 
-        token_ids int32[m], one for each of the batch's `sampled` sequences in their order (may be empty if m is 0).
-        A request also finishes with its last of max_tokens. Returns the ids of all requests that finished or were
-        aborted; their blocks are given back. Raises FailedPreconditionError if this is not the current batch or a layer
-        of it is not written, and InvalidArgumentError.
+        Returns the ids of all requests that finished or were aborted; their blocks are given back. Raises
+        FailedPreconditionError if this is not the current batch or a layer of it is not written, and
+        InvalidArgumentError.
         """
         batch, draft = self._batch, self._draft
-        if batch is None or draft is None or batch.step is None or batch.number != batch_number:
-            raise FailedPreconditionError(f"batch {batch_number} is not in progress", field="batch")
-        tokens, ended = self._check_report(batch, token_ids, finished)
+        if batch is None or draft is None or batch.step is None or batch.number != report.batch:
+            raise FailedPreconditionError(f"batch {report.batch} is not in progress", field="batch")
+        tokens, ended = check_report(batch, report)
         written = self._manager.written_layers(self._namespace, batch.step.step_id)
         if written is None or 0 in written:
             raise FailedPreconditionError("not all layers of the step are written", field="batch")
@@ -205,21 +206,6 @@ class EngineScheduler:
             self._aborted.clear()
         self._finish(over)
         return over
-
-    def _check_report(
-        self, batch: ScheduledBatch, token_ids: npt.ArrayLike, finished: Sequence[int] | Int64Array
-    ) -> tuple[Int32Array, set[int]]:
-        num_sampled = len(batch.sampled)
-        tokens = int32_array(token_ids, "token_ids") if num_sampled or np.size(token_ids) else np.zeros(0, np.int32)
-        if len(tokens) != num_sampled:
-            raise InvalidArgumentError(f"has {len(tokens)} tokens for {num_sampled} sequences", field="token_ids")
-        if not len(finished):
-            return tokens, set()
-        ended = set(int64_array(finished, "finished").tolist())
-        unknown = ended.difference(batch.sampled.tolist())
-        if unknown:
-            raise InvalidArgumentError(f"request {min(unknown)} got no token in this batch", field="finished")
-        return tokens, ended
 
     def _update_decodes(self, batch: ScheduledBatch, draft: Draft, tokens: Int32Array, ended: set[int]) -> list[int]:
         """Advance the decodes. Returns the ids of those that are over."""

@@ -16,7 +16,7 @@ from kvservice.errors import (
     QuotaExceededError,
     UnknownSequenceError,
 )
-from kvservice.scheduler import Request, Scheduler, SchedulerConfig
+from kvservice.scheduler import Report, Request, Scheduler, SchedulerConfig
 from kvservice.scheduler.integrity import check_integrity
 
 
@@ -112,28 +112,38 @@ def test_a_bad_report_changes_nothing(tokens: list[int], finished: list[Any], fi
     rig.add(3, range(90, 94))
     batch = rig.begin(max_step_tokens=10)
     with pytest.raises(InvalidArgumentError) as refused:
-        rig.engine.update(batch.number, tokens, finished)
+        rig.engine.update(Report(batch.number, tokens, finished=finished))
     assert refused.value.field == field
     rig.end(batch)
     check_integrity(rig.engine)
     rig.run()
 
 
+@pytest.mark.parametrize("field", ["num_tokens", "parents", "proposals", "num_proposed"])
+def test_what_is_not_supported_is_refused(field: str) -> None:
+    rig = make_rig()
+    rig.add(1, 4)
+    batch = rig.begin()
+    with pytest.raises(InvalidArgumentError) as refused:
+        rig.engine.update(Report(batch.number, [1], **{field: [1]}))
+    assert refused.value.field == field
+
+
 def test_reports_are_for_the_current_batch_when_it_is_computed() -> None:
     rig = make_rig()
     with pytest.raises(FailedPreconditionError):
-        rig.engine.update(0, [])
+        rig.engine.update(Report(0, []))
     rig.add(1, 4)
     batch = rig.engine.schedule()
     assert batch.step is not None
     with pytest.raises(FailedPreconditionError):
-        rig.engine.update(batch.number + 1, [5])
+        rig.engine.update(Report(batch.number + 1, [5]))
     with pytest.raises(FailedPreconditionError, match="layers"):
-        rig.engine.update(batch.number, [5])
+        rig.engine.update(Report(batch.number, [5]))
     rig.manager.mark_all_layers(rig.namespace, batch.step.step_id)
-    rig.engine.update(batch.number, [5])
+    rig.engine.update(Report(batch.number, [5]))
     with pytest.raises(FailedPreconditionError):
-        rig.engine.update(batch.number, [5])
+        rig.engine.update(Report(batch.number, [5]))
 
 
 @pytest.mark.parametrize("budget", [{"max_step_tokens": 0}, {"max_step_tokens": 1 << 40}, {"max_running": 1 << 40}])

@@ -37,6 +37,18 @@ def test_decodes_come_first_and_prompts_get_the_rest_of_the_budget() -> None:
     assert sizes(rig, max_step_tokens=4) == {1: 1, 2: 1, 3: 2}
 
 
+def test_a_batch_names_the_rows_that_sample_and_counts_the_queues() -> None:
+    rig = make_rig(max_step_tokens=10, max_running=2)
+    rig.add(1, 6, max_tokens=20)
+    rig.add(2, range(100, 112), max_tokens=20)
+    rig.add(3, range(200, 212), max_tokens=20)
+    batches = [rig.step() for _ in range(3)]
+    assert [batch.sampled.tolist() for batch in batches] == [[1], [1, 2], [1, 2]]
+    assert [batch.sampled_rows.tolist() for batch in batches] == [[0], [0, 1], [0, 1]]
+    assert batches[0].sampled_rows.dtype == np.int32
+    assert [tuple(batch.counts) for batch in batches] == [(1, 2, 0)] * 3
+
+
 def test_prefill_first_runs_whole_prompts_before_decodes() -> None:
     rig = make_rig(max_step_tokens=10, batches=BatchPolicy.PREFILL_FIRST)
     rig.add(1, 6, max_tokens=20)

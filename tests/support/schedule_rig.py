@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvservice.blocks import BlockManager, BlocksConfig
-from kvservice.scheduler import EngineScheduler, Request, ScheduledBatch, Scheduler, SchedulerConfig
+from kvservice.scheduler import EngineScheduler, Report, Request, ScheduledBatch, Scheduler, SchedulerConfig
 from kvservice.scheduler.integrity import check_integrity
 
 VOCABULARY = 1000
@@ -75,7 +75,7 @@ class EngineRig:
             tokens.append(next_token([*self.prompts[request_id], *output]))
             output.append(tokens[-1])
         stopped = [name for name in batch.sampled.tolist() if len(self.outputs[name]) == self.stops[name]]
-        self.finished += self.engine.update(batch.number, tokens, stopped)
+        self.finished += self.engine.update(Report(batch.number, tokens, finished=stopped))
 
     def step(self, **budgets: Any) -> ScheduledBatch:
         batch = self.begin(**budgets)
@@ -100,6 +100,7 @@ class EngineRig:
         ids = batch.step.sequence_ids
         assert len(ids) <= self.engine.config.max_running
         assert len(set(ids.tolist())) == len(ids)
+        assert ids[batch.sampled_rows].tolist() == batch.sampled.tolist()
         assert (batch.step.query_lens[: batch.num_decodes] == 1).all()
         for one in self.manager.describe(self.namespace, ids, include_tokens=True):
             assert one.token_ids is not None

@@ -1,0 +1,65 @@
+"""Reports: what an engine found out in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvservice.blocks.arguments import int32_array, int64_array
+from kvservice.blocks.plans import Int32Array
+from kvservice.errors import InvalidArgumentError
+from kvservice.scheduler.batches import ScheduledBatch
+
+_NO_TOKENS = np.zeros(0, np.int32)
+_NO_TOKENS.flags.writeable = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Report:
+    """The tokens that an engine sampled after a batch.
+
+    `batch` is the number of the batch. `token_ids` is int32[t], the tokens of the batch's m `sampled` sequences in
+    their order (may be empty if m is 0). `finished` int64[f] are sequences of them that the engine found finished.
+
+    Not supported yet, and refused: `num_tokens` int32[m], the tokens of each sampled sequence (None: one each);
+    `parents` int64[m], for beams the sequence that each of them continues; `proposals` int32[p] and `num_proposed`
+    int32[m], draft tokens for the next step.
+    """
+
+    batch: int
+    token_ids: npt.ArrayLike = field(default_factory=lambda: _NO_TOKENS)
+    num_tokens: npt.ArrayLike | None = None
+    parents: npt.ArrayLike | None = None
+    finished: Sequence[int] | npt.NDArray[np.int64] = ()
+    proposals: npt.ArrayLike | None = None
+    num_proposed: npt.ArrayLike | None = None
+
+
+class CheckedReport(NamedTuple):
+    """A valid report: int32[m] tokens of the sampled sequences, and the ids of those that are finished."""
+
+    tokens: Int32Array
+    finished: set[int]
+
+
+def check_report(batch: ScheduledBatch, report: Report) -> CheckedReport:
+    """Validate a report of this batch. Raises InvalidArgumentError naming the field."""
+    for name in ("num_tokens", "parents", "proposals", "num_proposed"):
+        if getattr(report, name) is not None:
+            raise InvalidArgumentError("is not supported", field=name)
+    num_sampled, tokens = len(batch.sampled), _NO_TOKENS
+    if num_sampled or np.size(report.token_ids):
+        tokens = int32_array(report.token_ids, "token_ids")
+    if len(tokens) != num_sampled:
+        raise InvalidArgumentError(f"has {len(tokens)} tokens for {num_sampled} sequences", field="token_ids")
+    if not len(report.finished):
+        return CheckedReport(tokens, set())
+    finished = set(int64_array(report.finished, "finished").tolist())
+    unknown = finished.difference(batch.sampled.tolist())
+    if unknown:
+        raise InvalidArgumentError(f"sequence {min(unknown)} got no token in this batch", field="finished")
+    return CheckedReport(tokens, finished)
