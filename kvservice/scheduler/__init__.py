@@ -6,7 +6,8 @@ scheduler    Scheduler: the engines of one pool       integrity    checks of all
 engine       EngineScheduler: add, abort, schedule, update
 admission    Admission: swapped and waiting requests  preemption   Preemptor: stalls and preemptions
 state        EngineQueues and the Draft of a batch    shares       PoolShares: engines by weight
-decoding     DecodeSet: running sequences as arrays   waiting      WaitingQueue: by rank
+stats        counters, figures, latencies             waiting      WaitingQueue: by rank
+decoding     DecodeSet: running sequences as arrays   token_times  TokenTimes: of their latest tokens
 requests     Request and its state                    batches      ScheduledBatch: the frozen result
 reports      Report: what an engine found out in a step
 config       SchedulerConfig: budgets and policies
@@ -18,10 +19,12 @@ from kvservice.scheduler.engine import EngineScheduler
 from kvservice.scheduler.reports import Report
 from kvservice.scheduler.requests import Request
 from kvservice.scheduler.scheduler import Scheduler
+from kvservice.scheduler.stats import Latencies, SchedulerCounters, SchedulerFigures
 
 __all__ = [
     "BatchPolicy",
     "EngineScheduler",
+    "Latencies",
     "Preemption",
     "PreemptionMode",
     "QueueCounts",
@@ -31,4 +34,6 @@ __all__ = [
     "ScheduledBatch",
     "Scheduler",
     "SchedulerConfig",
+    "SchedulerCounters",
+    "SchedulerFigures",
 ]

@@ -116,6 +116,7 @@ class Admission:
         lookahead, config = self._config.lookahead, self._blocks_config
         requests = [state.allocation(lookahead) for state in picked]
         for state, allocation in zip(picked, self._manager.allocate(self._namespace, requests), strict=True):
+            self._queues.counters.count_admission(state, allocation.num_cached_tokens)
             state.phase, state.preempted = Phase.PREFILLING, False
             state.pending = allocation.num_tokens - allocation.num_cached_tokens
             state.blocks = config.num_blocks_for(allocation.num_tokens + lookahead)

@@ -7,6 +7,7 @@ import numpy as np
 from kvservice.blocks import BlocksConfig
 from kvservice.blocks.plans import BoolArray, Int32Array, Int64Array
 from kvservice.scheduler.requests import RequestState
+from kvservice.scheduler.token_times import TokenTimes
 
 _COLUMNS = 7
 _IDS, _LENGTHS, _GENERATED, _LIMITS, _BLOCKS, _NUMBERS, _PRIORITIES = range(_COLUMNS)
@@ -16,13 +17,14 @@ class DecodeSet:
     """Sequences that get one token a step, in the order in which they joined.
 
     `ids`, `lengths` (computed tokens), `generated`, `limits` (most generated tokens), `blocks` (of the table) are
-    int64[n] views; `tokens` int32[n] are the next tokens to append.
+    int64[n] views; `tokens` int32[n] are the next tokens to append, and `times` says when they were reported.
     """
 
     def __init__(self, capacity: int, config: BlocksConfig, lookahead: int) -> None:
         self._columns = np.zeros((_COLUMNS, capacity), np.int64)
         self._tokens = np.zeros(capacity, np.int32)
         self._places = np.zeros(capacity, np.float64)
+        self.times = TokenTimes(capacity)
         self._shift, self._mask = np.array(config.block_shift), np.array(config.block_mask)
         self._reach = np.array(1 + lookahead + config.block_mask)
         self._size = 0
@@ -50,6 +52,7 @@ class DecodeSet:
             state.request_id, length, state.generated, state.request.max_tokens, state.blocks, number, priority,
         )  # fmt: skip
         self._places[at] = place
+        self.times.add(state.token_at_s)
         self._tokens[at] = token
         self._size += 1
         self._cut()
@@ -60,6 +63,7 @@ class DecodeSet:
         self._columns[:, :size] = self._columns[:, : self._size][:, kept]
         self._tokens[:size] = self.tokens[kept]
         self._places[:size] = self._places[: self._size][kept]
+        self.times.keep(kept)
         self._size = size
         self._cut()
 

@@ -13,6 +13,7 @@ from kvservice.blocks.plans import Int32Array
 from kvservice.errors import (
     DuplicateSequenceError,
     FailedPreconditionError,
+    KVServiceError,
     QuotaExceededError,
     UnknownSequenceError,
 )
@@ -24,6 +25,7 @@ from kvservice.scheduler.reports import Report, check_report
 from kvservice.scheduler.requests import Phase, Request, RequestState, check_request, hashes_of
 from kvservice.scheduler.shares import PoolShares
 from kvservice.scheduler.state import Draft, EngineQueues
+from kvservice.scheduler.stats import Latencies, SchedulerFigures
 
 # Preempted requests at the head of the queue whose cached blocks are kept longest.
 _MAX_TOUCHED: Final = 8
@@ -43,11 +45,13 @@ class EngineScheduler:
         config: SchedulerConfig,
         shares: PoolShares,
         weight: float,
+        latencies: Latencies,
     ) -> None:
         self.config = config
         self.queues = EngineQueues(manager, namespace, config)
         self.share = shares.add(weight)
         self._shares, self._manager, self._namespace = shares, manager, namespace
+        self._latencies, self._num_stalled = latencies, 0
         self._preemptor = Preemptor(self.queues)
         self._admission = Admission(self.queues, self._preemptor)
         self._num_steps = self._num_arrived = 0
@@ -67,6 +71,14 @@ class EngineScheduler:
         Raises InvalidArgumentError, DuplicateSequenceError, QuotaExceededError above max_requests, and
         OutOfBlocksError with `never` if the pool can never hold the request.
         """
+        try:
+            self._add(request, now_s)
+        except KVServiceError:
+            self.queues.counters.refused += 1
+            raise
+        self.queues.counters.added += 1
+
+    def _add(self, request: Request, now_s: float) -> None:
         tokens, extra = check_request(request, self._manager.config, self.config.lookahead)
         if request.request_id in self.queues.states or request.request_id in self._namespace:
             raise DuplicateSequenceError(
@@ -94,6 +106,7 @@ class EngineScheduler:
             raise UnknownSequenceError(
                 f"request {request_id} is unknown or finished", field="request_id", sequence_id=request_id
             )
+        self.queues.counters.aborted += 1
         if self._batch is not None and state.phase in (Phase.PREFILLING, Phase.DECODING):
             self._aborted.append(request_id)
         else:
@@ -123,6 +136,8 @@ class EngineScheduler:
         self._fill(draft, now_s)
         self._num_steps += 1
         batch = self._open(draft)
+        self._num_stalled = batch.num_stalled
+        self.queues.counters.count_batch(batch)
         if batch.step is not None:
             self._batch, self._draft = batch, draft
         if len(shares) > 1:
@@ -184,7 +199,7 @@ class EngineScheduler:
             draft.num_stalled,
         )
 
-    def update(self, report: Report, now_s: float = 0.0) -> list[int]:  # noqa: ARG002  # statistics will use the time
+    def update(self, report: Report, now_s: float = 0.0) -> list[int]:
         """Accept the report of a batch. A request also finishes with its last of max_tokens.
 
         Returns the ids of all requests that finished or were aborted; their blocks are given back. Raises
@@ -199,26 +214,34 @@ class EngineScheduler:
         if written is None or 0 in written:
             raise FailedPreconditionError("not all layers of the step are written", field="batch")
         self._batch = self._draft = None
-        over = self._update_decodes(batch, draft, tokens[: batch.num_decodes], ended)
-        over += self._update_chunks(draft, tokens[batch.num_decodes :].tolist(), ended)
+        over = self._update_decodes(batch, draft, tokens[: batch.num_decodes], ended, now_s)
+        over += self._update_chunks(draft, tokens[batch.num_decodes :].tolist(), ended, now_s)
+        self.queues.counters.generated_tokens += len(tokens)
         if self._aborted:
             over = list(dict.fromkeys([*over, *self._aborted]))
+            self.queues.counters.finished -= len(self._aborted)
             self._aborted.clear()
+        self.queues.counters.finished += len(over)
         self._finish(over)
         return over
 
-    def _update_decodes(self, batch: ScheduledBatch, draft: Draft, tokens: Int32Array, ended: set[int]) -> list[int]:
+    def _update_decodes(
+        self, batch: ScheduledBatch, draft: Draft, tokens: Int32Array, ended: set[int], now_s: float
+    ) -> list[int]:
         """Advance the decodes. Returns the ids of those that are over."""
+        if not batch.num_decodes:
+            return []
         decodes, which = self.queues.decodes, slice(0, batch.num_decodes) if draft.all_decodes else draft.decodes
         decodes.tokens[which] = tokens
         decodes.lengths[which] += 1
         decodes.generated[which] += 1
+        self._latencies.between_tokens.observe(decodes.times.advance(which, len(tokens), now_s), len(tokens))
         over = decodes.generated[which] >= decodes.limits[which]
         if ended:
             over |= np.isin(batch.sampled[: batch.num_decodes], list(ended))
         return batch.sampled[: batch.num_decodes][over].tolist() if np.count_nonzero(over) else []
 
-    def _update_chunks(self, draft: Draft, tokens: list[int], ended: set[int]) -> list[int]:
+    def _update_chunks(self, draft: Draft, tokens: list[int], ended: set[int], now_s: float) -> list[int]:
         """Advance the prefills; those with all tokens computed decode from now on. Returns the ids of those over."""
         over, sampled = list[int](), iter(tokens)
         for state, count in draft.chunks:
@@ -226,6 +249,7 @@ class EngineScheduler:
             if state.pending:
                 continue
             self.queues.end_prefill(state)
+            self._latencies.observe_token(state, now_s)
             state.generated += 1
             state.phase = Phase.DECODING
             self.queues.decodes.add(state, len(state.tokens), next(sampled))
@@ -248,6 +272,13 @@ class EngineScheduler:
             if state.preempted:  # it runs again soon: what the finished requests leave in the cache is evicted before
                 self._manager.touch(state.hashes)
         self.share.active = bool(self.queues.states)
+
+    def figures(self) -> SchedulerFigures:
+        """Return the gauges of this moment and the counters."""
+        queues = self.queues
+        running = queues.num_running
+        gauges = len(queues.waiting), running, len(queues.swapped), min(self._num_stalled, running)
+        return SchedulerFigures(*gauges, *queues.counters.values())
 
     def close(self) -> None:
         """Forget all requests, for an engine whose namespace is closed."""

@@ -104,6 +104,7 @@ class Preemptor:
     def _recompute(self, state: RequestState, computed: int, draft: Draft) -> None:
         self._manager.free(self._namespace, [state.request_id])
         state.phase, state.pending, state.blocks, state.preempted = Phase.WAITING, 0, 0, True
+        state.lost = computed
         self._queues.waiting.add(state)
         draft.preempted.append(Preemption(state.request_id, computed, swapped=False))
 

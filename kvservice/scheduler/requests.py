@@ -47,7 +47,8 @@ class RequestState:
     `tokens` int32[n] are the prompt and, after a preemption, the tokens generated so far; `hashes` are the chain hashes
     of its full blocks. `rank` orders the queue: (priority, place in the queue, arrival number). `pending` counts the
     tokens of a prefill that are not computed, `blocks` the blocks of its table. `next_token` is appended after a
-    swap-in. `preempted` says that its computed blocks may be in the prefix cache.
+    swap-in. `preempted` says that its `lost` computed tokens may be in the prefix cache. `token_at_s` is when its
+    latest token was reported.
     """
 
     request: Request
@@ -62,6 +63,8 @@ class RequestState:
     blocks: int = 0
     next_token: int = 0
     preempted: bool = False
+    lost: int = 0
+    token_at_s: float = 0.0
 
     @property
     def request_id(self) -> int:

@@ -9,15 +9,19 @@ from kvservice.errors import InvalidArgumentError
 from kvservice.scheduler.config import SchedulerConfig
 from kvservice.scheduler.engine import EngineScheduler
 from kvservice.scheduler.shares import PoolShares
+from kvservice.scheduler.stats import Latencies, SchedulerCounters, SchedulerFigures
 
 
 class Scheduler:
-    """Engines with queues of their own over one pool, which is shared between them by weight."""
+    """Engines with queues of their own over one pool, which is shared between them by weight. `latencies` are those of
+    all engines since the start."""
 
     def __init__(self, manager: BlockManager) -> None:
         self._manager = manager
         self._shares = PoolShares(manager.config.num_blocks)
         self._engines: dict[SessionNamespace, EngineScheduler] = {}
+        self._closed = SchedulerCounters()
+        self.latencies = Latencies()
 
     def open_engine(
         self, namespace: SessionNamespace, config: SchedulerConfig | None = None, weight: float = 1.0
@@ -27,10 +31,25 @@ class Scheduler:
             raise InvalidArgumentError("must be a positive number", field="weight")
         if namespace in self._engines:
             raise InvalidArgumentError("has a scheduler already", field="namespace")
-        engine = EngineScheduler(self._manager, namespace, config or SchedulerConfig(), self._shares, weight)
+        config = config or SchedulerConfig()
+        engine = EngineScheduler(self._manager, namespace, config, self._shares, weight, self.latencies)
         self._engines[namespace] = engine
         return engine
 
     def close_engine(self, namespace: SessionNamespace) -> None:
         """Forget the requests of an engine, when its namespace is closed."""
-        self._engines.pop(namespace).close()
+        engine = self._engines.pop(namespace)
+        self._closed.add(engine.queues.counters)
+        engine.close()
+
+    def figures(self) -> dict[int, SchedulerFigures]:
+        """Return the figures of each engine by the number of its namespace."""
+        return {namespace.number: engine.figures() for namespace, engine in self._engines.items()}
+
+    def totals(self) -> SchedulerCounters:
+        """Return the counters of all engines, of closed ones too."""
+        totals = SchedulerCounters()
+        totals.add(self._closed)
+        for engine in self._engines.values():
+            totals.add(engine.queues.counters)
+        return totals

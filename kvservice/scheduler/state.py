@@ -12,6 +12,7 @@ from kvservice.scheduler.batches import NO_SEQUENCES, Preemption
 from kvservice.scheduler.config import SchedulerConfig
 from kvservice.scheduler.decoding import DecodeSet
 from kvservice.scheduler.requests import Phase, RequestState
+from kvservice.scheduler.stats import SchedulerCounters
 from kvservice.scheduler.waiting import WaitingQueue
 
 
@@ -31,6 +32,7 @@ class EngineQueues:
         self.decodes = DecodeSet(capacity, manager.config, config.lookahead)
         self.swapped = WaitingQueue()
         self.computing: set[bytes] = set()
+        self.counters = SchedulerCounters()
 
     @property
     def num_running(self) -> int:
@@ -56,7 +58,7 @@ class EngineQueues:
         decodes = self.decodes
         at = decodes.index(state.request_id)
         state.generated, state.blocks = int(decodes.generated[at]), int(decodes.blocks[at])
-        token = int(decodes.tokens[at])
+        token, state.token_at_s = int(decodes.tokens[at]), decodes.times.at(at)
         kept = np.ones(len(decodes), np.bool_)
         kept[at] = False
         decodes.keep(kept)

@@ -65,7 +65,7 @@ class EngineRig:
             self.manager.mark_all_layers(self.namespace, batch.step.step_id)
         return batch
 
-    def end(self, batch: ScheduledBatch) -> None:
+    def end(self, batch: ScheduledBatch, now_s: float = 0.0) -> None:
         """Sample a token for each of the batch's sequences, and report them."""
         if batch.step is None:
             return
@@ -75,11 +75,11 @@ class EngineRig:
             tokens.append(next_token([*self.prompts[request_id], *output]))
             output.append(tokens[-1])
         stopped = [name for name in batch.sampled.tolist() if len(self.outputs[name]) == self.stops[name]]
-        self.finished += self.engine.update(Report(batch.number, tokens, finished=stopped))
+        self.finished += self.engine.update(Report(batch.number, tokens, finished=stopped), now_s)
 
     def step(self, **budgets: Any) -> ScheduledBatch:
         batch = self.begin(**budgets)
-        self.end(batch)
+        self.end(batch, budgets.get("now_s", 0.0))
         check_integrity(self.engine)
         return batch
 
