@@ -35,14 +35,14 @@ def main() -> None:
     """The KV cache as a service."""
 
 
-class _Seconds(click.FloatRange):
-    """A range of seconds. click's own range accepts nan."""
+class _Finite(click.FloatRange):
+    """A range of numbers. click's own range accepts nan."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        seconds = float(super().convert(value, param, ctx))
-        if math.isnan(seconds):
+        number = float(super().convert(value, param, ctx))
+        if math.isnan(number):
             self.fail(f"{value} is not a number.", param, ctx)
-        return seconds
+        return number
 
 
 def _option(name: str, field: FieldInfo) -> click.Option:
@@ -147,7 +147,7 @@ def demo(device: str, dtype: str, address: str | None, as_json: bool, presented:
 
 @main.command()
 @click.option("--address", help="unix:///path/of.sock or host:port.  [default: what serve would listen on]")
-@click.option("--timeout-s", type=_Seconds(0, 3600, min_open=True), default=5.0, show_default=True)
+@click.option("--timeout-s", type=_Finite(0, 3600, min_open=True), default=5.0, show_default=True)
 @connection_options
 def health(address: str | None, timeout_s: float, presented: Presented) -> None:
     """Exit with 0 if the daemon serves, with 1 if not."""
@@ -165,7 +165,7 @@ def health(address: str | None, timeout_s: float, presented: Presented) -> None:
 
 @main.command()
 @click.option("--address", help="unix:///path/of.sock or host:port.  [default: what serve would listen on]")
-@click.option("--interval", type=_Seconds(0.1, 3600), default=1.0, show_default=True, help="Seconds between updates.")
+@click.option("--interval", type=_Finite(0.1, 3600), default=1.0, show_default=True, help="Seconds between updates.")
 @click.option("--once", is_flag=True, help="Print one snapshot and exit.")
 @click.option("--json", "as_json", is_flag=True, help="With --once: one JSON object instead of tables.")
 @click.option("--sort", default="blocks", show_default=True, help="Column to sort by, in the tables that have it.")
@@ -198,7 +198,7 @@ def top(
 
 @main.group()
 def bench() -> None:
-    """Benchmarks of bookkeeping, scheduling, RPCs, the store, the largest requests, attention, lanes and swapping."""
+    """Benchmarks of bookkeeping, scheduling, serving, calls, the store, limits, attention, lanes and swapping."""
 
 
 def _report(
@@ -251,6 +251,33 @@ def bench_schedule(trace: str | None, quick: bool, as_json: bool) -> None:
     from kvservice.bench import schedule
 
     _report(lambda: schedule.run(trace, quick), schedule.render, as_json)
+
+
+@bench.command("serve")
+@_device_option
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="[default: both; on a CUDA device bfloat16]")
+@click.option("--trace", type=click.Path(exists=True, dir_okay=False), help="JSON file of requests, instead of a seed.")
+@click.option("--kind", type=click.Choice(["chat", "document", "mixed"]), default="chat", show_default=True)
+@click.option("--seed", type=click.IntRange(0, 1 << 32), default=0, show_default=True)
+@click.option("--requests", type=click.IntRange(1, 100_000), default=64, show_default=True)
+@click.option("--rate", type=_Finite(0, 1e6), default=0.0, help="Arrivals a second on average; 0: all at once.")
+@click.option("--num-blocks", type=click.IntRange(160, 1 << 24), default=2048, show_default=True, help="Of 16 tokens.")
+@click.option("--plot", type=click.Path(dir_okay=False, writable=True), help="Also write charts to this SVG file.")
+@_quick_option
+@_json_option
+def bench_serve(dtype: str | None, as_json: bool, **options: Any) -> None:
+    """Measure an engine that serves many requests at once against the ways of transformers, with the same model.
+
+    On the CPU the model has 4 layers, on a CUDA device 1.3 billion parameters; the weights are random. The requests are
+    made from a seed, or read from a file: a JSON object with the list "requests" of objects with "prompt" (token ids),
+    "out" (tokens to generate) and, if they do not come all at once, "arrival_s".
+    """
+    _reexec_with(missing_environment(os.environ))
+    with _torch_wanted():
+        from kvservice.bench import serve
+    by_device = ("float32", "bfloat16") if options["device"] == "cpu" else ("bfloat16",)
+    settings = serve.ServeOptions(dtypes=by_device if dtype is None else (dtype,), **options)
+    _report(lambda: serve.run(settings), serve.render, as_json)
 
 
 @bench.command("rpc")

@@ -147,6 +147,7 @@ TORCH_MODULES = (
     "bench/cuda_",
     "bench/flashinfer_peer.py",
     "bench/lane_cuda.py",
+    "bench/serve",
     "bench/swap.py",
 )
 THIRD_PARTY_OF_BOOKKEEPING = {"blocks": {"numpy"}, "scheduler": {"numpy"}, "store": {"numpy"}}

@@ -1,0 +1,187 @@
+"""The benchmark of serving: its traces and figures, and that every way gives the same tokens."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+from kvservice.bench import serve, serve_model
+from kvservice.bench.peer_process import PeerMissingError
+from kvservice.bench.serve_figures import Served, equality, figures, median_run, progress
+from kvservice.bench.serve_peers import LibraryBatching
+from kvservice.bench.serve_plot import Panel, write_svg
+from kvservice.bench.serve_trace import SYSTEM_PROMPT, ServeTrace, TraceRequest, make_trace, read_trace
+from kvservice.errors import InvalidArgumentError
+
+TINY = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+
+
+def prompts(trace: ServeTrace) -> list[list[int]]:
+    return [request.prompt.tolist() for request in trace.requests]
+
+
+def test_traces_are_seeded_and_half_of_their_prompts_begin_with_a_system_prompt() -> None:
+    trace = make_trace("chat", seed=1)
+    assert prompts(trace) == prompts(make_trace("chat", seed=1))
+    assert prompts(trace) != prompts(make_trace("chat", seed=2))
+    shared = [request for request in trace.requests if request.shared]
+    assert 16 < len(shared) < 48
+    assert len({tuple(request.prompt[:SYSTEM_PROMPT]) for request in shared}) == 2
+    assert {request.arrival_s for request in trace.requests} == {0.0}
+
+
+def test_documents_are_longer_than_chats_and_arrivals_have_the_rate() -> None:
+    chats, documents = make_trace("chat", requests=200), make_trace("document", requests=200, rate=50.0)
+    assert documents.prompt_tokens > 3 * chats.prompt_tokens
+    assert documents.output_tokens < chats.output_tokens
+    arrivals = [request.arrival_s for request in documents.requests]
+    assert arrivals == sorted(arrivals)
+    assert 3 < arrivals[-1] < 5
+    mixed = make_trace("mixed", requests=200)
+    assert chats.prompt_tokens < mixed.prompt_tokens < documents.prompt_tokens
+    assert max(chats.longest, documents.longest) <= 2048
+
+
+def test_a_trace_is_read_and_cut(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    rows = [{"prompt": [1, 2, 3], "out": 9, "arrival_s": 2}, {"prompt": [4], "out": 2, "shared": True}]
+    path.write_text(json.dumps({"requests": rows}))
+    trace = read_trace(str(path))
+    assert prompts(trace) == [[4], [1, 2, 3]]
+    assert (trace.name, len(trace), trace.prompt_tokens, trace.output_tokens, trace.longest) == (
+        "mine.json",
+        2,
+        4,
+        11,
+        12,
+    )
+    assert [request.num_tokens for request in trace.head(2, tokens=5).requests] == [2, 5]
+    assert prompts(trace.head(1)) == [[4]]
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", "{}", '{"requests": []}', '{"requests": [1]}', '{"requests": [{"prompt": [1]}]}',
+     '{"requests": [{"prompt": [], "out": 1}]}', '{"requests": [{"prompt": [1024], "out": 1}]}',
+     '{"requests": [{"prompt": [1], "out": 2048}]}', '{"requests": [{"prompt": [1], "out": 0}]}',
+     '{"requests": [{"prompt": [1], "out": 1, "arrival_s": -1}]}',
+     '{"requests": [{"prompt": [1], "out": 1, "arrival_s": NaN}]}'],
+)  # fmt: skip
+def test_a_file_that_is_no_trace_is_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text(content)
+    with pytest.raises(InvalidArgumentError) as refused:
+        read_trace(str(path))
+    assert refused.value.field == "trace"
+
+
+def trace_of(*rows: tuple[int, float]) -> ServeTrace:
+    """Return a trace of requests with these output lengths and arrivals."""
+    return ServeTrace("by hand", tuple(TraceRequest(np.arange(3, dtype=np.int32), *row) for row in rows))
+
+
+def test_figures_count_from_the_arrival_and_only_tokens_that_were_asked_for() -> None:
+    trace = trace_of((3, 0.0), (2, 1.0))
+    served = Served([[1, 2, 3, 9], [4, 5]], [[1.0, 1.5, 2.5, 99.0], [3.0, 5.0]])
+    row = figures(trace, served)
+    assert row["seconds"] == 5.0
+    assert row["output_tokens_per_s"] == 1.0
+    assert row["first_token_p50_s"] == 1.5
+    assert row["first_token_p99_s"] == pytest.approx(1.99)
+    assert row["between_tokens_p50_s"] == 1.0
+    assert row["between_tokens_p99_s"] == pytest.approx(1.98)
+
+
+def test_a_request_that_was_not_served_to_its_end_is_no_figure() -> None:
+    with pytest.raises(AssertionError):
+        figures(trace_of((3, 0.0)), Served([[1, 2]], [[1.0, 2.0]]))
+
+
+def test_equal_tokens_are_those_before_the_first_difference() -> None:
+    trace, reference = trace_of((4, 0.0), (2, 0.0)), Served([[1, 2, 3, 4], [5, 6]], [])
+    assert equality(trace, reference, reference) == {"same_requests": 1.0, "same_tokens": 1.0}
+    other = Served([[1, 9, 3, 4], [5, 6, 7]], [])
+    assert equality(trace, other, reference) == {"same_requests": 0.5, "same_tokens": 0.5}
+
+
+def test_the_median_run_is_one_of_the_runs_and_names_all_rates() -> None:
+    runs = [{"output_tokens_per_s": rate, "run": number} for number, rate in enumerate((3.0, 1.0, 2.0, 9.0))]
+    assert median_run(runs) == {"output_tokens_per_s": 2.0, "run": 2, "rates": [3.0, 1.0, 2.0, 9.0]}
+
+
+def test_progress_has_few_points_and_ends_with_the_last_token() -> None:
+    assert progress(Served([[1], [2, 3]], [[2.0], [1.0, 4.0]])) == [(0.0, 0), (1.0, 1), (2.0, 2), (4.0, 3)]
+    many = progress(Served([[0] * 1000], [[float(at) for at in range(1000)]]))
+    assert len(many) == 101
+    assert many[-1] == (999.0, 1000)
+
+
+def test_a_plot_has_a_line_for_each_name(tmp_path: Path) -> None:
+    path = tmp_path / "plot.svg"
+    panel = Panel("one & <two>", "tokens", {"first": [(0.0, 0.0), (2.0, 10.0)], "empty": []})
+    write_svg(str(path), [panel, panel])
+    text = [element.text for element in ElementTree.parse(path).iter() if element.tag.endswith("text")]
+    assert text.count("one & <two>") == 2
+    assert text.count("first") == text.count("empty") == 2
+    lines = [element.get("points") for element in ElementTree.parse(path).iter() if element.get("stroke-width") == "2"]
+    assert lines == ["70.0,260.0 630.0,36.0", "", "70.0,260.0 630.0,36.0", ""]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A run with a tiny model, in float32, of requests that arrive one after the other."""
+    plot = tmp_path_factory.mktemp("plot") / "serve.svg"
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(serve_model, "SMALL", TINY)
+        options = serve.ServeOptions(dtypes=("float32",), rate=1000.0, num_blocks=256, quick=True, plot=str(plot))
+        measured = serve.run(options)
+    assert ElementTree.parse(plot).getroot().tag.endswith("svg")
+    return measured
+
+
+def test_every_way_gives_the_tokens_of_one_request_at_a_time(results: dict[str, Any]) -> None:
+    measured = results["dtypes"]["float32"]
+    assert len(measured["contenders"]) == 5
+    assert measured["missing"] == {}
+    for name, row in measured["contenders"].items():
+        assert (row["same_requests"], row["same_tokens"]) == (1.0, 1.0), name
+        assert 0 < row["first_token_p50_s"] <= row["first_token_p99_s"] <= row["seconds"], name
+        assert row["progress"][-1] == (row["seconds"], results["output_tokens"]), name
+
+
+def test_results_are_printed(results: dict[str, Any]) -> None:
+    text = io.StringIO()
+    missing = {"missing": {"another": "It is not installed."}}
+    measured = results | {"dtypes": {"float32": results["dtypes"]["float32"] | missing}}
+    serve.render(json.loads(json.dumps(measured)), Console(file=text, width=200))
+    for name in results["dtypes"]["float32"]["contenders"]:
+        assert f"│ {name} " in text.getvalue()
+    assert "another: not measured. It is not installed." in text.getvalue()
+
+
+def test_a_way_that_does_not_run_here_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> Served:
+        raise PeerMissingError("It needs another device.")
+
+    monkeypatch.setattr(serve_model, "SMALL", TINY)
+    monkeypatch.setattr(LibraryBatching, "serve", fail)
+    trace = make_trace("chat", requests=2, vocabulary=64).head(2, tokens=2)
+    measured = serve.measure("bfloat16", trace, serve.ServeOptions(num_blocks=256, quick=True))
+    assert measured["missing"] == {"the library's continuous batching": "It needs another device."}
+    assert len(measured["contenders"]) == 4
