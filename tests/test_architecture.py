@@ -101,6 +101,7 @@ ROOMS: dict[str, set[str]] = {
     "logs": set(),
     "launch": {"config", "environment", "errors", "health"},
     "integrations": {"client", "config_sources", "errors", "model_shape", "ops"},
+    "engines": {"client", "errors", "integrations"},
     "demo": {"auth", "client", "errors", "integrations", "launch", "pool.layout"},
     # It measures the packages from inside.
     "bench": {
@@ -143,6 +144,7 @@ TORCH_MODULES = (
     "integrations/",
     "demo.py",
     "demo/",
+    "engines/",
     "bench/attention",
     "bench/cuda_",
     "bench/flashinfer_peer.py",

@@ -81,10 +81,11 @@ class ForwardPass:
         return self.unpack(output, query)
 
     def pack(self, states: torch.Tensor) -> torch.Tensor:
-        """`[batch, heads, columns, head_size]` -> `[num_tokens, heads, head_size]`, in host memory."""
+        """`[batch, heads, columns, head_size]` -> `[num_tokens, heads, head_size]`, in the memory of a CUDA device or
+        of the host. The transport copies to the host if the pool is not on that device."""
         by_column = states.detach().transpose(1, 2)
         packed = by_column.flatten(0, 1) if self.tokens is None else by_column[self.tokens.to(states.device)]
-        return packed.cpu().contiguous()
+        return (packed if packed.is_cuda else packed.cpu()).contiguous()
 
     def unpack(self, output: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """`[num_tokens, heads, head_size]` -> `[batch, columns, heads, head_size]`, zeros where there is no token."""

@@ -18,18 +18,24 @@ from kvservice.integrations.transformers.probe import first_position
 
 
 def forward(
-    model: PreTrainedModel, step: Step, token_ids: Sequence[int] | torch.Tensor, *, last_only: bool = False
+    model: PreTrainedModel,
+    step: Step,
+    token_ids: Sequence[int] | torch.Tensor,
+    *,
+    last_only: bool = False,
+    rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Run an installed causal language model over the tokens of a step. Its K/V are in the daemon afterwards.
 
     token_ids: the step's `num_tokens` tokens, in the order of its sequences, which were allocated with
     `extra_keys=model_keys(model)`. Returns logits `[num_tokens, vocabulary]`, or with `last_only` those of the last
-    token of each sequence, `[sequences, vocabulary]`.
+    token of each sequence, `[sequences, vocabulary]`, or with `rows`, int64 `[m]`, those of these indices into the
+    step's tokens, `[m, vocabulary]`.
 
-    Raises InvalidArgumentError if the number of tokens is not the step's, and for models whose positions cannot be set
-    (see `first_position`) or whose rotary embeddings depend on the length of other sequences; FailedPreconditionError
-    if the model is not installed, if sequences were allocated for another model, or if layers were skipped; and the
-    daemon's errors.
+    Raises InvalidArgumentError if the number of tokens is not the step's or a row is not one of them, and for models
+    whose positions cannot be set (see `first_position`) or whose rotary embeddings depend on the length of other
+    sequences; FailedPreconditionError if the model is not installed, if sequences were allocated for another model, or
+    if layers were skipped; and the daemon's errors.
     """
     check_installed(model)
     keys.check_sequences(model, step.sequences, prompts=step.num_tokens > len(step.sequences))
@@ -44,12 +50,22 @@ def forward(
     if first and (ids == model.config.pad_token_id).any():
         raise InvalidArgumentError("padding has no position of its own in this model", field="token_ids")
     if last_only:
-        inputs["logits_to_keep"] = torch.from_numpy(np.cumsum(step.query_lens) - 1).to(model.device)
+        rows = torch.from_numpy(np.cumsum(step.query_lens) - 1)
+    if rows is not None:
+        inputs["logits_to_keep"] = _checked_rows(rows, step).to(model.device)
     forward_pass = ForwardPass(step)
     with running(forward_pass):
         logits: torch.Tensor = model(**inputs, use_cache=False).logits[0]
     forward_pass.check_complete(model.config.num_hidden_layers)
     return logits
+
+
+def _checked_rows(rows: torch.Tensor, step: Step) -> torch.Tensor:
+    if rows.ndim != 1 or rows.dtype != torch.long:
+        raise InvalidArgumentError(f"must be int64 [m], not {rows.dtype} {list(rows.shape)}", field="rows")
+    if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < step.num_tokens:
+        raise InvalidArgumentError(f"must be indices of the step's {step.num_tokens} tokens", field="rows")
+    return rows
 
 
 def _positions(step: Step) -> NDArray[np.int64]:

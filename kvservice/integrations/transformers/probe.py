@@ -79,24 +79,28 @@ def first_position(model: PreTrainedModel) -> int | None:
     Raises InvalidArgumentError if the position is neither 0 nor the padding id plus 1, and if the model accepts no
     positions but needs them.
     """
+    if model not in _first_positions:
+        _first_positions[model] = _find_first_position(model)
+    return _first_positions[model]
+
+
+_first_positions: WeakKeyDictionary[PreTrainedModel, int | None] = WeakKeyDictionary()
+
+
+def _find_first_position(model: PreTrainedModel) -> int | None:
     if "position_ids" not in inspect.signature(model.forward).parameters:
         probe = _Probe()
         _run(model, probe)
         if not all(attended.has_alibi for attended in probe.attended):
             raise InvalidArgumentError(f"{type(model).__name__} takes no position_ids", field="model")
         return None
-    if model not in _first_positions:
-        expected = _run(model)
-        padding_id = _padding_id(model)
-        candidates = [0] if padding_id is None else [0, padding_id + 1]
-        found = [first for first in candidates if torch.equal(_run(model, first_position=first), expected)]
-        if not found:
-            raise InvalidArgumentError(f"the first token's position is not one of {candidates}", field="model")
-        _first_positions[model] = found[0]
-    return _first_positions[model]
-
-
-_first_positions: WeakKeyDictionary[PreTrainedModel, int] = WeakKeyDictionary()
+    expected = _run(model)
+    padding_id = _padding_id(model)
+    candidates = [0] if padding_id is None else [0, padding_id + 1]
+    found = [first for first in candidates if torch.equal(_run(model, first_position=first), expected)]
+    if not found:
+        raise InvalidArgumentError(f"the first token's position is not one of {candidates}", field="model")
+    return found[0]
 
 
 def _padding_id(model: PreTrainedModel) -> int | None:

@@ -1,0 +1,1 @@
+"""Engines over models of the Hugging Face library, with their K/V in the daemon."""

@@ -1,0 +1,40 @@
+"""The forward pass of an engine: one ragged step of a model, with its K/V in the daemon."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from kvservice.client import Session, Step
+from kvservice.errors import InvalidArgumentError
+from kvservice.integrations.transformers import forward, install, pool_options
+
+
+class ModelRunner:
+    """Runs the steps of a session on a causal language model of the library, which it installs.
+
+    The step's tokens are concatenated in one row without padding, and the head computes only the logits that are asked
+    for. Tensors stay on the model's device if the session's transport takes them there.
+
+    Raises InvalidArgumentError for models that the integration does not support, and if the session's pool has another
+    shape or dtype than the model.
+    """
+
+    def __init__(self, model: PreTrainedModel, kv: Session) -> None:
+        wanted = pool_options(model.config, model.dtype)
+        found = {name: getattr(kv.info, name) for name in wanted}
+        if found != wanted:
+            raise InvalidArgumentError(f"needs a pool of {wanted}, but the daemon's is {found}", field="model")
+        self.model = install(model)
+        self.kv = kv
+
+    @torch.inference_mode()
+    def run(self, step: Step, token_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Compute a step. Its K/V are in the daemon afterwards, and the step is committed.
+
+        token_ids: int64 `[num_tokens]`, in the order of the step's sequences. rows: int64 `[m]`, indices into these
+        tokens; m may be 0. Returns the logits of these tokens, `[m, vocabulary]`, in the model's dtype.
+
+        Raises the errors of `kvservice.integrations.transformers.forward`.
+        """
+        return forward(self.model, step, token_ids, rows=rows)
