@@ -357,6 +357,12 @@ class BlockManager:
         Only blocks that are full and computed in every sequence count."""
         return self._forker.common_prefix_blocks(namespace, sequence_ids)
 
+    def tail_blocks(self, namespace: SessionNamespace, sequence_ids: npt.ArrayLike) -> tuple[Int64Array, Int64Array]:
+        """Return the blocks int64[n] to which the next tokens of sequences are written, and how many tables hold each
+        of them, int64[n]. Where the block is still to be allocated, both are 0. A block that several tables hold is
+        copied before it is written."""
+        return self._forker.tail_blocks(namespace, sequence_ids)
+
     def describe(
         self,
         namespace: SessionNamespace,

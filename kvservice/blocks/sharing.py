@@ -9,6 +9,7 @@ from kvservice.blocks.arguments import int64_array
 from kvservice.blocks.block_pool import ONE
 from kvservice.blocks.limits import check_request_blocks
 from kvservice.blocks.namespaces import SessionNamespace, unknown_sequence
+from kvservice.blocks.plans import Int64Array
 from kvservice.blocks.sequences import LENGTH, NO_STEP, NUM_BLOCKS, NUM_COMPUTED, SEQUENCE_ID, STEP
 from kvservice.blocks.state import BlockState
 from kvservice.errors import InvalidArgumentError
@@ -75,6 +76,17 @@ class Forker:
                 sequences.extra_keys[row] = sequences.extra_keys[parent]
         sequences.num_tokens += states.item(parent, LENGTH) * len(child_ids)
         return rows
+
+    def tail_blocks(self, namespace: SessionNamespace, sequence_ids: npt.ArrayLike) -> tuple[Int64Array, Int64Array]:
+        """See BlockManager.tail_blocks."""
+        self._state.enter(namespace)
+        ids, rows = namespace.lookup(sequence_ids)
+        states = self._sequences.resident_states(ids, rows)
+        entries = states[:, LENGTH] >> self._shift
+        there = entries < states[:, NUM_BLOCKS]
+        blocks = np.zeros(len(ids), np.int64)
+        blocks[there] = self._sequences.block_tables[rows[there], entries[there]]
+        return blocks, np.where(there, self._device.ref_count[blocks], 0).astype(np.int64)
 
     def common_prefix_blocks(self, namespace: SessionNamespace, sequence_ids: npt.ArrayLike) -> int:
         """See BlockManager.common_prefix_blocks."""

@@ -30,8 +30,8 @@ class Admission:
         first = next(iter(self._queues.waiting), None)
         if first is None or self._config.order is not QueueOrder.PRIORITY:
             return
-        missing = self._consumed(first)[1] - self._room(int(self._queues.decodes.needs().sum()), 0)
-        if self._queues.num_running >= draft.max_running:
+        missing = self._consumed(first)[1] - self._room(self._queues.needed_blocks(), 0)
+        if self._queues.num_running + first.num_places > draft.max_running:
             missing = max(missing, 1)
         if missing > 0:
             self._preemptor.make_room(draft, missing, first.rank)
@@ -59,12 +59,12 @@ class Admission:
             room = self._room(draft.needed, len(queues.decodes))
             if queues.num_running >= draft.max_running or room < state.blocks + growth:
                 return
-            if self._manager.can_swap_in(self._namespace, [state.request_id]) is not AllocStatus.OK:
+            if self._manager.can_swap_in(self._namespace, [state.sequence_id]) is not AllocStatus.OK:
                 return
-            draft.swapped_in.append(self._manager.swap_in(self._namespace, [state.request_id]))
+            draft.swapped_in.append(self._manager.swap_in(self._namespace, [state.sequence_id]))
             queues.swapped.remove(state)
             state.phase = Phase.DECODING
-            (snapshot,) = self._manager.describe(self._namespace, [state.request_id])
+            (snapshot,) = self._manager.describe(self._namespace, [state.sequence_id])
             state.blocks = snapshot.num_blocks
             queues.decodes.add(state, snapshot.length, state.next_token)
 
@@ -87,12 +87,12 @@ class Admission:
         queues, config = self._queues, self._config
         size, picked = self._blocks_config.block_size, list[RequestState]()
         room = min(self._room(draft.needed, queues.num_running), draft.max_new_blocks)
-        places = min(draft.max_running - queues.num_running, self._manager.num_free_sequences)
+        places = min(draft.max_running - queues.num_running, self._manager.num_free_sequences - queues.num_promised)
         tokens_left, num_long = draft.tokens_left, self._num_long()
         swapped = next(iter(queues.swapped), None)
         for state in itertools.islice(queues.waiting, _MAX_LOOKED_AT):
             waits_for_swapped = swapped is not None and state.rank[0] >= swapped.rank[0]
-            if tokens_left <= 0 or len(picked) >= places or waits_for_swapped:
+            if tokens_left <= 0 or state.num_places > places or waits_for_swapped:
                 break
             found, consumed = self._consumed(state)
             pending = len(state.tokens) - found * size
@@ -103,7 +103,8 @@ class Admission:
                 break
             picked.append(state)
             queues.computing.update(state.hashes[found:])
-            room -= consumed + (-len(state.tokens) % size < config.reserve_steps)
+            places -= state.num_places
+            room -= consumed + state.num_places * (-len(state.tokens) % size < config.reserve_steps)
             draft.max_new_blocks -= consumed
             tokens_left -= self._chunk(pending)
             num_long += self._is_long(pending)
@@ -117,11 +118,11 @@ class Admission:
         requests = [state.allocation(lookahead) for state in picked]
         for state, allocation in zip(picked, self._manager.allocate(self._namespace, requests), strict=True):
             self._queues.counters.count_admission(state, allocation.num_cached_tokens)
-            state.phase, state.preempted = Phase.PREFILLING, False
+            state.preempted = False
             state.pending = allocation.num_tokens - allocation.num_cached_tokens
             state.blocks = config.num_blocks_for(allocation.num_tokens + lookahead)
             draft.needed += state.blocks - allocation.num_blocks
-            self._queues.prefilling[state.request_id] = state
+            self._queues.start_prefill(state)
             draft.add_chunk(state, self._config.long_prefill_tokens)
 
     def _is_held_back(self, state: RequestState, found: int, pending: int, num_long: int) -> bool:

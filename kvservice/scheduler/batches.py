@@ -16,10 +16,10 @@ NO_SEQUENCES.flags.writeable = False
 
 @dataclass(frozen=True, slots=True)
 class Preemption:
-    """A running request that lost its blocks: its `computed` tokens, of which the prefix cache may still find some, or
+    """A running sequence that lost its blocks: its `computed` tokens, of which the prefix cache may still find some, or
     its place on the device if it was `swapped`."""
 
-    request_id: int
+    sequence_id: int
     computed: int
     swapped: bool
 

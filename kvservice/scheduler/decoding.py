@@ -17,7 +17,8 @@ class DecodeSet:
     """Sequences that get one token a step, in the order in which they joined.
 
     `ids`, `lengths` (computed tokens), `generated`, `limits` (most generated tokens), `blocks` (of the table) are
-    int64[n] views; `tokens` int32[n] are the next tokens to append, and `times` says when they were reported.
+    int64[n] views; `tokens` int32[n] are the next tokens to append, and `times` says when they were reported. `sharing`
+    says that the last blocks of some of them may be shared, so that they are copied before the next token is written.
     """
 
     def __init__(self, capacity: int, config: BlocksConfig, lookahead: int) -> None:
@@ -28,6 +29,7 @@ class DecodeSet:
         self._shift, self._mask = np.array(config.block_shift), np.array(config.block_mask)
         self._reach = np.array(1 + lookahead + config.block_mask)
         self._size = 0
+        self.sharing = False
         self._cut()
 
     def __len__(self) -> int:
@@ -49,7 +51,7 @@ class DecodeSet:
         at = self._size
         priority, place, number = state.rank
         self._columns[:, at] = (
-            state.request_id, length, state.generated, state.request.max_tokens, state.blocks, number, priority,
+            state.sequence_id, length, state.generated, state.limit, state.blocks, number, priority,
         )  # fmt: skip
         self._places[at] = place
         self.times.add(state.token_at_s)
@@ -67,9 +69,9 @@ class DecodeSet:
         self._size = size
         self._cut()
 
-    def index(self, request_id: int) -> int:
+    def index(self, sequence_id: int) -> int:
         """Return the index of a sequence in the set."""
-        return int((self.ids == request_id).argmax())
+        return int((self.ids == sequence_id).argmax())
 
     def needs(self) -> Int64Array:
         """Return how many new blocks each sequence needs for its next token and the lookahead: int64[n]."""

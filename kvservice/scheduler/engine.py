@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-from typing import Final
-
 import numpy as np
 
 from kvservice.blocks import BlockManager, SessionNamespace, StepPlan
 from kvservice.blocks.arguments import whole_number
-from kvservice.blocks.plans import Int32Array
+from kvservice.blocks.plans import Int32Array, Int64Array
 from kvservice.errors import (
     DuplicateSequenceError,
     FailedPreconditionError,
@@ -22,13 +19,11 @@ from kvservice.scheduler.batches import QueueCounts, ScheduledBatch
 from kvservice.scheduler.config import BatchPolicy, QueueOrder, SchedulerConfig
 from kvservice.scheduler.preemption import Preemptor
 from kvservice.scheduler.reports import Report, check_report
-from kvservice.scheduler.requests import Phase, Request, RequestState, check_request, hashes_of
+from kvservice.scheduler.requests import RUNNING, Request, RequestGroup, RequestState, check_request, hashes_of
+from kvservice.scheduler.samples import Samples
 from kvservice.scheduler.shares import PoolShares
 from kvservice.scheduler.state import Draft, EngineQueues
 from kvservice.scheduler.stats import Latencies, SchedulerFigures
-
-# Preempted requests at the head of the queue whose cached blocks are kept longest.
-_MAX_TOUCHED: Final = 8
 
 
 class EngineScheduler:
@@ -54,6 +49,7 @@ class EngineScheduler:
         self._latencies, self._num_stalled = latencies, 0
         self._preemptor = Preemptor(self.queues)
         self._admission = Admission(self.queues, self._preemptor)
+        self._samples = Samples(self.queues)
         self._num_steps = self._num_arrived = 0
         self._row_numbers = np.arange(config.max_running, dtype=np.int32)
         self._row_numbers.flags.writeable = False
@@ -63,7 +59,7 @@ class EngineScheduler:
 
     def __len__(self) -> int:
         """Number of requests that are not finished."""
-        return len(self.queues.states)
+        return len(self.queues.requests)
 
     def add(self, request: Request, now_s: float = 0.0) -> None:
         """Queue a request.
@@ -79,38 +75,41 @@ class EngineScheduler:
         self.queues.counters.added += 1
 
     def _add(self, request: Request, now_s: float) -> None:
-        tokens, extra = check_request(request, self._manager.config, self.config.lookahead)
-        if request.request_id in self.queues.states or request.request_id in self._namespace:
-            raise DuplicateSequenceError(
-                f"request {request.request_id} is in use", field="request_id", sequence_id=request.request_id
-            )
-        if len(self.queues.states) >= self.config.max_requests:
+        blocks, queues = self._manager.config, self.queues
+        max_width = min(self.config.max_running, blocks.max_sequences)
+        tokens, extra, limits = check_request(request, blocks, self.config.lookahead, max_width)
+        for sequence_id in range(request.request_id, request.request_id + len(limits)):
+            if sequence_id in queues.requests or sequence_id in queues.reserved or sequence_id in self._namespace:
+                raise DuplicateSequenceError(
+                    f"sequence {sequence_id} is in use", field="request_id", sequence_id=sequence_id
+                )
+        if len(queues.requests) >= self.config.max_requests:
             raise QuotaExceededError(
-                f"there are {len(self.queues.states)} requests", field="request_id", limit="max_requests",
+                f"there are {len(queues.requests)} requests", field="request_id", limit="max_requests",
                 value=self.config.max_requests,
             )  # fmt: skip
-        delay = self.config.size_delay_steps * self._manager.config.num_blocks_for(len(tokens))
+        delay = self.config.size_delay_steps * blocks.num_blocks_for(len(tokens))
         place = self._num_steps + min(delay, self.config.max_size_delay_steps)
         priority = request.priority if self.config.order is QueueOrder.PRIORITY else 0
-        self._num_arrived += 1
         rank = (priority, place, self._num_arrived)
-        state = RequestState(request, rank, tokens, hashes_of(tokens, extra, self._manager.config), extra, now_s)
-        self.queues.states[request.request_id] = state
-        self.queues.waiting.add(state)
+        self._num_arrived += len(limits)
+        group, hashes = RequestGroup(request, limits), hashes_of(tokens, extra, blocks)
+        queues.add(RequestState(group, request.request_id, limits[0], rank, tokens, hashes, extra, now_s))
         self.share.active = True
 
     def abort(self, request_id: int) -> None:
-        """Drop a request. If the current batch has it, it ends with that batch. Raises UnknownSequenceError."""
-        state = self.queues.states.get(whole_number(request_id, "request_id", 0, 2**63 - 1))
-        if state is None or request_id in self._aborted:
+        """Drop a request with all its samples. While a batch is not reported, a request that runs ends with it. Raises
+        UnknownSequenceError."""
+        group = self.queues.requests.get(whole_number(request_id, "request_id", 0, 2**63 - 1))
+        if group is None or request_id in self._aborted:
             raise UnknownSequenceError(
                 f"request {request_id} is unknown or finished", field="request_id", sequence_id=request_id
             )
         self.queues.counters.aborted += 1
-        if self._batch is not None and state.phase in (Phase.PREFILLING, Phase.DECODING):
+        if self._batch is not None and any(state.phase in RUNNING for state in group.members):
             self._aborted.append(request_id)
         else:
-            self.queues.withdraw(state)
+            self._samples.end([], [request_id])
 
     def schedule(
         self, now_s: float = 0.0, max_step_tokens: int | None = None, max_running: int | None = None
@@ -151,7 +150,7 @@ class EngineScheduler:
         if chunked:
             self._preemptor.choose_decodes(draft)
         else:
-            draft.needed = int(self.queues.decodes.needs().sum())
+            draft.needed = self.queues.needed_blocks()
         for state in self.queues.prefilling.values():
             draft.add_chunk(state, self.config.long_prefill_tokens)
         if not draft.short:
@@ -174,10 +173,10 @@ class EngineScheduler:
         sampled = ids = ids.copy()
         rows = self._row_numbers[:num_decodes]
         if chunks:
-            chunk_ids = np.array([state.request_id for state, _ in chunks], np.int64)
-            last = np.array([count == state.pending for state, count in chunks])
-            sampled = np.concatenate([ids, chunk_ids[last]])
-            rows = np.concatenate([rows, self._row_numbers[num_decodes : num_decodes + len(chunks)][last]])
+            chunk_ids = np.array([state.sequence_id for state, _ in chunks], np.int64)
+            first, samples = self._samples_of_chunks(chunks)
+            sampled = np.concatenate([ids, samples])
+            rows = np.concatenate([rows, num_decodes + first])
             counts = np.concatenate([np.ones(num_decodes, np.int64), [count for _, count in chunks]])
             ids = np.concatenate([ids, chunk_ids])
             if num_decodes:
@@ -199,6 +198,15 @@ class EngineScheduler:
             draft.num_stalled,
         )
 
+    def _samples_of_chunks(self, chunks: list[tuple[RequestState, int]]) -> tuple[Int32Array, Int64Array]:
+        """Return the samples that get a token after these chunks: int32[m], which chunk, and int64[m], its sequence."""
+        which, ids = list[int](), list[int]()
+        for i, (state, count) in enumerate(chunks):
+            if count == state.pending:
+                ids += range(state.sequence_id, state.sequence_id + state.num_places)
+                which += [i] * state.num_places
+        return np.array(which, np.int32), np.array(ids, np.int64)
+
     def update(self, report: Report, now_s: float = 0.0) -> list[int]:
         """Accept the report of a batch. A request also finishes with its last of max_tokens.
 
@@ -209,24 +217,22 @@ class EngineScheduler:
         batch, draft = self._batch, self._draft
         if batch is None or draft is None or batch.step is None or batch.number != report.batch:
             raise FailedPreconditionError(f"batch {report.batch} is not in progress", field="batch")
-        tokens, ended = check_report(batch, report)
+        tokens, finished = check_report(batch, report)
         written = self._manager.written_layers(self._namespace, batch.step.step_id)
         if written is None or 0 in written:
             raise FailedPreconditionError("not all layers of the step are written", field="batch")
         self._batch = self._draft = None
-        over = self._update_decodes(batch, draft, tokens[: batch.num_decodes], ended, now_s)
-        over += self._update_chunks(draft, tokens[batch.num_decodes :].tolist(), ended, now_s)
+        over = self._update_decodes(batch, draft, tokens[: batch.num_decodes], finished, now_s)
+        over += self._update_chunks(draft, tokens[batch.num_decodes :].tolist(), finished, now_s)
         self.queues.counters.generated_tokens += len(tokens)
-        if self._aborted:
-            over = list(dict.fromkeys([*over, *self._aborted]))
-            self.queues.counters.finished -= len(self._aborted)
-            self._aborted.clear()
-        self.queues.counters.finished += len(over)
-        self._finish(over)
-        return over
+        ended = self._samples.end(over, self._aborted) if over or self._aborted else []
+        self.queues.counters.finished += len(ended) - len(self._aborted)
+        self._aborted.clear()
+        self.share.active = bool(self.queues.requests)
+        return ended
 
     def _update_decodes(
-        self, batch: ScheduledBatch, draft: Draft, tokens: Int32Array, ended: set[int], now_s: float
+        self, batch: ScheduledBatch, draft: Draft, tokens: Int32Array, finished: set[int], now_s: float
     ) -> list[int]:
         """Advance the decodes. Returns the ids of those that are over."""
         if not batch.num_decodes:
@@ -237,11 +243,11 @@ class EngineScheduler:
         decodes.generated[which] += 1
         self._latencies.between_tokens.observe(decodes.times.advance(which, len(tokens), now_s), len(tokens))
         over = decodes.generated[which] >= decodes.limits[which]
-        if ended:
-            over |= np.isin(batch.sampled[: batch.num_decodes], list(ended))
+        if finished:
+            over |= np.isin(batch.sampled[: batch.num_decodes], list(finished))
         return batch.sampled[: batch.num_decodes][over].tolist() if np.count_nonzero(over) else []
 
-    def _update_chunks(self, draft: Draft, tokens: list[int], ended: set[int], now_s: float) -> list[int]:
+    def _update_chunks(self, draft: Draft, tokens: list[int], finished: set[int], now_s: float) -> list[int]:
         """Advance the prefills; those with all tokens computed decode from now on. Returns the ids of those over."""
         over, sampled = list[int](), iter(tokens)
         for state, count in draft.chunks:
@@ -250,28 +256,8 @@ class EngineScheduler:
                 continue
             self.queues.end_prefill(state)
             self._latencies.observe_token(state, now_s)
-            state.generated += 1
-            state.phase = Phase.DECODING
-            self.queues.decodes.add(state, len(state.tokens), next(sampled))
-            if state.generated >= state.request.max_tokens or state.request_id in ended:
-                over.append(state.request_id)
+            over += self._samples.start(state, [next(sampled) for _ in range(state.num_places)], finished)
         return over
-
-    def _finish(self, over: list[int]) -> None:
-        """Remove these running requests, all at once."""
-        if not over:
-            return
-        decodes = self.queues.decodes
-        for request_id in over:
-            state = self.queues.states.pop(request_id)
-            if state.phase is Phase.PREFILLING:
-                self.queues.end_prefill(state)
-        decodes.keep(~np.isin(decodes.ids, over))
-        self._manager.free(self._namespace, over)
-        for state in itertools.islice(self.queues.waiting, _MAX_TOUCHED):
-            if state.preempted:  # it runs again soon: what the finished requests leave in the cache is evicted before
-                self._manager.touch(state.hashes)
-        self.share.active = bool(self.queues.states)
 
     def figures(self) -> SchedulerFigures:
         """Return the gauges of this moment and the counters."""

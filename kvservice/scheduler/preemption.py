@@ -27,12 +27,15 @@ class Preemptor:
         decodes = self._queues.decodes
         growth = decodes.needs()
         needed = int(np.add.reduce(growth))
+        copies = self._queues.tail_copies() if decodes.sharing else None
+        if copies:
+            needed += copies[1]
         if len(decodes) <= draft.tokens_left and needed <= self._manager.num_available:
             draft.decodes, draft.growth, draft.all_decodes = decodes.ids, growth, True
         else:
             chosen = self._choose(draft)
             draft.decodes, draft.growth = chosen, decodes.needs()[chosen]
-            needed = int(draft.growth.sum())
+            needed = int(self._needs()[chosen].sum())
         draft.needed += needed
         draft.tokens_left -= len(draft.decodes)
 
@@ -41,7 +44,7 @@ class Preemptor:
         decodes = self._queues.decodes
         while len(decodes):
             order = decodes.by_rank()[: draft.tokens_left]
-            growth = decodes.needs()[order]
+            growth = self._needs()[order]
             served = (np.cumsum(growth) <= self._manager.num_available) | (growth == 0)
             unserved = int(np.count_nonzero(~served))
             if not unserved or (unserved <= self._max_stalled(len(order)) and unserved < len(order)):
@@ -50,6 +53,11 @@ class Preemptor:
                 return np.sort(order[served])
             self.preempt_one(draft)
         return NO_SEQUENCES
+
+    def _needs(self) -> Int64Array:
+        """Return how many blocks each decode may need at most, copies of shared blocks included: int64[n]."""
+        growth, copies = self._queues.decodes.needs(), self._queues.tail_copies()
+        return growth + copies[0] if copies else growth
 
     def _max_stalled(self, num_decodes: int) -> int:
         fraction = self._config.max_stalled_fraction
@@ -86,32 +94,30 @@ class Preemptor:
             queues.end_prefill(state)
             self._recompute(state, len(state.tokens) - state.pending, draft)
             return
-        at = queues.decodes.index(state.request_id)
+        at = queues.decodes.index(state.sequence_id)
         length = int(queues.decodes.lengths[at])
-        state.next_token = queues.leave_decodes(state)
         if self._swap_is_better(state, length):
-            draft.swapped_out.append(self._manager.swap_out(self._namespace, [state.request_id]))
+            state.next_token = queues.leave_decodes(state)
+            draft.swapped_out.append(self._manager.swap_out(self._namespace, [state.sequence_id]))
             state.phase = Phase.SWAPPED
             queues.swapped.add(state)
-            draft.preempted.append(Preemption(state.request_id, length, swapped=True))
+            draft.preempted.append(Preemption(state.sequence_id, length, swapped=True))
             return
-        (snapshot,) = self._manager.describe(self._namespace, [state.request_id], include_tokens=True)
-        assert snapshot.token_ids is not None, "they were asked for"
-        tokens = np.append(snapshot.token_ids, np.int32(state.next_token)).astype(np.int32)
-        state.continue_with(tokens, self._manager.config)
+        state.continue_with(queues.tokens_of(state), self._manager.config)
+        queues.leave_decodes(state)
         self._recompute(state, length, draft)
 
     def _recompute(self, state: RequestState, computed: int, draft: Draft) -> None:
-        self._manager.free(self._namespace, [state.request_id])
+        self._manager.free(self._namespace, [state.sequence_id])
         state.phase, state.pending, state.blocks, state.preempted = Phase.WAITING, 0, 0, True
         state.lost = computed
         self._queues.waiting.add(state)
-        draft.preempted.append(Preemption(state.request_id, computed, swapped=False))
+        draft.preempted.append(Preemption(state.sequence_id, computed, swapped=False))
 
     def _swap_is_better(self, state: RequestState, length: int) -> bool:
         mode, config = self._config.preemption, self._config
         if mode is PreemptionMode.RECOMPUTE or not self._manager.config.num_swap_blocks:
             return False
-        costs_less = 2 * state.blocks * config.swap_block_s < length * config.compute_token_s
+        costs_less = 2 * self._queues.blocks_of(state) * config.swap_block_s < length * config.compute_token_s
         wanted = mode is PreemptionMode.SWAP or costs_less
-        return wanted and self._manager.can_swap_out(self._namespace, [state.request_id])
+        return wanted and self._manager.can_swap_out(self._namespace, [state.sequence_id])

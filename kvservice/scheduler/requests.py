@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvservice.blocks import AllocationRequest, BlocksConfig
-from kvservice.blocks.arguments import extra_keys_by_block, int32_array, whole_number
+from kvservice.blocks.arguments import extra_keys_by_block, int32_array, int64_array, refuse, whole_number
 from kvservice.blocks.plans import Int32Array
 from kvservice.blocks.prefix import chain_hashes
 from kvservice.errors import InvalidArgumentError, OutOfBlocksError
@@ -20,8 +21,10 @@ from kvservice.errors import InvalidArgumentError, OutOfBlocksError
 class Request:
     """A request for the continuation of a prompt by at most `max_tokens` tokens.
 
-    `request_id` is the id of its sequence in the engine's namespace. `token_ids` is int32[n], n >= 1. A lower
-    `priority` is more urgent. `extra_keys` are those of AllocationRequest.
+    `request_id` is the id of its sequence in the engine's namespace. With a `width` above 1 the request has that many
+    samples; their sequences are request_id, request_id + 1, and so on, and `stop_lengths` int64[width] may give each of
+    them a total length, prompt included, at which it ends. `token_ids` is int32[n], n >= 1. A lower `priority` is more
+    urgent. `extra_keys` are those of AllocationRequest.
     """
 
     request_id: int
@@ -29,10 +32,12 @@ class Request:
     max_tokens: int
     priority: int = 0
     extra_keys: Sequence[tuple[int, bytes]] = ()
+    width: int = 1
+    stop_lengths: npt.ArrayLike = ()
 
 
 class Phase(Enum):
-    """Where a request is. It is in exactly one queue."""
+    """Where a sample is. It is in exactly one queue."""
 
     WAITING = "waiting"
     PREFILLING = "prefilling"
@@ -40,9 +45,37 @@ class Phase(Enum):
     SWAPPED = "swapped"
 
 
+RUNNING = (Phase.PREFILLING, Phase.DECODING)
+
+
+@dataclass(slots=True, eq=False)
+class RequestGroup:
+    """The samples of one request.
+
+    `limits` are the most tokens that each sample may generate. `members` are the samples that are not finished: only
+    the first until its prompt is computed, when the others are `forked` from it. `ended` has the tokens int32[n] of
+    finished samples, by the ids of their sequences.
+    """
+
+    request: Request
+    limits: tuple[int, ...]
+    members: list[RequestState] = field(default_factory=list)
+    forked: bool = False
+    ended: dict[int, Int32Array] = field(default_factory=dict)
+
+    @property
+    def request_id(self) -> int:
+        return self.request.request_id
+
+    @property
+    def reserved_ids(self) -> range:
+        """The ids of the sequences of all samples except the first."""
+        return range(self.request_id + 1, self.request_id + self.request.width)
+
+
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """State of one request.
+    """State of one sample of a request.
 
     `tokens` int32[n] are the prompt and, after a preemption, the tokens generated so far; `hashes` are the chain hashes
     of its full blocks. `rank` orders the queue: (priority, place in the queue, arrival number). `pending` counts the
@@ -51,7 +84,9 @@ class RequestState:
     latest token was reported.
     """
 
-    request: Request
+    group: RequestGroup
+    sequence_id: int
+    limit: int
     rank: tuple[int, float, int]
     tokens: Int32Array
     hashes: list[bytes]
@@ -67,11 +102,23 @@ class RequestState:
     token_at_s: float = 0.0
 
     @property
-    def request_id(self) -> int:
-        return self.request.request_id
+    def num_places(self) -> int:
+        """How many sequences it is, or becomes when its prompt is computed."""
+        return 1 if self.group.forked else self.group.request.width
+
+    def sibling(self, index: int) -> RequestState:
+        """Return the state of another sample of the request, at the point where this one is."""
+        priority, place, number = self.rank
+        return replace(
+            self,
+            sequence_id=self.group.request_id + index,
+            limit=self.group.limits[index],
+            rank=(priority, place, number + index),
+        )
 
     def allocation(self, lookahead: int) -> AllocationRequest:
-        return AllocationRequest(self.request_id, self.tokens, self.request.extra_keys, lookahead, self.hashes)
+        extra_keys = self.group.request.extra_keys
+        return AllocationRequest(self.sequence_id, self.tokens, extra_keys, lookahead, self.hashes)
 
     def continue_with(self, tokens: Int32Array, config: BlocksConfig) -> None:
         """Replace the tokens that a new prefill must compute."""
@@ -84,14 +131,24 @@ def hashes_of(tokens: Int32Array, extra: dict[int, bytes], config: BlocksConfig)
     return chain_hashes(tokens, extra, config.block_size) if config.enable_prefix_caching else []
 
 
-def check_request(request: Request, config: BlocksConfig, lookahead: int) -> tuple[Int32Array, dict[int, bytes]]:
-    """Validate a request. Returns (token ids int32[n], encoded extra keys by block).
+class CheckedRequest(NamedTuple):
+    """A valid request: token ids int32[n], encoded extra keys by block, and the most generated tokens of each
+    sample."""
 
-    Raises InvalidArgumentError, and OutOfBlocksError with `never` if the pool cannot hold the whole request above the
-    watermark.
+    tokens: Int32Array
+    extra: dict[int, bytes]
+    limits: tuple[int, ...]
+
+
+def check_request(request: Request, config: BlocksConfig, lookahead: int, max_width: int) -> CheckedRequest:
+    """Validate a request.
+
+    Raises InvalidArgumentError, and OutOfBlocksError with `never` if the pool cannot hold one of its samples, whole,
+    above the watermark. Samples run one at a time if need be.
     """
     limit = config.max_sequence_tokens
-    whole_number(request.request_id, "request_id", 0, 2**63 - 1)
+    width = whole_number(request.width, "width", 1, max_width)
+    whole_number(request.request_id, "request_id", 0, 2**63 - width)
     tokens = int32_array(request.token_ids, "token_ids")
     if len(tokens) >= limit:
         raise InvalidArgumentError(
@@ -111,4 +168,16 @@ def check_request(request: Request, config: BlocksConfig, lookahead: int) -> tup
             tier="device", required=required, free=available, total=config.num_blocks, never=True,
             field="max_tokens",
         )  # fmt: skip
-    return np.array(tokens, np.int32), extra
+    return CheckedRequest(np.array(tokens, np.int32), extra, _limits(request, width, len(tokens), max_tokens))
+
+
+def _limits(request: Request, width: int, num_tokens: int, max_tokens: int) -> tuple[int, ...]:
+    """Return the most tokens that each sample may generate. Raises InvalidArgumentError naming stop_lengths."""
+    if not np.size(request.stop_lengths):
+        return (max_tokens,) * width
+    lengths = int64_array(request.stop_lengths, "stop_lengths")
+    if len(lengths) != width:
+        raise InvalidArgumentError(f"has {len(lengths)} elements for {width} samples", field="stop_lengths")
+    if np.count_nonzero(lengths <= num_tokens):
+        refuse("stop_lengths", lengths <= num_tokens, f"must be above the {num_tokens} tokens of the prompt")
+    return tuple(np.minimum(lengths - num_tokens, max_tokens).tolist())

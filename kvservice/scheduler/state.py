@@ -7,25 +7,28 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvservice.blocks import BlockManager, SessionNamespace, SwapPlan
-from kvservice.blocks.plans import Int64Array
+from kvservice.blocks.plans import BoolArray, Int32Array, Int64Array
 from kvservice.scheduler.batches import NO_SEQUENCES, Preemption
 from kvservice.scheduler.config import SchedulerConfig
 from kvservice.scheduler.decoding import DecodeSet
-from kvservice.scheduler.requests import Phase, RequestState
+from kvservice.scheduler.requests import Phase, RequestGroup, RequestState
 from kvservice.scheduler.stats import SchedulerCounters
 from kvservice.scheduler.waiting import WaitingQueue
 
 
 class EngineQueues:
-    """All requests of one engine: `states` by id, each of them also in one of `waiting`, `prefilling`, `decodes` and
-    `swapped`.
+    """All requests of one engine: `requests` by id, and the `states` of their samples by sequence id, each of them also
+    in one of `waiting`, `prefilling`, `decodes` and `swapped`.
 
-    `computing` are the chain hashes of the blocks that running prefills compute.
+    `reserved` are the sequence ids of all samples that are not the first of their request. `computing` are the chain
+    hashes of the blocks that running prefills compute.
     """
 
     def __init__(self, manager: BlockManager, namespace: SessionNamespace, config: SchedulerConfig) -> None:
         self.manager, self.namespace, self.config = manager, namespace, config
+        self.requests: dict[int, RequestGroup] = {}
         self.states: dict[int, RequestState] = {}
+        self.reserved: set[int] = set()
         self.waiting = WaitingQueue()
         self.prefilling: dict[int, RequestState] = {}
         capacity = min(config.max_running, manager.config.max_sequences)
@@ -33,10 +36,17 @@ class EngineQueues:
         self.swapped = WaitingQueue()
         self.computing: set[bytes] = set()
         self.counters = SchedulerCounters()
+        self._num_prefilling = 0
 
     @property
     def num_running(self) -> int:
-        return len(self.decodes) + len(self.prefilling)
+        """Number of running sequences, with those that prompts will have when they are computed."""
+        return len(self.decodes) + self._num_prefilling
+
+    @property
+    def num_promised(self) -> int:
+        """Number of sequences that prompts will have when they are computed, besides those that they have."""
+        return self._num_prefilling - len(self.prefilling)
 
     def held_blocks(self) -> int:
         """Return the table entries of the running sequences."""
@@ -46,17 +56,54 @@ class EngineQueues:
         """Return the table entries of a running sequence."""
         if state.phase is Phase.PREFILLING:
             return state.blocks
-        return int(self.decodes.blocks[self.decodes.index(state.request_id)])
+        return int(self.decodes.blocks[self.decodes.index(state.sequence_id)])
+
+    def tail_copies(self) -> tuple[BoolArray, int] | None:
+        """Return which decodes write to a block that others share (bool[n]), and how many copies all of them need
+        together; None if there is no such block."""
+        decodes = self.decodes
+        if not decodes.sharing or not len(decodes):
+            return None
+        blocks, holders = self.manager.tail_blocks(self.namespace, decodes.ids)
+        shared = holders > 1
+        decodes.sharing = bool(np.count_nonzero(shared))
+        if not decodes.sharing:
+            return None
+        _, first, writers = np.unique(blocks[shared], return_index=True, return_counts=True)
+        return shared, int((writers - (writers == holders[shared][first])).sum())
+
+    def needed_blocks(self) -> int:
+        """Return how many blocks all decodes need for their next tokens and the lookahead."""
+        copies = self.tail_copies()
+        return int(self.decodes.needs().sum()) + (copies[1] if copies else 0)
+
+    def start_prefill(self, state: RequestState) -> None:
+        """Add a sequence to the prefilling ones."""
+        state.phase = Phase.PREFILLING
+        self.prefilling[state.sequence_id] = state
+        self._num_prefilling += state.num_places
 
     def end_prefill(self, state: RequestState) -> None:
         """Remove a sequence from the prefilling ones."""
-        del self.prefilling[state.request_id]
+        del self.prefilling[state.sequence_id]
+        self._num_prefilling -= state.num_places
         self.computing.difference_update(state.hashes)
+
+    def tokens_of(self, state: RequestState) -> Int32Array:
+        """Return the tokens of a sample, int32[n]: the prompt and all that are generated."""
+        if state.phase in (Phase.WAITING, Phase.PREFILLING):
+            return state.tokens
+        (snapshot,) = self.manager.describe(self.namespace, [state.sequence_id], include_tokens=True)
+        assert snapshot.token_ids is not None, "they were asked for"
+        if state.phase is Phase.SWAPPED:
+            return np.append(snapshot.token_ids, np.int32(state.next_token))
+        at = self.decodes.index(state.sequence_id)
+        return np.append(snapshot.token_ids[: self.decodes.lengths[at]], self.decodes.tokens[at])
 
     def leave_decodes(self, state: RequestState) -> int:
         """Remove a sequence from the decoding ones, and note its progress. Returns its next token."""
         decodes = self.decodes
-        at = decodes.index(state.request_id)
+        at = decodes.index(state.sequence_id)
         state.generated, state.blocks = int(decodes.generated[at]), int(decodes.blocks[at])
         token, state.token_at_s = int(decodes.tokens[at]), decodes.times.at(at)
         kept = np.ones(len(decodes), np.bool_)
@@ -65,12 +112,26 @@ class EngineQueues:
         return token
 
     def running_by_rank(self) -> list[RequestState]:
-        """Return the running requests, the first of the queue's order first."""
-        running = [self.states[request_id] for request_id in self.decodes.ids.tolist()]
+        """Return the running samples, the first of the queue's order first."""
+        running = [self.states[sequence_id] for sequence_id in self.decodes.ids.tolist()]
         return sorted([*running, *self.prefilling.values()], key=lambda state: state.rank)
 
+    def add(self, state: RequestState) -> None:
+        """Queue a new request, whose first sample this is."""
+        group = state.group
+        group.members.append(state)
+        self.requests[group.request_id] = group
+        self.reserved.update(group.reserved_ids)
+        self.states[state.sequence_id] = state
+        self.waiting.add(state)
+
+    def forget(self, group: RequestGroup) -> None:
+        """Remove a request that has no samples any more."""
+        del self.requests[group.request_id]
+        self.reserved.difference_update(group.reserved_ids)
+
     def withdraw(self, state: RequestState) -> None:
-        """Remove a request from its queue and from the block manager. No batch that has it is in progress."""
+        """Remove a sample from its queue and from the block manager. No batch that has it is in progress."""
         if state.phase is Phase.WAITING:
             self.waiting.remove(state)
         else:
@@ -80,8 +141,8 @@ class EngineQueues:
                 self.leave_decodes(state)
             else:
                 self.swapped.remove(state)
-            self.manager.free(self.namespace, [state.request_id])
-        del self.states[state.request_id]
+            self.manager.free(self.namespace, [state.sequence_id])
+        del self.states[state.sequence_id]
 
 
 @dataclass(slots=True)

@@ -59,7 +59,7 @@ class Latencies:
         if state.generated:
             self.between_tokens.observe(now_s - state.token_at_s, 1)
         else:
-            self.first_token.observe(now_s - state.arrived_at_s, 1)
+            self.first_token.observe(now_s - state.arrived_at_s, state.num_places)
         state.token_at_s = now_s
 
 

@@ -205,7 +205,7 @@ def test_without_stalls_the_request_with_the_fewest_blocks_is_preempted() -> Non
     rig.add(3, range(200, 216), max_tokens=9)
     rig.step()
     batch = rig.step()
-    assert [(one.request_id, one.computed, one.swapped) for one in batch.preempted] == [(2, 4, False)]
+    assert [(one.sequence_id, one.computed, one.swapped) for one in batch.preempted] == [(2, 4, False)]
     rig.run()
     rig.check_outputs()
     assert sorted(rig.finished) == [1, 2, 3]
@@ -217,7 +217,7 @@ def test_the_cached_blocks_of_a_preempted_request_are_evicted_last() -> None:
     rig.add(2, range(100, 112), max_tokens=2)
     rig.add(3, range(200, 208), max_tokens=9)
     rig.step()
-    assert [one.request_id for one in rig.step().preempted] == [3]
+    assert [one.sequence_id for one in rig.step().preempted] == [3]
     assert rig.finished == [2]
     while 1 not in rig.finished:  # it grows by four blocks
         rig.step(max_running=1)
@@ -231,7 +231,7 @@ def test_higher_priority_preempts_lower() -> None:
     rig.step()
     rig.add(3, range(200, 212), max_tokens=9, priority=1)
     batch = rig.step()
-    assert [one.request_id for one in batch.preempted] == [1]
+    assert [one.sequence_id for one in batch.preempted] == [1]
     assert batch.step is not None
     assert batch.step.sequence_ids.tolist() == [2, 3]
     rig.run()
@@ -248,7 +248,7 @@ def test_what_was_swapped_out_for_a_more_urgent_request_comes_back_after_it() ->
     rig.add(2, range(200, 212), max_tokens=3, priority=1)
     rig.add(3, range(300, 312), max_tokens=3, priority=5)
     batch = rig.step()
-    assert [(one.request_id, one.swapped) for one in batch.preempted] == [(1, True)]
+    assert [(one.sequence_id, one.swapped) for one in batch.preempted] == [(1, True)]
     assert batch.sampled.tolist() == [2]
     rig.run()
     assert rig.finished == [2, 1, 3]

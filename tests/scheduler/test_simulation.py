@@ -69,12 +69,17 @@ class Simulation:
     def add(self, rig: EngineRig) -> None:
         shared = [7] * self.random.choice([0, 0, 9, 21])
         prompt = shared + [self.random.randrange(3) for _ in range(self.random.randint(1, 40))]
-        self.next_id += 1
+        width = min(self.random.choice([1, 1, 1, 2, 3, 5]), rig.engine.config.max_running)
+        max_tokens = self.random.randint(1, 30)
+        stop_lengths = [len(prompt) + self.random.randint(1, 30) for _ in range(width)]
+        self.next_id += 10
         rig.add(
             self.next_id,
             prompt,
-            max_tokens=self.random.randint(1, 30),
+            max_tokens=max_tokens,
             stop=self.random.randint(1, 30),
+            width=width,
+            stop_lengths=self.random.choice([(), stop_lengths]),
             priority=self.random.randint(0, 2),
             now_s=self.now_s,
         )
@@ -86,9 +91,9 @@ class Simulation:
         rig.end(batch)
 
     def abort(self, rig: EngineRig) -> None:
-        open_ids = [name for name in rig.engine.queues.states if name not in rig.engine._aborted]
+        open_ids = [name for name in rig.engine.queues.requests if name not in rig.engine._aborted]
         if open_ids:
-            rig.engine.abort(self.random.choice(open_ids))
+            rig.abort(self.random.choice(open_ids))
 
     def kill(self, rig: EngineRig) -> None:
         """The engine dies, at times between a batch and its report; a new one takes its place."""
@@ -137,7 +142,7 @@ def test_under_faults_no_request_starves_and_no_token_changes(seed: int) -> None
         simulation.check()
     simulation.drain()
     simulation.check()
-    assert simulation.next_id > 50
+    assert simulation.next_id > 500
     for rig in simulation.rigs:
         rig.check_outputs()
     assert simulation.manager.stats().sequences == 0

@@ -55,17 +55,23 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def open_ids(self) -> list[int]:
         engine = self.rig.engine
-        return [name for name in engine.queues.states if name not in engine._aborted]
+        return [name for name in engine.queues.requests if name not in engine._aborted]
 
     @rule(
         prompt=st.lists(st.integers(0, 1), min_size=1, max_size=14),
         max_tokens=st.integers(1, 8),
         stop=st.integers(1, 8),
         priority=st.integers(0, 1),
+        width=st.sampled_from([1, 1, 2, 3]),
+        lengths=st.lists(st.integers(1, 9), min_size=3, max_size=3) | st.none(),
     )
-    def add(self, prompt: list[int], max_tokens: int, stop: int, priority: int) -> None:
-        self.next_id += 1
-        self.rig.add(self.next_id, prompt, max_tokens, stop, priority=priority)
+    def add(
+        self, prompt: list[int], max_tokens: int, stop: int, priority: int, width: int, lengths: list[int] | None
+    ) -> None:
+        width = min(width, self.rig.engine.config.max_running)
+        stop_lengths = [len(prompt) + length for length in lengths[:width]] if lengths else ()
+        self.next_id += 10
+        self.rig.add(self.next_id, prompt, max_tokens, stop, priority=priority, width=width, stop_lengths=stop_lengths)
 
     @precondition(idle)
     @rule()
@@ -90,7 +96,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(abortable)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        self.rig.engine.abort(data.draw(st.sampled_from(self.open_ids())))
+        self.rig.abort(data.draw(st.sampled_from(self.open_ids())))
 
     @invariant()
     def blocks_are_whole(self) -> None:

@@ -15,22 +15,23 @@ from kvservice.scheduler.integrity import check_integrity
 VOCABULARY = 1000
 
 
-def next_token(tokens: list[int]) -> int:
-    """Return the token that the model gives after these tokens."""
-    return zlib.crc32(np.array(tokens, np.int32).tobytes()) % VOCABULARY
+def next_token(tokens: list[int], sample: int = 0) -> int:
+    """Return the token that the model gives this sample of a request after these tokens."""
+    return zlib.crc32(np.array([*tokens, sample], np.int32).tobytes()) % VOCABULARY
 
 
-def alone(prompt: list[int], count: int) -> list[int]:
-    """Return the tokens that a request gets when nothing else runs."""
+def alone(prompt: list[int], count: int, sample: int = 0) -> list[int]:
+    """Return the tokens that a sample of a request gets when nothing else runs."""
     tokens = list(prompt)
     for _ in range(count):
-        tokens.append(next_token(tokens))
+        tokens.append(next_token(tokens, sample))
     return tokens[len(prompt) :]
 
 
 @dataclass
 class EngineRig:
-    """One engine. `outputs` are the tokens of each request, `stops` the number of tokens after which it ends by itself.
+    """One engine. `samples` says of each sequence which sample of its request it is, `outputs` are its tokens, and
+    `stops` the number of tokens after which it ends by itself. `widths` are the numbers of samples of each request.
 
     `first_steps` are the numbers of the first steps of the requests, and `computed_tokens` all tokens of all steps.
     """
@@ -39,9 +40,12 @@ class EngineRig:
     engine: EngineScheduler
     namespace: Any
     prompts: dict[int, list[int]] = field(default_factory=dict)
+    widths: dict[int, int] = field(default_factory=dict)
+    samples: dict[int, int] = field(default_factory=dict)
     outputs: dict[int, list[int]] = field(default_factory=dict)
     stops: dict[int, int] = field(default_factory=dict)
     finished: list[int] = field(default_factory=list)
+    aborted: set[int] = field(default_factory=set)
     first_steps: dict[int, int] = field(default_factory=dict)
     batches: list[ScheduledBatch] = field(default_factory=list)
     computed_tokens: int = 0
@@ -50,8 +54,12 @@ class EngineRig:
         now_s = options.pop("now_s", 0.0)
         prompt = list(range(prompt)) if isinstance(prompt, int) else [int(token) for token in prompt]
         self.engine.add(Request(request_id, prompt, max_tokens, **options), now_s)
-        self.prompts[request_id], self.outputs[request_id] = prompt, []
-        self.stops[request_id] = min(stop or max_tokens, max_tokens)
+        self.widths[request_id] = options.get("width", 1)
+        lengths = options.get("stop_lengths") or [len(prompt) + max_tokens] * self.widths[request_id]
+        for sample, length in enumerate(lengths):
+            name = request_id + sample
+            self.samples[name], self.prompts[name], self.outputs[name] = sample, prompt, []
+            self.stops[name] = min((stop or max_tokens) + sample, max_tokens, length - len(prompt))
 
     def begin(self, **budgets: Any) -> ScheduledBatch:
         """Schedule, check the batch, and write its layers."""
@@ -70,12 +78,17 @@ class EngineRig:
         if batch.step is None:
             return
         tokens = []
-        for request_id in batch.sampled.tolist():
-            output = self.outputs[request_id]
-            tokens.append(next_token([*self.prompts[request_id], *output]))
+        for name in batch.sampled.tolist():
+            output = self.outputs[name]
+            assert len(output) < self.stops[name]
+            tokens.append(next_token([*self.prompts[name], *output], self.samples[name]))
             output.append(tokens[-1])
         stopped = [name for name in batch.sampled.tolist() if len(self.outputs[name]) == self.stops[name]]
         self.finished += self.engine.update(Report(batch.number, tokens, finished=stopped), now_s)
+
+    def abort(self, request_id: int) -> None:
+        self.engine.abort(request_id)
+        self.aborted.add(request_id)
 
     def step(self, **budgets: Any) -> ScheduledBatch:
         batch = self.begin(**budgets)
@@ -100,7 +113,9 @@ class EngineRig:
         ids = batch.step.sequence_ids
         assert len(ids) <= self.engine.config.max_running
         assert len(set(ids.tolist())) == len(ids)
-        assert ids[batch.sampled_rows].tolist() == batch.sampled.tolist()
+        rows = ids[batch.sampled_rows].tolist()
+        for row, name in zip(rows, batch.sampled.tolist(), strict=True):
+            assert row == name or (row == name - self.samples[name] and not self.outputs[name])
         assert (batch.step.query_lens[: batch.num_decodes] == 1).all()
         for one in self.manager.describe(self.namespace, ids, include_tokens=True):
             assert one.token_ids is not None
@@ -108,10 +123,12 @@ class EngineRig:
             assert one.token_ids.tolist() == known
 
     def check_outputs(self) -> None:
-        """Each finished request has the tokens that it gets alone."""
+        """Each sample of a finished request has the tokens that it gets alone."""
         for request_id in self.finished:
-            output = self.outputs[request_id]
-            assert output == alone(self.prompts[request_id], len(output))
+            for sample in range(self.widths[request_id]):
+                output = self.outputs[request_id + sample]
+                assert output == alone(self.prompts[request_id], len(output), sample)
+                assert request_id in self.aborted or len(output) == self.stops[request_id + sample]
 
 
 def make_manager(num_blocks: int = 100, **options: Any) -> BlockManager:

@@ -1,0 +1,93 @@
+"""The samples of a request: they are forked from the first when the prompt is computed, and end one by one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Final
+
+import numpy as np
+
+from kvservice.scheduler.requests import RUNNING, Phase, RequestState
+from kvservice.scheduler.state import EngineQueues
+
+# Preempted requests at the head of the queue whose cached blocks are kept longest.
+_MAX_TOUCHED: Final = 8
+
+
+class Samples:
+    """Starts and ends the samples of an engine's requests."""
+
+    def __init__(self, queues: EngineQueues) -> None:
+        self._queues, self._config = queues, queues.config
+        self._manager, self._namespace = queues.manager, queues.namespace
+
+    def start(self, first: RequestState, tokens: list[int], finished: set[int]) -> list[int]:
+        """Let a sequence decode whose prefill has ended. Before the fork the other samples of its request start with
+        it, and `tokens` has a token for each of them. Returns the sequences that are over already."""
+        first.generated += 1
+        first.phase = Phase.DECODING
+        forks = len(tokens) > 1
+        if forks and self._config.lookahead:  # the samples do not share the blocks that are reserved for the first
+            self._manager.truncate(self._namespace, [first.sequence_id], [len(first.tokens)])
+            first.blocks = self._manager.config.num_blocks_for(len(first.tokens))
+        self._queues.decodes.add(first, len(first.tokens), tokens[0])
+        if forks:
+            self._fork(first, tokens[1:], finished)
+        first.group.forked = True
+        over = first.generated >= first.limit or first.sequence_id in finished
+        return [first.sequence_id] if over else []
+
+    def _fork(self, first: RequestState, tokens: list[int], finished: set[int]) -> None:
+        """Fork the other samples, except those that this token ends. If there is no room for a sequence, its sample
+        waits."""
+        queues, group = self._queues, first.group
+        for i, token in enumerate(tokens, start=1):
+            sample = first.sibling(i)
+            if sample.limit <= 1 or sample.sequence_id in finished:
+                group.ended[sample.sequence_id] = np.append(first.tokens, np.int32(token))
+                continue
+            group.members.append(sample)
+            queues.states[sample.sequence_id] = sample
+            if self._manager.num_free_sequences:
+                self._manager.fork(self._namespace, [first.sequence_id], [sample.sequence_id])
+                queues.decodes.add(sample, len(first.tokens), token)
+                queues.decodes.sharing = True
+            else:
+                sample.continue_with(np.append(first.tokens, np.int32(token)), self._manager.config)
+                sample.phase, sample.preempted = Phase.WAITING, True
+                queues.waiting.add(sample)
+
+    def end(self, over: Iterable[int], aborted: list[int]) -> list[int]:
+        """Remove running sequences, and all samples of aborted requests. Returns the ids of the requests that are
+        over."""
+        queues = self._queues
+        states = [queues.states[sequence_id] for sequence_id in over]
+        groups = [queues.requests[request_id] for request_id in aborted]
+        for state in itertools.chain.from_iterable(group.members for group in groups):
+            if state.phase in RUNNING:
+                states.append(state)
+            else:
+                queues.withdraw(state)
+        states = list(dict.fromkeys(states))
+        for state in states:
+            del queues.states[state.sequence_id]
+            if state.phase is Phase.PREFILLING:
+                queues.end_prefill(state)
+            state.group.members.remove(state)
+            if state.group.members:
+                state.group.ended[state.sequence_id] = queues.tokens_of(state)
+        if states:
+            self._free([state.sequence_id for state in states])
+        ended = dict.fromkeys([*(state.group for state in states if not state.group.members), *groups])
+        for group in ended:
+            queues.forget(group)
+        return [group.request_id for group in ended]
+
+    def _free(self, sequence_ids: list[int]) -> None:
+        decodes = self._queues.decodes
+        decodes.keep(~np.isin(decodes.ids, sequence_ids))
+        self._manager.free(self._namespace, sequence_ids)
+        for state in itertools.islice(self._queues.waiting, _MAX_TOUCHED):
+            if state.preempted:  # it runs again soon: what the finished requests leave in the cache is evicted before
+                self._manager.touch(state.hashes)
