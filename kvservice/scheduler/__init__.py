@@ -6,6 +6,7 @@ scheduler    Scheduler: the engines of one pool       integrity    checks of all
 engine       EngineScheduler: add, abort, schedule, update
 admission    Admission: swapped and waiting requests  preemption   Preemptor: stalls and preemptions
 state        EngineQueues and the Draft of a batch    shares       PoolShares: engines by weight
+samples      Samples: forked, and ended one by one    snapshots    descriptions of requests, with their tokens
 stats        counters, figures, latencies             waiting      WaitingQueue: by rank
 decoding     DecodeSet: running sequences as arrays   token_times  TokenTimes: of their latest tokens
 requests     Request and its state                    batches      ScheduledBatch: the frozen result
@@ -19,6 +20,7 @@ from kvservice.scheduler.engine import EngineScheduler
 from kvservice.scheduler.reports import Report
 from kvservice.scheduler.requests import Request
 from kvservice.scheduler.scheduler import Scheduler
+from kvservice.scheduler.snapshots import RequestSnapshot, SampleSnapshot
 from kvservice.scheduler.stats import Latencies, SchedulerCounters, SchedulerFigures
 
 __all__ = [
@@ -31,6 +33,8 @@ __all__ = [
     "QueueOrder",
     "Report",
     "Request",
+    "RequestSnapshot",
+    "SampleSnapshot",
     "ScheduledBatch",
     "Scheduler",
     "SchedulerConfig",

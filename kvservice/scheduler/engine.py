@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from kvservice.blocks import BlockManager, SessionNamespace, StepPlan
 from kvservice.blocks.arguments import whole_number
@@ -22,6 +23,7 @@ from kvservice.scheduler.reports import Report, check_report
 from kvservice.scheduler.requests import RUNNING, Request, RequestGroup, RequestState, check_request, hashes_of
 from kvservice.scheduler.samples import Samples
 from kvservice.scheduler.shares import PoolShares
+from kvservice.scheduler.snapshots import RequestSnapshot, describe_requests
 from kvservice.scheduler.state import Draft, EngineQueues
 from kvservice.scheduler.stats import Latencies, SchedulerFigures
 
@@ -93,7 +95,7 @@ class EngineScheduler:
         priority = request.priority if self.config.order is QueueOrder.PRIORITY else 0
         rank = (priority, place, self._num_arrived)
         self._num_arrived += len(limits)
-        group, hashes = RequestGroup(request, limits), hashes_of(tokens, extra, blocks)
+        group, hashes = RequestGroup(request, len(tokens), limits), hashes_of(tokens, extra, blocks)
         queues.add(RequestState(group, request.request_id, limits[0], rank, tokens, hashes, extra, now_s))
         self.share.active = True
 
@@ -258,6 +260,13 @@ class EngineScheduler:
             self._latencies.observe_token(state, now_s)
             over += self._samples.start(state, [next(sampled) for _ in range(state.num_places)], finished)
         return over
+
+    def describe(
+        self, request_ids: npt.ArrayLike | None = None, *, first: int = 0, limit: int | None = None
+    ) -> list[RequestSnapshot]:
+        """Describe requests that are not finished, in the order of request_ids int64[n]. Without ids it describes all
+        in the order of their arrival, at most `limit` of them from index `first` on. Raises UnknownSequenceError."""
+        return describe_requests(self.queues, request_ids, first, limit)
 
     def figures(self) -> SchedulerFigures:
         """Return the gauges of this moment and the counters."""

@@ -50,7 +50,7 @@ RUNNING = (Phase.PREFILLING, Phase.DECODING)
 
 @dataclass(slots=True, eq=False)
 class RequestGroup:
-    """The samples of one request.
+    """The samples of one request, whose prompt has `num_prompt_tokens`.
 
     `limits` are the most tokens that each sample may generate. `members` are the samples that are not finished: only
     the first until its prompt is computed, when the others are `forked` from it. `ended` has the tokens int32[n] of
@@ -58,6 +58,7 @@ class RequestGroup:
     """
 
     request: Request
+    num_prompt_tokens: int
     limits: tuple[int, ...]
     members: list[RequestState] = field(default_factory=list)
     forked: bool = False

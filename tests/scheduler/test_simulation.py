@@ -120,6 +120,7 @@ class Simulation:
     def check(self) -> None:
         for rig in self.rigs:
             check_integrity(rig.engine)
+            rig.check_descriptions()
         self.manager.check_integrity()
 
     def drain(self) -> None:

@@ -102,6 +102,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def blocks_are_whole(self) -> None:
         if hasattr(self, "manager"):
             self.manager.check_integrity()
+            self.rig.check_descriptions()
             if self.batch is None:
                 check_integrity(self.rig.engine)
 

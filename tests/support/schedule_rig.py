@@ -106,6 +106,7 @@ class EngineRig:
 
     def check(self, batch: ScheduledBatch, max_step_tokens: int) -> None:
         """Check budgets, and that each sequence has the tokens of its request."""
+        self.check_descriptions()
         assert batch.num_tokens <= max_step_tokens
         if batch.step is None:
             assert not len(batch.sampled)
@@ -121,6 +122,15 @@ class EngineRig:
             assert one.token_ids is not None
             known = [*self.prompts[one.sequence_id], *self.outputs[one.sequence_id]]
             assert one.token_ids.tolist() == known
+
+    def check_descriptions(self) -> None:
+        """All requests are described with the tokens that they have got."""
+        for request in self.engine.describe():
+            for one in request.samples:
+                output = self.outputs[one.sequence_id]
+                assert one.token_ids.tolist() == [*self.prompts[one.sequence_id], *output]
+                assert one.num_generated == len(output)
+                assert one.finished == (len(output) == self.stops[one.sequence_id])
 
     def check_outputs(self) -> None:
         """Each sample of a finished request has the tokens that it gets alone."""
