@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 
 from kvservice.blocks.arguments import extra_keys_by_block, int32_array, whole_number
-from kvservice.blocks.namespaces import HIT_TOKENS, QUERY_TOKENS, SessionNamespace
+from kvservice.blocks.namespaces import HIT_TOKENS, NO_STEP, QUERY_TOKENS, SessionNamespace
 from kvservice.blocks.plans import Allocation, AllocationRequest, AllocStatus, Int32Array, Int64Array
-from kvservice.blocks.sequences import NO_STEP
 from kvservice.blocks.slices import SLICE_SEQUENCES, Slices, in_turn
 from kvservice.blocks.state import BlockState
 from kvservice.errors import InvalidArgumentError

@@ -113,9 +113,10 @@ class GrowthPlanner:
         slots += plan.positions & self._mask_array
         return slots
 
-    def plan(self, batch: WriteBatch, lookahead: int) -> Growth:
-        """Count every block that the batch will allocate, before anything changes."""
-        if lookahead != 0:
+    def plan(self, batch: WriteBatch, lookahead: Int64Array | int) -> Growth:
+        """Count every block that the batch will allocate, before anything changes. `lookahead` is one number, or a
+        valid number for each sequence int64[n]."""
+        if not isinstance(lookahead, np.ndarray) and lookahead != 0:
             lookahead = whole_number(lookahead, "lookahead", 0, self._config.max_sequence_tokens)
         check_sequence_lengths(self._config, batch.lengths, lookahead)
         held = batch.states[:, NUM_BLOCKS]

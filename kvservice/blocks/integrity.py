@@ -52,13 +52,17 @@ def _check_index(state: BlockState, size: int) -> Slices[None]:
 
 
 def _check_step(state: BlockState, namespace: SessionNamespace, step_id: int, size: int) -> Slices[None]:
-    """Check that a live step is the newest step of its sequences, and that until it commits no other sequence can write
-    or find its slots."""
+    """Check that a live step is the newest step of its sequences, apart from its follower, and that until it commits no
+    other sequence can write or find its slots."""
     entry = namespace.steps.get(step_id)
     if entry is None:
         return  # the step ended after this pass listed the live steps
     step = entry.plan
-    require((state.sequences.steps[step.rows] == step_id).all(), f"live step {step_id} is not its sequences' newest")
+    newest = state.sequences.steps[step.rows]
+    replaced = newest != step_id
+    require((newest[replaced] == entry.follower).all(), f"live step {step_id} is not its sequences' newest")
+    require(replaced.any() == bool(entry.follower), f"step {step_id} has a follower that shares no sequence")
+    _check_links(namespace, step_id, entry)
     names = [namespace.rows.get(sequence_id) for sequence_id in step.sequence_ids.tolist()]
     require(names == step.rows.tolist(), f"step {step_id} names the wrong rows")
     if not entry.committed:
@@ -66,14 +70,28 @@ def _check_step(state: BlockState, namespace: SessionNamespace, step_id: int, si
     yield
 
 
+def _check_links(namespace: SessionNamespace, step_id: int, entry: LiveStep) -> None:
+    """Check that the steps that follow one another are at most two, and that each knows the other."""
+    if entry.follows:
+        followed = namespace.steps.get(entry.follows)
+        require(followed is not None and followed.follower == step_id, f"the step that {step_id} follows is not live")
+        require(followed is not None and not followed.follows, f"step {step_id} is the third in a row")
+    if entry.follower:
+        follower = namespace.steps.get(entry.follower)
+        require(follower is not None and follower.follows == step_id, f"the follower of step {step_id} is not live")
+    require(entry.tokens_known or not entry.committed, f"step {step_id} committed without its tokens")
+
+
 def _check_slots(state: BlockState, namespace: SessionNamespace, entry: LiveStep, size: int) -> Slices[None]:
-    """Check that the slots of a step are exclusive. The sequences of a live step get no new tokens, so the check may
-    take any number of slices."""
+    """Check that the slots of a step are exclusive. The sequences of a live step get no tokens except the step's own,
+    so the check may take any number of slices."""
     step, device = entry.plan, state.device
     starts = (step.context_lens - step.query_lens).astype(np.int64)
-    require((state.sequences.num_computed[step.rows] == starts).all(), f"step {step.step_id} covers computed tokens")
+    computed, stops = state.sequences.num_computed[step.rows], step.context_lens.astype(np.int64)
+    begins = computed <= starts if entry.follows else computed == starts
+    require(begins.all(), f"step {step.step_id} covers computed tokens")
     first = starts // state.config.block_size
-    counts = -(-state.sequences.lengths[step.rows] // state.config.block_size) - first
+    counts = -(-np.maximum(stops, state.sequences.lengths[step.rows]) // state.config.block_size) - first
     for rows, entries in pieces(step.rows, first, counts, size):
         if namespace.steps.get(step.step_id) is not entry or entry.committed:
             return

@@ -1,6 +1,8 @@
 """Layers of a step. Each layer is written once; the step commits, and its tokens are computed, after the last one.
 
-Checking and marking are separate operations. The bytes are written in between, so a failed write changes nothing.
+A step that follows another one commits after it, and only when its tokens are known, because the chain hashes of its
+blocks depend on them. Checking and marking are separate operations. The bytes are written in between, so a failed write
+changes nothing.
 """
 
 from __future__ import annotations
@@ -8,14 +10,15 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
+import numpy.typing as npt
 
-from kvservice.blocks.arguments import whole_number
+from kvservice.blocks.arguments import int32_array, whole_number
 from kvservice.blocks.namespaces import COMPUTED_TOKENS, LiveStep, SessionNamespace
 from kvservice.blocks.plans import Int64Array, StepPlan
 from kvservice.blocks.prefix import block_hash, token_bytes
 from kvservice.blocks.ranges import ragged
 from kvservice.blocks.state import BlockState
-from kvservice.errors import FailedPreconditionError, LayerWrittenError, StaleStepError, UnknownStepError
+from kvservice.errors import FailedPreconditionError, InvalidArgumentError, LayerWrittenError
 
 
 class LayerTracker:
@@ -90,8 +93,25 @@ class LayerTracker:
         entry = namespace.steps.get(step_id)
         return entry is not None and self._commit_if_complete(namespace, entry)
 
+    def set_tokens(self, namespace: SessionNamespace, step_id: int, token_ids: npt.ArrayLike) -> bool:
+        """See BlockManager.set_tokens."""
+        entry = self._live_step(namespace, step_id)
+        if entry.unknown is None:
+            raise FailedPreconditionError(f"all tokens of step {step_id} are known", field="step_id")
+        tokens, step, which = int32_array(token_ids, "token_ids"), entry.plan, entry.unknown
+        if len(tokens) != len(which):
+            raise InvalidArgumentError(f"has {len(tokens)} tokens for {len(which)} sequences", field="token_ids")
+        last = np.cumsum(step.query_lens, dtype=np.int64)[which] - 1
+        self._device.tokens_by_slot[step.slot_mapping[last]] = tokens
+        self._sequences.lengths[step.rows[which]] = step.context_lens[which]
+        self._sequences.num_tokens += len(tokens)
+        entry.unknown = None
+        return self._commit_if_complete(namespace, entry)
+
     def _commit_if_complete(self, namespace: SessionNamespace, entry: LiveStep) -> bool:
-        if entry.committed or not entry.complete:
+        if entry.committed or not entry.complete or not entry.tokens_known:
+            return False
+        if entry.follows and not namespace.steps[entry.follows].committed:
             return False
         entry.committed = True
         self._state.generation += 1
@@ -99,6 +119,8 @@ class LayerTracker:
         self._state.counters.computed_tokens += num_tokens
         namespace.counters[COMPUTED_TOKENS] += num_tokens
         self._commit(entry.plan)
+        if entry.follower:
+            self._commit_if_complete(namespace, namespace.steps[entry.follower])
         return True
 
     def check_all_layers(self, namespace: SessionNamespace, step_id: int) -> StepPlan:
@@ -120,15 +142,7 @@ class LayerTracker:
 
     def _live_step(self, namespace: SessionNamespace, step_id: int) -> LiveStep:
         self._state.enter(namespace)
-        entry = namespace.steps.get(step_id)
-        if entry is not None:
-            return entry
-        step_id = whole_number(step_id, "step_id", 0, 2**63 - 1)
-        if 0 < step_id <= namespace.last_step_id:
-            raise StaleStepError(
-                f"a newer operation on one of its sequences replaced step {step_id}", field="step_id", step_id=step_id
-            )
-        raise UnknownStepError(f"step {step_id} was never opened", field="step_id", step_id=step_id)
+        return namespace.live_step(step_id)
 
     def _commit(self, step: StepPlan) -> None:
         """Mark the tokens of a step as computed. Blocks that became full get their hash and can be shared."""

@@ -30,11 +30,11 @@ def check_request_blocks(config: BlocksConfig, num_blocks: int, field: str) -> N
         )  # fmt: skip
 
 
-def check_sequence_lengths(config: BlocksConfig, lengths: Int64Array, lookahead: int) -> None:
+def check_sequence_lengths(config: BlocksConfig, lengths: Int64Array, lookahead: Int64Array | int) -> None:
     """Check that no sequence of these lengths int64[n], including its lookahead slots, exceeds max_sequence_tokens.
     Raises InvalidArgumentError."""
     limit = config.max_sequence_tokens
-    if int(np.maximum.reduce(lengths)) + lookahead <= limit:
+    if not np.count_nonzero(lengths + lookahead > limit):
         return
     if np.count_nonzero(lengths > limit):
         refuse("token_ids", lengths > limit, f"makes a sequence longer than max_sequence_tokens = {limit}")

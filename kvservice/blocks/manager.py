@@ -11,6 +11,7 @@ from collections.abc import Callable, MutableSequence, Sequence
 
 import numpy.typing as npt
 
+from kvservice.blocks.advancing import Advancer
 from kvservice.blocks.allocation import Allocator
 from kvservice.blocks.config import BlocksConfig
 from kvservice.blocks.events import EventJournal
@@ -66,6 +67,7 @@ class BlockManager:
         self.state = BlockState(config, clock, journal, zeros)
         self._allocator = Allocator(self.state)
         self._steps = StepPlanner(self.state)
+        self._advancer = Advancer(self.state, self._steps)
         self._layers = LayerTracker(self.state)
         self._forker = Forker(self.state)
         self._reclaimer = Reclaimer(self.state)
@@ -216,15 +218,39 @@ class BlockManager:
         token_ids: npt.ArrayLike,
         num_tokens: npt.ArrayLike,
         lookahead: int = 0,
+        *,
+        num_appended: npt.ArrayLike | None = None,
+        follows: int | None = None,
     ) -> StepPlan:
-        """Append one token to each of the first sequences, and open one step over them and over chunks of prompts.
+        """Append tokens to the first sequences, and open one step over them and over chunks of prompts.
 
-        sequence_ids int64[n], distinct; token_ids int32[m], 1 <= m <= n, for the first m sequences; num_tokens
-        int64[n], the tokens of the step in each sequence, from 1 to its pending tokens, the appended one included. It
-        is `append` and `open_step` in one, for batches that mix decodes and chunked prefills. Unlike `append`, it
-        cannot be repeated. Raises OutOfBlocksError.
+        sequence_ids int64[n], distinct; token_ids int32[t] for the first m <= n sequences: num_appended int64[m] each,
+        or one each if None; num_tokens int64[n], the tokens of the step in each sequence, from 1 to its pending tokens,
+        the appended ones included. `lookahead` slots are reserved past the first appended token of a sequence, so that
+        other appended tokens use them. It is `append` and `open_step` in one, for batches that mix decodes and chunked
+        prefills. Unlike `append`, it cannot be repeated.
+
+        `follows` is a live step, which may be incomplete and stays live. In the sequences that it covers, the new step
+        begins where that step ends. Where one of them gets a token, that token is the one sampled after the followed
+        step: the value in token_ids is ignored, and the token becomes a token of its sequence with `set_tokens`. Until
+        the followed step is complete and the tokens are known, the new step does not commit. Any other operation on a
+        sequence of one of the two steps ends both, unless the sequence is only in the followed step and that step is
+        complete.
+
+        Raises OutOfBlocksError, and for `follows` UnknownStepError, StaleStepError, and FailedPreconditionError if that
+        step has a follower, if its tokens are not known, if it follows an incomplete step itself, or if it does not
+        cover all tokens of a sequence that gets a token.
         """
-        return self._steps.advance(namespace, sequence_ids, token_ids, num_tokens, lookahead)
+        return self._advancer.advance(namespace, sequence_ids, token_ids, num_tokens, lookahead, num_appended, follows)
+
+    def set_tokens(self, namespace: SessionNamespace, step_id: int, token_ids: npt.ArrayLike) -> bool:
+        """Give a following step the tokens that were not known when it was opened.
+
+        token_ids int32[u], one for each of its sequences that got a token and that the followed step covers, in their
+        order. Returns True if the step is complete, and thereby commits. Raises FailedPreconditionError if all tokens
+        of the step are known.
+        """
+        return self._layers.set_tokens(namespace, step_id, token_ids)
 
     def get_step(self, namespace: SessionNamespace, step_id: int) -> StepPlan:
         """Return the live step with this id. Raises UnknownStepError if it was never opened, and StaleStepError if a
@@ -241,8 +267,9 @@ class BlockManager:
         return self._layers.check_layer(namespace, step_id, layer)
 
     def mark_layer(self, namespace: SessionNamespace, step_id: int, layer: int) -> bool:
-        """Record that a layer is written. Returns True if it was the last one, which commits the step: its tokens are
-        computed, and its full blocks can be shared. Raises LayerWrittenError."""
+        """Record that a layer is written. Returns True if that commits the step: it was the last layer, all tokens are
+        known, and the step that it follows is committed. The step's tokens are then computed, and its full blocks can
+        be shared. Raises LayerWrittenError."""
         return self._layers.mark_layer(namespace, step_id, layer)
 
     def check_part(self, namespace: SessionNamespace, step_id: int, layer: int, first: int, count: int) -> StepPlan:
@@ -263,12 +290,12 @@ class BlockManager:
         return self._layers.check_all_layers(namespace, step_id)
 
     def mark_all_layers(self, namespace: SessionNamespace, step_id: int) -> None:
-        """Record that all layers are written, and commit the step. Raises LayerWrittenError."""
+        """Record that all layers are written, and commit the step as `mark_layer`. Raises LayerWrittenError."""
         self._layers.mark_all_layers(namespace, step_id)
 
     def commit_written(self, namespace: SessionNamespace, step_id: int) -> bool:
         """Commit a step whose layers were marked directly in its `written_layers`. Returns False if the step is not
-        live, is incomplete, or was committed before."""
+        live, cannot commit yet, or was committed before."""
         return self._layers.commit_written(namespace, step_id)
 
     # Swap

@@ -9,8 +9,17 @@ import numpy as np
 
 from kvservice.blocks.arguments import int64_array, whole_number
 from kvservice.blocks.plans import Int64Array, StepPlan
-from kvservice.errors import DuplicateSequenceError, InvalidArgumentError, KVServiceError, UnknownSequenceError
+from kvservice.errors import (
+    DuplicateSequenceError,
+    InvalidArgumentError,
+    KVServiceError,
+    StaleStepError,
+    UnknownSequenceError,
+    UnknownStepError,
+)
 
+# LiveStep.follows and LiveStep.follower of a step without the other one. Step ids begin at 1.
+NO_STEP = 0
 # Indices of the counters of a namespace.
 COMPUTED_TOKENS, QUERY_TOKENS, HIT_TOKENS = range(3)
 NUM_COUNTERS = 3
@@ -25,6 +34,10 @@ class LiveStep:
     `num_appended` is int64[n], or one number for all sequences; it is None for a step over existing tokens.
     `sent` maps a layer that is sent in parts to the number of its tokens that are written. `parts` holds the parts of
     all layers by (first token, last token + 1).
+
+    `follows` is the step after whose tokens this one goes on in some sequences, while that step is live, else NO_STEP.
+    `follower` is the step that goes on after this one. `unknown` int64[u] are the indices of the sequences whose last
+    token in this step is not known yet, because the followed step samples it; it is None if all tokens are known.
     """
 
     plan: StepPlan
@@ -33,6 +46,13 @@ class LiveStep:
     committed: bool = False
     sent: dict[int, int] = field(default_factory=dict)
     parts: dict[tuple[int, int], StepPlan] = field(default_factory=dict)
+    follows: int = NO_STEP
+    follower: int = NO_STEP
+    unknown: Int64Array | None = None
+
+    @property
+    def tokens_known(self) -> bool:
+        return self.unknown is None
 
     @property
     def begun(self) -> bool:
@@ -119,15 +139,39 @@ class SessionNamespace:
         """Return the number of written layers of all incomplete steps."""
         return sum(step.written.count(1) for step in self.steps.values() if not step.complete)
 
+    def live_step(self, step_id: int, field: str = "step_id") -> LiveStep:
+        """Return a live step. Raises UnknownStepError if it was never opened, and StaleStepError if it ended."""
+        step = self.steps.get(step_id)
+        if step is not None:
+            return step
+        step_id = whole_number(step_id, field, 0, 2**63 - 1)
+        if 0 < step_id <= self.last_step_id:
+            raise StaleStepError(
+                f"a newer operation on one of its sequences replaced step {step_id}", field=field, step_id=step_id
+            )
+        raise UnknownStepError(f"step {step_id} was never opened", field=field, step_id=step_id)
+
     def remove(self, sequence_id: int) -> int:
         self._batch = _NO_BATCH
         return self.rows.pop(sequence_id)
 
     def supersede(self, step_ids: Iterable[int]) -> None:
-        """Make these steps stale. A step is live exactly while it is in `steps`."""
+        """Make these steps stale. A step is live exactly while it is in `steps`.
+
+        A step ends with the step that it follows, and the other way round, because they share sequences. Only a step
+        that is committed can end before its follower, which does not need it any more.
+        """
         for step_id in step_ids:
-            if self.steps.pop(step_id, None) is not None:
-                self.on_step_end(step_id)
+            step = self.steps.pop(step_id, None)
+            if step is None:
+                continue
+            self.on_step_end(step_id)
+            if step.follows:
+                self.supersede((step.follows,))
+            if step.follower and (follower := self.steps.get(step.follower)):
+                follower.follows = NO_STEP
+                if not step.committed:
+                    self.supersede((step.follower,))
 
 
 def unknown_sequence(names: list[int], known: dict[int, int], field: str) -> KVServiceError:

@@ -7,7 +7,7 @@ from typing import cast
 import numpy as np
 
 from kvservice.blocks.config import BlocksConfig
-from kvservice.blocks.namespaces import SessionNamespace, distinct_steps
+from kvservice.blocks.namespaces import NO_STEP, SessionNamespace, distinct_steps
 from kvservice.blocks.plans import Int32Array, Int64Array, Zeros
 from kvservice.blocks.ranges import ragged
 from kvservice.errors import QuotaExceededError, SequenceSwappedError
@@ -15,7 +15,6 @@ from kvservice.errors import QuotaExceededError, SequenceSwappedError
 LENGTH, NUM_COMPUTED, NUM_BLOCKS, STEP, SWAPPED, NAMESPACE, SEQUENCE_ID = range(7)
 _STATE_COLUMNS = 8
 _LINE_ENTRIES = 16
-NO_STEP = 0
 
 
 class SequenceSlots:

@@ -8,9 +8,9 @@ import numpy.typing as npt
 from kvservice.blocks.arguments import int64_array
 from kvservice.blocks.block_pool import ONE
 from kvservice.blocks.limits import check_request_blocks
-from kvservice.blocks.namespaces import SessionNamespace, unknown_sequence
+from kvservice.blocks.namespaces import NO_STEP, SessionNamespace, unknown_sequence
 from kvservice.blocks.plans import Int64Array
-from kvservice.blocks.sequences import LENGTH, NO_STEP, NUM_BLOCKS, NUM_COMPUTED, SEQUENCE_ID, STEP
+from kvservice.blocks.sequences import LENGTH, NUM_BLOCKS, NUM_COMPUTED, SEQUENCE_ID, STEP
 from kvservice.blocks.state import BlockState
 from kvservice.errors import InvalidArgumentError
 

@@ -26,12 +26,12 @@ from kvservice.errors import FailedPreconditionError, InvalidArgumentError, Leng
 
 
 class StepPlanner:
-    """Opens steps: append and open_step."""
+    """Opens steps: append and open_step. `growth` and `open` serve other ways to open a step, too."""
 
     def __init__(self, state: BlockState) -> None:
         self._state, self._config = state, state.config
         self._device, self._sequences = state.device, state.sequences
-        self._growth = GrowthPlanner(state)
+        self.growth = GrowthPlanner(state)
         self._ones = np.ones(state.config.max_sequences, np.int32)
         self._ones.flags.writeable = False
 
@@ -48,12 +48,12 @@ class StepPlanner:
         counts = self._append_counts(num_tokens, len(ids))
         states = self._sequences.resident_states(ids, rows)
         if num_tokens is None and lookahead == 0:
-            decode = self._growth.plan_decode(rows, states)
+            decode = self.growth.plan_decode(rows, states)
             if decode is not None:
                 return len(decode.fresh) <= self._device.num_available
         batch = WriteBatch(ids, rows, states, states[:, LENGTH] + counts)
         check_request_tokens(self._config, int((batch.lengths - states[:, NUM_COMPUTED]).sum()), "sequence_ids")
-        return self._growth.plan(batch, lookahead).num_new <= self._device.num_available
+        return self.growth.plan(batch, lookahead).num_new <= self._device.num_available
 
     def append(
         self,
@@ -82,17 +82,20 @@ class StepPlanner:
             if np.count_nonzero(states[:, LENGTH] != expected):
                 return self._repeated_append(namespace, WriteBatch(ids, rows, states, expected), tokens, counts)
         if num_tokens is None and lookahead == 0:
-            decode = self._growth.plan_decode(rows, states)
+            decode = self.growth.plan_decode(rows, states)
             if decode is not None:
                 batch = WriteBatch(ids, rows, states, decode.positions + ONE)
-                return self._append_decode(namespace, batch, decode, tokens)
+                slots = self.append_decode(rows, decode, tokens)
+                self._sequences.num_tokens += len(tokens)
+                context_lens = batch.lengths.astype(np.int32)
+                return self.open(namespace, batch, self._ones[: len(tokens)], context_lens, slots, NO_COPIES, 1)
         batch = WriteBatch(ids, rows, states, states[:, LENGTH] + counts)
         query_lens = batch.lengths - states[:, NUM_COMPUTED]
         check_request_tokens(self._config, int(np.add.reduce(query_lens)), "sequence_ids")
-        growth = self._growth.plan(batch, lookahead)
+        growth = self.growth.plan(batch, lookahead)
         self._device.require_available(growth.num_new)
 
-        copies = self._growth.apply(batch, growth)
+        copies = self.growth.apply(batch, growth)
         slots = self._sequences.slots(batch.rows, states[:, NUM_COMPUTED], query_lens)
         if len(slots) == len(tokens):  # no tokens were pending before
             self._device.tokens_by_slot[slots] = tokens
@@ -101,25 +104,22 @@ class StepPlanner:
             self._device.tokens_by_slot[self._sequences.slots(batch.rows, states[:, LENGTH], appended)] = tokens
         self._sequences.num_tokens += len(tokens)
         context_lens = batch.lengths.astype(np.int32)
-        return self._open(namespace, batch, query_lens.astype(np.int32), context_lens, slots, copies, counts)
+        return self.open(namespace, batch, query_lens.astype(np.int32), context_lens, slots, copies, counts)
 
-    def _append_decode(
-        self, namespace: SessionNamespace, batch: WriteBatch, plan: DecodeGrowth, tokens: Int32Array
-    ) -> StepPlan:
-        """Append for a decode step: no tokens were pending, and no block needs a copy."""
+    def append_decode(self, rows: Int64Array, plan: DecodeGrowth, tokens: Int32Array) -> Int64Array:
+        """Store the tokens of a decode step: no tokens were pending, and no block needs a copy. Returns their slots
+        int64[n]."""
         self._device.require_available(len(plan.fresh))
-        slots = self._growth.apply_decode(batch.rows, plan)
+        slots = self.growth.apply_decode(rows, plan)
         self._device.tokens_by_slot[slots] = tokens
-        self._sequences.num_tokens += len(tokens)
-        context_lens = batch.lengths.astype(np.int32)
-        return self._open(namespace, batch, self._ones[: len(tokens)], context_lens, slots, NO_COPIES, 1)
+        return slots
 
     def can_open_step(self, namespace: SessionNamespace, sequence_ids: npt.ArrayLike, lookahead: int) -> bool:
         """See BlockManager.can_open_step."""
         self._state.enter(namespace)
         batch = self._pending(namespace, sequence_ids)
         check_request_tokens(self._config, int((batch.lengths - batch.states[:, NUM_COMPUTED]).sum()), "sequence_ids")
-        return self._growth.plan(batch, lookahead).num_new <= self._device.num_available
+        return self.growth.plan(batch, lookahead).num_new <= self._device.num_available
 
     def open_step(
         self,
@@ -134,47 +134,15 @@ class StepPlanner:
         pending = batch.lengths - batch.states[:, NUM_COMPUTED]
         query_lens = pending
         if num_tokens is not None:
-            query_lens = _query_lens(num_tokens, pending)
+            query_lens = check_query_lens(num_tokens, pending)
         check_request_tokens(self._config, int(np.add.reduce(query_lens)), "sequence_ids")
-        growth = self._growth.plan(batch, lookahead)
+        growth = self.growth.plan(batch, lookahead)
         self._device.require_available(growth.num_new)
 
-        copies = self._growth.apply(batch, growth)
+        copies = self.growth.apply(batch, growth)
         slots = self._sequences.slots(batch.rows, batch.states[:, NUM_COMPUTED], query_lens)
         context_lens = (batch.states[:, NUM_COMPUTED] + query_lens).astype(np.int32)
-        return self._open(namespace, batch, query_lens.astype(np.int32), context_lens, slots, copies, None)
-
-    def advance(
-        self,
-        namespace: SessionNamespace,
-        sequence_ids: npt.ArrayLike,
-        token_ids: npt.ArrayLike,
-        num_tokens: npt.ArrayLike,
-        lookahead: int,
-    ) -> StepPlan:
-        """See BlockManager.advance."""
-        self._state.enter(namespace)
-        ids, rows = namespace.lookup(sequence_ids)
-        tokens = int32_array(token_ids, "token_ids")
-        if len(tokens) > len(ids):
-            raise InvalidArgumentError(f"has {len(tokens)} tokens for {len(ids)} sequences", field="token_ids")
-        states = self._sequences.resident_states(ids, rows)
-        batch = WriteBatch(ids, rows, states, states[:, LENGTH].copy())
-        batch.lengths[: len(tokens)] += 1
-        query_lens = _query_lens(num_tokens, batch.lengths - states[:, NUM_COMPUTED])
-        check_request_tokens(self._config, int(np.add.reduce(query_lens)), "sequence_ids")
-        growth = self._growth.plan(batch, lookahead)
-        self._device.require_available(growth.num_new)
-
-        copies = self._growth.apply(batch, growth)
-        appended = self._sequences.slots(
-            rows[: len(tokens)], states[: len(tokens), LENGTH], np.ones(len(tokens), np.int64)
-        )
-        self._device.tokens_by_slot[appended] = tokens
-        self._sequences.num_tokens += len(tokens)
-        slots = self._sequences.slots(rows, states[:, NUM_COMPUTED], query_lens)
-        context_lens = (states[:, NUM_COMPUTED] + query_lens).astype(np.int32)
-        return self._open(namespace, batch, query_lens.astype(np.int32), context_lens, slots, copies, None)
+        return self.open(namespace, batch, query_lens.astype(np.int32), context_lens, slots, copies, None)
 
     def _append_counts(self, num_tokens: npt.ArrayLike | None, batch: int) -> Int64Array | int:
         if num_tokens is None:
@@ -224,7 +192,7 @@ class StepPlanner:
             sequence_id=int(batch.ids[i]), length=int(lengths[i]), expected_length=int(expected[i]),
         )  # fmt: skip
 
-    def _open(
+    def open(
         self,
         namespace: SessionNamespace,
         batch: WriteBatch,
@@ -233,8 +201,14 @@ class StepPlanner:
         slots: Int64Array,
         copies: BlockCopies,
         appended: Int64Array | int | None,
+        followed: LiveStep | None = None,
     ) -> StepPlan:
-        namespace.supersede(distinct_steps(batch.states[:, STEP]))
+        """Open a step over a batch that has its blocks. It replaces the steps of its sequences, except the one that it
+        follows."""
+        if followed is None:
+            namespace.supersede(distinct_steps(batch.states[:, STEP]))
+        else:
+            self._supersede_others(namespace, batch, followed)
         namespace.last_step_id += 1
         step = StepPlan(
             step_id=namespace.last_step_id,
@@ -249,11 +223,22 @@ class StepPlanner:
         )
         self._sequences.lengths[batch.rows] = batch.lengths
         self._sequences.steps[batch.rows] = step.step_id
-        namespace.steps[step.step_id] = LiveStep(step, bytearray(self._config.num_layers), appended)
+        entry = LiveStep(step, bytearray(self._config.num_layers), appended)
+        namespace.steps[step.step_id] = entry
+        if followed is not None:
+            entry.follows, followed.follower = followed.plan.step_id, step.step_id
         return step
 
+    def _supersede_others(self, namespace: SessionNamespace, batch: WriteBatch, followed: LiveStep) -> None:
+        """End the steps of a batch except the one that it follows. The step before that one ends, too: it is complete,
+        and two live steps share sequences at most."""
+        others = set(distinct_steps(batch.states[:, STEP]))
+        others.discard(followed.plan.step_id)
+        others.add(followed.follows)
+        namespace.supersede(others)
 
-def _query_lens(num_tokens: npt.ArrayLike, pending: Int64Array) -> Int64Array:
+
+def check_query_lens(num_tokens: npt.ArrayLike, pending: Int64Array) -> Int64Array:
     """Return how many of its pending tokens each sequence computes. Raises InvalidArgumentError naming num_tokens."""
     query_lens = counts_for(num_tokens, "num_tokens", len(pending))
     outside = (query_lens < 1) | (query_lens > pending)

@@ -14,10 +14,12 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from kvservice.blocks import SessionNamespace
+from kvservice.blocks.advancing import Advancer
 from kvservice.blocks.block_pool import BlockPool, CachingBlockPool
 from kvservice.blocks.freeing import Reclaimer
 from kvservice.blocks.growth import GrowthPlanner
 from kvservice.blocks.layers import LayerTracker
+from kvservice.blocks.namespaces import LiveStep
 from kvservice.blocks.prefix import PrefixIndex
 from kvservice.blocks.swapping import Swapper
 from kvservice.errors import KVServiceError
@@ -155,6 +157,22 @@ def swap_in_that_takes_any_block_for_found(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(Swapper, "_find", find)
 
 
+def a_follower_that_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def supersede(self: SessionNamespace, step_ids: Any) -> None:
+        for step_id in step_ids:
+            self.steps.pop(step_id, None)
+
+    monkeypatch.setattr(SessionNamespace, "supersede", supersede)
+
+
+def a_follower_that_commits_without_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LiveStep, "tokens_known", True)
+
+
+def a_follower_that_begins_at_the_computed_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Advancer, "_begin_after", lambda *_: np.zeros(0, np.int64))
+
+
 MUTANTS = [
     no_copy_on_write,
     everybody_keeps_the_block,
@@ -169,6 +187,9 @@ MUTANTS = [
     a_rewritten_block_that_stays_findable,
     truncate_that_keeps_what_was_computed,
     swap_in_that_takes_any_block_for_found,
+    a_follower_that_does_not_end,
+    a_follower_that_commits_without_its_tokens,
+    a_follower_that_begins_at_the_computed_tokens,
 ]
 
 

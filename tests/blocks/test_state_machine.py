@@ -7,9 +7,10 @@ block that is shared too early, a slot with two owners or a stale cached block a
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from kvservice.blocks import AllocationRequest, AllocStatus, BlockManager, Block
 from kvservice.blocks.arguments import extra_keys_by_block
 from kvservice.blocks.prefix import block_hash, root_hash, token_bytes
 from kvservice.errors import (
+    FailedPreconditionError,
     LayerWrittenError,
     NotComputedError,
     OutOfBlocksError,
@@ -59,6 +61,21 @@ class Model:
         return self.salt, tuple(self.tokens[: position + 1])
 
 
+@dataclass
+class LiveStep:
+    """Expected state of a live step over the tokens starts[i] <= p < stops[i] of sequence ids[i]. `unknown` are the
+    tokens that the engine has sampled and not yet given to the manager, by sequence."""
+
+    ids: list[int]
+    starts: list[int]
+    stops: list[int]
+    follows: int = 0
+    follower: int = 0
+    unknown: dict[int, int] = field(default_factory=dict)
+    written: bool = False
+    committed: bool = False
+
+
 def resident(machine: BlockManagerMachine) -> bool:
     return any(not model.swapped for models in machine.models for model in models.values())
 
@@ -69,6 +86,10 @@ def swapped(machine: BlockManagerMachine) -> bool:
 
 def stepping(machine: BlockManagerMachine) -> bool:
     return any(model.step for models in machine.models for model in models.values())
+
+
+def sampling(machine: BlockManagerMachine) -> bool:
+    return any(step.unknown for steps in machine.steps for step in steps.values())
 
 
 def findable(machine: BlockManagerMachine) -> bool:
@@ -110,6 +131,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.replica = EventReplica(journal)
         self.spaces = [self.manager.open_namespace(), self.manager.open_namespace()]
         self.models: list[dict[int, Model]] = [{}, {}]
+        self.steps: list[dict[int, LiveStep]] = [{}, {}]
         self.stale: list[list[int]] = [[], []]
         self.pool: list[Content | None] = [None] * (num_blocks * block_size)
         self.swap_pool: list[Content | None] = [None] * (num_swap_blocks * block_size)
@@ -152,11 +174,23 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     def outdate(self, who: int, ids: list[int]) -> None:
         """Record that the newest steps of these sequences are stale."""
-        ended = {self.models[who][name].step for name in ids} - {0}
-        self.stale[who] += ended
+        for step_id in {self.models[who][name].step for name in ids} - {0}:
+            self.end(who, step_id)
+
+    def end(self, who: int, step_id: int) -> None:
+        """Record that a step is stale, and the steps that end with it."""
+        step = self.steps[who].pop(step_id, None)
+        if step is None:
+            return
+        self.stale[who].append(step_id)
         for model in self.models[who].values():
-            if model.step in ended:
+            if model.step == step_id:
                 model.step = 0
+        self.end(who, step.follows)
+        if step.follower in self.steps[who]:
+            self.steps[who][step.follower].follows = 0
+            if not step.committed:
+                self.end(who, step.follower)
 
     def opened(
         self, who: int, step: StepPlan, ids: list[int], starts: list[int], lens: list[int], lookahead: int
@@ -166,6 +200,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
         assert step.sequence_ids.tolist() == ids
         assert step.query_lens.tolist() == lens
         assert step.context_lens.tolist() == [start + count for start, count in zip(starts, lens, strict=True)]
+        stops = [start + count for start, count in zip(starts, lens, strict=True)]
+        self.steps[who][step.step_id] = LiveStep(ids, starts, stops)
         slots = []
         for name, table, start, count in zip(ids, step.block_tables.tolist(), starts, lens, strict=True):
             size = self.config.block_size
@@ -272,26 +308,108 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.write(who, data.draw(st.sampled_from(steps), "step"), last)
 
     def write(self, who: int, step_id: int, last: bool = True) -> None:
-        manager, space = self.manager, self.spaces[who]
+        manager, space, live = self.manager, self.spaces[who], self.steps[who][step_id]
         step = manager.get_step(space, step_id)
-        models = [self.models[who][name] for name in step.sequence_ids.tolist()]
-        starts = (step.context_lens - step.query_lens).tolist()
-        if any(model.computed != start for model, start in zip(models, starts, strict=True)):
+        if live.written:
             self.raises(LayerWrittenError, manager.check_layer, space, step_id, 0)
             self.raises(LayerWrittenError, manager.mark_all_layers, space, step_id)
             return
         slots = iter(step.slot_mapping.tolist())
-        for model, start, stop in zip(models, starts, step.context_lens.tolist(), strict=True):
+        for name, start, stop in zip(live.ids, live.starts, live.stops, strict=True):
+            model = self.models[who][name]
+            tokens = [*model.tokens, live.unknown[name]] if name in live.unknown else model.tokens
             for position in range(start, stop):
-                self.pool[next(slots)] = model.content(position)
+                self.pool[next(slots)] = (model.salt, tuple(tokens[: position + 1]))
         written = space.steps[step_id].written
         for layer in range(self.config.num_layers - (not last)):
             if not written[layer]:
-                committed = manager.mark_layer(space, step_id, layer)
-                assert committed == (layer == self.config.num_layers - 1)
-        if last:
-            for model, stop in zip(models, step.context_lens.tolist(), strict=True):
-                model.computed = stop
+                live.written = layer == self.config.num_layers - 1
+                assert manager.mark_layer(space, step_id, layer) == self.commit(who, live)
+
+    def commit(self, who: int, step: LiveStep) -> bool:
+        """Record a commit if the step and the one that it follows are complete. Returns whether they are."""
+        followed = self.steps[who].get(step.follows)
+        if not step.written or step.unknown or (followed and not followed.committed):
+            return False
+        step.committed = True
+        for name, stop in zip(step.ids, step.stops, strict=True):
+            self.models[who][name].computed = stop
+        if step.follower in self.steps[who]:
+            self.commit(who, self.steps[who][step.follower])
+        return True
+
+    @precondition(stepping)
+    @rule(data=st.data(), lookahead=st.integers(0, 3), fill=st.booleans())
+    def follow(self, data: st.DataObject, lookahead: int, fill: bool) -> None:
+        """Open a step while another one is not complete: decodes and chunks of the sequences of both and of others."""
+        who = self.pick(data, lambda model: model.step > 0)
+        follows = data.draw(st.sampled_from(sorted(self.steps[who])), "follows")
+        followed = self.steps[who][follows]
+        third = followed.follows and not self.steps[who][followed.follows].committed
+        if followed.follower or followed.unknown or third:
+            call = functools.partial(self.manager.advance, follows=follows)
+            self.raises(FailedPreconditionError, call, self.spaces[who], followed.ids[:1], [0], [1])
+            return
+        covered = {name: i for i, name in enumerate(followed.ids) if self.models[who][name].step == follows}
+        some = data.draw(st.lists(st.sampled_from(sorted(covered)), unique=True), "covered") if covered else []
+        ids = list({*some, *self.choose(data, who, most=2)})
+        starts, counts, lens, unknown = {}, {}, {}, {}
+        for name in ids:
+            model = self.models[who][name]
+            starts[name] = followed.stops[covered[name]] if name in covered else model.computed
+            pending = len(model.tokens) - starts[name]
+            if name in covered and not pending:
+                counts[name], unknown[name] = 1, data.draw(TOKENS, "sampled")
+            elif not pending or (name not in covered and data.draw(st.booleans(), "appends")):
+                counts[name] = data.draw(st.integers(1, 3), "count")
+            lens[name] = data.draw(st.integers(1, pending + counts.get(name, 0)), "chunk")
+        ids = sorted(ids, key=lambda name: name not in counts)
+        lengths = {name: len(self.models[who][name].tokens) + counts.get(name, 0) for name in ids}
+        if not ids or any(length + lookahead > 64 for length in lengths.values()):
+            return
+        tokens = {name: [data.draw(TOKENS, "token") for _ in range(counts[name])] for name in counts}
+        num_appended: list[int] | None = [counts[name] for name in ids[: len(counts)]]
+        if not counts or (max(counts.values()) == 1 and data.draw(st.booleans(), "one each")):
+            num_appended = None
+        before = full_state(self.manager)
+        try:
+            step = self.manager.advance(
+                self.spaces[who], ids, [token for name in ids[: len(counts)] for token in tokens[name]],
+                [lens[name] for name in ids], lookahead, num_appended=num_appended, follows=follows,
+            )  # fmt: skip
+        except OutOfBlocksError:
+            assert full_state(self.manager) == before
+            return
+        shared = covered.keys() & set(ids)
+        self.outdate(who, [name for name in ids if name not in covered])
+        if shared:
+            self.end(who, followed.follows)
+        for name in counts:
+            self.models[who][name].tokens += tokens[name] if name not in unknown else []
+        self.opened(who, step, ids, [starts[name] for name in ids], [lens[name] for name in ids], 0)
+        live = self.steps[who][step.step_id]
+        live.unknown = unknown
+        if shared:
+            live.follows, followed.follower = follows, step.step_id
+        for name in ids:
+            reach = max(lengths[name], lengths[name] - max(counts.get(name, 0) - 1, 0) + lookahead)
+            model = self.models[who][name]
+            model.num_blocks = max(model.num_blocks, self.blocks_for(reach))
+        if fill:
+            self.write(who, step.step_id)
+
+    @precondition(sampling)
+    @rule(data=st.data())
+    def set_tokens(self, data: st.DataObject) -> None:
+        steps = [(who, step_id) for who in (0, 1) for step_id, step in self.steps[who].items() if step.unknown]
+        who, step_id = data.draw(st.sampled_from(steps), "step")
+        step = self.steps[who][step_id]
+        tokens = [step.unknown[name] for name in step.ids if name in step.unknown]
+        for name, token in step.unknown.items():
+            self.models[who][name].tokens.append(token)
+        step.unknown = {}
+        assert self.manager.set_tokens(self.spaces[who], step_id, tokens) == self.commit(who, step)
+        self.raises(FailedPreconditionError, self.manager.set_tokens, self.spaces[who], step_id, tokens)
 
     @precondition(lambda self: any(self.stale))
     @rule(data=st.data(), who=st.integers(0, 1))
@@ -432,6 +550,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         assert self.manager.close_namespace(self.spaces[who]) == len(self.models[who])
         self.pins = [pin for pin in self.pins if pin[0] != who]
         self.spaces[who], self.models[who], self.stale[who] = self.manager.open_namespace(), {}, []
+        self.steps[who] = {}
 
     @precondition(resident)
     @rule(data=st.data())

@@ -471,7 +471,7 @@ def test_advance_appends_and_opens_one_step_over_decodes_and_chunks(make: Make) 
 @pytest.mark.parametrize(
     ("tokens", "num_tokens", "field"),
     [
-        ([], [1, 1], "token_ids"),
+        ([], [1, 1], "num_tokens[0]"),
         ([1, 2, 3], [1, 1], "token_ids"),
         ([-1], [1, 1], "token_ids[0]"),
         ([1], [1], "num_tokens"),
