@@ -6,8 +6,9 @@ manager      BlockManager                          integrity    checks of all in
 allocation   Allocator: new sequences              swapping     Swapper: moves between the tiers
 advancing    Advancer: mixed and following steps   layers       LayerTracker: written layers and the commit
 steps        StepPlanner: append and open_step     sharing      Forker: fork and common prefixes
-growth       GrowthPlanner: new blocks, copies     prefix_cache PrefixCache: match, pin and reset
-freeing      Reclaimer: truncate, free, close      inspection   Inspector: slots, descriptions, statistics
+growth       GrowthPlanner: new blocks, copies     rearranging  Rearranger: sequences continue others
+freeing      Reclaimer: truncate, free, close      prefix_cache PrefixCache: match, pin and reset
+inspection   Inspector: slots, descriptions, statistics
 
 state        BlockState: pools, slots, pins, namespaces and counters, as one value
 block_pool   BlockPool and CachingBlockPool        eviction     EvictionQueue: cached blocks, LRU first

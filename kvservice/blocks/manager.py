@@ -33,6 +33,7 @@ from kvservice.blocks.plans import (
     numpy_zeros,
 )
 from kvservice.blocks.prefix_cache import PrefixCache
+from kvservice.blocks.rearranging import Rearranger
 from kvservice.blocks.sharing import Forker
 from kvservice.blocks.slices import Slices, finish
 from kvservice.blocks.state import BlockState
@@ -70,6 +71,7 @@ class BlockManager:
         self._advancer = Advancer(self.state, self._steps)
         self._layers = LayerTracker(self.state)
         self._forker = Forker(self.state)
+        self._rearranger = Rearranger(self.state)
         self._reclaimer = Reclaimer(self.state)
         self._swapper = Swapper(self.state)
         self._prefix_cache = PrefixCache(self.state)
@@ -138,6 +140,17 @@ class BlockManager:
         Raises DuplicateSequenceError, QuotaExceededError.
         """
         self._forker.fork(namespace, parent_ids, child_ids)
+
+    def rearrange(self, namespace: SessionNamespace, sequence_ids: npt.ArrayLike, parent_ids: npt.ArrayLike) -> None:
+        """Let sequences continue others, for beam search (vLLM v0: fork and free; Hugging Face: reorder_cache). Moves
+        no bytes.
+
+        sequence_ids int64[n], distinct; parent_ids int64[n] may repeat a parent. Sequence i gets the tokens, the blocks
+        and the extra keys that its parent had before the call, without the parent's lookahead blocks, and its own are
+        released. A sequence that is its own parent stays as it is. The steps of the others and of their parents become
+        stale. Raises QuotaExceededError.
+        """
+        self._rearranger.rearrange(namespace, sequence_ids, parent_ids)
 
     def truncate(self, namespace: SessionNamespace, sequence_ids: npt.ArrayLike, lengths: npt.ArrayLike) -> None:
         """Remove tokens at the end, for rejected speculation or a retried step (vLLM v1 and SGLang do the same).

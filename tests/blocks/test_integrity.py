@@ -286,7 +286,7 @@ class Operations:
             [self.allocate] * 4
             + [self.write] * 4
             + [self.append, self.commit, self.pin, self.match] * 2
-            + [self.fork, self.truncate, self.free, self.swap, self.reset, self.close]
+            + [self.fork, self.rearrange, self.truncate, self.free, self.swap, self.reset, self.close]
         )
         space = self.random.choice(self.spaces)
         try:
@@ -337,6 +337,10 @@ class Operations:
     def fork(self, space: SessionNamespace) -> None:
         parents = self.some(space)
         self.manager.fork(space, parents, [self.random.randint(0, 99) for _ in parents])
+
+    def rearrange(self, space: SessionNamespace) -> None:
+        names = self.some(space)
+        self.manager.rearrange(space, names, [self.random.choice(names) for _ in names])
 
     def truncate(self, space: SessionNamespace) -> None:
         names = self.some(space)

@@ -21,6 +21,7 @@ from kvservice.blocks.growth import GrowthPlanner
 from kvservice.blocks.layers import LayerTracker
 from kvservice.blocks.namespaces import LiveStep
 from kvservice.blocks.prefix import PrefixIndex
+from kvservice.blocks.rearranging import Rearranger
 from kvservice.blocks.swapping import Swapper
 from kvservice.errors import KVServiceError
 
@@ -71,6 +72,17 @@ def copies_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def a_fork_that_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CachingBlockPool, "incref_active", lambda *_: None)
+
+
+def a_beam_that_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Rearranger._move
+
+    def move(self: Rearranger, *arguments: Any) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(BlockPool, "incref", lambda *_: None)
+            original(self, *arguments)
+
+    monkeypatch.setattr(Rearranger, "_move", move)
 
 
 def a_release_that_frees_shared_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,6 +190,7 @@ MUTANTS = [
     everybody_keeps_the_block,
     copies_are_not_counted,
     a_fork_that_holds_nothing,
+    a_beam_that_holds_nothing,
     a_release_that_frees_shared_blocks,
     a_hash_without_its_parent,
     extra_keys_left_out,

@@ -203,6 +203,7 @@ ABOVE: dict[str, tuple[Callable[[BlockManager, SessionNamespace], object], str, 
     "blocks for lookahead": (lambda m, s: m.append(s, [1], [5], [1], None, 20), "sequence_ids", "max_request_blocks"),
     "forks": (lambda m, s: m.fork(s, [1, 2], [8, 9]), "parent_ids", "max_request_blocks"),
     "forks of one": (lambda m, s: m.fork(s, [1, 1], [8, 9]), "parent_ids", "max_request_blocks"),
+    "rearranged": (lambda m, s: m.rearrange(s, [1, 2], [2, 1]), "sequence_ids", "max_request_blocks"),
     "truncated": (lambda m, s: m.truncate(s, [1, 2], [0, 0]), "sequence_ids", "max_request_blocks"),
     "swapped out": (lambda m, s: m.swap_out(s, [1, 2]), "sequence_ids", "max_request_blocks"),
     "told tokens": (

@@ -446,6 +446,20 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     @precondition(resident)
     @rule(data=st.data())
+    def rearrange(self, data: st.DataObject) -> None:
+        who = self.pick(data, lambda model: not model.swapped)
+        ids = self.choose(data, who, most=4)
+        parents = [data.draw(st.sampled_from(ids), "parent") for _ in ids]
+        moved = [(name, parent) for name, parent in zip(ids, parents, strict=True) if name != parent]
+        self.outdate(who, [name for pair in moved for name in pair])
+        self.manager.rearrange(self.spaces[who], ids, parents)
+        models = {name: self.models[who][parent] for name, parent in moved}
+        for name, model in models.items():
+            num_blocks = self.blocks_for(len(model.tokens))
+            self.models[who][name] = Model(list(model.tokens), model.computed, model.salt, num_blocks)
+
+    @precondition(resident)
+    @rule(data=st.data())
     def truncate(self, data: st.DataObject) -> None:
         who = self.pick(data, lambda model: not model.swapped)
         ids = self.choose(data, who)
