@@ -89,6 +89,15 @@ class ServeConfig(BaseModel):
     max_pinned_fraction: float = Field(0.5, ge=0, le=1, description="Largest share of the pool that clients may pin.")
     max_sequences: int = Field(1024, ge=1, le=1 << 20, description="Most sequences at one time, over all sessions.")
     max_sequence_tokens: int = Field(131072, ge=1, le=1 << 24, description="Longest sequence, in tokens.")
+    max_queued_requests: int = Field(
+        65536, ge=1, le=1 << 24, description="Most unfinished requests of the schedulers of all sessions."
+    )
+    max_queued_tokens: int = Field(
+        1 << 25,
+        ge=1,
+        le=1 << 40,
+        description="Most tokens in the prompts of unfinished requests, over the schedulers of all sessions.",
+    )
     max_request_sequences: int = Field(
         1024, ge=1, le=1 << 16, description="Most sequences, or ranges of them, that one request may name."
     )

@@ -18,6 +18,7 @@ from kvservice.config import ServeConfig
 from kvservice.devices import Device
 from kvservice.errors import InvalidArgumentError, ResourceExhaustedError
 from kvservice.pool.layout import TENSOR_DTYPES
+from kvservice.scheduler import EngineScheduler, ScheduledBatch, Scheduler
 
 Array = np.ndarray[Any, Any]
 # The value of `part` that selects the whole step.
@@ -33,6 +34,7 @@ class CacheEngine:
         self.device = device
         self.journal = EventJournal(config.event_window, config.event_token_ids) if config.event_window else None
         self.manager = _make_manager(config, device, self.journal, zeros)
+        self.schedulers = Scheduler(self.manager)
 
     @property
     def tensor_token_bytes(self) -> int:
@@ -61,17 +63,36 @@ class CacheEngine:
         if len(step.copies):
             self.device.copy(step.copies.src, step.copies.dst)
 
+    def schedule(
+        self, scheduler: EngineScheduler, now_s: float, max_step_tokens: int | None, max_running: int | None
+    ) -> ScheduledBatch:
+        """Make the next batch of a scheduler, see EngineScheduler.schedule."""
+        batch = scheduler.schedule(now_s, max_step_tokens, max_running)
+        for plan in batch.swapped_out:
+            self._move_out(plan)
+        for plan in batch.swapped_in:
+            self._move_in(plan)
+        if batch.step is not None:
+            self._copy_on_write(batch.step)
+        return batch
+
     def swap_out(self, namespace: SessionNamespace, sequence_ids: Array) -> SwapPlan:
         plan = self.manager.swap_out(namespace, sequence_ids)
-        if len(plan.src):  # sequences without tokens have no blocks, and there may be no swap tier
-            self.device.swap_out(plan.src, plan.dst)
+        self._move_out(plan)
         return plan
 
     def swap_in(self, namespace: SessionNamespace, sequence_ids: Array) -> SwapPlan:
         plan = self.manager.swap_in(namespace, sequence_ids)
+        self._move_in(plan)
+        return plan
+
+    def _move_out(self, plan: SwapPlan) -> None:
+        if len(plan.src):  # sequences without tokens have no blocks, and there may be no swap tier
+            self.device.swap_out(plan.src, plan.dst)
+
+    def _move_in(self, plan: SwapPlan) -> None:
         if len(plan.src):
             self.device.swap_in(plan.src, plan.dst)
-        return plan
 
     async def attend(
         self,

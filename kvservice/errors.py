@@ -17,6 +17,7 @@
     │   ├── LengthMismatchError                          the sequence does not have the expected length
     │   ├── SequenceSwappedError                         its blocks are in the swap tier
     │   ├── SequenceNotSwappedError
+    │   ├── SequenceScheduledError                       it belongs to the session's scheduler, which alone changes it
     │   ├── NotComputedError                             its K/V are not written yet
     │   ├── StaleStepError                               a newer operation replaced the step
     │   ├── LayerWrittenError                            the layer was already sent in this step
@@ -136,6 +137,10 @@ class SequenceSwappedError(FailedPreconditionError):
 
 class SequenceNotSwappedError(FailedPreconditionError):
     reason = "SEQUENCE_NOT_SWAPPED"
+
+
+class SequenceScheduledError(FailedPreconditionError):
+    reason = "SEQUENCE_SCHEDULED"
 
 
 class NotComputedError(FailedPreconditionError):

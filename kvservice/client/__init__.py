@@ -14,8 +14,8 @@ prepare_grpc()
 
 from kvservice.attention_options import BlockSparse  # noqa: E402
 from kvservice.auth.client import TLSConfig  # noqa: E402  gRPC reads its environment at import
-from kvservice.client.aio import AsyncKVClient, AsyncSession, AsyncStep  # noqa: E402
-from kvservice.client.blocking import KVClient, Session, Step  # noqa: E402
+from kvservice.client.aio import AsyncKVClient, AsyncKVScheduler, AsyncSession, AsyncStep  # noqa: E402
+from kvservice.client.blocking import KVClient, KVScheduler, Session, Step  # noqa: E402
 from kvservice.client.events import (  # noqa: E402
     AllBlocksCleared,
     BlockRemoved,
@@ -29,6 +29,15 @@ from kvservice.client.events import (  # noqa: E402
 from kvservice.client.pools.mapped import MappedPool  # noqa: E402
 from kvservice.client.pools.tables import MappedStep  # noqa: E402
 from kvservice.client.region_memory import HostRegion, SharedRegion  # noqa: E402
+from kvservice.client.scheduler_values import (  # noqa: E402
+    BatchReport,
+    EngineBatch,
+    PreemptedSequence,
+    RequestInfo,
+    SampleInfo,
+    ScheduledRequest,
+    SchedulerInfo,
+)
 from kvservice.client.store.aio import AsyncStore, AsyncStoreLease, AsyncStoreReservation  # noqa: E402
 from kvservice.client.store.blocking import Store, StoreLease, StoreReservation  # noqa: E402
 from kvservice.client.store.pieces import Scatter  # noqa: E402
@@ -38,27 +47,36 @@ from kvservice.client.values import Pin, PoolInfo, PoolStats, RegionInfo, Sequen
 __all__ = [
     "AllBlocksCleared",
     "AsyncKVClient",
+    "AsyncKVScheduler",
     "AsyncSession",
     "AsyncStep",
     "AsyncStore",
     "AsyncStoreLease",
     "AsyncStoreReservation",
+    "BatchReport",
     "BlockRemoved",
     "BlockSparse",
     "BlockStored",
+    "EngineBatch",
     "Gap",
     "HostRegion",
     "KVClient",
     "KVEventBatch",
+    "KVScheduler",
     "Lookup",
     "MappedPool",
     "MappedStep",
     "Pin",
     "PoolInfo",
     "PoolStats",
+    "PreemptedSequence",
     "PutStatus",
     "RegionInfo",
+    "RequestInfo",
+    "SampleInfo",
     "Scatter",
+    "ScheduledRequest",
+    "SchedulerInfo",
     "Sequence",
     "SequenceInfo",
     "Session",

@@ -16,6 +16,7 @@ from kvservice.client.connection import RECONNECT_WAIT_S
 from kvservice.client.events import KVEventBatch, to_batch
 from kvservice.client.messages import open_stub
 from kvservice.client.requests import build, wait_time
+from kvservice.client.scheduler import SchedulerCore
 from kvservice.client.session import SessionCore
 from kvservice.client.step import StepCore
 from kvservice.client.store.aio import AsyncStore, AsyncStoreLease, AsyncStoreReservation
@@ -33,7 +34,11 @@ class AsyncStep(StepCore):
     """See StepCore."""
 
 
-class AsyncSession(SessionCore[AsyncStep]):
+class AsyncKVScheduler(SchedulerCore[AsyncStep]):
+    """See SchedulerCore."""
+
+
+class AsyncSession(SessionCore[AsyncStep, AsyncKVScheduler]):
     """See SessionCore. AsyncKVClient creates sessions. Tasks may call one concurrently; its calls run in order."""
 
 
@@ -126,7 +131,14 @@ class AsyncKVClient:
             self._info = from_message(PoolInfo, await self._get_info(timeout_s))
         connection = self._core.new_connection(TaskWaiting(), self._open_stream, token, timeout_s)
         session = await self._core.open_session(
-            AsyncSession, self.info, connection, token, AsyncStep, self._close_session, resumed=resumed
+            AsyncSession,
+            self.info,
+            connection,
+            token,
+            AsyncStep,
+            AsyncKVScheduler,
+            self._close_session,
+            resumed=resumed,
         )
         try:
             yield session

@@ -16,6 +16,7 @@ from kvservice.client.connection import RECONNECT_WAIT_S
 from kvservice.client.events import KVEventBatch, to_batch
 from kvservice.client.messages import open_stub
 from kvservice.client.requests import build, wait_time
+from kvservice.client.scheduler import MakeStep, OpenedScheduler, SchedulerCore
 from kvservice.client.session import SessionCore
 from kvservice.client.session_calls import SessionCalls
 from kvservice.client.step import StepCore
@@ -51,13 +52,29 @@ class Step:
     write = blocking(StepCore.write)
 
 
-_Core = SessionCore[Step]
+_SchedulerCore = SchedulerCore[Step]
+
+
+class KVScheduler:
+    """See SchedulerCore."""
+
+    def __init__(self, core: SchedulerCore[Step]) -> None:
+        self._core = core
+        self.settings = core.settings
+
+    add = blocking(_SchedulerCore.add)
+    abort = blocking(_SchedulerCore.abort)
+    schedule = blocking(_SchedulerCore.schedule)
+    describe = blocking(_SchedulerCore.describe)
+
+
+_Core = SessionCore[Step, KVScheduler]
 
 
 class Session:
     """See SessionCore. A session is a context manager: leaving it closes the session and frees everything it owns."""
 
-    def __init__(self, core: SessionCore[Step]) -> None:
+    def __init__(self, core: SessionCore[Step, KVScheduler]) -> None:
         self._core = core
         self.info = core.info
         self.token = core.token
@@ -84,6 +101,7 @@ class Session:
     free = blocking(_Core.free)
     describe = blocking(_Core.describe)
     read = blocking(_Core.read)
+    open_scheduler = blocking(_Core.open_scheduler)
     match_prefix = blocking(_Core.match_prefix)
     pin = blocking(_Core.pin)
     unpin = blocking(_Core.unpin)
@@ -200,7 +218,7 @@ class KVClient:
     def _attached(self, token: bytes, timeout_s: float | None, *, resumed: bool) -> Session:
         connection = self._core.new_connection(ThreadWaiting(), self._open_stream, token, timeout_s)
         opening = self._core.open_session(
-            _Core, self.info, connection, token, _make_step, self._close_session, resumed=resumed
+            _Core, self.info, connection, token, _make_step, _make_scheduler, self._close_session, resumed=resumed
         )
         return Session(finish(opening))
 
@@ -305,3 +323,7 @@ class KVClient:
 
 def _make_step(calls: SessionCalls, sequences: tuple[Sequence, ...], info: StepInfo) -> Step:
     return Step(StepCore(calls, sequences, info))
+
+
+def _make_scheduler(calls: SessionCalls, make_step: MakeStep[Step], opened: OpenedScheduler) -> KVScheduler:
+    return KVScheduler(SchedulerCore(calls, make_step, opened))

@@ -22,7 +22,7 @@ from kvservice.client.waiting import OpenStream, Waiting
 from kvservice.errors import KVServiceError
 from kvservice.v1 import session_pb2
 
-SessionT = TypeVar("SessionT", bound=SessionCore[Any])
+SessionT = TypeVar("SessionT", bound=SessionCore[Any, Any])
 
 
 class ClientCore:
@@ -97,6 +97,7 @@ class ClientCore:
         connection: SessionConnection,
         token: bytes,
         make_step: Callable[..., Any],
+        make_scheduler: Callable[..., Any],
         close_session: CloseSession,
         *,
         resumed: bool,
@@ -111,7 +112,7 @@ class ClientCore:
             if await connection.close() and not resumed:
                 await close_session(token, connection.holder)
             raise
-        return kind(context, transport, token, session_id, make_step, close_session, resumed=resumed)
+        return kind(context, transport, token, session_id, make_step, make_scheduler, close_session, resumed=resumed)
 
     def close_request(self, token: bytes, holder: int) -> tuple[session_pb2.CloseRequest, float]:
         """Return the request that closes a session, and its time limit in seconds. If the daemon does not answer in

@@ -12,7 +12,7 @@ import secrets
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from collections.abc import Sequence as Batch
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Unpack
 
 from kvservice.client import contents
 from kvservice.client.batches import id_batches
@@ -20,6 +20,8 @@ from kvservice.client.context import Context
 from kvservice.client.pools.mapped import HasStepInfo, MappedPool
 from kvservice.client.region_memory import HostRegion, SharedRegion
 from kvservice.client.requests import build, int_list, whole
+from kvservice.client.scheduler import MakeScheduler, MakeStep, open_scheduler
+from kvservice.client.scheduler_values import SchedulerArguments, SchedulerT, StepT
 from kvservice.client.sequences import (
     ExtraKeys,
     allocated,
@@ -32,17 +34,16 @@ from kvservice.client.sequences import (
 )
 from kvservice.client.session_calls import SessionCalls
 from kvservice.client.transports.base import Transport, TransportName
-from kvservice.client.values import Pin, PoolInfo, RegionInfo, Sequence, SequenceInfo, StepInfo, from_message
+from kvservice.client.values import Pin, PoolInfo, RegionInfo, Sequence, SequenceInfo, from_message
 from kvservice.errors import InvalidArgumentError, UnknownSequenceError
 from kvservice.v1 import blocks_pb2, host_pb2
 from kvservice.wire.tensors import Array
 
-StepT = TypeVar("StepT")
 # Asks the daemon to close the session with this token, if the client with this holder id still has it.
 CloseSession = Callable[[bytes, int], Awaitable[None]]
 
 
-class SessionCore(Generic[StepT]):
+class SessionCore(Generic[StepT, SchedulerT]):
     """A session, which owns sequences.
 
     Methods raise the errors of `kvservice.errors`. A method that raises has changed nothing, except with
@@ -57,7 +58,8 @@ class SessionCore(Generic[StepT]):
         transport: Transport,
         token: bytes,
         session_id: int,
-        make_step: Callable[[SessionCalls, tuple[Sequence, ...], StepInfo], StepT],
+        make_step: MakeStep[StepT],
+        make_scheduler: MakeScheduler[StepT, SchedulerT],
         close_session: CloseSession,
         *,
         resumed: bool,
@@ -67,7 +69,7 @@ class SessionCore(Generic[StepT]):
         self.token = token
         self.session_id = session_id
         self.calls = SessionCalls(context, transport)
-        self._make_step, self._close_session = make_step, close_session
+        self._make_step, self._make_scheduler, self._close_session = make_step, make_scheduler, close_session
         # The ids of a resumed session start at a random number, to avoid the ids of its previous client.
         self._sequence_ids = itertools.count(secrets.randbits(62) if resumed else 0)
         self._dropped: deque[Sequence] = deque()
@@ -307,6 +309,17 @@ class SessionCore(Generic[StepT]):
             except BaseException:
                 self._dropped.append(sequence)
                 raise
+
+    # ---- scheduler
+
+    async def open_scheduler(
+        self, *, timeout_s: float | None = None, **settings: Unpack[SchedulerArguments]
+    ) -> SchedulerT:
+        """Open the session's scheduler, which decides what each step computes; see SchedulerArguments. A session that
+        has one already, for example a resumed one, returns it if the settings are the same. Raises
+        FailedPreconditionError otherwise, and QuotaExceededError for a setting above a limit of the daemon."""
+        opened = await open_scheduler(self.calls, settings, timeout_s)
+        return self._make_scheduler(self.calls, self._make_step, opened)
 
     # ---- contents and prefix cache
 

@@ -18,7 +18,7 @@ from kvservice.scheduler.batches import Preemption, QueueCounts, ScheduledBatch
 from kvservice.scheduler.config import BatchPolicy, PreemptionMode, QueueOrder, SchedulerConfig
 from kvservice.scheduler.engine import EngineScheduler
 from kvservice.scheduler.reports import Report
-from kvservice.scheduler.requests import Request
+from kvservice.scheduler.requests import Phase, Request
 from kvservice.scheduler.scheduler import Scheduler
 from kvservice.scheduler.snapshots import RequestSnapshot, SampleSnapshot
 from kvservice.scheduler.stats import Latencies, SchedulerCounters, SchedulerFigures
@@ -27,6 +27,7 @@ __all__ = [
     "BatchPolicy",
     "EngineScheduler",
     "Latencies",
+    "Phase",
     "Preemption",
     "PreemptionMode",
     "QueueCounts",

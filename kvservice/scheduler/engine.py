@@ -63,6 +63,11 @@ class EngineScheduler:
         """Number of requests that are not finished."""
         return len(self.queues.requests)
 
+    @property
+    def unreported(self) -> tuple[int, ...]:
+        """The numbers of the batches that are not reported, the oldest first."""
+        return () if self._batch is None else (self._batch.number,)
+
     def add(self, request: Request, now_s: float = 0.0) -> None:
         """Queue a request.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy.typing as npt
@@ -27,12 +28,13 @@ class SampleSnapshot:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestSnapshot:
-    """Description of a request: the phase of its first sample that is not finished, and all samples in the order of
-    their ids."""
+    """Description of a request: the phase of its first sample that is not finished, all samples in the order of their
+    ids, and the extra keys of the request."""
 
     request_id: int
     phase: Phase
     samples: tuple[SampleSnapshot, ...]
+    extra_keys: Sequence[tuple[int, bytes]]
 
 
 def describe_requests(
@@ -63,4 +65,5 @@ def _describe(queues: EngineQueues, group: RequestGroup) -> RequestSnapshot:
         else:  # before the fork all samples are what the first one is
             tokens = queues.tokens_of(group.members[0] if state is None else state)
         samples.append(SampleSnapshot(sequence_id, finished, len(tokens) - group.num_prompt_tokens, tokens))
-    return RequestSnapshot(group.request_id, group.members[0].phase, tuple(samples))
+    request = group.request
+    return RequestSnapshot(group.request_id, group.members[0].phase, tuple(samples), request.extra_keys)

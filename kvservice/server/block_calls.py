@@ -17,7 +17,7 @@ from kvservice.server.handlers import Handler, SessionHandler, WhileDraining, sl
 from kvservice.server.sessions import ServerSession
 from kvservice.server.slices import Answer, after
 from kvservice.v1 import blocks_pb2
-from kvservice.wire.tensors import to_ints, token_array
+from kvservice.wire.tensors import Array, to_ints, token_array
 
 
 class BlockCalls:
@@ -53,7 +53,10 @@ class BlockCalls:
     def allocate(
         self, session: ServerSession, request: blocks_pb2.AllocateRequest
     ) -> Slices[blocks_pb2.AllocateResponse]:
-        allocations = yield from allocating(self._manager.allocate_in_slices, session.namespace, request)
+        ids = [sequence.sequence_id for sequence in request.sequences]
+        session.check_unscheduled(ids, "sequences[{}].sequence_id")
+        with session.allocating(ids):
+            allocations = yield from allocating(self._manager.allocate_in_slices, session.namespace, request)
         return allocate_response(allocations)
 
     def can_allocate(
@@ -65,7 +68,7 @@ class BlockCalls:
     def append(self, session: ServerSession, request: blocks_pb2.AppendRequest) -> Answer[blocks_pb2.StepResponse]:
         step = self._engine.append(
             session.namespace,
-            to_ints(request.sequence_ids),
+            _own_ids(session, request),
             token_array(request),
             codec.optional_ints(request.num_tokens, np.int32),
             codec.optional_ints(request.expected_lengths),
@@ -81,19 +84,22 @@ class BlockCalls:
 
     def open_step(self, session: ServerSession, request: blocks_pb2.OpenStepRequest) -> Answer[blocks_pb2.StepResponse]:
         num_tokens = codec.optional_ints(request.num_tokens, np.int32)
-        step = self._engine.open_step(session.namespace, to_ints(request.sequence_ids), num_tokens)
+        step = self._engine.open_step(session.namespace, _own_ids(session, request), num_tokens)
         return _opened(session, step, request.return_slot_mapping)
 
     def truncate(self, session: ServerSession, request: blocks_pb2.TruncateRequest) -> blocks_pb2.TruncateResponse:
-        self._manager.truncate(session.namespace, to_ints(request.sequence_ids), to_ints(request.lengths))
+        self._manager.truncate(session.namespace, _own_ids(session, request), to_ints(request.lengths))
         return blocks_pb2.TruncateResponse()
 
     def fork(self, session: ServerSession, request: blocks_pb2.ForkRequest) -> blocks_pb2.ForkResponse:
-        self._manager.fork(session.namespace, to_ints(request.parent_ids), to_ints(request.child_ids))
+        parents, children = to_ints(request.parent_ids), to_ints(request.child_ids)
+        session.check_unscheduled(parents, "parent_ids[{}]")
+        session.check_unscheduled(children, "child_ids[{}]")
+        self._manager.fork(session.namespace, parents, children)
         return blocks_pb2.ForkResponse()
 
     def swap_out(self, session: ServerSession, request: blocks_pb2.SwapOutRequest) -> blocks_pb2.SwapResponse:
-        plan = self._engine.swap_out(session.namespace, to_ints(request.sequence_ids))
+        plan = self._engine.swap_out(session.namespace, _own_ids(session, request))
         return blocks_pb2.SwapResponse(moved_blocks=len(plan))
 
     def can_swap_out(
@@ -104,7 +110,7 @@ class BlockCalls:
         )
 
     def swap_in(self, session: ServerSession, request: blocks_pb2.SwapInRequest) -> blocks_pb2.SwapResponse:
-        plan = self._engine.swap_in(session.namespace, to_ints(request.sequence_ids))
+        plan = self._engine.swap_in(session.namespace, _own_ids(session, request))
         return blocks_pb2.SwapResponse(moved_blocks=len(plan))
 
     def can_swap_in(self, session: ServerSession, request: blocks_pb2.CanSwapInRequest) -> blocks_pb2.CanSwapInResponse:
@@ -112,7 +118,7 @@ class BlockCalls:
         return blocks_pb2.CanSwapInResponse(status=ALLOC_STATUS[status])
 
     def free(self, session: ServerSession, request: blocks_pb2.FreeRequest) -> Slices[blocks_pb2.FreeResponse]:
-        yield from self._manager.free_in_slices(session.namespace, to_ints(request.sequence_ids))
+        yield from self._manager.free_in_slices(session.namespace, _own_ids(session, request))
         return blocks_pb2.FreeResponse()
 
     def describe(
@@ -165,6 +171,21 @@ class BlockCalls:
     ) -> blocks_pb2.CommonPrefixResponse:
         num_blocks = self._manager.common_prefix_blocks(session.namespace, to_ints(request.sequence_ids))
         return blocks_pb2.CommonPrefixResponse(num_blocks=num_blocks)
+
+
+def _own_ids(
+    session: ServerSession,
+    request: blocks_pb2.AppendRequest
+    | blocks_pb2.OpenStepRequest
+    | blocks_pb2.TruncateRequest
+    | blocks_pb2.SwapOutRequest
+    | blocks_pb2.SwapInRequest
+    | blocks_pb2.FreeRequest,
+) -> Array:
+    """Return the sequences that a request changes. Raises SequenceScheduledError if one belongs to the scheduler."""
+    ids = to_ints(request.sequence_ids)
+    session.check_unscheduled(ids, "sequence_ids[{}]")
+    return ids
 
 
 def _opened(session: ServerSession, step: StepPlan, return_slot_mapping: bool) -> Answer[blocks_pb2.StepResponse]:

@@ -9,6 +9,7 @@ from kvservice.server.block_calls import BlockCalls
 from kvservice.server.handlers import Handler
 from kvservice.server.host_calls import HostCalls
 from kvservice.server.region_calls import RegionCalls
+from kvservice.server.scheduler_calls import SchedulerCalls
 from kvservice.server.server_store import ServerStore
 from kvservice.server.store_calls import StoreCalls
 from kvservice.server.store_copy_calls import StoreCopyCalls
@@ -20,6 +21,7 @@ def session_handlers(config: ServeConfig, engine: CacheEngine, store: ServerStor
         *AttentionCalls(config, engine).handlers(),
         *RegionCalls().handlers(),
         *HostCalls(engine.manager).handlers(),
+        *SchedulerCalls(config, engine).handlers(),
         *StoreCalls(store).handlers(),
         *StoreCopyCalls(config, store).handlers(),
     )

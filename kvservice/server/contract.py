@@ -13,6 +13,7 @@ from kvservice.v1 import (
     host_pb2,
     inspect_pb2,
     pool_pb2,
+    scheduler_pb2,
     session_pb2,
     shared_memory_pb2,
     store_pb2,
@@ -27,6 +28,7 @@ SERVICES: tuple[ServiceDescriptor, ...] = tuple(
         shared_memory_pb2,
         host_pb2,
         store_pb2,
+        scheduler_pb2,
         pool_pb2,
         inspect_pb2,
         events_pb2,
@@ -38,7 +40,9 @@ SERVICES: tuple[ServiceDescriptor, ...] = tuple(
 ANSWERED_BY_OBSERVER = frozenset(("GetSnapshot",))
 
 # Services whose calls belong to a session. They can also be sent over the session's stream.
-SESSION_SERVICES = frozenset(("BlockService", "AttentionService", "SharedMemoryService", "HostService", "StoreService"))
+SESSION_SERVICES = frozenset(
+    ("BlockService", "AttentionService", "SharedMemoryService", "HostService", "StoreService", "SchedulerService")
+)
 
 
 def call_name(method: MethodDescriptor) -> str:

@@ -24,6 +24,8 @@ MAX_PING_BYTES: Final = 1 << 20
 # The limits on the pieces of a block of the store, and on the leases that one request may end.
 MAX_PIECES: Final = 16384
 MAX_LEASE_IDS: Final = 4096
+# The limit on batches of a scheduler that are not reported.
+MAX_REPORTS: Final = 2
 # The limit on records (a tag with its value) of a request, in addition to one per token and a few per sequence.
 _MAX_OTHER_RECORDS: Final = 16384
 _RECORDS_PER_SEQUENCE: Final = 16
@@ -35,12 +37,19 @@ _ELEMENTS: Final[dict[str, str | int]] = {
     "sequences": _SEQUENCES,
     "sequence_ids": _SEQUENCES,
     "parent_ids": _SEQUENCES,
+    "requests": _SEQUENCES,
+    "request_ids": _SEQUENCES,
+    "finished_ids": _SEQUENCES,
+    "num_proposed": _SEQUENCES,
+    "stop_lengths": _SEQUENCES,
     "child_ids": _SEQUENCES,
     "num_tokens": _SEQUENCES,
     "lengths": _SEQUENCES,
     "expected_lengths": _SEQUENCES,
     "ranges": _SEQUENCES,
     "token_ids": _TOKENS,
+    "proposals": _TOKENS,
+    "reports": MAX_REPORTS,
     "extra_keys": MAX_EXTRA_KEYS,
     "shape": 8,
     "alibi_slopes": 65535,

@@ -8,10 +8,11 @@ open ── attach ──▶ attached ── its stream ends ──▶ waiting �
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvservice.auth import CALLER, Identity
@@ -37,10 +38,12 @@ from kvservice.server.peers import Peer
 from kvservice.server.region import RegionTotals
 from kvservice.server.regions import Regions
 from kvservice.server.replies import Replies
+from kvservice.server.scheduling import SessionScheduler
 from kvservice.server.session_user import Trust
 from kvservice.server.slices import in_slices
 from kvservice.store import BlockStore, SessionStore
 from kvservice.telemetry.sessions import ATTACHED, SessionRow, SessionTable
+from kvservice.wire.tensors import Array
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +66,8 @@ class ServerSession:
     # None if the daemon has no store.
     store: SessionStore | None
     wait_s: float
+    # None until the client opens it.
+    scheduler: SessionScheduler | None = None
     replies: Replies = field(default_factory=Replies)
     # The holder whose stream attached last, see AttachRequest; None before the first attach.
     holder: int | None = None
@@ -70,6 +75,25 @@ class ServerSession:
     end_stream: Callable[[KVServiceError], None] | None = None
     # The timers of a session that no stream holds.
     timers: list[asyncio.TimerHandle] = field(default_factory=list)
+
+    # The ids of sequences that an Allocate in slices is about to create.
+    allocated_soon: set[int] = field(default_factory=set)
+
+    def check_unscheduled(self, sequence_ids: Array | Sequence[int], field: str) -> None:
+        """Raise SequenceScheduledError for a sequence that belongs to the session's scheduler. `field` is a format
+        string for the index of an id."""
+        if self.scheduler is not None:
+            self.scheduler.check_unscheduled(sequence_ids, field)
+
+    @contextlib.contextmanager
+    def allocating(self, sequence_ids: Sequence[int]) -> Iterator[None]:
+        """Keep these ids from the requests of the scheduler until the context ends."""
+        ids = set(sequence_ids).difference(self.allocated_soon)
+        self.allocated_soon |= ids
+        try:
+            yield
+        finally:
+            self.allocated_soon -= ids
 
     def unshare(self, *, writers_done: bool = False) -> None:
         """Close what is of no use without the session's client: the lane, mappings, regions, and its namespaces, leases
@@ -261,6 +285,8 @@ class SessionRegistry:
         if session.end_stream is not None:
             session.end_stream(FailedPreconditionError("the session was closed"))
         session.unshare(writers_done=writers_done)
+        if session.scheduler is not None:
+            session.scheduler.close()
 
         freed = yield from self._manager.close_namespace_in_slices(session.namespace)
         self._num_closing -= 1

@@ -15,7 +15,17 @@ import pytest
 from both_faces import Awaitable
 from cutting_proxy import CuttingProxy
 
-from kvservice.client import AsyncKVClient, AsyncSession, AsyncStep, KVClient, Session, Step
+from kvservice.client import (
+    AsyncKVClient,
+    AsyncKVScheduler,
+    AsyncSession,
+    AsyncStep,
+    KVClient,
+    KVScheduler,
+    Session,
+    Step,
+)
+from kvservice.client.scheduler import SchedulerCore
 from kvservice.client.session import SessionCore
 from kvservice.client.step import StepCore
 from kvservice.errors import (
@@ -142,7 +152,7 @@ def test_both_faces_do_the_same(daemon: Daemon, client: KVClient) -> None:
 
 
 @pytest.mark.parametrize(("core", "blocking", "asynchronous"), [
-    (SessionCore, Session, AsyncSession), (StepCore, Step, AsyncStep)
+    (SessionCore, Session, AsyncSession), (StepCore, Step, AsyncStep), (SchedulerCore, KVScheduler, AsyncKVScheduler),
 ])  # fmt: skip
 def test_both_faces_have_the_same_methods(core: type, blocking: type, asynchronous: type) -> None:
     def methods(of: type) -> dict[str, Callable[..., Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,18 @@ from kvservice.server.handlers import SessionHandler, WhileDraining
 from kvservice.server.replies import Replies
 from kvservice.telemetry.calls import CallTable
 from kvservice.v1 import attention_pb2, blocks_pb2
+
+
+def session_with(namespace: Any, access: Any) -> Any:
+    """Return a session without a scheduler."""
+    return SimpleNamespace(
+        namespace=namespace,
+        access=access,
+        replies=Replies(),
+        session_id=1,
+        check_unscheduled=lambda *_: None,
+        allocating=lambda _: contextlib.nullcontext(),
+    )
 
 
 class Access:
@@ -48,7 +61,7 @@ def test_the_response_of_a_step_waits_until_the_step_is_published() -> None:
         engine: Any = SimpleNamespace(manager=manager, append=manager.append)
         dispatcher = dispatcher_of(BlockCalls(ServeConfig(), engine).handlers())
         namespace, access = manager.open_namespace(1), Access()
-        session: Any = SimpleNamespace(namespace=namespace, access=access, replies=Replies(), session_id=1)
+        session = session_with(namespace, access)
 
         async def call(method: str, request: Any) -> Any:
             return await dispatcher.call(method, request, session, "stream", local=True)
@@ -84,7 +97,7 @@ def test_a_step_whose_caller_has_gone_is_published() -> None:
             done.append(True)
 
         access = SimpleNamespace(publish=lambda _: (None, publish()))
-        session: Any = SimpleNamespace(namespace=namespace, access=access, replies=Replies(), session_id=1)
+        session = session_with(namespace, access)
         allocation = blocks_pb2.SequenceAllocation(sequence_id=1, token_ids=[1, 2])
         await dispatcher.call(
             "allocate", blocks_pb2.AllocateRequest(sequences=[allocation]), session, "stream", local=True

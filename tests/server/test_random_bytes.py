@@ -22,6 +22,7 @@ from kvservice.v1 import (
     host_pb2,
     inspect_pb2,
     pool_pb2,
+    scheduler_pb2,
     session_pb2,
     shared_memory_pb2,
     store_pb2,
@@ -114,6 +115,10 @@ def good_requests(token: bytes, tensor: Any) -> dict[str, Any]:
     store = name | {"namespace_id": 1, "keys": bytes(64)}
     scatter = store_pb2.Scatter(region="r", piece_bytes=[60, 4], offsets=bytes(32))
     part = attention_pb2.SequenceRange(sequence_id=1, start=0, stop=4)
+    request = scheduler_pb2.ScheduledRequest(
+        request_id=30, token_ids=[1, 2, 3], max_tokens=2, extra_keys=[blocks_pb2.ExtraKey(key=b"k")]
+    )
+    report = scheduler_pb2.StepReport(batch=1, token_ids=[5], finished_ids=[21])
     return {
         "Allocate": blocks_pb2.AllocateRequest(**name, request_id=3, sequences=[one], lookahead=2),
         "CanAllocate": blocks_pb2.CanAllocateRequest(**name, sequences=[one], lookahead=2),
@@ -173,11 +178,27 @@ def good_requests(token: bytes, tensor: Any) -> dict[str, Any]:
         "store_remove": store_pb2.RemoveRequest(**store, request_id=8),
         "store_clear": store_pb2.ClearRequest(**name, request_id=9, namespace_id=1),
         "store_map_store": store_pb2.MapStoreRequest(**name, request_id=10, writable=True),
+        "OpenScheduler": scheduler_pb2.OpenSchedulerRequest(**name, request_id=11, max_step_tokens=16, weight=2.0),
+        "AddRequests": scheduler_pb2.AddRequestsRequest(**name, request_id=12, requests=[request]),
+        "AbortRequests": scheduler_pb2.AbortRequestsRequest(**name, request_ids=[21]),
+        "Schedule": scheduler_pb2.ScheduleRequest(**name, reports=[report], max_step_tokens=9, max_running=3),
+        "DescribeRequests": scheduler_pb2.DescribeRequestsRequest(**name, request_ids=[21], return_token_ids=True),
         "GetSnapshot": inspect_pb2.GetSnapshotRequest(max_sessions=3, max_sequences=4, search="x"),
         "Ping": pool_pb2.PingRequest(payload=b"x"),
         "Open": session_pb2.OpenRequest(name="x", detachable=False, detach_ttl_s=1.0),
         "Close": session_pb2.CloseRequest(session_token=token),
     }
+
+
+def schedule(victim: Any, tensor: Any) -> None:
+    """Open the scheduler of a session, and compute its first batch."""
+    victim.ok("open_scheduler", scheduler_pb2.OpenSchedulerRequest())
+    request = scheduler_pb2.ScheduledRequest(request_id=21, token_ids=[7, 8], max_tokens=3)
+    victim.ok("add_requests", scheduler_pb2.AddRequestsRequest(requests=[request]))
+    step_id = victim.ok("schedule", scheduler_pb2.ScheduleRequest()).step.step_id
+    for layer in range(2):
+        key, value = tensor(2, 2, 32), tensor(2, 2, 32)
+        victim.ok("write", attention_pb2.WriteRequest(step_id=step_id, layer=layer, key=key, value=value))
 
 
 def mutate(data: bytes, source: random.Random) -> bytes:
@@ -211,6 +232,8 @@ def test_mutated_requests(
     register = shared_memory_pb2.SystemSharedMemoryRegisterRequest(name="r", key=OBJECT, byte_size=4096)
     victim.ok("system_shared_memory_register", register)
     victim.ok("map_pool", host_pb2.MapPoolRequest(writable=True))
+    if service.endswith("SchedulerService") and method.name != "OpenScheduler":
+        schedule(victim, raw.tensor)
     if method.name == "CloseLane":
         victim.ok("open_lane", host_pb2.OpenLaneRequest())
     path = f"/{service}/{method.name}"

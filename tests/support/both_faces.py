@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, Literal
 
-from kvservice.client import AsyncKVClient, KVClient, Step, StoreLease, StoreReservation
+from kvservice.client import AsyncKVClient, EngineBatch, KVClient, KVScheduler, Step, StoreLease, StoreReservation
 
 Face = Literal["blocking", "asyncio"]
 
@@ -25,9 +26,17 @@ class Awaitable:
 
         async def call(*args: Any, **kwargs: Any) -> Any:
             result = found(*args, **kwargs)
-            return Awaitable(result) if isinstance(result, (Step, StoreLease, StoreReservation)) else result
+            return awaitable(result)
 
         return call
+
+
+def awaitable(result: Any) -> Any:
+    """Wrap the objects of the sync API in a result."""
+    if isinstance(result, EngineBatch):
+        return dataclasses.replace(result, step=awaitable(result.step))
+    kinds = (KVScheduler, Step, StoreLease, StoreReservation)
+    return Awaitable(result) if isinstance(result, kinds) else result
 
 
 @asynccontextmanager

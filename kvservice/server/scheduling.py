@@ -1,0 +1,230 @@
+"""The scheduler of one session: the daemon's limits on its queue, reports before the next batch, and its sequences."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kvservice.blocks import SessionNamespace, Slices
+from kvservice.blocks.slices import SLICE_SEQUENCES
+from kvservice.engine import CacheEngine
+from kvservice.errors import (
+    DuplicateSequenceError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    KVServiceError,
+    QuotaExceededError,
+    SequenceScheduledError,
+    UnknownSequenceError,
+)
+from kvservice.scheduler import EngineScheduler, Report, Request, RequestSnapshot, ScheduledBatch, SchedulerConfig
+from kvservice.wire.tensors import Array
+
+# The names of the contract for fields of the scheduler that have other ones.
+_FIELDS: Final = {"finished": "finished_ids", "parents": "parent_ids"}
+
+
+@dataclass(frozen=True)
+class SchedulerSettings:
+    """What a client has asked for."""
+
+    config: SchedulerConfig
+    weight: float
+
+
+@dataclass(frozen=True)
+class StepRequest:
+    """What a client wants of a batch. `max_step_tokens` and `max_running` are None for the scheduler's own budgets."""
+
+    reports: Sequence[Report]
+    max_step_tokens: int | None
+    max_running: int | None
+    ahead: bool
+    retry: bool
+
+
+@dataclass(frozen=True)
+class PageLimits:
+    """The most sequences, and the most tokens, of a page of descriptions."""
+
+    max_sequences: int
+    max_tokens: int
+
+
+class QueueTotals:
+    """The requests of all sessions' schedulers that are not finished, and the tokens of their prompts."""
+
+    def __init__(self, max_requests: int, max_tokens: int) -> None:
+        self._limits = {"max_queued_requests": max_requests, "max_queued_tokens": max_tokens}
+        self.requests = self.tokens = 0
+
+    def add(self, num_requests: int, num_tokens: int) -> None:
+        """Count new requests. Raises QuotaExceededError."""
+        totals = (self.requests + num_requests, self.tokens + num_tokens)
+        for (limit, value), total in zip(self._limits.items(), totals, strict=True):
+            if total > value:
+                raise QuotaExceededError(
+                    f"all schedulers would have {total}, more than {limit} = {value}",
+                    field="requests", limit=limit, value=value,
+                )  # fmt: skip
+        self.requests, self.tokens = totals
+
+    def remove(self, num_requests: int, num_tokens: int) -> None:
+        self.requests -= num_requests
+        self.tokens -= num_tokens
+        assert min(self.requests, self.tokens) >= 0, "more requests have ended than were added"
+
+
+class SessionScheduler:
+    """The scheduler of one session. A method that raises has changed nothing."""
+
+    def __init__(
+        self, engine: CacheEngine, namespace: SessionNamespace, settings: SchedulerSettings, totals: QueueTotals
+    ) -> None:
+        self.settings = settings
+        self.scheduler: EngineScheduler = engine.schedulers.open_engine(namespace, settings.config, settings.weight)
+        self._engine, self._namespace, self._totals = engine, namespace, totals
+        # The number of prompt tokens of each request that is not finished.
+        self._requests: dict[int, int] = {}
+        # Aborted requests that end with a report.
+        self._aborted: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def add(self, requests: Sequence[Request], now_s: float, reserved: Collection[int]) -> None:
+        """Queue all requests, or none. `reserved` are ids that other sequences will have. Raises the errors of
+        EngineScheduler.add, and QuotaExceededError."""
+        sizes = [len(request.token_ids) for request in requests]  # type: ignore[arg-type]  # they are arrays
+        self._totals.add(len(sizes), sum(sizes))
+        added: list[int] = []
+        try:
+            for i, request in enumerate(requests):
+                with fields_below(f"requests[{i}]"):
+                    _check_ids(request, reserved)
+                    self.scheduler.add(request, now_s)
+                added.append(request.request_id)
+        except KVServiceError:
+            for request_id in added:
+                self.scheduler.abort(request_id)
+            self._totals.remove(len(sizes), sum(sizes))
+            raise
+        self._requests.update(zip(added, sizes, strict=True))
+
+    def abort(self, request_ids: Sequence[int]) -> list[int]:
+        """Abort all these requests, or none. Returns those that have ended already; the others end with a report.
+        Raises UnknownSequenceError, InvalidArgumentError."""
+        for i, request_id in enumerate(request_ids):
+            if request_id not in self._requests or request_id in self._aborted:
+                raise UnknownSequenceError(
+                    f"request {request_id} is unknown or finished", field=f"request_ids[{i}]", sequence_id=request_id
+                )
+        if len(set(request_ids)) != len(request_ids):
+            raise InvalidArgumentError("a request appears twice", field="request_ids")
+        for request_id in request_ids:
+            self.scheduler.abort(request_id)
+        ended = [request_id for request_id in request_ids if request_id not in self.scheduler.queues.requests]
+        self._aborted.update(set(request_ids).difference(ended))
+        self._forget(ended)
+        return ended
+
+    def step(self, request: StepRequest, now_s: float) -> tuple[list[int], ScheduledBatch]:
+        """Apply the reports, then make a batch. Returns the ids of the requests that the reports have ended, and the
+        batch, whose copies the device executes. Raises the errors of EngineScheduler.update and schedule."""
+        self._check(request)
+        ended: list[int] = []
+        for i, report in enumerate(request.reports):
+            with fields_below(f"reports[{i}]"):
+                ended += self.scheduler.update(report, now_s)
+        self._forget(ended)
+        batch = self._engine.schedule(self.scheduler, now_s, request.max_step_tokens, request.max_running)
+        return ended, batch
+
+    def _check(self, request: StepRequest) -> None:
+        """Check what the scheduler would refuse only after it has accepted a report."""
+        config = self.settings.config
+        for field, highest in (("max_step_tokens", config.max_step_tokens), ("max_running", config.max_running)):
+            value = getattr(request, field)
+            if value is not None and not 1 <= value <= highest:
+                raise InvalidArgumentError(f"must be from 1 to {highest}, not {value}", field=field)
+        unreported = self.scheduler.unreported
+        if len(request.reports) > len(unreported):
+            number = request.reports[len(unreported)].batch
+            raise FailedPreconditionError(
+                f"batch {number} is not in progress", field=f"reports[{len(unreported)}].batch"
+            )
+        left = unreported[len(request.reports) :]
+        if left:
+            raise FailedPreconditionError(f"batch {left[0]} is not reported", field="reports")
+        for field in ("ahead", "retry"):
+            if getattr(request, field):
+                raise InvalidArgumentError("is not supported", field=field)
+
+    def describe(
+        self, request_ids: Sequence[int] | None, first: int, limits: PageLimits
+    ) -> Slices[list[RequestSnapshot]]:
+        """Describe these requests, or all from index `first` on, in slices. It describes the first of them that are
+        within the limits, and at least one. Raises UnknownSequenceError, also for a request that ends meanwhile."""
+        if request_ids is None:
+            request_ids = list(itertools.islice(self._requests, first, first + limits.max_sequences))
+        page: list[RequestSnapshot] = []
+        num_sequences = num_tokens = 0
+        for i, request_id in enumerate(request_ids):
+            try:
+                (snapshot,) = self.scheduler.describe([request_id])
+            except KVServiceError as error:
+                error.field = f"request_ids[{i}]"
+                raise
+            num_sequences += len(snapshot.samples)
+            num_tokens += sum(len(sample.token_ids) for sample in snapshot.samples)
+            if page and (num_sequences > limits.max_sequences or num_tokens > limits.max_tokens):
+                break
+            page.append(snapshot)
+            if len(page) % SLICE_SEQUENCES == 0:
+                yield
+        return page
+
+    def check_unscheduled(self, sequence_ids: Array | Sequence[int], field: str) -> None:
+        """Raise SequenceScheduledError for a sequence that belongs to a request."""
+        if not self._requests:
+            return
+        queues = self.scheduler.queues
+        for i, sequence_id in enumerate(sequence_ids):
+            if int(sequence_id) in queues.requests or int(sequence_id) in queues.reserved:
+                raise SequenceScheduledError(
+                    f"sequence {sequence_id} belongs to the session's scheduler",
+                    field=field.format(i), sequence_id=int(sequence_id),
+                )  # fmt: skip
+
+    def close(self) -> None:
+        """Forget all requests. The session's namespace is closed next."""
+        self._engine.schedulers.close_engine(self._namespace)
+        self._forget(list(self._requests))
+
+    def _forget(self, request_ids: Sequence[int]) -> None:
+        if request_ids:
+            sizes = [self._requests.pop(request_id) for request_id in request_ids]
+            self._aborted.difference_update(request_ids)
+            self._totals.remove(len(sizes), sum(sizes))
+
+
+def _check_ids(request: Request, reserved: Collection[int]) -> None:
+    """Raise DuplicateSequenceError if a sequence of the request has a reserved id."""
+    used = next((one for one in reserved if 0 <= one - request.request_id < request.width), None)
+    if used is not None:
+        raise DuplicateSequenceError(f"sequence {used} is in use", field="request_id", sequence_id=used)
+
+
+@contextlib.contextmanager
+def fields_below(path: str) -> Iterator[None]:
+    """Rename the fields in errors of the scheduler to those of the message at this path."""
+    try:
+        yield
+    except KVServiceError as error:
+        name, index = re.fullmatch(r"(\w*)(.*)", error.field, re.DOTALL).groups()  # type: ignore[union-attr]
+        error.field = f"{path}.{_FIELDS.get(name, name)}{index}" if error.field else path
+        raise

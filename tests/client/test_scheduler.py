@@ -1,0 +1,270 @@
+"""Engines over the scheduler of a real daemon, by each transport and with both APIs. All K/V are read and compared."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from both_faces import Face, session_of
+from small_daemons import TRANSPORTS, OpenDaemon
+from toy_engine import ToyEngine
+
+from kvservice.client import BatchReport, KVClient, ScheduledRequest, SchedulerInfo
+from kvservice.errors import (
+    DuplicateSequenceError,
+    FailedPreconditionError,
+    InvalidArgumentError,
+    KVServiceError,
+    OutOfBlocksError,
+    QuotaExceededError,
+    SequenceScheduledError,
+    UnknownSequenceError,
+)
+from kvservice.launch import Daemon
+
+VARIANTS = {"inline": ("inline", "write"), **TRANSPORTS}
+
+
+@asynccontextmanager
+async def engine_of(face: Face, address: str, transport: str = "inline", **settings: Any) -> AsyncIterator[ToyEngine]:
+    async with session_of(face, address, transport) as kv:
+        yield ToyEngine(kv, await kv.open_scheduler(**settings))
+        await kv.reset_prefix_cache()
+
+
+@pytest.mark.parametrize("face", ["blocking", "asyncio"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_an_engine_under_pressure(open_daemon: OpenDaemon, variant: str, face: Face) -> None:
+    """Six requests for 41 blocks each in a pool of 64: they are preempted, and end with the right tokens."""
+    transport, share_pool = VARIANTS[variant]
+
+    async def scenario() -> None:
+        async with engine_of(face, open_daemon("float32", share_pool).address, transport) as engine:
+            for number in range(6):
+                await engine.add(number, range(100 * number, 100 * number + 60), max_tokens=8 if number % 2 else 24)
+            await engine.run()
+            assert sorted(engine.finished) == list(range(6))
+            engine.check_outputs()
+            preempted = [one for batch in engine.batches for one in batch.preempted]
+            assert preempted
+            last = engine.batches[-1]
+            assert (last.waiting, last.running, last.swapped, last.step) == (0, 0, 0, None)
+
+    asyncio.run(scenario())
+
+
+def test_preemption_by_swap(open_daemon: OpenDaemon) -> None:
+    """What is swapped out and in again is read back as it was."""
+
+    async def scenario() -> None:
+        address = open_daemon("float32", "write").address
+        async with engine_of("blocking", address, preemption="swap", max_step_tokens=64) as engine:
+            for number in range(4):
+                await engine.add(number, range(100 * number, 100 * number + 60), max_tokens=20)
+            await engine.run()
+            assert sorted(engine.finished) == list(range(4))
+            engine.check_outputs()
+            swapped = [one.swapped for batch in engine.batches for one in batch.preempted]
+            assert any(swapped)
+            assert max(batch.swapped for batch in engine.batches) > 0
+
+    asyncio.run(scenario())
+
+
+def test_settings_reach_the_scheduler(daemon: Daemon) -> None:
+    async def scenario() -> None:
+        async with engine_of("asyncio", daemon.address, order="priority", max_step_tokens=8, max_running=2) as engine:
+            assert engine.scheduler.settings == SchedulerInfo(8, 2, 0, 65536)
+            for number, priority in ((1, 3), (2, 2), (3, 1)):
+                await engine.add(number, range(number, number + 6), max_tokens=2, priority=priority)
+            batch = await engine.schedule()
+            assert batch.sequence_ids.tolist() == [3, 2]
+            assert batch.step.query_lens.tolist() == [6, 2]
+            assert (batch.num_decodes, batch.sampled.tolist(), batch.sampled_rows.tolist()) == (0, [3], [0])
+            assert (batch.waiting, batch.running, batch.swapped) == (1, 2, 0)
+            await engine.run(batch)
+            assert engine.finished == [3, 2, 1]
+            engine.check_outputs()
+
+    asyncio.run(scenario())
+
+
+def test_the_budgets_of_one_batch(daemon: Daemon) -> None:
+    async def scenario() -> None:
+        async with engine_of("asyncio", daemon.address) as engine:
+            await engine.add(1, range(9))
+            await engine.add(2, range(20, 29))
+            batch = await engine.schedule(max_step_tokens=5, max_running=1)
+            assert (batch.step.num_tokens, batch.waiting) == (5, 1)
+            await engine.run(batch)
+            engine.check_outputs()
+
+    asyncio.run(scenario())
+
+
+def test_sequences_have_the_extra_keys_of_their_requests(daemon: Daemon) -> None:
+    async def scenario() -> None:
+        async with engine_of("asyncio", daemon.address) as engine:
+            await engine.add(1, range(8), extra_keys=[(0, b"adapter")])
+            await engine.add(2, range(8))
+            batch = await engine.schedule()
+            keys = {one.sequence_id: one.extra_keys for one in batch.step.sequences}
+            assert keys == {1: ((0, b"adapter"),), 2: ()}
+            await engine.run(batch)
+            engine.check_outputs()
+
+    asyncio.run(scenario())
+
+
+def test_aborted_requests_end_at_once_or_with_their_batch(daemon: Daemon) -> None:
+    async def scenario() -> None:
+        async with engine_of("asyncio", daemon.address, max_running=1) as engine:
+            await engine.add(1, range(9), max_tokens=5)
+            await engine.add(2, range(9), max_tokens=5)
+            batch = await engine.schedule()
+            assert await engine.scheduler.abort([1, 2]) == [2]
+            with pytest.raises(UnknownSequenceError):
+                await engine.scheduler.abort([1])
+            await engine.compute(batch)
+            batch = await engine.schedule(engine.sample(batch))
+            assert (batch.finished, batch.number) == ([1], 0)
+            assert engine.scheduler._sequences == {}
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "field"),
+    [
+        ({"request_id": 1}, DuplicateSequenceError, "requests[1].request_id"),
+        ({"request_id": 50}, DuplicateSequenceError, "requests[1].request_id"),
+        ({"request_id": 2}, DuplicateSequenceError, "requests[1].request_id"),
+        ({"request_id": -1}, InvalidArgumentError, "requests[1].request_id"),
+        ({"request_id": 1 << 63}, InvalidArgumentError, "request_id"),
+        ({"token_ids": []}, InvalidArgumentError, "requests[1].token_ids"),
+        ({"token_ids": [-1]}, InvalidArgumentError, "requests[1].token_ids[0]"),
+        ({"token_ids": [1.5]}, InvalidArgumentError, "token_ids"),
+        ({"max_tokens": 0}, InvalidArgumentError, "requests[1].max_tokens"),
+        ({"max_tokens": (1 << 63) - 1}, InvalidArgumentError, "requests[1].max_tokens"),
+        ({"max_tokens": 300}, OutOfBlocksError, "requests[1].max_tokens"),
+        ({"priority": 1 << 31}, InvalidArgumentError, "requests[1].priority"),
+        ({"extra_keys": [(0, b"")]}, InvalidArgumentError, "requests[1].extra_keys[0]"),
+        ({"extra_keys": [(600, b"k")]}, InvalidArgumentError, "requests[1].extra_keys[0]"),
+    ],
+)
+def test_of_requests_with_a_bad_one_none_is_added(
+    client: KVClient, change: dict[str, Any], error: type[KVServiceError], field: str
+) -> None:
+    with client.session() as kv:
+        kv.allocate([1, 2, 3], sequence_id=50)
+        scheduler = kv.open_scheduler(max_requests=3)
+        scheduler.add([ScheduledRequest(1, [1, 2, 3], 4)])
+        good = ScheduledRequest(2, [4, 5], 4)
+        fields: dict[str, Any] = {"request_id": 3, "token_ids": [6], "max_tokens": 4}
+        bad = ScheduledRequest(**(fields | change))
+        with pytest.raises(error) as caught:
+            scheduler.add([good, bad])
+        assert caught.value.field == field
+        batch = scheduler.schedule()
+        assert batch.sequence_ids.tolist() == [1]
+        assert (batch.waiting, batch.running) == (0, 1)
+
+
+def test_the_length_of_the_queue_is_limited(client: KVClient) -> None:
+    with client.session() as kv:
+        scheduler = kv.open_scheduler(max_requests=2)
+        with pytest.raises(QuotaExceededError) as caught:
+            scheduler.add([ScheduledRequest(number, [1], 4) for number in range(3)])
+        assert caught.value.metadata["limit"] == "max_requests"
+        scheduler.add([ScheduledRequest(number, [1], 4) for number in range(2)])
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        ({"max_step_tokens": 0}, "max_step_tokens"),
+        ({"max_step_tokens": 131073}, "max_step_tokens"),
+        ({"max_running": 65}, "max_running"),
+        ({"max_running": -1}, "max_running"),
+        ({"max_requests": 65537}, "max_requests"),
+        ({"policy": "random"}, "policy"),
+        ({"order": "lifo"}, "order"),
+        ({"preemption": ""}, "preemption"),
+        ({"lookahead": -1}, "lookahead"),
+        ({"lookahead": 1 << 40}, "lookahead"),
+        ({"weight": 0.0}, "weight"),
+        ({"weight": float("nan")}, "weight"),
+        ({"max_stalled_fraction": 1.5}, "max_stalled_fraction"),
+        ({"swap_block_s": -1.0}, "swap_block_s"),
+        ({"compute_token_s": float("inf")}, "compute_token_s"),
+    ],
+)
+def test_bad_settings_open_nothing(client: KVClient, settings: dict[str, Any], field: str) -> None:
+    with client.session() as kv:
+        with pytest.raises((InvalidArgumentError, QuotaExceededError)) as caught:
+            kv.open_scheduler(**settings)
+        assert caught.value.field == field
+        kv.open_scheduler()
+
+
+def test_a_session_has_one_scheduler(client: KVClient) -> None:
+    with client.session() as kv:
+        kv.open_scheduler(max_running=4).add([ScheduledRequest(1, [1], 4)])
+        with pytest.raises(FailedPreconditionError):
+            kv.open_scheduler(max_running=5)
+        with client.session() as other:
+            other.open_scheduler(max_running=5)
+
+
+def test_sequences_of_requests_are_changed_by_the_scheduler_only(client: KVClient) -> None:
+    with client.session() as kv:
+        own = kv.allocate([1, 2, 3], sequence_id=50)
+        scheduler = kv.open_scheduler(max_running=1)
+        scheduler.add([ScheduledRequest(1, [1, 2, 3], 4), ScheduledRequest(2, [1, 2, 3], 4)])
+        batch = scheduler.schedule()
+        assert batch.step is not None
+        (scheduled,) = batch.step.sequences
+        calls = {
+            "append": lambda: kv.append([own, scheduled], [1, 2]),
+            "open_step": lambda: kv.open_step([own, scheduled]),
+            "truncate": lambda: kv.truncate(scheduled, 1),
+            "fork": lambda: kv.fork(scheduled),
+            "fork to it": lambda: kv.fork(own, 2),
+            "swap_out": lambda: kv.swap_out([own, scheduled]),
+            "swap_in": lambda: kv.swap_in([scheduled]),
+            "free": lambda: kv.free([own, scheduled]),
+            "allocate": lambda: kv.allocate([1], sequence_id=2),
+        }
+        before = kv.describe(token_ids=True, block_ids=True)
+        for name, call in calls.items():
+            with pytest.raises(SequenceScheduledError) as caught:
+                call()
+            assert caught.value.field, name
+        assert kv.describe(token_ids=True, block_ids=True) == before
+        kv.append([own], [9])
+        with pytest.raises(InvalidArgumentError):
+            scheduler.schedule([BatchReport(batch.number, [1, 2])])
+
+
+def test_a_resumed_session_has_its_requests(client: KVClient) -> None:
+    with client.session(detachable=True) as kv:
+        scheduler = kv.open_scheduler(max_running=2)
+        scheduler.add(
+            [ScheduledRequest(1, [1, 2, 3], 4, extra_keys=[(0, b"k")]), ScheduledRequest(5, [4, 5], 4, width=2)]
+        )
+        before = scheduler.describe(token_ids=True)
+        assert before == scheduler.describe([1, 5], token_ids=True)
+        assert [(one.request_id, one.phase) for one in before] == [(1, "waiting"), (5, "waiting")]
+        with client.resume(kv.token) as again:
+            resumed = again.open_scheduler(max_running=2)
+            assert resumed.describe(token_ids=True) == before
+            with pytest.raises(UnknownSequenceError) as caught:
+                resumed.describe([1, 6])
+            assert caught.value.field == "request_ids[1]"
+            batch = resumed.schedule()
+            assert batch.step is not None
+            assert [one.extra_keys for one in batch.step.sequences] == [((0, b"k"),)]
+            again.reset_prefix_cache()
