@@ -304,3 +304,13 @@ def store_checksums(memory: int, offsets: bytes, block_bytes: int, num_threads: 
 def store_versions(memory: int, slab_bytes: int, first_block: int, block_stride: int, offsets: bytes) -> bytes:
     """Return the current versions of blocks of a namespace, read from the records in the memory after everything that
     the caller has read before. 0 if the slab of a block belongs to a namespace with another geometry now."""
+
+# Block tables int32[num_rows, width]. rows, starts and counts are int64[n]. csrc/blocks/tables.h describes them.
+
+def slot_mapping(tables: Any, rows: Any, starts: Any, counts: Any, shift: int) -> Any:
+    """Return the slots int64[sum(counts)] of the token positions starts[i], ..., starts[i] + counts[i] - 1 of each row.
+    The block size is 1 << shift. Raises InvalidArgumentError for positions outside the tables."""
+
+def shared_entries(tables: Any, rows: Any, starts: Any, counts: Any, ref_count: Any, indexed: Any) -> Any:
+    """Return which of the table entries starts[i], ..., starts[i] + counts[i] - 1 of each row, concatenated, have a
+    block with ref_count int32[num_blocks] above 1 or with indexed bool[num_blocks]: int64[m], ascending."""

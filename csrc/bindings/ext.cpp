@@ -11,6 +11,7 @@
 
 #include "attention.h"
 #include "bindings/arguments.h"
+#include "bindings/blocks.h"
 #include "bindings/exceptions.h"
 #include "bindings/lane.h"
 #include "bindings/store.h"
@@ -276,6 +277,7 @@ PYBIND11_MODULE(_ext, m) {
   m.def("num_threads", &num_threads);
   m.def("cpu_isa", [] { return cpu_kernels().isa; });
   m.def("address_of", &address_of);
+  define_blocks(m);
   define_lane(m);
   define_store(m);
   define_wire(m);

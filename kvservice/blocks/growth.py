@@ -126,16 +126,17 @@ class GrowthPlanner:
         pending = np.minimum(written, held) - first
         num_grown = int(np.add.reduce(grown))
         check_request_blocks(self._config, int(np.add.reduce(pending)) + num_grown, "sequence_ids")
-        which, entries = ragged(first, pending)
-        rows = batch.rows[which]
-        blocks = self._sequences.block_tables[rows, entries].astype(np.int64)
-        not_exclusive = (self._device.ref_count[blocks] > 1) | self._device.indexed[blocks]
-        if not np.count_nonzero(not_exclusive):
+        shared = self._sequences.shared_entries(
+            batch.rows, first, pending, self._device.ref_count, self._device.indexed
+        )
+        if not len(shared):
             return Growth(grown, num_grown, None)
-        copied, unindexed = self._plan_copies(blocks[not_exclusive])
-        chosen = np.flatnonzero(not_exclusive)[copied]
-        computed = (entries[chosen] << self._shift) < batch.states[which[chosen], NUM_COMPUTED]
-        copies = _CopyOnWrite(rows[chosen], entries[chosen], blocks[chosen], computed, unindexed)
+        which, entries = (numbers[shared] for numbers in ragged(first, pending))
+        blocks = self._sequences.block_tables[batch.rows[which], entries].astype(np.int64)
+        copied, unindexed = self._plan_copies(blocks)
+        which, entries = which[copied], entries[copied]
+        computed = (entries << self._shift) < batch.states[which, NUM_COMPUTED]
+        copies = _CopyOnWrite(batch.rows[which], entries, blocks[copied], computed, unindexed)
         return Growth(grown, num_grown, copies)
 
     def _plan_copies(self, blocks: Int64Array) -> tuple[BoolArray, Int64Array]:

@@ -6,9 +6,10 @@ from typing import cast
 
 import numpy as np
 
+from kvservice._ext import shared_entries, slot_mapping
 from kvservice.blocks.config import BlocksConfig
 from kvservice.blocks.namespaces import NO_STEP, SessionNamespace, distinct_steps
-from kvservice.blocks.plans import Int32Array, Int64Array, Zeros
+from kvservice.blocks.plans import BoolArray, Int32Array, Int64Array, Zeros
 from kvservice.blocks.ranges import ragged
 from kvservice.errors import QuotaExceededError, SequenceSwappedError
 
@@ -46,8 +47,7 @@ class SequenceSlots:
         self.num_tokens = 0
         self.num_swapped = 0
         self._config = config
-        self._shift, self._mask = config.block_shift, config.block_mask
-        self._offsets = np.arange(config.block_size)
+        self._shift = config.block_shift
 
     def require_free_rows(self, count: int, field: str) -> None:
         """Raise QuotaExceededError if there is no room for `count` more sequences."""
@@ -93,21 +93,12 @@ class SequenceSlots:
 
     def slots(self, rows: Int64Array, starts: Int64Array, counts: Int64Array) -> Int64Array:
         """Return the slots of the tokens starts[i], ..., starts[i] + counts[i] - 1 of each row: int64[sum(counts)]."""
-        if int(np.add.reduce(counts)) > len(counts) << self._shift:
-            return self._slots_by_block(rows, starts, starts + counts)
-        which, positions = ragged(starts, counts)
-        blocks: Int64Array = self.block_tables[rows[which], positions >> self._shift].astype(np.int64)
-        return (blocks << self._shift) | (positions & self._mask)
+        return slot_mapping(self.block_tables, rows, starts, counts, self._shift)
 
-    def _slots_by_block(self, rows: Int64Array, starts: Int64Array, stops: Int64Array) -> Int64Array:
-        """Return `slots` of long ranges: whole blocks first, then without the slots before starts and after stops."""
-        first = starts >> self._shift
-        which, entries = ragged(first, ((stops + self._mask) >> self._shift) - first)
-        blocks = self.block_tables[rows[which], entries].astype(np.int64)
-        slots: Int64Array = (blocks << self._shift)[:, None] + self._offsets
-        if not np.count_nonzero((starts | stops) & self._mask):
-            return slots.reshape(-1)
-        begin = (starts[which] - (entries << self._shift))[:, None]
-        end = (stops[which] - (entries << self._shift))[:, None]
-        inside: Int64Array = slots[(self._offsets >= begin) & (self._offsets < end)]
-        return inside
+    def shared_entries(
+        self, rows: Int64Array, first: Int64Array, counts: Int64Array, ref_count: Int32Array, indexed: BoolArray
+    ) -> Int64Array:
+        """Return which of the table entries first[i], ..., first[i] + counts[i] - 1 of each row, concatenated, have a
+        block that several tables hold or that is in the prefix index."""
+        return shared_entries(self.block_tables, rows, first, counts, ref_count, indexed)
+

@@ -1,0 +1,10 @@
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace kvservice {
+
+// Defines BlockIndex, and the functions over block tables.
+void define_blocks(pybind11::module_& m);
+
+}  // namespace kvservice
