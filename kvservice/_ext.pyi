@@ -314,3 +314,14 @@ def slot_mapping(tables: Any, rows: Any, starts: Any, counts: Any, shift: int) -
 def shared_entries(tables: Any, rows: Any, starts: Any, counts: Any, ref_count: Any, indexed: Any) -> Any:
     """Return which of the table entries starts[i], ..., starts[i] + counts[i] - 1 of each row, concatenated, have a
     block with ref_count int32[num_blocks] above 1 or with indexed bool[num_blocks]: int64[m], ascending."""
+
+def fill_sequences(
+    tables: Any, token_ids: Any, rows: list[int], found: list[Any], tokens: list[Any], blocks: Any
+) -> None:
+    """Write the tables of new sequences: their prefix-cache hits found[i] int64[f], then the next of the new `blocks`
+    int64[b], and the tokens past the hits, of tokens[i] int32[n], to the new blocks of token_ids int32[num_blocks,
+    block_size]. Raises InvalidArgumentError, before anything is written, unless they need exactly these blocks."""
+
+def add_references(ref_count: Any, blocks: Any) -> tuple[Any, int]:
+    """Add a reference to each of `blocks` int64[n], as often as it occurs, in ref_count int32[num_blocks]. Returns (the
+    blocks int64[m] that had no reference, how many got their second one)."""

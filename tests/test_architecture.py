@@ -34,7 +34,7 @@ ROOMS: dict[str, set[str]] = {
     "attention_options": {"errors"},
     "environment": set(),
     "auth": {"errors"},
-    "blocks": {"errors"},
+    "blocks": {"_ext", "errors"},
     "scheduler": {"blocks", "errors"},
     # The bookkeeping of the block store: its events go to the journal of `blocks`.
     "store": {"blocks", "errors"},

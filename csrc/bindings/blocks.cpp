@@ -1,10 +1,10 @@
 #include "bindings/blocks.h"
 
-#include <memory>
+#include <pybind11/stl.h>
+
 #include <vector>
 
 #include "bindings/arguments.h"
-#include "blocks/index.h"
 #include "blocks/tables.h"
 
 namespace kvservice {
@@ -20,10 +20,19 @@ py::array plain(const py::handle& object, const char* field, int type_num, const
 }
 
 // Returns a copy if the vector is not contiguous.
-py::array int64_vector(const py::handle& object, const char* field) {
-  py::array array = as_array(object, field, int64_num(), "int64");
+template <class Number>
+py::array vector_of(const py::handle& object, const char* field, int type_num, const char* type_name) {
+  py::array array = as_array(object, field, type_num, type_name);
   require(array.ndim() == 1, field, "has the wrong number of dimensions");
-  return is_plain(array) ? array : py::array_t<int64_t, py::array::c_style>::ensure(array);
+  return is_plain(array) ? array : py::array_t<Number, py::array::c_style>::ensure(array);
+}
+
+py::array int64_vector(const py::handle& object, const char* field) {
+  return vector_of<int64_t>(object, field, int64_num(), "int64");
+}
+
+py::array int32_vector(const py::handle& object, const char* field) {
+  return vector_of<int32_t>(object, field, kInt32, "int32");
 }
 
 const int64_t* int64_of(const py::array& array) { return static_cast<const int64_t*>(array.data()); }
@@ -72,52 +81,41 @@ py::array_t<int64_t> shared(const py::object& tables, const py::object& rows, co
                                  static_cast<const bool*>(known.data()), counted.shape(0)));
 }
 
-Key as_key(const py::handle& object) {
-  require(PyBytes_Check(object.ptr()) && PyBytes_GET_SIZE(object.ptr()) == kKeyBytes, "hashes", "is not 32 bytes long");
-  return Key::load(PyBytes_AS_STRING(object.ptr()));
+int block_shift(const py::array& token_ids) {
+  int shift = 0;
+  while (shift < kMaxShift && int64_t{1} << shift < token_ids.shape(1)) ++shift;
+  require(int64_t{1} << shift == token_ids.shape(1), "token_ids", "has blocks whose size is no power of two");
+  return shift;
 }
 
-std::vector<Key> as_keys(const py::list& hashes, size_t limit) {
-  const size_t count = std::min(limit, hashes.size());
-  std::vector<Key> keys;
-  keys.reserve(count);
-  for (size_t i = 0; i < count; ++i) keys.push_back(as_key(PyList_GET_ITEM(hashes.ptr(), static_cast<Py_ssize_t>(i))));
-  return keys;
-}
-
-py::array_t<int64_t> match(const BlockIndex& index, const py::list& hashes, size_t limit) {
-  std::vector<int64_t> blocks;
-  index.match(as_keys(hashes, limit), blocks);
-  return to_array(blocks);
-}
-
-py::object get(const BlockIndex& index, const py::object& chain_hash) {
-  const int64_t block = index.find(as_key(chain_hash));
-  return block == kNoBlock ? py::none() : py::object(py::int_(block));
-}
-
-py::list insert(BlockIndex& index, const py::list& blocks, const py::list& hashes) {
-  require(blocks.size() == hashes.size(), "hashes", "has another length than blocks");
-  const std::vector<Key> keys = as_keys(hashes, hashes.size());
-  py::list inserted(keys.size());
-  for (size_t i = 0; i < keys.size(); ++i) {
-    inserted[i] = py::bool_(index.insert(keys[i], as_int(blocks[i], "blocks")));
+void fill(const py::object& tables, const py::object& token_ids, const std::vector<int64_t>& rows,
+          const py::list& found, const py::list& tokens, const py::object& blocks) {
+  py::array table = plain(tables, "tables", kInt32, "int32", 2);
+  py::array pool = plain(token_ids, "token_ids", kInt32, "int32", 2);
+  require(found.size() == rows.size(), "found", "has another length than rows");
+  require(tokens.size() == rows.size(), "tokens", "has another length than rows");
+  const py::array added = int64_vector(blocks, "blocks");
+  std::vector<py::array> kept;  // the arrays that the sequences point to
+  std::vector<NewSequence> sequences;
+  kept.reserve(2 * rows.size());
+  sequences.reserve(rows.size());
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const py::array& hits = kept.emplace_back(int64_vector(found[i], "found"));
+    const py::array& prompt = kept.emplace_back(int32_vector(tokens[i], "tokens"));
+    sequences.push_back(
+        {rows[i], int64_of(hits), hits.shape(0), static_cast<const int32_t*>(prompt.data()), prompt.shape(0)});
   }
-  return inserted;
+  fill_sequences(static_cast<int32_t*>(table.mutable_data()), table.shape(0), table.shape(1),
+                 static_cast<int32_t*>(pool.mutable_data()), pool.shape(0), block_shift(pool), sequences,
+                 int64_of(added), added.shape(0));
 }
 
-void remove(BlockIndex& index, const py::list& hashes) {
-  for (const Key& key : as_keys(hashes, hashes.size())) require(index.erase(key), "hashes", "is not in the index");
-}
-
-py::bytes to_bytes(const Key& key) { return {reinterpret_cast<const char*>(key.words), kKeyBytes}; }
-
-py::list items(const BlockIndex& index) {
-  py::list result;
-  for (int64_t block = 0; block < index.num_blocks(); ++block) {
-    if (const Key* key = index.hash_of(block)) result.append(py::make_tuple(to_bytes(*key), block));
-  }
-  return result;
+py::tuple add(const py::object& ref_count, const py::object& blocks) {
+  py::array counted = plain(ref_count, "ref_count", kInt32, "int32", 1);
+  const py::array referenced = int64_vector(blocks, "blocks");
+  const AddedReferences added = add_references(static_cast<int32_t*>(counted.mutable_data()), counted.shape(0),
+                                               int64_of(referenced), referenced.shape(0));
+  return py::make_tuple(to_array(added.first), added.num_shared);
 }
 
 }  // namespace
@@ -127,14 +125,9 @@ void define_blocks(py::module_& m) {
         py::arg("shift"));
   m.def("shared_entries", &shared, py::arg("tables"), py::arg("rows"), py::arg("starts"), py::arg("counts"),
         py::arg("ref_count"), py::arg("indexed"));
-  py::class_<BlockIndex>(m, "BlockIndex")
-      .def(py::init<int64_t, uint64_t, uint64_t>(), py::arg("num_blocks"), py::arg("seed0"), py::arg("seed1"))
-      .def("__len__", &BlockIndex::size)
-      .def("get", &get, py::arg("chain_hash"))
-      .def("match", &match, py::arg("hashes"), py::arg("limit"))
-      .def("insert", &insert, py::arg("blocks"), py::arg("hashes"))
-      .def("remove", &remove, py::arg("hashes"))
-      .def("items", &items);
+  m.def("fill_sequences", &fill, py::arg("tables"), py::arg("token_ids"), py::arg("rows"), py::arg("found"),
+        py::arg("tokens"), py::arg("blocks"));
+  m.def("add_references", &add, py::arg("ref_count"), py::arg("blocks"));
 }
 
 }  // namespace kvservice

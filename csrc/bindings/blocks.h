@@ -4,7 +4,7 @@
 
 namespace kvservice {
 
-// Defines BlockIndex, and the functions over block tables.
+// Defines the functions over block tables.
 void define_blocks(pybind11::module_& m);
 
 }  // namespace kvservice

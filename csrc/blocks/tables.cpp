@@ -1,10 +1,20 @@
 #include "blocks/tables.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "errors.h"
 
 namespace kvservice {
+namespace {
+
+void check_blocks(const int64_t* blocks, int64_t size, int64_t num_blocks) {
+  for (int64_t i = 0; i < size; ++i) {
+    require(blocks[i] >= 0 && blocks[i] < num_blocks, "blocks", "is outside the pool");
+  }
+}
+
+}  // namespace
 
 int64_t RowRanges::total() const {
   int64_t sum = 0;
@@ -50,6 +60,44 @@ std::vector<int64_t> shared_entries(const BlockTables& tables, const RowRanges& 
     }
   }
   return shared;
+}
+
+void fill_sequences(int32_t* tables, int64_t num_rows, int64_t width, int32_t* token_ids, int64_t num_blocks, int shift,
+                    const std::vector<NewSequence>& sequences, const int64_t* blocks, int64_t num_new) {
+  const int64_t block_size = int64_t{1} << shift;
+  int64_t needed = 0;
+  for (const NewSequence& one : sequences) {
+    const int64_t entries = (one.num_tokens + block_size - 1) >> shift;
+    require(one.row >= 0 && one.row < num_rows, "rows", "is not a row of the tables");
+    require(one.num_found <= entries && entries <= width, "tokens", "do not fit into the table");
+    check_blocks(one.found, one.num_found, num_blocks);
+    needed += entries - one.num_found;
+  }
+  require(needed == num_new, "blocks", "are not as many as the sequences need");
+  check_blocks(blocks, num_new, num_blocks);
+  for (const NewSequence& one : sequences) {
+    int32_t* table = tables + one.row * width;
+    for (int64_t i = 0; i < one.num_found; ++i) table[i] = static_cast<int32_t>(one.found[i]);
+    const int32_t* tokens = one.tokens + (one.num_found << shift);
+    for (int64_t left = one.num_tokens - (one.num_found << shift), entry = one.num_found; left > 0; ++entry, ++blocks) {
+      table[entry] = static_cast<int32_t>(*blocks);
+      const int64_t count = std::min(block_size, left);
+      std::memcpy(token_ids + (*blocks << shift), tokens, static_cast<size_t>(count) * sizeof(int32_t));
+      tokens += count;
+      left -= count;
+    }
+  }
+}
+
+AddedReferences add_references(int32_t* ref_count, int64_t num_blocks, const int64_t* blocks, int64_t size) {
+  check_blocks(blocks, size, num_blocks);
+  AddedReferences added;
+  for (int64_t i = 0; i < size; ++i) {
+    const int32_t before = ref_count[blocks[i]]++;
+    if (before == 0) added.first.push_back(blocks[i]);
+    added.num_shared += before == 1 ? 1 : 0;
+  }
+  return added;
 }
 
 }  // namespace kvservice

@@ -1,4 +1,5 @@
-"""Block management for the KV pool: block tables, allocation, prefix cache and swap. Plain Python and NumPy.
+"""Block management for the KV pool: block tables, allocation, prefix cache and swap. Python and NumPy, with
+native loops over tables where a step would otherwise spend its time.
 
 `BlockManager` is the API. Its parts do the work, each on the same `BlockState`. Imports point down this list:
 
@@ -21,6 +22,7 @@ config, limits, arguments     sizes, limits of a request, validation
 plans, slices, ranges         frozen results, operations in slices, concatenated ranges
 """
 
+from kvservice.blocks.allocation import FoundPrompt
 from kvservice.blocks.config import BlocksConfig
 from kvservice.blocks.events import EventJournal
 from kvservice.blocks.manager import BlockManager
@@ -47,6 +49,7 @@ __all__ = [
     "BlocksConfig",
     "BlocksStats",
     "EventJournal",
+    "FoundPrompt",
     "PinnedPrefix",
     "SequenceSnapshot",
     "SessionNamespace",

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from kvservice._ext import add_references
 from kvservice.blocks.ages import BlockAges
 from kvservice.blocks.events import EventJournal
 from kvservice.blocks.eviction import EvictionQueue
@@ -21,6 +22,7 @@ from kvservice.errors import OutOfBlocksError
 
 # A zero-dimensional array with a dtype. NumPy processes it in half the time of a Python integer.
 ONE = np.array(1, np.int32)
+_NO_BLOCKS = np.zeros(0, np.int64)
 
 
 class BlockPool:
@@ -182,11 +184,32 @@ class CachingBlockPool(BlockPool):
         """Add references to distinct blocks that the index found. Cached blocks leave the eviction queue."""
         unreferenced = blocks[self.ref_count[blocks] == 0]
         if len(unreferenced):
-            self.ages.reuse(unreferenced)
-            pinned = self.pinned[unreferenced]
-            self.num_pinned_cached -= int(np.count_nonzero(pinned))
-            self.evictable.remove(unreferenced[~pinned])
+            self._reuse(unreferenced)
         self.incref(blocks, counts)
+
+    def incref_hits(self, blocks: Int64Array) -> None:
+        """Add a reference to each of these blocks that the index found, as often as it occurs."""
+        unreferenced, num_shared = add_references(self.ref_count, blocks)
+        if len(unreferenced):
+            self._reuse(unreferenced)
+        self.num_active += len(unreferenced)
+        self.num_shared += num_shared
+
+    def _reuse(self, blocks: Int64Array) -> None:
+        """Take cached blocks that get their first reference out of the eviction queue."""
+        self.ages.reuse(blocks)
+        pinned = self.pinned[blocks]
+        num_pinned = int(np.count_nonzero(pinned))
+        self.num_pinned_cached -= num_pinned
+        self.evictable.remove(blocks[~pinned] if num_pinned else blocks)
+
+    def match_hashes(self, chain_hashes: list[bytes], limit: int) -> tuple[Int64Array, int]:
+        """Return (the blocks int64[n] that at most `limit` of these chain hashes find, up to the first miss; how many
+        of them have references)."""
+        if not limit or not chain_hashes or chain_hashes[0] not in self.index.blocks:
+            return _NO_BLOCKS, 0
+        found = np.array(self.index.match_hashes(chain_hashes[:limit]), np.int64)
+        return found, int(np.count_nonzero(self.ref_count[found]))
 
     def num_evictable(self, blocks: Int64Array) -> int:
         """Return how many of these distinct blocks `allocate` could evict now."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, MutableSequence, Sequence
 import numpy.typing as npt
 
 from kvservice.blocks.advancing import Advancer
-from kvservice.blocks.allocation import Allocator
+from kvservice.blocks.allocation import Allocator, FoundPrompt, NewSequence
 from kvservice.blocks.config import BlocksConfig
 from kvservice.blocks.events import EventJournal
 from kvservice.blocks.freeing import Reclaimer
@@ -24,6 +24,7 @@ from kvservice.blocks.plans import (
     Allocation,
     AllocationRequest,
     AllocStatus,
+    Int32Array,
     Int64Array,
     PinnedPrefix,
     SequenceSnapshot,
@@ -131,6 +132,23 @@ class BlockManager:
         """`allocate` in slices; the last slice creates all sequences. Raises UnknownSessionError if the namespace is
         closed in the meantime."""
         return self._allocator.allocate(namespace, requests)
+
+    def find_prompt(
+        self,
+        sequence_id: int,
+        token_ids: Int32Array,
+        extra: dict[int, bytes],
+        chain_hashes: list[bytes],
+        lookahead: int = 0,
+    ) -> FoundPrompt:
+        """Look up a prompt of this process that is known to be valid: token_ids int32[n], its encoded extra keys by
+        block, and the chain hashes of its full blocks. Nothing is reserved or counted."""
+        return self._allocator.find_prompt(sequence_id, token_ids, extra, chain_hashes, lookahead)
+
+    def allocate_found(self, namespace: SessionNamespace, prompts: list[FoundPrompt]) -> list[NewSequence]:
+        """Allocate all sequences of `find_prompt`, or none, as `allocate` does. If the state changed since they were
+        found, they are looked up again. Returns the sequences with the hits that they share."""
+        return self._allocator.allocate_found(namespace, prompts)
 
     def fork(self, namespace: SessionNamespace, parent_ids: npt.ArrayLike, child_ids: npt.ArrayLike) -> None:
         """Create children that share every block of their parents (vLLM v0: fork). Moves no bytes.
@@ -464,11 +482,6 @@ class BlockManager:
     def num_free_sequences(self) -> int:
         """Number of sequences for which there is room."""
         return len(self.state.sequences.free_rows)
-
-    def match_hashes(self, chain_hashes: Sequence[bytes]) -> tuple[int, int]:
-        """Look up the chain hashes of a prompt's blocks, up to the first miss. Returns (blocks found, those of them
-        that sequences hold, so that sharing them makes no block unavailable)."""
-        return self._prefix_cache.match_hashes(chain_hashes)
 
     def fold_ages(self) -> None:
         """Add the latest ages of blocks to their shared histograms, for a reader in another process."""

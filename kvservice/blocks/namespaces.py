@@ -118,7 +118,7 @@ class SessionNamespace:
     def check_new_ids(self, ids: list[int], field: str) -> None:
         """Check that these sequence ids are valid and unused. `field` is a format string for the index of an id.
         Raises InvalidArgumentError, DuplicateSequenceError."""
-        if len(ids) == 1 and type(ids[0]) is int and 0 <= ids[0] < 2**63 and ids[0] not in self.rows:
+        if all(map(_is_id, ids)) and len(set(ids)) == len(ids) and self.rows.keys().isdisjoint(ids):
             return
         seen: set[int] = set()
         for i, sequence_id in enumerate(ids):
@@ -172,6 +172,10 @@ class SessionNamespace:
                 follower.follows = NO_STEP
                 if not step.committed:
                     self.supersede((step.follower,))
+
+
+def _is_id(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**63
 
 
 def unknown_sequence(names: list[int], known: dict[int, int], field: str) -> KVServiceError:

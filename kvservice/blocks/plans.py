@@ -45,15 +45,12 @@ class AllocationRequest:
     token_ids: int32[n], n >= 1. extra_keys: (token position, bytes) pairs. A key belongs to the block that contains its
     position, so a tenant's salt or an adapter id is at position 0, and an image hash at its placeholder.
     lookahead: slots past the prompt that must also fit; the steps reserve them.
-    chain_hashes: the chain hashes of the prompt's full blocks, if the caller has them (see prefix.chain_hashes). They
-    are trusted, so they come from this process and never from a client.
     """
 
     sequence_id: int
     token_ids: npt.ArrayLike
     extra_keys: Sequence[tuple[int, bytes]] = ()
     lookahead: int = 0
-    chain_hashes: Sequence[bytes] | None = None
 
 
 @dataclass(frozen=True, slots=True)

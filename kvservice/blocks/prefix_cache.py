@@ -28,13 +28,6 @@ class PrefixCache:
         self._state.expire_pins()
         return len(self._find(token_ids, extra_keys)) << self._config.block_shift
 
-    def match_hashes(self, chain_hashes: Sequence[bytes]) -> tuple[int, int]:
-        """See BlockManager.match_hashes."""
-        found = self._device.index.match_hashes(chain_hashes)
-        if not found:
-            return 0, 0
-        return len(found), int(np.count_nonzero(self._device.ref_count[np.array(found, np.int64)]))
-
     def touch(self, chain_hashes: Sequence[bytes]) -> int:
         """See BlockManager.touch."""
         self._state.expire_pins()

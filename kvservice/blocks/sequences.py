@@ -93,12 +93,13 @@ class SequenceSlots:
 
     def slots(self, rows: Int64Array, starts: Int64Array, counts: Int64Array) -> Int64Array:
         """Return the slots of the tokens starts[i], ..., starts[i] + counts[i] - 1 of each row: int64[sum(counts)]."""
-        return slot_mapping(self.block_tables, rows, starts, counts, self._shift)
+        slots: Int64Array = slot_mapping(self.block_tables, rows, starts, counts, self._shift)
+        return slots
 
     def shared_entries(
         self, rows: Int64Array, first: Int64Array, counts: Int64Array, ref_count: Int32Array, indexed: BoolArray
     ) -> Int64Array:
         """Return which of the table entries first[i], ..., first[i] + counts[i] - 1 of each row, concatenated, have a
         block that several tables hold or that is in the prefix index."""
-        return shared_entries(self.block_tables, rows, first, counts, ref_count, indexed)
-
+        shared: Int64Array = shared_entries(self.block_tables, rows, first, counts, ref_count, indexed)
+        return shared

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Final
 
-from kvservice.blocks import AllocStatus
+from kvservice.blocks import AllocStatus, FoundPrompt
 from kvservice.scheduler.config import BatchPolicy, QueueOrder
 from kvservice.scheduler.preemption import Preemptor
 from kvservice.scheduler.requests import Phase, RequestState
@@ -30,7 +30,7 @@ class Admission:
         first = next(iter(self._queues.waiting), None)
         if first is None or self._config.order is not QueueOrder.PRIORITY:
             return
-        missing = self._consumed(first)[1] - self._room(self._queues.needed_blocks(), 0)
+        missing = self._find(first).num_consumed - self._room(self._queues.needed_blocks(), 0)
         if self._queues.num_running + first.num_places > draft.max_running:
             missing = max(missing, 1)
         if missing > 0:
@@ -76,16 +76,16 @@ class Admission:
             kept = max(kept, self._queues.decodes.needs_within(self._config.reserve_steps))
         return self._manager.num_available - needed - kept
 
-    def _consumed(self, state: RequestState) -> tuple[int, int]:
-        """Return (blocks of a waiting request in the prefix cache, blocks that its admission takes)."""
-        num_tokens = len(state.tokens)
-        found, held = self._manager.match_hashes(state.hashes[: (num_tokens - 1) >> self._blocks_config.block_shift])
-        return found, self._blocks_config.num_blocks_for(num_tokens + self._config.lookahead) - held
+    def _find(self, state: RequestState) -> FoundPrompt:
+        """Look a waiting request up in the prefix cache."""
+        return self._manager.find_prompt(
+            state.sequence_id, state.tokens, state.extra, state.hashes, self._config.lookahead
+        )
 
-    def _pick(self, draft: Draft) -> list[RequestState]:
-        """Remove the requests from the queue that fit now, and return them."""
+    def _pick(self, draft: Draft) -> list[tuple[RequestState, FoundPrompt]]:
+        """Remove the requests from the queue that fit now, and return them with their prefix-cache hits."""
         queues, config = self._queues, self._config
-        size, picked = self._blocks_config.block_size, list[RequestState]()
+        size, picked = self._blocks_config.block_size, list[tuple[RequestState, FoundPrompt]]()
         room = min(self._room(draft.needed, queues.num_running), draft.max_new_blocks)
         places = min(draft.max_running - queues.num_running, self._manager.num_free_sequences - queues.num_promised)
         tokens_left, num_long = draft.tokens_left, self._num_long()
@@ -94,34 +94,36 @@ class Admission:
             waits_for_swapped = swapped is not None and state.rank[0] >= swapped.rank[0]
             if tokens_left <= 0 or state.num_places > places or waits_for_swapped:
                 break
-            found, consumed = self._consumed(state)
+            prompt = self._find(state)
+            found, consumed = prompt.num_found, prompt.num_consumed
             pending = len(state.tokens) - found * size
             if self._is_held_back(state, found, pending, num_long):
                 continue
             started = picked or draft.chunks
             if consumed > room or (config.batches is BatchPolicy.PREFILL_FIRST and pending > tokens_left and started):
                 break
-            picked.append(state)
+            picked.append((state, prompt))
             queues.computing.update(state.hashes[found:])
             places -= state.num_places
             room -= consumed + state.num_places * (-len(state.tokens) % size < config.reserve_steps)
             draft.max_new_blocks -= consumed
             tokens_left -= self._chunk(pending)
             num_long += self._is_long(pending)
-        for state in picked:
+        for state, _ in picked:
             queues.waiting.remove(state)
         return picked
 
-    def _start(self, picked: list[RequestState], draft: Draft) -> None:
+    def _start(self, picked: list[tuple[RequestState, FoundPrompt]], draft: Draft) -> None:
         """Allocate the sequences of picked requests, and give them their first chunks."""
-        lookahead, config = self._config.lookahead, self._blocks_config
-        requests = [state.allocation(lookahead) for state in picked]
-        for state, allocation in zip(picked, self._manager.allocate(self._namespace, requests), strict=True):
-            self._queues.counters.count_admission(state, allocation.num_cached_tokens)
+        shift = self._blocks_config.block_shift
+        sequences = self._manager.allocate_found(self._namespace, [prompt for _, prompt in picked])
+        for (state, _), new in zip(picked, sequences, strict=True):
+            num_cached = len(new.found) << shift
+            self._queues.counters.count_admission(state, num_cached)
             state.preempted = False
-            state.pending = allocation.num_tokens - allocation.num_cached_tokens
-            state.blocks = config.num_blocks_for(allocation.num_tokens + lookahead)
-            draft.needed += state.blocks - allocation.num_blocks
+            state.pending = len(state.tokens) - num_cached
+            state.blocks = new.required
+            draft.needed += new.required - new.num_blocks
             self._queues.start_prefill(state)
             draft.add_chunk(state, self._config.long_prefill_tokens)
 

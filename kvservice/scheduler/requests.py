@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvservice.blocks import AllocationRequest, BlocksConfig
+from kvservice.blocks import BlocksConfig
 from kvservice.blocks.arguments import extra_keys_by_block, int32_array, int64_array, refuse, whole_number
 from kvservice.blocks.plans import Int32Array
 from kvservice.blocks.prefix import chain_hashes
@@ -116,10 +116,6 @@ class RequestState:
             limit=self.group.limits[index],
             rank=(priority, place, number + index),
         )
-
-    def allocation(self, lookahead: int) -> AllocationRequest:
-        extra_keys = self.group.request.extra_keys
-        return AllocationRequest(self.sequence_id, self.tokens, extra_keys, lookahead, self.hashes)
 
     def continue_with(self, tokens: Int32Array, config: BlocksConfig) -> None:
         """Replace the tokens that a new prefill must compute."""

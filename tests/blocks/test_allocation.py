@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from hashlib import sha256
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 from listed import listed
 
 from kvservice.blocks import AllocationRequest, AllocStatus, BlockManager, SessionNamespace
-from kvservice.blocks.arguments import extra_keys_by_block
 from kvservice.blocks.prefix import chain_hashes
 from kvservice.errors import DuplicateSequenceError, OutOfBlocksError, QuotaExceededError
 
@@ -133,25 +131,6 @@ def test_a_chunk_makes_its_full_blocks_findable(make: Make) -> None:
     assert manager.match_prefix(range(12)) == 4
     manager.mark_all_layers(space, manager.open_step(space, [1], [2]).step_id)
     assert manager.match_prefix(range(12)) == 8
-    manager.check_integrity()
-
-
-def test_known_chain_hashes_find_what_tokens_find(make: Make) -> None:
-    manager, space = make()
-    manager.allocate(space, [request(1, range(10), extra_keys=((0, b"tenant"),))])
-    compute(manager, space, 1)
-    block_hashes = [manager.block_hash(block) for block in listed(describe_blocks(manager, space, 1))[:2]]
-    encoded = extra_keys_by_block(((0, b"tenant"),), "extra_keys", 4, 64)
-    hashes = chain_hashes(np.arange(13, dtype=np.int32), encoded, 4)
-    assert hashes[:2] == block_hashes
-    assert len(hashes) == 3
-    assert manager.match_hashes(hashes) == (2, 2)
-    hit = dataclasses.replace(request(2, range(13), extra_keys=((0, b"tenant"),)), chain_hashes=hashes)
-    exact = dataclasses.replace(request(3, range(8), extra_keys=((0, b"tenant"),)), chain_hashes=hashes[:2])
-    assert [one.num_cached_tokens for one in manager.allocate(space, [hit, exact])] == [8, 4]
-    manager.free(space, [1, 2, 3])
-    assert manager.match_hashes(hashes) == (2, 0)
-    assert manager.match_hashes([]) == (0, 0)
     manager.check_integrity()
 
 

@@ -1,0 +1,142 @@
+"""Native loops over block tables, against their definitions, with random shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvservice import _ext
+from kvservice.errors import InvalidArgumentError
+
+NUM_BLOCKS = 50
+
+
+def random_tables(rng: np.random.Generator, width: int) -> Any:
+    return rng.integers(0, NUM_BLOCKS, (9, width), dtype=np.int32)
+
+
+def random_ranges(rng: np.random.Generator, stop: int) -> tuple[Any, Any, Any]:
+    """Return rows, starts and counts of ragged ranges; some are empty, some end with the table."""
+    num = int(rng.integers(1, 9))
+    rows = rng.permutation(9)[:num]
+    starts = rng.integers(0, stop + 1, num)
+    counts = np.array(
+        [rng.choice([0, min(1, rest), rest, rng.integers(0, rest + 1)]) for rest in stop - starts], np.int64
+    )
+    return rows, starts, counts
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_slots_and_shared_entries(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    shift = int(rng.integers(0, 6))
+    size, width = 1 << shift, int(rng.integers(1, 40))
+    tables = random_tables(rng, width)
+    rows, starts, counts = random_ranges(rng, width * size)
+    expected = [
+        int(tables[row, position // size]) * size + position % size
+        for row, start, count in zip(rows.tolist(), starts.tolist(), counts.tolist(), strict=True)
+        for position in range(start, start + count)
+    ]
+    slots = _ext.slot_mapping(tables, rows, starts, counts, shift)
+    assert slots.dtype == np.int64
+    assert slots.tolist() == expected
+
+    rows, starts, counts = random_ranges(rng, width)
+    ref_count, indexed = rng.integers(0, 4, NUM_BLOCKS, dtype=np.int32), rng.random(NUM_BLOCKS) < 0.2
+    held = [
+        tables[row, entry]
+        for row, start, count in zip(rows.tolist(), starts.tolist(), counts.tolist(), strict=True)
+        for entry in range(start, start + count)
+    ]
+    shared = [i for i, block in enumerate(held) if ref_count[block] > 1 or indexed[block]]
+    # A column of a state array is not contiguous.
+    columns = np.stack([starts, counts], axis=1)
+    assert _ext.shared_entries(tables, rows, columns[:, 0], columns[:, 1], ref_count, indexed).tolist() == shared
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_new_sequences_and_references(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    size = 1 << int(rng.integers(0, 5))
+    tables, token_ids = random_tables(rng, 12), rng.integers(0, 9, (200, size), dtype=np.int32)
+    num = int(rng.integers(1, 6))
+    rows = rng.permutation(9)[:num].tolist()
+    tokens = [rng.integers(0, 99, int(rng.integers(1, 12 * size + 1)), dtype=np.int32) for _ in rows]
+    found = [rng.integers(0, NUM_BLOCKS, int(rng.integers(0, (len(one) - 1) // size + 1))) for one in tokens]
+    counts = [-(-len(one) // size) - len(hits) for one, hits in zip(tokens, found, strict=True)]
+    blocks = NUM_BLOCKS + rng.permutation(150)[: sum(counts)]
+    expected_tables, expected_tokens = tables.copy(), token_ids.copy()
+    left = iter(blocks.tolist())
+    for row, prompt, hits in zip(rows, tokens, found, strict=True):
+        for entry in range(-(-len(prompt) // size)):
+            block = hits[entry] if entry < len(hits) else next(left)
+            expected_tables[row, entry] = block
+            if entry >= len(hits):
+                part = prompt[entry * size : (entry + 1) * size]
+                expected_tokens[block, : len(part)] = part
+    _ext.fill_sequences(tables, token_ids, rows, found, tokens, blocks)
+    assert np.array_equal(tables, expected_tables)
+    assert np.array_equal(token_ids, expected_tokens)
+
+    ref_count = rng.integers(0, 3, NUM_BLOCKS, dtype=np.int32)
+    named = rng.integers(0, NUM_BLOCKS, int(rng.integers(0, 60)))
+    after = ref_count + np.bincount(named, minlength=NUM_BLOCKS)
+    first = [block for block in dict.fromkeys(named.tolist()) if ref_count[block] == 0]
+    num_shared = int(np.count_nonzero((after > 1) & (ref_count < 2)))
+    added, newly_shared = _ext.add_references(ref_count, named)
+    assert (added.tolist(), newly_shared) == (first, num_shared)
+    assert np.array_equal(ref_count, after)
+
+
+ROW = np.zeros(1, np.int64)
+
+
+@pytest.mark.parametrize(
+    ("rows", "starts", "counts", "field"),
+    [
+        (ROW + 2, ROW, ROW, "rows"),
+        (ROW - 1, ROW, ROW, "rows"),
+        (ROW, ROW - 1, ROW, "starts"),
+        (ROW, ROW + 13, ROW, "starts"),
+        (ROW, ROW + 4, ROW + 9, "counts"),
+        (ROW, ROW, ROW - 1, "counts"),
+        (ROW, ROW, ROW + 2**62, "counts"),
+        (ROW, np.zeros(2, np.int64), ROW, "starts"),
+        (ROW.astype(np.int32), ROW, ROW, "rows"),
+        (ROW.reshape(1, 1), ROW, ROW, "rows"),
+        ([0], ROW, ROW, "rows"),
+    ],
+)
+def test_ranges_outside_the_tables_are_refused(rows: Any, starts: Any, counts: Any, field: str) -> None:
+    tables = np.zeros((2, 3), np.int32)
+    with pytest.raises(InvalidArgumentError) as caught:
+        _ext.slot_mapping(tables, rows, starts, counts, 2)
+    assert caught.value.field == field
+
+
+def test_blocks_outside_the_pool_are_refused_before_anything_changes() -> None:
+    ref_count, tables, token_ids = np.zeros(4, np.int32), np.zeros((2, 3), np.int32), np.zeros((4, 2), np.int32)
+    prompt, none = np.ones(3, np.int32), np.zeros(0, np.int64)
+    for bad in (4, -1):
+        with pytest.raises(InvalidArgumentError, match="blocks"):
+            _ext.add_references(ref_count, np.array([1, bad]))
+        with pytest.raises(InvalidArgumentError, match="blocks"):
+            _ext.fill_sequences(tables, token_ids, [1], [none], [prompt], np.array([1, bad]))
+        tables[0, 0] = bad
+        with pytest.raises(InvalidArgumentError, match="tables"):
+            _ext.shared_entries(tables, ROW, ROW, ROW + 1, ref_count, np.zeros(4, np.bool_))
+        tables[0, 0] = 0
+    for row, found, tokens, blocks in (
+        (2, none, prompt, np.arange(2)),
+        (1, none, prompt, np.arange(3)),
+        (1, np.arange(3), prompt, none),
+        (1, none, np.ones(7, np.int32), np.arange(4)),
+    ):
+        with pytest.raises(InvalidArgumentError):
+            _ext.fill_sequences(tables, token_ids, [row], [found], [tokens], blocks)
+    assert not ref_count.any()
+    assert not tables.any()
+    assert not token_ids.any()
