@@ -6,6 +6,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvservice.client import Session, Step
+from kvservice.engines.compiled import compile_layers
 from kvservice.errors import InvalidArgumentError
 from kvservice.integrations.transformers import forward, install, pool_options
 
@@ -18,15 +19,21 @@ class ModelRunner:
 
     Raises InvalidArgumentError for models that the integration does not support, and if the session's pool has another
     shape or dtype than the model.
+
+    compiled: compile the model's layers, which takes about half a minute at the first step; `backend` is torch's.
     """
 
-    def __init__(self, model: PreTrainedModel, kv: Session) -> None:
+    def __init__(
+        self, model: PreTrainedModel, kv: Session, *, compiled: bool = False, backend: str = "inductor"
+    ) -> None:
         wanted = pool_options(model.config, model.dtype)
         found = {name: getattr(kv.info, name) for name in wanted}
         if found != wanted:
             raise InvalidArgumentError(f"needs a pool of {wanted}, but the daemon's is {found}", field="model")
         self.model = install(model)
         self.kv = kv
+        if compiled:
+            compile_layers(model, backend)
 
     @torch.inference_mode()
     def run(self, step: Step, token_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -47,6 +47,13 @@ class AttendsInOneLayer(GPT2LMHeadModel):
         del self.transformer.h[1]
 
 
+class AttendsInReverse(GPT2LMHeadModel):
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__(config)
+        for index, block in enumerate(cast(Any, self.transformer.h)):
+            block.attn.layer_idx = config.n_layer - 1 - index
+
+
 class RepeatsHeads(GPT2LMHeadModel):
     def __init__(self, config: GPT2Config) -> None:
         super().__init__(config)
@@ -67,6 +74,7 @@ def kv(clients) -> Iterator[Session]:
         (Fails, "fails on one token: no image"),
         (NamesNoLayers, "does not say which layer it is"),
         (AttendsInOneLayer, "layers .0. attend, of 2"),
+        (AttendsInReverse, "layers .1, 0. attend, of 2 in order"),
         (RepeatsHeads, "another shape"),
     ],
 )

@@ -53,6 +53,9 @@ def installed_cases() -> list[Case]:
     return [*types.values(), *variants]
 
 
+CASES = {case.name: case for case in installed_cases()}
+
+
 def make_config(case: Case) -> PreTrainedConfig:
     """Return a configuration of 4 small layers, every other one with a sliding window if the type has layer types."""
     cls = CONFIG_MAPPING[case.model_type]

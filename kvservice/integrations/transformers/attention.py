@@ -41,6 +41,10 @@ def not_compiled(function: FunctionT) -> FunctionT:
 class Pass(Protocol):
     """A forward pass, as seen by the attention function."""
 
+    @property
+    def num_attended_layers(self) -> int:
+        """The number of layers that have attended in this pass."""
+
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any
     ) -> torch.Tensor:
@@ -148,7 +152,6 @@ def refuse_holes() -> None:
         forward_pass.refuse_holes(0)
 
 
-@not_compiled
 def kvservice_attention_forward(
     module: Any,
     query: torch.Tensor,
@@ -174,26 +177,68 @@ def kvservice_attention_forward(
     not have, and the daemon's errors.
     """
     _refuse_unsupported(module, dropout, is_causal, kwargs)
+    window = _window(attention_mask, sliding_window or 0)
+    if torch.compiler.is_compiling() and not torch.is_grad_enabled():
+        slopes = None if alibi_slopes is None else list(alibi_slopes)
+        return _attend_next_layer(query, key, value, scaling, window, softcap or 0.0, slopes), None
+    return _attend(module, query, key, value, scaling, window, softcap or 0.0, alibi_slopes), None
+
+
+@not_compiled
+def _attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float | None,
+    window: int,
+    soft_cap: float,
+    alibi_slopes: Sequence[float] | None,
+) -> torch.Tensor:
+    forward_pass = _current_pass()
+    layer = getattr(module, "layer_idx", None)
+    if layer is None:
+        raise InvalidArgumentError(f"{type(module).__name__} does not say which layer it is", field="layer_idx")
+    options = {"scale": scale, "sliding_window": window, "logits_soft_cap": soft_cap, "alibi_slopes": alibi_slopes}
+    return forward_pass.attend(layer, query, key, value, **options)
+
+
+@torch.library.custom_op("kvservice::attend_next_layer", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def _attend_next_layer(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float | None,
+    sliding_window: int,
+    logits_soft_cap: float,
+    alibi_slopes: Sequence[float] | None,
+) -> torch.Tensor:
+    """Attention as one operation of a compiled graph. The layers of a model share their compiled code, so it does not
+    contain the number of the layer. It is the next one of the pass: `install` checks that layers attend in order."""
+    forward_pass = _current_pass()
+    options = {
+        "scale": scale,
+        "sliding_window": sliding_window,
+        "logits_soft_cap": logits_soft_cap,
+        "alibi_slopes": alibi_slopes,
+    }
+    return forward_pass.attend(forward_pass.num_attended_layers, query, key, value, **options)
+
+
+@_attend_next_layer.register_fake
+def _(query: torch.Tensor, *_: object) -> torch.Tensor:
+    batch, num_heads, num_columns, head_size = query.shape
+    return query.new_empty((batch, num_columns, num_heads, head_size))
+
+
+def _current_pass() -> Pass:
     forward_pass = _running.get()
     if forward_pass is None:
         raise FailedPreconditionError(
             "no step is running: call the whole model with past_key_values=KVServiceCache(...), or through forward(), "
             "or uninstall() it"
         )
-    layer = getattr(module, "layer_idx", None)
-    if layer is None:
-        raise InvalidArgumentError(f"{type(module).__name__} does not say which layer it is", field="layer_idx")
-    output = forward_pass.attend(
-        layer,
-        query,
-        key,
-        value,
-        scale=scaling,
-        sliding_window=_window(attention_mask, sliding_window or 0),
-        logits_soft_cap=softcap or 0.0,
-        alibi_slopes=alibi_slopes,
-    )
-    return output, None
+    return forward_pass
 
 
 def _refuse_gradients(*states: torch.Tensor) -> None:
