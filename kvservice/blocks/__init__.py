@@ -9,7 +9,7 @@ advancing    Advancer: mixed and following steps   layers       LayerTracker: wr
 steps        StepPlanner: append and open_step     sharing      Forker: fork and common prefixes
 growth       GrowthPlanner: new blocks, copies     rearranging  Rearranger: sequences continue others
 freeing      Reclaimer: truncate, free, close      prefix_cache PrefixCache: match, pin and reset
-inspection   Inspector: slots, descriptions, statistics
+reopening    Reopener: steps over computed tokens   inspection   Inspector: slots, descriptions, statistics
 
 state        BlockState: pools, slots, pins, namespaces and counters, as one value
 block_pool   BlockPool and CachingBlockPool        eviction     EvictionQueue: cached blocks, LRU first

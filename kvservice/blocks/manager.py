@@ -35,6 +35,7 @@ from kvservice.blocks.plans import (
 )
 from kvservice.blocks.prefix_cache import PrefixCache
 from kvservice.blocks.rearranging import Rearranger
+from kvservice.blocks.reopening import Reopener
 from kvservice.blocks.sharing import Forker
 from kvservice.blocks.slices import Slices, finish
 from kvservice.blocks.state import BlockState
@@ -70,6 +71,7 @@ class BlockManager:
         self._allocator = Allocator(self.state)
         self._steps = StepPlanner(self.state)
         self._advancer = Advancer(self.state, self._steps)
+        self._reopener = Reopener(self.state, self._steps)
         self._layers = LayerTracker(self.state)
         self._forker = Forker(self.state)
         self._rearranger = Rearranger(self.state)
@@ -282,6 +284,22 @@ class BlockManager:
         of the step are known.
         """
         return self._layers.set_tokens(namespace, step_id, token_ids)
+
+    def reopen(
+        self,
+        namespace: SessionNamespace,
+        sequence_ids: npt.ArrayLike,
+        starts: npt.ArrayLike,
+        num_tokens: npt.ArrayLike,
+        lookahead: int = 0,
+    ) -> StepPlan:
+        """Open a step over tokens that may be computed already, for an engine that lost what it computed.
+
+        sequence_ids int64[n], distinct; starts int64[n], the first token of the step in each sequence, at most its
+        number of computed tokens; num_tokens int64[n], at least 1. Tokens from the start on are not computed any more,
+        and their blocks leave the prefix index or are copied. Raises OutOfBlocksError.
+        """
+        return self._reopener.reopen(namespace, sequence_ids, starts, num_tokens, lookahead)
 
     def get_step(self, namespace: SessionNamespace, step_id: int) -> StepPlan:
         """Return the live step with this id. Raises UnknownStepError if it was never opened, and StaleStepError if a

@@ -21,6 +21,7 @@ from kvservice.scheduler.config import BatchPolicy, QueueOrder, SchedulerConfig
 from kvservice.scheduler.preemption import Preemptor
 from kvservice.scheduler.reports import Report, check_report
 from kvservice.scheduler.requests import RUNNING, Request, RequestGroup, RequestState, check_request, hashes_of
+from kvservice.scheduler.retrying import Retrier
 from kvservice.scheduler.samples import Samples
 from kvservice.scheduler.shares import PoolShares
 from kvservice.scheduler.snapshots import RequestSnapshot, describe_requests
@@ -52,6 +53,7 @@ class EngineScheduler:
         self._preemptor = Preemptor(self.queues)
         self._admission = Admission(self.queues, self._preemptor)
         self._samples = Samples(self.queues)
+        self._retrier = Retrier(self.queues, self._preemptor)
         self._num_steps = self._num_arrived = 0
         self._row_numbers = np.arange(config.max_running, dtype=np.int32)
         self._row_numbers.flags.writeable = False
@@ -177,13 +179,9 @@ class EngineScheduler:
             ids, tokens = decodes.ids[draft.decodes], decodes.tokens[draft.decodes]
             decodes.blocks[draft.decodes] += draft.growth
         step: StepPlan | None = None
-        sampled = ids = ids.copy()
-        rows = self._row_numbers[:num_decodes]
+        ids = ids.copy()
         if chunks:
             chunk_ids = np.array([state.sequence_id for state, _ in chunks], np.int64)
-            first, samples = self._samples_of_chunks(chunks)
-            sampled = np.concatenate([ids, samples])
-            rows = np.concatenate([rows, num_decodes + first])
             counts = np.concatenate([np.ones(num_decodes, np.int64), [count for _, count in chunks]])
             ids = np.concatenate([ids, chunk_ids])
             if num_decodes:
@@ -192,6 +190,16 @@ class EngineScheduler:
                 step = self._manager.open_step(self._namespace, ids, counts, lookahead)
         elif num_decodes:
             step = self._manager.append(self._namespace, ids, tokens, lookahead=lookahead)
+        return self._batch_of(draft, ids, step)
+
+    def _batch_of(self, draft: Draft, ids: Int64Array, step: StepPlan | None) -> ScheduledBatch:
+        """Return the batch of a step over the sequences `ids` int64[n]."""
+        num_decodes = len(draft.decodes)
+        sampled, rows = ids[:num_decodes], self._row_numbers[:num_decodes]
+        if draft.chunks:
+            first, samples = self._samples_of_chunks(draft.chunks)
+            sampled = np.concatenate([sampled, samples])
+            rows = np.concatenate([rows, num_decodes + first])
         return ScheduledBatch(
             self._num_steps,
             step,
@@ -265,6 +273,26 @@ class EngineScheduler:
             self._latencies.observe_token(state, now_s)
             over += self._samples.start(state, [next(sampled) for _ in range(state.num_places)], finished)
         return over
+
+    def retry(self) -> ScheduledBatch | None:
+        """Open the batch in progress again, as a new step and under a new number, for an engine that lost what it
+        computed. Returns None if there is none.
+
+        The new batch has all sequences that sample, and chunks that are not computed. Nothing that is computed is
+        computed again, except the last token of each sequence that samples. The old step is stale. If blocks are short,
+        a sequence may be preempted; if nothing is left to compute, the batch has no step, and needs no report.
+        """
+        if self._batch is None or self._draft is None:
+            return None
+        draft, ids, step = self._retrier.retry(self._batch, self._draft)
+        self._num_steps += 1
+        batch = self._batch_of(draft, ids, step)
+        self.queues.counters.count_batch(batch)
+        self._batch, self._draft = (batch, draft) if step else (None, None)
+        if step is None and self._aborted:
+            self._samples.end([], self._aborted)
+            self._aborted.clear()
+        return batch
 
     def describe(
         self, request_ids: npt.ArrayLike | None = None, *, first: int = 0, limit: int | None = None

@@ -88,26 +88,31 @@ class Preemptor:
         self.preempt(min(reversed(lowest), key=self._queues.blocks_of), draft)
 
     def preempt(self, state: RequestState, draft: Draft) -> None:
-        """Preempt a running request by swap or by recomputation."""
+        """Preempt a running sequence by swap or by recomputation."""
+        queues = self._queues
+        if state.phase is Phase.PREFILLING:
+            self.recompute(state, draft)
+            return
+        length = int(queues.decodes.lengths[queues.decodes.index(state.sequence_id)])
+        if not self._swap_is_better(state, length):
+            self.recompute(state, draft)
+            return
+        state.next_token = queues.leave_decodes(state)
+        draft.swapped_out.append(self._manager.swap_out(self._namespace, [state.sequence_id]))
+        state.phase = Phase.SWAPPED
+        queues.swapped.add(state)
+        draft.preempted.append(Preemption(state.sequence_id, length, swapped=True))
+
+    def recompute(self, state: RequestState, draft: Draft) -> None:
+        """Preempt a running sequence, which computes its tokens again when it goes on."""
         queues = self._queues
         if state.phase is Phase.PREFILLING:
             queues.end_prefill(state)
-            self._recompute(state, len(state.tokens) - state.pending, draft)
-            return
-        at = queues.decodes.index(state.sequence_id)
-        length = int(queues.decodes.lengths[at])
-        if self._swap_is_better(state, length):
-            state.next_token = queues.leave_decodes(state)
-            draft.swapped_out.append(self._manager.swap_out(self._namespace, [state.sequence_id]))
-            state.phase = Phase.SWAPPED
-            queues.swapped.add(state)
-            draft.preempted.append(Preemption(state.sequence_id, length, swapped=True))
-            return
-        state.continue_with(queues.tokens_of(state), self._manager.config)
-        queues.leave_decodes(state)
-        self._recompute(state, length, draft)
-
-    def _recompute(self, state: RequestState, computed: int, draft: Draft) -> None:
+            computed = len(state.tokens) - state.pending
+        else:
+            state.continue_with(queues.tokens_of(state), self._manager.config)
+            queues.leave_decodes(state)
+            computed = len(state.tokens) - 1
         self._manager.free(self._namespace, [state.sequence_id])
         state.phase, state.pending, state.blocks, state.preempted = Phase.WAITING, 0, 0, True
         state.lost = computed

@@ -295,6 +295,30 @@ class BlockManagerMachine(RuleBasedStateMachine):
         step = manager.open_step(space, ids, lens if chunked else None, lookahead)
         self.opened(who, step, ids, [model.computed for model in models], lens, lookahead)
 
+    @precondition(resident)
+    @rule(data=st.data(), lookahead=st.integers(0, 3))
+    def reopen(self, data: st.DataObject, lookahead: int) -> None:
+        """Open a step over tokens of which some may be computed. They are not computed any more."""
+        who = self.pick(data, lambda model: not model.swapped)
+        ids = [name for name in self.choose(data, who) if 0 < len(self.models[who][name].tokens) <= 64 - lookahead]
+        models = [self.models[who][name] for name in ids]
+        if not ids:
+            return
+        starts = [data.draw(st.integers(0, min(one.computed, len(one.tokens) - 1)), "start") for one in models]
+        lens = [
+            data.draw(st.integers(1, len(one.tokens) - at), "count") for one, at in zip(models, starts, strict=True)
+        ]
+        before = full_state(self.manager)
+        try:
+            step = self.manager.reopen(self.spaces[who], ids, starts, lens, lookahead)
+        except OutOfBlocksError:
+            assert full_state(self.manager) == before
+            return
+        self.outdate(who, ids)
+        for model, start in zip(models, starts, strict=True):
+            model.computed = start
+        self.opened(who, step, ids, starts, lens, lookahead)
+
     def pending(self, who: int, name: int) -> int:
         model = self.models[who][name]
         return len(model.tokens) - model.computed

@@ -1,4 +1,4 @@
-"""A seeded simulation with fake time and faults: aborts, killed engines, and a pool that others fill."""
+"""A seeded simulation with fake time and faults: aborts, lost steps, killed engines, and a pool that others fill."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Simulation:
         self.scheduler = Scheduler(self.manager)
         self.squatter = Squatter(self.manager)
         self.rigs = [self.open() for _ in range(self.random.choice([1, 2, 3]))]
-        self.now_s, self.next_id, self.killed = 0.0, 0, 0
+        self.now_s, self.next_id, self.killed, self.retried = 0.0, 0, 0, 0
 
     def open(self) -> EngineRig:
         choose = self.random.choice
@@ -85,7 +85,11 @@ class Simulation:
         )
 
     def step(self, rig: EngineRig) -> None:
-        batch = rig.begin(now_s=self.now_s)
+        batch = rig.begin(self.random.random() < 0.9, now_s=self.now_s)
+        while batch.step is not None and self.random.random() < 0.1:
+            self.squat(rig)
+            batch = rig.retry()
+            self.retried += 1
         if self.random.random() < 0.1 and len(rig.engine):
             self.abort(rig)
         rig.end(batch)
@@ -144,6 +148,7 @@ def test_under_faults_no_request_starves_and_no_token_changes(seed: int) -> None
     simulation.drain()
     simulation.check()
     assert simulation.next_id > 500
+    assert simulation.retried > 5
     for rig in simulation.rigs:
         rig.check_outputs()
     assert simulation.manager.stats().sequences == 0

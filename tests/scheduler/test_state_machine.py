@@ -74,9 +74,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.rig.add(self.next_id, prompt, max_tokens, stop, priority=priority, width=width, stop_lengths=stop_lengths)
 
     @precondition(idle)
+    @rule(write=st.booleans())
+    def schedule(self, write: bool) -> None:
+        batch = self.rig.begin(write)
+        self.batch = batch if batch.step is not None else None
+
+    @precondition(running)
     @rule()
-    def schedule(self) -> None:
-        batch = self.rig.begin()
+    def retry(self) -> None:
+        batch = self.rig.retry()
         self.batch = batch if batch.step is not None else None
 
     @precondition(running)

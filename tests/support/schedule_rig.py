@@ -61,22 +61,38 @@ class EngineRig:
             self.samples[name], self.prompts[name], self.outputs[name] = sample, prompt, []
             self.stops[name] = min((stop or max_tokens) + sample, max_tokens, length - len(prompt))
 
-    def begin(self, **budgets: Any) -> ScheduledBatch:
+    def begin(self, write: bool = True, **budgets: Any) -> ScheduledBatch:
         """Schedule, check the batch, and write its layers."""
-        batch = self.engine.schedule(**budgets)
+        batch = self._begun(self.engine.schedule(**budgets), **budgets)
+        if write:
+            self.write(batch)
+        return batch
+
+    def retry(self) -> ScheduledBatch:
+        """Lose the step of the batch in progress, and open it again."""
+        batch = self.engine.retry()
+        assert batch is not None
+        return self._begun(batch)
+
+    def write(self, batch: ScheduledBatch) -> None:
+        """Write the layers of a batch, unless they are written."""
+        if batch.step is not None and 0 in (self.manager.written_layers(self.namespace, batch.step.step_id) or b""):
+            self.manager.mark_all_layers(self.namespace, batch.step.step_id)
+
+    def _begun(self, batch: ScheduledBatch, **budgets: Any) -> ScheduledBatch:
         self.batches.append(batch)
         self.check(batch, budgets.get("max_step_tokens") or self.engine.config.max_step_tokens)
         if batch.step is not None:
             self.computed_tokens += batch.num_tokens
             for request_id in batch.step.sequence_ids.tolist():
                 self.first_steps.setdefault(request_id, len(self.batches))
-            self.manager.mark_all_layers(self.namespace, batch.step.step_id)
         return batch
 
     def end(self, batch: ScheduledBatch, now_s: float = 0.0) -> None:
         """Sample a token for each of the batch's sequences, and report them."""
         if batch.step is None:
             return
+        self.write(batch)
         tokens = []
         for name in batch.sampled.tolist():
             output = self.outputs[name]
