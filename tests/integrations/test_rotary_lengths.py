@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from model_families import ROTARY
 from transformers import DynamicCache, PreTrainedModel
 
 from kvservice.client import Session
@@ -21,8 +22,6 @@ from kvservice.integrations.transformers import (
     pool_options,
     uninstall,
 )
-
-from .conftest import ROTARY
 
 ORIGINAL_LENGTH = 16
 HALF_HEAD = 16
