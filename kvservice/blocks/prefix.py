@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
+from typing import Final
 
 from kvservice.blocks.plans import Int32Array
+from kvservice.blocks.slices import Slices, finish
+
+# Hashes of one slice, which takes a few milliseconds.
+_SLICE_HASHES: Final = 2048
 
 
 def root_hash(block_size: int) -> bytes:
@@ -25,12 +30,20 @@ def token_bytes(token_ids: Int32Array) -> bytes:
 
 def chain_hashes(token_ids: Int32Array, extra: Mapping[int, bytes], block_size: int) -> list[bytes]:
     """Return the chain hash of each full block of these tokens int32[n]. `extra` maps block numbers to extra keys."""
+    return finish(chain_hashes_in_slices(token_ids, extra, block_size))
+
+
+def chain_hashes_in_slices(token_ids: Int32Array, extra: Mapping[int, bytes], block_size: int) -> Slices[list[bytes]]:
+    """`chain_hashes` in slices."""
     size = 4 * block_size
     data, parent = token_bytes(token_ids), root_hash(block_size)
     hashes: list[bytes] = []
-    for entry, start in enumerate(range(0, len(data) - size + 1, size)):
-        parent = block_hash(parent, data[start : start + size], extra.get(entry, b"") if extra else b"")
-        hashes.append(parent)
+    for first in range(0, len(data) - size + 1, size * _SLICE_HASHES):
+        if first:
+            yield
+        for start in range(first, min(first + size * _SLICE_HASHES, len(data) - size + 1), size):
+            parent = block_hash(parent, data[start : start + size], extra.get(start // size, b"") if extra else b"")
+            hashes.append(parent)
     return hashes
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
 from kvservice.blocks import BlockManager, SessionNamespace, StepPlan
 from kvservice.blocks.arguments import whole_number
 from kvservice.blocks.plans import Int32Array, Int64Array
+from kvservice.blocks.slices import Slices, finish
 from kvservice.errors import (
     DuplicateSequenceError,
     FailedPreconditionError,
@@ -20,7 +23,15 @@ from kvservice.scheduler.batches import QueueCounts, ScheduledBatch
 from kvservice.scheduler.config import BatchPolicy, QueueOrder, SchedulerConfig
 from kvservice.scheduler.preemption import Preemptor
 from kvservice.scheduler.reports import Report, check_report
-from kvservice.scheduler.requests import RUNNING, Request, RequestGroup, RequestState, check_request, hashes_of
+from kvservice.scheduler.requests import (
+    RUNNING,
+    PreparedRequest,
+    Request,
+    RequestGroup,
+    RequestState,
+    check_request,
+    hashes_in_slices,
+)
 from kvservice.scheduler.retrying import Retrier
 from kvservice.scheduler.samples import Samples
 from kvservice.scheduler.shares import PoolShares
@@ -76,35 +87,56 @@ class EngineScheduler:
         Raises InvalidArgumentError, DuplicateSequenceError, QuotaExceededError above max_requests, and
         OutOfBlocksError with `never` if the pool can never hold the request.
         """
+        self.enqueue([finish(self.prepare(request))], now_s)
+
+    def prepare(self, request: Request) -> Slices[PreparedRequest]:
+        """Check a request and hash its prompt, in slices. Raises InvalidArgumentError and OutOfBlocksError as `add`."""
+        blocks = self._manager.config
         try:
-            self._add(request, now_s)
+            max_width = min(self.config.max_running, blocks.max_sequences)
+            checked = check_request(request, blocks, self.config.lookahead, max_width)
         except KVServiceError:
             self.queues.counters.refused += 1
             raise
-        self.queues.counters.added += 1
+        hashes = yield from hashes_in_slices(checked.tokens, checked.extra, blocks)
+        return PreparedRequest(request, checked, hashes)
 
-    def _add(self, request: Request, now_s: float) -> None:
-        blocks, queues = self._manager.config, self.queues
-        max_width = min(self.config.max_running, blocks.max_sequences)
-        tokens, extra, limits = check_request(request, blocks, self.config.lookahead, max_width)
-        for sequence_id in range(request.request_id, request.request_id + len(limits)):
-            if sequence_id in queues.requests or sequence_id in queues.reserved or sequence_id in self._namespace:
-                raise DuplicateSequenceError(
-                    f"sequence {sequence_id} is in use", field="request_id", sequence_id=sequence_id
-                )
-        if len(queues.requests) >= self.config.max_requests:
-            raise QuotaExceededError(
-                f"there are {len(queues.requests)} requests", field="request_id", limit="max_requests",
-                value=self.config.max_requests,
-            )  # fmt: skip
-        delay = self.config.size_delay_steps * blocks.num_blocks_for(len(tokens))
-        place = self._num_steps + min(delay, self.config.max_size_delay_steps)
-        priority = request.priority if self.config.order is QueueOrder.PRIORITY else 0
-        rank = (priority, place, self._num_arrived)
-        self._num_arrived += len(limits)
-        group, hashes = RequestGroup(request, len(tokens), limits), hashes_of(tokens, extra, blocks)
-        queues.add(RequestState(group, request.request_id, limits[0], rank, tokens, hashes, extra, now_s))
+    def enqueue(self, prepared: Sequence[PreparedRequest], now_s: float, field: str = "request_id") -> None:
+        """Queue all these requests, or none. `field` is a format string for the index of a request. Raises the other
+        errors of `add`."""
+        try:
+            self._check_new(prepared, field)
+        except KVServiceError:
+            self.queues.counters.refused += len(prepared)
+            raise
+        for request, (tokens, extra, limits), hashes in prepared:
+            delay = self.config.size_delay_steps * self._manager.config.num_blocks_for(len(tokens))
+            place = self._num_steps + min(delay, self.config.max_size_delay_steps)
+            priority = request.priority if self.config.order is QueueOrder.PRIORITY else 0
+            rank = (priority, place, self._num_arrived)
+            self._num_arrived += len(limits)
+            group = RequestGroup(request, len(tokens), limits)
+            self.queues.add(RequestState(group, request.request_id, limits[0], rank, tokens, hashes, extra, now_s))
+        self.queues.counters.added += len(prepared)
         self.share.active = True
+
+    def _check_new(self, prepared: Sequence[PreparedRequest], field: str) -> None:
+        """Check that the ids of all samples are free, and that the queue has room."""
+        queues, seen = self.queues, set[int]()
+        for i, one in enumerate(prepared):
+            for sequence_id in one.sequence_ids:
+                known = sequence_id in queues.requests or sequence_id in queues.reserved or sequence_id in seen
+                if known or sequence_id in self._namespace:
+                    raise DuplicateSequenceError(
+                        f"sequence {sequence_id} is in use", field=field.format(i), sequence_id=sequence_id
+                    )
+            seen.update(one.sequence_ids)
+        limit = self.config.max_requests
+        if len(queues.requests) + len(prepared) > limit:
+            raise QuotaExceededError(
+                f"there would be {len(queues.requests) + len(prepared)} requests",
+                field=field.format(len(prepared) - 1), limit="max_requests", value=limit,
+            )  # fmt: skip
 
     def abort(self, request_id: int) -> None:
         """Drop a request with all its samples. While a batch is not reported, a request that runs ends with it. Raises

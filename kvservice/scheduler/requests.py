@@ -13,7 +13,8 @@ import numpy.typing as npt
 from kvservice.blocks import BlocksConfig
 from kvservice.blocks.arguments import extra_keys_by_block, int32_array, int64_array, refuse, whole_number
 from kvservice.blocks.plans import Int32Array
-from kvservice.blocks.prefix import chain_hashes
+from kvservice.blocks.prefix import chain_hashes_in_slices
+from kvservice.blocks.slices import Slices, finish
 from kvservice.errors import InvalidArgumentError, OutOfBlocksError
 
 
@@ -125,7 +126,14 @@ class RequestState:
 
 def hashes_of(tokens: Int32Array, extra: dict[int, bytes], config: BlocksConfig) -> list[bytes]:
     """Return the chain hashes of the full blocks, or none if the prefix cache is off."""
-    return chain_hashes(tokens, extra, config.block_size) if config.enable_prefix_caching else []
+    return finish(hashes_in_slices(tokens, extra, config))
+
+
+def hashes_in_slices(tokens: Int32Array, extra: dict[int, bytes], config: BlocksConfig) -> Slices[list[bytes]]:
+    """`hashes_of` in slices."""
+    if not config.enable_prefix_caching:
+        return []
+    return (yield from chain_hashes_in_slices(tokens, extra, config.block_size))
 
 
 class CheckedRequest(NamedTuple):
@@ -135,6 +143,19 @@ class CheckedRequest(NamedTuple):
     tokens: Int32Array
     extra: dict[int, bytes]
     limits: tuple[int, ...]
+
+
+class PreparedRequest(NamedTuple):
+    """A valid request that is not queued yet, and the chain hashes of its prompt."""
+
+    request: Request
+    checked: CheckedRequest
+    hashes: list[bytes]
+
+    @property
+    def sequence_ids(self) -> range:
+        """The ids of the sequences of its samples."""
+        return range(self.request.request_id, self.request.request_id + len(self.checked.limits))
 
 
 def check_request(request: Request, config: BlocksConfig, lookahead: int, max_width: int) -> CheckedRequest:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from kvservice.blocks import Slices
 from kvservice.config import ServeConfig
 from kvservice.engine import CacheEngine
-from kvservice.errors import FailedPreconditionError, InvalidArgumentError, UnknownSessionError
+from kvservice.errors import FailedPreconditionError, InvalidArgumentError
 from kvservice.server import codec, scheduler_codec
 from kvservice.server.handlers import Handler, SessionHandler, WhileDraining, sliced
 from kvservice.server.scheduling import PageLimits, QueueTotals, SessionScheduler
@@ -51,9 +51,7 @@ class SchedulerCalls:
     ) -> Slices[scheduler_pb2.AddRequestsResponse]:
         scheduler = scheduler_of(session)
         requests = yield from scheduler_codec.requests_of(request)
-        if session.namespace.closed:
-            raise UnknownSessionError("the session was closed", field="session_token")
-        scheduler.add(requests, self._clock(), session.allocated_soon)
+        yield from scheduler.add(requests, self._clock(), session.allocated_soon)
         return scheduler_pb2.AddRequestsResponse()
 
     def abort(

@@ -20,10 +20,15 @@ from kvservice.errors import (
     QuotaExceededError,
     SequenceScheduledError,
     UnknownSequenceError,
+    UnknownSessionError,
 )
 from kvservice.scheduler import EngineScheduler, Report, Request, RequestSnapshot, ScheduledBatch, SchedulerConfig
+from kvservice.scheduler.requests import PreparedRequest
 from kvservice.wire.tensors import Array
 
+# Tokens of prompts in one slice, and the fixed cost of a request in tokens. A slice takes a few milliseconds.
+_SLICE_TOKENS: Final = 32768
+_REQUEST_TOKENS: Final = 256
 # The names of the contract for fields of the scheduler that have other ones.
 _FIELDS: Final = {"finished": "finished_ids", "parents": "parent_ids"}
 
@@ -96,24 +101,40 @@ class SessionScheduler:
     def __len__(self) -> int:
         return len(self._requests)
 
-    def add(self, requests: Sequence[Request], now_s: float, reserved: Collection[int]) -> None:
-        """Queue all requests, or none. `reserved` are ids that other sequences will have. Raises the errors of
-        EngineScheduler.add, and QuotaExceededError."""
+    def add(self, requests: Sequence[Request], now_s: float, reserved: Collection[int]) -> Slices[None]:
+        """Queue all requests in the last slice, or none. `reserved` are ids that other sequences will have. Raises the
+        errors of EngineScheduler.add; QuotaExceededError; UnknownSessionError if the session ends meanwhile."""
         sizes = [len(request.token_ids) for request in requests]  # type: ignore[arg-type]  # they are arrays
         self._totals.add(len(sizes), sum(sizes))
-        added: list[int] = []
         try:
-            for i, request in enumerate(requests):
-                with fields_below(f"requests[{i}]"):
-                    _check_ids(request, reserved)
-                    self.scheduler.add(request, now_s)
-                added.append(request.request_id)
-        except KVServiceError:
-            for request_id in added:
-                self.scheduler.abort(request_id)
+            prepared = yield from self._prepare(requests)
+            self._check_reserved(prepared, reserved)
+            self.scheduler.enqueue(prepared, now_s, "requests[{}].request_id")
+        except BaseException:
             self._totals.remove(len(sizes), sum(sizes))
             raise
-        self._requests.update(zip(added, sizes, strict=True))
+        self._requests.update(zip((request.request_id for request in requests), sizes, strict=True))
+
+    def _prepare(self, requests: Sequence[Request]) -> Slices[list[PreparedRequest]]:
+        prepared: list[PreparedRequest] = []
+        in_slice = 0
+        for i, request in enumerate(requests):
+            with fields_below(f"requests[{i}]"):
+                prepared.append((yield from self.scheduler.prepare(request)))
+            in_slice += _REQUEST_TOKENS + len(prepared[-1].checked.tokens)
+            if in_slice >= _SLICE_TOKENS:
+                yield
+                in_slice = 0
+        if self._namespace.closed:
+            raise UnknownSessionError("the session was closed", field="session_token")
+        return prepared
+
+    def _check_reserved(self, prepared: Sequence[PreparedRequest], reserved: Collection[int]) -> None:
+        for i, one in enumerate(prepared if reserved else ()):
+            if used := [sequence_id for sequence_id in one.sequence_ids if sequence_id in reserved]:
+                raise DuplicateSequenceError(
+                    f"sequence {used[0]} is in use", field=f"requests[{i}].request_id", sequence_id=used[0]
+                )
 
     def abort(self, request_ids: Sequence[int]) -> list[int]:
         """Abort all these requests, or none. Returns those that have ended already; the others end with a report.
@@ -210,13 +231,6 @@ class SessionScheduler:
             sizes = [self._requests.pop(request_id) for request_id in request_ids]
             self._aborted.difference_update(request_ids)
             self._totals.remove(len(sizes), sum(sizes))
-
-
-def _check_ids(request: Request, reserved: Collection[int]) -> None:
-    """Raise DuplicateSequenceError if a sequence of the request has a reserved id."""
-    used = next((one for one in reserved if 0 <= one - request.request_id < request.width), None)
-    if used is not None:
-        raise DuplicateSequenceError(f"sequence {used} is in use", field="request_id", sequence_id=used)
 
 
 @contextlib.contextmanager
