@@ -67,7 +67,15 @@ class CacheEngine:
         self, scheduler: EngineScheduler, now_s: float, max_step_tokens: int | None, max_running: int | None
     ) -> ScheduledBatch:
         """Make the next batch of a scheduler, see EngineScheduler.schedule."""
-        batch = scheduler.schedule(now_s, max_step_tokens, max_running)
+        return self._submit(scheduler.schedule(now_s, max_step_tokens, max_running))
+
+    def retry(self, scheduler: EngineScheduler) -> ScheduledBatch | None:
+        """Open the batch in progress again, see EngineScheduler.retry."""
+        batch = scheduler.retry()
+        return None if batch is None else self._submit(batch)
+
+    def _submit(self, batch: ScheduledBatch) -> ScheduledBatch:
+        """Submit the copies of a batch to the device."""
         for plan in batch.swapped_out:
             self._move_out(plan)
         for plan in batch.swapped_in:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import re
 from collections.abc import Collection, Iterator, Sequence
@@ -161,9 +162,19 @@ class SessionScheduler:
         for i, report in enumerate(request.reports):
             with fields_below(f"reports[{i}]"):
                 ended += self.scheduler.update(report, now_s)
+        batch = self._next_batch(request, now_s)
+        ended += [request_id for request_id in self._aborted if request_id not in self.scheduler.queues.requests]
+        ended = list(dict.fromkeys(ended))
         self._forget(ended)
-        batch = self._engine.schedule(self.scheduler, now_s, request.max_step_tokens, request.max_running)
         return ended, batch
+
+    def _next_batch(self, request: StepRequest, now_s: float) -> ScheduledBatch:
+        """Open the batch in progress again for a retry, if anything of it is left to compute, or make the next one."""
+        again = self._engine.retry(self.scheduler) if request.retry else None
+        if again is not None and again.step is not None:
+            return again
+        batch = self._engine.schedule(self.scheduler, now_s, request.max_step_tokens, request.max_running)
+        return batch if again is None else dataclasses.replace(batch, preempted=again.preempted + batch.preempted)
 
     def _check(self, request: StepRequest) -> None:
         """Check what the scheduler would refuse only after it has accepted a report."""
@@ -179,11 +190,10 @@ class SessionScheduler:
                 f"batch {number} is not in progress", field=f"reports[{len(unreported)}].batch"
             )
         left = unreported[len(request.reports) :]
-        if left:
+        if left and not request.retry:
             raise FailedPreconditionError(f"batch {left[0]} is not reported", field="reports")
-        for field in ("ahead", "retry"):
-            if getattr(request, field):
-                raise InvalidArgumentError("is not supported", field=field)
+        if request.ahead:
+            raise InvalidArgumentError("is not supported", field="ahead")
 
     def describe(
         self, request_ids: Sequence[int] | None, first: int, limits: PageLimits

@@ -21,6 +21,7 @@ from kvservice.errors import (
     OutOfBlocksError,
     QuotaExceededError,
     SequenceScheduledError,
+    StaleStepError,
     UnknownSequenceError,
 )
 from kvservice.launch import Daemon
@@ -268,3 +269,44 @@ def test_a_resumed_session_has_its_requests(client: KVClient) -> None:
             assert batch.step is not None
             assert [one.extra_keys for one in batch.step.sequences] == [((0, b"k"),)]
             again.reset_prefix_cache()
+
+
+def test_an_engine_that_lost_its_step_opens_it_again(daemon: Daemon) -> None:
+    """A prompt in chunks and a decode: one layer of two is written when the engine loses what it computed."""
+
+    async def scenario() -> None:
+        async with engine_of("asyncio", daemon.address, max_step_tokens=8) as engine:
+            await engine.add(1, range(5), max_tokens=6)
+            batch = await engine.schedule()
+            await engine.compute(batch)
+            await engine.add(2, range(50, 70), max_tokens=3)
+            lost = await engine.schedule(engine.sample(batch))
+            await engine.compute(lost, num_layers=1)
+            again = await engine.schedule(retry=True)
+            assert again.number > lost.number
+            assert again.sequence_ids.tolist() == lost.sequence_ids.tolist() == [1, 2]
+            with pytest.raises(StaleStepError):
+                await engine.compute(lost)
+            with pytest.raises(FailedPreconditionError):
+                await engine.schedule(BatchReport(lost.number, [7]))
+            await engine.run(again)
+            assert sorted(engine.finished) == [1, 2]
+            engine.check_outputs()
+            assert (await engine.schedule(retry=True)).number == 0
+
+    asyncio.run(scenario())
+
+
+def test_samples_of_one_prompt(daemon: Daemon) -> None:
+    """Three samples end at lengths of their own; the tokens of each differ from the first one on."""
+
+    async def scenario() -> None:
+        async with engine_of("asyncio", daemon.address) as engine:
+            await engine.add(10, range(9), max_tokens=8, width=3, stop_lengths=[12, 17, 10])
+            await engine.add(20, range(30, 35), max_tokens=2)
+            await engine.run()
+            assert sorted(engine.finished) == [10, 20]
+            assert [len(engine.outputs[sequence_id]) for sequence_id in (10, 11, 12)] == [3, 8, 1]
+            assert len({tuple(engine.outputs[sequence_id][:1]) for sequence_id in (10, 11, 12)}) == 3
+
+    asyncio.run(scenario())

@@ -47,6 +47,8 @@ class ToyEngine:
     scheduler: Any
     prompts: dict[int, list[int]] = field(default_factory=dict)
     outputs: dict[int, list[int]] = field(default_factory=dict)
+    # The request of each sequence.
+    firsts: dict[int, int] = field(default_factory=dict)
     finished: list[int] = field(default_factory=list)
     batches: list[Any] = field(default_factory=list)
 
@@ -55,6 +57,7 @@ class ToyEngine:
         await self.scheduler.add([ScheduledRequest(request_id, tokens, max_tokens, **options)])
         for sequence_id in range(request_id, request_id + options.get("width", 1)):
             self.prompts[sequence_id], self.outputs[sequence_id] = tokens, []
+            self.firsts[sequence_id] = request_id
 
     async def schedule(self, *reports: BatchReport, **options: Any) -> Any:
         batch = await self.scheduler.schedule(list(reports), **options)
@@ -69,6 +72,9 @@ class ToyEngine:
             (sequence_id, end - count, end)
             for sequence_id, end, count in zip(batch.sequence_ids.tolist(), ends, counts, strict=True)
         ]
+
+    def sample_number(self, sequence_id: int) -> int:
+        return 0 if self.outputs[sequence_id] else sequence_id - self.firsts[sequence_id]
 
     def known(self, sequence_id: int) -> list[int]:
         return [*self.prompts[sequence_id], *self.outputs[sequence_id]]
@@ -94,9 +100,9 @@ class ToyEngine:
             np.testing.assert_array_equal(value, -expected)
 
     def sample(self, batch: Any) -> BatchReport:
-        """Return the report of a batch that is computed."""
+        """Return the report of a batch that is computed. The first tokens of samples of one prompt differ."""
         sampled = batch.sampled.tolist()
-        tokens = [next_token(self.known(sequence_id)) for sequence_id in sampled]
+        tokens = [next_token(self.known(sequence_id)) + self.sample_number(sequence_id) for sequence_id in sampled]
         for sequence_id, token in zip(sampled, tokens, strict=True):
             self.outputs[sequence_id].append(token)
         return BatchReport(batch.number, tokens)
