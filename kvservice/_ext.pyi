@@ -325,3 +325,7 @@ def fill_sequences(
 def add_references(ref_count: Any, blocks: Any) -> tuple[Any, int]:
     """Add a reference to each of `blocks` int64[n], as often as it occurs, in ref_count int32[num_blocks]. Returns (the
     blocks int64[m] that had no reference, how many got their second one)."""
+
+def match_hashes(index: dict[bytes, int], hashes: list[bytes], limit: int, ref_count: Any) -> tuple[Any, int]:
+    """Look up at most `limit` of these hashes in `index`, up to the first miss. Returns (blocks int64[n], how many of
+    them have a ref_count int32[num_blocks] above 0)."""

@@ -2,6 +2,8 @@
 
 #include <pybind11/stl.h>
 
+#include <algorithm>
+#include <utility>
 #include <vector>
 
 #include "bindings/arguments.h"
@@ -118,6 +120,33 @@ py::tuple add(const py::object& ref_count, const py::object& blocks) {
   return py::make_tuple(to_array(added.first), added.num_shared);
 }
 
+// An element of `index` is read after all look-ups, so that the processor loads many of them at a time.
+py::tuple match(const py::dict& index, const py::list& hashes, size_t limit, const py::object& ref_count) {
+  const py::array counted = plain(ref_count, "ref_count", kInt32, "int32", 1);
+  const auto* counts = static_cast<const int32_t*>(counted.data());
+  const size_t most = std::min(limit, hashes.size());
+  std::vector<PyObject*> found;
+  found.reserve(most);
+  for (size_t i = 0; i < most; ++i) {
+    PyObject* key = PyList_GET_ITEM(hashes.ptr(), static_cast<Py_ssize_t>(i));
+    require(PyBytes_CheckExact(key), "hashes", "is not bytes");
+    PyObject* block = PyDict_GetItemWithError(index.ptr(), key);
+    if (block == nullptr) break;
+    __builtin_prefetch(block);
+    found.push_back(block);
+  }
+  py::array_t<int64_t> blocks(static_cast<py::ssize_t>(found.size()));
+  int64_t* out = blocks.mutable_data();
+  int64_t num_held = 0;
+  for (size_t i = 0; i < found.size(); ++i) {
+    out[i] = as_int(found[i], "index");
+    require(out[i] >= 0 && out[i] < counted.shape(0), "index", "has a block outside the pool");
+    __builtin_prefetch(counts + out[i]);
+  }
+  for (size_t i = 0; i < found.size(); ++i) num_held += counts[out[i]] != 0 ? 1 : 0;
+  return py::make_tuple(std::move(blocks), num_held);
+}
+
 }  // namespace
 
 void define_blocks(py::module_& m) {
@@ -127,6 +156,7 @@ void define_blocks(py::module_& m) {
         py::arg("ref_count"), py::arg("indexed"));
   m.def("fill_sequences", &fill, py::arg("tables"), py::arg("token_ids"), py::arg("rows"), py::arg("found"),
         py::arg("tokens"), py::arg("blocks"));
+  m.def("match_hashes", &match, py::arg("index"), py::arg("hashes"), py::arg("limit"), py::arg("ref_count"));
   m.def("add_references", &add, py::arg("ref_count"), py::arg("blocks"));
 }
 

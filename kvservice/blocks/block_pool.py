@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvservice._ext import add_references
+from kvservice._ext import add_references, match_hashes
 from kvservice.blocks.ages import BlockAges
 from kvservice.blocks.events import EventJournal
 from kvservice.blocks.eviction import EvictionQueue
@@ -208,8 +208,8 @@ class CachingBlockPool(BlockPool):
         of them have references)."""
         if not limit or not chain_hashes or chain_hashes[0] not in self.index.blocks:
             return _NO_BLOCKS, 0
-        found = np.array(self.index.match_hashes(chain_hashes[:limit]), np.int64)
-        return found, int(np.count_nonzero(self.ref_count[found]))
+        found: tuple[Int64Array, int] = match_hashes(self.index.blocks, chain_hashes, limit, self.ref_count)
+        return found
 
     def num_evictable(self, blocks: Int64Array) -> int:
         """Return how many of these distinct blocks `allocate` could evict now."""

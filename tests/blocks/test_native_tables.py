@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -89,6 +90,23 @@ def test_new_sequences_and_references(seed: int) -> None:
     added, newly_shared = _ext.add_references(ref_count, named)
     assert (added.tolist(), newly_shared) == (first, num_shared)
     assert np.array_equal(ref_count, after)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_hashes_are_matched_up_to_the_first_miss(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    hashes = [rng.bytes(32) for _ in range(int(rng.integers(1, 30)))]
+    blocks = rng.permutation(NUM_BLOCKS)[: len(hashes)].tolist()
+    known = {chain_hash: block for chain_hash, block in zip(hashes, blocks, strict=True) if rng.random() < 0.9}
+    ref_count = rng.integers(0, 2, NUM_BLOCKS, dtype=np.int32)
+    for limit in range(len(hashes) + 2):
+        expected = list(itertools.takewhile(lambda block: block is not None, map(known.get, hashes[:limit])))
+        found, num_held = _ext.match_hashes(known, hashes, limit, ref_count)
+        assert found.dtype == np.int64
+        assert found.tolist() == expected
+        assert num_held == sum(ref_count[block] > 0 for block in expected)
+    with pytest.raises(InvalidArgumentError, match="index"):
+        _ext.match_hashes({b"1": NUM_BLOCKS}, [b"1"], 1, ref_count)
 
 
 ROW = np.zeros(1, np.int64)
