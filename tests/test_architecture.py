@@ -63,9 +63,9 @@ ROOMS: dict[str, set[str]] = {
     "engine": {"attention_options", "blocks", "config", "devices", "errors", "pool.layout", "scheduler"},
     "wire": {"auth", "errors", "pool.layout", "v1"},
     # Data that daemon and observer share.
-    "telemetry": {"blocks", "pool.available", "store"},
-    "metrics": {"blocks", "telemetry"},
-    "observer": {"auth", "errors", "logs", "metrics", "telemetry", "v1"},
+    "telemetry": {"blocks", "pool.available", "scheduler", "store"},
+    "metrics": {"blocks", "scheduler", "telemetry"},
+    "observer": {"auth", "errors", "logs", "metrics", "scheduler", "telemetry", "v1"},
     "server": {
         "",
         "_ext",

@@ -41,6 +41,7 @@ def holder_metrics(reading: Reading, max_labels: int, max_sessions: int, max_seq
     yield from _held(
         "session", "all sessions of a name (names beyond the first max_labels: other)", reading.sessions, names
     )
+    yield from _queues(reading.sessions, names)
     tenants = {each.session_id: each.tenant for each in reading.sessions}
     yield from _held("tenant", "a tenant (beyond the first max_labels: other)", reading.sessions, tenants)
     yield from _tenant_tokens(reading)
@@ -64,6 +65,17 @@ def _held(label: str, whose: str, sessions: list[SessionReading], labels: Mappin
         for session in sessions:
             sums[labels[session.session_id]] += getattr(session, held)
         yield gauges(f"{label}_{held}", text.format(whose), label, sums.items())
+
+
+def _queues(sessions: list[SessionReading], labels: Mapping[int, str]) -> Iterator[Metric]:
+    """Yield the queues of the sessions that have a scheduler."""
+    for state in ("waiting", "running"):
+        sums: Counter[str] = Counter()
+        for session in sessions:
+            if session.scheduler is not None:
+                sums[labels[session.session_id]] += getattr(session.scheduler, state)
+        text = f"Requests that are {state}, by the name of their session (names beyond the first max_labels: other)."
+        yield gauges(f"session_{state}_requests", text, "session", sums.items())
 
 
 def _tenant_tokens(reading: Reading) -> Iterator[Metric]:

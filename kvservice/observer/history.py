@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from kvservice.scheduler import SchedulerFigures
+from kvservice.scheduler.stats import BUCKETS_S as TOKEN_BUCKETS_S
 from kvservice.telemetry.calls import BUCKETS_S, Key
 from kvservice.telemetry.reading import IntArray, Reading
+from kvservice.telemetry.scheduling import BETWEEN_TOKENS, FIRST_TOKEN
 
 SAMPLES = 600
 # Rates and quantiles are over this many samples.
 WINDOW = 10
 
 
-def quantile(counts: Sequence[int] | IntArray, share: float) -> float | None:
-    """Return the quantile `share` of call latency in seconds, by linear interpolation within a bucket, as in
-    Prometheus. It is None without calls, and the last bound for quantiles above it."""
+def quantile(counts: Sequence[int] | IntArray, share: float, bounds_s: Sequence[float] = BUCKETS_S) -> float | None:
+    """Return the quantile `share` of a latency in seconds, by linear interpolation within a bucket, as in Prometheus.
+    It is None without counts, and the last bound for quantiles above it."""
     total = int(np.sum(counts))
     if total == 0:
         return None
     below = np.cumsum(counts)
     bucket = int(np.searchsorted(below, share * total))
-    if bucket == len(BUCKETS_S):
-        return BUCKETS_S[-1]
-    lower = BUCKETS_S[bucket - 1] if bucket else 0.0
+    if bucket == len(bounds_s):
+        return bounds_s[-1]
+    lower = bounds_s[bucket - 1] if bucket else 0.0
     before = int(below[bucket - 1]) if bucket else 0
-    return float(lower + (BUCKETS_S[bucket] - lower) * (share * total - before) / int(counts[bucket]))
+    return float(lower + (bounds_s[bucket] - lower) * (share * total - before) / int(counts[bucket]))
 
 
 class History:
@@ -57,6 +61,26 @@ class History:
         """Return the fields of `Rates`."""
         return self._rates(self._window[0], self._window[-1])
 
+    def scheduling(self) -> dict[str, Any]:
+        """Return the rates and quantiles of `SchedulingSnapshot`."""
+        first, last = self._window[0], self._window[-1]
+        seconds, before, now = _seconds(first, last), first.schedulers.totals, last.schedulers.totals
+        grown = SchedulerFigures(*map(operator.sub, now, before))
+        preemptions = grown.recompute_preemptions + grown.swap_preemptions
+        rates = {
+            "generated_tokens_per_s": grown.generated_tokens / seconds,
+            "finished_per_s": grown.finished / seconds,
+            "preemptions_per_s": preemptions / seconds,
+            "recomputed_tokens_per_s": grown.recomputed_tokens / seconds,
+        }
+        if grown.proposed_tokens:
+            rates["accepted_share"] = grown.accepted_tokens / grown.proposed_tokens
+        recent = last.schedulers.token_counts - first.schedulers.token_counts
+        for row, name in ((FIRST_TOKEN, "first_token"), (BETWEEN_TOKENS, "between_tokens")):
+            quantiles = _quantiles(recent[row], TOKEN_BUCKETS_S)
+            rates |= {f"{name}_{quantile}": value for quantile, value in quantiles.items()}
+        return rates
+
     def calls(self) -> list[dict[str, Any]]:
         """Return the fields of `CallSnapshot` for each method that was called."""
         first, last = self._window[0], self._window[-1]
@@ -80,7 +104,10 @@ class History:
 
     def samples(self) -> dict[str, Any]:
         """Return the samples as columns, oldest first. `p99_s` has the methods that were called."""
-        names = ("time_s", "usage", "hit_share", "computed_tokens", "swapped_out_bytes", "swapped_in_bytes")
+        names = (
+            "time_s", "usage", "hit_share", "computed_tokens", "swapped_out_bytes", "swapped_in_bytes",
+            "waiting", "running", "first_token_s", "between_tokens_s",
+        )  # fmt: skip
         columns: dict[str, Any] = {name: [sample[name] for sample in self._samples] for name in names}
         methods = dict.fromkeys(method for sample in self._samples for method in sample["p99_s"])
         columns["p99_s"] = {method: [sample["p99_s"].get(method) for sample in self._samples] for method in methods}
@@ -91,6 +118,7 @@ class History:
         recent, _ = self._by_method(now.call_counts - before.call_counts)
         blocks = now.blocks
         called = np.flatnonzero(recent.any(axis=1)).tolist()
+        tokens = now.schedulers.token_counts - before.schedulers.token_counts
         return {
             "time_s": time_s,
             "usage": (blocks.active_blocks + blocks.shared_blocks) / blocks.num_blocks,
@@ -98,6 +126,10 @@ class History:
             "computed_tokens": rates["computed_tokens"],
             "swapped_out_bytes": rates["swapped_out_bytes"],
             "swapped_in_bytes": rates["swapped_in_bytes"],
+            "waiting": now.schedulers.totals.waiting,
+            "running": now.schedulers.totals.running,
+            "first_token_s": quantile(tokens[FIRST_TOKEN], 0.99, TOKEN_BUCKETS_S),
+            "between_tokens_s": quantile(tokens[BETWEEN_TOKENS], 0.99, TOKEN_BUCKETS_S),
             "p99_s": {self._methods[i]: quantile(recent[i], 0.99) for i in called},
         }
 
@@ -143,6 +175,6 @@ def _growth(first: Reading, last: Reading, seconds: float) -> dict[str, float]:
     return {name: (now[name] - before[name]) / seconds for name in now}
 
 
-def _quantiles(counts: IntArray) -> Mapping[str, float]:
-    quantiles = {"p50_s": quantile(counts, 0.5), "p99_s": quantile(counts, 0.99)}
+def _quantiles(counts: IntArray, bounds_s: Sequence[float] = BUCKETS_S) -> Mapping[str, float]:
+    quantiles = {"p50_s": quantile(counts, 0.5, bounds_s), "p99_s": quantile(counts, 0.99, bounds_s)}
     return {name: value for name, value in quantiles.items() if value is not None}

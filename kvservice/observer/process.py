@@ -25,6 +25,7 @@ from kvservice.metrics.access import access_metrics
 from kvservice.metrics.calls import call_metrics, event_loop_metric
 from kvservice.metrics.holders import holder_metrics
 from kvservice.metrics.pool import pool_metrics
+from kvservice.metrics.scheduling import scheduler_metrics
 from kvservice.metrics.store import store_metrics
 from kvservice.observer.access import Refusals
 from kvservice.observer.connections import Connections, HttpLimits
@@ -133,6 +134,7 @@ class Observer:
         yield from about_metrics(info)
         yield from pool_metrics(reading, info["block_bytes"], configuration["memory_bytes"])
         yield from holder_metrics(reading, configuration["max_labels"], info["max_sessions"], info["max_sequences"])
+        yield from scheduler_metrics(reading)
         yield from store_metrics(reading)
         yield from access_metrics(reading.server, self._refusals.counts, configuration["max_connections"])
         yield from call_metrics(reading, self._reader.call_keys, configuration["lane_buckets_s"])

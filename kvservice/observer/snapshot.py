@@ -27,17 +27,21 @@ def take_snapshot(
     sessions = [session for session in latest.sessions if _fits(session, search)]
     sessions.sort(key=lambda session: (-session.blocks, session.session_id))
     sequences, num_sequences = _sequences(reader, {session.session_id for session in sessions}, max_sequences, search)
-    return {
-        "time_s": time.time(),
-        "uptime_s": latest.time_s - reader.started_s,
-        "pool": _pool(latest),
-        "rates": history.rates(),
-        "calls": history.calls(),
-        "sessions": [_session(session, latest.time_s) for session in sessions[:max_sessions]],
-        "sequences": sequences,
-        "num_sessions": len(sessions),
-        "num_sequences": num_sequences,
-    } | _store(latest)
+    return (
+        {
+            "time_s": time.time(),
+            "uptime_s": latest.time_s - reader.started_s,
+            "pool": _pool(latest),
+            "rates": history.rates(),
+            "calls": history.calls(),
+            "sessions": [_session(session, latest.time_s) for session in sessions[:max_sessions]],
+            "sequences": sequences,
+            "num_sessions": len(sessions),
+            "num_sequences": num_sequences,
+        }
+        | _store(latest)
+        | _scheduling(latest, history)
+    )
 
 
 def _fits(session: SessionReading, search: str) -> bool:
@@ -58,8 +62,17 @@ def _store(latest: Reading) -> dict[str, Any]:
     return {"store": {"num_bytes": latest.store_bytes} | sums}
 
 
+def _scheduling(latest: Reading, history: History) -> dict[str, Any]:
+    """Return the figures of all schedulers, or nothing before the first request."""
+    totals = latest.schedulers.totals
+    if not totals.added + totals.refused:
+        return {}
+    return {"scheduling": {"totals": totals._asdict()} | history.scheduling()}
+
+
 def _session(session: SessionReading, now_s: float) -> dict[str, Any]:
-    return {
+    scheduler = {} if session.scheduler is None else {"scheduler": session.scheduler._asdict()}
+    return scheduler | {
         "session_id": session.session_id,
         "name": session.name,
         "tenant": session.tenant,

@@ -37,7 +37,7 @@ from kvservice.scheduler.samples import Samples
 from kvservice.scheduler.shares import PoolShares
 from kvservice.scheduler.snapshots import RequestSnapshot, describe_requests
 from kvservice.scheduler.state import Draft, EngineQueues
-from kvservice.scheduler.stats import Latencies, SchedulerFigures
+from kvservice.scheduler.stats import Latencies, SchedulerCounters, SchedulerFigures
 
 
 class EngineScheduler:
@@ -57,7 +57,7 @@ class EngineScheduler:
         latencies: Latencies,
     ) -> None:
         self.config = config
-        self.queues = EngineQueues(manager, namespace, config)
+        self.queues = EngineQueues(manager, namespace, config, SchedulerCounters())
         self.share = shares.add(weight)
         self._shares, self._manager, self._namespace = shares, manager, namespace
         self._latencies, self._num_stalled = latencies, 0
@@ -338,10 +338,12 @@ class EngineScheduler:
         queues = self.queues
         running = queues.num_running
         gauges = len(queues.waiting), running, len(queues.swapped), min(self._num_stalled, running)
-        return SchedulerFigures(*gauges, *queues.counters.values())
+        return SchedulerFigures.of(*gauges, queues.counters)
 
     def close(self) -> None:
         """Forget all requests, for an engine whose namespace is closed."""
         self._shares.remove(self.share)
-        self.queues = EngineQueues(self._manager, self._namespace, self.config)
+        counters = self.queues.counters
+        counters.aborted += len(self) - len(self._aborted)
+        self.queues = EngineQueues(self._manager, self._namespace, self.config, counters)
         self._batch = self._draft = None

@@ -55,7 +55,7 @@ class Samples:
                 queues.decodes.sharing = True
             else:
                 sample.continue_with(np.append(first.tokens, np.int32(token)), self._manager.config)
-                sample.phase, sample.preempted = Phase.WAITING, True
+                sample.phase, sample.preempted, sample.lost = Phase.WAITING, True, len(first.tokens)
                 queues.waiting.add(sample)
 
     def end(self, over: Iterable[int], aborted: list[int]) -> list[int]:

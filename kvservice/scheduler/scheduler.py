@@ -39,17 +39,14 @@ class Scheduler:
     def close_engine(self, namespace: SessionNamespace) -> None:
         """Forget the requests of an engine, when its namespace is closed."""
         engine = self._engines.pop(namespace)
-        self._closed.add(engine.queues.counters)
         engine.close()
+        self._closed.add(engine.queues.counters)
 
     def figures(self) -> dict[int, SchedulerFigures]:
         """Return the figures of each engine by the number of its namespace."""
         return {namespace.number: engine.figures() for namespace, engine in self._engines.items()}
 
-    def totals(self) -> SchedulerCounters:
-        """Return the counters of all engines, of closed ones too."""
-        totals = SchedulerCounters()
-        totals.add(self._closed)
-        for engine in self._engines.values():
-            totals.add(engine.queues.counters)
-        return totals
+    def totals(self) -> SchedulerFigures:
+        """Return the sums over all engines, with the counters of closed ones."""
+        closed = SchedulerFigures.of(0, 0, 0, 0, self._closed)
+        return SchedulerFigures(*map(sum, zip(closed, *self.figures().values(), strict=True)))

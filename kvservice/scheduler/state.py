@@ -24,7 +24,13 @@ class EngineQueues:
     hashes of the blocks that running prefills compute.
     """
 
-    def __init__(self, manager: BlockManager, namespace: SessionNamespace, config: SchedulerConfig) -> None:
+    def __init__(
+        self,
+        manager: BlockManager,
+        namespace: SessionNamespace,
+        config: SchedulerConfig,
+        counters: SchedulerCounters,
+    ) -> None:
         self.manager, self.namespace, self.config = manager, namespace, config
         self.requests: dict[int, RequestGroup] = {}
         self.states: dict[int, RequestState] = {}
@@ -35,7 +41,7 @@ class EngineQueues:
         self.decodes = DecodeSet(capacity, manager.config, config.lookahead)
         self.swapped = WaitingQueue()
         self.computing: set[bytes] = set()
-        self.counters = SchedulerCounters()
+        self.counters = counters
         self._num_prefilling = 0
 
     @property

@@ -111,6 +111,7 @@ class SchedulerCounters:
         """Count the tokens of an admitted request, of which `num_cached` need not be computed."""
         if state.preempted:
             self.recomputed_tokens += max(state.lost - num_cached, 0)
+            state.lost = 0
         else:
             self.prompt_tokens += len(state.tokens)
             self.cached_tokens += num_cached
@@ -139,3 +140,9 @@ class SchedulerFigures(NamedTuple):
     generated_tokens: int = 0
     proposed_tokens: int = 0
     accepted_tokens: int = 0
+
+    @classmethod
+    def of(
+        cls, waiting: int, running: int, swapped: int, stalled: int, counters: SchedulerCounters
+    ) -> SchedulerFigures:
+        return cls(waiting, running, swapped, stalled, *counters.values())

@@ -99,7 +99,7 @@ class KVServer:
             self.integrity,
             self._connections,
             blocks,
-            config.max_labels,
+            config,
         )
         store_bytes = 0 if self.store is None else self.store.memory.num_bytes
         reported = configuration(config, self.device, store_bytes, arrays, METHODS)

@@ -19,6 +19,7 @@ from kvservice.server.sessions import SessionRegistry
 from kvservice.store import BlockStore
 from kvservice.telemetry.arrays import SharedArrays
 from kvservice.telemetry.daemon_stats import DaemonStatsTable, ServerStats
+from kvservice.telemetry.scheduling import SchedulerTable
 from kvservice.telemetry.store import StoreTable
 
 
@@ -37,13 +38,14 @@ class StatsWriter:
         integrity: IntegrityWatch,
         connections: ConnectionWatch,
         store: BlockStore | None,
-        max_models: int,
+        config: ServeConfig,
     ) -> None:
         self._engine, self._sessions, self._dispatcher, self._events = engine, sessions, dispatcher, events
         self._credentials, self._audit, self._integrity = credentials, audit, integrity
         self._connections, self._store = connections, store
         num_bytes = 0 if store is None else store.config.capacity_bytes
-        self._store_table = StoreTable(num_bytes, max_models + 1, arrays.zeros)
+        self._store_table = StoreTable(num_bytes, config.max_labels + 1, arrays.zeros)
+        self._scheduler_table = SchedulerTable(config.max_sessions, arrays.zeros)
         self._table = DaemonStatsTable(len(engine.device.lane_buckets_s) + 1, arrays.zeros)
 
     def write(self) -> None:
@@ -84,6 +86,9 @@ class StatsWriter:
         )
         if self._store is not None:
             self._store_table.write(self._store.figures())
+        schedulers = engine.schedulers
+        by_row = {namespace - 1: figures for namespace, figures in schedulers.figures().items()}
+        self._scheduler_table.write(by_row, schedulers.totals(), schedulers.latencies)
         self._table.write(manager.stats(), server, lane_counts)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,11 +13,13 @@ import numpy.typing as npt
 from kvservice.blocks import BlocksStats
 from kvservice.blocks.namespaces import COMPUTED_TOKENS, HIT_TOKENS, NUM_COUNTERS, QUERY_TOKENS
 from kvservice.blocks.sequences import LENGTH, NAMESPACE, NUM_BLOCKS, NUM_COMPUTED, SEQUENCE_ID, SWAPPED
+from kvservice.scheduler import SchedulerFigures
 from kvservice.store.figures import ModelFigures
 from kvservice.telemetry import sessions as columns
 from kvservice.telemetry.arrays import Arrays
 from kvservice.telemetry.calls import Key, keys
 from kvservice.telemetry.daemon_stats import ServerStats
+from kvservice.telemetry.scheduling import SchedulerReading, read_schedulers
 from kvservice.telemetry.sessions import get_name
 from kvservice.telemetry.store import read_store
 
@@ -29,7 +31,8 @@ FloatArray = npt.NDArray[np.float64]
 
 
 class SessionReading(NamedTuple):
-    """An open session, with sums over its sequences. `blocks` counts the entries of its block tables."""
+    """An open session, with sums over its sequences. `blocks` counts the entries of its block tables. `scheduler` is
+    None if it has none."""
 
     session_id: int
     name: str
@@ -46,6 +49,7 @@ class SessionReading(NamedTuple):
     computed_tokens: int
     query_tokens: int
     hit_tokens: int
+    scheduler: SchedulerFigures | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,6 +86,7 @@ class Reading:
     tenants: dict[str, tuple[int, ...]]
     store_bytes: int
     store_models: dict[str, ModelFigures]
+    schedulers: SchedulerReading
 
 
 class Reader:
@@ -96,6 +101,7 @@ class Reader:
         """Read all data. The gauges are those that the daemon wrote last."""
         arrays = self.arrays
         session_rows, tenants = self._sessions()
+        figures, schedulers = read_schedulers(arrays)
         return Reading(
             time.monotonic(),
             BlocksStats(*arrays["block_stats"].tolist()),
@@ -105,9 +111,10 @@ class Reader:
             arrays["call_seconds"].copy(),
             arrays["age_counts"].copy(),
             arrays["age_seconds"].copy(),
-            list(self._describe(session_rows)),
+            list(self._describe(session_rows, figures)),
             tenants,
             *read_store(arrays),
+            schedulers,
         )
 
     def sequences(self) -> SequenceRows:
@@ -143,7 +150,7 @@ class Reader:
         }
         return rows, tokens
 
-    def _describe(self, rows: IntArray) -> Iterator[SessionReading]:
+    def _describe(self, rows: IntArray, schedulers: Mapping[int, SchedulerFigures]) -> Iterator[SessionReading]:
         sequences = self.sequences()
         count = len(rows)
 
@@ -171,4 +178,5 @@ class Reader:
                 row[COMPUTED_TOKENS],
                 row[QUERY_TOKENS],
                 row[HIT_TOKENS],
+                schedulers.get(number),
             )

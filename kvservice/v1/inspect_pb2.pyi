@@ -17,7 +17,7 @@ class GetSnapshotRequest(_message.Message):
     def __init__(self, max_sessions: _Optional[int] = ..., max_sequences: _Optional[int] = ..., search: _Optional[str] = ...) -> None: ...
 
 class Snapshot(_message.Message):
-    __slots__ = ("time_s", "uptime_s", "pool", "rates", "calls", "sessions", "sequences", "num_sessions", "num_sequences", "store")
+    __slots__ = ("time_s", "uptime_s", "pool", "rates", "calls", "sessions", "sequences", "num_sessions", "num_sequences", "store", "scheduling")
     TIME_S_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
@@ -28,6 +28,7 @@ class Snapshot(_message.Message):
     NUM_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     STORE_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULING_FIELD_NUMBER: _ClassVar[int]
     time_s: float
     uptime_s: float
     pool: PoolSnapshot
@@ -38,7 +39,8 @@ class Snapshot(_message.Message):
     num_sessions: int
     num_sequences: int
     store: StoreSnapshot
-    def __init__(self, time_s: _Optional[float] = ..., uptime_s: _Optional[float] = ..., pool: _Optional[_Union[PoolSnapshot, _Mapping]] = ..., rates: _Optional[_Union[Rates, _Mapping]] = ..., calls: _Optional[_Iterable[_Union[CallSnapshot, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionSnapshot, _Mapping]]] = ..., sequences: _Optional[_Iterable[_Union[SequenceSnapshot, _Mapping]]] = ..., num_sessions: _Optional[int] = ..., num_sequences: _Optional[int] = ..., store: _Optional[_Union[StoreSnapshot, _Mapping]] = ...) -> None: ...
+    scheduling: SchedulingSnapshot
+    def __init__(self, time_s: _Optional[float] = ..., uptime_s: _Optional[float] = ..., pool: _Optional[_Union[PoolSnapshot, _Mapping]] = ..., rates: _Optional[_Union[Rates, _Mapping]] = ..., calls: _Optional[_Iterable[_Union[CallSnapshot, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionSnapshot, _Mapping]]] = ..., sequences: _Optional[_Iterable[_Union[SequenceSnapshot, _Mapping]]] = ..., num_sessions: _Optional[int] = ..., num_sequences: _Optional[int] = ..., store: _Optional[_Union[StoreSnapshot, _Mapping]] = ..., scheduling: _Optional[_Union[SchedulingSnapshot, _Mapping]] = ...) -> None: ...
 
 class StoreSnapshot(_message.Message):
     __slots__ = ("num_bytes", "used_bytes", "blocks", "leased", "reserved", "hits", "misses", "quarantined")
@@ -59,6 +61,70 @@ class StoreSnapshot(_message.Message):
     misses: int
     quarantined: int
     def __init__(self, num_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., leased: _Optional[int] = ..., reserved: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., quarantined: _Optional[int] = ...) -> None: ...
+
+class SchedulingSnapshot(_message.Message):
+    __slots__ = ("totals", "generated_tokens_per_s", "finished_per_s", "preemptions_per_s", "recomputed_tokens_per_s", "accepted_share", "first_token_p50_s", "first_token_p99_s", "between_tokens_p50_s", "between_tokens_p99_s")
+    TOTALS_FIELD_NUMBER: _ClassVar[int]
+    GENERATED_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_PER_S_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTED_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_SHARE_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_P50_S_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_P99_S_FIELD_NUMBER: _ClassVar[int]
+    BETWEEN_TOKENS_P50_S_FIELD_NUMBER: _ClassVar[int]
+    BETWEEN_TOKENS_P99_S_FIELD_NUMBER: _ClassVar[int]
+    totals: SchedulerSnapshot
+    generated_tokens_per_s: float
+    finished_per_s: float
+    preemptions_per_s: float
+    recomputed_tokens_per_s: float
+    accepted_share: float
+    first_token_p50_s: float
+    first_token_p99_s: float
+    between_tokens_p50_s: float
+    between_tokens_p99_s: float
+    def __init__(self, totals: _Optional[_Union[SchedulerSnapshot, _Mapping]] = ..., generated_tokens_per_s: _Optional[float] = ..., finished_per_s: _Optional[float] = ..., preemptions_per_s: _Optional[float] = ..., recomputed_tokens_per_s: _Optional[float] = ..., accepted_share: _Optional[float] = ..., first_token_p50_s: _Optional[float] = ..., first_token_p99_s: _Optional[float] = ..., between_tokens_p50_s: _Optional[float] = ..., between_tokens_p99_s: _Optional[float] = ...) -> None: ...
+
+class SchedulerSnapshot(_message.Message):
+    __slots__ = ("waiting", "running", "swapped", "stalled", "steps", "added", "finished", "aborted", "refused", "recompute_preemptions", "swap_preemptions", "stalls", "prompt_tokens", "cached_tokens", "recomputed_tokens", "generated_tokens", "proposed_tokens", "accepted_tokens")
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    SWAPPED_FIELD_NUMBER: _ClassVar[int]
+    STALLED_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    ADDED_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    ABORTED_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTE_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    SWAP_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    STALLS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROPOSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    waiting: int
+    running: int
+    swapped: int
+    stalled: int
+    steps: int
+    added: int
+    finished: int
+    aborted: int
+    refused: int
+    recompute_preemptions: int
+    swap_preemptions: int
+    stalls: int
+    prompt_tokens: int
+    cached_tokens: int
+    recomputed_tokens: int
+    generated_tokens: int
+    proposed_tokens: int
+    accepted_tokens: int
+    def __init__(self, waiting: _Optional[int] = ..., running: _Optional[int] = ..., swapped: _Optional[int] = ..., stalled: _Optional[int] = ..., steps: _Optional[int] = ..., added: _Optional[int] = ..., finished: _Optional[int] = ..., aborted: _Optional[int] = ..., refused: _Optional[int] = ..., recompute_preemptions: _Optional[int] = ..., swap_preemptions: _Optional[int] = ..., stalls: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., proposed_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ...) -> None: ...
 
 class PoolSnapshot(_message.Message):
     __slots__ = ("num_blocks", "free_blocks", "active_blocks", "shared_blocks", "cached_blocks", "pinned_blocks", "num_swap_blocks", "used_swap_blocks", "sequences", "swapped_sequences", "tokens", "sessions", "lanes", "regions", "region_bytes", "draining")
@@ -143,7 +209,7 @@ class CallSnapshot(_message.Message):
     def __init__(self, method: _Optional[str] = ..., calls: _Optional[int] = ..., errors: _Optional[int] = ..., calls_per_s: _Optional[float] = ..., p50_s: _Optional[float] = ..., p99_s: _Optional[float] = ...) -> None: ...
 
 class SessionSnapshot(_message.Message):
-    __slots__ = ("session_id", "name", "tenant", "attached", "age_s", "sequences", "swapped_sequences", "tokens", "blocks", "regions", "region_bytes", "lane", "computed_tokens", "query_tokens", "hit_tokens")
+    __slots__ = ("session_id", "name", "tenant", "attached", "age_s", "sequences", "swapped_sequences", "tokens", "blocks", "regions", "region_bytes", "lane", "computed_tokens", "query_tokens", "hit_tokens", "scheduler")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
@@ -159,6 +225,7 @@ class SessionSnapshot(_message.Message):
     COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     QUERY_TOKENS_FIELD_NUMBER: _ClassVar[int]
     HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULER_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     name: str
     tenant: str
@@ -174,7 +241,8 @@ class SessionSnapshot(_message.Message):
     computed_tokens: int
     query_tokens: int
     hit_tokens: int
-    def __init__(self, session_id: _Optional[int] = ..., name: _Optional[str] = ..., tenant: _Optional[str] = ..., attached: bool = ..., age_s: _Optional[float] = ..., sequences: _Optional[int] = ..., swapped_sequences: _Optional[int] = ..., tokens: _Optional[int] = ..., blocks: _Optional[int] = ..., regions: _Optional[int] = ..., region_bytes: _Optional[int] = ..., lane: bool = ..., computed_tokens: _Optional[int] = ..., query_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ...) -> None: ...
+    scheduler: SchedulerSnapshot
+    def __init__(self, session_id: _Optional[int] = ..., name: _Optional[str] = ..., tenant: _Optional[str] = ..., attached: bool = ..., age_s: _Optional[float] = ..., sequences: _Optional[int] = ..., swapped_sequences: _Optional[int] = ..., tokens: _Optional[int] = ..., blocks: _Optional[int] = ..., regions: _Optional[int] = ..., region_bytes: _Optional[int] = ..., lane: bool = ..., computed_tokens: _Optional[int] = ..., query_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., scheduler: _Optional[_Union[SchedulerSnapshot, _Mapping]] = ...) -> None: ...
 
 class SequenceSnapshot(_message.Message):
     __slots__ = ("session_id", "session_name", "sequence_id", "length", "computed", "blocks", "swapped")

@@ -55,6 +55,7 @@ def exposed() -> Exposed:
         computed = compute(kv, PROMPT)
         kv.append([computed], [PROMPT[0]])
         kv.pin(PROMPT, ttl_s=60)
+        kv.open_scheduler()
         kv.swap_out([computed])
         with pytest.raises(OutOfBlocksError):
             kv.allocate(PROMPT * 5)
@@ -103,7 +104,7 @@ def test_names_follow_the_conventions(exposed: Exposed) -> None:
 
 def test_histograms_are_cumulative(exposed: Exposed) -> None:
     histograms = [family for family in exposed.families if family.type == "histogram"]
-    assert len(histograms) == 6
+    assert len(histograms) == 8
     for family in histograms:
         series: dict[frozenset[tuple[str, str]], dict[str, list[tuple[float, float]]]] = {}
         for sample in family.samples:

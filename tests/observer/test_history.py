@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
+from no_schedulers import NO_SCHEDULERS
 
 from kvservice.blocks import BlocksStats
 from kvservice.observer.history import SAMPLES, WINDOW, History, quantile
+from kvservice.scheduler import SchedulerFigures
 from kvservice.telemetry.calls import BUCKETS_S, WIDTH, keys
 from kvservice.telemetry.daemon_stats import ServerStats
 from kvservice.telemetry.reading import Reading
+from kvservice.v1 import inspect_pb2
 
 METHODS = ["append", "free", "fork"]
 KEYS = list(keys(METHODS))
@@ -36,6 +41,7 @@ def reading(time_s: float, calls: dict[tuple[str, str, str], dict[int, int]] | N
         {},
         0,
         {},
+        NO_SCHEDULERS,
     )
 
 
@@ -49,6 +55,41 @@ def test_quantiles_are_interpolated_within_their_bucket() -> None:
     assert quantile(counts, 0.75) == pytest.approx(150e-6)
     counts[-1] = 1000  # above the last bound
     assert quantile(counts, 0.99) == BUCKETS_S[-1]
+
+
+def scheduling(time_s: float, first: dict[int, int], between: dict[int, int], **totals: int) -> Reading:
+    """Return a reading with these tokens by bucket, and these figures of schedulers."""
+    counts = np.zeros_like(NO_SCHEDULERS.token_counts)
+    for row, buckets in enumerate((first, between)):
+        for bucket, count in buckets.items():
+            counts[row, bucket] = count
+    schedulers = NO_SCHEDULERS._replace(totals=SchedulerFigures(**totals), token_counts=counts)
+    return dataclasses.replace(reading(time_s), schedulers=schedulers)
+
+
+def test_rates_of_schedulers_are_over_the_window() -> None:
+    history = History(KEYS, block_bytes=100)
+    history.add(scheduling(0.0, {0: 50}, {}, generated_tokens=100, waiting=9), 0.0)
+    assert history.scheduling() == dict.fromkeys(
+        ("generated_tokens_per_s", "finished_per_s", "preemptions_per_s", "recomputed_tokens_per_s"), 0.0
+    )
+    totals = {
+        "generated_tokens": 140, "finished": 6, "recompute_preemptions": 3, "swap_preemptions": 1, "waiting": 2,
+        "recomputed_tokens": 30, "proposed_tokens": 40, "accepted_tokens": 10, "running": 7,
+    }  # fmt: skip
+    history.add(scheduling(2.0, {0: 50, 1: 10}, {5: 100}, **totals), 2.0)
+    found = history.scheduling()
+    assert found == {
+        "generated_tokens_per_s": 20, "finished_per_s": 3, "preemptions_per_s": 2, "recomputed_tokens_per_s": 15,
+        "accepted_share": 0.25,
+        "first_token_p50_s": pytest.approx(0.0015), "first_token_p99_s": pytest.approx(0.00199),
+        "between_tokens_p50_s": pytest.approx(0.035), "between_tokens_p99_s": pytest.approx(0.0497),
+    }  # fmt: skip
+    inspect_pb2.SchedulingSnapshot(**found)  # has these fields
+    sample = history.sample()
+    assert sample is not None
+    assert (sample["waiting"], sample["running"]) == (2, 7)
+    assert (sample["first_token_s"], sample["between_tokens_s"]) == (pytest.approx(0.00199), pytest.approx(0.0497))
 
 
 def test_rates_are_over_the_window() -> None:
@@ -100,7 +141,7 @@ def test_samples_are_columns_of_equal_length_and_bounded() -> None:
     samples = history.samples()
     assert samples["time_s"] == list(range(50, SAMPLES + 50))
     assert set(samples["usage"]) == {0.5}
-    assert [len(column) for name, column in samples.items() if name != "p99_s"] == [SAMPLES] * 6
+    assert [len(column) for name, column in samples.items() if name != "p99_s"] == [SAMPLES] * 10
     (fork,) = samples["p99_s"].values()
     assert len(fork) == SAMPLES
     assert fork[0] is None

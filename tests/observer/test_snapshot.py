@@ -18,6 +18,7 @@ from kvservice.blocks import BlocksStats
 from kvservice.blocks.plans import SequenceSnapshot
 from kvservice.blocks.sequences import NAMESPACE
 from kvservice.observer.snapshot import take_snapshot
+from kvservice.scheduler import Request, SchedulerFigures
 from kvservice.store.figures import ModelFigures
 from kvservice.telemetry.daemon_stats import ServerStats
 from kvservice.telemetry.reading import Reading
@@ -36,6 +37,25 @@ def test_the_store_is_summed_up_over_its_models() -> None:
     expected = {"blocks": 6, "leased": 4, "reserved": 2, "used_bytes": 200, "hits": 14, "misses": 10, "quarantined": 8}
     assert found["store"] == expected | {"num_bytes": 4096}
     assert inspect_pb2.Snapshot(store=found["store"]).store.hits == 14
+
+
+def test_schedulers_are_with_their_sessions_and_summed_up() -> None:
+    pool = ObservedPool()
+    pool.open("without")
+    assert "scheduling" not in snapshot_of(pool)
+    engine = pool.schedulers.open_engine(pool.open("engine").space)
+    assert "scheduling" not in snapshot_of(pool), "before the first request"
+    engine.add(Request(1, [1, 2], max_tokens=3))
+    engine.schedule()
+    found = snapshot_of(pool)
+    assert {row["name"]: row.get("scheduler") for row in found["sessions"]} == {
+        "without": None, "engine": engine.figures()._asdict(),
+    }  # fmt: skip
+    assert found["scheduling"] == {"totals": engine.figures()._asdict()} | pool.history.scheduling()
+    decoded = inspect_pb2.Snapshot(**found)
+    assert [session.HasField("scheduler") for session in decoded.sessions] == [True, False]
+    assert decoded.scheduling.totals.running == 1
+    assert list(SchedulerFigures._fields) == list(inspect_pb2.SchedulerSnapshot.DESCRIPTOR.fields_by_name)
 
 
 def snapshot_of(

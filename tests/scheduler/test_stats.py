@@ -53,11 +53,14 @@ def test_equal_and_different_durations_fall_into_the_same_buckets() -> None:
     assert_histogram(together, expected)
 
 
+MAX_WIDTH = 3
+
+
 class Workload:
     """Random requests under a clock with uneven steps. It notes what it does, and how long tokens took."""
 
-    def __init__(self, rig: EngineRig, seed: int) -> None:
-        self.rig, self.random, self.now_s = rig, random.Random(seed), 100.0
+    def __init__(self, rig: EngineRig, seed: int, max_width: int) -> None:
+        self.rig, self.random, self.now_s, self.max_width = rig, random.Random(seed), 100.0, max_width
         self.added_at: dict[int, float] = {}
         self.token_at: dict[int, float] = {}
         self.first_s: list[float] = []
@@ -66,18 +69,19 @@ class Workload:
 
     def arrive(self) -> None:
         for _ in range(self.random.randrange(3)):
-            name, size = self.added, self.random.randrange(1, 30)
+            name, size = MAX_WIDTH * self.added, self.random.randrange(1, 30)
+            width = self.random.randint(1, self.max_width)
             self.added += 1
-            self.added_at[name] = self.now_s
+            self.added_at |= {name + sample: self.now_s for sample in range(width)}
             prompt = range(100 * name, 100 * name + size)
-            self.rig.add(name, prompt, self.random.randrange(1, 20), now_s=self.now_s)
+            self.rig.add(name, prompt, self.random.randrange(1, 20), width=width, now_s=self.now_s)
         if self.random.random() < 0.1:
             self.refused += 1
             with pytest.raises(KVServiceError):
                 self.rig.engine.add(Request(0, [], 1))
 
     def abort(self) -> None:
-        if self.random.random() < 0.1 and (known := list(self.rig.engine.queues.states)):
+        if self.random.random() < 0.1 and (known := list(self.rig.engine.queues.requests)):
             self.rig.engine.abort(self.random.choice(known))
             self.aborted += 1
 
@@ -102,6 +106,7 @@ class Workload:
             self.step()
 
 
+@pytest.mark.parametrize("max_width", [1, MAX_WIDTH])
 @pytest.mark.parametrize(
     "config",
     [
@@ -112,9 +117,9 @@ class Workload:
         {"max_step_tokens": 16, "max_stalled_fraction": 0.5, "reserve_steps": 0},
     ],
 )
-def test_figures_say_what_was_done(config: dict[str, object]) -> None:
+def test_figures_say_what_was_done(config: dict[str, object], max_width: int) -> None:
     rig = make_rig(24, {"num_swap_blocks": 20}, **config)
-    work = Workload(rig, seed=len(config))
+    work = Workload(rig, len(config), max_width)
     work.run(150)
     assert_histogram(latencies_of(rig).first_token, work.first_s)
     assert_histogram(latencies_of(rig).between_tokens, work.between_s)
@@ -208,6 +213,10 @@ def test_totals_keep_what_closed_engines_counted(engines: tuple[Scheduler, Engin
     assert list(scheduler.figures()) == [second.namespace.number]
     totals = scheduler.totals()
     assert (totals.prompt_tokens, totals.generated_tokens, totals.finished, totals.steps) == (13, 4, 2, 4)
+    second.add(2, 5)
+    assert (scheduler.totals().waiting, scheduler.totals().aborted) == (1, 0)
+    scheduler.close_engine(second.namespace)
+    assert (scheduler.totals().waiting, scheduler.totals().aborted) == (0, 1), "requests end with their engine"
     assert int(scheduler.latencies.first_token.counts.sum()) == 2, "latencies are of all engines"
     assert int(scheduler.latencies.between_tokens.counts.sum()) == 2
 

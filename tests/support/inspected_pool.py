@@ -106,3 +106,15 @@ def pool_in_use() -> inspect_pb2.Snapshot:
             swapped=place == 3,
         )
     return snapshot
+
+
+def add_scheduler(snapshot: inspect_pb2.Snapshot) -> None:
+    """Give the first session a scheduler."""
+    figures = {"waiting": 70, "running": 25, "swapped": 4, "stalled": 3, "finished": 1234, "recomputed_tokens": 640}
+    tokens = {"prompt_tokens": 1000, "cached_tokens": 750, "proposed_tokens": 10, "accepted_tokens": 9}
+    preemptions = {"recompute_preemptions": 8, "swap_preemptions": 5}
+    scheduler = inspect_pb2.SchedulerSnapshot(generated_tokens=56_789, **figures, **tokens, **preemptions)
+    snapshot.sessions[0].scheduler.CopyFrom(scheduler)
+    rates = {"generated_tokens_per_s": 2500, "preemptions_per_s": 0.5, "accepted_share": 0.625}
+    latencies = {"first_token_p50_s": 0.2, "first_token_p99_s": 1.5, "between_tokens_p50_s": 0.03}
+    snapshot.scheduling.CopyFrom(inspect_pb2.SchedulingSnapshot(totals=scheduler, **rates, **latencies))

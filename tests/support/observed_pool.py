@@ -15,10 +15,12 @@ from kvservice.blocks import AllocationRequest, BlockManager, BlocksConfig, Bloc
 from kvservice.errors import KVServiceError
 from kvservice.observer.history import History
 from kvservice.observer.views import Views
+from kvservice.scheduler import Scheduler
 from kvservice.telemetry.arrays import SharedArrays, open_arrays
 from kvservice.telemetry.calls import CallTable
 from kvservice.telemetry.daemon_stats import DaemonStatsTable, ServerStats
 from kvservice.telemetry.reading import Reader, Reading
+from kvservice.telemetry.scheduling import SchedulerTable
 from kvservice.telemetry.sessions import SessionRow, SessionTable
 from kvservice.telemetry.store import StoreTable
 
@@ -58,6 +60,8 @@ class ObservedPool:
         self.calls = CallTable(methods, shared.zeros)
         self.stats = DaemonStatsTable(2, shared.zeros)
         StoreTable(0, 1, shared.zeros)
+        self.schedulers = Scheduler(self.manager)
+        self.scheduler_table = SchedulerTable(MAX_SESSIONS, shared.zeros)
         self.sessions: list[OpenSession] = []
         self.num_opened = 0
         descriptor = shared.read_only()
@@ -98,7 +102,13 @@ class ObservedPool:
         blocks = num_blocks | {name: value for name, value in stats.items() if name in BlocksStats._fields}
         server = {name: value for name, value in stats.items() if name not in blocks}
         self.stats.write(BlocksStats(**blocks), ServerStats(**server), [0, 0])
+        self.write_schedulers()
         self.history.add(self.reader.read(), time.time())
+
+    def write_schedulers(self) -> None:
+        schedulers = self.schedulers
+        rows = {number - 1: figures for number, figures in schedulers.figures().items()}
+        self.scheduler_table.write(rows, schedulers.totals(), schedulers.latencies)
 
 
 class RandomOperations:

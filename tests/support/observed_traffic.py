@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from small_pool import SMALL_POOL
 
-from kvservice.client import KVClient, Session, StoreNamespace
+from kvservice.client import BatchReport, KVClient, ScheduledRequest, Session, StoreNamespace
 from kvservice.client import Sequence as KVSequence
 from kvservice.errors import KVServiceError, OutOfBlocksError
 
@@ -44,6 +44,7 @@ class Traffic:
             self.nameless = stack.enter_context(messages.session())
             self.store = stack.enter_context(messages.store(StoreNamespace(model="stored", block_bytes=4096)))
             self.chat.create_region(4096)
+            self.scheduler = self.search.open_scheduler()
             yield self
 
     def play(self) -> None:
@@ -53,6 +54,7 @@ class Traffic:
             self._generate(session)
         self._fill(self.search)
         self._use_store()
+        self._schedule()
         with pytest.raises(KVServiceError):
             self.chat.append([KVSequence(10**6, 1)], [1])
         _, waiting = self.chat.allocate_batch([[1], [2]])
@@ -95,6 +97,16 @@ class Traffic:
         self.store.put(key, block)
         self.store.lookup(key + missing)
         assert self.store.get(key, block).all()
+
+    def _schedule(self) -> None:
+        """Generate two tokens for a request, and for the one that the last round has left in the queue."""
+        self.scheduler.add([ScheduledRequest(10**6 + 2 * self._rounds, range(3), 2)])
+        batch = self.scheduler.schedule()
+        while batch.step is not None:
+            for layer in range(self.search.info.num_layers):
+                batch.step.extend(layer, *self._tensors(self.search, batch.step.num_tokens))
+            batch = self.scheduler.schedule([BatchReport(batch.number, [7] * len(batch.sampled))])
+        self.scheduler.add([ScheduledRequest(10**6 + 2 * self._rounds + 1, range(3), 2)])
 
     def _fill(self, session: Session) -> None:
         """Fill the pool until it is exhausted, so that cached blocks are evicted."""

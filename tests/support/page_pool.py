@@ -183,6 +183,7 @@ class PagePool(ObservedPool):
             sessions=len(self.sessions), draining=self.draining, lane_calls=LANE_CALLS_PER_S * self._seconds
         )
         self.stats.write(blocks, server, [0, 0])
+        self.write_schedulers()
         reading = dataclasses.replace(self.reader.read(), time_s=self._started_s + self._seconds)
         self.history.add(reading, self._started_wall_s + self._seconds)
         return reading

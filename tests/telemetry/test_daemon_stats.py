@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from no_schedulers import NO_SCHEDULERS
 from prometheus_client import generate_latest
 from prometheus_client.core import CollectorRegistry, Metric
 from prometheus_client.registry import Collector
@@ -69,7 +70,7 @@ class _Collected(Collector):
 def exposition(blocks: BlocksStats, server: ServerStats) -> bytes:
     """Return the metrics page of these figures."""
     none = np.zeros((3, 20), np.int64)
-    reading = Reading(0.0, blocks, server, [0, 0], none, np.zeros(3), none, np.zeros(3), [], {}, 0, {})
+    reading = Reading(0.0, blocks, server, [0, 0], none, np.zeros(3), none, np.zeros(3), [], {}, 0, {}, NO_SCHEDULERS)
     metrics = [
         *pool_metrics(reading, 16, {}),
         *holder_metrics(reading, 1, 0, 0),

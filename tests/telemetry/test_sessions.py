@@ -12,6 +12,7 @@ from kvservice.blocks import BlocksStats
 from kvservice.telemetry.arrays import Arrays
 from kvservice.telemetry.daemon_stats import ServerStats
 from kvservice.telemetry.reading import Reader
+from kvservice.telemetry.scheduling import SchedulerTable
 from kvservice.telemetry.sessions import ATTACHED, LANE, REGION_BYTES, REGIONS, SessionTable
 from kvservice.telemetry.store import StoreTable
 
@@ -34,6 +35,7 @@ class Both:
         }
         self.table = SessionTable(MAX_SESSIONS, MAX_TENANTS, self._zeros)
         StoreTable(0, 1, self._zeros)
+        SchedulerTable(MAX_SESSIONS, self._zeros)
         self.reader = Reader(self.arrays, [], 0.0)
 
     def _zeros(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:

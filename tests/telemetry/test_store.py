@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pytest
 from blocks_rig import BLOCK_BYTES, Rig, identity, keys, make
 from manual_clock import ManualClock
+from no_schedulers import NO_SCHEDULERS
 
 from kvservice.blocks import BlocksStats
 from kvservice.blocks.slices import finish
@@ -96,7 +97,19 @@ def samples(num_bytes: int, figures: ModelFigures) -> list[Any]:
     none = np.zeros((3, 20), np.int64)
     models = {"m": figures}
     reading = Reading(
-        0.0, BlocksStats(), ServerStats(), [0, 0], none, np.zeros(3), none, np.zeros(3), [], {}, num_bytes, models
+        0.0,
+        BlocksStats(),
+        ServerStats(),
+        [0, 0],
+        none,
+        np.zeros(3),
+        none,
+        np.zeros(3),
+        [],
+        {},
+        num_bytes,
+        models,
+        NO_SCHEDULERS,
     )
     each = (sample for family in store_metrics(reading) for sample in family.samples)
     return [(sample.name, sample.labels, sample.value) for sample in each]
