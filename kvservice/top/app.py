@@ -1,4 +1,4 @@
-"""The terminal application: a summary, three tables, and key bindings."""
+"""The terminal application: a summary, tables, and key bindings."""
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ class TopApp(App[None]):
     #state, #search { display: none; }
     #search { border: none; height: 1; padding: 0; background: ansi_default; color: ansi_default; }
     #calls { height: auto; max-height: 12; }
+    #schedulers { height: auto; max-height: 8; }
     Screen.-short SnapshotTable { display: none; }
     Screen.-short SnapshotTable.current { display: block; height: 1fr; max-height: 100%; }
+    SnapshotTable.unused { display: none; }
     .stale { text-style: dim; }
     Footer, FooterKey { background: ansi_default; color: ansi_default; }
     FooterKey > .footer-key--key { background: ansi_default; color: ansi_default; text-style: bold reverse; }
@@ -101,6 +103,8 @@ class TopApp(App[None]):
         self._summary.update(summary(self._snapshot, self._source.address))
         for table in self._tables:
             table.show(self._snapshot)
+        if not self._current.is_shown:
+            self.action_next_table(1)
         self._show_state()
 
     def _show_state(self) -> None:
@@ -124,7 +128,8 @@ class TopApp(App[None]):
         table.focus()
 
     def action_next_table(self, step: int) -> None:
-        self._focus_table(self._tables[(self._tables.index(self._current) + step) % len(self._tables)])
+        shown = [table for table in self._tables if table.is_shown or table is self._current]
+        self._focus_table(shown[(shown.index(self._current) + step) % len(shown)])
 
     def action_sort(self, step: int) -> None:
         self._current.sort_by_next(step)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from rich.text import Text
 
 from kvservice.top import format as fmt
-from kvservice.v1.inspect_pb2 import Snapshot
+from kvservice.v1.inspect_pb2 import SessionSnapshot, Snapshot
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,15 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """A table. `rows` selects the rows of a snapshot; `total` is their number including rows that it left out."""
+    """A table. `rows` selects the rows of a snapshot; `total` is their number including rows that it left out.
+    `is_shown` says whether a snapshot has anything for the table."""
 
     name: str
     columns: tuple[Column, ...]
     default_sort: str
     rows: Callable[[Snapshot], Sequence[Any]]
     total: Callable[[Snapshot], int]
+    is_shown: Callable[[Snapshot], bool] = lambda _: True
 
     def column(self, key: str) -> Column:
         """Return the column with this key, or the default sort column if there is none."""
@@ -131,5 +133,46 @@ SEQUENCES = Table(
     lambda snapshot: snapshot.num_sequences,
 )
 
-TABLES = (CALLS, SESSIONS, SEQUENCES)
+
+def _scheduling_sessions(snapshot: Snapshot) -> list[SessionSnapshot]:
+    return [session for session in snapshot.sessions if session.HasField("scheduler")]
+
+
+def _cached_share(row: SessionSnapshot) -> float | None:
+    scheduler = row.scheduler
+    return scheduler.cached_tokens / scheduler.prompt_tokens if scheduler.prompt_tokens else None
+
+
+def _accepted_share(row: SessionSnapshot) -> float | None:
+    scheduler = row.scheduler
+    return scheduler.accepted_tokens / scheduler.proposed_tokens if scheduler.proposed_tokens else None
+
+
+def _preemptions(row: SessionSnapshot) -> int:
+    return row.scheduler.recompute_preemptions + row.scheduler.swap_preemptions
+
+
+SCHEDULERS = Table(
+    "Schedulers",
+    (
+        Column("session", "SESSION", 8, lambda row: row.session_id, str),
+        _text("name", "NAME", 18, lambda row: row.name),
+        Column("waiting", "WAITING", 8, lambda row: row.scheduler.waiting),
+        Column("running", "RUNNING", 8, lambda row: row.scheduler.running),
+        Column("swapped", "SWAPPED", 8, lambda row: row.scheduler.swapped),
+        Column("stalled", "STALLED", 8, lambda row: row.scheduler.stalled),
+        Column("finished", "FINISHED", 9, lambda row: row.scheduler.finished),
+        Column("generated", "GENERATED", 10, lambda row: row.scheduler.generated_tokens),
+        Column("cached", "CACHED", 7, _cached_share, fmt.share),
+        Column("preempted", "PREEMPTED", 10, _preemptions),
+        Column("recomputed", "RECOMPUTED", 11, lambda row: row.scheduler.recomputed_tokens),
+        Column("accepted", "ACCEPTED", 9, _accepted_share, fmt.share),
+    ),
+    "waiting",
+    _scheduling_sessions,
+    lambda snapshot: len(_scheduling_sessions(snapshot)),
+    lambda snapshot: snapshot.HasField("scheduling"),
+)
+
+TABLES = (CALLS, SESSIONS, SCHEDULERS, SEQUENCES)
 SORT_KEYS = tuple(dict.fromkeys(column.key for table in TABLES for column in table.columns))

@@ -28,6 +28,8 @@ def print_tables(snapshot: Snapshot, address: str, sort_key: str) -> None:
         console = Console(width=_WIDTH)
     console.print(summary(snapshot, address))
     for table in TABLES:
+        if not table.is_shown(snapshot):
+            continue
         console.print()
         console.print(_rendered(table, snapshot, sort_key))
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvservice.top import format as fmt
-from kvservice.v1.inspect_pb2 import PoolSnapshot, Rates, Snapshot, StoreSnapshot
+from kvservice.v1.inspect_pb2 import PoolSnapshot, Rates, SchedulingSnapshot, Snapshot, StoreSnapshot
 
 # States of blocks with their characters and colours. Without colours the characters distinguish the states.
 _STATES = (
@@ -42,8 +42,9 @@ class Bar:
 
 def summary(snapshot: Snapshot, address: str) -> RenderableType:
     store = [_store(snapshot.store)] if snapshot.HasField("store") else []
+    scheduling = [_scheduling(snapshot.scheduling)] if snapshot.HasField("scheduling") else []
     pool = snapshot.pool
-    return Group(_heading(snapshot, address), _bars(pool), _legend(pool), *store, _rates(snapshot.rates))
+    return Group(_heading(snapshot, address), _bars(pool), _legend(pool), *store, _rates(snapshot.rates), *scheduling)
 
 
 def _heading(snapshot: Snapshot, address: str) -> Text:
@@ -94,6 +95,31 @@ def _store(store: StoreSnapshot) -> Columns:
         ("found", fmt.share(store.hits / lookups if lookups else None)),
     )
     return _items(Text.assemble(f"{name} ", (value, "bold")) for name, value in pairs)
+
+
+def _scheduling(scheduling: SchedulingSnapshot) -> Columns:
+    totals = scheduling.totals
+    accepted = scheduling.accepted_share if scheduling.HasField("accepted_share") else None
+    pairs = (
+        ("Requests waiting", fmt.count(totals.waiting)),
+        ("running", fmt.count(totals.running)),
+        ("swapped", fmt.count(totals.swapped)),
+        ("stalled", fmt.count(totals.stalled)),
+        ("generated", f"{fmt.rate(scheduling.generated_tokens_per_s)} tokens/s"),
+        ("finished", f"{fmt.rate(scheduling.finished_per_s)}/s"),
+        ("preempted", f"{fmt.rate(scheduling.preemptions_per_s)}/s"),
+        ("recomputed", f"{fmt.rate(scheduling.recomputed_tokens_per_s)} tokens/s"),
+        ("first token p50", _latency(scheduling, "first_token_p50_s")),
+        ("p99", _latency(scheduling, "first_token_p99_s")),
+        ("between tokens p50", _latency(scheduling, "between_tokens_p50_s")),
+        ("p99", _latency(scheduling, "between_tokens_p99_s")),
+        *((("proposals right", fmt.share(accepted)),) if totals.proposed_tokens else ()),
+    )
+    return _items(Text.assemble(f"{name} ", (value, "bold")) for name, value in pairs)
+
+
+def _latency(scheduling: SchedulingSnapshot, name: str) -> str:
+    return fmt.latency(getattr(scheduling, name) if scheduling.HasField(name) else None)
 
 
 def _rates(rates: Rates) -> Columns:

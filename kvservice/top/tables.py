@@ -42,6 +42,7 @@ class SnapshotTable(DataTable[Text]):
 
     def show(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
+        self.set_class(not self.is_shown, "unused")
         columns = self._table.columns
         rows = [
             [column.shown(row) for column in columns]
@@ -54,6 +55,11 @@ class SnapshotTable(DataTable[Text]):
                     self.update_cell_at(Coordinate(number, place), column.cell(new[place]))
         self._rows = rows
         self._set_title(len(rows))
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether the daemon has what the table lists."""
+        return self._table.is_shown(self._snapshot)
 
     def _set_row_count(self, count: int) -> None:
         if 2 * count < len(self._rows):

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from inspected_pool import Inspected
+from inspected_pool import Inspected, add_scheduler, pool_in_use
 from textual.pilot import Pilot
 from top_screen import text_of, until
 
@@ -172,6 +172,21 @@ async def test_a_low_screen_shows_one_table_and_tab_the_next(inspected: Inspecte
             await pilot.press("tab")
         await pilot.press("shift+tab", "shift+tab")
         assert "Calls: 3" in text_of(app)
+
+
+@played
+async def test_schedulers_have_a_table_while_the_daemon_has_some(inspected: Inspected) -> None:
+    add_scheduler(inspected.snapshot)
+    async with screen(inspected, SHORT) as (app, pilot):
+        assert "Requests waiting 70" in text_of(app)
+        await pilot.press("tab")
+        assert "Schedulers: 1, by WAITING, down" in text_of(app)
+        assert re.search(r"1 +chat +70 +25 +4 +3 +1,234", text_of(app))
+        inspected.snapshot = pool_in_use()  # the daemon was started anew
+        await until(lambda: "Sequences: 5" in text_of(app))
+        assert "Schedulers" not in text_of(app)
+        await pilot.press("shift+tab")
+        assert "Sessions: 3" in text_of(app)
 
 
 @played

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from inspected_pool import Inspected
+from inspected_pool import Inspected, add_scheduler
 
 from kvservice.errors import DrainingError, ObserverUnavailableError
 
@@ -51,6 +51,7 @@ def test_json_is_the_snapshot_with_numbers(inspected: Inspected) -> None:
         "computed_tokens": 0,
         "query_tokens": 0,
         "hit_tokens": 0,
+        "scheduler": None,
     }
 
 
@@ -65,6 +66,19 @@ def test_tables_for_people(inspected: Inspected) -> None:
     assert "\x1b" not in done.stdout
     names = [line.split()[1] for line in done.stdout.splitlines() if line.split()[2:3] in (["acme"], ["zeta"], ["12"])]
     assert names == ["[red]evil�[2J", "batch", "chat"]
+
+
+def test_schedulers_for_people(inspected: Inspected) -> None:
+    assert "Schedulers" not in top("--once", "--address", inspected.address).stdout
+    add_scheduler(inspected.snapshot)
+    done = top("--once", "--address", inspected.address)
+    assert (done.returncode, done.stderr) == (0, "")
+    words = " ".join(done.stdout.split())
+    assert "Requests waiting 70 running 25 swapped 4 stalled 3 generated 2,500 tokens/s" in words
+    assert "preempted 0.5/s" in words
+    assert "first token p50 200.0 ms p99 1.50 s between tokens p50 30.0 ms p99 -" in words
+    assert "proposals right 62.5 %" in words
+    assert "1 chat 70 25 4 3 1,234 56,789 75.0 % 13 640 90.0 %" in words
 
 
 def test_long_tables_say_what_they_leave_out(inspected: Inspected) -> None:
