@@ -50,6 +50,42 @@ interface Rates {
   out_of_blocks: number;
 }
 
+/** A scheduler, or the sums over all of them. */
+interface SchedulerFigures {
+  waiting: number;
+  running: number;
+  swapped: number;
+  stalled: number;
+  steps: number;
+  added: number;
+  finished: number;
+  aborted: number;
+  refused: number;
+  recompute_preemptions: number;
+  swap_preemptions: number;
+  stalls: number;
+  prompt_tokens: number;
+  cached_tokens: number;
+  recomputed_tokens: number;
+  generated_tokens: number;
+  proposed_tokens: number;
+  accepted_tokens: number;
+}
+
+interface Scheduling {
+  totals: SchedulerFigures;
+  generated_tokens_per_s: number;
+  finished_per_s: number;
+  preemptions_per_s: number;
+  recomputed_tokens_per_s: number;
+  /** Missing while no draft tokens are verified. */
+  accepted_share?: number;
+  first_token_p50_s?: number;
+  first_token_p99_s?: number;
+  between_tokens_p50_s?: number;
+  between_tokens_p99_s?: number;
+}
+
 interface SessionRow {
   session_id: string;
   name: string;
@@ -66,6 +102,12 @@ interface SessionRow {
   computed_tokens: number;
   query_tokens: number;
   hit_tokens: number;
+  /** Missing if the session has none. */
+  scheduler?: SchedulerFigures;
+}
+
+interface SchedulerRow extends SessionRow {
+  scheduler: SchedulerFigures;
 }
 
 interface SequenceId {
@@ -113,6 +155,8 @@ interface Snapshot {
   num_sequences: number;
   /** Missing if the daemon has no block store. */
   store?: StoreFigures;
+  /** Missing before the first request. */
+  scheduling?: Scheduling;
 }
 
 /** One value per chart, null where there is none. */
@@ -123,6 +167,10 @@ interface Sample {
   computed_tokens: number | null;
   swapped_out_bytes: number | null;
   swapped_in_bytes: number | null;
+  waiting: number | null;
+  running: number | null;
+  first_token_s: number | null;
+  between_tokens_s: number | null;
   /** By method. */
   p99_s: Record<string, number | null>;
 }
@@ -135,6 +183,10 @@ interface Samples {
   computed_tokens: (number | null)[];
   swapped_out_bytes: (number | null)[];
   swapped_in_bytes: (number | null)[];
+  waiting: (number | null)[];
+  running: (number | null)[];
+  first_token_s: (number | null)[];
+  between_tokens_s: (number | null)[];
   p99_s: Record<string, (number | null)[]>;
 }
 

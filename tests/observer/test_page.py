@@ -16,6 +16,7 @@ import kvservice.observer.stream as stream
 from kvservice.observer.access import Refusals
 from kvservice.observer.blocks import STATES
 from kvservice.observer.web import HttpOptions, make_app
+from kvservice.scheduler import Report, Request, SchedulerConfig
 
 NUM_BLOCKS = 512
 # Shorter than one second, to keep the tests quick.
@@ -254,14 +255,14 @@ def test_the_focus_stays_while_rows_come_and_go(pool: PagePool, port: int, open_
 
 def test_charts_begin_with_the_servers_history_and_go_on(port: int, open_page: OpenPage) -> None:
     page = open_page(port)
-    assert page.texts(".chart h2") == [
+    assert page.texts("#charts h2") == [
         "Pool held by sequences",
         "Prefix cache hits",
         "Tokens computed per second",
         "Swapped per second",
         "99th percentile of calls",
     ]
-    parts = page.js("[...document.querySelectorAll('.chart svg')].map((svg) => svg.querySelectorAll('path').length)")
+    parts = page.js("[...document.querySelectorAll('#charts svg')].map((svg) => svg.querySelectorAll('path').length)")
     assert parts == [1, 1, 1, 2, 6]
     hits = page.js("document.querySelectorAll('.chart path')[1].getAttribute('d')")
     assert hits.count("M") == 2  # without lookups there is no line
@@ -269,6 +270,33 @@ def test_charts_begin_with_the_servers_history_and_go_on(port: int, open_page: O
     assert page.js(points) == 600 - 40
     page.wait(f"document.querySelectorAll('.chart path')[1].getAttribute('d') !== '{hits}'")
     assert page.js(points) == 600 - 40
+
+
+def test_schedulers_are_shown_once_there_are_any(pool: PagePool, port: int, open_page: OpenPage) -> None:
+    page = open_page(port)
+    parts = "['#schedulers', '#scheduler-charts'].map((id) => document.querySelector(id).hidden)"
+    assert page.js(parts) == [True, True]
+    engine = pool.schedulers.open_engine(pool.sessions[0].space, SchedulerConfig(max_running=2))
+    for number in range(3):
+        engine.add(Request(number, [number] * 10, max_tokens=5), 1.0)
+    batch = engine.schedule(1.0)
+    assert batch.step is not None
+    pool.manager.mark_all_layers(pool.sessions[0].space, batch.step.step_id)
+    engine.update(Report(batch.number, [7, 7]), 1.15)
+    page.wait("document.querySelectorAll('#schedulers tbody tr').length === 1")
+    assert page.js(parts) == [False, False]
+    dash = "\N{EN DASH}"
+    assert rows(page, "#schedulers") == [["chat-eu", "1", "2", "0", "0", "0", "2", "20", "0%", "0", "0", dash]]
+    figures = dict(zip(page.texts("#figures dt"), page.texts("#figures dd"), strict=True))
+    assert (figures["Requests waiting"], figures["Running"], figures["Preempted/s"]) == ("1", "2", "0")
+    assert (figures["First token, p99"], figures["Between tokens, p99"]) == ("199 ms", dash)
+    assert page.texts("#scheduler-charts h2") == [
+        "Requests",
+        "99th percentile to the first token",
+        "99th percentile between tokens",
+    ]
+    lines = "document.querySelectorAll('#scheduler-charts svg')[0].querySelectorAll('path').length"
+    page.wait(f"{lines} === 2")
 
 
 def test_all_charts_show_the_time_below_the_pointer(port: int, open_page: OpenPage) -> None:

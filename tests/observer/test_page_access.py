@@ -172,7 +172,7 @@ def test_a_screen_reader_finds_names_and_roles(port: int, open_page: OpenPage) -
     assert names["searchbox"] == ["Find"]
     assert names["table"] == ["Sequences", "Sessions", "Calls"]
     assert len(names["search"]) == 1
-    assert [name.split(",")[0] for name in names["image"]] == page.texts(".chart h2")
+    assert [name.split(",")[0] for name in names["image"]] == page.texts("#charts h2")
     held = next(name for name in names["image"] if name.startswith("Pool held"))
     (now, least, most) = re.findall(r"held: now ([\d.]+)%, from ([\d.]+)% to ([\d.]+)%", held)[0]
     assert 0 < float(least) <= float(now) <= float(most) < 100

@@ -13,7 +13,7 @@ export class Figures {
    * @param {Snapshot} snapshot
    * @param {Pick<Info, "prefix_caching">} info
    */
-  frame({ pool, rates, store }, info) {
+  frame({ pool, rates, store, scheduling }, info) {
     const held = (pool.active_blocks + pool.shared_blocks) / pool.num_blocks;
     const swapped = pool.swapped_sequences ? ` + ${format.count(pool.swapped_sequences)} swapped` : "";
     this.facts.show([
@@ -32,6 +32,7 @@ export class Figures {
       ["Lanes", format.count(pool.lanes)],
       ["Regions", pool.regions ? `${format.count(pool.regions)}, ${format.bytes(pool.region_bytes)}` : "0"],
       ...(store ? [storeFigure(store)] : []),
+      ...(scheduling ? schedulingFigures(scheduling) : []),
     ]);
   }
 }
@@ -42,6 +43,22 @@ export class Figures {
  */
 function storeFigure({ used_bytes, num_bytes }) {
   return ["Store", `${format.bytes(used_bytes)} of ${format.bytes(num_bytes)}`];
+}
+
+/**
+ * @param {Scheduling} scheduling
+ * @returns {[string, string][]}
+ */
+function schedulingFigures({ totals, ...recent }) {
+  return [
+    ["Requests waiting", format.count(totals.waiting)],
+    ["Running", format.count(totals.running) + (totals.swapped ? ` + ${format.count(totals.swapped)} swapped` : "")],
+    ["Generated/s", format.compact(recent.generated_tokens_per_s)],
+    ["Preempted/s", format.compact(recent.preemptions_per_s)],
+    ["First token, p99", format.latency(recent.first_token_p99_s)],
+    ["Between tokens, p99", format.latency(recent.between_tokens_p99_s)],
+    ["Proposals right", format.percent(recent.accepted_share)],
+  ];
 }
 
 /** @param {Info} info */

@@ -7,12 +7,14 @@ const MOST = 600;
 const MOST_METHODS = 6;
 const COLUMNS = /** @type {const} */ ([
   "usage", "hit_share", "computed_tokens", "swapped_out_bytes", "swapped_in_bytes",
+  "waiting", "running", "first_token_s", "between_tokens_s",
 ]);
 
 export class History {
   /** @type {Samples} */
   #data = {
-    time_s: [], usage: [], hit_share: [], computed_tokens: [], swapped_out_bytes: [], swapped_in_bytes: [], p99_s: {},
+    time_s: [], usage: [], hit_share: [], computed_tokens: [], swapped_out_bytes: [], swapped_in_bytes: [],
+    waiting: [], running: [], first_token_s: [], between_tokens_s: [], p99_s: {},
   };
   /**
    * Colours of the methods that have a line.
@@ -20,8 +22,12 @@ export class History {
    */
   tones = new Map();
 
-  /** @param {HTMLElement} host */
-  constructor(host) {
+  /**
+   * `schedulers` is for the charts of the schedulers. They are hidden until there is one.
+   * @param {HTMLElement} host
+   * @param {HTMLElement} schedulers
+   */
+  constructor(host, schedulers) {
     /** @param {number | null} time */
     const hover = (time) => Object.values(this.charts).forEach((chart) => chart.point(time));
     /**
@@ -36,8 +42,14 @@ export class History {
       tokens: chart("Tokens computed per second", format.compact, "linear"),
       swap: chart("Swapped per second", format.bytes, "bytes"),
       latency: chart("99th percentile of calls", format.latency, "log"),
+      requests: chart("Requests", format.compact, "linear"),
+      firstToken: chart("99th percentile to the first token", format.latency, "log"),
+      betweenTokens: chart("99th percentile between tokens", format.latency, "log"),
     };
-    host.append(...Object.values(this.charts).map(({ element }) => element));
+    const { requests, firstToken, betweenTokens, ...others } = this.charts;
+    host.append(...Object.values(others).map(({ element }) => element));
+    schedulers.append(requests.element, firstToken.element, betweenTokens.element);
+    this.schedulers = schedulers;
   }
 
   /** @param {Samples} history */
@@ -49,10 +61,11 @@ export class History {
   /**
    * `sample` is the latest of the history. The last sample of the hello and the first frame's may be the same.
    * @param {Sample | null} sample
-   * @param {CallRow[]} calls
+   * @param {Snapshot} snapshot
    */
-  frame(sample, calls) {
+  frame(sample, { calls, scheduling }) {
     const data = this.#data;
+    this.schedulers.hidden = !scheduling;
     this.#pick(calls);
     if (sample && sample.time_s > (data.time_s.at(-1) ?? 0)) {
       const { time_s, p99_s } = sample;
@@ -90,6 +103,12 @@ export class History {
       { name: "in", values: data.swapped_in_bytes, tone: 0 },
     ]);
     this.charts.latency.update(time_s, methods);
+    this.charts.requests.update(time_s, [
+      { name: "waiting", values: data.waiting, tone: 1 },
+      { name: "running", values: data.running, tone: 0 },
+    ]);
+    this.charts.firstToken.update(time_s, [{ name: "first token", values: data.first_token_s, tone: 0 }]);
+    this.charts.betweenTokens.update(time_s, [{ name: "between tokens", values: data.between_tokens_s, tone: 2 }]);
   }
 }
 

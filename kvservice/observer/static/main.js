@@ -30,9 +30,10 @@ const pool = new PoolPanel(part("pool"), ({ tier, start, count }) => {
   go(count === 1 ? blockHash(tier, start) : blocksHash(tier, start, count));
 });
 const detail = new Detail(part("detail"), (marks) => pool.mark(marks));
-const history = new History(part("charts"));
+const history = new History(part("charts"), part("scheduler-charts"));
 const sequences = tables.sequences(part("sequences"), (row) => go(sequenceHash(row)));
 const sessions = tables.sessions(part("sessions"), (row) => search(row.name || row.session_id));
+const schedulers = tables.schedulers(part("schedulers"));
 const calls = tables.calls(part("calls"), history.tones);
 
 /** @type {Info | null} */
@@ -45,6 +46,9 @@ let pause = 0;
 function rows(snapshot) {
   sequences.show(snapshot.sequences, snapshot.num_sequences);
   sessions.show(snapshot.sessions, snapshot.num_sessions);
+  const scheduling = snapshot.sessions.flatMap(({ scheduler, ...row }) => (scheduler ? [{ ...row, scheduler }] : []));
+  schedulers.show(scheduling, scheduling.length);
+  part("schedulers").hidden = !snapshot.scheduling;
   markRow();
 }
 
@@ -95,7 +99,7 @@ function showFrame({ snapshot, sample }) {
   say(part("uptime"), `up ${format.age(Math.floor(snapshot.uptime_s))}`);
   figures.frame(snapshot, info);
   pool.frame(snapshot);
-  history.frame(sample, snapshot.calls);
+  history.frame(sample, snapshot);
   calls.show(snapshot.calls, snapshot.calls.length);
   if (query.value.trim()) find();
   else rows(snapshot);

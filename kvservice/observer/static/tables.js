@@ -1,4 +1,4 @@
-// Tables of sequences, sessions and calls. A row keeps its element while it exists.
+// Tables of sequences, sessions, schedulers and calls. A row keeps its element while it exists.
 
 import { kept, make, reconcile, say } from "./dom.js";
 import * as format from "./format.js";
@@ -157,6 +157,40 @@ export function sessions(host, choose) {
       { title: "Regions", number: true, text: (row) => format.count(row.regions) },
       { title: "Region memory", number: true, text: (row) => format.bytes(row.region_bytes) },
       { title: "Lane", text: (row) => (row.lane ? "yes" : "no") },
+    ],
+  });
+}
+
+/**
+ * @param {HTMLElement} host
+ * @returns {Table<SchedulerRow>}
+ */
+export function schedulers(host) {
+  /**
+   * @param {number} part
+   * @param {number} whole
+   */
+  const share = (part, whole) => format.percent(whole ? part / whole : null);
+  /** @type {(title: string, of: (figures: SchedulerFigures) => string) => Column<SchedulerRow>} */
+  const figure = (title, of) => ({ title, number: true, text: ({ scheduler }) => of(scheduler) });
+  return new Table(host, {
+    id: "schedulers",
+    title: "Schedulers",
+    empty: "None.",
+    key: (row) => row.session_id,
+    columns: [
+      { title: "Session", text: (row) => row.name || row.session_id },
+      figure("Waiting", (of) => format.count(of.waiting)),
+      figure("Running", (of) => format.count(of.running)),
+      figure("Swapped", (of) => format.count(of.swapped)),
+      figure("Stalled", (of) => format.count(of.stalled)),
+      figure("Finished", (of) => format.compact(of.finished)),
+      figure("Generated", (of) => format.compact(of.generated_tokens)),
+      figure("Prompt tokens", (of) => format.compact(of.prompt_tokens)),
+      figure("Cached", (of) => share(of.cached_tokens, of.prompt_tokens)),
+      figure("Preempted", (of) => format.compact(of.recompute_preemptions + of.swap_preemptions)),
+      figure("Recomputed", (of) => format.compact(of.recomputed_tokens)),
+      figure("Proposals right", (of) => share(of.accepted_tokens, of.proposed_tokens)),
     ],
   });
 }
