@@ -11,10 +11,11 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
@@ -27,7 +28,7 @@ MARGIN = 2e-3
 MAX_CALLS = 3000
 NUM_REQUESTS = 24
 # What every run must force.
-FORCED = {"aborts", "chunks", "found finished", "recomputations", "stalls", "swaps"}
+FORCED = {"aborts", "chunks", "found finished", "recomputations", "retries", "stalls", "swaps"}
 # 72 tokens. The longest requests have up to 60.
 POOL: dict[str, Any] = {"block_size": 4, "num_blocks": 18, "swap_space_gib": 0.001, "watermark": 0.0}
 
@@ -69,12 +70,31 @@ def reference_requests(model: PreTrainedModel, seed: int, count: int) -> list[Re
     return requests
 
 
+class _LostStepError(Exception):
+    """The model stops here."""
+
+
+class _LostStep:
+    """A step whose second layer fails."""
+
+    def __init__(self, step: Any) -> None:
+        self.step = step
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.step, name)
+
+    def attend(self, layer: int, *tensors: Any, **options: Any) -> Any:
+        if layer:
+            raise _LostStepError
+        return self.step.attend(layer, *tensors, **options)
+
+
 @dataclass
 class ForcedEngine:
     """An engine with its own session, whose choices are drawn from `rng`. `happened` counts what was forced.
 
     Half of the requests end earlier than the scheduler knows: the engine finds them finished. `ahead`: batches may be
-    made before the report of the one before. `loses_steps`: batches in flight may be lost, and are opened again.
+    made before the report of the one before.
     """
 
     kv: Session
@@ -83,7 +103,6 @@ class ForcedEngine:
     rng: np.random.Generator
     settings: dict[str, Any] = field(default_factory=dict)
     ahead: bool = False
-    loses_steps: bool = False
     happened: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -113,7 +132,7 @@ class ForcedEngine:
         draw = self.rng.random()
         if draw < 0.01:
             self._abort()
-        elif draw < 0.06 and self.in_flight and self.loses_steps:
+        elif draw < 0.06 and self.in_flight:
             self._lose()
         elif draw < 0.2 and self.added < len(self.requests):
             self._add(int(self.rng.integers(1, 6)))
@@ -163,8 +182,11 @@ class ForcedEngine:
             self.in_flight.append(batch)
 
     def _lose(self) -> None:
-        """Lose the batches in flight, before or after the oldest is computed, and open it again."""
-        if self.rng.random() < 0.5:
+        """Lose the batches in flight, before, while or after the oldest is computed, and open it again."""
+        computed = self.rng.choice(["nothing", "the first layer", "all"])
+        if computed == "the first layer":
+            self._compute_first_layer(self.in_flight[0])
+        elif computed == "all":
             self._logits(self.in_flight[0])
         self._schedule(retry=True)
         self.happened["retries"] += 1
@@ -200,6 +222,11 @@ class ForcedEngine:
         token_ids = list(itertools.chain.from_iterable(self._known(one, start, end) for one, start, end in rows))
         with torch.no_grad():
             return forward(self.model, step, token_ids)
+
+    def _compute_first_layer(self, batch: EngineBatch[Step]) -> None:
+        step: Any = _LostStep(batch.step)
+        with pytest.raises(_LostStepError):
+            self._logits(replace(batch, step=step))
 
     def _known(self, sequence: int, start: int, end: int) -> list[int]:
         """Return tokens of a sequence. A token that is not known can only be in a row that is computed in vain."""
