@@ -1,48 +1,81 @@
-"""Checks of all invariants of an engine's queues, for tests and simulations."""
+"""Checks of the invariants of an engine's queues, for tests, simulations and the daemon's own checks."""
 
 from __future__ import annotations
 
-from kvservice.errors import InternalError
+from kvservice.blocks import Slices
+from kvservice.blocks.slices import SLICE_SEQUENCES, finish
+from kvservice.errors import InternalError, UnknownSequenceError
 from kvservice.scheduler.engine import EngineScheduler
-from kvservice.scheduler.requests import Phase
+from kvservice.scheduler.requests import Phase, RequestState
+from kvservice.scheduler.state import EngineQueues
 
 
 def check_integrity(engine: EngineScheduler) -> None:
-    """Compare an engine's queues with each other and with the block manager. Raises InternalError."""
+    """Compare an engine's queues with each other and with the block manager. The namespace has no other sequences.
+    Raises InternalError."""
+    finish(check_in_slices(engine))
     queues = engine.queues
-    places = {
-        Phase.WAITING: [state.sequence_id for state in queues.waiting],
-        Phase.PREFILLING: list(queues.prefilling),
-        Phase.DECODING: queues.decodes.ids.tolist(),
-        Phase.SWAPPED: [state.sequence_id for state in queues.swapped],
-    }
-    placed = [sequence_id for ids in places.values() for sequence_id in ids]
-    _require(len(placed) == len(set(placed)), "a sample is in two queues")
-    _require(set(placed) == queues.states.keys(), "a sample is in no queue")
-    for phase, ids in places.items():
-        _require(all(queues.states[sequence_id].phase is phase for sequence_id in ids), "a phase is wrong")
-    ranks = [state.rank for state in queues.waiting]
-    _require(ranks == sorted(ranks), "the queue is not in order")
+    _require(len(queues.namespace) == len(queues.states) - len(queues.waiting), "the sequences differ")
+
+
+def check_in_slices(engine: EngineScheduler) -> Slices[None]:
+    """`check_integrity` in slices, for a namespace that may have other sequences. Other operations may run between the
+    slices. While a batch is not reported, the progress of its sequences is not compared."""
+    queues = engine.queues
+    waiting = iter(list(queues.states))
+    num_left = len(queues.states)
+    while num_left > 0 and engine.queues is queues:
+        _check_counts(engine)
+        for _, sequence_id in zip(range(SLICE_SEQUENCES), waiting, strict=False):
+            state = queues.states.get(sequence_id)
+            if state is not None:
+                _check_place(queues, state)
+                _check_table(queues, state, reported=not engine.unreported)
+        num_left -= SLICE_SEQUENCES
+        if num_left > 0:
+            yield
+
+
+def _check_counts(engine: EngineScheduler) -> None:
+    queues = engine.queues
+    num_placed = len(queues.waiting) + len(queues.prefilling) + len(queues.decodes) + len(queues.swapped)
+    _require(num_placed == len(queues.states), "a sample is in two queues, or in none")
     _require(queues.num_running <= engine.config.max_running, "more requests run than may")
-    _check_tables(engine, places)
 
 
-def _check_tables(engine: EngineScheduler, places: dict[Phase, list[int]]) -> None:
-    """Compare lengths, progress and tables of the sequences with the block manager."""
-    queues = engine.queues
-    manager, namespace = queues.manager, queues.namespace
-    described = {one.sequence_id: one for one in manager.describe(namespace)}
-    _require(described.keys() == queues.states.keys() - set(places[Phase.WAITING]), "the sequences differ")
-    for sequence_id, one in described.items():
-        state = queues.states[sequence_id]
-        _require(one.swapped == (state.phase is Phase.SWAPPED), "a swapped sequence differs")
-        if state.phase is Phase.PREFILLING:
-            _require(one.length - one.num_computed == state.pending > 0, "the progress of a prefill differs")
-        if state.phase is Phase.DECODING:
-            at = queues.decodes.index(sequence_id)
-            _require(one.length == one.num_computed == queues.decodes.lengths[at], "a length differs")
-            _require(one.num_blocks == queues.decodes.blocks[at], "a table differs")
-            _require(queues.decodes.generated[at] < queues.decodes.limits[at], "a finished request runs")
+def _check_place(queues: EngineQueues, state: RequestState) -> None:
+    """Check that a sample is in the queue of its phase, and that its request knows it."""
+    placed = {
+        Phase.WAITING: lambda: state in queues.waiting,
+        Phase.PREFILLING: lambda: queues.prefilling.get(state.sequence_id) is state,
+        Phase.DECODING: lambda: state.sequence_id in queues.decodes.ids,
+        Phase.SWAPPED: lambda: state in queues.swapped,
+    }
+    _require(placed[state.phase](), "a sample is not at its place in the queue of its phase")
+    group = state.group
+    _require(queues.requests.get(group.request_id) is group, "a sample has no request")
+    _require(any(member is state for member in group.members), "a request does not know its sample")
+
+
+def _check_table(queues: EngineQueues, state: RequestState, *, reported: bool) -> None:
+    """Compare the length, progress and table of a sample with the block manager."""
+    if state.phase is Phase.WAITING:
+        _require(state.sequence_id not in queues.namespace, "a waiting sample has a sequence")
+        return
+    try:
+        (one,) = queues.manager.describe(queues.namespace, [state.sequence_id])
+    except UnknownSequenceError:
+        raise InternalError("a running sample has no sequence") from None
+    _require(one.swapped == (state.phase is Phase.SWAPPED), "a swapped sequence differs")
+    if not reported:
+        return
+    if state.phase is Phase.PREFILLING:
+        _require(one.length - one.num_computed == state.pending > 0, "the progress of a prefill differs")
+    if state.phase is Phase.DECODING:
+        at = queues.decodes.index(state.sequence_id)
+        _require(one.length == one.num_computed == queues.decodes.lengths[at], "a length differs")
+        _require(one.num_blocks == queues.decodes.blocks[at], "a table differs")
+        _require(queues.decodes.generated[at] < queues.decodes.limits[at], "a finished request runs")
 
 
 def _require(holds: bool, broken: str) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 
-from kvservice.blocks import BlockManager, SessionNamespace
+from kvservice.blocks import BlockManager, SessionNamespace, Slices
 from kvservice.errors import InvalidArgumentError
 from kvservice.scheduler.config import SchedulerConfig
 from kvservice.scheduler.engine import EngineScheduler
+from kvservice.scheduler.integrity import check_in_slices
 from kvservice.scheduler.shares import PoolShares
 from kvservice.scheduler.stats import Latencies, SchedulerCounters, SchedulerFigures
 
@@ -41,6 +42,12 @@ class Scheduler:
         engine = self._engines.pop(namespace)
         engine.close()
         self._closed.add(engine.queues.counters)
+
+    def check_in_slices(self) -> Slices[None]:
+        """Check the invariants of all engines, see integrity.py. Raises InternalError."""
+        for engine in list(self._engines.values()):
+            yield from check_in_slices(engine)
+            yield
 
     def figures(self) -> dict[int, SchedulerFigures]:
         """Return the figures of each engine by the number of its namespace."""

@@ -21,6 +21,13 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[RequestState]:
         return iter(self._states)
 
+    def __contains__(self, state: object) -> bool:
+        """Whether a request is at its place in the queue."""
+        if not isinstance(state, RequestState):
+            return False
+        at = bisect.bisect_left(self._ranks, state.rank)
+        return at < len(self._states) and self._states[at] is state
+
     def add(self, state: RequestState) -> None:
         """Insert a request at its place."""
         at = bisect.bisect_left(self._ranks, state.rank)

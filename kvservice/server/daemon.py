@@ -205,6 +205,7 @@ class KVServer:
     def _check_in_slices(self) -> Slices[bool]:
         """Check all bookkeeping. Returns whether the pass was complete."""
         complete = yield from self.engine.manager.check_integrity_in_slices()
+        yield from self.engine.schedulers.check_in_slices()
         if self.store is not None:
             yield from self.store.blocks.check_in_slices()
         return complete

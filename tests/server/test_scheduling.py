@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvservice.blocks import BlockManager, BlocksConfig
+from kvservice.blocks import AllocationRequest, BlockManager, BlocksConfig
 from kvservice.blocks.slices import finish
-from kvservice.errors import DuplicateSequenceError, InvalidArgumentError, QuotaExceededError, UnknownSessionError
-from kvservice.scheduler import Request, Scheduler, SchedulerConfig
+from kvservice.errors import (
+    DuplicateSequenceError,
+    InternalError,
+    InvalidArgumentError,
+    QuotaExceededError,
+    UnknownSessionError,
+)
+from kvservice.scheduler import Phase, Report, Request, Scheduler, SchedulerConfig
 from kvservice.scheduler.integrity import check_integrity
+from kvservice.server.daemon import KVServer
 from kvservice.server.scheduling import QueueTotals, SchedulerSettings, SessionScheduler
 
 LONG = 32768
@@ -24,7 +32,7 @@ class Rig:
     def __init__(self, max_requests: int = 100, max_tokens: int = 1 << 20) -> None:
         config = BlocksConfig(num_blocks=16384, block_size=4, max_sequence_tokens=65536, max_sequences=16)
         self.manager = BlockManager(config)
-        self.engine: Any = SimpleNamespace(schedulers=Scheduler(self.manager))
+        self.engine: Any = SimpleNamespace(manager=self.manager, schedulers=Scheduler(self.manager))
         self.totals = QueueTotals(max_requests, max_tokens)
         self.one = self.open()
 
@@ -113,3 +121,60 @@ def test_a_bad_request_leaves_nothing() -> None:
     assert caught.value.field == "requests[1].stop_lengths[0]"
     assert rig.counts() == (0, 0)
     assert len(rig.one.scheduler) == 0
+
+
+def checked(rig: Rig) -> bool:
+    """Run the integrity check of a daemon with these schedulers."""
+    daemon: Any = SimpleNamespace(engine=rig.engine, store=None)
+    return finish(KVServer._check_in_slices(daemon))
+
+
+def running() -> Rig:
+    """A rig with one decode, one prefill in chunks, one waiting request, and a sequence of the client's own."""
+    rig = Rig()
+    scheduler = rig.one.scheduler
+    rig.manager.allocate(rig.one._namespace, [AllocationRequest(99, [1, 2, 3])])
+    finish(rig.one.add([request(1, 9)], 0.0, ()))
+    batch = scheduler.schedule()
+    assert batch.step is not None
+    assert checked(rig)
+    rig.manager.mark_all_layers(rig.one._namespace, batch.step.step_id)
+    assert checked(rig)
+    scheduler.update(Report(batch.number, [7]))
+    finish(rig.one.add([request(2, 40, extra_keys=[(0, b"k")]), request(3, 40, extra_keys=[(0, b"k")])], 0.0, ()))
+    batch = scheduler.schedule(max_step_tokens=9)
+    assert batch.step is not None
+    rig.manager.mark_all_layers(rig.one._namespace, batch.step.step_id)
+    scheduler.update(Report(batch.number, [8]))
+    assert checked(rig)
+    return rig
+
+
+def test_the_daemon_checks_the_schedulers() -> None:
+    corruptions: list[Callable[[Any], object]] = [
+        lambda queues: queues.decodes.lengths.__setitem__(0, 5),
+        lambda queues: queues.decodes.blocks.__setitem__(0, 77),
+        lambda queues: queues.states.pop(3),
+        lambda queues: queues.requests.pop(1),
+        lambda queues: queues.waiting.remove(queues.states[3]),
+        lambda queues: setattr(queues.states[2], "pending", 1),
+        lambda queues: setattr(queues.states[2], "phase", Phase.SWAPPED),
+        lambda queues: queues.manager.free(queues.namespace, [1]),
+    ]
+    for corrupt in corruptions:
+        rig = running()
+        corrupt(rig.one.scheduler.queues)
+        with pytest.raises(InternalError):
+            checked(rig)
+
+
+def test_a_scheduler_may_end_while_it_is_checked() -> None:
+    rig = Rig(max_requests=1000)
+    finish(rig.one.add([request(number) for number in range(500)], 0.0, ()))
+    slices = rig.engine.schedulers.check_in_slices()
+    next(slices)
+    rig.one.abort(range(200, 300))
+    next(slices)
+    rig.one.close()
+    finish(slices)
+    assert rig.counts() == (0, 0)
