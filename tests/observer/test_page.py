@@ -16,7 +16,6 @@ import kvservice.observer.stream as stream
 from kvservice.observer.access import Refusals
 from kvservice.observer.blocks import STATES
 from kvservice.observer.web import HttpOptions, make_app
-from kvservice.scheduler import Report, Request, SchedulerConfig
 
 NUM_BLOCKS = 512
 # Shorter than one second, to keep the tests quick.
@@ -276,13 +275,7 @@ def test_schedulers_are_shown_once_there_are_any(pool: PagePool, port: int, open
     page = open_page(port)
     parts = "['#schedulers', '#scheduler-charts'].map((id) => document.querySelector(id).hidden)"
     assert page.js(parts) == [True, True]
-    engine = pool.schedulers.open_engine(pool.sessions[0].space, SchedulerConfig(max_running=2))
-    for number in range(3):
-        engine.add(Request(number, [number] * 10, max_tokens=5), 1.0)
-    batch = engine.schedule(1.0)
-    assert batch.step is not None
-    pool.manager.mark_all_layers(pool.sessions[0].space, batch.step.step_id)
-    engine.update(Report(batch.number, [7, 7]), 1.15)
+    pool.schedule()
     page.wait("document.querySelectorAll('#schedulers tbody tr').length === 1")
     assert page.js(parts) == [False, False]
     dash = "\N{EN DASH}"

@@ -46,7 +46,9 @@ async def no_metrics() -> tuple[bytes, str]:
 
 @pytest.fixture(scope="module")
 def pool() -> PagePool:
-    return PagePool(512, 128, 24)
+    pool = PagePool(512, 128, 24)
+    pool.schedule()
+    return pool
 
 
 @pytest.fixture(scope="module")
@@ -142,11 +144,12 @@ def test_the_keyboard_reaches_everything_once(port: int, open_page: OpenPage) ->
     stops = open_page(port).tab_stops()
     assert stops[:4] == [" skip", "query", "pool grid", "pool grid"]
     assert [stop for stop in stops if stop.startswith("pool")] == ["pool grid", "pool grid"]
-    assert stops.count("sequences button") == 25
+    assert stops.count("sequences button") == 27
     assert stops.count("sessions button") == 4
     assert [stop for stop in stops if stop.endswith("scroll")] == [
         "sequences scroll",
         "sessions scroll",
+        "schedulers scroll",
         "calls scroll",
     ]
 
@@ -170,15 +173,15 @@ def test_a_screen_reader_finds_names_and_roles(port: int, open_page: OpenPage) -
     assert names["grid"] == ["Map of the pool", "Map of the swap tier", f"Block table of sequence {FIRST_SEQUENCE}"]
     assert names["gridcell"][0].startswith("Block 0: ")
     assert names["searchbox"] == ["Find"]
-    assert names["table"] == ["Sequences", "Sessions", "Calls"]
+    assert names["table"] == ["Sequences", "Sessions", "Schedulers", "Calls"]
     assert len(names["search"]) == 1
-    assert [name.split(",")[0] for name in names["image"]] == page.texts("#charts h2")
+    assert [name.split(",")[0] for name in names["image"]] == page.texts(".chart h2")
     held = next(name for name in names["image"] if name.startswith("Pool held"))
     (now, least, most) = re.findall(r"held: now ([\d.]+)%, from ([\d.]+)% to ([\d.]+)%", held)[0]
     assert 0 < float(least) <= float(now) <= float(most) < 100
     roles = [node["role"] for node in nodes]
     assert {"main", "banner", "status", "columnheader", "rowheader"} <= set(roles)
-    assert roles.count("columnheader") == 6 + 13 + 6
+    assert roles.count("columnheader") == 6 + 13 + 12 + 6
 
 
 def test_headings_and_ids(port: int, open_page: OpenPage) -> None:

@@ -18,6 +18,7 @@ from kvservice.config import ServeConfig
 from kvservice.devices import Device
 from kvservice.observer.blocks import MAX_CELLS, STATES
 from kvservice.observer.history import SAMPLES
+from kvservice.scheduler import Report, Request, SchedulerConfig
 from kvservice.server.telemetry import configuration
 from kvservice.telemetry.arrays import SharedArrays
 from kvservice.telemetry.calls import keys
@@ -124,6 +125,17 @@ class PagePool(ObservedPool):
 
     def drop(self, sequence_id: int) -> None:
         self.manager.free(self.session_of(sequence_id).space, [sequence_id])
+
+    def schedule(self) -> None:
+        """Let the first session schedule three requests, of which two run and have got a token after 150 ms."""
+        space = self.sessions[0].space
+        engine = self.schedulers.open_engine(space, SchedulerConfig(max_running=2))
+        for number in range(3):
+            engine.add(Request(number, [number] * 10, max_tokens=5), 1.0)
+        batch = engine.schedule(1.0)
+        assert batch.step is not None
+        self.manager.mark_all_layers(space, batch.step.step_id)
+        engine.update(Report(batch.number, [7, 7]), 1.15)
 
     # ---- what the page should show
 
