@@ -22,6 +22,7 @@ from rich.console import Console
 
 from kvservice import __version__
 from kvservice.commands.connection import Presented, connection_options
+from kvservice.commands.generate import generate
 from kvservice.commands.token import token
 from kvservice.config import ENV_PREFIX, ServeConfig
 from kvservice.config_sources import load_config
@@ -89,6 +90,7 @@ def _serve(config: str | None, **options: Any) -> None:
         raise click.ClickException(str(error)) from None
 
 
+main.add_command(generate)
 main.add_command(token)
 main.add_command(
     click.Command(

@@ -102,7 +102,7 @@ ROOMS: dict[str, set[str]] = {
     "logs": set(),
     "launch": {"config", "environment", "errors", "health"},
     "integrations": {"client", "config_sources", "errors", "model_shape", "ops"},
-    "engines": {"client", "errors", "integrations"},
+    "engines": {"client", "errors", "integrations", "launch"},
     "demo": {"auth", "client", "errors", "integrations", "launch", "pool.layout"},
     # It measures the packages from inside.
     "bench": {
@@ -122,7 +122,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "health": {"auth", "config", "environment", "wire"},
     "top": {"auth", "client", "environment", "errors", "v1", "wire"},
-    "commands": {"auth", "errors"},
+    "commands": {"auth", "demo", "engines", "errors"},
     "cli": {
         "",
         "bench",

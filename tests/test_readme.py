@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import yaml
+from tiny_llama import save_tiny_llama
 
 from kvservice import errors
 from kvservice.config import ENV_PREFIX, ServeConfig
@@ -32,6 +33,7 @@ README = (ROOT / "README.md").read_text()
 PROTO = (ROOT / "proto" / "README.md").read_text()
 MAP = (ROOT / "kvservice" / "README.md").read_text()
 CLIENT = (ROOT / "kvservice" / "client" / "README.md").read_text()
+ENGINES = (ROOT / "kvservice" / "engines" / "README.md").read_text()
 DOCUMENTS = sorted(
     path
     for pattern in ("*.md", ".github/*.md", "csrc/*.md", "deploy/*.md", "proto/*.md", "kvservice/**/*.md")
@@ -210,6 +212,21 @@ def test_the_program_of_the_readme_runs(five_minutes: str, tmp_path: Path) -> No
         outputs = [run(program) for _ in range(2)]
     described = "(2, 8, 64) [40, 51]\n"
     assert outputs == [f"{cached} tokens need not be computed\n{described}" for cached in (0, 48)]
+
+
+def test_the_engines_examples_run(tmp_path: Path) -> None:
+    """On a tiny model, whose texts have no meaning."""
+    save_tiny_llama(tmp_path / "model")
+    examples = [*code_blocks(README.split("## Generate")[1])[:1], *code_blocks(ENGINES)]
+    program = "".join(examples).replace('"DIR"', repr(str(tmp_path / "model"))).replace("num_blocks", "pool_gib")
+    (tmp_path / "program.py").write_text(program.replace("4096", "0.01"))
+    command = [sys.executable, "-P", str(tmp_path / "program.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "2/2" in done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[1].startswith("(5, 6, 7) ['")
+    assert lines[2].endswith(("length", "stop"))
 
 
 def test_the_examples_of_the_client_are_one_program() -> None:

@@ -1,4 +1,4 @@
-"""The demo's model, its token picker, and generation by transformers alone as the reference."""
+"""The demo's model and tokenizer, its token picker, and generation by transformers alone as the reference."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import copy
 from collections.abc import Iterable, Sequence
 
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 VOCABULARY = 512
 
@@ -38,6 +39,17 @@ def build_model(dtype: str = "float32") -> LlamaForCausalLM:
     torch.nn.Module.to(model, getattr(torch, dtype))
     model.train(False)
     return model
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """Build a tokenizer for the model: the first 256 tokens are bytes, the others words."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = letters + [f"\u0120word{number}" for number in range(VOCABULARY - len(letters))]
+    tokenizer = Tokenizer(models.BPE({token: number for number, token in enumerate(vocabulary)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast: PreTrainedTokenizerFast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)  # type: ignore[no-untyped-call]
+    return fast
 
 
 class Picker:

@@ -1,1 +1,23 @@
-"""Engines over models of the Hugging Face library, with their K/V in the daemon."""
+"""Engines over models of the Hugging Face library, with their K/V in the daemon.
+
+llm = LLM("/path/of/a/model")                            starts a private daemon; address= uses another one
+outputs = llm.generate(["A prompt", "Another"], SamplingParams(max_tokens=32))
+print(outputs[0].outputs[0].text)
+"""
+
+from kvservice.engines.aio import AsyncLLM
+from kvservice.engines.llm import LLM
+from kvservice.engines.outputs import CompletionOutput, RequestOutput, TokenLogprob
+from kvservice.engines.params import SamplingParams
+from kvservice.engines.speculation import DraftModel, PromptLookup
+
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "DraftModel",
+    "PromptLookup",
+    "RequestOutput",
+    "SamplingParams",
+    "TokenLogprob",
+]

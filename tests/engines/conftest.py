@@ -1,18 +1,25 @@
-"""Daemons with a pool for tiny random models of each family."""
+"""Daemons with a pool for tiny random models of each family, and an engine over one that has a tokenizer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from causal_lms import CASES, Case, make_config
+from tiny_llama import VOCABULARY, save_tiny_llama
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvservice.client import KVClient, Session
+from kvservice.engines import LLM
 from kvservice.integrations.transformers import pool_options
 from kvservice.launch import Daemon
+
+NUM_BLOCKS = 64
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -46,3 +53,54 @@ def session_for() -> Iterator[Any]:
 def kv(session_for: Any) -> Session:
     """A session for models of Llama's shape."""
     return session_for(CASES["llama"])
+
+
+@pytest.fixture(scope="session")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    save_tiny_llama(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def reference(directory: Path) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory)
+    return model.eval()
+
+
+@pytest.fixture(scope="session")
+def engine_daemon(reference: PreTrainedModel) -> Iterator[Daemon]:
+    options = pool_options(reference.config, reference.dtype)
+    with Daemon(**options, num_blocks=NUM_BLOCKS, block_size=16, swap_space_gib=0.01) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def llm(directory: Path, engine_daemon: Daemon) -> Iterator[LLM]:
+    with LLM(directory, address=engine_daemon.address) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def alone(reference: PreTrainedModel) -> Callable[..., list[int]]:
+    """The tokens that the library generates for one prompt, by itself."""
+
+    generator: Any = reference
+
+    def generate(prompt: list[int], max_tokens: int, **options: object) -> list[int]:
+        with torch.no_grad():
+            ids: torch.Tensor = generator.generate(
+                torch.tensor([prompt]), max_new_tokens=max_tokens, pad_token_id=0, do_sample=False, **options
+            )
+        generated: list[int] = ids[0, len(prompt) :].tolist()
+        return generated
+
+    return generate
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[list[int]]:
+    """Prompts of 2 to 60 tokens, of which two share a prefix of two blocks."""
+    chosen = random.Random(5)
+    made = [[chosen.randrange(3, VOCABULARY) for _ in range(length)] for length in (2, 9, 16, 17, 33, 60)]
+    return [*made, [*made[4][:32], 7, 8], [*made[0]]]

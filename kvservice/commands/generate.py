@@ -1,0 +1,193 @@
+"""`kvservice generate`: generate for the prompts of a file with the engine."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+
+from kvservice.commands.connection import Presented, connection_options
+from kvservice.errors import KVServiceError
+
+if TYPE_CHECKING:
+    from kvservice.engines import LLM, RequestOutput
+
+# Sampling parameters with a value: name, type, help.
+_VALUES: tuple[tuple[str, Any, str], ...] = (
+    ("n", int, "Outputs of each prompt."),
+    ("best_of", int, "Samples of each prompt, of which the n likeliest are returned."),
+    ("temperature", float, "0 picks the likeliest tokens.  [default: 1.0]"),
+    ("top_k", int, "Sample from the k likeliest tokens."),
+    ("top_p", float, "Sample from the likeliest tokens with this total probability."),
+    ("min_p", float, "Exclude tokens less likely than this share of the likeliest."),
+    ("seed", int, "Make samples repeatable."),
+    ("repetition_penalty", float, "Divide logits of tokens of prompt and output by this."),
+    ("presence_penalty", float, "Subtract this from logits of tokens of the output."),
+    ("frequency_penalty", float, "Subtract this for each occurrence in the output."),
+    ("max_tokens", int, "Most tokens of each output.  [default: 16]"),
+    ("min_tokens", int, "Least tokens of each output."),
+    ("logprobs", int, "With --json: log probabilities of the token and of so many likeliest ones."),
+    ("priority", int, "Lower is more urgent, with --order priority."),
+    ("beam_width", int, "Beam search with so many beams."),
+    ("length_penalty", float, "Exponent of the length in the scores of beams.  [default: 1.0]"),
+)
+_FLAGS = (
+    ("ignore_eos", "Go on after the end of the sequence."),
+    ("include_stop_str_in_output", "Keep the stop string in the text."),
+    ("early_stopping", "End beam search with the first complete beams."),
+)
+
+
+def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add an option for each sampling parameter that has a plain value."""
+    for name, text in reversed(_FLAGS):
+        command = click.option(f"--{name.replace('_', '-')}", is_flag=True, default=None, help=text)(command)
+    command = click.option("--stop-token-id", "stop_token_ids", type=int, multiple=True, help="End here. Repeatable.")(
+        command
+    )
+    command = click.option("--stop", multiple=True, help="End where the text has this. Repeatable.")(command)
+    for name, kind, text in reversed(_VALUES):
+        command = click.option(f"--{name.replace('_', '-')}", name, type=kind, help=text)(command)
+    return command
+
+
+@click.command()
+@click.option("--model", type=click.Path(file_okay=False), help="Directory of a model.  [default: a tiny random one]")
+@click.option("--prompts", type=click.File(encoding="utf-8"), required=True, help="One prompt a line. - is stdin.")
+@click.option("--address", help="Use this daemon instead of starting one: its pool must have the model's shape.")
+@click.option("--num-blocks", type=click.IntRange(1), help="Blocks of the daemon that is started.")
+@click.option("--dtype", default="auto", show_default=True, help="Data type of the model and its K/V.")
+@click.option("--order", type=click.Choice(["fcfs", "priority"]), default="fcfs", show_default=True)
+@click.option("--lookup", type=click.IntRange(0), default=0, help="Propose so many tokens by prompt lookup.")
+@click.option("--draft-model", type=click.Path(file_okay=False), help="Directory of a model that proposes tokens.")
+@click.option("--draft-tokens", type=click.IntRange(1), default=4, show_default=True, help="Its proposals a step.")
+@click.option("--journal", type=click.Path(dir_okay=False), help="Go on after a restart, with --address: a file.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON lines.")
+@sampling_options
+@connection_options
+def generate(prompts: Any, as_json: bool, presented: Presented, **given: Any) -> None:
+    """Generate for the prompts of a file.
+
+    A line is a text, or JSON: a string, a list of token ids, or an object with "prompt" and sampling parameters. On a
+    terminal, standard error shows the queues.
+    """
+    lines = [line.rstrip("\n") for line in prompts if line.strip()]
+    try:
+        from kvservice.engines import SamplingParams
+    except ModuleNotFoundError as error:
+        raise click.ClickException(f"{error.name} is missing: pip install .kvservice[transformers].") from None
+    try:
+        requests = [_request(number, line, _parameters(given)) for number, line in enumerate(lines, 1)]
+        started_s = time.monotonic()
+        with _engine(given, presented) as llm, _view() as view:
+            outputs = llm.finish_resumed(progress=view)
+            if not outputs:
+                parameters = [SamplingParams.of(values) for _, values in requests]
+                outputs = llm.generate([prompt for prompt, _ in requests], parameters, progress=view)
+        _print(outputs, as_json, time.monotonic() - started_s)
+    except KVServiceError as error:
+        raise click.ClickException(str(error)) from None
+
+
+def _parameters(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the sampling parameters among the options."""
+    names = [name for name, *_ in _VALUES] + [name for name, _ in _FLAGS] + ["stop", "stop_token_ids"]
+    return {name: given[name] for name in names if given[name] not in (None, ())}
+
+
+def _request(number: int, line: str, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the prompt and the parameters of a line, which go before the options."""
+    if line.lstrip()[0] not in '{["':
+        return line, options
+    try:
+        value = json.loads(line)
+    except ValueError as error:
+        raise click.ClickException(f"line {number} of the prompts is no JSON: {error}") from None
+    if not isinstance(value, dict):
+        return value, options
+    if "prompt" not in value:
+        raise click.ClickException(f'line {number} of the prompts has no "prompt"')
+    prompt = value.pop("prompt")
+    if value.get("logit_bias"):
+        value["logit_bias"] = {int(token): bias for token, bias in value["logit_bias"].items()}
+    return prompt, options | value
+
+
+@contextmanager
+def _engine(given: dict[str, Any], presented: Presented) -> Iterator[LLM]:
+    from transformers.utils import logging
+
+    from kvservice.engines import LLM, DraftModel, PromptLookup
+    from kvservice.engines.host import load
+
+    hide_bars: Callable[[], None] = logging.disable_progress_bar
+    hide_bars()  # of loading weights, where the view is
+    model, tokenizer = _model(given["model"], given["dtype"])
+    speculation: Any = PromptLookup(given["lookup"]) if given["lookup"] else None
+    if given["draft_model"]:
+        if speculation is not None:
+            raise click.UsageError("--lookup and --draft-model exclude each other")
+        speculation = DraftModel(load(given["draft_model"], given["dtype"])[0], given["draft_tokens"])
+    credentials = presented.at(given["address"] or "unix:")
+    with LLM(
+        model,
+        tokenizer,
+        address=given["address"],
+        daemon={} if given["num_blocks"] is None else {"num_blocks": given["num_blocks"]},
+        client={"tls": credentials.tls, "token": credentials.token},
+        scheduler={"order": given["order"]},
+        speculation=speculation,
+        journal=given["journal"],
+    ) as llm:
+        yield llm
+
+
+def _model(directory: str | None, dtype: str) -> tuple[Any, Any]:
+    if directory is not None:
+        from kvservice.engines.host import load
+
+        return load(directory, dtype)
+    from kvservice.demo.model import build_model, build_tokenizer
+
+    return build_model("float32" if dtype == "auto" else dtype), build_tokenizer()
+
+
+def _view() -> AbstractContextManager[Any]:
+    from contextlib import nullcontext
+
+    from kvservice.engines.live import live_queues
+
+    console = Console(stderr=True)
+    return live_queues(console) if console.is_terminal else nullcontext(False)
+
+
+def _print(outputs: Sequence[RequestOutput], as_json: bool, elapsed_s: float) -> None:
+    for number, output in enumerate(outputs, 1):
+        if as_json:
+            click.echo(json.dumps(_to_json(output)))
+            continue
+        click.echo(f"[{number}] {output.prompt if output.prompt is not None else list(output.prompt_token_ids)}")
+        for one in output.outputs:
+            click.echo(f"    -> {one.text or list(one.token_ids)}  ({one.finish_reason})")
+        if output.error is not None:
+            click.echo(f"    failed: {output.error}")
+    tokens = sum(len(one.token_ids) for output in outputs for one in output.outputs)
+    line = f"{len(outputs)} requests, {tokens} tokens in {elapsed_s:.1f} s"
+    proposed = sum(output.num_proposed_tokens for output in outputs)
+    if proposed:
+        accepted = sum(output.num_accepted_tokens for output in outputs)
+        line += f"; {accepted} of {proposed} proposals accepted ({accepted / proposed:.0%})"
+    click.echo(line, file=sys.stderr)
+
+
+def _to_json(output: RequestOutput) -> dict[str, Any]:
+    values = asdict(output)
+    values["error"] = None if output.error is None else str(output.error)
+    return values

@@ -1,0 +1,138 @@
+"""From a scheduled batch to the inputs of the model, and from its logits to the report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from kvservice.client import BatchReport, EngineBatch, Step
+from kvservice.engines.logits import change_logits
+from kvservice.engines.requests import EngineRequest
+from kvservice.engines.samples import Row, Sample
+from kvservice.engines.sampling import Choice, choose
+
+# The live samples and their requests, by sequence id.
+Samples = Mapping[int, tuple[Sample, EngineRequest]]
+
+
+@dataclass(frozen=True)
+class BatchInputs:
+    """What the model computes for a batch.
+
+    `token_ids` int64[num_tokens] are the tokens of the step; `positions` int64[m] are those whose logits are needed, as
+    indices into it. `rows` says of which samples they are, and `counts` how many rows each sampled sequence has: one,
+    and one for each of its proposals.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    rows: list[Row]
+    counts: list[int]
+    sampled: list[int]
+
+
+def inputs_of(batch: EngineBatch[Step], samples: Samples, ended: frozenset[int]) -> BatchInputs:
+    """Return the inputs of a batch with a step. `ended`: sequences that the report before has ended, which get no
+    tokens."""
+    assert batch.step is not None, "the caller has checked that the batch has a step"
+    query_lens, context_lens = batch.step.query_lens.tolist(), batch.step.context_lens.tolist()
+    token_ids: list[int] = []
+    for sequence_id, query, context in zip(batch.sequence_ids.tolist(), query_lens, context_lens, strict=True):
+        token_ids += samples[sequence_id][0].tokens_of(context - query, context)
+    ends = np.cumsum(query_lens).tolist()
+    rows, counts, positions, sampled = list[Row](), list[int](), list[int](), list[int]()
+    for sequence_id, row in zip(batch.sampled.tolist(), batch.sampled_rows.tolist(), strict=True):
+        if sequence_id in ended:
+            continue
+        sample = samples[sequence_id][0]
+        num_proposed = query_lens[row] - 1 if row < batch.num_decodes else 0
+        for accepted in range(num_proposed + 1):
+            positions.append(ends[row] - 1 - num_proposed + accepted)
+            rows.append(Row(sample, tuple(sample.proposals[:accepted])))
+        counts.append(num_proposed + 1)
+        sampled.append(sequence_id)
+    return BatchInputs(torch.tensor(token_ids), torch.tensor(positions, dtype=torch.long), rows, counts, sampled)
+
+
+def sample_batch(
+    batch: EngineBatch[Step], inputs: BatchInputs, logits: torch.Tensor, samples: Samples
+) -> tuple[BatchReport, list[EngineRequest]]:
+    """Choose tokens from logits `[m, vocabulary]`, and give them to their samples.
+
+    Returns the report, without proposals, and the requests that got tokens. A request whose logits processor raises is
+    ended with its error. The token that is reported for an ended sample is 0.
+    """
+    firsts = dict(zip(inputs.sampled, np.cumsum([0, *inputs.counts]).tolist(), strict=False))
+    requests = {samples[one][1].request_id: samples[one][1] for one in inputs.sampled}
+    with_beams = [request for request in requests.values() if request.beams is not None]
+    for request in with_beams:
+        _step_beams(request, logits, inputs.rows, [firsts[sample.sequence_id] for sample in request.samples])
+    choice = Choice([])
+    if len(with_beams) < len(requests):
+        choice = choose(logits, inputs.rows)
+    tokens, counts, parents, finished = list[int](), list[int](), list[int](), list[int]()
+    for sequence_id, count in zip(inputs.sampled, inputs.counts, strict=True):
+        sample, request = samples[sequence_id]
+        first = firsts[sequence_id]
+        accepted = [sample.last_token] if request.beams else _accept(sample, request, choice, first, count)
+        tokens += accepted
+        counts.append(len(accepted))
+        parents.append(request.samples[sample.parent].sequence_id)
+        if sample.finished:
+            finished.append(sequence_id)
+    report = BatchReport(
+        batch.number,
+        tokens,
+        num_tokens=counts if len(tokens) > len(counts) else None,
+        parents=parents if with_beams else None,
+        finished=finished,
+    )
+    return report, list(requests.values())
+
+
+def _accept(sample: Sample, request: EngineRequest, choice: Choice, first: int, count: int) -> list[int]:
+    """Give a sample the tokens of its rows, up to the first that is not the one proposed. Returns them."""
+    proposals, sample.proposals = sample.proposals, []
+    taken: list[int] = []
+    for at in range(count):
+        if first + at in choice.errors:
+            request.end("error", choice.errors[first + at])
+        if sample.finished:
+            break
+        taken.append(choice.token_ids[first + at])
+        sample.add(taken[-1], choice.logprobs.get(first + at))
+        if at + 1 == count or proposals[at] != taken[-1]:
+            break
+    request.num_proposed += count - 1
+    request.num_accepted += max(0, len(taken) - 1)
+    return taken or [0]
+
+
+def _step_beams(request: EngineRequest, logits: torch.Tensor, rows: Sequence[Row], indices: list[int]) -> None:
+    """Continue the beams of a request, given the index of each one's row."""
+    beams = request.beams
+    assert beams is not None, "the caller has checked that the request has beams"
+    errors: dict[int, Exception] = {}
+    logprobs = change_logits(logits[indices].float().log_softmax(-1), [rows[index] for index in indices], errors)
+    if errors:
+        request.end("error", next(iter(errors.values())))
+    if request.finished:
+        return
+    _, parents = beams.step(logprobs)
+    for sample, parent, generated in zip(request.samples, parents, beams.generated, strict=True):
+        sample.token_ids[sample.prompt_length :] = generated
+        sample.parent = parent
+    if beams.over:
+        request.end("stop")
+
+
+def report_proposals(report: BatchReport, sampled: Sequence[Sample]) -> BatchReport:
+    """Return the report with the proposals of the samples, which are in the order of its rows."""
+    counts = [len(sample.proposals) for sample in sampled]
+    if not any(counts):
+        return report
+    tokens = [token for sample in sampled for token in sample.proposals]
+    return replace(report, proposals=tokens, num_proposed=counts)

@@ -1,0 +1,114 @@
+"""What LLM and AsyncLLM have in common: a model on a host, its loop, and new requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvservice.engines.host import EngineHost, HostOptions, load
+from kvservice.engines.journal import Journal
+from kvservice.engines.loop import EngineLoop
+from kvservice.engines.params import SamplingParams
+from kvservice.engines.prompts import ModelLimits, PromptLike, check_prompt
+from kvservice.engines.requests import EngineRequest, Prompt
+from kvservice.engines.speculation import SpeculationMethod
+from kvservice.errors import InvalidArgumentError
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """The keyword arguments of LLM."""
+
+    dtype: str
+    address: str | None
+    daemon: dict[str, Any]
+    client: dict[str, Any]
+    scheduler: dict[str, Any]
+    speculation: SpeculationMethod | None
+    ahead: bool
+    journal: str | Path | None
+    restart_wait_s: float
+
+    def host_options(self) -> HostOptions:
+        scheduler = dict(self.scheduler)
+        if self.speculation is not None:
+            scheduler.setdefault("lookahead", self.speculation.num_tokens)
+        return HostOptions(
+            self.address,
+            self.daemon,
+            scheduler,
+            self.client,
+            detachable=self.journal is not None,
+            restart_wait_s=self.restart_wait_s,
+        )
+
+
+class EngineCore:
+    """A model and its loop. `resumed` are the requests of the journal, by id, which an earlier engine has added."""
+
+    def __init__(
+        self, model: PreTrainedModel | str | Path, tokenizer: PreTrainedTokenizerBase | None, options: EngineOptions
+    ) -> None:
+        if options.journal is not None and options.address is None:
+            raise InvalidArgumentError("a private daemon ends with its engine: give an address", field="journal")
+        if options.journal is not None and options.speculation is not None:
+            raise InvalidArgumentError("is not supported with a journal", field="speculation")
+        if isinstance(model, str | Path):
+            model, own_tokenizer = load(model, options.dtype)
+            tokenizer = tokenizer or own_tokenizer
+        self.model, self.tokenizer = model, tokenizer
+        self.resumed: dict[int, EngineRequest] = {}
+        self._journal = Journal(Path(options.journal)) if options.journal is not None else None
+        self._next_id = 0
+        with ExitStack() as stack:
+            past = self._journal.read() if self._journal is not None else None
+            host_options = options.host_options()
+            self.host = EngineHost(model, host_options, None if past is None else past.token)
+            stack.callback(self._close_host)
+            lookahead = int(host_options.scheduler.get("lookahead", 0))
+            longest = self.host.session.info.max_sequence_tokens - lookahead
+            self.limits = ModelLimits.of(model, longest)
+            speculator = None
+            if options.speculation is not None:
+                speculator = stack.enter_context(options.speculation.speculator(model))
+            self.loop = EngineLoop(self.host, speculator, self._journal, ahead=options.ahead)
+            stack.callback(self.loop.close)
+            if self._journal is not None:
+                self._journal.opened(self.host.session.token)
+            if past is not None and self._journal is not None:
+                self.resumed = self._journal.resume(past, self.host, self.loop, self._request)
+                self._next_id = past.next_id
+            self._stack = stack.pop_all()
+
+    def new_requests(self, prompts: Sequence[PromptLike], params: Sequence[SamplingParams]) -> list[EngineRequest]:
+        """Check prompts and parameters, and return their requests, which are not queued yet."""
+        checked = []
+        for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+            if self._journal is not None:
+                self._journal.check(one)
+            checked.append(check_prompt(prompt, one, self.limits, self.tokenizer, f"prompts[{index}]"))
+        return [self._request(replace(prompt, request_id=self._new_id(prompt))) for prompt in checked]
+
+    def returned(self, requests: Sequence[EngineRequest]) -> None:
+        """Note that the user has got the outputs of requests."""
+        if self._journal is not None:
+            self._journal.returned(requests, self.host.session.token)
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def _new_id(self, prompt: Prompt) -> int:
+        """Return an id, the first of those of the prompt's sequences."""
+        first, self._next_id = self._next_id, self._next_id + prompt.params.width
+        return first
+
+    def _request(self, prompt: Prompt) -> EngineRequest:
+        return EngineRequest.of(prompt, self.limits.eos_ids, self.tokenizer)
+
+    def _close_host(self) -> None:
+        self.host.close(detach=self._journal is not None and bool(self._journal.unfetched))

@@ -1,0 +1,95 @@
+"""Proposals of a draft model, whose K/V are in a session of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from kvservice import client
+from kvservice.engines.host import DAEMON_LOST, EngineHost
+from kvservice.engines.samples import Row, Sample
+from kvservice.engines.sampling import choose
+from kvservice.errors import ResourceExhaustedError
+from kvservice.integrations.transformers import model_keys
+
+
+@dataclass
+class _DraftSequence:
+    """A sequence of the draft model. `token_ids` are those whose K/V it has."""
+
+    sequence: client.Sequence
+    token_ids: list[int] = field(default_factory=list)
+
+
+class Drafter:
+    """Proposes `num_tokens` tokens that the draft model would choose with the sample's own random numbers."""
+
+    def __init__(self, host: EngineHost, num_tokens: int) -> None:
+        self._host, self._num_tokens = host, num_tokens
+        self._sequences: dict[int, _DraftSequence] = {}
+
+    def propose(self, samples: Sequence[Sample]) -> list[list[int]]:
+        """Return the proposals of each sample; none if the draft model's daemon has no room or is away."""
+        proposals: list[list[int]] = [[] for _ in samples]
+        try:
+            for _ in range(self._num_tokens):
+                for tokens, token in zip(proposals, self._next_tokens(samples, proposals), strict=True):
+                    tokens.append(token)
+        except ResourceExhaustedError:
+            self._free(list(self._sequences))
+        except DAEMON_LOST:
+            self._sequences.clear()
+            self._host.reopen()
+        return proposals
+
+    def forget(self, samples: Iterable[Sample]) -> None:
+        self._free([sample.sequence_id for sample in samples if sample.sequence_id in self._sequences])
+
+    def reset(self) -> None:
+        self._free(list(self._sequences))
+
+    def _next_tokens(self, samples: Sequence[Sample], proposals: Sequence[list[int]]) -> list[int]:
+        """Compute what the draft model lacks of samples with their proposals. Returns the token after each."""
+        wanted = [[*sample.token_ids, *tokens] for sample, tokens in zip(samples, proposals, strict=True)]
+        drafts = [self._prepare(sample, tokens) for sample, tokens in zip(samples, wanted, strict=True)]
+        lengths = [len(draft.token_ids) for draft in drafts]
+        missing = [tokens[length:] for tokens, length in zip(wanted, lengths, strict=True)]
+        step = self._host.session.append(
+            [draft.sequence for draft in drafts],
+            [token for tokens in missing for token in tokens],
+            num_tokens=[len(tokens) for tokens in missing],
+        )
+        ids = [
+            token
+            for tokens, query, context in zip(wanted, step.query_lens, step.context_lens, strict=True)
+            for token in tokens[context - query : context]
+        ]
+        logits = self._host.runner.run(step, torch.tensor(ids), torch.from_numpy(np.cumsum(step.query_lens) - 1))
+        for draft, tokens in zip(drafts, wanted, strict=True):
+            draft.token_ids = tokens
+        rows = [Row(sample, tuple(tokens)) for sample, tokens in zip(samples, proposals, strict=True)]
+        return choose(logits, rows).token_ids
+
+    def _prepare(self, sample: Sample, tokens: list[int]) -> _DraftSequence:
+        """Return the sample's sequence with a proper prefix of these tokens, whose K/V are in it or to be computed."""
+        draft = self._sequences.get(sample.sequence_id)
+        if draft is None:
+            sequence = self._host.session.allocate(tokens[:-1], extra_keys=model_keys(self._host.model))
+            draft = self._sequences[sample.sequence_id] = _DraftSequence(sequence, tokens[:-1])
+            return draft
+        common = 0
+        for ours, theirs in zip(draft.token_ids, tokens[:-1], strict=False):
+            if ours != theirs:
+                break
+            common += 1
+        if common < len(draft.token_ids):
+            self._host.session.truncate(draft.sequence, common)
+            del draft.token_ids[common:]
+        return draft
+
+    def _free(self, ids: Sequence[int]) -> None:
+        if ids:
+            self._host.session.free([self._sequences.pop(one).sequence for one in ids])

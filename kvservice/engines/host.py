@@ -1,0 +1,136 @@
+"""What an engine runs on: a model, a daemon, a session with its scheduler, and the runner of the model."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from kvservice.client import KVClient, Session
+from kvservice.engines.runner import ModelRunner
+from kvservice.errors import ConnectionLostError, DrainingError, InvalidArgumentError, UnknownSessionError
+from kvservice.integrations.transformers import install, pool_options, uninstall
+from kvservice.launch import Daemon
+
+# What a call raises when the daemon is gone, or has forgotten the session.
+DAEMON_LOST: Final = (ConnectionLostError, DrainingError, UnknownSessionError)
+_RETRY_S: Final = 0.1
+
+
+@dataclass(frozen=True)
+class HostOptions:
+    """How the daemon is found, and how its scheduler is opened.
+
+    `address`: None starts a private daemon with the fields `daemon` of ServeConfig. `scheduler`: arguments of
+    `Session.open_scheduler`, which is opened if `scheduled`. `restart_wait_s`: how long the engine waits for a daemon
+    that went away, in seconds.
+    """
+
+    address: str | None = None
+    daemon: dict[str, Any] = field(default_factory=dict)
+    scheduler: dict[str, Any] = field(default_factory=dict)
+    client: dict[str, Any] = field(default_factory=dict)
+    session_name: str = "engine"
+    detachable: bool = False
+    scheduled: bool = True
+    restart_wait_s: float = 60.0
+
+
+def load(directory: str | Path, dtype: str = "auto") -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    """Load a model, and its tokenizer if the directory has one. Nothing is downloaded.
+
+    Raises InvalidArgumentError if there is no model.
+    """
+    if not (Path(directory) / "config.json").is_file():
+        raise InvalidArgumentError(
+            f"{directory} is not a directory with a model: config.json is missing", field="model"
+        )
+    try:
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise InvalidArgumentError(f"{directory}: {error}", field="model") from None
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+    has_tokenizer = any((Path(directory) / name).is_file() for name in names)
+    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True) if has_tokenizer else None
+    model.train(False)
+    return model, tokenizer
+
+
+class EngineHost:
+    """Owns the connection to the daemon, and restores it. `session`, `scheduler` and `runner` are the current ones, and
+    `usable` says that they are there."""
+
+    def __init__(self, model: PreTrainedModel, options: HostOptions, token: bytes | None = None) -> None:
+        """`token` is that of a session to resume; `resumed` says whether the daemon still had it."""
+        self.model, self.options = model, options
+        self._stack = ExitStack()
+        self._daemon: Daemon | None = None
+        try:
+            install(model)
+            self._stack.callback(uninstall, model)
+            self.client = self._stack.enter_context(KVClient(self._address(), **options.client))
+            self.resumed = token is not None and self._resume(token)
+            if not self.resumed:
+                self._use(self._open())
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def reopen(self) -> None:
+        """Open a new session, when the old one or the daemon is gone. Waits for the daemon, and starts a private one
+        again. Raises what opening raises after `restart_wait_s`."""
+        self.usable = False
+        self._leave_session()
+        deadline = time.monotonic() + self.options.restart_wait_s
+        while True:
+            try:
+                if self._daemon is not None and self._daemon.process.poll() is not None:
+                    self._daemon.__enter__()
+                self._use(self._open())
+                return
+            except DAEMON_LOST:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(_RETRY_S)
+
+    def close(self, *, detach: bool = False) -> None:
+        """Close the session, or detach from it, then the connection and the private daemon."""
+        with self._stack:
+            if detach:
+                self.session.detach()
+            else:
+                self._leave_session()
+
+    def _leave_session(self) -> None:
+        """Close the session. If the daemon is gone, there is none."""
+        with contextlib.suppress(*DAEMON_LOST):
+            self.session.close()
+
+    def _address(self) -> str:
+        if self.options.address is not None:
+            return self.options.address
+        options = {**pool_options(self.model.config, self.model.dtype), **self.options.daemon}
+        self._daemon = self._stack.enter_context(Daemon(**options))
+        return self._daemon.address
+
+    def _open(self) -> Session:
+        return self.client.session(self.options.session_name, detachable=self.options.detachable)
+
+    def _resume(self, token: bytes) -> bool:
+        try:
+            self._use(self.client.resume(token))
+        except UnknownSessionError:
+            return False
+        return True
+
+    def _use(self, session: Session) -> None:
+        self.session = session
+        if self.options.scheduled:
+            self.scheduler = session.open_scheduler(**self.options.scheduler)
+        self.runner = ModelRunner(self.model, session)
+        self.usable = True

@@ -1,0 +1,191 @@
+"""The file with which a restarted engine goes on: its session, its requests, and the outputs that are complete.
+
+The daemon keeps the tokens and their K/V in the session, which is detachable; the file has the rest. A sample's end is
+written before it is reported to the daemon, so its output is always in one of the two.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from kvservice.client import RequestInfo
+from kvservice.engines.host import EngineHost
+from kvservice.engines.loop import EngineLoop
+from kvservice.engines.params import SamplingParams
+from kvservice.engines.requests import EngineRequest, Prompt
+from kvservice.engines.samples import Sample
+from kvservice.engines.submission import aborted_ids
+from kvservice.errors import InternalError, InvalidArgumentError
+
+# Parameters whose state the file cannot hold, with their defaults.
+_NOT_SUPPORTED: Final = {"logits_processors": (), "logprobs": None, "best_of": None, "beam_width": 1}
+
+
+@dataclass
+class Past:
+    """What an earlier engine has written: its session, requests by id, and ends of samples by sequence id."""
+
+    token: bytes | None = None
+    prompts: dict[int, Prompt] = field(default_factory=dict)
+    ends: dict[int, dict[str, Any]] = field(default_factory=dict)
+    errors: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def next_id(self) -> int:
+        return max((one.request_id + one.params.width for one in self.prompts.values()), default=0)
+
+
+class Journal:
+    """Writes the file. Only its owner can read it, because the session's token is in it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._ended: set[int] = set()
+        self._open: set[int] = set()
+
+    @property
+    def unfetched(self) -> bool:
+        """Whether the file has requests whose outputs their user has not got."""
+        return bool(self._open)
+
+    def read(self) -> Past:
+        """Return what the file holds. A line that an earlier engine was killed in is left out.
+
+        Raises InvalidArgumentError if it is not a journal.
+        """
+        past = Past()
+        try:
+            lines = self._path.read_bytes().split(b"\n")
+        except FileNotFoundError:
+            return past
+        for line in lines[:-1]:
+            try:
+                _apply(past, json.loads(line))
+            except (ValueError, KeyError, TypeError):
+                raise InvalidArgumentError(f"{self._path} is not a journal of an engine", field="journal") from None
+        self._open, self._ended = set(past.prompts), set(past.ends)
+        return past
+
+    def check(self, params: SamplingParams) -> None:
+        """Raise InvalidArgumentError naming a parameter whose state would be lost."""
+        for name, default in _NOT_SUPPORTED.items():
+            if getattr(params, name) != default:
+                raise InvalidArgumentError("is not supported with a journal", field=name)
+
+    def opened(self, token: bytes) -> None:
+        self._write({"session": token.hex()}, replace=not self._open)
+
+    def added(self, requests: Sequence[EngineRequest]) -> None:
+        self._open |= {request.request_id for request in requests}
+        self._write(*({"added": _prompt_to_json(request.prompt)} for request in requests))
+
+    def ended(self, requests: Sequence[EngineRequest]) -> None:
+        """Write the samples that have ended since, and errors."""
+        lines: list[dict[str, Any]] = []
+        for request in requests:
+            if request.error is not None:
+                lines.append({"failed": request.request_id, "error": str(request.error)})
+            for sample in request.samples:
+                if sample.finished and sample.sequence_id not in self._ended:
+                    self._ended.add(sample.sequence_id)
+                    lines.append({"ended": sample.sequence_id} | _end_to_json(sample))
+        self._write(*lines)
+
+    def returned(self, requests: Sequence[EngineRequest], token: bytes) -> None:
+        """Forget requests whose outputs their user has got. The file starts anew when none are left."""
+        self._open -= {request.request_id for request in requests}
+        if self._open:
+            self._write({"returned": [request.request_id for request in requests]})
+        else:
+            self._ended.clear()
+            self._write({"session": token.hex()}, replace=True)
+
+    def resume(
+        self, past: Past, host: EngineHost, loop: EngineLoop, make: Callable[[Prompt], EngineRequest]
+    ) -> dict[int, EngineRequest]:
+        """Give the loop the requests that are not over: those that the daemon has go on where they were, the others
+        begin again. Returns all requests, also those that are over, by id."""
+        requests = {request_id: make(prompt) for request_id, prompt in past.prompts.items()}
+        known: dict[int, RequestInfo] = {}
+        if host.resumed:
+            known = {info.request_id: info for info in host.scheduler.describe(token_ids=True)}
+        for request in requests.values():
+            _restore(request, past, known)
+        in_daemon = [one for one in requests.values() if any(sample.sequence_id in known for sample in one.samples)]
+        if host.resumed:
+            loop.adopt(in_daemon)
+        ids = [one for request in in_daemon for one in aborted_ids(request) if request.finished and one in known]
+        if ids:
+            loop.forget(host.scheduler.abort(ids))
+        loop.resubmit([one for one in requests.values() if one not in in_daemon and not one.finished])
+        return requests
+
+    def _write(self, *lines: dict[str, Any], replace: bool = False) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines).encode()
+        path = self._path.with_name(self._path.name + ".new") if replace else self._path
+        descriptor = os.open(path, flags | (os.O_TRUNC if replace else 0), 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(text)
+        if replace:
+            path.replace(self._path)
+
+
+def _apply(past: Past, line: dict[str, Any]) -> None:
+    if "session" in line:
+        past.token = bytes.fromhex(line["session"])
+    elif "added" in line:
+        prompt = _prompt_from_json(line["added"])
+        past.prompts[prompt.request_id] = prompt
+    elif "ended" in line:
+        past.ends[int(line["ended"])] = line
+    elif "failed" in line:
+        past.errors[int(line["failed"])] = str(line["error"])
+    else:
+        for request_id in line["returned"]:
+            past.prompts.pop(request_id, None)
+
+
+def _restore(request: EngineRequest, past: Past, known: dict[int, RequestInfo]) -> None:
+    """Give a new request the tokens that it had."""
+    whole = known.get(request.request_id)
+    request.grouped = whole is None or len(whole.sequences) == len(request.samples)
+    in_daemon = {one.sequence_id: one.token_ids for info in known.values() for one in info.sequences}
+    for sample in request.samples:
+        end = past.ends.get(sample.sequence_id)
+        if end is not None:
+            for token in end["tokens"]:
+                sample.add(token)
+            sample.finish_reason, sample.stop_reason = end["finish_reason"], end["stop_reason"]
+            continue
+        for token in in_daemon.get(sample.sequence_id, ())[sample.prompt_length :]:
+            sample.add(token)
+    if request.request_id in past.errors:
+        request.error = InternalError(past.errors[request.request_id])
+    request.recorded = request.finished
+
+
+def _end_to_json(sample: Sample) -> dict[str, Any]:
+    return {
+        "tokens": sample.generated_ids,
+        "finish_reason": sample.finish_reason,
+        "stop_reason": sample.stop_reason,
+    }
+
+
+def _prompt_to_json(prompt: Prompt) -> dict[str, Any]:
+    params = asdict(prompt.params)
+    del params["logits_processors"]
+    return asdict(prompt) | {"params": params}
+
+
+def _prompt_from_json(values: dict[str, Any]) -> Prompt:
+    params = dict(values["params"])
+    if params["logit_bias"]:
+        params["logit_bias"] = {int(token): bias for token, bias in params["logit_bias"].items()}
+    return Prompt(**values | {"token_ids": tuple(values["token_ids"]), "params": SamplingParams.of(params)})

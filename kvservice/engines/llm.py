@@ -1,0 +1,124 @@
+"""`LLM`: generates for batches of prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvservice.engines.core import EngineCore, EngineOptions
+from kvservice.engines.outputs import RequestOutput
+from kvservice.engines.params import SamplingParams
+from kvservice.engines.progress import ProgressView, progress_bar
+from kvservice.engines.prompts import PromptLike, params_of_each
+from kvservice.engines.requests import EngineRequest
+from kvservice.engines.speculation import SpeculationMethod
+
+
+class LLM:
+    """A causal language model that generates for many prompts at once, with its K/V in a daemon.
+
+    `model`: a model of transformers, or a directory with one and its tokenizer; nothing is downloaded. Without
+    `address`, a private daemon runs until `close`; `daemon` are its options (fields of ServeConfig), such as
+    num_blocks. `scheduler` are arguments of `Session.open_scheduler`. `speculation` proposes tokens that are verified
+    together: PromptLookup or DraftModel. `ahead` makes the next batch while the model runs. `journal` is a file with
+    which a restarted engine goes on: see `resumed`. `client` are arguments of KVClient.
+
+    It is a context manager. It is not thread-safe. Raises InvalidArgumentError naming the argument, and the errors of
+    KVClient and Daemon.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel | str | Path,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        *,
+        dtype: str = "auto",
+        address: str | None = None,
+        daemon: dict[str, Any] | None = None,
+        client: dict[str, Any] | None = None,
+        scheduler: dict[str, Any] | None = None,
+        speculation: SpeculationMethod | None = None,
+        ahead: bool = False,
+        journal: str | Path | None = None,
+        restart_wait_s: float = 60.0,
+    ) -> None:
+        options = EngineOptions(
+            dtype, address, daemon or {}, client or {}, scheduler or {}, speculation, ahead, journal, restart_wait_s
+        )
+        self.core = EngineCore(model, tokenizer, options)
+
+    @property
+    def resumed(self) -> list[int]:
+        """Ids of the requests of the journal that are not fetched yet, with `finish_resumed`."""
+        return list(self.core.resumed)
+
+    def generate(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool | ProgressView = False,
+    ) -> list[RequestOutput]:
+        """Generate for all prompts, each a text or token ids. Returns their outputs in the same order.
+
+        `sampling_params`: one for all prompts, or one for each. `progress`: whether to show a bar, or a view that gets
+        each step. Raises InvalidArgumentError for a wrong prompt or parameter, and OutOfBlocksError with `never` for a
+        request that the pool can never hold; then nothing has been generated. An error of one request later, such as of
+        its logits processor, is its output's `error`, and the others go on.
+        """
+        batch: Sequence[PromptLike] = [prompts] if _is_one(prompts) else list(prompts)  # type: ignore[arg-type, list-item]
+        params = params_of_each(sampling_params, len(batch))
+        requests = self.core.new_requests(batch, params)
+        if not requests:
+            return []
+        self.core.loop.add(requests)
+        return self._finish(requests, progress)
+
+    def finish_resumed(self, *, progress: bool | ProgressView = False) -> list[RequestOutput]:
+        """Finish the requests that were in progress when the engine of the journal ended. Returns the outputs of all
+        its requests that were not returned, in the order in which they were added."""
+        requests, self.core.resumed = list(self.core.resumed.values()), {}
+        return self._finish(requests, progress)
+
+    def close(self) -> None:
+        """Free everything in the daemon, or, with a journal of unfinished requests, leave it to a successor."""
+        self.core.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _finish(self, requests: list[EngineRequest], progress: bool | ProgressView) -> list[RequestOutput]:
+        loop = self.core.loop
+        with _view(progress, len(requests)) as view:
+            try:
+                while loop.live:
+                    loop.step()
+                    if view is not None:
+                        view.update(requests, loop.batch)
+            except BaseException:
+                for request in requests:
+                    loop.abort(request)
+                raise
+        self.core.returned(requests)
+        return [request.output() for request in requests]
+
+
+def _is_one(prompts: object) -> bool:
+    """Return whether this is one prompt: a text, or token ids."""
+    if isinstance(prompts, str):
+        return True
+    first: Iterator[object] = iter(prompts)  # type: ignore[call-overload]
+    return isinstance(next(first, None), int)
+
+
+def _view(progress: bool | ProgressView, num_requests: int) -> AbstractContextManager[ProgressView | None]:
+    if progress is True:
+        return progress_bar(num_requests)
+    return nullcontext(None if progress is False else progress)

@@ -1,0 +1,253 @@
+"""The loop of an engine: schedule, run, sample, report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Final, Protocol
+
+import torch
+
+from kvservice.client import BatchReport, EngineBatch, Step
+from kvservice.engines.batches import inputs_of, report_proposals, sample_batch
+from kvservice.engines.host import DAEMON_LOST, EngineHost
+from kvservice.engines.requests import EngineRequest
+from kvservice.engines.samples import Sample
+from kvservice.engines.submission import aborted_ids, remaining, scheduled
+
+_IDLE_S: Final = 0.002
+
+
+class Speculator(Protocol):
+    """Proposes tokens that follow samples."""
+
+    def propose(self, samples: Sequence[Sample]) -> list[list[int]]:
+        """Return the proposals of each sample, at most `num_tokens` each; the fewer, the surer it is."""
+
+    def forget(self, samples: Iterable[Sample]) -> None:
+        """Drop what is kept of samples that are over."""
+
+    def reset(self) -> None:
+        """Drop everything that is kept."""
+
+
+class Recorder(Protocol):
+    """Gets what a restarted engine must know. See `journal.py`."""
+
+    def opened(self, token: bytes) -> None: ...
+
+    def added(self, requests: Sequence[EngineRequest]) -> None: ...
+
+    def ended(self, requests: Sequence[EngineRequest]) -> None:
+        """Record the samples of these requests that have ended. It is called before their ends are reported."""
+
+
+class EngineLoop:
+    """Runs requests in one thread. `live` are those that are not over, by request id.
+
+    With `ahead`, the next batch is made while the model runs, before the tokens of this one are known.
+    """
+
+    def __init__(
+        self,
+        host: EngineHost,
+        speculator: Speculator | None = None,
+        recorder: Recorder | None = None,
+        *,
+        ahead: bool = False,
+    ) -> None:
+        self.live: dict[int, EngineRequest] = {}
+        self.batch: EngineBatch[Step] | None = None
+        self._host, self._speculator, self._recorder = host, speculator, recorder
+        self._samples: dict[int, tuple[Sample, EngineRequest]] = {}
+        self._reports: list[BatchReport] = []
+        self._aborts: list[EngineRequest] = []
+        # Sequences that the last report has ended, whose rows of a batch made ahead get no tokens.
+        self._ended: frozenset[int] = frozenset()
+        self._next: Future[EngineBatch[Step]] | None = None
+        self._retry = False
+        self._thread = ThreadPoolExecutor(1, "kvservice-schedule") if ahead else None
+
+    @property
+    def num_unfinished(self) -> int:
+        return sum(not request.finished for request in self.live.values())
+
+    def add(self, requests: Sequence[EngineRequest]) -> None:
+        """Queue all requests, or none if one is refused.
+
+        Raises the daemon's errors; OutOfBlocksError with `never` for a request that the pool can never hold.
+        """
+        if self._recorder is not None:
+            self._recorder.added(requests)
+        try:
+            self._host.scheduler.add(scheduled(self._host.model, requests))
+        except DAEMON_LOST:
+            self._keep(requests)
+            self._recover()
+        except Exception:
+            if self._recorder is not None:
+                self._recorder.ended(requests)
+            raise
+        else:
+            self._keep(requests)
+
+    def adopt(self, requests: Sequence[EngineRequest]) -> None:
+        """Go on with requests that the daemon's scheduler has already. The batch that was in flight is opened again."""
+        self._keep(requests)
+        self._retry = True
+
+    def resubmit(self, requests: Sequence[EngineRequest]) -> None:
+        """Queue what is left of requests that the daemon does not know, with their generated tokens as prompts."""
+        self._keep(requests)
+        scheduled = remaining(self._host.model, requests)
+        if scheduled:
+            self._host.scheduler.add(scheduled)
+
+    def abort(self, request: EngineRequest) -> None:
+        """End a request now. The daemon frees it with the next step."""
+        if request.request_id in self.live and not request.finished:
+            self._aborts.append(request)
+            request.end("abort")
+
+    def step(self) -> list[EngineRequest]:
+        """Run one step. Returns the requests that got tokens or ended.
+
+        If the daemon was restarted or has lost the session, the requests are queued again, with their generated tokens
+        as prompts. Other errors end all requests, and are raised.
+        """
+        try:
+            with torch.inference_mode():
+                return self._step()
+        except DAEMON_LOST:
+            self._recover()
+            return []
+        except BaseException as error:
+            self._drop(error)
+            raise
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    def _step(self) -> list[EngineRequest]:
+        aborted = self._send_aborts()
+        batch = self.batch = self._take_batch()
+        self.forget(batch.finished)
+        if batch.step is None:
+            if not aborted and self.num_unfinished:
+                time.sleep(_IDLE_S)
+            return aborted
+        inputs = inputs_of(batch, self._samples, self._ended)
+        self._schedule_ahead()
+        logits = self._host.runner.run(batch.step, inputs.token_ids, inputs.positions)
+        report, changed = sample_batch(batch, inputs, logits, self._samples)
+        self._ended = frozenset(report.finished)
+        if report.finished and self._recorder is not None:
+            self._recorder.ended(changed)
+        self._propose([self._samples[one][0] for one in inputs.sampled], report)
+        over = [request for request in changed if request.finished]
+        if over:
+            self._end(over)
+        return aborted + changed
+
+    def _take_batch(self) -> EngineBatch[Step]:
+        """Return the batch made ahead, if it has a step, or report and make one."""
+        if self._next is not None:
+            future, self._next = self._next, None
+            batch = future.result()
+            if batch.step is not None:
+                return batch
+            self.forget(batch.finished)
+        self._ended = frozenset()
+        reports, retry = self._reports, self._retry
+        batch = self._host.scheduler.schedule(reports, retry=retry)
+        self._reports, self._retry = [], False
+        return batch
+
+    def _schedule_ahead(self) -> None:
+        """Make the next batch while this one runs, and deliver the report of the one before."""
+        if self._thread is not None and self._speculator is None:
+            reports, self._reports = self._reports, []
+            self._next = self._thread.submit(self._host.scheduler.schedule, reports, ahead=True)
+
+    def _propose(self, sampled: list[Sample], report: BatchReport) -> None:
+        running = [sample for sample in sampled if not sample.finished and sample.may_speculate]
+        if self._speculator is not None and running:
+            for sample, proposals in zip(running, self._speculator.propose(running), strict=True):
+                sample.proposals = proposals[: max(0, sample.max_tokens - sample.num_generated - 1)]
+            report = report_proposals(report, sampled)
+        self._reports.append(report)
+
+    def _end(self, over: Sequence[EngineRequest]) -> None:
+        """Handle the ends of requests, once each."""
+        over = [request for request in over if not request.recorded]
+        for request in over:
+            request.recorded = True
+        if self._recorder is not None and over:
+            self._recorder.ended(over)
+        self._aborts += [request for request in over if request.error is not None]
+        if self._speculator is not None:
+            self._speculator.forget(sample for request in over for sample in request.samples)
+
+    def _send_aborts(self) -> list[EngineRequest]:
+        """Tell the daemon which requests the engine has ended. Returns those that their user has aborted."""
+        aborts, self._aborts = self._aborts, []
+        ids = [one for request in aborts for one in aborted_ids(request) if one in self._samples]
+        if ids:
+            self.forget(self._host.scheduler.abort(ids))
+        by_user = [request for request in aborts if request.error is None]
+        self._end(by_user)
+        return by_user
+
+    def _keep(self, requests: Sequence[EngineRequest]) -> None:
+        for request in requests:
+            self.live[request.request_id] = request
+            for sample in request.samples:
+                self._samples[sample.sequence_id] = sample, request
+
+    def forget(self, finished: Iterable[int]) -> None:
+        """Drop requests that are over in the daemon."""
+        for request_id in finished:
+            _, request = self._samples[request_id]
+            for sample in request.samples if request.grouped else [self._samples[request_id][0]]:
+                del self._samples[sample.sequence_id]
+            if not any(sample.sequence_id in self._samples for sample in request.samples):
+                del self.live[request.request_id]
+
+    def _recover(self) -> None:
+        """Go on in a new session."""
+        requests = self._start_again()
+        while True:
+            self._host.reopen()
+            if self._recorder is not None:
+                self._recorder.opened(self._host.session.token)
+            try:
+                self.resubmit(requests)
+                return
+            except DAEMON_LOST:
+                self._start_again()
+
+    def _drop(self, error: BaseException) -> None:
+        """End all requests after an error of the engine, and go on in a new session without them."""
+        requests = self._start_again()
+        for request in requests:
+            request.end("error", error if isinstance(error, Exception) else None)
+        self._end(requests)
+        self._aborts.clear()
+        self._host.reopen()
+        if self._recorder is not None:
+            self._recorder.opened(self._host.session.token)
+
+    def _start_again(self) -> list[EngineRequest]:
+        """Forget the batches and requests. Returns the requests that are not over."""
+        if self._next is not None:
+            wait([self._next])
+        requests = [request for request in self.live.values() if not request.finished]
+        self._next, self.batch, self._retry = None, None, False
+        self.live.clear()
+        self._samples.clear()
+        self._reports.clear()
+        if self._speculator is not None:
+            self._speculator.reset()
+        return requests

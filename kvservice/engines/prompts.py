@@ -1,0 +1,102 @@
+"""Checks of prompts, before anything is queued for them."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvservice.engines.params import SamplingParams
+from kvservice.engines.requests import Prompt
+from kvservice.errors import InvalidArgumentError
+
+# A text, or token ids.
+PromptLike = str | Iterable[int]
+
+
+@dataclass(frozen=True)
+class ModelLimits:
+    """What prompts are checked against. `max_length` is the most tokens of a sequence, prompt and output together."""
+
+    vocabulary: int
+    max_length: int
+    eos_ids: frozenset[int]
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, max_sequence_tokens: int) -> ModelLimits:
+        """Take the limits from the model's configuration and from the daemon's longest sequence."""
+        config = model.config
+        longest = getattr(config, "max_position_embeddings", None) or max_sequence_tokens
+        generation = getattr(model, "generation_config", None)
+        eos = getattr(generation, "eos_token_id", None)
+        if eos is None:
+            eos = config.eos_token_id
+        ids: Collection[int] = () if eos is None else [eos] if isinstance(eos, int) else eos
+        return cls(int(config.vocab_size), min(int(longest), max_sequence_tokens), frozenset(map(int, ids)))
+
+
+def check_prompt(
+    prompt: PromptLike,
+    params: SamplingParams,
+    limits: ModelLimits,
+    tokenizer: PreTrainedTokenizerBase | None,
+    field: str = "prompt",
+) -> Prompt:
+    """Check a prompt and its parameters against the model. The result has no id yet.
+
+    Raises InvalidArgumentError naming `field` or the parameter.
+    """
+    text = prompt if isinstance(prompt, str) else None
+    if text is not None and tokenizer is None:
+        raise InvalidArgumentError("is a text, and there is no tokenizer: pass token ids", field=field)
+    if params.stop and tokenizer is None:
+        raise InvalidArgumentError("has strings, and there is no tokenizer", field="stop")
+    token_ids = _encode(prompt, tokenizer) if isinstance(prompt, str) else _token_ids(prompt, limits, field)
+    if not token_ids:
+        raise InvalidArgumentError("has no tokens", field=field)
+    room = limits.max_length - len(token_ids)
+    if room < 1:
+        raise InvalidArgumentError(
+            f"has {len(token_ids)} tokens, and prompt and output have at most {limits.max_length}", field=field
+        )
+    for name in ("stop_token_ids", "logit_bias"):
+        for token in getattr(params, name) or ():
+            if token >= limits.vocabulary:
+                raise InvalidArgumentError(f"{token} is not in the vocabulary of {limits.vocabulary}", field=name)
+    max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+    seed = secrets.randbits(64) if params.seed is None else params.seed
+    return Prompt(0, text, token_ids, params, max_tokens, seed)
+
+
+def params_of_each(
+    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+) -> Sequence[SamplingParams]:
+    """Return the parameters of each prompt: one for all, or one for each."""
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * num_prompts
+    if len(params) != num_prompts:
+        raise InvalidArgumentError(f"has {len(params)} parameters for {num_prompts} prompts", field="sampling_params")
+    return params
+
+
+def _encode(text: str, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
+    assert tokenizer is not None, "texts without a tokenizer are refused before"
+    return tuple(map(int, tokenizer.encode(text)))
+
+
+def _token_ids(prompt: Iterable[int], limits: ModelLimits, field: str) -> tuple[int, ...]:
+    try:
+        ids = np.asarray(list(prompt))
+    except (TypeError, ValueError):
+        raise InvalidArgumentError("must be a text or token ids", field=field) from None
+    if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
+        raise InvalidArgumentError("must be a text or token ids", field=field)
+    outside = ids[(ids < 0) | (ids >= limits.vocabulary)] if len(ids) else ids
+    if len(outside):
+        raise InvalidArgumentError(f"{outside[0]} is not in the vocabulary of {limits.vocabulary}", field=field)
+    return tuple(ids.tolist())

@@ -1,0 +1,155 @@
+"""One generated sequence: its tokens, its text, and when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+from transformers import LogitsProcessor, PreTrainedTokenizerBase
+
+from kvservice.engines.detokenizer import Detokenizer, find_stop
+from kvservice.engines.outputs import CompletionOutput, TokenLogprob
+from kvservice.engines.params import SamplingParams
+from kvservice.engines.processors import is_shared
+
+
+class Sample:
+    """A generated sequence of a request.
+
+    `token_ids` are the prompt and the generated tokens. `ending_ids` are the tokens that end it. `stream` is the state
+    of its random numbers, which with the position determines each of them.
+    """
+
+    def __init__(
+        self,
+        sequence_id: int,
+        index: int,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        max_tokens: int,
+        eos_ids: Collection[int],
+        stream: int,
+        tokenizer: PreTrainedTokenizerBase | None,
+        processors: tuple[LogitsProcessor, ...] = (),
+    ) -> None:
+        self.sequence_id, self.index, self.params, self.stream = sequence_id, index, params, stream
+        self.processors = processors
+        self.token_ids = list(prompt_ids)
+        self.prompt_length, self.max_tokens = len(prompt_ids), max_tokens
+        self.eos_ids = frozenset() if params.ignore_eos else frozenset(eos_ids)
+        self.ending_ids = self.eos_ids | frozenset(params.stop_token_ids)
+        self.text = ""
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.logprobs: list[dict[int, TokenLogprob]] = []
+        self.cumulative_logprob = 0.0
+        # Draft tokens that follow, which the next step verifies.
+        self.proposals: list[int] = []
+        # Index of the sample whose K/V a beam continues.
+        self.parent = index
+        self._tokenizer = tokenizer
+        self._detokenizer = tokenizer and Detokenizer(tokenizer, prompt_ids, params.skip_special_tokens)
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.token_ids) - self.prompt_length
+
+    @property
+    def generated_ids(self) -> list[int]:
+        return self.token_ids[self.prompt_length :]
+
+    @property
+    def may_speculate(self) -> bool:
+        """Whether several tokens of a step can be verified: not by processors with a state of their own."""
+        return all(map(is_shared, self.processors))
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def tokens_of(self, start: int, stop: int) -> list[int]:
+        """Return the tokens at positions start <= p < stop. The proposals follow the tokens, and zeros follow them: the
+        tokens that are reported for a sample that was aborted."""
+        if stop <= len(self.token_ids):
+            return self.token_ids[start:stop]
+        tokens = [*self.token_ids, *self.proposals][start:stop]
+        return tokens + [0] * (stop - start - len(tokens))
+
+    @property
+    def last_token(self) -> int:
+        """The token to report: the one generated last, or 0 if the sample was aborted."""
+        return 0 if self.finished or not self.num_generated else self.token_ids[-1]
+
+    def add(self, token_id: int, logprobs: dict[int, TokenLogprob] | None = None) -> None:
+        """Append a generated token, and end if it or its text says so."""
+        self.token_ids.append(token_id)
+        if logprobs is not None:
+            self.cumulative_logprob += logprobs[token_id].logprob
+            if self.params.logprobs is not None:
+                self.logprobs.append({token: self._with_text(token, one) for token, one in logprobs.items()})
+        may_stop = self.num_generated >= self.params.min_tokens
+        if may_stop and token_id in self.ending_ids:
+            if self.params.include_stop_str_in_output:
+                self._add_text(token_id, may_stop=False)
+            self._end("stop", None if token_id in self.eos_ids else token_id)
+            return
+        self._add_text(token_id, may_stop)
+        if not self.finished and self.num_generated >= self.max_tokens:
+            self._end("length")
+
+    def abort(self, reason: str = "abort") -> None:
+        if not self.finished:
+            self._end(reason)
+
+    def restarted(self, index: int) -> Sample:
+        """Return a sample of the same prompt and parameters without generated tokens."""
+        prompt_ids = self.token_ids[: self.prompt_length]
+        sequence_id = self.sequence_id - self.index + index
+        return Sample(
+            sequence_id, index, prompt_ids, self.params, self.max_tokens, self.eos_ids, self.stream, self._tokenizer
+        )
+
+    def output(self) -> CompletionOutput:
+        """Return the state of the sample. While it runs, text that may become part of a stop string is left out."""
+        text = self.text
+        if not self.finished and self.params.stop and not self.params.include_stop_str_in_output:
+            text = text[: max(0, len(text) - max(map(len, self.params.stop)) + 1)]
+        return CompletionOutput(
+            self.index,
+            text,
+            tuple(self.generated_ids),
+            self.cumulative_logprob if self.params.needs_logprobs else None,
+            tuple(self.logprobs) if self.params.logprobs is not None else None,
+            self.finish_reason,
+            self.stop_reason,
+        )
+
+    def _add_text(self, token_id: int, may_stop: bool) -> None:
+        if self._detokenizer is not None:
+            self._grow(self._detokenizer.add(token_id), may_stop)
+
+    def _grow(self, text: str, may_stop: bool) -> None:
+        """Add text, and end at the first stop string in it."""
+        self.text += text
+        found = find_stop(self.text, len(text), self.params.stop) if text and may_stop else None
+        if found is not None:
+            at, stop = found
+            self.text = self.text[: at + len(stop) if self.params.include_stop_str_in_output else at]
+            self._end("stop", stop, flush=False)
+
+    def _end(self, reason: str, stop_reason: int | str | None = None, flush: bool = True) -> None:
+        self.finish_reason, self.stop_reason = reason, stop_reason
+        if flush and self._detokenizer is not None:
+            self.text += self._detokenizer.flush()
+
+    def _with_text(self, token_id: int, logprob: TokenLogprob) -> TokenLogprob:
+        if self._tokenizer is None:
+            return logprob
+        return TokenLogprob(logprob.logprob, logprob.rank, str(self._tokenizer.decode([token_id])))
+
+
+class Row(NamedTuple):
+    """A row of logits: those of the token after a sample's tokens and `following`, its proposals before this one."""
+
+    sample: Sample
+    following: tuple[int, ...] = ()

@@ -1,0 +1,142 @@
+"""Choice of the next tokens from logits, for all rows of a batch at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kvservice.engines.logits import change_logits
+from kvservice.engines.outputs import TokenLogprob
+from kvservice.engines.samples import Row
+from kvservice.errors import InternalError
+
+_GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
+_MIX: Final = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+
+
+@dataclass
+class Choice:
+    """The chosen tokens int[m], their log probabilities for rows that need them, and the errors of rows."""
+
+    token_ids: list[int]
+    logprobs: dict[int, dict[int, TokenLogprob]] = field(default_factory=dict)
+    errors: dict[int, Exception] = field(default_factory=dict)
+
+
+def choose(logits: torch.Tensor, rows: Sequence[Row]) -> Choice:
+    """Choose a token for each row of logits `[m, vocabulary]`.
+
+    The choice of a row depends on its logits, its sample's parameters, seed and tokens, and on nothing else. If a
+    logits processor of a row raises, or if no token can be chosen, `errors` has the row's exception, and its token has
+    no meaning.
+    """
+    raw = logits.float()
+    errors: dict[int, Exception] = {}
+    scores = change_logits(raw, rows, errors)
+    peaks, likeliest = scores.max(-1)
+    for row in (~peaks.isfinite()).nonzero()[:, 0].tolist():
+        errors.setdefault(row, InternalError("no token can be chosen: its scores are not finite"))
+    choice = Choice(likeliest.tolist(), errors=errors)
+    _sample_rows(choice, scores, rows)
+    wanted = [row for row, (sample, _) in enumerate(rows) if sample.params.needs_logprobs]
+    if wanted:
+        _add_logprobs(choice, raw, rows, wanted)
+    return choice
+
+
+def _sample_rows(choice: Choice, scores: torch.Tensor, rows: Sequence[Row]) -> None:
+    """Replace the likeliest tokens of rows that are sampled."""
+    sampled = [row for row, one in enumerate(rows) if not one.sample.params.greedy and row not in choice.errors]
+    if sampled:
+        chosen = _sample(scores[sampled], [rows[row] for row in sampled])
+        for row, token in zip(sampled, chosen, strict=True):
+            choice.token_ids[row] = token
+
+
+def _sample(scores: torch.Tensor, rows: Sequence[Row]) -> list[int]:
+    """Sample by inversion: the first token at which the cumulative probability exceeds a number from [0, 1)."""
+    params = [sample.params for sample, _ in rows]
+    scores = scores / _column([one.temperature for one in params], scores)
+    narrowed = [row for row, one in enumerate(params) if one.top_k or one.top_p < 1 or one.min_p > 0]
+    if narrowed:
+        scores[narrowed] = _narrow(scores[narrowed], [rows[row] for row in narrowed])
+    cumulative = torch.softmax(scores, -1, dtype=torch.float64).cumsum(-1)
+    total = cumulative[:, -1:]
+    streams = np.array([sample.stream for sample, _ in rows], np.uint64)
+    positions = np.array([sample.num_generated + len(following) for sample, following in rows], np.uint64)
+    points = torch.from_numpy(uniform(streams, positions)).to(scores.device)[:, None] * total
+    below_total = torch.nextafter(total, torch.zeros_like(total))
+    chosen: list[int] = torch.searchsorted(cumulative, torch.minimum(points, below_total), right=True)[:, 0].tolist()
+    return chosen
+
+
+def _narrow(scores: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
+    """Exclude tokens by top_k, then top_p, then min_p, as transformers' warpers do."""
+    params = [sample.params for sample, _ in rows]
+    vocabulary = scores.shape[-1]
+    ordered, order = scores.sort(-1)
+    if any(one.top_k for one in params):
+        ranks = [min(one.top_k or vocabulary, vocabulary) for one in params]
+        lowest = ordered.gather(1, torch.tensor(ranks, device=scores.device).neg_()[:, None] + vocabulary)
+        ordered = ordered.masked_fill(ordered < lowest, -torch.inf)
+    if any(one.top_p < 1 for one in params):
+        limits = _column([1 - one.top_p if one.top_p < 1 else -1.0 for one in params], scores)
+        excluded = ordered.softmax(-1).cumsum(-1) <= limits
+        excluded[:, -1] = False
+        ordered = ordered.masked_fill(excluded, -torch.inf)
+    if any(one.min_p > 0 for one in params):
+        probabilities = ordered.softmax(-1)
+        excluded = probabilities < _column([one.min_p for one in params], scores) * probabilities[:, -1:]
+        ordered = ordered.masked_fill(excluded, -torch.inf)
+    return torch.empty_like(scores).scatter_(1, order, ordered)
+
+
+def _column(values: list[float], like: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
+
+
+def uniform(streams: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """Return a number from [0, 1) for each position of a stream, float64[m].
+
+    It is output `position` of the generator SplitMix64 (Steele et al. 2014) started at `stream`. Since it is computed
+    from the position, a token that is computed again is chosen again.
+    """
+    with np.errstate(over="ignore"):
+        return (_mix(streams + (positions + np.uint64(1)) * _GOLDEN) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def stream_of(seed: int, index: int) -> int:
+    """Return the stream of sample `index` of a seed, both below 2**64."""
+    with np.errstate(over="ignore"):
+        return int(_mix(_mix(np.array([seed], np.uint64)) + np.uint64(index))[0])
+
+
+def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    state = (state ^ (state >> np.uint64(30))) * _MIX[0]
+    state = (state ^ (state >> np.uint64(27))) * _MIX[1]
+    return state ^ (state >> np.uint64(31))
+
+
+def _add_logprobs(choice: Choice, raw: torch.Tensor, rows: Sequence[Row], wanted: list[int]) -> None:
+    logprobs = raw[wanted].log_softmax(-1)
+    chosen = torch.tensor([choice.token_ids[row] for row in wanted], device=raw.device)
+    of_chosen = logprobs.gather(1, chosen[:, None])
+    ranks = (logprobs > of_chosen).sum(-1) + 1
+    most = max(rows[row].sample.params.logprobs or 0 for row in wanted)
+    likeliest = logprobs.topk(min(most, logprobs.shape[-1])) if most else None
+    for at, row in enumerate(wanted):
+        found: dict[int, TokenLogprob] = {}
+        if likeliest is not None:
+            count = rows[row].sample.params.logprobs or 0
+            values, tokens = likeliest.values[at, :count].tolist(), likeliest.indices[at, :count].tolist()
+            found = {
+                token: TokenLogprob(value, rank)
+                for rank, (token, value) in enumerate(zip(tokens, values, strict=True), 1)
+            }
+        found[choice.token_ids[row]] = TokenLogprob(float(of_chosen[at, 0]), int(ranks[at]))
+        choice.logprobs[row] = found

@@ -1,0 +1,108 @@
+"""`kvservice generate`, as a user sees it."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner, Result
+from rich.console import Console, RenderableType
+
+from kvservice.commands.generate import generate
+from kvservice.engines import SamplingParams
+from kvservice.engines.live import LiveQueues, queues
+
+
+@pytest.fixture
+def run(directory, engine_daemon):
+    """Run the command in this process, on the tiny model and the shared daemon."""
+
+    def call(prompts: str, *options: str) -> Result:
+        given = ["--model", str(directory), "--address", engine_daemon.address, "--prompts", "-", *options]
+        return CliRunner().invoke(generate, given, input=prompts)
+
+    return call
+
+
+def test_lines_are_texts_or_json_with_parameters(run, alone) -> None:
+    lines = ["w5 w6", '"w7 w8"', "[9, 10]", '{"prompt": [11], "max_tokens": 3}', "", '{"prompt": "w30", "n": 2}']
+    done = run("\n".join(lines), "--json", "--temperature", "0", "--max-tokens", "6")
+    assert done.exit_code == 0, done.output
+    outputs = [json.loads(line) for line in done.stdout.splitlines()]
+    prompts, lengths = [[5, 6], [7, 8], [9, 10], [11], [30]], [6, 6, 6, 3, 6]
+    assert [output["prompt"] for output in outputs] == ["w5 w6", "w7 w8", None, None, "w30"]
+    assert [output["prompt_token_ids"] for output in outputs] == prompts
+    expected = [alone(prompt, length) for prompt, length in zip(prompts, lengths, strict=True)]
+    assert [output["outputs"][0]["token_ids"] for output in outputs] == expected
+    assert [len(output["outputs"]) for output in outputs] == [1, 1, 1, 1, 2]
+    assert outputs[0]["outputs"][0]["finish_reason"] == "length"
+    assert re.search(r"5 requests, 33 tokens in \d+\.\d s", done.stderr)
+
+
+def test_as_text_every_output_is_a_line(run, alone) -> None:
+    done = run("w5 w6\n", "--temperature", "0", "--max-tokens", "2")
+    text = "".join(f" w{token}" for token in alone([5, 6], 2))
+    assert done.stdout == f"[1] w5 w6\n    -> {text}  (length)\n"
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "said"),
+    [
+        ("{\n", (), "line 1 of the prompts is no JSON"),
+        ('w5\n{"promt": "w5"}\n', (), 'line 2 of the prompts has no "prompt"'),
+        ('{"prompt": "w5", "top_q": 1}\n', (), "top_q: is not a sampling parameter"),
+        ('{"prompt": "w5", "top_p": 2}\n', (), "top_p: must be a number from 0 to 1"),
+        ("[512]\n", (), "prompts[0]: 512 is not in the vocabulary"),
+        ("w5\n", ("--n", "0"), "n: must be a whole number"),
+        ("w5\n", ("--max-tokens", "5000"), "the pool can never give more than 64"),
+        ("w5\n", ("--model", "/absent"), "/absent is not a directory with a model"),
+        ("w5\n", ("--lookup", "2", "--draft-model", "/absent"), "exclude each other"),
+    ],
+)
+def test_wrong_input_is_an_error_in_plain_words(run, prompts, options, said) -> None:
+    done = run(prompts, *options)
+    assert done.exit_code != 0
+    assert said in done.output
+    assert done.stdout == "" or "Error" in done.stdout
+
+
+def test_every_sampling_parameter_has_an_option() -> None:
+    options = {parameter.name for parameter in generate.params}
+    left_out = {"logit_bias", "logits_processors", "skip_special_tokens"}  # for lines of JSON, and for programs
+    assert {field.name for field in dataclasses.fields(SamplingParams)} - left_out <= options
+
+
+def test_the_command_has_a_model_and_a_daemon_of_its_own(tmp_path) -> None:
+    prompts = tmp_path / "prompts"
+    prompts.write_text("Hello\nGood day\n")
+    command = [sys.executable, "-P", "-m", "kvservice", "generate", "--prompts", str(prompts), "--temperature", "0"]
+    done = subprocess.run([*command, "--json", "--num-blocks", "32"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    outputs = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [output["prompt"] for output in outputs] == ["Hello", "Good day"]
+    assert [len(output["outputs"][0]["token_ids"]) for output in outputs] == [16, 16]
+
+
+def test_the_live_view_shows_the_queues(llm, prompts) -> None:
+    now_s, shown = 0.0, list[RenderableType]()
+    view = LiveQueues(shown.append, clock=lambda: now_s)
+    requests = llm.core.new_requests(prompts[:3], [SamplingParams(temperature=0, max_tokens=4)] * 3)
+    llm.core.loop.add(requests)
+    while llm.core.loop.live:
+        now_s += 1.0
+        llm.core.loop.step()
+        view.update(requests, llm.core.loop.batch)
+    console = Console(width=120, record=True, file=io.StringIO())
+    for one in (shown[0], shown[-1]):
+        console.print(one)
+    text = console.export_text()
+    assert "0/3 finished   waiting 0  running 3  swapped 0   3 tokens, 3/s" in text
+    assert "3/3 finished" in text
+    assert "request " in text
+    requests[0].num_proposed, requests[0].num_accepted = 8, 6
+    assert "accepted 6 of 8 proposals (75%)" in queues(requests, None, 1.0).plain

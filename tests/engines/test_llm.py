@@ -1,0 +1,213 @@
+"""The engine's tokens are the library's own, in batches, as samples and as beams; what it cannot do it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LogitsProcessor, NoRepeatNGramLogitsProcessor, TopKLogitsWarper
+
+from kvservice.client import KVClient
+from kvservice.engines import LLM, RequestOutput, SamplingParams
+from kvservice.errors import InvalidArgumentError, OutOfBlocksError
+
+GREEDY = SamplingParams(temperature=0, max_tokens=20)
+
+
+def tokens(output: RequestOutput, index: int = 0) -> list[int]:
+    return list(output.outputs[index].token_ids)
+
+
+def test_greedy_tokens_are_those_of_each_request_alone(llm, prompts, alone) -> None:
+    outputs = llm.generate(prompts, GREEDY)
+    assert [tokens(output) for output in outputs] == [alone(prompt, 20) for prompt in prompts]
+    assert all(output.finished and output.outputs[0].finish_reason == "length" for output in outputs)
+    assert [list(output.prompt_token_ids) for output in outputs] == prompts
+
+
+def test_all_blocks_are_given_back(llm, prompts, engine_daemon) -> None:
+    llm.generate(prompts, GREEDY)
+    with KVClient(engine_daemon.address) as client:
+        stats = client.stats()
+    assert stats.sequences == 0
+    assert stats.free_blocks + stats.cached_blocks == stats.num_blocks
+
+
+def test_under_pressure_the_tokens_are_the_same(llm, alone) -> None:
+    """Twelve requests that need 12 blocks each share a pool of 64, so some are preempted."""
+    prompts = [[3 + request, *range(10, 100)] for request in range(12)]
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=90))
+    assert [tokens(output) for output in outputs] == [alone(prompt, 90) for prompt in prompts]
+
+
+def test_texts_are_continued_and_end_at_stop_strings(llm, alone) -> None:
+    prompt = [5, 9, 300, 31]
+    expected = alone(prompt, 20)
+    words = "".join(f" w{token}" for token in expected)
+    (whole,) = llm.generate("w5 w9 w300 w31", GREEDY)
+    assert (whole.prompt, whole.prompt_token_ids, whole.outputs[0].text) == ("w5 w9 w300 w31", tuple(prompt), words)
+    stop = f"w{expected[7]} "
+    (stopped,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=20, stop=stop))
+    end = words.index(stop)
+    assert (stopped.outputs[0].text, stopped.outputs[0].stop_reason) == (words[:end], stop)
+    token = expected[4]
+    (stopped,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=20, stop_token_ids=[token]))
+    assert tokens(stopped) == expected[: expected.index(token) + 1]
+    assert (stopped.outputs[0].finish_reason, stopped.outputs[0].stop_reason) == ("stop", token)
+
+
+def test_each_prompt_can_have_its_own_parameters(llm, prompts, alone) -> None:
+    params = [
+        SamplingParams(temperature=0, max_tokens=3),
+        SamplingParams(temperature=0, max_tokens=12, repetition_penalty=1.5),
+        SamplingParams(temperature=0, max_tokens=12, logits_processors=[NoRepeatNGramLogitsProcessor(1)]),
+        SamplingParams(temperature=0, max_tokens=12, min_tokens=12),
+    ]
+    outputs = llm.generate(prompts[:4], params)
+    options: list[dict[str, Any]] = [
+        {},
+        {"repetition_penalty": 1.5},
+        {"no_repeat_ngram_size": 1},
+        {"min_new_tokens": 12},
+    ]
+    for prompt, output, one, given in zip(prompts, outputs, params, options, strict=False):
+        assert tokens(output) == alone(prompt, one.max_tokens, **given)
+
+
+def test_samples_of_a_prompt_differ_and_are_repeatable(llm, prompts) -> None:
+    params = SamplingParams(n=4, seed=3, max_tokens=12)
+    first, second = (llm.generate([prompts[5]], params)[0] for _ in range(2))
+    assert first == RequestOutput(first.request_id, None, second.prompt_token_ids, second.outputs, True)
+    assert [one.index for one in first.outputs] == [0, 1, 2, 3]
+    assert len({one.token_ids for one in first.outputs}) == 4
+    together = llm.generate([*prompts[:3], prompts[5]], [GREEDY, params, SamplingParams(), params])
+    assert [one.token_ids for one in together[3].outputs] == [one.token_ids for one in first.outputs]
+
+
+def test_samples_are_what_the_models_distribution_says(llm, reference) -> None:
+    """The first tokens of 256 samples, against the library's probabilities after top_k."""
+    prompt = [40, 41, 42]
+    (output,) = llm.generate([prompt], SamplingParams(n=256, seed=11, top_k=4, temperature=3.0, max_tokens=1))
+    with torch.no_grad():
+        logits = reference(torch.tensor([prompt])).logits[:, -1] / 3.0
+    expected = TopKLogitsWarper(4)(None, logits).softmax(-1)[0]
+    found = torch.bincount(torch.tensor([one.token_ids[0] for one in output.outputs]), minlength=512) / 256
+    assert not found[expected == 0].any()
+    assert ((found - expected).abs() <= 4.5 * (expected * (1 - expected) / 256).sqrt() + 1e-9).all()
+
+
+def test_best_of_returns_the_likeliest_samples(llm, prompts) -> None:
+    params: dict[str, Any] = {"seed": 5, "max_tokens": 6}
+    (every,) = llm.generate([prompts[1]], SamplingParams(n=5, logprobs=0, **params))
+    (best,) = llm.generate([prompts[1]], SamplingParams(n=2, best_of=5, **params))
+    ordered = sorted(every.outputs, key=lambda one: -one.cumulative_logprob)
+    assert [one.token_ids for one in best.outputs] == [one.token_ids for one in ordered[:2]]
+    for one in every.outputs:
+        assert one.cumulative_logprob == pytest.approx(
+            sum(logprobs[token].logprob for token, logprobs in zip(one.token_ids, one.logprobs, strict=True))
+        )
+
+
+def test_the_logprobs_of_tokens_are_the_models(llm, reference) -> None:
+    (output,) = llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=4, logprobs=3))
+    one = output.outputs[0]
+    with torch.no_grad():
+        logits = reference(torch.tensor([[5, 6, 7, *one.token_ids]])).logits[0, 2:-1]
+    expected = logits.log_softmax(-1)
+    for token, found, row in zip(one.token_ids, one.logprobs, expected, strict=True):
+        assert list(found) == row.topk(3).indices.tolist()
+        assert found[token].logprob == pytest.approx(float(row[token]), abs=1e-3)
+        assert (found[token].rank, found[token].decoded_token) == (1, f"w{token}")
+
+
+class Failing(LogitsProcessor):
+    """Raises at the third token after the prompt."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __call__(self, input_ids, scores):
+        if input_ids.shape[1] >= self._length + 2:
+            raise ValueError("the third token")
+        return scores
+
+
+def test_an_error_of_one_request_does_not_end_others(llm, prompts, alone) -> None:
+    failing = SamplingParams(n=2, temperature=0, max_tokens=20, logits_processors=[Failing(len(prompts[1]))])
+    outputs = llm.generate(prompts[:3], [GREEDY, failing, GREEDY])
+    assert [tokens(outputs[at]) for at in (0, 2)] == [alone(prompts[at], 20) for at in (0, 2)]
+    assert isinstance(outputs[1].error, ValueError)
+    assert {one.finish_reason for one in outputs[1].outputs} == {"error"}
+    assert tokens(outputs[1]) == alone(prompts[1], 2)
+    assert tokens(llm.generate([prompts[1]], GREEDY)[0]) == alone(prompts[1], 20)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "field", "said"),
+    [
+        ([], {}, "prompts[1]", "no tokens"),
+        ("", {}, "prompts[1]", "no tokens"),
+        ([512], {}, "prompts[1]", "512 is not in the vocabulary of 512"),
+        ([-1], {}, "prompts[1]", "-1 is not in the vocabulary"),
+        ([1.5], {}, "prompts[1]", "must be a text or token ids"),
+        ([[1], [2, 3]], {}, "prompts[1]", "must be a text or token ids"),
+        (7, {}, "prompts[1]", "must be a text or token ids"),
+        ([5] * 8192, {}, "prompts[1]", "has 8192 tokens, and prompt and output have at most 8192"),
+        ([5], {"stop_token_ids": [512]}, "stop_token_ids", "512 is not in the vocabulary"),
+        ([5], {"logit_bias": {512: 1.0}}, "logit_bias", "512 is not in the vocabulary"),
+    ],
+)
+def test_a_wrong_prompt_is_refused_before_anything_is_queued(llm, prompt, params, field, said) -> None:
+    with pytest.raises(InvalidArgumentError, match=said.replace("[", r"\[")) as refused:
+        llm.generate([[5], prompt], [GREEDY, SamplingParams(**params)])
+    assert refused.value.field == field
+    assert not llm.core.loop.live
+
+
+def test_what_the_pool_can_never_hold_is_refused_with_the_numbers(llm, prompts, alone) -> None:
+    with pytest.raises(OutOfBlocksError) as refused:
+        llm.generate([prompts[0], [5] * 2000], SamplingParams(temperature=0, max_tokens=10))
+    assert (refused.value.never, refused.value.required, refused.value.total) == (True, 126, 64)
+    assert tokens(llm.generate([prompts[0]], GREEDY)[0]) == alone(prompts[0], 20)
+
+
+def test_parameters_are_one_for_all_or_one_for_each(llm) -> None:
+    with pytest.raises(InvalidArgumentError) as refused:
+        llm.generate([[5], [6]], [GREEDY])
+    assert refused.value.field == "sampling_params"
+    assert llm.generate([], GREEDY) == []
+    assert len(tokens(llm.generate([5, 6])[0])) == 16, "one prompt of token ids, with the default parameters"
+
+
+def test_an_error_of_the_model_ends_all_requests_and_the_engine_goes_on(llm, prompts, alone, monkeypatch) -> None:
+    def broken(*_):
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr(llm.core.host.runner, "run", broken)
+    with pytest.raises(RuntimeError, match="device lost"):
+        llm.generate(prompts, GREEDY)
+    assert tokens(llm.generate([prompts[0]], GREEDY)[0]) == alone(prompts[0], 20)
+
+
+def test_progress_is_shown_on_standard_error(llm, prompts, capsys) -> None:
+    llm.generate(prompts[:2], GREEDY, progress=True)
+    shown = capsys.readouterr()
+    assert "2/2" in shown.err
+    assert "40 tokens" in shown.err
+    assert shown.out == ""
+
+
+def test_a_directory_without_a_model_is_refused(tmp_path) -> None:
+    with pytest.raises(InvalidArgumentError) as refused:
+        LLM(tmp_path)
+    assert refused.value.field == "model"
+
+
+def test_texts_need_a_tokenizer(directory, engine_daemon) -> None:
+    with LLM(AutoModelForCausalLM.from_pretrained(directory), address=engine_daemon.address) as llm:
+        for field, prompt, stop in (("prompts[0]", "w5", ()), ("stop", [5], ("w6",))):
+            with pytest.raises(InvalidArgumentError) as refused:
+                llm.generate([prompt], SamplingParams(stop=stop))
+            assert refused.value.field == field
+        assert llm.generate([[5]], SamplingParams(max_tokens=2))[0].outputs[0].text == ""
