@@ -64,10 +64,16 @@ class CacheEngine:
             self.device.copy(step.copies.src, step.copies.dst)
 
     def schedule(
-        self, scheduler: EngineScheduler, now_s: float, max_step_tokens: int | None, max_running: int | None
+        self,
+        scheduler: EngineScheduler,
+        now_s: float,
+        max_step_tokens: int | None,
+        max_running: int | None,
+        *,
+        ahead: bool = False,
     ) -> ScheduledBatch:
         """Make the next batch of a scheduler, see EngineScheduler.schedule."""
-        return self._submit(scheduler.schedule(now_s, max_step_tokens, max_running))
+        return self._submit(scheduler.schedule(now_s, max_step_tokens, max_running, ahead=ahead))
 
     def retry(self, scheduler: EngineScheduler) -> ScheduledBatch | None:
         """Open the batch in progress again, see EngineScheduler.retry."""

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import numpy.typing as npt
 
-from kvservice.blocks import BlockManager, SessionNamespace, StepPlan
+from kvservice.blocks import BlockManager, SessionNamespace
 from kvservice.blocks.arguments import whole_number
-from kvservice.blocks.plans import Int32Array, Int64Array
 from kvservice.blocks.slices import Slices, finish
 from kvservice.errors import (
     DuplicateSequenceError,
@@ -19,12 +17,13 @@ from kvservice.errors import (
     UnknownSequenceError,
 )
 from kvservice.scheduler.admission import Admission
-from kvservice.scheduler.batches import QueueCounts, ScheduledBatch
+from kvservice.scheduler.batches import ScheduledBatch
 from kvservice.scheduler.config import BatchPolicy, QueueOrder, SchedulerConfig
+from kvservice.scheduler.opening import Opener
 from kvservice.scheduler.preemption import Preemptor
+from kvservice.scheduler.reporting import Reporter
 from kvservice.scheduler.reports import Report, check_report
 from kvservice.scheduler.requests import (
-    RUNNING,
     PreparedRequest,
     Request,
     RequestGroup,
@@ -65,12 +64,9 @@ class EngineScheduler:
         self._admission = Admission(self.queues, self._preemptor)
         self._samples = Samples(self.queues)
         self._retrier = Retrier(self.queues, self._preemptor)
+        self._opener = Opener(self.queues)
+        self._reporter = Reporter(self.queues, self._samples, latencies)
         self._num_steps = self._num_arrived = 0
-        self._row_numbers = np.arange(config.max_running, dtype=np.int32)
-        self._row_numbers.flags.writeable = False
-        self._batch: ScheduledBatch | None = None
-        self._draft: Draft | None = None
-        self._aborted: list[int] = []
 
     def __len__(self) -> int:
         """Number of requests that are not finished."""
@@ -79,7 +75,7 @@ class EngineScheduler:
     @property
     def unreported(self) -> tuple[int, ...]:
         """The numbers of the batches that are not reported, the oldest first."""
-        return () if self._batch is None else (self._batch.number,)
+        return tuple(flight.batch.number for flight in self.queues.flight)
 
     def add(self, request: Request, now_s: float = 0.0) -> None:
         """Queue a request.
@@ -139,28 +135,39 @@ class EngineScheduler:
             )  # fmt: skip
 
     def abort(self, request_id: int) -> None:
-        """Drop a request with all its samples. While a batch is not reported, a request that runs ends with it. Raises
+        """Drop a request with all its samples. Those that are in a batch in flight end with its report. Raises
         UnknownSequenceError."""
         group = self.queues.requests.get(whole_number(request_id, "request_id", 0, 2**63 - 1))
-        if group is None or request_id in self._aborted:
+        if group is None or request_id in self.queues.aborted:
             raise UnknownSequenceError(
                 f"request {request_id} is unknown or finished", field="request_id", sequence_id=request_id
             )
         self.queues.counters.aborted += 1
-        if self._batch is not None and any(state.phase in RUNNING for state in group.members):
-            self._aborted.append(request_id)
+        if self.queues.in_flight(group):
+            self.queues.aborted.append(request_id)
+            self._samples.withdraw_idle(group)
         else:
             self._samples.end([], [request_id])
 
     def schedule(
-        self, now_s: float = 0.0, max_step_tokens: int | None = None, max_running: int | None = None
+        self,
+        now_s: float = 0.0,
+        max_step_tokens: int | None = None,
+        max_running: int | None = None,
+        *,
+        ahead: bool = False,
     ) -> ScheduledBatch:
         """Make the batch of the next step, and open its step. The budgets may be below those of the configuration.
 
-        Raises FailedPreconditionError if the tokens of the last batch are not reported yet.
+        With `ahead` one batch may be in flight. The new one goes on after it, without the sequences whose next token
+        depends on its report. It has no step if a running request would have to be preempted: then the engine reports
+        the batch in flight first. Raises FailedPreconditionError if more batches are in flight than may be.
         """
-        if self._batch is not None:
-            raise FailedPreconditionError(f"the tokens of batch {self._batch.number} are not reported", field="batch")
+        flight = self.queues.flight
+        if len(flight) > (1 if ahead else 0):
+            raise FailedPreconditionError(
+                f"the tokens of batch {flight[0].batch.number} are not reported", field="batch"
+            )
         config, shares = self.config, self._shares
         tokens, running = config.max_step_tokens, config.max_running
         if max_step_tokens is not None:
@@ -169,17 +176,18 @@ class EngineScheduler:
             running = whole_number(max_running, "max_running", 1, running)
         if len(shares) > 1:
             self.share.held = self.queues.held_blocks()
-        draft = Draft(tokens, running, shares.allowance(self.share))
+        draft = Draft(tokens, running, shares.allowance(self.share), ahead=bool(flight))
+        if flight:
+            flight[0].advance(self.queues.decodes)
         if draft.max_new_blocks < 0 and self.queues.num_running > 1:
             self._preemptor.preempt_one(draft)
         self._admission.preempt_for_priority(draft)
-        self._fill(draft, now_s)
+        if not draft.blocked:
+            self._fill(draft, now_s)
         self._num_steps += 1
-        batch = self._open(draft)
+        batch = self._opener.open(draft, self._num_steps)
         self._num_stalled = batch.num_stalled
         self.queues.counters.count_batch(batch)
-        if batch.step is not None:
-            self._batch, self._draft = batch, draft
         if len(shares) > 1:
             self.share.held = self.queues.held_blocks()
             self.share.hungry = draft.short or len(self.queues.waiting) > 0
@@ -192,138 +200,68 @@ class EngineScheduler:
             self._preemptor.choose_decodes(draft)
         else:
             draft.needed = self.queues.needed_blocks()
+        if draft.blocked:
+            return
         for state in self.queues.prefilling.values():
-            draft.add_chunk(state, self.config.long_prefill_tokens)
+            if not self.queues.aborted or state.group.request_id not in self.queues.aborted:
+                draft.add_chunk(state, self.config.long_prefill_tokens)
         if not draft.short:
             self._admission.admit(draft, now_s)
         if not chunked and not draft.chunks:
             draft.needed = 0
             self._preemptor.choose_decodes(draft)
 
-    def _open(self, draft: Draft) -> ScheduledBatch:
-        """Open the step of a draft."""
-        decodes, chunks, lookahead = self.queues.decodes, draft.chunks, self.config.lookahead
-        num_decodes = len(draft.decodes)
-        if draft.all_decodes:
-            ids, tokens = decodes.ids[:num_decodes], decodes.tokens[:num_decodes]
-            decodes.blocks[:num_decodes] += draft.growth
-        else:
-            ids, tokens = decodes.ids[draft.decodes], decodes.tokens[draft.decodes]
-            decodes.blocks[draft.decodes] += draft.growth
-        step: StepPlan | None = None
-        ids = ids.copy()
-        if chunks:
-            chunk_ids = np.array([state.sequence_id for state, _ in chunks], np.int64)
-            counts = np.concatenate([np.ones(num_decodes, np.int64), [count for _, count in chunks]])
-            ids = np.concatenate([ids, chunk_ids])
-            if num_decodes:
-                step = self._manager.advance(self._namespace, ids, tokens, counts, lookahead)
-            else:
-                step = self._manager.open_step(self._namespace, ids, counts, lookahead)
-        elif num_decodes:
-            step = self._manager.append(self._namespace, ids, tokens, lookahead=lookahead)
-        return self._batch_of(draft, ids, step)
-
-    def _batch_of(self, draft: Draft, ids: Int64Array, step: StepPlan | None) -> ScheduledBatch:
-        """Return the batch of a step over the sequences `ids` int64[n]."""
-        num_decodes = len(draft.decodes)
-        sampled, rows = ids[:num_decodes], self._row_numbers[:num_decodes]
-        if draft.chunks:
-            first, samples = self._samples_of_chunks(draft.chunks)
-            sampled = np.concatenate([sampled, samples])
-            rows = np.concatenate([rows, num_decodes + first])
-        return ScheduledBatch(
-            self._num_steps,
-            step,
-            num_decodes,
-            sampled,
-            rows,
-            QueueCounts(len(self.queues.waiting), self.queues.num_running, len(self.queues.swapped)),
-            tuple(draft.preempted),
-            tuple(draft.swapped_out),
-            tuple(draft.swapped_in),
-            draft.num_stalled,
-        )
-
-    def _samples_of_chunks(self, chunks: list[tuple[RequestState, int]]) -> tuple[Int32Array, Int64Array]:
-        """Return the samples that get a token after these chunks: int32[m], which chunk, and int64[m], its sequence."""
-        which, ids = list[int](), list[int]()
-        for i, (state, count) in enumerate(chunks):
-            if count == state.pending:
-                ids += range(state.sequence_id, state.sequence_id + state.num_places)
-                which += [i] * state.num_places
-        return np.array(which, np.int32), np.array(ids, np.int64)
-
     def update(self, report: Report, now_s: float = 0.0) -> list[int]:
-        """Accept the report of a batch. A request also finishes with its last of max_tokens.
+        """Accept the report of the oldest batch in flight. A request also finishes with its last of max_tokens.
 
-        Returns the ids of all requests that finished or were aborted; their blocks are given back. Raises
-        FailedPreconditionError if this is not the current batch or a layer of it is not written, and
+        Returns the ids of all requests that finished or were aborted. Their blocks are given back; those of a sequence
+        in another batch in flight with the report of that one, which has no token of it. Raises
+        FailedPreconditionError if this is not the batch to report or a layer of it is not written, and
         InvalidArgumentError.
         """
-        batch, draft = self._batch, self._draft
-        if batch is None or draft is None or batch.step is None or batch.number != report.batch:
-            raise FailedPreconditionError(f"batch {report.batch} is not in progress", field="batch")
-        tokens, finished = check_report(batch, report)
-        written = self._manager.written_layers(self._namespace, batch.step.step_id)
+        queues, flight = self.queues, self.queues.flight
+        if not flight or flight[0].batch.number != report.batch:
+            raise FailedPreconditionError(f"batch {report.batch} is not the one to report", field="batch")
+        oldest = flight[0]
+        sampled = self._reporter.sampled(oldest)
+        checked = check_report(sampled, report)
+        written = self._manager.written_layers(self._namespace, oldest.step.step_id)
         if written is None or 0 in written:
             raise FailedPreconditionError("not all layers of the step are written", field="batch")
-        self._batch = self._draft = None
-        over = self._update_decodes(batch, draft, tokens[: batch.num_decodes], finished, now_s)
-        over += self._update_chunks(draft, tokens[batch.num_decodes :].tolist(), finished, now_s)
-        self.queues.counters.generated_tokens += len(tokens)
-        ended = self._samples.end(over, self._aborted) if over or self._aborted else []
-        self.queues.counters.finished += len(ended) - len(self._aborted)
-        self._aborted.clear()
-        self.share.active = bool(self.queues.requests)
+        del flight[0]
+        over = self._reporter.apply(oldest, sampled, checked, now_s)
+        queues.counters.generated_tokens += len(checked.tokens)
+        ended = self._end(over) if over or queues.aborted else []
+        if oldest.ended:
+            self._manager.free(self._namespace, oldest.ended)
+        self.share.active = bool(queues.requests)
         return ended
 
-    def _update_decodes(
-        self, batch: ScheduledBatch, draft: Draft, tokens: Int32Array, finished: set[int], now_s: float
-    ) -> list[int]:
-        """Advance the decodes. Returns the ids of those that are over."""
-        if not batch.num_decodes:
-            return []
-        decodes, which = self.queues.decodes, slice(0, batch.num_decodes) if draft.all_decodes else draft.decodes
-        decodes.tokens[which] = tokens
-        decodes.lengths[which] += 1
-        decodes.generated[which] += 1
-        self._latencies.between_tokens.observe(decodes.times.advance(which, len(tokens), now_s), len(tokens))
-        over = decodes.generated[which] >= decodes.limits[which]
-        if finished:
-            over |= np.isin(batch.sampled[: batch.num_decodes], list(finished))
-        return batch.sampled[: batch.num_decodes][over].tolist() if np.count_nonzero(over) else []
-
-    def _update_chunks(self, draft: Draft, tokens: list[int], finished: set[int], now_s: float) -> list[int]:
-        """Advance the prefills; those with all tokens computed decode from now on. Returns the ids of those over."""
-        over, sampled = list[int](), iter(tokens)
-        for state, count in draft.chunks:
-            state.pending -= count
-            if state.pending:
-                continue
-            self.queues.end_prefill(state)
-            self._latencies.observe_token(state, now_s)
-            over += self._samples.start(state, [next(sampled) for _ in range(state.num_places)], finished)
-        return over
+    def _end(self, over: list[int]) -> list[int]:
+        """End these sequences, and the aborted requests that are in no batch any more."""
+        queues = self.queues
+        aborted = [one for one in queues.aborted if not queues.in_flight(queues.requests[one])]
+        ended = self._samples.end(over, aborted)
+        queues.counters.finished += len(ended) - len(aborted)
+        queues.aborted[:] = [one for one in queues.aborted if one in queues.requests]
+        return ended
 
     def retry(self) -> ScheduledBatch | None:
-        """Open the batch in progress again, as a new step and under a new number, for an engine that lost what it
-        computed. Returns None if there is none.
+        """Open the oldest batch in flight again, as a new step and under a new number, for an engine that lost what it
+        computed. The batch that was made after it is taken back. Returns None if no batch is in flight.
 
         The new batch has all sequences that sample, and chunks that are not computed. Nothing that is computed is
         computed again, except the last token of each sequence that samples. The old step is stale. If blocks are short,
         a sequence may be preempted; if nothing is left to compute, the batch has no step, and needs no report.
         """
-        if self._batch is None or self._draft is None:
+        if not self.queues.flight:
             return None
-        draft, ids, step = self._retrier.retry(self._batch, self._draft)
+        draft, ids, step = self._retrier.retry()
         self._num_steps += 1
-        batch = self._batch_of(draft, ids, step)
+        batch = self._opener.batch_of(draft, ids, step, self._num_steps)
         self.queues.counters.count_batch(batch)
-        self._batch, self._draft = (batch, draft) if step else (None, None)
-        if step is None and self._aborted:
-            self._samples.end([], self._aborted)
-            self._aborted.clear()
+        if step is None:
+            self._end([])
         return batch
 
     def describe(
@@ -344,6 +282,5 @@ class EngineScheduler:
         """Forget all requests, for an engine whose namespace is closed."""
         self._shares.remove(self.share)
         counters = self.queues.counters
-        counters.aborted += len(self) - len(self._aborted)
+        counters.aborted += len(self) - len(self.queues.aborted)
         self.queues = EngineQueues(self._manager, self._namespace, self.config, counters)
-        self._batch = self._draft = None

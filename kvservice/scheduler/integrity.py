@@ -15,7 +15,8 @@ def check_integrity(engine: EngineScheduler) -> None:
     Raises InternalError."""
     finish(check_in_slices(engine))
     queues = engine.queues
-    _require(len(queues.namespace) == len(queues.states) - len(queues.waiting), "the sequences differ")
+    num_ended = sum(len(flight.ended) for flight in queues.flight)
+    _require(len(queues.namespace) == len(queues.states) - len(queues.waiting) + num_ended, "the sequences differ")
 
 
 def check_in_slices(engine: EngineScheduler) -> Slices[None]:
@@ -41,6 +42,19 @@ def _check_counts(engine: EngineScheduler) -> None:
     num_placed = len(queues.waiting) + len(queues.prefilling) + len(queues.decodes) + len(queues.swapped)
     _require(num_placed == len(queues.states), "a sample is in two queues, or in none")
     _require(queues.num_running <= engine.config.max_running, "more requests run than may")
+    _check_flight(engine)
+
+
+def _check_flight(engine: EngineScheduler) -> None:
+    """Compare the batches in flight with the decode set, which changes while they are."""
+    queues = engine.queues
+    _require(len(queues.flight) <= 2, "too many batches are in flight")
+    _require(bool(queues.flight) or not queues.aborted, "an aborted request remains")
+    for flight in queues.flight:
+        ids, ended = flight.step.sequence_ids[: flight.batch.num_decodes].tolist(), set(flight.ended)
+        left = [sequence_id for sequence_id in ids if sequence_id not in ended]
+        _require(queues.decodes.ids[flight.draft.which].tolist() == left, "a batch in flight has other decodes")
+        _require(not ended & queues.states.keys(), "an ended sequence is in a queue")
 
 
 def _check_place(queues: EngineQueues, state: RequestState) -> None:

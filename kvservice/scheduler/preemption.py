@@ -6,9 +6,11 @@ prefix cache, and the deepest are evicted first: when it runs again, only what o
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
-from kvservice.blocks.plans import Int64Array
+from kvservice.blocks.plans import BoolArray, Int64Array
 from kvservice.scheduler.batches import NO_SEQUENCES, Preemption
 from kvservice.scheduler.config import PreemptionMode
 from kvservice.scheduler.requests import Phase, RequestState
@@ -30,20 +32,33 @@ class Preemptor:
         copies = self._queues.tail_copies() if decodes.sharing else None
         if copies:
             needed += copies[1]
-        if len(decodes) <= draft.tokens_left and needed <= self._manager.num_available:
+        eligible = self._eligible() if draft.ahead else None
+        if eligible is None and len(decodes) <= draft.tokens_left and needed <= self._manager.num_available:
             draft.decodes, draft.growth, draft.all_decodes = decodes.ids, growth, True
         else:
-            chosen = self._choose(draft)
+            chosen = self._choose(draft, eligible)
             draft.decodes, draft.growth = chosen, decodes.needs()[chosen]
             needed = int(self._needs()[chosen].sum())
         draft.needed += needed
         draft.tokens_left -= len(draft.decodes)
 
-    def _choose(self, draft: Draft) -> Int64Array:
-        """Return the indices of the decodes to run; preempt until few enough of them lack a block."""
+    def _eligible(self) -> BoolArray | None:
+        """Return which decodes may be in a batch while another one is in flight: bool[n], or None if all may."""
+        queues, decodes = self._queues, self._queues.decodes
+        eligible: BoolArray = decodes.generated < decodes.limits
+        if queues.aborted:
+            members = itertools.chain.from_iterable(queues.requests[one].members for one in queues.aborted)
+            eligible &= ~np.isin(decodes.ids, [state.sequence_id for state in members])
+        return None if eligible.all() else eligible
+
+    def _choose(self, draft: Draft, eligible: BoolArray | None) -> Int64Array:
+        """Return the indices of the eligible decodes to run; preempt until few enough of them lack a block."""
         decodes = self._queues.decodes
-        while len(decodes):
-            order = decodes.by_rank()[: draft.tokens_left]
+        while len(decodes) and not draft.blocked:
+            order = decodes.by_rank()
+            if eligible is not None:
+                order = order[eligible[order]]
+            order = order[: draft.tokens_left]
             growth = self._needs()[order]
             served = (np.cumsum(growth) <= self._manager.num_available) | (growth == 0)
             unserved = int(np.count_nonzero(~served))
@@ -74,6 +89,9 @@ class Preemptor:
             num_missing -= self._queues.blocks_of(state)
         if num_missing > 0:
             return False
+        if draft.ahead:
+            draft.blocked = bool(chosen)
+            return False
         for state in chosen:
             self.preempt(state, draft)
         return bool(chosen)
@@ -83,6 +101,9 @@ class Preemptor:
         blocks, so that least is recomputed. The first of the order is only preempted if it is alone, so it always goes
         on, and no request starves."""
         draft.short = True
+        if draft.ahead:
+            draft.blocked = True
+            return
         running = self._queues.running_by_rank()
         lowest = [state for state in running[1:] if state.rank[0] == running[-1].rank[0]] or running
         self.preempt(min(reversed(lowest), key=self._queues.blocks_of), draft)

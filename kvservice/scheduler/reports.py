@@ -10,9 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvservice.blocks.arguments import int32_array, int64_array
-from kvservice.blocks.plans import Int32Array
+from kvservice.blocks.plans import Int32Array, Int64Array
 from kvservice.errors import InvalidArgumentError
-from kvservice.scheduler.batches import ScheduledBatch
 
 _NO_TOKENS = np.zeros(0, np.int32)
 _NO_TOKENS.flags.writeable = False
@@ -46,12 +45,13 @@ class CheckedReport(NamedTuple):
     finished: set[int]
 
 
-def check_report(batch: ScheduledBatch, report: Report) -> CheckedReport:
-    """Validate a report of this batch. Raises InvalidArgumentError naming the field."""
+def check_report(sampled: Int64Array, report: Report) -> CheckedReport:
+    """Validate a report with the tokens of the sequences `sampled` int64[m]. Raises InvalidArgumentError naming the
+    field."""
     for name in ("num_tokens", "parents", "proposals", "num_proposed"):
         if getattr(report, name) is not None:
             raise InvalidArgumentError("is not supported", field=name)
-    num_sampled, tokens = len(batch.sampled), _NO_TOKENS
+    num_sampled, tokens = len(sampled), _NO_TOKENS
     if num_sampled or np.size(report.token_ids):
         tokens = int32_array(report.token_ids, "token_ids")
     if len(tokens) != num_sampled:
@@ -59,7 +59,7 @@ def check_report(batch: ScheduledBatch, report: Report) -> CheckedReport:
     if not len(report.finished):
         return CheckedReport(tokens, set())
     finished = set(int64_array(report.finished, "finished").tolist())
-    unknown = finished.difference(batch.sampled.tolist())
+    unknown = finished.difference(sampled.tolist())
     if unknown:
         raise InvalidArgumentError(f"sequence {min(unknown)} got no token in this batch", field="finished")
     return CheckedReport(tokens, finished)

@@ -7,9 +7,8 @@ import numpy as np
 from kvservice.blocks import StepPlan
 from kvservice.blocks.plans import Int64Array
 from kvservice.errors import OutOfBlocksError
-from kvservice.scheduler.batches import ScheduledBatch
 from kvservice.scheduler.preemption import Preemptor
-from kvservice.scheduler.state import Draft, EngineQueues
+from kvservice.scheduler.state import Draft, EngineQueues, InFlight
 
 
 class Retrier:
@@ -19,15 +18,27 @@ class Retrier:
         self._queues, self._config, self._preemptor = queues, queues.config, preemptor
         self._manager, self._namespace = queues.manager, queues.namespace
 
-    def retry(self, batch: ScheduledBatch, draft: Draft) -> tuple[Draft, Int64Array, StepPlan | None]:
-        """Open a new step for a batch: the draft of it, its sequences, and the step if any are left.
+    def retry(self) -> tuple[Draft, Int64Array, StepPlan | None]:
+        """Open a new step for the oldest batch in flight: its draft, its sequences, and the step if any are left. The
+        batch after it is taken back.
 
         Chunks that are computed are done, unless an engine samples after them; then their last token is computed again.
         A block to write may be shared meanwhile, so that its copy needs a block. If there is none, a request is
         preempted.
         """
-        again = Draft(0, draft.max_running, 0)
-        starts = self._starts(batch, draft, again)
+        queues = self._queues
+        lost, later = queues.flight[0], queues.flight[1:]
+        queues.flight.clear()
+        again = Draft(0, lost.draft.max_running, 0)
+        for batch in later:
+            self._remove_tokens(batch)
+        if lost.advanced:
+            lost.count(queues.decodes, -1)
+        if lost.ended:
+            self._manager.free(self._namespace, lost.ended)
+        starts = self._starts(lost, again)
+        for batch in later:
+            self._recount_chunks(batch, starts, again)
         while starts:
             ids = np.array(list(starts), np.int64)
             again.decodes = np.flatnonzero(np.isin(self._queues.decodes.ids, ids))
@@ -42,17 +53,40 @@ class Retrier:
         again.decodes = again.growth = np.zeros(0, np.int64)
         return again, again.decodes, None
 
-    def _starts(self, batch: ScheduledBatch, draft: Draft, again: Draft) -> dict[int, int]:
+    def _remove_tokens(self, batch: InFlight) -> None:
+        """Remove the tokens that a batch made ahead has appended. Those that were not known are in no sequence."""
+        decodes, which = self._queues.decodes, np.arange(len(self._queues.decodes))[batch.draft.which]
+        appended = which if batch.unknown is None else which[~batch.unknown]
+        if len(appended):
+            lengths = decodes.lengths[appended]
+            self._manager.truncate(self._namespace, decodes.ids[appended], lengths)
+            config = self._manager.config
+            decodes.blocks[appended] = (lengths + config.block_mask) >> config.block_shift
+            decodes.sharing = True
+
+    def _recount_chunks(self, batch: InFlight, starts: dict[int, int], again: Draft) -> None:
+        """Count what is computed of the chunks of a batch made ahead. A prompt with all tokens computed goes back to
+        the queue, because the token after them was not reported."""
+        for state, _ in batch.draft.chunks:
+            if state.sequence_id in starts:
+                continue
+            (described,) = self._manager.describe(self._namespace, [state.sequence_id])
+            state.pending = described.length - described.num_computed
+            if not state.pending:
+                self._preemptor.recompute(state, again)
+
+    def _starts(self, lost: InFlight, again: Draft) -> dict[int, int]:
         """Return the first token to compute of each sequence in the new step, and put its chunks into the draft."""
-        step = batch.step
-        assert step is not None, "a batch in progress has a step"
+        step, num_decodes = lost.step, lost.batch.num_decodes
         ids, stops = step.sequence_ids.tolist(), step.context_lens.tolist()
         begun = (step.context_lens - step.query_lens).tolist()
-        starts = dict(zip(ids[: batch.num_decodes], begun, strict=False))
-        described = self._manager.describe(self._namespace, ids)
-        for i, (state, count) in enumerate(draft.chunks, start=batch.num_decodes):
+        starts = dict(zip(ids[:num_decodes], begun, strict=False))
+        for sequence_id in lost.ended:
+            del starts[sequence_id]
+        for i, (state, count) in enumerate(lost.draft.chunks, start=num_decodes):
             start, left = begun[i], count
-            if described[i].num_computed >= stops[i]:
+            (described,) = self._manager.describe(self._namespace, [state.sequence_id])
+            if described.num_computed >= stops[i]:
                 state.pending -= count
                 if state.pending:
                     continue

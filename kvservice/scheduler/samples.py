@@ -8,7 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from kvservice.scheduler.requests import RUNNING, Phase, RequestState
+from kvservice.scheduler.requests import RUNNING, Phase, RequestGroup, RequestState
 from kvservice.scheduler.state import EngineQueues
 
 # Preempted requests at the head of the queue whose cached blocks are kept longest.
@@ -84,10 +84,23 @@ class Samples:
             queues.forget(group)
         return [group.request_id for group in ended]
 
+    def withdraw_idle(self, group: RequestGroup) -> None:
+        """Remove the samples of an aborted request that are in no batch in flight."""
+        for state in [state for state in group.members if not self._queues.has_in_flight([state.sequence_id])]:
+            group.ended[state.sequence_id] = self._queues.tokens_of(state)
+            group.members.remove(state)
+            self._queues.withdraw(state)
+
     def _free(self, sequence_ids: list[int]) -> None:
-        decodes = self._queues.decodes
-        decodes.keep(~np.isin(decodes.ids, sequence_ids))
-        self._manager.free(self._namespace, sequence_ids)
+        """Remove decodes, and free their sequences: those that a batch in flight computes with its report."""
+        queues = self._queues
+        queues.keep_decodes(~np.isin(queues.decodes.ids, sequence_ids))
+        for flight in queues.flight:
+            computed = set(sequence_ids).intersection(flight.step.sequence_ids.tolist())
+            flight.ended += computed
+            sequence_ids = [name for name in sequence_ids if name not in computed]
+        if sequence_ids:
+            self._manager.free(self._namespace, sequence_ids)
         for state in itertools.islice(self._queues.waiting, _MAX_TOUCHED):
             if state.preempted:  # it runs again soon: what the finished requests leave in the cache is evicted before
                 self._manager.touch(state.hashes)

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvservice.blocks import BlockManager, SessionNamespace, SwapPlan
+from kvservice.blocks import BlockManager, SessionNamespace, StepPlan, SwapPlan
 from kvservice.blocks.plans import BoolArray, Int32Array, Int64Array
-from kvservice.scheduler.batches import NO_SEQUENCES, Preemption
+from kvservice.scheduler.batches import NO_SEQUENCES, Preemption, ScheduledBatch
 from kvservice.scheduler.config import SchedulerConfig
 from kvservice.scheduler.decoding import DecodeSet
 from kvservice.scheduler.requests import Phase, RequestGroup, RequestState
@@ -20,8 +20,9 @@ class EngineQueues:
     """All requests of one engine: `requests` by id, and the `states` of their samples by sequence id, each of them also
     in one of `waiting`, `prefilling`, `decodes` and `swapped`.
 
-    `reserved` are the sequence ids of all samples that are not the first of their request. `computing` are the chain
-    hashes of the blocks that running prefills compute.
+    `flight` are the batches that are not reported, the oldest first. `aborted` are the ids of aborted requests of which
+    some samples are in one of them. `reserved` are the sequence ids of all samples that are not the first of their
+    request. `computing` are the chain hashes of the blocks that running prefills compute.
     """
 
     def __init__(
@@ -41,6 +42,8 @@ class EngineQueues:
         self.decodes = DecodeSet(capacity, manager.config, config.lookahead)
         self.swapped = WaitingQueue()
         self.computing: set[bytes] = set()
+        self.flight: list[InFlight] = []
+        self.aborted: list[int] = []
         self.counters = counters
         self._num_prefilling = 0
 
@@ -104,7 +107,25 @@ class EngineQueues:
         if state.phase is Phase.SWAPPED:
             return np.append(snapshot.token_ids, np.int32(state.next_token))
         at = self.decodes.index(state.sequence_id)
-        return np.append(snapshot.token_ids[: self.decodes.lengths[at]], self.decodes.tokens[at])
+        length = int(self.decodes.lengths[at])
+        if self.flight and self.flight[0].advanced and self.has_in_flight([state.sequence_id], self.flight[:1]):
+            length -= 1  # the token after these is not reported yet
+        return np.append(snapshot.token_ids[:length], self.decodes.tokens[at])
+
+    def has_in_flight(self, sequence_ids: list[int], flight: list[InFlight] | None = None) -> bool:
+        """Return whether one of these batches, as a rule all in flight, computes one of these sequences."""
+        batches = self.flight if flight is None else flight
+        return any(bool(np.isin(one.step.sequence_ids, sequence_ids).any()) for one in batches)
+
+    def in_flight(self, group: RequestGroup) -> bool:
+        """Return whether a batch in flight computes a sample of a request."""
+        return bool(self.flight) and self.has_in_flight([state.sequence_id for state in group.members])
+
+    def keep_decodes(self, kept: BoolArray) -> None:
+        """Remove the decodes that are not in `kept` bool[n], also from the batches in flight."""
+        for flight in self.flight:
+            flight.keep(kept)
+        self.decodes.keep(kept)
 
     def leave_decodes(self, state: RequestState) -> int:
         """Remove a sequence from the decoding ones, and note its progress. Returns its next token."""
@@ -114,7 +135,7 @@ class EngineQueues:
         token, state.token_at_s = int(decodes.tokens[at]), decodes.times.at(at)
         kept = np.ones(len(decodes), np.bool_)
         kept[at] = False
-        decodes.keep(kept)
+        self.keep_decodes(kept)
         return token
 
     def running_by_rank(self) -> list[RequestState]:
@@ -159,7 +180,8 @@ class Draft:
     engine's allowance of blocks for new requests. `needed` counts blocks that the step will allocate when it is opened.
     `decodes` int64[n] are indices into the decode set, with `growth` int64[n] new blocks each. With `all_decodes` the
     decodes are the first n of the set, and their indices do not count. `chunks` are prompts with the tokens to compute.
-    `short` says that running requests lack blocks.
+    `short` says that running requests lack blocks. With `ahead` a batch is in flight, so that nothing may be preempted:
+    `blocked` says that something would be, and that the batch is not made.
     """
 
     tokens_left: int
@@ -175,6 +197,13 @@ class Draft:
     preempted: list[Preemption] = field(default_factory=list)
     swapped_out: list[SwapPlan] = field(default_factory=list)
     swapped_in: list[SwapPlan] = field(default_factory=list)
+    ahead: bool = False
+    blocked: bool = False
+
+    @property
+    def which(self) -> slice | Int64Array:
+        """The indices of the decodes in the decode set."""
+        return slice(0, len(self.decodes)) if self.all_decodes else self.decodes
 
     def add_chunk(self, state: RequestState, long_prefill_tokens: int) -> None:
         """Give a prefill as much of the token budget as it may have."""
@@ -184,3 +213,45 @@ class Draft:
         if count:
             self.chunks.append((state, count))
             self.tokens_left -= count
+
+
+@dataclass(slots=True, eq=False)
+class InFlight:
+    """A batch that is not reported, its step and its draft, whose decodes are those that have not ended since.
+
+    `unknown` bool[n] are the decodes whose token is not known, because the batch before samples it, or None. `advanced`
+    says that the progress of its sequences is counted, because the next batch was made. `ended` are sequences that
+    ended with the report before, and are freed with that of this batch.
+    """
+
+    batch: ScheduledBatch
+    step: StepPlan
+    draft: Draft
+    unknown: BoolArray | None = None
+    advanced: bool = False
+    ended: list[int] = field(default_factory=list)
+
+    def advance(self, decodes: DecodeSet) -> None:
+        """Count the progress of the batch, which does not depend on its tokens, unless it is counted."""
+        if not self.advanced:
+            self.advanced = True
+            self.count(decodes, 1)
+
+    def count(self, decodes: DecodeSet, sign: int) -> None:
+        """Count the progress of the batch, or take it back with a sign of -1."""
+        which = self.draft.which
+        decodes.lengths[which] += sign
+        decodes.generated[which] += sign
+        for state, count in self.draft.chunks:
+            state.pending -= sign * count
+
+    def keep(self, kept: BoolArray) -> None:
+        """Follow a change of the decode set, of which only `kept` bool[n] remain."""
+        draft = self.draft
+        mine = kept[draft.which]
+        if draft.all_decodes:
+            draft.decodes = draft.decodes[mine]
+        else:
+            draft.decodes = (np.cumsum(kept) - 1)[draft.decodes[mine]]
+        if self.unknown is not None:
+            self.unknown = self.unknown[mine]

@@ -173,7 +173,8 @@ class SessionScheduler:
         again = self._engine.retry(self.scheduler) if request.retry else None
         if again is not None and again.step is not None:
             return again
-        batch = self._engine.schedule(self.scheduler, now_s, request.max_step_tokens, request.max_running)
+        tokens, running = request.max_step_tokens, request.max_running
+        batch = self._engine.schedule(self.scheduler, now_s, tokens, running, ahead=request.ahead)
         return batch if again is None else dataclasses.replace(batch, preempted=again.preempted + batch.preempted)
 
     def _check(self, request: StepRequest) -> None:
@@ -190,10 +191,8 @@ class SessionScheduler:
                 f"batch {number} is not in progress", field=f"reports[{len(unreported)}].batch"
             )
         left = unreported[len(request.reports) :]
-        if left and not request.retry:
+        if len(left) > request.ahead and not request.retry:
             raise FailedPreconditionError(f"batch {left[0]} is not reported", field="reports")
-        if request.ahead:
-            raise InvalidArgumentError("is not supported", field="ahead")
 
     def describe(
         self, request_ids: Sequence[int] | None, first: int, limits: PageLimits
@@ -224,8 +223,9 @@ class SessionScheduler:
         if not self._requests:
             return
         queues = self.scheduler.queues
+        ended = {sequence_id for flight in queues.flight for sequence_id in flight.ended}
         for i, sequence_id in enumerate(sequence_ids):
-            if int(sequence_id) in queues.requests or int(sequence_id) in queues.reserved:
+            if int(sequence_id) in queues.requests or int(sequence_id) in queues.reserved or int(sequence_id) in ended:
                 raise SequenceScheduledError(
                     f"sequence {sequence_id} belongs to the session's scheduler",
                     field=field.format(i), sequence_id=int(sequence_id),

@@ -147,7 +147,7 @@ def test_reports_are_for_the_current_batch_when_it_is_computed() -> None:
 
 
 @pytest.mark.parametrize("budget", [{"max_step_tokens": 0}, {"max_step_tokens": 1 << 40}, {"max_running": 1 << 40}])
-def test_budgets_are_checked(budget: dict[str, int]) -> None:
+def test_budgets_are_checked(budget: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgumentError) as refused:
         make_rig().engine.schedule(**budget)
     assert refused.value.field in budget

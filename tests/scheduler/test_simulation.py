@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from schedule_rig import EngineRig, make_manager, open_rig
 
-from kvservice.blocks import AllocationRequest, BlockManager
+from kvservice.blocks import AllocationRequest, BlockManager, SessionNamespace
 from kvservice.errors import OutOfBlocksError
 from kvservice.scheduler import BatchPolicy, PreemptionMode, QueueOrder, Scheduler
 from kvservice.scheduler.integrity import check_integrity
@@ -44,12 +44,13 @@ class Simulation:
         self.manager = make_manager(NUM_BLOCKS, num_swap_blocks=self.random.choice([0, 20]), max_sequences=40)
         self.scheduler = Scheduler(self.manager)
         self.squatter = Squatter(self.manager)
+        self.depths: dict[SessionNamespace, int] = {}
         self.rigs = [self.open() for _ in range(self.random.choice([1, 2, 3]))]
         self.now_s, self.next_id, self.killed, self.retried = 0.0, 0, 0, 0
 
     def open(self) -> EngineRig:
         choose = self.random.choice
-        return open_rig(
+        rig = open_rig(
             self.scheduler,
             self.manager,
             choose([0.5, 1.0, 3.0]),
@@ -65,6 +66,8 @@ class Simulation:
             max_stalled_fraction=choose([0.0, 0.3, 1.0]),
             delay_factor=choose([0.0, 1.0]),
         )
+        self.depths[rig.namespace], rig.late = choose([0, 1]), choose([False, True])
+        return rig
 
     def add(self, rig: EngineRig) -> None:
         shared = [7] * self.random.choice([0, 0, 9, 21])
@@ -85,6 +88,7 @@ class Simulation:
         )
 
     def step(self, rig: EngineRig) -> None:
+        """Make a batch and report one. Some engines are one step ahead at times, and some lose a step."""
         batch = rig.begin(self.random.random() < 0.9, now_s=self.now_s)
         while batch.step is not None and self.random.random() < 0.1:
             self.squat(rig)
@@ -92,16 +96,23 @@ class Simulation:
             self.retried += 1
         if self.random.random() < 0.1 and len(rig.engine):
             self.abort(rig)
-        rig.end(batch)
+        if batch.step is None or len(rig.flight) > self.depths[rig.namespace]:
+            self.report(rig)
+        if self.random.random() < 0.1:
+            rig.settle(self.now_s)
+
+    def report(self, rig: EngineRig) -> None:
+        if rig.flight:
+            rig.end(rig.flight[0], self.now_s)
 
     def abort(self, rig: EngineRig) -> None:
-        open_ids = [name for name in rig.engine.queues.requests if name not in rig.engine._aborted]
+        open_ids = [name for name in rig.engine.queues.requests if name not in rig.engine.queues.aborted]
         if open_ids:
             rig.abort(self.random.choice(open_ids))
 
     def kill(self, rig: EngineRig) -> None:
         """The engine dies, at times between a batch and its report; a new one takes its place."""
-        if self.random.random() < 0.5:
+        if self.random.random() < 0.5 and len(rig.flight) < 2:
             rig.begin(now_s=self.now_s)
         self.manager.close_namespace(rig.namespace)
         self.scheduler.close_engine(rig.namespace)
@@ -135,6 +146,7 @@ class Simulation:
                 return
             self.now_s += 1.0
             for rig in self.rigs:
+                rig.settle(self.now_s)
                 rig.step(now_s=self.now_s)
         raise AssertionError(f"requests starve: {[len(rig.engine) for rig in self.rigs]}")
 

@@ -9,16 +9,20 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from schedule_rig import make_manager, open_rig
 
-from kvservice.scheduler import BatchPolicy, PreemptionMode, QueueOrder, ScheduledBatch, Scheduler
+from kvservice.scheduler import BatchPolicy, PreemptionMode, QueueOrder, Scheduler
 from kvservice.scheduler.integrity import check_integrity
 
 
 def running(machine: SchedulerMachine) -> bool:
-    return machine.batch is not None
+    return bool(machine.rig.flight)
 
 
 def idle(machine: SchedulerMachine) -> bool:
-    return machine.batch is None
+    return not machine.rig.flight
+
+
+def may_go_ahead(machine: SchedulerMachine) -> bool:
+    return len(machine.rig.flight) == 1
 
 
 def abortable(machine: SchedulerMachine) -> bool:
@@ -43,19 +47,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         stalled=st.sampled_from([0.0, 0.25, 1.0]),
     )
     def start(
-        self, num_blocks: int, num_swap_blocks: int, watermark: float, caching: bool, stalled: float, **config: Any
+        self,
+        num_blocks: int,
+        num_swap_blocks: int,
+        watermark: float,
+        caching: bool,
+        stalled: float,
+        **config: Any,
     ) -> None:
         self.manager = make_manager(
             num_blocks, num_swap_blocks=num_swap_blocks, watermark=watermark, enable_prefix_caching=caching,
             max_sequences=8,
         )  # fmt: skip
         self.rig = open_rig(Scheduler(self.manager), self.manager, max_stalled_fraction=stalled, **config)
-        self.batch: ScheduledBatch | None = None
         self.next_id = 0
 
     def open_ids(self) -> list[int]:
         engine = self.rig.engine
-        return [name for name in engine.queues.requests if name not in engine._aborted]
+        return [name for name in engine.queues.requests if name not in engine.queues.aborted]
 
     @rule(
         prompt=st.lists(st.integers(0, 1), min_size=1, max_size=14),
@@ -76,21 +85,22 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(idle)
     @rule(write=st.booleans())
     def schedule(self, write: bool) -> None:
-        batch = self.rig.begin(write)
-        self.batch = batch if batch.step is not None else None
+        self.rig.begin(write)
+
+    @precondition(may_go_ahead)
+    @rule(write=st.booleans())
+    def schedule_ahead(self, write: bool) -> None:
+        self.rig.begin(write)
 
     @precondition(running)
     @rule()
     def retry(self) -> None:
-        batch = self.rig.retry()
-        self.batch = batch if batch.step is not None else None
+        self.rig.retry()
 
     @precondition(running)
     @rule()
     def report(self) -> None:
-        assert self.batch is not None
-        self.rig.end(self.batch)
-        self.batch = None
+        self.rig.end(self.rig.flight[0])
         check_integrity(self.rig.engine)
 
     @precondition(idle)
@@ -98,6 +108,13 @@ class SchedulerMachine(RuleBasedStateMachine):
     def step(self, count: int) -> None:
         for _ in range(count):
             self.rig.step()
+
+    @rule(count=st.integers(1, 6))
+    def go_ahead(self, count: int) -> None:
+        for _ in range(count):
+            if len(self.rig.flight) == 2:
+                self.rig.end(self.rig.flight[0])
+            self.rig.step_ahead()
 
     @precondition(abortable)
     @rule(data=st.data())
@@ -109,14 +126,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         if hasattr(self, "manager"):
             self.manager.check_integrity()
             self.rig.check_descriptions()
-            if self.batch is None:
-                check_integrity(self.rig.engine)
+            check_integrity(self.rig.engine)
 
     def teardown(self) -> None:
         if not hasattr(self, "rig"):
             return
-        if self.batch is not None:
-            self.rig.end(self.batch)
+        self.rig.settle()
         self.rig.run()
         self.rig.check_outputs()
         assert self.manager.stats().sequences == 0

@@ -31,9 +31,12 @@ def alone(prompt: list[int], count: int, sample: int = 0) -> list[int]:
 @dataclass
 class EngineRig:
     """One engine. `samples` says of each sequence which sample of its request it is, `outputs` are its tokens, and
-    `stops` the number of tokens after which it ends by itself. `widths` are the numbers of samples of each request.
+    `stops` the number of tokens after which it ends, by itself or at its limit in `limits`. `widths` are the numbers of
+    samples of each request.
 
-    `first_steps` are the numbers of the first steps of the requests, and `computed_tokens` all tokens of all steps.
+    `flight` are the batches that are not reported; their layers are written when they are made, or with `late` when
+    they are reported. `first_steps` are the numbers of the first steps of the requests, and `computed_tokens` all
+    tokens of all steps.
     """
 
     manager: BlockManager
@@ -44,11 +47,14 @@ class EngineRig:
     samples: dict[int, int] = field(default_factory=dict)
     outputs: dict[int, list[int]] = field(default_factory=dict)
     stops: dict[int, int] = field(default_factory=dict)
+    limits: dict[int, int] = field(default_factory=dict)
     finished: list[int] = field(default_factory=list)
     aborted: set[int] = field(default_factory=set)
     first_steps: dict[int, int] = field(default_factory=dict)
     batches: list[ScheduledBatch] = field(default_factory=list)
     computed_tokens: int = 0
+    flight: list[ScheduledBatch] = field(default_factory=list)
+    late: bool = False
 
     def add(self, request_id: int, prompt: Any, max_tokens: int = 4, stop: int | None = None, **options: Any) -> None:
         now_s = options.pop("now_s", 0.0)
@@ -59,19 +65,23 @@ class EngineRig:
         for sample, length in enumerate(lengths):
             name = request_id + sample
             self.samples[name], self.prompts[name], self.outputs[name] = sample, prompt, []
-            self.stops[name] = min((stop or max_tokens) + sample, max_tokens, length - len(prompt))
+            self.limits[name] = min(max_tokens, length - len(prompt))
+            self.stops[name] = min((stop or max_tokens) + sample, self.limits[name])
 
     def begin(self, write: bool = True, **budgets: Any) -> ScheduledBatch:
-        """Schedule, check the batch, and write its layers."""
+        """Schedule, ahead if a batch is in flight, check the batch, and write its layers."""
+        if self.flight:
+            budgets["ahead"] = True
         batch = self._begun(self.engine.schedule(**budgets), **budgets)
-        if write:
+        if write and not self.late:
             self.write(batch)
         return batch
 
     def retry(self) -> ScheduledBatch:
-        """Lose the step of the batch in progress, and open it again."""
+        """Lose the steps in progress, and open the oldest again."""
         batch = self.engine.retry()
         assert batch is not None
+        self.flight.clear()
         return self._begun(batch)
 
     def write(self, batch: ScheduledBatch) -> None:
@@ -86,20 +96,25 @@ class EngineRig:
             self.computed_tokens += batch.num_tokens
             for request_id in batch.step.sequence_ids.tolist():
                 self.first_steps.setdefault(request_id, len(self.batches))
+            self.flight.append(batch)
         return batch
 
     def end(self, batch: ScheduledBatch, now_s: float = 0.0) -> None:
-        """Sample a token for each of the batch's sequences, and report them."""
+        """Sample a token for each of the batch's sequences, and report them. Sequences that ended with the report
+        before get none; the limit of their tokens was not known to end them."""
         if batch.step is None:
             return
+        assert self.flight.pop(0) is batch
         self.write(batch)
-        tokens = []
-        for name in batch.sampled.tolist():
+        over = {name for name in batch.sampled.tolist() if len(self.outputs[name]) == self.stops[name]}
+        assert all(self.stops[name] < self.limits[name] for name in over)
+        sampled, tokens = [name for name in batch.sampled.tolist() if name not in over], []
+        for name in sampled:
             output = self.outputs[name]
             assert len(output) < self.stops[name]
             tokens.append(next_token([*self.prompts[name], *output], self.samples[name]))
             output.append(tokens[-1])
-        stopped = [name for name in batch.sampled.tolist() if len(self.outputs[name]) == self.stops[name]]
+        stopped = [name for name in sampled if len(self.outputs[name]) == self.stops[name]]
         self.finished += self.engine.update(Report(batch.number, tokens, finished=stopped), now_s)
 
     def abort(self, request_id: int) -> None:
@@ -111,6 +126,28 @@ class EngineRig:
         self.end(batch, budgets.get("now_s", 0.0))
         check_integrity(self.engine)
         return batch
+
+    def step_ahead(self, **budgets: Any) -> ScheduledBatch:
+        """Make a batch while the one before is in flight, then report that one."""
+        batch = self.begin(**budgets)
+        if len(self.flight) > 1 or (batch.step is None and self.flight):
+            self.end(self.flight[0], budgets.get("now_s", 0.0))
+        check_integrity(self.engine)
+        self.manager.check_integrity()
+        return batch
+
+    def settle(self, now_s: float = 0.0) -> None:
+        """Report the batches in flight."""
+        while self.flight:
+            self.end(self.flight[0], now_s)
+
+    def run_ahead(self, max_steps: int = 10_000) -> None:
+        """Run until all requests are finished, one step ahead."""
+        for _ in range(max_steps):
+            if not len(self.engine) and not self.flight:
+                return
+            self.step_ahead()
+        raise AssertionError(f"requests starve: {sorted(self.engine.queues.states)}")
 
     def run(self, max_steps: int = 10_000) -> None:
         """Run until all requests are finished."""
@@ -146,7 +183,8 @@ class EngineRig:
                 output = self.outputs[one.sequence_id]
                 assert one.token_ids.tolist() == [*self.prompts[one.sequence_id], *output]
                 assert one.num_generated == len(output)
-                assert one.finished == (len(output) == self.stops[one.sequence_id])
+                ended = len(output) == self.stops[one.sequence_id]
+                assert one.finished == ended or request.request_id in self.aborted
 
     def check_outputs(self) -> None:
         """Each sample of a finished request has the tokens that it gets alone."""
