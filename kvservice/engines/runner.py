@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from transformers import PreTrainedModel
 
 from kvservice.client import Session, Step
+from kvservice.engines.blocked_linear import BlockedWeights
 from kvservice.engines.compiled import compile_layers
 from kvservice.errors import InvalidArgumentError
 from kvservice.integrations.transformers import forward, install, pool_options
@@ -20,7 +23,8 @@ class ModelRunner:
     Raises InvalidArgumentError for models that the integration does not support, and if the session's pool has another
     shape or dtype than the model.
 
-    compiled: compile the model's layers, which takes about half a minute at the first step; `backend` is torch's.
+    compiled: compile the model's layers, which takes about half a minute at the first step; `backend` is torch's. In
+    float32 on the CPU, compiled layers use copies of the weights (see `blocked_linear`).
     """
 
     def __init__(
@@ -32,6 +36,7 @@ class ModelRunner:
             raise InvalidArgumentError(f"needs a pool of {wanted}, but the daemon's is {found}", field="model")
         self.model = install(model)
         self.kv = kv
+        self._blocked_weights = BlockedWeights(model) if compiled else None
         if compiled:
             compile_layers(model, backend)
 
@@ -44,4 +49,5 @@ class ModelRunner:
 
         Raises the errors of `kvservice.integrations.transformers.forward`.
         """
-        return forward(self.model, step, token_ids, rows=rows)
+        with self._blocked_weights.in_use() if self._blocked_weights else nullcontext():
+            return forward(self.model, step, token_ids, rows=rows)
