@@ -1,0 +1,178 @@
+"""The engine survives its own kill, and the daemon's."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvservice.client import KVClient
+from kvservice.engines import LLM, PromptLookup, SamplingParams
+from kvservice.errors import InvalidArgumentError
+from kvservice.integrations.transformers import pool_options
+from kvservice.launch import Daemon
+
+GREEDY = SamplingParams(temperature=0, max_tokens=40)
+# An engine that kills itself when it has made this many steps.
+DOOMED = """
+import json, os, signal, sys
+from kvservice.engines import LLM, SamplingParams
+
+directory, address, journal, prompts, params, num_steps = json.loads(sys.argv[1])
+llm = LLM(directory, address=address, journal=journal)
+runner, done = llm.core.host.runner, 0
+
+def run(step, tokens, rows, inner=runner.run):
+    global done
+    done += 1
+    if done > num_steps:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return inner(step, tokens, rows)
+
+runner.run = run
+llm.generate(prompts, [SamplingParams(**one) for one in params])
+"""
+
+
+def run_doomed(directory: Path, daemon: Daemon, journal: Path, prompts, params, num_steps: int) -> None:
+    given = json.dumps([str(directory), daemon.address, str(journal), prompts, params, num_steps])
+    done = subprocess.run([sys.executable, "-P", "-c", DOOMED, given], capture_output=True, text=True, timeout=120)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+
+
+def computed_positions(llm: LLM, monkeypatch) -> list[tuple[int, int, int]]:
+    """Record (sequence, first position, past the last) of all that the model computes."""
+    computed: list[tuple[int, int, int]] = []
+    inner = llm.core.host.runner.run
+
+    def run(step, tokens, rows):
+        for sequence, query, context in zip(step.sequences, step.query_lens, step.context_lens, strict=True):
+            computed.append((sequence.sequence_id, int(context - query), int(context)))
+        return inner(step, tokens, rows)
+
+    monkeypatch.setattr(llm.core.host.runner, "run", run)
+    return computed
+
+
+@pytest.mark.parametrize("num_steps", [0, 15])
+def test_a_killed_engine_goes_on(num_steps, directory, engine_daemon, prompts, alone, tmp_path, monkeypatch) -> None:
+    """What was written is not computed again, but for the token of each sequence that was in flight."""
+    journal = tmp_path / "journal"
+    params = [{"temperature": 0, "max_tokens": 5 if at == 0 else 40} for at in range(len(prompts))]
+    run_doomed(directory, engine_daemon, journal, prompts, params, num_steps)
+    assert journal.stat().st_mode & 0o777 == 0o600
+    with LLM(directory, address=engine_daemon.address, journal=journal) as llm:
+        assert llm.resumed == list(range(len(prompts)))
+        computed = computed_positions(llm, monkeypatch)
+        outputs = llm.finish_resumed()
+        expected = [alone(prompt, one["max_tokens"]) for prompt, one in zip(prompts, params, strict=True)]
+        assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+        if num_steps:
+            firsts = {sequence: first for sequence, first, _ in reversed(computed)}
+            assert all(first >= len(prompts[sequence]) - 1 for sequence, first in firsts.items())
+            assert all(past == first + 1 for _, first, past in computed), "no prompt was computed again"
+        assert llm.resumed == []
+        (again,) = llm.generate([prompts[1]], GREEDY)
+        assert list(again.outputs[0].token_ids) == expected[1]
+    with LLM(directory, address=engine_daemon.address, journal=journal) as llm:
+        assert llm.resumed == []
+    with KVClient(engine_daemon.address) as client:
+        assert client.stats().sequences == 0
+
+
+def test_samples_go_on_with_their_own_random_numbers(directory, engine_daemon, llm, prompts, tmp_path) -> None:
+    params: dict[str, Any] = {"n": 3, "seed": 8, "max_tokens": 30}
+    (expected,) = llm.generate([prompts[2]], SamplingParams(**params))
+    journal = tmp_path / "journal"
+    run_doomed(directory, engine_daemon, journal, [prompts[2]], [params], 12)
+    with LLM(directory, address=engine_daemon.address, journal=journal) as second:
+        (output,) = second.finish_resumed()
+    assert output.outputs == expected.outputs
+
+
+def test_a_closed_engine_leaves_its_requests_to_a_successor(directory, engine_daemon, prompts, alone, tmp_path) -> None:
+    journal = tmp_path / "journal"
+    first = LLM(directory, address=engine_daemon.address, journal=journal)
+    first.core.loop.add(first.core.new_requests(prompts[:2], [GREEDY] * 2))
+    for _ in range(7):
+        first.core.loop.step()
+    first.close()
+    with LLM(directory, address=engine_daemon.address, journal=journal) as second:
+        outputs = second.finish_resumed()
+    assert [list(output.outputs[0].token_ids) for output in outputs] == [alone(one, 40) for one in prompts[:2]]
+
+
+@pytest.fixture(scope="module")
+def sizes(reference) -> dict[str, object]:
+    return {**pool_options(reference.config, reference.dtype), "num_blocks": 64, "block_size": 16}
+
+
+def test_a_killed_daemon_costs_a_recomputation(directory, sizes, prompts, alone, tmp_path) -> None:
+    """The engine waits for the daemon, and continues each sample with the tokens that it has."""
+    params = [GREEDY] * 3 + [SamplingParams(n=2, seed=4, max_tokens=40)]
+    socket = tmp_path / "kv.sock"
+    with Daemon(**sizes, unix_socket=socket) as daemon, LLM(directory, address=daemon.address) as llm:
+        expected = llm.generate(prompts[:4], params)
+        daemon.process.kill()
+        daemon.process.wait()
+        with Daemon(**sizes, unix_socket=socket):
+            again = llm.generate(prompts[:4], params)
+            assert [one.outputs for one in again] == [one.outputs for one in expected]
+    assert [list(one.outputs[0].token_ids) for one in again[:3]] == [alone(prompt, 40) for prompt in prompts[:3]]
+
+
+def test_a_daemon_killed_in_the_middle_of_requests(directory, prompts, alone, monkeypatch) -> None:
+    """A private daemon is started again."""
+    with LLM(directory, daemon={"num_blocks": 64}) as llm:
+        daemon, runner, steps = llm.core.host._daemon, llm.core.host.runner, 0
+        assert daemon is not None
+        inner = runner.run
+
+        def run(step, tokens, rows):
+            nonlocal steps
+            steps += 1
+            if steps == 10:
+                daemon.process.kill()
+                daemon.process.wait()
+            return inner(step, tokens, rows)
+
+        monkeypatch.setattr(runner, "run", run)
+        params = [GREEDY, GREEDY, SamplingParams(n=2, temperature=0, max_tokens=40)]
+        outputs = llm.generate(prompts[:3], params)
+    expected = [alone(prompt, 40) for prompt in prompts[:3]]
+    assert [[list(one.token_ids) for one in output.outputs] for output in outputs] == [
+        [expected[0]], [expected[1]], [expected[2]] * 2
+    ]  # fmt: skip
+    assert steps == 10
+    assert llm.core.host.runner is not runner
+
+
+@pytest.mark.parametrize(
+    ("options", "params", "field"),
+    [
+        ({}, {"logprobs": 1}, "logprobs"),
+        ({}, {"beam_width": 2}, "beam_width"),
+        ({}, {"best_of": 2}, "best_of"),
+        ({"speculation": PromptLookup()}, {}, "speculation"),
+        ({"address": None}, {}, "journal"),
+    ],
+)
+def test_what_a_journal_cannot_hold_is_refused(directory, engine_daemon, tmp_path, options, params, field) -> None:
+    with pytest.raises(InvalidArgumentError) as refused:  # noqa: SIM117
+        with LLM(directory, **{"address": engine_daemon.address, "journal": tmp_path / "journal"} | options) as llm:
+            llm.generate([[5]], SamplingParams(**params))
+    assert refused.value.field == field
+
+
+def test_a_file_that_is_no_journal_is_refused(directory, engine_daemon, tmp_path) -> None:
+    path = tmp_path / "journal"
+    path.write_text("hello\n")
+    with pytest.raises(InvalidArgumentError) as refused:
+        LLM(directory, address=engine_daemon.address, journal=path)
+    assert refused.value.field == "journal"
+    assert path.read_text() == "hello\n"
