@@ -75,7 +75,7 @@ def _(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 
 
 def use_blocked_linear(graph: torch.fx.Graph) -> int:
-    """Replace the linear layers of a traced graph whose weights are float32 inputs of the graph on the CPU. Returns their
+    """Replace the linear layers of a graph whose weights are float32 inputs of the graph on the CPU. Returns their
     number."""
     replaced = 0
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
