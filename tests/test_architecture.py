@@ -110,6 +110,7 @@ ROOMS: dict[str, set[str]] = {
         "blocks",
         "client",
         "config",
+        "engines",
         "environment",
         "errors",
         "integrations",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from rich.console import Console
 
 from kvservice.bench.harness import table
 from kvservice.bench.peer_process import PeerMissingError
+from kvservice.bench.serve_engine import EngineWay
 from kvservice.bench.serve_figures import Served, equality, figures, median_run, progress
 from kvservice.bench.serve_model import build_model, shape_of
 from kvservice.bench.serve_peers import LibraryBatching, StaticBatches
@@ -28,6 +29,7 @@ from kvservice.integrations.transformers import KVServiceCache, install, pool_op
 from kvservice.launch import Daemon
 
 REFERENCE = "generate, one by one"
+ENGINE = "kvservice.engines.LLM"
 ROUNDS = 3
 # Of a block usage over time, as details of a contender list it.
 USAGE = ("used blocks", "running", "waiting")
@@ -113,9 +115,12 @@ def contenders(dtype: str, options: ServeOptions) -> Iterator[tuple[dict[str, Se
     model = build_model(dtype, options.device)
     pool = pool_options(model.config, getattr(torch, dtype))
     with ExitStack() as stack:
-        daemon = stack.enter_context(Daemon(**pool, num_blocks=options.num_blocks, device=options.device))
+        daemon = stack.enter_context(
+            Daemon(**pool, num_blocks=options.num_blocks, device=options.device, share_pool="write")
+        )
         client = stack.enter_context(KVClient(daemon.address))
         session = stack.enter_context(client.session("library with KVServiceCache"))
+        engine = stack.enter_context(closing(EngineWay(copy.deepcopy(model), daemon.address)))
         ways: dict[str, ServingWay] = {
             REFERENCE: StaticBatches(model, 1),
             "generate, batches of 8": StaticBatches(model, 8),
@@ -124,6 +129,7 @@ def contenders(dtype: str, options: ServeOptions) -> Iterator[tuple[dict[str, Se
             "generate with KVServiceCache, batches of 8": StaticBatches(
                 install(copy.deepcopy(model)), 8, lambda: KVServiceCache(session)
             ),
+            ENGINE: engine,
         }
         yield ways, session.reset_prefix_cache
 
@@ -161,5 +167,36 @@ def render(results: dict[str, Any], console: Console) -> None:
                 f"{row['same_tokens']:.1%}",
             )
         console.print(served)
+        _render_schedules(measured["contenders"], console)
         for name, reason in measured["missing"].items():
             console.print(f"{name}: not measured. {reason}")
+
+
+def _render_schedules(rows: dict[str, Any], console: Console) -> None:
+    """Print what is known of the schedules of those ways that tell."""
+    headings = (
+        "steps",
+        "tokens a step",
+        "prefix hits",
+        "preemptions, swapped",
+        "recomputed tokens",
+        "stalls",
+        "blocks",
+        "model",
+    )
+    scheduled = table("schedule", ("way",), headings)
+    for name, row in rows.items():
+        if "usage" in row:
+            scheduled.add_row(
+                name,
+                f"{row['steps']:,}",
+                f"{row['tokens_per_step']:.1f}",
+                f"{row['prefix_hit_share']:.1%}",
+                f"{row['preemptions']}, {row['swapped']}",
+                f"{row['recomputed_tokens']:,}",
+                f"{row['stalled_steps']:,}",
+                f"{max(used for _, used, *_ in row['usage']):,}",
+                f"{row['model_share']:.0%}",
+            )
+    if scheduled.row_count:
+        console.print(scheduled)

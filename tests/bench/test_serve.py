@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -16,10 +17,12 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 from kvservice.bench import serve, serve_model
 from kvservice.bench.peer_process import PeerMissingError
+from kvservice.bench.serve_engine import ScheduleRecord
 from kvservice.bench.serve_figures import Served, equality, figures, median_run, progress
 from kvservice.bench.serve_peers import LibraryBatching
 from kvservice.bench.serve_plot import Panel, write_svg
 from kvservice.bench.serve_trace import SYSTEM_PROMPT, ServeTrace, TraceRequest, make_trace, read_trace
+from kvservice.client import PreemptedSequence
 from kvservice.errors import InvalidArgumentError
 
 TINY = {
@@ -73,6 +76,14 @@ def test_a_trace_is_read_and_cut(tmp_path: Path) -> None:
     )
     assert [request.num_tokens for request in trace.head(2, tokens=5).requests] == [2, 5]
     assert prompts(trace.head(1)) == [[4]]
+
+
+def test_the_trace_of_the_figures_is_as_described() -> None:
+    trace = read_trace(str(Path(__file__).with_name("data") / "serve.json"))
+    assert (len(trace), trace.prompt_tokens, trace.output_tokens) == (64, 19_628, 4_598)
+    shared = [request.prompt[:SYSTEM_PROMPT].tolist() for request in trace.requests if request.shared]
+    assert len(shared) == 32
+    assert shared.count(shared[0]) == 32
 
 
 @pytest.mark.parametrize(
@@ -143,6 +154,27 @@ def test_a_plot_has_a_line_for_each_name(tmp_path: Path) -> None:
     assert lines == ["70.0,260.0 630.0,36.0", "", "70.0,260.0 630.0,36.0", ""]
 
 
+def batch_of(*rows: tuple[int, int, int], preempted: tuple[PreemptedSequence, ...] = (), stalled: int = 0) -> Any:
+    """Return a batch with a step of rows (sequence, first position, end)."""
+    ids, starts, ends = np.array(rows, np.int64).reshape(-1, 3).T
+    step = SimpleNamespace(context_lens=ends, query_lens=ends - starts, num_tokens=int((ends - starts).sum()))
+    return SimpleNamespace(step=step if rows else None, sequence_ids=ids, preempted=preempted, num_stalled=stalled)
+
+
+def test_a_record_of_a_schedule_tells_cached_from_recomputed_tokens() -> None:
+    record = ScheduleRecord()
+    record.add(batch_of((1, 0, 8), (2, 4, 7)))
+    record.add(batch_of((1, 8, 9), (2, 7, 8), stalled=1))
+    record.add(batch_of(preempted=(PreemptedSequence(1, 9, False), PreemptedSequence(2, 8, True)), stalled=1))
+    # Sequence 1 finds one block of four tokens again, sequence 2 all that it had.
+    record.add(batch_of((1, 4, 10), (2, 8, 9)))
+    details = record.details(trace_of((3, 0.0), (3, 0.0), (3, 0.0)))
+    assert (details["steps"], details["preemptions"], details["swapped"], details["stalled_steps"]) == (3, 2, 1, 2)
+    assert details["recomputed_tokens"] == 5
+    assert details["prefix_hit_share"] == 4 / 9
+    assert details["tokens_per_step"] == (11 + 2 + 7) / 3
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A run with a tiny model, in float32, of requests that arrive one after the other."""
@@ -157,12 +189,21 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_every_way_gives_the_tokens_of_one_request_at_a_time(results: dict[str, Any]) -> None:
     measured = results["dtypes"]["float32"]
-    assert len(measured["contenders"]) == 5
+    assert len(measured["contenders"]) == 6
     assert measured["missing"] == {}
     for name, row in measured["contenders"].items():
         assert (row["same_requests"], row["same_tokens"]) == (1.0, 1.0), name
         assert 0 < row["first_token_p50_s"] <= row["first_token_p99_s"] <= row["seconds"], name
         assert row["progress"][-1] == (row["seconds"], results["output_tokens"]), name
+
+
+def test_the_engine_tells_its_schedule(results: dict[str, Any]) -> None:
+    row = results["dtypes"]["float32"]["contenders"][serve.ENGINE]
+    assert 8 <= row["steps"] <= 64
+    assert 0 < row["prefix_hit_share"] < 1
+    assert (row["preemptions"], row["recomputed_tokens"]) == (0, 0)
+    assert 0 < row["model_share"] < 1
+    assert 0 < max(used for _, used, *_ in row["usage"]) <= 256
 
 
 def test_results_are_printed(results: dict[str, Any]) -> None:
@@ -172,6 +213,7 @@ def test_results_are_printed(results: dict[str, Any]) -> None:
     serve.render(json.loads(json.dumps(measured)), Console(file=text, width=200))
     for name in results["dtypes"]["float32"]["contenders"]:
         assert f"│ {name} " in text.getvalue()
+    assert text.getvalue().count(f"│ {serve.ENGINE} ") == 2
     assert "another: not measured. It is not installed." in text.getvalue()
 
 
@@ -184,4 +226,4 @@ def test_a_way_that_does_not_run_here_is_named(monkeypatch: pytest.MonkeyPatch) 
     trace = make_trace("chat", requests=2, vocabulary=64).head(2, tokens=2)
     measured = serve.measure("bfloat16", trace, serve.ServeOptions(num_blocks=256, quick=True))
     assert measured["missing"] == {"the library's continuous batching": "It needs another device."}
-    assert len(measured["contenders"]) == 4
+    assert len(measured["contenders"]) == 5
