@@ -67,6 +67,9 @@ class EngineScheduler:
         self._opener = Opener(self.queues)
         self._reporter = Reporter(self.queues, self._samples, latencies)
         self._num_steps = self._num_arrived = 0
+        # The most blocks of one request: a step of it and of one token for each other sequence is within the limits.
+        others = config.max_running * (2 + manager.config.num_blocks_for(config.lookahead))
+        self._max_blocks = manager.config.max_request_blocks - others
 
     def __len__(self) -> int:
         """Number of requests that are not finished."""
@@ -90,7 +93,7 @@ class EngineScheduler:
         blocks = self._manager.config
         try:
             max_width = min(self.config.max_running, blocks.max_sequences)
-            checked = check_request(request, blocks, self.config.lookahead, max_width)
+            checked = check_request(request, blocks, self.config.lookahead, max_width, self._max_blocks)
         except KVServiceError:
             self.queues.counters.refused += 1
             raise
@@ -207,6 +210,7 @@ class EngineScheduler:
                 draft.add_chunk(state, self.config.long_prefill_tokens)
         if not draft.short:
             self._admission.admit(draft, now_s)
+        draft.limit_pending(self._max_blocks, self._manager.config.block_size)
         if not chunked and not draft.chunks:
             draft.needed = 0
             self._preemptor.choose_decodes(draft)

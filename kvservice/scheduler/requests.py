@@ -15,7 +15,7 @@ from kvservice.blocks.arguments import extra_keys_by_block, int32_array, int64_a
 from kvservice.blocks.plans import Int32Array
 from kvservice.blocks.prefix import chain_hashes_in_slices
 from kvservice.blocks.slices import Slices, finish
-from kvservice.errors import InvalidArgumentError, OutOfBlocksError
+from kvservice.errors import InvalidArgumentError, OutOfBlocksError, QuotaExceededError
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,27 +158,33 @@ class PreparedRequest(NamedTuple):
         return range(self.request.request_id, self.request.request_id + len(self.checked.limits))
 
 
-def check_request(request: Request, config: BlocksConfig, lookahead: int, max_width: int) -> CheckedRequest:
+def check_request(
+    request: Request, config: BlocksConfig, lookahead: int, max_width: int, max_blocks: int
+) -> CheckedRequest:
     """Validate a request.
 
     Raises InvalidArgumentError, and OutOfBlocksError with `never` if the pool cannot hold one of its samples, whole,
-    above the watermark. Samples run one at a time if need be.
+    above the watermark. Samples run one at a time if need be. Raises QuotaExceededError for one that may get more than
+    max_request_tokens tokens, or more than `max_blocks` blocks, because one operation on it would exceed a limit.
     """
     limit = config.max_sequence_tokens
     width = whole_number(request.width, "width", 1, max_width)
     whole_number(request.request_id, "request_id", 0, 2**63 - width)
     tokens = int32_array(request.token_ids, "token_ids")
-    if len(tokens) >= limit:
+    longest = limit - len(tokens) - lookahead
+    if longest < 1:
         raise InvalidArgumentError(
-            f"has {len(tokens)} tokens and must have fewer than max_sequence_tokens = {limit}", field="token_ids"
+            f"has {len(tokens)} tokens, and with the lookahead it must have fewer than max_sequence_tokens = {limit}",
+            field="token_ids",
         )
-    longest = max(limit - len(tokens) - lookahead, 1)
     max_tokens = whole_number(request.max_tokens, "max_tokens", 1, longest)
     whole_number(request.priority, "priority", -(2**31), 2**31 - 1)
     extra: dict[int, bytes] = {}
     if request.extra_keys:
         extra = extra_keys_by_block(request.extra_keys, "extra_keys", config.block_size, limit)
     required = config.num_blocks_for(len(tokens) + max_tokens + lookahead)
+    _check_quota("max_request_tokens", len(tokens) + max_tokens, config.max_request_tokens, "tokens")
+    _check_quota("max_request_blocks", required, max_blocks, "blocks beside those of the other sequences")
     available = config.num_blocks - config.watermark_blocks
     if required > available:
         raise OutOfBlocksError(
@@ -187,6 +193,14 @@ def check_request(request: Request, config: BlocksConfig, lookahead: int, max_wi
             field="max_tokens",
         )  # fmt: skip
     return CheckedRequest(np.array(tokens, np.int32), extra, _limits(request, width, len(tokens), max_tokens))
+
+
+def _check_quota(limit: str, needed: int, available: int, unit: str) -> None:
+    if needed > available:
+        raise QuotaExceededError(
+            f"prompt and max_tokens need {needed}, and {limit} leaves {available} {unit}",
+            field="max_tokens", limit=limit, value=available,
+        )  # fmt: skip
 
 
 def _limits(request: Request, width: int, num_tokens: int, max_tokens: int) -> tuple[int, ...]:

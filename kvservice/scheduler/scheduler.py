@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from kvservice.blocks import BlockManager, SessionNamespace, Slices
-from kvservice.errors import InvalidArgumentError
+from kvservice.errors import InvalidArgumentError, QuotaExceededError
 from kvservice.scheduler.config import SchedulerConfig
 from kvservice.scheduler.engine import EngineScheduler
 from kvservice.scheduler.integrity import check_in_slices
@@ -27,15 +27,30 @@ class Scheduler:
     def open_engine(
         self, namespace: SessionNamespace, config: SchedulerConfig | None = None, weight: float = 1.0
     ) -> EngineScheduler:
-        """Open the scheduler of one engine, whose sequences are in this namespace. Raises InvalidArgumentError."""
+        """Open the scheduler of one engine, whose sequences are in this namespace. Raises InvalidArgumentError, and
+        QuotaExceededError if a step could exceed a limit of the block manager."""
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
             raise InvalidArgumentError("must be a positive number", field="weight")
         if namespace in self._engines:
             raise InvalidArgumentError("has a scheduler already", field="namespace")
         config = config or SchedulerConfig()
+        self._check_limits(config)
         engine = EngineScheduler(self._manager, namespace, config, self._shares, weight, self.latencies)
         self._engines[namespace] = engine
         return engine
+
+    def _check_limits(self, config: SchedulerConfig) -> None:
+        """Check that a step of these budgets is within the limits of one operation."""
+        blocks = self._manager.config
+        most = blocks.max_request_blocks // (2 + blocks.num_blocks_for(config.lookahead)) - 1
+        for field, limit, value, highest in (
+            ("max_step_tokens", "max_request_tokens", config.max_step_tokens, blocks.max_request_tokens),
+            ("max_running", "max_request_blocks", config.max_running, most),
+        ):
+            if value > highest:
+                raise QuotaExceededError(
+                    f"{value} is above {highest}, which {limit} allows", field=field, limit=limit, value=highest
+                )
 
     def close_engine(self, namespace: SessionNamespace) -> None:
         """Forget the requests of an engine, when its namespace is closed."""

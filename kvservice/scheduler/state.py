@@ -205,6 +205,16 @@ class Draft:
         """The indices of the decodes in the decode set."""
         return slice(0, len(self.decodes)) if self.all_decodes else self.decodes
 
+    def limit_pending(self, max_blocks: int, block_size: int) -> None:
+        """Keep the first chunks whose prompts have at most so many blocks that are not computed, and at least one. A
+        step checks all blocks of a prompt from the chunk on."""
+        num_blocks = 0
+        for i, (state, _) in enumerate(self.chunks):
+            num_blocks += 2 + state.pending // block_size
+            if i and num_blocks > max_blocks:
+                del self.chunks[i:]
+                return
+
     def add_chunk(self, state: RequestState, long_prefill_tokens: int) -> None:
         """Give a prefill as much of the token budget as it may have."""
         count = min(state.pending, self.tokens_left)

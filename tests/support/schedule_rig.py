@@ -171,7 +171,8 @@ class EngineRig:
         for row, name in zip(rows, batch.sampled.tolist(), strict=True):
             assert row == name or (row == name - self.samples[name] and not self.outputs[name])
         assert (batch.step.query_lens[: batch.num_decodes] == 1).all()
-        for one in self.manager.describe(self.namespace, ids, include_tokens=True):
+        for sequence_id in ids.tolist():
+            (one,) = self.manager.describe(self.namespace, [sequence_id], include_tokens=True)
             assert one.token_ids is not None
             known = [*self.prompts[one.sequence_id], *self.outputs[one.sequence_id]]
             assert one.token_ids.tolist() == known
