@@ -246,7 +246,7 @@ class EngineScheduler:
         queues = self.queues
         aborted = [one for one in queues.aborted if not queues.in_flight(queues.requests[one])]
         ended = self._samples.end(over, aborted)
-        queues.counters.finished += len(ended) - len(aborted)
+        queues.counters.finished += len(set(ended).difference(queues.aborted))
         queues.aborted[:] = [one for one in queues.aborted if one in queues.requests]
         return ended
 

@@ -59,8 +59,9 @@ MAX_WIDTH = 3
 class Workload:
     """Random requests under a clock with uneven steps. It notes what it does, and how long tokens took."""
 
-    def __init__(self, rig: EngineRig, seed: int, max_width: int) -> None:
-        self.rig, self.random, self.now_s, self.max_width = rig, random.Random(seed), 100.0, max_width
+    def __init__(self, rig: EngineRig, seed: int, max_width: int, ahead: bool) -> None:
+        self.rig, self.random, self.now_s = rig, random.Random(seed), 100.0
+        self.max_width, self.ahead = max_width, ahead
         self.added_at: dict[int, float] = {}
         self.token_at: dict[int, float] = {}
         self.first_s: list[float] = []
@@ -74,38 +75,49 @@ class Workload:
             self.added += 1
             self.added_at |= {name + sample: self.now_s for sample in range(width)}
             prompt = range(100 * name, 100 * name + size)
-            self.rig.add(name, prompt, self.random.randrange(1, 20), width=width, now_s=self.now_s)
+            stop = self.random.randrange(1, 20)
+            self.rig.add(name, prompt, stop + self.random.randrange(3), stop, width=width, now_s=self.now_s)
         if self.random.random() < 0.1:
             self.refused += 1
             with pytest.raises(KVServiceError):
                 self.rig.engine.add(Request(0, [], 1))
 
     def abort(self) -> None:
-        if self.random.random() < 0.1 and (known := list(self.rig.engine.queues.requests)):
-            self.rig.engine.abort(self.random.choice(known))
+        known = set(self.rig.engine.queues.requests) - self.rig.aborted
+        if self.random.random() < 0.1 and known:
+            self.rig.abort(self.random.choice(sorted(known)))
             self.aborted += 1
 
     def step(self) -> None:
         batch = self.rig.begin(now_s=self.now_s)
         self.abort()
         self.now_s += self.random.choice([0.0, 0.002, 0.01, 0.3, 4.0])
-        for name in batch.sampled.tolist():
+        if self.rig.flight and (batch.step is None or len(self.rig.flight) > self.ahead):
+            self.report()
+
+    def report(self) -> None:
+        """Report the oldest batch, and note the time of each of its tokens."""
+        before = {name: len(output) for name, output in self.rig.outputs.items()}
+        self.rig.end(self.rig.flight[0], self.now_s)
+        for name, count in before.items():
+            if len(self.rig.outputs[name]) == count:
+                continue
             if name in self.token_at:
                 self.between_s.append(self.now_s - self.token_at[name])
             else:
                 self.first_s.append(self.now_s - self.added_at[name])
             self.token_at[name] = self.now_s
-        self.rig.end(batch, self.now_s)
 
     def run(self, steps: int) -> None:
         for number in range(steps):
             if number < steps // 2:
                 self.arrive()
             self.step()
-        while len(self.rig.engine):
+        while len(self.rig.engine) or self.rig.flight:
             self.step()
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("max_width", [1, MAX_WIDTH])
 @pytest.mark.parametrize(
     "config",
@@ -117,9 +129,9 @@ class Workload:
         {"max_step_tokens": 16, "max_stalled_fraction": 0.5, "reserve_steps": 0},
     ],
 )
-def test_figures_say_what_was_done(config: dict[str, object], max_width: int) -> None:
+def test_figures_say_what_was_done(config: dict[str, object], max_width: int, ahead: bool) -> None:
     rig = make_rig(24, {"num_swap_blocks": 20}, **config)
-    work = Workload(rig, len(config), max_width)
+    work = Workload(rig, len(config), max_width, ahead)
     work.run(150)
     assert_histogram(latencies_of(rig).first_token, work.first_s)
     assert_histogram(latencies_of(rig).between_tokens, work.between_s)
