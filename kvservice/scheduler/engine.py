@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import numpy.typing as npt
 
 from kvservice.blocks import BlockManager, SessionNamespace
 from kvservice.blocks.arguments import whole_number
+from kvservice.blocks.plans import Int64Array
 from kvservice.blocks.slices import Slices, finish
 from kvservice.errors import (
     DuplicateSequenceError,
@@ -22,7 +24,7 @@ from kvservice.scheduler.config import BatchPolicy, QueueOrder, SchedulerConfig
 from kvservice.scheduler.opening import Opener
 from kvservice.scheduler.preemption import Preemptor
 from kvservice.scheduler.reporting import Reporter
-from kvservice.scheduler.reports import Report, check_report
+from kvservice.scheduler.reports import CheckedReport, Report, check_report
 from kvservice.scheduler.requests import (
     PreparedRequest,
     Request,
@@ -224,14 +226,9 @@ class EngineScheduler:
         InvalidArgumentError.
         """
         queues, flight = self.queues, self.queues.flight
-        if not flight or flight[0].batch.number != report.batch:
-            raise FailedPreconditionError(f"batch {report.batch} is not the one to report", field="batch")
+        sampled, checked = self._checked(report, 0, ())
         oldest = flight[0]
-        sampled = self._reporter.sampled(oldest)
-        checked = check_report(sampled, report)
-        written = self._manager.written_layers(self._namespace, oldest.step.step_id)
-        if written is None or 0 in written:
-            raise FailedPreconditionError("not all layers of the step are written", field="batch")
+        self._manager.commit_written(self._namespace, oldest.step.step_id)  # a lane may be about to do so
         del flight[0]
         over = self._reporter.apply(oldest, sampled, checked, now_s)
         queues.counters.generated_tokens += len(checked.tokens)
@@ -240,6 +237,33 @@ class EngineScheduler:
             self._manager.free(self._namespace, oldest.ended)
         self.share.active = bool(queues.requests)
         return ended
+
+    def check(self, reports: Sequence[Report]) -> None:
+        """Raise what `update` would raise for these reports, one after the other. The fields of errors begin with
+        reports[i]. Changes nothing."""
+        finished = np.zeros(0, np.int64)
+        for i, report in enumerate(reports):
+            try:
+                _, checked = self._checked(report, i, finished)
+            except KVServiceError as error:
+                error.field = f"reports[{i}].{error.field}"
+                raise
+            finished = np.array(list(checked.finished), np.int64)
+
+    def _checked(self, report: Report, place: int, finished: npt.ArrayLike) -> tuple[Int64Array, CheckedReport]:
+        """Check the report of the batch at this place of those in flight. The report before it finds the sequences
+        `finished` finished. Returns the sequences that got tokens, and the valid report."""
+        flight = self.queues.flight
+        if len(flight) <= place or flight[place].batch.number != report.batch:
+            raise FailedPreconditionError(f"batch {report.batch} is not the one to report", field="batch")
+        sampled = self._reporter.sampled(flight[place])
+        if np.size(finished):
+            sampled = sampled[~np.isin(sampled, finished)]
+        checked = check_report(sampled, report)
+        written = self._manager.written_layers(self._namespace, flight[place].step.step_id)
+        if written is None or 0 in written:
+            raise FailedPreconditionError("not all layers of the step are written", field="batch")
+        return sampled, checked
 
     def _end(self, over: list[int]) -> list[int]:
         """End these sequences, and the aborted requests that are in no batch any more."""

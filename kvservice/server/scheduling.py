@@ -159,9 +159,8 @@ class SessionScheduler:
         batch, whose copies the device executes. Raises the errors of EngineScheduler.update and schedule."""
         self._check(request)
         ended: list[int] = []
-        for i, report in enumerate(request.reports):
-            with fields_below(f"reports[{i}]"):
-                ended += self.scheduler.update(report, now_s)
+        for report in request.reports:
+            ended += self.scheduler.update(report, now_s)
         batch = self._next_batch(request, now_s)
         ended += [request_id for request_id in self._aborted if request_id not in self.scheduler.queues.requests]
         ended = list(dict.fromkeys(ended))
@@ -184,13 +183,9 @@ class SessionScheduler:
             value = getattr(request, field)
             if value is not None and not 1 <= value <= highest:
                 raise InvalidArgumentError(f"must be from 1 to {highest}, not {value}", field=field)
-        unreported = self.scheduler.unreported
-        if len(request.reports) > len(unreported):
-            number = request.reports[len(unreported)].batch
-            raise FailedPreconditionError(
-                f"batch {number} is not in progress", field=f"reports[{len(unreported)}].batch"
-            )
-        left = unreported[len(request.reports) :]
+        with _field_names():
+            self.scheduler.check(request.reports)
+        left = self.scheduler.unreported[len(request.reports) :]
         if len(left) > request.ahead and not request.retry:
             raise FailedPreconditionError(f"batch {left[0]} is not reported", field="reports")
 
@@ -245,10 +240,19 @@ class SessionScheduler:
 
 @contextlib.contextmanager
 def fields_below(path: str) -> Iterator[None]:
-    """Rename the fields in errors of the scheduler to those of the message at this path."""
+    """Put this path before the fields in errors of the scheduler."""
     try:
         yield
     except KVServiceError as error:
-        name, index = re.fullmatch(r"(\w*)(.*)", error.field, re.DOTALL).groups()  # type: ignore[union-attr]
-        error.field = f"{path}.{_FIELDS.get(name, name)}{index}" if error.field else path
+        error.field = f"{path}.{error.field}" if error.field else path
+        raise
+
+
+@contextlib.contextmanager
+def _field_names() -> Iterator[None]:
+    """Rename the fields of reports in errors to those of the contract."""
+    try:
+        yield
+    except KVServiceError as error:
+        error.field = re.sub(r"\w+", lambda name: _FIELDS.get(name[0], name[0]), error.field)
         raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -308,5 +309,41 @@ def test_samples_of_one_prompt(daemon: Daemon) -> None:
             assert sorted(engine.finished) == [10, 20]
             assert [len(engine.outputs[sequence_id]) for sequence_id in (10, 11, 12)] == [3, 8, 1]
             assert len({tuple(engine.outputs[sequence_id][:1]) for sequence_id in (10, 11, 12)}) == 3
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_batches_are_made_one_step_ahead(open_daemon: OpenDaemon, variant: str) -> None:
+    """A batch is made before the tokens of the one before are reported. Two requests are finished by the engine, when
+    the batch ahead has them already."""
+    transport, share_pool = VARIANTS[variant]
+
+    async def scenario() -> None:
+        async with engine_of("asyncio", open_daemon("float32", share_pool).address, transport) as engine:
+            for number in range(5):
+                await engine.add(number, range(100 * number, 100 * number + 30), max_tokens=9 + number)
+            stops = {1: 4, 3: 7}
+            batch, gone = await engine.schedule(), set[int]()
+            ahead = None
+            while batch.number or ahead is not None:
+                if not batch.number:  # a request has to be preempted first, or all are finished
+                    assert ahead is not None
+                    batch, ahead = ahead, None
+                following = await engine.schedule(ahead=True) if ahead is None else ahead
+                await engine.compute(batch)
+                report = engine.sample(batch, gone)
+                sampled = set(batch.sampled.tolist()) - gone
+                finished = [one for one in sampled if len(engine.outputs[one]) == stops.get(one)]
+                gone = set(finished)
+                report = dataclasses.replace(report, finished=finished)
+                await engine.check(batch)
+                if following.number:
+                    batch, ahead = following, await engine.schedule(report, ahead=True)
+                else:
+                    batch, ahead = await engine.schedule(report), None
+            assert sorted(engine.finished) == list(range(5))
+            engine.check_outputs()
+            assert [len(engine.outputs[number]) for number in range(5)] == [9, 4, 11, 7, 13]
 
     asyncio.run(scenario())

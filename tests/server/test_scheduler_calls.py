@@ -223,3 +223,32 @@ def test_unknown_choices(scheduler: RawScheduler) -> None:
         request = KINDS.OpenSchedulerRequest(**choice)
         assert scheduler.refused("open_scheduler", request) == ("INVALID_ARGUMENT", "INVALID_ARGUMENT", field)
     assert not scheduler.open().existed
+
+
+def test_of_two_reports_none_is_applied_if_one_is_wrong(scheduler: RawScheduler) -> None:
+    scheduler.open()
+    scheduler.add(7, range(7))
+    scheduler.add(8, range(80, 88), max_tokens=9)
+    first = scheduler.schedule()
+    scheduler.compute(first)
+    report = KINDS.StepReport(batch=first.batch, token_ids=[1, 2])
+    second = scheduler.schedule(reports=[report])
+    third = scheduler.schedule(ahead=True)
+    assert list(third.sampled_ids) == [7, 8]
+    expected = ("FAILED_PRECONDITION", "FAILED_PRECONDITION", "reports")
+    assert scheduler.refused("schedule", KINDS.ScheduleRequest(ahead=True)) == expected
+    reports = [
+        KINDS.StepReport(batch=second.batch, token_ids=[3, 4], finished_ids=[7]),
+        KINDS.StepReport(batch=third.batch, token_ids=[5]),
+    ]
+    scheduler.compute(second)
+    assert scheduler.refused("schedule", KINDS.ScheduleRequest(reports=reports))[2] == "reports[1].batch"
+    scheduler.compute(third)
+    for wrong, field in (({"token_ids": [5, 6]}, "token_ids"), ({"finished_ids": [7]}, "finished_ids")):
+        changed: dict[str, Any] = {"batch": third.batch, "token_ids": [5]} | wrong
+        request = KINDS.ScheduleRequest(reports=[reports[0], KINDS.StepReport(**changed)])
+        assert scheduler.refused("schedule", request)[2] == f"reports[1].{field}"
+    last = scheduler.schedule(reports=reports)
+    assert (list(last.finished_ids), list(last.sampled_ids)) == ([7], [8])
+    (described,) = scheduler.session.describe().sequences
+    assert list(described.token_ids) == [*range(80, 88), 2, 4, 5]

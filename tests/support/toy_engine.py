@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,9 +99,10 @@ class ToyEngine:
             np.testing.assert_array_equal(key, expected)
             np.testing.assert_array_equal(value, -expected)
 
-    def sample(self, batch: Any) -> BatchReport:
-        """Return the report of a batch that is computed. The first tokens of samples of one prompt differ."""
-        sampled = batch.sampled.tolist()
+    def sample(self, batch: Any, gone: Container[int] = ()) -> BatchReport:
+        """Return the report of a batch that is computed. The first tokens of samples of one prompt differ. `gone` are
+        the sequences that the report of the batch before found finished."""
+        sampled = [sequence_id for sequence_id in batch.sampled.tolist() if sequence_id not in gone]
         tokens = [next_token(self.known(sequence_id)) + self.sample_number(sequence_id) for sequence_id in sampled]
         for sequence_id, token in zip(sampled, tokens, strict=True):
             self.outputs[sequence_id].append(token)
