@@ -7,25 +7,54 @@ of the graph (`kvservice::attend_next_layer`), and so is each linear layer in fl
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch._dynamo.backends.registry import lookup_backend
 from transformers import PreTrainedModel
 
-from kvservice.engines.blocked_linear import use_blocked_linear
+from kvservice.engines.blocked_linear import BlockedWeights, use_blocked_linear
 from kvservice.errors import InvalidArgumentError
 
 Backend = Callable[..., Callable[..., Any]]
+# The attribute in which torch.nn.Module.compile stores the function that a call runs.
+_COMPILED = "_compiled_call_impl"
 
 
-def compile_layers(model: PreTrainedModel, backend: str | Backend) -> None:
-    """Compile the layers of a model in place, at their next call. Weights stay arguments of the code, so they may
-    change. Layers that torch cannot compile as a whole are compiled in parts.
+class CompiledLayers:
+    """The layers of a model, compiled at their first call. The model itself stays as it is, and the code takes its
+    weights as arguments, so they may change. Layers that torch cannot compile as a whole are compiled in parts.
 
     Raises InvalidArgumentError if the model has no list of its layers.
     """
+
+    def __init__(self, model: PreTrainedModel, backend: str | Backend) -> None:
+        self._weights = BlockedWeights(model)
+        self._calls = {
+            layer: torch.compile(layer._call_impl, backend=_with_blocked_linear(backend), dynamic=True)
+            for layer in _layers(model)
+        }
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Run the compiled code wherever the layers are called inside."""
+        for layer, call in self._calls.items():
+            vars(layer)[_COMPILED] = call
+        try:
+            with self._weights.in_use():
+                yield
+        finally:
+            for layer in self._calls:
+                vars(layer).pop(_COMPILED, None)
+
+
+@functools.cache
+def _with_blocked_linear(backend: str | Backend) -> Backend:
+    """Return a backend of torch.compile that replaces linear layers first. It is one object for each backend: compiled
+    code is found again only for the same object."""
     inner: Backend = lookup_backend(backend) if isinstance(backend, str) else backend
 
     def compile_graph(module: torch.fx.GraphModule, inputs: Any, **options: Any) -> Callable[..., Any]:
@@ -33,8 +62,7 @@ def compile_layers(model: PreTrainedModel, backend: str | Backend) -> None:
             module.recompile()
         return inner(module, inputs, **options)
 
-    for layer in _layers(model):
-        layer.compile(backend=compile_graph, dynamic=True)
+    return compile_graph
 
 
 def _layers(model: PreTrainedModel) -> torch.nn.ModuleList:

@@ -8,8 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvservice.client import Session, Step
-from kvservice.engines.blocked_linear import BlockedWeights
-from kvservice.engines.compiled import compile_layers
+from kvservice.engines.compiled import Backend, CompiledLayers
 from kvservice.errors import InvalidArgumentError
 from kvservice.integrations.transformers import forward, install, pool_options
 
@@ -23,12 +22,17 @@ class ModelRunner:
     Raises InvalidArgumentError for models that the integration does not support, and if the session's pool has another
     shape or dtype than the model.
 
-    compiled: compile the model's layers, which takes about half a minute at the first step; `backend` is torch's. In
+    compiled: use compiled layers. To compile them takes about half a minute at the first step; `backend` is torch's. In
     float32 on the CPU, compiled layers use copies of the weights (see `blocked_linear`).
     """
 
     def __init__(
-        self, model: PreTrainedModel, kv: Session, *, compiled: bool = False, backend: str = "inductor"
+        self,
+        model: PreTrainedModel,
+        kv: Session,
+        *,
+        compiled: bool = False,
+        backend: str | Backend = "inductor",
     ) -> None:
         wanted = pool_options(model.config, model.dtype)
         found = {name: getattr(kv.info, name) for name in wanted}
@@ -36,9 +40,7 @@ class ModelRunner:
             raise InvalidArgumentError(f"needs a pool of {wanted}, but the daemon's is {found}", field="model")
         self.model = install(model)
         self.kv = kv
-        self._blocked_weights = BlockedWeights(model) if compiled else None
-        if compiled:
-            compile_layers(model, backend)
+        self._compiled = CompiledLayers(model, backend) if compiled else None
 
     @torch.inference_mode()
     def run(self, step: Step, token_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -49,5 +51,5 @@ class ModelRunner:
 
         Raises the errors of `kvservice.integrations.transformers.forward`.
         """
-        with self._blocked_weights.in_use() if self._blocked_weights else nullcontext():
+        with self._compiled.in_use() if self._compiled else nullcontext():
             return forward(self.model, step, token_ids, rows=rows)

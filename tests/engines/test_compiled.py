@@ -12,8 +12,10 @@ from causal_lms import CASES, make_config, make_model
 from random_steps import assert_random_steps_equal
 from torch._dynamo.testing import CompileCounter
 
-from kvservice.engines.compiled import compile_layers
+from kvservice.engines.compiled import CompiledLayers
+from kvservice.engines.runner import ModelRunner
 from kvservice.errors import InvalidArgumentError
+from kvservice.integrations.transformers import model_keys
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Tiny random models cause many warnings of the library.
 
@@ -46,9 +48,31 @@ def test_layers_and_steps_of_all_sizes_share_one_graph(session_for: Any) -> None
     assert counter.frame_count <= 2
 
 
+def test_the_model_itself_is_not_compiled() -> None:
+    layers = (model := make_model(make_config(CASES["llama"]))).model.layers
+    compiled = CompiledLayers(model, "eager")
+    with compiled.in_use():
+        assert None not in [layer._compiled_call_impl for layer in layers]
+    assert {layer._compiled_call_impl for layer in layers} == {None}
+
+
+def test_a_new_runner_finds_the_compiled_code(session_for: Any) -> None:
+    """An engine that reconnects makes a new runner of the same model."""
+    case, counter = CASES["llama"], CompileCounter()
+    model = make_model(make_config(case))
+    kv = session_for(case)
+    for _ in range(2):
+        runner = ModelRunner(model, kv, compiled=True, backend=counter)
+        sequence = kv.allocate([5, 6, 7], extra_keys=model_keys(model))
+        runner.run(kv.open_step([sequence]), torch.tensor([5, 6, 7]), torch.tensor([2]))
+        kv.free([sequence])
+        kv.reset_prefix_cache()
+    assert counter.frame_count == 1
+
+
 def test_refuses_a_model_without_a_list_of_layers() -> None:
     model = make_model(make_config(CASES["llama"]))
     model.model.layers = torch.nn.Sequential(*model.model.layers)
     with pytest.raises(InvalidArgumentError) as refused:
-        compile_layers(model, "eager")
+        CompiledLayers(model, "eager")
     assert refused.value.field == "compiled"
