@@ -68,6 +68,7 @@ def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--lookup", type=click.IntRange(0), default=0, help="Propose so many tokens by prompt lookup.")
 @click.option("--draft-model", type=click.Path(file_okay=False), help="Directory of a model that proposes tokens.")
 @click.option("--draft-tokens", type=click.IntRange(1), default=4, show_default=True, help="Its proposals a step.")
+@click.option("--compiled", is_flag=True, help="Compile the model's layers, which takes about half a minute.")
 @click.option("--journal", type=click.Path(dir_okay=False), help="Go on after a restart, with --address: a file.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON lines.")
 @sampling_options
@@ -144,6 +145,7 @@ def _engine(given: dict[str, Any], presented: Presented) -> Iterator[LLM]:
         client={"tls": credentials.tls, "token": credentials.token},
         scheduler={"order": given["order"]},
         speculation=speculation,
+        compiled=given["compiled"],
         journal=given["journal"],
     ) as llm:
         yield llm

@@ -36,11 +36,21 @@ class AsyncLLM:
         client: dict[str, Any] | None = None,
         scheduler: dict[str, Any] | None = None,
         speculation: SpeculationMethod | None = None,
-        ahead: bool = False,
+        ahead: bool = True,
+        compiled: bool = False,
         restart_wait_s: float = 60.0,
     ) -> None:
         options = EngineOptions(
-            dtype, address, daemon or {}, client or {}, scheduler or {}, speculation, ahead, None, restart_wait_s
+            dtype,
+            address,
+            daemon or {},
+            client or {},
+            scheduler or {},
+            speculation,
+            ahead,
+            compiled,
+            None,
+            restart_wait_s,
         )
         self.core = EngineCore(model, tokenizer, options)
         self._worker = EngineWorker(self.core)

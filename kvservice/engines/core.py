@@ -31,6 +31,7 @@ class EngineOptions:
     scheduler: dict[str, Any]
     speculation: SpeculationMethod | None
     ahead: bool
+    compiled: bool
     journal: str | Path | None
     restart_wait_s: float
 
@@ -44,6 +45,7 @@ class EngineOptions:
             scheduler,
             self.client,
             detachable=self.journal is not None,
+            compiled=self.compiled,
             restart_wait_s=self.restart_wait_s,
         )
 

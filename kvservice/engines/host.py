@@ -27,8 +27,8 @@ class HostOptions:
     """How the daemon is found, and how its scheduler is opened.
 
     `address`: None starts a private daemon with the fields `daemon` of ServeConfig. `scheduler`: arguments of
-    `Session.open_scheduler`, which is opened if `scheduled`. `restart_wait_s`: how long the engine waits for a daemon
-    that went away, in seconds.
+    `Session.open_scheduler`, which is opened if `scheduled`. `compiled`: see ModelRunner.
+    `restart_wait_s`: how long the engine waits for a daemon that went away, in seconds.
     """
 
     address: str | None = None
@@ -38,6 +38,7 @@ class HostOptions:
     session_name: str = "engine"
     detachable: bool = False
     scheduled: bool = True
+    compiled: bool = False
     restart_wait_s: float = 60.0
 
 
@@ -132,5 +133,5 @@ class EngineHost:
         self.session = session
         if self.options.scheduled:
             self.scheduler = session.open_scheduler(**self.options.scheduler)
-        self.runner = ModelRunner(self.model, session)
+        self.runner = ModelRunner(self.model, session, compiled=self.options.compiled)
         self.usable = True

@@ -24,7 +24,8 @@ class LLM:
     `model`: a model of transformers, or a directory with one and its tokenizer; nothing is downloaded. Without
     `address`, a private daemon runs until `close`; `daemon` are its options (fields of ServeConfig), such as
     num_blocks. `scheduler` are arguments of `Session.open_scheduler`. `speculation` proposes tokens that are verified
-    together: PromptLookup or DraftModel. `ahead` makes the next batch while the model runs. `journal` is a file with
+    together: PromptLookup or DraftModel. `ahead` makes the next batch while the model runs, `compiled` compiles the
+    model's layers at the first step. `journal` is a file with
     which a restarted engine goes on: see `resumed`. `client` are arguments of KVClient.
 
     It is a context manager. It is not thread-safe. Raises InvalidArgumentError naming the argument, and the errors of
@@ -42,12 +43,22 @@ class LLM:
         client: dict[str, Any] | None = None,
         scheduler: dict[str, Any] | None = None,
         speculation: SpeculationMethod | None = None,
-        ahead: bool = False,
+        ahead: bool = True,
+        compiled: bool = False,
         journal: str | Path | None = None,
         restart_wait_s: float = 60.0,
     ) -> None:
         options = EngineOptions(
-            dtype, address, daemon or {}, client or {}, scheduler or {}, speculation, ahead, journal, restart_wait_s
+            dtype,
+            address,
+            daemon or {},
+            client or {},
+            scheduler or {},
+            speculation,
+            ahead,
+            compiled,
+            journal,
+            restart_wait_s,
         )
         self.core = EngineCore(model, tokenizer, options)
 

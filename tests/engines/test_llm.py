@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, LogitsProcessor, NoRepeatNGramLogitsProcessor, TopKLogitsWarper
 
 from kvservice.client import KVClient
-from kvservice.engines import LLM, RequestOutput, SamplingParams
+from kvservice.engines import LLM, RequestOutput, SamplingParams, host
 from kvservice.errors import InvalidArgumentError, OutOfBlocksError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
@@ -24,6 +24,20 @@ def test_greedy_tokens_are_those_of_each_request_alone(llm, prompts, alone) -> N
     assert [tokens(output) for output in outputs] == [alone(prompt, 20) for prompt in prompts]
     assert all(output.finished and output.outputs[0].finish_reason == "length" for output in outputs)
     assert [list(output.prompt_token_ids) for output in outputs] == prompts
+
+
+def test_without_a_batch_ahead_the_tokens_are_the_same(directory, engine_daemon, prompts, alone) -> None:
+    with LLM(directory, address=engine_daemon.address, ahead=False) as engine:
+        outputs = engine.generate(prompts, GREEDY)
+    assert [tokens(output) for output in outputs] == [alone(prompt, 20) for prompt in prompts]
+
+
+def test_the_model_is_compiled_if_asked(directory, engine_daemon, monkeypatch) -> None:
+    made: list[bool] = []
+    monkeypatch.setattr(host, "ModelRunner", lambda *_, compiled: made.append(compiled))
+    for compiled in (False, True):
+        LLM(directory, address=engine_daemon.address, compiled=compiled).close()
+    assert made == [False, True]
 
 
 def test_all_blocks_are_given_back(llm, prompts, engine_daemon) -> None:
