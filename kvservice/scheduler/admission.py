@@ -30,8 +30,9 @@ class Admission:
         first = next(iter(self._queues.waiting), None)
         if first is None or self._config.order is not QueueOrder.PRIORITY:
             return
-        missing = self._find(first).num_consumed - self._room(self._queues.needed_blocks(), 0)
-        if self._queues.num_running + first.num_places > draft.max_running:
+        missing = sum(self._find(state).num_consumed for state in first.unit)
+        missing -= self._room(self._queues.needed_blocks(), 0)
+        if self._queues.num_running + _places(first.unit) > draft.max_running:
             missing = max(missing, 1)
         if missing > 0:
             self._preemptor.make_room(draft, missing, first.rank)
@@ -55,18 +56,20 @@ class Admission:
         for state in list(itertools.islice(queues.swapped, _MAX_LOOKED_AT)):
             if most_urgent is not None and state.rank[0] > most_urgent:
                 return
-            growth = self._config.lookahead + 1
+            unit = state.unit
+            ids = [one.sequence_id for one in unit]
+            required = sum(one.blocks + self._config.lookahead + 1 for one in unit)
             room = self._room(draft.needed, len(queues.decodes))
-            if queues.num_running >= draft.max_running or room < state.blocks + growth:
+            if queues.num_running + len(unit) > draft.max_running or room < required:
                 return
-            if self._manager.can_swap_in(self._namespace, [state.sequence_id]) is not AllocStatus.OK:
+            if self._manager.can_swap_in(self._namespace, ids) is not AllocStatus.OK:
                 return
-            draft.swapped_in.append(self._manager.swap_in(self._namespace, [state.sequence_id]))
+            draft.swapped_in.append(self._manager.swap_in(self._namespace, ids))
             queues.swapped.remove(state)
-            state.phase = Phase.DECODING
-            (snapshot,) = self._manager.describe(self._namespace, [state.sequence_id])
-            state.blocks = snapshot.num_blocks
-            queues.decodes.add(state, snapshot.length, state.next_token)
+            queues.decodes.sharing |= len(unit) > 1
+            for one, snapshot in zip(unit, self._manager.describe(self._namespace, ids), strict=True):
+                one.phase, one.blocks = Phase.DECODING, snapshot.num_blocks
+                queues.decodes.add(one, snapshot.length, one.next_token)
 
     def _room(self, needed: int, num_running: int) -> int:
         """Return how many blocks new requests may take beside `needed` ones: above the watermark, and above what the
@@ -92,32 +95,35 @@ class Admission:
         swapped = next(iter(queues.swapped), None)
         for state in itertools.islice(queues.waiting, _MAX_LOOKED_AT):
             waits_for_swapped = swapped is not None and state.rank[0] >= swapped.rank[0]
-            if tokens_left <= 0 or state.num_places > places or waits_for_swapped:
+            unit = state.unit
+            if tokens_left < len(unit) or _places(unit) > places or waits_for_swapped:
                 break
-            prompt = self._find(state)
-            found, consumed = prompt.num_found, prompt.num_consumed
-            pending = len(state.tokens) - found * size
-            if self._is_held_back(state, found, pending, num_long):
+            prompts = [(one, self._find(one)) for one in unit]
+            consumed = sum(prompt.num_consumed for _, prompt in prompts)
+            pending = sum(len(one.tokens) - prompt.num_found * size for one, prompt in prompts)
+            if any(self._is_held_back(one, prompt, num_long) for one, prompt in prompts):
                 continue
             started = picked or draft.chunks
             if consumed > room or (config.batches is BatchPolicy.PREFILL_FIRST and pending > tokens_left and started):
                 break
-            picked.append((state, prompt))
-            queues.computing.update(state.hashes[found:])
-            places -= state.num_places
-            room -= consumed + state.num_places * (-len(state.tokens) % size < config.reserve_steps)
+            picked += prompts
+            places -= _places(unit)
             draft.max_new_blocks -= consumed
-            tokens_left -= self._chunk(pending)
-            num_long += self._is_long(pending)
+            room -= consumed
+            for one, prompt in prompts:
+                queues.computing.update(one.hashes[prompt.num_found :])
+                room -= one.num_places * (-len(one.tokens) % size < config.reserve_steps)
+                tokens_left -= self._chunk(len(one.tokens) - prompt.num_found * size)
+                num_long += self._is_long(len(one.tokens) - prompt.num_found * size)
         for state, _ in picked:
-            queues.waiting.remove(state)
+            queues.waiting.discard(state)
         return picked
 
     def _start(self, picked: list[tuple[RequestState, FoundPrompt]], draft: Draft) -> None:
         """Allocate the sequences of picked requests, and give them their first chunks."""
         shift = self._blocks_config.block_shift
         sequences = self._manager.allocate_found(self._namespace, [prompt for _, prompt in picked])
-        for (state, _), new in zip(picked, sequences, strict=True):
+        for i, ((state, _), new) in enumerate(zip(picked, sequences, strict=True), start=1):
             num_cached = len(new.found) << shift
             self._queues.counters.count_admission(state, num_cached)
             state.preempted = False
@@ -125,12 +131,14 @@ class Admission:
             state.blocks = new.required
             draft.needed += new.required - new.num_blocks
             self._queues.start_prefill(state)
-            draft.add_chunk(state, self._config.long_prefill_tokens)
+            others = sum(other.group is state.group for other, _ in picked[i:])  # each of the beams gets a token
+            draft.add_chunk(state, self._config.long_prefill_tokens, others)
 
-    def _is_held_back(self, state: RequestState, found: int, pending: int, num_long: int) -> bool:
+    def _is_held_back(self, state: RequestState, prompt: FoundPrompt, num_long: int) -> bool:
         """Return whether others may pass this request: its next block is being computed, or it is one long prompt too
         many."""
-        limit = self._config.max_long_prefills
+        limit, found = self._config.max_long_prefills, prompt.num_found
+        pending = len(state.tokens) - found * self._blocks_config.block_size
         if limit and num_long >= limit and self._is_long(pending):
             return True
         shares = self._config.share_prefixes and found < len(state.hashes)
@@ -158,3 +166,8 @@ class Admission:
             return False
         waited_s = now_s - self._queues.waiting.oldest_arrival_s()
         return waited_s <= self._config.delay_factor * self._last_prefill_s
+
+
+def _places(unit: list[RequestState]) -> int:
+    """Return how many sequences these samples are, or become when their prompt is computed."""
+    return sum(state.num_places for state in unit)

@@ -9,16 +9,17 @@ from kvservice.blocks.plans import BoolArray, Int32Array, Int64Array
 from kvservice.scheduler.requests import RequestState
 from kvservice.scheduler.token_times import TokenTimes
 
-_COLUMNS = 7
-_IDS, _LENGTHS, _GENERATED, _LIMITS, _BLOCKS, _NUMBERS, _PRIORITIES = range(_COLUMNS)
+_COLUMNS = 8
+_IDS, _LENGTHS, _GENERATED, _LIMITS, _BLOCKS, _BEAMS, _NUMBERS, _PRIORITIES = range(_COLUMNS)
 
 
 class DecodeSet:
     """Sequences that get one token a step, in the order in which they joined.
 
-    `ids`, `lengths` (computed tokens), `generated`, `limits` (most generated tokens), `blocks` (of the table) are
-    int64[n] views; `tokens` int32[n] are the next tokens to append, and `times` says when they were reported. `sharing`
-    says that the last blocks of some of them may be shared, so that they are copied before the next token is written.
+    `ids`, `lengths` (computed tokens), `generated`, `limits` (most generated tokens), `blocks` (of the table) and
+    `beams` (the number of the request whose beams they are, or 0) are int64[n] views; `tokens` int32[n] are the next
+    tokens to append, and `times` says when they were reported. `sharing` says that the last blocks of some of them may
+    be shared, so that they are copied before the next token is written.
     """
 
     def __init__(self, capacity: int, config: BlocksConfig, lookahead: int) -> None:
@@ -29,7 +30,7 @@ class DecodeSet:
         self._shift, self._mask = np.array(config.block_shift), np.array(config.block_mask)
         self._reach = np.array(1 + lookahead + config.block_mask)
         self._size = 0
-        self.sharing = False
+        self.sharing = self.has_beams = False
         self._cut()
 
     def __len__(self) -> int:
@@ -44,15 +45,18 @@ class DecodeSet:
         self.generated: Int64Array = columns[_GENERATED]
         self.limits: Int64Array = columns[_LIMITS]
         self.blocks: Int64Array = columns[_BLOCKS]
+        self.beams: Int64Array = columns[_BEAMS]
         self.tokens: Int32Array = self._tokens[:size]
 
     def add(self, state: RequestState, length: int, token: int) -> None:
         """Add a sequence with `length` computed tokens, and the token to append next."""
         at = self._size
         priority, place, number = state.rank
+        beams = state.group.number if state.group.request.beams else 0
         self._columns[:, at] = (
-            state.sequence_id, length, state.generated, state.limit, state.blocks, number, priority,
+            state.sequence_id, length, state.generated, state.limit, state.blocks, beams, number, priority,
         )  # fmt: skip
+        self.has_beams |= beams > 0
         self._places[at] = place
         self.times.add(state.token_at_s)
         self._tokens[at] = token
@@ -68,6 +72,7 @@ class DecodeSet:
         self.times.keep(kept)
         self._size = size
         self._cut()
+        self.has_beams = self.has_beams and bool(self.beams.any())
 
     def index(self, sequence_id: int) -> int:
         """Return the index of a sequence in the set."""
@@ -86,6 +91,15 @@ class DecodeSet:
             return 0
         left = (-1 - self.lengths) & self._mask
         return int(np.count_nonzero(left < steps))
+
+    def whole(self, chosen: Int64Array) -> Int64Array:
+        """Return the sequences `chosen` int64[n] without beams of which not all are chosen."""
+        if not self.has_beams:
+            return chosen
+        left = np.ones(self._size, np.bool_)
+        left[chosen] = False
+        broken = self.beams[left]
+        return chosen[~np.isin(self.beams[chosen], broken[broken > 0])]
 
     def by_rank(self) -> Int64Array:
         """Return the indices int64[n] of all sequences in the order of their ranks."""

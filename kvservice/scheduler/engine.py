@@ -95,6 +95,8 @@ class EngineScheduler:
         blocks = self._manager.config
         try:
             max_width = min(self.config.max_running, blocks.max_sequences)
+            if request.beams:
+                max_width = min(max_width, self.config.max_step_tokens)
             checked = check_request(request, blocks, self.config.lookahead, max_width, self._max_blocks)
         except KVServiceError:
             self.queues.counters.refused += 1
@@ -114,9 +116,10 @@ class EngineScheduler:
             delay = self.config.size_delay_steps * self._manager.config.num_blocks_for(len(tokens))
             place = self._num_steps + min(delay, self.config.max_size_delay_steps)
             priority = request.priority if self.config.order is QueueOrder.PRIORITY else 0
-            rank = (priority, place, self._num_arrived)
+            number = self._num_arrived + 1
             self._num_arrived += len(limits)
-            group = RequestGroup(request, len(tokens), limits)
+            group = RequestGroup(request, number, len(tokens), limits)
+            rank = (priority, place, number)
             self.queues.add(RequestState(group, request.request_id, limits[0], rank, tokens, hashes, extra, now_s))
         self.queues.counters.added += len(prepared)
         self.share.active = True
@@ -184,7 +187,7 @@ class EngineScheduler:
         draft = Draft(tokens, running, shares.allowance(self.share), ahead=bool(flight))
         if flight:
             flight[0].advance(self.queues.decodes)
-        if draft.max_new_blocks < 0 and self.queues.num_running > 1:
+        if draft.max_new_blocks < 0 and len(self.queues.running_by_rank()) > 1:
             self._preemptor.preempt_one(draft)
         self._admission.preempt_for_priority(draft)
         if not draft.blocked:
@@ -259,7 +262,7 @@ class EngineScheduler:
         sampled = self._reporter.sampled(flight[place])
         if np.size(finished):
             sampled = sampled[~np.isin(sampled, finished)]
-        checked = check_report(sampled, report)
+        checked = check_report(self.queues, sampled, report)
         written = self._manager.written_layers(self._namespace, flight[place].step.step_id)
         if written is None or 0 in written:
             raise FailedPreconditionError("not all layers of the step are written", field="batch")

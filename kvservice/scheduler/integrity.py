@@ -6,7 +6,7 @@ from kvservice.blocks import Slices
 from kvservice.blocks.slices import SLICE_SEQUENCES, finish
 from kvservice.errors import InternalError, UnknownSequenceError
 from kvservice.scheduler.engine import EngineScheduler
-from kvservice.scheduler.requests import Phase, RequestState
+from kvservice.scheduler.requests import RUNNING, Phase, RequestGroup, RequestState
 from kvservice.scheduler.state import EngineQueues
 
 
@@ -16,7 +16,9 @@ def check_integrity(engine: EngineScheduler) -> None:
     finish(check_in_slices(engine))
     queues = engine.queues
     num_ended = sum(len(flight.ended) for flight in queues.flight)
-    _require(len(queues.namespace) == len(queues.states) - len(queues.waiting) + num_ended, "the sequences differ")
+    _require(
+        len(queues.namespace) == len(queues.states) - queues.waiting.num_samples + num_ended, "the sequences differ"
+    )
 
 
 def check_in_slices(engine: EngineScheduler) -> Slices[None]:
@@ -39,7 +41,7 @@ def check_in_slices(engine: EngineScheduler) -> Slices[None]:
 
 def _check_counts(engine: EngineScheduler) -> None:
     queues = engine.queues
-    num_placed = len(queues.waiting) + len(queues.prefilling) + len(queues.decodes) + len(queues.swapped)
+    num_placed = queues.waiting.num_samples + len(queues.prefilling) + len(queues.decodes) + queues.swapped.num_samples
     _require(num_placed == len(queues.states), "a sample is in two queues, or in none")
     _require(queues.num_running <= engine.config.max_running, "more requests run than may")
     _check_flight(engine)
@@ -60,15 +62,28 @@ def _check_flight(engine: EngineScheduler) -> None:
 def _check_place(queues: EngineQueues, state: RequestState) -> None:
     """Check that a sample is in the queue of its phase, and that its request knows it."""
     placed = {
-        Phase.WAITING: lambda: state in queues.waiting,
+        Phase.WAITING: lambda: state.unit[0] in queues.waiting,
         Phase.PREFILLING: lambda: queues.prefilling.get(state.sequence_id) is state,
         Phase.DECODING: lambda: state.sequence_id in queues.decodes.ids,
-        Phase.SWAPPED: lambda: state in queues.swapped,
+        Phase.SWAPPED: lambda: state.unit[0] in queues.swapped,
     }
     _require(placed[state.phase](), "a sample is not at its place in the queue of its phase")
     group = state.group
     _require(queues.requests.get(group.request_id) is group, "a sample has no request")
     _require(any(member is state for member in group.members), "a request does not know its sample")
+    _require(all(queues.reserved.get(name) is group for name in group.reserved_ids), "an id is not reserved")
+    if group.request.beams and state is state.unit[0]:
+        _check_beams(queues, group)
+
+
+def _check_beams(queues: EngineQueues, group: RequestGroup) -> None:
+    """Check that the beams of a request run in lock-step."""
+    phases = {state.phase for state in group.members}
+    _require(len(phases) == 1 or phases == set(RUNNING), "some beams run and others wait")
+    if phases == {Phase.DECODING}:
+        decodes = queues.decodes
+        lengths = {int(decodes.lengths[decodes.index(state.sequence_id)]) for state in group.members}
+        _require(len(lengths) == 1, "beams differ in length")
 
 
 def _check_table(queues: EngineQueues, state: RequestState, *, reported: bool) -> None:

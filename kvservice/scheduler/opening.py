@@ -88,6 +88,6 @@ def _samples_of_chunks(chunks: list[tuple[RequestState, int]]) -> tuple[Int32Arr
     which, ids = list[int](), list[int]()
     for i, (state, count) in enumerate(chunks):
         if count == state.pending:
-            ids += range(state.sequence_id, state.sequence_id + state.num_places)
-            which += [i] * state.num_places
+            ids += range(state.sequence_id, state.sequence_id + state.num_sampled)
+            which += [i] * state.num_sampled
     return np.array(which, np.int32), np.array(ids, np.int64)

@@ -32,42 +32,58 @@ class Preemptor:
         copies = self._queues.tail_copies() if decodes.sharing else None
         if copies:
             needed += copies[1]
-        eligible = self._eligible() if draft.ahead else None
-        if eligible is None and len(decodes) <= draft.tokens_left and needed <= self._manager.num_available:
+        restricted = (draft.ahead or decodes.has_beams) and not self._eligible(draft).all()
+        if not restricted and len(decodes) <= draft.tokens_left and needed <= self._manager.num_available:
             draft.decodes, draft.growth, draft.all_decodes = decodes.ids, growth, True
         else:
-            chosen = self._choose(draft, eligible)
+            chosen = self._choose(draft, restricted)
             draft.decodes, draft.growth = chosen, decodes.needs()[chosen]
             needed = int(self._needs()[chosen].sum())
         draft.needed += needed
         draft.tokens_left -= len(draft.decodes)
 
-    def _eligible(self) -> BoolArray | None:
-        """Return which decodes may be in a batch while another one is in flight: bool[n], or None if all may."""
+    def _eligible(self, draft: Draft) -> BoolArray:
+        """Return which decodes may be in a batch: bool[n]. Beams wait for others of their request
+        that are in their prefill. While another batch is in flight, no beams may be in this one, nor sequences whose
+        last token is sampled, nor those of aborted requests."""
         queues, decodes = self._queues, self._queues.decodes
         eligible: BoolArray = decodes.generated < decodes.limits
+        if decodes.has_beams:
+            held = [state.group.number for state in queues.prefilling.values() if state.resumes]
+            eligible &= decodes.beams == 0 if draft.ahead else ~np.isin(decodes.beams, held)
         if queues.aborted:
             members = itertools.chain.from_iterable(queues.requests[one].members for one in queues.aborted)
             eligible &= ~np.isin(decodes.ids, [state.sequence_id for state in members])
-        return None if eligible.all() else eligible
+        return eligible
 
-    def _choose(self, draft: Draft, eligible: BoolArray | None) -> Int64Array:
-        """Return the indices of the eligible decodes to run; preempt until few enough of them lack a block."""
+    def _choose(self, draft: Draft, restricted: bool) -> Int64Array:
+        """Return the indices of the decodes to run, with `restricted` only eligible ones; preempt until few enough of
+        them lack a block."""
         decodes = self._queues.decodes
         while len(decodes) and not draft.blocked:
             order = decodes.by_rank()
-            if eligible is not None:
-                order = order[eligible[order]]
-            order = order[: draft.tokens_left]
+            if restricted:
+                order = order[self._eligible(draft)[order]]
+            order = self._within(order, draft.tokens_left)
             growth = self._needs()[order]
-            served = (np.cumsum(growth) <= self._manager.num_available) | (growth == 0)
-            unserved = int(np.count_nonzero(~served))
+            served = decodes.whole(order[(np.cumsum(growth) <= self._manager.num_available) | (growth == 0)])
+            unserved = len(order) - len(served)
             if not unserved or (unserved <= self._max_stalled(len(order)) and unserved < len(order)):
                 draft.num_stalled = unserved
                 draft.short |= unserved > 0
-                return np.sort(order[served])
+                return np.sort(served)
             self.preempt_one(draft)
         return NO_SEQUENCES
+
+    def _within(self, order: Int64Array, num_tokens: int) -> Int64Array:
+        """Return the first of these decodes, one token each, but no beams of which not all fit."""
+        decodes = self._queues.decodes
+        while True:
+            first = order[:num_tokens]
+            chosen = decodes.whole(first)
+            if len(chosen) == len(first):
+                return chosen
+            order = order[~np.isin(decodes.beams[order], np.setdiff1d(decodes.beams[first], decodes.beams[chosen]))]
 
     def _needs(self) -> Int64Array:
         """Return how many blocks each decode may need at most, copies of shared blocks included: int64[n]."""
@@ -81,19 +97,19 @@ class Preemptor:
     def make_room(self, draft: Draft, num_missing: int, above: tuple[int, float, int]) -> bool:
         """Preempt requests of lower priority than that of the rank `above` for this many missing blocks. Returns False,
         with nothing changed, if all of them together do not hold enough."""
-        victims = [state for state in self._queues.running_by_rank() if state.rank[0] > above[0]]
-        chosen: list[RequestState] = []
+        victims = [unit for unit in self._queues.running_by_rank() if unit[0].rank[0] > above[0]]
+        chosen: list[list[RequestState]] = []
         while num_missing > 0 and victims:
-            state = victims.pop()
-            chosen.append(state)
-            num_missing -= self._queues.blocks_of(state)
+            unit = victims.pop()
+            chosen.append(unit)
+            num_missing -= self._queues.blocks_of(unit)
         if num_missing > 0:
             return False
         if draft.ahead:
             draft.blocked = bool(chosen)
             return False
-        for state in chosen:
-            self.preempt(state, draft)
+        for unit in chosen:
+            self.preempt(unit, draft)
         return bool(chosen)
 
     def preempt_one(self, draft: Draft) -> None:
@@ -105,45 +121,50 @@ class Preemptor:
             draft.blocked = True
             return
         running = self._queues.running_by_rank()
-        lowest = [state for state in running[1:] if state.rank[0] == running[-1].rank[0]] or running
+        lowest = [unit for unit in running[1:] if unit[0].rank[0] == running[-1][0].rank[0]] or running
         self.preempt(min(reversed(lowest), key=self._queues.blocks_of), draft)
 
-    def preempt(self, state: RequestState, draft: Draft) -> None:
-        """Preempt a running sequence by swap or by recomputation."""
-        queues = self._queues
-        if state.phase is Phase.PREFILLING:
-            self.recompute(state, draft)
+    def preempt(self, unit: list[RequestState], draft: Draft) -> None:
+        """Preempt a running sequence, or all beams of a request, by swap or by recomputation."""
+        queues, decodes = self._queues, self._queues.decodes
+        ids = [state.sequence_id for state in unit]
+        if any(state.phase is Phase.PREFILLING for state in unit):
+            self.recompute(unit, draft)
             return
-        length = int(queues.decodes.lengths[queues.decodes.index(state.sequence_id)])
-        if not self._swap_is_better(state, length):
-            self.recompute(state, draft)
+        lengths = [int(decodes.lengths[decodes.index(sequence_id)]) for sequence_id in ids]
+        if not self._swap_is_better(unit, ids, sum(lengths)):
+            self.recompute(unit, draft)
             return
-        state.next_token = queues.leave_decodes(state)
-        draft.swapped_out.append(self._manager.swap_out(self._namespace, [state.sequence_id]))
-        state.phase = Phase.SWAPPED
-        queues.swapped.add(state)
-        draft.preempted.append(Preemption(state.sequence_id, length, swapped=True))
+        for state, length in zip(unit, lengths, strict=True):
+            state.next_token = queues.leave_decodes(state)
+            state.phase = Phase.SWAPPED
+            draft.preempted.append(Preemption(state.sequence_id, length, swapped=True))
+        draft.swapped_out.append(self._manager.swap_out(self._namespace, ids))
+        queues.swapped.add(unit[0], len(unit))
 
-    def recompute(self, state: RequestState, draft: Draft) -> None:
-        """Preempt a running sequence, which computes its tokens again when it goes on."""
+    def recompute(self, unit: list[RequestState], draft: Draft) -> None:
+        """Preempt running sequences, which compute their tokens again when they go on."""
         queues = self._queues
-        if state.phase is Phase.PREFILLING:
-            queues.end_prefill(state)
-            computed = len(state.tokens) - state.pending
-        else:
-            state.continue_with(queues.tokens_of(state), self._manager.config)
-            queues.leave_decodes(state)
-            computed = len(state.tokens) - 1
-        self._manager.free(self._namespace, [state.sequence_id])
-        state.phase, state.pending, state.blocks, state.preempted = Phase.WAITING, 0, 0, True
-        state.lost = computed
-        self._queues.waiting.add(state)
-        draft.preempted.append(Preemption(state.sequence_id, computed, swapped=False))
+        for state in unit:
+            if state.phase is Phase.PREFILLING:
+                queues.end_prefill(state)
+                computed = len(state.tokens) - state.pending
+            else:
+                tokens = queues.tokens_of(state)
+                queues.leave_decodes(state)
+                computed = len(tokens) - 1
+                state.resumes, state.next_token = state.group.request.beams, int(tokens[-1])
+                state.continue_with(tokens[:-1] if state.resumes else tokens, self._manager.config)
+            state.phase, state.pending, state.blocks, state.preempted = Phase.WAITING, 0, 0, True
+            state.lost = computed
+            draft.preempted.append(Preemption(state.sequence_id, computed, swapped=False))
+        self._manager.free(self._namespace, [state.sequence_id for state in unit])
+        queues.waiting.add(unit[0], len(unit))
 
-    def _swap_is_better(self, state: RequestState, length: int) -> bool:
+    def _swap_is_better(self, unit: list[RequestState], ids: list[int], num_tokens: int) -> bool:
         mode, config = self._config.preemption, self._config
         if mode is PreemptionMode.RECOMPUTE or not self._manager.config.num_swap_blocks:
             return False
-        costs_less = 2 * self._queues.blocks_of(state) * config.swap_block_s < length * config.compute_token_s
+        costs_less = 2 * self._queues.blocks_of(unit) * config.swap_block_s < num_tokens * config.compute_token_s
         wanted = mode is PreemptionMode.SWAP or costs_less
-        return wanted and self._manager.can_swap_out(self._namespace, [state.sequence_id])
+        return wanted and self._manager.can_swap_out(self._namespace, ids)

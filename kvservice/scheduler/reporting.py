@@ -31,6 +31,8 @@ class Reporter:
         flight.advance(self._queues.decodes)
         over = self._update_decodes(flight, sampled[:num_decodes], report, now_s) if num_decodes else []
         self._tell_follower()
+        if report.parents:
+            self._samples.rearrange(report.parents)
         over += self._update_chunks(flight, report.tokens[num_decodes:].tolist(), report.finished, now_s)
         return over
 
@@ -58,6 +60,7 @@ class Reporter:
             if state.pending:
                 continue
             self._queues.end_prefill(state)
-            self._latencies.observe_token(state, now_s)
-            over += self._samples.start(state, [next(sampled) for _ in range(state.num_places)], finished)
+            if state.num_sampled:
+                self._latencies.observe_token(state, now_s)
+            over += self._samples.start(state, [next(sampled) for _ in range(state.num_sampled)], finished)
         return over

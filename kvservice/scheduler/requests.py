@@ -24,7 +24,8 @@ class Request:
 
     `request_id` is the id of its sequence in the engine's namespace. With a `width` above 1 the request has that many
     samples; their sequences are request_id, request_id + 1, and so on, and `stop_lengths` int64[width] may give each of
-    them a total length, prompt included, at which it ends. `token_ids` is int32[n], n >= 1. A lower `priority` is more
+    them a total length, prompt included, at which it ends. `beams` run in lock-step, and each step says which of them
+    every one continues. `token_ids` is int32[n], n >= 1. A lower `priority` is more
     urgent. `extra_keys` are those of AllocationRequest.
     """
 
@@ -35,6 +36,7 @@ class Request:
     extra_keys: Sequence[tuple[int, bytes]] = ()
     width: int = 1
     stop_lengths: npt.ArrayLike = ()
+    beams: bool = False
 
 
 class Phase(Enum):
@@ -53,12 +55,13 @@ RUNNING = (Phase.PREFILLING, Phase.DECODING)
 class RequestGroup:
     """The samples of one request, whose prompt has `num_prompt_tokens`.
 
-    `limits` are the most tokens that each sample may generate. `members` are the samples that are not finished: only
-    the first until its prompt is computed, when the others are `forked` from it. `ended` has the tokens int32[n] of
-    finished samples, by the ids of their sequences.
+    `number` counts requests in the order of their arrival, from 1 on. `limits` are the most tokens that each sample may
+    generate. `members` are the samples that are not finished: only the first until its prompt is computed, when the
+    others are `forked` from it. `ended` has the tokens int32[n] of finished samples, by the ids of their sequences.
     """
 
     request: Request
+    number: int
     num_prompt_tokens: int
     limits: tuple[int, ...]
     members: list[RequestState] = field(default_factory=list)
@@ -82,8 +85,8 @@ class RequestState:
     `tokens` int32[n] are the prompt and, after a preemption, the tokens generated so far; `hashes` are the chain hashes
     of its full blocks. `rank` orders the queue: (priority, place in the queue, arrival number). `pending` counts the
     tokens of a prefill that are not computed, `blocks` the blocks of its table. `next_token` is appended after a
-    swap-in. `preempted` says that its `lost` computed tokens may be in the prefix cache. `token_at_s` is when its
-    latest token was reported.
+    swap-in. With `resumes` it is also appended after the prefill, at whose end no token is sampled. `preempted` says
+    that its `lost` computed tokens may be in the prefix cache. `token_at_s` is when its latest token was reported.
     """
 
     group: RequestGroup
@@ -100,8 +103,19 @@ class RequestState:
     blocks: int = 0
     next_token: int = 0
     preempted: bool = False
+    resumes: bool = False
     lost: int = 0
     token_at_s: float = 0.0
+
+    @property
+    def unit(self) -> list[RequestState]:
+        """The samples that run or wait together: all beams of a request, or this sample alone."""
+        return self.group.members if self.group.request.beams else [self]
+
+    @property
+    def num_sampled(self) -> int:
+        """How many tokens are sampled at the end of its prefill."""
+        return 0 if self.resumes else self.num_places
 
     @property
     def num_places(self) -> int:
@@ -164,8 +178,9 @@ def check_request(
     """Validate a request.
 
     Raises InvalidArgumentError, and OutOfBlocksError with `never` if the pool cannot hold one of its samples, whole,
-    above the watermark. Samples run one at a time if need be. Raises QuotaExceededError for one that may get more than
-    max_request_tokens tokens, or more than `max_blocks` blocks, because one operation on it would exceed a limit.
+    above the watermark. Samples run one at a time if need be, but beams run together. Raises QuotaExceededError for
+    one that may get more than max_request_tokens tokens, or more than `max_blocks` blocks, because one operation on it
+    would exceed a limit.
     """
     limit = config.max_sequence_tokens
     width = whole_number(request.width, "width", 1, max_width)
@@ -182,15 +197,19 @@ def check_request(
     extra: dict[int, bytes] = {}
     if request.extra_keys:
         extra = extra_keys_by_block(request.extra_keys, "extra_keys", config.block_size, limit)
-    required = config.num_blocks_for(len(tokens) + max_tokens + lookahead)
+    if not isinstance(request.beams, bool):
+        raise InvalidArgumentError("must be True or False", field="beams")
+    required = config.num_blocks_for(len(tokens) + max_tokens + lookahead) * (width if request.beams else 1)
     _check_quota("max_request_tokens", len(tokens) + max_tokens, config.max_request_tokens, "tokens")
     _check_quota("max_request_blocks", required, max_blocks, "blocks beside those of the other sequences")
+    if request.beams:  # they are rearranged in one operation
+        _check_quota("max_request_blocks", 2 * required, config.max_request_blocks, "blocks before and after a step")
     available = config.num_blocks - config.watermark_blocks
     if required > available:
         raise OutOfBlocksError(
             f"prompt and max_tokens need {required} blocks, and the pool can never give more than {available}",
             tier="device", required=required, free=available, total=config.num_blocks, never=True,
-            field="max_tokens",
+            field="width" if request.beams else "max_tokens",
         )  # fmt: skip
     return CheckedRequest(np.array(tokens, np.int32), extra, _limits(request, width, len(tokens), max_tokens))
 

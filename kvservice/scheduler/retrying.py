@@ -8,6 +8,7 @@ from kvservice.blocks import StepPlan
 from kvservice.blocks.plans import Int64Array
 from kvservice.errors import OutOfBlocksError
 from kvservice.scheduler.preemption import Preemptor
+from kvservice.scheduler.requests import RequestState
 from kvservice.scheduler.state import Draft, EngineQueues, InFlight
 
 
@@ -73,7 +74,7 @@ class Retrier:
             (described,) = self._manager.describe(self._namespace, [state.sequence_id])
             state.pending = described.length - described.num_computed
             if not state.pending:
-                self._preemptor.recompute(state, again)
+                self._preempt(list(state.unit), starts, again)
 
     def _starts(self, lost: InFlight, again: Draft) -> dict[int, int]:
         """Return the first token to compute of each sequence in the new step, and put its chunks into the draft."""
@@ -96,8 +97,13 @@ class Retrier:
         return starts
 
     def _preempt_last(self, starts: dict[int, int], again: Draft) -> None:
-        """Preempt the last sequence of the order, and leave it out of the batch."""
-        state = max((self._queues.states[sequence_id] for sequence_id in starts), key=lambda one: one.rank)
-        del starts[state.sequence_id]
-        again.chunks = [(one, count) for one, count in again.chunks if one is not state]
-        self._preemptor.recompute(state, again)
+        """Preempt the last sequence of the order, with the other beams of its request."""
+        last = max((self._queues.states[sequence_id] for sequence_id in starts), key=lambda one: one.rank)
+        self._preempt(list(last.unit), starts, again)
+
+    def _preempt(self, unit: list[RequestState], starts: dict[int, int], again: Draft) -> None:
+        """Preempt these sequences, and leave them out of the batch."""
+        for state in unit:
+            starts.pop(state.sequence_id, None)
+        again.chunks = [(state, count) for state, count in again.chunks if state not in unit]
+        self._preemptor.recompute(unit, again)

@@ -24,39 +24,76 @@ class Samples:
 
     def start(self, first: RequestState, tokens: list[int], finished: set[int]) -> list[int]:
         """Let a sequence decode whose prefill has ended. Before the fork the other samples of its request start with
-        it, and `tokens` has a token for each of them. Returns the sequences that are over already."""
-        first.generated += 1
+        it, and `tokens` has a token for each of them. A beam that resumes gets none. Returns the sequences that are
+        over already."""
         first.phase = Phase.DECODING
+        if first.resumes:
+            first.resumes = False
+            self._queues.decodes.add(first, len(first.tokens), first.next_token)
+            return []
+        first.generated += 1
         forks = len(tokens) > 1
         if forks and self._config.lookahead:  # the samples do not share the blocks that are reserved for the first
             self._manager.truncate(self._namespace, [first.sequence_id], [len(first.tokens)])
             first.blocks = self._manager.config.num_blocks_for(len(first.tokens))
         self._queues.decodes.add(first, len(first.tokens), tokens[0])
-        if forks:
-            self._fork(first, tokens[1:], finished)
-        first.group.forked = True
         over = first.generated >= first.limit or first.sequence_id in finished
+        if forks:
+            self._fork(first, self._others(first, tokens[1:], finished), over)
+        first.group.forked = True
         return [first.sequence_id] if over else []
 
-    def _fork(self, first: RequestState, tokens: list[int], finished: set[int]) -> None:
-        """Fork the other samples, except those that this token ends. If there is no room for a sequence, its sample
-        waits."""
-        queues, group = self._queues, first.group
+    def _others(self, first: RequestState, tokens: list[int], finished: set[int]) -> list[RequestState]:
+        """Make the other samples, except those that this token ends."""
+        group, others = first.group, list[RequestState]()
         for i, token in enumerate(tokens, start=1):
             sample = first.sibling(i)
             if sample.limit <= 1 or sample.sequence_id in finished:
                 group.ended[sample.sequence_id] = np.append(first.tokens, np.int32(token))
                 continue
+            sample.next_token = token
             group.members.append(sample)
-            queues.states[sample.sequence_id] = sample
-            if self._manager.num_free_sequences:
-                self._manager.fork(self._namespace, [first.sequence_id], [sample.sequence_id])
-                queues.decodes.add(sample, len(first.tokens), token)
-                queues.decodes.sharing = True
-            else:
-                sample.continue_with(np.append(first.tokens, np.int32(token)), self._manager.config)
-                sample.phase, sample.preempted, sample.lost = Phase.WAITING, True, len(first.tokens)
-                queues.waiting.add(sample)
+            self._queues.states[sample.sequence_id] = sample
+            others.append(sample)
+        return others
+
+    def _fork(self, first: RequestState, others: list[RequestState], over: bool) -> None:
+        """Fork the other samples. If there is no room for a sequence, its sample waits, and with beams all do."""
+        queues, room = self._queues, self._manager.num_free_sequences
+        if first.group.request.beams and room < len(others):
+            self._park(others if over else [first, *others])
+            return
+        for sample in others[:room]:
+            self._manager.fork(self._namespace, [first.sequence_id], [sample.sequence_id])
+            queues.decodes.add(sample, len(first.tokens), sample.next_token)
+            queues.decodes.sharing = True
+        for sample in others[room:]:
+            tokens = np.append(first.tokens, np.int32(sample.next_token))
+            sample.continue_with(tokens, self._manager.config)
+            sample.phase, sample.preempted, sample.lost = Phase.WAITING, True, len(first.tokens)
+            queues.waiting.add(sample)
+
+    def _park(self, beams: list[RequestState]) -> None:
+        """Let beams wait together that have a computed prompt and their first token."""
+        for beam in beams:
+            if beam.sequence_id in self._namespace:
+                beam.next_token = self._queues.leave_decodes(beam)
+                self._manager.free(self._namespace, [beam.sequence_id])
+            beam.phase, beam.blocks, beam.resumes = Phase.WAITING, 0, True
+            beam.preempted, beam.lost = True, len(beam.tokens)
+        self._queues.waiting.add(beams[0], len(beams))
+
+    def rearrange(self, parents: dict[int, int]) -> None:
+        """Let beams continue those that `parents` names, of the same request and after the same step."""
+        queues, decodes = self._queues, self._queues.decodes
+        by_request: dict[int, list[int]] = {}
+        for sequence_id in parents:
+            by_request.setdefault(queues.states[sequence_id].group.request_id, []).append(sequence_id)
+        for ids in by_request.values():
+            self._manager.rearrange(self._namespace, ids, [parents[sequence_id] for sequence_id in ids])
+            for sequence_id, one in zip(ids, self._manager.describe(self._namespace, ids), strict=True):
+                decodes.blocks[decodes.index(sequence_id)] = one.num_blocks
+        decodes.sharing = True
 
     def end(self, over: Iterable[int], aborted: list[int]) -> list[int]:
         """Remove running sequences, and all samples of aborted requests. Returns the ids of the requests that are

@@ -21,7 +21,7 @@ class EngineQueues:
     in one of `waiting`, `prefilling`, `decodes` and `swapped`.
 
     `flight` are the batches that are not reported, the oldest first. `aborted` are the ids of aborted requests of which
-    some samples are in one of them. `reserved` are the sequence ids of all samples that are not the first of their
+    some samples are in one of them. `reserved` has the request of each sequence id that is not the first of its
     request. `computing` are the chain hashes of the blocks that running prefills compute.
     """
 
@@ -35,7 +35,7 @@ class EngineQueues:
         self.manager, self.namespace, self.config = manager, namespace, config
         self.requests: dict[int, RequestGroup] = {}
         self.states: dict[int, RequestState] = {}
-        self.reserved: set[int] = set()
+        self.reserved: dict[int, RequestGroup] = {}
         self.waiting = WaitingQueue()
         self.prefilling: dict[int, RequestState] = {}
         capacity = min(config.max_running, manager.config.max_sequences)
@@ -61,11 +61,13 @@ class EngineQueues:
         """Return the table entries of the running sequences."""
         return int(self.decodes.blocks.sum()) + sum(state.blocks for state in self.prefilling.values())
 
-    def blocks_of(self, state: RequestState) -> int:
-        """Return the table entries of a running sequence."""
-        if state.phase is Phase.PREFILLING:
-            return state.blocks
-        return int(self.decodes.blocks[self.decodes.index(state.sequence_id)])
+    def blocks_of(self, unit: list[RequestState]) -> int:
+        """Return the table entries of running sequences."""
+        blocks = self.decodes.blocks
+        return sum(
+            state.blocks if state.phase is Phase.PREFILLING else int(blocks[self.decodes.index(state.sequence_id)])
+            for state in unit
+        )
 
     def tail_copies(self) -> tuple[BoolArray, int] | None:
         """Return which decodes write to a block that others share (bool[n]), and how many copies all of them need
@@ -101,7 +103,7 @@ class EngineQueues:
     def tokens_of(self, state: RequestState) -> Int32Array:
         """Return the tokens of a sample, int32[n]: the prompt and all that are generated."""
         if state.phase in (Phase.WAITING, Phase.PREFILLING):
-            return state.tokens
+            return np.append(state.tokens, np.int32(state.next_token)) if state.resumes else state.tokens
         (snapshot,) = self.manager.describe(self.namespace, [state.sequence_id], include_tokens=True)
         assert snapshot.token_ids is not None, "they were asked for"
         if state.phase is Phase.SWAPPED:
@@ -138,36 +140,43 @@ class EngineQueues:
         self.keep_decodes(kept)
         return token
 
-    def running_by_rank(self) -> list[RequestState]:
-        """Return the running samples, the first of the queue's order first."""
+    def running_by_rank(self) -> list[list[RequestState]]:
+        """Return the running samples, the first of the queue's order first: each alone, but all beams of a request
+        together."""
         running = [self.states[sequence_id] for sequence_id in self.decodes.ids.tolist()]
-        return sorted([*running, *self.prefilling.values()], key=lambda state: state.rank)
+        ordered = sorted([*running, *self.prefilling.values()], key=lambda state: state.rank)
+        return [state.unit for state in ordered if state is state.unit[0]]
+
+    def owner(self, sequence_id: int) -> RequestGroup:
+        """Return the request of a sequence, which may be a sample that is not forked yet."""
+        return self.reserved.get(sequence_id) or self.requests[sequence_id]
 
     def add(self, state: RequestState) -> None:
         """Queue a new request, whose first sample this is."""
         group = state.group
         group.members.append(state)
         self.requests[group.request_id] = group
-        self.reserved.update(group.reserved_ids)
+        self.reserved.update(dict.fromkeys(group.reserved_ids, group))
         self.states[state.sequence_id] = state
         self.waiting.add(state)
 
     def forget(self, group: RequestGroup) -> None:
         """Remove a request that has no samples any more."""
         del self.requests[group.request_id]
-        self.reserved.difference_update(group.reserved_ids)
+        for sequence_id in group.reserved_ids:
+            del self.reserved[sequence_id]
 
     def withdraw(self, state: RequestState) -> None:
         """Remove a sample from its queue and from the block manager. No batch that has it is in progress."""
         if state.phase is Phase.WAITING:
-            self.waiting.remove(state)
+            self.waiting.discard(state)
         else:
             if state.phase is Phase.PREFILLING:
                 self.end_prefill(state)
             elif state.phase is Phase.DECODING:
                 self.leave_decodes(state)
             else:
-                self.swapped.remove(state)
+                self.swapped.discard(state)
             self.manager.free(self.namespace, [state.sequence_id])
         del self.states[state.sequence_id]
 
@@ -215,9 +224,9 @@ class Draft:
                 del self.chunks[i:]
                 return
 
-    def add_chunk(self, state: RequestState, long_prefill_tokens: int) -> None:
-        """Give a prefill as much of the token budget as it may have."""
-        count = min(state.pending, self.tokens_left)
+    def add_chunk(self, state: RequestState, long_prefill_tokens: int, kept: int = 0) -> None:
+        """Give a prefill as much of the token budget as it may have, except `kept` tokens."""
+        count = min(state.pending, self.tokens_left - kept)
         if long_prefill_tokens:
             count = min(count, long_prefill_tokens)
         if count:

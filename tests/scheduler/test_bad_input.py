@@ -119,7 +119,7 @@ def test_a_bad_report_changes_nothing(tokens: list[int], finished: list[Any], fi
     rig.run()
 
 
-@pytest.mark.parametrize("field", ["num_tokens", "parents", "proposals", "num_proposed"])
+@pytest.mark.parametrize("field", ["num_tokens", "proposals", "num_proposed"])
 def test_what_is_not_supported_is_refused(field: str) -> None:
     rig = make_rig()
     rig.add(1, 4)

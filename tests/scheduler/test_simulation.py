@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 
 import numpy as np
@@ -73,19 +74,21 @@ class Simulation:
         shared = [7] * self.random.choice([0, 0, 9, 21])
         prompt = shared + [self.random.randrange(3) for _ in range(self.random.randint(1, 40))]
         width = min(self.random.choice([1, 1, 1, 2, 3, 5]), rig.engine.config.max_running)
-        max_tokens = self.random.randint(1, 30)
+        max_tokens = self.random.randint(1, 30 if width == 1 else 12)
         stop_lengths = [len(prompt) + self.random.randint(1, 30) for _ in range(width)]
         self.next_id += 10
-        rig.add(
-            self.next_id,
-            prompt,
-            max_tokens=max_tokens,
-            stop=self.random.randint(1, 30),
-            width=width,
-            stop_lengths=self.random.choice([(), stop_lengths]),
-            priority=self.random.randint(0, 2),
-            now_s=self.now_s,
-        )
+        with contextlib.suppress(OutOfBlocksError):  # all beams together may be too many for the pool
+            rig.add(
+                self.next_id,
+                prompt,
+                max_tokens=max_tokens,
+                stop=self.random.randint(1, 30),
+                width=width,
+                stop_lengths=self.random.choice([(), stop_lengths]),
+                beams=self.random.random() < 0.4,
+                priority=self.random.randint(0, 2),
+                now_s=self.now_s,
+            )
 
     def step(self, rig: EngineRig) -> None:
         """Make a batch and report one. Some engines are one step ahead at times, and some lose a step."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import hypothesis.strategies as st
@@ -9,6 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from schedule_rig import make_manager, open_rig
 
+from kvservice.errors import OutOfBlocksError
 from kvservice.scheduler import BatchPolicy, PreemptionMode, QueueOrder, Scheduler
 from kvservice.scheduler.integrity import check_integrity
 
@@ -73,14 +75,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority=st.integers(0, 1),
         width=st.sampled_from([1, 1, 2, 3]),
         lengths=st.lists(st.integers(1, 9), min_size=3, max_size=3) | st.none(),
+        beams=st.booleans(),
     )
     def add(
-        self, prompt: list[int], max_tokens: int, stop: int, priority: int, width: int, lengths: list[int] | None
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        stop: int,
+        width: int,
+        lengths: list[int] | None,
+        **options: Any,
     ) -> None:
-        width = min(width, self.rig.engine.config.max_running)
+        config = self.rig.engine.config
+        width = min(width, config.max_running, config.max_step_tokens)
         stop_lengths = [len(prompt) + length for length in lengths[:width]] if lengths else ()
         self.next_id += 10
-        self.rig.add(self.next_id, prompt, max_tokens, stop, priority=priority, width=width, stop_lengths=stop_lengths)
+        with contextlib.suppress(OutOfBlocksError):  # all beams together may be too many for the pool
+            self.rig.add(self.next_id, prompt, max_tokens, stop, width=width, stop_lengths=stop_lengths, **options)
 
     @precondition(idle)
     @rule(write=st.booleans())

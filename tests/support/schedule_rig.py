@@ -28,11 +28,28 @@ def alone(prompt: list[int], count: int, sample: int = 0) -> list[int]:
     return tokens[len(prompt) :]
 
 
+def continued(beam: int, tokens: list[int], beams: list[int]) -> int:
+    """Return which of the `beams` that got a token in a step this one continues, whose tokens before it are given."""
+    return beams[zlib.crc32(np.array([*tokens, beam], np.int32).tobytes()) % len(beams)]
+
+
+def beams_alone(prompt: list[int], counts: list[int]) -> list[list[int]]:
+    """Return the tokens of beams that get so many tokens each, when nothing else runs."""
+    outputs: list[list[int]] = [[] for _ in counts]
+    for step in range(max(counts)):
+        before = list(outputs)
+        running = [beam for beam, count in enumerate(counts) if count > step]
+        for beam in running:
+            parent = continued(beam, [*prompt, *before[beam]], running) if step else beam
+            outputs[beam] = [*before[parent], next_token([*prompt, *before[parent]], beam)]
+    return outputs
+
+
 @dataclass
 class EngineRig:
     """One engine. `samples` says of each sequence which sample of its request it is, `outputs` are its tokens, and
     `stops` the number of tokens after which it ends, by itself or at its limit in `limits`. `widths` are the numbers of
-    samples of each request.
+    samples of each request, and `beams` the requests whose samples are beams.
 
     `flight` are the batches that are not reported; their layers are written when they are made, or with `late` when
     they are reported. `first_steps` are the numbers of the first steps of the requests, and `computed_tokens` all
@@ -45,6 +62,7 @@ class EngineRig:
     prompts: dict[int, list[int]] = field(default_factory=dict)
     widths: dict[int, int] = field(default_factory=dict)
     samples: dict[int, int] = field(default_factory=dict)
+    beams: set[int] = field(default_factory=set)
     outputs: dict[int, list[int]] = field(default_factory=dict)
     stops: dict[int, int] = field(default_factory=dict)
     limits: dict[int, int] = field(default_factory=dict)
@@ -61,6 +79,8 @@ class EngineRig:
         prompt = list(range(prompt)) if isinstance(prompt, int) else [int(token) for token in prompt]
         self.engine.add(Request(request_id, prompt, max_tokens, **options), now_s)
         self.widths[request_id] = options.get("width", 1)
+        if options.get("beams"):
+            self.beams.add(request_id)
         lengths = options.get("stop_lengths") or [len(prompt) + max_tokens] * self.widths[request_id]
         for sample, length in enumerate(lengths):
             name = request_id + sample
@@ -108,14 +128,24 @@ class EngineRig:
         self.write(batch)
         over = {name for name in batch.sampled.tolist() if len(self.outputs[name]) == self.stops[name]}
         assert all(self.stops[name] < self.limits[name] for name in over)
-        sampled, tokens = [name for name in batch.sampled.tolist() if name not in over], []
+        sampled = [name for name in batch.sampled.tolist() if name not in over]
+        tokens, parents, before = list[int](), list[int](), dict(self.outputs)
         for name in sampled:
-            output = self.outputs[name]
-            assert len(output) < self.stops[name]
+            parents.append(self.parent(name, sampled))
+            output = before[parents[-1]]
             tokens.append(next_token([*self.prompts[name], *output], self.samples[name]))
-            output.append(tokens[-1])
+            self.outputs[name] = [*output, tokens[-1]]
         stopped = [name for name in sampled if len(self.outputs[name]) == self.stops[name]]
-        self.finished += self.engine.update(Report(batch.number, tokens, finished=stopped), now_s)
+        self.finished += self.engine.update(Report(batch.number, tokens, parents=parents, finished=stopped), now_s)
+
+    def parent(self, name: int, sampled: list[int]) -> int:
+        """Return which of the sequences that get a token one continues."""
+        sample, tokens = self.samples[name], [*self.prompts[name], *self.outputs[name]]
+        request_id = name - sample
+        if request_id not in self.beams or len(tokens) == len(self.prompts[name]):
+            return name
+        beams = [one - request_id for one in sampled if one - self.samples[one] == request_id]
+        return request_id + continued(sample, tokens, beams)
 
     def abort(self, request_id: int) -> None:
         self.engine.abort(request_id)
@@ -175,6 +205,8 @@ class EngineRig:
             (one,) = self.manager.describe(self.namespace, [sequence_id], include_tokens=True)
             assert one.token_ids is not None
             known = [*self.prompts[one.sequence_id], *self.outputs[one.sequence_id]]
+            if self.engine.queues.states[one.sequence_id].resumes:
+                known.pop()  # it is appended when all beams go on
             assert one.token_ids.tolist() == known
 
     def check_descriptions(self) -> None:
@@ -190,9 +222,12 @@ class EngineRig:
     def check_outputs(self) -> None:
         """Each sample of a finished request has the tokens that it gets alone."""
         for request_id in self.finished:
-            for sample in range(self.widths[request_id]):
-                output = self.outputs[request_id + sample]
-                assert output == alone(self.prompts[request_id], len(output), sample)
+            outputs = [self.outputs[request_id + sample] for sample in range(self.widths[request_id])]
+            if request_id in self.beams:
+                assert outputs == beams_alone(self.prompts[request_id], [len(output) for output in outputs])
+            for sample, output in enumerate(outputs):
+                if request_id not in self.beams:
+                    assert output == alone(self.prompts[request_id], len(output), sample)
                 assert request_id in self.aborted or len(output) == self.stops[request_id + sample]
 
 
