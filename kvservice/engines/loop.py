@@ -216,12 +216,14 @@ class EngineLoop:
                 del self.live[request.request_id]
 
     def _recover(self) -> None:
-        """Go on in a new session."""
+        """Go on in a new session. If there is none, end all requests and raise the error."""
         requests = self._start_again()
         while True:
-            self._host.reopen()
-            if self._recorder is not None:
-                self._recorder.opened(self._host.session.token)
+            try:
+                self._reopen()
+            except Exception as error:
+                self._end_all(requests, error)
+                raise
             try:
                 self.resubmit(requests)
                 return
@@ -230,11 +232,16 @@ class EngineLoop:
 
     def _drop(self, error: BaseException) -> None:
         """End all requests after an error of the engine, and go on in a new session without them."""
-        requests = self._start_again()
+        self._end_all(self._start_again(), error)
+        self._reopen()
+
+    def _end_all(self, requests: Sequence[EngineRequest], error: BaseException) -> None:
         for request in requests:
             request.end("error", error if isinstance(error, Exception) else None)
         self._end(requests)
         self._aborts.clear()
+
+    def _reopen(self) -> None:
         self._host.reopen()
         if self._recorder is not None:
             self._recorder.opened(self._host.session.token)

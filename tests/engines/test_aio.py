@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from transformers import LogitsProcessor
 
 from kvservice.client import KVClient
 from kvservice.engines import AsyncLLM, RequestOutput, SamplingParams
-from kvservice.errors import FailedPreconditionError, InvalidArgumentError, OutOfBlocksError
+from kvservice.errors import ConnectionLostError, FailedPreconditionError, InvalidArgumentError, OutOfBlocksError
+from kvservice.integrations.transformers import pool_options
+from kvservice.launch import Daemon
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
 LONG = SamplingParams(temperature=0, max_tokens=900)
@@ -96,6 +99,22 @@ def test_errors_are_raised_by_their_own_stream(directory, engine_daemon, prompts
         assert list((await good)[-1].outputs[0].token_ids) == alone(prompts[0], 20)
 
     run(scenario, directory, engine_daemon)
+
+
+def test_if_the_daemon_stays_away_the_streams_end_with_the_error(directory, reference, prompts) -> None:
+    async def scenario() -> None:
+        with Daemon(**pool_options(reference.config, reference.dtype), num_blocks=64) as daemon:
+            options: dict[str, Any] = {"client": {"reconnect_wait_s": 0.1}, "restart_wait_s": 0.1}
+            async with AsyncLLM(directory, address=daemon.address, **options) as llm:
+                stream = llm.generate(prompts[0], LONG)
+                await anext(stream)
+                daemon.process.kill()
+                with pytest.raises(ConnectionLostError):
+                    await collect(stream)
+                with pytest.raises(FailedPreconditionError, match="the engine has failed"):
+                    await collect(llm.generate(prompts[0], GREEDY))
+
+    asyncio.run(scenario())
 
 
 def test_closing_the_engine_ends_the_streams(directory, engine_daemon, prompts) -> None:
