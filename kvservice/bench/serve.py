@@ -131,6 +131,9 @@ def contenders(dtype: str, options: ServeOptions) -> Iterator[tuple[dict[str, Se
             ),
             ENGINE: engine,
         }
+        if not options.quick:
+            compiled = EngineWay(copy.deepcopy(model), daemon.address, compiled=True)
+            ways[f"{ENGINE}, compiled"] = stack.enter_context(closing(compiled))
         yield ways, session.reset_prefix_cache
 
 

@@ -1,7 +1,8 @@
 """Under any schedule each request gets the tokens that it gets alone.
 
 Schedules are forced at random by a seed: budgets of a few tokens, a pool too small for two engines, preemptions by
-recomputation and by swapping, stalls, aborts, and steps that are lost before or after they are computed.
+recomputation and by swapping, stalls, aborts, batches made ahead, and steps that are lost before, while or after they
+are computed.
 """
 
 from __future__ import annotations

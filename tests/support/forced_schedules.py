@@ -28,7 +28,7 @@ MARGIN = 2e-3
 MAX_CALLS = 3000
 NUM_REQUESTS = 24
 # What every run must force.
-FORCED = {"aborts", "chunks", "found finished", "recomputations", "retries", "stalls", "swaps"}
+FORCED = {"aborts", "ahead", "chunks", "found finished", "recomputations", "retries", "stalls", "swaps"}
 # 72 tokens. The longest requests have up to 60.
 POOL: dict[str, Any] = {"block_size": 4, "num_blocks": 18, "swap_space_gib": 0.001, "watermark": 0.0}
 
@@ -260,7 +260,7 @@ def _settings(preemption: str, rng: np.random.Generator) -> dict[str, Any]:
 
 
 def force(client: KVClient, model: PreTrainedModel, seed: int) -> Counter[str]:
-    """Run two engines in the client's pool: one preempts by recomputation, the other swaps.
+    """Run two engines in the client's pool: one preempts by recomputation, the other swaps, and one of them asks ahead.
 
     Returns what was forced. Raises AssertionError if the tokens of a request differ from those that the library gives
     for it alone.
@@ -275,7 +275,7 @@ def force(client: KVClient, model: PreTrainedModel, seed: int) -> Counter[str]:
             session = stack.enter_context(client.session(f"engine {number}"))
             session.reset_prefix_cache()
             settings, own = _settings(preemption, rng), np.random.default_rng((seed, number))
-            engines.append(ForcedEngine(session, model, requests[number::2], own, settings))
+            engines.append(ForcedEngine(session, model, requests[number::2], own, settings, ahead=number == seed % 2))
         run_until_done(engines, rng)
     for engine in engines:
         for number, tokens in engine.outputs().items():
