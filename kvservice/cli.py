@@ -264,6 +264,7 @@ def bench_schedule(trace: str | None, quick: bool, as_json: bool) -> None:
 @click.option("--requests", type=click.IntRange(1, 100_000), default=64, show_default=True)
 @click.option("--rate", type=_Finite(0, 1e6), default=0.0, help="Arrivals a second on average; 0: all at once.")
 @click.option("--num-blocks", type=click.IntRange(160, 1 << 24), default=2048, show_default=True, help="Of 16 tokens.")
+@click.option("--rounds", type=click.IntRange(1, 100), default=3, show_default=True, help="The median one counts.")
 @click.option("--plot", type=click.Path(dir_okay=False, writable=True), help="Also write charts to this SVG file.")
 @_quick_option
 @_json_option

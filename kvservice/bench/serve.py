@@ -30,7 +30,6 @@ from kvservice.launch import Daemon
 
 REFERENCE = "generate, one by one"
 ENGINE = "kvservice.engines.LLM"
-ROUNDS = 3
 # Of a block usage over time, as details of a contender list it.
 USAGE = ("used blocks", "running", "waiting")
 
@@ -54,6 +53,7 @@ class ServeOptions:
     requests: int = 64
     rate: float = 0.0
     num_blocks: int = 2048
+    rounds: int = 3
     quick: bool = False
     plot: str | None = None
 
@@ -93,7 +93,7 @@ def measure(dtype: str, trace: ServeTrace, options: ServeOptions) -> dict[str, A
     runs: dict[str, list[dict[str, Any]]] = {}
     missing: dict[str, str] = {}
     with contenders(dtype, options) as (ways, forget):
-        for number in range(1 if options.quick else 1 + ROUNDS):
+        for number in range(1 if options.quick else 1 + options.rounds):
             served: dict[str, Served] = {}
             for name in [name for name in ways if name not in missing]:
                 forget()
