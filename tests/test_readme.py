@@ -240,7 +240,7 @@ def test_the_examples_of_the_client_are_one_program() -> None:
     with Daemon(**shape, share_pool="write", store_gib=1 / 64) as daemon:
         results = [run_example(example.replace(ADDRESS, repr(daemon.address)), names) for example in examples]
         results[0]["client"].close()
-    first, regions, mapped, elsewhere, outlive, stored, limits, waiting = results
+    first, regions, mapped, elsewhere, outlive, scheduled, stored, limits, waiting = results
     assert first["out"].shape == (50, 4, 64)
     assert regions["out"] is not first["out"]
     # Both attend with the last query over the prompt, to whose end the last key and value were added once and twice.
@@ -251,6 +251,7 @@ def test_the_examples_of_the_client_are_one_program() -> None:
         total = np.einsum("th,thd->hd", weights[times], repeated(values[times]))
         np.testing.assert_allclose(result["out"][0], total / weights[times].sum(0)[:, None], rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(elsewhere["keys"][1], names["key"][:16])
+    assert scheduled["ended"] == [100]
     assert stored["stored"] == 3
     assert stored["copied"].tolist() == [True, True, True, False]
     for block in (stored["pages"][:3], stored["values"]):
