@@ -23,6 +23,8 @@ from kvservice.scheduler import EngineScheduler, ScheduledBatch, Scheduler
 Array = np.ndarray[Any, Any]
 # The value of `part` that selects the whole step.
 WHOLE = (0, 0)
+# The assumed speed of copies between the tiers, until so many blocks were copied.
+_COPY_BYTES_PER_S, _FEW_BLOCKS = 10e9, 16
 
 
 class CacheEngine:
@@ -40,6 +42,15 @@ class CacheEngine:
     def tensor_token_bytes(self) -> int:
         """Bytes of K/V of one token, over all layers, as tensors."""
         return self.layout.token_bytes // self.layout.numpy_dtype.itemsize * self.tensor_dtype.itemsize
+
+    @property
+    def swap_block_s(self) -> float:
+        """Seconds to copy a block between the tiers: the average of all copies, or an estimate if there were few."""
+        stats = self.manager.stats()
+        num_blocks, busy_s = stats.swapped_out_blocks + stats.swapped_in_blocks, sum(self.device.swap_busy_s.values())
+        if num_blocks < _FEW_BLOCKS or not busy_s:
+            return self.layout.block_bytes / _COPY_BYTES_PER_S
+        return busy_s / num_blocks
 
     def append(
         self,

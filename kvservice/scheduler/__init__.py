@@ -16,7 +16,7 @@ config       SchedulerConfig: budgets and policies
 """
 
 from kvservice.scheduler.batches import Preemption, QueueCounts, ScheduledBatch
-from kvservice.scheduler.config import BatchPolicy, PreemptionMode, QueueOrder, SchedulerConfig
+from kvservice.scheduler.config import BatchPolicy, PreemptionMode, QueueOrder, SchedulerConfig, Speeds
 from kvservice.scheduler.engine import EngineScheduler
 from kvservice.scheduler.reports import Report
 from kvservice.scheduler.requests import Phase, Request
@@ -42,4 +42,5 @@ __all__ = [
     "SchedulerConfig",
     "SchedulerCounters",
     "SchedulerFigures",
+    "Speeds",
 ]

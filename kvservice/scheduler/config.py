@@ -36,6 +36,15 @@ class PreemptionMode(Enum):
     AUTO = "auto"
 
 
+@dataclass
+class Speeds:
+    """The seconds to copy one block to the swap tier, and to compute one token. They may change while the engine
+    runs."""
+
+    swap_block_s: float
+    compute_token_s: float
+
+
 @dataclass(frozen=True)
 class SchedulerConfig:
     """Budgets of a step, policies, and the constants of the policies.
@@ -50,8 +59,8 @@ class SchedulerConfig:
     steps later for each of its blocks, at most `max_size_delay_steps`; 0 is strictly first come, first served.
     `delay_factor`: new requests wait until the oldest has waited so many times the duration of the last prefill.
 
-    `swap_block_s` and `compute_token_s` are measured: the time to copy one block to the swap tier, and to recompute one
-    token. Raises InvalidArgumentError naming the field that is out of range.
+    `swap_block_s` and `compute_token_s` are the first values of the engine's `speeds`, see Speeds. Raises
+    InvalidArgumentError naming the field that is out of range.
     """
 
     max_step_tokens: int = 8192

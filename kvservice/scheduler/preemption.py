@@ -162,9 +162,9 @@ class Preemptor:
         queues.waiting.add(unit[0], len(unit))
 
     def _swap_is_better(self, unit: list[RequestState], ids: list[int], num_tokens: int) -> bool:
-        mode, config = self._config.preemption, self._config
+        mode, speeds = self._config.preemption, self._queues.speeds
         if mode is PreemptionMode.RECOMPUTE or not self._manager.config.num_swap_blocks:
             return False
-        costs_less = 2 * self._queues.blocks_of(unit) * config.swap_block_s < num_tokens * config.compute_token_s
+        costs_less = 2 * self._queues.blocks_of(unit) * speeds.swap_block_s < num_tokens * speeds.compute_token_s
         wanted = mode is PreemptionMode.SWAP or costs_less
         return wanted and self._manager.can_swap_out(self._namespace, ids)

@@ -9,7 +9,7 @@ import numpy as np
 from kvservice.blocks import BlockManager, SessionNamespace, StepPlan, SwapPlan
 from kvservice.blocks.plans import BoolArray, Int32Array, Int64Array
 from kvservice.scheduler.batches import NO_SEQUENCES, Preemption, ScheduledBatch
-from kvservice.scheduler.config import SchedulerConfig
+from kvservice.scheduler.config import SchedulerConfig, Speeds
 from kvservice.scheduler.decoding import DecodeSet
 from kvservice.scheduler.requests import Phase, RequestGroup, RequestState
 from kvservice.scheduler.stats import SchedulerCounters
@@ -42,6 +42,7 @@ class EngineQueues:
         self.decodes = DecodeSet(capacity, manager.config, config.lookahead)
         self.swapped = WaitingQueue()
         self.computing: set[bytes] = set()
+        self.speeds = Speeds(config.swap_block_s, config.compute_token_s)
         self.flight: list[InFlight] = []
         self.aborted: list[int] = []
         self.counters = counters

@@ -78,7 +78,9 @@ def settings_of(request: scheduler_pb2.OpenSchedulerRequest, config: ServeConfig
         preemption=_choice(_PREEMPTIONS, request.preemption, "preemption"),
         **values,
     )
-    return SchedulerSettings(settings, request.weight if request.HasField("weight") else 1.0)
+    weight = request.weight if request.HasField("weight") else 1.0
+    fixed = [request.HasField(name) for name in ("swap_block_s", "compute_token_s")]
+    return SchedulerSettings(settings, weight, *fixed)
 
 
 def _choice(choices: dict[Any, Any], value: int, field: str) -> Any:

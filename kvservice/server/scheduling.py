@@ -25,6 +25,7 @@ from kvservice.errors import (
 )
 from kvservice.scheduler import EngineScheduler, Report, Request, RequestSnapshot, ScheduledBatch, SchedulerConfig
 from kvservice.scheduler.requests import PreparedRequest
+from kvservice.server.step_speeds import SpeedMeter
 from kvservice.wire.tensors import Array
 
 # Tokens of prompts in one slice, and the fixed cost of a request in tokens. A slice takes a few milliseconds.
@@ -40,6 +41,8 @@ class SchedulerSettings:
 
     config: SchedulerConfig
     weight: float
+    swap_is_fixed: bool = False
+    compute_is_fixed: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,10 @@ class SessionScheduler:
         self.settings = settings
         self.scheduler: EngineScheduler = engine.schedulers.open_engine(namespace, settings.config, settings.weight)
         self._engine, self._namespace, self._totals = engine, namespace, totals
+        speeds = self.scheduler.queues.speeds
+        self._meter = SpeedMeter(
+            engine, speeds, swap_is_fixed=settings.swap_is_fixed, compute_is_fixed=settings.compute_is_fixed
+        )
         # The number of prompt tokens of each request that is not finished.
         self._requests: dict[int, int] = {}
         # Aborted requests that end with a report.
@@ -158,10 +165,13 @@ class SessionScheduler:
         """Apply the reports, then make a batch. Returns the ids of the requests that the reports have ended, and the
         batch, whose copies the device executes. Raises the errors of EngineScheduler.update and schedule."""
         self._check(request)
+        self._meter.called([report.batch for report in request.reports], now_s)
         ended: list[int] = []
         for report in request.reports:
             ended += self.scheduler.update(report, now_s)
         batch = self._next_batch(request, now_s)
+        self._meter.made(batch)
+        self._meter.forget(self.scheduler.unreported)
         ended += [request_id for request_id in self._aborted if request_id not in self.scheduler.queues.requests]
         ended = list(dict.fromkeys(ended))
         self._forget(ended)
@@ -225,6 +235,10 @@ class SessionScheduler:
                     f"sequence {sequence_id} belongs to the session's scheduler",
                     field=field.format(i), sequence_id=int(sequence_id),
                 )  # fmt: skip
+
+    def pause(self) -> None:
+        """Stop waiting for blocks, which other engines would keep free: the client is away. It resumes with a step."""
+        self.scheduler.share.hungry = False
 
     def close(self) -> None:
         """Forget all requests. The session's namespace is closed next."""

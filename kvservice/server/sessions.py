@@ -239,6 +239,8 @@ class SessionRegistry:
         if session.end_stream == end_stream and session.token in self._sessions:
             session.end_stream = None
             session.row.set(ATTACHED, 0)
+            if session.scheduler is not None:
+                session.scheduler.pause()
             self._lose_after(session, session.wait_s)
             self._call_later(session, self._config.session_grace_s, session.unshare)
 

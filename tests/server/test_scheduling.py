@@ -178,3 +178,14 @@ def test_a_scheduler_may_end_while_it_is_checked() -> None:
     rig.one.close()
     finish(slices)
     assert rig.counts() == (0, 0)
+
+
+def test_an_engine_that_is_away_is_not_hungry() -> None:
+    rig = Rig()
+    other = rig.open()
+    finish(rig.one.add([request(1)], 0.0, ()))
+    rig.one.scheduler.share.hungry = True
+    shares = rig.one.scheduler._shares
+    assert shares.allowance(other.scheduler.share) < 16384
+    rig.one.pause()
+    assert shares.allowance(other.scheduler.share) == 16384

@@ -179,3 +179,12 @@ def test_a_session_too_many_names_the_option_also_in_the_log(make_registry, capl
             registry.open("", "", False, 0.0)
     said = [record.message for record in caplog.records if record.levelno == logging.WARNING]
     assert said == ["a session was refused: 2 are open, see max_sessions"] * 20
+
+
+def test_an_engine_that_is_away_keeps_no_blocks_free_for_itself(make_registry: Any) -> None:
+    registry = make_registry()
+    session = open_attached(registry, detachable=True)
+    paused: list[str] = []
+    session.scheduler = cast(Any, SimpleNamespace(pause=lambda: paused.append("now"), close=lambda: None))
+    registry.detach(session, end_stream)
+    assert paused == ["now"]
