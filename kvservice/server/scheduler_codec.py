@@ -107,8 +107,6 @@ def requests_of(request: scheduler_pb2.AddRequestsRequest) -> Slices[list[Reques
 
 
 def _request(message: scheduler_pb2.ScheduledRequest) -> Request:
-    if message.beams:
-        raise InvalidArgumentError("is not supported", field="requests.beams")
     return Request(
         message.request_id,
         token_array(message),
@@ -117,6 +115,7 @@ def _request(message: scheduler_pb2.ScheduledRequest) -> Request:
         codec.extra_keys(message.extra_keys),
         message.width or 1,
         to_ints(message.stop_lengths),
+        message.beams,
     )
 
 

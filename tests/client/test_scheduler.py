@@ -347,3 +347,36 @@ def test_batches_are_made_one_step_ahead(open_daemon: OpenDaemon, variant: str) 
             assert [len(engine.outputs[number]) for number in range(5)] == [9, 4, 11, 7, 13]
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_beams_continue_one_another(daemon: Daemon, preemption: str) -> None:
+    """Each step, the first beam is continued twice and the last one is dropped, while others need the blocks."""
+
+    async def scenario() -> None:
+        async with engine_of("asyncio", daemon.address, preemption=preemption) as engine:
+            await engine.add(10, range(9), max_tokens=20, width=3, beams=True)
+            for number in range(20, 24):
+                await engine.add(number, range(100 * number, 100 * number + 60), max_tokens=16)
+            batch = await engine.schedule()
+            while batch.number:
+                await engine.compute(batch)
+                await engine.check(batch)
+                report = engine.sample(batch)
+                parents = batch.sampled.tolist()
+                if 10 in parents and 10 in batch.sequence_ids[: batch.num_decodes]:
+                    at = parents.index(10)
+                    parents[at : at + 3] = [10, 10, 11]
+                    ends = [engine.outputs[sequence_id][-1] for sequence_id in (10, 11, 12)]
+                    kept = [engine.outputs[parent][:-1] for parent in (10, 10, 11)]
+                    for sequence_id, output, end in zip((10, 11, 12), kept, ends, strict=True):
+                        engine.outputs[sequence_id] = [*output, end + sequence_id - 10]
+                    tokens = [engine.outputs[sequence_id][-1] for sequence_id in batch.sampled.tolist()]
+                    report = dataclasses.replace(report, token_ids=tokens, parents=parents)
+                batch = await engine.schedule(report)
+            assert sorted(engine.finished) == [10, 20, 21, 22, 23]
+            assert len({tuple(engine.outputs[sequence_id]) for sequence_id in (10, 11, 12)}) == 3
+            preempted = [one for one_batch in engine.batches for one in one_batch.preempted]
+            assert preempted
+
+    asyncio.run(scenario())
