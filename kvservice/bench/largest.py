@@ -14,6 +14,7 @@ import numpy as np
 
 from kvservice.bench import garbage
 from kvservice.bench.largest_batches import longest_sequence, many_sequences
+from kvservice.bench.largest_schedule import schedule_requests
 from kvservice.bench.largest_store import store_requests
 from kvservice.bench.sending import METHODS, Sender, attach_call
 from kvservice.blocks.arguments import MAX_EXTRA_KEY_BYTES, MAX_EXTRA_KEYS
@@ -39,6 +40,7 @@ async def cycles(sender: Sender) -> AsyncIterator[Cycle]:
         longest_sequence,
         sessions,
         store_requests,
+        schedule_requests,
         stream,
     ):
         yield build(sender)

@@ -13,6 +13,8 @@ from kvservice.scheduler.state import Draft, EngineQueues
 
 # Waiting requests that one step looks at, so that requests held back cannot make a step slow.
 _MAX_LOOKED_AT: Final = 64
+# Requests that one step admits, or a few more, so that no step takes long.
+_MAX_ADMITTED: Final = 256
 
 
 class Admission:
@@ -43,7 +45,12 @@ class Admission:
         if not len(self._queues.waiting) or self._delayed(now_s):
             return
         before = len(draft.chunks)
-        while draft.tokens_left > 0 and len(self._queues.waiting) and (picked := self._pick(draft)):
+        while (
+            draft.tokens_left > 0
+            and len(draft.chunks) - before < _MAX_ADMITTED
+            and len(self._queues.waiting)
+            and (picked := self._pick(draft))
+        ):
             self._start(picked, draft)
         if len(draft.chunks) > before:
             self._last_prefill_at_s = now_s

@@ -66,3 +66,13 @@ def test_budgets_beyond_the_limits_of_an_operation_are_refused(settings: dict[st
     with pytest.raises(QuotaExceededError) as caught:
         rig_of(LIMITS, **SETTINGS | settings)
     assert caught.value.field == next(iter(settings))
+
+
+def test_a_step_admits_a_limited_number_of_requests() -> None:
+    rig = make_rig(1000, {"max_sequences": 1000}, max_running=900)
+    for number in range(600):
+        rig.add(number, [number], max_tokens=2)
+    batches = [rig.step() for _ in range(3)]
+    assert [len(batch.sampled) - batch.num_decodes for batch in batches] == [256, 256, 88]
+    rig.run()
+    assert len(rig.finished) == 600
