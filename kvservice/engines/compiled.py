@@ -8,7 +8,7 @@ of the graph (`kvservice::attend_next_layer`), and so is each linear layer in fl
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,14 +41,18 @@ class CompiledLayers:
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Run the compiled code wherever the layers are called inside."""
-        for layer, call in self._calls.items():
-            vars(layer)[_COMPILED] = call
+        before = {layer: vars(layer).get(_COMPILED) for layer in self._calls}
+        _set_calls(self._calls)
         try:
             with self._weights.in_use():
                 yield
         finally:
-            for layer in self._calls:
-                vars(layer).pop(_COMPILED, None)
+            _set_calls(before)
+
+
+def _set_calls(calls: Mapping[torch.nn.Module, Callable[..., Any] | None]) -> None:
+    for layer, call in calls.items():
+        vars(layer)[_COMPILED] = call
 
 
 @functools.cache
