@@ -23,6 +23,8 @@ from kvservice.bench.serve_trace import ServeTrace, TraceRequest
 # Tokens of one step of the library's continuous batching, and of a page of its cache.
 STEP_TOKENS = {"cpu": 1024, "cuda": 8192}
 PAGE_TOKENS = 32
+# The library renamed it after 5.17.
+PAGE_OPTION = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size"
 
 
 class _TokenClock(StoppingCriteria):
@@ -96,7 +98,9 @@ class LibraryBatching:
     def serve(self, trace: ServeTrace) -> Served:
         step_tokens = STEP_TOKENS[self.model.device.type]
         blocks = sum(-(-(len(one.prompt) + one.num_tokens) // PAGE_TOKENS) for one in trace.requests)
-        batching = ContinuousBatchingConfig(page_size=PAGE_TOKENS, num_blocks=blocks + 16, max_batch_tokens=step_tokens)
+        batching = ContinuousBatchingConfig(
+            **{PAGE_OPTION: PAGE_TOKENS}, num_blocks=blocks + 16, max_batch_tokens=step_tokens
+        )
         greedy: Any = GenerationConfig  # it has no types
         manager = self.model.init_continuous_batching(
             generation_config=greedy(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=trace.longest),
