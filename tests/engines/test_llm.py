@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LogitsProcessor, NoRepeatNGramLogitsProcessor, TopKLogitsWarper
 
-from kvservice.client import KVClient
+from kvservice.client import EngineBatch, KVClient, Step
 from kvservice.engines import LLM, RequestOutput, SamplingParams, host
 from kvservice.errors import InvalidArgumentError, OutOfBlocksError
 
@@ -17,6 +17,17 @@ GREEDY = SamplingParams(temperature=0, max_tokens=20)
 
 def tokens(output: RequestOutput, index: int = 0) -> list[int]:
     return list(output.outputs[index].token_ids)
+
+
+class Preempted:
+    """Collects the sequences that were preempted."""
+
+    def __init__(self) -> None:
+        self.sequences: set[int] = set()
+
+    def update(self, _: object, batch: EngineBatch[Step] | None) -> None:
+        assert batch is not None
+        self.sequences |= {one.sequence_id for one in batch.preempted}
 
 
 def test_greedy_tokens_are_those_of_each_request_alone(llm, prompts, alone) -> None:
@@ -49,10 +60,11 @@ def test_all_blocks_are_given_back(llm, prompts, engine_daemon) -> None:
 
 
 def test_under_pressure_the_tokens_are_the_same(llm, alone) -> None:
-    """Twelve requests that need 12 blocks each share a pool of 64, so some are preempted."""
-    prompts = [[3 + request, *range(10, 100)] for request in range(12)]
-    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=90))
-    assert [tokens(output) for output in outputs] == [alone(prompt, 90) for prompt in prompts]
+    """Twelve requests that need 9 blocks each share a pool of 64, so some are preempted."""
+    prompts, preempted = [[3 + request, *range(10, 100)] for request in range(12)], Preempted()
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=50), progress=preempted)
+    assert [tokens(output) for output in outputs] == [alone(prompt, 50) for prompt in prompts]
+    assert preempted.sequences
 
 
 def test_texts_are_continued_and_end_at_stop_strings(llm, alone) -> None:
@@ -121,6 +133,36 @@ def test_best_of_returns_the_likeliest_samples(llm, prompts) -> None:
         assert one.cumulative_logprob == pytest.approx(
             sum(logprobs[token].logprob for token, logprobs in zip(one.token_ids, one.logprobs, strict=True))
         )
+
+
+def library_beams(reference, prompt: list[int], params: SamplingParams) -> list[list[int]]:
+    with torch.no_grad():
+        found = reference.generate(
+            torch.tensor([prompt]), max_new_tokens=params.max_tokens, num_beams=params.beam_width, pad_token_id=0,
+            num_return_sequences=params.n, length_penalty=params.length_penalty, do_sample=False,
+        )  # fmt: skip
+    sequences: list[list[int]] = found[:, len(prompt) :].tolist()
+    return sequences
+
+
+@pytest.mark.parametrize("length_penalty", [1.0, 0.0])
+def test_beams_are_the_librarys(llm, reference, prompts, length_penalty) -> None:
+    params = SamplingParams(n=3, beam_width=4, max_tokens=10, length_penalty=length_penalty)
+    for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
+        expected = library_beams(reference, prompt, params)
+        assert [tokens(output, index) for index in range(3)] == [
+            row[: len(tokens(output, index))] for index, row in enumerate(expected)
+        ]
+
+
+def test_beams_that_were_preempted_are_the_librarys(llm, reference) -> None:
+    prompts, preempted = [[3 + request, *range(10, 105)] for request in range(8)], Preempted()
+    params = SamplingParams(beam_width=4, max_tokens=30)
+    outputs = llm.generate(prompts, params, progress=preempted)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        (expected,) = library_beams(reference, prompt, params)
+        assert tokens(output) == expected[: len(tokens(output))]
+    assert preempted.sequences
 
 
 def test_the_logprobs_of_tokens_are_the_models(llm, reference) -> None:

@@ -113,15 +113,15 @@ def sizes(reference) -> dict[str, object]:
 
 
 def test_a_killed_daemon_costs_a_recomputation(directory, sizes, prompts, alone, tmp_path) -> None:
-    """The engine waits for the daemon, and continues each sample with the tokens that it has."""
-    params = [GREEDY] * 3 + [SamplingParams(n=2, seed=4, max_tokens=40)]
+    """The engine waits for the daemon, and continues each sample with the tokens that it has. Beams begin again."""
+    params = [GREEDY] * 3 + [SamplingParams(n=2, seed=4, max_tokens=40), SamplingParams(beam_width=3, max_tokens=20)]
     socket = tmp_path / "kv.sock"
     with Daemon(**sizes, unix_socket=socket) as daemon, LLM(directory, address=daemon.address) as llm:
-        expected = llm.generate(prompts[:4], params)
+        expected = llm.generate(prompts[:5], params)
         daemon.process.kill()
         daemon.process.wait()
         with Daemon(**sizes, unix_socket=socket):
-            again = llm.generate(prompts[:4], params)
+            again = llm.generate(prompts[:5], params)
             assert [one.outputs for one in again] == [one.outputs for one in expected]
     assert [list(one.outputs[0].token_ids) for one in again[:3]] == [alone(prompt, 40) for prompt in prompts[:3]]
 
