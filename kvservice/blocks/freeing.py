@@ -28,7 +28,9 @@ class Reclaimer:
         self._pins = state.pins
         self._shift, self._mask = state.config.block_shift, state.config.block_mask
 
-    def truncate(self, namespace: SessionNamespace, sequence_ids: npt.ArrayLike, lengths: npt.ArrayLike) -> None:
+    def truncate(
+        self, namespace: SessionNamespace, sequence_ids: npt.ArrayLike, lengths: npt.ArrayLike, unindex: bool
+    ) -> None:
         """See BlockManager.truncate."""
         self._state.enter(namespace)
         ids, rows = namespace.lookup(sequence_ids)
@@ -40,10 +42,19 @@ class Reclaimer:
         check_request_blocks(self._config, int((states[:, NUM_BLOCKS] - num_blocks).sum()), "sequence_ids")
         self._sequences.end_steps(namespace, rows)
         self._device.decref_entries(*self._sequences.table_entries(rows, num_blocks))
+        if unindex:
+            self._unindex_cut_blocks(rows, kept)
         self._sequences.states[rows, LENGTH] = kept
         self._sequences.states[rows, NUM_COMPUTED] = np.minimum(kept, states[:, NUM_COMPUTED])
         self._sequences.states[rows, NUM_BLOCKS] = num_blocks
         self._sequences.num_tokens -= int((states[:, LENGTH] - kept).sum())
+
+    def _unindex_cut_blocks(self, rows: Int64Array, kept: Int64Array) -> None:
+        """Remove blocks from the prefix index whose last tokens are removed, except those that others hold or pin."""
+        cut = (kept & self._mask) != 0
+        blocks = self._sequences.block_tables[rows[cut], kept[cut] >> self._shift].astype(np.int64)
+        exclusive = (self._device.ref_count[blocks] == 1) & ~self._device.pinned[blocks]
+        self._device.remove_from_index(blocks[exclusive & self._device.indexed[blocks]])
 
     def free(self, namespace: SessionNamespace, sequence_ids: npt.ArrayLike) -> Slices[None]:
         """See BlockManager.free. The ids are free after the first slice, all blocks after the last one."""

@@ -172,13 +172,22 @@ class BlockManager:
         """
         self._rearranger.rearrange(namespace, sequence_ids, parent_ids)
 
-    def truncate(self, namespace: SessionNamespace, sequence_ids: npt.ArrayLike, lengths: npt.ArrayLike) -> None:
+    def truncate(
+        self,
+        namespace: SessionNamespace,
+        sequence_ids: npt.ArrayLike,
+        lengths: npt.ArrayLike,
+        *,
+        unindex: bool = False,
+    ) -> None:
         """Remove tokens at the end, for rejected speculation or a retried step (vLLM v1 and SGLang do the same).
 
         sequence_ids int64[n], distinct; lengths int64[n], each from 0 to the sequence's length. A sequence of length 0
-        continues to exist without blocks. Blocks past the new end are released, including lookahead blocks.
+        continues to exist without blocks. Blocks past the new end are released, including lookahead blocks. A block of
+        which only some tokens remain stays in the prefix index until it is written. With `unindex` it leaves the index
+        at once, unless others hold or pin it, so that nobody shares it before and the write needs no copy.
         """
-        self._reclaimer.truncate(namespace, sequence_ids, lengths)
+        self._reclaimer.truncate(namespace, sequence_ids, lengths, unindex)
 
     def free(self, namespace: SessionNamespace, sequence_ids: npt.ArrayLike) -> None:
         """Free sequences, including swapped-out ones. sequence_ids int64[n], distinct.

@@ -86,7 +86,8 @@ class Forker:
         there = entries < states[:, NUM_BLOCKS]
         blocks = np.zeros(len(ids), np.int64)
         blocks[there] = self._sequences.block_tables[rows[there], entries[there]]
-        return blocks, np.where(there, self._device.ref_count[blocks], 0).astype(np.int64)
+        holders = self._device.ref_count[blocks] + self._device.pinned[blocks]
+        return blocks, np.where(there, holders, 0).astype(np.int64)
 
     def common_prefix_blocks(self, namespace: SessionNamespace, sequence_ids: npt.ArrayLike) -> int:
         """See BlockManager.common_prefix_blocks."""

@@ -7,6 +7,7 @@ engine       EngineScheduler: add, abort, schedule, update
 admission    Admission: swapped and waiting requests  preemption   Preemptor: stalls and preemptions
 state        EngineQueues and the Draft of a batch    shares       PoolShares: engines by weight
 opening      Opener: a draft becomes a batch          reporting    Reporter: what a report changes
+speculation  proposals: computed, then verified
 samples      Samples: forked, and ended one by one    snapshots    descriptions of requests, with their tokens
 stats        counters, figures, latencies             waiting      WaitingQueue: by rank
 decoding     DecodeSet: running sequences as arrays   token_times  TokenTimes: of their latest tokens

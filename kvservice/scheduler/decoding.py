@@ -9,8 +9,8 @@ from kvservice.blocks.plans import BoolArray, Int32Array, Int64Array
 from kvservice.scheduler.requests import RequestState
 from kvservice.scheduler.token_times import TokenTimes
 
-_COLUMNS = 8
-_IDS, _LENGTHS, _GENERATED, _LIMITS, _BLOCKS, _BEAMS, _NUMBERS, _PRIORITIES = range(_COLUMNS)
+_COLUMNS = 9
+_IDS, _LENGTHS, _GENERATED, _LIMITS, _BLOCKS, _BEAMS, _NUMBERS, _PRIORITIES, _PROPOSED = range(_COLUMNS)
 
 
 class DecodeSet:
@@ -20,6 +20,8 @@ class DecodeSet:
     `beams` (the number of the request whose beams they are, or 0) are int64[n] views; `tokens` int32[n] are the next
     tokens to append, and `times` says when they were reported. `sharing` says that the last blocks of some of them may
     be shared, so that they are copied before the next token is written.
+    The first proposed[i] elements of row i of `proposals` int32[n, lookahead] are proposed to follow its next token;
+    `speculating` says that there are proposals.
     """
 
     def __init__(self, capacity: int, config: BlocksConfig, lookahead: int) -> None:
@@ -29,8 +31,9 @@ class DecodeSet:
         self.times = TokenTimes(capacity)
         self._shift, self._mask = np.array(config.block_shift), np.array(config.block_mask)
         self._reach = np.array(1 + lookahead + config.block_mask)
+        self._proposals = np.zeros((capacity, lookahead), np.int32)
         self._size = 0
-        self.sharing = self.has_beams = False
+        self.sharing = self.has_beams = self.speculating = False
         self._cut()
 
     def __len__(self) -> int:
@@ -46,7 +49,9 @@ class DecodeSet:
         self.limits: Int64Array = columns[_LIMITS]
         self.blocks: Int64Array = columns[_BLOCKS]
         self.beams: Int64Array = columns[_BEAMS]
+        self.proposed: Int64Array = columns[_PROPOSED]
         self.tokens: Int32Array = self._tokens[:size]
+        self.proposals: Int32Array = self._proposals[:size]
 
     def add(self, state: RequestState, length: int, token: int) -> None:
         """Add a sequence with `length` computed tokens, and the token to append next."""
@@ -54,7 +59,7 @@ class DecodeSet:
         priority, place, number = state.rank
         beams = state.group.number if state.group.request.beams else 0
         self._columns[:, at] = (
-            state.sequence_id, length, state.generated, state.limit, state.blocks, beams, number, priority,
+            state.sequence_id, length, state.generated, state.limit, state.blocks, beams, number, priority, 0,
         )  # fmt: skip
         self.has_beams |= beams > 0
         self._places[at] = place
@@ -68,6 +73,8 @@ class DecodeSet:
         size = int(np.count_nonzero(kept))
         self._columns[:, :size] = self._columns[:, : self._size][:, kept]
         self._tokens[:size] = self.tokens[kept]
+        if self.speculating:
+            self._proposals[:size] = self.proposals[kept]
         self._places[:size] = self._places[: self._size][kept]
         self.times.keep(kept)
         self._size = size

@@ -259,14 +259,12 @@ class EngineScheduler:
         flight = self.queues.flight
         if len(flight) <= place or flight[place].batch.number != report.batch:
             raise FailedPreconditionError(f"batch {report.batch} is not the one to report", field="batch")
-        sampled = self._reporter.sampled(flight[place])
-        if np.size(finished):
-            sampled = sampled[~np.isin(sampled, finished)]
-        checked = check_report(self.queues, sampled, report)
+        expected = self._reporter.expected(flight[place], finished)
+        checked = check_report(self.queues, expected, report)
         written = self._manager.written_layers(self._namespace, flight[place].step.step_id)
         if written is None or 0 in written:
             raise FailedPreconditionError("not all layers of the step are written", field="batch")
-        return sampled, checked
+        return expected.sampled, checked
 
     def _end(self, over: list[int]) -> list[int]:
         """End these sequences, and the aborted requests that are in no batch any more."""

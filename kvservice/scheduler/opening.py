@@ -8,6 +8,7 @@ from kvservice.blocks import StepPlan
 from kvservice.blocks.plans import BoolArray, Int32Array, Int64Array
 from kvservice.scheduler.batches import QueueCounts, ScheduledBatch
 from kvservice.scheduler.requests import RequestState
+from kvservice.scheduler.speculation import tokens_with_proposals
 from kvservice.scheduler.state import Draft, EngineQueues, InFlight
 
 
@@ -23,7 +24,8 @@ class Opener:
     def open(self, draft: Draft, number: int) -> ScheduledBatch:
         """Open the step of a draft. If a batch is in flight, its step follows that one's."""
         decodes, which = self._queues.decodes, draft.which
-        ids, tokens = decodes.ids[which], decodes.tokens[which]
+        ids = decodes.ids[which]
+        tokens = decodes.tokens[which] if draft.counts is None else tokens_with_proposals(decodes, draft)
         unknown, step = self._unknown(draft), None
         decodes.blocks[which] += draft.growth
         ids = ids.copy()
@@ -62,15 +64,17 @@ class Opener:
     def _step(self, draft: Draft, ids: Int64Array, tokens: Int32Array) -> StepPlan:
         manager, namespace, lookahead = self._manager, self._namespace, self._lookahead
         flight, num_decodes = self._queues.flight, len(draft.decodes)
-        if not flight and not draft.chunks:
+        if not flight and not draft.chunks and draft.counts is None:
             return manager.append(namespace, ids, tokens, lookahead=lookahead)
         counts = np.ones(len(ids), np.int64)
+        if draft.counts is not None:
+            counts[:num_decodes] = draft.counts
         if draft.chunks:
             counts[num_decodes:] = [count for _, count in draft.chunks]
         if not flight and not num_decodes:
             return manager.open_step(namespace, ids, counts, lookahead)
         follows = flight[0].step.step_id if flight else None
-        return manager.advance(namespace, ids, tokens, counts, lookahead, follows=follows)
+        return manager.advance(namespace, ids, tokens, counts, lookahead, num_appended=draft.counts, follows=follows)
 
     def _unknown(self, draft: Draft) -> BoolArray | None:
         """Return which decodes of a draft get the token of the batch in flight: bool[n], or None if none of them."""

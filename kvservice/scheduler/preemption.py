@@ -14,6 +14,7 @@ from kvservice.blocks.plans import BoolArray, Int64Array
 from kvservice.scheduler.batches import NO_SEQUENCES, Preemption
 from kvservice.scheduler.config import PreemptionMode
 from kvservice.scheduler.requests import Phase, RequestState
+from kvservice.scheduler.speculation import add_proposals
 from kvservice.scheduler.state import Draft, EngineQueues
 
 
@@ -41,6 +42,8 @@ class Preemptor:
             needed = int(self._needs()[chosen].sum())
         draft.needed += needed
         draft.tokens_left -= len(draft.decodes)
+        if decodes.speculating:
+            add_proposals(decodes, draft)
 
     def _eligible(self, draft: Draft) -> BoolArray:
         """Return which decodes may be in a batch: bool[n]. Beams wait for others of their request
@@ -51,6 +54,8 @@ class Preemptor:
         if decodes.has_beams:
             held = [state.group.number for state in queues.prefilling.values() if state.resumes]
             eligible &= decodes.beams == 0 if draft.ahead else ~np.isin(decodes.beams, held)
+        if queues.flight:
+            eligible[queues.flight[0].draft.speculative(len(decodes))] = False
         if queues.aborted:
             members = itertools.chain.from_iterable(queues.requests[one].members for one in queues.aborted)
             eligible &= ~np.isin(decodes.ids, [state.sequence_id for state in members])

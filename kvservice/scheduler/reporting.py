@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from kvservice.blocks.plans import Int64Array
-from kvservice.scheduler.reports import CheckedReport
+from kvservice.scheduler.reports import CheckedReport, Expected
 from kvservice.scheduler.samples import Samples
+from kvservice.scheduler.speculation import accept, set_proposals
 from kvservice.scheduler.state import EngineQueues, InFlight
 from kvservice.scheduler.stats import Latencies
 
@@ -18,12 +20,21 @@ class Reporter:
         self._queues, self._samples, self._latencies = queues, samples, latencies
         self._manager, self._namespace = queues.manager, queues.namespace
 
-    def sampled(self, flight: InFlight) -> Int64Array:
-        """Return the sequences whose tokens the report of a batch has: those of the batch that have not ended since."""
-        batch = flight.batch
-        if len(flight.draft.decodes) == batch.num_decodes:
-            return batch.sampled
-        return np.concatenate([self._queues.decodes.ids[flight.draft.which], batch.sampled[batch.num_decodes :]])
+    def expected(self, flight: InFlight, finished: npt.ArrayLike = ()) -> Expected:
+        """Return what the report of a batch may have. Its sequences are those that have not ended since, without those
+        that the report before it finds `finished`."""
+        batch, draft, decodes = flight.batch, flight.draft, self._queues.decodes
+        sampled, lookahead = batch.sampled, self._queues.config.lookahead
+        if len(draft.decodes) < batch.num_decodes:
+            sampled = np.concatenate([decodes.ids[draft.which], sampled[batch.num_decodes :]])
+        kept = ~np.isin(sampled, finished) if np.size(finished) else None
+        if draft.counts is None:
+            return Expected(sampled if kept is None else sampled[kept], lookahead)
+        most, proposals = np.ones(len(sampled), np.int64), decodes.proposals[draft.which]
+        most[: len(draft.counts)] = draft.counts
+        if kept is not None:
+            sampled, most, proposals = sampled[kept], most[kept], proposals[kept[: len(proposals)]]
+        return Expected(sampled, lookahead, most, proposals)
 
     def apply(self, flight: InFlight, sampled: Int64Array, report: CheckedReport, now_s: float) -> list[int]:
         """Apply the report of the oldest batch, which is in flight no more. Returns the sequences that are over."""
@@ -33,17 +44,30 @@ class Reporter:
         self._tell_follower()
         if report.parents:
             self._samples.rearrange(report.parents)
-        over += self._update_chunks(flight, report.tokens[num_decodes:].tolist(), report.finished, now_s)
+        tokens = report.tokens[len(report.tokens) - (len(sampled) - num_decodes) :].tolist()
+        over += self._update_chunks(flight, tokens, report.finished, now_s)
+        set_proposals(self._queues, sampled, report)
         return over
 
     def _update_decodes(self, flight: InFlight, ids: Int64Array, report: CheckedReport, now_s: float) -> list[int]:
         decodes, which = self._queues.decodes, flight.draft.which
-        decodes.tokens[which] = report.tokens[: len(ids)]
+        if flight.draft.counts is None:
+            decodes.tokens[which] = report.tokens[: len(ids)]
+        else:
+            decodes.tokens[which] = accept(self._queues, flight, report)
+        if decodes.speculating:
+            self._forget_proposals(flight)
         self._latencies.between_tokens.observe(decodes.times.advance(which, len(ids), now_s), len(ids))
         over = decodes.generated[which] >= decodes.limits[which]
         if report.finished:
             over |= np.isin(ids, list(report.finished))
         return ids[over].tolist() if np.count_nonzero(over) else []
+
+    def _forget_proposals(self, flight: InFlight) -> None:
+        """Forget the proposals of a reported batch."""
+        decodes = self._queues.decodes
+        decodes.proposed[flight.draft.which] = 0
+        decodes.speculating = bool(np.count_nonzero(decodes.proposed))
 
     def _tell_follower(self) -> None:
         """Give the batch that is in flight still the tokens that it appends after those of the reported batch."""

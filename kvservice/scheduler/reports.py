@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvservice.blocks.arguments import int32_array, int64_array
+from kvservice.blocks.arguments import counts_for, int32_array, int64_array, refuse
 from kvservice.blocks.plans import Int32Array, Int64Array
 from kvservice.errors import InvalidArgumentError
 from kvservice.scheduler.state import EngineQueues
@@ -27,9 +27,10 @@ class Report:
     `parents` int64[m] says of each which sequence it continues with its token: a beam another beam of its request in
     this batch, or itself, and other sequences themselves. None means that each continues itself.
 
-    Not supported yet, and refused: `num_tokens` int32[m], the tokens of each sampled sequence (None: one each);
-    `proposals` int32[p] and `num_proposed`
-    int32[m], draft tokens for the next step.
+    `num_tokens` int32[m] are the tokens of each sampled sequence, or None for one each. A sequence with k proposals in
+    the batch has from 1 to k + 1: the proposals that are right, then the token sampled after them. `proposals` int32[p]
+    are proposed to follow these tokens, `num_proposed` int32[m] for each sampled sequence, at most the scheduler's
+    lookahead. They are forgotten where a sequence cannot use them in its next step.
     """
 
     batch: int
@@ -41,34 +42,97 @@ class Report:
     num_proposed: npt.ArrayLike | None = None
 
 
+class Expected(NamedTuple):
+    """What the report of a batch may have: tokens of the sequences `sampled` int64[m]. If the batch has proposals,
+    `most` int64[m] are the most tokens of each, and row i of `proposals` int32[d, lookahead] the proposals of the
+    decode i."""
+
+    sampled: Int64Array
+    lookahead: int
+    most: Int64Array | None = None
+    proposals: Int32Array | None = None
+
+
 class CheckedReport(NamedTuple):
-    """A valid report: int32[m] tokens of the sampled sequences, the ids of those that are finished, and for each beam
-    that continues another one that one's id."""
+    """A valid report: the tokens int32[t], `counts` int64[m] for each sampled sequence, the ids of those that are
+    finished, for each beam that continues another one that one's id, and `proposals` int32[p], `proposed` int64[m] for
+    each, or None if there are none."""
 
     tokens: Int32Array
+    counts: Int64Array
     finished: set[int]
     parents: dict[int, int]
+    proposals: Int32Array = _NO_TOKENS
+    proposed: Int64Array | None = None
 
 
-def check_report(queues: EngineQueues, sampled: Int64Array, report: Report) -> CheckedReport:
-    """Validate a report with the tokens of the sequences `sampled` int64[m]. Raises InvalidArgumentError naming the
-    field."""
-    for name in ("num_tokens", "proposals", "num_proposed"):
-        if getattr(report, name) is not None:
-            raise InvalidArgumentError("is not supported", field=name)
-    num_sampled, tokens = len(sampled), _NO_TOKENS
+_ONE = np.ones(1, np.int64)
+
+
+def check_report(queues: EngineQueues, expected: Expected, report: Report) -> CheckedReport:
+    """Validate a report. Raises InvalidArgumentError naming the field."""
+    num_sampled, tokens = len(expected.sampled), _NO_TOKENS
     if num_sampled or np.size(report.token_ids):
         tokens = int32_array(report.token_ids, "token_ids")
-    if len(tokens) != num_sampled:
-        raise InvalidArgumentError(f"has {len(tokens)} tokens for {num_sampled} sequences", field="token_ids")
-    parents = {} if report.parents is None else _check_parents(queues, sampled.tolist(), report.parents)
-    if not len(report.finished):
-        return CheckedReport(tokens, set(), parents)
-    finished = set(int64_array(report.finished, "finished").tolist())
-    unknown = finished.difference(sampled.tolist())
-    if unknown:
-        raise InvalidArgumentError(f"sequence {min(unknown)} got no token in this batch", field="finished")
-    return CheckedReport(tokens, finished, parents)
+    counts = np.broadcast_to(_ONE, num_sampled)
+    if report.num_tokens is not None and num_sampled:
+        counts = _checked_counts(expected, report.num_tokens)
+    num_tokens = num_sampled if counts.strides == (0,) else int(counts.sum())
+    if len(tokens) != num_tokens:
+        raise InvalidArgumentError(f"has {len(tokens)} tokens, expected {num_tokens}", field="token_ids")
+    if num_tokens > num_sampled:
+        _check_accepted(expected, tokens, counts)
+    parents = dict[int, int]()
+    if report.parents is not None:
+        parents = _check_parents(queues, expected.sampled.tolist(), report.parents)
+    finished = set[int]()
+    if len(report.finished):
+        finished = set(int64_array(report.finished, "finished").tolist())
+        unknown = finished.difference(expected.sampled.tolist())
+        if unknown:
+            raise InvalidArgumentError(f"sequence {min(unknown)} got no token in this batch", field="finished")
+    if report.proposals is None and report.num_proposed is None:
+        return CheckedReport(tokens, counts, finished, parents)
+    return CheckedReport(tokens, counts, finished, parents, *_checked_proposals(expected, report))
+
+
+def _checked_counts(expected: Expected, num_tokens: npt.ArrayLike) -> Int64Array:
+    counts = counts_for(num_tokens, "num_tokens", len(expected.sampled))
+    outside = (counts < 1) | (counts > (1 if expected.most is None else expected.most))
+    if np.count_nonzero(outside):
+        refuse("num_tokens", outside, "must be from 1 to 1 more than the proposals of the sequence in this batch")
+    return counts
+
+
+def _check_accepted(expected: Expected, tokens: Int32Array, counts: Int64Array) -> None:
+    """Check that all tokens of a sequence except the last are its proposals, whose K/V are computed."""
+    assert expected.proposals is not None, "only proposals allow more than one token"
+    ends = np.cumsum(counts)
+    for i in np.flatnonzero(counts > 1).tolist():
+        count, first = int(counts[i]), int(ends[i] - counts[i])
+        differ = tokens[first : first + count - 1] != expected.proposals[i, : count - 1]
+        if np.count_nonzero(differ):
+            at = first + int(differ.argmax())
+            raise InvalidArgumentError("is not the token that was proposed and computed", field=f"token_ids[{at}]")
+
+
+def _checked_proposals(expected: Expected, report: Report) -> tuple[Int32Array, Int64Array | None]:
+    """Return (proposals int32[p], how many of them each sampled sequence has, int64[m])."""
+    proposals = _NO_TOKENS
+    if report.proposals is not None and np.size(report.proposals):
+        proposals = int32_array(report.proposals, "proposals")
+    if not len(expected.sampled) and (report.num_proposed is None or not np.size(report.num_proposed)):
+        proposed: Int64Array | None = None
+    else:
+        none = np.zeros(len(expected.sampled), np.int64)
+        proposed = none if report.num_proposed is None else counts_for(report.num_proposed, "num_proposed", len(none))
+        if np.count_nonzero(proposed > expected.lookahead):
+            limit = f"must be at most lookahead = {expected.lookahead}"
+            refuse("num_proposed", proposed > expected.lookahead, limit)
+    total = 0 if proposed is None else int(proposed.sum())
+    if len(proposals) != total:
+        raise InvalidArgumentError(f"has {len(proposals)} tokens, expected {total}", field="proposals")
+    return proposals, proposed
 
 
 def _check_parents(queues: EngineQueues, sampled: list[int], value: npt.ArrayLike) -> dict[int, int]:

@@ -9,6 +9,7 @@ from kvservice.blocks.plans import Int64Array
 from kvservice.errors import OutOfBlocksError
 from kvservice.scheduler.preemption import Preemptor
 from kvservice.scheduler.requests import RequestState
+from kvservice.scheduler.speculation import cut_decodes
 from kvservice.scheduler.state import Draft, EngineQueues, InFlight
 
 
@@ -37,6 +38,7 @@ class Retrier:
             lost.count(queues.decodes, -1)
         if lost.ended:
             self._manager.free(self._namespace, lost.ended)
+        self._drop_proposals(lost)
         starts = self._starts(lost, again)
         for batch in later:
             self._recount_chunks(batch, starts, again)
@@ -56,14 +58,17 @@ class Retrier:
 
     def _remove_tokens(self, batch: InFlight) -> None:
         """Remove the tokens that a batch made ahead has appended. Those that were not known are in no sequence."""
-        decodes, which = self._queues.decodes, np.arange(len(self._queues.decodes))[batch.draft.which]
+        which = np.arange(len(self._queues.decodes))[batch.draft.which]
         appended = which if batch.unknown is None else which[~batch.unknown]
-        if len(appended):
-            lengths = decodes.lengths[appended]
-            self._manager.truncate(self._namespace, decodes.ids[appended], lengths)
-            config = self._manager.config
-            decodes.blocks[appended] = (lengths + config.block_mask) >> config.block_shift
-            decodes.sharing = True
+        cut_decodes(self._queues, appended)
+
+    def _drop_proposals(self, lost: InFlight) -> None:
+        """Remove the proposals of a lost batch. Its new step reserves their slots again."""
+        decodes = self._queues.decodes
+        rows = lost.draft.speculative(len(decodes))
+        if len(rows):
+            decodes.proposed[rows] = 0
+            self._manager.truncate(self._namespace, decodes.ids[rows], decodes.lengths[rows] + 1)
 
     def _recount_chunks(self, batch: InFlight, starts: dict[int, int], again: Draft) -> None:
         """Count what is computed of the chunks of a batch made ahead. A prompt with all tokens computed goes back to

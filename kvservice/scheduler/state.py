@@ -111,14 +111,13 @@ class EngineQueues:
             return np.append(snapshot.token_ids, np.int32(state.next_token))
         at = self.decodes.index(state.sequence_id)
         length = int(self.decodes.lengths[at])
-        if self.flight and self.flight[0].advanced and self.has_in_flight([state.sequence_id], self.flight[:1]):
+        if self.flight and self.flight[0].counts_token(at, len(self.decodes)):
             length -= 1  # the token after these is not reported yet
         return np.append(snapshot.token_ids[:length], self.decodes.tokens[at])
 
-    def has_in_flight(self, sequence_ids: list[int], flight: list[InFlight] | None = None) -> bool:
-        """Return whether one of these batches, as a rule all in flight, computes one of these sequences."""
-        batches = self.flight if flight is None else flight
-        return any(bool(np.isin(one.step.sequence_ids, sequence_ids).any()) for one in batches)
+    def has_in_flight(self, sequence_ids: list[int]) -> bool:
+        """Return whether a batch in flight computes one of these sequences."""
+        return any(bool(np.isin(one.step.sequence_ids, sequence_ids).any()) for one in self.flight)
 
     def in_flight(self, group: RequestGroup) -> bool:
         """Return whether a batch in flight computes a sample of a request."""
@@ -189,7 +188,8 @@ class Draft:
     `tokens_left` is the rest of its token budget, `max_running` its limit of running sequences, `max_new_blocks` the
     engine's allowance of blocks for new requests. `needed` counts blocks that the step will allocate when it is opened.
     `decodes` int64[n] are indices into the decode set, with `growth` int64[n] new blocks each. With `all_decodes` the
-    decodes are the first n of the set, and their indices do not count. `chunks` are prompts with the tokens to compute.
+    decodes are the first n of the set, and their indices do not count. `counts` int64[n] are their tokens if some of
+    them have proposals, else None. `chunks` are prompts with the tokens to compute.
     `short` says that running requests lack blocks. With `ahead` a batch is in flight, so that nothing may be preempted:
     `blocked` says that something would be, and that the batch is not made.
     """
@@ -201,6 +201,7 @@ class Draft:
     decodes: Int64Array = field(default_factory=lambda: NO_SEQUENCES)
     growth: Int64Array = field(default_factory=lambda: NO_SEQUENCES)
     all_decodes: bool = False
+    counts: Int64Array | None = None
     num_stalled: int = 0
     short: bool = False
     chunks: list[tuple[RequestState, int]] = field(default_factory=list)
@@ -224,6 +225,12 @@ class Draft:
             if i and num_blocks > max_blocks:
                 del self.chunks[i:]
                 return
+
+    def speculative(self, size: int) -> Int64Array:
+        """Return the indices of the decodes with proposals in a decode set of this size."""
+        if self.counts is None:
+            return NO_SEQUENCES
+        return np.arange(size)[self.which][self.counts > 1]
 
     def add_chunk(self, state: RequestState, long_prefill_tokens: int, kept: int = 0) -> None:
         """Give a prefill as much of the token budget as it may have, except `kept` tokens."""
@@ -259,11 +266,19 @@ class InFlight:
 
     def count(self, decodes: DecodeSet, sign: int) -> None:
         """Count the progress of the batch, or take it back with a sign of -1."""
-        which = self.draft.which
+        which, counts = self.draft.which, self.draft.counts
+        if counts is not None:  # the progress of decodes with proposals depends on the report
+            which = np.arange(len(decodes))[which][counts == 1]
         decodes.lengths[which] += sign
         decodes.generated[which] += sign
         for state, count in self.draft.chunks:
             state.pending -= sign * count
+
+    def counts_token(self, at: int, size: int) -> bool:
+        """Return whether the progress of the decode at this index of a decode set of this size is counted already."""
+        if not self.advanced or not np.count_nonzero(np.arange(size)[self.draft.which] == at):
+            return False
+        return not np.count_nonzero(self.draft.speculative(size) == at)
 
     def keep(self, kept: BoolArray) -> None:
         """Follow a change of the decode set, of which only `kept` bool[n] remain."""
@@ -273,5 +288,7 @@ class InFlight:
             draft.decodes = draft.decodes[mine]
         else:
             draft.decodes = (np.cumsum(kept) - 1)[draft.decodes[mine]]
+        if draft.counts is not None:
+            draft.counts = draft.counts[mine]
         if self.unknown is not None:
             self.unknown = self.unknown[mine]

@@ -153,10 +153,10 @@ def a_rewritten_block_that_stays_findable(monkeypatch: pytest.MonkeyPatch) -> No
 def truncate_that_keeps_what_was_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     original = Reclaimer.truncate
 
-    def truncate(self: Any, namespace: SessionNamespace, ids: Any, lengths: Any) -> None:
+    def truncate(self: Any, namespace: SessionNamespace, ids: Any, lengths: Any, unindex: bool) -> None:
         rows = [namespace.rows[name] for name in ids]
         before = self._sequences.num_computed[rows]
-        original(self, namespace, ids, lengths)
+        original(self, namespace, ids, lengths, unindex)
         self._sequences.num_computed[rows] = before
 
     monkeypatch.setattr(Reclaimer, "truncate", truncate)

@@ -173,6 +173,23 @@ def test_a_shared_block_without_computed_tokens_moves_no_bytes(make: Make) -> No
     manager.check_integrity()
 
 
+def test_a_truncated_block_can_leave_the_index_at_once(make: Make) -> None:
+    """Unless another sequence holds it or a pin keeps it: then the next token is written to a copy."""
+    for shared, pinned, found in ((False, False, 4), (True, False, 8), (False, True, 8)):
+        manager, space = make()
+        allocate(manager, space, 8)
+        if shared:
+            manager.fork(space, [0], [1])
+        if pinned:
+            manager.pin(space, range(8), ttl_s=1e9)
+        manager.truncate(space, [0], [6], unindex=True)
+        assert manager.match_prefix(range(8)) == found
+        _, holders = manager.tail_blocks(space, [0])
+        step = manager.append(space, [0], [9])
+        assert len(step.copies) == (holders[0] > 1) == (shared or pinned)
+        manager.check_integrity()
+
+
 def test_a_truncated_block_leaves_the_index_before_it_is_written(make: Make) -> None:
     manager, space = make()
     allocate(manager, space, 8)

@@ -119,16 +119,6 @@ def test_a_bad_report_changes_nothing(tokens: list[int], finished: list[Any], fi
     rig.run()
 
 
-@pytest.mark.parametrize("field", ["num_tokens", "proposals", "num_proposed"])
-def test_what_is_not_supported_is_refused(field: str) -> None:
-    rig = make_rig()
-    rig.add(1, 4)
-    batch = rig.begin()
-    with pytest.raises(InvalidArgumentError) as refused:
-        rig.engine.update(Report(batch.number, [1], **{field: [1]}))
-    assert refused.value.field == field
-
-
 def test_reports_are_for_the_current_batch_when_it_is_computed() -> None:
     rig = make_rig()
     with pytest.raises(FailedPreconditionError):

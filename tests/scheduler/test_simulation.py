@@ -68,6 +68,8 @@ class Simulation:
             delay_factor=choose([0.0, 1.0]),
         )
         self.depths[rig.namespace], rig.late = choose([0, 1]), choose([False, True])
+        if rig.engine.config.lookahead and choose([False, True]):
+            rig.random = random.Random(self.random.random())
         return rig
 
     def add(self, rig: EngineRig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from typing import Any
 
 import hypothesis.strategies as st
@@ -44,7 +45,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         preemption=st.sampled_from(PreemptionMode),
         max_step_tokens=st.integers(1, 30),
         max_running=st.integers(1, 6),
-        lookahead=st.sampled_from([0, 0, 2]),
+        lookahead=st.sampled_from([0, 0, 2, 5]),
         reserve_steps=st.integers(0, 4),
         stalled=st.sampled_from([0.0, 0.25, 1.0]),
     )
@@ -62,6 +63,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_sequences=8,
         )  # fmt: skip
         self.rig = open_rig(Scheduler(self.manager), self.manager, max_stalled_fraction=stalled, **config)
+        if config["lookahead"]:
+            self.rig.random = random.Random(num_blocks)
         self.next_id = 0
 
     def open_ids(self) -> list[int]:

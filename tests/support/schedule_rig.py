@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import zlib
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,8 +53,9 @@ class EngineRig:
     samples of each request, and `beams` the requests whose samples are beams.
 
     `flight` are the batches that are not reported; their layers are written when they are made, or with `late` when
-    they are reported. `first_steps` are the numbers of the first steps of the requests, and `computed_tokens` all
-    tokens of all steps.
+    they are reported. With `random` it proposes tokens: `known` are the proposals of each sequence, and `accepted`
+    counts those that were right. `first_steps` are the numbers of the first steps of the requests, and
+    `computed_tokens` all tokens of all steps.
     """
 
     manager: BlockManager
@@ -73,6 +75,9 @@ class EngineRig:
     computed_tokens: int = 0
     flight: list[ScheduledBatch] = field(default_factory=list)
     late: bool = False
+    random: random.Random | None = None
+    known: dict[int, list[int]] = field(default_factory=dict)
+    accepted: int = 0
 
     def add(self, request_id: int, prompt: Any, max_tokens: int = 4, stop: int | None = None, **options: Any) -> None:
         now_s = options.pop("now_s", 0.0)
@@ -129,14 +134,53 @@ class EngineRig:
         over = {name for name in batch.sampled.tolist() if len(self.outputs[name]) == self.stops[name]}
         assert all(self.stops[name] < self.limits[name] for name in over)
         sampled = [name for name in batch.sampled.tolist() if name not in over]
-        tokens, parents, before = list[int](), list[int](), dict(self.outputs)
+        proposals, before = self.proposals_of(batch), dict(self.outputs)
+        tokens, parents, num_tokens = list[int](), list[int](), list[int]()
         for name in sampled:
             parents.append(self.parent(name, sampled))
-            output = before[parents[-1]]
-            tokens.append(next_token([*self.prompts[name], *output], self.samples[name]))
-            self.outputs[name] = [*output, tokens[-1]]
+            accepted = self.verified(name, before[parents[-1]], proposals.get(name, []))
+            self.outputs[name] = [*before[parents[-1]], *accepted]
+            num_tokens.append(len(accepted))
+            tokens += accepted
+            self.accepted += len(accepted) - 1
         stopped = [name for name in sampled if len(self.outputs[name]) == self.stops[name]]
-        self.finished += self.engine.update(Report(batch.number, tokens, parents=parents, finished=stopped), now_s)
+        proposed = {name: self.propose(name) for name in sampled}
+        report = Report(
+            batch.number,
+            tokens,
+            num_tokens if self.random else None,
+            parents,
+            stopped,
+            proposals=[token for name in sampled for token in proposed[name]] if self.random else None,
+            num_proposed=[len(proposed[name]) for name in sampled] if self.random else None,
+        )
+        self.known.update(proposed)
+        self.finished += self.engine.update(report, now_s)
+
+    def propose(self, name: int) -> list[int]:
+        """Return proposals for the tokens of a sequence after those that it has, some of them right."""
+        if self.random is None or self.random.random() < 0.3:
+            return []
+        right = alone([*self.prompts[name], *self.outputs[name]], self.engine.config.lookahead, self.samples[name])
+        guess = [token if self.random.random() < 0.8 else self.random.randrange(VOCABULARY) for token in right]
+        return guess[: self.random.randint(0, len(guess))]
+
+    def proposals_of(self, batch: ScheduledBatch) -> dict[int, list[int]]:
+        """Return the proposals in the rows of a batch."""
+        assert batch.step is not None
+        ids, lens = batch.step.sequence_ids, batch.step.query_lens
+        rows = zip(ids[: batch.num_decodes].tolist(), lens.tolist(), strict=False)
+        return {name: self.known[name][: count - 1] for name, count in rows if count > 1}
+
+    def verified(self, name: int, before: list[int], proposals: list[int]) -> list[int]:
+        """Return the tokens that the model gives a sequence, as far as the proposals are right, up to its stop."""
+        output = list(before)
+        assert len(output) < self.stops[name]
+        for proposal in [*proposals, None]:
+            output.append(next_token([*self.prompts[name], *output], self.samples[name]))
+            if output[-1] != proposal or len(output) == self.stops[name]:
+                break
+        return output[len(before) :]
 
     def parent(self, name: int, sampled: list[int]) -> int:
         """Return which of the sequences that get a token one continues."""
@@ -200,12 +244,14 @@ class EngineRig:
         rows = ids[batch.sampled_rows].tolist()
         for row, name in zip(rows, batch.sampled.tolist(), strict=True):
             assert row == name or (row == name - self.samples[name] and not self.outputs[name])
-        assert (batch.step.query_lens[: batch.num_decodes] == 1).all()
+        proposals = self.proposals_of(batch)
+        assert proposals.keys().isdisjoint(ids[batch.num_decodes :].tolist())
         for sequence_id in ids.tolist():
             (one,) = self.manager.describe(self.namespace, [sequence_id], include_tokens=True)
             assert one.token_ids is not None
-            known = [*self.prompts[one.sequence_id], *self.outputs[one.sequence_id]]
-            if self.engine.queues.states[one.sequence_id].resumes:
+            name = one.sequence_id
+            known = [*self.prompts[name], *self.outputs[name], *proposals.get(name, [])]
+            if self.engine.queues.states[name].resumes:
                 known.pop()  # it is appended when all beams go on
             assert one.token_ids.tolist() == known
 
