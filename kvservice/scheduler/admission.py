@@ -96,7 +96,7 @@ class Admission:
         """Remove the requests from the queue that fit now, and return them with their prefix-cache hits."""
         queues, config = self._queues, self._config
         size, picked = self._blocks_config.block_size, list[tuple[RequestState, FoundPrompt]]()
-        room = min(self._room(draft.needed, queues.num_running), draft.max_new_blocks)
+        room = self._room(draft.needed, queues.num_running)
         places = min(draft.max_running - queues.num_running, self._manager.num_free_sequences - queues.num_promised)
         tokens_left, num_long = draft.tokens_left, self._num_long()
         swapped = next(iter(queues.swapped), None)
@@ -113,6 +113,8 @@ class Admission:
             started = picked or draft.chunks
             if consumed > room or (config.batches is BatchPolicy.PREFILL_FIRST and pending > tokens_left and started):
                 break
+            if consumed > draft.max_new_blocks and (picked or queues.num_running):
+                break  # a request above the engine's share runs there alone
             picked += prompts
             places -= _places(unit)
             draft.max_new_blocks -= consumed

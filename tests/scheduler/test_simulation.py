@@ -205,6 +205,22 @@ def test_engines_share_a_pool_by_weight() -> None:
         rig.check_outputs()
 
 
+def test_a_request_above_the_share_of_its_engine_runs_alone_there() -> None:
+    manager = make_manager(20)
+    scheduler = Scheduler(manager)
+    rigs = [open_rig(scheduler, manager), open_rig(scheduler, manager)]
+    squatter = Squatter(manager)
+    squatter.take(15)
+    for rig in rigs:
+        rig.add(1, 48, max_tokens=4)
+        assert rig.step().step is None
+    squatter.give_back()
+    assert rigs[0].step().sampled.tolist() == [1]
+    for rig in rigs:
+        rig.run()
+        rig.check_outputs()
+
+
 def test_an_engine_alone_uses_the_whole_pool() -> None:
     manager = make_manager(40)
     scheduler = Scheduler(manager)
