@@ -48,6 +48,12 @@ class EngineQueues:
         self.counters = counters
         self._num_prefilling = 0
 
+    def clear(self) -> None:
+        """Forget all samples, for an engine that is closed."""
+        for container in (self.requests, self.states, self.reserved, self.prefilling, self.flight):
+            container.clear()
+        self.waiting, self.swapped = WaitingQueue(), WaitingQueue()
+
     @property
     def num_running(self) -> int:
         """Number of running sequences, with those that prompts will have when they are computed."""

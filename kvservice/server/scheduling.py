@@ -24,7 +24,7 @@ from kvservice.errors import (
     UnknownSessionError,
 )
 from kvservice.scheduler import EngineScheduler, Report, Request, RequestSnapshot, ScheduledBatch, SchedulerConfig
-from kvservice.scheduler.requests import PreparedRequest
+from kvservice.scheduler.requests import PreparedRequest, RequestState
 from kvservice.server.step_speeds import SpeedMeter
 from kvservice.wire.tensors import Array
 
@@ -240,16 +240,29 @@ class SessionScheduler:
         """Stop waiting for blocks, which other engines would keep free: the client is away. It resumes with a step."""
         self.scheduler.share.hungry = False
 
-    def close(self) -> None:
-        """Forget all requests. The session's namespace is closed next."""
+    def close(self) -> Slices[None]:
+        """Forget all requests; the session's namespace is closed next. Returns slices that give back their memory."""
+        queues = self.scheduler.queues
+        states = list(queues.states.values())
         self._engine.schedulers.close_engine(self._namespace)
+        queues.clear()
         self._forget(list(self._requests))
+        return _drop_in_slices(states)
 
     def _forget(self, request_ids: Sequence[int]) -> None:
         if request_ids:
             sizes = [self._requests.pop(request_id) for request_id in request_ids]
             self._aborted.difference_update(request_ids)
             self._totals.remove(len(sizes), sum(sizes))
+
+
+def _drop_in_slices(states: list[RequestState]) -> Slices[None]:
+    """Empty the list. A request and its samples refer to each other, which only the garbage collector would resolve."""
+    while states:
+        for state in states[-SLICE_SEQUENCES:]:
+            state.group.members.clear()
+        del states[-SLICE_SEQUENCES:]
+        yield
 
 
 @contextlib.contextmanager

@@ -287,10 +287,11 @@ class SessionRegistry:
         if session.end_stream is not None:
             session.end_stream(FailedPreconditionError("the session was closed"))
         session.unshare(writers_done=writers_done)
-        if session.scheduler is not None:
-            session.scheduler.close()
+        scheduled = session.scheduler.close() if session.scheduler is not None else None
 
         freed = yield from self._manager.close_namespace_in_slices(session.namespace)
+        if scheduled is not None:
+            yield from scheduled
         self._num_closing -= 1
         self._table.close(session.row)
         number = session.session_id

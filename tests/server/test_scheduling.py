@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -189,3 +191,17 @@ def test_an_engine_that_is_away_is_not_hungry() -> None:
     assert shares.allowance(other.scheduler.share) < 16384
     rig.one.pause()
     assert shares.allowance(other.scheduler.share) == 16384
+
+
+def test_the_memory_of_a_closed_scheduler_is_given_back_in_slices() -> None:
+    rig = Rig(max_requests=1000)
+    finish(rig.one.add([request(number) for number in range(300)], 0.0, ()))
+    tokens = weakref.ref(rig.one.scheduler.queues.states[0].tokens)
+    gc.disable()
+    try:
+        slices = rig.one.close()
+        assert rig.counts() == (0, 0)
+        assert len(list(slices)) == 3
+        assert tokens() is None, "without the garbage collector"
+    finally:
+        gc.enable()

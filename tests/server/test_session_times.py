@@ -185,6 +185,6 @@ def test_an_engine_that_is_away_keeps_no_blocks_free_for_itself(make_registry: A
     registry = make_registry()
     session = open_attached(registry, detachable=True)
     paused: list[str] = []
-    session.scheduler = cast(Any, SimpleNamespace(pause=lambda: paused.append("now"), close=lambda: None))
+    session.scheduler = cast(Any, SimpleNamespace(pause=lambda: paused.append("now"), close=lambda: iter(())))
     registry.detach(session, end_stream)
     assert paused == ["now"]
