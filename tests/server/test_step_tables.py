@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvservice.blocks import AllocationRequest, BlockManager, BlocksConfig
 from kvservice.pool.sealed import SealedMemory
 from kvservice.server.step_tables import ALIGNMENT, NUM_SLOTS, StepTables
 
@@ -98,3 +99,20 @@ def test_a_step_larger_than_all() -> None:
     assert tables.publish(step(1, 20, 1000)) is None
     assert tables.publish(step(2, 2, 2)) is not None
     tables.close()
+
+
+def test_two_steps_of_the_same_sequence_are_live_at_once() -> None:
+    """A step and the one that follows it; an operation on the sequence ends both."""
+    manager = BlockManager(BlocksConfig(num_blocks=8, block_size=4, num_layers=1, watermark=0.0))
+    tables, space = in_memory(1 << 16), manager.open_namespace()
+    space.on_step_end = tables.retire
+    manager.allocate(space, [AllocationRequest(1, range(8))])
+    first = manager.open_step(space, [1])
+    live: dict[int, Any] = {first.step_id: (tables.publish(first), first)}
+    second = manager.advance(space, [1], [0], [1], follows=first.step_id)
+    live[second.step_id] = (tables.publish(second), second)
+    check(tables, live)
+    manager.mark_all_layers(space, first.step_id)
+    check(tables, live)
+    manager.truncate(space, [1], [8])
+    check(tables, {})
