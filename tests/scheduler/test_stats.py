@@ -241,3 +241,21 @@ def test_figures_have_every_counter() -> None:
     figures = rig.engine.figures()
     assert figures._fields[4:] == tuple(counters.__slots__)
     assert figures == SchedulerFigures(0, 0, 0, 0, *range(100, 100 + len(counters.__slots__)))
+
+
+def test_proposals_count_when_they_are_verified() -> None:
+    """A report is one time between tokens, however many of its proposals were right."""
+    rig = make_rig(lookahead=3)
+    rig.random = random.Random(1)
+    for number in range(3):
+        rig.add(number, range(100 * number, 100 * number + 6), max_tokens=30)
+    verified = rows = 0
+    while len(rig.engine):
+        batch = rig.step()
+        assert batch.step is not None
+        verified += int(batch.step.query_lens[: batch.num_decodes].sum()) - batch.num_decodes
+        rows += batch.num_decodes
+    figures = rig.engine.figures()
+    assert figures.proposed_tokens == verified > figures.accepted_tokens == rig.accepted > 0
+    assert figures.generated_tokens == sum(map(len, rig.outputs.values())) == rows + 3 + rig.accepted
+    assert int(latencies_of(rig).between_tokens.counts.sum()) == rows
