@@ -17,7 +17,7 @@ from kvservice.engines.params import SamplingParams
 from kvservice.engines.prompts import ModelLimits, PromptLike, check_prompt
 from kvservice.engines.requests import EngineRequest, Prompt
 from kvservice.engines.speculation import SpeculationMethod
-from kvservice.errors import InvalidArgumentError
+from kvservice.errors import FailedPreconditionError, InvalidArgumentError
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,7 @@ class EngineCore:
         self.resumed: dict[int, EngineRequest] = {}
         self._journal = Journal(Path(options.journal)) if options.journal is not None else None
         self._next_id = 0
+        self._closed = False
         with ExitStack() as stack:
             past = self._journal.read() if self._journal is not None else None
             host_options = options.host_options()
@@ -88,7 +89,12 @@ class EngineCore:
             self._stack = stack.pop_all()
 
     def new_requests(self, prompts: Sequence[PromptLike], params: Sequence[SamplingParams]) -> list[EngineRequest]:
-        """Check prompts and parameters, and return their requests, which are not queued yet."""
+        """Check prompts and parameters, and return their requests, which are not queued yet.
+
+        Raises InvalidArgumentError naming the prompt or the parameter, and FailedPreconditionError after `close`.
+        """
+        if self._closed:
+            raise FailedPreconditionError("the engine is closed")
         checked = []
         for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
             if self._journal is not None:
@@ -102,6 +108,7 @@ class EngineCore:
             self._journal.returned(requests, self.host.session.token)
 
     def close(self) -> None:
+        self._closed = True
         self._stack.close()
 
     def _new_id(self, prompt: Prompt) -> int:

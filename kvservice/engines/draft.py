@@ -10,6 +10,7 @@ import torch
 
 from kvservice import client
 from kvservice.engines.host import DAEMON_LOST, EngineHost
+from kvservice.engines.prompts import ModelLimits
 from kvservice.engines.samples import Row, Sample
 from kvservice.engines.sampling import choose
 from kvservice.errors import ResourceExhaustedError
@@ -29,14 +30,20 @@ class Drafter:
 
     def __init__(self, host: EngineHost, num_tokens: int) -> None:
         self._host, self._num_tokens = host, num_tokens
+        longest = ModelLimits.of(host.model, host.session.info.max_sequence_tokens).max_length
+        # The longest sequence for which the draft model has positions.
+        self._longest = longest - num_tokens
         self._sequences: dict[int, _DraftSequence] = {}
 
     def propose(self, samples: Sequence[Sample]) -> list[list[int]]:
-        """Return the proposals of each sample; none if the draft model's daemon has no room or is away."""
+        """Return the proposals of each sample; none if the draft model's daemon has no room or is away, and none for a
+        sample that is too long for the draft model."""
         proposals: list[list[int]] = [[] for _ in samples]
+        fitting = [at for at, sample in enumerate(samples) if len(sample.token_ids) <= self._longest]
+        chosen, drafted = [samples[at] for at in fitting], [proposals[at] for at in fitting]
         try:
-            for _ in range(self._num_tokens):
-                for tokens, token in zip(proposals, self._next_tokens(samples, proposals), strict=True):
+            for _ in range(self._num_tokens if fitting else 0):
+                for tokens, token in zip(drafted, self._next_tokens(chosen, drafted), strict=True):
                     tokens.append(token)
         except ResourceExhaustedError:
             self._free(list(self._sequences))

@@ -28,16 +28,16 @@ _NOT_SUPPORTED: Final = {"logits_processors": (), "logprobs": None, "best_of": N
 
 @dataclass
 class Past:
-    """What an earlier engine has written: its session, requests by id, and ends of samples by sequence id."""
+    """What an earlier engine has written: its session, requests by id, and ends of samples by sequence id.
+
+    `next_id` is above the ids of all its requests, also of those that are returned.
+    """
 
     token: bytes | None = None
     prompts: dict[int, Prompt] = field(default_factory=dict)
     ends: dict[int, dict[str, Any]] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
-
-    @property
-    def next_id(self) -> int:
-        return max((one.request_id + one.params.width for one in self.prompts.values()), default=0)
+    next_id: int = 0
 
 
 class Journal:
@@ -54,7 +54,7 @@ class Journal:
         return bool(self._open)
 
     def read(self) -> Past:
-        """Return what the file holds. A line that an earlier engine was killed in is left out.
+        """Return what the file holds. A last line that an earlier engine did not finish is removed.
 
         Raises InvalidArgumentError if it is not a journal.
         """
@@ -63,6 +63,8 @@ class Journal:
             lines = self._path.read_bytes().split(b"\n")
         except FileNotFoundError:
             return past
+        if lines[-1]:
+            os.truncate(self._path, self._path.stat().st_size - len(lines[-1]))
         for line in lines[:-1]:
             try:
                 _apply(past, json.loads(line))
@@ -142,13 +144,17 @@ def _apply(past: Past, line: dict[str, Any]) -> None:
     elif "added" in line:
         prompt = _prompt_from_json(line["added"])
         past.prompts[prompt.request_id] = prompt
+        past.next_id = max(past.next_id, prompt.request_id + prompt.params.width)
     elif "ended" in line:
         past.ends[int(line["ended"])] = line
     elif "failed" in line:
         past.errors[int(line["failed"])] = str(line["error"])
     else:
         for request_id in line["returned"]:
-            past.prompts.pop(request_id, None)
+            prompt = past.prompts.pop(request_id)
+            past.errors.pop(request_id, None)
+            for sequence_id in range(request_id, request_id + prompt.params.width):
+                past.ends.pop(sequence_id, None)
 
 
 def _restore(request: EngineRequest, past: Past, known: dict[int, RequestInfo]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from kvservice.engines.core import EngineCore, EngineOptions
 from kvservice.engines.outputs import RequestOutput
 from kvservice.engines.params import SamplingParams
 from kvservice.engines.progress import ProgressView, progress_bar
-from kvservice.engines.prompts import PromptLike, params_of_each
+from kvservice.engines.prompts import PromptLike, params_of_each, prompts_of
 from kvservice.engines.requests import EngineRequest
 from kvservice.engines.speculation import SpeculationMethod
 
@@ -28,7 +29,7 @@ class LLM:
     model's layers at the first step. `journal` is a file with
     which a restarted engine goes on: see `resumed`. `client` are arguments of KVClient.
 
-    It is a context manager. It is not thread-safe. Raises InvalidArgumentError naming the argument, and the errors of
+    It is a context manager. Calls of several threads run one after the other. Raises InvalidArgumentError naming the argument, and the errors of
     KVClient and Daemon.
     """
 
@@ -61,6 +62,7 @@ class LLM:
             restart_wait_s,
         )
         self.core = EngineCore(model, tokenizer, options)
+        self._lock = threading.Lock()
 
     @property
     def resumed(self) -> list[int]:
@@ -69,7 +71,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: PromptLike | Sequence[PromptLike],
+        prompts: PromptLike | Iterable[PromptLike],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool | ProgressView = False,
@@ -81,23 +83,26 @@ class LLM:
         request that the pool can never hold; then nothing has been generated. An error of one request later, such as of
         its logits processor, is its output's `error`, and the others go on.
         """
-        batch: Sequence[PromptLike] = [prompts] if _is_one(prompts) else list(prompts)  # type: ignore[arg-type, list-item]
+        batch = prompts_of(prompts)
         params = params_of_each(sampling_params, len(batch))
-        requests = self.core.new_requests(batch, params)
-        if not requests:
-            return []
-        self.core.loop.add(requests)
-        return self._finish(requests, progress)
+        with self._lock:
+            requests = self.core.new_requests(batch, params)
+            if not requests:
+                return []
+            self.core.loop.add(requests)
+            return self._finish(requests, progress)
 
     def finish_resumed(self, *, progress: bool | ProgressView = False) -> list[RequestOutput]:
         """Finish the requests that were in progress when the engine of the journal ended. Returns the outputs of all
         its requests that were not returned, in the order in which they were added."""
-        requests, self.core.resumed = list(self.core.resumed.values()), {}
-        return self._finish(requests, progress)
+        with self._lock:
+            requests, self.core.resumed = list(self.core.resumed.values()), {}
+            return self._finish(requests, progress)
 
     def close(self) -> None:
         """Free everything in the daemon, or, with a journal of unfinished requests, leave it to a successor."""
-        self.core.close()
+        with self._lock:
+            self.core.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -119,14 +124,6 @@ class LLM:
                 raise
         self.core.returned(requests)
         return [request.output() for request in requests]
-
-
-def _is_one(prompts: object) -> bool:
-    """Return whether this is one prompt: a text, or token ids."""
-    if isinstance(prompts, str):
-        return True
-    first: Iterator[object] = iter(prompts)  # type: ignore[call-overload]
-    return isinstance(next(first, None), int)
 
 
 def _view(progress: bool | ProgressView, num_requests: int) -> AbstractContextManager[ProgressView | None]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
+import numpy as np
 from transformers import LogitsProcessor
 
 from kvservice.errors import InvalidArgumentError
@@ -75,15 +76,21 @@ class SamplingParams:
     early_stopping: bool = False
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, np.generic):
+                object.__setattr__(self, field.name, value.item())
         object.__setattr__(self, "stop", _stops(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        object.__setattr__(self, "logits_processors", tuple(self.logits_processors))
+        for name in ("stop_token_ids", "logits_processors"):
+            object.__setattr__(self, name, _listed(name, getattr(self, name)))
+        if self.logit_bias is not None and not isinstance(self.logit_bias, Mapping):
+            raise InvalidArgumentError("must map token ids to numbers", field="logit_bias")
         self._check_counts()
         self._check_numbers()
         self._check_tokens()
-        for field in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "early_stopping"):
-            if not isinstance(getattr(self, field), bool):
-                raise InvalidArgumentError("must be true or false", field=field)
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "early_stopping"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidArgumentError("must be true or false", field=name)
         if self.beam_width > 1:
             self._check_beams()
 
@@ -175,8 +182,17 @@ class SamplingParams:
                 raise InvalidArgumentError("is not supported with beam_width above 1", field=name)
 
 
-def _stops(stop: str | Sequence[str]) -> tuple[str, ...]:
-    strings = (stop,) if isinstance(stop, str) else tuple(stop)
+def _listed(field: str, values: object) -> tuple[Any, ...]:
+    """Return the values of a parameter that is a sequence; None is an empty one."""
+    if values is None:
+        return ()
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+        raise InvalidArgumentError("must be a sequence", field=field)
+    return tuple(value.item() if isinstance(value, np.generic) else value for value in values)
+
+
+def _stops(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    strings = (stop,) if isinstance(stop, str) else _listed("stop", stop)
     if len(strings) > _MAX_STOPS:
         raise InvalidArgumentError(f"has more than {_MAX_STOPS} strings", field="stop")
     for one in strings:

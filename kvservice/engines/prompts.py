@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -71,6 +72,21 @@ def check_prompt(
     return Prompt(0, text, token_ids, params, max_tokens, seed)
 
 
+def prompts_of(prompts: PromptLike | Iterable[PromptLike]) -> list[PromptLike]:
+    """Return the prompts of a call, which has one or several. Raises InvalidArgumentError naming prompts."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, Mapping | bytes) or not isinstance(prompts, Iterable):
+        raise InvalidArgumentError("must be a text, token ids, or several of these", field="prompts")
+    listed: list[Any] = list(prompts)
+    return [listed] if listed and _is_token(listed[0]) else listed
+
+
+def _is_token(value: object) -> bool:
+    """Return whether this is a whole number, also one of NumPy or torch."""
+    return hasattr(value, "__index__") and getattr(value, "ndim", 0) == 0
+
+
 def params_of_each(
     params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
 ) -> Sequence[SamplingParams]:
@@ -79,6 +95,9 @@ def params_of_each(
         params = SamplingParams()
     if isinstance(params, SamplingParams):
         return [params] * num_prompts
+    of_class = isinstance(params, Sequence) and all(isinstance(one, SamplingParams) for one in params)
+    if not of_class:
+        raise InvalidArgumentError("must be SamplingParams, one for all prompts or one for each", field="sampling_params")
     if len(params) != num_prompts:
         raise InvalidArgumentError(f"has {len(params)} parameters for {num_prompts} prompts", field="sampling_params")
     return params
@@ -90,6 +109,8 @@ def _encode(text: str, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, 
 
 
 def _token_ids(prompt: Iterable[int], limits: ModelLimits, field: str) -> tuple[int, ...]:
+    if isinstance(prompt, Mapping | bytes):
+        raise InvalidArgumentError("must be a text or token ids", field=field)
     try:
         ids = np.asarray(list(prompt))
     except (TypeError, ValueError):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LogitsProcessor, NoRepeatNGramLogitsProcessor, TopKLogitsWarper
 
 from kvservice.client import EngineBatch, KVClient, Step
 from kvservice.engines import LLM, RequestOutput, SamplingParams, host
-from kvservice.errors import InvalidArgumentError, OutOfBlocksError
+from kvservice.errors import FailedPreconditionError, InvalidArgumentError, OutOfBlocksError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
 
@@ -234,6 +236,45 @@ def test_parameters_are_one_for_all_or_one_for_each(llm) -> None:
     assert refused.value.field == "sampling_params"
     assert llm.generate([], GREEDY) == []
     assert len(tokens(llm.generate([5, 6])[0])) == 16, "one prompt of token ids, with the default parameters"
+
+
+def test_prompts_may_be_any_iterable(llm, alone) -> None:
+    expected = [alone(prompt, 20) for prompt in ([11, 39, 57], [7, 8])]
+    batches: list[Any] = [
+        (prompt for prompt in ([11, 39, 57], [7, 8])),
+        iter([np.array([11, 39, 57]), torch.tensor([7, 8])]),
+    ]
+    for batch in batches:
+        assert [tokens(output) for output in llm.generate(batch, GREEDY)] == expected
+    singles: list[Any] = [iter([11, 39, 57]), np.array([11, 39, 57]), torch.tensor([11, 39, 57]), [np.int64(11), 39, 57]]
+    for single in singles:
+        assert [tokens(output) for output in llm.generate(single, GREEDY)] == expected[:1]
+
+
+@pytest.mark.parametrize("prompts", [{"prompt": "x"}, [{"prompt": "x"}], b"x", 5, None])
+def test_what_is_no_prompt_is_refused(llm, prompts) -> None:
+    with pytest.raises(InvalidArgumentError) as refused:
+        llm.generate(prompts)
+    assert refused.value.field.startswith("prompts")
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0}, [{"temperature": 0}], [None], 5])
+def test_parameters_of_another_class_are_refused(llm, params) -> None:
+    with pytest.raises(InvalidArgumentError, match="SamplingParams"):
+        llm.generate([[5]], params)
+
+
+def test_threads_take_turns(llm, prompts, alone) -> None:
+    with ThreadPoolExecutor(4) as threads:
+        outputs = list(threads.map(lambda prompt: llm.generate([prompt], GREEDY)[0], prompts[:4]))
+    assert [tokens(output) for output in outputs] == [alone(prompt, 20) for prompt in prompts[:4]]
+
+
+def test_a_closed_engine_says_so(directory, engine_daemon) -> None:
+    engine = LLM(directory, address=engine_daemon.address)
+    engine.close()
+    with pytest.raises(FailedPreconditionError, match="the engine is closed"):
+        engine.generate([5])
 
 
 def test_an_error_of_the_model_ends_all_requests_and_the_engine_goes_on(llm, prompts, alone, monkeypatch) -> None:

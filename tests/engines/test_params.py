@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 from transformers import TopKLogitsWarper
 
@@ -31,12 +32,17 @@ WRONG = [
     ("logit_bias", {-1: 1.0}),
     ("logit_bias", {1: math.nan}),
     ("logit_bias", {1: math.inf}),
+    ("logit_bias", [1]),
     ("logits_processors", [len]),
+    ("logits_processors", 5),
     ("max_tokens", 0),
     ("min_tokens", -1),
     ("stop", ""),
     ("stop", [b"x"]),
     ("stop", ["x"] * 65),
+    ("stop", 5),
+    ("stop_token_ids", 5),
+    ("stop_token_ids", "5"),
     ("stop_token_ids", [-1]),
     ("stop_token_ids", [0] * 65),
     ("ignore_eos", 1),
@@ -87,3 +93,14 @@ def test_lists_become_tuples_and_one_stop_string_is_enough() -> None:
     processor = TopKLogitsWarper(3)
     params = SamplingParams(stop="end", stop_token_ids=[1, 2], logits_processors=[processor])
     assert (params.stop, params.stop_token_ids, params.logits_processors) == (("end",), (1, 2), (processor,))
+
+
+def test_none_is_an_empty_list() -> None:
+    params = SamplingParams(stop=None, stop_token_ids=None, logits_processors=None)  # type: ignore[arg-type]
+    assert params == SamplingParams()
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    params = SamplingParams(max_tokens=np.int64(5), temperature=np.float32(0.5), stop_token_ids=np.arange(2))  # type: ignore[arg-type]
+    assert params == SamplingParams(max_tokens=5, temperature=0.5, stop_token_ids=(0, 1))
+    assert type(params.max_tokens) is int

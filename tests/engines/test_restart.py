@@ -107,6 +107,36 @@ def test_a_closed_engine_leaves_its_requests_to_a_successor(directory, engine_da
     assert [list(output.outputs[0].token_ids) for output in outputs] == [alone(one, 40) for one in prompts[:2]]
 
 
+def test_ids_of_returned_requests_are_not_used_again(directory, engine_daemon, prompts, alone, tmp_path) -> None:
+    """The journal keeps the end of a returned request while another one is not fetched."""
+    journal = tmp_path / "journal"
+    run_doomed(directory, engine_daemon, journal, prompts[:1], [{"temperature": 0}], 3)
+    for prompt in prompts[1:3]:
+        with LLM(directory, address=engine_daemon.address, journal=journal) as llm:
+            assert llm.resumed == [0]
+            (output,) = llm.generate([prompt], GREEDY)
+            assert list(output.outputs[0].token_ids) == alone(prompt, 40)
+    run_doomed(directory, engine_daemon, journal, prompts[3:5], [{"temperature": 0, "max_tokens": 40}] * 2, 3)
+    with LLM(directory, address=engine_daemon.address, journal=journal) as llm:
+        outputs = llm.finish_resumed()
+    expected = [alone(prompts[0], 16), *(alone(prompt, 40) for prompt in prompts[3:5])]
+    assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+
+
+def test_an_unfinished_line_of_a_journal_is_removed(directory, engine_daemon, prompts, alone, tmp_path) -> None:
+    journal = tmp_path / "journal"
+    run_doomed(directory, engine_daemon, journal, prompts[:1], [{"temperature": 0}], 3)
+    with journal.open("a") as file:
+        file.write('{"ended":0,"tok')
+    for _ in range(2):
+        first = LLM(directory, address=engine_daemon.address, journal=journal)
+        assert first.resumed == [0]
+        first.close()
+    with LLM(directory, address=engine_daemon.address, journal=journal) as llm:
+        (output,) = llm.finish_resumed()
+    assert list(output.outputs[0].token_ids) == alone(prompts[0], 16)
+
+
 @pytest.fixture(scope="module")
 def sizes(reference) -> dict[str, object]:
     return {**pool_options(reference.config, reference.dtype), "num_blocks": 64, "block_size": 16}
