@@ -97,7 +97,9 @@ def params_of_each(
         return [params] * num_prompts
     of_class = isinstance(params, Sequence) and all(isinstance(one, SamplingParams) for one in params)
     if not of_class:
-        raise InvalidArgumentError("must be SamplingParams, one for all prompts or one for each", field="sampling_params")
+        raise InvalidArgumentError(
+            "must be SamplingParams, one for all prompts or one for each", field="sampling_params"
+        )
     if len(params) != num_prompts:
         raise InvalidArgumentError(f"has {len(params)} parameters for {num_prompts} prompts", field="sampling_params")
     return params

@@ -246,7 +246,12 @@ def test_prompts_may_be_any_iterable(llm, alone) -> None:
     ]
     for batch in batches:
         assert [tokens(output) for output in llm.generate(batch, GREEDY)] == expected
-    singles: list[Any] = [iter([11, 39, 57]), np.array([11, 39, 57]), torch.tensor([11, 39, 57]), [np.int64(11), 39, 57]]
+    singles: list[Any] = [
+        iter([11, 39, 57]),
+        np.array([11, 39, 57]),
+        torch.tensor([11, 39, 57]),
+        [np.int64(11), 39, 57],
+    ]
     for single in singles:
         assert [tokens(output) for output in llm.generate(single, GREEDY)] == expected[:1]
 
