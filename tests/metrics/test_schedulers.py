@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from typing import Any
 
@@ -137,3 +138,19 @@ def test_preemptions_by_swap(running: tuple[Daemon, int]) -> None:
         engine.run()
         assert engine.counts["swap"] > 0
         check(scrape(port), engine.counts)
+
+
+def test_proposals_and_how_many_were_right(running: tuple[Daemon, int]) -> None:
+    daemon, port = running
+    with KVClient(daemon.address) as client, client.session() as kv:
+        engine = Engine(kv, lookahead=2)
+        engine.add(1, 4, 6, first=0)
+        (first,) = engine.step([])
+        engine.step([dataclasses.replace(first, proposals=[7, 8], num_proposed=[2])])
+        assert engine.batch.step is not None
+        assert engine.batch.step.num_tokens == 3
+        engine.step([BatchReport(engine.batch.number, [7, 9], num_tokens=[2])])
+        samples = scrape(port)
+        assert (total(samples, "proposed_tokens"), total(samples, "accepted_tokens")) == (2, 1)
+        assert total(samples, "generated_tokens") == 3
+        assert value(samples, f"{PREFIX}_between_tokens_seconds_count") == 1
