@@ -98,9 +98,8 @@ class LibraryBatching:
     def serve(self, trace: ServeTrace) -> Served:
         step_tokens = STEP_TOKENS[self.model.device.type]
         blocks = sum(-(-(len(one.prompt) + one.num_tokens) // PAGE_TOKENS) for one in trace.requests)
-        batching = ContinuousBatchingConfig(
-            **{PAGE_OPTION: PAGE_TOKENS}, num_blocks=blocks + 16, max_batch_tokens=step_tokens
-        )
+        options: dict[str, Any] = {PAGE_OPTION: PAGE_TOKENS}
+        batching = ContinuousBatchingConfig(**options, num_blocks=blocks + 16, max_batch_tokens=step_tokens)
         greedy: Any = GenerationConfig  # it has no types
         manager = self.model.init_continuous_batching(
             generation_config=greedy(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=trace.longest),

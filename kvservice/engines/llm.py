@@ -29,8 +29,8 @@ class LLM:
     model's layers at the first step. `journal` is a file with
     which a restarted engine goes on: see `resumed`. `client` are arguments of KVClient.
 
-    It is a context manager. Calls of several threads run one after the other. Raises InvalidArgumentError naming the argument, and the errors of
-    KVClient and Daemon.
+    It is a context manager. Calls of several threads run one after the other. Raises InvalidArgumentError naming the
+    argument, and the errors of KVClient and Daemon.
     """
 
     def __init__(
