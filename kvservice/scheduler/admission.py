@@ -9,7 +9,7 @@ from kvservice.blocks import AllocStatus, FoundPrompt
 from kvservice.scheduler.config import BatchPolicy, QueueOrder
 from kvservice.scheduler.preemption import Preemptor
 from kvservice.scheduler.requests import Phase, RequestState
-from kvservice.scheduler.state import Draft, EngineQueues
+from kvservice.scheduler.state import Draft, EngineQueues, checked_blocks
 
 # Waiting requests that one step looks at, so that requests held back cannot make a step slow.
 _MAX_LOOKED_AT: Final = 64
@@ -20,8 +20,10 @@ _MAX_ADMITTED: Final = 256
 class Admission:
     """Brings swapped and waiting requests into a draft, in their order, while the budgets and the blocks last."""
 
-    def __init__(self, queues: EngineQueues, preemptor: Preemptor) -> None:
+    def __init__(self, queues: EngineQueues, preemptor: Preemptor, max_blocks: int) -> None:
         self._queues, self._config, self._preemptor = queues, queues.config, preemptor
+        # The most blocks that the prompts of one step may have.
+        self._max_blocks = max_blocks
         self._manager, self._namespace = queues.manager, queues.namespace
         self._blocks_config = queues.manager.config
         self._last_prefill_at_s: float | None = None
@@ -99,6 +101,7 @@ class Admission:
         room = self._room(draft.needed, queues.num_running)
         places = min(draft.max_running - queues.num_running, self._manager.num_free_sequences - queues.num_promised)
         tokens_left, num_long = draft.tokens_left, self._num_long()
+        checked = sum(checked_blocks(state.pending, size) for state, _ in draft.chunks)
         swapped = next(iter(queues.swapped), None)
         for state in itertools.islice(queues.waiting, _MAX_LOOKED_AT):
             waits_for_swapped = swapped is not None and state.rank[0] >= swapped.rank[0]
@@ -113,6 +116,9 @@ class Admission:
             started = picked or draft.chunks
             if consumed > room or (config.batches is BatchPolicy.PREFILL_FIRST and pending > tokens_left and started):
                 break
+            checked += sum(checked_blocks(len(one.tokens) - prompt.num_found * size, size) for one, prompt in prompts)
+            if checked > self._max_blocks and started:
+                break  # a chunk of each is in this step, which then reserves its lookahead
             if consumed > draft.max_new_blocks and (picked or queues.num_running):
                 break  # a request above the engine's share runs there alone
             picked += prompts

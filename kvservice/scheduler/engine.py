@@ -63,7 +63,6 @@ class EngineScheduler:
         self._shares, self._manager, self._namespace = shares, manager, namespace
         self._latencies, self._num_stalled = latencies, 0
         self._preemptor = Preemptor(self.queues)
-        self._admission = Admission(self.queues, self._preemptor)
         self._samples = Samples(self.queues)
         self._retrier = Retrier(self.queues, self._preemptor)
         self._opener = Opener(self.queues)
@@ -72,6 +71,7 @@ class EngineScheduler:
         # The most blocks of one request: a step of it and of one token for each other sequence is within the limits.
         others = config.max_running * (2 + manager.config.num_blocks_for(config.lookahead))
         self._max_blocks = manager.config.max_request_blocks - others
+        self._admission = Admission(self.queues, self._preemptor, self._max_blocks)
 
     def __len__(self) -> int:
         """Number of requests that are not finished."""
@@ -213,9 +213,9 @@ class EngineScheduler:
         for state in self.queues.prefilling.values():
             if not self.queues.aborted or state.group.request_id not in self.queues.aborted:
                 draft.add_chunk(state, self.config.long_prefill_tokens)
+        draft.limit_pending(self._max_blocks, self._manager.config.block_size)
         if not draft.short:
             self._admission.admit(draft, now_s)
-        draft.limit_pending(self._max_blocks, self._manager.config.block_size)
         if not chunked and not draft.chunks:
             draft.needed = 0
             self._preemptor.choose_decodes(draft)

@@ -187,6 +187,11 @@ class EngineQueues:
         del self.states[state.sequence_id]
 
 
+def checked_blocks(pending: int, block_size: int) -> int:
+    """Return how many blocks a step checks at most, for a prompt with so many tokens that are not computed."""
+    return 2 + pending // block_size
+
+
 @dataclass(slots=True)
 class Draft:
     """A batch in the making.
@@ -227,7 +232,7 @@ class Draft:
         step checks all blocks of a prompt from the chunk on."""
         num_blocks = 0
         for i, (state, _) in enumerate(self.chunks):
-            num_blocks += 2 + state.pending // block_size
+            num_blocks += checked_blocks(state.pending, block_size)
             if i and num_blocks > max_blocks:
                 del self.chunks[i:]
                 return

@@ -28,6 +28,20 @@ def test_long_prompts_take_turns_within_the_blocks_of_one_step() -> None:
     rig.check_outputs()
 
 
+def test_every_admitted_prompt_reserves_its_lookahead_at_once() -> None:
+    """A prompt that is admitted is in the step, so that no block of its lookahead is promised to others."""
+    rig = rig_of(LIMITS | {"max_request_blocks": 100}, **SETTINGS, lookahead=12)
+    for number in range(8):
+        rig.add(number, range(1000 * number, 1000 * number + 100), max_tokens=6)
+    while rig.engine.queues.requests:
+        before = set(rig.engine.queues.prefilling)
+        batch = rig.step()
+        started = set(rig.engine.queues.prefilling) - before
+        assert batch.step is None or started <= set(batch.step.sequence_ids.tolist())
+    assert sorted(rig.finished) == list(range(8))
+    rig.check_outputs()
+
+
 def test_the_longest_request_runs_beside_decodes() -> None:
     rig = rig_of(LIMITS, **SETTINGS)
     for number in range(7):
