@@ -77,7 +77,8 @@ def generate(prompts: Any, as_json: bool, presented: Presented, **given: Any) ->
     """Generate for the prompts of a file.
 
     A line is a text, or JSON: a string, a list of token ids, or an object with "prompt" and sampling parameters. On a
-    terminal, standard error shows the queues.
+    terminal, standard error shows the queues. With a journal of unfinished requests, the command finishes these, and
+    leaves the file of prompts alone.
     """
     lines = [line.rstrip("\n") for line in prompts if line.strip()]
     try:

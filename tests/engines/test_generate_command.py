@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from rich.console import Console, RenderableType
 
 from kvservice.commands.generate import generate
-from kvservice.engines import SamplingParams
+from kvservice.engines import LLM, SamplingParams
 from kvservice.engines.live import LiveQueues, queues
 
 
@@ -48,6 +48,26 @@ def test_as_text_every_output_is_a_line(run, alone) -> None:
     done = run("w5 w6\n", "--temperature", "0", "--max-tokens", "2")
     text = "".join(f" w{token}" for token in alone([5, 6], 2))
     assert done.stdout == f"[1] w5 w6\n    -> {text}  (length)\n"
+
+
+def test_with_proposals_the_acceptance_rate_is_shown(run) -> None:
+    done = run("w5 w6 w5 w6 w5\n", "--temperature", "0", "--max-tokens", "20", "--lookup", "3")
+    assert re.search(r"\d+ of \d+ proposals accepted \(\d+%\)", done.stderr), done.output
+
+
+def test_with_a_journal_the_command_finishes_what_was_begun(run, directory, engine_daemon, alone, tmp_path) -> None:
+    journal = tmp_path / "journal"
+    with LLM(directory, address=engine_daemon.address, journal=journal) as llm:
+        params = [SamplingParams(temperature=0, max_tokens=20)] * 2
+        llm.core.loop.add(llm.core.new_requests([[5, 6], [7, 8]], params))
+        llm.core.loop.step()
+    done = run("ignored\n", "--json", "--journal", str(journal))
+    outputs = [json.loads(line)["outputs"][0]["token_ids"] for line in done.stdout.splitlines()]
+    assert outputs == [alone([5, 6], 20), alone([7, 8], 20)]
+    again = run("[9, 10]\n", "--json", "--journal", str(journal), "--temperature", "0", "--max-tokens", "3")
+    assert json.loads(again.stdout)["outputs"][0]["token_ids"] == alone([9, 10], 3)
+    (line,) = journal.read_text().splitlines()
+    assert set(json.loads(line)) == {"session"}
 
 
 @pytest.mark.parametrize(
