@@ -54,19 +54,16 @@ class Expected(NamedTuple):
 
 
 class CheckedReport(NamedTuple):
-    """A valid report: the tokens int32[t], `counts` int64[m] for each sampled sequence, the ids of those that are
-    finished, for each beam that continues another one that one's id, and `proposals` int32[p], `proposed` int64[m] for
-    each, or None if there are none."""
+    """A valid report: the tokens int32[t], `counts` int64[m] for each sampled sequence (None: one each), the ids of
+    those that are finished, for each beam that continues another one that one's id, and `proposals` int32[p],
+    `proposed` int64[m] for each, or None if there are none."""
 
     tokens: Int32Array
-    counts: Int64Array
+    counts: Int64Array | None
     finished: set[int]
     parents: dict[int, int]
     proposals: Int32Array = _NO_TOKENS
     proposed: Int64Array | None = None
-
-
-_ONE = np.ones(1, np.int64)
 
 
 def check_report(queues: EngineQueues, expected: Expected, report: Report) -> CheckedReport:
@@ -74,13 +71,13 @@ def check_report(queues: EngineQueues, expected: Expected, report: Report) -> Ch
     num_sampled, tokens = len(expected.sampled), _NO_TOKENS
     if num_sampled or np.size(report.token_ids):
         tokens = int32_array(report.token_ids, "token_ids")
-    counts = np.broadcast_to(_ONE, num_sampled)
+    counts: Int64Array | None = None
     if report.num_tokens is not None and num_sampled:
         counts = _checked_counts(expected, report.num_tokens)
-    num_tokens = num_sampled if counts.strides == (0,) else int(counts.sum())
+    num_tokens = num_sampled if counts is None else int(counts.sum())
     if len(tokens) != num_tokens:
         raise InvalidArgumentError(f"has {len(tokens)} tokens, expected {num_tokens}", field="token_ids")
-    if num_tokens > num_sampled:
+    if counts is not None and num_tokens > num_sampled:
         _check_accepted(expected, tokens, counts)
     parents = dict[int, int]()
     if report.parents is not None:

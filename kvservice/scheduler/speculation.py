@@ -35,7 +35,7 @@ def accept(queues: EngineQueues, flight: InFlight, report: CheckedReport) -> Int
     """Keep the accepted proposals of a batch. Returns the last token of each decode: int32[n]."""
     decodes, counts = queues.decodes, flight.draft.counts
     assert counts is not None, "the batch has proposals"
-    accepted = report.counts[: len(counts)]
+    accepted = np.ones(len(counts), np.int64) if report.counts is None else report.counts[: len(counts)]
     rows = flight.draft.speculative(len(decodes))
     counts, more = counts[counts > 1], accepted[counts > 1]
     decodes.lengths[rows] += more
