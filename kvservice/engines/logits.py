@@ -69,6 +69,8 @@ def _process(logits: torch.Tensor, rows_with: list[int], rows: Sequence[Row], er
                 logits[group] = _call(processor, tokens, logits[group])
             except Exception as error:  # foreign code: its failure is the request's, not the batch's
                 errors.update(dict.fromkeys(group, error))
+            except SystemExit as error:
+                errors.update(dict.fromkeys(group, InternalError(f"{type(processor).__name__} raised {error!r}")))
 
 
 def _groups(pending: list[int], at: dict[int, int], rows: Sequence[Row]) -> list[tuple[LogitsProcessor, list[int]]]:

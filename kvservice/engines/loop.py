@@ -15,6 +15,7 @@ from kvservice.engines.host import DAEMON_LOST, EngineHost
 from kvservice.engines.requests import EngineRequest
 from kvservice.engines.samples import Sample
 from kvservice.engines.submission import aborted_ids, remaining, scheduled
+from kvservice.errors import InternalError
 
 _IDLE_S: Final = 0.002
 
@@ -236,8 +237,9 @@ class EngineLoop:
         self._reopen()
 
     def _end_all(self, requests: Sequence[EngineRequest], error: BaseException) -> None:
+        reason = error if isinstance(error, Exception) else InternalError(f"the engine's step was ended by {error!r}")
         for request in requests:
-            request.end("error", error if isinstance(error, Exception) else None)
+            request.end("error", reason)
         self._end(requests)
         self._aborts.clear()
 

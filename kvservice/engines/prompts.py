@@ -55,7 +55,7 @@ def check_prompt(
         raise InvalidArgumentError("is a text, and there is no tokenizer: pass token ids", field=field)
     if params.stop and tokenizer is None:
         raise InvalidArgumentError("has strings, and there is no tokenizer", field="stop")
-    token_ids = _encode(prompt, tokenizer) if isinstance(prompt, str) else _token_ids(prompt, limits, field)
+    token_ids = _token_ids(_encode(prompt, tokenizer, field) if isinstance(prompt, str) else prompt, limits, field)
     if not token_ids:
         raise InvalidArgumentError("has no tokens", field=field)
     room = limits.max_length - len(token_ids)
@@ -105,9 +105,13 @@ def params_of_each(
     return params
 
 
-def _encode(text: str, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
+def _encode(text: str, tokenizer: PreTrainedTokenizerBase | None, field: str) -> list[int]:
     assert tokenizer is not None, "texts without a tokenizer are refused before"
-    return tuple(map(int, tokenizer.encode(text)))
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidArgumentError("has a surrogate, which no tokenizer can encode", field=field) from None
+    return list(tokenizer.encode(text))
 
 
 def _token_ids(prompt: Iterable[int], limits: ModelLimits, field: str) -> tuple[int, ...]:

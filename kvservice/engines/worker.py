@@ -13,7 +13,7 @@ from kvservice.engines.outputs import RequestOutput
 from kvservice.engines.params import SamplingParams
 from kvservice.engines.prompts import PromptLike
 from kvservice.engines.requests import EngineRequest
-from kvservice.errors import FailedPreconditionError
+from kvservice.errors import FailedPreconditionError, InternalError
 
 Publish = Callable[[RequestOutput], None]
 
@@ -26,7 +26,7 @@ class EngineWorker:
         self._commands: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._closing = False
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
         self._publish: dict[int, Publish] = {}
         self._thread = threading.Thread(target=self._run, name="kvservice-engine", daemon=True)
         self._thread.start()
@@ -80,7 +80,7 @@ class EngineWorker:
         running = list(self._core.loop.live.values())
         try:
             changed = self._core.loop.step()
-        except Exception as error:  # it has ended all requests, and is raised by their generators
+        except BaseException as error:  # it has ended all requests, and their generators raise it; the thread goes on
             changed = running
             if not self._core.host.usable:
                 self._failure = error
@@ -110,6 +110,9 @@ class EngineWorker:
             self._core.loop.add([request])
         except Exception as error:
             added.set_exception(error)
+            return
+        except BaseException as error:  # such as SystemExit of a copied logits processor
+            added.set_exception(InternalError(f"the request was ended by {error!r}"))
             return
         self._publish[request.request_id] = publish
         added.set_result(request)

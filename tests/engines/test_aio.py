@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -11,7 +12,13 @@ from transformers import LogitsProcessor
 
 from kvservice.client import KVClient
 from kvservice.engines import AsyncLLM, RequestOutput, SamplingParams
-from kvservice.errors import ConnectionLostError, FailedPreconditionError, InvalidArgumentError, OutOfBlocksError
+from kvservice.errors import (
+    ConnectionLostError,
+    FailedPreconditionError,
+    InternalError,
+    InvalidArgumentError,
+    OutOfBlocksError,
+)
 from kvservice.integrations.transformers import pool_options
 from kvservice.launch import Daemon
 
@@ -83,8 +90,13 @@ def test_a_cancelled_task_aborts_its_request(directory, engine_daemon, prompts) 
 
 def test_errors_are_raised_by_their_own_stream(directory, engine_daemon, prompts, alone) -> None:
     class Failing(LogitsProcessor):
+        def __init__(self, error: BaseException) -> None:
+            self.error = error
+
         def __call__(self, *_):
-            raise ValueError("broken")
+            raise self.error
+
+    broken, ending = (SamplingParams(logits_processors=[Failing(one)]) for one in (ValueError("broken"), SystemExit(3)))
 
     async def scenario(llm: AsyncLLM) -> None:
         good = asyncio.create_task(collect(llm.generate(prompts[0], GREEDY)))
@@ -92,11 +104,23 @@ def test_errors_are_raised_by_their_own_stream(directory, engine_daemon, prompts
             ([], GREEDY, InvalidArgumentError, "no tokens"),
             ([5] * 3000, GREEDY, OutOfBlocksError, "never"),
             ([5], SamplingParams(best_of=2), InvalidArgumentError, "best_of"),
-            ([5], SamplingParams(logits_processors=[Failing()]), ValueError, "broken"),
+            ([5], broken, ValueError, "broken"),
+            ([5], ending, InternalError, r"SystemExit\(3\)"),
         ):
             with pytest.raises(kind, match=said):
                 await collect(llm.generate(prompt, params))
         assert list((await good)[-1].outputs[0].token_ids) == alone(prompts[0], 20)
+
+    run(scenario, directory, engine_daemon)
+
+
+def test_an_exit_in_a_step_does_not_end_the_thread(directory, engine_daemon, prompts, alone, monkeypatch) -> None:
+    async def scenario(llm: AsyncLLM) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.core.host.runner, "run", lambda *_: sys.exit(3))
+            with pytest.raises(InternalError, match=r"SystemExit\(3\)"):
+                await collect(llm.generate(prompts[0], GREEDY))
+        assert list((await collect(llm.generate(prompts[0], GREEDY)))[-1].outputs[0].token_ids) == alone(prompts[0], 20)
 
     run(scenario, directory, engine_daemon)
 
