@@ -26,8 +26,8 @@ class LLM:
     `address`, a private daemon runs until `close`; `daemon` are its options (fields of ServeConfig), such as
     num_blocks. `scheduler` are arguments of `Session.open_scheduler`. `speculation` proposes tokens that are verified
     together: PromptLookup or DraftModel. `ahead` makes the next batch while the model runs, `compiled` compiles the
-    model's layers at the first step. `journal` is a file with
-    which a restarted engine goes on: see `resumed`. `client` are arguments of KVClient.
+    model's layers at the first step. `journal` is a file with which a restarted engine goes on: see `resumed`. `client`
+    are arguments of KVClient.
 
     It is a context manager. Calls of several threads run one after the other. Raises InvalidArgumentError naming the
     argument, and the errors of KVClient and Daemon.
