@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
-WIDTH, HEIGHT = 860, 300
-LEFT, RIGHT, TOP, BOTTOM = 70, 230, 36, 40
+WIDTH, HEIGHT = 960, 300
+LEFT, RIGHT, TOP, BOTTOM = 70, 330, 36, 40
 TICKS = 5
 # Okabe and Ito's colours, which colour-blind people can tell apart.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")

@@ -59,12 +59,11 @@ class ServeTrace:
         """Most tokens of a request, prompt and output together."""
         return max(len(request.prompt) + request.num_tokens for request in self.requests)
 
-    def head(self, count: int, tokens: int | None = None) -> ServeTrace:
-        """Return the first `count` requests, with at most `tokens` tokens each to generate."""
-        most = MAX_POSITIONS if tokens is None else tokens
+    def cut(self, *num_tokens: int) -> ServeTrace:
+        """Return the first requests, with at most these numbers of tokens to generate."""
         kept = (
             TraceRequest(one.prompt, min(one.num_tokens, most), one.arrival_s, one.shared)
-            for one in self.requests[:count]
+            for one, most in zip(self.requests, num_tokens, strict=False)
         )
         return ServeTrace(self.name, tuple(kept))
 

@@ -74,8 +74,8 @@ def test_a_trace_is_read_and_cut(tmp_path: Path) -> None:
         11,
         12,
     )
-    assert [request.num_tokens for request in trace.head(2, tokens=5).requests] == [2, 5]
-    assert prompts(trace.head(1)) == [[4]]
+    assert [request.num_tokens for request in trace.cut(5, 5).requests] == [2, 5]
+    assert prompts(trace.cut(9)) == [[4]]
 
 
 def test_the_trace_of_the_figures_is_as_described() -> None:
@@ -223,7 +223,7 @@ def test_a_way_that_does_not_run_here_is_named(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(serve_model, "SMALL", TINY)
     monkeypatch.setattr(LibraryBatching, "serve", fail)
-    trace = make_trace("chat", requests=2, vocabulary=64).head(2, tokens=2)
+    trace = make_trace("chat", requests=2, vocabulary=64).cut(2, 2)
     measured = serve.measure("bfloat16", trace, serve.ServeOptions(num_blocks=256, quick=True))
     assert measured["missing"] == {"the library's continuous batching": "It needs another device."}
     assert len(measured["contenders"]) == 5
