@@ -30,8 +30,8 @@ from kvservice.launch import Daemon
 
 REFERENCE = "generate, one by one"
 ENGINE = "kvservice.engines.LLM"
-# Tokens of the requests that warm up. The last one runs alone in the end: torch compiles for one token once more.
-WARM_UP = (2, 4, 6, 8, 8, 8, 8, 12)
+# Tokens of the requests that warm up: they end one after the other, and torch may compile again for small steps.
+WARM_UP = (2, 4, 6, 8, 10, 12, 14, 16)
 # Of a block usage over time, as details of a contender list it.
 USAGE = ("used blocks", "running", "waiting")
 
