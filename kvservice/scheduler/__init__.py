@@ -5,7 +5,8 @@
 scheduler    Scheduler: the engines of one pool       integrity    checks of all invariants
 engine       EngineScheduler: add, abort, schedule, update
 admission    Admission: swapped and waiting requests  preemption   Preemptor: stalls and preemptions
-state        EngineQueues and the Draft of a batch    shares       PoolShares: engines by weight
+state        EngineQueues: all requests of an engine  shares       PoolShares: engines by weight
+drafts       Draft and InFlight: a batch in the making, and until its report
 opening      Opener: a draft becomes a batch          reporting    Reporter: what a report changes
 speculation  proposals: computed, then verified
 samples      Samples: forked, and ended one by one    snapshots    descriptions of requests, with their tokens

@@ -1,4 +1,4 @@
-"""Admission: which swapped and waiting requests join the batch."""
+"""Admission chooses the swapped and waiting requests that join the batch."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Final
 
 from kvservice.blocks import AllocStatus, FoundPrompt
 from kvservice.scheduler.config import BatchPolicy, QueueOrder
+from kvservice.scheduler.drafts import Draft, checked_blocks
 from kvservice.scheduler.preemption import Preemptor
 from kvservice.scheduler.requests import Phase, RequestState
-from kvservice.scheduler.state import Draft, EngineQueues, checked_blocks
+from kvservice.scheduler.state import EngineQueues
 
 # Waiting requests that one step looks at, so that requests held back cannot make a step slow.
 _MAX_LOOKED_AT: Final = 64
@@ -150,8 +151,8 @@ class Admission:
             draft.add_chunk(state, self._config.long_prefill_tokens, others)
 
     def _is_held_back(self, state: RequestState, prompt: FoundPrompt, num_long: int) -> bool:
-        """Return whether others may pass this request: its next block is being computed, or it is one long prompt too
-        many."""
+        """Return whether others may pass this request, because its next block is being computed, or because it is one
+        long prompt too many."""
         limit, found = self._config.max_long_prefills, prompt.num_found
         pending = len(state.tokens) - found * self._blocks_config.block_size
         if limit and num_long >= limit and self._is_long(pending):

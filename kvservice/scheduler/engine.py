@@ -21,6 +21,7 @@ from kvservice.errors import (
 from kvservice.scheduler.admission import Admission
 from kvservice.scheduler.batches import ScheduledBatch
 from kvservice.scheduler.config import BatchPolicy, QueueOrder, SchedulerConfig
+from kvservice.scheduler.drafts import Draft
 from kvservice.scheduler.opening import Opener
 from kvservice.scheduler.preemption import Preemptor
 from kvservice.scheduler.reporting import Reporter
@@ -37,7 +38,7 @@ from kvservice.scheduler.retrying import Retrier
 from kvservice.scheduler.samples import Samples
 from kvservice.scheduler.shares import PoolShares
 from kvservice.scheduler.snapshots import RequestSnapshot, describe_requests
-from kvservice.scheduler.state import Draft, EngineQueues
+from kvservice.scheduler.state import EngineQueues
 from kvservice.scheduler.stats import Latencies, SchedulerCounters, SchedulerFigures
 
 
@@ -45,7 +46,7 @@ class EngineScheduler:
     """Decides what one engine computes in each step (vLLM's scheduler, adapted to a service).
 
     The engine calls `schedule`, computes the batch's step in all layers, and calls `update` with the sampled tokens.
-    All methods are deterministic. Time is what the caller says it is.
+    All methods are deterministic. The caller passes the time.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class EngineScheduler:
         self._opener = Opener(self.queues)
         self._reporter = Reporter(self.queues, self._samples, latencies)
         self._num_steps = self._num_arrived = 0
-        # The most blocks of one request: a step of it and of one token for each other sequence is within the limits.
+        # With so many blocks of one request, a step of it and of a token for each other sequence is within the limits.
         others = config.max_running * (2 + manager.config.num_blocks_for(config.lookahead))
         self._max_blocks = manager.config.max_request_blocks - others
         self._admission = Admission(self.queues, self._preemptor, self._max_blocks)
@@ -143,8 +144,8 @@ class EngineScheduler:
             )  # fmt: skip
 
     def abort(self, request_id: int) -> None:
-        """Drop a request with all its samples. Those that are in a batch in flight end with its report. Raises
-        UnknownSequenceError."""
+        """Drop a request with all its samples. Samples of a batch in flight end with its report. Raises
+        InvalidArgumentError, and UnknownSequenceError for a request that is unknown or over."""
         group = self.queues.requests.get(whole_number(request_id, "request_id", 0, 2**63 - 1))
         if group is None or request_id in self.queues.aborted:
             raise UnknownSequenceError(
@@ -223,15 +224,15 @@ class EngineScheduler:
     def update(self, report: Report, now_s: float = 0.0) -> list[int]:
         """Accept the report of the oldest batch in flight. A request also finishes with its last of max_tokens.
 
-        Returns the ids of all requests that finished or were aborted. Their blocks are given back; those of a sequence
-        in another batch in flight with the report of that one, which has no token of it. Raises
+        Returns the ids of all requests that finished or were aborted. Their blocks are freed. The blocks of a sequence
+        that is also in the next batch in flight are freed with that batch's report, which has no token of it. Raises
         FailedPreconditionError if this is not the batch to report or a layer of it is not written, and
         InvalidArgumentError.
         """
         queues, flight = self.queues, self.queues.flight
         sampled, checked = self._checked(report, 0, ())
         oldest = flight[0]
-        self._manager.commit_written(self._namespace, oldest.step.step_id)  # a lane may be about to do so
+        self._manager.commit_written(self._namespace, oldest.step.step_id)  # a lane may not have committed it yet
         del flight[0]
         over = self._reporter.apply(oldest, sampled, checked, now_s)
         queues.counters.generated_tokens += len(checked.tokens)

@@ -22,8 +22,8 @@ def check_integrity(engine: EngineScheduler) -> None:
 
 
 def check_in_slices(engine: EngineScheduler) -> Slices[None]:
-    """`check_integrity` in slices, for a namespace that may have other sequences. Other operations may run between the
-    slices. While a batch is not reported, the progress of its sequences is not compared."""
+    """Do as `check_integrity` in slices, for a namespace that may have other sequences. Other operations may run
+    between the slices. While a batch is not reported, the progress of its sequences is not compared."""
     queues = engine.queues
     waiting = iter(list(queues.states))
     num_left = len(queues.states)

@@ -1,4 +1,4 @@
-"""Opening the step of a draft, which makes it a batch."""
+"""The opener opens the step of a draft, which makes the draft a batch."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import numpy as np
 from kvservice.blocks import StepPlan
 from kvservice.blocks.plans import BoolArray, Int32Array, Int64Array
 from kvservice.scheduler.batches import QueueCounts, ScheduledBatch
+from kvservice.scheduler.drafts import Draft, InFlight
 from kvservice.scheduler.requests import RequestState
 from kvservice.scheduler.speculation import tokens_with_proposals
-from kvservice.scheduler.state import Draft, EngineQueues, InFlight
+from kvservice.scheduler.state import EngineQueues
 
 
 class Opener:

@@ -1,4 +1,4 @@
-"""Relief when blocks are short: some decodes stall for a step, and the last request of the order is preempted.
+"""Preemption: when blocks are short, some decodes stall for a step, and the last request of the order is preempted.
 
 A stalled sequence keeps its blocks and misses a step. A preempted one loses them, but its computed blocks stay in the
 prefix cache, and the deepest are evicted first: when it runs again, only what others took meanwhile is recomputed.
@@ -13,9 +13,10 @@ import numpy as np
 from kvservice.blocks.plans import BoolArray, Int64Array
 from kvservice.scheduler.batches import NO_SEQUENCES, Preemption
 from kvservice.scheduler.config import PreemptionMode
+from kvservice.scheduler.drafts import Draft
 from kvservice.scheduler.requests import Phase, RequestState
 from kvservice.scheduler.speculation import add_proposals
-from kvservice.scheduler.state import Draft, EngineQueues
+from kvservice.scheduler.state import EngineQueues
 
 
 class Preemptor:

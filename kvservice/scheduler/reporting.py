@@ -1,4 +1,4 @@
-"""What a report changes: the tokens of the batch, the progress of its sequences, and which of them are over."""
+"""The reporter applies reports: the tokens of a batch, the progress of its sequences, and the ends of some."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvservice.blocks.plans import Int64Array
+from kvservice.scheduler.drafts import InFlight
 from kvservice.scheduler.reports import CheckedReport, Expected
 from kvservice.scheduler.samples import Samples
 from kvservice.scheduler.speculation import accept, set_proposals
-from kvservice.scheduler.state import EngineQueues, InFlight
+from kvservice.scheduler.state import EngineQueues
 from kvservice.scheduler.stats import Latencies
 
 
@@ -21,7 +22,7 @@ class Reporter:
         self._manager, self._namespace = queues.manager, queues.namespace
 
     def expected(self, flight: InFlight, finished: npt.ArrayLike = ()) -> Expected:
-        """Return what the report of a batch may have. Its sequences are those that have not ended since, without those
+        """Return the limits of a batch's report. It covers the sequences that have not ended since, without the ones
         that the report before it finds `finished`."""
         batch, draft, decodes = flight.batch, flight.draft, self._queues.decodes
         sampled, lookahead = batch.sampled, self._queues.config.lookahead
@@ -50,6 +51,7 @@ class Reporter:
         return over
 
     def _update_decodes(self, flight: InFlight, ids: Int64Array, report: CheckedReport, now_s: float) -> list[int]:
+        """Note the tokens of the decodes `ids` int64[n]. Returns the ids of the sequences that are over."""
         decodes, which = self._queues.decodes, flight.draft.which
         if flight.draft.counts is None:
             decodes.tokens[which] = report.tokens[: len(ids)]
@@ -70,7 +72,7 @@ class Reporter:
         decodes.speculating = bool(np.count_nonzero(decodes.proposed))
 
     def _tell_follower(self) -> None:
-        """Give the batch that is in flight still the tokens that it appends after those of the reported batch."""
+        """Set the tokens of the batch that is still in flight, where the reported batch has sampled them."""
         for flight in self._queues.flight:
             if flight.unknown is not None and self._manager.written_layers(self._namespace, flight.step.step_id):
                 tokens = self._queues.decodes.tokens[flight.draft.which][flight.unknown]
@@ -78,7 +80,8 @@ class Reporter:
                 flight.unknown = None
 
     def _update_chunks(self, flight: InFlight, tokens: list[int], finished: set[int], now_s: float) -> list[int]:
-        """Let the prefills decode from now on of which all tokens are computed. Returns the ids of those over."""
+        """Let prefills decode from now on whose tokens are all computed. Returns the ids of the sequences that are
+        over."""
         over, sampled = list[int](), iter(tokens)
         for state, _ in flight.draft.chunks:
             if state.pending:

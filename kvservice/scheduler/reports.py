@@ -1,4 +1,4 @@
-"""Reports: what an engine found out in a step."""
+"""Reports of the tokens that an engine sampled in a step, and their checks."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class Report:
 
 
 class Expected(NamedTuple):
-    """What the report of a batch may have: tokens of the sequences `sampled` int64[m]. If the batch has proposals,
-    `most` int64[m] are the most tokens of each, and row i of `proposals` int32[d, lookahead] the proposals of the
-    decode i."""
+    """Limits of the report of a batch, whose tokens are of the sequences `sampled` int64[m]. If the batch has
+    proposals, `most` int64[m] are the most tokens of each sequence, and row i of `proposals` int32[d, lookahead] has
+    the proposals of decode i."""
 
     sampled: Int64Array
     lookahead: int
@@ -55,8 +55,8 @@ class Expected(NamedTuple):
 
 class CheckedReport(NamedTuple):
     """A valid report: the tokens int32[t], `counts` int64[m] for each sampled sequence (None: one each), the ids of
-    those that are finished, for each beam that continues another one that one's id, and `proposals` int32[p],
-    `proposed` int64[m] for each, or None if there are none."""
+    those that are finished, `parents` by the ids of the beams that continue others, and `proposals` int32[p] with their
+    number for each sampled sequence, `proposed` int64[m], or None if there are none."""
 
     tokens: Int32Array
     counts: Int64Array | None

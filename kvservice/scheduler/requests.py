@@ -1,4 +1,4 @@
-"""Requests: what a client asks for, and the scheduler's state of each."""
+"""Requests of clients, and the scheduler's state of each."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Request:
 
     `request_id` is the id of its sequence in the engine's namespace. With a `width` above 1 the request has that many
     samples; their sequences are request_id, request_id + 1, and so on, and `stop_lengths` int64[width] may give each of
-    them a total length, prompt included, at which it ends. `beams` run in lock-step, and each step says which of them
-    every one continues. `token_ids` is int32[n], n >= 1. A lower `priority` is more
-    urgent. `extra_keys` are those of AllocationRequest.
+    them a total length, prompt included, at which it ends. `beams` run in lock-step, and a report says which beam
+    each of them continues. `token_ids` is int32[n], n >= 1. A lower `priority` is more urgent. `extra_keys` are those
+    of AllocationRequest.
     """
 
     request_id: int
@@ -40,7 +40,7 @@ class Request:
 
 
 class Phase(Enum):
-    """Where a sample is. It is in exactly one queue."""
+    """The phase of a sample, which is in exactly one queue."""
 
     WAITING = "waiting"
     PREFILLING = "prefilling"
@@ -114,12 +114,12 @@ class RequestState:
 
     @property
     def num_sampled(self) -> int:
-        """How many tokens are sampled at the end of its prefill."""
+        """Number of tokens that are sampled at the end of its prefill."""
         return 0 if self.resumes else self.num_places
 
     @property
     def num_places(self) -> int:
-        """How many sequences it is, or becomes when its prompt is computed."""
+        """Number of sequences that it is, or becomes when its prompt is computed."""
         return 1 if self.group.forked else self.group.request.width
 
     def sibling(self, index: int) -> RequestState:
@@ -133,7 +133,7 @@ class RequestState:
         )
 
     def continue_with(self, tokens: Int32Array, config: BlocksConfig) -> None:
-        """Replace the tokens that a new prefill must compute."""
+        """Replace the tokens that a new prefill must compute by `tokens` int32[n]."""
         self.tokens = tokens
         self.hashes = hashes_of(tokens, self.extra, config)
 
@@ -144,7 +144,7 @@ def hashes_of(tokens: Int32Array, extra: dict[int, bytes], config: BlocksConfig)
 
 
 def hashes_in_slices(tokens: Int32Array, extra: dict[int, bytes], config: BlocksConfig) -> Slices[list[bytes]]:
-    """`hashes_of` in slices."""
+    """Do as `hashes_of`, in slices."""
     if not config.enable_prefix_caching:
         return []
     return (yield from chain_hashes_in_slices(tokens, extra, config.block_size))

@@ -7,10 +7,11 @@ import numpy as np
 from kvservice.blocks import StepPlan
 from kvservice.blocks.plans import Int64Array
 from kvservice.errors import OutOfBlocksError
+from kvservice.scheduler.drafts import Draft, InFlight
 from kvservice.scheduler.preemption import Preemptor
 from kvservice.scheduler.requests import RequestState
 from kvservice.scheduler.speculation import cut_decodes
-from kvservice.scheduler.state import Draft, EngineQueues, InFlight
+from kvservice.scheduler.state import EngineQueues
 
 
 class Retrier:
@@ -57,7 +58,7 @@ class Retrier:
         return again, again.decodes, None
 
     def _remove_tokens(self, batch: InFlight) -> None:
-        """Remove the tokens that a batch made ahead has appended. Those that were not known are in no sequence."""
+        """Remove the tokens that a batch made ahead has appended. Tokens that were not known are in no sequence."""
         which = np.arange(len(self._queues.decodes))[batch.draft.which]
         appended = which if batch.unknown is None else which[~batch.unknown]
         cut_decodes(self._queues, appended)

@@ -1,4 +1,4 @@
-"""The samples of a request: they are forked from the first when the prompt is computed, and end one by one."""
+"""The samples of a request, which are forked from the first when the prompt is computed, and end one by one."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Samples:
         self._manager, self._namespace = queues.manager, queues.namespace
 
     def start(self, first: RequestState, tokens: list[int], finished: set[int]) -> list[int]:
-        """Let a sequence decode whose prefill has ended. Before the fork the other samples of its request start with
-        it, and `tokens` has a token for each of them. A beam that resumes gets none. Returns the sequences that are
+        """Let a sequence decode whose prefill has ended. Before the fork, the other samples of its request start with
+        it, and `tokens` has a token for each sample. A beam that resumes gets none. Returns the sequences that are
         over already."""
         first.phase = Phase.DECODING
         if first.resumes:
@@ -74,7 +74,7 @@ class Samples:
             queues.waiting.add(sample)
 
     def _park(self, beams: list[RequestState]) -> None:
-        """Let beams wait together that have a computed prompt and their first token."""
+        """Let beams wait together, which have a computed prompt and their first token."""
         for beam in beams:
             if beam.sequence_id in self._namespace:
                 beam.next_token = self._queues.leave_decodes(beam)
@@ -84,7 +84,7 @@ class Samples:
         self._queues.waiting.add(beams[0], len(beams))
 
     def rearrange(self, parents: dict[int, int]) -> None:
-        """Let beams continue those that `parents` names, of the same request and after the same step."""
+        """Let beams continue their `parents`, which are beams of the same request after the same step."""
         queues, decodes = self._queues, self._queues.decodes
         by_request: dict[int, list[int]] = {}
         for sequence_id in parents:
@@ -129,7 +129,7 @@ class Samples:
             self._queues.withdraw(state)
 
     def _free(self, sequence_ids: list[int]) -> None:
-        """Remove decodes, and free their sequences: those that a batch in flight computes with its report."""
+        """Remove decodes, and free their sequences. A sequence of a batch in flight is freed with its report."""
         queues = self._queues
         queues.keep_decodes(~np.isin(queues.decodes.ids, sequence_ids))
         for flight in queues.flight:
@@ -139,5 +139,5 @@ class Samples:
         if sequence_ids:
             self._manager.free(self._namespace, sequence_ids)
         for state in itertools.islice(self._queues.waiting, _MAX_TOUCHED):
-            if state.preempted:  # it runs again soon: what the finished requests leave in the cache is evicted before
+            if state.preempted:  # it runs again soon, so blocks of the finished requests are evicted before its own
                 self._manager.touch(state.hashes)

@@ -14,7 +14,7 @@ from kvservice.scheduler.stats import Latencies, SchedulerCounters, SchedulerFig
 
 
 class Scheduler:
-    """Engines with queues of their own over one pool, which is shared between them by weight. `latencies` are those of
+    """Engines with queues of their own over one pool, which is shared between them by weight. `latencies` cover
     all engines since the start."""
 
     def __init__(self, manager: BlockManager) -> None:

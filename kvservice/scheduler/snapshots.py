@@ -62,7 +62,7 @@ def _describe(queues: EngineQueues, group: RequestGroup) -> RequestSnapshot:
         state, finished = queues.states.get(sequence_id), sequence_id in group.ended
         if finished:
             tokens = group.ended[sequence_id]
-        else:  # before the fork all samples are what the first one is
+        else:  # before the fork, all samples have the first one's tokens
             tokens = queues.tokens_of(group.members[0] if state is None else state)
         samples.append(SampleSnapshot(sequence_id, finished, len(tokens) - group.num_prompt_tokens, tokens))
     request = group.request

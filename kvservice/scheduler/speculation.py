@@ -6,8 +6,9 @@ import numpy as np
 
 from kvservice.blocks.plans import Int32Array, Int64Array
 from kvservice.scheduler.decoding import DecodeSet
+from kvservice.scheduler.drafts import Draft, InFlight
 from kvservice.scheduler.reports import CheckedReport
-from kvservice.scheduler.state import Draft, EngineQueues, InFlight
+from kvservice.scheduler.state import EngineQueues
 
 
 def add_proposals(decodes: DecodeSet, draft: Draft) -> None:

@@ -1,6 +1,6 @@
 """Statistics of an engine's scheduler: gauges, counters, and histograms of latency.
 
-Time is what the callers of `schedule` and `update` say it is.
+The callers of `schedule` and `update` pass the time.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ class SchedulerCounters:
     """Counters of one engine since it was opened.
 
     Requests: `added`, `finished`, `aborted`, and `refused` by `add`. `stalls` counts a running sequence once for each
-    step in which it waits for a block. `prompt_tokens` are those of admitted requests, `cached_tokens` the part of them
-    that was in the prefix cache, and `recomputed_tokens` are computed again after preemptions. `proposed_tokens` were
-    verified, and `accepted_tokens` of them were right.
+    step in which it waits for a block. `prompt_tokens` counts prompts of admitted requests, `cached_tokens` the part of
+    them that was in the prefix cache, and `recomputed_tokens` tokens computed again after preemptions.
+    `proposed_tokens` were verified, and `accepted_tokens` of them were right.
     """
 
     steps: int = 0
@@ -118,8 +118,8 @@ class SchedulerCounters:
 
 
 class SchedulerFigures(NamedTuple):
-    """Gauges: requests that wait, sequences that run or are swapped out, and those that the last batch let wait for a
-    block. Then the fields of `SchedulerCounters`."""
+    """Figures of a scheduler. The gauges are requests that wait, sequences that run or are swapped out, and running
+    sequences that the last batch left without a block. The other fields are those of `SchedulerCounters`."""
 
     waiting: int = 0
     running: int = 0

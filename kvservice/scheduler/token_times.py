@@ -1,4 +1,4 @@
-"""When each decoding sequence got its latest token."""
+"""The times at which decoding sequences got their latest tokens."""
 
 from __future__ import annotations
 

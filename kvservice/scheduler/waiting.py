@@ -25,7 +25,7 @@ class WaitingQueue:
         return iter(self._states)
 
     def __contains__(self, state: object) -> bool:
-        """Whether a request is at its place in the queue."""
+        """Return whether a request is at its place in the queue."""
         if not isinstance(state, RequestState):
             return False
         at = bisect.bisect_left(self._ranks, state.rank)
