@@ -18,6 +18,7 @@ from kvservice.engines.prompts import ModelLimits, PromptLike, check_prompt
 from kvservice.engines.requests import EngineRequest, Prompt
 from kvservice.engines.speculation import SpeculationMethod
 from kvservice.errors import FailedPreconditionError, InvalidArgumentError
+from kvservice.integrations.transformers.keys import identify
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,8 @@ class EngineCore:
             host_options = options.host_options()
             self.host = EngineHost(model, host_options, None if past is None else past.token)
             stack.callback(self._close_host)
+            if past is not None and self._journal is not None:
+                self._journal.use_model(identify(model).key, past)
             lookahead = int(host_options.scheduler.get("lookahead", 0))
             longest = self.host.session.info.max_sequence_tokens - lookahead
             self.limits = ModelLimits.of(model, longest)
@@ -91,16 +94,25 @@ class EngineCore:
     def new_requests(self, prompts: Sequence[PromptLike], params: Sequence[SamplingParams]) -> list[EngineRequest]:
         """Check prompts and parameters, and return their requests, which are not queued yet.
 
-        Raises InvalidArgumentError naming the prompt or the parameter, and FailedPreconditionError after `close`.
+        Raises InvalidArgumentError naming the prompt or the parameter, and FailedPreconditionError after `close` and
+        after an interruption with a journal.
         """
-        if self._closed:
-            raise FailedPreconditionError("the engine is closed")
+        self.check_usable()
         checked = []
         for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
             if self._journal is not None:
                 self._journal.check(one)
             checked.append(check_prompt(prompt, one, self.limits, self.tokenizer, f"prompts[{index}]"))
         return [self._request(replace(prompt, request_id=self._new_id(prompt))) for prompt in checked]
+
+    def check_usable(self) -> None:
+        """Raise FailedPreconditionError if the engine takes no more requests."""
+        if self._closed:
+            raise FailedPreconditionError("the engine is closed")
+        if self.loop.left:
+            raise FailedPreconditionError(
+                "the engine was interrupted: close it, and go on with its journal in another one"
+            )
 
     def returned(self, requests: Sequence[EngineRequest]) -> None:
         """Note that the user has got the outputs of requests."""

@@ -34,6 +34,7 @@ class Drafter:
         # The longest sequence for which the draft model has positions.
         self._longest = longest - num_tokens
         self._sequences: dict[int, _DraftSequence] = {}
+        self._lost = False
 
     def propose(self, samples: Sequence[Sample]) -> list[list[int]]:
         """Return the proposals of each sample; none if the draft model's daemon has no room or is away, and none for a
@@ -42,14 +43,17 @@ class Drafter:
         fitting = [at for at, sample in enumerate(samples) if len(sample.token_ids) <= self._longest]
         chosen, drafted = [samples[at] for at in fitting], [proposals[at] for at in fitting]
         try:
-            for _ in range(self._num_tokens if fitting else 0):
+            for _ in range(self._num_tokens if fitting and not self._lost else 0):
                 for tokens, token in zip(drafted, self._next_tokens(chosen, drafted), strict=True):
                     tokens.append(token)
         except ResourceExhaustedError:
             self._free(list(self._sequences))
         except DAEMON_LOST:
+            self._lost = True
+        if self._lost:
             self._sequences.clear()
             self._host.reopen()
+            self._lost = False
         return proposals
 
     def forget(self, samples: Iterable[Sample]) -> None:
@@ -98,5 +102,10 @@ class Drafter:
         return draft
 
     def _free(self, ids: Sequence[int]) -> None:
-        if ids:
-            self._host.session.free([self._sequences.pop(one).sequence for one in ids])
+        """Free sequences. If the daemon is away, the next proposals wait for it, and begin in a new session."""
+        sequences = [self._sequences.pop(one).sequence for one in ids]
+        try:
+            if sequences:
+                self._host.session.free(sequences)
+        except DAEMON_LOST:
+            self._lost = True

@@ -103,7 +103,8 @@ class EngineHost:
         """Close the session, or detach from it, then the connection and the private daemon."""
         with self._stack:
             if detach:
-                self.session.detach()
+                with contextlib.suppress(*DAEMON_LOST):  # then the successor begins the requests again
+                    self.session.detach()
             else:
                 self._leave_session()
 

@@ -28,12 +28,14 @@ _NOT_SUPPORTED: Final = {"logits_processors": (), "logprobs": None, "best_of": N
 
 @dataclass
 class Past:
-    """What an earlier engine has written: its session, requests by id, and ends of samples by sequence id.
+    """What an earlier engine has written: its session, the key of its model (empty if the model has none), requests by
+    id, and ends of samples by sequence id.
 
     `next_id` is above the ids of all its requests, also of those that are returned.
     """
 
     token: bytes | None = None
+    model: str = ""
     prompts: dict[int, Prompt] = field(default_factory=dict)
     ends: dict[int, dict[str, Any]] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
@@ -44,7 +46,7 @@ class Journal:
     """Writes the file. Only its owner can read it, because the session's token is in it."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._path, self._model = path, ""
         self._ended: set[int] = set()
         self._open: set[int] = set()
 
@@ -79,12 +81,26 @@ class Journal:
             if getattr(params, name) != default:
                 raise InvalidArgumentError("is not supported with a journal", field=name)
 
+    def use_model(self, key: bytes, past: Past) -> None:
+        """Note the model's key; empty for a model without one.
+
+        Raises InvalidArgumentError if the file has requests of another model.
+        """
+        self._model = key.hex()
+        if past.prompts and past.model and past.model != self._model:
+            raise InvalidArgumentError(f"{self._path} has requests of another model", field="journal")
+
     def opened(self, token: bytes) -> None:
-        self._write({"session": token.hex()}, replace=not self._open)
+        self._write(self._session(token), replace=not self._open)
 
     def added(self, requests: Sequence[EngineRequest]) -> None:
         self._open |= {request.request_id for request in requests}
         self._write(*({"added": _prompt_to_json(request.prompt)} for request in requests))
+
+    def refused(self, requests: Sequence[EngineRequest]) -> None:
+        ids = [request.request_id for request in requests]
+        self._open -= set(ids)
+        self._write({"returned": ids})
 
     def ended(self, requests: Sequence[EngineRequest]) -> None:
         """Write the samples that have ended since, and errors."""
@@ -105,7 +121,7 @@ class Journal:
             self._write({"returned": [request.request_id for request in requests]})
         else:
             self._ended.clear()
-            self._write({"session": token.hex()}, replace=True)
+            self._write(self._session(token), replace=True)
 
     def resume(
         self, past: Past, host: EngineHost, loop: EngineLoop, make: Callable[[Prompt], EngineRequest]
@@ -127,6 +143,9 @@ class Journal:
         loop.resubmit([one for one in requests.values() if one not in in_daemon and not one.finished])
         return requests
 
+    def _session(self, token: bytes) -> dict[str, Any]:
+        return {"session": token.hex(), "model": self._model}
+
     def _write(self, *lines: dict[str, Any], replace: bool = False) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines).encode()
@@ -140,7 +159,7 @@ class Journal:
 
 def _apply(past: Past, line: dict[str, Any]) -> None:
     if "session" in line:
-        past.token = bytes.fromhex(line["session"])
+        past.token, past.model = bytes.fromhex(line["session"]), str(line["model"])
     elif "added" in line:
         prompt = _prompt_from_json(line["added"])
         past.prompts[prompt.request_id] = prompt

@@ -82,6 +82,9 @@ class LLM:
         each step. Raises InvalidArgumentError for a wrong prompt or parameter, and OutOfBlocksError with `never` for a
         request that the pool can never hold; then nothing has been generated. An error of one request later, such as of
         its logits processor, is its output's `error`, and the others go on.
+
+        An exception or Ctrl-C ends the requests. With a journal it leaves them to the next engine with that file, and
+        this one can only be closed.
         """
         batch = prompts_of(prompts)
         params = params_of_each(sampling_params, len(batch))
@@ -96,6 +99,7 @@ class LLM:
         """Finish the requests that were in progress when the engine of the journal ended. Returns the outputs of all
         its requests that were not returned, in the order in which they were added."""
         with self._lock:
+            self.core.check_usable()
             requests, self.core.resumed = list(self.core.resumed.values()), {}
             return self._finish(requests, progress)
 
@@ -119,8 +123,7 @@ class LLM:
                     if view is not None:
                         view.update(requests, loop.batch)
             except BaseException:
-                for request in requests:
-                    loop.abort(request)
+                loop.interrupt(requests)
                 raise
         self.core.returned(requests)
         return [request.output() for request in requests]

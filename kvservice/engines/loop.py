@@ -40,12 +40,16 @@ class Recorder(Protocol):
 
     def added(self, requests: Sequence[EngineRequest]) -> None: ...
 
+    def refused(self, requests: Sequence[EngineRequest]) -> None:
+        """Forget requests that were added, but not queued."""
+
     def ended(self, requests: Sequence[EngineRequest]) -> None:
         """Record the samples of these requests that have ended. It is called before their ends are reported."""
 
 
 class EngineLoop:
-    """Runs requests in one thread. `live` are those that are not over, by request id.
+    """Runs requests in one thread. `live` are those that are not over, by request id. `left` says that it was
+    interrupted and has left them to the engine that goes on with its record.
 
     With `ahead`, the next batch is made while the model runs, before the tokens of this one are known.
     """
@@ -59,6 +63,7 @@ class EngineLoop:
         ahead: bool = False,
     ) -> None:
         self.live: dict[int, EngineRequest] = {}
+        self.left = False
         self.batch: EngineBatch[Step] | None = None
         self._host, self._speculator, self._recorder = host, speculator, recorder
         self._samples: dict[int, tuple[Sample, EngineRequest]] = {}
@@ -88,7 +93,10 @@ class EngineLoop:
             self._recover()
         except Exception:
             if self._recorder is not None:
-                self._recorder.ended(requests)
+                self._recorder.refused(requests)
+            raise
+        except BaseException:
+            self.left = self._recorder is not None
             raise
         else:
             self._keep(requests)
@@ -115,7 +123,7 @@ class EngineLoop:
         """Run one step. Returns the requests that got tokens or ended.
 
         If the daemon was restarted or has lost the session, the requests are queued again, with their generated tokens
-        as prompts. Other errors end all requests, and are raised.
+        as prompts. Other errors end all requests, or, with a recorder, leave them; they are raised.
         """
         try:
             with torch.inference_mode():
@@ -124,8 +132,15 @@ class EngineLoop:
             self._recover()
             return []
         except BaseException as error:
-            self._drop(error)
+            if self._recorder is None:
+                self._drop(error)
             raise
+
+    def interrupt(self, requests: Sequence[EngineRequest]) -> None:
+        """Abort requests, or, with a recorder, leave them to the next engine."""
+        self.left = self._recorder is not None
+        for request in requests if self._recorder is None else ():
+            self.abort(request)
 
     def close(self) -> None:
         if self._thread is not None:
@@ -223,7 +238,8 @@ class EngineLoop:
             try:
                 self._reopen()
             except Exception as error:
-                self._end_all(requests, error)
+                if self._recorder is None:
+                    self._end_all(requests, error)
                 raise
             try:
                 self.resubmit(requests)

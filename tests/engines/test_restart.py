@@ -7,12 +7,16 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from kvservice.client import KVClient
 from kvservice.engines import LLM, PromptLookup, SamplingParams
-from kvservice.errors import InvalidArgumentError
+from kvservice.engines.host import load
+from kvservice.errors import FailedPreconditionError, InvalidArgumentError, OutOfBlocksError
 from kvservice.integrations.transformers import pool_options
 from kvservice.launch import Daemon
 
@@ -97,6 +101,59 @@ def test_a_closed_engine_leaves_its_requests_to_a_successor(directory, engine_da
     with LLM(directory, address=engine_daemon.address, journal=journal) as second:
         outputs = second.finish_resumed()
     assert [output.outputs for output in outputs] == [output.outputs for output in expected]
+
+
+@pytest.mark.parametrize("where", ["step", "view"])
+def test_an_interrupted_engine_leaves_its_requests_too(
+    where, directory, engine_daemon, prompts, alone, tmp_path, monkeypatch
+) -> None:
+    journal, calls = tmp_path / "journal", 0
+
+    def interrupt(*_: object) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 9:
+            raise KeyboardInterrupt
+
+    with LLM(directory, address=engine_daemon.address, journal=journal) as first:
+        inner, view = first.core.host.runner.run, SimpleNamespace(update=interrupt)
+        if where == "step":
+            monkeypatch.setattr(first.core.host.runner, "run", lambda *step: interrupt() or inner(*step))
+        with pytest.raises(KeyboardInterrupt):
+            first.generate(prompts[:2], GREEDY, progress=view if where == "view" else False)
+        for call in (lambda: first.generate(prompts[:1], GREEDY), first.finish_resumed):
+            with pytest.raises(FailedPreconditionError, match="was interrupted"):
+                call()
+    with LLM(directory, address=engine_daemon.address, journal=journal) as second:
+        computed = computed_positions(second, monkeypatch)
+        outputs = second.finish_resumed()
+    assert [list(output.outputs[0].token_ids) for output in outputs] == [alone(one, 40) for one in prompts[:2]]
+    assert all(past == first + 1 for _, first, past in computed), "no prompt was computed again"
+
+
+def test_a_journal_has_no_requests_that_were_refused(directory, engine_daemon, tmp_path) -> None:
+    journal = tmp_path / "journal"
+    with (
+        LLM(directory, address=engine_daemon.address, journal=journal) as llm,
+        pytest.raises(OutOfBlocksError, match="never"),
+    ):
+        llm.generate([[5] * 3000], GREEDY)
+    with LLM(directory, address=engine_daemon.address, journal=journal) as llm:
+        assert llm.resumed == []
+
+
+def test_another_model_does_not_go_on_with_a_journal(directory, engine_daemon, prompts, alone, tmp_path) -> None:
+    journal = tmp_path / "journal"
+    run_doomed(directory, engine_daemon, journal, prompts[:1], [{"temperature": 0}], 3)
+    other, _ = load(directory)
+    with torch.no_grad():
+        next(other.parameters()).neg_()
+    with pytest.raises(InvalidArgumentError, match="requests of another model") as refused:
+        LLM(other, address=engine_daemon.address, journal=journal)
+    assert refused.value.field == "journal"
+    with LLM(directory, address=engine_daemon.address, journal=journal) as llm:
+        (output,) = llm.finish_resumed()
+    assert list(output.outputs[0].token_ids) == alone(prompts[0], 16)
 
 
 def test_ids_of_returned_requests_are_not_used_again(directory, engine_daemon, prompts, alone, tmp_path) -> None:

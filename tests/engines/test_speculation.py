@@ -8,11 +8,12 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, NoRepeatNGramLogitsProcessor
+from transformers import AutoModelForCausalLM, LlamaConfig, NoRepeatNGramLogitsProcessor
 
 from kvservice.engines import LLM, DraftModel, PromptLookup, SamplingParams
+from kvservice.engines.draft import Drafter
 from kvservice.engines.speculation import lookup
-from kvservice.errors import InvalidArgumentError
+from kvservice.errors import ConnectionLostError, InvalidArgumentError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
 
@@ -125,3 +126,21 @@ def test_a_draft_model_needs_the_same_vocabulary(directory, engine_daemon) -> No
     with pytest.raises(InvalidArgumentError) as refused:
         LLM(directory, address=engine_daemon.address, speculation=DraftModel(draft))
     assert refused.value.field == "speculation"
+
+
+def test_a_draft_daemon_that_is_away_harms_no_recovery() -> None:
+    """The engine forgets its drafts while it recovers from the loss of its own daemon. The next proposals reopen."""
+    host = Mock()
+    host.session.info.max_sequence_tokens = 100
+    host.model.config = LlamaConfig()
+    host.model.generation_config.eos_token_id = None
+    host.session.free.side_effect = ConnectionLostError("away")
+    for forget in (lambda drafter: drafter.reset(), lambda drafter: drafter.forget([Mock(sequence_id=4)])):
+        host.reopen.reset_mock()
+        drafter = Drafter(host, 2)
+        drafter._sequences[4] = Mock()
+        forget(drafter)
+        host.reopen.assert_not_called()
+        for _ in range(2):
+            assert drafter.propose([]) == []
+        host.reopen.assert_called_once()
