@@ -67,7 +67,7 @@ def test_with_a_journal_the_command_finishes_what_was_begun(run, directory, engi
     again = run("[9, 10]\n", "--json", "--journal", str(journal), "--temperature", "0", "--max-tokens", "3")
     assert json.loads(again.stdout)["outputs"][0]["token_ids"] == alone([9, 10], 3)
     (line,) = journal.read_text().splitlines()
-    assert set(json.loads(line)) == {"session"}
+    assert set(json.loads(line)) == {"session", "model"}
 
 
 @pytest.mark.parametrize(
