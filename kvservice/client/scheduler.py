@@ -43,7 +43,7 @@ from kvservice.wire.tensors import to_ints
 
 @dataclass(frozen=True)
 class OpenedScheduler:
-    """A scheduler as the daemon has opened it. `requests` are those that the session's scheduler had before."""
+    """A scheduler as the daemon has opened it. `requests` are the unfinished requests that it had already."""
 
     settings: SchedulerInfo
     requests: tuple[RequestInfo, ...]
@@ -56,9 +56,8 @@ MakeScheduler = Callable[[SessionCalls, MakeStep[StepT], OpenedScheduler], Sched
 class SchedulerCore(Generic[StepT]):
     """The scheduler of a session. It lives in the daemon as long as the session; `SessionCore.open_scheduler` opens it.
 
-    `settings` are those in effect. Methods raise the errors of
-    SessionCore. One that raises has changed nothing, except with ConnectionLostError or CallTimeoutError, where the
-    answer was lost.
+    `settings` are the settings in effect. Methods raise the errors of SessionCore. A method that raises has changed
+    nothing, except that ConnectionLostError and CallTimeoutError leave open whether the daemon has executed the call.
     """
 
     def __init__(self, calls: SessionCalls, make_step: MakeStep[StepT], opened: OpenedScheduler) -> None:
@@ -112,7 +111,8 @@ class SchedulerCore(Generic[StepT]):
 
         All layers of a batch's step must be written before its report. `ahead`: make the batch although one batch stays
         unreported. `retry`: open the oldest unreported batch again, after the engine has lost its step. The budgets may
-        be below those of the scheduler. Raises FailedPreconditionError, InvalidArgumentError.
+        be below those of the scheduler. Raises InvalidArgumentError, and FailedPreconditionError if a reported batch is
+        not in progress, a layer of it is not written, or too many batches are unreported.
         """
         request = build(
             scheduler_pb2.ScheduleRequest,
@@ -131,7 +131,8 @@ class SchedulerCore(Generic[StepT]):
     async def describe(
         self, request_ids: Iterable[int] | None = None, *, token_ids: bool = False, timeout_s: float | None = None
     ) -> list[RequestInfo]:
-        """Return the daemon's state of these requests; of all unfinished requests if None."""
+        """Return the daemon's state of these requests, or of all unfinished requests if None. Raises
+        UnknownSequenceError."""
         return await _describe(self._calls, request_ids, token_ids, timeout_s)
 
     def _note(self, messages: Iterable[scheduler_pb2.ScheduledRequest]) -> None:
@@ -184,7 +185,7 @@ def _budget(value: int | None, field: str) -> int | None:
 
 
 async def open_scheduler(calls: SessionCalls, settings: SchedulerArguments, timeout_s: float | None) -> OpenedScheduler:
-    """Open the scheduler of a session, and learn what requests it has."""
+    """Open the scheduler of a session, and fetch the requests that it has already."""
     fields: dict[str, Any] = dict(settings)
     for name, prefix in (("policy", "BATCH_POLICY"), ("order", "QUEUE_ORDER"), ("preemption", "PREEMPTION_MODE")):
         if name in fields:

@@ -1,4 +1,4 @@
-"""The values of a session's scheduler: requests and reports that a client sends, batches that it gets."""
+"""The values of a session's scheduler: requests and reports that a client sends, and batches that it receives."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SchedulerT = TypeVar("SchedulerT")
 
 
 class SchedulerArguments(TypedDict, total=False):
-    """The settings of a scheduler. Those that are left out have the daemon's defaults.
+    """The settings of a scheduler. A setting that is left out has the daemon's default.
 
     `max_step_tokens` and `max_running` limit the tokens of a step and the running sequences. `policy`: "chunked"
     (decodes first, then chunks of prompts) or "prefill_first". `order`: "fcfs" or "priority". `preemption`:
@@ -49,7 +49,7 @@ class SchedulerArguments(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class SchedulerInfo:
-    """The settings of a scheduler that its client has to keep to."""
+    """The settings of a scheduler that limit its client."""
 
     max_step_tokens: int
     max_running: int
@@ -78,11 +78,11 @@ class ScheduledRequest:
 
 @dataclass(frozen=True)
 class BatchReport:
-    """What the engine found in a batch, whose number is `batch`.
+    """The tokens that the engine sampled after the batch with the number `batch`.
 
-    The m rows are the sequences of the batch's `sampled`, in their order, without those that the report of the batch
-    before named in `finished`. `token_ids` is int[t], their sampled tokens. `num_tokens` is int[m], or None for one
-    each. `parents` is int[m], for beams the sequence that each row continues, or None. `finished` is int[f], the
+    The m rows are the sequences of the batch's `sampled`, in their order, without the sequences that the report of the
+    batch before named in `finished`. `token_ids` is int[t], their sampled tokens. `num_tokens` is int[m], or None for
+    one each. `parents` is int[m], for beams the sequence that each row continues, or None. `finished` is int[f], the
     sequences that the engine found finished. `proposals` is int[p], draft tokens for the next step, with `num_proposed`
     int[m] of each row, or None for none.
     """
@@ -98,7 +98,8 @@ class BatchReport:
 
 @dataclass(frozen=True)
 class PreemptedSequence:
-    """A sequence that was preempted with `num_tokens` computed tokens. `swapped`: to the swap tier."""
+    """A sequence that was preempted with `num_tokens` computed tokens. `swapped` says that they are in
+    the swap tier."""
 
     sequence_id: int
     num_tokens: int

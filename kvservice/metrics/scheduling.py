@@ -34,7 +34,7 @@ _LATENCIES = (
 
 
 def scheduler_metrics(reading: Reading) -> Iterator[Metric]:
-    """The metrics of all schedulers. Those of a session are in `holder_metrics`."""
+    """Yield the metrics of all schedulers. `holder_metrics` has the metrics of a session."""
     schedulers = reading.schedulers
     totals = schedulers.totals
     yield gauge("schedulers", "Sessions with a scheduler.", schedulers.num_open)

@@ -11,13 +11,16 @@ from kvservice.engine import CacheEngine
 from kvservice.errors import FailedPreconditionError, InvalidArgumentError
 from kvservice.server import codec, scheduler_codec
 from kvservice.server.handlers import Handler, SessionHandler, WhileDraining, sliced
-from kvservice.server.scheduling import PageLimits, QueueTotals, SessionScheduler
+from kvservice.server.scheduler_values import PageLimits, QueueTotals
+from kvservice.server.scheduling import SessionScheduler
 from kvservice.server.sessions import ServerSession
 from kvservice.server.slices import Answer, after
 from kvservice.v1 import scheduler_pb2
 
 
 class SchedulerCalls:
+    """Handles the calls of SchedulerService for all sessions."""
+
     def __init__(self, config: ServeConfig, engine: CacheEngine, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` returns the time of the policies, in seconds."""
         self._config, self._engine, self._clock = config, engine, clock
@@ -74,7 +77,7 @@ class SchedulerCalls:
         self, session: ServerSession, request: scheduler_pb2.DescribeRequestsRequest
     ) -> Slices[scheduler_pb2.DescribeRequestsResponse]:
         if request.first < 0:
-            raise InvalidArgumentError("is negative", field="first")
+            raise InvalidArgumentError("must not be negative", field="first")
         scheduler = scheduler_of(session)
         page = yield from scheduler.describe(list(request.request_ids) or None, request.first, self._limits)
         if request.return_token_ids:

@@ -22,7 +22,7 @@ from kvservice.scheduler import (
     SchedulerConfig,
 )
 from kvservice.server import codec
-from kvservice.server.scheduling import SchedulerSettings, StepRequest
+from kvservice.server.scheduler_values import SchedulerSettings, StepRequest
 from kvservice.v1 import blocks_pb2, scheduler_pb2
 from kvservice.wire.tensors import to_ints, token_array
 
@@ -48,7 +48,7 @@ _PHASES: Final = {
     Phase.DECODING: scheduler_pb2.REQUEST_PHASE_DECODING,
     Phase.SWAPPED: scheduler_pb2.REQUEST_PHASE_SWAPPED,
 }
-# The settings that a request leaves unset to get the default of SchedulerConfig.
+# A request that leaves one of these settings unset gets the default of SchedulerConfig.
 _OPTIONAL: Final = (
     "lookahead", "long_prefill_tokens", "max_long_prefills", "reserve_steps", "max_stalled_fraction",
     "size_delay_steps", "max_size_delay_steps", "delay_factor", "share_prefixes", "swap_block_s", "compute_token_s",
@@ -56,7 +56,8 @@ _OPTIONAL: Final = (
 
 
 def settings_of(request: scheduler_pb2.OpenSchedulerRequest, config: ServeConfig) -> SchedulerSettings:
-    """Raises InvalidArgumentError, and QuotaExceededError for a setting above a limit of the daemon."""
+    """Return the settings of a request. Raises InvalidArgumentError, and QuotaExceededError for a setting above a limit
+    of the daemon."""
     limits = config.request_limits
     highest = {
         "max_step_tokens": ("max_request_tokens", limits.max_request_tokens),

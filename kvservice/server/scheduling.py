@@ -1,4 +1,4 @@
-"""The scheduler of one session: the daemon's limits on its queue, reports before the next batch, and its sequences."""
+"""The scheduler of one session, within the daemon's limits on its queue."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import dataclasses
 import itertools
 import re
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from kvservice.blocks import SessionNamespace, Slices
@@ -18,74 +17,21 @@ from kvservice.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
     KVServiceError,
-    QuotaExceededError,
     SequenceScheduledError,
     UnknownSequenceError,
     UnknownSessionError,
 )
-from kvservice.scheduler import EngineScheduler, Report, Request, RequestSnapshot, ScheduledBatch, SchedulerConfig
+from kvservice.scheduler import EngineScheduler, Request, RequestSnapshot, ScheduledBatch
 from kvservice.scheduler.requests import PreparedRequest, RequestState
+from kvservice.server.scheduler_values import PageLimits, QueueTotals, SchedulerSettings, StepRequest
 from kvservice.server.step_speeds import SpeedMeter
 from kvservice.wire.tensors import Array
 
 # Tokens of prompts in one slice, and the fixed cost of a request in tokens. A slice takes a few milliseconds.
 _SLICE_TOKENS: Final = 32768
 _REQUEST_TOKENS: Final = 256
-# The names of the contract for fields of the scheduler that have other ones.
+# Fields of the scheduler that have another name in the contract.
 _FIELDS: Final = {"finished": "finished_ids", "parents": "parent_ids"}
-
-
-@dataclass(frozen=True)
-class SchedulerSettings:
-    """What a client has asked for."""
-
-    config: SchedulerConfig
-    weight: float
-    swap_is_fixed: bool = False
-    compute_is_fixed: bool = False
-
-
-@dataclass(frozen=True)
-class StepRequest:
-    """What a client wants of a batch. `max_step_tokens` and `max_running` are None for the scheduler's own budgets."""
-
-    reports: Sequence[Report]
-    max_step_tokens: int | None
-    max_running: int | None
-    ahead: bool
-    retry: bool
-
-
-@dataclass(frozen=True)
-class PageLimits:
-    """The most sequences, and the most tokens, of a page of descriptions."""
-
-    max_sequences: int
-    max_tokens: int
-
-
-class QueueTotals:
-    """The requests of all sessions' schedulers that are not finished, and the tokens of their prompts."""
-
-    def __init__(self, max_requests: int, max_tokens: int) -> None:
-        self._limits = {"max_queued_requests": max_requests, "max_queued_tokens": max_tokens}
-        self.requests = self.tokens = 0
-
-    def add(self, num_requests: int, num_tokens: int) -> None:
-        """Count new requests. Raises QuotaExceededError."""
-        totals = (self.requests + num_requests, self.tokens + num_tokens)
-        for (limit, value), total in zip(self._limits.items(), totals, strict=True):
-            if total > value:
-                raise QuotaExceededError(
-                    f"all schedulers would have {total}, more than {limit} = {value}",
-                    field="requests", limit=limit, value=value,
-                )  # fmt: skip
-        self.requests, self.tokens = totals
-
-    def remove(self, num_requests: int, num_tokens: int) -> None:
-        self.requests -= num_requests
-        self.tokens -= num_tokens
-        assert min(self.requests, self.tokens) >= 0, "more requests have ended than were added"
 
 
 class SessionScheduler:
@@ -124,6 +70,7 @@ class SessionScheduler:
         self._requests.update(zip((request.request_id for request in requests), sizes, strict=True))
 
     def _prepare(self, requests: Sequence[Request]) -> Slices[list[PreparedRequest]]:
+        """Check requests and hash their prompts, in slices."""
         prepared: list[PreparedRequest] = []
         in_slice = 0
         for i, request in enumerate(requests):
@@ -138,6 +85,7 @@ class SessionScheduler:
         return prepared
 
     def _check_reserved(self, prepared: Sequence[PreparedRequest], reserved: Collection[int]) -> None:
+        """Raise DuplicateSequenceError if a sequence of a request has one of these ids."""
         for i, one in enumerate(prepared if reserved else ()):
             if used := [sequence_id for sequence_id in one.sequence_ids if sequence_id in reserved]:
                 raise DuplicateSequenceError(
@@ -187,7 +135,7 @@ class SessionScheduler:
         return batch if again is None else dataclasses.replace(batch, preempted=again.preempted + batch.preempted)
 
     def _check(self, request: StepRequest) -> None:
-        """Check what the scheduler would refuse only after it has accepted a report."""
+        """Raise, before a report is accepted, the errors that the scheduler would raise after it."""
         config = self.settings.config
         for field, highest in (("max_step_tokens", config.max_step_tokens), ("max_running", config.max_running)):
             value = getattr(request, field)
@@ -202,7 +150,7 @@ class SessionScheduler:
     def describe(
         self, request_ids: Sequence[int] | None, first: int, limits: PageLimits
     ) -> Slices[list[RequestSnapshot]]:
-        """Describe these requests, or all from index `first` on, in slices. It describes the first of them that are
+        """Describe these requests, or all from index `first` on, in slices. The page has the first of them that are
         within the limits, and at least one. Raises UnknownSequenceError, also for a request that ends meanwhile."""
         if request_ids is None:
             request_ids = list(itertools.islice(self._requests, first, first + limits.max_sequences))
@@ -237,7 +185,8 @@ class SessionScheduler:
                 )  # fmt: skip
 
     def pause(self) -> None:
-        """Stop waiting for blocks, which other engines would keep free: the client is away. It resumes with a step."""
+        """Stop waiting for blocks while the client is away, because other engines would keep them free. The next step
+        resumes the wait."""
         self.scheduler.share.hungry = False
 
     def close(self) -> Slices[None]:

@@ -7,7 +7,7 @@ from typing import Final
 from kvservice.engine import CacheEngine
 from kvservice.scheduler import ScheduledBatch, Speeds
 
-# Steps with fewer tokens, or without a part of a prompt, do not tell how fast prompts are computed.
+# Steps with fewer tokens, or without a part of a prompt, do not show how fast prompts are computed.
 _MIN_TOKENS: Final = 64
 # The weight of the latest step.
 _WEIGHT: Final = 1 / 8
@@ -40,5 +40,5 @@ class SpeedMeter:
             self._tokens[batch.number] = batch.num_tokens if counts else 0
 
     def forget(self, unreported: tuple[int, ...]) -> None:
-        """Forget batches that were taken back; these are left."""
+        """Forget all batches except the unreported ones, because the others were taken back."""
         self._tokens = {number: self._tokens[number] for number in unreported if number in self._tokens}

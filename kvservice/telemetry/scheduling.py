@@ -1,4 +1,4 @@
-"""The figures of the schedulers. Like the daemon's gauges, they are written when the observer asks."""
+"""The figures of the schedulers. The daemon writes them, like its gauges, when the observer asks."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ FIRST_TOKEN, BETWEEN_TOKENS = range(2)
 
 
 class SchedulerTable:
-    """Shared arrays, in the order of the fields of `SchedulerFigures`: schedulers int64[max_sessions, 1 + figures], by
-    the rows of their sessions, with 0 in the first column if the session has none; scheduler_totals int64[figures] of
+    """Writes shared arrays in the order of the fields of `SchedulerFigures`: schedulers int64[max_sessions, 1 + figures],
+    by the rows of their sessions, with 0 in the first column if the session has none; scheduler_totals int64[figures] of
     open and closed schedulers. token_counts int64[2, buckets + 1] and token_seconds float64[2] are the histograms of
     `Latencies`."""
 
@@ -44,8 +44,8 @@ class SchedulerTable:
 
 
 class SchedulerReading(NamedTuple):
-    """`totals` over open and closed schedulers, and the number of open ones. `token_counts` int64[2, buckets + 1] and
-    `token_seconds` float64[2] are those of `SchedulerTable`."""
+    """A reading of the shared arrays: `totals` over open and closed schedulers, and the number of open ones.
+    `token_counts` int64[2, buckets + 1] and `token_seconds` float64[2] are as in `SchedulerTable`."""
 
     num_open: int
     totals: SchedulerFigures

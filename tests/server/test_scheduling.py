@@ -23,7 +23,8 @@ from kvservice.errors import (
 from kvservice.scheduler import Phase, Report, Request, Scheduler, SchedulerConfig
 from kvservice.scheduler.integrity import check_integrity
 from kvservice.server.daemon import KVServer
-from kvservice.server.scheduling import QueueTotals, SchedulerSettings, SessionScheduler
+from kvservice.server.scheduler_values import QueueTotals, SchedulerSettings
+from kvservice.server.scheduling import SessionScheduler
 
 LONG = 32768
 
