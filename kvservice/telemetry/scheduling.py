@@ -18,10 +18,12 @@ FIRST_TOKEN, BETWEEN_TOKENS = range(2)
 
 
 class SchedulerTable:
-    """Writes shared arrays in the order of the fields of `SchedulerFigures`: schedulers int64[max_sessions, 1 + figures],
-    by the rows of their sessions, with 0 in the first column if the session has none; scheduler_totals int64[figures] of
-    open and closed schedulers. token_counts int64[2, buckets + 1] and token_seconds float64[2] are the histograms of
-    `Latencies`."""
+    """Writes shared arrays in the order of the fields of `SchedulerFigures`.
+
+    schedulers int64[max_sessions, 1 + figures] are in the rows of their sessions, with 0 in the first column if the
+    session has none. scheduler_totals int64[figures] are over open and closed schedulers. token_counts
+    int64[2, buckets + 1] and token_seconds float64[2] are the histograms of `Latencies`.
+    """
 
     def __init__(self, max_sessions: int, zeros: Zeros) -> None:
         self._rows: npt.NDArray[np.int64] = zeros("schedulers", (max_sessions, 1 + _NUM_FIGURES), np.int64)
