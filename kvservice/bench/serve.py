@@ -32,7 +32,7 @@ REFERENCE = "generate, one by one"
 ENGINE = "kvservice.engines.LLM"
 # Tokens of the requests that warm up: they end one after the other, and torch may compile again for small steps.
 WARM_UP = (2, 4, 6, 8, 10, 12, 14, 16)
-# Of a block usage over time, as details of a contender list it.
+# Columns of the block usage over time, after the seconds.
 USAGE = ("used blocks", "running", "waiting")
 
 
@@ -45,7 +45,7 @@ class ServingWay(Protocol):
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """What `bench serve` measures. `trace` is a file; without it requests are made, see `make_trace`."""
+    """Options of `bench serve`. `trace` is a file; without it requests are made, see `make_trace`."""
 
     device: str = "cpu"
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
@@ -140,7 +140,8 @@ def contenders(dtype: str, options: ServeOptions) -> Iterator[tuple[dict[str, Se
 
 
 def panels(results: dict[str, Any]) -> list[Panel]:
-    """Return the charts: for each dtype the tokens of all contenders, then block usage and queues of those who tell."""
+    """Return the charts: for each dtype the tokens of all contenders, then the block usage and queues of contenders
+    that record them."""
     made = []
     for dtype, measured in results["dtypes"].items():
         rows = measured["contenders"]
@@ -178,7 +179,7 @@ def render(results: dict[str, Any], console: Console) -> None:
 
 
 def _render_schedules(rows: dict[str, Any], console: Console) -> None:
-    """Print what is known of the schedules of those ways that tell."""
+    """Print the schedules of the ways that record them."""
     headings = (
         "steps",
         "tokens a step",

@@ -1,4 +1,4 @@
-"""The engine over a daemon as a way to serve requests, and what its batches say about the schedule."""
+"""The engine over a daemon as a way to serve requests, and counts of its batches."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from kvservice.engines import LLM, SamplingParams
 from kvservice.engines.requests import EngineRequest
 from kvservice.engines.runner import ModelRunner
 
-# Block usage is asked for so often, in seconds.
+# Seconds between two readings of the block usage.
 USAGE_INTERVAL_S = 0.05
 
 
 @dataclass
 class ScheduleRecord:
-    """What the batches of one run were, by their steps.
+    """Counts over the batches of one run.
 
     `positions` are the tokens of each sequence that are computed or cached. `usage` has (seconds, used blocks, running,
     waiting) rows.
@@ -39,7 +39,7 @@ class ScheduleRecord:
     usage: list[tuple[float, int, int, int]] = field(default_factory=list)
 
     def add(self, batch: EngineBatch[Step]) -> None:
-        """Count a batch. Raises nothing for one without a step."""
+        """Count a batch, which may have no step."""
         self.recomputations += sum(not one.swapped for one in batch.preempted)
         self.swaps += sum(one.swapped for one in batch.preempted)
         self.stalled += batch.num_stalled

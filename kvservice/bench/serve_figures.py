@@ -15,7 +15,7 @@ POINTS = 100
 
 @dataclass
 class Served:
-    """What a contender answered: tokens, and seconds after the start at which each was known, of every request."""
+    """Answers of a contender: for every request its tokens, and the seconds after the start at which each was known."""
 
     token_ids: list[list[int]]
     token_times_s: list[list[float]]

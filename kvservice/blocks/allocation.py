@@ -40,8 +40,8 @@ class NewSequence(NamedTuple):
 
 
 class FoundPrompt(NamedTuple):
-    """A prompt and its prefix-cache hits, from BlockManager.find_prompt. They are those of one `generation` of the
-    state; `chain_hashes` find them again in a later one."""
+    """A prompt and its prefix-cache hits, from BlockManager.find_prompt. The hits are current in one `generation` of
+    the state; `chain_hashes` find them again in a later one."""
 
     new: NewSequence
     chain_hashes: list[bytes]

@@ -34,7 +34,7 @@ def chain_hashes(token_ids: Int32Array, extra: Mapping[int, bytes], block_size: 
 
 
 def chain_hashes_in_slices(token_ids: Int32Array, extra: Mapping[int, bytes], block_size: int) -> Slices[list[bytes]]:
-    """`chain_hashes` in slices."""
+    """Do as `chain_hashes`, in slices."""
     size = 4 * block_size
     data, parent = token_bytes(token_ids), root_hash(block_size)
     hashes: list[bytes] = []

@@ -130,7 +130,7 @@ def _engine(given: dict[str, Any], presented: Presented) -> Iterator[LLM]:
     from kvservice.engines.host import load
 
     hide_bars: Callable[[], None] = logging.disable_progress_bar
-    hide_bars()  # of loading weights, where the view is
+    hide_bars()  # the bars of loading weights would disturb the view
     model, tokenizer = _model(given["model"], given["dtype"])
     speculation: Any = PromptLookup(given["lookup"]) if given["lookup"] else None
     if given["draft_model"]:

@@ -102,7 +102,7 @@ class _OutputStream:
         self._latest: RequestOutput | None = None
 
     def publish(self, output: RequestOutput) -> None:
-        """Called by the engine's thread. Raises RuntimeError if the event loop is closed."""
+        """Replace the latest output. The engine's thread calls it. Raises RuntimeError if the event loop is closed."""
         self._loop.call_soon_threadsafe(self._set, output)
 
     async def next(self) -> RequestOutput:

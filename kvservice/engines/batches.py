@@ -1,4 +1,4 @@
-"""From a scheduled batch to the inputs of the model, and from its logits to the report."""
+"""The inputs of the model for a scheduled batch, and the batch's report from the logits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Samples = Mapping[int, tuple[Sample, EngineRequest]]
 
 @dataclass(frozen=True)
 class BatchInputs:
-    """What the model computes for a batch.
+    """Inputs of the model for a batch.
 
     `token_ids` int64[num_tokens] are the tokens of the step; `positions` int64[m] are those whose logits are needed, as
     indices into it. `rows` says of which samples they are, and `counts` how many rows each sampled sequence has: one,

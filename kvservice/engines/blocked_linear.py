@@ -60,7 +60,7 @@ _current: ContextVar[BlockedWeights | None] = ContextVar("kvservice_blocked_weig
 
 @torch.library.custom_op("kvservice::blocked_linear", mutates_args=(), device_types="cpu")
 def blocked_linear(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """As torch's linear, with the copies in use. inputs: `[..., in_features]`."""
+    """Compute torch's linear with the copies in use. inputs: `[..., in_features]`."""
     weights = _current.get()
     copy = weights.copy_of(weight) if weights and inputs.numel() else None
     if copy is None:

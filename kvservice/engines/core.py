@@ -1,4 +1,4 @@
-"""What LLM and AsyncLLM have in common: a model on a host, its loop, and new requests."""
+"""The core that LLM and AsyncLLM share: a model on a host, its loop, and new requests."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from kvservice.integrations.transformers import model_keys
 
 @dataclass
 class _DraftSequence:
-    """A sequence of the draft model. `token_ids` are those whose K/V it has."""
+    """A sequence of the draft model, which has the K/V of `token_ids`."""
 
     sequence: client.Sequence
     token_ids: list[int] = field(default_factory=list)
@@ -63,7 +63,8 @@ class Drafter:
         self._free(list(self._sequences))
 
     def _next_tokens(self, samples: Sequence[Sample], proposals: Sequence[list[int]]) -> list[int]:
-        """Compute what the draft model lacks of samples with their proposals. Returns the token after each."""
+        """Compute the tokens of samples and of their proposals whose K/V the draft model lacks. Returns the token after
+        each."""
         wanted = [[*sample.token_ids, *tokens] for sample, tokens in zip(samples, proposals, strict=True)]
         drafts = [self._prepare(sample, tokens) for sample, tokens in zip(samples, wanted, strict=True)]
         lengths = [len(draft.token_ids) for draft in drafts]

@@ -1,4 +1,4 @@
-"""What an engine runs on: a model, a daemon, a session with its scheduler, and the runner of the model."""
+"""The host of an engine: a model, a daemon, a session with its scheduler, and the runner of the model."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from kvservice.errors import ConnectionLostError, DrainingError, InvalidArgument
 from kvservice.integrations.transformers import install, pool_options, uninstall
 from kvservice.launch import Daemon
 
-# What a call raises when the daemon is gone, or has forgotten the session.
+# Errors of calls to a daemon that is gone, or has forgotten the session.
 DAEMON_LOST: Final = (ConnectionLostError, DrainingError, UnknownSessionError)
 _RETRY_S: Final = 0.1
 
 
 @dataclass(frozen=True)
 class HostOptions:
-    """How the daemon is found, and how its scheduler is opened.
+    """Options of an engine's daemon, session and scheduler.
 
     `address`: None starts a private daemon with the fields `daemon` of ServeConfig. `scheduler`: arguments of
     `Session.open_scheduler`, which is opened if `scheduled`. `compiled`: see ModelRunner.

@@ -52,7 +52,7 @@ class Journal:
 
     @property
     def unfetched(self) -> bool:
-        """Whether the file has requests whose outputs their user has not got."""
+        """Return whether the file has requests whose outputs their user has not got."""
         return bool(self._open)
 
     def read(self) -> Past:

@@ -27,7 +27,8 @@ class LLM:
     num_blocks. `scheduler` are arguments of `Session.open_scheduler`. `speculation` proposes tokens that are verified
     together: PromptLookup or DraftModel. `ahead` makes the next batch while the model runs, `compiled` compiles the
     model's layers at the first step. `journal` is a file with which a restarted engine goes on: see `resumed`. `client`
-    are arguments of KVClient.
+    are arguments of KVClient. `dtype` is that of a model that is loaded. The engine waits `restart_wait_s` seconds for
+    a daemon that is away.
 
     It is a context manager. Calls of several threads run one after the other. Raises InvalidArgumentError naming the
     argument, and the errors of KVClient and Daemon.

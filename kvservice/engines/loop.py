@@ -91,7 +91,7 @@ class EngineLoop:
         except DAEMON_LOST:
             self._keep(requests)
             self._recover()
-        except Exception:
+        except Exception:  # any error refuses the requests
             if self._recorder is not None:
                 self._recorder.refused(requests)
             raise
@@ -237,7 +237,7 @@ class EngineLoop:
         while True:
             try:
                 self._reopen()
-            except Exception as error:
+            except Exception as error:  # no request can go on without a session
                 if self._recorder is None:
                     self._end_all(requests, error)
                 raise

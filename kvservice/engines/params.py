@@ -25,7 +25,7 @@ _OF_SAMPLES: Final = ("top_k", "top_p", "min_p", "seed", "stop", "logprobs", "be
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How a request's tokens are chosen and where its generation ends.
+    """Parameters that decide how a request's tokens are chosen and where its generation ends.
 
     `n`: outputs of the prompt. `best_of`: samples that are generated for them; the n with the highest cumulative log
     probability are returned. `temperature` 0 picks the likeliest token. `top_k` (0: all), `top_p` and `min_p` limit the
@@ -114,7 +114,7 @@ class SamplingParams:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether the logits are changed before the temperature."""
+        """Return whether the logits are changed before the temperature."""
         neutral = self.repetition_penalty == 1 and self.presence_penalty == 0 and self.frequency_penalty == 0
         return not neutral or bool(self.logit_bias or self.logits_processors or self.min_tokens)
 

@@ -1,4 +1,4 @@
-"""The library's logits processors: which of them samples can share."""
+"""The library's logits processors, some of which samples can share."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ PromptLike = str | Iterable[int]
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """What prompts are checked against. `max_length` is the most tokens of a sequence, prompt and output together."""
+    """Limits of a model's prompts. `max_length` is the most tokens of a sequence, prompt and output together."""
 
     vocabulary: int
     max_length: int

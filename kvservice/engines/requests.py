@@ -93,7 +93,7 @@ class EngineRequest:
         )
 
     def end(self, reason: str, error: Exception | None = None) -> None:
-        """End what still runs."""
+        """End the samples that still run."""
         self.error = error
         for sample in self.samples:
             sample.abort(reason)

@@ -60,7 +60,7 @@ class Sample:
 
     @property
     def may_speculate(self) -> bool:
-        """Whether several tokens of a step can be verified: not by processors with a state of their own."""
+        """Return whether one step can verify several tokens, which processors with a state of their own prevent."""
         return all(map(is_shared, self.processors))
 
     @property
@@ -149,7 +149,7 @@ class Sample:
 
 
 class Row(NamedTuple):
-    """A row of logits: those of the token after a sample's tokens and `following`, its proposals before this one."""
+    """A row of logits for the token after a sample's tokens and `following`, its proposals before that token."""
 
     sample: Sample
     following: tuple[int, ...] = ()

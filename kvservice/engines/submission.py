@@ -1,4 +1,4 @@
-"""What the daemon's scheduler is told about requests."""
+"""Requests of the engine as requests of the daemon's scheduler."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ class EngineWorker:
                 raise FailedPreconditionError(f"the engine has failed: {self._failure}")
             (request,) = self._core.new_requests([prompt], [params])
             self._core.loop.add([request])
-        except Exception as error:
+        except Exception as error:  # the caller gets any error from the future
             added.set_exception(error)
             return
         except BaseException as error:  # such as SystemExit of a copied logits processor
