@@ -14,6 +14,7 @@ import click
 from rich.console import Console
 
 from kvservice.commands.connection import Presented, connection_options
+from kvservice.commands.prompt_lines import PromptLine, check_lines, read_lines
 from kvservice.errors import KVServiceError
 
 if TYPE_CHECKING:
@@ -63,7 +64,13 @@ def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--prompts", type=click.File(encoding="utf-8"), required=True, help="One prompt a line. - is stdin.")
 @click.option("--address", help="Use this daemon instead of starting one: its pool must have the model's shape.")
 @click.option("--num-blocks", type=click.IntRange(1), help="Blocks of the daemon that is started.")
-@click.option("--dtype", default="auto", show_default=True, help="Data type of the model and its K/V.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", "float32", "float16", "bfloat16"]),
+    default="auto",
+    show_default=True,
+    help="Data type of the model and its K/V.",
+)
 @click.option("--order", type=click.Choice(["fcfs", "priority"]), default="fcfs", show_default=True)
 @click.option("--lookup", type=click.IntRange(0), default=0, help="Propose so many tokens by prompt lookup.")
 @click.option("--draft-model", type=click.Path(file_okay=False), help="Directory of a model that proposes tokens.")
@@ -80,22 +87,23 @@ def generate(prompts: Any, as_json: bool, presented: Presented, **given: Any) ->
     terminal, standard error shows the queues. With a journal of unfinished requests, the command finishes these, and
     leaves the file of prompts alone.
     """
-    lines = [line.rstrip("\n") for line in prompts if line.strip()]
     try:
-        from kvservice.engines import SamplingParams
+        import kvservice.engines  # noqa: F401  it needs optional packages
     except ModuleNotFoundError as error:
         raise click.ClickException(f"{error.name} is missing: pip install .kvservice[transformers].") from None
     try:
-        requests = [_request(number, line, _parameters(given)) for number, line in enumerate(lines, 1)]
+        lines = read_lines(prompts, _parameters(given))
         started_s = time.monotonic()
-        with _engine(given, presented) as llm, _view() as view:
+        with _engine(given, presented, lines) as llm, _view() as view:
             outputs = llm.finish_resumed(progress=view)
             if not outputs:
-                parameters = [SamplingParams.of(values) for _, values in requests]
-                outputs = llm.generate([prompt for prompt, _ in requests], parameters, progress=view)
+                outputs = llm.generate([line.prompt for line in lines], [line.params for line in lines], progress=view)
         _print(outputs, as_json, time.monotonic() - started_s)
     except KVServiceError as error:
         raise click.ClickException(str(error)) from None
+    failed = sum(output.error is not None for output in outputs)
+    if failed:
+        raise click.ClickException(f"{failed} of {len(outputs)} requests failed")
 
 
 def _parameters(given: dict[str, Any]) -> dict[str, Any]:
@@ -104,26 +112,9 @@ def _parameters(given: dict[str, Any]) -> dict[str, Any]:
     return {name: given[name] for name in names if given[name] not in (None, ())}
 
 
-def _request(number: int, line: str, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the prompt and the parameters of a line, which go before the options."""
-    if line.lstrip()[0] not in '{["':
-        return line, options
-    try:
-        value = json.loads(line)
-    except ValueError as error:
-        raise click.ClickException(f"line {number} of the prompts is no JSON: {error}") from None
-    if not isinstance(value, dict):
-        return value, options
-    if "prompt" not in value:
-        raise click.ClickException(f'line {number} of the prompts has no "prompt"')
-    prompt = value.pop("prompt")
-    if value.get("logit_bias"):
-        value["logit_bias"] = {int(token): bias for token, bias in value["logit_bias"].items()}
-    return prompt, options | value
-
-
 @contextmanager
-def _engine(given: dict[str, Any], presented: Presented) -> Iterator[LLM]:
+def _engine(given: dict[str, Any], presented: Presented, lines: Sequence[PromptLine]) -> Iterator[LLM]:
+    """Check the lines, and start the engine."""
     from transformers.utils import logging
 
     from kvservice.engines import LLM, DraftModel, PromptLookup
@@ -131,7 +122,10 @@ def _engine(given: dict[str, Any], presented: Presented) -> Iterator[LLM]:
 
     hide_bars: Callable[[], None] = logging.disable_progress_bar
     hide_bars()  # the bars of loading weights would disturb the view
+    if given["address"] == "":
+        raise click.UsageError("--address must not be empty")
     model, tokenizer = _model(given["model"], given["dtype"])
+    check_lines(lines, model, tokenizer)
     speculation: Any = PromptLookup(given["lookup"]) if given["lookup"] else None
     if given["draft_model"]:
         if speculation is not None:

@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 # Tokens of the prompt that are decoded together with the first tokens of the output.
 _NUM_CONTEXT_TOKENS: Final = 6
+_MAX_WINDOW_TOKENS: Final = 64
 _INCOMPLETE: Final = "\ufffd"
 
 
@@ -40,8 +41,8 @@ class Detokenizer:
         if text.endswith(_INCOMPLETE) and not complete:
             return ""
         before = self._decode(self._window[: self._num_decoded])
-        # The tokens of this text are the context of the next ones.
-        if self._num_decoded < len(self._window):
+        # The tokens of this text are the context of the next ones. Tokens without text, such as skipped ones, are not.
+        if len(text) > len(before) or len(self._window) > _MAX_WINDOW_TOKENS:
             del self._window[: self._num_decoded]
         self._num_decoded = len(self._window)
         return text[len(before) :]

@@ -14,15 +14,16 @@ from click.testing import CliRunner, Result
 from rich.console import Console, RenderableType
 
 from kvservice.commands.generate import generate
-from kvservice.engines import LLM, SamplingParams
+from kvservice.engines import LLM, SamplingParams, batches
 from kvservice.engines.live import LiveQueues, queues
+from kvservice.engines.sampling import Choice
 
 
 @pytest.fixture
 def run(directory, engine_daemon):
     """Run the command in this process, on the tiny model and the shared daemon."""
 
-    def call(prompts: str, *options: str) -> Result:
+    def call(prompts: str | bytes, *options: str) -> Result:
         given = ["--model", str(directory), "--address", engine_daemon.address, "--prompts", "-", *options]
         return CliRunner().invoke(generate, given, input=prompts)
 
@@ -73,11 +74,20 @@ def test_with_a_journal_the_command_finishes_what_was_begun(run, directory, engi
 @pytest.mark.parametrize(
     ("prompts", "options", "said"),
     [
-        ("{\n", (), "line 1 of the prompts is no JSON"),
-        ('w5\n{"promt": "w5"}\n', (), 'line 2 of the prompts has no "prompt"'),
+        ("{\n", (), "line 1 of the prompts: no JSON"),
+        ("[" * 100_000, (), "line 1 of the prompts: no JSON"),
+        ('w5\n\n{"promt": "w5"}\n', (), 'line 3 of the prompts: there is no "prompt"'),
+        ('w5\n{"prompt": 5}\n', (), "line 2 of the prompts: the prompt must be a text or a list of token ids"),
+        ('"\\ud800"\n', (), "line 1 of the prompts: prompt: has a surrogate"),
+        ('{"prompt": "w5", "stop": 5}\n', (), "line 1 of the prompts: stop: must be"),
+        ('{"prompt": "w5", "logit_bias": [1]}\n', (), "line 1 of the prompts: logit_bias: must"),
+        ('{"prompt": "w5", "logit_bias": {"x": 1}}\n', (), "line 1 of the prompts: logit_bias: must"),
+        (b"w\xff5\n", (), "the prompts are not UTF-8"),
+        ("w5\n", ("--dtype", "bogus"), "'bogus' is not one of"),
+        ("w5\n", ("--address", ""), "--address must not be empty"),
         ('{"prompt": "w5", "top_q": 1}\n', (), "top_q: is not a sampling parameter"),
         ('{"prompt": "w5", "top_p": 2}\n', (), "top_p: must be a number from 0 to 1"),
-        ("[512]\n", (), "prompts[0]: 512 is not in the vocabulary"),
+        ("w5\n[512]\n", ("--address", "unix:/absent"), "line 2 of the prompts: prompt: 512 is not in the vocabulary"),
         ("w5\n", ("--n", "0"), "n: must be a whole number"),
         ("w5\n", ("--max-tokens", "5000"), "the pool can never give more than 64"),
         ("w5\n", ("--model", "/absent"), "/absent is not a directory with a model"),
@@ -89,6 +99,17 @@ def test_wrong_input_is_an_error_in_plain_words(run, prompts, options, said) -> 
     assert done.exit_code != 0
     assert said in done.output
     assert done.stdout == "" or "Error" in done.stdout
+
+
+def test_failed_requests_are_an_error_at_the_end(run, monkeypatch) -> None:
+    def fail(_, rows):
+        return Choice([0] * len(rows), errors={0: ValueError("broken")})
+
+    monkeypatch.setattr(batches, "choose", fail)
+    done = run("w5\nw6\n", "--json", "--max-tokens", "1")
+    assert done.exit_code == 1
+    assert [json.loads(line)["error"] for line in done.stdout.splitlines()] == ["broken", None]
+    assert "1 of 2 requests failed" in done.stderr
 
 
 def test_every_sampling_parameter_has_an_option() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from kvservice.demo.model import build_tokenizer
@@ -40,6 +42,17 @@ def test_the_parts_are_the_text_and_whole_characters(tokenizer, text) -> None:
     parts = [detokenizer.add(token) for token in tokenizer.encode(text)]
     assert "".join(parts) + detokenizer.flush() == text
     assert all("\ufffd" not in part for part in parts)
+
+
+def test_a_skipped_token_leaves_the_space_before_the_next_word() -> None:
+    words = Tokenizer(WordLevel({"▁the": 0, "<unk>": 1, "▁cat": 2, "▁sat": 3}, unk_token="<unk>"))
+    words.decoder = decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>")
+    detokenizer = Detokenizer(tokenizer, [0], True)
+    assert [detokenizer.add(token) for token in (1, 2, 1, 1, 3)] == ["", " cat", "", "", " sat"]
+    for _ in range(1000):
+        assert detokenizer.add(1) == ""
+    assert len(detokenizer._window) < 100
 
 
 def test_an_incomplete_character_at_the_end_is_replaced(tokenizer) -> None:

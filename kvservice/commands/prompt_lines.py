@@ -1,0 +1,90 @@
+"""The lines of a file of prompts, for `kvservice generate`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvservice.errors import KVServiceError
+
+if TYPE_CHECKING:
+    from kvservice.engines import SamplingParams
+
+
+@dataclass(frozen=True)
+class PromptLine:
+    """A prompt with its parameters. `number` is that of its line, from 1."""
+
+    number: int
+    prompt: Any
+    params: SamplingParams
+
+    def fail(self, reason: object) -> click.ClickException:
+        return _error(self.number, reason)
+
+
+def read_lines(file: Iterable[str], options: dict[str, Any]) -> list[PromptLine]:
+    """Return the prompts of a file. Parameters in a line go before the options.
+
+    Raises ClickException with the number of the line.
+    """
+    try:
+        lines = [(number, line.rstrip("\n")) for number, line in enumerate(file, 1) if line.strip()]
+    except UnicodeDecodeError:
+        raise click.ClickException("the prompts are not UTF-8") from None
+    return [_parse(number, line, options) for number, line in lines]
+
+
+def check_lines(lines: Sequence[PromptLine], model: Any, tokenizer: Any) -> None:
+    """Check all prompts against a model. Raises ClickException with the number of the line."""
+    from kvservice.engines.prompts import ModelLimits, check_prompt
+
+    limits = ModelLimits.of(model, 2**31)
+    for line in lines:
+        try:
+            check_prompt(line.prompt, line.params, limits, tokenizer)
+        except KVServiceError as error:
+            raise line.fail(error) from None
+
+
+def _parse(number: int, line: str, options: dict[str, Any]) -> PromptLine:
+    from kvservice.engines import SamplingParams
+
+    prompt, values = _values(number, line)
+    if not isinstance(prompt, str | list):
+        raise _error(number, "the prompt must be a text or a list of token ids")
+    try:
+        return PromptLine(number, prompt, SamplingParams.of(options | values))
+    except KVServiceError as error:
+        raise _error(number, error) from None
+
+
+def _values(number: int, line: str) -> tuple[Any, dict[str, Any]]:
+    """Return the prompt of a line, and its parameters."""
+    if line.lstrip()[0] not in '{["':
+        return line, {}
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise _error(number, f"no JSON: {error}") from None
+    if not isinstance(value, dict):
+        return value, {}
+    if "prompt" not in value:
+        raise _error(number, 'there is no "prompt"')
+    prompt = value.pop("prompt")
+    if isinstance(value.get("logit_bias"), dict):
+        value["logit_bias"] = {_token(token): bias for token, bias in value["logit_bias"].items()}
+    return prompt, value
+
+
+def _token(name: str) -> int | str:
+    """Return the token id that is a key in JSON. Other keys stay, and SamplingParams refuses them."""
+    return int(name) if name.isdecimal() else name
+
+
+def _error(number: int, reason: object) -> click.ClickException:
+    return click.ClickException(f"line {number} of the prompts: {reason}")
