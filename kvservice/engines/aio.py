@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvservice.engines.core import EngineCore, EngineOptions
 from kvservice.engines.outputs import RequestOutput
 from kvservice.engines.params import SamplingParams
-from kvservice.engines.prompts import PromptLike
+from kvservice.engines.prompts import PromptLike, params_of_each
 from kvservice.engines.speculation import SpeculationMethod
 from kvservice.engines.worker import EngineWorker
 from kvservice.errors import InvalidArgumentError
@@ -64,7 +64,7 @@ class AsyncLLM:
         Closing the generator aborts the request. Raises InvalidArgumentError for a wrong prompt or parameter, the
         daemon's errors when it refuses the request, and the error of the request itself.
         """
-        params = sampling_params or SamplingParams()
+        (params,) = params_of_each(sampling_params, 1)
         if params.best_of is not None and params.best_of > params.n:
             raise InvalidArgumentError("is not known before the end of a stream", field="best_of")
         stream = _OutputStream(asyncio.get_running_loop())

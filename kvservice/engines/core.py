@@ -61,6 +61,8 @@ class EngineCore:
             raise InvalidArgumentError("a private daemon ends with its engine: give an address", field="journal")
         if options.journal is not None and options.speculation is not None:
             raise InvalidArgumentError("is not supported with a journal", field="speculation")
+        if options.speculation is not None and not hasattr(options.speculation, "speculator"):
+            raise InvalidArgumentError("must be PromptLookup or DraftModel", field="speculation")
         if isinstance(model, str | Path):
             model, own_tokenizer = load(model, options.dtype)
             tokenizer = tokenizer or own_tokenizer

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -62,6 +65,25 @@ def load(directory: str | Path, dtype: str = "auto") -> tuple[PreTrainedModel, P
     return model, tokenizer
 
 
+# How many hosts use a model. The last one that closes uninstalls it.
+_num_hosts: WeakKeyDictionary[PreTrainedModel, int] = WeakKeyDictionary()
+_num_hosts_lock: Final = threading.Lock()
+
+
+@contextlib.contextmanager
+def _installed(model: PreTrainedModel) -> Iterator[None]:
+    with _num_hosts_lock:
+        install(model)
+        _num_hosts[model] = _num_hosts.get(model, 0) + 1
+    try:
+        yield
+    finally:
+        with _num_hosts_lock:
+            _num_hosts[model] -= 1
+            if not _num_hosts[model]:
+                uninstall(model)
+
+
 class EngineHost:
     """Owns the connection to the daemon, and restores it. `session`, `scheduler` and `runner` are the current ones, and
     `usable` says that they are there."""
@@ -72,8 +94,7 @@ class EngineHost:
         self._stack = ExitStack()
         self._daemon: Daemon | None = None
         try:
-            install(model)
-            self._stack.callback(uninstall, model)
+            self._stack.enter_context(_installed(model))
             self.client = self._stack.enter_context(KVClient(self._address(), **options.client))
             self.resumed = token is not None and self._resume(token)
             if not self.resumed:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from torch.nn import Embedding
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvservice.engines.params import SamplingParams
@@ -30,13 +31,27 @@ class ModelLimits:
     def of(cls, model: PreTrainedModel, max_sequence_tokens: int) -> ModelLimits:
         """Take the limits from the model's configuration and from the daemon's longest sequence."""
         config = model.config
-        longest = getattr(config, "max_position_embeddings", None) or max_sequence_tokens
+        longest = _num_positions(model) or max_sequence_tokens
         generation = getattr(model, "generation_config", None)
         eos = getattr(generation, "eos_token_id", None)
         if eos is None:
             eos = config.eos_token_id
         ids: Collection[int] = () if eos is None else [eos] if isinstance(eos, int) else eos
         return cls(int(config.vocab_size), min(int(longest), max_sequence_tokens), frozenset(map(int, ids)))
+
+
+def _num_positions(model: PreTrainedModel) -> int | None:
+    """Return the most tokens for which a model has positions, or None without a limit."""
+    for name in ("max_position_embeddings", "max_seq_len"):
+        longest = getattr(model.config, name, None)
+        if longest:
+            break
+    else:
+        return None
+    # RoBERTa and its relatives count positions from padding_idx + 1.
+    embeddings = [getattr(module, "position_embeddings", None) for module in model.modules()]
+    unused = [one.padding_idx + 1 for one in embeddings if isinstance(one, Embedding) and one.padding_idx is not None]
+    return int(longest) - max(unused, default=0)
 
 
 def check_prompt(

@@ -98,11 +98,14 @@ def test_errors_are_raised_by_their_own_stream(directory, engine_daemon, prompts
 
     broken, ending = (SamplingParams(logits_processors=[Failing(one)]) for one in (ValueError("broken"), SystemExit(3)))
 
+    no_params: Any = {"n": 1}
+
     async def scenario(llm: AsyncLLM) -> None:
         good = asyncio.create_task(collect(llm.generate(prompts[0], GREEDY)))
         for prompt, params, kind, said in (
             ([], GREEDY, InvalidArgumentError, "no tokens"),
             ([5] * 3000, GREEDY, OutOfBlocksError, "never"),
+            ([5], no_params, InvalidArgumentError, "sampling_params"),
             ([5], SamplingParams(best_of=2), InvalidArgumentError, "best_of"),
             ([5], broken, ValueError, "broken"),
             ([5], ending, InternalError, r"SystemExit\(3\)"),

@@ -313,3 +313,23 @@ def test_texts_need_a_tokenizer(directory, engine_daemon) -> None:
                 llm.generate([prompt], SamplingParams(stop=stop))
             assert refused.value.field == field
         assert llm.generate([[5]], SamplingParams(max_tokens=2))[0].outputs[0].text == ""
+
+
+def test_engines_can_share_a_model(directory, engine_daemon, prompts, alone) -> None:
+    """The model keeps its attention in the daemon until the last engine is closed."""
+    model, _ = host.load(directory)
+    with LLM(model, address=engine_daemon.address) as first:
+        with LLM(model, address=engine_daemon.address):
+            pass
+        (output,) = first.generate([prompts[0]], GREEDY)
+        assert tokens(output) == alone(prompts[0], 20)
+    ids = torch.tensor([[5, 6]])
+    with torch.no_grad():
+        assert model(ids).logits.shape[:2] == (1, 2)
+
+
+def test_a_wrong_speculation_is_refused(directory) -> None:
+    wrong: Any = 4
+    with pytest.raises(InvalidArgumentError) as refused:
+        LLM(directory, speculation=wrong)
+    assert refused.value.field == "speculation"

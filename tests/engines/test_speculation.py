@@ -133,6 +133,7 @@ def test_a_draft_daemon_that_is_away_harms_no_recovery() -> None:
     host = Mock()
     host.session.info.max_sequence_tokens = 100
     host.model.config = LlamaConfig()
+    host.model.modules.return_value = []
     host.model.generation_config.eos_token_id = None
     host.session.free.side_effect = ConnectionLostError("away")
     for forget in (lambda drafter: drafter.reset(), lambda drafter: drafter.forget([Mock(sequence_id=4)])):
