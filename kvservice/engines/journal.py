@@ -28,7 +28,7 @@ _NOT_SUPPORTED: Final = {"logits_processors": (), "logprobs": None, "best_of": N
 
 @dataclass
 class Past:
-    """What an earlier engine has written: its session, the key of its model (empty if the model has none), requests by
+    """The file of an earlier engine: its session, the key of its model (empty if the model has none), requests by
     id, and ends of samples by sequence id.
 
     `next_id` is above the ids of all its requests, also of those that are returned.

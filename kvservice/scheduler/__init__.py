@@ -7,13 +7,13 @@ engine       EngineScheduler: add, abort, schedule, update
 admission    Admission: swapped and waiting requests  preemption   Preemptor: stalls and preemptions
 state        EngineQueues: all requests of an engine  shares       PoolShares: engines by weight
 drafts       Draft and InFlight: a batch in the making, and until its report
-opening      Opener: a draft becomes a batch          reporting    Reporter: what a report changes
-speculation  proposals: computed, then verified
+opening      Opener: a draft becomes a batch          reporting    Reporter: applies reports
+speculation  proposals of tokens, computed and then verified
 samples      Samples: forked, and ended one by one    snapshots    descriptions of requests, with their tokens
 stats        counters, figures, latencies             waiting      WaitingQueue: by rank
-decoding     DecodeSet: running sequences as arrays   token_times  TokenTimes: of their latest tokens
+decoding     DecodeSet: running sequences as arrays   token_times  TokenTimes of the latest tokens
 requests     Request and its state                    batches      ScheduledBatch: the frozen result
-reports      Report: what an engine found out in a step
+reports      Report: the sampled tokens of a batch, and its checks
 config       SchedulerConfig: budgets and policies
 """
 

@@ -58,7 +58,7 @@ class SnapshotTable(DataTable[Text]):
 
     @property
     def is_shown(self) -> bool:
-        """Whether the daemon has what the table lists."""
+        """Return whether the daemon has rows for the table."""
         return self._table.is_shown(self._snapshot)
 
     def _set_row_count(self, count: int) -> None:

@@ -186,7 +186,7 @@ def test_proposals_use_the_lookahead(make: Make) -> None:
     manager.check_integrity()
 
 
-# What ends the two steps
+# ---- operations that end the two steps
 
 Operation = Callable[[BlockManager, SessionNamespace, int], object]
 

@@ -59,7 +59,7 @@ def test_an_engine_under_pressure(open_daemon: OpenDaemon, variant: str, face: F
 
 
 def test_preemption_by_swap(open_daemon: OpenDaemon) -> None:
-    """What is swapped out and in again is read back as it was."""
+    """K/V that are swapped out and in again are read back unchanged."""
 
     async def scenario() -> None:
         address = open_daemon("float32", "write").address

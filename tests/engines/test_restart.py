@@ -64,7 +64,7 @@ def computed_positions(llm: LLM, monkeypatch) -> list[tuple[int, int, int]]:
 
 @pytest.mark.parametrize("num_steps", [0, 15])
 def test_a_killed_engine_goes_on(num_steps, directory, engine_daemon, prompts, alone, tmp_path, monkeypatch) -> None:
-    """What was written is not computed again, but for the token of each sequence that was in flight."""
+    """Written K/V are not computed again, except the token of each sequence that was in flight."""
     journal = tmp_path / "journal"
     params = [{"temperature": 0, "max_tokens": 5 if at == 0 else 40} for at in range(len(prompts))]
     run_doomed(directory, engine_daemon, journal, prompts, params, num_steps)

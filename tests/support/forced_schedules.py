@@ -27,7 +27,7 @@ from kvservice.integrations.transformers import forward, install, model_keys, un
 MARGIN = 2e-3
 MAX_CALLS = 3000
 NUM_REQUESTS = 24
-# What every run must force.
+# Every run must force each of these.
 FORCED = {"aborts", "ahead", "chunks", "found finished", "recomputations", "retries", "stalls", "swaps"}
 # 72 tokens. The longest requests have up to 60.
 POOL: dict[str, Any] = {"block_size": 4, "num_blocks": 18, "swap_space_gib": 0.001, "watermark": 0.0}

@@ -1,4 +1,4 @@
-"""What the observer reads from a daemon in which no scheduler was opened."""
+"""The reading of the observer from a daemon in which no scheduler was opened."""
 
 import numpy as np
 
