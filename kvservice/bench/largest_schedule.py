@@ -20,14 +20,14 @@ def schedule_requests(sender: Sender) -> Callable[[], Awaitable[None]]:
     many = scheduler_pb2.AddRequestsRequest(
         requests=[
             scheduler_pb2.ScheduledRequest(
-                request_id=i, token_ids=random.integers(0, 50_000, length).tolist(), max_tokens=2
+                request_id=i, token_ids=random.integers(0, 50_000, length).tolist(), max_tokens=2, width=1
             )
             for i in range(count)
         ]
     )
     tokens = random.integers(0, 50_000, most - 1).tolist()
     longest = scheduler_pb2.AddRequestsRequest(
-        requests=[scheduler_pb2.ScheduledRequest(request_id=0, token_ids=tokens, max_tokens=1)]
+        requests=[scheduler_pb2.ScheduledRequest(request_id=0, token_ids=tokens, max_tokens=1, width=1)]
     )
     ids, requests = list(range(count)), f"{count} requests"
 

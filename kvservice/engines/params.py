@@ -47,6 +47,9 @@ class SamplingParams:
     `beam_width` above 1 selects beam search, as in transformers: `n` of the beams are returned, scored by
     log probability / length ** `length_penalty`; `early_stopping` ends it as soon as `beam_width` beams are complete.
 
+    Of a model's generation_config only the tokens of its end of sequence are used. Other settings in it, such as
+    suppress_tokens or repetition_penalty, have no effect: give them here, or as logits processors.
+
     Raises InvalidArgumentError naming the field.
     """
 

@@ -114,7 +114,7 @@ def _request(message: scheduler_pb2.ScheduledRequest) -> Request:
         message.max_tokens,
         message.priority,
         codec.extra_keys(message.extra_keys),
-        message.width or 1,
+        message.width,
         to_ints(message.stop_lengths),
         message.beams,
     )

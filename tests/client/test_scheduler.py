@@ -149,6 +149,7 @@ def test_aborted_requests_end_at_once_or_with_their_batch(daemon: Daemon) -> Non
         ({"token_ids": []}, InvalidArgumentError, "requests[1].token_ids"),
         ({"token_ids": [-1]}, InvalidArgumentError, "requests[1].token_ids[0]"),
         ({"token_ids": [1.5]}, InvalidArgumentError, "token_ids"),
+        ({"width": 0}, InvalidArgumentError, "requests[1].width"),
         ({"max_tokens": 0}, InvalidArgumentError, "requests[1].max_tokens"),
         ({"max_tokens": (1 << 63) - 1}, InvalidArgumentError, "requests[1].max_tokens"),
         ({"max_tokens": 300}, OutOfBlocksError, "requests[1].max_tokens"),

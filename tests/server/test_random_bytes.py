@@ -116,7 +116,7 @@ def good_requests(token: bytes, tensor: Any) -> dict[str, Any]:
     scatter = store_pb2.Scatter(region="r", piece_bytes=[60, 4], offsets=bytes(32))
     part = attention_pb2.SequenceRange(sequence_id=1, start=0, stop=4)
     request = scheduler_pb2.ScheduledRequest(
-        request_id=30, token_ids=[1, 2, 3], max_tokens=2, extra_keys=[blocks_pb2.ExtraKey(key=b"k")]
+        request_id=30, token_ids=[1, 2, 3], max_tokens=2, width=1, extra_keys=[blocks_pb2.ExtraKey(key=b"k")]
     )
     report = scheduler_pb2.StepReport(batch=1, token_ids=[5], finished_ids=[21])
     return {
@@ -193,7 +193,7 @@ def good_requests(token: bytes, tensor: Any) -> dict[str, Any]:
 def schedule(victim: Any, tensor: Any) -> None:
     """Open the scheduler of a session, and compute its first batch."""
     victim.ok("open_scheduler", scheduler_pb2.OpenSchedulerRequest())
-    request = scheduler_pb2.ScheduledRequest(request_id=21, token_ids=[7, 8], max_tokens=3)
+    request = scheduler_pb2.ScheduledRequest(request_id=21, token_ids=[7, 8], max_tokens=3, width=1)
     victim.ok("add_requests", scheduler_pb2.AddRequestsRequest(requests=[request]))
     step_id = victim.ok("schedule", scheduler_pb2.ScheduleRequest()).step.step_id
     for layer in range(2):

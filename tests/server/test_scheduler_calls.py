@@ -39,7 +39,7 @@ class RawScheduler:
         return self.ok("open_scheduler", KINDS.OpenSchedulerRequest(**settings))
 
     def add(self, request_id: int, prompt: range, max_tokens: int = 4) -> None:
-        one = KINDS.ScheduledRequest(request_id=request_id, token_ids=prompt, max_tokens=max_tokens)
+        one = KINDS.ScheduledRequest(request_id=request_id, token_ids=prompt, max_tokens=max_tokens, width=1)
         self.ok("add_requests", KINDS.AddRequestsRequest(requests=[one]))
 
     def schedule(self, **fields: Any) -> Any:
@@ -164,7 +164,7 @@ def test_tokens_without_their_kv_are_refused(scheduler: RawScheduler) -> None:
 
 
 def test_calls_without_a_scheduler(scheduler: RawScheduler) -> None:
-    one = KINDS.ScheduledRequest(request_id=1, token_ids=[1], max_tokens=1)
+    one = KINDS.ScheduledRequest(request_id=1, token_ids=[1], max_tokens=1, width=1)
     for name, request in (
         ("add_requests", KINDS.AddRequestsRequest(requests=[one])),
         ("abort_requests", KINDS.AbortRequestsRequest(request_ids=[1])),
