@@ -126,7 +126,7 @@ class EngineCore:
         self._stack.close()
 
     def _new_id(self, prompt: Prompt) -> int:
-        """Return an id, the first of those of the prompt's sequences."""
+        """Return the id of a request, which is also the id of its first sequence."""
         first, self._next_id = self._next_id, self._next_id + prompt.params.width
         return first
 

@@ -126,8 +126,8 @@ class Journal:
     def resume(
         self, past: Past, host: EngineHost, loop: EngineLoop, make: Callable[[Prompt], EngineRequest]
     ) -> dict[int, EngineRequest]:
-        """Give the loop the requests that are not over: those that the daemon has go on where they were, the others
-        begin again. Returns all requests, also those that are over, by id."""
+        """Give the loop the requests that are not over. Requests that the daemon has go on where they were, and the
+        others begin again. Returns all requests by id, finished ones included."""
         requests = {request_id: make(prompt) for request_id, prompt in past.prompts.items()}
         known: dict[int, RequestInfo] = {}
         if host.resumed:

@@ -34,5 +34,5 @@ def is_shared(processor: LogitsProcessor) -> bool:
 
 
 def own_processors(processors: Sequence[LogitsProcessor]) -> tuple[LogitsProcessor, ...]:
-    """Return the processors of one sample: copies of those that may have state."""
+    """Return the processors of one sample. Processors that may have state are copied."""
     return tuple(one if is_shared(one) else copy.deepcopy(one) for one in processors)

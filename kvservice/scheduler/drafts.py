@@ -81,7 +81,7 @@ class Draft:
 
 @dataclass(slots=True, eq=False)
 class InFlight:
-    """A batch that is not reported, its step and its draft, whose decodes are those that have not ended since.
+    """A batch that is not reported, its step and its draft, without the decodes that have ended since.
 
     `unknown` bool[n] are the decodes whose token is not known, because the batch before samples it, or None. `advanced`
     says that the progress of its sequences is counted, because the next batch was made. `ended` are sequences that

@@ -49,7 +49,7 @@ class Preemptor:
     def _eligible(self, draft: Draft) -> BoolArray:
         """Return which decodes may be in a batch: bool[n]. Beams wait for others of their request
         that are in their prefill. While another batch is in flight, no beams may be in this one, nor sequences whose
-        last token is sampled, nor those of aborted requests."""
+        last token is sampled, nor samples of aborted requests."""
         queues, decodes = self._queues, self._queues.decodes
         eligible: BoolArray = decodes.generated < decodes.limits
         if decodes.has_beams:

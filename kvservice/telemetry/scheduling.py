@@ -56,7 +56,7 @@ class SchedulerReading(NamedTuple):
 
 
 def read_schedulers(arrays: Mapping[str, npt.NDArray[Any]]) -> tuple[dict[int, SchedulerFigures], SchedulerReading]:
-    """Return the figures by the rows of the sessions, and those of all together."""
+    """Return the figures by the rows of the sessions, and the figures of all schedulers together."""
     table = arrays["schedulers"]
     rows = np.flatnonzero(table[:, 0]).tolist()
     figures = {row: SchedulerFigures(*values[1:]) for row, values in zip(rows, table[rows].tolist(), strict=True)}
