@@ -74,7 +74,7 @@ def sampling_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--order", type=click.Choice(["fcfs", "priority"]), default="fcfs", show_default=True)
 @click.option("--lookup", type=click.IntRange(0), default=0, help="Propose so many tokens by prompt lookup.")
 @click.option("--draft-model", type=click.Path(file_okay=False), help="Directory of a model that proposes tokens.")
-@click.option("--draft-tokens", type=click.IntRange(1), default=4, show_default=True, help="Its proposals a step.")
+@click.option("--draft-tokens", type=click.IntRange(1), help="Its proposals a step.  [default: 4]")
 @click.option("--compiled", is_flag=True, help="Compile the model's layers, which takes about half a minute.")
 @click.option("--journal", type=click.Path(dir_okay=False), help="Go on after a restart, with --address: a file.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON lines.")
@@ -122,15 +122,12 @@ def _engine(given: dict[str, Any], presented: Presented, lines: Sequence[PromptL
 
     hide_bars: Callable[[], None] = logging.disable_progress_bar
     hide_bars()  # the bars of loading weights would disturb the view
-    if given["address"] == "":
-        raise click.UsageError("--address must not be empty")
+    _check_options(given)
     model, tokenizer = _model(given["model"], given["dtype"])
     check_lines(lines, model, tokenizer)
     speculation: Any = PromptLookup(given["lookup"]) if given["lookup"] else None
     if given["draft_model"]:
-        if speculation is not None:
-            raise click.UsageError("--lookup and --draft-model exclude each other")
-        speculation = DraftModel(load(given["draft_model"], given["dtype"])[0], given["draft_tokens"])
+        speculation = DraftModel(load(given["draft_model"], given["dtype"])[0], given["draft_tokens"] or 4)
     credentials = presented.at(given["address"] or "unix:")
     with LLM(
         model,
@@ -144,6 +141,17 @@ def _engine(given: dict[str, Any], presented: Presented, lines: Sequence[PromptL
         journal=given["journal"],
     ) as llm:
         yield llm
+
+
+def _check_options(given: dict[str, Any]) -> None:
+    if given["address"] == "":
+        raise click.UsageError("--address must not be empty")
+    if given["address"] is not None and given["num_blocks"] is not None:
+        raise click.UsageError("--address and --num-blocks exclude each other")
+    if given["lookup"] and given["draft_model"]:
+        raise click.UsageError("--lookup and --draft-model exclude each other")
+    if given["draft_tokens"] is not None and not given["draft_model"]:
+        raise click.UsageError("--draft-tokens needs --draft-model")
 
 
 def _model(directory: str | None, dtype: str) -> tuple[Any, Any]:

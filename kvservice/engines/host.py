@@ -44,6 +44,10 @@ class HostOptions:
     compiled: bool = False
     restart_wait_s: float = 60.0
 
+    def __post_init__(self) -> None:
+        if self.address is not None and self.daemon:
+            raise InvalidArgumentError("are of a daemon that is started, but an address is given", field="daemon")
+
 
 def load(directory: str | Path, dtype: str = "auto") -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """Load a model, and its tokenizer if the directory has one. Nothing is downloaded.

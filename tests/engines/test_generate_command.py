@@ -84,6 +84,8 @@ def test_with_a_journal_the_command_finishes_what_was_begun(run, directory, engi
         ('{"prompt": "w5", "logit_bias": {"x": 1}}\n', (), "line 1 of the prompts: logit_bias: must"),
         (b"w\xff5\n", (), "the prompts are not UTF-8"),
         ("w5\n", ("--dtype", "bogus"), "'bogus' is not one of"),
+        ("w5\n", ("--num-blocks", "9"), "--address and --num-blocks exclude each other"),
+        ("w5\n", ("--draft-tokens", "2"), "--draft-tokens needs --draft-model"),
         ("w5\n", ("--address", ""), "--address must not be empty"),
         ('{"prompt": "w5", "top_q": 1}\n', (), "top_q: is not a sampling parameter"),
         ('{"prompt": "w5", "top_p": 2}\n', (), "top_p: must be a number from 0 to 1"),

@@ -328,8 +328,11 @@ def test_engines_can_share_a_model(directory, engine_daemon, prompts, alone) -> 
         assert model(ids).logits.shape[:2] == (1, 2)
 
 
-def test_a_wrong_speculation_is_refused(directory) -> None:
-    wrong: Any = 4
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [({"speculation": 4}, "speculation"), ({"address": "unix:/absent", "daemon": {"num_blocks": 4}}, "daemon")],
+)
+def test_wrong_options_are_refused(directory, options, field) -> None:
     with pytest.raises(InvalidArgumentError) as refused:
-        LLM(directory, speculation=wrong)
-    assert refused.value.field == "speculation"
+        LLM(directory, **options)
+    assert refused.value.field == field
