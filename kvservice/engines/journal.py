@@ -6,9 +6,11 @@ written before it is reported to the daemon, so its output is always in one of t
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -19,8 +21,8 @@ from kvservice.engines.loop import EngineLoop
 from kvservice.engines.params import SamplingParams
 from kvservice.engines.requests import EngineRequest, Prompt
 from kvservice.engines.samples import Sample
-from kvservice.engines.submission import aborted_ids
-from kvservice.errors import InternalError, InvalidArgumentError
+from kvservice.engines.submission import abort, aborted_ids
+from kvservice.errors import FailedPreconditionError, InternalError, InvalidArgumentError
 
 # Parameters whose state the file cannot hold, with their defaults.
 _NOT_SUPPORTED: Final = {"logits_processors": (), "logprobs": None, "best_of": None, "beam_width": 1}
@@ -58,15 +60,17 @@ class Journal:
     def read(self) -> Past:
         """Return what the file holds. A last line that an earlier engine did not finish is removed.
 
-        Raises InvalidArgumentError if it is not a journal.
+        Raises InvalidArgumentError if it is not a journal, and FailedPreconditionError if it cannot be read.
         """
         past = Past()
-        try:
-            lines = self._path.read_bytes().split(b"\n")
-        except FileNotFoundError:
+        if not self._path.exists():
             return past
-        if lines[-1]:
-            os.truncate(self._path, self._path.stat().st_size - len(lines[-1]))
+        if not self._path.is_file():
+            raise InvalidArgumentError(f"{self._path} is not a regular file", field="journal")
+        with self._accessing():
+            lines = self._path.read_bytes().split(b"\n")
+            if lines[-1]:
+                os.truncate(self._path, self._path.stat().st_size - len(lines[-1]))
         for line in lines[:-1]:
             try:
                 _apply(past, json.loads(line))
@@ -94,8 +98,8 @@ class Journal:
         self._write(self._session(token), replace=not self._open)
 
     def added(self, requests: Sequence[EngineRequest]) -> None:
-        self._open |= {request.request_id for request in requests}
         self._write(*({"added": _prompt_to_json(request.prompt)} for request in requests))
+        self._open |= {request.request_id for request in requests}
 
     def refused(self, requests: Sequence[EngineRequest]) -> None:
         ids = [request.request_id for request in requests]
@@ -139,7 +143,7 @@ class Journal:
             loop.adopt(in_daemon)
         ids = [one for request in in_daemon for one in aborted_ids(request) if request.finished and one in known]
         if ids:
-            loop.forget(host.scheduler.abort(ids))
+            loop.forget(abort(host.scheduler, ids, host.session.info))
         loop.resubmit([one for one in requests.values() if one not in in_daemon and not one.finished])
         return requests
 
@@ -147,14 +151,34 @@ class Journal:
         return {"session": token.hex(), "model": self._model}
 
     def _write(self, *lines: dict[str, Any], replace: bool = False) -> None:
+        """Append whole lines, or start the file anew with them. Raises FailedPreconditionError if that fails."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines).encode()
         path = self._path.with_name(self._path.name + ".new") if replace else self._path
-        descriptor = os.open(path, flags | (os.O_TRUNC if replace else 0), 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(text)
-        if replace:
-            path.replace(self._path)
+        with self._accessing():
+            descriptor = os.open(path, flags | (os.O_TRUNC if replace else 0), 0o600)
+            with os.fdopen(descriptor, "wb", buffering=0) as file:
+                size = os.fstat(descriptor).st_size
+                try:
+                    _write_all(file, text)
+                except OSError:
+                    file.truncate(size)  # other lines may follow when there is room again
+                    raise
+            if replace:
+                path.replace(self._path)
+
+    @contextlib.contextmanager
+    def _accessing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise FailedPreconditionError(f"{self._path}: {error.strerror}", field="journal") from None
+
+
+def _write_all(file: io.FileIO, text: bytes) -> None:
+    rest = memoryview(text)
+    while rest:
+        rest = rest[file.write(rest) :]
 
 
 def _apply(past: Past, line: dict[str, Any]) -> None:

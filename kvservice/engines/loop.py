@@ -14,7 +14,7 @@ from kvservice.engines.batches import inputs_of, report_proposals, sample_batch
 from kvservice.engines.host import DAEMON_LOST, EngineHost
 from kvservice.engines.requests import EngineRequest
 from kvservice.engines.samples import Sample
-from kvservice.engines.submission import aborted_ids, remaining, scheduled
+from kvservice.engines.submission import abort, aborted_ids, remaining, scheduled, submit
 from kvservice.errors import InternalError
 
 _IDLE_S: Final = 0.002
@@ -87,7 +87,7 @@ class EngineLoop:
         if self._recorder is not None:
             self._recorder.added(requests)
         try:
-            self._host.scheduler.add(scheduled(self._host.model, requests))
+            submit(self._host.scheduler, scheduled(self._host.model, requests), self._host.session.info)
         except DAEMON_LOST:
             self._keep(requests)
             self._recover()
@@ -109,9 +109,7 @@ class EngineLoop:
     def resubmit(self, requests: Sequence[EngineRequest]) -> None:
         """Queue what is left of requests that the daemon does not know, with their generated tokens as prompts."""
         self._keep(requests)
-        scheduled = remaining(self._host.model, requests)
-        if scheduled:
-            self._host.scheduler.add(scheduled)
+        submit(self._host.scheduler, remaining(self._host.model, requests), self._host.session.info)
 
     def abort(self, request: EngineRequest) -> None:
         """End a request now. The daemon frees it with the next step."""
@@ -211,7 +209,7 @@ class EngineLoop:
         aborts, self._aborts = self._aborts, []
         ids = [one for request in aborts for one in aborted_ids(request) if one in self._samples]
         if ids:
-            self.forget(self._host.scheduler.abort(ids))
+            self.forget(abort(self._host.scheduler, ids, self._host.session.info))
         by_user = [request for request in aborts if request.error is None]
         self._end(by_user)
         return by_user

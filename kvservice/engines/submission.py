@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 
 from transformers import PreTrainedModel
 
-from kvservice.client import ScheduledRequest
+from kvservice.client import KVScheduler, PoolInfo, ScheduledRequest
+from kvservice.engines.host import DAEMON_LOST
 from kvservice.engines.requests import EngineRequest
+from kvservice.errors import KVServiceError
 from kvservice.integrations.transformers.keys import ExtraKeys, identify, private_keys, shared_keys
 
 
@@ -43,6 +46,53 @@ def remaining(model: PreTrainedModel, requests: Sequence[EngineRequest]) -> list
             if not sample.finished
         ]
     return left
+
+
+def submit(scheduler: KVScheduler, requests: Sequence[ScheduledRequest], info: PoolInfo) -> None:
+    """Queue all requests, or none, in as many calls as their limits need. No step of the scheduler is made meanwhile.
+
+    Raises the daemon's errors.
+    """
+    added: list[int] = []
+    for part in _parts(requests, info):
+        try:
+            scheduler.add(part)
+        except DAEMON_LOST:
+            raise
+        except KVServiceError as error:
+            error.field = _shifted(error.field, len(added))
+            abort(scheduler, added, info)
+            raise
+        added += [request.request_id for request in part]
+
+
+def _shifted(field: str, num_before: int) -> str:
+    """Return the name of a field of a part, with the index of its request among all requests."""
+    return re.sub(r"\[(\d+)\]", lambda at: f"[{int(at[1]) + num_before}]", field, count=1)
+
+
+def abort(scheduler: KVScheduler, request_ids: Sequence[int], info: PoolInfo) -> list[int]:
+    """Abort requests, in as many calls as their limits need. Returns those that have ended already."""
+    most = info.max_request_sequences
+    ended: list[int] = []
+    for first in range(0, len(request_ids), most):
+        ended += scheduler.abort(request_ids[first : first + most])
+    return ended
+
+
+def _parts(requests: Sequence[ScheduledRequest], info: PoolInfo) -> Iterator[list[ScheduledRequest]]:
+    """Yield the requests in parts that fit into one call each."""
+    part: list[ScheduledRequest] = []
+    num_tokens = 0
+    for request in requests:
+        length = len(request.token_ids)  # type: ignore[arg-type]  # it is a list or a tuple
+        if part and (len(part) == info.max_request_sequences or num_tokens + length > info.max_request_tokens):
+            yield part
+            part, num_tokens = [], 0
+        part.append(request)
+        num_tokens += length
+    if part:
+        yield part
 
 
 def aborted_ids(request: EngineRequest) -> list[int]:

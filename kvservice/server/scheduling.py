@@ -17,6 +17,7 @@ from kvservice.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
     KVServiceError,
+    QuotaExceededError,
     SequenceScheduledError,
     UnknownSequenceError,
     UnknownSessionError,
@@ -59,7 +60,11 @@ class SessionScheduler:
         """Queue all requests in the last slice, or none. `reserved` are ids that other sequences will have. Raises the
         errors of EngineScheduler.add; QuotaExceededError; UnknownSessionError if the session ends meanwhile."""
         sizes = [len(request.token_ids) for request in requests]  # type: ignore[arg-type]  # they are arrays
-        self._totals.add(len(sizes), sum(sizes))
+        try:
+            self._totals.add(len(sizes), sum(sizes))
+        except QuotaExceededError:
+            self.scheduler.queues.counters.refused += len(sizes)
+            raise
         try:
             prepared = yield from self._prepare(requests)
             self._check_reserved(prepared, reserved)

@@ -199,7 +199,9 @@ class SessionRegistry:
         session = self.find(token)
         if session is None:
             self._note_foreign(token)
-            raise UnknownSessionError("no such session: it was closed, or never opened", field="session_token")
+            raise UnknownSessionError(
+                "no such session: it was closed, was lost without a stream, or was never opened", field="session_token"
+            )
         return session
 
     def _note_foreign(self, token: bytes) -> None:
@@ -287,7 +289,11 @@ class SessionRegistry:
         if session.end_stream is not None:
             session.end_stream(FailedPreconditionError("the session was closed"))
         session.unshare(writers_done=writers_done)
-        scheduled = session.scheduler.close() if session.scheduler is not None else None
+        ended = "" if session.store is None else f", {session.store.ended}"
+        scheduled = None
+        if session.scheduler is not None:
+            ended += f", {len(session.scheduler)} unfinished requests dropped"
+            scheduled = session.scheduler.close()
 
         freed = yield from self._manager.close_namespace_in_slices(session.namespace)
         if scheduled is not None:
@@ -296,7 +302,6 @@ class SessionRegistry:
         self._table.close(session.row)
         number = session.session_id
         fields = {"session_id": number, "reason": end.partition(":")[0]}
-        ended = "" if session.store is None else f", {session.store.ended}"
         self._closed_log.write(
             logging.INFO, "session %d %s, %d sequences freed%s", number, end, freed, ended, extra=fields
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -267,6 +268,29 @@ def test_what_is_no_prompt_is_refused(llm, prompts) -> None:
 def test_parameters_of_another_class_are_refused(llm, params) -> None:
     with pytest.raises(InvalidArgumentError, match="SamplingParams"):
         llm.generate([[5]], params)
+
+
+def test_more_prompts_than_a_call_may_have_are_added_in_parts(llm, alone, monkeypatch) -> None:
+    """Of the limits of one call, the number of requests counts first and then their tokens."""
+    info = dataclasses.replace(llm.core.host.session.info, max_request_sequences=3, max_request_tokens=40)
+    monkeypatch.setattr(llm.core.host.session, "info", info)
+    sizes: list[int] = []
+    add = llm.core.host.scheduler.add
+
+    def counted(part) -> None:
+        sizes.append(len(part))
+        add(part)
+
+    monkeypatch.setattr(llm.core.host.scheduler, "add", counted)
+    batch = [[5]] * 4 + [[6] * 30, [7] * 30]
+    outputs = llm.generate(batch, GREEDY)
+    assert sizes == [3, 2, 1]
+    assert [tokens(output) for output in outputs] == [alone(prompt, 20) for prompt in batch]
+    with pytest.raises(OutOfBlocksError) as refused:
+        llm.generate([*batch, [5] * 2000], GREEDY)
+    assert refused.value.field == "requests[6].max_tokens"
+    assert llm.core.host.scheduler.describe() == []
+    assert not llm.core.loop.live
 
 
 def test_threads_take_turns(llm, prompts, alone) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -14,7 +16,7 @@ import pytest
 import torch
 
 from kvservice.client import KVClient
-from kvservice.engines import LLM, PromptLookup, SamplingParams
+from kvservice.engines import LLM, PromptLookup, SamplingParams, journal
 from kvservice.engines.host import load
 from kvservice.errors import FailedPreconditionError, InvalidArgumentError, OutOfBlocksError
 from kvservice.integrations.transformers import pool_options
@@ -255,3 +257,31 @@ def test_a_file_that_is_no_journal_is_refused(directory, engine_daemon, tmp_path
         LLM(directory, address=engine_daemon.address, journal=path)
     assert refused.value.field == "journal"
     assert path.read_text() == "hello\n"
+
+
+def test_a_path_that_cannot_be_a_journal_is_refused(directory, engine_daemon, tmp_path) -> None:
+    with pytest.raises(InvalidArgumentError, match="is not a regular file"):
+        LLM(directory, address=engine_daemon.address, journal="/dev/full")
+    with pytest.raises(FailedPreconditionError, match="No such file") as refused:
+        LLM(directory, address=engine_daemon.address, journal=tmp_path / "missing" / "journal")
+    assert refused.value.field == "journal"
+
+
+def test_a_full_disk_leaves_whole_lines(directory, engine_daemon, tmp_path, monkeypatch, prompts, alone) -> None:
+    """The write fails in the middle of a line."""
+    path = tmp_path / "journal"
+
+    def torn(file, text) -> None:
+        file.write(text[:7])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with LLM(directory, address=engine_daemon.address, journal=path) as llm:
+        before = path.read_bytes()
+        with monkeypatch.context() as patched:
+            patched.setattr(journal, "_write_all", torn)
+            with pytest.raises(FailedPreconditionError, match="No space left") as refused:
+                llm.generate(prompts[:1], GREEDY)
+        assert refused.value.field == "journal"
+        assert path.read_bytes() == before
+        (output,) = llm.generate(prompts[:1], GREEDY)
+    assert list(output.outputs[0].token_ids) == alone(prompts[0], 40)

@@ -111,6 +111,7 @@ def test_all_schedulers_share_the_limits(limits: tuple[int, int], limit: str) ->
     with pytest.raises(QuotaExceededError) as caught:
         finish(other.add([request(2)], 0.0, ()))
     assert (caught.value.field, caught.value.metadata["limit"]) == ("requests", limit)
+    assert other.scheduler.queues.counters.refused == 1
     assert rig.one.abort([2]) == [2]
     finish(other.add([request(2)], 0.0, ()))
     rig.one.close()

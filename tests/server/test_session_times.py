@@ -12,11 +12,13 @@ import pytest
 from manual_clock import ManualClock
 from small_pool import SMALL_POOL
 
+from kvservice.blocks import Slices
 from kvservice.blocks.slices import finish
 from kvservice.config import ServeConfig
 from kvservice.devices import open_device
 from kvservice.engine import CacheEngine
 from kvservice.errors import KVServiceError, QuotaExceededError, UnknownSessionError
+from kvservice.server.scheduling import SessionScheduler
 from kvservice.server.sessions import ATTACH_S, ServerSession, SessionRegistry
 from kvservice.store.session import Ended, SessionStore
 from kvservice.telemetry.arrays import SharedArrays
@@ -154,18 +156,36 @@ def test_sessions_that_come_and_go_do_not_fill_the_log(make_registry, caplog) ->
     assert [record.session_id for record in caplog.records[:2]] == [1, 1]
 
 
+class FakeScheduler:
+    """A scheduler with four requests."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def pause(self) -> None:
+        pass
+
+    def close(self) -> Slices[None]:
+        yield from ()
+
+
 def test_the_log_says_which_sessions_were_lost_and_why(make_registry, clock, caplog) -> None:
     registry = make_registry(session_grace_s=SHORT_GRACE_S)
     left, closed = open_attached(registry), open_attached(registry)
     registry.open("", "", False, 0.0)
     closed.store = cast(SessionStore, SimpleNamespace(close=lambda **_: None, ended=Ended(3, 1)))
+    left.scheduler = cast(SessionScheduler, FakeScheduler())
     caplog.set_level(logging.INFO, "kvservice.server.sessions")
     finish(registry.close_in_slices(closed))
     registry.detach(left, end_stream)
     clock.advance(ATTACH_S)
     assert [(record.session_id, record.reason, record.message) for record in caplog.records] == [
         (2, "closed", "session 2 closed, 0 sequences freed, 3 leases and 1 reservations ended"),
-        (1, "lost", "session 1 lost: no stream attached to it for 0.5 s, 0 sequences freed"),
+        (
+            1,
+            "lost",
+            "session 1 lost: no stream attached to it for 0.5 s, 0 sequences freed, 4 unfinished requests dropped",
+        ),
         (3, "lost", "session 3 lost: no stream attached to it for 5 s, 0 sequences freed"),
     ]
 
