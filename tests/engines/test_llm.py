@@ -236,7 +236,9 @@ def test_parameters_are_one_for_all_or_one_for_each(llm) -> None:
         llm.generate([[5], [6]], [GREEDY])
     assert refused.value.field == "sampling_params"
     assert llm.generate([], GREEDY) == []
-    assert len(tokens(llm.generate([5, 6])[0])) == 16, "one prompt of token ids, with the default parameters"
+    (output,) = llm.generate([5, 6])
+    ended = output.outputs[0].finish_reason == "stop"
+    assert ended or len(tokens(output)) == 16, "one prompt of token ids, with the default parameters"
 
 
 def test_prompts_may_be_any_iterable(llm, alone) -> None:
