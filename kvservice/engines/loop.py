@@ -15,7 +15,7 @@ from kvservice.engines.host import DAEMON_LOST, EngineHost
 from kvservice.engines.requests import EngineRequest
 from kvservice.engines.samples import Sample
 from kvservice.engines.submission import abort, aborted_ids, remaining, scheduled, submit
-from kvservice.errors import InternalError
+from kvservice.errors import InternalError, KVServiceError
 
 _IDLE_S: Final = 0.002
 
@@ -79,8 +79,9 @@ class EngineLoop:
     def num_unfinished(self) -> int:
         return sum(not request.finished for request in self.live.values())
 
-    def add(self, requests: Sequence[EngineRequest]) -> None:
-        """Queue all requests, or none if one is refused.
+    def add(self, requests: Sequence[EngineRequest]) -> list[EngineRequest]:
+        """Queue all requests, or none if one is refused. If the daemon was restarted, all live requests are queued
+        again: returns those that it refuses now, as `step` does.
 
         Raises the daemon's errors; OutOfBlocksError with `never` for a request that the pool can never hold.
         """
@@ -90,7 +91,7 @@ class EngineLoop:
             submit(self._host.scheduler, scheduled(self._host.model, requests), self._host.session.info)
         except DAEMON_LOST:
             self._keep(requests)
-            self._recover()
+            return self._recover()
         except Exception:  # any error refuses the requests
             if self._recorder is not None:
                 self._recorder.refused(requests)
@@ -98,18 +99,40 @@ class EngineLoop:
         except BaseException:
             self.left = self._recorder is not None
             raise
-        else:
-            self._keep(requests)
+        self._keep(requests)
+        return []
 
     def adopt(self, requests: Sequence[EngineRequest]) -> None:
         """Go on with requests that the daemon's scheduler has already. The batch that was in flight is opened again."""
         self._keep(requests)
         self._retry = True
 
-    def resubmit(self, requests: Sequence[EngineRequest]) -> None:
-        """Queue what is left of requests that the daemon does not know, with their generated tokens as prompts."""
-        self._keep(requests)
+    def resubmit(self, requests: Sequence[EngineRequest]) -> list[EngineRequest]:
+        """Queue the rest of requests that the daemon does not know, with their generated tokens as prompts. A request
+        that it refuses ends with its error, and the others go on. Returns the refused ones."""
+        try:
+            self._resubmit(requests)
+            return []
+        except DAEMON_LOST:
+            raise
+        except KVServiceError:  # the daemon queued none of them: find those that it refuses
+            return [request for request in requests if self._is_refused(request)]
+
+    def _resubmit(self, requests: Sequence[EngineRequest]) -> None:
         submit(self._host.scheduler, remaining(self._host.model, requests), self._host.session.info)
+        self._keep(requests)
+
+    def _is_refused(self, request: EngineRequest) -> bool:
+        """Queue the rest of one request. Returns whether it is refused, and thereby over."""
+        try:
+            self._resubmit([request])
+            return False
+        except DAEMON_LOST:
+            raise
+        except KVServiceError as error:
+            request.end("error", error)
+            self._end([request])
+            return True
 
     def abort(self, request: EngineRequest) -> None:
         """End a request now. The daemon frees it with the next step."""
@@ -121,14 +144,14 @@ class EngineLoop:
         """Run one step. Returns the requests that got tokens or ended.
 
         If the daemon was restarted or has lost the session, the requests are queued again, with their generated tokens
-        as prompts. Other errors end all requests, or, with a recorder, leave them; they are raised.
+        as prompts; those that it refuses now end with the error. Other errors end all requests, or, with a recorder,
+        leave them; they are raised.
         """
         try:
             with torch.inference_mode():
                 return self._step()
         except DAEMON_LOST:
-            self._recover()
-            return []
+            return self._recover()
         except BaseException as error:
             if self._recorder is None:
                 self._drop(error)
@@ -229,8 +252,9 @@ class EngineLoop:
             if not any(sample.sequence_id in self._samples for sample in request.samples):
                 del self.live[request.request_id]
 
-    def _recover(self) -> None:
-        """Go on in a new session. If there is none, end all requests and raise the error."""
+    def _recover(self) -> list[EngineRequest]:
+        """Go on in a new session. If there is none, end all requests and raise the error. Returns the requests that the
+        daemon refuses now."""
         requests = self._start_again()
         while True:
             try:
@@ -240,8 +264,8 @@ class EngineLoop:
                     self._end_all(requests, error)
                 raise
             try:
-                self.resubmit(requests)
-                return
+                self.resubmit([request for request in requests if not request.finished])
+                return [request for request in requests if request.finished]
             except DAEMON_LOST:
                 self._start_again()
 

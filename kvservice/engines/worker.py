@@ -107,7 +107,7 @@ class EngineWorker:
             if self._failure is not None:
                 raise FailedPreconditionError(f"the engine has failed: {self._failure}")
             (request,) = self._core.new_requests([prompt], [params])
-            self._core.loop.add([request])
+            ended = self._core.loop.add([request])
         except Exception as error:  # the caller gets any error from the future
             added.set_exception(error)
             return
@@ -116,6 +116,8 @@ class EngineWorker:
             return
         self._publish[request.request_id] = publish
         added.set_result(request)
+        for one in ended:
+            self._show(one)
 
     def _abort(self, request: EngineRequest) -> None:
         self._publish.pop(request.request_id, None)

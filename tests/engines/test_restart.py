@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +18,7 @@ import pytest
 import torch
 
 from kvservice.client import KVClient
-from kvservice.engines import LLM, PromptLookup, SamplingParams, journal
+from kvservice.engines import LLM, AsyncLLM, PromptLookup, RequestOutput, SamplingParams, journal
 from kvservice.engines.host import load
 from kvservice.errors import FailedPreconditionError, InvalidArgumentError, OutOfBlocksError
 from kvservice.integrations.transformers import pool_options
@@ -205,6 +207,37 @@ def test_a_killed_daemon_costs_a_recomputation(directory, sizes, prompts, alone,
             again = llm.generate(prompts[:5], params)
             assert [one.outputs for one in again] == [one.outputs for one in expected]
     assert [list(one.outputs[0].token_ids) for one in again[:3]] == [alone(prompt, 40) for prompt in prompts[:3]]
+
+
+def test_a_restarted_daemon_refuses_one_request_alone(directory, sizes, prompts, alone, tmp_path) -> None:
+    """The new daemon's pool is too small for one of the requests. The others go on, also as streams."""
+    socket = tmp_path / "kv.sock"
+    long = SamplingParams(temperature=0, max_tokens=600)
+
+    async def generate(llm: AsyncLLM, daemon: Daemon) -> list[list[int] | Exception]:
+        streams = [llm.generate(prompts[0], GREEDY), llm.generate(prompts[1], long), llm.generate(prompts[2], GREEDY)]
+        for stream in streams:
+            await anext(stream)
+        daemon.process.kill()
+        daemon.process.wait()
+        with Daemon(**(sizes | {"num_blocks": 16}), unix_socket=socket):
+            return [await last(stream) for stream in streams]
+
+    async def last(stream: AsyncIterator[RequestOutput]) -> list[int] | Exception:
+        try:
+            return [list(output.outputs[0].token_ids) async for output in stream][-1]
+        except OutOfBlocksError as error:
+            return error
+
+    async def scenario() -> list[list[int] | Exception]:
+        with Daemon(**sizes, unix_socket=socket) as daemon:
+            async with AsyncLLM(directory, address=daemon.address) as llm:
+                return await generate(llm, daemon)
+
+    first, refused, third = asyncio.run(scenario())
+    assert (first, third) == (alone(prompts[0], 40), alone(prompts[2], 40))
+    assert isinstance(refused, OutOfBlocksError)
+    assert refused.never
 
 
 def test_a_daemon_killed_in_the_middle_of_requests(directory, prompts, alone, monkeypatch) -> None:
