@@ -131,7 +131,9 @@ def read_trace(path: str) -> PressureTrace:
         lists = [read[name] for name in ("arrival_step", "prompt_len", "output_len")]
         rows = list(zip(*lists, strict=True))
         well_made = rows and all(type(value) is int and value > 0 for row in rows for value in row)
-    except (ValueError, KeyError, TypeError) as error:
+    except KeyError as error:
+        raise InvalidArgumentError(f"is not a trace: the list {error} is missing", field="trace") from error
+    except (ValueError, TypeError) as error:
         raise InvalidArgumentError(f"is not a trace: {error}", field="trace") from error
     if not well_made:
         raise InvalidArgumentError("must have lists of equal length of numbers above 0", field="trace")

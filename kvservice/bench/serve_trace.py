@@ -100,7 +100,9 @@ def read_trace(path: str, vocabulary: int = 1024, limit: int = MAX_POSITIONS) ->
     try:
         rows = json.loads(Path(path).read_text())["requests"]
         requests = [_request(row, number, vocabulary, limit) for number, row in enumerate(rows)]
-    except (ValueError, KeyError, TypeError, OverflowError) as error:
+    except KeyError as error:
+        raise InvalidArgumentError(f"is not a trace: {error} is missing", field="trace") from error
+    except (ValueError, TypeError, OverflowError) as error:
         raise InvalidArgumentError(f"is not a trace: {error!r}", field="trace") from error
     if not 0 < len(requests) <= MAX_REQUESTS:
         raise InvalidArgumentError(f"has {len(requests)} requests, not 1 to {MAX_REQUESTS}", field="trace")

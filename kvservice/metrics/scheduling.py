@@ -42,7 +42,8 @@ def scheduler_metrics(reading: Reading) -> Iterator[Metric]:
     yield gauges(
         "scheduler_requests",
         "Requests of all schedulers by state: waiting for their first tokens or after a preemption; running; swapped "
-        "out; stalled, running ones that the latest batch left out for want of a block. Each sample counts.",
+        "out; stalled, running ones that the latest batch left out for want of a block. Each sample "
+        "counts, but those of a waiting request count once.",
         "state",
         states.items(),
     )
