@@ -50,6 +50,14 @@ class Held(session_pb2_grpc.SessionServiceServicer):
 
 
 @pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Let SIGINT raise KeyboardInterrupt, also where the tests were started with the signal ignored."""
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, former)
+
+
+@pytest.fixture
 def server(tmp_path: Path) -> Iterator[Held]:
     servicer = Held()
     running = grpc.server(futures.ThreadPoolExecutor(4))
@@ -111,6 +119,7 @@ def test_calls_are_not_sent_while_an_answer_is_missing(server: Held, connection:
     assert server.calls == ["attach", "describe", "ping"]
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupted_call_leaves_the_stream_alone(server: Held, connection: SessionConnection) -> None:
     """The main thread is interrupted as by Ctrl-C, in a call without a limit."""
     main = threading.main_thread().ident

@@ -21,7 +21,15 @@ from kvservice.server.callers import LocalCallers
 from kvservice.server.contract import SERVICES, SESSION_SERVICES, call_name
 from kvservice.server.services import Stream
 from kvservice.server.slots import Rpc, Slots
-from kvservice.v1 import attention_pb2, blocks_pb2, host_pb2, pool_pb2, session_pb2, shared_memory_pb2
+from kvservice.v1 import (
+    attention_pb2,
+    blocks_pb2,
+    host_pb2,
+    pool_pb2,
+    scheduler_pb2,
+    session_pb2,
+    shared_memory_pb2,
+)
 
 SESSION_CALLS = sorted(
     call_name(method) for service in SERVICES for method in service.methods if service.name in SESSION_SERVICES
@@ -229,6 +237,11 @@ def allocate(sequence_id: int, request_id: int = 0, num_tokens: int = 5) -> bloc
     return blocks_pb2.AllocateRequest(request_id=request_id, sequences=[one])
 
 
+def scheduled(scheduled_id: int, request_id: int = 0) -> scheduler_pb2.AddRequestsRequest:
+    one = scheduler_pb2.ScheduledRequest(request_id=scheduled_id, token_ids=range(3), max_tokens=2, width=1)
+    return scheduler_pb2.AddRequestsRequest(request_id=request_id, requests=[one])
+
+
 def register(name: str, request_id: int = 0) -> shared_memory_pb2.SystemSharedMemoryRegisterRequest:
     return shared_memory_pb2.SystemSharedMemoryRegisterRequest(
         request_id=request_id, name=name, key=OBJECT, byte_size=64
@@ -259,6 +272,10 @@ REPEATABLE: dict[str, Callable[[int], Any]] = {
     "map_pool": lambda n: host_pb2.MapPoolRequest(request_id=n),
     "unmap_pool": lambda n: host_pb2.UnmapPoolRequest(request_id=n),
     "commit": lambda n: host_pb2.CommitRequest(request_id=n, step_id=3),
+    "open_scheduler": lambda n: scheduler_pb2.OpenSchedulerRequest(request_id=n),
+    "add_requests": lambda n: scheduled(12, n),
+    "abort_requests": lambda n: scheduler_pb2.AbortRequestsRequest(request_id=n, request_ids=[13]),
+    "schedule": lambda n: scheduler_pb2.ScheduleRequest(request_id=n),
     "cuda_shared_memory_unregister": lambda n: shared_memory_pb2.CudaSharedMemoryUnregisterRequest(request_id=n),
 }
 # A daemon without a GPU refuses the first. test_store_calls.py and test_store_regions.py repeat those of the store.
@@ -274,8 +291,8 @@ REFUSED = {
 
 @pytest.fixture
 def prepared(raw_session: Any, raw: Any) -> Any:
-    """A session with sequences 1 (computed), 2 (pending, in step 3), 3 (swapped out), pin 1, region "old" and the pool
-    mapped."""
+    """A session with sequences 1 (computed), 2 (pending, in step 3), 3 (swapped out), pin 1, region "old", the pool
+    mapped, and a scheduler with request 13."""
     path = Path("/dev/shm", OBJECT)
     path.write_bytes(bytes(64))
     raw_session.ok("system_shared_memory_register", register("old"))
@@ -291,6 +308,8 @@ def prepared(raw_session: Any, raw: Any) -> Any:
     assert raw_session.ok("open_step", blocks_pb2.OpenStepRequest(sequence_ids=[2])).step_id == 3
     raw_session.ok("swap_out", blocks_pb2.SwapOutRequest(sequence_ids=[3]))
     raw_session.ok("pin", blocks_pb2.PinRequest(token_ids=range(4), ttl_s=60))
+    raw_session.ok("open_scheduler", scheduler_pb2.OpenSchedulerRequest())
+    raw_session.ok("add_requests", scheduled(13))
     yield raw_session
     raw_session.ok("reset_prefix_cache", blocks_pb2.ResetPrefixCacheRequest())
     path.unlink()
