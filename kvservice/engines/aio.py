@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvservice.engines.core import EngineCore, EngineOptions
+from kvservice.engines.core import EngineCore
+from kvservice.engines.options import EngineArguments, EngineOptions
 from kvservice.engines.outputs import RequestOutput
 from kvservice.engines.params import SamplingParams
 from kvservice.engines.prompts import PromptLike, params_of_each
-from kvservice.engines.speculation import SpeculationMethod
 from kvservice.engines.worker import EngineWorker
 from kvservice.errors import InvalidArgumentError
 
@@ -21,37 +21,19 @@ from kvservice.errors import InvalidArgumentError
 class AsyncLLM:
     """LLM for asyncio: each request is an async generator of its growing output, and requests join a running batch.
 
-    The arguments are those of LLM. One thread runs the model. `generate` may be called from any number of tasks of one
-    event loop. It is an async context manager.
+    The arguments are those of LLM without a journal: see EngineArguments. One thread runs the model. `generate` may be
+    called from any number of tasks of one event loop. It is an async context manager.
     """
 
     def __init__(
         self,
         model: PreTrainedModel | str | Path,
         tokenizer: PreTrainedTokenizerBase | None = None,
-        *,
-        dtype: str = "auto",
-        address: str | None = None,
-        daemon: dict[str, Any] | None = None,
-        client: dict[str, Any] | None = None,
-        scheduler: dict[str, Any] | None = None,
-        speculation: SpeculationMethod | None = None,
-        ahead: bool = True,
-        compiled: bool = False,
-        restart_wait_s: float = 60.0,
+        **arguments: Unpack[EngineArguments],
     ) -> None:
-        options = EngineOptions(
-            dtype,
-            address,
-            daemon or {},
-            client or {},
-            scheduler or {},
-            speculation,
-            ahead,
-            compiled,
-            None,
-            restart_wait_s,
-        )
+        options = EngineOptions(**arguments)
+        if options.journal is not None:
+            raise InvalidArgumentError("is not supported by AsyncLLM", field="journal")
         self.core = EngineCore(model, tokenizer, options)
         self._worker = EngineWorker(self.core)
 

@@ -4,51 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvservice.engines.host import EngineHost, HostOptions, load
+from kvservice.engines.host import EngineHost, load
 from kvservice.engines.journal import Journal
 from kvservice.engines.loop import EngineLoop
+from kvservice.engines.options import EngineOptions
 from kvservice.engines.params import SamplingParams
 from kvservice.engines.prompts import ModelLimits, PromptLike, check_prompt
 from kvservice.engines.requests import EngineRequest, Prompt
-from kvservice.engines.speculation import SpeculationMethod
 from kvservice.errors import FailedPreconditionError, InvalidArgumentError
 from kvservice.integrations.transformers.keys import identify
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """The keyword arguments of LLM."""
-
-    dtype: str
-    address: str | None
-    daemon: dict[str, Any]
-    client: dict[str, Any]
-    scheduler: dict[str, Any]
-    speculation: SpeculationMethod | None
-    ahead: bool
-    compiled: bool
-    journal: str | Path | None
-    restart_wait_s: float
-
-    def host_options(self) -> HostOptions:
-        scheduler = dict(self.scheduler)
-        if self.speculation is not None:
-            scheduler.setdefault("lookahead", self.speculation.num_tokens)
-        return HostOptions(
-            self.address,
-            self.daemon,
-            scheduler,
-            self.client,
-            detachable=self.journal is not None,
-            compiled=self.compiled,
-            restart_wait_s=self.restart_wait_s,
-        )
 
 
 class EngineCore:

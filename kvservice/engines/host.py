@@ -69,7 +69,7 @@ def load(directory: str | Path, dtype: str = "auto") -> tuple[PreTrainedModel, P
     return model, tokenizer
 
 
-# How many hosts use a model. The last one that closes uninstalls it.
+# The number of hosts that use a model. The last one that closes uninstalls it.
 _num_hosts: WeakKeyDictionary[PreTrainedModel, int] = WeakKeyDictionary()
 _num_hosts_lock: Final = threading.Lock()
 

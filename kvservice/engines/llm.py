@@ -6,29 +6,24 @@ import threading
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Unpack
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvservice.engines.core import EngineCore, EngineOptions
+from kvservice.engines.core import EngineCore
+from kvservice.engines.options import EngineOptions, LLMArguments
 from kvservice.engines.outputs import RequestOutput
 from kvservice.engines.params import SamplingParams
 from kvservice.engines.progress import ProgressView, progress_bar
 from kvservice.engines.prompts import PromptLike, params_of_each, prompts_of
 from kvservice.engines.requests import EngineRequest
-from kvservice.engines.speculation import SpeculationMethod
 
 
 class LLM:
     """A causal language model that generates for many prompts at once, with its K/V in a daemon.
 
-    `model`: a model of transformers, or a directory with one and its tokenizer; nothing is downloaded. Without
-    `address`, a private daemon runs until `close`; `daemon` are its options (fields of ServeConfig), such as
-    num_blocks. `scheduler` are arguments of `Session.open_scheduler`. `speculation` proposes tokens that are verified
-    together: PromptLookup or DraftModel. `ahead` makes the next batch while the model runs, `compiled` compiles the
-    model's layers at the first step. `journal` is a file with which a restarted engine goes on: see `resumed`. `client`
-    are arguments of KVClient. `dtype` is that of a model that is loaded. The engine waits `restart_wait_s` seconds for
-    a daemon that is away.
+    `model`: a model of transformers, or a directory with one and its tokenizer; nothing is downloaded. LLMArguments
+    describes the keyword arguments. With a journal, a restarted engine goes on: see `resumed`.
 
     It is a context manager. Calls of several threads run one after the other. Raises InvalidArgumentError naming the
     argument, and the errors of KVClient and Daemon.
@@ -38,31 +33,9 @@ class LLM:
         self,
         model: PreTrainedModel | str | Path,
         tokenizer: PreTrainedTokenizerBase | None = None,
-        *,
-        dtype: str = "auto",
-        address: str | None = None,
-        daemon: dict[str, Any] | None = None,
-        client: dict[str, Any] | None = None,
-        scheduler: dict[str, Any] | None = None,
-        speculation: SpeculationMethod | None = None,
-        ahead: bool = True,
-        compiled: bool = False,
-        journal: str | Path | None = None,
-        restart_wait_s: float = 60.0,
+        **arguments: Unpack[LLMArguments],
     ) -> None:
-        options = EngineOptions(
-            dtype,
-            address,
-            daemon or {},
-            client or {},
-            scheduler or {},
-            speculation,
-            ahead,
-            compiled,
-            journal,
-            restart_wait_s,
-        )
-        self.core = EngineCore(model, tokenizer, options)
+        self.core = EngineCore(model, tokenizer, EngineOptions(**arguments))
         self._lock = threading.Lock()
 
     @property

@@ -69,7 +69,7 @@ class EngineScheduler:
         self._opener = Opener(self.queues)
         self._reporter = Reporter(self.queues, self._samples, latencies)
         self._num_steps = self._num_arrived = 0
-        # With so many blocks of one request, a step of it and of a token for each other sequence is within the limits.
+        # A step over a request of so many blocks, and over one token of each other sequence, is within the limits.
         others = config.max_running * (2 + manager.config.num_blocks_for(config.lookahead))
         self._max_blocks = manager.config.max_request_blocks - others
         self._admission = Admission(self.queues, self._preemptor, self._max_blocks)

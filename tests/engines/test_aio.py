@@ -155,3 +155,10 @@ def test_closing_the_engine_ends_the_streams(directory, engine_daemon, prompts) 
             await collect(llm.generate(prompts[0], GREEDY))
 
     run(scenario, directory, engine_daemon)
+
+
+def test_a_journal_is_refused(directory, engine_daemon, tmp_path) -> None:
+    options: Any = {"journal": tmp_path / "journal"}
+    with pytest.raises(InvalidArgumentError) as refused:
+        AsyncLLM(directory, address=engine_daemon.address, **options)
+    assert refused.value.field == "journal"

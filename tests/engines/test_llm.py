@@ -273,7 +273,7 @@ def test_parameters_of_another_class_are_refused(llm, params) -> None:
 
 
 def test_more_prompts_than_a_call_may_have_are_added_in_parts(llm, alone, monkeypatch) -> None:
-    """Of the limits of one call, the number of requests counts first and then their tokens."""
+    """The first part is full by its number of requests, the second by its tokens."""
     info = dataclasses.replace(llm.core.host.session.info, max_request_sequences=3, max_request_tokens=40)
     monkeypatch.setattr(llm.core.host.session, "info", info)
     sizes: list[int] = []

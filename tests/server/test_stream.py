@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, cast
 from unittest.mock import AsyncMock, Mock
 
@@ -14,34 +12,21 @@ import grpc
 import numpy as np
 import pytest
 from grpc_status import rpc_status
+from raw_wire import SESSION_CALLS, request_of
 
 from kvservice.config import ServeConfig
 from kvservice.errors import SessionTakenError
 from kvservice.server.callers import LocalCallers
-from kvservice.server.contract import SERVICES, SESSION_SERVICES, call_name
 from kvservice.server.services import Stream
 from kvservice.server.slots import Rpc, Slots
 from kvservice.v1 import (
     attention_pb2,
     blocks_pb2,
-    host_pb2,
     pool_pb2,
-    scheduler_pb2,
     session_pb2,
-    shared_memory_pb2,
 )
 
-SESSION_CALLS = sorted(
-    call_name(method) for service in SERVICES for method in service.methods if service.name in SESSION_SERVICES
-)
 MESSAGE_BYTES = 4 << 20
-OBJECT = f"kvservice-stream-{os.getpid()}"
-ALL_REGIONS = shared_memory_pb2.SystemSharedMemoryStatusRequest()
-
-
-def request_of(name: str) -> Any:
-    message: Any = session_pb2.Call.DESCRIPTOR.fields_by_name[name].message_type
-    return message._concrete_class()
 
 
 @pytest.mark.parametrize("name", [*SESSION_CALLS, "close"])
@@ -230,133 +215,6 @@ def test_half_closing_ends_the_stream_in_peace(raw_session: Any) -> None:
     raw_session.stream.end()
     assert list(raw_session.stream.replies) == []
     assert raw_session.stream.replies.code() is grpc.StatusCode.OK
-
-
-def allocate(sequence_id: int, request_id: int = 0, num_tokens: int = 5) -> blocks_pb2.AllocateRequest:
-    one = blocks_pb2.SequenceAllocation(sequence_id=sequence_id, token_ids=range(num_tokens))
-    return blocks_pb2.AllocateRequest(request_id=request_id, sequences=[one])
-
-
-def scheduled(scheduled_id: int, request_id: int = 0) -> scheduler_pb2.AddRequestsRequest:
-    one = scheduler_pb2.ScheduledRequest(request_id=scheduled_id, token_ids=range(3), max_tokens=2, width=1)
-    return scheduler_pb2.AddRequestsRequest(request_id=request_id, requests=[one])
-
-
-def register(name: str, request_id: int = 0) -> shared_memory_pb2.SystemSharedMemoryRegisterRequest:
-    return shared_memory_pb2.SystemSharedMemoryRegisterRequest(
-        request_id=request_id, name=name, key=OBJECT, byte_size=64
-    )
-
-
-REPEATABLE: dict[str, Callable[[int], Any]] = {
-    "allocate": lambda n: allocate(11, n),
-    "append": lambda n: blocks_pb2.AppendRequest(
-        request_id=n, sequence_ids=[1], token_ids=[9], return_slot_mapping=True
-    ),
-    "open_step": lambda n: blocks_pb2.OpenStepRequest(request_id=n, sequence_ids=[2]),
-    "truncate": lambda n: blocks_pb2.TruncateRequest(request_id=n, sequence_ids=[1], lengths=[2]),
-    "fork": lambda n: blocks_pb2.ForkRequest(request_id=n, parent_ids=[1], child_ids=[11]),
-    "swap_out": lambda n: blocks_pb2.SwapOutRequest(request_id=n, sequence_ids=[1]),
-    "swap_in": lambda n: blocks_pb2.SwapInRequest(request_id=n, sequence_ids=[3]),
-    "free": lambda n: blocks_pb2.FreeRequest(request_id=n, sequence_ids=[1]),
-    "pin": lambda n: blocks_pb2.PinRequest(request_id=n, token_ids=range(4), ttl_s=60),
-    "unpin": lambda n: blocks_pb2.UnpinRequest(request_id=n, pin_id=1),
-    "reset_prefix_cache": lambda n: blocks_pb2.ResetPrefixCacheRequest(request_id=n),
-    "system_shared_memory_register": lambda n: register("new", n),
-    "system_shared_memory_unregister": lambda n: shared_memory_pb2.SystemSharedMemoryUnregisterRequest(
-        request_id=n, name="old"
-    ),
-    "create_region": lambda n: shared_memory_pb2.CreateRegionRequest(request_id=n, name="new", byte_size=1),
-    "open_lane": lambda n: host_pb2.OpenLaneRequest(request_id=n),
-    "close_lane": lambda n: host_pb2.CloseLaneRequest(request_id=n),
-    "map_pool": lambda n: host_pb2.MapPoolRequest(request_id=n),
-    "unmap_pool": lambda n: host_pb2.UnmapPoolRequest(request_id=n),
-    "commit": lambda n: host_pb2.CommitRequest(request_id=n, step_id=3),
-    "open_scheduler": lambda n: scheduler_pb2.OpenSchedulerRequest(request_id=n),
-    "add_requests": lambda n: scheduled(12, n),
-    "abort_requests": lambda n: scheduler_pb2.AbortRequestsRequest(request_id=n, request_ids=[13]),
-    "schedule": lambda n: scheduler_pb2.ScheduleRequest(request_id=n),
-    "cuda_shared_memory_unregister": lambda n: shared_memory_pb2.CudaSharedMemoryUnregisterRequest(request_id=n),
-}
-# A daemon without a GPU refuses the first. test_store_calls.py and test_store_regions.py repeat those of the store.
-REFUSED = {
-    "cuda_shared_memory_register",
-    *(
-        name
-        for name in SESSION_CALLS
-        if "request_id" in request_of(name).DESCRIPTOR.fields_by_name and "store_" in name
-    ),
-}
-
-
-@pytest.fixture
-def prepared(raw_session: Any, raw: Any) -> Any:
-    """A session with sequences 1 (computed), 2 (pending, in step 3), 3 (swapped out), pin 1, region "old", the pool
-    mapped, and a scheduler with request 13."""
-    path = Path("/dev/shm", OBJECT)
-    path.write_bytes(bytes(64))
-    raw_session.ok("system_shared_memory_register", register("old"))
-    shape = (2, 5, 2, 32)
-    for sequence_id in (1, 3):
-        raw_session.ok("allocate", allocate(sequence_id))
-        step = raw_session.ok("open_step", blocks_pb2.OpenStepRequest(sequence_ids=[sequence_id]))
-        if step.query_lens[0] == 5:
-            request = attention_pb2.WriteRequest(step_id=step.step_id, key=raw.tensor(*shape), value=raw.tensor(*shape))
-            raw_session.ok("write", request)
-    raw_session.ok("map_pool", host_pb2.MapPoolRequest(writable=True))
-    raw_session.ok("allocate", allocate(2))
-    assert raw_session.ok("open_step", blocks_pb2.OpenStepRequest(sequence_ids=[2])).step_id == 3
-    raw_session.ok("swap_out", blocks_pb2.SwapOutRequest(sequence_ids=[3]))
-    raw_session.ok("pin", blocks_pb2.PinRequest(token_ids=range(4), ttl_s=60))
-    raw_session.ok("open_scheduler", scheduler_pb2.OpenSchedulerRequest())
-    raw_session.ok("add_requests", scheduled(13))
-    yield raw_session
-    raw_session.ok("reset_prefix_cache", blocks_pb2.ResetPrefixCacheRequest())
-    path.unlink()
-
-
-@pytest.mark.parametrize("name", REPEATABLE)
-@pytest.mark.parametrize("ways", [("unary", "unary"), ("stream", "stream"), ("unary", "stream"), ("stream", "unary")])
-def test_a_repeated_request_is_answered_again_and_not_executed_again(
-    prepared: Any, wire: Any, raw: Any, name: str, ways: tuple[str, str]
-) -> None:
-    first = prepared.call(name, REPEATABLE[name](77), ways[0])
-    assert not isinstance(first, raw.Refusal)
-    after = wire.stats(), prepared.describe(), prepared.ok("system_shared_memory_status", ALL_REGIONS)
-    assert prepared.call(name, REPEATABLE[name](77), ways[1]) == first
-    assert (wire.stats(), prepared.describe(), prepared.ok("system_shared_memory_status", ALL_REGIONS)) == after
-
-
-def test_every_repeatable_call_is_tried() -> None:
-    fields = {name: request_of(name).DESCRIPTOR.fields_by_name for name in SESSION_CALLS}
-    assert set(REPEATABLE) | REFUSED == {name for name, known in fields.items() if "request_id" in known}
-
-
-def test_a_request_id_belongs_to_its_call(prepared: Any) -> None:
-    prepared.ok("free", blocks_pb2.FreeRequest(request_id=5, sequence_ids=[1]))
-    answer = prepared.call("swap_out", blocks_pb2.SwapOutRequest(request_id=5, sequence_ids=[2]))
-    assert (answer.code, answer.field) == ("INVALID_ARGUMENT", "request_id")
-
-
-def test_a_request_id_belongs_to_its_session(prepared: Any, raw: Any, wire: Any) -> None:
-    prepared.ok("allocate", allocate(20, 6))
-    other = raw.RawSession(wire)
-    other.ok("allocate", allocate(21, 6))
-    assert [info.sequence_id for info in other.describe().sequences] == [21]
-    other.close()
-
-
-def test_a_refused_request_may_be_sent_again(prepared: Any, raw: Any) -> None:
-    request = blocks_pb2.FreeRequest(request_id=8, sequence_ids=[50])
-    assert isinstance(prepared.call("free", request), raw.Refusal)
-    prepared.ok("allocate", allocate(50))
-    prepared.ok("free", request)
-
-
-def test_without_a_request_id_a_request_is_executed_again(prepared: Any) -> None:
-    request = blocks_pb2.AppendRequest(sequence_ids=[1], token_ids=[9])
-    first, second = prepared.ok("append", request), prepared.ok("append", request)
-    assert second.step_id > first.step_id
 
 
 @pytest.mark.parametrize("surplus", [0, 1 << 20])

@@ -126,6 +126,6 @@ def _run(model: PreTrainedModel, probe: _Probe | None = None, first_position: in
             logits: torch.Tensor = model(**inputs, use_cache=False)[0][0, 0]
     except InvalidArgumentError:
         raise
-    except Exception as error:
+    except Exception as error:  # any error of the model's own code
         raise InvalidArgumentError(f"{type(model).__name__} fails on one token: {error}", field="model") from error
     return logits
