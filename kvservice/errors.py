@@ -4,6 +4,7 @@
     ├── InvalidArgumentError        INVALID_ARGUMENT     a field of the request is wrong in any state
     ├── NotFoundError               NOT_FOUND
     │   ├── UnknownSequenceError                         never allocated, freed, or of another session
+    │   │   └── SequenceLostError                        it did not survive a restart of the daemon
     │   ├── UnknownStepError
     │   ├── UnknownPinError
     │   ├── UnknownRegionError                           never registered, unregistered, or of another session
@@ -34,6 +35,7 @@
     │   ├── QuotaExceededError                           carries the limit's name and value
     │   └── MessageTooLargeError
     ├── DrainingError               UNAVAILABLE          the daemon is shutting down
+    │   └── RestartingError                              a new process takes over; the call was not executed
     ├── ObserverUnavailableError    UNAVAILABLE          the process that computes the answer is starting
     ├── ConnectionLostError         UNAVAILABLE          raised by clients only
     │   ├── DaemonAwayError                              the connection is known to be down; nothing was sent
@@ -82,6 +84,13 @@ class NotFoundError(KVServiceError):
 
 class UnknownSequenceError(NotFoundError):
     reason = "UNKNOWN_SEQUENCE"
+
+
+class SequenceLostError(UnknownSequenceError):
+    """The sequence did not survive a restart of the daemon: an operation on it was in progress, or its K/V were being
+    copied. Freeing the sequence, or creating one with its id, ends this state."""
+
+    reason = "SEQUENCE_LOST"
 
 
 class UnknownStepError(NotFoundError):
@@ -222,6 +231,12 @@ class MessageTooLargeError(ResourceExhaustedError):
 class DrainingError(KVServiceError):
     status = "UNAVAILABLE"
     reason = "DRAINING"
+
+
+class RestartingError(DrainingError):
+    """The daemon is being replaced by a new process with the same K/V. The call was not executed."""
+
+    reason = "RESTARTING"
 
 
 class ObserverUnavailableError(KVServiceError):

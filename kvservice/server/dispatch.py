@@ -23,6 +23,7 @@ from kvservice.errors import (
     KVServiceError,
     OutOfBlocksError,
     RegionsNotAllowedError,
+    RestartingError,
 )
 from kvservice.server.codec import shares_memory
 from kvservice.server.handlers import Handler, OpenHandler, Response, Started, WhileDraining
@@ -52,7 +53,8 @@ class Dispatcher:
         self._sessions = sessions
         self._table = table
         self.tracer = tracer
-        self.draining = False
+        # `restarting` is true while the daemon drains because a new process takes over.
+        self.draining = self.restarting = False
         self.in_flight = self.num_begun = 0
         # The number of calls that failed with OutOfBlocksError.
         self.out_of_blocks = 0
@@ -107,9 +109,9 @@ class Dispatcher:
                 span.end(status, self._session_id(request, session))
 
     def refuse_new_work(self) -> None:
-        """Raise DrainingError while the daemon drains."""
+        """Raise DrainingError while the daemon drains: RestartingError if a new process takes over."""
         if self.draining:
-            raise DrainingError("the daemon is shutting down")
+            raise self._draining_error("")
 
     def _start(self, handler: Handler, request: Any, session: ServerSession | None) -> Started[Response]:
         if isinstance(handler, OpenHandler):
@@ -123,7 +125,7 @@ class Dispatcher:
         self._admit(handler)
         for_begun_steps = handler.while_draining is WhileDraining.FOR_BEGUN_STEPS
         if self.draining and for_begun_steps and not session.namespace.in_progress(request.step_id):
-            raise DrainingError("the daemon is shutting down, and this step has not begun")
+            raise self._draining_error(", and this step has not begun")
         started = handler.start(session, request)
         if request_id:  # such a request changes bookkeeping only, so its handler is not async
             session.replies.remember(request_id, handler.method, cast(Answer[Message], started))
@@ -134,6 +136,11 @@ class Dispatcher:
         if handler.while_draining is WhileDraining.REFUSED:
             self.refuse_new_work()
         self._sessions.lanes.commit_finished()
+
+    def _draining_error(self, detail: str) -> DrainingError:
+        if self.restarting:
+            return RestartingError(f"a new process of the daemon takes over{detail}")
+        return DrainingError(f"the daemon is shutting down{detail}")
 
     def _session_id(self, request: Message, session: ServerSession | None) -> int | None:
         """Return the id of `session`, or of the session of a unary call's token, or None if it has ended."""

@@ -225,4 +225,4 @@ class Stream:
         self._dispatcher.refuse_new_work()
         self._session = self._sessions.attach(request.session_token, request.holder, request.reconnects, self.end)
         self._attached()
-        return session_pb2.AttachResponse(session_id=self._session.session_id)
+        return session_pb2.AttachResponse(session_id=self._session.session_id, daemon_start=self._sessions.daemon_start)

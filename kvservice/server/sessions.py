@@ -129,6 +129,8 @@ class SessionRegistry:
         budget = Budget(config.max_shared_mib)
         self._sharing = Sharing(trust, budget, self.fd_server, self.lanes, PoolMappings(), self._clock)
         self._sessions: dict[bytes, ServerSession] = {}
+        # Identifies this process for clients, see AttachResponse. Never 0.
+        self.daemon_start = secrets.randbits(63) + 1
         self.num_opened = self.num_closed = self.num_lost = 0
         # The number of closed sessions whose sequences are still being freed.
         self._num_closing = 0

@@ -281,12 +281,16 @@ class SequenceDescription(_message.Message):
     def __init__(self, sequence_id: _Optional[int] = ..., length: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., swapped: bool = ..., token_ids: _Optional[_Iterable[int]] = ..., block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class DescribeResponse(_message.Message):
-    __slots__ = ("sequences", "num_sequences")
+    __slots__ = ("sequences", "num_sequences", "lost_sequence_ids", "num_lost_sequences")
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    LOST_SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LOST_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     sequences: _containers.RepeatedCompositeFieldContainer[SequenceDescription]
     num_sequences: int
-    def __init__(self, sequences: _Optional[_Iterable[_Union[SequenceDescription, _Mapping]]] = ..., num_sequences: _Optional[int] = ...) -> None: ...
+    lost_sequence_ids: _containers.RepeatedScalarFieldContainer[int]
+    num_lost_sequences: int
+    def __init__(self, sequences: _Optional[_Iterable[_Union[SequenceDescription, _Mapping]]] = ..., num_sequences: _Optional[int] = ..., lost_sequence_ids: _Optional[_Iterable[int]] = ..., num_lost_sequences: _Optional[int] = ...) -> None: ...
 
 class MatchPrefixRequest(_message.Message):
     __slots__ = ("session_token", "token_ids", "extra_keys")

@@ -39,12 +39,14 @@ class BlockServiceStub(object):
     to the latest 128 such requests of a session: a repeated request gets the same reply and is not executed again.
     Besides the latest reply, the remembered replies take at most 4 MiB; of older requests only the ids are kept.
     Repeating one of those fails with FAILED_PRECONDITION, reason REPLY_FORGOTTEN: the request was executed, but its
-    reply is lost.
+    reply is lost. If the daemon was killed and started again, it knows the latest 128 requests of a session and up to
+    256 KiB of the replies.
 
     Common errors: INVALID_ARGUMENT names the field (google.rpc.BadRequest). NOT_FOUND means that the session has no such
-    sequence. For FAILED_PRECONDITION and ALREADY_EXISTS, google.rpc.ErrorInfo has the reason. RESOURCE_EXHAUSTED with
-    reason OUT_OF_BLOCKS has tier, required, free and total, and google.rpc.RetryInfo unless waiting cannot help.
-    UNAVAILABLE with reason DRAINING means that the daemon is shutting down.
+    sequence; with reason SEQUENCE_LOST, a restart of the daemon has lost it. For FAILED_PRECONDITION and ALREADY_EXISTS,
+    google.rpc.ErrorInfo has the reason. RESOURCE_EXHAUSTED with reason OUT_OF_BLOCKS has tier, required, free and total,
+    and google.rpc.RetryInfo unless waiting cannot help. UNAVAILABLE with reason DRAINING means that the daemon is
+    shutting down, with reason RESTARTING that a new process takes its K/V over; the call was not executed.
     """
 
     def __init__(self, channel):
@@ -159,12 +161,14 @@ class BlockServiceServicer(object):
     to the latest 128 such requests of a session: a repeated request gets the same reply and is not executed again.
     Besides the latest reply, the remembered replies take at most 4 MiB; of older requests only the ids are kept.
     Repeating one of those fails with FAILED_PRECONDITION, reason REPLY_FORGOTTEN: the request was executed, but its
-    reply is lost.
+    reply is lost. If the daemon was killed and started again, it knows the latest 128 requests of a session and up to
+    256 KiB of the replies.
 
     Common errors: INVALID_ARGUMENT names the field (google.rpc.BadRequest). NOT_FOUND means that the session has no such
-    sequence. For FAILED_PRECONDITION and ALREADY_EXISTS, google.rpc.ErrorInfo has the reason. RESOURCE_EXHAUSTED with
-    reason OUT_OF_BLOCKS has tier, required, free and total, and google.rpc.RetryInfo unless waiting cannot help.
-    UNAVAILABLE with reason DRAINING means that the daemon is shutting down.
+    sequence; with reason SEQUENCE_LOST, a restart of the daemon has lost it. For FAILED_PRECONDITION and ALREADY_EXISTS,
+    google.rpc.ErrorInfo has the reason. RESOURCE_EXHAUSTED with reason OUT_OF_BLOCKS has tier, required, free and total,
+    and google.rpc.RetryInfo unless waiting cannot help. UNAVAILABLE with reason DRAINING means that the daemon is
+    shutting down, with reason RESTARTING that a new process takes its K/V over; the call was not executed.
     """
 
     def Allocate(self, request, context):
@@ -411,12 +415,14 @@ class BlockService(object):
     to the latest 128 such requests of a session: a repeated request gets the same reply and is not executed again.
     Besides the latest reply, the remembered replies take at most 4 MiB; of older requests only the ids are kept.
     Repeating one of those fails with FAILED_PRECONDITION, reason REPLY_FORGOTTEN: the request was executed, but its
-    reply is lost.
+    reply is lost. If the daemon was killed and started again, it knows the latest 128 requests of a session and up to
+    256 KiB of the replies.
 
     Common errors: INVALID_ARGUMENT names the field (google.rpc.BadRequest). NOT_FOUND means that the session has no such
-    sequence. For FAILED_PRECONDITION and ALREADY_EXISTS, google.rpc.ErrorInfo has the reason. RESOURCE_EXHAUSTED with
-    reason OUT_OF_BLOCKS has tier, required, free and total, and google.rpc.RetryInfo unless waiting cannot help.
-    UNAVAILABLE with reason DRAINING means that the daemon is shutting down.
+    sequence; with reason SEQUENCE_LOST, a restart of the daemon has lost it. For FAILED_PRECONDITION and ALREADY_EXISTS,
+    google.rpc.ErrorInfo has the reason. RESOURCE_EXHAUSTED with reason OUT_OF_BLOCKS has tier, required, free and total,
+    and google.rpc.RetryInfo unless waiting cannot help. UNAVAILABLE with reason DRAINING means that the daemon is
+    shutting down, with reason RESTARTING that a new process takes its K/V over; the call was not executed.
     """
 
     @staticmethod

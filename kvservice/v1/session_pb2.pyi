@@ -56,10 +56,14 @@ class AttachRequest(_message.Message):
     def __init__(self, session_token: _Optional[bytes] = ..., holder: _Optional[int] = ..., reconnects: bool = ...) -> None: ...
 
 class AttachResponse(_message.Message):
-    __slots__ = ("session_id",)
+    __slots__ = ("session_id", "daemon_start", "num_lost_sequences")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    DAEMON_START_FIELD_NUMBER: _ClassVar[int]
+    NUM_LOST_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     session_id: int
-    def __init__(self, session_id: _Optional[int] = ...) -> None: ...
+    daemon_start: int
+    num_lost_sequences: int
+    def __init__(self, session_id: _Optional[int] = ..., daemon_start: _Optional[int] = ..., num_lost_sequences: _Optional[int] = ...) -> None: ...
 
 class Call(_message.Message):
     __slots__ = ("call_id", "traceparent", "attach", "ping", "allocate", "can_allocate", "append", "open_step", "truncate", "fork", "swap_out", "swap_in", "free", "describe", "match_prefix", "pin", "unpin", "reset_prefix_cache", "common_prefix", "can_append", "can_swap_out", "can_swap_in", "decode", "extend", "write", "read", "system_shared_memory_status", "system_shared_memory_register", "system_shared_memory_unregister", "create_region", "cuda_shared_memory_status", "cuda_shared_memory_register", "cuda_shared_memory_unregister", "open_lane", "close_lane", "map_pool", "unmap_pool", "commit", "store_open_namespace", "store_lookup", "store_acquire", "store_renew", "store_release", "store_reserve", "store_commit", "store_abort", "store_batch_get", "store_batch_put", "store_touch", "store_remove", "store_clear", "store_map_store", "open_scheduler", "add_requests", "abort_requests", "schedule", "describe_requests")

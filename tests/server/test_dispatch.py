@@ -12,7 +12,7 @@ import pytest
 from kvservice.blocks import BlockManager, BlocksConfig
 from kvservice.blocks.plans import numpy_zeros
 from kvservice.config import ServeConfig
-from kvservice.errors import DrainingError, StaleStepError
+from kvservice.errors import DrainingError, RestartingError, StaleStepError
 from kvservice.server.block_calls import BlockCalls
 from kvservice.server.dispatch import Dispatcher
 from kvservice.server.handlers import SessionHandler, WhileDraining
@@ -113,7 +113,8 @@ def test_a_step_whose_caller_has_gone_is_published() -> None:
     asyncio.run(scenario())
 
 
-def test_while_draining_only_begun_steps_go_on() -> None:
+@pytest.mark.parametrize(("restarting", "refusal"), [(False, DrainingError), (True, RestartingError)])
+def test_while_draining_only_begun_steps_go_on(restarting: bool, refusal: type[DrainingError]) -> None:
     async def scenario() -> None:
         async def extend(_: Any, __: Any) -> blocks_pb2.FreeResponse:
             return blocks_pb2.FreeResponse()
@@ -134,12 +135,13 @@ def test_while_draining_only_begun_steps_go_on() -> None:
         async def call(method: str, request: Any) -> Any:
             return await dispatcher.call(method, request, session, "stream", local=True)
 
-        dispatcher.draining = True
+        dispatcher.draining, dispatcher.restarting = True, restarting
         await call("extend", attention_pb2.AttendRequest(step_id=7))
-        with pytest.raises(DrainingError, match="has not begun"):
+        with pytest.raises(refusal, match="has not begun") as not_begun:
             await call("extend", attention_pb2.AttendRequest(step_id=8))
-        with pytest.raises(DrainingError):
+        with pytest.raises(refusal) as refused:
             await call("fork", blocks_pb2.ForkRequest())
+        assert type(not_begun.value) is type(refused.value) is refusal
         with pytest.raises(StaleStepError):
             await call("free", blocks_pb2.FreeRequest())
 
