@@ -77,6 +77,7 @@ ROOMS: dict[str, set[str]] = {
         "engine",
         "environment",
         "errors",
+        "keeper",
         "logs",
         "scheduler",
         "store",
@@ -100,6 +101,8 @@ ROOMS: dict[str, set[str]] = {
         "wire",
     },
     "logs": set(),
+    # The process that outlives the daemon. Its modules use the standard library only.
+    "keeper": set(),
     "launch": {"config", "environment", "errors", "health"},
     "integrations": {"client", "config_sources", "errors", "model_shape", "ops"},
     "engines": {"client", "errors", "integrations", "launch"},
@@ -154,7 +157,7 @@ TORCH_MODULES = (
     "bench/serve",
     "bench/swap.py",
 )
-THIRD_PARTY_OF_BOOKKEEPING = {"blocks": {"numpy"}, "scheduler": {"numpy"}, "store": {"numpy"}}
+THIRD_PARTY_OF_BOOKKEEPING = {"blocks": {"numpy"}, "scheduler": {"numpy"}, "store": {"numpy"}, "keeper": set()}
 
 
 def room(path: Path) -> str:
