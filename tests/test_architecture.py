@@ -45,6 +45,8 @@ ROOMS: dict[str, set[str]] = {
     "pool.available": {"errors"},
     "pool.sealed": {"pool.available"},
     "pool": {"_cuda", "errors", "ops", "pool.available", "pool.layout", "pool.sealed"},
+    # State that outlives the daemon's process.
+    "kept": {"pool.available", "pool.sealed", "telemetry.arrays"},
     "model_shape": {"errors"},
     "config": {"pool.layout"},
     "config_sources": {"config", "errors", "model_shape"},
@@ -62,10 +64,12 @@ ROOMS: dict[str, set[str]] = {
     },
     "engine": {"attention_options", "blocks", "config", "devices", "errors", "pool.layout", "scheduler"},
     "wire": {"auth", "errors", "pool.layout", "v1"},
+    # Arrays in memory files, which the daemon uses not only for the observer.
+    "telemetry.arrays": {"pool.available"},
     # Data that daemon and observer share.
-    "telemetry": {"blocks", "pool.available", "scheduler", "store"},
+    "telemetry": {"blocks", "pool.available", "scheduler", "store", "telemetry.arrays"},
     "metrics": {"blocks", "scheduler", "telemetry"},
-    "observer": {"auth", "errors", "logs", "metrics", "scheduler", "telemetry", "v1"},
+    "observer": {"auth", "errors", "logs", "metrics", "scheduler", "telemetry", "telemetry.arrays", "v1"},
     "server": {
         "",
         "_ext",
@@ -82,6 +86,7 @@ ROOMS: dict[str, set[str]] = {
         "scheduler",
         "store",
         "telemetry",
+        "telemetry.arrays",
         "pool.available",
         "pool.sealed",
         "v1",

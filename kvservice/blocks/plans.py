@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,34 @@ def numpy_zeros(_name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt
     """Return a zeroed array in private memory of this process."""
     return np.zeros(shape, dtype)
 
+
+class ArrayMemory(Protocol):
+    """Allocates arrays by name. The name identifies an array to its readers, and to a later process of the daemon."""
+
+    def zeros(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """Return an array that is zero at every start of the daemon. Raises MemoryError."""
+
+    def kept(
+        self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike, *, private: bool = False
+    ) -> npt.NDArray[Any]:
+        """Return an array that keeps its content over restarts of the daemon, and is zero at first. A `private` one has
+        no other readers. Raises MemoryError."""
+
+
+class NumpyMemory:
+    """Private memory of this process, which ends with it."""
+
+    def zeros(self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        return numpy_zeros(name, shape, dtype)
+
+    def kept(
+        self, name: str, shape: tuple[int, ...], dtype: npt.DTypeLike, *, private: bool = False
+    ) -> npt.NDArray[Any]:
+        del private
+        return numpy_zeros(name, shape, dtype)
+
+
+numpy_memory: ArrayMemory = NumpyMemory()
 
 PADDING_BLOCK = 0
 """Padding of gathered block tables past a sequence's last block. No attention kernel reads it."""

@@ -2,6 +2,10 @@
 
 A process that accesses a mapping past the end of its file is killed by SIGBUS. A seal on the size (memfd_create(2),
 fcntl(2)) makes truncation impossible, so the daemon can safely use memory that untrusted processes have mapped too.
+
+A second seal keeps other processes from writing. Memory that a later process of the daemon maps again (kvservice.kept)
+cannot have it, because it would keep that process from writing too. Others then get a descriptor for reading only, and
+the mode of the file keeps other users from opening it again for writing.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ import errno
 import fcntl
 import mmap
 import os
+import stat
 import weakref
 from collections.abc import Generator
 from typing import Final
@@ -29,19 +34,36 @@ CHECKED_BYTES: Final = 16 << 20
 class SealedMemory:
     """`num_bytes` of zeroed memory, allocated up front and mapped for writing as `map` at `address`.
 
-    `fd` is its descriptor. With `read_only`, no later mapping in any process is writable.
+    `fd` is its descriptor, and `shared_fd` the one for other processes. With `read_only`, no later mapping in any
+    process is writable. With `read_only` and `kept`, only mappings of `shared_fd` are never writable.
     """
 
-    def __init__(self, name: str, num_bytes: int, *, read_only: bool, reserve_bytes: int = 0) -> None:
+    def __init__(
+        self, name: str, num_bytes: int, *, read_only: bool, reserve_bytes: int = 0, kept: bool = False
+    ) -> None:
         """Allocate the memory. Raises OSError if it would leave less than `reserve_bytes` of available memory."""
         self._create(name, num_bytes, reserve_bytes)
         try:
             os.posix_fallocate(self.fd, 0, num_bytes)
             self.map = mmap.mmap(self.fd, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-            self._seal(read_only=read_only)
+            self._seal(read_only=read_only and not kept)
         except OSError:
             os.close(self.fd)
             raise
+        if read_only and kept:
+            self._share_for_reading()
+
+    @classmethod
+    def reopen(cls, fd: int, num_bytes: int, *, read_only: bool) -> SealedMemory:
+        """Map the `kept` memory of an earlier process, with its content. The result owns `fd`. Its pages are mapped on
+        first use. Raises OSError."""
+        memory = cls.__new__(cls)
+        memory.num_bytes, memory.fd = num_bytes, fd
+        memory.map = mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED)
+        memory._own()
+        if read_only:
+            memory._share_for_reading()
+        return memory
 
     @classmethod
     def in_slices(
@@ -76,12 +98,22 @@ class SealedMemory:
     def _seal(self, *, read_only: bool) -> None:
         seals = _SEAL_SHRINK | _SEAL_GROW | _SEAL_SEAL | (_SEAL_FUTURE_WRITE if read_only else 0)
         fcntl.fcntl(self.fd, _ADD_SEALS, seals)
+        self._own()
+
+    def _own(self) -> None:
         self.address: int = np.frombuffer(self.map, np.uint8).ctypes.data
-        self._close_fd = weakref.finalize(self, os.close, self.fd)
+        self.shared_fd = self.fd
+        self._finalizers = [weakref.finalize(self, os.close, self.fd)]
+
+    def _share_for_reading(self) -> None:
+        os.fchmod(self.fd, stat.S_IRUSR)
+        self.shared_fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+        self._finalizers.append(weakref.finalize(self, os.close, self.shared_fd))
 
     def close(self) -> None:
-        """Close the descriptor. The memory is freed after the last mapping is gone, in all processes."""
-        self._close_fd()
+        """Close the descriptors. The memory is freed after the last mapping is gone, in all processes."""
+        for finalizer in self._finalizers:
+            finalizer()
 
 
 def _require(num_bytes: int) -> None:

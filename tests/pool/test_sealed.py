@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import stat
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +45,33 @@ def test_read_only_means_for_everybody_else() -> None:
     assert view[7] == 9
     os.close(descriptor)
     memory.close()
+
+
+def test_kept_memory_is_mapped_again_by_a_later_process_of_the_daemon() -> None:
+    memory = SealedMemory("test", NUM_BYTES, read_only=True, kept=True)
+    memory.map[3] = 8
+    again = SealedMemory.reopen(os.dup(memory.fd), NUM_BYTES, read_only=True)
+    again.map[4] = 9
+    assert memory.map[3:5] == again.map[3:5] == bytes([8, 9])
+    assert again.address == np.frombuffer(again.map, np.uint8).ctypes.data
+    for one in (memory, again):
+        view = mmap.mmap(one.shared_fd, NUM_BYTES, prot=mmap.PROT_READ)
+        assert view[3] == 8
+        with pytest.raises(PermissionError):
+            mmap.mmap(one.shared_fd, NUM_BYTES)
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.pwrite(one.shared_fd, b"x", 0)
+        assert stat.S_IMODE(os.fstat(one.shared_fd).st_mode) == stat.S_IRUSR  # other users cannot open it again
+        with pytest.raises(PermissionError):
+            os.ftruncate(one.fd, 0)
+        one.close()
+
+
+def test_kept_memory_that_others_may_write_is_shared_as_it_is() -> None:
+    memory = SealedMemory("test", NUM_BYTES, read_only=False, kept=True)
+    again = SealedMemory.reopen(os.dup(memory.fd), NUM_BYTES, read_only=False)
+    mmap.mmap(again.shared_fd, NUM_BYTES)[3] = 8
+    assert memory.map[3] == 8
 
 
 def test_others_may_write_where_that_is_wanted() -> None:

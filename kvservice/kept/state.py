@@ -1,0 +1,217 @@
+"""The daemon's state: taken over from an earlier process, or new."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any, Final
+
+from kvservice.kept.arrays import KeptArrays
+from kvservice.kept.errors import KeptStateError
+from kvservice.kept.files import KeptFiles
+from kvservice.kept.header import StateHeader
+from kvservice.kept.sections import Section
+from kvservice.kept.table import KeptDict, KeptTable
+from kvservice.pool.sealed import SealedMemory
+from kvservice.telemetry.arrays import SharedArrays
+
+# Names of descriptors at the keeper begin so.
+PREFIX: Final = "kvservice.state."
+_HEADER, _TABLE, _SHARED, _PRIVATE = "header", "table", "arrays", "private"
+# The size of a descriptor that is no memory file.
+_NO_SIZE: Final = -1
+
+
+class Facts(MutableMapping[str, Any]):
+    """Values of JSON that one process decided and later ones must know. They are stored together."""
+
+    def __init__(self, section: KeptDict) -> None:
+        self._section = section
+        self._values: dict[str, Any] = json.loads(section.get(0, b"{}"))
+
+    def __getitem__(self, name: str) -> Any:
+        return self._values[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._replace({**self._values, name: value})
+
+    def __delitem__(self, name: str) -> None:
+        values = dict(self._values)
+        del values[name]
+        self._replace(values)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def _replace(self, values: dict[str, Any]) -> None:
+        self._section[0] = json.dumps(values).encode()
+        self._values = values
+
+
+class KeptState:
+    """All that outlives the daemon's process. It has the same parts whether it was taken over or is new."""
+
+    taken: bool
+    """Whether the state is an earlier process's."""
+    refused: str
+    """Why an earlier process's state was not taken over, or empty."""
+    clean: bool
+    """Whether the earlier process ended in order."""
+
+    def __init__(self, files: KeptFiles, header: StateHeader, table: KeptTable, earlier: Mapping[str, Any]) -> None:
+        """`earlier` is the earlier process's record of its files, empty for a new state."""
+        self._files = files
+        self._header = header
+        self.taken = bool(earlier)
+        self.refused = ""
+        self.clean = self.taken and header.is_clean
+        self.table = table
+        self.facts = Facts(table.section(Section.FACTS))
+        self._earlier: dict[str, int] = dict(earlier.get("sizes", {}))
+        # Sizes of the files of this state, and descriptors that the keeper does not have yet.
+        self._sizes: dict[str, int] = {_HEADER: _NO_SIZE, _TABLE: _NO_SIZE, _SHARED: _NO_SIZE, _PRIVATE: _NO_SIZE}
+        shared, private = (
+            SharedArrays(f"kvservice-{name}", files.take(PREFIX + name), earlier.get(name, ()))
+            for name in (_SHARED, _PRIVATE)
+        )
+        self.arrays = KeptArrays(shared, private)
+        own = {_HEADER: header.fd, _TABLE: table.fd, _SHARED: shared.fd, _PRIVATE: private.fd}
+        self._new: dict[str, int] = {} if self.taken else own
+        self._is_ready = False
+
+    @classmethod
+    def open(cls, files: KeptFiles, identity: Mapping[str, Any]) -> KeptState:
+        """Take over the state in `files`, or create one. `identity` has values of JSON by name, all that decides the
+        meaning of the bytes: a state with another identity is refused and dropped, and `refused` names the differences.
+        """
+        names = _names(files)
+        refused = ""
+        try:
+            header = _header(files.take(PREFIX + _HEADER))
+            if header is not None and not (refused := header.refusal(identity)):
+                header.begin()
+                table = KeptTable(_required(files.take(PREFIX + _TABLE), _TABLE))
+                return cls(files, header, table, _record(files, table))
+        except KeptStateError as error:
+            refused = str(error)
+        files.discard(names)
+        state = cls(files, StateHeader.create(identity), KeptTable(), {})
+        state.refused = refused
+        return state
+
+    @classmethod
+    def fresh(cls) -> KeptState:
+        """Create a state that ends with this process."""
+        return cls.open(KeptFiles({}, None), {})
+
+    @staticmethod
+    def check(files: KeptFiles, identity: Mapping[str, Any]) -> str:
+        """Return why `open` would not take over the state of a process that still runs, or an empty text."""
+        fd = files.peek(PREFIX + _HEADER)
+        try:
+            header = _header(None if fd is None else os.dup(fd))
+        except KeptStateError as error:
+            return str(error)
+        return "there is none" if header is None else header.refusal(identity)
+
+    def memory(self, name: str, num_bytes: int, *, read_only: bool) -> SealedMemory:
+        """Return the earlier process's memory of this name, or new zeroed memory. Raises OSError if the host does not
+        have enough, and KeptStateError if the earlier one has another size."""
+        fd = self._take(name, num_bytes)
+        if fd is not None:
+            return SealedMemory.reopen(fd, num_bytes, read_only=read_only)
+        memory = SealedMemory(f"kvservice-{name}", num_bytes, read_only=read_only, kept=self._files.is_kept)
+        self._add(name, num_bytes, os.dup(memory.fd))
+        return memory
+
+    def descriptor(self, name: str) -> int | None:
+        """Return the descriptor that the earlier process put here, which the caller then owns, or None."""
+        return self._take(name, _NO_SIZE)
+
+    def put_descriptor(self, name: str, fd: int) -> None:
+        """Keep a descriptor that is no memory file. This object owns it from now on."""
+        self._add(name, _NO_SIZE, fd)
+
+    def ready(self) -> None:
+        """Hand the files to the keeper. From now on the next process takes the state over."""
+        self._is_ready = True
+        for name in list(self._new):
+            self._hand_over(name)
+        self._record_files()
+        self._header.ready()
+        self._files.discard(_names(self._files))
+
+    def mark_clean(self) -> None:
+        """Say that this process ends in order: no operation is in progress."""
+        self._header.mark_clean()
+
+    def mark_faulted(self) -> None:
+        """Say that the device failed, so that no process takes the state over. Any thread may call this."""
+        self._header.mark_faulted()
+
+    def discard(self) -> None:
+        """Let the keeper drop all files."""
+        self._files.discard([PREFIX + name for name in self._sizes])
+
+    def _take(self, name: str, num_bytes: int) -> int | None:
+        fd = self._files.take(PREFIX + name)
+        if fd is None:
+            return None
+        if name not in self._earlier:  # put by a process that was killed before it recorded that
+            os.close(fd)
+            self._files.discard([PREFIX + name])
+            return None
+        if self._earlier[name] != num_bytes:
+            os.close(fd)
+            raise KeptStateError(f"{name} had {self._earlier[name]} bytes, has {num_bytes}")
+        self._sizes[name] = num_bytes
+        return fd
+
+    def _add(self, name: str, num_bytes: int, fd: int) -> None:
+        assert name not in self._sizes, "each name stands for one file"
+        self._sizes[name], self._new[name] = num_bytes, fd
+        if self._is_ready:
+            self._hand_over(name)
+            self._record_files()
+
+    def _hand_over(self, name: str) -> None:
+        fd = self._new.pop(name)
+        self._files.put(PREFIX + name, fd)
+        if name not in (_HEADER, _TABLE, _SHARED, _PRIVATE):  # their objects own them
+            os.close(fd)
+
+    def _record_files(self) -> None:
+        arrays = {_SHARED: self.arrays.shared.manifest, _PRIVATE: self.arrays.private.manifest}
+        self.table.section(Section.FILES)[0] = json.dumps({"sizes": self._sizes, **arrays}).encode()
+
+
+def _names(files: KeptFiles) -> list[str]:
+    return [name for name in files.names() if name.startswith(PREFIX)]
+
+
+def _header(fd: int | None) -> StateHeader | None:
+    """Return the header of a complete state, or None. Raises KeptStateError."""
+    header = None if fd is None else StateHeader(fd)
+    return header if header is not None and header.is_ready else None
+
+
+def _record(files: KeptFiles, table: KeptTable) -> dict[str, Any]:
+    """Return the earlier process's record of its files. Raises KeptStateError if one of them is missing or is cut."""
+    record: dict[str, Any] = json.loads(table.section(Section.FILES).get(0, b"{}"))
+    if not record:
+        raise KeptStateError("its files are not listed")
+    for name in record["sizes"].keys() - {_HEADER, _TABLE}:
+        fd, num_bytes = _required(files.peek(PREFIX + name), name), record["sizes"][name]
+        if num_bytes != _NO_SIZE and os.fstat(fd).st_size != num_bytes:
+            raise KeptStateError(f"its {name} has {os.fstat(fd).st_size} bytes instead of {num_bytes}")
+    return record
+
+
+def _required(fd: int | None, name: str) -> int:
+    if fd is None:
+        raise KeptStateError(f"its {name} is missing")
+    return fd

@@ -1,0 +1,178 @@
+"""Small values by section and key in one memory file, which a process can take over from one that was killed.
+
+The file is a log of records in one of two ranges. A record counts from the moment when the end of the log is stored,
+which is one store of eight bytes. A full log is compacted: its live records are written to the other range, and one
+store makes that range the current one. The kernel keeps the stores of a killed process in program order, so there is
+always a whole log.
+
+    page 0      magic, number of the current range, and offset, capacity and end of each range: uint64 each
+    range       records
+    record      int64 key, uint32 length or DELETED, uint32 section, the value, padding to eight bytes
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import weakref
+from collections.abc import Iterator, MutableMapping
+from typing import Final
+
+import numpy as np
+
+from kvservice.kept.errors import KeptStateError
+from kvservice.pool.available import available_bytes
+
+_MAGIC: Final = int.from_bytes(b"KVTABLE1", "little")
+_RECORD: Final = struct.Struct("=qII")
+_DELETED: Final = 0xFFFFFFFF
+# Words of page 0.
+_MAGIC_AT, _CURRENT_AT, _RANGES_AT, _NUM_WORDS = 0, 1, 2, 8
+_OFFSET, _CAPACITY, _END = 0, 1, 2
+MIN_CAPACITY: Final = 64 << 10
+MAX_VALUE_BYTES: Final = 16 << 20
+MAX_FILE_BYTES: Final = 4 << 30
+
+
+class KeptTable:
+    """The values of all sections, with a copy of each in this process's memory. Used by one thread."""
+
+    def __init__(self, fd: int | None = None) -> None:
+        """Create a table, or take over the one in the file `fd`, which the table then owns. Raises KeptStateError if
+        the file is not a whole table."""
+        self._values: dict[int, dict[int, bytes]] = {}
+        self.fd = os.memfd_create("kvservice-table", os.MFD_CLOEXEC) if fd is None else fd
+        self.close = weakref.finalize(self, os.close, self.fd)
+        if fd is None:
+            self._create()
+        else:
+            self._load()
+
+    def section(self, number: int) -> KeptDict:
+        """Return the values of a section by key."""
+        return KeptDict(self, number, self._values.setdefault(number, {}))
+
+    def append(self, section: int, key: int, value: bytes | None) -> None:
+        """Record a value, or the end of one (None). Raises ValueError if it is too long, and MemoryError."""
+        data = b"" if value is None else value
+        if len(data) > MAX_VALUE_BYTES:
+            raise ValueError(f"a value of {len(data)} bytes is longer than {MAX_VALUE_BYTES}")
+        record = _RECORD.pack(key, _DELETED if value is None else len(data), section) + data
+        record += bytes(-len(record) % 8)
+        if self._end + len(record) > self._capacity:
+            self._compact(len(record))
+        self._write(self._offset + self._end, record)
+        self._end += len(record)
+        self._store(_RANGES_AT + 3 * self._current + _END, self._end)
+
+    def _create(self) -> None:
+        self._resize(mmap.PAGESIZE + MIN_CAPACITY)
+        self._current, self._offset, self._capacity, self._end = 0, mmap.PAGESIZE, MIN_CAPACITY, 0
+        self._words[_RANGES_AT : _RANGES_AT + 3] = self._offset, self._capacity, 0
+        self._store(_MAGIC_AT, _MAGIC)
+
+    def _load(self) -> None:
+        num_bytes = os.fstat(self.fd).st_size
+        if num_bytes < mmap.PAGESIZE:
+            raise KeptStateError(f"the table has {num_bytes} bytes")
+        self._map(num_bytes)
+        if int(self._words[_MAGIC_AT]) != _MAGIC:
+            raise KeptStateError("the table has another format")
+        self._current = int(self._words[_CURRENT_AT])
+        if self._current > 1:
+            raise KeptStateError("the table's current range is unknown")
+        first = _RANGES_AT + 3 * self._current
+        self._offset, self._capacity, self._end = map(int, self._words[first : first + 3])
+        if self._offset < mmap.PAGESIZE or self._offset + self._capacity > num_bytes or self._end > self._capacity:
+            raise KeptStateError("the table's range is not in its file")
+        self._replay(self._memory[self._offset : self._offset + self._end])
+
+    def _replay(self, log: bytes) -> None:
+        at = 0
+        while at < len(log):
+            if at + _RECORD.size > len(log):
+                raise KeptStateError("the table's last record is cut")
+            key, length, section = _RECORD.unpack_from(log, at)
+            at += _RECORD.size
+            values = self._values.setdefault(section, {})
+            if length == _DELETED:
+                values.pop(key, None)
+                continue
+            if at + length > len(log):
+                raise KeptStateError("the table's last record is cut")
+            values[key] = log[at : at + length]
+            at += -(-length // 8) * 8
+
+    def _compact(self, wanted: int) -> None:
+        """Write the live records to the other range, with room for as many again and for `wanted` bytes."""
+        records = [
+            _RECORD.pack(key, len(value), section) + value + bytes(-len(value) % 8)
+            for section, values in self._values.items()
+            for key, value in values.items()
+        ]
+        log = b"".join(records)
+        capacity = max(MIN_CAPACITY, _page_aligned(2 * len(log) + 2 * wanted))
+        old_offset, old_capacity = self._offset, self._capacity
+        before = old_offset - mmap.PAGESIZE
+        offset = mmap.PAGESIZE if capacity <= before else old_offset + old_capacity
+        if offset + capacity > len(self._memory):
+            self._resize(offset + capacity)
+        self._write(offset, log)
+        other = 1 - self._current
+        first = _RANGES_AT + 3 * other
+        self._words[first : first + 3] = offset, capacity, len(log)
+        self._store(_CURRENT_AT, other)
+        self._current, self._offset, self._capacity, self._end = other, offset, capacity, len(log)
+        self._memory.madvise(mmap.MADV_REMOVE, old_offset, old_capacity)  # gives the old range's memory back
+
+    def _resize(self, num_bytes: int) -> None:
+        if num_bytes > MAX_FILE_BYTES or num_bytes > available_bytes():
+            raise MemoryError(f"the table of kept values takes {num_bytes} bytes")
+        os.ftruncate(self.fd, num_bytes)
+        self._map(num_bytes)
+
+    def _map(self, num_bytes: int) -> None:
+        self._memory = mmap.mmap(self.fd, num_bytes)
+        self._words = np.frombuffer(self._memory, np.uint64, _NUM_WORDS)
+
+    def _write(self, offset: int, data: bytes) -> None:
+        """Store bytes that do not count yet."""
+        self._memory[offset : offset + len(data)] = data
+
+    def _store(self, word: int, value: int) -> None:
+        """Store a word of page 0 in one piece."""
+        self._words[word] = value
+
+
+class KeptDict(MutableMapping[int, bytes]):
+    """The values of one section. A change is in the file when the operation returns."""
+
+    def __init__(self, table: KeptTable, number: int, values: dict[int, bytes]) -> None:
+        self._table = table
+        self._number = number
+        self._values = values
+
+    def __getitem__(self, key: int) -> bytes:
+        return self._values[key]
+
+    def __setitem__(self, key: int, value: bytes) -> None:
+        """Raises ValueError if the value is longer than MAX_VALUE_BYTES, and MemoryError. Nothing is changed then."""
+        self._table.append(self._number, key, value)
+        self._values[key] = value
+
+    def __delitem__(self, key: int) -> None:
+        if key not in self._values:
+            raise KeyError(key)
+        self._table.append(self._number, key, None)
+        del self._values[key]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+def _page_aligned(num_bytes: int) -> int:
+    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -1,0 +1,298 @@
+"""A state is taken over whole, or refused with the reason; and then it is gone."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from kept_files import HeldFiles
+
+from kvservice.kept import KeptState, KeptStateError, Section, header
+from kvservice.kept.state import PREFIX
+
+IDENTITY = {"num_layers": 4, "block_size": 16, "dtype": "bfloat16"}
+NUM_BYTES = 3 * mmap.PAGESIZE
+
+
+@pytest.fixture
+def keeper() -> Iterator[HeldFiles]:
+    keeper = HeldFiles()
+    yield keeper
+    keeper.close()
+
+
+def started(keeper: HeldFiles, **changes: Any) -> KeptState:
+    return KeptState.open(keeper.start(), IDENTITY | changes)
+
+
+def serving(keeper: HeldFiles, **changes: Any) -> KeptState:
+    """Return the state of a process that serves, with something of every kind in it."""
+    state = started(keeper, **changes)
+    state.memory("pool", NUM_BYTES, read_only=True).map[:4] = b"pool"
+    state.arrays.kept("lengths", (5,), np.int64)[:] = 7
+    state.arrays.kept("hashes", (2, 32), np.uint8, private=True)[:] = 8
+    state.arrays.zeros("calls", (3,), np.int64)[:] = 9
+    state.table.section(Section.PINS)[1] = b"pin"
+    state.facts["num_blocks"] = 12
+    state.ready()
+    return state
+
+
+def assert_taken_over(state: KeptState) -> None:
+    assert (state.taken, state.refused) == (True, "")
+    assert state.memory("pool", NUM_BYTES, read_only=True).map[:4] == b"pool"
+    assert state.arrays.kept("lengths", (5,), np.int64).tolist() == [7] * 5
+    assert (state.arrays.kept("hashes", (2, 32), np.uint8, private=True) == 8).all()
+    assert state.arrays.zeros("calls", (3,), np.int64).tolist() == [0] * 3
+    assert dict(state.table.section(Section.PINS)) == {1: b"pin"}
+    assert dict(state.facts) == {"num_blocks": 12}
+
+
+def assert_new(state: KeptState, keeper: HeldFiles, refused: str = "") -> None:
+    assert (state.taken, state.clean, state.refused) == (False, False, refused)
+    assert not any(name.startswith(PREFIX) for name in keeper.held)
+    assert not state.memory("pool", NUM_BYTES, read_only=True).map[:4].strip(b"\0")
+    assert not state.arrays.kept("lengths", (5,), np.int64).any()
+    assert not state.table.section(Section.PINS)
+    assert not state.facts
+
+
+def test_the_next_process_has_it_all(keeper: HeldFiles) -> None:
+    serving(keeper)
+    for _ in range(3):
+        state = started(keeper)
+        assert_taken_over(state)
+        assert not state.clean
+        state.ready()
+    assert sorted(keeper.held) == [PREFIX + name for name in ("arrays", "header", "pool", "private", "table")]
+
+
+def test_a_process_that_was_killed_before_it_served_leaves_nothing(keeper: HeldFiles) -> None:
+    state = started(keeper)
+    state.memory("pool", NUM_BYTES, read_only=True).map[:4] = b"pool"
+    assert not keeper.held
+    # Killed while it handed its files over.
+    keeper.store(PREFIX + "header", state._header.fd)
+    keeper.store(PREFIX + "pool", state._new["pool"])
+    assert_new(started(keeper), keeper)
+
+
+def test_a_taken_over_state_can_be_taken_over_before_its_process_serves(keeper: HeldFiles) -> None:
+    serving(keeper)
+    assert_taken_over(started(keeper))
+    assert_taken_over(started(keeper))
+
+
+def test_after_two_take_overs_that_failed_it_is_given_up(keeper: HeldFiles) -> None:
+    serving(keeper)
+    for _ in range(header.MAX_ATTEMPTS):
+        assert started(keeper).taken
+    assert_new(started(keeper), keeper, "the take-over failed twice")
+
+
+def test_a_take_over_that_succeeds_begins_the_count_again(keeper: HeldFiles) -> None:
+    serving(keeper)
+    for _ in range(header.MAX_ATTEMPTS + 2):
+        started(keeper)
+        state = started(keeper)
+        assert_taken_over(state)
+        state.ready()
+
+
+def test_another_identity_is_refused_naming_each_item(keeper: HeldFiles) -> None:
+    serving(keeper, num_layers=8, extra=1)
+    state = started(keeper, dtype="float32")
+    assert_new(
+        state, keeper, "num_layers was 8, is 4; dtype was bfloat16, is float32; extra was 1, is None"
+    )  # fmt: skip
+    state.ready()
+    assert started(keeper, dtype="float32").taken
+
+
+def test_another_version_is_refused(keeper: HeldFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    serving(keeper)
+    monkeypatch.setattr(header, "STATE_VERSION", header.STATE_VERSION + 1)
+    assert_new(started(keeper), keeper, "its version is 1, this daemon's 2")
+
+
+def test_after_a_fault_of_the_device_nothing_is_kept(keeper: HeldFiles) -> None:
+    serving(keeper).mark_faulted()
+    assert_new(started(keeper), keeper, "the device failed")
+
+
+def test_the_end_in_order_is_seen_once(keeper: HeldFiles) -> None:
+    serving(keeper).mark_clean()
+    assert started(keeper).clean
+    state = started(keeper)
+    assert state.clean
+    assert_taken_over(state)
+    state.ready()
+    assert not started(keeper).clean
+
+
+def test_a_discarded_state_is_gone(keeper: HeldFiles) -> None:
+    state = serving(keeper)
+    keeper.store("kvservice.http", state._header.fd)
+    state.discard()
+    assert list(keeper.held) == ["kvservice.http"]
+    assert_new(started(keeper), keeper)
+
+
+@pytest.mark.parametrize("name", ["table", "arrays", "private", "pool"])
+def test_a_missing_file_is_a_reason_to_refuse(name: str, keeper: HeldFiles) -> None:
+    serving(keeper)
+    keeper.remove(PREFIX + name)
+    assert_new(started(keeper), keeper, f"its {name} is missing")
+
+
+BAD_HEADERS: dict[str, tuple[Callable[[int], object], str]] = {
+    "cut": (lambda fd: os.truncate(fd, 100), "its header has another size"),
+    "other magic": (lambda fd: os.pwrite(fd, b"x", 0), "its header is unknown"),
+    "no JSON": (lambda fd: os.pwrite(fd, b"x", 4096), "its identity is unreadable"),
+    "too long a text": (lambda fd: os.pwrite(fd, b"\xff" * 8, 48), "its identity is unreadable"),
+    "no object": (lambda fd: os.pwrite(fd, b"[" + b" " * 10 + b"]", 4096), "its identity is unreadable"),
+    "all ones": (lambda fd: os.pwrite(fd, b"\xff" * (64 << 10), 0), "its header is unknown"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_HEADERS)
+def test_a_header_that_does_not_fit_is_refused(name: str, keeper: HeldFiles) -> None:
+    serving(keeper)
+    spoil, reason = BAD_HEADERS[name]
+    spoil(keeper.held[PREFIX + "header"])
+    assert KeptState.check(keeper.start(), IDENTITY) == reason
+    assert_new(started(keeper), keeper, reason)
+
+
+def test_a_table_that_does_not_fit_is_refused(keeper: HeldFiles) -> None:
+    serving(keeper)
+    os.pwrite(keeper.held[PREFIX + "table"], b"\xff" * 4096, 0)
+    assert_new(started(keeper), keeper, "the table has another format")
+
+
+def test_a_record_of_the_files_that_does_not_fit_is_refused(keeper: HeldFiles) -> None:
+    serving(keeper).table.section(Section.FILES)[0] = b"{}"
+    assert_new(started(keeper), keeper, "its files are not listed")
+
+
+def test_a_memory_of_another_size_is_refused(keeper: HeldFiles) -> None:
+    serving(keeper)
+    with pytest.raises(KeptStateError, match="pool had"):
+        started(keeper).memory("pool", 2 * NUM_BYTES, read_only=True)
+    keeper.remove(PREFIX + "pool")
+    other = os.memfd_create("other")
+    keeper.store(PREFIX + "pool", other)
+    os.close(other)
+    assert_new(started(keeper), keeper, f"its pool has 0 bytes instead of {NUM_BYTES}")
+
+
+def test_files_that_the_next_process_does_not_use_are_dropped(keeper: HeldFiles) -> None:
+    serving(keeper)
+    started(keeper).ready()
+    assert PREFIX + "pool" not in keeper.held
+    state = started(keeper)
+    assert state.taken
+    assert state.memory("pool", NUM_BYTES, read_only=True).map[:4] == bytes(4)
+
+
+def test_memory_can_be_added_while_serving(keeper: HeldFiles) -> None:
+    state = serving(keeper)
+    state.memory("replies", NUM_BYTES, read_only=False).map[:2] = b"ok"
+    state = started(keeper)
+    assert_taken_over(state)
+    assert state.memory("replies", NUM_BYTES, read_only=False).map[:2] == b"ok"
+
+
+def test_a_file_that_was_not_recorded_any_more_is_dropped(keeper: HeldFiles) -> None:
+    state = serving(keeper)
+    keeper.store(PREFIX + "replies", state.table.fd)
+    state = started(keeper)
+    assert state.memory("replies", NUM_BYTES, read_only=False).map[:2] == bytes(2)
+    assert PREFIX + "replies" not in keeper.held
+    state.ready()
+    assert PREFIX + "replies" in keeper.held
+
+
+def test_descriptors_of_other_memory_are_kept(keeper: HeldFiles) -> None:
+    state = serving(keeper)
+    fd = os.memfd_create("gpu")
+    os.write(fd, b"gpu")
+    state.put_descriptor("gpu", fd)
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(fd)
+    for _ in range(2):
+        state = started(keeper)
+        assert_taken_over(state)
+        taken = state.descriptor("gpu")
+        assert taken is not None
+        assert os.pread(taken, 3, 0) == b"gpu"
+        assert state.descriptor("gpu") is None
+        os.close(taken)
+        state.ready()
+
+
+def test_a_check_changes_nothing(keeper: HeldFiles) -> None:
+    assert KeptState.check(keeper.start(), IDENTITY) == "there is none"
+    serving(keeper)
+    keeper.calls.clear()
+    for _ in range(header.MAX_ATTEMPTS + 1):
+        assert KeptState.check(keeper.start(), IDENTITY) == ""
+    assert KeptState.check(keeper.start(), IDENTITY | {"block_size": 32}) == "block_size was 16, is 32"
+    assert not keeper.calls
+    assert_taken_over(started(keeper))
+
+
+def test_refused_files_are_free_before_new_ones_are_taken(keeper: HeldFiles) -> None:
+    serving(keeper)
+    keeper.calls.clear()
+    state = started(keeper, block_size=32)
+    assert keeper.calls[-1] == ("barrier", "")
+    assert {call for call, _ in keeper.calls[:-1]} == {"remove"}
+    state.ready()
+
+
+def test_without_a_keeper_it_is_the_same_and_ends_with_the_process() -> None:
+    state = KeptState.fresh()
+    assert (state.taken, state.refused, state.clean) == (False, "", False)
+    state.memory("pool", NUM_BYTES, read_only=True)
+    state.arrays.kept("lengths", (5,), np.int64)
+    state.put_descriptor("gpu", os.memfd_create("gpu"))
+    state.facts["num_blocks"] = 1
+    state.ready()
+    state.mark_clean()
+    state.discard()
+    assert dict(state.facts) == {"num_blocks": 1}
+
+
+def test_without_a_keeper_others_can_never_map_the_pool_for_writing() -> None:
+    memory = KeptState.fresh().memory("pool", NUM_BYTES, read_only=True)
+    with pytest.raises(PermissionError):
+        mmap.mmap(memory.shared_fd, NUM_BYTES)
+
+
+def test_no_descriptor_is_left_open() -> None:
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    keeper = HeldFiles()
+    serving(keeper)
+    serving(keeper, block_size=32)
+    started(keeper, block_size=32).ready()
+    keeper.close()
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_facts_are_values_of_json(keeper: HeldFiles) -> None:
+    state = serving(keeper)
+    state.facts["scales"] = [1.5, 2]
+    del state.facts["num_blocks"]
+    with pytest.raises(KeyError):
+        del state.facts["num_blocks"]
+    with pytest.raises(TypeError):
+        state.facts["object"] = object()
+    assert dict(started(keeper).facts) == {"scales": [1.5, 2]}

@@ -1,0 +1,202 @@
+"""The kept table: whatever moment its process is killed at, the file holds all values before the change or after it."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import random
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from kept_files import content_of, copied_file
+
+from kvservice.kept import KeptDict, KeptStateError, KeptTable
+from kvservice.kept import table as table_module
+from kvservice.kept.table import MAX_VALUE_BYTES, MIN_CAPACITY
+
+Content = dict[int, dict[int, bytes]]
+SECTIONS = (1, 2, 7)
+
+
+def content(table: KeptTable) -> Content:
+    return {number: dict(table.section(number)) for number in SECTIONS}
+
+
+def reopened(data: bytes) -> Content:
+    return content(KeptTable(copied_file(data)))
+
+
+@contextmanager
+def killed_at_every_moment(table: KeptTable) -> Iterator[list[bytes]]:
+    """Collect the file at every line of the table's code, and at every quarter of the bytes that a line stores."""
+    moments: list[bytes] = []
+
+    def traced(frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
+        if frame.f_code.co_filename != table_module.__file__:
+            return None
+        if event == "line":
+            moments.append(content_of(table.fd))
+        return traced
+
+    write = table._write
+
+    def write_in_parts(offset: int, data: bytes) -> None:
+        for end in range(0, len(data), max(1, len(data) // 4)):
+            before = content_of(table.fd)
+            moments.append(before[:offset] + data[:end] + before[offset + end :])
+        write(offset, data)
+
+    table._write = write_in_parts  # type: ignore[method-assign]
+    sys.settrace(traced)
+    try:
+        yield moments
+    finally:
+        sys.settrace(None)
+        del table._write
+
+
+def change(rng: random.Random, section: KeptDict, longest: int) -> None:
+    if section and rng.random() < 0.3:
+        del section[rng.choice(list(section))]
+    else:
+        section[rng.randrange(-4, 12)] = rng.randbytes(rng.randrange(longest))
+
+
+@pytest.mark.parametrize("longest", [40, MIN_CAPACITY // 3], ids=["small values", "growth and compaction"])
+def test_at_every_moment_all_values_are_those_before_the_change_or_after_it(longest: int) -> None:
+    rng = random.Random(longest)
+    table = KeptTable()
+    ranges = set()
+    for _ in range(30):
+        before = content(table)
+        with killed_at_every_moment(table) as moments:
+            change(rng, table.section(rng.choice(SECTIONS)), longest)
+        after = content(table)
+        seen = [reopened(data) for data in dict.fromkeys(moments)]
+        assert len(seen) >= 3
+        assert all(found in (before, after) for found in seen)
+        ranges.add((table._offset, table._capacity))
+    assert reopened(content_of(table.fd)) == content(table)
+    assert (len(ranges) > 3) == (longest > 40)
+
+
+def test_a_process_that_takes_a_table_over_goes_on_with_it() -> None:
+    table = KeptTable()
+    table.section(1)[5] = b"five"
+    for round_number in range(10):
+        table = KeptTable(copied_file(content_of(table.fd)))
+        table.section(2)[round_number] = bytes(MIN_CAPACITY // 4)
+    assert content(table)[1] == {5: b"five"}
+    assert list(content(table)[2]) == list(range(10))
+
+
+def test_repeated_changes_take_no_more_memory() -> None:
+    table = KeptTable()
+    section = table.section(1)
+    for number in range(2000):
+        section[number % 8] = number.to_bytes(1000, "little")
+    assert os.fstat(table.fd).st_size <= mmap.PAGESIZE + 3 * MIN_CAPACITY
+    assert os.fstat(table.fd).st_blocks * 512 <= mmap.PAGESIZE + 2 * MIN_CAPACITY
+
+
+def test_a_change_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = KeptTable()
+    section = table.section(1)
+    section[1] = b"one"
+    with pytest.raises(ValueError, match="longer than"):
+        section[1] = bytes(MAX_VALUE_BYTES + 1)
+    with pytest.raises(KeyError):
+        del section[2]
+    monkeypatch.setattr(table_module, "available_bytes", lambda: 0)
+    with pytest.raises(MemoryError):
+        section[2] = bytes(MIN_CAPACITY)
+    monkeypatch.undo()
+    assert dict(section) == {1: b"one"} == reopened(content_of(table.fd))[1]
+    section[2] = bytes(MIN_CAPACITY)
+    assert len(section) == 2
+
+
+def test_its_words_are_stored_in_one_piece() -> None:
+    """A store in several pieces could leave a mixture of two values."""
+    table = KeptTable()
+    assert table._words.dtype == np.uint64
+    assert table._words.ctypes.data % 8 == 0
+
+
+BAD: dict[str, Callable[[bytearray], object]] = {
+    "empty": lambda data: data.clear(),
+    "cut page": lambda data: data.__delitem__(slice(100, None)),
+    "other format": lambda data: struct.pack_into("<Q", data, 0, 7),
+    "unknown range": lambda data: struct.pack_into("<Q", data, 8, 2),
+    "range over page 0": lambda data: struct.pack_into("<Q", data, 16, 0),
+    "range after the file": lambda data: struct.pack_into("<Q", data, 24, 1 << 40),
+    "end after the range": lambda data: struct.pack_into("<Q", data, 32, MIN_CAPACITY + 8),
+    "half a record": lambda data: struct.pack_into("<Q", data, 32, 8),
+    "a record longer than the log": lambda data: struct.pack_into("<I", data, mmap.PAGESIZE + 8, 1000),
+    "all ones": lambda data: data.__setitem__(slice(None), b"\xff" * len(data)),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_no_table_is_refused(name: str) -> None:
+    table = KeptTable()
+    table.section(1)[5] = b"five"
+    data = bytearray(content_of(table.fd))
+    BAD[name](data)
+    with pytest.raises(KeptStateError):
+        KeptTable(copied_file(bytes(data)))
+
+
+def test_its_descriptors_are_closed_with_it() -> None:
+    def open_and_drop() -> None:
+        KeptTable().section(1)[1] = bytes(2 * MIN_CAPACITY)
+        with pytest.raises(KeptStateError):
+            KeptTable(copied_file(b""))
+
+    open_and_drop()
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    open_and_drop()
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+class AsDicts(RuleBasedStateMachine):
+    """The table against dicts, with a new process now and then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = KeptTable()
+        self.model: Content = {number: {} for number in SECTIONS}
+
+    @rule(number=st.sampled_from(SECTIONS), key=st.integers(-(2**63), 2**63 - 1) | st.integers(0, 3))
+    def remove(self, number: int, key: int) -> None:
+        assert self.table.section(number).pop(key, None) == self.model[number].pop(key, None)
+
+    @rule(number=st.sampled_from(SECTIONS), key=st.integers(0, 3) | st.just(-(2**63)), value=st.binary(max_size=70))
+    def put(self, number: int, key: int, value: bytes) -> None:
+        self.table.section(number)[key] = self.model[number][key] = value
+
+    @rule(number=st.sampled_from(SECTIONS), key=st.integers(0, 3), size=st.integers(0, MIN_CAPACITY))
+    def put_long(self, number: int, key: int, size: int) -> None:
+        self.put(number, key, bytes(size))
+
+    @rule()
+    def take_over(self) -> None:
+        self.table = KeptTable(os.dup(self.table.fd))
+
+    @invariant()
+    def they_are_equal(self) -> None:
+        assert content(self.table) == self.model
+
+
+TestAsDicts = AsDicts.TestCase
