@@ -20,11 +20,13 @@ from kvservice.blocks import BlocksStats
 from kvservice.blocks.ages import BUCKETS_S as AGE_BUCKETS_S
 from kvservice.blocks.ages import IDLE_BEFORE_EVICTION, LIFETIME, REUSE_GAP
 from kvservice.config import ENV_PREFIX, ServeConfig
+from kvservice.kept.report import RestartReport
 from kvservice.metrics.about import CONFIG_LABELS, about_metrics
 from kvservice.metrics.access import access_metrics
 from kvservice.metrics.calls import call_metrics, event_loop_metric
 from kvservice.metrics.holders import holder_metrics
 from kvservice.metrics.pool import pool_metrics
+from kvservice.metrics.restarts import restart_metrics
 from kvservice.metrics.scheduling import scheduler_metrics
 from kvservice.metrics.store import store_metrics
 from kvservice.scheduler import SchedulerFigures
@@ -160,6 +162,7 @@ def _families() -> Iterator[Metric]:
     yield from scheduler_metrics(reading)
     yield from store_metrics(reading)
     yield from access_metrics(reading.server, {"metrics": 0, "page": 0}, 0)
+    yield from restart_metrics(RestartReport())
     yield from about_metrics({"version": "", **dict.fromkeys(CONFIG_LABELS, "")})
 
 

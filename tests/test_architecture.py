@@ -46,7 +46,9 @@ ROOMS: dict[str, set[str]] = {
     "pool.sealed": {"pool.available"},
     "pool": {"_cuda", "errors", "ops", "pool.available", "pool.layout", "pool.sealed"},
     # State that outlives the daemon's process.
-    "kept": {"pool.available", "pool.sealed", "telemetry.arrays"},
+    # What a start found of the process before: the server fills it, the observer shows it.
+    "kept.report": set(),
+    "kept": {"kept.report", "pool.available", "pool.sealed", "telemetry.arrays"},
     "model_shape": {"errors"},
     "config": {"pool.layout"},
     "config_sources": {"config", "errors", "model_shape"},
@@ -67,9 +69,19 @@ ROOMS: dict[str, set[str]] = {
     # Arrays in memory files, which the daemon uses not only for the observer.
     "telemetry.arrays": {"pool.available"},
     # Data that daemon and observer share.
-    "telemetry": {"blocks", "pool.available", "scheduler", "store", "telemetry.arrays"},
-    "metrics": {"blocks", "scheduler", "telemetry"},
-    "observer": {"auth", "errors", "logs", "metrics", "scheduler", "telemetry", "telemetry.arrays", "v1"},
+    "telemetry": {"blocks", "kept.report", "pool.available", "scheduler", "store", "telemetry.arrays"},
+    "metrics": {"blocks", "kept.report", "scheduler", "telemetry"},
+    "observer": {
+        "auth",
+        "errors",
+        "kept.report",
+        "logs",
+        "metrics",
+        "scheduler",
+        "telemetry",
+        "telemetry.arrays",
+        "v1",
+    },
     "server": {
         "",
         "_ext",
@@ -82,6 +94,7 @@ ROOMS: dict[str, set[str]] = {
         "environment",
         "errors",
         "keeper",
+        "kept.report",
         "logs",
         "scheduler",
         "store",

@@ -1,31 +1,143 @@
-"""What a start of the daemon kept of the process before it."""
+"""What a start of the daemon found of the process before: for the log, the page, `top` and the metrics."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import json
+from collections.abc import Mapping, MutableMapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Final
+
+FIRST_START: Final = "first start"
+TAKEN_OVER: Final = "taken over"
+REFUSED: Final = "refused"
+OUTCOMES: Final = (FIRST_START, TAKEN_OVER, REFUSED)
+
+SIGNAL: Final = "signal"
+STATUS: Final = "status"
+DEVICE_FAULT: Final = "device_fault"
+UPGRADE: Final = "upgrade"
+CAUSES: Final = (SIGNAL, STATUS, DEVICE_FAULT, UPGRADE)
+
+# The key of the totals in their section.
+_TOTALS: Final = 0
+_FAULT_STATUS: Final = "status 70"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
+class KeptCounts:
+    """What a take-over found whole. Pins are blocks under a pin, store blocks are values of the block store."""
+
+    sessions: int = 0
+    sequences: int = 0
+    steps: int = 0
+    cached_blocks: int = 0
+    pins: int = 0
+    store_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LostCounts:
+    """What a take-over found torn, or what cannot be kept."""
+
+    sequences: int = 0
+    steps: int = 0
+    schedulers: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RestartTotals:
+    """Counts over all processes that had the state: restarts by cause, refused states, and lost sequences."""
+
+    signal: int = 0
+    status: int = 0
+    device_fault: int = 0
+    upgrade: int = 0
+    refused: int = 0
+    lost_sequences: int = 0
+
+    @property
+    def by_cause(self) -> dict[str, int]:
+        return {cause: getattr(self, cause) for cause in CAUSES}
+
+
+@dataclass(frozen=True, slots=True)
 class RestartReport:
-    """One start of the daemon. The counts are 0 unless the state was taken over."""
+    """How this process of the daemon began.
 
-    outcome: Literal["first start", "taken over", "refused"] = "first start"
-    reason: str = ""
-    """Why the state was refused."""
+    `is_kept`: whether a keeper or systemd keeps the memory. `ended`: how the process before ended ("signal 9",
+    "status 1", "upgrade"), empty if that is unknown or this is the first process. `reason`: why the state was refused.
+    `down_s`: seconds from that end to the start of serving. `take_over_s`: the part of it that opened and checked the
+    state.
+    """
+
+    outcome: str = FIRST_START
+    is_kept: bool = False
     ended: str = ""
-    """How the process before ended: "signal 9", "status 70", "upgrade", or empty if that is unknown."""
+    reason: str = ""
     num_restarts: int = 0
-    """Starts after the first one, of the same keeper."""
     down_s: float = 0.0
-    """Seconds from the end of the process before until this one served."""
     take_over_s: float = 0.0
-    """Seconds from the start of this process until it served."""
-    sessions_kept: int = 0
-    sequences_kept: int = 0
-    sequences_lost: int = 0
-    cached_blocks_kept: int = 0
-    pins_kept: int = 0
-    steps_kept: int = 0
-    steps_lost: int = 0
-    store_values_kept: int = 0
+    kept: KeptCounts = field(default_factory=KeptCounts)
+    lost: LostCounts = field(default_factory=LostCounts)
+    totals: RestartTotals = field(default_factory=RestartTotals)
+
+    @property
+    def cause(self) -> str:
+        """The cause of the restart, one of CAUSES. Empty for the first process."""
+        if self.ended == UPGRADE:
+            return UPGRADE
+        if self.ended.startswith("status"):
+            return DEVICE_FAULT if self.ended == _FAULT_STATUS else STATUS
+        return SIGNAL if self.ended or self.outcome != FIRST_START else ""
+
+    @property
+    def summary(self) -> str:
+        """The cause of the restart and what became of the state, in words."""
+        if not self.cause:
+            return "" if self.is_kept else "nothing is kept: the memory ends with the process of the daemon"
+        return f"after {self.ended or 'a crash'}: {self._take_over}"
+
+    @property
+    def _take_over(self) -> str:
+        if self.outcome == REFUSED:
+            return f"started empty, as the kept state was refused: {self.reason}"
+        if self.outcome == FIRST_START:
+            return f"started empty, as nothing was kept; down {self.down_s:.1f} s"
+        lost = _listed(asdict(self.lost)) or "nothing"
+        kept = _listed(asdict(self.kept)) or "an empty pool"
+        return f"took over {kept} in {self.take_over_s:.2f} s, down {self.down_s:.1f} s; lost {lost}"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> RestartReport:
+        parts = {
+            "kept": KeptCounts(**values["kept"]),
+            "lost": LostCounts(**values["lost"]),
+            "totals": RestartTotals(**values["totals"]),
+        }
+        return cls(**{**values, **parts})
+
+
+def count_restart(section: MutableMapping[int, bytes], report: RestartReport) -> RestartReport:
+    """Add this start to the totals in `section`, and return the report with them. `num_restarts` becomes the larger of
+    the totals and of what the keeper counted, which also counts restarts whose state was not kept."""
+    totals = _read_totals(section.get(_TOTALS, b"{}"))
+    added = {name: getattr(totals, name) + 1 for name in (report.cause, report.outcome) if hasattr(totals, name)}
+    totals = replace(totals, **added, lost_sequences=totals.lost_sequences + report.lost.sequences)
+    section[_TOTALS] = json.dumps(asdict(totals)).encode()
+    restarts = max(report.num_restarts, sum(totals.by_cause.values()))
+    return replace(report, totals=totals, num_restarts=restarts)
+
+
+def _read_totals(stored: bytes) -> RestartTotals:
+    """Return the stored totals. Counts that another version did not store are 0."""
+    counts = json.loads(stored)
+    return RestartTotals(**{name: counts.get(name, 0) for name in asdict(RestartTotals())})
+
+
+def _listed(counts: Mapping[str, int]) -> str:
+    """Return the counts that are not 0, such as "12 sessions, 1 cached block"."""
+    words = ((name.replace("_", " "), number) for name, number in counts.items() if number)
+    return ", ".join(f"{number:,} {name.removesuffix('s') if number == 1 else name}" for name, number in words)

@@ -143,6 +143,16 @@ interface StoreFigures {
   quarantined: number;
 }
 
+/** How the daemon's process began, and what it took over from the one before. */
+interface Restart {
+  outcome: "first start" | "taken over" | "refused";
+  is_kept: boolean;
+  num_restarts: number;
+  lost: { sequences: number };
+  /** The cause and what became of the state, in words. Empty if there is nothing to say. */
+  summary: string;
+}
+
 interface Snapshot {
   time_s: number;
   uptime_s: number;
@@ -157,6 +167,7 @@ interface Snapshot {
   store?: StoreFigures;
   /** Missing before the first request. */
   scheduling?: Scheduling;
+  restart: Restart;
 }
 
 /** One value per chart, null where there is none. */

@@ -20,11 +20,13 @@ from prometheus_client.registry import Collector
 
 from kvservice import logs
 from kvservice.auth import CertificateFiles, Certificates, Reloading, is_loopback
+from kvservice.kept.report import RestartReport
 from kvservice.metrics.about import about_metrics
 from kvservice.metrics.access import access_metrics
 from kvservice.metrics.calls import call_metrics, event_loop_metric
 from kvservice.metrics.holders import holder_metrics
 from kvservice.metrics.pool import pool_metrics
+from kvservice.metrics.restarts import restart_metrics
 from kvservice.metrics.scheduling import scheduler_metrics
 from kvservice.metrics.store import store_metrics
 from kvservice.observer.access import Refusals
@@ -78,7 +80,8 @@ class Observer:
         logs.configure(configuration["log_level"], configuration["log_format"])
         self._configuration = configuration
         arrays = open_arrays(self._memory, configuration["manifest"])
-        self._reader = Reader(arrays, configuration["methods"], configuration["started_s"])
+        restart = RestartReport.from_json(configuration["restart"])
+        self._reader = Reader(arrays, configuration["methods"], configuration["started_s"], restart)
         self._history = History(self._reader.call_keys, configuration["info"]["block_bytes"])
         self._views = Views(arrays, self._reader, self._history, configuration["info"], self._fresh, self._block_hash)
         self._registry = CollectorRegistry(auto_describe=False)
@@ -132,6 +135,7 @@ class Observer:
     def _collect(self) -> Iterator[Metric]:
         configuration, info, reading = self._configuration, self._configuration["info"], self._scraped
         yield from about_metrics(info)
+        yield from restart_metrics(self._reader.restart)
         yield from pool_metrics(reading, info["block_bytes"], configuration["memory_bytes"])
         yield from holder_metrics(reading, configuration["max_labels"], info["max_sessions"], info["max_sequences"])
         yield from scheduler_metrics(reading)

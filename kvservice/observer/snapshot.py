@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from kvservice.kept.report import RestartReport
 from kvservice.observer.history import History
 from kvservice.telemetry.reading import Reader, Reading, SequenceRows, SessionReading
 from kvservice.v1 import inspect_pb2
@@ -38,6 +39,7 @@ def take_snapshot(
             "sequences": sequences,
             "num_sessions": len(sessions),
             "num_sequences": num_sequences,
+            "restart": _restart(reader.restart),
         }
         | _store(latest)
         | _scheduling(latest, history)
@@ -51,6 +53,10 @@ def _fits(session: SessionReading, search: str) -> bool:
 def _pool(latest: Reading) -> dict[str, Any]:
     figures = latest.blocks._asdict() | latest.server._asdict()
     return {name: int(figures[name]) for name in _POOL} | {"draining": bool(latest.server.draining)}
+
+
+def _restart(report: RestartReport) -> dict[str, Any]:
+    return {name: value for name, value in report.to_json().items() if name != "totals"} | {"summary": report.summary}
 
 
 def _store(latest: Reading) -> dict[str, Any]:

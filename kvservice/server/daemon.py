@@ -18,6 +18,7 @@ from kvservice.blocks import Slices
 from kvservice.config import ServeConfig
 from kvservice.devices import open_device
 from kvservice.engine import CacheEngine
+from kvservice.kept.report import RestartReport
 from kvservice.server import unmapping
 from kvservice.server.audit import Audit
 from kvservice.server.callers import Callers, LocalCallers, RemoteCallers
@@ -104,6 +105,7 @@ class KVServer:
         store_bytes = 0 if self.store is None else self.store.memory.num_bytes
         reported = configuration(config, self.device, store_bytes, arrays, METHODS)
         self.observing = Observing(arrays, reported, stats.write, self.engine.manager.block_hash)
+        self.restart = RestartReport()
         self._slots: list[Slots] = []
         self._stop = asyncio.Event()
 
@@ -131,6 +133,7 @@ class KVServer:
                 self._connections.run(),
                 self.integrity.run(self._config.integrity_interval_s),
             )
+            self.observing.report_restart(self.restart)
             unmapping.start()
             freeze_heap()
             beside = [asyncio.create_task(task) for task in tasks]

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Awaitable, Callable
 
 from kvservice.errors import ObserverUnavailableError
+from kvservice.kept.report import RestartReport
 from kvservice.telemetry.arrays import SharedArrays
 from kvservice.telemetry.link import BLOCK_HASH, CONFIGURE, SNAPSHOT, WRITE_STATS, Asker, answer_all, open_link
 
@@ -56,6 +57,10 @@ class Observing:
         self._asker: Asker | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._http: socket.socket | None = None
+
+    def report_restart(self, report: RestartReport) -> None:
+        """Tell the observer what the daemon took over at its start. Called before `run`."""
+        self._configuration["restart"] = report.to_json()
 
     def serve_http(self, listening: socket.socket) -> None:
         """Let the observer serve HTTP on this socket."""

@@ -9,6 +9,7 @@ from kvservice import __version__
 from kvservice.config import ServeConfig
 from kvservice.devices import Device
 from kvservice.engine import CacheEngine
+from kvservice.kept.report import RestartReport
 from kvservice.server.audit import Audit
 from kvservice.server.credentials import Credentials
 from kvservice.server.dispatch import Dispatcher
@@ -96,13 +97,15 @@ def configuration(
     config: ServeConfig, device: Device, store_bytes: int, arrays: SharedArrays, methods: list[str]
 ) -> dict[str, Any]:
     """Return the configuration that the observer needs to read the arrays and to serve HTTP for the daemon.
-    `store_bytes` is the memory of the block store, 0 if there is none."""
+    `store_bytes` is the memory of the block store, 0 if there is none. `Observing.report_restart` puts in
+    what the daemon took over at its start."""
     layout = config.layout
     host = config.http_address.rpartition(":")[0]
     return {
         "manifest": arrays.manifest,
         "methods": methods,
         "started_s": time.monotonic(),
+        "restart": RestartReport().to_json(),
         "lane_buckets_s": device.lane_buckets_s,
         "memory_bytes": device.memory_bytes | ({"store": store_bytes} if store_bytes else {}),
         "max_labels": config.max_labels,

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from kvservice.blocks import BlocksStats
 from kvservice.blocks.namespaces import COMPUTED_TOKENS, HIT_TOKENS, NUM_COUNTERS, QUERY_TOKENS
 from kvservice.blocks.sequences import LENGTH, NAMESPACE, NUM_BLOCKS, NUM_COMPUTED, SEQUENCE_ID, SWAPPED
+from kvservice.kept.report import RestartReport
 from kvservice.scheduler import SchedulerFigures
 from kvservice.store.figures import ModelFigures
 from kvservice.telemetry import sessions as columns
@@ -90,11 +91,15 @@ class Reading:
 
 
 class Reader:
-    """Reads the arrays of a daemon that has these RPC methods and started at `started_s` (monotonic)."""
+    """Reads the arrays of a daemon that has these RPC methods and started at `started_s` (monotonic). `restart` says
+    what the daemon took over then."""
 
-    def __init__(self, arrays: Arrays, methods: Sequence[str], started_s: float) -> None:
+    def __init__(
+        self, arrays: Arrays, methods: Sequence[str], started_s: float, restart: RestartReport | None = None
+    ) -> None:
         self.arrays = arrays
         self.started_s = started_s
+        self.restart = restart or RestartReport()
         self.call_keys: list[Key] = list(keys(methods))
 
     def read(self) -> Reading:

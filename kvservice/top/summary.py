@@ -43,8 +43,11 @@ class Bar:
 def summary(snapshot: Snapshot, address: str) -> RenderableType:
     store = [_store(snapshot.store)] if snapshot.HasField("store") else []
     scheduling = [_scheduling(snapshot.scheduling)] if snapshot.HasField("scheduling") else []
+    restart = [_restart(snapshot)] if snapshot.restart.summary else []
     pool = snapshot.pool
-    return Group(_heading(snapshot, address), _bars(pool), _legend(pool), *store, _rates(snapshot.rates), *scheduling)
+    return Group(
+        _heading(snapshot, address), *restart, _bars(pool), _legend(pool), *store, _rates(snapshot.rates), *scheduling
+    )
 
 
 def _heading(snapshot: Snapshot, address: str) -> Text:
@@ -57,6 +60,17 @@ def _heading(snapshot: Snapshot, address: str) -> Text:
     if pool.draining:
         heading.append("  draining", style="bold red")
     return heading
+
+
+def _restart(snapshot: Snapshot) -> Text:
+    """Return what the daemon took over at its start, in red if it refused the state or lost sequences."""
+    report = snapshot.restart
+    text = Text()
+    if report.num_restarts:
+        times = "once" if report.num_restarts == 1 else f"{report.num_restarts:,} times"
+        text.append(f"Restarted {times}, last {fmt.age(snapshot.uptime_s)} ago ")
+    bad = report.outcome == "refused" or report.lost.sequences
+    return text.append(fmt.printable(report.summary), style="bold red" if bad else "")
 
 
 def _bars(pool: PoolSnapshot) -> Table:

@@ -17,7 +17,7 @@ class GetSnapshotRequest(_message.Message):
     def __init__(self, max_sessions: _Optional[int] = ..., max_sequences: _Optional[int] = ..., search: _Optional[str] = ...) -> None: ...
 
 class Snapshot(_message.Message):
-    __slots__ = ("time_s", "uptime_s", "pool", "rates", "calls", "sessions", "sequences", "num_sessions", "num_sequences", "store", "scheduling")
+    __slots__ = ("time_s", "uptime_s", "pool", "rates", "calls", "sessions", "sequences", "num_sessions", "num_sequences", "store", "scheduling", "restart")
     TIME_S_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
@@ -29,6 +29,7 @@ class Snapshot(_message.Message):
     NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     STORE_FIELD_NUMBER: _ClassVar[int]
     SCHEDULING_FIELD_NUMBER: _ClassVar[int]
+    RESTART_FIELD_NUMBER: _ClassVar[int]
     time_s: float
     uptime_s: float
     pool: PoolSnapshot
@@ -40,7 +41,58 @@ class Snapshot(_message.Message):
     num_sequences: int
     store: StoreSnapshot
     scheduling: SchedulingSnapshot
-    def __init__(self, time_s: _Optional[float] = ..., uptime_s: _Optional[float] = ..., pool: _Optional[_Union[PoolSnapshot, _Mapping]] = ..., rates: _Optional[_Union[Rates, _Mapping]] = ..., calls: _Optional[_Iterable[_Union[CallSnapshot, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionSnapshot, _Mapping]]] = ..., sequences: _Optional[_Iterable[_Union[SequenceSnapshot, _Mapping]]] = ..., num_sessions: _Optional[int] = ..., num_sequences: _Optional[int] = ..., store: _Optional[_Union[StoreSnapshot, _Mapping]] = ..., scheduling: _Optional[_Union[SchedulingSnapshot, _Mapping]] = ...) -> None: ...
+    restart: RestartSnapshot
+    def __init__(self, time_s: _Optional[float] = ..., uptime_s: _Optional[float] = ..., pool: _Optional[_Union[PoolSnapshot, _Mapping]] = ..., rates: _Optional[_Union[Rates, _Mapping]] = ..., calls: _Optional[_Iterable[_Union[CallSnapshot, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionSnapshot, _Mapping]]] = ..., sequences: _Optional[_Iterable[_Union[SequenceSnapshot, _Mapping]]] = ..., num_sessions: _Optional[int] = ..., num_sequences: _Optional[int] = ..., store: _Optional[_Union[StoreSnapshot, _Mapping]] = ..., scheduling: _Optional[_Union[SchedulingSnapshot, _Mapping]] = ..., restart: _Optional[_Union[RestartSnapshot, _Mapping]] = ...) -> None: ...
+
+class RestartSnapshot(_message.Message):
+    __slots__ = ("outcome", "is_kept", "ended", "reason", "num_restarts", "down_s", "take_over_s", "kept", "lost", "summary")
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    IS_KEPT_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    NUM_RESTARTS_FIELD_NUMBER: _ClassVar[int]
+    DOWN_S_FIELD_NUMBER: _ClassVar[int]
+    TAKE_OVER_S_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
+    SUMMARY_FIELD_NUMBER: _ClassVar[int]
+    outcome: str
+    is_kept: bool
+    ended: str
+    reason: str
+    num_restarts: int
+    down_s: float
+    take_over_s: float
+    kept: KeptSnapshot
+    lost: LostSnapshot
+    summary: str
+    def __init__(self, outcome: _Optional[str] = ..., is_kept: bool = ..., ended: _Optional[str] = ..., reason: _Optional[str] = ..., num_restarts: _Optional[int] = ..., down_s: _Optional[float] = ..., take_over_s: _Optional[float] = ..., kept: _Optional[_Union[KeptSnapshot, _Mapping]] = ..., lost: _Optional[_Union[LostSnapshot, _Mapping]] = ..., summary: _Optional[str] = ...) -> None: ...
+
+class KeptSnapshot(_message.Message):
+    __slots__ = ("sessions", "sequences", "steps", "cached_blocks", "pins", "store_blocks")
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PINS_FIELD_NUMBER: _ClassVar[int]
+    STORE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    sessions: int
+    sequences: int
+    steps: int
+    cached_blocks: int
+    pins: int
+    store_blocks: int
+    def __init__(self, sessions: _Optional[int] = ..., sequences: _Optional[int] = ..., steps: _Optional[int] = ..., cached_blocks: _Optional[int] = ..., pins: _Optional[int] = ..., store_blocks: _Optional[int] = ...) -> None: ...
+
+class LostSnapshot(_message.Message):
+    __slots__ = ("sequences", "steps", "schedulers")
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULERS_FIELD_NUMBER: _ClassVar[int]
+    sequences: int
+    steps: int
+    schedulers: int
+    def __init__(self, sequences: _Optional[int] = ..., steps: _Optional[int] = ..., schedulers: _Optional[int] = ...) -> None: ...
 
 class StoreSnapshot(_message.Message):
     __slots__ = ("num_bytes", "used_bytes", "blocks", "leased", "reserved", "hits", "misses", "quarantined")

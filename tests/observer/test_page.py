@@ -13,6 +13,7 @@ from selenium.webdriver.common.keys import Keys
 
 import kvservice
 import kvservice.observer.stream as stream
+from kvservice.kept.report import REFUSED, TAKEN_OVER, KeptCounts, LostCounts, RestartReport
 from kvservice.observer.access import Refusals
 from kvservice.observer.blocks import STATES
 from kvservice.observer.web import HttpOptions, make_app
@@ -73,6 +74,44 @@ def test_what_the_pool_holds(pool: PagePool, port: int, open_page: OpenPage) -> 
     figures = dict(zip(page.texts("#figures dt"), page.texts("#figures dd"), strict=True))
     assert (figures["Sequences"], figures["Sessions"]) == ("24 + 1 swapped", "4")
     assert figures["Lane calls/s"] == "52.3K"
+
+
+@pytest.mark.parametrize(
+    ("report", "state", "text"),
+    [
+        (RestartReport(), "good", "nothing is kept: the memory ends with the process of the daemon"),
+        (
+            RestartReport(TAKEN_OVER, True, "signal 9", num_restarts=3, kept=KeptCounts(sessions=12), down_s=1.14),
+            "good",
+            "after signal 9: took over 12 sessions in 0.00 s, down 1.1 s; lost nothing",
+        ),
+        (
+            RestartReport(TAKEN_OVER, True, "upgrade", num_restarts=1, lost=LostCounts(sequences=1)),
+            "bad",
+            "after upgrade: took over an empty pool in 0.00 s, down 0.0 s; lost 1 sequence",
+        ),
+        (
+            RestartReport(REFUSED, True, "signal 9", "block_size was 16, is 32", num_restarts=1),
+            "bad",
+            "after signal 9: started empty, as the kept state was refused: block_size was 16, is 32",
+        ),
+    ],
+    ids=["not kept", "taken over", "lost", "refused"],
+)
+def test_a_line_says_what_the_daemon_took_over(
+    pool: PagePool, port: int, open_page: OpenPage, report: RestartReport, state: str, text: str
+) -> None:
+    pool.reader.restart = report
+    page = open_page(port)
+    page.wait_for_text("#restart", text)
+    assert page.js("document.querySelector('#restart').dataset.state") == state
+    times = {0: "nothing", 1: "Restarted once, last ", 3: "Restarted 3 times, last "}
+    assert page.text("#restart").startswith(times[report.num_restarts])
+
+
+def test_a_first_start_has_no_line(pool: PagePool, port: int, open_page: OpenPage) -> None:
+    pool.reader.restart = RestartReport(is_kept=True)
+    assert open_page(port).js("document.querySelector('#restart').hidden") is True
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -17,6 +17,7 @@ from observed_pool import MAX_TENANTS, ObservedPool, RandomOperations
 from kvservice.blocks import BlocksStats
 from kvservice.blocks.plans import SequenceSnapshot
 from kvservice.blocks.sequences import NAMESPACE
+from kvservice.kept.report import FIRST_START, TAKEN_OVER, KeptCounts, LostCounts, RestartReport
 from kvservice.observer.snapshot import take_snapshot
 from kvservice.scheduler import Request, SchedulerFigures
 from kvservice.store.figures import ModelFigures
@@ -56,6 +57,23 @@ def test_schedulers_are_with_their_sessions_and_summed_up() -> None:
     assert [session.HasField("scheduler") for session in decoded.sessions] == [True, False]
     assert decoded.scheduling.totals.running == 1
     assert list(SchedulerFigures._fields) == list(inspect_pb2.SchedulerSnapshot.DESCRIPTOR.fields_by_name)
+
+
+def test_what_was_taken_over_is_in_the_snapshot() -> None:
+    pool = ObservedPool()
+    first = inspect_pb2.Snapshot(**snapshot_of(pool)).restart
+    assert (first.outcome, first.is_kept) == (FIRST_START, False)
+    assert first.summary.startswith("nothing is kept")
+    kept, lost = KeptCounts(sessions=1, sequences=2, cached_blocks=3), LostCounts(sequences=4)
+    pool.reader.restart = RestartReport(TAKEN_OVER, True, "signal 9", "", 5, 1.5, 0.25, kept, lost)
+    found = snapshot_of(pool)["restart"]
+    decoded = inspect_pb2.Snapshot(restart=found).restart
+    assert (decoded.outcome, decoded.ended, decoded.num_restarts) == (TAKEN_OVER, "signal 9", 5)
+    assert (decoded.down_s, decoded.take_over_s, decoded.summary) == (1.5, 0.25, pool.reader.restart.summary)
+    assert KeptCounts(**found["kept"]) == kept
+    assert LostCounts(**found["lost"]) == lost
+    for counts, message in ((KeptCounts, inspect_pb2.KeptSnapshot), (LostCounts, inspect_pb2.LostSnapshot)):
+        assert [field.name for field in dataclasses.fields(counts)] == list(message.DESCRIPTOR.fields_by_name)
 
 
 def snapshot_of(

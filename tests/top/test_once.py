@@ -12,6 +12,7 @@ import pytest
 from inspected_pool import Inspected, add_scheduler
 
 from kvservice.errors import DrainingError, ObserverUnavailableError
+from kvservice.v1 import inspect_pb2
 
 
 def top(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -79,6 +80,25 @@ def test_schedulers_for_people(inspected: Inspected) -> None:
     assert "first token p50 200.0 ms p99 1.50 s between tokens p50 30.0 ms p99 -" in words
     assert "proposals right 62.5 %" in words
     assert "1 chat 70 25 4 3 1,234 56,789 75.0 % 13 640 90.0 %" in words
+
+
+def test_a_restart_is_in_the_summary(inspected: Inspected) -> None:
+    assert "Restarted" not in top("--once", "--address", inspected.address).stdout
+    inspected.snapshot.restart.MergeFrom(
+        inspect_pb2.RestartSnapshot(outcome="taken over", is_kept=True, ended="signal 9", num_restarts=3)
+    )
+    summary = "after signal 9: took over 2 sessions in 0.21 s, down 1.1 s; lost 1 sequence"
+    inspected.snapshot.restart.summary = summary
+    done = top("--once", "--address", inspected.address)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"Restarted 3 times, last 1:02:05 ago {summary}" in done.stdout
+    found = json.loads(top("--once", "--json", "--address", inspected.address).stdout)
+    assert found["restart"]["num_restarts"] == 3
+
+
+def test_it_says_that_nothing_is_kept(inspected: Inspected) -> None:
+    inspected.snapshot.restart.summary = "nothing is kept: the memory ends with the process of the daemon"
+    assert "\nnothing is kept" in top("--once", "--address", inspected.address).stdout
 
 
 def test_long_tables_say_what_they_leave_out(inspected: Inspected) -> None:

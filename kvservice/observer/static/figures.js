@@ -61,6 +61,17 @@ function schedulingFigures({ totals, ...recent }) {
   ];
 }
 
+/**
+ * What the daemon took over at its start, and whether something was lost. Empty if there is nothing to say.
+ * @param {Pick<Snapshot, "restart" | "uptime_s">} snapshot
+ */
+export function restartOf({ restart, uptime_s }) {
+  const { num_restarts, outcome, lost, summary } = restart;
+  const times = num_restarts === 1 ? "once" : `${format.count(num_restarts)} times`;
+  const last = num_restarts ? `Restarted ${times}, last ${format.age(Math.floor(uptime_s))} ago ` : "";
+  return { text: summary && `${last}${summary}`, bad: outcome === "refused" || lost.sequences > 0 };
+}
+
 /** @param {Info} info */
 export function shapeOf({ version, device, dtype, kv_cache_dtype, num_layers, num_kv_heads, head_size }) {
   const stored = ["auto", dtype].includes(kv_cache_dtype) ? dtype : `${dtype} stored as ${kv_cache_dtype}`;

@@ -3,7 +3,7 @@
 
 import { say } from "./dom.js";
 import { Detail } from "./detail.js";
-import { Figures, shapeOf } from "./figures.js";
+import { Figures, restartOf, shapeOf } from "./figures.js";
 import * as format from "./format.js";
 import { History } from "./history.js";
 import { PoolPanel } from "./map.js";
@@ -92,12 +92,21 @@ function state(name, reason = "") {
   say(part("status-text"), STATES[name] + reason);
 }
 
+/** @param {Snapshot} snapshot */
+function restart(snapshot) {
+  const { text, bad } = restartOf(snapshot);
+  part("restart").hidden = !text;
+  part("restart").dataset.state = bad ? "bad" : "good";
+  say(part("restart"), text);
+}
+
 /** @param {Frame} frame */
 function showFrame({ snapshot, sample }) {
   if (info === null) return;
   state(snapshot.pool.draining ? "draining" : "live");
   say(part("uptime"), `up ${format.age(Math.floor(snapshot.uptime_s))}`);
   figures.frame(snapshot, info);
+  restart(snapshot);
   pool.frame(snapshot);
   history.frame(sample, snapshot);
   calls.show(snapshot.calls, snapshot.calls.length);
