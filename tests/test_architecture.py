@@ -94,6 +94,7 @@ ROOMS: dict[str, set[str]] = {
         "environment",
         "errors",
         "keeper",
+        "kept",
         "kept.report",
         "logs",
         "scheduler",
