@@ -88,6 +88,15 @@ class LayerTracker:
                 return False
         return self.mark_layer(namespace, step_id, layer)
 
+    def completes(self, namespace: SessionNamespace, step_id: int, layer: int, part: StepPlan) -> bool:
+        """See BlockManager.completes."""
+        entry = namespace.steps[step_id]
+        if part is not entry.plan:
+            sent = entry.sent.get(layer, 0) + len(part.slot_mapping)
+            if sent < len(entry.plan.slot_mapping):
+                return False
+        return entry.written.count(0) == 1
+
     def commit_written(self, namespace: SessionNamespace, step_id: int) -> bool:
         """See BlockManager.commit_written."""
         entry = namespace.steps.get(step_id)

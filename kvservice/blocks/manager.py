@@ -343,6 +343,10 @@ class BlockManager:
         `mark_layer`."""
         return self._layers.mark_part(namespace, step_id, layer, part)
 
+    def completes(self, namespace: SessionNamespace, step_id: int, layer: int, part: StepPlan) -> bool:
+        """Return whether `mark_part` of this part from `check_part` marks the last layer of the step."""
+        return self._layers.completes(namespace, step_id, layer, part)
+
     def check_all_layers(self, namespace: SessionNamespace, step_id: int) -> StepPlan:
         """Return the step. Raises LayerWrittenError if a layer of it is already written. Changes nothing."""
         return self._layers.check_all_layers(namespace, step_id)
