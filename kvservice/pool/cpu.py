@@ -12,7 +12,7 @@ from kvservice.pool.layout import PoolLayout
 from kvservice.pool.sealed import SealedMemory
 
 
-class Allocate(Protocol):
+class MemorySource(Protocol):
     """Allocates zeroed memory, or opens that of an earlier process. Raises OSError."""
 
     def __call__(self, name: str, num_bytes: int, /, *, read_only: bool) -> SealedMemory: ...
@@ -34,7 +34,7 @@ class CpuPool:
         field: str = "num_blocks",
         *,
         writable_by_others: bool = False,
-        allocate: Allocate = SealedMemory,
+        allocate: MemorySource = SealedMemory,
     ) -> None:
         """`field` is the option that sets the size. Raises ResourceExhaustedError naming it."""
         self.layout = layout
