@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from kvservice.attention_options import AttentionOptions
-from kvservice.blocks import BlockManager, BlocksConfig, EventJournal, SessionNamespace, StepPlan, SwapPlan
-from kvservice.blocks.plans import Zeros, numpy_zeros
+from kvservice.blocks import BlockManager, BlocksConfig, EventJournal, KeptMaps, SessionNamespace, StepPlan, SwapPlan
+from kvservice.blocks.plans import ArrayMemory, numpy_memory
 from kvservice.config import ServeConfig
 from kvservice.devices import Device
 from kvservice.errors import InvalidArgumentError, ResourceExhaustedError
@@ -30,12 +30,18 @@ _COPY_BYTES_PER_S, _FEW_BLOCKS = 10e9, 16
 class CacheEngine:
     """Owns the block tables and the device with the pools."""
 
-    def __init__(self, config: ServeConfig, device: Device, zeros: Zeros = numpy_zeros) -> None:
+    def __init__(
+        self,
+        config: ServeConfig,
+        device: Device,
+        memory: ArrayMemory = numpy_memory,
+        kept: KeptMaps | None = None,
+    ) -> None:
         self.layout = config.layout
         self.tensor_dtype = TENSOR_DTYPES[config.dtype]
         self.device = device
         self.journal = EventJournal(config.event_window, config.event_token_ids) if config.event_window else None
-        self.manager = _make_manager(config, device, self.journal, zeros)
+        self.manager = _make_manager(config, device, self.journal, memory, kept)
         self.schedulers = Scheduler(self.manager)
 
     @property
@@ -118,6 +124,7 @@ class CacheEngine:
     def _move_in(self, plan: SwapPlan) -> None:
         if len(plan.src):
             self.device.swap_in(plan.src, plan.dst)
+            self.manager.submitted(plan)
 
     async def attend(
         self,
@@ -145,8 +152,7 @@ class CacheEngine:
         self._check_query(query, num_tokens)
         self._check_kv(key, value, (num_tokens,))
         self.check_options(options, query.shape[1])
-        completed = self._completed(namespace, step_id, layer, step)
-        done = self.device.attend(step, layer, query, key, value, options, out, completed=completed)
+        done = self.device.attend(step, layer, query, key, value, options, out)
         self.manager.mark_part(namespace, step_id, layer, step)
         output, lse = await done
         return output, lse if return_lse else None
@@ -168,21 +174,14 @@ class CacheEngine:
                 raise InvalidArgumentError("only one layer can be sent in parts", field="layer")
             step = self.manager.check_all_layers(namespace, step_id)
             self._check_kv(key, value, (self.layout.num_layers, len(step.slot_mapping)))
-            done = self.device.write(step, range(self.layout.num_layers), key, value, completed=step)
+            done = self.device.write(step, range(self.layout.num_layers), key, value)
             self.manager.mark_all_layers(namespace, step_id)
         else:
             step = self.manager.check_part(namespace, step_id, layer, *part)
             self._check_kv(key, value, (len(step.slot_mapping),))
-            completed = self._completed(namespace, step_id, layer, step)
-            done = self.device.write(step, (layer,), key[None], value[None], completed=completed)
+            done = self.device.write(step, (layer,), key[None], value[None])
             self.manager.mark_part(namespace, step_id, layer, step)
         await done
-
-    def _completed(self, namespace: SessionNamespace, step_id: int, layer: int, part: StepPlan) -> StepPlan | None:
-        """Return the step if this part of a layer is its last."""
-        if not self.manager.completes(namespace, step_id, layer, part):
-            return None
-        return self.manager.get_step(namespace, step_id)
 
     async def read(
         self, namespace: SessionNamespace, ranges: Sequence[tuple[int, int, int]], layer: int | None
@@ -232,7 +231,9 @@ class CacheEngine:
         self.device.check_options(options)
 
 
-def _make_manager(config: ServeConfig, device: Device, journal: EventJournal | None, zeros: Zeros) -> BlockManager:
+def _make_manager(
+    config: ServeConfig, device: Device, journal: EventJournal | None, memory: ArrayMemory, kept: KeptMaps | None
+) -> BlockManager:
     limits = config.request_limits
     try:
         return BlockManager(
@@ -244,13 +245,15 @@ def _make_manager(config: ServeConfig, device: Device, journal: EventJournal | N
                 watermark=config.watermark,
                 enable_prefix_caching=config.enable_prefix_caching,
                 max_sequences=config.max_sequences,
+                max_namespaces=config.max_sessions,
                 max_sequence_tokens=config.max_sequence_tokens,
                 max_request_tokens=limits.max_request_tokens,
                 max_request_blocks=limits.max_request_blocks,
                 max_pinned_fraction=config.max_pinned_fraction,
             ),
             journal=journal,
-            zeros=zeros,
+            memory=memory,
+            kept=kept,
         )
     except MemoryError as error:
         raise ResourceExhaustedError(

@@ -59,7 +59,6 @@ ROOMS: dict[str, set[str]] = {
         "blocks",
         "config",
         "errors",
-        "kept",
         "ops",
         "pool",
         "pool.layout",

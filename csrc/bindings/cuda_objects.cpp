@@ -47,10 +47,9 @@ class HostRegistration {
 
 class Event {
  public:
-  Event(int device, bool timing, bool blocking) {
+  Event(int device, bool timing) {
     const DeviceScope scope(device);
-    unsigned flags = timing ? cudaEventDefault : cudaEventDisableTiming;
-    if (blocking) flags |= cudaEventBlockingSync;
+    const unsigned flags = timing ? cudaEventDefault : cudaEventDisableTiming;
     check_cuda(cudaEventCreateWithFlags(&event_, flags), "cudaEventCreate");
   }
   ~Event() { clear_error(cudaEventDestroy(event_)); }
@@ -178,8 +177,7 @@ void define_memory(py::module_& m) {
 
 void define_streams(py::module_& m) {
   py::class_<Event>(m, "Event")
-      .def(py::init<int, bool, bool>(), py::arg("device"), py::arg("timing") = false, py::arg("blocking") = false,
-           Unlocked())
+      .def(py::init<int, bool>(), py::arg("device"), py::arg("timing") = false, Unlocked())
       .def("record", &Event::record, py::arg("stream"), Unlocked())
       .def("synchronize", &Event::synchronize, Unlocked())
       .def("done", &Event::done)

@@ -10,21 +10,24 @@ steps        StepPlanner: append and open_step     sharing      Forker: fork and
 growth       GrowthPlanner: new blocks, copies     rearranging  Rearranger: sequences continue others
 freeing      Reclaimer: truncate, free, close      prefix_cache PrefixCache: match, pin and reset
 reopening    Reopener: steps over computed tokens   inspection   Inspector: slots, descriptions, statistics
+recovery     Recoverer: state of an earlier process saved_steps  live steps for an orderly take-over
 
 state        BlockState: pools, slots, pins, namespaces and counters, as one value
 block_pool   BlockPool and CachingBlockPool        eviction     EvictionQueue: cached blocks, LRU first
 sequences    SequenceSlots: tables and states      namespaces   SessionNamespace: ids, steps, pins of one client
 pins         PinTable                              prefix       chain hashes and PrefixIndex
-stats        BlocksStats: gauges and counters
+stats        BlocksStats: gauges and counters        intents     the operation in progress, for a restart
 events       EventJournal: changes of the index    ages         BlockAges: lifetimes and idle times of blocks
 
 config, limits, arguments     sizes, limits of a request, validation
+kept                          values of kept maps
 plans, slices, ranges         frozen results, operations in slices, concatenated ranges
 """
 
 from kvservice.blocks.allocation import FoundPrompt
 from kvservice.blocks.config import BlocksConfig
 from kvservice.blocks.events import EventJournal
+from kvservice.blocks.kept import KeptMaps
 from kvservice.blocks.manager import BlockManager
 from kvservice.blocks.namespaces import SessionNamespace
 from kvservice.blocks.plans import (
@@ -37,6 +40,7 @@ from kvservice.blocks.plans import (
     StepPlan,
     SwapPlan,
 )
+from kvservice.blocks.recovery import Recovery
 from kvservice.blocks.slices import Slices
 from kvservice.blocks.stats import BlocksStats
 
@@ -50,7 +54,9 @@ __all__ = [
     "BlocksStats",
     "EventJournal",
     "FoundPrompt",
+    "KeptMaps",
     "PinnedPrefix",
+    "Recovery",
     "SequenceSnapshot",
     "SessionNamespace",
     "Slices",

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from kvservice.blocks.plans import Int64Array, Zeros
+from kvservice.blocks.plans import ArrayMemory, Int64Array
 
 LIFETIME, IDLE_BEFORE_EVICTION, REUSE_GAP = range(3)
 NUM_HISTOGRAMS = 3
@@ -30,11 +30,11 @@ class BlockAges:
     `seconds` float64[3] are the histograms, in the order of the constants above.
     """
 
-    def __init__(self, num_blocks: int, clock: Callable[[], float], zeros: Zeros) -> None:
-        self.allocated_at: Float64Array = zeros("allocated_at", (num_blocks,), np.float64)
-        self.released_at: Float64Array = zeros("released_at", (num_blocks,), np.float64)
-        self.counts: Int64Array = zeros("age_counts", (NUM_HISTOGRAMS, len(BUCKETS_S) + 1), np.int64)
-        self.seconds: Float64Array = zeros("age_seconds", (NUM_HISTOGRAMS,), np.float64)
+    def __init__(self, num_blocks: int, clock: Callable[[], float], memory: ArrayMemory) -> None:
+        self.allocated_at: Float64Array = memory.kept("allocated_at", (num_blocks,), np.float64)
+        self.released_at: Float64Array = memory.kept("released_at", (num_blocks,), np.float64)
+        self.counts: Int64Array = memory.zeros("age_counts", (NUM_HISTOGRAMS, len(BUCKETS_S) + 1), np.int64)
+        self.seconds: Float64Array = memory.zeros("age_seconds", (NUM_HISTOGRAMS,), np.float64)
         self._clock = clock
         self._notes: list[tuple[int, Float64Array, float]] = []
         self._num_noted_blocks = 0

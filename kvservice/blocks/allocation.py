@@ -13,8 +13,10 @@ import numpy as np
 
 from kvservice._ext import fill_sequences
 from kvservice.blocks.arguments import extra_keys_by_block, int32_array, whole_number
+from kvservice.blocks.intents import RESTORE
 from kvservice.blocks.namespaces import HIT_TOKENS, NO_STEP, QUERY_TOKENS, SessionNamespace
 from kvservice.blocks.plans import Allocation, AllocationRequest, AllocStatus, Int32Array, Int64Array
+from kvservice.blocks.sequences import SCHEDULED
 from kvservice.blocks.slices import SLICE_SEQUENCES, Slices, in_turn
 from kvservice.blocks.state import BlockState
 from kvservice.errors import InvalidArgumentError
@@ -108,7 +110,7 @@ class Allocator:
         sequences = [one.new if one.generation == generation else self._find_again(one) for one in prompts]
         self._state.enter(namespace)
         namespace.check_new_ids([new.sequence_id for new in sequences], "requests[{}].sequence_id")
-        self._execute(namespace, self._plan_for(sequences))
+        self._execute(namespace, self._plan_for(sequences), SCHEDULED)
         return sequences
 
     def _find_again(self, prompt: FoundPrompt) -> NewSequence:
@@ -116,15 +118,15 @@ class Allocator:
         found, num_held = self._device.match_hashes(prompt.chain_hashes, (len(prompt.new.tokens) - 1) >> self._shift)
         return prompt.new._replace(found=found, num_held=num_held)
 
-    def _execute(self, namespace: SessionNamespace, plan: _Plan) -> None:
-        """Create the sequences of a plan that describes the current state."""
+    def _execute(self, namespace: SessionNamespace, plan: _Plan, flags: int = 0) -> None:
+        """Create the sequences of a plan that describes the current state, with these flags."""
         self._sequences.require_free_rows(len(plan.sequences), "requests")
         if plan.status is not AllocStatus.OK:
             never = plan.status is AllocStatus.NEVER
             raise self._device.out_of_blocks(plan.required, never=never, num_kept=self._config.watermark_blocks)
         if len(plan.hits):  # the hits are referenced before new blocks are allocated, so that they are not evicted
             self._device.incref_hits(plan.hits)
-        self._create(namespace, plan.sequences, len(plan.hits))
+        self._create(namespace, plan.sequences, len(plan.hits), flags)
 
     def _plan(self, namespace: SessionNamespace, requests: Sequence[AllocationRequest]) -> Slices[_Plan]:
         """Make the plan in slices. It describes the state at the last slice."""
@@ -197,7 +199,7 @@ class Allocator:
         num_blocks, required = self._num_blocks(len(tokens)), self._num_blocks(len(tokens) + lookahead)
         return NewSequence(request.sequence_id, tokens, extra, found, num_blocks, required)
 
-    def _create(self, namespace: SessionNamespace, sequences: list[NewSequence], num_hits: int) -> None:
+    def _create(self, namespace: SessionNamespace, sequences: list[NewSequence], num_hits: int, flags: int) -> None:
         """Build the block tables. The sequences are known to fit, and references to their hits are already counted."""
         slots, shift = self._sequences, self._shift
         blocks = self._device.allocate(sum([new.num_blocks - len(new.found) for new in sequences]))
@@ -210,14 +212,18 @@ class Allocator:
             [new.tokens for new in sequences],
             blocks,
         )
-        states = []
+        states, number = [], namespace.number
         for new, row in zip(sequences, rows, strict=True):
             if new.extra:
-                slots.extra_keys[row] = new.extra
+                slots.set_extra_keys(row, new.extra)
             namespace.rows[new.sequence_id] = row
-            computed = len(new.found) << shift
-            states.append((len(new.tokens), computed, new.num_blocks, NO_STEP, 0, namespace.number, new.sequence_id, 0))
-        slots.states[rows] = states
+            length, computed, made = len(new.tokens), len(new.found) << shift, slots.new_flags(flags)
+            states.append((length, computed, new.num_blocks, NO_STEP, 0, number, new.sequence_id, made))
+        created = np.array(rows)
+        self._state.intents.begin(RESTORE, created)
+        slots.states[created] = states
+        if namespace.lost:
+            self._state.create_lost(namespace, [new.sequence_id for new in sequences])
         self._count(namespace, sum([len(new.tokens) for new in sequences]), num_hits << shift)
 
     def _count(self, namespace: SessionNamespace, queried: int, hit: int) -> None:

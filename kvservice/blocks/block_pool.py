@@ -9,20 +9,24 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from kvservice._ext import add_references, match_hashes
 from kvservice.blocks.ages import BlockAges
 from kvservice.blocks.events import EventJournal
 from kvservice.blocks.eviction import EvictionQueue
-from kvservice.blocks.plans import BoolArray, Int32Array, Int64Array, Zeros
+from kvservice.blocks.plans import ArrayMemory, BoolArray, Int32Array, Int64Array
 from kvservice.blocks.prefix import PrefixIndex
 from kvservice.errors import OutOfBlocksError
 
 # A zero-dimensional array with a dtype. NumPy processes it in half the time of a Python integer.
 ONE = np.array(1, np.int32)
 _NO_BLOCKS = np.zeros(0, np.int64)
+HASH_BYTES: Final = 32
+_HASH_RECORD = np.dtype((np.void, HASH_BYTES))
 
 
 class BlockPool:
@@ -30,16 +34,21 @@ class BlockPool:
 
     `ref_count` int32[num_blocks] is the number of tables that hold each block. `token_ids` is
     int32[num_blocks, block_size], and `tokens_by_slot` a flat view of it. `hashes[block]` is the chain hash of a full,
-    computed block; it is undefined for other blocks.
+    computed block; it is undefined for other blocks. `kept_hashes` uint8[num_blocks, 32] holds the same hashes, and
+    zeros for None.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, name: str, zeros: Zeros) -> None:
+    def __init__(self, num_blocks: int, block_size: int, name: str, memory: ArrayMemory) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.ref_count: Int32Array = zeros(f"{name}_ref_count", (num_blocks,), np.int32)
-        self.token_ids = np.zeros((num_blocks, block_size), np.int32)
+        self.ref_count: Int32Array = memory.zeros(f"{name}_ref_count", (num_blocks,), np.int32)
+        self.token_ids: Int32Array = memory.kept(f"{name}_token_ids", (num_blocks, block_size), np.int32, private=True)
         self.tokens_by_slot = self.token_ids.reshape(-1)
         self.hashes: list[bytes | None] = [None] * num_blocks
+        self.kept_hashes: npt.NDArray[np.uint8] = memory.kept(
+            f"{name}_hashes", (num_blocks, HASH_BYTES), np.uint8, private=True
+        )
+        self._hash_records = self.kept_hashes.reshape(-1).view(_HASH_RECORD)
         self.num_active = 0
         self.num_shared = 0
         self._free_stack = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
@@ -120,6 +129,28 @@ class BlockPool:
         self._free_stack[self.num_free : end] = blocks
         self.num_free = end
 
+    def keep_hashes(self, blocks: Int64Array | list[int], chain_hashes: list[bytes]) -> None:
+        """Store the entries of `hashes` of these blocks in `kept_hashes`, where zeros stand for None."""
+        self._hash_records[blocks] = np.frombuffer(b"".join(chain_hashes), _HASH_RECORD)
+
+    def recover(self, entries: Int64Array) -> None:
+        """Derive all counts and free blocks from the blocks in all tables int64[m], once for each table, and the hashes
+        from their kept form."""
+        self.ref_count[:] = np.bincount(entries, minlength=self.num_blocks)
+        self.num_active = int(np.count_nonzero(self.ref_count))
+        self.num_shared = int(np.count_nonzero(self.ref_count > 1))
+        data, size = self.kept_hashes.tobytes(), HASH_BYTES
+        hashed = np.flatnonzero(self.kept_hashes.any(axis=1)).tolist()
+        self.hashes = [None] * self.num_blocks
+        for block in hashed:
+            self.hashes[block] = data[block * size : (block + 1) * size]
+        self._set_free(self.ref_count == 0)
+
+    def _set_free(self, free: BoolArray) -> None:
+        blocks = np.flatnonzero(free)[::-1]
+        self.num_free = 0
+        self._push_free(blocks)
+
     def free_blocks(self, part: slice = slice(None)) -> Int64Array:
         """Return the stack of free blocks, bottom first, or a slice of it."""
         return self._free_stack[: self.num_free][part].astype(np.int64)
@@ -129,15 +160,20 @@ class CachingBlockPool(BlockPool):
     """The pool that attention reads. A block is free, active (referenced) or cached (unreferenced, but indexed)."""
 
     def __init__(
-        self, num_blocks: int, block_size: int, clock: Callable[[], float], journal: EventJournal | None, zeros: Zeros
+        self,
+        num_blocks: int,
+        block_size: int,
+        clock: Callable[[], float],
+        journal: EventJournal | None,
+        memory: ArrayMemory,
     ) -> None:
-        super().__init__(num_blocks, block_size, "device", zeros)
+        super().__init__(num_blocks, block_size, "device", memory)
         self.index = PrefixIndex(block_size)
-        self.ages = BlockAges(num_blocks, clock, zeros)
+        self.ages = BlockAges(num_blocks, clock, memory)
         self.journal = journal
-        self.indexed: BoolArray = zeros("indexed", (num_blocks,), np.bool_)
-        self.pinned: BoolArray = zeros("pinned", (num_blocks,), np.bool_)
-        self.evictable = EvictionQueue(num_blocks)
+        self.indexed: BoolArray = memory.kept("indexed", (num_blocks,), np.bool_)
+        self.pinned: BoolArray = memory.zeros("pinned", (num_blocks,), np.bool_)
+        self.evictable = EvictionQueue(num_blocks, memory)
         self.num_pinned_cached = 0
         self.num_evicted = 0
 
@@ -269,6 +305,18 @@ class CachingBlockPool(BlockPool):
         unreferenced = blocks[self.ref_count[blocks] == 0]
         self.evictable.add(unreferenced)
         self.num_pinned_cached -= len(unreferenced)
+
+    def recover_cache(self, entries: Int64Array, depths: Int64Array) -> None:
+        """Do as `recover`, and derive the index and the queue of cached blocks from `indexed`, before any block is
+        pinned. Blocks that were not in the earlier process's queue are evicted last, and of these the deepest first:
+        `depths` int64[num_blocks]."""
+        self.recover(entries)
+        chain_hashes = map(self.hashes.__getitem__, indexed := np.flatnonzero(self.indexed).tolist())
+        self.index.blocks = dict(zip(chain_hashes, indexed, strict=True))  # type: ignore[arg-type]  # see add_to_index
+        unreferenced = self.ref_count == 0
+        self._set_free(unreferenced & ~self.indexed)
+        cached = np.flatnonzero(unreferenced & self.indexed)
+        self.evictable.recover(cached[np.argsort(-depths[cached], kind="stable")])
 
     def unpinned(self) -> Int64Array:
         """Return the indexed blocks that are not pinned."""

@@ -26,6 +26,7 @@ class BlocksConfig:
     watermark: float = 0.01
     enable_prefix_caching: bool = True
     max_sequences: int = 1024
+    max_namespaces: int = 1024
     max_sequence_tokens: int = 131072
     max_request_tokens: int = 2**31 - 1
     max_request_blocks: int = 2**31 - 1
@@ -38,6 +39,7 @@ class BlocksConfig:
             ("num_layers", 1, 2**16),
             ("num_swap_blocks", 0, 2**31 - 1),
             ("max_sequences", 1, 2**24),
+            ("max_namespaces", 1, 2**24),
             ("max_sequence_tokens", 1, 2**31 - 1),
             ("max_request_tokens", 1, 2**31 - 1),
             ("max_request_blocks", 1, 2**31 - 1),

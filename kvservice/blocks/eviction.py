@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvservice.blocks.plans import BoolArray, Int64Array
+from kvservice.blocks.plans import ArrayMemory, BoolArray, Int64Array
 
-_NOWHERE = -1
+# Stamp of a block that is not in the queue. Positions in the log begin at 1.
+_NOWHERE = 0
 _SLACK = 1024
 
 
 class EvictionQueue:
-    """Queue of a pool's cached blocks in the order of their release."""
+    """Queue of a pool's cached blocks in the order of their release. The stamps are kept: they are the order."""
 
-    def __init__(self, num_blocks: int) -> None:
-        self._log = np.zeros(2 * num_blocks + _SLACK, np.int64)
-        self._stamp = np.full(num_blocks, _NOWHERE, np.int64)
-        self._head = self._tail = 0
+    def __init__(self, num_blocks: int, memory: ArrayMemory) -> None:
+        self._log = np.zeros(1 + 2 * num_blocks + _SLACK, np.int64)
+        self._stamp: Int64Array = memory.kept("eviction_stamps", (num_blocks,), np.int64, private=True)
+        self._head = self._tail = 1
         self._size = 0
 
     def __len__(self) -> int:
@@ -59,6 +60,18 @@ class EvictionQueue:
         self.remove(popped)
         return popped
 
+    def recover(self, blocks: Int64Array) -> None:
+        """Fill the queue with distinct blocks int64[n], in the order of the stamps of an earlier process. Blocks that
+        were not in its queue become the last, in the given order."""
+        stamps = self._stamp[blocks]
+        stamps[stamps == _NOWHERE] = len(self._log)
+        order = blocks[np.argsort(stamps, kind="stable")]
+        fresh = np.full_like(self._stamp, _NOWHERE)
+        fresh[order] = np.arange(1, 1 + len(order))
+        self._stamp[:] = fresh
+        self._log[1 : 1 + len(order)] = order
+        self._head, self._tail, self._size = 1, 1 + len(order), len(order)
+
     def blocks(self) -> Int64Array:
         """Return all blocks in the queue, in eviction order."""
         entries = self._log[self._head : self._tail]
@@ -75,6 +88,6 @@ class EvictionQueue:
 
     def _compact(self) -> None:
         valid = self.blocks()
-        self._log[: len(valid)] = valid
-        self._stamp[valid] = np.arange(len(valid))
-        self._head, self._tail = 0, len(valid)
+        self._log[1 : 1 + len(valid)] = valid
+        self._stamp[valid] = np.arange(1, 1 + len(valid))
+        self._head, self._tail = 1, 1 + len(valid)

@@ -7,11 +7,12 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvservice.blocks.arguments import counts_for, refuse
+from kvservice.blocks.arguments import counts_for, int64_array, refuse
+from kvservice.blocks.intents import DROP, RESTORE
 from kvservice.blocks.limits import check_request_blocks
 from kvservice.blocks.namespaces import SessionNamespace
 from kvservice.blocks.plans import Int64Array
-from kvservice.blocks.sequences import LENGTH, NUM_BLOCKS, NUM_COMPUTED, SWAPPED
+from kvservice.blocks.sequences import LENGTH, NAMESPACE, NUM_BLOCKS, NUM_COMPUTED, SWAPPED
 from kvservice.blocks.slices import SLICE_BLOCKS, Slices, cut_rows
 from kvservice.blocks.state import BlockState
 
@@ -40,6 +41,7 @@ class Reclaimer:
             refuse("lengths", kept > states[:, LENGTH], "must not be above the sequence's length")
         num_blocks = (kept + self._mask) >> self._shift
         check_request_blocks(self._config, int((states[:, NUM_BLOCKS] - num_blocks).sum()), "sequence_ids")
+        self._state.intents.begin(RESTORE, rows)
         self._sequences.end_steps(namespace, rows)
         self._device.decref_entries(*self._sequences.table_entries(rows, num_blocks))
         if unindex:
@@ -59,16 +61,34 @@ class Reclaimer:
     def free(self, namespace: SessionNamespace, sequence_ids: npt.ArrayLike) -> Slices[None]:
         """See BlockManager.free. The ids are free after the first slice, all blocks after the last one."""
         self._state.enter(namespace)
+        if namespace.lost:
+            sequence_ids = self._forget_lost(namespace, sequence_ids)
+            if not len(sequence_ids):
+                return
         ids, rows = namespace.lookup(sequence_ids)
+        self._state.intents.begin(DROP, rows)
         self._sequences.end_steps(namespace, rows)
         for sequence_id in ids.tolist():
             namespace.remove(sequence_id)
         yield from self._end_rows(rows)
 
+    def _forget_lost(self, namespace: SessionNamespace, sequence_ids: npt.ArrayLike) -> Int64Array:
+        """Forget those of these sequences that are lost. Returns the others."""
+        ids = int64_array(sequence_ids, "sequence_ids")
+        names = ids.tolist()
+        gone = namespace.lost.intersection(names)
+        others = ids[[name not in gone for name in names]] if gone else ids
+        if len(others):
+            namespace.lookup(others)
+        if gone:
+            self._state.forget_lost(namespace, gone)
+        return others
+
     def _end_rows(self, rows: Int64Array) -> Slices[None]:
         """Free rows that no sequence id and no step refers to any more."""
         parts = [rows] if len(rows) == 1 else cut_rows(rows, self._sequences.num_blocks[rows])
-        if len(parts) > 1:
+        if len(parts) > 1:  # other operations end the intent meanwhile
+            self._sequences.states[rows, NAMESPACE] = 0
             self._sequences.ending.update(rows.tolist())
         for part in parts[:-1]:
             self._free_rows(part)
@@ -89,9 +109,7 @@ class Reclaimer:
             self._device.decref_entries(*self._sequences.table_entries(resident))
         self._sequences.states[rows] = 0
         free = rows.tolist()
-        if self._sequences.extra_keys:
-            for row in free:
-                self._sequences.extra_keys.pop(row, None)
+        self._sequences.drop_extra_keys(free)
         if self._sequences.ending:
             self._sequences.ending.difference_update(free)
         self._sequences.free_rows.extend(free)
@@ -103,8 +121,12 @@ class Reclaimer:
         namespace.closed = True
         self._state.generation += 1
         self._state.namespaces.remove(namespace)
+        self._state.end_operation()
         rows = np.array(list(namespace.rows.values()), np.int64)
+        self._sequences.states[rows, NAMESPACE] = 0
         self._sequences.ending.update(rows.tolist())
+        if namespace.lost:
+            self._state.forget_lost(namespace, list(namespace.lost))
         yield from self._end_steps(namespace)
         yield from self._end_pins(namespace)
         if len(rows):

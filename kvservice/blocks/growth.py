@@ -12,6 +12,7 @@ import numpy as np
 
 from kvservice.blocks.arguments import whole_number
 from kvservice.blocks.block_pool import ONE
+from kvservice.blocks.intents import DROP, RESTORE
 from kvservice.blocks.limits import check_request_blocks, check_sequence_lengths
 from kvservice.blocks.plans import BlockCopies, BoolArray, Int64Array
 from kvservice.blocks.ranges import ragged
@@ -54,7 +55,11 @@ class Growth:
 
     @property
     def num_new(self) -> int:
-        return self.num_grown + (len(self.copies.src) if self.copies else 0)
+        return self.num_grown + self.num_copied
+
+    @property
+    def num_copied(self) -> int:
+        return len(self.copies.src) if self.copies else 0
 
 
 class DecodeGrowth(NamedTuple):
@@ -103,6 +108,7 @@ class GrowthPlanner:
 
     def apply_decode(self, rows: Int64Array, plan: DecodeGrowth) -> Int64Array:
         """Apply a plan that is known to fit. Returns the slots int64[n] of the tokens."""
+        self._state.intents.begin(RESTORE, rows)
         blocks, fresh = plan.blocks, plan.fresh
         if len(fresh):
             new = self._device.allocate(len(fresh))
@@ -154,7 +160,8 @@ class GrowthPlanner:
         return copied, distinct[kept & self._device.indexed[distinct]]
 
     def apply(self, batch: WriteBatch, growth: Growth) -> BlockCopies:
-        """Apply a growth that is known to fit."""
+        """Apply a growth that is known to fit. Where blocks are replaced with copies, the tables change."""
+        self._state.intents.begin(DROP if growth.num_copied else RESTORE, batch.rows)
         new = self._device.allocate(growth.num_new) if growth.num_new else _NO_BLOCKS
         if growth.num_grown:
             self._sequences.append_blocks(

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvservice.blocks.limits import check_request_blocks, check_request_tokens
-from kvservice.blocks.namespaces import SessionNamespace, unknown_sequence
+from kvservice.blocks.namespaces import SessionNamespace
 from kvservice.blocks.plans import BoolArray, Int64Array, SequenceSnapshot
 from kvservice.blocks.sequences import LENGTH, NUM_BLOCKS, NUM_COMPUTED, SWAPPED
 from kvservice.blocks.slices import Slices, in_turn
@@ -50,7 +50,7 @@ class Inspector:
             rows = np.array([namespace.rows[name] for name in names], np.int64)
             self._sequences.resident_states(np.array(names, np.int64), rows, "ranges")
         except KeyError:
-            error = unknown_sequence(names, namespace.rows, "ranges")
+            error = namespace.unknown_sequence(names, "ranges")
         except KVServiceError as swapped:
             error = swapped
         else:

@@ -8,17 +8,28 @@ changes nothing.
 from __future__ import annotations
 
 import itertools
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvservice.blocks.arguments import int32_array, whole_number
+from kvservice.blocks.intents import RESTORE
 from kvservice.blocks.namespaces import COMPUTED_TOKENS, LiveStep, SessionNamespace
 from kvservice.blocks.plans import Int64Array, StepPlan
 from kvservice.blocks.prefix import block_hash, token_bytes
 from kvservice.blocks.ranges import ragged
 from kvservice.blocks.state import BlockState
 from kvservice.errors import FailedPreconditionError, InvalidArgumentError, LayerWrittenError
+
+
+class _FullBlocks(NamedTuple):
+    """Blocks that a step completed, with the hash, the parent's hash and the tokens of each, little-endian int32."""
+
+    blocks: list[int]
+    hashes: list[bytes]
+    parents: list[bytes]
+    tokens: bytes
 
 
 class LayerTracker:
@@ -111,8 +122,10 @@ class LayerTracker:
         if len(tokens) != len(which):
             raise InvalidArgumentError(f"has {len(tokens)} tokens for {len(which)} sequences", field="token_ids")
         last = np.cumsum(step.query_lens, dtype=np.int64)[which] - 1
+        rows = step.rows[which]
+        self._state.intents.begin(RESTORE, rows)
         self._device.tokens_by_slot[step.slot_mapping[last]] = tokens
-        self._sequences.lengths[step.rows[which]] = step.context_lens[which]
+        self._sequences.lengths[rows] = step.context_lens[which]
         self._sequences.num_tokens += len(tokens)
         entry.unknown = None
         return self._commit_if_complete(namespace, entry)
@@ -154,19 +167,22 @@ class LayerTracker:
         return namespace.live_step(step_id)
 
     def _commit(self, step: StepPlan) -> None:
-        """Mark the tokens of a step as computed. Blocks that became full get their hash and can be shared."""
-        before = self._sequences.num_computed[step.rows]
+        """Mark the tokens of a step as computed. Blocks that became full get their hash and can be shared. A full block
+        has its hash before its tokens count as computed, and is whole before the index finds it."""
+        full = None
+        if self._config.enable_prefix_caching:
+            first = self._sequences.num_computed[step.rows] >> self._shift
+            num_full = (step.context_lens >> self._shift) - first
+            if np.count_nonzero(num_full):
+                full = self._hash_blocks(step.rows, first, num_full)
+                self._device.keep_hashes(full.blocks, full.hashes)
         self._sequences.num_computed[step.rows] = step.context_lens
-        if not self._config.enable_prefix_caching:
-            return
-        first = before >> self._shift
-        num_full = (step.context_lens >> self._shift) - first
-        if np.count_nonzero(num_full):
-            self._hash_blocks(step.rows, first, num_full)
+        if full is not None:
+            self._index_blocks(full)
 
-    def _hash_blocks(self, rows: Int64Array, first: Int64Array, num_full: Int64Array) -> None:
+    def _hash_blocks(self, rows: Int64Array, first: Int64Array, num_full: Int64Array) -> _FullBlocks:
         """Compute the chain hashes of num_full[i] blocks of each row from entry first[i] on."""
-        device, journal = self._device, self._device.journal
+        device = self._device
         which, entries = ragged(first, num_full)
         rows = rows[which]
         blocks = self._sequences.block_tables[rows, entries].astype(np.int64)
@@ -186,11 +202,17 @@ class LayerTracker:
             known[block] = chain_hash = block_hash(parent, data[start : start + size], extra)
             hashes.append(chain_hash)
             parents.append(parent)
-        found = device.add_to_index(names, hashes)
+        return _FullBlocks(names, hashes, parents, data)
+
+    def _index_blocks(self, full: _FullBlocks) -> None:
+        """Add full blocks to the prefix index."""
+        device, journal = self._device, self._device.journal
+        found = device.add_to_index(full.blocks, full.hashes)
         if journal is not None and any(found):
-            contents = _split(data, size) if journal.with_tokens else [b""] * len(hashes)
-            parents_of_stored = (None if parent == root else parent for parent in parents)
-            journal.stored(list(itertools.compress(zip(hashes, parents_of_stored, contents, strict=True), found)))
+            root, size = device.index.root, 4 * self._config.block_size
+            contents = _split(full.tokens, size) if journal.with_tokens else [b""] * len(full.hashes)
+            parents = (None if parent == root else parent for parent in full.parents)
+            journal.stored(list(itertools.compress(zip(full.hashes, parents, contents, strict=True), found)))
 
 
 def _split(data: bytes, size: int) -> list[bytes]:

@@ -7,7 +7,7 @@ performs the whole batch or raises one of kvservice.errors. If a `can_...` metho
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, MutableSequence, Sequence
+from collections.abc import Callable, Mapping, MutableSequence, Sequence
 
 import numpy.typing as npt
 
@@ -18,24 +18,27 @@ from kvservice.blocks.events import EventJournal
 from kvservice.blocks.freeing import Reclaimer
 from kvservice.blocks.inspection import Inspector
 from kvservice.blocks.integrity import check_in_slices
+from kvservice.blocks.kept import KeptMaps
 from kvservice.blocks.layers import LayerTracker
 from kvservice.blocks.namespaces import NUM_COUNTERS, SessionNamespace
 from kvservice.blocks.plans import (
     Allocation,
     AllocationRequest,
     AllocStatus,
+    ArrayMemory,
     Int32Array,
     Int64Array,
     PinnedPrefix,
     SequenceSnapshot,
     StepPlan,
     SwapPlan,
-    Zeros,
-    numpy_zeros,
+    numpy_memory,
 )
 from kvservice.blocks.prefix_cache import PrefixCache
 from kvservice.blocks.rearranging import Rearranger
+from kvservice.blocks.recovery import Recoverer, Recovery
 from kvservice.blocks.reopening import Reopener
+from kvservice.blocks.saved_steps import save_steps
 from kvservice.blocks.sharing import Forker
 from kvservice.blocks.slices import Slices, finish
 from kvservice.blocks.state import BlockState
@@ -61,13 +64,14 @@ class BlockManager:
         *,
         clock: Callable[[], float] = time.monotonic,
         journal: EventJournal | None = None,
-        zeros: Zeros = numpy_zeros,
+        memory: ArrayMemory = numpy_memory,
+        kept: KeptMaps | None = None,
     ) -> None:
-        """`zeros` allocates the arrays that other processes may read, for example in shared memory: reference counts,
-        block tables, sequence states. `clock` returns seconds; pins and ages use it. `journal` records the changes of
-        the prefix index."""
+        """`memory` and `kept` hold what outlives the process. If an earlier process wrote them, call `recover` before
+        anything else. `clock` returns seconds, the same in every process; pins and ages use it. `journal` records the
+        changes of the prefix index."""
         self.config = config
-        self.state = BlockState(config, clock, journal, zeros)
+        self.state = BlockState(config, clock, journal, memory, kept or KeptMaps())
         self._allocator = Allocator(self.state)
         self._steps = StepPlanner(self.state)
         self._advancer = Advancer(self.state, self._steps)
@@ -82,12 +86,16 @@ class BlockManager:
 
     # Namespaces
 
-    def open_namespace(self, number: int = 1, counters: MutableSequence[int] | None = None) -> SessionNamespace:
-        """Open a namespace for one client's sequences, steps and pins. `number`, above 0, identifies the namespace in
-        sequence states. `counters` has NUM_COUNTERS elements, see SessionNamespace."""
-        namespace = SessionNamespace(number, [0] * NUM_COUNTERS if counters is None else counters)
-        self.state.namespaces.add(namespace)
-        return namespace
+    def open_namespace(
+        self, number: int | None = None, counters: MutableSequence[int] | None = None
+    ) -> SessionNamespace:
+        """Open a namespace for one client's sequences, steps and pins. `number` identifies it in sequence states, from
+        1 to max_namespaces; None means the next one that no open namespace has. `counters` has NUM_COUNTERS elements,
+        see SessionNamespace."""
+        if number is None:
+            number = self.state.unused_number()
+        self.state.last_ids[number - 1] = 0
+        return self.state.add_namespace(number, [0] * NUM_COUNTERS if counters is None else counters)
 
     def close_namespace(self, namespace: SessionNamespace) -> int:
         """Free all sequences of a namespace and remove its pins. Returns the number of sequences freed, which is 0 if
@@ -97,6 +105,32 @@ class BlockManager:
     def close_namespace_in_slices(self, namespace: SessionNamespace) -> Slices[int]:
         """`close_namespace` in slices. The namespace is closed after the first slice."""
         return self._reclaimer.close_namespace(namespace)
+
+    # Restarts of the daemon
+
+    def recover(self, open_namespaces: Mapping[int, MutableSequence[int]], *, with_steps: bool = False) -> Recovery:
+        """Make the state of an earlier process whole, before any other operation of this manager.
+
+        `open_namespaces` maps the numbers of namespaces that live on to their counters; the sequences and pins of all
+        others end. `with_steps` says that the process before ended with `save_steps`; otherwise all steps end. May be
+        interrupted and repeated. Raises InternalError if the tables are invalid.
+        """
+        return Recoverer(self.state).recover(open_namespaces, with_steps)
+
+    def save_steps(self) -> int:
+        """Save the live steps for the process that takes the state over, as the last operation of this one. Returns how
+        many they are. Steps of a scheduler, and steps that follow others, are not saved."""
+        return save_steps(self.state)
+
+    def end_operation(self) -> None:
+        """Declare that the last operation counts, because its reply is remembered. Before that, or before the next
+        operation, a restart undoes it, or loses its sequences."""
+        self.state.end_operation()
+
+    def submitted(self, plan: SwapPlan) -> None:
+        """Record that the device has got the copies of a `swap_in`, and counts its blocks as unfinished until they are
+        copied. Before that, a restart drops these blocks."""
+        self._swapper.submitted(plan)
 
     # Sequences
 

@@ -13,6 +13,7 @@ from kvservice.errors import (
     DuplicateSequenceError,
     InvalidArgumentError,
     KVServiceError,
+    SequenceLostError,
     StaleStepError,
     UnknownSequenceError,
     UnknownStepError,
@@ -23,6 +24,8 @@ NO_STEP = 0
 # Indices of the counters of a namespace.
 COMPUTED_TOKENS, QUERY_TOKENS, HIT_TOKENS = range(3)
 NUM_COUNTERS = 3
+# Indices of the kept ids of a namespace.
+LAST_STEP_ID, LAST_PIN_ID = range(2)
 _NO_BATCH = (b"", np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 
@@ -70,7 +73,10 @@ def _ignore(step_id: int) -> None:
 @dataclass(eq=False, slots=True)
 class SessionNamespace:
     """Namespace of one client, created by BlockManager.open_namespace. The manager owns its attributes except
-    `on_step_end`. That callback gets the id of a step that is no longer live, before its blocks are reused."""
+    `on_step_end`. That callback gets the id of a step that is no longer live, before its blocks are reused.
+
+    `lost` are the ids of sequences that did not survive a restart of the daemon. Steps up to
+    `last_step_before_restart` were opened before it. `kept_ids` int64[2] holds the last ids for the next restart."""
 
     number: int
     # Counts of the client's tokens: computed, looked up in the prefix cache, found there.
@@ -82,6 +88,9 @@ class SessionNamespace:
     pins: dict[int, Int64Array] = field(default_factory=dict)
     last_step_id: int = 0
     last_pin_id: int = 0
+    kept_ids: MutableSequence[int] = field(default_factory=lambda: [0, 0])
+    lost: set[int] = field(default_factory=set)
+    last_step_before_restart: int = NO_STEP
     _batch: tuple[bytes, Int64Array, Int64Array] = field(default_factory=lambda: _NO_BATCH, repr=False)
 
     def __len__(self) -> int:
@@ -107,7 +116,7 @@ class SessionNamespace:
         try:
             rows = np.array([self.rows[name] for name in names], np.int64)
         except KeyError:
-            raise unknown_sequence(names, self.rows, field) from None
+            raise self.unknown_sequence(names, field) from None
         if len(set(names)) != len(names):
             raise _repeated(names, field)
         ids = ids.copy()
@@ -145,11 +154,35 @@ class SessionNamespace:
         if step is not None:
             return step
         step_id = whole_number(step_id, field, 0, 2**63 - 1)
+        if 0 < step_id <= self.last_step_before_restart:
+            raise StaleStepError(
+                f"the daemon was restarted after it opened step {step_id}", field=field, step_id=step_id
+            )
         if 0 < step_id <= self.last_step_id:
             raise StaleStepError(
                 f"a newer operation on one of its sequences replaced step {step_id}", field=field, step_id=step_id
             )
         raise UnknownStepError(f"step {step_id} was never opened", field=field, step_id=step_id)
+
+    def next_step_id(self) -> int:
+        self.last_step_id += 1
+        self.kept_ids[LAST_STEP_ID] = self.last_step_id
+        return self.last_step_id
+
+    def next_pin_id(self) -> int:
+        self.last_pin_id += 1
+        self.kept_ids[LAST_PIN_ID] = self.last_pin_id
+        return self.last_pin_id
+
+    def unknown_sequence(self, names: list[int], field: str) -> KVServiceError:
+        """Return the error for the first of these ids that is unknown."""
+        i = next(i for i, name in enumerate(names) if name not in self.rows)
+        where, name = f"{field}[{i}]", names[i]
+        if name < 0:
+            return InvalidArgumentError("must not be negative", field=where)
+        if name in self.lost:
+            return SequenceLostError(f"sequence {name} did not survive a restart", field=where, sequence_id=name)
+        return UnknownSequenceError(f"sequence {name} is not known", field=where, sequence_id=name)
 
     def remove(self, sequence_id: int) -> int:
         self._batch = _NO_BATCH
@@ -176,14 +209,6 @@ class SessionNamespace:
 
 def _is_id(value: object) -> bool:
     return type(value) is int and 0 <= value < 2**63
-
-
-def unknown_sequence(names: list[int], known: dict[int, int], field: str) -> KVServiceError:
-    """Return the error for the first of these ids that is unknown."""
-    i = next(i for i, name in enumerate(names) if name not in known)
-    if names[i] < 0:
-        return InvalidArgumentError("must not be negative", field=f"{field}[{i}]")
-    return UnknownSequenceError(f"sequence {names[i]} is not known", field=f"{field}[{i}]", sequence_id=names[i])
 
 
 def _repeated(names: list[int], field: str) -> KVServiceError:

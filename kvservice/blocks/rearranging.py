@@ -6,8 +6,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvservice.blocks.arguments import int64_array
+from kvservice.blocks.intents import DROP
 from kvservice.blocks.limits import check_request_blocks
-from kvservice.blocks.namespaces import SessionNamespace, unknown_sequence
+from kvservice.blocks.namespaces import SessionNamespace
 from kvservice.blocks.plans import Int64Array
 from kvservice.blocks.ranges import ragged
 from kvservice.blocks.sequences import LENGTH, NUM_BLOCKS, NUM_COMPUTED
@@ -44,7 +45,7 @@ class Rearranger:
         try:
             return parents, np.array([namespace.rows[name] for name in names], np.int64)
         except KeyError:
-            raise unknown_sequence(names, namespace.rows, "parent_ids") from None
+            raise namespace.unknown_sequence(names, "parent_ids") from None
 
     def _move(self, namespace: SessionNamespace, rows: Int64Array, parent_rows: Int64Array) -> None:
         """Replace the content of rows with that of their parents. All of it is read before anything changes."""
@@ -55,6 +56,7 @@ class Rearranger:
         which, entries = ragged(np.zeros(len(rows), np.int64), counts)
         blocks = sequences.block_tables[parent_rows[which], entries].astype(np.int64)
         extra_keys = [sequences.extra_keys.get(row) for row in parent_rows.tolist()]
+        self._state.intents.begin(DROP, rows)
         sequences.end_steps(namespace, np.concatenate([rows, parent_rows]))
         dropped = sequences.table_entries(rows)
         device.incref(*np.unique(blocks, return_counts=True))
@@ -65,6 +67,6 @@ class Rearranger:
         sequences.states[rows, NUM_BLOCKS] = counts
         for row, keys in zip(rows.tolist(), extra_keys, strict=True):
             if keys is not None:
-                sequences.extra_keys[row] = keys
+                sequences.set_extra_keys(row, keys)
             else:
-                sequences.extra_keys.pop(row, None)
+                sequences.drop_extra_keys([row])

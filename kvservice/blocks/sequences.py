@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import MutableMapping
+from typing import Final, cast
 
 import numpy as np
 
 from kvservice._ext import shared_entries, slot_mapping
 from kvservice.blocks.config import BlocksConfig
+from kvservice.blocks.kept import pack_extra_keys, unpack_extra_keys
 from kvservice.blocks.namespaces import NO_STEP, SessionNamespace, distinct_steps
-from kvservice.blocks.plans import BoolArray, Int32Array, Int64Array, Zeros
+from kvservice.blocks.plans import ArrayMemory, BoolArray, Int32Array, Int64Array
 from kvservice.blocks.ranges import ragged
 from kvservice.errors import QuotaExceededError, SequenceSwappedError
 
-LENGTH, NUM_COMPUTED, NUM_BLOCKS, STEP, SWAPPED, NAMESPACE, SEQUENCE_ID = range(7)
+LENGTH, NUM_COMPUTED, NUM_BLOCKS, STEP, SWAPPED, NAMESPACE, SEQUENCE_ID, FLAGS = range(8)
 _STATE_COLUMNS = 8
+# Bit of FLAGS: a scheduler made the sequence. The other bits number the sequences in the order of their creation.
+SCHEDULED: Final = 1
+_ORDER_BITS: Final = 1
 _LINE_ENTRIES = 16
 
 
@@ -25,17 +30,18 @@ class SequenceSlots:
     of the CPU caches.
     `lengths`, `num_computed`, `num_blocks` and `steps` are columns of `states`. STEP is the newest step of the
     sequence, in its namespace, or NO_STEP. SWAPPED is 1 while the table names blocks of the swap tier. NAMESPACE is the
-    number of the sequence's namespace, or 0 if the row is free. SEQUENCE_ID is its id there.
+    number of the sequence's namespace, or 0 if the row is free or about to be. SEQUENCE_ID is its id there. FLAGS says
+    how and when the sequence was created.
     """
 
-    def __init__(self, config: BlocksConfig, zeros: Zeros) -> None:
+    def __init__(self, config: BlocksConfig, memory: ArrayMemory, kept_extra_keys: MutableMapping[int, bytes]) -> None:
         lines = config.max_blocks_per_sequence // _LINE_ENTRIES + 1
         shape = (config.max_sequences, (lines | 1) * _LINE_ENTRIES)
-        self.block_tables = cast(Int32Array, zeros("block_tables", shape, np.int32))
+        self.block_tables = cast(Int32Array, memory.kept("block_tables", shape, np.int32))
         if not self.block_tables.flags.c_contiguous:
-            raise ValueError("zeros gave an array that is not contiguous: a view of it would be a copy")
+            raise ValueError("memory gave an array that is not contiguous: a view of it would be a copy")
         self.flat_tables = self.block_tables.reshape(-1)
-        self.states = cast(Int64Array, zeros("sequence_states", (config.max_sequences, _STATE_COLUMNS), np.int64))
+        self.states = cast(Int64Array, memory.kept("sequence_states", (config.max_sequences, _STATE_COLUMNS), np.int64))
         self.lengths = self.states[:, LENGTH]
         self.num_computed = self.states[:, NUM_COMPUTED]
         self.num_blocks = self.states[:, NUM_BLOCKS]
@@ -44,6 +50,8 @@ class SequenceSlots:
         # Rows without a sequence id whose blocks are not released yet.
         self.ending: set[int] = set()
         self.extra_keys: dict[int, dict[int, bytes]] = {}
+        self._kept_extra_keys = kept_extra_keys
+        self._num_created = 0
         self.num_tokens = 0
         self.num_swapped = 0
         self._config = config
@@ -68,6 +76,33 @@ class SequenceSlots:
                     f"sequence {ids[i]} is swapped out", field=f"{field}[{i}]", sequence_id=int(ids[i])
                 )
         return states
+
+    def new_flags(self, flags: int) -> int:
+        """Return the FLAGS of the next sequence, with these bits."""
+        self._num_created += 1
+        return self._num_created << _ORDER_BITS | flags
+
+    def set_extra_keys(self, row: int, by_block: dict[int, bytes]) -> None:
+        """Set the extra keys of a row by block number, which other rows may share."""
+        self._kept_extra_keys[row] = pack_extra_keys(by_block)
+        self.extra_keys[row] = by_block
+
+    def drop_extra_keys(self, rows: list[int]) -> None:
+        """Remove the extra keys of rows, of which some may have none."""
+        for row in rows if self.extra_keys else ():
+            if self.extra_keys.pop(row, None) is not None:
+                del self._kept_extra_keys[row]
+
+    def recover(self) -> None:
+        """Derive the totals, the free rows and the extra keys from valid states, in which free rows are zero."""
+        used = self.states[:, NAMESPACE] != 0
+        self.free_rows = np.flatnonzero(~used)[::-1].tolist()
+        self.num_tokens = int(self.states[used, LENGTH].sum())
+        self.num_swapped = int(self.states[used, SWAPPED].sum())
+        self._num_created = int(self.states[:, FLAGS].max(initial=0)) >> _ORDER_BITS
+        for row in [row for row in self._kept_extra_keys if not used[row]]:
+            del self._kept_extra_keys[row]
+        self.extra_keys = {row: unpack_extra_keys(data) for row, data in self._kept_extra_keys.items()}
 
     def end_steps(self, namespace: SessionNamespace, rows: Int64Array) -> None:
         """Make the newest steps of these rows stale."""

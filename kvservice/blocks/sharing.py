@@ -7,10 +7,11 @@ import numpy.typing as npt
 
 from kvservice.blocks.arguments import int64_array
 from kvservice.blocks.block_pool import ONE
+from kvservice.blocks.intents import RESTORE
 from kvservice.blocks.limits import check_request_blocks
-from kvservice.blocks.namespaces import NO_STEP, SessionNamespace, unknown_sequence
+from kvservice.blocks.namespaces import NO_STEP, SessionNamespace
 from kvservice.blocks.plans import Int64Array
-from kvservice.blocks.sequences import LENGTH, NUM_BLOCKS, NUM_COMPUTED, SEQUENCE_ID, STEP
+from kvservice.blocks.sequences import FLAGS, LENGTH, NUM_BLOCKS, NUM_COMPUTED, SCHEDULED, SEQUENCE_ID, STEP
 from kvservice.blocks.state import BlockState
 from kvservice.errors import InvalidArgumentError
 
@@ -32,10 +33,15 @@ class Forker:
         rows = self._parent_rows(namespace, parents)
         namespace.check_new_ids(children, "child_ids[{}]")
         self._sequences.require_free_rows(len(children), "child_ids")
+        if len(rows) > 1:
+            check_request_blocks(self._config, int(self._sequences.num_blocks[rows].sum()), "parent_ids")
+        free_rows = self._sequences.free_rows[-len(rows) :]
+        self._state.intents.begin(RESTORE, np.array(free_rows, np.int64))
+        if namespace.lost:
+            self._state.create_lost(namespace, children)
         if len(rows) == 1:
             namespace.rows[children[0]] = self._fork_row(namespace, rows[0], children)[0]
             return
-        check_request_blocks(self._config, int(self._sequences.num_blocks[rows].sum()), "parent_ids")
         by_parent: dict[int, list[int]] = {}
         for row, child_id in zip(rows, children, strict=True):
             by_parent.setdefault(row, []).append(child_id)
@@ -50,7 +56,7 @@ class Forker:
         try:
             rows = [namespace.rows[parent] for parent in parents]
         except KeyError:
-            raise unknown_sequence(parents, namespace.rows, "parent_ids") from None
+            raise namespace.unknown_sequence(parents, "parent_ids") from None
         if self._sequences.num_swapped:
             self._sequences.resident_states(np.array(parents, np.int64), np.array(rows, np.int64), "parent_ids")
         return rows
@@ -65,15 +71,16 @@ class Forker:
             states[parent, STEP] = NO_STEP
         table = tables[parent, : states.item(parent, NUM_BLOCKS)]
         self._device.incref_active(table, ONE if len(child_ids) == 1 else np.array(len(child_ids), np.int32))
-        rows = []
+        flags, rows = states.item(parent, FLAGS) & SCHEDULED, []
         for child_id in child_ids:
             row = sequences.free_rows.pop()
             rows.append(row)
             tables[row, : len(table)] = table
             states[row] = states[parent]
             states[row, SEQUENCE_ID] = child_id
+            states[row, FLAGS] = sequences.new_flags(flags)
             if parent in sequences.extra_keys:
-                sequences.extra_keys[row] = sequences.extra_keys[parent]
+                sequences.set_extra_keys(row, sequences.extra_keys[parent])
         sequences.num_tokens += states.item(parent, LENGTH) * len(child_ids)
         return rows
 

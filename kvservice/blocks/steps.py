@@ -209,9 +209,8 @@ class StepPlanner:
             namespace.supersede(distinct_steps(batch.states[:, STEP]))
         else:
             self._supersede_others(namespace, batch, followed)
-        namespace.last_step_id += 1
         step = StepPlan(
-            step_id=namespace.last_step_id,
+            step_id=namespace.next_step_id(),
             sequence_ids=batch.ids,
             rows=batch.rows,
             query_lens=query_lens,

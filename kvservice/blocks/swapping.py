@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvservice.blocks.arguments import whole_number
-from kvservice.blocks.block_pool import counted
+from kvservice.blocks.block_pool import HASH_BYTES, counted
 from kvservice.blocks.events import EventJournal, StoredBlock
+from kvservice.blocks.intents import DROP
 from kvservice.blocks.limits import check_request_blocks, check_sequence_lengths
 from kvservice.blocks.namespaces import SessionNamespace
 from kvservice.blocks.plans import AllocStatus, Int64Array, SwapPlan
@@ -25,6 +26,7 @@ from kvservice.blocks.state import BlockState
 from kvservice.errors import OutOfBlocksError, SequenceNotSwappedError
 
 _MISSING = -1
+_NO_HASH = bytes(HASH_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +83,13 @@ class Swapper:
                 tier="swap", required=len(src), free=self._swap.num_free, total=self._swap.num_blocks,
                 never=len(src) > self._swap.num_blocks,
             )  # fmt: skip
+        self._state.intents.begin(DROP, group.rows)
         dst = self._swap.allocate_shared(group.holders)
         self._swap.token_ids[dst] = self._device.token_ids[src]
-        for to, chain_hash in zip(dst.tolist(), self._computed_hashes(group), strict=True):
+        hashes = self._computed_hashes(group)
+        for to, chain_hash in zip(dst.tolist(), hashes, strict=True):
             self._swap.hashes[to] = chain_hash
+        self._swap.keep_hashes(dst, [chain_hash or _NO_HASH for chain_hash in hashes])
         self._sequences.end_steps(namespace, group.rows)
         self._device.decref_entries(*self._sequences.table_entries(group.rows))
         self._sequences.block_tables[group.rows[group.which], group.entries] = dst[group.inverse]
@@ -107,12 +112,14 @@ class Swapper:
             never = plan.status is AllocStatus.NEVER
             raise self._device.out_of_blocks(plan.required, never=never, num_kept=self._config.watermark_blocks)
         group = plan.group
+        self._state.intents.begin(DROP, group.rows)
         copied = plan.found == _MISSING
         self._incref_found(plan.found[~copied], group.holders[~copied])
         to = plan.found.copy()
         to[copied] = self._device.allocate_shared(group.holders[copied])
         src, dst = group.blocks[copied], to[copied]
         self._device.token_ids[dst] = self._swap.token_ids[src]
+        self._state.unsubmitted[dst] = True
         hashed = [
             (block, chain_hash)
             for back, block in zip(src.tolist(), dst.tolist(), strict=True)
@@ -120,8 +127,9 @@ class Swapper:
         ]
         for block, chain_hash in hashed:
             self._device.hashes[block] = chain_hash
-        blocks = [block for block, _ in hashed]
-        found = self._device.add_to_index(blocks, [chain_hash for _, chain_hash in hashed])
+        blocks, chain_hashes = [block for block, _ in hashed], [chain_hash for _, chain_hash in hashed]
+        self._device.keep_hashes(blocks, chain_hashes)
+        found = self._device.add_to_index(blocks, chain_hashes)
         findable = list(itertools.compress(blocks, found))
         self._sequences.block_tables[group.rows[group.which], group.entries] = to[group.inverse]
         if self._device.journal is not None and findable:
@@ -134,6 +142,10 @@ class Swapper:
         self._state.counters.swapped_in_sequences += len(group.rows)
         self._state.counters.swapped_in_blocks += len(src)
         return SwapPlan(src.astype(np.int32), dst.astype(np.int32))
+
+    def submitted(self, plan: SwapPlan) -> None:
+        """See BlockManager.submitted."""
+        self._state.unsubmitted[plan.dst] = False
 
     def _record_stored(self, journal: EventJournal, group: _Group, to: Int64Array, findable: list[int]) -> None:
         """Record blocks that returned to the prefix index, each with its parent, the previous block of a table."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -28,16 +29,13 @@ from kvservice.devices.base import (
 from kvservice.devices.compute import Compute, ComputeCall
 from kvservice.devices.copies import Copies, Tier
 from kvservice.devices.cuda_lanes import CudaLanes, CudaLaneSession
-from kvservice.devices.cuda_pool import open_pool
 from kvservice.devices.kernels import CudaPoolKernels
 from kvservice.devices.scales import load_scales
-from kvservice.devices.unfinished import UnfinishedBlocks
 from kvservice.devices.warmup import warm_up
 from kvservice.errors import InvalidArgumentError, ResourceExhaustedError
-from kvservice.kept import KeptState
 from kvservice.ops.cuda import COUNTER_BYTES
 from kvservice.pool.cpu import CpuPool
-from kvservice.pool.cuda import OUT_OF_MEMORY
+from kvservice.pool.cuda import OUT_OF_MEMORY, CudaPool
 from kvservice.pool.layout import TENSOR_DTYPES
 from kvservice.pool.sealed import SealedMemory
 
@@ -55,7 +53,7 @@ NO_BLOCKS = np.zeros(0, np.int64)
 class CudaDevice:
     """A `Device`. The modules `compute` and `copies` describe the order of its streams."""
 
-    def __init__(self, config: ServeConfig, kept: KeptState) -> None:
+    def __init__(self, config: ServeConfig) -> None:
         self._cuda, self._number = _load(config)
         self._config = config
         self.layout = config.layout
@@ -66,9 +64,9 @@ class CudaDevice:
         self._token_layer_bytes = self.layout.token_bytes // self.layout.num_layers
         try:
             self._cuda.set_device(self._number)
-            self._compute = Compute(self._cuda, self._number, kept.mark_faulted)
+            self._compute = Compute(self._cuda, self._number)
             self._take_workspaces()
-            self._take_pools(kept)
+            self._take_pools()
             self._lanes = self._take_lanes() if config.shares_memory else None
         except self._cuda.CudaError as error:
             raise _start_error(error, config.device) from None
@@ -101,23 +99,23 @@ class CudaDevice:
         self._compute.arena.release(buffer)
         return pointer
 
-    def _take_pools(self, kept: KeptState) -> None:
+    def _take_pools(self) -> None:
         cuda, config, compute = self._cuda, self._config, self._compute
-        self.pool = open_pool(cuda, self._number, config, kept)
-        self.num_blocks, self.num_swap_blocks = self.pool.num_blocks, config.swap_blocks
-        self.swap_pool = CpuPool(self.layout, self.num_swap_blocks, "swap", "swap_space_gib", allocate=kept.memory)
+        if config.pool_blocks is not None:
+            num_blocks, field = config.pool_blocks, config.pool_field
+        else:
+            num_blocks, field = sizing.blocks_that_fit(cuda, self._number, config), "gpu_memory_utilization"
+        self.num_blocks, self.num_swap_blocks = num_blocks, config.swap_blocks
+        self.pool = CudaPool(cuda, self._number, self.layout, num_blocks, field)
+        self.swap_pool = CpuPool(self.layout, self.num_swap_blocks, "kvservice-swap", "swap_space_gib")
         self._swap_registration = _page_lock(cuda, self.swap_pool) if self.num_swap_blocks else None
         self.memory_bytes = {
             "pool": self.pool.num_bytes,
             "swap": self.swap_pool.num_bytes,
             "workspaces": self._workspace_bytes + compute.arena.num_bytes,
         }
-        unfinished = UnfinishedBlocks(kept.arrays, "unfinished_device", self.num_blocks)
-        pool = Tier(self.pool.pointer, self.num_blocks, unfinished)
-        unfinished = UnfinishedBlocks(kept.arrays, "unfinished_swap", self.num_swap_blocks)
-        swap = Tier(self.swap_pool.blocks.ctypes.data, self.num_swap_blocks, unfinished)
-        block_bytes, fail = self.layout.block_bytes, compute.queue.fail
-        compute.copies = Copies(cuda, self._number, compute.stream, pool, swap, block_bytes, fail)
+        tiers = Tier(self.pool.pointer, num_blocks), Tier(self.swap_pool.blocks.ctypes.data, self.num_swap_blocks)
+        compute.copies = Copies(cuda, self._number, compute.stream, *tiers, self.layout.block_bytes)
         self._kernels = CudaPoolKernels(
             cuda, config, compute.stream.handle, self.pool.pointer, self.num_blocks, self._scales
         )
@@ -147,16 +145,13 @@ class CudaDevice:
         """Do nothing: the reference kernel supports all options."""
 
     def copy(self, src_ids: Int32, dst_ids: Int32) -> None:
-        copies = self._compute.copies
-        self._compute.post(copies.within_pool, copies.pool, src_ids, dst_ids)
+        self._compute.post(self._compute.copies.within_pool, src_ids, dst_ids)
 
     def swap_out(self, src_ids: Int32, dst_ids: Int32) -> None:
-        copies = self._compute.copies
-        self._compute.post(copies.swap_out, copies.swap, src_ids, dst_ids)
+        self._compute.post(self._compute.copies.swap_out, src_ids, dst_ids)
 
     def swap_in(self, src_ids: Int32, dst_ids: Int32) -> None:
-        copies = self._compute.copies
-        self._compute.post(copies.swap_in, copies.pool, src_ids, dst_ids)
+        self._compute.post(self._compute.copies.swap_in, src_ids, dst_ids)
 
     def attend(
         self,
@@ -167,8 +162,6 @@ class CudaDevice:
         value: Array,
         options: AttentionOptions,
         _out: Array | None = None,
-        *,
-        completed: StepPlan | None = None,
     ) -> Awaitable[tuple[Array, Array]]:
         compute, kernels = self._compute, self._kernels
         num_tokens, num_heads, head_size = query.shape
@@ -207,11 +200,7 @@ class CudaDevice:
         seconds = end / LINK_BYTES_PER_S + kv_bytes / MEMORY_BYTES_PER_S + operations / OPERATIONS_PER_S
         num_bytes = end + tables.num_pending_bytes
         reads, writes = tables.host_block_tables, tables.written_blocks
-        completes = self._blocks_of(completed)
-        return compute.start(ComputeCall(step, num_bytes, reads, writes, seconds, launch, result, completes))
-
-    def _blocks_of(self, completed: StepPlan | None) -> Array | None:
-        return None if completed is None else completed.slot_mapping // self.layout.block_size
+        return compute.start(ComputeCall(step, num_bytes, reads, writes, seconds, launch, result))
 
     def _workspace_for(self, attention: _cuda.Attention) -> int:
         """Set the workspace of a call: the device's own, or a larger temporary one. Returns the address of the
@@ -225,9 +214,7 @@ class CudaDevice:
         attention.workspace, attention.workspace_bytes = extra, wanted
         return extra
 
-    def write(
-        self, step: StepPlan, layers: Sequence[int], keys: Array, values: Array, *, completed: StepPlan | None = None
-    ) -> Awaitable[None]:
+    def write(self, step: StepPlan, layers: Sequence[int], keys: Array, values: Array) -> Awaitable[None]:
         compute = self._compute
         tables = compute.tables_of(step)
         inputs = [keys, values]
@@ -243,9 +230,8 @@ class CudaDevice:
 
         num_bytes = offsets[-1] + tables.num_pending_bytes
         seconds = offsets[-1] / LINK_BYTES_PER_S
-        writes, completes = tables.written_blocks, self._blocks_of(completed)
         return compute.start(
-            ComputeCall(step, num_bytes, NO_BLOCKS, writes, seconds, launch, lambda _: None, completes)
+            ComputeCall(step, num_bytes, NO_BLOCKS, tables.written_blocks, seconds, launch, lambda _: None)
         )
 
     def read(self, layers: Sequence[int], slots: Int64) -> Awaitable[tuple[Array, Array]]:
@@ -308,7 +294,11 @@ class CudaDevice:
 
     @contextlib.contextmanager
     def exported_pool(self) -> Iterator[PoolDescriptor]:
-        yield PoolDescriptor(self.pool.fd, self.pool.mapped_bytes)
+        descriptor, num_bytes = self.pool.export()
+        try:
+            yield PoolDescriptor(descriptor, num_bytes)
+        finally:
+            os.close(descriptor)
 
     def close(self) -> None:
         self._compute.close()

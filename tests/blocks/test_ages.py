@@ -9,7 +9,7 @@ import pytest
 
 from kvservice.blocks import AllocationRequest, BlockManager, BlocksConfig
 from kvservice.blocks.ages import BUCKETS_S, IDLE_BEFORE_EVICTION, LIFETIME, REUSE_GAP, BlockAges
-from kvservice.blocks.plans import numpy_zeros
+from kvservice.blocks.plans import numpy_memory
 
 
 class Pool:
@@ -84,7 +84,7 @@ def test_what_is_shared_while_it_is_held_is_no_reuse(pool: Pool) -> None:
 
 def test_folding_loses_nothing_however_much_waits() -> None:
     now = [0.0]
-    ages = BlockAges(100, lambda: now[0], numpy_zeros)
+    ages = BlockAges(100, lambda: now[0], numpy_memory)
     source = np.random.default_rng(0)
     expected = np.zeros(len(BUCKETS_S) + 1, np.int64)
     for _ in range(2000):

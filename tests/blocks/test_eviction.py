@@ -7,13 +7,14 @@ import numpy as np
 from hypothesis import given, settings
 
 from kvservice.blocks.eviction import EvictionQueue
+from kvservice.blocks.plans import numpy_memory
 
 
 @settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_it_is_a_list(data: st.DataObject) -> None:
     num_blocks = 12
-    queue, model = EvictionQueue(num_blocks), list[int]()
+    queue, model = EvictionQueue(num_blocks, numpy_memory), list[int]()
     for _ in range(data.draw(st.integers(1, 400))):
         action = data.draw(st.sampled_from(["add", "remove", "pop"]))
         if action == "add":
@@ -35,7 +36,7 @@ def test_it_is_a_list(data: st.DataObject) -> None:
 
 def test_its_memory_stays_the_same_however_long_it_is_used() -> None:
     """After thousands of hits without an eviction, stale entries are removed and the order is kept."""
-    queue = EvictionQueue(8)
+    queue = EvictionQueue(8, numpy_memory)
     queue.add(np.arange(8))
     size = len(queue._log)
     for i in range(5000):

@@ -372,7 +372,7 @@ class Operations:
     def close(self, space: SessionNamespace) -> None:
         if self.random.random() < 0.2:
             self.go_on(self.manager.close_namespace_in_slices(space))
-            self.spaces[self.spaces.index(space)] = self.manager.open_namespace(9)
+            self.spaces[self.spaces.index(space)] = self.manager.open_namespace()
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -13,6 +13,7 @@ from typing import Any
 
 from kvservice.blocks import AllocationRequest, BlockManager, BlocksConfig, BlocksStats, SessionNamespace
 from kvservice.errors import KVServiceError
+from kvservice.kept import KeptArrays
 from kvservice.observer.history import History
 from kvservice.observer.views import Views
 from kvservice.scheduler import Scheduler
@@ -55,7 +56,8 @@ class ObservedPool:
             "max_sequence_tokens": 64,
         }
         shared = SharedArrays()
-        self.manager = BlockManager(BlocksConfig(**(sizes | changes), watermark=0.0), clock=clock, zeros=shared.zeros)
+        memory = KeptArrays(shared, SharedArrays())
+        self.manager = BlockManager(BlocksConfig(**(sizes | changes), watermark=0.0), clock=clock, memory=memory)
         self.table = SessionTable(MAX_SESSIONS, MAX_TENANTS, shared.zeros)
         self.calls = CallTable(methods, shared.zeros)
         self.stats = DaemonStatsTable(2, shared.zeros)

@@ -1,0 +1,279 @@
+"""Random operations of two clients and a scheduler on a `Rig`, each of which may end at any line."""
+
+from __future__ import annotations
+
+import numpy as np
+from crash_rig import CONFIG, SALTS, Rig, content
+from crashes import Key, views
+
+from kvservice.blocks import AllocationRequest, SessionNamespace, StepPlan
+from kvservice.blocks.arguments import extra_keys_by_block
+from kvservice.blocks.prefix import chain_hashes
+
+
+class Operations(Rig):
+    """`one` performs a random operation."""
+
+    def one(self) -> None:
+        numbers = sorted(self.open)
+        if not numbers:
+            return self.open_namespace()
+        number = self.random.choice(numbers)
+        operations = [self.allocate] * 3 + [self.fill] * 4 + [self.append] * 3 + [self.advance] * 2 + [
+            self.reopen, self.truncate, self.fork, self.fork, self.rearrange, self.swap_out, self.swap_in, self.swap_in,
+            self.free, self.free, self.pin, self.unpin, self.expire, self.reset, self.touch, self.follow, self.close,
+            self.allocate_found, self.restart_now,
+        ]  # fmt: skip
+        self.random.choice(operations)(number)
+        self.quiet()
+        if len(self.open) < 2 and self.random.random() < 0.5:
+            self.open_namespace()
+        return None
+
+    def some(self, number: int, *, swapped: bool = False, most: int = 3) -> list[int]:
+        """Return some of a client's sequences."""
+        ids = [key[1] for key, one in views(self.manager).items() if key[0] == number and one.swapped == swapped]
+        return self.random.sample(ids, min(len(ids), self.random.randint(1, most)))
+
+    def keys(self, number: int, ids: list[int]) -> list[Key]:
+        return [(number, name) for name in ids]
+
+    def open_namespace(self) -> None:
+        number = next(number for number in range(1, 9) if number not in self.open)
+        self.spaces[number] = self.manager.open_namespace(number)
+        self.open.add(number)
+
+    def prompt(self) -> list[int]:
+        return [self.random.randint(0, 1) for _ in range(self.random.randint(1, 9))]
+
+    def new_ids(self, number: int, count: int) -> list[int]:
+        """Return unused ids, sometimes those of lost sequences."""
+        lost = sorted(self.spaces[number].lost)[:count] if self.random.random() < 0.7 else []
+        self.next_id += count
+        return [*lost, *range(self.next_id, self.next_id + count - len(lost))]
+
+    def allocate(self, number: int) -> None:
+        ids = self.new_ids(number, self.random.randint(1, 3))
+        requests = [AllocationRequest(name, self.prompt(), self.random.choice(SALTS)) for name in ids]
+        space = self.spaces[number]
+        self.during("allocate", lambda: self.manager.allocate(space, requests), self.keys(number, ids))
+
+    def allocate_found(self, number: int) -> None:
+        """A scheduler's sequences, which are freed by a restart. Here their scheduler frees them at last."""
+        (name,), tokens = self.new_ids(number, 1), np.array(self.prompt(), np.int32)
+        extra = extra_keys_by_block(self.random.choice(SALTS), "keys", CONFIG.block_size, 64)
+        found = self.manager.find_prompt(name, tokens, extra, chain_hashes(tokens, extra, CONFIG.block_size))
+        space = self.spaces[number]
+        self.during("allocate_found", lambda: self.manager.allocate_found(space, [found]), self.keys(number, [name]))
+
+    def fill(self, number: int) -> None:
+        """Compute pending tokens of sequences, perhaps only some."""
+        ids = [name for name in self.some(number) if self.pending(number, name)]
+        if ids:
+            lens = [self.random.randint(1, self.pending(number, name)) for name in ids]
+            space = self.spaces[number]
+            counts = lens if self.random.random() < 0.3 else None
+            step = self.during(
+                "open_step",
+                lambda: self.manager.open_step(space, ids, counts, self.lookahead()),
+                self.keys(number, ids),
+            )
+            self.opened(space, step)
+
+    def pending(self, number: int, name: int) -> int:
+        states = self.manager.state.sequences.states[self.spaces[number].rows[name]]
+        return int(states[0] - states[1])
+
+    def lookahead(self) -> int:
+        return self.random.choice([0, 0, 0, 3])
+
+    def append(self, number: int) -> None:
+        if ids := self.some(number):
+            counts = [self.random.randint(1, 3) for _ in ids] if self.random.random() < 0.5 else None
+            tokens = [self.random.randint(0, 1) for _ in range(sum(counts) if counts else len(ids))]
+            space, lookahead = self.spaces[number], self.lookahead()
+            step = self.during(
+                "append", lambda: self.manager.append(space, ids, tokens, counts, None, lookahead),
+                self.keys(number, ids),
+            )  # fmt: skip
+            self.opened(space, step)
+
+    def advance(self, number: int) -> None:
+        if ids := self.some(number):
+            space, decodes = self.spaces[number], self.random.randint(0, len(ids))
+            lens = [self.pending(number, name) + (i < decodes) for i, name in enumerate(ids)]
+            if all(lens):
+                tokens = [self.random.randint(0, 1) for _ in range(decodes)]
+                step = self.during(
+                    "advance", lambda: self.manager.advance(space, ids, tokens, lens, self.lookahead()),
+                    self.keys(number, ids),
+                )  # fmt: skip
+                self.opened(space, step)
+
+    def follow(self, number: int) -> None:
+        """Open a step, and one that follows it. Their layers are written, and then the tokens become known."""
+        space, ids = self.spaces[number], [name for name in self.some(number) if self.pending(number, name)]
+        keys = self.keys(number, ids)
+        first = self.during("open_step", lambda: self.manager.open_step(space, ids), keys) if ids else None
+        if first is None:
+            return
+        self.copy_on_write(first.copies)
+        zeros, ones = [0] * len(ids), [1] * len(ids)
+        second = self.during(
+            "follow", lambda: self.manager.advance(space, ids, zeros, ones, follows=first.step_id), keys
+        )
+        if second is None:
+            return
+        self.copy_on_write(second.copies)
+        self.write(space, first)
+        if second.step_id not in space.steps or space is not self.spaces.get(number):
+            return
+        tokens = [self.random.randint(0, 1) for _ in ids]
+        if self.during("set_tokens", lambda: self.manager.set_tokens(space, second.step_id, tokens), keys) is not None:
+            self.manager.end_operation()
+            self.write(space, second)
+
+    def opened(self, space: SessionNamespace, step: StepPlan | None) -> None:
+        """Let the device make the copies of a new step, and write the step."""
+        if step is not None:
+            self.copy_on_write(step.copies)
+            if self.random.random() < 0.8:
+                self.write(space, step)
+
+    def write(self, space: SessionNamespace, step: StepPlan) -> None:
+        """Write the layers of a step. The last write is sometimes still in progress when the step commits."""
+        number = space.number
+        self.manager.end_operation()
+        late = self.random.random() < 0.3
+        blocks = np.unique(step.slot_mapping // CONFIG.block_size)
+        holders = self.holders(blocks, swapped=False)
+        if late:
+            self.pool[step.slot_mapping] = -1
+            np.add.at(self.manager.state.unfinished_device, blocks, 1)
+        else:
+            self.write_kv(number, step)
+
+        def mark() -> None:
+            for layer in range(CONFIG.num_layers):
+                part = self.manager.check_part(space, step.step_id, layer, 0, 0)
+                assert self.manager.completes(space, step.step_id, layer, part) == (layer == CONFIG.num_layers - 1)
+                self.manager.mark_part(space, step.step_id, layer, part)
+
+        touched = holders if late else self.keys(number, step.sequence_ids.tolist())
+        manager = self.manager
+        self.during("late commit" if late else "commit", mark, touched)
+        if late and manager is self.manager:
+            self.write_kv(number, step)
+            np.subtract.at(self.manager.state.unfinished_device, blocks, 1)
+
+    def write_kv(self, number: int, step: StepPlan) -> None:
+        found, slots = views(self.manager), iter(step.slot_mapping.tolist())
+        for name, count, end in zip(
+            step.sequence_ids.tolist(), step.query_lens.tolist(), step.context_lens.tolist(), strict=True
+        ):
+            for kv in content(found[number, name])[end - count : end]:
+                self.pool[next(slots)] = kv
+
+    def reopen(self, number: int) -> None:
+        ids, found = self.some(number), views(self.manager)
+        ones = [found[number, name] for name in ids]
+        if ids and all(len(one.tokens) for one in ones):
+            starts = [self.random.randint(0, min(one.num_computed, len(one.tokens) - 1)) for one in ones]
+            lens = [self.random.randint(1, len(one.tokens) - at) for one, at in zip(ones, starts, strict=True)]
+            space = self.spaces[number]
+            step = self.during(
+                "reopen",
+                lambda: self.manager.reopen(space, ids, starts, lens, self.lookahead()),
+                self.keys(number, ids),
+            )
+            self.opened(space, step)
+
+    def truncate(self, number: int) -> None:
+        ids, found = self.some(number), views(self.manager)
+        if ids:
+            lengths = [self.random.randint(0, len(found[number, name].tokens)) for name in ids]
+            space, unindex = self.spaces[number], self.random.random() < 0.5
+            self.during(
+                "truncate", lambda: self.manager.truncate(space, ids, lengths, unindex=unindex), self.keys(number, ids)
+            )
+
+    def fork(self, number: int) -> None:
+        if parents := self.some(number):
+            children, space = self.new_ids(number, len(parents)), self.spaces[number]
+            self.during("fork", lambda: self.manager.fork(space, parents, children), self.keys(number, children))
+
+    def rearrange(self, number: int) -> None:
+        if len(ids := self.some(number)) > 1:
+            parents, space = [self.random.choice(ids) for _ in ids], self.spaces[number]
+            self.during("rearrange", lambda: self.manager.rearrange(space, ids, parents), self.keys(number, ids))
+
+    def swap_out(self, number: int) -> None:
+        if ids := self.some(number):
+            space, keys = self.spaces[number], set(self.keys(number, ids))
+            plan = self.during("swap_out", lambda: self.manager.swap_out(space, ids), keys)
+            if plan is not None:
+                unfinished = self.manager.state.unfinished_swap
+                self.copy(plan.src, plan.dst, self.pool, self.swap_pool, unfinished, keys)
+
+    def swap_in(self, number: int) -> None:
+        if ids := self.some(number, swapped=True):
+            space, lookahead = self.spaces[number], self.lookahead()
+            keys = set(self.keys(number, ids))
+            plan = self.during("swap_in", lambda: self.manager.swap_in(space, ids, lookahead), keys)
+            if plan is not None:
+                self.manager.submitted(plan) if not len(plan) else None
+                holders = self.holders(plan.dst, swapped=False)
+                unfinished = self.manager.state.unfinished_device
+                self.copy(plan.src, plan.dst, self.swap_pool, self.pool, unfinished, holders)
+
+    def free(self, number: int) -> None:
+        space = self.spaces[number]
+        ids = self.some(number) + self.some(number, swapped=True, most=2)
+        lost = self.random.sample(sorted(space.lost), min(len(space.lost), 2))
+        if ids or lost:
+            self.during("free", lambda: self.manager.free(space, ids + lost), self.keys(number, ids + lost))
+
+    def pin(self, number: int) -> None:
+        found = [one for key, one in views(self.manager).items() if key[0] == number and one.num_computed >= 2]
+        if found:
+            one, space = self.random.choice(found), self.spaces[number]
+            extra = [pair for salt in SALTS for pair in salt][:0]
+            self.during("pin", lambda: self.manager.pin(space, one.tokens, extra, ttl_s=10.0))
+
+    def unpin(self, number: int) -> None:
+        space = self.spaces[number]
+        if space.pins:
+            self.during("unpin", lambda: self.manager.unpin(space, next(iter(space.pins))))
+
+    def expire(self, number: int) -> None:
+        if self.manager.state.pins.deadlines:
+            self.now += self.random.choice([1.0, 20.0])
+            self.during(
+                "expire", lambda: self.manager.can_append(self.spaces[number], [0]) if 0 else self.manager.touch([])
+            )
+
+    def reset(self, _: int) -> None:
+        if self.random.random() < 0.3:
+            self.during("reset", self.manager.reset_prefix_cache)
+
+    def touch(self, number: int) -> None:
+        if one := next((one for key, one in views(self.manager).items() if key[0] == number), None):
+            hashes = chain_hashes(np.array(one.tokens, np.int32), dict(one.extra), CONFIG.block_size)
+            self.during("touch", lambda: self.manager.touch(hashes))
+
+    def close(self, number: int) -> None:
+        if self.random.random() < 0.4:
+            space = self.spaces[number]
+            keys = [(number, name) for name in [*space.rows, *space.lost]]
+            self.during("close", lambda: self.manager.close_namespace(space), keys, closing=number)
+            self.closed(number)
+
+    def closed(self, number: int) -> None:
+        if all(space.number != number for space in self.manager.state.namespaces):
+            self.open.discard(number)
+            self.spaces.pop(number)
+
+    def restart_now(self, _: int) -> None:
+        """A restart between two operations loses no sequence."""
+        self.quiet()
+        self.go_on_from(self.manager.kept_state())
