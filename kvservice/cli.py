@@ -24,10 +24,13 @@ from kvservice import __version__
 from kvservice.commands.connection import Presented, connection_options
 from kvservice.commands.generate import generate
 from kvservice.commands.token import token
+from kvservice.commands.upgrade import upgrade
 from kvservice.config import ENV_PREFIX, ServeConfig
 from kvservice.config_sources import load_config
 from kvservice.environment import missing_environment, prepare_grpc
 from kvservice.errors import KVServiceError
+from kvservice.keeper.notify import report_version
+from kvservice.keeper.settings import KeeperSettings, become_keeper, control_path
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -79,9 +82,19 @@ def _settings(options: dict[str, Any], file: str | None) -> ServeConfig:
         raise click.ClickException(str(error)) from None
 
 
+def _keeper_settings(settings: ServeConfig) -> KeeperSettings:
+    """Return the settings of a keeper that starts the daemon with the command line of this process."""
+    command = (sys.executable, *sys.orig_argv[1:])
+    return KeeperSettings(command, control_path(settings.unix_socket), settings.drain_timeout_s, settings.log_format)
+
+
 def _serve(config: str | None, **options: Any) -> None:
     settings = _settings({name: value for name, value in options.items() if value is not None}, config)
-    _reexec_with(missing_environment(os.environ))
+    missing = missing_environment(os.environ)
+    if settings.keeper and not os.environ.get("NOTIFY_SOCKET"):
+        become_keeper(_keeper_settings(settings), os.environ | missing)
+    _reexec_with(missing)
+    report_version(__version__)
     from kvservice.server.daemon import run
 
     try:
@@ -92,6 +105,7 @@ def _serve(config: str | None, **options: Any) -> None:
 
 main.add_command(generate)
 main.add_command(token)
+main.add_command(upgrade)
 main.add_command(
     click.Command(
         "serve",

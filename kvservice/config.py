@@ -286,6 +286,11 @@ class ServeConfig(BaseModel):
         le=86400,
         description="Seconds between checks of all block tables, which run while no call is in progress. 0: never.",
     )
+    keeper: bool = Field(
+        True,
+        description="Run under a small parent process that keeps the pool and the bookkeeping, and starts the daemon "
+        "again with them after a crash. Without effect under systemd, which does the same.",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Lowest level that is logged.")
     log_format: Literal["text", "json"] = Field(
         "text", description="Format of the log on stderr. json: one object per line."

@@ -20,12 +20,13 @@ from kvservice.config import ENV_PREFIX, ServeConfig
 from kvservice.errors import InvalidArgumentError
 from kvservice.model_shape import read_pool_options
 
-# Variables that are not fields of the configuration. The kernels, the command line, the build and the client commands
-# read them.
+# Variables that are not fields of the configuration. The kernels, the command line, the build, the client commands and
+# daemons that a keeper has started read them.
 OTHER_ENV = {
     "KVSERVICE_CPU_ISA", "KVSERVICE_CONFIG", "KVSERVICE_CUDA",
     "KVSERVICE_TLS", "KVSERVICE_TLS_CA", "KVSERVICE_CLIENT_CERT", "KVSERVICE_CLIENT_KEY", "KVSERVICE_SERVER_NAME",
     "KVSERVICE_TOKEN", "KVSERVICE_TOKEN_FILE",
+    "KVSERVICE_ENDED", "KVSERVICE_ENDED_AT", "KVSERVICE_RESTARTS", "KVSERVICE_STANDBY",
 }  # fmt: skip
 # Kubernetes sets these variables in every container of a namespace with a Service named kvservice.
 SERVICE_LINK = re.compile(r"KVSERVICE_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\w+)?)")

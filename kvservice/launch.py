@@ -15,6 +15,9 @@ from typing import Any
 from kvservice.config import ENV_PREFIX
 from kvservice.environment import missing_environment
 from kvservice.errors import KVServiceError
+from kvservice.keeper.control import ask
+from kvservice.keeper.notify import MANAGER_VARIABLES
+from kvservice.keeper.settings import control_path
 
 
 class StartError(KVServiceError):
@@ -24,13 +27,14 @@ class StartError(KVServiceError):
 class Daemon:
     """A private daemon on a unix socket in a temporary directory, as a context manager. Clients connect to `address`.
 
-    `options` are fields of ServeConfig. By default the daemon opens no address except the socket.
+    `options` are fields of ServeConfig. By default the daemon opens no address except the socket, and has no keeper:
+    with keeper=True, `process` is the keeper.
     """
 
     def __init__(self, *, start_timeout_s: float = 60.0, **options: Any) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="kvservice-"))
         self._socket = Path(options.pop("unix_socket", self._directory / "kvservice.sock"))
-        self._options = {"tcp_address": "", "http_address": "", "log_level": "warning"} | options
+        self._options = {"tcp_address": "", "http_address": "", "log_level": "warning", "keeper": False} | options
         self._options["unix_socket"] = self._socket
         self.address = f"unix://{self._socket}"
         self.log = self._directory / "daemon.log"
@@ -42,7 +46,7 @@ class Daemon:
             # -P keeps a checkout in the working directory from shadowing the installed package.
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "kvservice", "serve"],
-                env=os.environ | missing_environment(os.environ) | options,
+                env=_environment_without_manager() | options,
                 stdout=log,
                 stderr=log,
             )
@@ -56,6 +60,15 @@ class Daemon:
     def __exit__(self, *_: object) -> None:
         self.stop()
         shutil.rmtree(self._directory, ignore_errors=True)
+
+    def daemon_pid(self) -> int:
+        """Return the id of the daemon's process. Raises StartError if its keeper is about to start it."""
+        if not self._options["keeper"]:
+            return self.process.pid
+        (status,) = ask(control_path(str(self._socket)), "status", self._start_timeout_s)
+        if status["pid"] is None:
+            raise StartError("the daemon's process has ended")
+        return int(status["pid"])
 
     def stop(self, timeout_s: float = 40.0) -> int:
         """Send SIGTERM, and SIGKILL after `timeout_s` seconds. Returns the exit status."""
@@ -76,3 +89,9 @@ class Daemon:
                 said = self.log.read_text(errors="replace").strip()
                 raise StartError(f"the daemon did not start: {said}")
             time.sleep(0.02)
+
+
+def _environment_without_manager() -> dict[str, str]:
+    """Return the environment of this process, but for what it says about a manager such as systemd."""
+    environ = os.environ | missing_environment(os.environ)
+    return {name: value for name, value in environ.items() if name not in MANAGER_VARIABLES}

@@ -122,7 +122,7 @@ ROOMS: dict[str, set[str]] = {
     "logs": set(),
     # The process that outlives the daemon. Its modules use the standard library only.
     "keeper": set(),
-    "launch": {"config", "environment", "errors", "health"},
+    "launch": {"config", "environment", "errors", "health", "keeper"},
     "integrations": {"client", "config_sources", "errors", "model_shape", "ops"},
     "engines": {"client", "errors", "integrations", "launch"},
     "demo": {"auth", "client", "errors", "integrations", "launch", "pool.layout"},
@@ -145,7 +145,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "health": {"auth", "config", "environment", "wire"},
     "top": {"auth", "client", "environment", "errors", "v1", "wire"},
-    "commands": {"auth", "demo", "engines", "errors"},
+    "commands": {"auth", "config", "config_sources", "demo", "engines", "errors", "keeper"},
     "cli": {
         "",
         "bench",
@@ -156,6 +156,7 @@ ROOMS: dict[str, set[str]] = {
         "environment",
         "errors",
         "health",
+        "keeper",
         "server",
         "top",
     },

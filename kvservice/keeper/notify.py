@@ -6,6 +6,7 @@ systemd, or the process of `kvservice.keeper`.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import select
@@ -23,8 +24,12 @@ SEND_S = 10.0
 READY = "READY=1"
 # The process ends in order with status 0 so that another one takes its state over.
 HANDOVER = "X_KVSERVICE_HANDOVER=1"
+# The key of an assignment with the version of the process.
+VERSION = "X_KVSERVICE_VERSION"
 
 _LISTEN_VARIABLES = ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES")
+# The variables that a manager sets for a process.
+MANAGER_VARIABLES = ("NOTIFY_SOCKET", "FDSTORE", *_LISTEN_VARIABLES)
 
 
 class Notifier:
@@ -98,6 +103,14 @@ class Notifier:
         if len(message) > MAX_MESSAGE_BYTES:
             raise ValueError(f"a notification has {len(message)} bytes, at most {MAX_MESSAGE_BYTES} are possible")
         socket.send_fds(self._socket, [message], descriptors)
+
+
+def report_version(version: str, environ: Mapping[str, str] = os.environ) -> None:
+    """Tell the manager, if there is one that listens, which version this process is of."""
+    with contextlib.suppress(OSError, ValueError):
+        if (notifier := Notifier.from_environment(environ)) is not None:
+            with contextlib.closing(notifier):
+                notifier.send(f"{VERSION}={version}")
 
 
 def is_name(text: str) -> bool:

@@ -13,10 +13,8 @@ import grpc
 from kvservice.auth import is_loopback
 from kvservice.config import ServeConfig
 from kvservice.errors import KVServiceError
+from kvservice.keeper.settings import MAX_SOCKET_PATH_BYTES
 from kvservice.server.fd_passing import FdServer
-
-# Longest path of a unix socket; Linux's sun_path has one byte more, for the terminating zero.
-MAX_SOCKET_PATH_BYTES = 107
 
 
 class ConfigError(KVServiceError):

@@ -1,0 +1,53 @@
+"""`kvservice upgrade`: have a process of the installed version take over from the running daemon."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import click
+
+from kvservice.config import ENV_PREFIX
+from kvservice.config_sources import load_config
+from kvservice.errors import KVServiceError
+from kvservice.keeper.control import ControlSocketError, ask
+from kvservice.keeper.settings import control_path
+
+
+@click.command()
+@click.option("--unix-socket", help="The daemon's unix socket.  [default: what serve would listen on]")
+@click.option(
+    "--timeout-s",
+    type=click.FloatRange(1, 86400),
+    default=300.0,
+    show_default=True,
+    help="Seconds that each part of the upgrade may take before this command gives up waiting.",
+)
+def upgrade(unix_socket: str | None, timeout_s: float) -> None:
+    """Replace the running daemon by a process of the installed version, with all K/V and sessions.
+
+    The new process starts beside the old one and checks that it can take over. Then the old one finishes its calls and
+    hands over. If the new process cannot take over, the old one goes on serving, and the exit status is 1. SIGHUP to
+    the process of `kvservice serve` does the same.
+    """
+    path = control_path(_configured_socket() if unix_socket is None else unix_socket)
+    if not path:
+        raise click.ClickException("the daemon's keeper is found by its unix socket: send SIGHUP to it instead")
+    try:
+        for answer in ask(path, "upgrade", timeout_s):
+            if answer["event"] == "progress":
+                click.echo(answer["message"], err=True)
+            elif answer["ok"]:
+                click.echo(answer["message"])
+            else:
+                raise click.ClickException(answer["message"])
+    except ControlSocketError as error:
+        raise click.ClickException(str(error)) from None
+
+
+def _configured_socket() -> str:
+    file = os.environ.get(f"{ENV_PREFIX}CONFIG")
+    try:
+        return load_config({}, os.environ, Path(file) if file else None).unix_socket
+    except KVServiceError as error:
+        raise click.ClickException(str(error)) from None

@@ -1,0 +1,319 @@
+"""The keeper: which process serves, which descriptors it has given, and what follows when it ends.
+
+It is a state machine: `kvservice.keeper.loop` tells it about notifications, ends of processes, requests and the time.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kvservice.keeper.descriptors import MAX_DESCRIPTORS, DescriptorStore
+from kvservice.keeper.log import Log
+from kvservice.keeper.notifications import Notification
+from kvservice.keeper.notify import HANDOVER, READY, VERSION, is_name
+from kvservice.keeper.restarts import CrashLoopError, Ending, Restarts
+from kvservice.keeper.settings import KeeperSettings
+from kvservice.keeper.standby import STANDBY_READY, STANDBY_SAYS, send_go
+from kvservice.keeper.upgrade import Phase, Report, Upgrade, Upgraded
+
+# Exit statuses of the daemon. After a device fault the content of the pool is lost.
+DEVICE_FAULT = 70
+# With these the daemon refuses its command line or its configuration, as it would again.
+NEVER_RESTARTED = (2, 78)
+# How much longer than its own limit a draining daemon may take before it is killed.
+DRAIN_MARGIN_S = 10.0
+# The time until the next attempt to start a process for which there was no memory.
+RETRY_S = 1.0
+MAX_VERSION_CHARACTERS = 64
+
+
+class ChildProcesses(Protocol):
+    """What the keeper needs of `kvservice.keeper.processes.Processes`."""
+
+    def start(
+        self,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        descriptors: Mapping[str, int],
+        standby: int | None = None,
+    ) -> int: ...
+
+    def signal(self, pid: int, number: int) -> None: ...
+
+
+@dataclass
+class _Daemon:
+    pid: int
+    ready_at: float | None = None
+    version: str = "unknown"
+    hands_over: bool = False
+
+    def served_s(self, now: float) -> float | None:
+        return None if self.ready_at is None else now - self.ready_at
+
+
+class Keeper:
+    """`exit_status` is set once the keeper has to exit."""
+
+    def __init__(
+        self,
+        settings: KeeperSettings,
+        processes: ChildProcesses,
+        environ: Mapping[str, str],
+        clock: Callable[[], float],
+        log: Log,
+    ) -> None:
+        """`environ` are the variables of the daemon, among them NOTIFY_SOCKET."""
+        self._settings, self._processes, self._environ = settings, processes, environ
+        self._clock, self._log = clock, log
+        self._store = DescriptorStore()
+        self._restarts = Restarts()
+        self._daemon: _Daemon | None = None
+        self._standby: _Daemon | None = None
+        self._upgrade: Upgrade | None = None
+        self._start_at: float | None = None
+        self._num_starts = 0
+        self._has_served = False
+        self._stopping = False
+        # How and when the last process that served ended.
+        self._ended: dict[str, str] = {}
+        self.exit_status: int | None = None
+
+    # ---- what the loop tells it
+
+    def start(self) -> None:
+        """Start the daemon. If there is no memory for the process, try again after a second."""
+        try:
+            self._daemon = _Daemon(self._started(None))
+        except OSError as error:
+            self._log.warning(f"the daemon cannot be started: {error}; the keeper tries again in {RETRY_S:g} s")
+            self._start_at = self._clock() + RETRY_S
+            return
+        self._start_at = None
+        self._num_starts += 1
+
+    def notified(self, notification: Notification) -> None:
+        """Obey a notification of the daemon or of the standby process, and ignore those of others. Takes over its
+        descriptors."""
+        for process in (self._daemon, self._standby):
+            if process is not None and process.pid == notification.pid:
+                self._obey(process, notification)
+                return
+        notification.close()
+        self._log.ignored(f"a notification of process {notification.pid} is ignored")
+
+    def ended(self, pid: int, ending: Ending) -> None:
+        """A child process has ended. Processes that the keeper has not started are ignored."""
+        if self._standby is not None and pid == self._standby.pid:
+            self._standby = None
+            self._fail(f"the new process ended: {ending}")
+        elif self._daemon is not None and pid == self._daemon.pid:
+            daemon, self._daemon = self._daemon, None
+            self._daemon_ended(daemon, ending)
+
+    def stop(self) -> None:
+        """Ask the daemon to stop, and exit when it has."""
+        self._stopping = True
+        self._fail("the daemon is asked to stop")
+        if self._daemon is None:
+            self.exit_status = 0
+        else:
+            self._processes.signal(self._daemon.pid, signal.SIGTERM)
+
+    def upgrade(self, report: Report) -> None:
+        """Have a new process take over from the daemon. `report` gets the progress and the result."""
+        reason = self._no_upgrade()
+        if reason:
+            report(Upgraded(False, reason).to_json())
+            return
+        assert self._daemon is not None
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        with theirs:
+            try:
+                self._standby = _Daemon(self._started(theirs.fileno()))
+            except OSError as error:
+                ours.close()
+                report(Upgraded(False, f"the new process cannot be started: {error}").to_json())
+                return
+        self._log.info(f"upgrade: process {self._standby.pid} starts")
+        self._upgrade = Upgrade(self._standby.pid, ours, self._daemon.version, self._clock(), report)
+
+    def status(self) -> dict[str, Any]:
+        """Return what the control socket reports."""
+        return {
+            "pid": None if self._daemon is None else self._daemon.pid,
+            "ready": self._daemon is not None and self._daemon.ready_at is not None,
+            "version": None if self._daemon is None else self._daemon.version,
+            "restarts": max(0, self._num_starts - 1),
+            "descriptors": sorted(self._store.kept),
+            "upgrade": None if self._upgrade is None else self._upgrade.phase.value,
+        }
+
+    @property
+    def descriptors(self) -> Mapping[str, int]:
+        """The kept descriptors by name."""
+        return self._store.kept
+
+    def wait_s(self) -> float | None:
+        """Return in how many seconds `on_time` has something to do, or None if only an event can bring that."""
+        times = [self._start_at, None if self._upgrade is None else self._upgrade.deadline]
+        due = [time for time in times if time is not None]
+        return max(0.0, min(due) - self._clock()) if due else None
+
+    def on_time(self) -> None:
+        """Do what is due."""
+        now = self._clock()
+        if self._start_at is not None and now >= self._start_at:
+            self.start()
+        upgrade = self._upgrade
+        if upgrade is not None and upgrade.deadline is not None and now >= upgrade.deadline:
+            if upgrade.phase is Phase.PREPARING:
+                self._fail("the new process was not ready in time")
+            elif self._daemon is not None:
+                upgrade.deadline = None
+                upgrade.disorder = "the old process did not hand over in time and was killed"
+                self._processes.signal(self._daemon.pid, signal.SIGKILL)
+
+    # ---- notifications
+
+    def _obey(self, process: _Daemon, notification: Notification) -> None:
+        values, descriptors = notification.values, notification.descriptors
+        if notification.says("FDSTORE=1") and process is self._daemon:
+            self._keep(values.get("FDNAME", ""), descriptors)
+            return
+        # After a barrier, too, this is the answer.
+        notification.close()
+        if version := values.get(VERSION):
+            process.version = version[:MAX_VERSION_CHARACTERS]
+        if process is self._standby:
+            if STANDBY_SAYS in values:
+                self._standby_says(values[STANDBY_SAYS])
+            return
+        if notification.says("FDSTOREREMOVE=1"):
+            self._store.remove(values.get("FDNAME", ""))
+        if notification.says(HANDOVER):
+            process.hands_over = True
+        if notification.says(READY) and process.ready_at is None:
+            self._ready(process)
+
+    def _keep(self, name: str, descriptors: tuple[int, ...]) -> None:
+        if len(descriptors) != 1 or not is_name(name):
+            self._log.ignored(f"FDSTORE with {len(descriptors)} descriptors, named {name!r}, is ignored")
+            for descriptor in descriptors:
+                os.close(descriptor)
+        elif not self._store.put(name, descriptors[0]):
+            self._log.ignored(f"{name} is not kept: there are {MAX_DESCRIPTORS} descriptors")
+
+    def _ready(self, daemon: _Daemon) -> None:
+        daemon.ready_at = self._clock()
+        self._has_served = True
+        if self._upgrade is not None and self._upgrade.phase is Phase.TAKING_OVER:
+            result = self._upgrade.served(daemon.ready_at, daemon.version)
+            self._upgrade = None
+            self._log.info(result.message)
+
+    # ---- ends
+
+    def _daemon_ended(self, daemon: _Daemon, ending: Ending) -> None:
+        if ending.exit_status == DEVICE_FAULT:
+            self._store.discard()
+        if self._stopping:
+            self.exit_status = ending.exit_status
+            return
+        in_order = ending.exit_status == 0 and daemon.hands_over
+        if daemon.ready_at is not None:
+            how = "upgrade" if in_order else str(ending)
+            self._ended = {"KVSERVICE_ENDED": how, "KVSERVICE_ENDED_AT": repr(self._clock())}
+        if self._upgrade is not None and self._upgrade.phase is Phase.DRAINING:
+            self._go(self._upgrade, ending, in_order)
+            return
+        taking_over = self._upgrade is not None and self._upgrade.phase is Phase.TAKING_OVER
+        self._fail(f"the {'new process' if taking_over else 'daemon'} ended before it was complete: {ending}")
+        if in_order:
+            self._start_at = self._clock()
+        elif self._is_final(ending):
+            self.exit_status = ending.exit_status
+        else:
+            self._restart(daemon, ending)
+
+    def _is_final(self, ending: Ending) -> bool:
+        """Return whether the daemon ended because it was asked to, or because it cannot run as it is configured."""
+        at_first_start = not self._has_served and not ending.signal and ending.exit_status != DEVICE_FAULT
+        return ending.exit_status == 0 or ending.exit_status in NEVER_RESTARTED or at_first_start
+
+    def _restart(self, daemon: _Daemon, ending: Ending) -> None:
+        now = self._clock()
+        try:
+            delay_s = self._restarts.delay_s(ending, daemon.served_s(now))
+        except CrashLoopError as error:
+            self._log.warning(f"gives up: {error}")
+            self.exit_status = ending.exit_status
+            return
+        lost = "; the device failed, so nothing is kept" if ending.exit_status == DEVICE_FAULT else ""
+        when = f"in {delay_s:g} s" if delay_s else "now"
+        self._log.warning(f"the daemon (process {daemon.pid}) ended: {ending}{lost}; it starts again {when}")
+        self._start_at = now + delay_s
+
+    # ---- upgrades
+
+    def _no_upgrade(self) -> str:
+        """Return why an upgrade cannot begin, or an empty string."""
+        if self._upgrade is not None:
+            return f"an upgrade is in progress: {self._upgrade.phase.value}"
+        if self._stopping:
+            return "the daemon is stopping"
+        if self._daemon is None or self._daemon.ready_at is None:
+            return "the daemon is starting"
+        return ""
+
+    def _standby_says(self, text: str) -> None:
+        """The new process is ready to take over, or says why it cannot."""
+        upgrade = self._upgrade
+        if upgrade is None or upgrade.phase is not Phase.PREPARING or self._daemon is None:
+            return
+        if text != STANDBY_READY:
+            upgrade.refusal = f"the new process cannot take over: {text}"
+            self._fail(upgrade.refusal)
+            return
+        upgrade.drain(self._clock(), self._settings.drain_s + DRAIN_MARGIN_S)
+        self._processes.signal(self._daemon.pid, signal.SIGUSR1)
+
+    def _go(self, upgrade: Upgrade, ending: Ending, in_order: bool) -> None:
+        """The old daemon has ended: the new process takes over."""
+        assert self._standby is not None
+        if not in_order and not upgrade.disorder:
+            upgrade.disorder = f"the old process ended: {ending}"
+        try:
+            send_go(upgrade.channel, self._store.kept, self._about_the_end())
+        except OSError as error:
+            self._fail(f"the new process does not answer: {error}")
+            self._start_at = self._clock()
+            return
+        self._num_starts += 1
+        self._daemon, self._standby = self._standby, None
+        upgrade.take_over()
+
+    def _fail(self, reason: str) -> None:
+        """End the upgrade, if there is one. A process that waits for its turn is killed."""
+        if self._standby is not None:
+            self._processes.signal(self._standby.pid, signal.SIGKILL)
+            self._standby = None
+        if self._upgrade is not None:
+            upgrade, self._upgrade = self._upgrade, None
+            self._log.warning(f"upgrade: {upgrade.failed(reason).message}")
+
+    # ---- processes
+
+    def _started(self, standby: int | None) -> int:
+        """Start a process with duplicates of all descriptors, and return its id."""
+        environ = {**self._environ, **self._about_the_end()}
+        return self._processes.start(self._settings.command, environ, self._store.kept, standby)
+
+    def _about_the_end(self) -> dict[str, str]:
+        return {**self._ended, "KVSERVICE_RESTARTS": str(self._num_starts)}

@@ -1,0 +1,56 @@
+"""The keeper's lines on stderr, which the daemon's log goes to as well."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+
+# The limit on lines about messages that the keeper ignores: anyone on the host can send them.
+_LINES_PER_WINDOW = 10
+_WINDOW_S = 60.0
+
+
+class Log:
+    def __init__(
+        self,
+        log_format: str,
+        write: Callable[[bytes], object] = lambda line: os.write(sys.stderr.fileno(), line),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`log_format` is text or json, as for the daemon."""
+        self._as_json = log_format == "json"
+        self._write, self._clock = write, clock
+        self._window_end, self._lines = 0.0, 0
+
+    def warning(self, message: str) -> None:
+        self._line("WARNING", message)
+
+    def info(self, message: str) -> None:
+        self._line("INFO", message)
+
+    def ignored(self, message: str) -> None:
+        """Log that something was ignored, at most 10 times a minute."""
+        if self._clock() >= self._window_end:
+            self._window_end, self._lines = self._clock() + _WINDOW_S, 0
+        self._lines += 1
+        if self._lines <= _LINES_PER_WINDOW:
+            self.warning(message)
+
+    def _line(self, level: str, message: str) -> None:
+        now = time.time()
+        milliseconds = int(now % 1 * 1000)
+        if self._as_json:
+            stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now))
+            entry = {"time": f"{stamp}.{milliseconds:03}Z", "level": level}
+            text = json.dumps(entry | {"logger": "kvservice.keeper", "message": message})
+        else:
+            stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now))
+            text = f"{stamp},{milliseconds:03} {level} kvservice.keeper: {message}"
+        try:
+            self._write(f"{text}\n".encode())
+        except OSError:
+            # Nobody reads stderr any more. The daemon must live on without the line.
+            return

@@ -1,0 +1,404 @@
+"""The keeper's decisions, with processes and a clock of the test."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+from fake_children import KeeperRig
+
+from kvservice.keeper.keeper import RETRY_S
+
+
+@pytest.fixture
+def rig() -> Iterator[KeeperRig]:
+    made = KeeperRig()
+    yield made
+    made.close()
+
+
+def is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
+
+
+# ---- restarts
+
+
+def test_a_daemon_that_dies_starts_again_with_its_descriptors(rig: KeeperRig) -> None:
+    rig.serving()
+    rig.stores(1, "pool")
+    rig.passes(5)
+    rig.ends(1, signal=11)
+    assert rig.keeper.wait_s() == 0
+    rig.passes(0)
+    second = rig.children.all[2]
+    assert second.taken == ("pool",)
+    ended = {"KVSERVICE_ENDED": "signal 11", "KVSERVICE_ENDED_AT": "1005.0", "KVSERVICE_RESTARTS": "1"}
+    assert second.environ == {"NAME": "value"} | ended
+    assert rig.keeper.wait_s() is None
+
+
+def test_the_end_that_is_reported_is_that_of_the_last_service(rig: KeeperRig) -> None:
+    """A process that dies before it serves changes neither the reason nor the beginning of the outage."""
+    rig.serving()
+    rig.ends(1, signal=9)
+    rig.passes(0)
+    rig.passes(3)
+    rig.ends(2, status=1)
+    rig.passes(10)
+    environ = rig.children.all[3].environ
+    assert (environ["KVSERVICE_ENDED"], environ["KVSERVICE_ENDED_AT"]) == ("signal 9", "1000.0")
+    assert environ["KVSERVICE_RESTARTS"] == "2"
+
+
+def test_back_off_and_the_end_of_a_crash_loop(rig: KeeperRig) -> None:
+    rig.serving()
+    waits = []
+    for pid in range(1, 5):
+        rig.ends(pid, status=3)
+        waits.append(rig.keeper.wait_s())
+        rig.passes(waits[-1] or 0.0)
+    assert waits == [0, 1, 2, 4]
+    assert rig.keeper.exit_status is None
+    rig.ends(5, signal=6)
+    assert rig.keeper.exit_status == 134
+    assert "gives up: the daemon ended 5 times in a row" in rig.lines[-1]
+    assert "status 3 after 0.0 s of service, status 3 at its start" in rig.lines[-1]
+
+
+def test_before_its_time_nothing_starts(rig: KeeperRig) -> None:
+    rig.serving()
+    for pid in (1, 2):
+        rig.ends(pid, status=3)
+        rig.passes(0)
+    assert len(rig.children.all) == 2
+    rig.passes(0.9)
+    assert len(rig.children.all) == 2
+    rig.passes(0.1)
+    assert len(rig.children.all) == 3
+
+
+@pytest.mark.parametrize("status", [0, 2, 78])
+def test_a_daemon_that_ends_for_good_ends_the_keeper(rig: KeeperRig, status: int) -> None:
+    rig.serving()
+    rig.ends(1, status=status)
+    assert rig.keeper.exit_status == status
+
+
+def test_a_first_start_that_is_refused_ends_the_keeper(rig: KeeperRig) -> None:
+    rig.keeper.start()
+    rig.ends(1, status=1)
+    assert rig.keeper.exit_status == 1
+    assert rig.lines == []
+
+
+def test_a_later_start_that_is_refused_does_not(rig: KeeperRig) -> None:
+    rig.serving()
+    rig.ends(1, signal=9)
+    rig.passes(0)
+    rig.ends(2, status=1)
+    assert rig.keeper.exit_status is None
+
+
+def test_a_handover_that_nobody_asked_the_keeper_for_is_a_restart(rig: KeeperRig) -> None:
+    rig.serving()
+    rig.says(1, "X_KVSERVICE_HANDOVER=1")
+    rig.ends(1, status=0)
+    assert rig.keeper.exit_status is None
+    rig.passes(0)
+    assert rig.children.all[2].environ["KVSERVICE_ENDED"] == "upgrade"
+
+
+def test_a_device_fault_discards_what_is_kept(rig: KeeperRig) -> None:
+    rig.serving()
+    pool = rig.stores(1, "pool")
+    rig.ends(1, status=70)
+    assert not is_open(pool)
+    rig.passes(0)
+    assert rig.children.all[2].taken == ()
+
+
+def test_without_memory_for_a_process_it_tries_again(rig: KeeperRig) -> None:
+    rig.serving()
+    rig.ends(1, signal=9)
+    rig.children.fails = OSError(errno.ENOMEM, "no memory")
+    rig.passes(0)
+    assert rig.keeper.wait_s() == RETRY_S
+    rig.children.fails = None
+    rig.passes(RETRY_S)
+    assert rig.children.all[2].environ["KVSERVICE_RESTARTS"] == "1"
+
+
+# ---- stops
+
+
+def test_a_stop_waits_for_the_daemon(rig: KeeperRig) -> None:
+    rig.serving()
+    rig.keeper.stop()
+    assert rig.children.all[1].signals == [signal.SIGTERM]
+    assert rig.keeper.exit_status is None
+    rig.ends(1, signal=15)
+    assert rig.keeper.exit_status == 143
+
+
+def test_a_stop_between_two_processes_is_immediate(rig: KeeperRig) -> None:
+    rig.serving()
+    rig.ends(1, signal=9)
+    rig.keeper.stop()
+    assert rig.keeper.exit_status == 0
+
+
+# ---- descriptors
+
+
+def test_a_descriptor_replaces_the_one_of_its_name(rig: KeeperRig) -> None:
+    rig.serving()
+    first = rig.stores(1, "pool")
+    second = rig.stores(1, "pool")
+    assert rig.keeper.descriptors == {"pool": second}
+    assert second != first
+    assert not is_open(first)
+    rig.says(1, "FDSTOREREMOVE=1", "FDNAME=pool")
+    rig.says(1, "FDSTOREREMOVE=1", "FDNAME=absent")
+    assert rig.keeper.descriptors == {}
+    assert not is_open(second)
+
+
+def test_a_barrier_is_closed(rig: KeeperRig) -> None:
+    rig.serving()
+    barrier = os.memfd_create("barrier")
+    rig.says(1, "BARRIER=1", descriptors=(barrier,))
+    assert not is_open(barrier)
+
+
+def test_messages_that_are_wrong_or_of_others_are_ignored(rig: KeeperRig) -> None:
+    rig.serving()
+    kept = rig.stores(1, "pool")
+    for pid, name, count in ((7, "pool", 1), (1, "a:b", 1), (1, "", 1), (1, "pool", 0), (1, "pool", 2)):
+        sent = tuple(os.memfd_create("x") for _ in range(count))
+        rig.says(pid, "FDSTORE=1", f"FDNAME={name}", descriptors=sent)
+        assert not any(is_open(descriptor) for descriptor in sent)
+    rig.says(7, "FDSTOREREMOVE=1", "FDNAME=pool")
+    rig.says(7, "READY=1")
+    assert rig.keeper.descriptors == {"pool": kept}
+    assert is_open(kept)
+    assert len([line for line in rig.lines if "ignored" in line]) == 7
+
+
+def test_lines_about_them_have_a_limit(rig: KeeperRig) -> None:
+    rig.serving()
+    for _ in range(50):
+        rig.says(7, "READY=1")
+    assert len(rig.lines) == 10
+    rig.passes(60)
+    rig.says(7, "READY=1")
+    assert len(rig.lines) == 11
+
+
+# ---- upgrades
+
+
+def test_an_upgrade(rig: KeeperRig) -> None:
+    rig.serving()
+    rig.stores(1, "pool")
+    rig.upgrade()
+    standby = rig.children.all[2]
+    assert standby.taken == ("pool",)
+    rig.says(2, "X_KVSERVICE_VERSION=2.0")
+    assert rig.children.all[1].signals == []
+    rig.passes(20)
+    rig.says(2, "X_KVSERVICE_STANDBY=ready")
+    assert rig.children.all[1].signals == [signal.SIGUSR1]
+    rig.stores(1, "steps")
+    rig.says(1, "X_KVSERVICE_HANDOVER=1")
+    rig.passes(0.25)
+    rig.ends(1, status=0)
+    go = standby.go()
+    ended = {"KVSERVICE_ENDED": "upgrade", "KVSERVICE_ENDED_AT": "1020.25", "KVSERVICE_RESTARTS": "1"}
+    assert go == {"names": ["pool", "steps"], "descriptors": 2, "environ": ended}
+    rig.passes(0.5)
+    rig.says(2, "READY=1")
+    assert [answer["event"] for answer in rig.answers] == ["progress", "progress", "progress", "result"]
+    message = "upgraded 1.0 -> 2.0, paused 0.75 s"
+    assert rig.answers[-1] == {"event": "result", "ok": True, "message": message, "pause_s": 0.75}
+    status = rig.keeper.status()
+    assert (status["pid"], status["version"], status["restarts"], status["upgrade"]) == (2, "2.0", 1, None)
+    rig.stores(2, "more")
+    assert len(rig.keeper.descriptors) == 3
+    rig.ends(2, signal=9)
+    rig.passes(0)
+    assert rig.children.all[3].environ["KVSERVICE_RESTARTS"] == "2"
+
+
+def result(rig: KeeperRig) -> str:
+    """Return the message of the last answer, which must be a failure."""
+    assert rig.answers[-1]["event"] == "result"
+    assert not rig.answers[-1]["ok"]
+    return str(rig.answers[-1]["message"])
+
+
+def test_a_new_process_that_refuses_leaves_the_old_one_alone(rig: KeeperRig) -> None:
+    rig.serving()
+    rig.upgrade()
+    rig.says(2, "X_KVSERVICE_STANDBY=block_size differs")
+    assert result(rig) == "the new process cannot take over: block_size differs"
+    assert rig.children.all[2].signals == [signal.SIGKILL]
+    rig.ends(2, signal=9)
+    assert rig.children.all[1].signals == []
+    assert rig.keeper.status()["pid"] == 1
+    assert rig.keeper.wait_s() is None
+    rig.upgrade()
+    assert len(rig.children.all) == 3
+
+
+def test_one_that_dies_or_is_never_ready_does_as_well(rig: KeeperRig) -> None:
+    rig.serving()
+    rig.upgrade()
+    rig.ends(2, status=1)
+    assert result(rig) == "the new process ended: status 1"
+    rig.upgrade()
+    rig.passes(120)
+    assert result(rig) == "the new process was not ready in time"
+    assert rig.children.all[3].signals == [signal.SIGKILL]
+    assert rig.children.all[1].signals == []
+
+
+def test_before_its_turn_the_new_process_changes_nothing(rig: KeeperRig) -> None:
+    rig.serving()
+    kept = rig.stores(1, "pool")
+    rig.upgrade()
+    rig.stores(2, "pool")
+    rig.says(2, "FDSTOREREMOVE=1", "FDNAME=pool")
+    rig.says(2, "READY=1")
+    assert rig.keeper.descriptors == {"pool": kept}
+    assert rig.keeper.status()["pid"] == 1
+    assert rig.answers[-1]["event"] == "progress"
+
+
+def test_a_second_upgrade_is_refused_and_the_first_goes_on(rig: KeeperRig) -> None:
+    rig.serving()
+    rig.upgrade()
+    rig.upgrade()
+    assert result(rig) == "an upgrade is in progress: the new process starts"
+    assert len(rig.children.all) == 2
+    rig.says(2, "X_KVSERVICE_STANDBY=ready")
+    rig.says(2, "X_KVSERVICE_STANDBY=ready")
+    assert rig.children.all[1].signals == [signal.SIGUSR1]
+
+
+def test_a_daemon_that_does_not_serve_is_not_upgraded(rig: KeeperRig) -> None:
+    rig.keeper.start()
+    rig.upgrade()
+    assert result(rig) == "the daemon is starting"
+    rig.says(1, "READY=1")
+    rig.keeper.stop()
+    rig.upgrade()
+    assert result(rig) == "the daemon is stopping"
+    assert len(rig.children.all) == 1
+
+
+def test_an_old_process_that_hangs_is_killed(rig: KeeperRig) -> None:
+    rig.serving()
+    rig.upgrade()
+    rig.says(2, "X_KVSERVICE_STANDBY=ready")
+    assert rig.keeper.wait_s() == 40
+    rig.passes(40)
+    assert rig.children.all[1].signals == [signal.SIGUSR1, signal.SIGKILL]
+    rig.ends(1, signal=9)
+    assert rig.children.all[2].go()["environ"]["KVSERVICE_ENDED"] == "signal 9"
+    rig.says(2, "READY=1")
+    assert rig.answers[-1]["message"] == (
+        "upgraded 1.0 -> unknown, paused 40.00 s; the old process did not hand over in time and was killed, so its "
+        "state was taken over as after a crash"
+    )
+
+
+def test_an_old_process_that_dies_while_it_drains_is_followed_by_the_new_one(rig: KeeperRig) -> None:
+    rig.serving()
+    rig.stores(1, "pool")
+    rig.upgrade()
+    rig.says(2, "X_KVSERVICE_STANDBY=ready")
+    rig.ends(1, status=70)
+    go = rig.children.all[2].go()
+    assert (go["names"], go["environ"]["KVSERVICE_ENDED"]) == ([], "status 70")
+    rig.says(2, "READY=1")
+    assert "the old process ended: status 70, so" in rig.answers[-1]["message"]
+
+
+def test_an_old_process_that_dies_earlier_starts_again(rig: KeeperRig) -> None:
+    rig.serving()
+    rig.upgrade()
+    rig.ends(1, signal=9)
+    assert result(rig) == "the daemon ended before it was complete: signal 9"
+    assert rig.children.all[2].signals == [signal.SIGKILL]
+    rig.passes(0)
+    assert rig.keeper.status()["pid"] == 3
+
+
+def test_a_new_process_that_dies_while_it_takes_over_is_followed_by_another(rig: KeeperRig) -> None:
+    rig.serving()
+    rig.stores(1, "pool")
+    rig.upgrade()
+    rig.says(2, "X_KVSERVICE_STANDBY=ready")
+    rig.says(1, "X_KVSERVICE_HANDOVER=1")
+    rig.ends(1, status=0)
+    rig.ends(2, status=1)
+    assert result(rig) == "the new process ended before it was complete: status 1"
+    rig.passes(0)
+    third = rig.children.all[3]
+    assert (third.taken, third.environ["KVSERVICE_ENDED"]) == (("pool",), "upgrade")
+
+
+def test_a_new_process_that_dies_while_the_old_one_drains_is_followed_by_another(rig: KeeperRig) -> None:
+    rig.serving()
+    rig.upgrade()
+    rig.says(2, "X_KVSERVICE_STANDBY=ready")
+    rig.ends(2, signal=11)
+    assert result(rig) == "the new process ended: signal 11"
+    rig.says(1, "X_KVSERVICE_HANDOVER=1")
+    rig.ends(1, status=0)
+    rig.passes(0)
+    assert rig.keeper.status()["pid"] == 3
+    assert rig.keeper.exit_status is None
+
+
+def test_a_channel_that_is_closed_is_followed_by_another_process(rig: KeeperRig) -> None:
+    """The new process can have ended while the keeper does not know it yet."""
+    rig.serving()
+    rig.upgrade()
+    rig.says(2, "X_KVSERVICE_STANDBY=ready")
+    channel = rig.children.all[2].channel
+    assert channel is not None
+    channel.close()
+    rig.says(1, "X_KVSERVICE_HANDOVER=1")
+    rig.ends(1, status=0)
+    assert "the new process does not answer" in result(rig)
+    rig.passes(0)
+    assert rig.children.all[3].environ["KVSERVICE_RESTARTS"] == "1"
+
+
+def test_a_stop_ends_an_upgrade(rig: KeeperRig) -> None:
+    rig.serving()
+    rig.upgrade()
+    rig.keeper.stop()
+    assert result(rig) == "the daemon is asked to stop"
+    assert rig.children.all[1].signals == [signal.SIGTERM]
+    assert rig.children.all[2].signals == [signal.SIGKILL]
+    rig.ends(2, signal=9)
+    rig.ends(1, status=0)
+    assert rig.keeper.exit_status == 0
+
+
+def test_without_memory_for_the_new_process_the_old_one_goes_on(rig: KeeperRig) -> None:
+    rig.serving()
+    rig.children.fails = OSError(errno.ENOMEM, "no memory")
+    rig.upgrade()
+    assert "cannot be started: [Errno 12] no memory" in result(rig)
+    assert rig.keeper.status()["upgrade"] is None
