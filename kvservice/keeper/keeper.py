@@ -19,7 +19,7 @@ from kvservice.keeper.notify import HANDOVER, READY, VERSION, is_name
 from kvservice.keeper.restarts import CrashLoopError, Ending, Restarts
 from kvservice.keeper.settings import KeeperSettings
 from kvservice.keeper.standby import STANDBY_READY, STANDBY_SAYS, send_go
-from kvservice.keeper.upgrade import Phase, Report, Upgrade, Upgraded
+from kvservice.keeper.upgrade import UpgradePhase, Report, Upgrade, Upgraded
 
 # Exit statuses of the daemon. After a device fault the content of the pool is lost.
 DEVICE_FAULT = 70
@@ -173,7 +173,7 @@ class Keeper:
             self.start()
         upgrade = self._upgrade
         if upgrade is not None and upgrade.deadline is not None and now >= upgrade.deadline:
-            if upgrade.phase is Phase.PREPARING:
+            if upgrade.phase is UpgradePhase.PREPARING:
                 self._fail("the new process was not ready in time")
             elif self._daemon is not None:
                 upgrade.deadline = None
@@ -213,7 +213,7 @@ class Keeper:
     def _ready(self, daemon: _Daemon) -> None:
         daemon.ready_at = self._clock()
         self._has_served = True
-        if self._upgrade is not None and self._upgrade.phase is Phase.TAKING_OVER:
+        if self._upgrade is not None and self._upgrade.phase is UpgradePhase.TAKING_OVER:
             result = self._upgrade.served(daemon.ready_at, daemon.version)
             self._upgrade = None
             self._log.info(result.message)
@@ -230,10 +230,10 @@ class Keeper:
         if daemon.ready_at is not None:
             how = "upgrade" if in_order else str(ending)
             self._ended = {"KVSERVICE_ENDED": how, "KVSERVICE_ENDED_AT": repr(self._clock())}
-        if self._upgrade is not None and self._upgrade.phase is Phase.DRAINING:
+        if self._upgrade is not None and self._upgrade.phase is UpgradePhase.DRAINING:
             self._go(self._upgrade, ending, in_order)
             return
-        taking_over = self._upgrade is not None and self._upgrade.phase is Phase.TAKING_OVER
+        taking_over = self._upgrade is not None and self._upgrade.phase is UpgradePhase.TAKING_OVER
         self._fail(f"the {'new process' if taking_over else 'daemon'} ended before it was complete: {ending}")
         if in_order:
             self._start_at = self._clock()
@@ -275,7 +275,7 @@ class Keeper:
     def _standby_says(self, text: str) -> None:
         """The new process is ready to take over, or says why it cannot."""
         upgrade = self._upgrade
-        if upgrade is None or upgrade.phase is not Phase.PREPARING or self._daemon is None:
+        if upgrade is None or upgrade.phase is not UpgradePhase.PREPARING or self._daemon is None:
             return
         if text != STANDBY_READY:
             upgrade.refusal = f"the new process cannot take over: {text}"

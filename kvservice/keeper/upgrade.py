@@ -15,7 +15,7 @@ Report: TypeAlias = Callable[[dict[str, Any]], None]
 PREPARE_S = 120.0
 
 
-class Phase(Enum):
+class UpgradePhase(Enum):
     PREPARING = "the new process starts"
     DRAINING = "the old process drains"
     TAKING_OVER = "the new process takes over"
@@ -38,7 +38,7 @@ class Upgrade:
     def __init__(self, pid: int, channel: socket.socket, old_version: str, now: float, report: Report) -> None:
         """`pid` is the standby process and `channel` leads to it. `now` is the time of a monotonic clock in seconds."""
         self.pid, self.channel, self.old_version = pid, channel, old_version
-        self.phase = Phase.PREPARING
+        self.phase = UpgradePhase.PREPARING
         self.deadline: float | None = now + PREPARE_S
         self.refusal = ""
         # How the old process ended, if it was not in order.
@@ -50,13 +50,13 @@ class Upgrade:
     def drain(self, now: float, timeout_s: float) -> None:
         """The old process has been asked to hand over."""
         self._drained_from, self.deadline = now, now + timeout_s
-        self._enter(Phase.DRAINING)
+        self._enter(UpgradePhase.DRAINING)
 
     def take_over(self) -> None:
         """The old process has ended, and the new one has been told so."""
         self.deadline = None
         self.channel.close()
-        self._enter(Phase.TAKING_OVER)
+        self._enter(UpgradePhase.TAKING_OVER)
 
     def served(self, now: float, version: str) -> Upgraded:
         """The new process serves. Returns the result, which has been reported."""
@@ -72,7 +72,7 @@ class Upgrade:
         self.channel.close()
         return self._end(Upgraded(False, self.refusal or reason))
 
-    def _enter(self, phase: Phase) -> None:
+    def _enter(self, phase: UpgradePhase) -> None:
         self.phase = phase
         self._progress()
 
