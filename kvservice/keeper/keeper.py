@@ -19,7 +19,7 @@ from kvservice.keeper.notify import HANDOVER, READY, VERSION, is_name
 from kvservice.keeper.restarts import CrashLoopError, Ending, Restarts
 from kvservice.keeper.settings import KeeperSettings
 from kvservice.keeper.standby import STANDBY_READY, STANDBY_SAYS, send_go
-from kvservice.keeper.upgrade import UpgradePhase, Report, Upgrade, Upgraded
+from kvservice.keeper.upgrade import Report, Upgrade, Upgraded, UpgradePhase
 
 # Exit statuses of the daemon. After a device fault the content of the pool is lost.
 DEVICE_FAULT = 70
