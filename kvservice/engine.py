@@ -152,7 +152,8 @@ class CacheEngine:
         self._check_query(query, num_tokens)
         self._check_kv(key, value, (num_tokens,))
         self.check_options(options, query.shape[1])
-        done = self.device.attend(step, layer, query, key, value, options, out)
+        completed = self._completed(namespace, step_id, layer, step)
+        done = self.device.attend(step, layer, query, key, value, options, out, completed=completed)
         self.manager.mark_part(namespace, step_id, layer, step)
         output, lse = await done
         return output, lse if return_lse else None
@@ -174,14 +175,21 @@ class CacheEngine:
                 raise InvalidArgumentError("only one layer can be sent in parts", field="layer")
             step = self.manager.check_all_layers(namespace, step_id)
             self._check_kv(key, value, (self.layout.num_layers, len(step.slot_mapping)))
-            done = self.device.write(step, range(self.layout.num_layers), key, value)
+            done = self.device.write(step, range(self.layout.num_layers), key, value, completed=step)
             self.manager.mark_all_layers(namespace, step_id)
         else:
             step = self.manager.check_part(namespace, step_id, layer, *part)
             self._check_kv(key, value, (len(step.slot_mapping),))
-            done = self.device.write(step, (layer,), key[None], value[None])
+            completed = self._completed(namespace, step_id, layer, step)
+            done = self.device.write(step, (layer,), key[None], value[None], completed=completed)
             self.manager.mark_part(namespace, step_id, layer, step)
         await done
+
+    def _completed(self, namespace: SessionNamespace, step_id: int, layer: int, part: StepPlan) -> StepPlan | None:
+        """Return the step if this part of a layer is its last."""
+        if not self.manager.completes(namespace, step_id, layer, part):
+            return None
+        return self.manager.get_step(namespace, step_id)
 
     async def read(
         self, namespace: SessionNamespace, ranges: Sequence[tuple[int, int, int]], layer: int | None

@@ -59,6 +59,7 @@ ROOMS: dict[str, set[str]] = {
         "blocks",
         "config",
         "errors",
+        "kept",
         "ops",
         "pool",
         "pool.layout",

@@ -47,9 +47,10 @@ class HostRegistration {
 
 class Event {
  public:
-  Event(int device, bool timing) {
+  Event(int device, bool timing, bool blocking) {
     const DeviceScope scope(device);
-    const unsigned flags = timing ? cudaEventDefault : cudaEventDisableTiming;
+    unsigned flags = timing ? cudaEventDefault : cudaEventDisableTiming;
+    if (blocking) flags |= cudaEventBlockingSync;
     check_cuda(cudaEventCreateWithFlags(&event_, flags), "cudaEventCreate");
   }
   ~Event() { clear_error(cudaEventDestroy(event_)); }
@@ -177,7 +178,8 @@ void define_memory(py::module_& m) {
 
 void define_streams(py::module_& m) {
   py::class_<Event>(m, "Event")
-      .def(py::init<int, bool>(), py::arg("device"), py::arg("timing") = false, Unlocked())
+      .def(py::init<int, bool, bool>(), py::arg("device"), py::arg("timing") = false, py::arg("blocking") = false,
+           Unlocked())
       .def("record", &Event::record, py::arg("stream"), Unlocked())
       .def("synchronize", &Event::synchronize, Unlocked())
       .def("done", &Event::done)

@@ -121,6 +121,8 @@ class Device(Protocol):
     def check_options(self, options: AttentionOptions) -> None:
         """Check attention options. Raises InvalidArgumentError naming an option that this device has no kernel for."""
 
+    # The destinations of copies count as unfinished until the copies are complete.
+
     def copy(self, src_ids: Int32, dst_ids: Int32) -> None:
         """Copy blocks within the pool. No destination is a source."""
 
@@ -140,12 +142,17 @@ class Device(Protocol):
         options: AttentionOptions,
         out: Array | None = None,
         /,
+        *,
+        completed: StepPlan | None = None,
     ) -> Awaitable[tuple[Array, Array]]:
         """Write one layer's K/V of a step, then attend. The result is the output, in `out` if the device supports that,
-        and the log-sum-exp, float32 `[num_tokens, num_heads]`."""
+        and the log-sum-exp, float32 `[num_tokens, num_heads]`. `completed` is the step that this call
+        completes, if it does. Its blocks count as unfinished from now until all its bytes are written."""
 
-    def write(self, step: StepPlan, layers: Sequence[int], keys: Array, values: Array) -> Awaitable[None]:
-        """Write K/V of a step: `[len(layers), num_tokens, num_kv_heads, head_size]`."""
+    def write(
+        self, step: StepPlan, layers: Sequence[int], keys: Array, values: Array, *, completed: StepPlan | None = None
+    ) -> Awaitable[None]:
+        """Write K/V of a step: `[len(layers), num_tokens, num_kv_heads, head_size]`. `completed` as in `attend`."""
 
     def read(self, layers: Sequence[int], slots: Int64) -> Awaitable[tuple[Array, Array]]:
         """Read K and V of slots, each `[len(layers), len(slots), num_kv_heads, head_size]`."""

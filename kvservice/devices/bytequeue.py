@@ -20,14 +20,19 @@ class ByteQueue:
 
     Work is validated, and recorded as done in the bookkeeping, before it is submitted. An exception in it is therefore
     a bug or, for `device_errors`, a device failure. Either leaves the content of the pool undefined and sets `fault`,
-    and the daemon exits. `on_start` runs first in the worker thread.
+    and the daemon exits. `on_start` runs first in the worker thread. `mark_faulted` is called first of all on a fault,
+    on any thread.
     """
 
     def __init__(
-        self, device_errors: tuple[type[Exception], ...] = (), on_start: Callable[[], object] = lambda: None
+        self,
+        mark_faulted: Callable[[], object],
+        device_errors: tuple[type[Exception], ...] = (),
+        on_start: Callable[[], object] = lambda: None,
     ) -> None:
         self.fault: BaseException | None = None
         self.on_fault: Callable[[], object] = lambda: None
+        self._mark_faulted = mark_faulted
         self._device_errors = device_errors
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="bytes", initializer=on_start)
         # Set when the last submission is done. Its future would also say so, but it would keep a result alive that may
@@ -79,6 +84,7 @@ class ByteQueue:
         """Record an error as the fault, unless there is one already. Returns the error for the caller."""
         known = isinstance(error, self._device_errors)
         if self.fault is None:
+            self._mark_faulted()
             self.fault = error
             logger.critical("work on the pool failed, its content is lost: %s", error, exc_info=not known)
             self.on_fault()

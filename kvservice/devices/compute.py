@@ -19,7 +19,7 @@ from kvservice.blocks import StepPlan
 from kvservice.devices.arena import Arena, StagingBuffer
 from kvservice.devices.base import Array
 from kvservice.devices.bytequeue import ByteQueue
-from kvservice.devices.copies import Copies
+from kvservice.devices.copies import Copies, Tier
 from kvservice.devices.tables import DeviceStepTables, LiveTables
 from kvservice.errors import InternalError, ResourceExhaustedError
 from kvservice.pool.cuda import OUT_OF_MEMORY
@@ -41,7 +41,8 @@ class ComputeCall(Generic[T]):
     completes.
 
     It uses `num_bytes` of the arena. `reads` and `writes` are blocks of the pool. `seconds` is its estimated duration.
-    The reference to `step` keeps the step's tables on the device until the call completes.
+    The reference to `step` keeps the step's tables on the device until the call completes. `completes` are the
+    blocks of a step that this call completes, which count as unfinished until then.
     """
 
     step: StepPlan | None
@@ -51,6 +52,7 @@ class ComputeCall(Generic[T]):
     seconds: float
     launch: Callable[[StagingBuffer], None]
     result: Callable[[StagingBuffer], T]
+    completes: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -64,13 +66,14 @@ class Compute:
     """The compute stream of a device. Calls are submitted from the event loop only. The device must be the current one
     of all calling threads."""
 
-    def __init__(self, cuda: ModuleType, device: int) -> None:
+    def __init__(self, cuda: ModuleType, device: int, mark_faulted: Callable[[], object]) -> None:
+        """`mark_faulted` as in ByteQueue."""
         self._cuda = cuda
         self._device = device
         self.stream: _cuda.Stream = cuda.Stream(device, True)
         self.aside: _cuda.Stream = cuda.Stream(device)  # for work that does not wait for the compute stream
         on_start = partial(cuda.set_device, device)
-        self.queue = ByteQueue((cuda.CudaError,), on_start)
+        self.queue = ByteQueue(mark_faulted, (cuda.CudaError,), on_start)
         self._waiter = ThreadPoolExecutor(1, thread_name_prefix="completion", initializer=on_start)
         self._tables = LiveTables(self.allocate)
         self._newest: Future[Any] | None = None
@@ -125,9 +128,10 @@ class Compute:
 
     # ---- launching and waiting
 
-    def post(self, copy: Callable[[Any, Any], None], src_ids: Array, dst_ids: Array) -> None:
-        """Launch a copy of blocks in order."""
+    def post(self, copy: Callable[[Any, Any], None], target: Tier, src_ids: Array, dst_ids: Array) -> None:
+        """Launch a copy of blocks to `target` in order."""
         if len(src_ids):
+            target.unfinished.begin(dst_ids)
             self.queue.post(lambda: copy(src_ids, dst_ids), inline=len(src_ids) <= INLINE_COPIES)
 
     def start(self, call: ComputeCall[T]) -> Awaitable[T]:
@@ -136,6 +140,8 @@ class Compute:
             raise ResourceExhaustedError(
                 f"the call needs {call.num_bytes} bytes of staging memory, the device has {self.arena.num_bytes}"
             )
+        if call.completes is not None:
+            self.copies.pool.unfinished.begin(call.completes)
         if self._is_quick(call):
             return self._complete_inline(self.queue.guarded(lambda: self._launch(call)))
         done: Future[T] = Future()
@@ -189,6 +195,9 @@ class Compute:
         try:
             self.queue.guarded(in_flight.completed.synchronize)
             self._events.append(in_flight.completed)
+            # The stream runs in order, so the step's other layers are written too.
+            if (completes := in_flight.call.completes) is not None:
+                self.copies.pool.unfinished.end(completes)
             return in_flight.call.result(in_flight.buffer)
         finally:
             self.arena.release(in_flight.buffer)
@@ -199,7 +208,7 @@ class Compute:
         self._waiter.shutdown(wait=True)
         if self.queue.fault is None:
             self.stream.synchronize()
-            self.copies.synchronize()
+            self.copies.close()
 
 
 async def _awaited(done: Future[T]) -> T:

@@ -8,12 +8,16 @@ sufficient. Without in-flight copies nothing is checked.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
 from kvservice.devices.base import Array, Int32
+from kvservice.devices.completions import Completions
+from kvservice.devices.unfinished import UnfinishedBlocks
 
 if TYPE_CHECKING:
     from kvservice import _cuda
@@ -27,18 +31,30 @@ class Tier:
     """The blocks of a tier at an address. For each block it has the numbers of the last copy that read or wrote it, and
     of the last copy that wrote it."""
 
-    def __init__(self, pointer: int, num_blocks: int) -> None:
+    def __init__(self, pointer: int, num_blocks: int, unfinished: UnfinishedBlocks) -> None:
         self.pointer = pointer
         self.num_blocks = num_blocks
+        self.unfinished = unfinished
         self.last_touch = np.zeros(num_blocks, np.int64)
         self.last_write = np.zeros(num_blocks, np.int64)
 
 
 class Copies:
-    """Copies between pool and swap tier, and within the pool. It is used by one thread at a time."""
+    """Copies between pool and swap tier, and within the pool. It is used by one thread at a time.
+
+    The caller counts the destination of a copy as unfinished when it submits the copy, and the completion of the copy
+    ends that.
+    """
 
     def __init__(
-        self, cuda: ModuleType, device: int, compute: _cuda.Stream, pool: Tier, swap: Tier, block_bytes: int
+        self,
+        cuda: ModuleType,
+        device: int,
+        compute: _cuda.Stream,
+        pool: Tier,
+        swap: Tier,
+        block_bytes: int,
+        fail: Callable[[BaseException], object],
     ) -> None:
         self._cuda = cuda
         self._device = device
@@ -48,6 +64,7 @@ class Copies:
         self._block_bytes = block_bytes
         self._within, self._out, self._in = (cuda.Stream(device) for _ in range(3))
         self._computed = cuda.Event(device)
+        self._completions = Completions(cuda, device, fail)
         # Seconds between start and end event, summed over the copies that are known to be complete.
         self.swap_busy_s = {"out": 0.0, "in": 0.0}
         self._spare: list[_cuda.Event] = []
@@ -87,6 +104,7 @@ class Copies:
         self._copies[self._newest] = (event, stream, begin)
         source.last_touch[src_ids] = self._newest
         target.last_touch[dst_ids] = target.last_write[dst_ids] = self._newest
+        self._completions.after(stream, partial(target.unfinished.end, dst_ids))
 
     def _event(self) -> _cuda.Event:
         return self._spare.pop() if self._spare else self._cuda.Event(self._device, True)
@@ -131,6 +149,8 @@ class Copies:
             else:
                 busy.add(stream.handle)
 
-    def synchronize(self) -> None:
+    def close(self) -> None:
+        """Wait for all copies."""
         for stream in (self._within, self._out, self._in):
             stream.synchronize()
+        self._completions.close()

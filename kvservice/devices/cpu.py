@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -14,9 +15,13 @@ from kvservice.blocks import StepPlan
 from kvservice.config import ServeConfig
 from kvservice.devices.base import Array, CudaRegion, Int32, Int64, LaneSession, PoolDescriptor
 from kvservice.devices.bytequeue import ByteQueue
+from kvservice.devices.unfinished import UnfinishedBlocks
 from kvservice.errors import InvalidArgumentError, RegionsNotAllowedError
+from kvservice.kept import KeptState
 from kvservice.pool.cpu import CpuPool
 from kvservice.pool.sealed import SealedMemory
+
+T = TypeVar("T")
 
 # Smaller work runs directly on the event loop if the queue is empty, because a hop to a thread and back costs more.
 INLINE_BYTES = 2 << 20
@@ -28,7 +33,7 @@ class CpuDevice:
     lane_bytes = _ext.LANE_BYTES
     lane_buckets_s = _ext.LANE_BUCKETS
 
-    def __init__(self, config: ServeConfig) -> None:
+    def __init__(self, config: ServeConfig, kept: KeptState) -> None:
         if config.kv_cache_dtype != "auto":
             raise InvalidArgumentError(
                 f"the CPU's kernels have no {config.kv_cache_dtype}: use auto", field="kv_cache_dtype"
@@ -42,11 +47,15 @@ class CpuDevice:
         self.num_blocks = num_blocks
         self.num_swap_blocks = config.swap_blocks
         writable = config.share_pool == "write"
-        self.pool = CpuPool(self.layout, self.num_blocks, field=config.pool_field, writable_by_others=writable)
-        self.swap_pool = CpuPool(self.layout, self.num_swap_blocks, "kvservice-swap", "swap_space_gib")
+        self.pool = CpuPool(
+            self.layout, num_blocks, "pool", config.pool_field, writable_by_others=writable, allocate=kept.memory
+        )
+        self.swap_pool = CpuPool(self.layout, self.num_swap_blocks, "swap", "swap_space_gib", allocate=kept.memory)
+        self._unfinished = UnfinishedBlocks(kept.arrays, "unfinished_device", num_blocks)
+        self._unfinished_swap = UnfinishedBlocks(kept.arrays, "unfinished_swap", self.num_swap_blocks)
         self.memory_bytes = {"pool": self.pool.num_bytes, "swap": self.swap_pool.num_bytes}
         self.swap_busy_s = {"out": 0.0, "in": 0.0}
-        self._queue = ByteQueue()
+        self._queue = ByteQueue(kept.mark_faulted)
         self._batch_invariant = config.batch_invariant
         self._lanes = _ext.CpuLaneExecutor(self.pool.blocks, self.layout.head_size, config.batch_invariant)
         self._lane_spin_us = config.lane_spin_us
@@ -71,24 +80,34 @@ class CpuDevice:
             raise InvalidArgumentError("is not supported by the CPU's kernels", field="options.block_sparse")
 
     def copy(self, src_ids: Int32, dst_ids: Int32) -> None:
-        self._post(lambda: ops.copy_blocks(self.pool.blocks, self.pool.blocks, src_ids, dst_ids), len(src_ids))
+        def work() -> None:
+            ops.copy_blocks(self.pool.blocks, self.pool.blocks, src_ids, dst_ids)
+
+        self._post(work, self._unfinished, dst_ids)
 
     def swap_out(self, src_ids: Int32, dst_ids: Int32) -> None:
-        self._swap("out", self.pool, self.swap_pool, src_ids, dst_ids)
+        def work() -> None:
+            with self._timed("out"):
+                ops.copy_blocks(self.pool.blocks, self.swap_pool.blocks, src_ids, dst_ids)
+
+        self._post(work, self._unfinished_swap, dst_ids)
 
     def swap_in(self, src_ids: Int32, dst_ids: Int32) -> None:
-        self._swap("in", self.swap_pool, self.pool, src_ids, dst_ids)
-
-    def _swap(self, direction: str, source: CpuPool, target: CpuPool, src_ids: Int32, dst_ids: Int32) -> None:
         def work() -> None:
-            start = time.perf_counter()
-            ops.copy_blocks(source.blocks, target.blocks, src_ids, dst_ids)
-            self.swap_busy_s[direction] += time.perf_counter() - start
+            with self._timed("in"):
+                ops.copy_blocks(self.swap_pool.blocks, self.pool.blocks, src_ids, dst_ids)
 
-        self._post(work, len(src_ids))
+        self._post(work, self._unfinished, dst_ids)
 
-    def _post(self, work: Callable[[], None], num_blocks: int) -> None:
-        self._queue.post(work, inline=num_blocks * self.layout.block_bytes <= INLINE_BYTES)
+    @contextlib.contextmanager
+    def _timed(self, direction: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.swap_busy_s[direction] += time.perf_counter() - start
+
+    def _post(self, work: Callable[[], None], unfinished: UnfinishedBlocks, dst_ids: Int32) -> None:
+        counted = _counted(work, unfinished, dst_ids)
+        self._queue.post(counted, inline=len(dst_ids) * self.layout.block_bytes <= INLINE_BYTES)
 
     def attend(
         self,
@@ -99,6 +118,8 @@ class CpuDevice:
         value: Array,
         options: AttentionOptions,
         out: Array | None = None,
+        *,
+        completed: StepPlan | None = None,
     ) -> Awaitable[tuple[Array, Array]]:
         block_tables = step.block_tables  # gathered now, because they are valid only while the step is live
 
@@ -121,14 +142,25 @@ class CpuDevice:
             )
 
         scores = int((step.query_lens.astype(np.int64) * step.context_lens).sum())
-        return self._queue.run(work, inline=scores * query[0].nbytes <= INLINE_BYTES)
+        counted = self._counted_step(completed, work)
+        return self._queue.run(counted, inline=scores * query[0].nbytes <= INLINE_BYTES)
 
-    def write(self, step: StepPlan, layers: Sequence[int], keys: Array, values: Array) -> Awaitable[None]:
+    def write(
+        self, step: StepPlan, layers: Sequence[int], keys: Array, values: Array, *, completed: StepPlan | None = None
+    ) -> Awaitable[None]:
         def work() -> None:
             for index, layer in enumerate(layers):
                 ops.write_kv(self.pool.blocks, layer, step.slot_mapping, keys[index], values[index])
 
-        return self._queue.run(work, inline=keys.nbytes * 2 <= INLINE_BYTES)
+        counted = self._counted_step(completed, work)
+        return self._queue.run(counted, inline=keys.nbytes * 2 <= INLINE_BYTES)
+
+    def _counted_step(self, completed: StepPlan | None, work: Callable[[], T]) -> Callable[[], T]:
+        """Count the blocks of a step as unfinished until `work`, its last, is done. Work runs in order, so the other
+        layers are written by then."""
+        if completed is None:
+            return work
+        return _counted(work, self._unfinished, completed.slot_mapping // self.layout.block_size)
 
     def read(self, layers: Sequence[int], slots: Int64) -> Awaitable[tuple[Array, Array]]:
         def work() -> tuple[Array, Array]:
@@ -166,3 +198,15 @@ class CpuDevice:
 
     def close(self) -> None:
         self._queue.close()
+
+
+def _counted(work: Callable[[], T], unfinished: UnfinishedBlocks, blocks: Array) -> Callable[[], T]:
+    """Count blocks as unfinished from now until `work` is done. If it fails, the device is faulted, and they stay."""
+    unfinished.begin(blocks)
+
+    def counted() -> T:
+        result = work()
+        unfinished.end(blocks)
+        return result
+
+    return counted

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import os
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -29,13 +28,16 @@ from kvservice.devices.base import (
 from kvservice.devices.compute import Compute, ComputeCall
 from kvservice.devices.copies import Copies, Tier
 from kvservice.devices.cuda_lanes import CudaLanes, CudaLaneSession
+from kvservice.devices.cuda_pool import open_pool
 from kvservice.devices.kernels import CudaPoolKernels
 from kvservice.devices.scales import load_scales
+from kvservice.devices.unfinished import UnfinishedBlocks
 from kvservice.devices.warmup import warm_up
 from kvservice.errors import InvalidArgumentError, ResourceExhaustedError
+from kvservice.kept import KeptState
 from kvservice.ops.cuda import COUNTER_BYTES
 from kvservice.pool.cpu import CpuPool
-from kvservice.pool.cuda import OUT_OF_MEMORY, CudaPool
+from kvservice.pool.cuda import OUT_OF_MEMORY
 from kvservice.pool.layout import TENSOR_DTYPES
 from kvservice.pool.sealed import SealedMemory
 
@@ -53,7 +55,7 @@ NO_BLOCKS = np.zeros(0, np.int64)
 class CudaDevice:
     """A `Device`. The modules `compute` and `copies` describe the order of its streams."""
 
-    def __init__(self, config: ServeConfig) -> None:
+    def __init__(self, config: ServeConfig, kept: KeptState) -> None:
         self._cuda, self._number = _load(config)
         self._config = config
         self.layout = config.layout
@@ -64,9 +66,9 @@ class CudaDevice:
         self._token_layer_bytes = self.layout.token_bytes // self.layout.num_layers
         try:
             self._cuda.set_device(self._number)
-            self._compute = Compute(self._cuda, self._number)
+            self._compute = Compute(self._cuda, self._number, kept.mark_faulted)
             self._take_workspaces()
-            self._take_pools()
+            self._take_pools(kept)
             self._lanes = self._take_lanes() if config.shares_memory else None
         except self._cuda.CudaError as error:
             raise _start_error(error, config.device) from None
@@ -99,23 +101,23 @@ class CudaDevice:
         self._compute.arena.release(buffer)
         return pointer
 
-    def _take_pools(self) -> None:
+    def _take_pools(self, kept: KeptState) -> None:
         cuda, config, compute = self._cuda, self._config, self._compute
-        if config.pool_blocks is not None:
-            num_blocks, field = config.pool_blocks, config.pool_field
-        else:
-            num_blocks, field = sizing.blocks_that_fit(cuda, self._number, config), "gpu_memory_utilization"
-        self.num_blocks, self.num_swap_blocks = num_blocks, config.swap_blocks
-        self.pool = CudaPool(cuda, self._number, self.layout, num_blocks, field)
-        self.swap_pool = CpuPool(self.layout, self.num_swap_blocks, "kvservice-swap", "swap_space_gib")
+        self.pool = open_pool(cuda, self._number, config, kept)
+        self.num_blocks, self.num_swap_blocks = self.pool.num_blocks, config.swap_blocks
+        self.swap_pool = CpuPool(self.layout, self.num_swap_blocks, "swap", "swap_space_gib", allocate=kept.memory)
         self._swap_registration = _page_lock(cuda, self.swap_pool) if self.num_swap_blocks else None
         self.memory_bytes = {
             "pool": self.pool.num_bytes,
             "swap": self.swap_pool.num_bytes,
             "workspaces": self._workspace_bytes + compute.arena.num_bytes,
         }
-        tiers = Tier(self.pool.pointer, num_blocks), Tier(self.swap_pool.blocks.ctypes.data, self.num_swap_blocks)
-        compute.copies = Copies(cuda, self._number, compute.stream, *tiers, self.layout.block_bytes)
+        unfinished = UnfinishedBlocks(kept.arrays, "unfinished_device", self.num_blocks)
+        pool = Tier(self.pool.pointer, self.num_blocks, unfinished)
+        unfinished = UnfinishedBlocks(kept.arrays, "unfinished_swap", self.num_swap_blocks)
+        swap = Tier(self.swap_pool.blocks.ctypes.data, self.num_swap_blocks, unfinished)
+        block_bytes, fail = self.layout.block_bytes, compute.queue.fail
+        compute.copies = Copies(cuda, self._number, compute.stream, pool, swap, block_bytes, fail)
         self._kernels = CudaPoolKernels(
             cuda, config, compute.stream.handle, self.pool.pointer, self.num_blocks, self._scales
         )
@@ -145,13 +147,16 @@ class CudaDevice:
         """Do nothing: the reference kernel supports all options."""
 
     def copy(self, src_ids: Int32, dst_ids: Int32) -> None:
-        self._compute.post(self._compute.copies.within_pool, src_ids, dst_ids)
+        copies = self._compute.copies
+        self._compute.post(copies.within_pool, copies.pool, src_ids, dst_ids)
 
     def swap_out(self, src_ids: Int32, dst_ids: Int32) -> None:
-        self._compute.post(self._compute.copies.swap_out, src_ids, dst_ids)
+        copies = self._compute.copies
+        self._compute.post(copies.swap_out, copies.swap, src_ids, dst_ids)
 
     def swap_in(self, src_ids: Int32, dst_ids: Int32) -> None:
-        self._compute.post(self._compute.copies.swap_in, src_ids, dst_ids)
+        copies = self._compute.copies
+        self._compute.post(copies.swap_in, copies.pool, src_ids, dst_ids)
 
     def attend(
         self,
@@ -162,6 +167,8 @@ class CudaDevice:
         value: Array,
         options: AttentionOptions,
         _out: Array | None = None,
+        *,
+        completed: StepPlan | None = None,
     ) -> Awaitable[tuple[Array, Array]]:
         compute, kernels = self._compute, self._kernels
         num_tokens, num_heads, head_size = query.shape
@@ -200,7 +207,11 @@ class CudaDevice:
         seconds = end / LINK_BYTES_PER_S + kv_bytes / MEMORY_BYTES_PER_S + operations / OPERATIONS_PER_S
         num_bytes = end + tables.num_pending_bytes
         reads, writes = tables.host_block_tables, tables.written_blocks
-        return compute.start(ComputeCall(step, num_bytes, reads, writes, seconds, launch, result))
+        completes = self._blocks_of(completed)
+        return compute.start(ComputeCall(step, num_bytes, reads, writes, seconds, launch, result, completes))
+
+    def _blocks_of(self, completed: StepPlan | None) -> Array | None:
+        return None if completed is None else completed.slot_mapping // self.layout.block_size
 
     def _workspace_for(self, attention: _cuda.Attention) -> int:
         """Set the workspace of a call: the device's own, or a larger temporary one. Returns the address of the
@@ -214,7 +225,9 @@ class CudaDevice:
         attention.workspace, attention.workspace_bytes = extra, wanted
         return extra
 
-    def write(self, step: StepPlan, layers: Sequence[int], keys: Array, values: Array) -> Awaitable[None]:
+    def write(
+        self, step: StepPlan, layers: Sequence[int], keys: Array, values: Array, *, completed: StepPlan | None = None
+    ) -> Awaitable[None]:
         compute = self._compute
         tables = compute.tables_of(step)
         inputs = [keys, values]
@@ -230,8 +243,9 @@ class CudaDevice:
 
         num_bytes = offsets[-1] + tables.num_pending_bytes
         seconds = offsets[-1] / LINK_BYTES_PER_S
+        writes, completes = tables.written_blocks, self._blocks_of(completed)
         return compute.start(
-            ComputeCall(step, num_bytes, NO_BLOCKS, tables.written_blocks, seconds, launch, lambda _: None)
+            ComputeCall(step, num_bytes, NO_BLOCKS, writes, seconds, launch, lambda _: None, completes)
         )
 
     def read(self, layers: Sequence[int], slots: Int64) -> Awaitable[tuple[Array, Array]]:
@@ -294,11 +308,7 @@ class CudaDevice:
 
     @contextlib.contextmanager
     def exported_pool(self) -> Iterator[PoolDescriptor]:
-        descriptor, num_bytes = self.pool.export()
-        try:
-            yield PoolDescriptor(descriptor, num_bytes)
-        finally:
-            os.close(descriptor)
+        yield PoolDescriptor(self.pool.fd, self.pool.mapped_bytes)
 
     def close(self) -> None:
         self._compute.close()

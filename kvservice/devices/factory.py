@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from kvservice.config import ServeConfig
 from kvservice.devices.base import Device
+from kvservice.kept import KeptState
 
 
-def open_device(config: ServeConfig) -> Device:
-    """Allocate the memory and start the threads of the configured device.
+def open_device(config: ServeConfig, kept: KeptState | None = None) -> Device:
+    """Allocate the memory and start the threads of the configured device. A pool in `kept` is taken over with its
+    content. Without `kept` the memory ends with this process.
 
-    Raises InvalidArgumentError naming an option that the device does not support, and ResourceExhaustedError with the
-    sizes if there is not enough memory.
+    Raises InvalidArgumentError naming an option that the device does not support, ResourceExhaustedError with the sizes
+    if there is not enough memory, and KeptStateError if the memory of an earlier process cannot be used.
     """
+    kept = KeptState.fresh() if kept is None else kept
     if config.cuda_device is None:
         from kvservice.devices.cpu import CpuDevice
 
-        return CpuDevice(config)
+        return CpuDevice(config, kept)
     from kvservice.devices.cuda import CudaDevice
 
-    return CudaDevice(config)
+    return CudaDevice(config, kept)

@@ -1,7 +1,8 @@
-"""A pool in GPU memory. It is exportable, so its descriptor can be passed to another process."""
+"""A pool in GPU memory. It has a descriptor, which can be passed to another process and outlives this one."""
 
 from __future__ import annotations
 
+import os
 from types import ModuleType
 
 from kvservice.errors import ResourceExhaustedError
@@ -12,7 +13,10 @@ OUT_OF_MEMORY = 2
 
 
 class CudaPool:
-    """A pool of `num_blocks` blocks of the layout at device address `pointer`. Its initial content is undefined."""
+    """A pool of `num_blocks` blocks of the layout at device address `pointer`. Its initial content is undefined.
+
+    `fd` is the descriptor of its memory, which has `mapped_bytes` bytes. Other processes import it.
+    """
 
     def __init__(self, cuda: ModuleType, device: int, layout: PoolLayout, num_blocks: int, field: str) -> None:
         """Allocate the pool. Raises ResourceExhaustedError with the sizes, naming the option `field`, if the GPU does
@@ -30,7 +34,27 @@ class CudaPool:
                 raise
             free, total = cuda.memory_info(device)
             raise self._too_large(free, total, field) from None
+        self.fd: int = self._memory.export_fd()
+        self._opened()
+
+    @classmethod
+    def reopen(
+        cls, cuda: ModuleType, device: int, layout: PoolLayout, num_blocks: int, fd: int, mapped_bytes: int
+    ) -> CudaPool:
+        """Map the pool of an earlier process, with its content. The result owns `fd`. Raises InvalidArgumentError if it
+        is not memory of `mapped_bytes` bytes that this device can map."""
+        pool = cls.__new__(cls)
+        pool.layout = layout
+        pool.num_blocks = num_blocks
+        pool.num_bytes = num_blocks * layout.block_bytes
+        pool.fd = fd
+        pool._memory = cuda.ImportedMemory(device, fd, mapped_bytes, True)
+        pool._opened()
+        return pool
+
+    def _opened(self) -> None:
         self.pointer: int = self._memory.pointer
+        self.mapped_bytes: int = self._memory.num_bytes
 
     def _too_large(self, free: int, total: int, field: str) -> ResourceExhaustedError:
         return ResourceExhaustedError(
@@ -42,9 +66,7 @@ class CudaPool:
             total=total,
         )
 
-    def export(self) -> tuple[int, int]:
-        """Return (a new descriptor of the memory, which the caller closes; the size in bytes)."""
-        return self._memory.export_fd(), self._memory.num_bytes
-
     def close(self) -> None:
+        """Unmap the pool. Its memory is free when no process has the descriptor any more."""
+        os.close(self.fd)
         self._memory.close()

@@ -7,7 +7,7 @@ from kvservice.engine import CacheEngine
 from kvservice.errors import InvalidArgumentError
 from kvservice.server import codec
 from kvservice.server.handlers import Handler, SessionHandler, WhileDraining
-from kvservice.server.sessions import ServerSession
+from kvservice.server.server_session import ServerSession
 from kvservice.v1 import attention_pb2
 from kvservice.wire.encoded import Encoded, encode_tensor
 

@@ -13,9 +13,9 @@ from kvservice.engine import CacheEngine
 from kvservice.errors import InvalidArgumentError
 from kvservice.server import codec
 from kvservice.server.allocating import ALLOC_STATUS, allocate_response, allocating
-from kvservice.server.handlers import Handler, SessionHandler, WhileDraining, sliced
-from kvservice.server.sessions import ServerSession
-from kvservice.server.slices import Answer, after
+from kvservice.server.handlers import Handler, SessionHandler, WhileDraining
+from kvservice.server.server_session import ServerSession
+from kvservice.server.slices import After, Finished
 from kvservice.v1 import blocks_pb2
 from kvservice.wire.tensors import Array, to_ints, token_array
 
@@ -30,8 +30,8 @@ class BlockCalls:
     def handlers(self) -> tuple[Handler, ...]:
         refused = WhileDraining.REFUSED
         return (
-            SessionHandler("allocate", blocks_pb2.AllocateRequest, sliced(self.allocate), refused),
-            SessionHandler("can_allocate", blocks_pb2.CanAllocateRequest, sliced(self.can_allocate)),
+            SessionHandler("allocate", blocks_pb2.AllocateRequest, self.allocate, refused),
+            SessionHandler("can_allocate", blocks_pb2.CanAllocateRequest, self.can_allocate),
             SessionHandler("append", blocks_pb2.AppendRequest, self.append, refused),
             SessionHandler("can_append", blocks_pb2.CanAppendRequest, self.can_append),
             SessionHandler("open_step", blocks_pb2.OpenStepRequest, self.open_step, refused),
@@ -41,12 +41,12 @@ class BlockCalls:
             SessionHandler("can_swap_out", blocks_pb2.CanSwapOutRequest, self.can_swap_out),
             SessionHandler("swap_in", blocks_pb2.SwapInRequest, self.swap_in, refused),
             SessionHandler("can_swap_in", blocks_pb2.CanSwapInRequest, self.can_swap_in),
-            SessionHandler("free", blocks_pb2.FreeRequest, sliced(self.free)),
-            SessionHandler("describe", blocks_pb2.DescribeRequest, sliced(self.describe)),
+            SessionHandler("free", blocks_pb2.FreeRequest, self.free),
+            SessionHandler("describe", blocks_pb2.DescribeRequest, self.describe),
             SessionHandler("match_prefix", blocks_pb2.MatchPrefixRequest, self.match_prefix),
             SessionHandler("pin", blocks_pb2.PinRequest, self.pin, refused),
             SessionHandler("unpin", blocks_pb2.UnpinRequest, self.unpin),
-            SessionHandler("reset_prefix_cache", blocks_pb2.ResetPrefixCacheRequest, sliced(self.reset_prefix_cache)),
+            SessionHandler("reset_prefix_cache", blocks_pb2.ResetPrefixCacheRequest, self.reset_prefix_cache),
             SessionHandler("common_prefix", blocks_pb2.CommonPrefixRequest, self.common_prefix),
         )
 
@@ -65,7 +65,7 @@ class BlockCalls:
         status = yield from allocating(self._manager.can_allocate_in_slices, session.namespace, request)
         return blocks_pb2.CanAllocateResponse(status=ALLOC_STATUS[status])
 
-    def append(self, session: ServerSession, request: blocks_pb2.AppendRequest) -> Answer[blocks_pb2.StepResponse]:
+    def append(self, session: ServerSession, request: blocks_pb2.AppendRequest) -> Finished[blocks_pb2.StepResponse]:
         step = self._engine.append(
             session.namespace,
             _own_ids(session, request),
@@ -82,7 +82,9 @@ class BlockCalls:
         ok = self._manager.can_append(session.namespace, sequence_ids, num_tokens, request.lookahead)
         return blocks_pb2.CanAppendResponse(ok=ok)
 
-    def open_step(self, session: ServerSession, request: blocks_pb2.OpenStepRequest) -> Answer[blocks_pb2.StepResponse]:
+    def open_step(
+        self, session: ServerSession, request: blocks_pb2.OpenStepRequest
+    ) -> Finished[blocks_pb2.StepResponse]:
         num_tokens = codec.optional_ints(request.num_tokens, np.int32)
         step = self._engine.open_step(session.namespace, _own_ids(session, request), num_tokens)
         return _opened(session, step, request.return_slot_mapping)
@@ -188,8 +190,8 @@ def _own_ids(
     return ids
 
 
-def _opened(session: ServerSession, step: StepPlan, return_slot_mapping: bool) -> Answer[blocks_pb2.StepResponse]:
+def _opened(session: ServerSession, step: StepPlan, return_slot_mapping: bool) -> Finished[blocks_pb2.StepResponse]:
     """Publish a step to the session's client. Return the response, when the client may work on the step."""
     mapped, published = session.access.publish(step)
     response = codec.step_response(step, return_slot_mapping, mapped)
-    return response if published is None else after(published, response)
+    return response if published is None else After(response, published)

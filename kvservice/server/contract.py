@@ -59,3 +59,14 @@ METHODS: list[str] = [
     for method in service.methods
     if not (method.client_streaming or method.server_streaming)
 ]
+
+
+# The methods with request ids whose effects survive a restart of the daemon, and therefore their replies. What the
+# others set up ends with the process: regions, lanes, mappings, schedulers. They are executed again.
+KEPT_METHODS: frozenset[str] = frozenset(
+    call_name(method)
+    for service in SERVICES
+    for method in service.methods
+    if service.name in ("BlockService", "StoreService") or method.name == "Commit"
+    if "request_id" in method.input_type.fields_by_name
+) - {"store_map_store"}

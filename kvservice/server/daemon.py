@@ -14,11 +14,11 @@ import grpc
 import uvloop
 
 from kvservice import logs
-from kvservice.blocks import Slices
+from kvservice.blocks import KeptMaps, Slices
 from kvservice.config import ServeConfig
 from kvservice.devices import open_device
 from kvservice.engine import CacheEngine
-from kvservice.kept import KeptArrays
+from kvservice.kept import KeptState, Section
 from kvservice.kept.report import RestartReport
 from kvservice.server import unmapping
 from kvservice.server.audit import Audit
@@ -47,15 +47,14 @@ from kvservice.server.open_calls import OpenCalls
 from kvservice.server.open_connections import ConnectionWatch
 from kvservice.server.open_files import raise_file_limit
 from kvservice.server.rpc_tasks import task_factory
+from kvservice.server.server_session import SessionMemory
 from kvservice.server.server_store import open_store
 from kvservice.server.services import Services
 from kvservice.server.sessions import SessionRegistry
 from kvservice.server.slots import Slots, max_rpcs
 from kvservice.server.standard import health_handlers, reflection_handlers
 from kvservice.server.telemetry import StatsWriter, configuration
-from kvservice.telemetry.arrays import SharedArrays
 from kvservice.telemetry.calls import CallTable
-from kvservice.telemetry.sessions import SessionTable
 
 if TYPE_CHECKING:
     from kvservice.server.tracing import Tracer
@@ -73,12 +72,20 @@ class KVServer:
         self.audit = Audit()
         self._remote_callers = RemoteCallers(self.credentials.tokens, bool(config.tls_client_ca), self.audit)
         self.device = open_device(config)
-        arrays = SharedArrays()
-        self.engine = CacheEngine(config, self.device, KeptArrays(arrays, SharedArrays("kvservice-private")))
-        table = SessionTable(config.max_sessions, config.max_labels, arrays.zeros)
+        self.kept = KeptState.fresh()
+        arrays = self.kept.arrays
+        section = self.kept.table.section
+        maps = KeptMaps(
+            extra_keys=section(Section.EXTRA_KEYS),
+            pins=section(Section.PINS),
+            lost=section(Section.LOST_SEQUENCES),
+            steps=section(Section.STEPS),
+        )
+        self.engine = CacheEngine(config, self.device, arrays, maps)
+        memory = SessionMemory.of(config, arrays, section(Section.SESSIONS))
         self.store = open_store(config, self.engine.journal)
         blocks = None if self.store is None else self.store.blocks
-        self.sessions = SessionRegistry(config, self.engine.manager, self.device, table, store=blocks)
+        self.sessions = SessionRegistry(config, self.engine.manager, self.device, memory, store=blocks)
         self._tracer = _open_tracer(config)
         self.events = EventStreams(config, self.engine.journal)
         capacity_bytes = 0 if self.store is None else self.store.blocks.config.capacity_bytes
@@ -86,12 +93,13 @@ class KVServer:
             config, self.engine, self.sessions, capacity_bytes, lambda request: self.observing.snapshot(request)
         )
         handlers = (*session_handlers(config, self.engine, self.store), *open_calls.handlers())
-        self.dispatcher = Dispatcher(handlers, self.sessions, CallTable(METHODS, arrays.zeros), self._tracer)
+        calls = CallTable(METHODS, arrays.zeros)
+        self.dispatcher = Dispatcher(handlers, self.sessions, calls, self._tracer, lambda: None)
         self._health = Health()
         self.integrity = IntegrityWatch(self._check_in_slices, self.dispatcher, self._set_health)
         self._connections = ConnectionWatch(config.connection_limit)
         stats = StatsWriter(
-            arrays,
+            arrays.shared,
             self.engine,
             self.sessions,
             self.dispatcher,
@@ -104,8 +112,8 @@ class KVServer:
             config,
         )
         store_bytes = 0 if self.store is None else self.store.memory.num_bytes
-        reported = configuration(config, self.device, store_bytes, arrays, METHODS)
-        self.observing = Observing(arrays, reported, stats.write, self.engine.manager.block_hash)
+        reported = configuration(config, self.device, store_bytes, arrays.shared, METHODS)
+        self.observing = Observing(arrays.shared, reported, stats.write, self.engine.manager.block_hash)
         self.restart = RestartReport()
         self._slots: list[Slots] = []
         self._stop = asyncio.Event()

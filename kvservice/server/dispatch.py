@@ -4,6 +4,9 @@ Stream, Services ─▶ Dispatcher.call ─▶ handler.start(session, request) �
                       │  ▲
                       │  └── a task or coroutine of the handler is awaited
                       └── a repeated request gets the remembered reply
+
+An operation and the reply to its request survive the process together or not at all: when the operation has finished,
+the reply is written into kept memory, then the operation ends, and nothing runs in between.
 """
 
 from __future__ import annotations
@@ -11,12 +14,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable
-from types import CoroutineType
+from collections.abc import Callable, Iterable
+from types import CoroutineType, GeneratorType
 from typing import TYPE_CHECKING, Any, cast
 
 from google.protobuf.message import Message
 
+from kvservice.blocks import Slices
 from kvservice.errors import (
     DrainingError,
     InternalError,
@@ -26,9 +30,11 @@ from kvservice.errors import (
     RestartingError,
 )
 from kvservice.server.codec import shares_memory
+from kvservice.server.contract import KEPT_METHODS
 from kvservice.server.handlers import Handler, OpenHandler, Response, Started, WhileDraining
-from kvservice.server.sessions import ServerSession, SessionRegistry
-from kvservice.server.slices import Answer
+from kvservice.server.server_session import ServerSession
+from kvservice.server.sessions import SessionRegistry
+from kvservice.server.slices import After, Answer, in_slices
 from kvservice.telemetry.calls import CallTable
 
 if TYPE_CHECKING:
@@ -38,11 +44,19 @@ logger = logging.getLogger(__name__)
 
 
 class Dispatcher:
-    """Runs the handler of each call. `tracer` is None if calls are not traced."""
+    """Runs the handler of each call."""
 
     def __init__(
-        self, handlers: Iterable[Handler], sessions: SessionRegistry, table: CallTable, tracer: Tracer | None
+        self,
+        handlers: Iterable[Handler],
+        sessions: SessionRegistry,
+        table: CallTable,
+        tracer: Tracer | None,
+        end_operation: Callable[[], object],
     ) -> None:
+        """`tracer` is None if calls are not traced. `end_operation` declares that the latest operation of the block
+        manager counts, whatever happens to the process."""
+        self._end_operation = end_operation
         self._handlers = {handler.method: handler for handler in handlers}
         # The methods whose requests may have a request id.
         self._repeatable = frozenset(
@@ -116,7 +130,8 @@ class Dispatcher:
     def _start(self, handler: Handler, request: Any, session: ServerSession | None) -> Started[Response]:
         if isinstance(handler, OpenHandler):
             self._admit(handler)
-            return handler.start(request)
+            started = handler.start(request)
+            return in_slices(started) if isinstance(started, GeneratorType) else started
         if session is None:
             session = self._sessions.get(request.session_token)
         request_id = request.request_id if handler.method in self._repeatable else 0
@@ -127,9 +142,37 @@ class Dispatcher:
         if self.draining and for_begun_steps and not session.namespace.in_progress(request.step_id):
             raise self._draining_error(", and this step has not begun")
         started = handler.start(session, request)
-        if request_id:  # such a request changes bookkeeping only, so its handler is not async
-            session.replies.remember(request_id, handler.method, cast(Answer[Message], started))
-        return started
+        if handler.method not in self._repeatable:
+            return in_slices(started) if isinstance(started, GeneratorType) else started
+        reply: Answer[Message]
+        # Such a request changes bookkeeping only, so its handler is not async.
+        if isinstance(started, GeneratorType):
+            reply = in_slices(self._ending(started, handler.method, session, request_id))
+        elif isinstance(started, After):
+            self._end(handler.method, session, request_id, started.answer)
+            reply = started.task()
+        else:
+            reply = cast(Answer[Message], started)
+            if not isinstance(reply, asyncio.Task):
+                self._end(handler.method, session, request_id, reply)
+        if request_id:
+            session.replies.remember(request_id, handler.method, reply)
+        return cast(Started[Response], reply)
+
+    def _ending(self, slices: Slices[Message], method: str, session: ServerSession, request_id: int) -> Slices[Message]:
+        reply = yield from slices
+        self._end(method, session, request_id, reply)
+        return reply
+
+    def _end(self, method: str, session: ServerSession, request_id: int, reply: Message) -> None:
+        """End the operation of a request that was executed: write the reply into kept memory, then let the operation
+        count."""
+        if request_id and method in KEPT_METHODS:
+            session.replies.keep(request_id, method, reply)
+            self._end_operation()
+            session.replies.settle()
+        else:
+            self._end_operation()
 
     def _admit(self, handler: Handler) -> None:
         """Refuse new work while the daemon drains, and let the call see the steps that lanes have completed."""

@@ -3,9 +3,9 @@
 There is one handler per RPC, named like the RPC and like the field of a stream's `Call`. The same handler serves unary
 RPCs and calls on a session's stream. Handlers are of three kinds:
 
-    sync     def f(session, request) -> Response       has finished when it returns
-    sliced   sliced(f), f(session, request) -> Slices   runs its first slice, then a task runs the others
-    async    async def f(session, request) -> Response  moves bytes, and ends with its caller
+    sync     def f(session, request) -> Response | After  has finished when it returns
+    sliced   def f(session, request) -> Slices            runs its first slice, then a task runs the others
+    async    async def f(session, request) -> Response    moves bytes, and ends with its caller
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from google.protobuf.message import Message
 
 from kvservice.blocks import Slices
-from kvservice.server.sessions import ServerSession
-from kvservice.server.slices import Answer, in_slices
+from kvservice.server.server_session import ServerSession
+from kvservice.server.slices import Answer, Finished
 from kvservice.wire.encoded import Encoded
 
 # Responses with tensors are encoded by the handler. Bytes are a response that the observer has serialized.
 Response: TypeAlias = Message | Encoded | bytes
 RequestT = TypeVar("RequestT", bound=Message)
 ResponseT = TypeVar("ResponseT", bound=Response)
-P = ParamSpec("P")
-# A response, a task that completes even if its caller goes away, or the coroutine of an async handler.
-Started: TypeAlias = Answer[ResponseT] | Coroutine[Any, Any, ResponseT]
+# A response; slices; a response that has to wait; a task that completes even if its caller goes away; or the coroutine
+# of an async handler.
+Started: TypeAlias = Answer[ResponseT] | Finished[ResponseT] | Slices[ResponseT] | Coroutine[Any, Any, ResponseT]
 
 
 class WhileDraining(enum.Enum):
@@ -61,12 +61,3 @@ class OpenHandler(Generic[RequestT, ResponseT]):
 
 
 Handler: TypeAlias = SessionHandler[Any, Any] | OpenHandler[Any, Any]
-
-
-def sliced(run: Callable[P, Slices[ResponseT]]) -> Callable[P, Answer[ResponseT]]:
-    """Return the `start` of a handler that runs in slices."""
-
-    def start(*args: P.args, **kwargs: P.kwargs) -> Answer[ResponseT]:
-        return in_slices(run(*args, **kwargs))
-
-    return start

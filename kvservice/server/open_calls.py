@@ -9,7 +9,7 @@ from kvservice.blocks import Slices
 from kvservice.config import ServeConfig
 from kvservice.engine import CacheEngine
 from kvservice.server import codec
-from kvservice.server.handlers import Handler, OpenHandler, WhileDraining, sliced
+from kvservice.server.handlers import Handler, OpenHandler, WhileDraining
 from kvservice.server.sessions import SessionRegistry
 from kvservice.v1 import inspect_pb2, pool_pb2, session_pb2
 
@@ -37,7 +37,7 @@ class OpenCalls:
             OpenHandler("get_snapshot", inspect_pb2.GetSnapshotRequest, self.get_snapshot),
             OpenHandler("ping", pool_pb2.PingRequest, self.ping),
             OpenHandler("open", session_pb2.OpenRequest, self.open, WhileDraining.REFUSED),
-            OpenHandler("close", session_pb2.CloseRequest, sliced(self.close)),
+            OpenHandler("close", session_pb2.CloseRequest, self.close),
         )
 
     def get_info(self, _: pool_pb2.GetInfoRequest) -> pool_pb2.GetInfoResponse:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from kvservice.blocks import Slices
 from kvservice.server import codec
-from kvservice.server.handlers import Handler, SessionHandler, WhileDraining, sliced
+from kvservice.server.handlers import Handler, SessionHandler, WhileDraining
 from kvservice.server.region import GPU, HOST
-from kvservice.server.sessions import ServerSession
+from kvservice.server.server_session import ServerSession
 from kvservice.v1 import shared_memory_pb2
 
 
@@ -46,7 +46,7 @@ class RegionCalls:
             SessionHandler(
                 "create_region",
                 shared_memory_pb2.CreateRegionRequest,
-                sliced(self.create_region),
+                self.create_region,
                 WhileDraining.REFUSED,
             ),
         )

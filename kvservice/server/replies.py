@@ -1,4 +1,7 @@
-"""A cache of replies to the latest requests of a session, for clients that retry because a reply was lost."""
+"""A cache of replies to the latest requests of a session, for clients that retry because a reply was lost.
+
+Kept memory has a part of them, for retries after a restart of the daemon.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,9 @@ from typing import Final
 from google.protobuf.message import Message
 
 from kvservice.errors import InvalidArgumentError, ReplyForgottenError
+from kvservice.server.kept_replies import MAX_REPLIES, RING_BYTES, KeptReply, ReplyRing
 from kvservice.server.slices import Answer
 
-# The number of requests that are remembered. The Python client has at most this many in flight.
-MAX_REPLIES: Final = 128
 # The limit on the memory of the remembered replies, without the newest one. A client that makes one call at a time
 # needs only the newest. The largest replies, with the slots of 131072 tokens, take one MiB.
 MAX_REPLY_BYTES: Final = 4 << 20
@@ -24,12 +26,18 @@ _NUMBER_BYTES: Final = 8
 class Replies:
     """The latest requests of a session and their replies, by request id."""
 
-    def __init__(self) -> None:
+    def __init__(self, ring: ReplyRing) -> None:
+        """`ring` has the requests that an earlier process executed."""
+        self._ring = ring
         # The method of each request, and the task that still computes its reply or None, the oldest request first.
         self._requests: dict[int, tuple[str, asyncio.Task[Message] | None]] = {}
         # The replies with their sizes in bytes, the oldest first.
-        self._replies: dict[int, tuple[Message, int]] = {}
+        self._replies: dict[int, tuple[Message | KeptReply, int]] = {}
         self._num_bytes = 0
+        for kept in ring:
+            self._requests[kept.request_id] = kept.method, None
+            if kept.data is not None:
+                self._store(kept.request_id, kept, len(kept.data))
 
     def find(self, request_id: int, method: str) -> Answer[Message] | None:
         """Return the reply to an earlier request, or None if the request is not known.
@@ -47,7 +55,17 @@ class Replies:
             raise ReplyForgottenError(
                 f"request {request_id} was done before, and its reply is not remembered any more", field="request_id"
             )
-        return reply[0]
+        message = reply[0]
+        return message.message() if isinstance(message, KeptReply) else message
+
+    def keep(self, request_id: int, method: str, reply: Message) -> None:
+        """Write a request that was executed, and its reply, into kept memory. It counts there with the operation that
+        the request ran; `settle` follows when that has ended."""
+        data = reply.SerializeToString() if memory_bytes(reply) <= RING_BYTES else None
+        self._ring.put(request_id, method, data)
+
+    def settle(self) -> None:
+        self._ring.settle()
 
     def remember(self, request_id: int, method: str, reply: Answer[Message]) -> None:
         """Remember a reply. A task that fails is forgotten, because failed requests are not remembered."""
@@ -56,7 +74,7 @@ class Replies:
             reply.add_done_callback(functools.partial(self._ended, request_id))
         else:
             self._requests[request_id] = method, None
-            self._keep(request_id, reply)
+            self._store(request_id, reply, memory_bytes(reply))
         if len(self._requests) > MAX_REPLIES:
             oldest = next(iter(self._requests))
             del self._requests[oldest]
@@ -70,10 +88,10 @@ class Replies:
             del self._requests[request_id]
             return
         self._requests[request_id] = method, None
-        self._keep(request_id, task.result())
+        reply = task.result()
+        self._store(request_id, reply, memory_bytes(reply))
 
-    def _keep(self, request_id: int, reply: Message) -> None:
-        num_bytes = memory_bytes(reply)
+    def _store(self, request_id: int, reply: Message | KeptReply, num_bytes: int) -> None:
         self._replies[request_id] = reply, num_bytes
         self._num_bytes += num_bytes
         while self._num_bytes - num_bytes > MAX_REPLY_BYTES:

@@ -10,11 +10,11 @@ from kvservice.config import ServeConfig
 from kvservice.engine import CacheEngine
 from kvservice.errors import FailedPreconditionError, InvalidArgumentError
 from kvservice.server import codec, scheduler_codec
-from kvservice.server.handlers import Handler, SessionHandler, WhileDraining, sliced
+from kvservice.server.handlers import Handler, SessionHandler, WhileDraining
 from kvservice.server.scheduler_values import PageLimits, QueueTotals
 from kvservice.server.scheduling import SessionScheduler
-from kvservice.server.sessions import ServerSession
-from kvservice.server.slices import Answer, after
+from kvservice.server.server_session import ServerSession
+from kvservice.server.slices import After, Finished
 from kvservice.v1 import scheduler_pb2
 
 
@@ -32,10 +32,10 @@ class SchedulerCalls:
         refused, kinds = WhileDraining.REFUSED, scheduler_pb2
         return (
             SessionHandler("open_scheduler", kinds.OpenSchedulerRequest, self.open, refused),
-            SessionHandler("add_requests", kinds.AddRequestsRequest, sliced(self.add), refused),
+            SessionHandler("add_requests", kinds.AddRequestsRequest, self.add, refused),
             SessionHandler("abort_requests", kinds.AbortRequestsRequest, self.abort),
             SessionHandler("schedule", kinds.ScheduleRequest, self.schedule, refused),
-            SessionHandler("describe_requests", kinds.DescribeRequestsRequest, sliced(self.describe)),
+            SessionHandler("describe_requests", kinds.DescribeRequestsRequest, self.describe),
         )
 
     def open(
@@ -67,11 +67,11 @@ class SchedulerCalls:
 
     def schedule(
         self, session: ServerSession, request: scheduler_pb2.ScheduleRequest
-    ) -> Answer[scheduler_pb2.ScheduleResponse]:
+    ) -> Finished[scheduler_pb2.ScheduleResponse]:
         ended, batch = scheduler_of(session).step(scheduler_codec.step_request(request), self._clock())
         mapped, published = (None, None) if batch.step is None else session.access.publish(batch.step)
         response = scheduler_codec.schedule_response(batch, ended, mapped)
-        return response if published is None else after(published, response)
+        return response if published is None else After(response, published)
 
     def describe(
         self, session: ServerSession, request: scheduler_pb2.DescribeRequestsRequest

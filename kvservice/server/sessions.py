@@ -3,17 +3,16 @@
 open ── attach ──▶ attached ── its stream ends ──▶ waiting ── attach in time ──▶ attached
  │                                                    ├── grace passed ──▶ its regions and its lane are closed
  └── ATTACH_S or grace passed ──▶ closed              └── grace or detach_ttl passed ──▶ closed: everything freed
+
+All open sessions survive a restart of the daemon. They then wait for their streams, as after the end of a stream.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
 import math
 import secrets
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
 
 from kvservice.auth import CALLER, Identity
 from kvservice.blocks import BlockManager, SessionNamespace, Slices
@@ -38,12 +37,11 @@ from kvservice.server.peers import Peer
 from kvservice.server.region import RegionTotals
 from kvservice.server.regions import Regions
 from kvservice.server.replies import Replies
-from kvservice.server.scheduling import SessionScheduler
+from kvservice.server.server_session import ServerSession, SessionMemory, SessionRecord
 from kvservice.server.session_user import Trust
 from kvservice.server.slices import in_slices
 from kvservice.store import BlockStore, SessionStore
-from kvservice.telemetry.sessions import ATTACHED, SessionRow, SessionTable
-from kvservice.wire.tensors import Array
+from kvservice.telemetry.sessions import ATTACHED, SessionRow
 
 logger = logging.getLogger(__name__)
 
@@ -51,57 +49,6 @@ TOKEN_BYTES = 16
 MAX_NAME_LENGTH = 64
 # The minimum time in seconds that a new session waits for its first stream, even with a shorter grace time.
 ATTACH_S = 5.0
-
-
-@dataclass(eq=False)
-class ServerSession:
-    session_id: int
-    token: bytes
-    name: str
-    owner: Identity
-    namespace: SessionNamespace
-    access: HostAccess
-    regions: Regions
-    row: SessionRow
-    # None if the daemon has no store.
-    store: SessionStore | None
-    wait_s: float
-    # None until the client opens it.
-    scheduler: SessionScheduler | None = None
-    replies: Replies = field(default_factory=Replies)
-    # The holder whose stream attached last, see AttachRequest; None before the first attach.
-    holder: int | None = None
-    # Ends the stream that holds the lease, with an error; None if no stream holds it.
-    end_stream: Callable[[KVServiceError], None] | None = None
-    # The timers of a session that no stream holds.
-    timers: list[asyncio.TimerHandle] = field(default_factory=list)
-
-    # The ids of sequences that an Allocate in slices is about to create.
-    allocated_soon: set[int] = field(default_factory=set)
-
-    def check_unscheduled(self, sequence_ids: Array | Sequence[int], field: str) -> None:
-        """Raise SequenceScheduledError for a sequence that belongs to the session's scheduler. `field` is a format
-        string for the index of an id."""
-        if self.scheduler is not None:
-            self.scheduler.check_unscheduled(sequence_ids, field)
-
-    @contextlib.contextmanager
-    def allocating(self, sequence_ids: Sequence[int]) -> Iterator[None]:
-        """Keep these ids from the requests of the scheduler until the context ends."""
-        ids = set(sequence_ids).difference(self.allocated_soon)
-        self.allocated_soon |= ids
-        try:
-            yield
-        finally:
-            self.allocated_soon -= ids
-
-    def unshare(self, *, writers_done: bool = False) -> None:
-        """Close what is of no use without the session's client: the lane, mappings, regions, and its namespaces, leases
-        and reservations in the store. `writers_done`: see SessionStore.close."""
-        self.access.close()
-        self.regions.close()
-        if self.store is not None:
-            self.store.close(writers_done=writers_done)
 
 
 class SessionRegistry:
@@ -113,7 +60,7 @@ class SessionRegistry:
         config: ServeConfig,
         manager: BlockManager,
         device: Device,
-        table: SessionTable,
+        memory: SessionMemory,
         clock: Clock | None = None,
         store: BlockStore | None = None,
     ) -> None:
@@ -121,7 +68,7 @@ class SessionRegistry:
         self._config = config
         self._manager = manager
         self._device = device
-        self._table = table
+        self._memory = memory
         self._store = store
         trust = Trust.of(config)
         self.fd_server = FdServer(trust.shm_uids | trust.pool_uids | trust.store_uids, self._introduce, self._clock)
@@ -165,23 +112,24 @@ class SessionRegistry:
             raise QuotaExceededError(f"{value} sessions are open: see max_sessions", limit="max_sessions", value=value)
         self.num_opened += 1
         grace = self._config.session_grace_s
-        row = self._table.open(self.num_opened, name, tenant, int(self._clock.time() * 1000))
-        namespace = self._manager.open_namespace(row.number + 1, row.counters)
-        access = HostAccess(self._config, self._device, self._manager, namespace, self._sharing, row)
-        session = ServerSession(
-            session_id=self.num_opened,
+        wait_s = max(grace, ATTACH_S)
+        now = self._clock.time()
+        record = SessionRecord(
+            session_id=self._memory.new_session_id(),
             token=secrets.token_bytes(TOKEN_BYTES),
             name=name,
-            owner=CALLER.get(),
-            namespace=namespace,
-            access=access,
-            regions=Regions(self._config, RegionTotals(whole=self.region_totals, row=row), access),
-            row=row,
-            store=None if self._store is None else SessionStore(self._store, tenant),
+            tenant=tenant,
+            owner=CALLER.get().name,
+            credential=CALLER.get().credential,
             wait_s=(detach_ttl_s or limit) if detachable else grace,
+            holder=None,
+            waits_until=now + wait_s,
         )
-        self._sessions[session.token] = session
-        self._lose_after(session, max(grace, ATTACH_S))
+        row = self._memory.table.open(record.session_id, name, tenant, int(now * 1000))
+        self._memory.replies.clear(row.number)
+        session = self._add(record, row, self._manager.open_namespace(row.number + 1, row.counters))
+        self._memory.records[row.number] = record.to_bytes()
+        self._lose_after(session, wait_s)
         self._opened_log.write(
             logging.INFO,
             "session %d opened (%s)%s",
@@ -190,6 +138,37 @@ class SessionRegistry:
             f" by {session.owner.name}" if session.owner.name else "",
             extra={"session_id": session.session_id},
         )
+        return session
+
+    def recover(self, namespaces: Mapping[int, SessionNamespace], records: Mapping[int, SessionRecord]) -> None:
+        """Resume the sessions of an earlier process, by row number. They wait for their streams: those that had one as
+        after its end, the others as long as before, but for the grace time at least."""
+        rows = self._memory.table.recover({row: (one.session_id, one.name, one.tenant) for row, one in records.items()})
+        now, grace = self._clock.time(), self._config.session_grace_s
+        for number, record in records.items():
+            session = self._add(record, rows[number], namespaces[number])
+            session.holder = record.holder
+            wait_s = record.wait_s if record.waits_until is None else max(record.waits_until - now, grace)
+            self._wait(session, wait_s)
+
+    def _add(self, record: SessionRecord, row: SessionRow, namespace: SessionNamespace) -> ServerSession:
+        """Add a session that no stream holds."""
+        access = HostAccess(self._config, self._device, self._manager, namespace, self._sharing, row)
+        session = ServerSession(
+            session_id=record.session_id,
+            token=record.token,
+            name=record.name,
+            tenant=record.tenant,
+            owner=Identity(record.owner, record.credential),
+            namespace=namespace,
+            access=access,
+            regions=Regions(self._config, RegionTotals(whole=self.region_totals, row=row), access),
+            row=row,
+            store=None if self._store is None else SessionStore(self._store, record.tenant),
+            replies=Replies(self._memory.replies.ring(row.number)),
+            wait_s=record.wait_s,
+        )
+        self._sessions[session.token] = session
         return session
 
     def find(self, token: bytes) -> ServerSession | None:
@@ -234,6 +213,7 @@ class SessionRegistry:
         session.owner = CALLER.get()  # the same identity, perhaps with a newer token
         session.end_stream = end_stream
         session.row.set(ATTACHED, 1)
+        self._save(session, None)
         return session
 
     def detach(self, session: ServerSession, end_stream: Callable[[KVServiceError], None]) -> None:
@@ -245,8 +225,16 @@ class SessionRegistry:
             session.row.set(ATTACHED, 0)
             if session.scheduler is not None:
                 session.scheduler.pause()
-            self._lose_after(session, session.wait_s)
-            self._call_later(session, self._config.session_grace_s, session.unshare)
+            self._wait(session, session.wait_s)
+
+    def _wait(self, session: ServerSession, wait_s: float) -> None:
+        """Let a session wait for a stream."""
+        self._save(session, self._clock.time() + wait_s)
+        self._lose_after(session, wait_s)
+        self._call_later(session, self._config.session_grace_s, session.unshare)
+
+    def _save(self, session: ServerSession, waits_until: float | None) -> None:
+        self._memory.records[session.row.number] = session.record(waits_until).to_bytes()
 
     def end_streams_of(self, check: Callable[[Identity], None]) -> None:
         """End the streams of owners for whom `check` raises UnauthenticatedError. Their sessions then wait as after any
@@ -284,7 +272,7 @@ class SessionRegistry:
     ) -> Slices[None]:
         """Close an open session in the first slice, and free its sequences. `end` says for the log how it ended; its
         first word is the reason, as in the metrics. `writers_done`: see SessionStore.close."""
-        del self._sessions[session.token]
+        del self._sessions[session.token], self._memory.records[session.row.number]
         self._num_closing += 1
         self.num_closed += 1
         _cancel_timers(session)
@@ -301,7 +289,7 @@ class SessionRegistry:
         if scheduled is not None:
             yield from scheduled
         self._num_closing -= 1
-        self._table.close(session.row)
+        self._memory.table.close(session.row)
         number = session.session_id
         fields = {"session_id": number, "reason": end.partition(":")[0]}
         self._closed_log.write(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Coroutine
-from typing import Any, Final, TypeAlias, TypeVar
+from dataclasses import dataclass
+from typing import Any, Final, Generic, TypeAlias, TypeVar
 
 from kvservice.blocks import Slices
 
@@ -18,6 +19,22 @@ PAUSE_S: Final = 0.001
 Answer: TypeAlias = AnswerT | asyncio.Task[AnswerT]
 
 
+@dataclass(frozen=True, slots=True)
+class After(Generic[AnswerT]):
+    """An answer that may be given after `event`. The operation itself has finished."""
+
+    answer: AnswerT
+    event: Awaitable[None]
+
+    def task(self) -> asyncio.Task[AnswerT]:
+        """Return a task that awaits the event, then returns the answer."""
+        return to_the_end(_wait(self.event, self.answer))
+
+
+# A finished operation's answer.
+Finished: TypeAlias = AnswerT | After[AnswerT]
+
+
 def in_slices(slices: Slices[AnswerT]) -> Answer[AnswerT]:
     """Run the first slice now. If there are more, return a task that runs them with pauses for other calls.
 
@@ -29,11 +46,6 @@ def in_slices(slices: Slices[AnswerT]) -> Answer[AnswerT]:
         answer: AnswerT = end.value
         return answer
     return to_the_end(_rest(slices))
-
-
-def after(event: Awaitable[None], answer: AnswerT) -> asyncio.Task[AnswerT]:
-    """Return a task that awaits `event`, then returns the answer."""
-    return to_the_end(_wait(event, answer))
 
 
 def to_the_end(coroutine: Coroutine[Any, Any, AnswerT]) -> asyncio.Task[AnswerT]:

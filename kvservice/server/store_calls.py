@@ -17,9 +17,9 @@ from kvservice.errors import (
     UnknownReservationError,
 )
 from kvservice.logs import LogBudget
-from kvservice.server.handlers import Handler, SessionHandler, WhileDraining, sliced
+from kvservice.server.handlers import Handler, SessionHandler, WhileDraining
+from kvservice.server.server_session import ServerSession
 from kvservice.server.server_store import ServerStore
-from kvservice.server.sessions import ServerSession
 from kvservice.server.slices import Answer, to_the_end
 from kvservice.store import NamespaceIdentity, SessionStore, StoredNamespace
 from kvservice.store.session import Opening, Reservation
@@ -42,9 +42,7 @@ class StoreCalls:
     def handlers(self) -> tuple[Handler, ...]:
         refused = WhileDraining.REFUSED
         return (
-            SessionHandler(
-                "store_open_namespace", store_pb2.OpenNamespaceRequest, sliced(self.open_namespace), refused
-            ),
+            SessionHandler("store_open_namespace", store_pb2.OpenNamespaceRequest, self.open_namespace, refused),
             SessionHandler("store_lookup", store_pb2.LookupRequest, self.lookup),
             SessionHandler("store_acquire", store_pb2.AcquireRequest, self.acquire),
             SessionHandler("store_renew", store_pb2.RenewRequest, self.renew),
@@ -54,7 +52,7 @@ class StoreCalls:
             SessionHandler("store_abort", store_pb2.AbortRequest, self.abort),
             SessionHandler("store_touch", store_pb2.TouchRequest, self.touch),
             SessionHandler("store_remove", store_pb2.RemoveRequest, self.remove),
-            SessionHandler("store_clear", store_pb2.ClearRequest, sliced(self.clear)),
+            SessionHandler("store_clear", store_pb2.ClearRequest, self.clear),
             SessionHandler("store_map_store", store_pb2.MapStoreRequest, self.map_store, refused),
         )
 

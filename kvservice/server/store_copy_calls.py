@@ -19,8 +19,8 @@ from kvservice.errors import FailedPreconditionError, InvalidArgumentError
 from kvservice.server import codec
 from kvservice.server.handlers import Handler, SessionHandler, WhileDraining
 from kvservice.server.scatter import Places, places_of
+from kvservice.server.server_session import ServerSession
 from kvservice.server.server_store import ServerStore
-from kvservice.server.sessions import ServerSession
 from kvservice.server.slices import to_the_end
 from kvservice.server.store_calls import Bits, bits_of, namespace_of, opened, own_store
 from kvservice.store import StoredNamespace

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ class SessionTable:
     """
 
     def __init__(self, max_sessions: int, max_tenants: int, zeros: Zeros) -> None:
+        """`zeros` allocates the arrays. They may have the rows of an earlier process, see `recover`."""
         self._rows: npt.NDArray[np.int64] = zeros("sessions", (max_sessions, NUM_COLUMNS), np.int64)
         self._names: npt.NDArray[np.uint8] = zeros("session_names", (max_sessions, NAME_BYTES), np.uint8)
         self._tenant_names: npt.NDArray[np.uint8] = zeros("tenant_names", (max_tenants + 1, NAME_BYTES), np.uint8)
@@ -48,14 +50,35 @@ class SessionTable:
         row[SESSION_ID] = session_id  # set last, because it marks the row as used
         return SessionRow(number, row)
 
+    def recover(self, sessions: Mapping[int, tuple[int, str, str]]) -> dict[int, SessionRow]:
+        """Resume the sessions of an earlier process: (session id, name, tenant) by row number. The earlier process did
+        not end all others that have rows; they end now. Returns the rows of the sessions, which keep their tokens."""
+        self._version[0] += self._version[0] & 1
+        used = np.flatnonzero(self._tenants[: self._max_tenants, IN_USE]).tolist()
+        self._numbers = {get_name(self._tenant_names[number]): number for number in used}
+        for number in set(np.flatnonzero(self._rows[:, SESSION_ID]).tolist()).difference(sessions):
+            self._end(self._rows[number])
+        for number, (session_id, name, tenant) in sessions.items():
+            row = self._rows[number]
+            _put_name(self._names[number], name)
+            row[[ATTACHED, REGIONS, REGION_BYTES, LANE]] = 0
+            row[TENANT] = self._tenant(tenant)
+            row[SESSION_ID] = session_id
+        self._free = [number for number in reversed(range(len(self._rows))) if number not in sessions]
+        return {number: SessionRow(number, self._rows[number]) for number in sessions}
+
     def close(self, row: SessionRow) -> None:
         columns = self._rows[row.number]
         row.leave()
+        self._end(columns)
+        self._free.append(row.number)
+
+    def _end(self, columns: npt.NDArray[np.int64]) -> None:
+        """Move the tokens of a session to its tenant, and clear the session's row."""
         self._version[0] += 1
         self._tenants[columns[TENANT], :NUM_COUNTERS] += columns[:NUM_COUNTERS]
         columns[:] = 0
         self._version[0] += 1
-        self._free.append(row.number)
 
     def _tenant(self, name: str) -> int:
         number = self._numbers.get(name, len(self._numbers))

@@ -15,7 +15,7 @@ from kvservice.devices.bytequeue import ByteQueue
 
 @pytest.fixture
 def queue() -> Iterator[ByteQueue]:
-    opened = ByteQueue()
+    opened = ByteQueue(lambda: None)
     yield opened
     opened.close()
 

@@ -13,7 +13,7 @@ import pytest
 from kvservice.config import ServeConfig
 from kvservice.devices import open_device
 from kvservice.errors import ResourceExhaustedError
-from kvservice.pool import available, cpu
+from kvservice.pool import available, sealed
 from kvservice.pool.cpu import CpuPool
 from kvservice.pool.layout import DTYPES, PoolLayout
 
@@ -49,13 +49,13 @@ def test_more_than_the_machine_has_is_refused_with_the_numbers() -> None:
     assert caught.value.field == "num_blocks"
 
 
-@pytest.mark.parametrize("available_bytes", [0, 1 << 62])
-def test_the_option_of_the_tier_that_does_not_fit_is_named(
-    monkeypatch: pytest.MonkeyPatch, available_bytes: int
-) -> None:
+@pytest.mark.parametrize("fails", ["the check", "the allocation"])
+def test_the_option_of_the_tier_that_does_not_fit_is_named(monkeypatch: pytest.MonkeyPatch, fails: str) -> None:
     """The error names the option of the pool or of the swap tier, whether a check or the allocation fails."""
-    monkeypatch.setattr(cpu, "available_bytes", lambda: available_bytes)
-    monkeypatch.setattr(cpu, "SealedMemory", no_memory)
+    if fails == "the check":
+        monkeypatch.setattr(sealed, "available_bytes", lambda: 0)
+    else:
+        monkeypatch.setattr(os, "posix_fallocate", no_memory)
     for options, field in (
         ({"num_blocks": 4}, "num_blocks"),
         ({"pool_gib": 1.0}, "pool_gib"),

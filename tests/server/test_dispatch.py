@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from reply_rings import no_replies
 
 from kvservice.blocks import BlockManager, BlocksConfig
 from kvservice.blocks.plans import numpy_zeros
@@ -16,7 +17,6 @@ from kvservice.errors import DrainingError, RestartingError, StaleStepError
 from kvservice.server.block_calls import BlockCalls
 from kvservice.server.dispatch import Dispatcher
 from kvservice.server.handlers import SessionHandler, WhileDraining
-from kvservice.server.replies import Replies
 from kvservice.telemetry.calls import CallTable
 from kvservice.v1 import attention_pb2, blocks_pb2
 
@@ -26,7 +26,7 @@ def session_with(namespace: Any, access: Any) -> Any:
     return SimpleNamespace(
         namespace=namespace,
         access=access,
-        replies=Replies(),
+        replies=no_replies(),
         session_id=1,
         check_unscheduled=lambda *_: None,
         allocating=lambda _: contextlib.nullcontext(),
@@ -50,7 +50,9 @@ async def turns() -> None:
 
 def dispatcher_of(handlers: Any) -> Dispatcher:
     sessions: Any = SimpleNamespace(lanes=SimpleNamespace(commit_finished=lambda: None), find=lambda _: None)
-    return Dispatcher(handlers, sessions, CallTable([handler.method for handler in handlers], numpy_zeros), None)
+    return Dispatcher(
+        handlers, sessions, CallTable([handler.method for handler in handlers], numpy_zeros), None, lambda: None
+    )
 
 
 def test_the_response_of_a_step_waits_until_the_step_is_published() -> None:
@@ -130,7 +132,7 @@ def test_while_draining_only_begun_steps_go_on(restarting: bool, refusal: type[D
             ]
         )
         namespace = SimpleNamespace(in_progress=lambda step_id: step_id == 7)
-        session: Any = SimpleNamespace(namespace=namespace, replies=Replies(), session_id=1)
+        session: Any = SimpleNamespace(namespace=namespace, replies=no_replies(), session_id=1)
 
         async def call(method: str, request: Any) -> Any:
             return await dispatcher.call(method, request, session, "stream", local=True)

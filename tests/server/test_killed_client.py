@@ -150,7 +150,7 @@ def test_a_call_that_was_cut_off_is_not_counted_as_answered() -> None:
     table = CallTable(["extend"], numpy_zeros)
     sessions: Any = SimpleNamespace(lanes=SimpleNamespace(commit_finished=lambda: None))
     session: Any = SimpleNamespace(session_id=1)
-    dispatcher = Dispatcher([SessionHandler("extend", AttendRequest, extend)], sessions, table, None)
+    dispatcher = Dispatcher([SessionHandler("extend", AttendRequest, extend)], sessions, table, None, lambda: None)
 
     async def cut_off() -> None:
         call = asyncio.create_task(dispatcher.call("extend", AttendRequest(), session, "stream", local=True))

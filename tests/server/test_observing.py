@@ -104,13 +104,13 @@ def test_the_observer_is_started_when_somebody_asks(daemon: Daemon, client: KVCl
 def test_the_observer_can_only_read_and_comes_last(daemon: Daemon) -> None:
     get_snapshot(daemon)
     observer = observer_of(daemon)
-    mappings = [
-        line for line in Path(f"/proc/{observer}/maps").read_text().splitlines() if "kvservice-telemetry" in line
-    ]
+    mappings = [line for line in Path(f"/proc/{observer}/maps").read_text().splitlines() if "memfd:kvservice-" in line]
     assert mappings
     assert {line.split()[1] for line in mappings} == {"r--s"}
+    assert {"memfd:kvservice-arrays" in line for line in mappings} == {True}, "and nothing private"
     for descriptor in Path(f"/proc/{observer}/fd").iterdir():
-        if "kvservice-telemetry" in os.readlink(descriptor):
+        if "memfd:kvservice-" in os.readlink(descriptor):
+            assert "memfd:kvservice-arrays" in os.readlink(descriptor)
             flags = Path(f"/proc/{observer}/fdinfo/{descriptor.name}").read_text().split("flags:")[1].split()[0]
             assert int(flags, 8) & os.O_ACCMODE == os.O_RDONLY
     assert os.getpriority(os.PRIO_PROCESS, observer) == os.getpriority(os.PRIO_PROCESS, daemon.process.pid) + 10

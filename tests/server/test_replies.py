@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
+from reply_rings import no_replies
 
 from kvservice.blocks import Slices
 from kvservice.blocks.plans import numpy_zeros
@@ -16,7 +17,8 @@ from kvservice.errors import InvalidArgumentError, OutOfBlocksError, ReplyForgot
 from kvservice.server.contract import METHODS, SERVICES, SESSION_SERVICES
 from kvservice.server.dispatch import Dispatcher
 from kvservice.server.handlers import SessionHandler
-from kvservice.server.replies import MAX_REPLIES, MAX_REPLY_BYTES, Replies, memory_bytes
+from kvservice.server.kept_replies import MAX_REPLIES
+from kvservice.server.replies import MAX_REPLY_BYTES, Replies, memory_bytes
 from kvservice.server.slices import in_slices
 from kvservice.telemetry.calls import CallTable
 from kvservice.v1 import blocks_pb2
@@ -46,7 +48,7 @@ def kept(replies: Replies, request_ids: range, method: str = "append") -> list[i
 
 
 def test_a_reply_is_the_same_again() -> None:
-    replies, reply = Replies(), reply_of(1024)
+    replies, reply = no_replies(), reply_of(1024)
     assert replies.find(1, "append") is None
     replies.remember(1, "append", reply)
     assert replies.find(1, "append") == reply
@@ -56,7 +58,7 @@ def test_a_reply_is_the_same_again() -> None:
 
 
 def test_so_many_small_ones_are_remembered() -> None:
-    replies = Replies()
+    replies = no_replies()
     for request_id in range(1, MAX_REPLIES + 1):
         replies.remember(request_id, "free", SMALL)
     assert kept(replies, range(1, MAX_REPLIES + 1), "free") == [*range(1, MAX_REPLIES + 1)]
@@ -66,7 +68,7 @@ def test_so_many_small_ones_are_remembered() -> None:
 
 
 def test_so_much_is_remembered_beside_the_newest() -> None:
-    replies = Replies()
+    replies = no_replies()
     for request_id in range(1, NUM_LARGE + 1):
         replies.remember(request_id, "append", reply_of(LARGE_BYTES))
     replies.remember(NUM_LARGE + 1, "append", reply_of(2 * MAX_REPLY_BYTES))
@@ -76,7 +78,7 @@ def test_so_much_is_remembered_beside_the_newest() -> None:
 
 
 def test_a_byte_more_and_the_oldest_is_forgotten() -> None:
-    replies = Replies()
+    replies = no_replies()
     replies.remember(1, "append", reply_of(LARGE_BYTES + 8))
     for request_id in range(2, NUM_LARGE + 1):
         replies.remember(request_id, "append", reply_of(LARGE_BYTES))
@@ -100,7 +102,7 @@ def work(num_slices: int, result: Any) -> Slices[Any]:
 
 def test_a_task_is_remembered_while_it_works_and_its_reply_after() -> None:
     async def scenario() -> None:
-        replies, large = Replies(), reply_of(2 * MAX_REPLY_BYTES)
+        replies, large = no_replies(), reply_of(2 * MAX_REPLY_BYTES)
         task = in_slices(work(3, large))
         assert isinstance(task, asyncio.Task)
         replies.remember(1, "append", task)
@@ -117,7 +119,7 @@ def test_a_task_is_remembered_while_it_works_and_its_reply_after() -> None:
 
 def test_what_a_task_refuses_is_not_remembered() -> None:
     async def scenario() -> None:
-        replies = Replies()
+        replies = no_replies()
         error = OutOfBlocksError("none", tier="device", required=1, free=0, total=1)
         task = in_slices(work(2, error))
         assert isinstance(task, asyncio.Task)
@@ -149,8 +151,8 @@ def test_a_request_whose_reply_is_forgotten_is_not_done_again() -> None:
 
         sessions: Any = SimpleNamespace(lanes=SimpleNamespace(commit_finished=lambda: None))
         handler = SessionHandler("append", blocks_pb2.AppendRequest, append)
-        dispatcher = Dispatcher([handler], sessions, CallTable(METHODS, numpy_zeros), None)
-        session: Any = SimpleNamespace(replies=Replies(), session_id=1)
+        dispatcher = Dispatcher([handler], sessions, CallTable(METHODS, numpy_zeros), None, lambda: None)
+        session: Any = SimpleNamespace(replies=no_replies(), session_id=1)
         for request_id in (1, 2, 2, 1, 3, 2):
             request = blocks_pb2.AppendRequest(request_id=request_id)
             await dispatcher.call("append", request, session, "stream", local=True)

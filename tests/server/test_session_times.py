@@ -18,11 +18,11 @@ from kvservice.config import ServeConfig
 from kvservice.devices import open_device
 from kvservice.engine import CacheEngine
 from kvservice.errors import KVServiceError, QuotaExceededError, UnknownSessionError
+from kvservice.kept import KeptState
 from kvservice.server.scheduling import SessionScheduler
-from kvservice.server.sessions import ATTACH_S, ServerSession, SessionRegistry
+from kvservice.server.server_session import ServerSession, SessionMemory
+from kvservice.server.sessions import ATTACH_S, SessionRegistry
 from kvservice.store.session import Ended, SessionStore
-from kvservice.telemetry.arrays import SharedArrays
-from kvservice.telemetry.sessions import SessionTable
 
 SHORT_GRACE_S, LONG_GRACE_S = ATTACH_S / 10, ATTACH_S * 2
 
@@ -42,10 +42,9 @@ def make_registry(clock: ManualClock):
         config = ServeConfig(**(SMALL_POOL | options))
         device = open_device(config)
         devices.append(device)
-        arrays = SharedArrays()
-        engine = CacheEngine(config, device)
-        table = SessionTable(config.max_sessions, config.max_labels, arrays.zeros)
-        return SessionRegistry(config, engine.manager, device, table, clock)
+        arrays = KeptState.fresh().arrays
+        engine = CacheEngine(config, device, arrays)
+        return SessionRegistry(config, engine.manager, device, SessionMemory.of(config, arrays, {}), clock)
 
     yield make
     for device in devices:

@@ -17,14 +17,14 @@ from kvservice.config import ServeConfig
 from kvservice.devices import open_device
 from kvservice.engine import CacheEngine
 from kvservice.errors import DuplicateSequenceError, InvalidArgumentError, QuotaExceededError
+from kvservice.kept import KeptState
 from kvservice.server import slices
 from kvservice.server.calls import session_handlers
 from kvservice.server.dispatch import Dispatcher
+from kvservice.server.server_session import SessionMemory
 from kvservice.server.sessions import SessionRegistry
 from kvservice.server.slices import in_slices
-from kvservice.telemetry.arrays import SharedArrays
 from kvservice.telemetry.calls import CallTable
-from kvservice.telemetry.sessions import SessionTable
 from kvservice.v1 import blocks_pb2
 
 # The number of blocks of a long sequence. Each slice frees one sequence of this size.
@@ -113,13 +113,13 @@ class Rig:
     def __init__(self) -> None:
         config = ServeConfig(**SMALL_POOL | POOL)
         self.device = open_device(config)
-        arrays = SharedArrays()
-        self.engine = CacheEngine(config, self.device)
-        table = SessionTable(config.max_sessions, config.max_labels, arrays.zeros)
-        self.sessions = SessionRegistry(config, self.engine.manager, self.device, table)
+        arrays = KeptState.fresh().arrays
+        self.engine = CacheEngine(config, self.device, arrays)
+        memory = SessionMemory.of(config, arrays, {})
+        self.sessions = SessionRegistry(config, self.engine.manager, self.device, memory)
         handlers = session_handlers(config, self.engine, store=None)
         calls = CallTable([handler.method for handler in handlers], arrays.zeros)
-        self.dispatcher = Dispatcher(handlers, self.sessions, calls, None)
+        self.dispatcher = Dispatcher(handlers, self.sessions, calls, None, lambda: None)
 
     def open(self, num_sequences: int) -> Any:
         session = self.sessions.open("", "", False, 0.0)

@@ -19,8 +19,8 @@ from kvservice.client import KVClient, StoreBlocksRemoved, StoreBlocksStored, St
 from kvservice.client.events import to_batch
 from kvservice.errors import QuotaExceededError
 from kvservice.launch import Daemon
+from kvservice.server.server_session import ServerSession
 from kvservice.server.server_store import ServerStore
-from kvservice.server.sessions import ServerSession
 from kvservice.server.store_calls import StoreCalls
 from kvservice.store import SessionStore
 from kvservice.v1 import events_pb2, pool_pb2, session_pb2, store_pb2

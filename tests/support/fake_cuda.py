@@ -11,6 +11,8 @@ import collections
 import copy
 import ctypes
 import functools
+import mmap
+import os
 import random
 import threading
 from collections.abc import Callable
@@ -20,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from kvservice import _ext, ops
+from kvservice.errors import InvalidArgumentError
 from kvservice.pool.layout import DTYPES
 
 Array = np.ndarray[Any, Any]
@@ -56,9 +59,10 @@ class DeadlockError(AssertionError):
 
 
 class Event:
-    def __init__(self, cuda: FakeCuda, timing: bool) -> None:
+    def __init__(self, cuda: FakeCuda, timing: bool, blocking: bool) -> None:
         self.cuda = cuda
         self.timing = timing
+        self.blocking = blocking
         self.recorded = self.reached = 0
 
     def has_reached(self, number: int) -> bool:
@@ -70,6 +74,9 @@ class Event:
             self.cuda.streams[stream].put(functools.partial(setattr, self, "reached", self.recorded))
 
     def synchronize(self) -> None:
+        if self.blocking:
+            self.cuda.sleep_until(lambda: self.reached >= self.recorded)
+            return
         with self.cuda.call():
             self.cuda.run_until(lambda: self.reached >= self.recorded)
 
@@ -119,14 +126,20 @@ class Stream:
 class Memory:
     """Device memory or pinned host memory, which pointers may refer to."""
 
-    def __init__(self, cuda: FakeCuda, address: int, num_bytes: int, *, on_device: bool) -> None:
+    def __init__(self, cuda: FakeCuda, address: int, num_bytes: int, *, on_device: bool, file: int = -1) -> None:
         self.cuda, self.pointer, self.num_bytes, self._on_device = cuda, address, num_bytes, on_device
+        self._file = file
         cuda.memory[address] = self
+
+    def export_fd(self) -> int:
+        return os.dup(self._file)
 
     def close(self) -> None:
         with self.cuda.call():
             del self.cuda.memory[self.pointer]
             self.cuda.used_bytes -= self.num_bytes if self._on_device else 0
+            if self._file >= 0:
+                os.close(self._file)
 
 
 class Attention:
@@ -216,6 +229,7 @@ class FakeCuda(ModuleType):
     def __init__(self, seed: int = 0, total_bytes: int = 64 << 20) -> None:
         super().__init__("kvservice._cuda")
         self.lock = threading.RLock()
+        self.progress = threading.Condition(self.lock)
         self.random = random.Random(seed)
         self.total_bytes = total_bytes
         self.streams: dict[int, Stream] = {}
@@ -244,6 +258,13 @@ class FakeCuda(ModuleType):
                 raise DeadlockError(f"nothing can run: {[stream.handle for stream in self.streams.values()]}")
             self._check()
 
+    def sleep_until(self, true: Callable[[], bool]) -> None:
+        """Wait for what other threads run."""
+        with self.progress:
+            while not true():
+                self.progress.wait(0.01)  # a test sets `error` without a notification
+                self._check()
+
     def _check(self) -> None:
         if self.error is not None:
             raise CudaError(700, self.error)
@@ -256,6 +277,7 @@ class FakeCuda(ModuleType):
         for handle in self._order:
             if self.streams[handle].can_run:
                 self.streams[handle].run_one()
+                self.progress.notify_all()
                 return True
         return False
 
@@ -277,10 +299,19 @@ class FakeCuda(ModuleType):
         shape = (sizes.num_blocks, sizes.num_layers, 2, sizes.num_kv_heads, sizes.head_size * sizes.block_size)
         return self.array(pointer, shape, DTYPE_OF[dtype])
 
-    def _take(self, num_bytes: int) -> Memory:
+    def _count(self, num_bytes: int) -> None:
         if self.used_bytes + num_bytes > self.total_bytes:
             raise CudaError(2, f"out of memory: {num_bytes} bytes")
         self.used_bytes += num_bytes
+
+    def _map(self, file: int, num_bytes: int) -> Memory:
+        """Map memory that other processes can map too."""
+        data = np.frombuffer(mmap.mmap(file, num_bytes), np.uint8)
+        self._graveyard.append(data)
+        return Memory(self, data.ctypes.data, num_bytes, on_device=True, file=file)
+
+    def _take(self, num_bytes: int) -> Memory:
+        self._count(num_bytes)
         data = np.full(num_bytes + 256, 255, np.uint8)
         self._graveyard.append(data)
         return Memory(self, -(-data.ctypes.data // 256) * 256, num_bytes, on_device=True)
@@ -305,15 +336,27 @@ class FakeCuda(ModuleType):
         with self.call():
             return Stream(self)
 
-    def Event(self, device: int, timing: bool = False) -> Event:  # noqa: ARG002, N802
-        return Event(self, timing)
+    def Event(self, device: int, timing: bool = False, blocking: bool = False) -> Event:  # noqa: ARG002, N802
+        return Event(self, timing, blocking)
 
     def Attention(self) -> Attention:  # noqa: N802
         return Attention(self)
 
     def DeviceMemory(self, device: int, num_bytes: int) -> Memory:  # noqa: ARG002, N802
         with self.call():
-            return self._take(num_bytes)
+            self._count(num_bytes)
+            file = os.memfd_create("gpu")
+            os.truncate(file, num_bytes)
+            memory = self._map(file, num_bytes)
+            self.array(memory.pointer, (num_bytes,), np.uint8)[:] = 255
+            return memory
+
+    def ImportedMemory(self, device: int, fd: int, num_bytes: int, writable: bool) -> Memory:  # noqa: ARG002, N802
+        with self.call():
+            if os.fstat(fd).st_size != num_bytes:
+                raise InvalidArgumentError("is not the size of the memory", field="num_bytes")
+            self._count(num_bytes)
+            return self._map(os.dup(fd), num_bytes)
 
     def HostRegistration(self, address: int, num_bytes: int) -> Memory:  # noqa: N802
         with self.call():

@@ -1,0 +1,148 @@
+"""A session of the daemon, and what of it survives the daemon's process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Final
+
+from kvservice.auth import Identity
+from kvservice.blocks import SessionNamespace
+from kvservice.blocks.plans import ArrayMemory
+from kvservice.config import ServeConfig
+from kvservice.errors import KVServiceError
+from kvservice.server.host_access import HostAccess
+from kvservice.server.kept_replies import KeptReplies
+from kvservice.server.regions import Regions
+from kvservice.server.replies import Replies
+from kvservice.server.scheduling import SessionScheduler
+from kvservice.store import SessionStore
+from kvservice.telemetry.sessions import SessionRow, SessionTable
+from kvservice.wire.tensors import Array
+
+# The key of the last session id among the records.
+_LAST_ID: Final = -1
+
+
+@dataclass(frozen=True)
+class SessionRecord:
+    """What a later process needs to resume a session, besides its row, its replies and its sequences.
+
+    `credential` is Identity.credential. `waits_until` is the time when the session is lost if no stream attaches to it
+    until then, in seconds of the machine's monotonic clock; it is None while a stream holds the session.
+    """
+
+    session_id: int
+    token: bytes
+    name: str
+    tenant: str
+    owner: str
+    credential: bytes
+    wait_s: float
+    holder: int | None
+    waits_until: float | None
+
+    def to_bytes(self) -> bytes:
+        values = asdict(self) | {"token": self.token.hex(), "credential": self.credential.hex()}
+        return json.dumps(values).encode()
+
+    @staticmethod
+    def from_bytes(data: bytes) -> SessionRecord:
+        values = json.loads(data)
+        token, credential = bytes.fromhex(values.pop("token")), bytes.fromhex(values.pop("credential"))
+        return SessionRecord(token=token, credential=credential, **values)
+
+
+@dataclass(frozen=True)
+class SessionMemory:
+    """The memory of all sessions: shared rows, replies, and records by row number."""
+
+    table: SessionTable
+    replies: KeptReplies
+    records: MutableMapping[int, bytes]
+
+    @staticmethod
+    def of(config: ServeConfig, memory: ArrayMemory, records: MutableMapping[int, bytes]) -> SessionMemory:
+        return SessionMemory(
+            SessionTable(config.max_sessions, config.max_labels, memory.kept),
+            KeptReplies(config.max_sessions, memory),
+            records,
+        )
+
+    def new_session_id(self) -> int:
+        """Return an id that no session had, in this process or an earlier one."""
+        session_id = int(self.records.get(_LAST_ID, b"0")) + 1
+        self.records[_LAST_ID] = b"%d" % session_id
+        return session_id
+
+    def kept_records(self) -> dict[int, SessionRecord]:
+        """Return the records of an earlier process by row number."""
+        return {row: SessionRecord.from_bytes(data) for row, data in self.records.items() if row != _LAST_ID}
+
+
+@dataclass(eq=False)
+class ServerSession:
+    session_id: int
+    token: bytes
+    name: str
+    tenant: str
+    owner: Identity
+    namespace: SessionNamespace
+    access: HostAccess
+    regions: Regions
+    row: SessionRow
+    # None if the daemon has no store.
+    store: SessionStore | None
+    replies: Replies
+    wait_s: float
+    # None until the client opens it.
+    scheduler: SessionScheduler | None = None
+    # The holder whose stream attached last, see AttachRequest; None before the first attach.
+    holder: int | None = None
+    # Ends the stream that holds the lease, with an error; None if no stream holds it.
+    end_stream: Callable[[KVServiceError], None] | None = None
+    # The timers of a session that no stream holds.
+    timers: list[asyncio.TimerHandle] = field(default_factory=list)
+
+    # The ids of sequences that an Allocate in slices is about to create.
+    allocated_soon: set[int] = field(default_factory=set)
+
+    def record(self, waits_until: float | None) -> SessionRecord:
+        return SessionRecord(
+            session_id=self.session_id,
+            token=self.token,
+            name=self.name,
+            tenant=self.tenant,
+            owner=self.owner.name,
+            credential=self.owner.credential,
+            wait_s=self.wait_s,
+            holder=self.holder,
+            waits_until=waits_until,
+        )
+
+    def check_unscheduled(self, sequence_ids: Array | Sequence[int], field: str) -> None:
+        """Raise SequenceScheduledError for a sequence that belongs to the session's scheduler. `field` is a format
+        string for the index of an id."""
+        if self.scheduler is not None:
+            self.scheduler.check_unscheduled(sequence_ids, field)
+
+    @contextlib.contextmanager
+    def allocating(self, sequence_ids: Sequence[int]) -> Iterator[None]:
+        """Keep these ids from the requests of the scheduler until the context ends."""
+        ids = set(sequence_ids).difference(self.allocated_soon)
+        self.allocated_soon |= ids
+        try:
+            yield
+        finally:
+            self.allocated_soon -= ids
+
+    def unshare(self, *, writers_done: bool = False) -> None:
+        """Close what is of no use without the session's client: the lane, mappings, regions, and its namespaces, leases
+        and reservations in the store. `writers_done`: see SessionStore.close."""
+        self.access.close()
+        self.regions.close()
+        if self.store is not None:
+            self.store.close(writers_done=writers_done)

@@ -1,0 +1,270 @@
+"""Blocks count as unfinished from the submission of an operation until their bytes are written."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_cuda import FakeCuda
+from kept_files import HeldFiles
+from kv_model import HEAD_SIZE, NUM_HEADS, NUM_KV_HEADS, NUM_LAYERS, POOL
+
+from kvservice import ops
+from kvservice.attention_options import AttentionOptions
+from kvservice.blocks import AllocationRequest, StepPlan
+from kvservice.blocks.plans import numpy_memory
+from kvservice.config import ServeConfig
+from kvservice.devices import compute, cpu, open_device
+from kvservice.devices.unfinished import UnfinishedBlocks
+from kvservice.engine import CacheEngine
+from kvservice.kept import KeptState
+
+NUM_TOKENS = 10
+
+
+class Rig:
+    """An engine with one sequence, and the counts of its device."""
+
+    def __init__(self, **changes: Any) -> None:
+        config = ServeConfig.model_validate(POOL | {"max_message_mib": 1, "allow_client_shm": "off"} | changes)
+        self.kept = KeptState.fresh()
+        self.device: Any = open_device(config, self.kept)
+        self.engine = CacheEngine(config, self.device)
+        self.space = self.engine.manager.open_namespace()
+        self.engine.manager.allocate(self.space, [AllocationRequest(1, range(NUM_TOKENS))])
+
+    @property
+    def pool(self) -> list[int]:
+        """The unfinished blocks of the pool."""
+        return self._unfinished("unfinished_device", self.device.num_blocks)
+
+    @property
+    def swap(self) -> list[int]:
+        return self._unfinished("unfinished_swap", self.device.num_swap_blocks)
+
+    def _unfinished(self, name: str, num_blocks: int) -> list[int]:
+        counts = self.kept.arrays.kept(name, (num_blocks,), np.int32, private=True)
+        assert (counts >= 0).all()
+        return np.flatnonzero(counts).tolist()
+
+    def step(self) -> StepPlan:
+        return self.engine.open_step(self.space, np.array([1]), None)
+
+    async def attend(self, step: StepPlan, layer: int, first: int = 0, stop: int = NUM_TOKENS) -> None:
+        query = np.ones((stop - first, NUM_HEADS, HEAD_SIZE), np.float32)
+        kv = np.ones((stop - first, NUM_KV_HEADS, HEAD_SIZE), np.float32)
+        part = (first, stop - first if stop - first < NUM_TOKENS else 0)
+        await self.engine.attend(self.space, step.step_id, layer, query, kv, kv, AttentionOptions(), False, part=part)
+
+    async def write(self, step: StepPlan) -> None:
+        kv = np.ones((NUM_LAYERS, NUM_TOKENS, NUM_KV_HEADS, HEAD_SIZE), np.float32)
+        await self.engine.write(self.space, step.step_id, None, kv, kv)
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    rig = Rig()
+    yield rig
+    rig.device.close()
+
+
+@pytest.fixture
+def gpu(fake: FakeCuda) -> Iterator[Rig]:
+    rig = Rig(device="cuda")
+    yield rig
+    fake.error = None
+    for stream in fake.streams.values():
+        stream.held = False
+    rig.device.close()
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    """Wait for a thread of the device. A test fails after a minute."""
+    pause = threading.Event()
+    for _ in range(60_000):
+        if true():
+            return
+        pause.wait(0.001)
+    pytest.fail("the thread of the device did nothing")
+
+
+def test_counts_are_per_operation_and_blocks_may_be_repeated() -> None:
+    unfinished = UnfinishedBlocks(numpy_memory, "unfinished_device", 5)
+    one, other = np.array([1, 1, 3]), np.array([3, 4], np.int32)
+    unfinished.begin(one)
+    unfinished.begin(other)
+    assert unfinished.counts.tolist() == [0, 2, 0, 2, 1]
+    unfinished.end(one)
+    assert unfinished.counts.tolist() == [0, 0, 0, 1, 1]
+    unfinished.end(other)
+    assert not unfinished.counts.any()
+
+
+# ---- the CPU device
+
+
+def during(monkeypatch: pytest.MonkeyPatch, name: str, seen: Callable[[], Any]) -> list[Any]:
+    """Return what `seen` returns before each call of a kernel."""
+    results: list[Any] = []
+    right = getattr(ops, name)
+
+    def spied(*arguments: Any, **options: Any) -> Any:
+        results.append(seen())
+        return right(*arguments, **options)
+
+    monkeypatch.setattr(ops, name, spied)
+    return results
+
+
+@pytest.mark.parametrize("inline_bytes", [cpu.INLINE_BYTES, -1], ids=["inline", "in the thread"])
+def test_copies_count_until_they_are_done(rig: Rig, monkeypatch: pytest.MonkeyPatch, inline_bytes: int) -> None:
+    monkeypatch.setattr(cpu, "INLINE_BYTES", inline_bytes)
+    seen = during(monkeypatch, "copy_blocks", lambda: (rig.pool, rig.swap))
+    rig.device.copy(np.array([0, 1], np.int32), np.array([7, 8], np.int32))
+    rig.device.swap_out(np.array([3], np.int32), np.array([5], np.int32))
+    rig.device.swap_in(np.array([4], np.int32), np.array([6], np.int32))
+    wait_until(lambda: rig.device._queue.idle)
+    assert {7, 8} <= set(seen[0][0])
+    assert 5 in seen[1][1]
+    assert seen[2] == ([6], [])
+    assert (rig.pool, rig.swap) == ([], [])
+
+
+@pytest.mark.parametrize("inline_bytes", [cpu.INLINE_BYTES, -1], ids=["inline", "in the thread"])
+def test_the_call_that_completes_a_step_counts_before_it_is_marked(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, inline_bytes: int
+) -> None:
+    monkeypatch.setattr(cpu, "INLINE_BYTES", inline_bytes)
+    seen = during(monkeypatch, "write_kv", lambda: rig.pool)
+    marked: list[Any] = []
+    right = rig.engine.manager.mark_part
+
+    def mark(*arguments: Any) -> bool:
+        marked.append(rig.pool)
+        return right(*arguments)
+
+    monkeypatch.setattr(rig.engine.manager, "mark_part", mark)
+    step = rig.step()
+    blocks = sorted(set((step.slot_mapping // rig.engine.manager.config.block_size).tolist()))
+
+    async def layers() -> None:
+        for layer in range(NUM_LAYERS - 1):
+            await rig.attend(step, layer)
+        await rig.attend(step, NUM_LAYERS - 1, 0, 6)
+        await rig.attend(step, NUM_LAYERS - 1, 6, NUM_TOKENS)
+
+    asyncio.run(layers())
+    assert marked == [[]] * NUM_LAYERS + [blocks]
+    assert seen == [[]] * NUM_LAYERS + [blocks]
+    assert rig.pool == []
+
+
+def test_a_write_of_all_layers_completes_a_step(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = during(monkeypatch, "write_kv", lambda: rig.pool)
+    asyncio.run(rig.write(rig.step()))
+    assert len(seen) == NUM_LAYERS
+    assert all(seen)
+    assert rig.pool == []
+
+
+def test_a_cancelled_caller_does_not_end_the_count(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "INLINE_BYTES", -1)
+    goes_on = threading.Event()
+
+    async def cancel() -> None:
+        rig.device._queue.submit(lambda: goes_on.wait(60))
+        call = asyncio.create_task(rig.write(rig.step()))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert rig.pool
+        goes_on.set()
+
+    asyncio.run(cancel())
+    wait_until(lambda: not rig.pool)
+
+
+def test_a_fault_leaves_the_blocks_and_is_kept(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    keeper = HeldFiles()
+    rig.kept._files._keeper = keeper
+    rig.kept.ready()
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("the memory is broken")
+
+    monkeypatch.setattr(ops, "copy_blocks", fails)
+    with pytest.raises(RuntimeError):
+        rig.device.copy(np.array([0], np.int32), np.array([7], np.int32))
+    assert rig.pool == [7]
+    assert KeptState.open(keeper.start(), {}).refused == "the device failed"
+    keeper.close()
+
+
+# ---- the CUDA device
+
+
+@pytest.mark.parametrize("inline_s", [compute.INLINE_S, -1.0], ids=["inline", "in the thread"])
+def test_on_a_gpu_a_step_counts_until_its_kernels_are_complete(
+    gpu: Rig, fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, inline_s: float
+) -> None:
+    monkeypatch.setattr(compute, "INLINE_S", inline_s)
+    seen: list[list[int]] = []
+    run = fake._run_one
+
+    def spied() -> bool:
+        seen.append(gpu.pool)
+        return run()
+
+    step = gpu.step()
+
+    async def layers() -> None:
+        for layer in range(NUM_LAYERS - 1):
+            await gpu.attend(step, layer)
+        assert gpu.pool == []
+        monkeypatch.setattr(fake, "_run_one", spied)
+        await gpu.attend(step, NUM_LAYERS - 1)
+
+    asyncio.run(layers())
+    assert seen
+    assert all(seen)
+    assert gpu.pool == []
+
+
+def test_on_a_gpu_copies_count_until_they_are_complete_and_that_is_noticed(gpu: Rig, fake: FakeCuda) -> None:
+    """Nothing follows the copies: a thread waits for them."""
+    for stream in fake.streams.values():
+        stream.held = True
+    gpu.device.copy(np.array([0, 1], np.int32), np.array([7, 8], np.int32))
+    gpu.device.swap_out(np.array([3], np.int32), np.array([5], np.int32))
+    gpu.device.swap_in(np.array([4], np.int32), np.array([6], np.int32))
+    assert (gpu.pool, gpu.swap) == ([6, 7, 8], [5])
+    copies = gpu.device._compute.copies
+    copies._out.held = gpu.device._compute.stream.held = False
+    fake_runs(fake)
+    wait_until(lambda: gpu.swap == [])
+    assert gpu.pool == [6, 7, 8]
+    copies._within.held = copies._in.held = False
+    fake_runs(fake)
+    wait_until(lambda: gpu.pool == [])
+
+
+def fake_runs(fake: FakeCuda) -> None:
+    with fake.lock:
+        while fake._run_one():
+            pass
+
+
+def test_on_a_gpu_a_copy_that_fails_faults_the_device(gpu: Rig, fake: FakeCuda) -> None:
+    for stream in fake.streams.values():
+        stream.held = True
+    gpu.device.swap_out(np.array([3], np.int32), np.array([5], np.int32))
+    fake.error = "an illegal address"
+    wait_until(lambda: gpu.device.fault is not None)
+    assert gpu.swap == [5]
+    assert gpu.kept._header.refusal({}) == "the device failed"
