@@ -21,7 +21,14 @@ import ml_dtypes  # noqa: F401  gives NumPy the type that bfloat16 names
 import numpy as np
 
 from kvservice.client import KVClient, Sequence, Session
-from kvservice.errors import ConnectionLostError, DrainingError, OutOfBlocksError, UnknownSessionError
+from kvservice.errors import (
+    ConnectionLostError,
+    DrainingError,
+    OutOfBlocksError,
+    SequenceLostError,
+    StaleStepError,
+    UnknownSessionError,
+)
 
 VOCABULARY = 32_000
 TENANTS = ("chat", "search")
@@ -129,8 +136,9 @@ def main(address: str = "127.0.0.1:50051") -> None:
     while True:
         try:
             work(address)
-        except (ConnectionLostError, DrainingError, UnknownSessionError) as error:
-            # The daemon has ended, and the K/V with it.
+        except (ConnectionLostError, DrainingError, SequenceLostError, StaleStepError, UnknownSessionError) as error:
+            # The daemon has ended in the middle of a step, or its K/V with it. An engine that goes on with the
+            # sequences that are left is kvservice.engines.
             print(f"starting anew: {error}", flush=True)
             time.sleep(1)
 

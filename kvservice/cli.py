@@ -13,12 +13,11 @@ import sys
 import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
-from rich.console import Console
 
 from kvservice import __version__
 from kvservice.commands.connection import Presented, connection_options
@@ -31,6 +30,9 @@ from kvservice.environment import missing_environment, prepare_grpc
 from kvservice.errors import KVServiceError
 from kvservice.keeper.notify import report_version
 from kvservice.keeper.settings import KeeperSettings, become_keeper, control_path
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -143,6 +145,8 @@ def demo(device: str, dtype: str, address: str | None, as_json: bool, presented:
         from kvservice.demo import run
     except ModuleNotFoundError as error:
         raise click.ClickException(f"{error.name} is missing: pip install .kvservice[demo].") from None
+    from rich.console import Console
+
     try:
         credentials = presented.at(address or "unix:")
         result = run(
@@ -214,7 +218,7 @@ def top(
 
 @main.group()
 def bench() -> None:
-    """Benchmarks of bookkeeping, scheduling, serving, calls, the store, limits, attention, lanes and swapping."""
+    """Benchmarks: bookkeeping, scheduling, serving, calls, store, restarts, limits, attention, lanes, swapping."""
 
 
 def _report(
@@ -226,8 +230,10 @@ def _report(
         raise click.ClickException(str(error)) from None
     if as_json:
         click.echo(json.dumps(results))
-    else:
-        render(results, Console())
+        return
+    from rich.console import Console
+
+    render(results, Console())
 
 
 @contextlib.contextmanager
@@ -334,6 +340,26 @@ def bench_store(device: str, quick: bool, as_json: bool) -> None:
     from kvservice.bench import store
 
     _report(lambda: store.run(quick), store.render, as_json)
+
+
+@bench.command("restart")
+@_device_option
+@click.option("--num-blocks", type=click.IntRange(32, 1 << 24), help="Blocks of the pool.  [default: 100000]")
+@click.option("--gib", type=_Finite(0, 65_536, min_open=True), help="Size of the pool, instead of --num-blocks.")
+@click.option("--rounds", type=click.IntRange(1, 100), default=5, show_default=True, help="The median one counts.")
+@_json_option
+def bench_restart(num_blocks: int | None, gib: float | None, as_json: bool, **options: Any) -> None:
+    """Measure how long a client waits while its daemon is killed and starts again, and while it is upgraded.
+
+    The pool is full of sequences and cached blocks. Its blocks are small on the CPU, 2 MiB on a CUDA device.
+    """
+    if num_blocks is not None and gib is not None:
+        raise click.UsageError("--num-blocks and --gib exclude each other")
+    _reexec_with(missing_environment(os.environ))
+    from kvservice.bench import restart
+
+    settings = restart.RestartOptions(num_blocks=num_blocks or 100_000, gib=gib, **options)
+    _report(lambda: restart.run(settings), restart.render, as_json)
 
 
 @bench.command("limits")

@@ -130,6 +130,7 @@ ROOMS: dict[str, set[str]] = {
     # It measures the packages from inside.
     "bench": {
         "",
+        "auth",
         "blocks",
         "client",
         "config",
@@ -137,6 +138,7 @@ ROOMS: dict[str, set[str]] = {
         "environment",
         "errors",
         "integrations",
+        "keeper",
         "launch",
         "ops",
         "pool.layout",
@@ -389,6 +391,14 @@ def test_importing_it_does_not_import_torch(module: str) -> None:
 def test_the_command_line_sets_the_environment_before_grpc() -> None:
     code = "import sys, kvservice.cli; sys.exit('grpc' in sys.modules)"
     assert subprocess.run([sys.executable, "-P", "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_a_daemon_that_restarts_imports_nothing_that_only_other_commands_need() -> None:
+    """Clients wait until the imports are done."""
+    spared = {"rich", "textual", "starlette", "uvicorn", "prometheus_client", "opentelemetry"}
+    code = f"import sys, kvservice.cli, kvservice.server.daemon; print({spared} & set(sys.modules) or '')"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == ""
 
 
 def test_importing_the_client_prepares_grpc() -> None:

@@ -11,7 +11,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
 
 from kvservice.commands.connection import Presented, connection_options
 from kvservice.commands.prompt_lines import PromptLine, check_lines, read_lines
@@ -166,6 +165,8 @@ def _model(directory: str | None, dtype: str) -> tuple[Any, Any]:
 
 def _view() -> AbstractContextManager[Any]:
     from contextlib import nullcontext
+
+    from rich.console import Console
 
     from kvservice.engines.live import live_queues
 
