@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import mmap
 import os
 from collections.abc import Iterator
@@ -11,11 +12,12 @@ import numpy as np
 import pytest
 from fake_cuda import FakeCuda
 from kept_files import HeldFiles
+from killed_device import check_taken_over, config_of, killed
 from kv_model import POOL
 
 from kvservice.config import ServeConfig
 from kvservice.devices import open_device
-from kvservice.kept import KeptState, KeptStateError
+from kvservice.kept import KeptFiles, KeptState, KeptStateError
 from kvservice.kept.state import PREFIX
 
 SMALL: dict[str, Any] = POOL | {"max_message_mib": 1, "allow_client_shm": "off"}
@@ -110,4 +112,11 @@ def test_a_pool_that_the_gpu_cannot_map_is_a_failed_take_over(keeper: HeldFiles,
         fake.used_bytes = 0
     device, kept = started(keeper, device="cuda")
     assert kept.refused == "the take-over failed twice"
+    device.close()
+
+
+def test_after_a_kill_all_blocks_but_the_unfinished_ones_are_whole() -> None:
+    kept = KeptState.open(KeptFiles(killed("cpu"), None), {})
+    device = open_device(config_of("cpu"), kept)
+    asyncio.run(check_taken_over(device, kept))
     device.close()
