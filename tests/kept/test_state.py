@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kept_files import HeldFiles
+from kept_files import HeldFiles, at_every_line
 
 from kvservice.kept import KeptState, KeptStateError, Section, header
 from kvservice.kept.state import PREFIX
@@ -86,6 +86,42 @@ def test_a_taken_over_state_can_be_taken_over_before_its_process_serves(keeper: 
     serving(keeper)
     assert_taken_over(started(keeper))
     assert_taken_over(started(keeper))
+
+
+OF_A_START = ("kept/", "pool/sealed.py", "telemetry/arrays.py")
+
+
+def test_a_first_start_that_is_killed_at_any_line_leaves_all_or_nothing(keeper: HeldFiles) -> None:
+    moments = set()
+    with at_every_line(OF_A_START, lambda: moments.add(keeper.content())):
+        serving(keeper)
+    outcomes = []
+    for moment in moments:
+        copy = HeldFiles.of(moment)
+        state = started(copy)
+        outcomes.append(state.taken)
+        if state.taken:
+            assert_taken_over(state)
+        else:
+            assert_new(state, copy)
+        copy.close()
+    assert {True, False} == set(outcomes)
+
+
+def test_a_take_over_that_is_killed_at_any_line_leaves_all(keeper: HeldFiles) -> None:
+    serving(keeper).mark_clean()
+    moments = set()
+    with at_every_line(OF_A_START, lambda: moments.add(keeper.content())):
+        state = started(keeper)
+        assert_taken_over(state)
+        state.arrays.zeros("calls of another size", (9000,), np.int64)
+        state.ready()
+        state.facts["num_blocks"] = 12
+    assert len(moments) > 5
+    for moment in moments:
+        copy = HeldFiles.of(moment)
+        assert_taken_over(started(copy))
+        copy.close()
 
 
 def test_after_two_take_overs_that_failed_it_is_given_up(keeper: HeldFiles) -> None:

@@ -7,17 +7,15 @@ import mmap
 import os
 import random
 import struct
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
-from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from kept_files import content_of, copied_file
+from kept_files import at_every_line, content_of, copied_file
 
 from kvservice.kept import KeptDict, KeptStateError, KeptTable
 from kvservice.kept import table as table_module
@@ -39,14 +37,6 @@ def reopened(data: bytes) -> Content:
 def killed_at_every_moment(table: KeptTable) -> Iterator[list[bytes]]:
     """Collect the file at every line of the table's code, and at every quarter of the bytes that a line stores."""
     moments: list[bytes] = []
-
-    def traced(frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
-        if frame.f_code.co_filename != table_module.__file__:
-            return None
-        if event == "line":
-            moments.append(content_of(table.fd))
-        return traced
-
     write = table._write
 
     def write_in_parts(offset: int, data: bytes) -> None:
@@ -56,12 +46,9 @@ def killed_at_every_moment(table: KeptTable) -> Iterator[list[bytes]]:
         write(offset, data)
 
     table._write = write_in_parts  # type: ignore[method-assign]
-    sys.settrace(traced)
-    try:
+    with at_every_line(["kept/table.py"], lambda: moments.append(content_of(table.fd))):
         yield moments
-    finally:
-        sys.settrace(None)
-        del table._write
+    del table._write
 
 
 def change(rng: random.Random, section: KeptDict, longest: int) -> None:
@@ -200,3 +187,4 @@ class AsDicts(RuleBasedStateMachine):
 
 
 TestAsDicts = AsDicts.TestCase
+TestAsDicts.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)

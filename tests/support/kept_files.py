@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
 
+import kvservice
 from kvservice.kept import KeptFiles
 
 
@@ -30,6 +37,16 @@ class HeldFiles:
     def start(self) -> KeptFiles:
         return KeptFiles({name: os.dup(fd) for name, fd in self.held.items()}, self)
 
+    def content(self) -> tuple[tuple[str, bytes], ...]:
+        """Return the names and bytes of all files, as they were if the process was killed now."""
+        return tuple((name, content_of(fd)) for name, fd in self.held.items())
+
+    @classmethod
+    def of(cls, files: Iterable[tuple[str, bytes]]) -> HeldFiles:
+        keeper = cls()
+        keeper.held = {name: copied_file(data) for name, data in files}
+        return keeper
+
     def close(self) -> None:
         for name in list(self.held):
             self.remove(name)
@@ -45,3 +62,23 @@ def copied_file(data: bytes) -> int:
 
 def content_of(fd: int) -> bytes:
     return os.pread(fd, os.fstat(fd).st_size, 0)
+
+
+@contextmanager
+def at_every_line(of: Iterable[str], call: Callable[[], object]) -> Iterator[None]:
+    """Call `call` before each line of code in these files or folders of kvservice."""
+    root = str(Path(kvservice.__file__).parent)
+    places = tuple(f"{root}/{name}" for name in of)
+
+    def traced(frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
+        if not frame.f_code.co_filename.startswith(places):
+            return None
+        if event == "line":
+            call()
+        return traced
+
+    sys.settrace(traced)
+    try:
+        yield
+    finally:
+        sys.settrace(None)
