@@ -8,6 +8,7 @@ changes nothing.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -160,6 +161,17 @@ class LayerTracker:
         self.check_all_layers(namespace, step_id)
         entry = namespace.steps[step_id]
         entry.written[:] = b"\1" * self._config.num_layers
+        self._commit_if_complete(namespace, entry)
+
+    def mark_layers(self, namespace: SessionNamespace, step_id: int, layers: Sequence[int]) -> None:
+        """See BlockManager.mark_layers."""
+        if len(set(layers)) != len(layers):
+            raise InvalidArgumentError("a layer is named twice", field="layers")
+        for layer in layers:
+            self.check_part(namespace, step_id, layer, 0, 0)
+        entry = namespace.steps[step_id]
+        for layer in layers:
+            entry.written[layer] = 1
         self._commit_if_complete(namespace, entry)
 
     def _live_step(self, namespace: SessionNamespace, step_id: int) -> LiveStep:

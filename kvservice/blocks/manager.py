@@ -389,6 +389,10 @@ class BlockManager:
         """Record that all layers are written, and commit the step as `mark_layer`. Raises LayerWrittenError."""
         self._layers.mark_all_layers(namespace, step_id)
 
+    def mark_layers(self, namespace: SessionNamespace, step_id: int, layers: Sequence[int]) -> None:
+        """Record that these distinct layers are written, all or none, as `mark_layer`."""
+        self._layers.mark_layers(namespace, step_id, layers)
+
     def commit_written(self, namespace: SessionNamespace, step_id: int) -> bool:
         """Commit a step whose layers were marked directly in its `written_layers`. Returns False if the step is not
         live, cannot commit yet, or was committed before."""

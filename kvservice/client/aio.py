@@ -73,7 +73,9 @@ class AsyncKVClient:
         raise AttributeError(name)
 
     async def __aenter__(self) -> AsyncKVClient:
-        self._channel = open_aio_channel(self._core.address, self._core.credentials, channel.CHANNEL_OPTIONS)
+        self._channel = open_aio_channel(
+            self._core.address, self._core.credentials, channel.channel_options(self._core.address)
+        )
         self._pool = pool_pb2_grpc.PoolServiceStub(self._channel)  # type: ignore[no-untyped-call]
         self._sessions = open_stub(self._channel)
         if self._connect_timeout_s is not None:
@@ -115,7 +117,9 @@ class AsyncKVClient:
         request = build(
             session_pb2.OpenRequest, name=name, tenant=tenant, detachable=detachable, detach_ttl_s=detach_ttl_s
         )
-        opened = await self._open_session(request, timeout_s)
+        opened = await self._core.ask_patiently(
+            TaskWaiting(), lambda: self._send(self._sessions.Open, request, timeout_s), timeout_s
+        )
         async with self._attached(opened.session_token, False, timeout_s) as session:
             yield session
 
@@ -205,6 +209,9 @@ class AsyncKVClient:
         return TaskStream(self._sessions, self._core.credentials.headers(), on_end, waits_for_daemon)
 
     async def _unary(self, method: Any, request: Any, timeout_s: float | None = None) -> Any:
+        return await self._core.ask(TaskWaiting(), lambda: self._send(method, request, timeout_s), timeout_s)
+
+    async def _send(self, method: Any, request: Any, timeout_s: float | None) -> Any:
         try:
             return await method(request, metadata=self._core.metadata(), timeout=self._core.limit_s(timeout_s))
         except grpc.RpcError as error:

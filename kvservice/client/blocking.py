@@ -85,6 +85,11 @@ class Session:
         """The name of the session's transport: "lane", "mapped", "region" or "inline"."""
         return self._core.transport
 
+    @property
+    def num_restarts(self) -> int:
+        """See SessionCore.num_restarts."""
+        return self._core.num_restarts
+
     allocate = blocking(_Core.allocate)
     allocate_batch = blocking(_Core.allocate_batch)
     can_allocate = blocking(_Core.can_allocate)
@@ -100,6 +105,7 @@ class Session:
     swap_in = blocking(_Core.swap_in)
     free = blocking(_Core.free)
     describe = blocking(_Core.describe)
+    lost_sequences = blocking(_Core.lost_sequences)
     read = blocking(_Core.read)
     open_scheduler = blocking(_Core.open_scheduler)
     match_prefix = blocking(_Core.match_prefix)
@@ -163,7 +169,7 @@ class KVClient:
         transport: str = "auto",
     ) -> None:
         self._core = ClientCore(address, tls, token, timeout_s, reconnect_wait_s, transport)
-        self._channel = open_channel(address, self._core.credentials, channel.CHANNEL_OPTIONS)
+        self._channel = open_channel(address, self._core.credentials, channel.channel_options(address))
         self._pool = pool_pb2_grpc.PoolServiceStub(self._channel)  # type: ignore[no-untyped-call]
         self._sessions = open_stub(self._channel)
         self._info: PoolInfo | None = None
@@ -206,7 +212,10 @@ class KVClient:
         request = build(
             session_pb2.OpenRequest, name=name, tenant=tenant, detachable=detachable, detach_ttl_s=detach_ttl_s
         )
-        opened = finish(self._open_session(request, timeout_s))
+        opening = self._core.ask_patiently(
+            ThreadWaiting(), lambda: self._send(self._sessions.Open, request, timeout_s), timeout_s
+        )
+        opened = finish(opening)
         return self._attached(opened.session_token, timeout_s, resumed=False)
 
     def resume(self, token: bytes, *, timeout_s: float | None = None) -> Session:
@@ -304,6 +313,9 @@ class KVClient:
         return BlockingStream(self._sessions, self._core.credentials.headers(), on_end, waits_for_daemon)
 
     def _unary(self, method: Any, request: Any, timeout_s: float | None = None) -> Any:
+        return finish(self._core.ask(ThreadWaiting(), lambda: self._send(method, request, timeout_s), timeout_s))
+
+    async def _send(self, method: Any, request: Any, timeout_s: float | None) -> Any:
         self._core.process.check()
         try:
             return method(request, metadata=self._core.metadata(), timeout=self._core.limit_s(timeout_s))

@@ -53,12 +53,16 @@ CHANNEL_OPTIONS: list[tuple[str, int | str]] = [
     ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
     *keepalive_options(DAEMON_TIMEOUT_S),
-    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.initial_reconnect_backoff_ms", 20),
     # In gRPC this is also the timeout of a connection attempt, not only a pause between attempts.
     ("grpc.min_reconnect_backoff_ms", 5_000),
-    ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.service_config", json.dumps({"methodConfig": [_RETRIES]})),
 ]
+
+# Longest pause in ms between gRPC's attempts to connect, which go on without calls. It is short, so that a daemon that
+# restarts is found soon. An attempt on a unix socket costs only the client something, one over TCP sends packets.
+_MAX_BACKOFF_UNIX_MS = 50
+_MAX_BACKOFF_TCP_MS = 250
 
 # Part of gRPC's message for a sent or received message above the limit. RESOURCE_EXHAUSTED has other causes, too.
 _TOO_LARGE = "message larger than max"
@@ -80,6 +84,12 @@ MAX_IN_FLIGHT = 128
 
 # Calls that cannot be repeated if their reply is lost: a layer is written only once.
 _NOT_REPEATABLE = frozenset(("decode", "extend", "write"))
+
+
+def channel_options(address: str) -> list[tuple[str, int | str]]:
+    """Return the gRPC options of a client's channel."""
+    backoff_ms = _MAX_BACKOFF_UNIX_MS if address.startswith("unix:") else _MAX_BACKOFF_TCP_MS
+    return [*CHANNEL_OPTIONS, ("grpc.max_reconnect_backoff_ms", backoff_ms)]
 
 
 def to_error(error: grpc.RpcError) -> KVServiceError:

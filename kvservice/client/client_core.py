@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from kvservice.auth.client import ClientCredentials, TLSOption
@@ -18,10 +18,11 @@ from kvservice.client.session import CloseSession, SessionCore
 from kvservice.client.store.access import StoreAccess
 from kvservice.client.store.link import Dialer, StoreOptions
 from kvservice.client.values import PoolInfo
-from kvservice.client.waiting import OpenStream, Waiting
-from kvservice.errors import KVServiceError
+from kvservice.client.waiting import OpenStream, Waiting, once_more
+from kvservice.errors import ConnectionLostError, KVServiceError, RestartingError
 from kvservice.v1 import session_pb2
 
+T = TypeVar("T")
 SessionT = TypeVar("SessionT", bound=SessionCore[Any, Any])
 
 
@@ -55,6 +56,20 @@ class ClientCore:
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """Return the headers of a unary call."""
         return channel.trace_metadata() + self.credentials.headers()
+
+    async def ask(self, waiting: Waiting, send: Callable[[], Awaitable[T]], timeout_s: float | None = None) -> T:
+        """Make a unary call, and again if the daemon is being replaced and has not executed it."""
+        return await once_more(waiting, send, self._wait_s(timeout_s), RestartingError)
+
+    async def ask_patiently(
+        self, waiting: Waiting, send: Callable[[], Awaitable[T]], timeout_s: float | None = None
+    ) -> T:
+        """Make a unary call that may be repeated, and again while the daemon is away."""
+        return await once_more(waiting, send, self._wait_s(timeout_s), (RestartingError, ConnectionLostError))
+
+    def _wait_s(self, timeout_s: float | None) -> float:
+        """Return how long a call with this time limit waits for a daemon that is away, in seconds."""
+        return min(self._reconnect_wait_s, self.limit_s(timeout_s) or self._reconnect_wait_s)
 
     async def close(self) -> None:
         """Close the stores, and the connections of the sessions, which are detached then."""

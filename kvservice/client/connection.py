@@ -5,15 +5,19 @@ coroutines wait through the `Waiting` of each API.
         ▲                                │                                     │
         └────────── reattached ──────────┴─────────────────────────────────────┘
     any ── closed by the client, or by the daemon, or taken by another client ──▶ ended: calls raise the reason
+
+A session may be reattached by another process of the daemon, which has taken its sequences over. `num_restarts` counts
+these processes: what the session shared with the one before, such as regions, lanes and mappings, is gone.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import secrets
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 from kvservice.client.channel import MAX_SENDS, repeatable
 from kvservice.client.process import OwnProcess
@@ -26,15 +30,22 @@ from kvservice.errors import (
     FailedPreconditionError,
     KVServiceError,
     NotFoundError,
+    RegionsNotAllowedError,
+    RestartingError,
     UnauthenticatedError,
+    UnknownRegionError,
 )
-from kvservice.v1 import session_pb2
+from kvservice.v1 import pool_pb2, session_pb2
 
-# Default time that calls wait for a broken connection to be restored.
-RECONNECT_WAIT_S = 1.0
+T = TypeVar("T")
+
+# Default time that calls wait for a broken connection to be restored: longer than a daemon takes to restart.
+RECONNECT_WAIT_S = 10.0
 # Time limit of one attempt to attach. It is long because gRPC tries to connect only while a call waits for it.
 ATTEMPT_S = 5.0
-# Pause between attempts: it starts at PAUSE_S and doubles up to this limit.
+# Pause between attempts: it starts at PAUSE_S and doubles up to a limit, which is short while calls wait for a daemon
+# that has gone or is being replaced.
+QUICK_PAUSE_S = 0.05
 MAX_PAUSE_S = 1.0
 
 # The daemon's answer if the session is closed or belongs to another client. Further attempts cannot succeed.
@@ -77,8 +88,13 @@ class SessionConnection:
         self._stream: SessionStream | None = None
         self._attempt: SessionStream | None = None
         self._mending: Background | None = None
+        # The process of the daemon that has attached the session, see AttachResponse; 0: none yet.
+        self._daemon_start = 0
+        self.num_restarts = 0
         # Set while connected, and after the session has ended.
         self._settled = waiting.signal()
+        # Set after the session has ended.
+        self._over = waiting.signal()
         self._ended: KVServiceError | None = None
         self._broken_at = 0.0
         self._cause: KVServiceError = ConnectionLostError("the session was never attached")
@@ -87,9 +103,9 @@ class SessionConnection:
         """Attach for the first time and return the session's id. The limit is `wait_s` seconds, or `timeout_s` of the
         session if shorter. Raises UnknownSessionError, and ConnectionLostError, immediately if the daemon cannot be
         reached."""
-        stream, session_id = await self._attach(min(wait_s, self._timeout_s or wait_s), reconnects=False)
-        self._join(stream)
-        return session_id
+        stream, attached = await self._attach(min(wait_s, self._timeout_s or wait_s), reconnects=False)
+        self._join(stream, attached.daemon_start)
+        return int(attached.session_id)
 
     @property
     def connected(self) -> bool:
@@ -104,7 +120,8 @@ class SessionConnection:
         return await self.call_until(self.deadline(timeout_s), name, request)
 
     async def call_until(self, deadline: float | None, name: str, request: Any) -> Any:
-        """Send one call and return its response. The call is sent again if its stream breaks and it is repeatable.
+        """Send one call and return its response. The call is sent again if its stream breaks and it is repeatable, and
+        if the daemon has not executed it because it is being replaced by a new process.
 
         Raises the daemon's errors; CallTimeoutError; ConnectionLostError if the stream broke and it is unknown whether
         the call was executed. Without a connection, raises DaemonAwayError, or UnauthenticatedError if the daemon
@@ -120,13 +137,17 @@ class SessionConnection:
             self._turns.give_back()
 
     async def _call(self, name: str, request: Any, deadline: float | None) -> Any:
-        sends = 0
+        sends, refused_at = 0, math.inf
         while True:
             stream = self._stream
             if stream is None or stream.error is not None:
                 stream = await self._connected(deadline)
             try:
                 return await stream.exchange(name, request, deadline)
+            except RestartingError:
+                refused_at = min(refused_at, self._waiting.clock())
+                if not await self._pause(refused_at, deadline):
+                    raise
             except _STREAM_OVER as over:
                 self._broke(stream)
                 sends += 1
@@ -135,6 +156,31 @@ class SessionConnection:
                 if isinstance(over, ConnectionLostError):
                     raise
                 raise ConnectionLostError(f"{name}: its stream ended before the answer came ({over})") from None
+
+    async def _pause(self, begun_at: float, deadline: float | None) -> bool:
+        """Wait before a call is sent again that was refused first at `begun_at`. Returns False if it has waited as long
+        as calls wait for a connection, or if the connection does not reconnect."""
+        left_s = self.left_s(deadline, begun_at + self._reconnect_wait_s - self._waiting.clock())
+        if left_s <= 0 or self._on_break is not None:
+            return False
+        await self._over.wait(min(PAUSE_S, left_s))
+        return True
+
+    async def ready(self, deadline: float | None = None) -> None:
+        """Wait for the connection. Raises the errors of a call without a connection."""
+        await self._connected(deadline)
+
+    async def with_one_process(self, work: Callable[[], Awaitable[T]], deadline: float | None = None) -> T:
+        """Run work that needs the same process of the daemon for all its calls, because one presents what another has
+        got. It is run again if a new process has taken over meanwhile."""
+        while True:
+            num_restarts = self.num_restarts
+            try:
+                return await work()
+            except (ConnectionLostError, RegionsNotAllowedError, UnknownRegionError):
+                await self.call_until(deadline, "ping", pool_pb2.PingRequest())
+                if self.num_restarts == num_restarts:
+                    raise
 
     def post(self, name: str, request: Any) -> None:
         """Send one call whose response does not matter. It is not repeated, and dropped without a connection."""
@@ -215,6 +261,7 @@ class SessionConnection:
             self._stream = None
             if self._on_break is not None or isinstance(stream.error, _SESSION_OVER):
                 self._ended = stream.error
+                self._over.set()
             else:
                 self._broken_at, self._cause = self._waiting.clock(), stream.error
                 self._settled.clear()
@@ -222,11 +269,13 @@ class SessionConnection:
         if self._on_break is not None:
             self._on_break(stream.error)
 
-    def _join(self, stream: SessionStream) -> bool:
+    def _join(self, stream: SessionStream, daemon_start: int) -> bool:
         """Use the stream from now on. Returns False if the session has ended, so that it is not used."""
         with self._state_lock:
             if self._ended is not None:
                 return False
+            self.num_restarts += self._daemon_start not in (0, daemon_start)
+            self._daemon_start = daemon_start
             self._stream = stream
             self._settled.set()
         if stream.error is not None:
@@ -240,6 +289,7 @@ class SessionConnection:
                 return False
             self._ended = error
             self._settled.set()
+            self._over.set()
             return True
 
     async def _mend(self) -> None:
@@ -247,19 +297,20 @@ class SessionConnection:
         pause_s = PAUSE_S
         while self._ended is None:
             try:
-                stream, _ = await self._attach(ATTEMPT_S, reconnects=True)
+                stream, attached = await self._attach(ATTEMPT_S, reconnects=True)
             except _SESSION_OVER as over:
                 self._end(over)
             except KVServiceError as error:
                 self._cause = error
-                await self._settled.wait(pause_s)  # only the end of the session sets it during the pause
-                pause_s = min(2 * pause_s, MAX_PAUSE_S)
+                await self._over.wait(pause_s)
+                soon = isinstance(error, (ConnectionLostError, RestartingError)) and self._patience_s() > 0
+                pause_s = min(2 * pause_s, QUICK_PAUSE_S if soon else MAX_PAUSE_S)
             else:
-                if not self._join(stream):
+                if not self._join(stream, attached.daemon_start):
                     await stream.end()
                 return
 
-    async def _attach(self, wait_s: float, *, reconnects: bool) -> tuple[SessionStream, int]:
+    async def _attach(self, wait_s: float, *, reconnects: bool) -> tuple[SessionStream, session_pb2.AttachResponse]:
         stream = self._attempt = self._open_stream(self._broke, reconnects)
         try:
             if self._ended is not None:  # `close` may have run before it could see `_attempt`
@@ -273,4 +324,4 @@ class SessionConnection:
             raise
         finally:
             self._attempt = None
-        return stream, response.session_id
+        return stream, response

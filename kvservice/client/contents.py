@@ -39,6 +39,16 @@ async def _describe_all(calls: SessionCalls, timeout_s: float | None) -> list[Se
             return found
 
 
+async def lost_sequences(calls: SessionCalls, timeout_s: float | None) -> list[int]:
+    """See SessionCore.lost_sequences."""
+    found: list[int] = []
+    while True:
+        response = await calls.send("describe", build(blocks_pb2.DescribeRequest, first=len(found)), timeout_s)
+        found += response.lost_sequence_ids
+        if not response.lost_sequence_ids or len(found) >= response.num_lost_sequences:
+            return found
+
+
 async def _describe(
     calls: SessionCalls, ids: list[int], timeout_s: float | None, **details: bool
 ) -> list[SequenceInfo]:

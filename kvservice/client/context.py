@@ -24,5 +24,5 @@ class Context:
         """`fd_path` is the path of the daemon's fd-passing socket, None unless the client uses a unix socket. `token`
         is the session's."""
         shares = info.allow_client_shm or info.share_pool != "off"
-        fds = FdPassing(connection.run, fd_path if shares else None, token)
+        fds = FdPassing(connection, fd_path if shares else None, token)
         return Context(info, connection, fds, RegionTable(connection, fds))

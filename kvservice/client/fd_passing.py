@@ -7,9 +7,9 @@ import contextlib
 import errno
 import os
 import socket
-from collections.abc import Awaitable, Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
+from kvservice.client.connection import SessionConnection
 from kvservice.errors import ConnectionLostError, KVServiceError, RegionsNotAllowedError, ResourceExhaustedError
 
 TOKEN_BYTES = 16
@@ -30,34 +30,36 @@ def socket_path(address: str) -> str | None:
 class FdPassing:
     """The fd-passing socket of the daemon, for one session.
 
-    `run` runs a function that blocks. `path` is None unless the client uses a unix socket and the daemon shares memory.
+    `path` is None unless the client uses a unix socket and the daemon shares memory.
     """
 
-    def __init__(self, run: Callable[..., Awaitable[Any]], path: str | None, session_token: bytes) -> None:
-        self._run, self._session_token = run, session_token
+    def __init__(self, connection: SessionConnection, path: str | None, session_token: bytes) -> None:
+        self._connection, self._session_token = connection, session_token
         self.path = path
-        self._is_introduced = False  # whether the daemon knows which user owns the session
+        # The number of restarts at which the daemon was told which user owns the session. Each process is told.
+        self._introduced_at: int | None = None
 
     async def introduce(self) -> bytes:
         """Prove to the daemon which user owns the session. Returns a token that proves it in one call, or b"" if the
         daemon shares no memory. Raises the errors of `introduce` below."""
         if self.path is None:
             return b""
-        token: bytes = await self._run(introduce, self.path, self._session_token)
-        self._is_introduced = True
+        num_restarts = self._connection.num_restarts
+        token: bytes = await self._connection.run(introduce, self.path, self._session_token)
+        self._introduced_at = num_restarts
         return token
 
     async def introduce_once(self) -> None:
         """Call `introduce` unless that has been done. The daemon requires it before it shares memory with the
         session."""
-        if not self._is_introduced:
+        if self._introduced_at != self._connection.num_restarts:
             await self.introduce()
 
     async def fetch(self, token: bytes, count: int) -> list[int]:
         """Receive the file descriptors for a token; the caller closes them. Raises the errors of `fetch` below."""
         if self.path is None:
             raise RegionsNotAllowedError("shared memory is for clients on the unix socket")
-        descriptors: list[int] = await self._run(fetch, self.path, token, count)
+        descriptors: list[int] = await self._connection.run(fetch, self.path, token, count)
         return descriptors
 
 

@@ -54,6 +54,9 @@ class RegionTable:
         num_bytes = whole(num_bytes, "num_bytes")
         if not 0 < num_bytes < 1 << 63:
             raise InvalidArgumentError(f"{num_bytes} is not above 0 and below 2^63", field="num_bytes")
+        return await self._connection.with_one_process(lambda: self._create(deadline, num_bytes, device), deadline)
+
+    async def _create(self, deadline: float | None, num_bytes: int, device: int | None) -> SharedRegion:
         for name, call in list(self._dropped.items()):
             await self._unregister(call, name, deadline)
             self._dropped.pop(name, None)
@@ -101,6 +104,9 @@ class RegionTable:
     async def open(self, key: str, num_bytes: int, offset: int = 0, *, timeout_s: float | None = None) -> HostRegion:
         """See SessionCore.open_region."""
         num_bytes, offset = whole(num_bytes, "num_bytes"), whole(offset, "offset")
+        return await self._connection.with_one_process(lambda: self._open(key, num_bytes, offset, timeout_s))
+
+    async def _open(self, key: str, num_bytes: int, offset: int, timeout_s: float | None) -> HostRegion:
         name = _new_name()
         request = build(
             shared_memory_pb2.SystemSharedMemoryRegisterRequest,
@@ -184,8 +190,9 @@ class RegionTable:
 
     def forget(self) -> None:
         """Remove all regions here. The daemon has already removed them, as it does when the session has had no stream
-        for its grace period."""
+        for its grace period, or is another process now."""
         self._remove(None)
+        self._dropped.clear()
 
     def numbered(self) -> list[SharedRegion]:
         """Return the regions that lanes support."""

@@ -152,7 +152,7 @@ class SchedulerCore(Generic[StepT]):
         """Convert a response. The lengths of the sequences become the context lengths of the step."""
         ids, step = to_ints(response.sequence_ids), None
         if response.batch:
-            info = step_info(response.step)
+            info = step_info(response.step, self._calls.context.connection.num_restarts)
             step = self._make_step(self._calls, self._sequences_of(ids, info), info)
         preempted = zip(response.preempted_ids, response.preempted_tokens, response.preempted_swapped, strict=True)
         return EngineBatch(

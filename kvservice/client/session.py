@@ -79,6 +79,13 @@ class SessionCore(Generic[StepT, SchedulerT]):
         """The name of the session's transport: "lane", "mapped", "region" or "inline"."""
         return self.calls.transport.name
 
+    @property
+    def num_restarts(self) -> int:
+        """How often another process of the daemon has taken the session over, as far as this client knows. Sequences
+        and pins survive that, except those that `lost_sequences` names. A scheduler, user-made regions and mapped pools
+        do not; steps do if the processes were exchanged in order."""
+        return self.context.connection.num_restarts
+
     async def call(self, name: str, request: Any, timeout_s: float | None = None) -> Any:
         """See SessionCalls.send."""
         return await self.calls.send(name, request, timeout_s)
@@ -237,7 +244,7 @@ class SessionCore(Generic[StepT, SchedulerT]):
         return self._step(sequences, await self.call("open_step", request, timeout_s))
 
     def _step(self, sequences: Batch[Sequence], response: blocks_pb2.StepResponse) -> StepT:
-        return self._make_step(self.calls, tuple(sequences), step_info(response))
+        return self._make_step(self.calls, tuple(sequences), step_info(response, self.num_restarts))
 
     async def fork(
         self, parent: Sequence, sequence_id: int | None = None, *, timeout_s: float | None = None
@@ -335,6 +342,11 @@ class SessionCore(Generic[StepT, SchedulerT]):
         ids = None if sequences is None else ids_of(sequences)
         return await contents.describe(self.calls, ids, token_ids, block_ids, timeout_s)
 
+    async def lost_sequences(self, *, timeout_s: float | None = None) -> list[int]:
+        """Return the ids of the session's sequences that restarts of the daemon have lost, in ascending order. Calls
+        that name one raise SequenceLostError. Freeing it, or a new sequence with its id, ends this state."""
+        return await contents.lost_sequences(self.calls, timeout_s)
+
     async def read(
         self,
         sequence: Sequence,
@@ -401,6 +413,7 @@ class SessionCore(Generic[StepT, SchedulerT]):
         or raises FailedPreconditionError. Only for clients on the unix socket of a daemon that allows regions; others
         get RegionsNotAllowedError.
         """
+        await self.calls.settle()
         await self.calls.drain()
         return await self.context.regions.create(num_bytes, device=device, timeout_s=timeout_s)
 
@@ -412,6 +425,7 @@ class SessionCore(Generic[StepT, SchedulerT]):
         `key` is the name of the object, as for shm_open. The user of this process must have read and write permission.
         The daemon copies tensors in such a region. Raises RegionNotOpenedError.
         """
+        await self.calls.settle()
         await self.calls.drain()
         return await self.context.regions.open(key, num_bytes, offset, timeout_s=timeout_s)
 
@@ -429,6 +443,7 @@ class SessionCore(Generic[StepT, SchedulerT]):
         """Map the pool into this process, together with the tables of the steps opened from now on. Only for clients on
         the unix socket that the daemon trusts with the K/V of all sessions (--share-pool); others get
         PoolNotSharedError."""
+        await self.calls.settle()
         await self.calls.drain()
         return await MappedPool.open(self.context, bool(writable), timeout_s)
 

@@ -21,6 +21,10 @@ class SessionCalls:
     def __init__(self, context: Context, transport: Transport) -> None:
         self.context = context
         self.transport = transport
+        # The number of restarts of the daemon when the shared memory was opened, and how often it was opened again.
+        self._num_restarts = context.connection.num_restarts
+        self._num_opened = 0
+        self._reopening = context.connection.lock()
 
     def next_request_id(self) -> int:
         return self.context.connection.next_request_id()
@@ -28,6 +32,17 @@ class SessionCalls:
     def deadline(self, timeout_s: float | None) -> float | None:
         """Return the deadline of a call that starts now; None: no limit. Raises InvalidArgumentError."""
         return self.context.connection.deadline(timeout_s)
+
+    async def settle(self, deadline: float | None = None) -> None:
+        """Prepare a call that uses shared memory: wait for the connection, and open again what a new process of the
+        daemon does not share yet. A mapped pool must not be written meanwhile: the process that comes may give the
+        blocks of lost sequences to others."""
+        connection = self.context.connection
+        connection.process.check()
+        if not connection.connected:
+            await connection.ready(deadline)
+        if self._num_restarts != connection.num_restarts:
+            await self._reopen(self._num_opened)
 
     async def drain(self) -> None:
         """See Transport.drain."""
@@ -42,26 +57,37 @@ class SessionCalls:
     async def attend(self, call: AttentionCall) -> Tensor | tuple[Tensor, Tensor]:
         """Execute a call with the session's transport; see Transport. Returns the output, or with `return_lse` output
         and log-sum-exp."""
-        self.context.connection.process.check()
+        await self.settle(call.deadline)
+        opened = self._num_opened
         try:
             output, lse = await self.transport.attend(call)
         except _LOST:
-            await self._reopen()
+            await self._reopen(opened)
             output, lse = await self.transport.attend(call)
         return output if lse is None else (output, lse)
 
     async def write(self, call: WriteCall) -> None:
         """Execute a call with the session's transport; see Transport."""
-        self.context.connection.process.check()
+        await self.settle(call.deadline)
+        opened = self._num_opened
         try:
             await self.transport.write(call)
         except _LOST:
-            await self._reopen()
+            await self._reopen(opened)
             await self.transport.write(call)
 
-    async def _reopen(self) -> None:
-        self.context.regions.forget()
-        await self.transport.reopen()
+    async def _reopen(self, opened: int) -> None:
+        """Open the shared memory again, unless another caller has done that since it was opened for the `opened`-th
+        time."""
+        connection = self.context.connection
+        async with self._reopening:
+            if self._num_opened != opened:
+                return
+            num_restarts = connection.num_restarts
+            self.context.regions.forget()
+            await connection.with_one_process(self.transport.reopen)
+            self._num_restarts = num_restarts
+            self._num_opened += 1
 
     async def release(self) -> None:
         """Release the memory that the session shares with the daemon, so that the system can reclaim it when the

@@ -105,6 +105,8 @@ class StepInfo:
     mapped: tuple[int, int] | None
     """Slot number and byte offset of the step in the session's tables. None: the step is not in them, because they were
     full or the pool was not mapped yet."""
+    num_restarts: int = 0
+    """How often the daemon had been restarted, see Session.num_restarts, when it opened the step."""
 
 
 @dataclass(frozen=True)

@@ -83,6 +83,25 @@ class SessionStream(Protocol):
 OpenStream = Callable[[Callable[[SessionStream], None], bool], SessionStream]
 
 
+async def once_more(
+    waiting: Waiting,
+    ask: Callable[[], Awaitable[T]],
+    wait_s: float,
+    passing: type[KVServiceError] | tuple[type[KVServiceError], ...],
+) -> T:
+    """Retry `ask` for `wait_s` seconds while it raises errors that pass when a new process of the daemon is there, and
+    return its answer. Raises the last of them, and all others immediately, also a failed TLS handshake."""
+    deadline = waiting.clock() + wait_s
+    never = waiting.signal()
+    while True:
+        try:
+            return await ask()
+        except passing as error:
+            if isinstance(error, TLSHandshakeError) or waiting.clock() + PAUSE_S >= deadline:
+                raise
+            await never.wait(PAUSE_S)
+
+
 async def first_answer(waiting: Waiting, ask: Callable[[float], Awaitable[T]], wait_s: float) -> T:
     """Retry `ask` until the daemon answers, and return the answer. `ask` takes a time limit in seconds.
 

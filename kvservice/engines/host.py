@@ -99,7 +99,8 @@ class EngineHost:
         self._daemon: Daemon | None = None
         try:
             self._stack.enter_context(_installed(model))
-            self.client = self._stack.enter_context(KVClient(self._address(), **options.client))
+            address = self._address()
+            self.client = self._stack.enter_context(KVClient(address, **self._client_options()))
             self.resumed = token is not None and self._resume(token)
             if not self.resumed:
                 self._use(self._open())
@@ -144,6 +145,10 @@ class EngineHost:
         options = {**pool_options(self.model.config, self.model.dtype), **self.options.daemon}
         self._daemon = self._stack.enter_context(Daemon(**options))
         return self._daemon.address
+
+    def _client_options(self) -> dict[str, Any]:
+        """A private daemon comes back only when `reopen` starts it, so that calls do not wait for it."""
+        return ({} if self._daemon is None else {"reconnect_wait_s": 0.0}) | self.options.client
 
     def _open(self) -> Session:
         return self.client.session(self.options.session_name, detachable=self.options.detachable)

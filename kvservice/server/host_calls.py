@@ -38,5 +38,8 @@ class HostCalls:
 
     def commit(self, session: ServerSession, request: host_pb2.CommitRequest) -> host_pb2.CommitResponse:
         session.access.check_writable()
-        self._manager.mark_all_layers(session.namespace, request.step_id)
+        if request.layers:
+            self._manager.mark_layers(session.namespace, request.step_id, list(request.layers))
+        else:
+            self._manager.mark_all_layers(session.namespace, request.step_id)
         return host_pb2.CommitResponse()

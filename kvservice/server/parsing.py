@@ -24,6 +24,8 @@ MAX_PING_BYTES: Final = 1 << 20
 # The limits on the pieces of a block of the store, and on the leases that one request may end.
 MAX_PIECES: Final = 16384
 MAX_LEASE_IDS: Final = 4096
+# The limit on the layers that one request names.
+MAX_LAYERS: Final = 4096
 # The limit on batches of a scheduler that are not reported.
 MAX_REPORTS: Final = 2
 # The limit on records (a tag with its value) of a request, in addition to one per token and a few per sequence.
@@ -37,6 +39,7 @@ _ELEMENTS: Final[dict[str, str | int]] = {
     "sequences": _SEQUENCES,
     "sequence_ids": _SEQUENCES,
     "parent_ids": _SEQUENCES,
+    "layers": MAX_LAYERS,
     "requests": _SEQUENCES,
     "request_ids": _SEQUENCES,
     "finished_ids": _SEQUENCES,

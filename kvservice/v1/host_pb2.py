@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvservice/v1/host.proto\x12\x0ckvservice.v1\"<\n\x0fOpenLaneRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\x04\">\n\x10OpenLaneResponse\x12\x16\n\x0ehandover_token\x18\x01 \x01(\x0cJ\x04\x08\x02\x10\x03R\x0c\x65vent_handle\"=\n\x10\x43loseLaneRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\x04\"\x13\n\x11\x43loseLaneResponse\"M\n\x0eMapPoolRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\x04\x12\x10\n\x08writable\x18\x03 \x01(\x08\"R\n\x0fMapPoolResponse\x12\x16\n\x0ehandover_token\x18\x01 \x01(\x0c\x12\x12\n\npool_bytes\x18\x02 \x01(\x04\x12\x13\n\x0btable_bytes\x18\x03 \x01(\x04\"=\n\x10UnmapPoolRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\x04\"\x13\n\x11UnmapPoolResponse\"K\n\rCommitRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\x04\x12\x0f\n\x07step_id\x18\x03 \x01(\x03\"\x10\n\x0e\x43ommitResponse2\x81\x03\n\x0bHostService\x12I\n\x08OpenLane\x12\x1d.kvservice.v1.OpenLaneRequest\x1a\x1e.kvservice.v1.OpenLaneResponse\x12L\n\tCloseLane\x12\x1e.kvservice.v1.CloseLaneRequest\x1a\x1f.kvservice.v1.CloseLaneResponse\x12\x46\n\x07MapPool\x12\x1c.kvservice.v1.MapPoolRequest\x1a\x1d.kvservice.v1.MapPoolResponse\x12L\n\tUnmapPool\x12\x1e.kvservice.v1.UnmapPoolRequest\x1a\x1f.kvservice.v1.UnmapPoolResponse\x12\x43\n\x06\x43ommit\x12\x1b.kvservice.v1.CommitRequest\x1a\x1c.kvservice.v1.CommitResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvservice/v1/host.proto\x12\x0ckvservice.v1\"<\n\x0fOpenLaneRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\x04\">\n\x10OpenLaneResponse\x12\x16\n\x0ehandover_token\x18\x01 \x01(\x0cJ\x04\x08\x02\x10\x03R\x0c\x65vent_handle\"=\n\x10\x43loseLaneRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\x04\"\x13\n\x11\x43loseLaneResponse\"M\n\x0eMapPoolRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\x04\x12\x10\n\x08writable\x18\x03 \x01(\x08\"R\n\x0fMapPoolResponse\x12\x16\n\x0ehandover_token\x18\x01 \x01(\x0c\x12\x12\n\npool_bytes\x18\x02 \x01(\x04\x12\x13\n\x0btable_bytes\x18\x03 \x01(\x04\"=\n\x10UnmapPoolRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\x04\"\x13\n\x11UnmapPoolResponse\"[\n\rCommitRequest\x12\x15\n\rsession_token\x18\x01 \x01(\x0c\x12\x12\n\nrequest_id\x18\x02 \x01(\x04\x12\x0f\n\x07step_id\x18\x03 \x01(\x03\x12\x0e\n\x06layers\x18\x04 \x03(\x05\"\x10\n\x0e\x43ommitResponse2\x81\x03\n\x0bHostService\x12I\n\x08OpenLane\x12\x1d.kvservice.v1.OpenLaneRequest\x1a\x1e.kvservice.v1.OpenLaneResponse\x12L\n\tCloseLane\x12\x1e.kvservice.v1.CloseLaneRequest\x1a\x1f.kvservice.v1.CloseLaneResponse\x12\x46\n\x07MapPool\x12\x1c.kvservice.v1.MapPoolRequest\x1a\x1d.kvservice.v1.MapPoolResponse\x12L\n\tUnmapPool\x12\x1e.kvservice.v1.UnmapPoolRequest\x1a\x1f.kvservice.v1.UnmapPoolResponse\x12\x43\n\x06\x43ommit\x12\x1b.kvservice.v1.CommitRequest\x1a\x1c.kvservice.v1.CommitResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -48,9 +48,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_UNMAPPOOLRESPONSE']._serialized_start=477
   _globals['_UNMAPPOOLRESPONSE']._serialized_end=496
   _globals['_COMMITREQUEST']._serialized_start=498
-  _globals['_COMMITREQUEST']._serialized_end=573
-  _globals['_COMMITRESPONSE']._serialized_start=575
-  _globals['_COMMITRESPONSE']._serialized_end=591
-  _globals['_HOSTSERVICE']._serialized_start=594
-  _globals['_HOSTSERVICE']._serialized_end=979
+  _globals['_COMMITREQUEST']._serialized_end=589
+  _globals['_COMMITRESPONSE']._serialized_start=591
+  _globals['_COMMITRESPONSE']._serialized_end=607
+  _globals['_HOSTSERVICE']._serialized_start=610
+  _globals['_HOSTSERVICE']._serialized_end=995
 # @@protoc_insertion_point(module_scope)

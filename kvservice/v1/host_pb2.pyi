@@ -1,5 +1,7 @@
+from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable
 from typing import ClassVar as _ClassVar, Optional as _Optional
 
 DESCRIPTOR: _descriptor.FileDescriptor
@@ -63,14 +65,16 @@ class UnmapPoolResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class CommitRequest(_message.Message):
-    __slots__ = ("session_token", "request_id", "step_id")
+    __slots__ = ("session_token", "request_id", "step_id", "layers")
     SESSION_TOKEN_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
     session_token: bytes
     request_id: int
     step_id: int
-    def __init__(self, session_token: _Optional[bytes] = ..., request_id: _Optional[int] = ..., step_id: _Optional[int] = ...) -> None: ...
+    layers: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, session_token: _Optional[bytes] = ..., request_id: _Optional[int] = ..., step_id: _Optional[int] = ..., layers: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class CommitResponse(_message.Message):
     __slots__ = ()

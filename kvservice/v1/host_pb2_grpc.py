@@ -127,8 +127,9 @@ class HostServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Commit(self, request, context):
-        """Marks the tokens of a step as computed, after the client has written all layers to the mapped pool. Needs a
-        writable mapping. LAYER_WRITTEN if a layer was sent to the daemon in this step.
+        """Marks layers of a step as written, after the client has written them to the mapped pool. The step's tokens are
+        computed when all its layers are written. Needs a writable mapping. LAYER_WRITTEN if one of the layers is written
+        already, for example because it was sent to the daemon.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -307,7 +307,7 @@ def test_large_calls_that_wait_to_be_written_when_the_line_breaks(tmp_path: Path
 
 def test_a_daemon_out_of_reach_is_an_error_for_all_at_once(tmp_path: Path, daemon: Daemon) -> None:
     async def scenario(proxy: CuttingProxy) -> None:
-        async with AsyncKVClient(proxy.address) as client, client.session() as kv:
+        async with AsyncKVClient(proxy.address, reconnect_wait_s=0.3) as client, client.session() as kv:
             proxy.cut(stay_down=True)
             for _ in range(2):
                 answers = await asyncio.gather(*(kv.describe() for _ in range(50)), return_exceptions=True)

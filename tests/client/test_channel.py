@@ -9,7 +9,7 @@ import pytest
 from google.rpc import code_pb2
 from grpc_status import rpc_status
 
-from kvservice.client.channel import to_error
+from kvservice.client.channel import channel_options, to_error
 from kvservice.errors import (
     ConnectionLostError,
     KVServiceError,
@@ -67,3 +67,9 @@ def test_a_call_that_grpc_cancelled_may_be_one_of_too_many(details: str, named: 
     error = to_error(cast(grpc.RpcError, Ended(grpc.StatusCode.CANCELLED, details)))
     assert isinstance(error, ConnectionLostError)
     assert ("too many calls waiting" in str(error)) is named
+
+
+def test_a_restarted_daemon_is_found_soon() -> None:
+    """gRPC connects again without a call. A pause of its back-off is up to a fifth longer than its limit."""
+    limits_ms = [dict(channel_options(address)) for address in ("unix:///run/kv.sock", "127.0.0.1:50051")]
+    assert [options["grpc.max_reconnect_backoff_ms"] for options in limits_ms] == [50, 250]

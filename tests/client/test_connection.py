@@ -6,11 +6,11 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, ClassVar
 
 import pytest
-from fake_streams import ATTACHED, FakeStream, FakeWaiting
+from fake_streams import ATTACHED, ATTACHED_BY_NEXT, FakeStream, FakeWaiting
 
 from kvservice.client.connection import ATTEMPT_S, SessionConnection
 from kvservice.client.threads import finish
-from kvservice.client.waiting import PAUSE_S, SessionStream, first_answer
+from kvservice.client.waiting import PAUSE_S, SessionStream, first_answer, once_more
 from kvservice.errors import (
     CallTimeoutError,
     ConnectionLostError,
@@ -18,6 +18,8 @@ from kvservice.errors import (
     DrainingError,
     InvalidArgumentError,
     KVServiceError,
+    RegionsNotAllowedError,
+    RestartingError,
     SessionTakenError,
     TLSHandshakeError,
     UnauthenticatedError,
@@ -26,6 +28,7 @@ from kvservice.errors import (
 
 CUT = ConnectionLostError("UNAVAILABLE: Socket closed")
 REFUSED = ConnectionLostError("UNAVAILABLE: SessionStream refused")
+REPLACED = RestartingError("a new process takes over")
 REMOVED = UnauthenticatedError("the token was removed")
 WAIT_S = 2.0
 
@@ -187,9 +190,106 @@ def test_attempts_go_on_with_pauses_until_one_succeeds() -> None:
     begin = rig.waiting.now
     rig.waiting.work()
     assert rig.call() == "describe"
-    pauses_s = [0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.0, 1.0]
+    pauses_s = [0.02, 0.04, *6 * [0.05]]
     assert rig.waiting.now - begin == pytest.approx(sum(pauses_s) + ATTEMPT_S)
     assert all(connection.ended for connection in rig.streams[1:-1])
+
+
+def test_pauses_grow_when_calls_do_not_wait_any_more() -> None:
+    rig = Rig([ATTACHED], *7 * [[REFUSED]], [ATTACHED])
+    rig.streams[0].breaks(CUT)
+    rig.waiting.now += WAIT_S
+    rig.waiting.work()
+    pauses_s = [0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.0]
+    assert rig.waiting.now == pytest.approx(100 + WAIT_S + sum(pauses_s))
+
+
+def test_pauses_grow_while_a_daemon_refuses() -> None:
+    rig = Rig([ATTACHED], *4 * [[DrainingError("the daemon is shutting down")]], [ATTACHED])
+    rig.streams[0].breaks(CUT)
+    rig.waiting.work()
+    assert rig.waiting.now == pytest.approx(100 + 0.02 + 0.04 + 0.08 + 0.16)
+
+
+@pytest.mark.parametrize("name", ["allocate", "decode"])
+def test_a_call_that_a_daemon_leaves_to_its_successor_is_sent_again(name: str) -> None:
+    rig = Rig([ATTACHED, *3 * [REPLACED]], [REPLACED], [ATTACHED_BY_NEXT])
+    rig.waiting.plan(2.5 * PAUSE_S, lambda: rig.streams[0].breaks(CUT))
+    rig.waiting.plan(2.6 * PAUSE_S, rig.waiting.work)
+    assert rig.call(name) == name
+    assert rig.sent() == [["attach", name, name, name], ["attach"], ["attach", name]]
+    assert rig.connection.num_restarts == 1
+
+
+def test_a_daemon_that_is_not_replaced_after_all_answers() -> None:
+    rig = Rig([ATTACHED, *3 * [REPLACED]])
+    assert rig.call("write") == "write"
+    assert rig.waiting.now == pytest.approx(100 + 3 * PAUSE_S)
+    assert rig.connection.num_restarts == 0
+
+
+def test_a_successor_is_not_waited_for_for_ever() -> None:
+    rig = Rig([ATTACHED, *1000 * [REPLACED]])
+    assert rig.fails(RestartingError) == pytest.approx(WAIT_S, abs=2 * PAUSE_S)
+    assert rig.fails(RestartingError, timeout_s=0.1) == pytest.approx(0.1, abs=2 * PAUSE_S)
+    rig.connection._on_break = lambda _: None  # such a connection does not reconnect
+    assert rig.fails(RestartingError) == 0
+
+
+def test_processes_of_the_daemon_are_counted() -> None:
+    rig = Rig([ATTACHED], [ATTACHED], [ATTACHED_BY_NEXT], [ATTACHED_BY_NEXT])
+    for number, num_restarts in enumerate((0, 1, 1)):
+        rig.streams[number].breaks(CUT)
+        rig.waiting.work()
+        assert rig.connection.num_restarts == num_restarts
+
+
+def test_work_of_several_calls_is_done_by_one_process() -> None:
+    """For example a token that one process has given is unknown to the next."""
+    rig = Rig([ATTACHED], [ATTACHED_BY_NEXT])
+    done: list[int] = []
+
+    async def work() -> str:
+        done.append(rig.connection.num_restarts)
+        if rig.connection.num_restarts == 0:
+            rig.streams[-1].breaks(CUT)
+            rig.waiting.plan(0.1, rig.waiting.work)
+            raise RegionsNotAllowedError("not for this token")
+        return "mapped"
+
+    assert finish(rig.connection.with_one_process(work)) == "mapped"
+    assert done == [0, 1]
+
+
+@pytest.mark.parametrize("error", [RegionsNotAllowedError("not for this user"), InvalidArgumentError("bad")])
+def test_work_that_fails_without_a_restart_is_not_repeated(error: KVServiceError) -> None:
+    rig, done = Rig([ATTACHED]), 0
+
+    async def work() -> None:
+        nonlocal done
+        done += 1
+        raise error
+
+    with pytest.raises(type(error)):
+        finish(rig.connection.with_one_process(work))
+    assert done == 1
+
+
+def test_a_unary_call_is_made_again_while_a_daemon_is_replaced() -> None:
+    waiting = FakeWaiting()
+    outcomes: list[Any] = [REPLACED, REPLACED, "opened"]
+    assert finish(once_more(waiting, lambda: asked(outcomes)(0.0), 1.0, RestartingError)) == "opened"
+    assert waiting.now == pytest.approx(100 + 2 * PAUSE_S)
+    outcomes = [REPLACED] * 1000
+    with pytest.raises(RestartingError):
+        finish(once_more(waiting, lambda: asked(outcomes)(0.0), 1.0, RestartingError))
+    assert waiting.now == pytest.approx(101, abs=4 * PAUSE_S)
+    for error in (REFUSED, TLSHandshakeError("wrong CA")):
+        outcomes = [REPLACED, error, "opened"]
+        passing = (RestartingError, ConnectionLostError) if error is not REFUSED else RestartingError
+        with pytest.raises(type(error)):
+            finish(once_more(waiting, lambda: asked(outcomes)(0.0), 1.0, passing))  # noqa: B023
+        assert outcomes == ["opened"]
 
 
 @pytest.mark.parametrize("over", [SessionTakenError("taken"), UnknownSessionError("no such session")])

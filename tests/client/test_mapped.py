@@ -110,6 +110,24 @@ def test_what_is_never_committed_is_never_found(writer: Session, stranger: Sessi
     assert stranger.match_prefix(PROMPT) == 0
 
 
+def test_the_daemon_is_told_which_layers_were_written(writer: Session, stranger: Session) -> None:
+    step = writer.open_step([writer.allocate(PROMPT)])
+    write_directly(writer, step, 1)
+
+    def commit(*layers: int) -> None:
+        call(writer, "commit", host_pb2.CommitRequest(step_id=step.step_id, layers=layers))
+
+    for wrong in ((0, 0), (0, LAYERS), (-1,)):
+        with pytest.raises(InvalidArgumentError, match="layer"):
+            commit(*wrong)
+    commit(1)
+    with pytest.raises(LayerWrittenError):
+        commit(0, 1)
+    assert stranger.match_prefix(PROMPT) == 0
+    commit(0)
+    assert stranger.match_prefix(PROMPT) == FULL
+
+
 def test_a_step_of_the_daemons_cannot_be_committed(writer: Session) -> None:
     step = writer.open_step([writer.allocate(PROMPT)])
     key, value = tensors(0, len(PROMPT))[1:]

@@ -11,7 +11,7 @@ import pytest
 from kvservice.client.calls import AttentionCall, AttentionResult, SharedMemoryLostError, WriteCall
 from kvservice.client.process import OwnProcess
 from kvservice.client.session_calls import SessionCalls
-from kvservice.client.threads import finish
+from kvservice.client.threads import ThreadWaiting, finish
 from kvservice.client.transports.base import Transport
 from kvservice.client.values import StepInfo
 from kvservice.errors import ConnectionLostError, InvalidArgumentError, KVServiceError, UnknownRegionError
@@ -57,6 +57,23 @@ class Scripted(Transport):
         self.happened.append("close")
 
 
+class Connection:
+    """A connection whose process of the daemon tests replace."""
+
+    lock = ThreadWaiting.lock
+
+    def __init__(self, call: Any, happened: list[str]) -> None:
+        self.call, self._happened = call, happened
+        self.process, self.connected, self.num_restarts = OwnProcess(), True, 0
+
+    async def ready(self, _: float | None) -> None:
+        self._happened.append("ready")
+        self.connected, self.num_restarts = True, self.num_restarts + 1
+
+    async def with_one_process(self, work: Any) -> Any:
+        return await work()
+
+
 def calls_of(*errors: KVServiceError) -> tuple[SessionCalls, list[str]]:
     happened: list[str] = []
 
@@ -66,7 +83,7 @@ def calls_of(*errors: KVServiceError) -> tuple[SessionCalls, list[str]]:
 
     context: Any = SimpleNamespace(
         info=SimpleNamespace(device="cpu", dtype="float32"),
-        connection=SimpleNamespace(call=call, process=OwnProcess()),
+        connection=Connection(call, happened),
         regions=SimpleNamespace(forget=lambda: happened.append("forget")),
         happened=happened,
     )
@@ -96,6 +113,31 @@ def test_no_other_error_is_repeated(name: str, error: KVServiceError) -> None:
     with pytest.raises(type(error)):
         finish(getattr(calls, name)(CALLS[name]))
     assert happened == [name]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_memory_of_an_earlier_process_is_opened_again_before_a_call(name: str) -> None:
+    calls, happened = calls_of()
+    calls.context.connection.num_restarts += 1
+    for _ in range(2):
+        finish(getattr(calls, name)(CALLS[name]))
+    assert happened == ["forget", "reopen", name, name]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_shared_memory_is_not_used_without_a_connection(name: str) -> None:
+    calls, happened = calls_of()
+    calls.context.connection.connected = False  # type: ignore[misc]
+    finish(getattr(calls, name)(CALLS[name]))
+    assert happened == ["ready", "forget", "reopen", name]
+
+
+def test_memory_that_another_caller_has_opened_again_is_kept() -> None:
+    calls, happened = calls_of(LOST[0])
+    opened = calls._num_opened
+    finish(calls.attend(CALLS["attend"]))
+    finish(calls._reopen(opened))
+    assert happened == ["attend", "forget", "reopen", "attend"]
 
 
 def test_requests_wait_for_the_kernels_of_this_process() -> None:

@@ -127,7 +127,7 @@ def gauges(client: KVClient) -> tuple[int, ...]:
 @pytest.mark.parametrize("face", ["blocking", "asyncio"])
 def test_who_waits_for_a_lane_learns_that_the_daemon_is_dead(face: Face) -> None:
     async def scenario(daemon: Daemon) -> None:
-        async with session_of(face, daemon.address, "lane") as kv:
+        async with session_of(face, daemon.address, "lane", reconnect_wait_s=0.3) as kv:
             step = await kv.open_step([await kv.allocate(range(8))])
             tensors = [np.ones((8, 2, 32), np.float32)] * 3
             await step.extend(0, *tensors)

@@ -8,9 +8,11 @@ from typing import Any
 
 from kvservice.client.threads import finish
 from kvservice.client.waiting import SessionStream
-from kvservice.errors import CallTimeoutError, KVServiceError
+from kvservice.errors import CallTimeoutError, KVServiceError, RestartingError
 
-ATTACHED = SimpleNamespace(session_id=7)
+ATTACHED = SimpleNamespace(session_id=7, daemon_start=1)
+# The answer of a process of the daemon that has taken over.
+ATTACHED_BY_NEXT = SimpleNamespace(session_id=7, daemon_start=2)
 
 
 class FakeWaiting:
@@ -124,7 +126,7 @@ class FakeStream:
                 raise self.error
             raise CallTimeoutError("no answer in time")
         if isinstance(answer, KVServiceError):
-            if answer.status in ("UNAVAILABLE", "UNAUTHENTICATED"):
+            if answer.status in ("UNAVAILABLE", "UNAUTHENTICATED") and not isinstance(answer, RestartingError):
                 self.breaks(answer)
             raise answer
         return answer

@@ -7,6 +7,7 @@ import os
 from typing import Protocol
 
 from kvservice.attention_options import AttentionOptions
+from kvservice.client.connection import SessionConnection
 from kvservice.client.context import Context
 from kvservice.client.cuda import device_of, extension
 from kvservice.client.pools.cuda import GpuKernels
@@ -15,6 +16,7 @@ from kvservice.client.pools.tables import MappedStep
 from kvservice.client.requests import build
 from kvservice.client.tensors import Tensor
 from kvservice.client.values import StepInfo
+from kvservice.errors import ConnectionLostError, StaleStepError
 from kvservice.pool.layout import PoolLayout
 from kvservice.v1 import host_pb2
 
@@ -65,7 +67,18 @@ class MappedPool:
     step, because its blocks may be reallocated then.
     """
 
-    def __init__(self, layout: PoolLayout, kernels: MappedKernels, tables: mmap.mmap, writable: bool) -> None:
+    def __init__(
+        self,
+        layout: PoolLayout,
+        kernels: MappedKernels,
+        tables: mmap.mmap,
+        writable: bool,
+        connection: SessionConnection,
+        num_restarts: int,
+    ) -> None:
+        """`num_restarts` is the connection's, from before the pool was mapped."""
+        self.num_restarts = num_restarts
+        self._connection = connection
         self.layout = layout
         self.writable = writable
         self.kernels = kernels
@@ -77,7 +90,12 @@ class MappedPool:
     async def open(context: Context, writable: bool, timeout_s: float | None = None) -> MappedPool:
         """Map the pool. Raises PoolNotSharedError, ConnectionLostError if the descriptors cannot be fetched, and for a
         pool on a GPU FailedPreconditionError."""
+        return await context.connection.with_one_process(lambda: MappedPool._open(context, writable, timeout_s))
+
+    @staticmethod
+    async def _open(context: Context, writable: bool, timeout_s: float | None) -> MappedPool:
         info, connection = context.info, context.connection
+        num_restarts = connection.num_restarts
         if (device := device_of(info)) is not None:
             extension()
         request = build(host_pb2.MapPoolRequest, request_id=connection.next_request_id(), writable=writable)
@@ -96,7 +114,7 @@ class MappedPool:
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
-        return MappedPool(layout, kernels, tables, writable)
+        return MappedPool(layout, kernels, tables, writable, connection, num_restarts)
 
     def step(self, step: HasStepInfo) -> MappedStep:
         """Return the tables of a step. Raises StaleStepError, and FailedPreconditionError if the step is not in the
@@ -105,12 +123,26 @@ class MappedPool:
 
     def tables(self, step: StepInfo) -> MappedStep:
         """See `step`."""
+        if step.num_restarts != self.num_restarts:
+            raise StaleStepError(
+                f"step {step.step_id} or the mapping is of an earlier process of the daemon", field="step_id"
+            )
         slot = -1 if step.mapped is None else step.mapped[0]
         found = self._steps.get(slot)
         if found is not None and found.step_id == step.step_id:
             found.check()
             return found
-        found = MappedStep(self._tables, step, self.layout.block_size)
+        found = MappedStep(self._tables, step, self.layout.block_size, self._check_process)
         found.check()  # before it replaces the step that has the slot now
         self._steps[slot] = found
         return found
+
+    def begun_steps(self) -> list[MappedStep]:
+        """Return the steps of which the session's transport has written some layers here, and not all."""
+        return [step for step in self._steps.values() if 0 < len(step.written) < self.layout.num_layers]
+
+    def _check_process(self) -> None:
+        if self.num_restarts != self._connection.num_restarts:
+            raise StaleStepError("the daemon was restarted: map the pool again")
+        if not self._connection.connected:
+            raise ConnectionLostError("the daemon may have ended, so that the step's tables are not kept current")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable
 
 import numpy as np
 
@@ -21,14 +22,16 @@ class MappedStep:
     used, and again when the operation that used them is done.
     """
 
-    def __init__(self, tables: mmap.mmap, step: StepInfo, block_size: int) -> None:
-        """Raises FailedPreconditionError if the step is not in the tables."""
+    def __init__(self, tables: mmap.mmap, step: StepInfo, block_size: int, check_process: Callable[[], None]) -> None:
+        """`check_process` raises an error unless the process of the daemon that writes the tables is there. Raises
+        FailedPreconditionError if the step is not in the tables."""
         if step.mapped is None:
             raise FailedPreconditionError(
                 f"step {step.step_id} is not in the tables: they were full, or not mapped yet"
             )
         slot, begin = step.mapped
         self.step_id = step.step_id
+        self._check_process = check_process
         self.written: set[int] = set()  # layers that the session's transport has written here
         self.max_query_len = int(step.query_lens.max())
         self._word: Array = np.frombuffer(tables, np.int64, 1, 8 * slot)
@@ -52,8 +55,10 @@ class MappedStep:
         self.slot_mapping, self.query_lens, self.context_lens, self.block_tables = arrays
 
     def check(self) -> None:
-        """Raise StaleStepError if the step is over, since its blocks may have been reallocated."""
+        """Raise StaleStepError if the step is over, since its blocks may have been reallocated; after a restart of the
+        daemon, too. Raise ConnectionLostError if the connection is broken, since the daemon may have ended."""
         if self._word[0] != self.step_id:
             raise StaleStepError(
                 f"a newer operation on one of its sequences replaced step {self.step_id}", field="step_id"
             )
+        self._check_process()

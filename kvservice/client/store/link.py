@@ -238,7 +238,7 @@ async def _open_namespace(
     opened = await connection.call("store_open_namespace", request, limit_s)
     block_bytes = options.namespace.block_bytes
     geometry = Geometry(block_bytes, opened.slab_bytes, opened.first_block, opened.block_stride)
-    fds = FdPassing(connection.run, dialer.fd_path, token)
+    fds = FdPassing(connection, dialer.fd_path, token)
     regions = RegionTable(connection, fds)
     memory = None
     if options.transport in ("auto", "mapped"):

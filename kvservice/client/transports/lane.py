@@ -25,7 +25,7 @@ from kvservice.client.tensors import Tensor, is_on_gpu
 from kvservice.client.transports.base import Transport, TransportName
 from kvservice.client.transports.region import RegionTransport
 from kvservice.client.transports.staging import ALIGNMENT, Staging, staging_bytes
-from kvservice.errors import ConnectionLostError, DaemonAwayError, InvalidArgumentError, UnknownStepError
+from kvservice.errors import ConnectionLostError, DaemonAwayError, DrainingError, InvalidArgumentError, UnknownStepError
 from kvservice.pool.layout import TENSOR_DTYPES
 from kvservice.v1 import host_pb2
 from kvservice.wire.status import from_reason
@@ -62,10 +62,12 @@ class LaneTransport(Transport):
 
     name: TransportName = "lane"
 
-    def __init__(self, context: Context, lane: _ext.LaneClient) -> None:
+    def __init__(self, context: Context, lane: _ext.LaneClient, num_restarts: int) -> None:
         super().__init__(context)
         self._lane = lane
         self._is_lost = False  # whether the daemon has closed the lane
+        # The number of restarts of the daemon when the lane was opened.
+        self._num_restarts = num_restarts
         device = device_of(context.info)
         self.takes_gpu_tensors = device is not None
         self._staging = Staging(context.regions)
@@ -83,15 +85,22 @@ class LaneTransport(Transport):
     @staticmethod
     async def open(context: Context) -> LaneTransport:
         """Open a lane. Raises the errors of OpenLane, and ConnectionLostError if the descriptor cannot be fetched."""
-        return LaneTransport(context, await open_lane(context))
+        return await context.connection.with_one_process(lambda: LaneTransport._open(context))
+
+    @staticmethod
+    async def _open(context: Context) -> LaneTransport:
+        num_restarts = context.connection.num_restarts
+        return LaneTransport(context, await open_lane(context), num_restarts)
 
     async def reopen(self) -> None:
         async with self._lock:
-            if self._is_lost:
+            num_restarts = self.context.connection.num_restarts
+            if self._is_lost or self._num_restarts != num_restarts:
+                await self.context.fds.introduce_once()
                 await self.context.regions.unregister()
                 self._lane = await open_lane(self.context)
                 self._unanswered = self._received = None
-                self._places_version, self._is_lost = -1, False
+                self._places_version, self._is_lost, self._num_restarts = -1, False, num_restarts
 
     async def attend(self, call: AttentionCall) -> AttentionResult:
         if not call.is_plain:
@@ -145,10 +154,11 @@ class LaneTransport(Transport):
 
     async def _refused(self, call: AttentionCall, answer: Answer) -> AttentionResult:
         """Raise the error of an answer. Without the step, the region transport executes the call: either the daemon had
-        no memory to pass the step's tables to the lane, or the step does not exist."""
+        no memory to pass the step's tables to the lane, or the step does not exist. It does so too if the daemon is
+        about to stop: its connection waits for a process that takes over."""
         reason, field, message = answer
         error = from_reason(reason, message, field)
-        if isinstance(error, UnknownStepError):
+        if isinstance(error, (UnknownStepError, DrainingError)):
             return await self._rest.attend(call)
         raise error
 
@@ -223,11 +233,14 @@ class LaneTransport(Transport):
         )
 
     async def _answer(self, deadline: float | None) -> Answer:
-        """Wait for the answer. Raises the errors of `SessionConnection.check`."""
+        """Wait for the answer. Raises the errors of `SessionConnection.check`; SharedMemoryLostError if the daemon has
+        closed the lane before the call's turn; ConnectionLostError if the daemon ended and may have executed it."""
         connection = self.context.connection
         self._receive(HERE_S)
         while self._received is None:
             connection.check(deadline)
+            if self._num_restarts != connection.num_restarts:
+                raise ConnectionLostError("the daemon was restarted before it answered the call")
             await connection.run(self._receive, connection.left_s(deadline, LOOK_S))
         answer, self._received, self._unanswered = self._received, None, None
         return answer
@@ -237,7 +250,10 @@ class LaneTransport(Transport):
         caller is interrupted meanwhile."""
         assert self._unanswered is not None, "a call was made"
         if self._received is None:
-            self._received = self._lane.wait(self._unanswered, timeout_s)
+            try:
+                self._received = self._lane.wait(self._unanswered, timeout_s)
+            except ConnectionLostError as error:
+                raise self._lost(error) from None
 
     def _input(self, staging: Staging, tensor: Tensor) -> Entry:
         entry = self._place(tensor)

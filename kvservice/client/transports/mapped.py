@@ -14,7 +14,8 @@ from kvservice.client.pools.tables import MappedStep
 from kvservice.client.requests import build
 from kvservice.client.tensors import Tensor, is_on_gpu
 from kvservice.client.transports.base import Transport, TransportName
-from kvservice.errors import InvalidArgumentError, LayerWrittenError
+from kvservice.client.values import StepInfo
+from kvservice.errors import InvalidArgumentError, LayerWrittenError, PoolNotSharedError
 from kvservice.v1 import host_pb2
 
 T = TypeVar("T")
@@ -28,12 +29,18 @@ class MappedTransport(Transport):
 
     def __init__(self, context: Context, pool: MappedPool, rest: Transport) -> None:
         super().__init__(context)
-        self.pool = pool
         self.rest = rest
-        self._kernels = pool.kernels
-        self.takes_gpu_tensors = self._kernels.takes_gpu_tensors
         # The scales of an FP8 pool are known only to the daemon.
         self._same_dtype = context.info.kv_cache_dtype == context.info.dtype
+        # The layers that were written here in steps of an earlier process of the daemon, by step id. If that process
+        # handed the steps over to the next one, the other layers go to the daemon, with the first of which it is told.
+        self._begun: dict[int, set[int]] = {}
+        self._use(pool)
+
+    def _use(self, pool: MappedPool) -> None:
+        self.pool = pool
+        self._kernels = pool.kernels
+        self.takes_gpu_tensors = self._kernels.takes_gpu_tensors
         # The kernels that execute plain calls in place.
         may_write = pool.writable and self._same_dtype
         self._in_place = self._kernels if may_write and isinstance(self._kernels, GpuKernels) else None
@@ -47,7 +54,7 @@ class MappedTransport(Transport):
         if tables is None:
             return await super().attend(call)
         self._in_place.write_and_attend(tables, call.layer, call.query, call.key, call.value, call.out)
-        tables.check()
+        await self._check_after(tables, call.deadline)
         tables.written.add(call.layer)
         await self._commit_if_complete(tables, call.deadline)
         return call.out, None
@@ -55,7 +62,7 @@ class MappedTransport(Transport):
     def _tables_in_place(self, kernels: GpuKernels, call: AttentionCall) -> MappedStep | None:
         """Return the tables of the step if the kernels can execute the plain call as it is, else None."""
         step = call.step
-        if step.mapped is None or type(call.layer) is not int or not 0 <= call.layer < self.pool.layout.num_layers:
+        if not self._maps(step) or type(call.layer) is not int or not 0 <= call.layer < self.pool.layout.num_layers:
             return None
         if call.decode and step.num_tokens != step.num_sequences:
             return None
@@ -66,7 +73,7 @@ class MappedTransport(Transport):
 
     async def attend_prepared(self, call: AttentionCall) -> AttentionResult:
         step = call.step
-        if step.mapped is None or not self._can_attend(call):
+        if not self._maps(step) or not self._can_attend(call):
             return await self._attend_elsewhere(call)
         tables = self.pool.tables(step)
         self._check(call)
@@ -76,7 +83,7 @@ class MappedTransport(Transport):
             await self._write_elsewhere(WriteCall(step, call.layer, call.key, call.value, call.deadline))
         try:
             result = await self._run(self._attend, tables, call)
-            tables.check()
+            await self._check_after(tables, call.deadline)
         except BaseException as error:
             tables.written.discard(call.layer)
             if isinstance(error, InvalidArgumentError):
@@ -85,13 +92,34 @@ class MappedTransport(Transport):
         await self._commit_if_complete(tables, call.deadline)
         return result
 
+    def _maps(self, step: StepInfo) -> bool:
+        """Return whether a step is in the tables, those of this process of the daemon."""
+        return step.mapped is not None and step.num_restarts == self.pool.num_restarts
+
+    async def _check_after(self, tables: MappedStep, deadline: float | None) -> None:
+        """Check that a step was not over while its tables were used. If the daemon was restarted meanwhile, it knows
+        that: a step that it does not have cannot be committed. Raises StaleStepError."""
+        connection = self.context.connection
+        if not connection.connected:
+            await connection.ready(deadline)
+        if not self.pool.writable or connection.num_restarts == self.pool.num_restarts:
+            tables.check()
+
     async def _attend_elsewhere(self, call: AttentionCall) -> AttentionResult:
         await self.drain()
+        await self._commit_begun(call.step, call.deadline)
         return await self.rest.attend(call)
 
     async def _write_elsewhere(self, call: WriteCall) -> None:
         await self.drain()
+        await self._commit_begun(call.step, call.deadline)
         await self.rest.write(call)
+
+    async def _commit_begun(self, step: StepInfo, deadline: float | None) -> None:
+        """Tell the daemon which layers of a step were written here before it was restarted."""
+        if layers := self._begun.get(step.step_id):
+            await self._commit(step.step_id, sorted(layers), deadline)
+            self._begun.pop(step.step_id, None)
 
     def _can_attend(self, call: AttentionCall) -> bool:
         """Return whether the kernels here support the call: device of the tensors, dtype of the pool, options."""
@@ -130,7 +158,7 @@ class MappedTransport(Transport):
 
     async def write_prepared(self, call: WriteCall) -> None:
         step = call.step
-        if step.mapped is None or not self.pool.writable or is_on_gpu(call.key) != self.takes_gpu_tensors:
+        if not self._maps(step) or not self.pool.writable or is_on_gpu(call.key) != self.takes_gpu_tensors:
             await self._write_elsewhere(call)
             return
         tables = self.pool.tables(step)
@@ -141,7 +169,7 @@ class MappedTransport(Transport):
         self._claim(tables, layers)
         try:
             await self._run(self._write, tables, layers, parts)
-            tables.check()
+            await self._check_after(tables, call.deadline)
         except BaseException:
             tables.written.difference_update(layers)
             raise
@@ -154,8 +182,19 @@ class MappedTransport(Transport):
     async def _commit_if_complete(self, tables: MappedStep, deadline: float | None) -> None:
         if self.pool.writable and len(tables.written) == self.pool.layout.num_layers:
             await self.drain()
-            connection = self.context.connection
-            request = build(host_pb2.CommitRequest, request_id=connection.next_request_id(), step_id=tables.step_id)
+            await self._commit(tables.step_id, [], deadline)
+
+    async def _commit(self, step_id: int, layers: Sequence[int], deadline: float | None) -> None:
+        """Tell the daemon that layers are written; none: all."""
+        connection = self.context.connection
+        request_id = connection.next_request_id()
+        request = build(host_pb2.CommitRequest, request_id=request_id, step_id=step_id, layers=layers)
+        try:
+            await connection.call_until(deadline, "commit", request)
+        except PoolNotSharedError:
+            if self.pool.num_restarts == connection.num_restarts:
+                raise
+            await connection.with_one_process(self.reopen, deadline)  # only who has mapped the pool may commit
             await connection.call_until(deadline, "commit", request)
 
     async def drain(self) -> None:
@@ -166,6 +205,10 @@ class MappedTransport(Transport):
 
     async def reopen(self) -> None:
         await self.rest.reopen()
+        if self.pool.num_restarts != self.context.connection.num_restarts:
+            await self.drain()
+            self._begun = {step.step_id: step.written for step in self.pool.begun_steps()}
+            self._use(await MappedPool.open(self.context, self.pool.writable))
 
     async def close(self) -> None:
         await self.drain()
