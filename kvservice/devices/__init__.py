@@ -1,7 +1,7 @@
 """Devices: memory and compute of a pool, on the CPU or on a GPU. The engine submits its plans to a `Device`."""
 
 from kvservice.devices.base import CudaRegion, Device, FinishedSteps, LaneServer, LaneSession
-from kvservice.devices.factory import open_device
+from kvservice.devices.factory import open_device, prepare_device
 
 __all__ = [
     "CudaRegion",
@@ -10,4 +10,5 @@ __all__ = [
     "LaneServer",
     "LaneSession",
     "open_device",
+    "prepare_device",
 ]

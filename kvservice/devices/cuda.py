@@ -322,6 +322,15 @@ class CudaDevice:
         self._workspace_memory.close()
 
 
+def prepare(config: ServeConfig) -> None:
+    """Load the driver and create the context of the GPU, which `CudaDevice` uses. Raises InvalidArgumentError."""
+    cuda, number = _load(config)
+    try:
+        cuda.set_device(number)
+    except cuda.CudaError as error:
+        raise _start_error(error, config.device) from None
+
+
 def _load(config: ServeConfig) -> tuple[ModuleType, int]:
     try:
         cuda = importlib.import_module("kvservice._cuda")

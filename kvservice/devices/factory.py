@@ -22,3 +22,15 @@ def open_device(config: ServeConfig, kept: KeptState | None = None) -> Device:
     from kvservice.devices.cuda import CudaDevice
 
     return CudaDevice(config, kept)
+
+
+def prepare_device(config: ServeConfig) -> None:
+    """Do what takes time before `open_device` and takes no memory for the pool: load the code, and initialise the GPU.
+    Raises InvalidArgumentError as `open_device` does."""
+    if config.cuda_device is None:
+        from kvservice.devices import cpu  # noqa: F401
+
+        return
+    from kvservice.devices.cuda import prepare
+
+    prepare(config)

@@ -143,7 +143,14 @@ class BlockCalls:
             )
             self._check_described(sequences)  # the sequences may have grown between the slices
         descriptions = yield from in_turn(codec.description(info) for info in sequences)
-        return blocks_pb2.DescribeResponse(num_sequences=len(session.namespace), sequences=descriptions)
+        lost = session.namespace.lost
+        listed = sorted(lost)[request.first :][: self._max_request_sequences] if not request.sequence_ids else ()
+        return blocks_pb2.DescribeResponse(
+            num_sequences=len(session.namespace),
+            sequences=descriptions,
+            lost_sequence_ids=listed,
+            num_lost_sequences=len(lost),
+        )
 
     def _check_described(self, sequences: list[SequenceSnapshot]) -> None:
         num_bytes = sum(4 * (info.length + info.num_blocks) for info in sequences)

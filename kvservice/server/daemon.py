@@ -6,25 +6,29 @@ import asyncio
 import contextlib
 import functools
 import logging
+import os
 import signal
 import socket
-from typing import TYPE_CHECKING
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
 
 import grpc
 import uvloop
 
 from kvservice import logs
-from kvservice.blocks import KeptMaps, Slices
 from kvservice.config import ServeConfig
-from kvservice.devices import open_device
-from kvservice.engine import CacheEngine
-from kvservice.kept import KeptState, Section
-from kvservice.kept.report import RestartReport
+from kvservice.errors import RestartingError
+from kvservice.keeper.notify import HANDOVER, READY, Notifier, taken_descriptors
+from kvservice.keeper.standby import Standby
+from kvservice.kept import KeptFiles, Section
+from kvservice.kept.report import REFUSED, RestartReport, count_restart
 from kvservice.server import unmapping
 from kvservice.server.audit import Audit
 from kvservice.server.callers import Callers, LocalCallers, RemoteCallers
 from kvservice.server.calls import session_handlers
 from kvservice.server.contract import METHODS, SERVICES
+from kvservice.server.core import open_core
 from kvservice.server.credentials import Credentials
 from kvservice.server.dispatch import Dispatcher
 from kvservice.server.draining import Drain
@@ -47,12 +51,10 @@ from kvservice.server.open_calls import OpenCalls
 from kvservice.server.open_connections import ConnectionWatch
 from kvservice.server.open_files import raise_file_limit
 from kvservice.server.rpc_tasks import task_factory
-from kvservice.server.server_session import SessionMemory
-from kvservice.server.server_store import open_store
 from kvservice.server.services import Services
-from kvservice.server.sessions import SessionRegistry
 from kvservice.server.slots import Slots, max_rpcs
 from kvservice.server.standard import health_handlers, reflection_handlers
+from kvservice.server.standing_by import StandbyEndedError, stand_by
 from kvservice.server.telemetry import StatsWriter, configuration
 from kvservice.telemetry.calls import CallTable
 
@@ -62,30 +64,28 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 EXIT_FAULT = 70
+EXIT_REFUSED = 1
+# Variables in which the keeper says how often it has restarted the daemon, and when the process before ended, in
+# seconds of the monotonic clock.
+RESTARTS: Final = "KVSERVICE_RESTARTS"
+ENDED_AT: Final = "KVSERVICE_ENDED_AT"
 
 
 class KVServer:
-    def __init__(self, config: ServeConfig) -> None:
+    def __init__(self, config: ServeConfig, files: KeptFiles, manager: Notifier | None = None) -> None:
+        """`files` has the state of the process before, if it is kept. `manager` is the process that keeps it. Raises
+        ConfigError and KVServiceError if the daemon cannot start with its configuration."""
+        started_s = time.monotonic()
         check_addresses(config)
         self._config = config
         self.credentials = Credentials(config)
         self.audit = Audit()
         self._remote_callers = RemoteCallers(self.credentials.tokens, bool(config.tls_client_ca), self.audit)
-        self.device = open_device(config)
-        self.kept = KeptState.fresh()
-        arrays = self.kept.arrays
-        section = self.kept.table.section
-        maps = KeptMaps(
-            extra_keys=section(Section.EXTRA_KEYS),
-            pins=section(Section.PINS),
-            lost=section(Section.LOST_SEQUENCES),
-            steps=section(Section.STEPS),
-        )
-        self.engine = CacheEngine(config, self.device, arrays, maps)
-        memory = SessionMemory.of(config, arrays, section(Section.SESSIONS))
-        self.store = open_store(config, self.engine.journal)
+        self._manager = manager
+        self.core = core = open_core(config, files)
+        self.device, self.engine, self.sessions, self.store = core.device, core.engine, core.sessions, core.store
         blocks = None if self.store is None else self.store.blocks
-        self.sessions = SessionRegistry(config, self.engine.manager, self.device, memory, store=blocks)
+        arrays = core.kept.arrays
         self._tracer = _open_tracer(config)
         self.events = EventStreams(config, self.engine.journal)
         capacity_bytes = 0 if self.store is None else self.store.blocks.config.capacity_bytes
@@ -94,9 +94,9 @@ class KVServer:
         )
         handlers = (*session_handlers(config, self.engine, self.store), *open_calls.handlers())
         calls = CallTable(METHODS, arrays.zeros)
-        self.dispatcher = Dispatcher(handlers, self.sessions, calls, self._tracer, lambda: None)
+        self.dispatcher = Dispatcher(handlers, self.sessions, calls, self._tracer, self.engine.manager.end_operation)
         self._health = Health()
-        self.integrity = IntegrityWatch(self._check_in_slices, self.dispatcher, self._set_health)
+        self.integrity = IntegrityWatch(core.check_in_slices, self.dispatcher, self._set_health)
         self._connections = ConnectionWatch(config.connection_limit)
         stats = StatsWriter(
             arrays.shared,
@@ -114,21 +114,21 @@ class KVServer:
         store_bytes = 0 if self.store is None else self.store.memory.num_bytes
         reported = configuration(config, self.device, store_bytes, arrays.shared, METHODS)
         self.observing = Observing(arrays.shared, reported, stats.write, self.engine.manager.block_hash)
-        self.restart = RestartReport()
+        self._started_s = started_s
         self._slots: list[Slots] = []
         self._stop = asyncio.Event()
 
     async def serve(self) -> int:
-        """Serve until SIGTERM, SIGINT or a device fault. Returns the exit status."""
+        """Serve until SIGTERM, SIGINT, SIGUSR1 or a device fault. Returns the exit status."""
         loop = asyncio.get_running_loop()
         loop.set_task_factory(task_factory)
-        for signal_number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(signal_number, self._stop.set)
+        self._handle_signals(loop)
         self.device.on_fault = functools.partial(loop.call_soon_threadsafe, self._stop.set)
         with contextlib.ExitStack() as cleanup:
             servers = self._listen(cleanup)
             if self._config.http_address:
                 self._serve_http(listen_http(self._config.http_address, cleanup))
+            self.core.kept.ready()
             for server in servers:
                 await server.start()
             open_unix_socket(self._config)
@@ -142,7 +142,7 @@ class KVServer:
                 self._connections.run(),
                 self.integrity.run(self._config.integrity_interval_s),
             )
-            self.observing.report_restart(self.restart)
+            self.observing.report_restart(self._report_restart())
             unmapping.start()
             freeze_heap()
             beside = [asyncio.create_task(task) for task in tasks]
@@ -158,20 +158,56 @@ class KVServer:
             if self.store is not None:
                 num_bytes = self.store.memory.num_bytes
                 logger.info("the block store takes %d bytes, share_store is %s", num_bytes, self.store.shared)
+            if self._manager is not None:
+                self._manager.send(READY)
             await self._stop.wait()
             if self.device.fault is None:
                 await self._drain()
-            await asyncio.gather(*(server.stop(grace=0.5) for server in servers))
+            await asyncio.gather(*(server.stop(grace=0.1 if self.dispatcher.restarting else 0.5) for server in servers))
             for task in beside:
                 task.cancel()
             await asyncio.gather(*beside, return_exceptions=True)
             loop.remove_reader(self.sessions.lanes.descriptor)
-            self.sessions.lanes.close()
-            self.device.close()
             if self._tracer is not None:
                 await asyncio.to_thread(self._tracer.close)
-        logger.info("stopped")
-        return EXIT_FAULT if self.device.fault is not None else 0
+        return self._end()
+
+    def _handle_signals(self, loop: asyncio.AbstractEventLoop) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop.set)
+        if self._manager is not None:
+            loop.add_signal_handler(signal.SIGUSR1, self._hand_over)
+            # The hang-up of a terminal reaches this process too. It is for the keeper, if there is one.
+            loop.add_signal_handler(signal.SIGHUP, (lambda: None) if RESTARTS in os.environ else self._hand_over)
+
+    def _hand_over(self) -> None:
+        """End in order, so that a new process takes over."""
+        self.dispatcher.restarting = True
+        self._stop.set()
+
+    def _report_restart(self) -> RestartReport:
+        """Log how this process began, and return that."""
+        now = time.monotonic()
+        ended_s = float(os.environ.get(ENDED_AT, now))
+        report = replace(self.core.report, down_s=now - ended_s, take_over_s=now - self._started_s)
+        report = count_restart(self.core.kept.table.section(Section.RESTARTS), report)
+        if report.summary:
+            lossless = report.outcome != REFUSED and not report.lost.sequences
+            logger.log(logging.INFO if lossless else logging.WARNING, "%s", report.summary)
+        return report
+
+    def _end(self) -> int:
+        """Leave the state for the next process, if there was no fault. Returns the exit status."""
+        self.core.close()
+        if self.device.fault is not None:
+            logger.info("stopped")
+            return EXIT_FAULT
+        num_steps = self.engine.manager.save_steps()
+        self.core.kept.mark_clean()
+        if self.dispatcher.restarting and self._manager is not None:
+            self._manager.send(HANDOVER)
+        logger.info("stopped, %d steps and %d sessions are left for the next process", num_steps, len(self.sessions))
+        return 0
 
     def _listen(self, cleanup: contextlib.ExitStack) -> list[grpc.aio.Server]:
         """Return one gRPC server per address, not yet started. Raises ConfigError."""
@@ -214,14 +250,6 @@ class KVServer:
         for slots in self._slots:
             slots.end_revoked(self._remote_callers.check)
 
-    def _check_in_slices(self) -> Slices[bool]:
-        """Check all bookkeeping. Returns whether the pass was complete."""
-        complete = yield from self.engine.manager.check_integrity_in_slices()
-        yield from self.engine.schedulers.check_in_slices()
-        if self.store is not None:
-            yield from self.store.blocks.check_in_slices()
-        return complete
-
     def _set_health(self, reason: str = "") -> None:
         """Set the health of all services: serving without a `reason`, else not serving.
 
@@ -235,12 +263,16 @@ class KVServer:
         """Refuse new work, and wait for calls in flight and for started steps that make progress."""
         self.dispatcher.draining = True
         self.sessions.lanes.drain()
-        self._set_health(self.integrity.failure or "the daemon is shutting down")
-        logger.info("draining")
+        restarting = self.dispatcher.restarting
+        reason = "a new process of the daemon takes over" if restarting else "the daemon is shutting down"
+        self._set_health(self.integrity.failure or reason)
+        logger.info("draining: %s", reason)
         loop = asyncio.get_running_loop()
         drain = Drain(self._config.drain_timeout_s, self._config.drain_stall_s, loop.time())
         while drain.goes_on(loop.time(), self.dispatcher.in_flight, self.sessions.layers_in_progress()):
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.005 if restarting else 0.02)
+        if restarting:
+            self.sessions.end_streams(RestartingError(reason))
 
 
 def _open_tracer(config: ServeConfig) -> Tracer | None:
@@ -255,12 +287,21 @@ def _open_tracer(config: ServeConfig) -> Tracer | None:
     return Tracer(config.otel_endpoint, config.otel_sample_ratio)
 
 
-async def _main(config: ServeConfig) -> int:
-    return await KVServer(config).serve()
+async def _main(config: ServeConfig, taken: dict[str, int]) -> int:
+    manager = Notifier.from_environment()
+    return await KVServer(config, KeptFiles(taken, manager), manager).serve()
 
 
 def run(config: ServeConfig) -> int:
     """Run a daemon in this process until a signal or a fault ends it. Returns the exit status."""
     logs.configure(config.log_level, config.log_format)
     raise_file_limit(config)
-    return uvloop.run(_main(config))
+    taken = taken_descriptors()
+    standby = Standby.from_environment()
+    if standby is not None:
+        try:
+            taken = stand_by(config, standby, taken)
+        except StandbyEndedError as error:
+            logger.error("%s", error)
+            return EXIT_REFUSED
+    return uvloop.run(_main(config, taken))

@@ -17,7 +17,7 @@ from grpc_status import rpc_status
 
 from kvservice.auth import CALLER
 from kvservice.config import RequestLimits
-from kvservice.errors import FailedPreconditionError, KVServiceError, UnauthenticatedError
+from kvservice.errors import FailedPreconditionError, KVServiceError, RestartingError, UnauthenticatedError
 from kvservice.server.callers import Callers, Context
 from kvservice.server.contract import ANSWERED_BY_OBSERVER, SERVICES, call_name
 from kvservice.server.dispatch import Dispatcher
@@ -140,6 +140,9 @@ class Stream:
         self._rpc = rpc
         self._session: ServerSession | None = None
         self._ending: asyncio.Task[None] | None = None
+        # Whether a call is being executed or answered; what ends the stream after that.
+        self._answering = False
+        self._restarting: RestartingError | None = None
         # gRPC fails if a status is sent during the write of a message.
         self._sending = asyncio.Lock()
         self._ended = False
@@ -148,10 +151,14 @@ class Stream:
         """End the stream with an error from outside `serve`. Its pending read ends when the status is sent.
 
         The status is ABORTED, which means that the lease is lost. An UnauthenticatedError keeps its status, because the
-        caller still has the lease and can reconnect with another token.
+        caller still has the lease and can reconnect with another token. So does a RestartingError, whose stream ends
+        after the reply to the current call: calls without a reply were not executed.
         """
+        if isinstance(error, RestartingError) and self._answering:
+            self._restarting = error
+            return
         status = to_status(error)
-        if not isinstance(error, UnauthenticatedError):
+        if not isinstance(error, UnauthenticatedError | RestartingError):
             status.code = code_pb2.ABORTED
         self._ending = asyncio.create_task(self._abort(rpc_status.to_status(status)))
 
@@ -170,6 +177,7 @@ class Stream:
             while (call := await self._context.read()) is not grpc.aio.EOF:
                 if self._ending is not None:  # the lease is lost, but the client has not read the status yet
                     return await self._ending
+                self._answering = True
                 reply = self._refusal(call) if isinstance(call, Refused) else await self._answer(call)
                 async with self._sending:
                     if self._ended:
@@ -177,6 +185,9 @@ class Stream:
                     self._rpc.stalled_since = time.monotonic()
                     await self._context.write(reply)
                     self._rpc.stalled_since = None
+                self._answering = False
+                if self._restarting is not None:
+                    raise self._restarting
         except KVServiceError as error:
             await self._context.abort_with_status(rpc_status.to_status(to_status(error)))
         finally:

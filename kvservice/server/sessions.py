@@ -12,10 +12,10 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 from kvservice.auth import CALLER, Identity
-from kvservice.blocks import BlockManager, SessionNamespace, Slices
+from kvservice.blocks import BlockManager, Recovery, SessionNamespace, Slices
 from kvservice.config import ServeConfig
 from kvservice.devices import Device
 from kvservice.errors import (
@@ -140,16 +140,22 @@ class SessionRegistry:
         )
         return session
 
-    def recover(self, namespaces: Mapping[int, SessionNamespace], records: Mapping[int, SessionRecord]) -> None:
-        """Resume the sessions of an earlier process, by row number. They wait for their streams: those that had one as
-        after its end, the others as long as before, but for the grace time at least."""
+    def recover(self, *, with_steps: bool) -> Recovery:
+        """Resume the sessions of an earlier process, with their sequences. They wait for their streams: those that had
+        one as after its end, the others as long as before, but for the grace time at least. `with_steps`: see
+        BlockManager.recover."""
+        self._memory.replies.recover(undone=self._manager.state.intents.read()[0] != 0)
+        records = self._memory.kept_records()
         rows = self._memory.table.recover({row: (one.session_id, one.name, one.tenant) for row, one in records.items()})
+        counters = {number + 1: row.counters for number, row in rows.items()}
+        recovery = self._manager.recover(counters, with_steps=with_steps)
         now, grace = self._clock.time(), self._config.session_grace_s
         for number, record in records.items():
-            session = self._add(record, rows[number], namespaces[number])
+            session = self._add(record, rows[number], recovery.namespaces[number + 1])
             session.holder = record.holder
             wait_s = record.wait_s if record.waits_until is None else max(record.waits_until - now, grace)
             self._wait(session, wait_s)
+        return recovery
 
     def _add(self, record: SessionRecord, row: SessionRow, namespace: SessionNamespace) -> ServerSession:
         """Add a session that no stream holds."""
@@ -245,6 +251,12 @@ class SessionRegistry:
             except UnauthenticatedError as error:
                 if session.end_stream is not None:
                     session.end_stream(error)
+
+    def end_streams(self, error: KVServiceError) -> None:
+        """End all streams. The sessions then wait as after any end of a stream."""
+        for session in self:
+            if session.end_stream is not None:
+                session.end_stream(error)
 
     def close_for_in_slices(self, token: bytes, holder: int) -> Slices[None]:
         """Close a session if `holder` still holds it; holder 0 closes it in any case. The holder of its stream promises

@@ -22,7 +22,7 @@ from kvservice.errors import (
 )
 from kvservice.scheduler import Phase, Report, Request, Scheduler, SchedulerConfig
 from kvservice.scheduler.integrity import check_integrity
-from kvservice.server.daemon import KVServer
+from kvservice.server.core import Core
 from kvservice.server.scheduler_values import QueueTotals, SchedulerSettings
 from kvservice.server.scheduling import SessionScheduler
 
@@ -130,7 +130,7 @@ def test_a_bad_request_leaves_nothing() -> None:
 def checked(rig: Rig) -> bool:
     """Run the integrity check of a daemon with these schedulers."""
     daemon: Any = SimpleNamespace(engine=rig.engine, store=None)
-    return finish(KVServer._check_in_slices(daemon))
+    return finish(Core.check_in_slices(daemon))
 
 
 def running() -> Rig:

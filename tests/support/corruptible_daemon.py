@@ -9,11 +9,12 @@ import sys
 
 from kvservice import logs
 from kvservice.config import ServeConfig
+from kvservice.kept import KeptFiles
 from kvservice.server.daemon import KVServer
 
 
 async def serve(config: ServeConfig) -> int:
-    daemon = KVServer(config)
+    daemon = KVServer(config, KeptFiles({}, None))
     ref_count = daemon.engine.manager.state.device.ref_count
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, ref_count.__setitem__, 0, 7)
     return await daemon.serve()

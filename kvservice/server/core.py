@@ -1,0 +1,178 @@
+"""The parts of the daemon that hold its state: empty, or taken over from an earlier process."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvservice.blocks import BlockManager, KeptMaps, Slices
+from kvservice.blocks.sequences import FLAGS, LENGTH, NAMESPACE, NUM_COMPUTED, SCHEDULED, STEP
+from kvservice.blocks.slices import finish
+from kvservice.config import ServeConfig
+from kvservice.devices import Device, open_device
+from kvservice.engine import CacheEngine
+from kvservice.kept import KeptFiles, KeptState, Section
+from kvservice.kept.report import FIRST_START, REFUSED, TAKEN_OVER, KeptCounts, LostCounts, RestartReport
+from kvservice.server.clock import Clock
+from kvservice.server.server_session import SessionMemory
+from kvservice.server.server_store import ServerStore, open_store
+from kvservice.server.sessions import SessionRegistry
+
+logger = logging.getLogger(__name__)
+
+
+def state_identity(config: ServeConfig) -> dict[str, Any]:
+    """Return all options that decide the meaning of the kept bytes, as values of JSON by name."""
+    names = (
+        "device",
+        "num_blocks",
+        "block_size",
+        "enable_prefix_caching",
+        "max_sequences",
+        "max_sequence_tokens",
+        "max_sessions",
+        "max_labels",
+        "store_gib",
+        "max_store_namespaces",
+    )
+    return {
+        **asdict(config.layout),
+        **{name: getattr(config, name) for name in names},
+        "pool_blocks": config.pool_blocks,
+        "swap_blocks": config.swap_blocks,
+        "kv_scales": _digest(config.kv_scales),
+        # Memory that others could write once cannot be protected from them later.
+        "share_pool for writing": config.share_pool == "write",
+        "share_store for writing": config.shares_store == "write",
+    }
+
+
+def _digest(path: str) -> str:
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16] if path else ""
+    except OSError:  # the device names the option in its error
+        return ""
+
+
+@dataclass(frozen=True)
+class Core:
+    """The state of the daemon, and what works on it. `report` has no times yet."""
+
+    kept: KeptState
+    device: Device
+    engine: CacheEngine
+    store: ServerStore | None
+    sessions: SessionRegistry
+    report: RestartReport
+
+    def check_in_slices(self) -> Slices[bool]:
+        """Check all bookkeeping. Returns whether the pass was complete. Raises InternalError."""
+        return _check_in_slices(self.engine, self.store)
+
+    def close(self) -> None:
+        """End the threads of the device. The state stays as it is."""
+        self.sessions.lanes.close()
+        self.device.close()
+
+
+def open_core(
+    config: ServeConfig,
+    files: KeptFiles,
+    environ: Mapping[str, str] = os.environ,
+    clock: Clock | None = None,
+) -> Core:
+    """Take over the state in `files`, or begin with an empty one if there is none, if it belongs to another
+    configuration, or if it is corrupt. A state that is refused is dropped. Called in the event loop."""
+    identity = state_identity(config)
+    kept = KeptState.open(files, identity)
+    refused = kept.refused
+    if kept.taken:
+        try:
+            return _open(config, kept, _report(environ, files, TAKEN_OVER), clock)
+        except Exception as error:  # corrupt state may break anything
+            refused = f"it is corrupt: {error or type(error).__name__}"
+            logger.exception("the state of the process before cannot be taken over")
+        kept.discard()
+        del kept
+        gc.collect()  # the refused pool may be most of the machine's memory
+        kept = KeptState.open(files, identity)
+    if refused:
+        logger.warning("the state of the process before is refused, all sessions and K/V are lost: %s", refused)
+    return _open(config, kept, _report(environ, files, REFUSED if refused else FIRST_START, refused), clock)
+
+
+def _report(environ: Mapping[str, str], files: KeptFiles, outcome: str, reason: str = "") -> RestartReport:
+    return RestartReport(
+        outcome=outcome,
+        is_kept=files.is_kept,
+        ended=environ.get("KVSERVICE_ENDED", ""),
+        reason=reason,
+        num_restarts=int(environ.get("KVSERVICE_RESTARTS", "0")),
+    )
+
+
+def _open(config: ServeConfig, kept: KeptState, report: RestartReport, clock: Clock | None) -> Core:
+    """Open all parts on this state, and recover what an earlier process left. Raises InternalError if that is
+    corrupt."""
+    device = open_device(config, kept)
+    try:
+        engine = CacheEngine(config, device, kept.arrays, _block_maps(kept))
+        store = open_store(config, engine.journal)
+        memory = SessionMemory.of(config, kept.arrays, kept.table.section(Section.SESSIONS))
+        blocks = None if store is None else store.blocks
+        sessions = SessionRegistry(config, engine.manager, device, memory, clock, blocks)
+        if kept.taken:
+            counts, lost = _recover(kept, engine.manager, sessions)
+            finish(_check_in_slices(engine, store))
+            report = replace(report, kept=counts, lost=lost)
+    except BaseException:
+        device.close()
+        raise
+    return Core(kept, device, engine, store, sessions, report)
+
+
+def _block_maps(kept: KeptState) -> KeptMaps:
+    section = kept.table.section
+    return KeptMaps(
+        section(Section.EXTRA_KEYS), section(Section.PINS), section(Section.LOST_SEQUENCES), section(Section.STEPS)
+    )
+
+
+def _recover(kept: KeptState, manager: BlockManager, sessions: SessionRegistry) -> tuple[KeptCounts, LostCounts]:
+    """Recover sessions and sequences. Returns what was kept, and what was lost."""
+    open_steps, schedulers = _open_work(manager)
+    recovery = sessions.recover(with_steps=kept.clean)
+    counts = KeptCounts(
+        sessions=len(sessions),
+        sequences=recovery.num_sequences,
+        steps=recovery.num_steps,
+        cached_blocks=recovery.num_cached_blocks,
+        pins=recovery.num_pins,
+    )
+    steps_lost = max(0, open_steps - recovery.num_steps)
+    return counts, LostCounts(sequences=recovery.num_lost, steps=steps_lost, schedulers=schedulers)
+
+
+def _open_work(manager: BlockManager) -> tuple[int, int]:
+    """Return the number of steps that the earlier process left incomplete, and of its schedulers with sequences."""
+    states = manager.state.sequences.states
+    states = states[states[:, NAMESPACE] != 0]
+    incomplete = states[(states[:, STEP] != 0) & (states[:, NUM_COMPUTED] < states[:, LENGTH])]
+    scheduled = states[states[:, FLAGS] & SCHEDULED != 0]
+    return len(np.unique(incomplete[:, [NAMESPACE, STEP]], axis=0)), len(np.unique(scheduled[:, NAMESPACE]))
+
+
+def _check_in_slices(engine: CacheEngine, store: ServerStore | None) -> Slices[bool]:
+    complete = yield from engine.manager.check_integrity_in_slices()
+    yield from engine.schedulers.check_in_slices()
+    if store is not None:
+        yield from store.blocks.check_in_slices()
+    return complete
