@@ -173,6 +173,9 @@ class KeptState:
 
     def _add(self, name: str, num_bytes: int, fd: int) -> None:
         assert name not in self._sizes, "each name stands for one file"
+        if not self._files.is_kept:
+            os.close(fd)
+            return
         self._sizes[name], self._new[name] = num_bytes, fd
         if self._is_ready:
             self._hand_over(name)

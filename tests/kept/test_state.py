@@ -323,6 +323,19 @@ def test_no_descriptor_is_left_open() -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def test_without_a_keeper_memory_is_free_when_its_user_is_done() -> None:
+    def use() -> None:
+        state = KeptState.fresh()
+        state.memory("pool", NUM_BYTES, read_only=True).close()
+        state.put_descriptor("gpu", os.memfd_create("gpu"))
+
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    use()
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_facts_are_values_of_json(keeper: HeldFiles) -> None:
     state = serving(keeper)
     state.facts["scales"] = [1.5, 2]
