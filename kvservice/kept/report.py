@@ -46,13 +46,13 @@ class LostCounts:
 
 @dataclass(frozen=True, slots=True)
 class RestartTotals:
-    """Counts over all processes that had the state: restarts by cause, refused states, and lost sequences."""
+    """Counts over all processes that had the state: restarts by cause, and lost sequences. A refused state takes its
+    counts along."""
 
     signal: int = 0
     status: int = 0
     device_fault: int = 0
     upgrade: int = 0
-    refused: int = 0
     lost_sequences: int = 0
 
     @property
@@ -124,7 +124,7 @@ def count_restart(section: MutableMapping[int, bytes], report: RestartReport) ->
     """Add this start to the totals in `section`, and return the report with them. `num_restarts` becomes the larger of
     the totals and of what the keeper counted, which also counts restarts whose state was not kept."""
     totals = _read_totals(section.get(_TOTALS, b"{}"))
-    added = {name: getattr(totals, name) + 1 for name in (report.cause, report.outcome) if hasattr(totals, name)}
+    added = {report.cause: getattr(totals, report.cause) + 1} if report.cause else {}
     totals = replace(totals, **added, lost_sequences=totals.lost_sequences + report.lost.sequences)
     section[_TOTALS] = json.dumps(asdict(totals)).encode()
     restarts = max(report.num_restarts, sum(totals.by_cause.values()))

@@ -47,4 +47,3 @@ def restart_metrics(report: RestartReport) -> Iterator[Metric]:
         asdict(report.lost).items(),
     )
     yield counter("restart_lost_sequences", "Sequences lost by all restarts.", totals.lost_sequences)
-    yield counter("restart_refused_states", "Starts that refused the kept state: see the log.", totals.refused)

@@ -201,13 +201,20 @@ def test_stop_does_not_wait_for_a_step_for_ever(stack: Stack) -> None:
     restart(stack)
 
 
-def test_a_crash_is_followed_by_a_new_start_on_the_same_socket(stack: Stack) -> None:
+def test_a_daemon_that_is_killed_is_back_with_its_sequences_in_the_same_container(stack: Stack) -> None:
     before = stack.state("daemon")["StartedAt"]
-    output("docker", "exec", stack.container("daemon"), "sh", "-c", "kill -KILL $(cat /proc/1/task/1/children)")
-    wait_for("a new start", lambda: stack.state("daemon")["StartedAt"] != before)
-    stack.await_healthy()
-    options = ("--network=none", f"--volume={stack.socket_volume}:/run/kvservice")
-    assert "attention over" in run_engine("unix:/run/kvservice/kvservice.sock", *options)
+    with KVClient(stack.address) as client, client.session() as session:
+        sequence = session.allocate([7])
+        step = session.open_step([sequence])
+        q, k, v = values(1)
+        for layer in range(NUM_LAYERS):
+            step.extend(layer, q, k, v)
+        output("docker", "exec", stack.container("daemon"), "sh", "-c", "kill -KILL $(cat /proc/1/task/1/children)")
+        session.append([sequence], [8])
+        (info,) = session.describe()
+        assert (info.length, info.num_computed_tokens) == (2, 1)
+    assert stack.state("daemon")["StartedAt"] == before
+    assert "after signal 9: took over 1 session, 1 sequence" in daemon_log(stack)
 
 
 def restart(stack: Stack) -> None:

@@ -85,7 +85,7 @@ def test_totals_go_on_over_restarts() -> None:
     count_restart(section, TAKEN)
     count_restart(section, RestartReport(REFUSED, ended="signal 9", reason="the take-over failed twice"))
     last = count_restart(section, RestartReport(TAKEN_OVER, ended="upgrade", lost=LostCounts(sequences=4)))
-    assert last.totals == RestartTotals(signal=2, upgrade=1, refused=1, lost_sequences=5)
+    assert last.totals == RestartTotals(signal=2, upgrade=1, lost_sequences=5)
     assert last.num_restarts == 3
     assert last.totals.by_cause == {"signal": 2, "status": 0, "device_fault": 0, "upgrade": 1}
 
