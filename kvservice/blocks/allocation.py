@@ -13,7 +13,6 @@ import numpy as np
 
 from kvservice._ext import fill_sequences
 from kvservice.blocks.arguments import extra_keys_by_block, int32_array, whole_number
-from kvservice.blocks.intents import RESTORE
 from kvservice.blocks.namespaces import HIT_TOKENS, NO_STEP, QUERY_TOKENS, SessionNamespace
 from kvservice.blocks.plans import Allocation, AllocationRequest, AllocStatus, Int32Array, Int64Array
 from kvservice.blocks.sequences import SCHEDULED
@@ -212,16 +211,14 @@ class Allocator:
             [new.tokens for new in sequences],
             blocks,
         )
-        states, number = [], namespace.number
+        self._state.intents.begin_new(rows)
+        states, number = slots.states, namespace.number
         for new, row in zip(sequences, rows, strict=True):
             if new.extra:
                 slots.set_extra_keys(row, new.extra)
             namespace.rows[new.sequence_id] = row
             length, computed, made = len(new.tokens), len(new.found) << shift, slots.new_flags(flags)
-            states.append((length, computed, new.num_blocks, NO_STEP, 0, number, new.sequence_id, made))
-        created = np.array(rows)
-        self._state.intents.begin(RESTORE, created)
-        slots.states[created] = states
+            states[row] = (length, computed, new.num_blocks, NO_STEP, 0, number, new.sequence_id, made)
         if namespace.lost:
             self._state.create_lost(namespace, [new.sequence_id for new in sequences])
         self._count(namespace, sum([len(new.tokens) for new in sequences]), num_hits << shift)

@@ -7,7 +7,6 @@ PrefixCachingBlockAllocator). All arguments that name blocks are int64 arrays.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Final
 
@@ -129,9 +128,13 @@ class BlockPool:
         self._free_stack[self.num_free : end] = blocks
         self.num_free = end
 
-    def keep_hashes(self, blocks: Int64Array | list[int], chain_hashes: list[bytes]) -> None:
-        """Store the entries of `hashes` of these blocks in `kept_hashes`, where zeros stand for None."""
+    def keep_hashes(self, blocks: Int64Array, chain_hashes: list[bytes]) -> None:
+        """Store the entries of `hashes` of these blocks in `kept_hashes`."""
         self._hash_records[blocks] = np.frombuffer(b"".join(chain_hashes), _HASH_RECORD)
+
+    def keep_hashes_of(self, blocks: Int64Array, other: BlockPool, others: Int64Array) -> None:
+        """Copy the kept hashes of the blocks `others` int64[n] of another pool to these blocks int64[n]."""
+        self._hash_records[blocks] = other._hash_records[others]
 
     def recover(self, entries: Int64Array) -> None:
         """Derive all counts and free blocks from the blocks in all tables int64[m], once for each table, and the hashes
@@ -269,12 +272,12 @@ class CachingBlockPool(BlockPool):
         self.ages.free(blocks)
         self._push_free(blocks)
 
-    def add_to_index(self, blocks: list[int], chain_hashes: list[bytes]) -> list[bool]:
-        """Add full, computed blocks to the index. Returns, for each, whether its hash finds it; False means that the
-        hash already finds another block."""
-        setdefault = self.index.blocks.setdefault
-        found = [setdefault(chain_hash, block) == block for block, chain_hash in zip(blocks, chain_hashes, strict=True)]
-        self.indexed[blocks if all(found) else list(itertools.compress(blocks, found))] = True
+    def add_to_index(self, blocks: Int64Array, chain_hashes: list[bytes]) -> list[bool]:
+        """Add full, computed blocks, whose hashes are kept, to the index. Returns, for each, whether its hash finds it;
+        False means that the hash already finds another block."""
+        setdefault, names = self.index.blocks.setdefault, blocks.tolist()
+        found = [setdefault(chain_hash, block) == block for block, chain_hash in zip(names, chain_hashes, strict=True)]
+        self.indexed[blocks if all(found) else blocks[found]] = True
         return found
 
     def remove_from_index(self, blocks: Int64Array) -> None:

@@ -109,7 +109,8 @@ class Reclaimer:
             self._device.decref_entries(*self._sequences.table_entries(resident))
         self._sequences.states[rows] = 0
         free = rows.tolist()
-        self._sequences.drop_extra_keys(free)
+        if self._sequences.extra_keys:
+            self._sequences.drop_extra_keys(free)
         if self._sequences.ending:
             self._sequences.ending.difference_update(free)
         self._sequences.free_rows.extend(free)

@@ -2,7 +2,7 @@
 
 An operation writes its intent before it changes the state of a row, and the intent stays until the daemon has
 remembered the operation's reply, or until the next operation begins. It names the rows and holds their states of
-before, which are zero for the row of a new sequence.
+before, unless their sequences are new.
 
 Stores that no intent covers count alone: NAMESPACE of a row that becomes free; a chain hash, the computed length and
 the index flag, in this order, when a step commits; the index flag of a block that is evicted, before its content
@@ -15,13 +15,16 @@ from typing import Final
 
 import numpy as np
 
-from kvservice.blocks.plans import ArrayMemory, Int64Array
+from kvservice.blocks.plans import ArrayMemory, Int64Array, item_view
 
 # The states of before are valid, because the content up to their lengths and the tables up to their sizes are whole.
 RESTORE: Final = 1
 # The operation overwrites tables or content of its sequences, so that they are lost.
 DROP: Final = 2
+# The rows are those of new sequences, and become free.
+CREATE: Final = 3
 _KIND_BITS: Final = 2
+_NO_ROWS = np.zeros(0, np.int64)
 
 
 class Intents:
@@ -33,11 +36,13 @@ class Intents:
     def __init__(self, states: Int64Array, memory: ArrayMemory) -> None:
         """`states` int64[max_sequences, 8] are the live states of all rows."""
         self.pending = False
-        self._states = states
+        self._states, self._num_columns = states, states.shape[1]
+        self._state_items = item_view(states)
         header: Int64Array = memory.kept("intent", (1,), np.int64, private=True)
-        self._header = memoryview(header)  # type: ignore[arg-type]  # numpy exports its buffer
+        self._header = item_view(header)
         self._rows: Int64Array = memory.kept("intent_rows", (len(states),), np.int64, private=True)
         self._saved: Int64Array = memory.kept("intent_states", states.shape, np.int64, private=True)
+        self._row_items, self._saved_items = item_view(self._rows), item_view(self._saved)
         # The rows that `_rows` holds, and the part of `_saved` for them. A running batch is the same array every time.
         self._batch = self._rows[:0]
         self._saved_batch = self._saved[:0]
@@ -46,12 +51,30 @@ class Intents:
         """Write down distinct rows int64[n] that an operation is about to change. The caller must not modify the array
         later."""
         assert not self.pending, "an operation has one intent"
-        if rows is not self._batch:
-            count = len(rows)
-            self._rows[:count] = rows
-            self._batch, self._saved_batch = rows, self._saved[:count]
-        self._states.take(rows, 0, self._saved_batch, "clip")
-        self._header[0] = len(rows) << _KIND_BITS | kind
+        count = len(rows)
+        if count == 1:
+            self._save_row(rows.item())
+        else:
+            if rows is not self._batch:
+                self._rows[:count] = rows
+                self._batch, self._saved_batch = rows, self._saved[:count]
+            self._states.take(rows, 0, self._saved_batch, "clip")
+        self._header[0] = count << _KIND_BITS | kind
+        self.pending = True
+
+    def _save_row(self, row: int) -> None:
+        """Do as `begin` for a single row, without NumPy."""
+        columns = self._num_columns
+        self._batch, self._row_items[0] = _NO_ROWS, row
+        self._saved_items[:columns] = self._state_items[row * columns : (row + 1) * columns]
+
+    def begin_new(self, rows: list[int]) -> None:
+        """Write down distinct free rows that an operation is about to give to new sequences."""
+        assert not self.pending, "an operation has one intent"
+        items, self._batch = self._row_items, _NO_ROWS
+        for i, row in enumerate(rows):
+            items[i] = row
+        self._header[0] = len(rows) << _KIND_BITS | CREATE
         self.pending = True
 
     def end(self) -> None:

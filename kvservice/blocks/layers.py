@@ -27,7 +27,7 @@ from kvservice.errors import FailedPreconditionError, InvalidArgumentError, Laye
 class _FullBlocks(NamedTuple):
     """Blocks that a step completed, with the hash, the parent's hash and the tokens of each, little-endian int32."""
 
-    blocks: list[int]
+    blocks: Int64Array
     hashes: list[bytes]
     parents: list[bytes]
     tokens: bytes
@@ -214,7 +214,7 @@ class LayerTracker:
             known[block] = chain_hash = block_hash(parent, data[start : start + size], extra)
             hashes.append(chain_hash)
             parents.append(parent)
-        return _FullBlocks(names, hashes, parents, data)
+        return _FullBlocks(blocks, hashes, parents, data)
 
     def _index_blocks(self, full: _FullBlocks) -> None:
         """Add full blocks to the prefix index."""

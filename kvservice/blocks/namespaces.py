@@ -88,7 +88,7 @@ class SessionNamespace:
     pins: dict[int, Int64Array] = field(default_factory=dict)
     last_step_id: int = 0
     last_pin_id: int = 0
-    kept_ids: MutableSequence[int] = field(default_factory=lambda: [0, 0])
+    kept_ids: MutableSequence[int] | memoryview[int] = field(default_factory=lambda: [0, 0])
     lost: set[int] = field(default_factory=set)
     last_step_before_restart: int = NO_STEP
     _batch: tuple[bytes, Int64Array, Int64Array] = field(default_factory=lambda: _NO_BATCH, repr=False)

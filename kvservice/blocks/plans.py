@@ -54,6 +54,13 @@ class NumpyMemory:
 
 numpy_memory: ArrayMemory = NumpyMemory()
 
+
+def item_view(array: Int64Array) -> memoryview[int]:
+    """Return the elements of a contiguous array as a flat view, where access to one of them is cheaper than NumPy's. An
+    element is stored in one piece."""
+    return memoryview(array.reshape(-1).data).cast("B").cast("q")
+
+
 PADDING_BLOCK = 0
 """Padding of gathered block tables past a sequence's last block. No attention kernel reads it."""
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvservice.blocks.intents import DROP, RESTORE
+from kvservice.blocks.intents import CREATE, DROP, RESTORE
 from kvservice.blocks.invariants import require_range
 from kvservice.blocks.kept import unpack_ids
 from kvservice.blocks.namespaces import NO_STEP, SessionNamespace
@@ -90,6 +90,8 @@ class Recoverer:
         kind, rows, before = self._state.intents.read()
         if kind == DROP:
             self._lose(before, lost)
+            self._states[rows] = 0
+        elif kind == CREATE:
             self._states[rows] = 0
         elif kind == RESTORE:
             self._states[rows] = before

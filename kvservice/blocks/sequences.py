@@ -11,12 +11,12 @@ from kvservice._ext import shared_entries, slot_mapping
 from kvservice.blocks.config import BlocksConfig
 from kvservice.blocks.kept import pack_extra_keys, unpack_extra_keys
 from kvservice.blocks.namespaces import NO_STEP, SessionNamespace, distinct_steps
-from kvservice.blocks.plans import ArrayMemory, BoolArray, Int32Array, Int64Array
+from kvservice.blocks.plans import ArrayMemory, BoolArray, Int32Array, Int64Array, item_view
 from kvservice.blocks.ranges import ragged
 from kvservice.errors import QuotaExceededError, SequenceSwappedError
 
 LENGTH, NUM_COMPUTED, NUM_BLOCKS, STEP, SWAPPED, NAMESPACE, SEQUENCE_ID, FLAGS = range(8)
-_STATE_COLUMNS = 8
+STATE_COLUMNS = 8
 # Bit of FLAGS: a scheduler made the sequence. The other bits number the sequences in the order of their creation.
 SCHEDULED: Final = 1
 _ORDER_BITS: Final = 1
@@ -28,10 +28,10 @@ class SequenceSlots:
 
     The width of a table is an odd number of cache lines, so that one column of many tables does not map to a few sets
     of the CPU caches.
-    `lengths`, `num_computed`, `num_blocks` and `steps` are columns of `states`. STEP is the newest step of the
-    sequence, in its namespace, or NO_STEP. SWAPPED is 1 while the table names blocks of the swap tier. NAMESPACE is the
-    number of the sequence's namespace, or 0 if the row is free or about to be. SEQUENCE_ID is its id there. FLAGS says
-    how and when the sequence was created.
+    `lengths`, `num_computed`, `num_blocks` and `steps` are columns of `states`, and `items` is a flat view of it. STEP
+    is the newest step of the sequence, in its namespace, or NO_STEP. SWAPPED is 1 while the table names blocks of the
+    swap tier. NAMESPACE is the number of the sequence's namespace, or 0 if the row is free or about to be. SEQUENCE_ID
+    is its id there. FLAGS says how and when the sequence was created.
     """
 
     def __init__(self, config: BlocksConfig, memory: ArrayMemory, kept_extra_keys: MutableMapping[int, bytes]) -> None:
@@ -41,7 +41,8 @@ class SequenceSlots:
         if not self.block_tables.flags.c_contiguous:
             raise ValueError("memory gave an array that is not contiguous: a view of it would be a copy")
         self.flat_tables = self.block_tables.reshape(-1)
-        self.states = cast(Int64Array, memory.kept("sequence_states", (config.max_sequences, _STATE_COLUMNS), np.int64))
+        self.states = cast(Int64Array, memory.kept("sequence_states", (config.max_sequences, STATE_COLUMNS), np.int64))
+        self.items = item_view(self.states)
         self.lengths = self.states[:, LENGTH]
         self.num_computed = self.states[:, NUM_COMPUTED]
         self.num_blocks = self.states[:, NUM_BLOCKS]
@@ -89,7 +90,7 @@ class SequenceSlots:
 
     def drop_extra_keys(self, rows: list[int]) -> None:
         """Remove the extra keys of rows, of which some may have none."""
-        for row in rows if self.extra_keys else ():
+        for row in rows:
             if self.extra_keys.pop(row, None) is not None:
                 del self._kept_extra_keys[row]
 

@@ -7,11 +7,19 @@ import numpy.typing as npt
 
 from kvservice.blocks.arguments import int64_array
 from kvservice.blocks.block_pool import ONE
-from kvservice.blocks.intents import RESTORE
 from kvservice.blocks.limits import check_request_blocks
 from kvservice.blocks.namespaces import NO_STEP, SessionNamespace
 from kvservice.blocks.plans import Int64Array
-from kvservice.blocks.sequences import FLAGS, LENGTH, NUM_BLOCKS, NUM_COMPUTED, SCHEDULED, SEQUENCE_ID, STEP
+from kvservice.blocks.sequences import (
+    FLAGS,
+    LENGTH,
+    NUM_BLOCKS,
+    NUM_COMPUTED,
+    SCHEDULED,
+    SEQUENCE_ID,
+    STATE_COLUMNS,
+    STEP,
+)
 from kvservice.blocks.state import BlockState
 from kvservice.errors import InvalidArgumentError
 
@@ -35,8 +43,7 @@ class Forker:
         self._sequences.require_free_rows(len(children), "child_ids")
         if len(rows) > 1:
             check_request_blocks(self._config, int(self._sequences.num_blocks[rows].sum()), "parent_ids")
-        free_rows = self._sequences.free_rows[-len(rows) :]
-        self._state.intents.begin(RESTORE, np.array(free_rows, np.int64))
+        self._state.intents.begin_new(self._sequences.free_rows[-len(rows) :])
         if namespace.lost:
             self._state.create_lost(namespace, children)
         if len(rows) == 1:
@@ -64,24 +71,24 @@ class Forker:
     def _fork_row(self, namespace: SessionNamespace, parent: int, child_ids: list[int]) -> list[int]:
         """Fork one row. Returns the rows of the children, whose ids are not registered yet."""
         sequences = self._sequences
-        states, tables = sequences.states, sequences.block_tables
-        step_id = states.item(parent, STEP)
+        states, tables, items, at = sequences.states, sequences.block_tables, sequences.items, parent * STATE_COLUMNS
+        step_id = items[at + STEP]
         if step_id != NO_STEP:
             namespace.supersede((step_id,))
-            states[parent, STEP] = NO_STEP
-        table = tables[parent, : states.item(parent, NUM_BLOCKS)]
+            items[at + STEP] = NO_STEP
+        table = tables[parent, : items[at + NUM_BLOCKS]]
         self._device.incref_active(table, ONE if len(child_ids) == 1 else np.array(len(child_ids), np.int32))
-        flags, rows = states.item(parent, FLAGS) & SCHEDULED, []
+        flags, rows = items[at + FLAGS] & SCHEDULED, []
         for child_id in child_ids:
             row = sequences.free_rows.pop()
             rows.append(row)
             tables[row, : len(table)] = table
             states[row] = states[parent]
-            states[row, SEQUENCE_ID] = child_id
-            states[row, FLAGS] = sequences.new_flags(flags)
+            items[row * STATE_COLUMNS + SEQUENCE_ID] = child_id
+            items[row * STATE_COLUMNS + FLAGS] = sequences.new_flags(flags)
             if parent in sequences.extra_keys:
                 sequences.set_extra_keys(row, sequences.extra_keys[parent])
-        sequences.num_tokens += states.item(parent, LENGTH) * len(child_ids)
+        sequences.num_tokens += items[at + LENGTH] * len(child_ids)
         return rows
 
     def tail_blocks(self, namespace: SessionNamespace, sequence_ids: npt.ArrayLike) -> tuple[Int64Array, Int64Array]:

@@ -13,7 +13,7 @@ from kvservice.blocks.intents import Intents
 from kvservice.blocks.kept import KeptMaps, pack_ids
 from kvservice.blocks.namespaces import SessionNamespace
 from kvservice.blocks.pins import PinTable
-from kvservice.blocks.plans import ArrayMemory, BoolArray, Int32Array, Int64Array
+from kvservice.blocks.plans import ArrayMemory, BoolArray, Int32Array, Int64Array, item_view
 from kvservice.blocks.sequences import SequenceSlots
 from kvservice.blocks.stats import BlockCounters
 from kvservice.errors import UnknownSessionError
@@ -70,7 +70,7 @@ class BlockState:
     def add_namespace(self, number: int, counters: MutableSequence[int]) -> SessionNamespace:
         """Add an open namespace, with the last ids of its number."""
         kept_ids = self.last_ids[number - 1]
-        namespace = SessionNamespace(number, counters, kept_ids=memoryview(kept_ids))  # type: ignore[arg-type]
+        namespace = SessionNamespace(number, counters, kept_ids=item_view(kept_ids))
         namespace.last_step_id, namespace.last_pin_id = kept_ids.tolist()
         self.namespaces.add(namespace)
         return namespace

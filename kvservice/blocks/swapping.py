@@ -6,14 +6,13 @@ through the prefix index instead of copying.
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from kvservice.blocks.arguments import whole_number
-from kvservice.blocks.block_pool import HASH_BYTES, counted
+from kvservice.blocks.block_pool import counted
 from kvservice.blocks.events import EventJournal, StoredBlock
 from kvservice.blocks.intents import DROP
 from kvservice.blocks.limits import check_request_blocks, check_sequence_lengths
@@ -26,7 +25,6 @@ from kvservice.blocks.state import BlockState
 from kvservice.errors import OutOfBlocksError, SequenceNotSwappedError
 
 _MISSING = -1
-_NO_HASH = bytes(HASH_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +87,9 @@ class Swapper:
         hashes = self._computed_hashes(group)
         for to, chain_hash in zip(dst.tolist(), hashes, strict=True):
             self._swap.hashes[to] = chain_hash
-        self._swap.keep_hashes(dst, [chain_hash or _NO_HASH for chain_hash in hashes])
+        self._swap.keep_hashes_of(dst, self._device, src)
+        if None in hashes:
+            self._swap.kept_hashes[dst[[chain_hash is None for chain_hash in hashes]]] = 0
         self._sequences.end_steps(namespace, group.rows)
         self._device.decref_entries(*self._sequences.table_entries(group.rows))
         self._sequences.block_tables[group.rows[group.which], group.entries] = dst[group.inverse]
@@ -127,10 +127,11 @@ class Swapper:
         ]
         for block, chain_hash in hashed:
             self._device.hashes[block] = chain_hash
-        blocks, chain_hashes = [block for block, _ in hashed], [chain_hash for _, chain_hash in hashed]
-        self._device.keep_hashes(blocks, chain_hashes)
+        blocks = np.array([block for block, _ in hashed], np.int64)
+        chain_hashes = [chain_hash for _, chain_hash in hashed]
+        self._device.keep_hashes_of(dst, self._swap, src)
         found = self._device.add_to_index(blocks, chain_hashes)
-        findable = list(itertools.compress(blocks, found))
+        findable = blocks[found].tolist()
         self._sequences.block_tables[group.rows[group.which], group.entries] = to[group.inverse]
         if self._device.journal is not None and findable:
             self._record_stored(self._device.journal, group, to, findable)

@@ -84,7 +84,7 @@ def step_block_findable(state: BlockState, _: SessionNamespace) -> None:
     """Corrupt hash and index consistently, with a hash that matches no content."""
     block = table(state, 2)[0]
     state.device.hashes[block] = b"hash"
-    state.device.add_to_index([block], [b"hash"])
+    state.device.add_to_index(np.array([block]), [b"hash"])
 
 
 def two_hashes_swapped(state: BlockState, _: SessionNamespace) -> None:
