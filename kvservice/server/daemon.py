@@ -65,6 +65,8 @@ logger = logging.getLogger(__name__)
 
 EXIT_FAULT = 70
 EXIT_REFUSED = 1
+# How long a daemon that hands over waits for the next layer of a step.
+HAND_OVER_STALL_S: Final = 0.25
 # Variables in which the keeper says how often it has restarted the daemon, and when the process before ended, in
 # seconds of the monotonic clock.
 RESTARTS: Final = "KVSERVICE_RESTARTS"
@@ -268,7 +270,10 @@ class KVServer:
         self._set_health(self.integrity.failure or reason)
         logger.info("draining: %s", reason)
         loop = asyncio.get_running_loop()
-        drain = Drain(self._config.drain_timeout_s, self._config.drain_stall_s, loop.time())
+        stall_s = self._config.drain_stall_s
+        if restarting:  # the next process finds the steps that wait for their clients
+            stall_s = min(stall_s, HAND_OVER_STALL_S)
+        drain = Drain(self._config.drain_timeout_s, stall_s, loop.time())
         while drain.goes_on(loop.time(), self.dispatcher.in_flight, self.sessions.layers_in_progress()):
             await asyncio.sleep(0.005 if restarting else 0.02)
         if restarting:

@@ -1,0 +1,259 @@
+"""State that a process does not take over: of another configuration, corrupt, or after a fault. And what it loses."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from daemon_lives import Life
+from kept_files import HeldFiles
+from manual_clock import ManualClock
+
+from kvservice.blocks.sequences import LENGTH, NUM_BLOCKS
+from kvservice.config import ServeConfig
+from kvservice.errors import SequenceLostError, StaleStepError, UnknownSequenceError, UnknownSessionError
+from kvservice.server.core import state_identity
+from kvservice.v1 import blocks_pb2
+
+TOKENS = list(range(10))
+
+
+@pytest.fixture
+def held() -> Iterator[HeldFiles]:
+    held = HeldFiles()
+    yield held
+    held.close()
+
+
+@pytest.fixture
+def start(held: HeldFiles) -> Iterator[Callable[..., Life]]:
+    """Return a function that starts the next process of the daemon, after the end of the one before."""
+    lives: list[Life] = []
+    clock = ManualClock()
+
+    def start(**options: Any) -> Life:
+        lives.append(Life(held, clock, **options))
+        return lives[-1]
+
+    yield start
+    clock.close()
+
+
+async def with_a_sequence(life: Life) -> Any:
+    session = life.open()
+    await life.compute(session, 1, TOKENS)
+    return session
+
+
+def check_empty(life: Life, token: bytes) -> None:
+    assert len(life.sessions) == 0
+    with pytest.raises(UnknownSessionError):
+        life.attach(token)
+    stats = life.manager.stats()
+    assert (stats.sequences, stats.free_blocks, stats.cached_blocks) == (0, life.core.device.num_blocks, 0)
+    life.manager.check_integrity()
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"num_layers": 3},
+        {"block_size": 8},
+        {"dtype": "bfloat16"},
+        {"num_blocks": 65},
+        {"swap_space_gib": 0.0},
+        {"max_sequences": 65},
+        {"max_sequence_tokens": 513},
+        {"max_sessions": 255},
+        {"max_labels": 33},
+        {"enable_prefix_caching": False},
+        {"share_pool": "read"},
+        {"share_store": "read"},
+        {"store_gib": 1 / 32},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_another_configuration_starts_empty_and_says_why(
+    start: Callable[..., Life], caplog: pytest.LogCaptureFixture, changed: dict[str, Any]
+) -> None:
+    async def scenario() -> None:
+        life = start()
+        session = await with_a_sequence(life)
+        life.kill()
+        life = start(**changed)
+        (name,) = changed
+        assert life.core.report.outcome == "refused"
+        assert {"swap_space_gib": "swap_blocks"}.get(name, name) in life.core.report.reason
+        check_empty(life, session.token)
+        (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+        assert record.getMessage().endswith(life.core.report.reason)
+        another = life.open()
+        await life.allocate(another, 1, TOKENS)
+        life.kill()
+        life = start(**changed)
+        assert life.core.report.outcome == "taken over"
+        life.attach(another.token)
+        life.kill()
+
+    asyncio.run(scenario())
+
+
+def test_options_that_do_not_change_the_bytes_are_no_reason() -> None:
+    """A process with another address, other limits on requests, or more threads takes over."""
+    before, after = (
+        ServeConfig(num_blocks=8, **options)
+        for options in (
+            {},
+            {"tcp_address": "127.0.0.1:1", "num_threads": 2, "max_request_sequences": 9, "session_grace_s": 1.0},
+        )
+    )
+    assert state_identity(before) == state_identity(after)
+
+
+def test_the_scales_of_a_cache_are_known_by_their_values(tmp_path: Any) -> None:
+    one, same, other = (tmp_path / name for name in ("one", "same", "other"))
+    for path, text in ((one, '{"k_scale": 2}'), (same, '{"k_scale": 2}'), (other, '{"k_scale": 3}')):
+        path.write_text(text)
+    identities = [
+        state_identity(ServeConfig(num_blocks=8, head_size=64, kv_cache_dtype="fp8", kv_scales=str(path)))
+        for path in (one, same, other)
+    ]
+    assert identities[0] == identities[1]
+    assert identities[0] != identities[2]
+
+
+def test_a_corrupt_state_is_dropped(start: Callable[..., Life], caplog: pytest.LogCaptureFixture) -> None:
+    """A cached block has another token than its hash was computed from: its K/V would be found for a wrong prompt."""
+
+    async def scenario() -> None:
+        life = start()
+        session = await with_a_sequence(life)
+        state, row = life.manager.state, session.namespace.rows[1]
+        state.device.token_ids[state.sequences.block_tables[row, 0], 2] += 1
+        life.kill()
+        life = start()
+        assert life.core.report.outcome == "refused"
+        assert life.core.report.reason.startswith("it is corrupt: ")
+        check_empty(life, session.token)
+        assert "all sessions and K/V are lost: it is corrupt: " in caplog.text
+        session = await with_a_sequence(life)
+        life.kill()
+        life = start()
+        assert life.core.report.outcome == "taken over"
+        life.kill()
+
+    asyncio.run(scenario())
+
+
+def test_values_that_no_table_can_have_are_no_crash(start: Callable[..., Life]) -> None:
+    async def scenario() -> None:
+        for column, value in ((NUM_BLOCKS, 1 << 40), (LENGTH, -1)):
+            life = start()
+            session = await with_a_sequence(life)
+            life.manager.state.sequences.states[session.namespace.rows[1], column] = value
+            life.kill()
+            life = start()
+            assert life.core.report.outcome == "refused"
+            life.kill()
+
+    asyncio.run(scenario())
+
+
+def test_an_unreadable_record_of_a_session_drops_the_state(start: Callable[..., Life]) -> None:
+    async def scenario() -> None:
+        life = start()
+        session = await with_a_sequence(life)
+        life.sessions._memory.records[session.row.number] = b'{"session_id": 1'
+        life.kill()
+        life = start()
+        assert life.core.report.outcome == "refused"
+        check_empty(life, session.token)
+        life.kill()
+
+    asyncio.run(scenario())
+
+
+def test_a_device_that_failed_leaves_nothing(start: Callable[..., Life]) -> None:
+    async def scenario() -> None:
+        life = start()
+        session = await with_a_sequence(life)
+        life.core.kept.mark_faulted()
+        life.kill()
+        life = start()
+        assert (life.core.report.outcome, life.core.report.reason) == ("refused", "the device failed")
+        check_empty(life, session.token)
+        life.kill()
+
+    asyncio.run(scenario())
+
+
+# ---- lost sequences and steps
+
+
+def test_a_lost_sequence_is_named_until_it_is_freed(start: Callable[..., Life]) -> None:
+    """A copy into a block of sequence 2 was not finished. Sequence 4 is created anew, sequence 2 is freed."""
+
+    async def scenario() -> None:
+        life = start()
+        session = life.open()
+        kv = await life.compute(session, 1, TOKENS)
+        for sequence_id in (2, 4):
+            await life.compute(session, sequence_id, list(range(20 * sequence_id, 20 * sequence_id + 8)))
+        state, rows = life.manager.state, session.namespace.rows
+        for sequence_id in (2, 4):
+            state.unfinished_device[state.sequences.block_tables[rows[sequence_id], 1]] += 1
+        life.kill()
+        for _ in range(2):  # they are named again after another restart
+            life = start()
+            session = life.attach(session.token)
+            described = await life.call(session, "describe", blocks_pb2.DescribeRequest())
+            assert list(described.lost_sequence_ids) == [2, 4]
+            assert (described.num_sequences, described.num_lost_sequences) == (1, 2)
+            life.kill()
+        assert life.core.report.lost.sequences == 0, "they were counted by the restart that lost them"
+        described = await life.call(session, "describe", blocks_pb2.DescribeRequest(first=1))
+        assert list(described.lost_sequence_ids) == [4]
+        with pytest.raises(SequenceLostError) as caught:
+            await life.call(session, "append", blocks_pb2.AppendRequest(sequence_ids=[1, 2], token_ids=[1, 2]))
+        assert (caught.value.field, caught.value.metadata["sequence_id"]) == ("sequence_ids[1]", "2")
+        assert np.array_equal(await life.read(session, 1, len(TOKENS)), kv)
+        await life.call(session, "free", blocks_pb2.FreeRequest(sequence_ids=[2]))
+        with pytest.raises(UnknownSequenceError) as unknown:
+            await life.call(session, "append", blocks_pb2.AppendRequest(sequence_ids=[2], token_ids=[1]))
+        assert not isinstance(unknown.value, SequenceLostError)
+        await life.allocate(session, 4, [1])
+        described = await life.call(session, "describe", blocks_pb2.DescribeRequest())
+        assert (list(described.lost_sequence_ids), described.num_lost_sequences) == ([], 0)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_a_step_goes_on_after_an_end_in_order_only(start: Callable[..., Life], in_order: bool) -> None:
+    async def scenario() -> None:
+        life = start()
+        session = life.open()
+        await life.allocate(session, 1, TOKENS)
+        opening = blocks_pb2.OpenStepRequest(request_id=5, sequence_ids=[1])
+        step = await life.call(session, "open_step", opening)
+        key = np.ones((len(TOKENS), 2, 32), np.float32)
+        await life.core.engine.write(session.namespace, step.step_id, 0, key, 2 * key)
+        life.end() if in_order else life.kill()
+        life = start()
+        session = life.attach(session.token)
+        assert (life.core.report.kept.steps, life.core.report.lost.steps) == ((1, 0) if in_order else (0, 1))
+        assert await life.call(session, "open_step", opening) == step
+        writing = life.core.engine.write(session.namespace, step.step_id, 1, 3 * key, 4 * key)
+        if not in_order:
+            with pytest.raises(StaleStepError):
+                await writing
+            return
+        await writing
+        kv = await life.read(session, 1, len(TOKENS))
+        assert kv[:, :, 0, 0, 0].tolist() == [[1.0, 3.0], [2.0, 4.0]]
+
+    asyncio.run(scenario())
