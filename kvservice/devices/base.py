@@ -147,7 +147,8 @@ class Device(Protocol):
     ) -> Awaitable[tuple[Array, Array]]:
         """Write one layer's K/V of a step, then attend. The result is the output, in `out` if the device supports that,
         and the log-sum-exp, float32 `[num_tokens, num_heads]`. `completed` is the step that this call
-        completes, if it does. Its blocks count as unfinished from now until all its bytes are written."""
+        completes, if it does. If its bytes are not all written when this returns, its blocks count as unfinished until
+        they are."""
 
     def write(
         self, step: StepPlan, layers: Sequence[int], keys: Array, values: Array, *, completed: StepPlan | None = None

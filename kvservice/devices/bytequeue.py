@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
@@ -40,12 +40,12 @@ class ByteQueue:
         self._last_done = threading.Event()
         self._last_done.set()
 
-    async def run(self, work: Callable[[], T], *, inline: bool) -> T:
-        """Run `work` in order and return its result. With `inline` it runs on the event loop if the queue is empty.
-        Cancelling the caller does not cancel the work."""
+    def run(self, work: Callable[[], T], *, inline: bool) -> Awaitable[T]:
+        """Run `work` in order. The caller awaits its result. With `inline` and an empty queue it runs now, on the event
+        loop. Cancelling the caller does not cancel the work."""
         if inline and self.idle:
-            return self.guarded(work)
-        return await asyncio.shield(asyncio.wrap_future(self.submit(work)))
+            return ready(self.guarded(work))
+        return awaited(self.submit(work))
 
     def post(self, work: Callable[[], object], *, inline: bool) -> None:
         """Run `work` in order without waiting for it. Later submissions see its effect."""
@@ -89,3 +89,13 @@ class ByteQueue:
             logger.critical("work on the pool failed, its content is lost: %s", error, exc_info=not known)
             self.on_fault()
         return InternalError(f"the device failed: {error}") if known else error
+
+
+async def ready(result: T) -> T:
+    """Return a result that is known already."""
+    return result
+
+
+async def awaited(done: Future[T]) -> T:
+    """Wait for a future of a thread. Cancelling the caller does not cancel it."""
+    return await asyncio.shield(asyncio.wrap_future(done))

@@ -7,7 +7,6 @@ launched by one thread and awaited by another, so that later calls can be launch
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from kvservice.blocks import StepPlan
 from kvservice.devices.arena import Arena, StagingBuffer
 from kvservice.devices.base import Array
-from kvservice.devices.bytequeue import ByteQueue
+from kvservice.devices.bytequeue import ByteQueue, awaited, ready
 from kvservice.devices.copies import Copies, Tier
 from kvservice.devices.tables import DeviceStepTables, LiveTables
 from kvservice.errors import InternalError, ResourceExhaustedError
@@ -42,7 +41,8 @@ class ComputeCall(Generic[T]):
 
     It uses `num_bytes` of the arena. `reads` and `writes` are blocks of the pool. `seconds` is its estimated duration.
     The reference to `step` keeps the step's tables on the device until the call completes. `completes` are the
-    blocks of a step that this call completes, which count as unfinished until then.
+    blocks of a step that this call completes. They count as unfinished until then, unless that is before `start`
+    returns.
     """
 
     step: StepPlan | None
@@ -140,14 +140,14 @@ class Compute:
             raise ResourceExhaustedError(
                 f"the call needs {call.num_bytes} bytes of staging memory, the device has {self.arena.num_bytes}"
             )
+        if self._is_quick(call):
+            return ready(self._complete(self.queue.guarded(lambda: self._launch(call))))
         if call.completes is not None:
             self.copies.pool.unfinished.begin(call.completes)
-        if self._is_quick(call):
-            return self._complete_inline(self.queue.guarded(lambda: self._launch(call)))
         done: Future[T] = Future()
         self._newest = done
         self.queue.submit(lambda: self._launch_for(call, done))
-        return _awaited(done)
+        return awaited(done)
 
     def _is_quick(self, call: ComputeCall[T]) -> bool:
         """Return whether a call is short and nothing precedes it: no call in flight, including those of lanes, and no
@@ -183,21 +183,18 @@ class Compute:
     def _complete_for(self, in_flight: InFlightCall[T], done: Future[T]) -> None:
         try:
             result = self._complete(in_flight)
+            # The stream runs in order, so the step's other layers are written too.
+            if (completes := in_flight.call.completes) is not None:
+                self.copies.pool.unfinished.end(completes)
         except BaseException as error:
             done.set_exception(error)
         else:
             done.set_result(result)
 
-    async def _complete_inline(self, in_flight: InFlightCall[T]) -> T:
-        return self._complete(in_flight)
-
     def _complete(self, in_flight: InFlightCall[T]) -> T:
         try:
             self.queue.guarded(in_flight.completed.synchronize)
             self._events.append(in_flight.completed)
-            # The stream runs in order, so the step's other layers are written too.
-            if (completes := in_flight.call.completes) is not None:
-                self.copies.pool.unfinished.end(completes)
             return in_flight.call.result(in_flight.buffer)
         finally:
             self.arena.release(in_flight.buffer)
@@ -209,7 +206,3 @@ class Compute:
         if self.queue.fault is None:
             self.stream.synchronize()
             self.copies.close()
-
-
-async def _awaited(done: Future[T]) -> T:
-    return await asyncio.shield(asyncio.wrap_future(done))

@@ -142,8 +142,7 @@ class CpuDevice:
             )
 
         scores = int((step.query_lens.astype(np.int64) * step.context_lens).sum())
-        counted = self._counted_step(completed, work)
-        return self._queue.run(counted, inline=scores * query[0].nbytes <= INLINE_BYTES)
+        return self._run(work, completed, scores * query[0].nbytes)
 
     def write(
         self, step: StepPlan, layers: Sequence[int], keys: Array, values: Array, *, completed: StepPlan | None = None
@@ -152,15 +151,15 @@ class CpuDevice:
             for index, layer in enumerate(layers):
                 ops.write_kv(self.pool.blocks, layer, step.slot_mapping, keys[index], values[index])
 
-        counted = self._counted_step(completed, work)
-        return self._queue.run(counted, inline=keys.nbytes * 2 <= INLINE_BYTES)
+        return self._run(work, completed, keys.nbytes * 2)
 
-    def _counted_step(self, completed: StepPlan | None, work: Callable[[], T]) -> Callable[[], T]:
-        """Count the blocks of a step as unfinished until `work`, its last, is done. Work runs in order, so the other
-        layers are written by then."""
-        if completed is None:
-            return work
-        return _counted(work, self._unfinished, completed.slot_mapping // self.layout.block_size)
+    def _run(self, work: Callable[[], T], completed: StepPlan | None, num_bytes: int) -> Awaitable[T]:
+        """Run a call. If it completes a step and is not done when this returns, the step's blocks are unfinished until
+        then. Work runs in order, so the step's other layers are written too."""
+        inline = num_bytes <= INLINE_BYTES and self._queue.idle
+        if completed is not None and not inline:
+            work = _counted(work, self._unfinished, completed.slot_mapping // self.layout.block_size)
+        return self._queue.run(work, inline=inline)
 
     def read(self, layers: Sequence[int], slots: Int64) -> Awaitable[tuple[Array, Array]]:
         def work() -> tuple[Array, Array]:

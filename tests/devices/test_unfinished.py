@@ -135,40 +135,42 @@ def test_copies_count_until_they_are_done(rig: Rig, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("inline_bytes", [cpu.INLINE_BYTES, -1], ids=["inline", "in the thread"])
-def test_the_call_that_completes_a_step_counts_before_it_is_marked(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, inline_bytes: int
+@pytest.mark.parametrize("at_once", [False, True], ids=["in parts", "all layers at once"])
+def test_a_step_is_marked_as_complete_when_its_bytes_are_written_or_counted(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, inline_bytes: int, at_once: bool
 ) -> None:
     monkeypatch.setattr(cpu, "INLINE_BYTES", inline_bytes)
-    seen = during(monkeypatch, "write_kv", lambda: rig.pool)
-    marked: list[Any] = []
-    right = rig.engine.manager.mark_part
-
-    def mark(*arguments: Any) -> bool:
-        marked.append(rig.pool)
-        return right(*arguments)
-
-    monkeypatch.setattr(rig.engine.manager, "mark_part", mark)
+    written = during(monkeypatch, "write_kv", lambda: rig.pool)
+    marked: list[tuple[int, list[int]]] = []
+    for name in ("mark_part", "mark_all_layers"):
+        monkeypatch.setattr(rig.engine.manager, name, spy(rig, written, marked, getattr(rig.engine.manager, name)))
     step = rig.step()
     blocks = sorted(set((step.slot_mapping // rig.engine.manager.config.block_size).tolist()))
 
     async def layers() -> None:
+        if at_once:
+            await rig.write(step)
+            return
         for layer in range(NUM_LAYERS - 1):
             await rig.attend(step, layer)
         await rig.attend(step, NUM_LAYERS - 1, 0, 6)
         await rig.attend(step, NUM_LAYERS - 1, 6, NUM_TOKENS)
 
     asyncio.run(layers())
-    assert marked == [[]] * NUM_LAYERS + [blocks]
-    assert seen == [[]] * NUM_LAYERS + [blocks]
+    num_written, unfinished = marked[-1]
+    assert num_written == len(written) if inline_bytes > 0 else unfinished == blocks
+    assert all(unfinished == [] for _, unfinished in marked[:-1])
     assert rig.pool == []
 
 
-def test_a_write_of_all_layers_completes_a_step(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = during(monkeypatch, "write_kv", lambda: rig.pool)
-    asyncio.run(rig.write(rig.step()))
-    assert len(seen) == NUM_LAYERS
-    assert all(seen)
-    assert rig.pool == []
+def spy(rig: Rig, written: list[Any], marked: list[Any], mark: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a method that marks layers: it appends the number of kernel calls before it, and the unfinished blocks."""
+
+    def spied(*arguments: Any) -> Any:
+        marked.append((len(written), rig.pool))
+        return mark(*arguments)
+
+    return spied
 
 
 def test_a_cancelled_caller_does_not_end_the_count(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,11 +211,10 @@ def test_a_fault_leaves_the_blocks_and_is_kept(rig: Rig, monkeypatch: pytest.Mon
 # ---- the CUDA device
 
 
-@pytest.mark.parametrize("inline_s", [compute.INLINE_S, -1.0], ids=["inline", "in the thread"])
 def test_on_a_gpu_a_step_counts_until_its_kernels_are_complete(
-    gpu: Rig, fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, inline_s: float
+    gpu: Rig, fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compute, "INLINE_S", inline_s)
+    monkeypatch.setattr(compute, "INLINE_S", -1.0)
     seen: list[list[int]] = []
     run = fake._run_one
 
@@ -234,6 +235,25 @@ def test_on_a_gpu_a_step_counts_until_its_kernels_are_complete(
     assert seen
     assert all(seen)
     assert gpu.pool == []
+
+
+def test_on_a_gpu_a_quick_call_is_complete_before_it_is_marked(gpu: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    marked: list[bool] = []
+    right = gpu.engine.manager.mark_part
+
+    def mark(*arguments: Any) -> bool:
+        marked.append(gpu.device._compute.stream.idle())
+        return right(*arguments)
+
+    monkeypatch.setattr(gpu.engine.manager, "mark_part", mark)
+    step = gpu.step()
+
+    async def layers() -> None:
+        for layer in range(NUM_LAYERS):
+            await gpu.attend(step, layer)
+
+    asyncio.run(layers())
+    assert marked == [True] * NUM_LAYERS
 
 
 def test_on_a_gpu_copies_count_until_they_are_complete_and_that_is_noticed(gpu: Rig, fake: FakeCuda) -> None:
