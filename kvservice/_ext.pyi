@@ -211,11 +211,25 @@ class StoreIndex:
     slab belongs to one namespace. The memory receives a record per block, and is never read. `seed` is a random 64-bit
     number: it seeds the hash of the keys, and the first version.
 
+    `kept` is the address of `kept_bytes` bytes of private memory, zeroed at first, few of which are touched. It has all
+    that a later process needs to go on. A process can be killed at any time: the next one finds each block as it was
+    before or after the call that was interrupted.
+
     Within a call, the first key counts as the most recently used, because keys are chains of blocks: a block is of no
     use without those before it.
     """
 
-    def __init__(self, address: int, num_bytes: int, slab_bytes: int, seed: int) -> None: ...
+    def __init__(self, address: int, num_bytes: int, slab_bytes: int, seed: int, kept: int) -> None:
+        """Raises InvalidArgumentError naming `kept` if that is the memory of a store of another size."""
+    @staticmethod
+    def kept_bytes(num_bytes: int, slab_bytes: int) -> int: ...
+    @property
+    def generation(self) -> int:
+        """The number of processes that had the kept memory before this one."""
+    def recover(self, namespaces: list[tuple[int, int, int]]) -> tuple[bytes, bytes]:
+        """Open the namespaces of the process before, (number, block_bytes, quota_bytes) each, with their blocks. Slabs
+        of other namespaces are freed. Returns the slots reserved, and those condemned; each of the latter has one
+        lease. There are no other leases. To be called once, before any other call."""
     def open(self, block_bytes: int, quota_bytes: int) -> int:
         """Return the number of a new namespace. Numbers are never reused. It has at most
         quota_bytes // block_bytes blocks. Raises InvalidArgumentError if a block does not fit a slab."""
@@ -232,8 +246,10 @@ class StoreIndex:
     def acquire(self, namespace: int, keys: bytes, leading_only: bool) -> tuple[bytes, bytes, bytes, bytes]:
         """Lease the blocks found, each key once more. Returns (bitmap of the keys, and for the blocks found: slots,
         offsets, versions). With `leading_only` it stops before the first key that is missing."""
+    def lease(self, slots: bytes) -> None:
+        """Lease committed or condemned blocks by slot, each once more."""
     def release(self, slots: bytes) -> None:
-        """End leases: each slot as often as it was acquired."""
+        """End leases: each slot as often as it was acquired or leased."""
     def reserve(self, namespace: int, keys: bytes) -> tuple[bytes, bytes, bytes]:
         """Reserve room for keys that are missing, and touch those that are there. Returns (a PutStatus per key, and for
         those reserved: slots, offsets)."""
@@ -252,6 +268,8 @@ class StoreIndex:
         """Remove up to `most` blocks, the least recently used first, leased ones last. Returns how many."""
     def checksums(self, slots: bytes) -> bytes:
         """Return the checksums with which blocks were committed, 0 for reserved ones."""
+    def places(self, slots: bytes) -> tuple[bytes, bytes]:
+        """Return the keys and the offsets of blocks."""
     def record_removed(self, enabled: bool) -> None:
         """Start or stop to record the keys that are evicted or removed. Forgets those recorded."""
     def take_removed(self) -> list[tuple[int, bytes]]:

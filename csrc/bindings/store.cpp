@@ -6,6 +6,7 @@
 #include <limits>
 #include <memory>
 #include <string_view>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -85,15 +86,27 @@ struct Stats {
 // The index.
 
 std::unique_ptr<StoreIndex> make_index(const py::object& address, const py::object& num_bytes,
-                                       const py::object& slab_bytes, uint64_t seed) {
+                                       const py::object& slab_bytes, uint64_t seed, const py::object& kept) {
   return std::make_unique<StoreIndex>(as_address(address, "address"), as_positive(num_bytes, "num_bytes"),
-                                      as_positive(slab_bytes, "slab_bytes"), seed);
+                                      as_positive(slab_bytes, "slab_bytes"), seed, as_address(kept, "kept"));
+}
+
+int64_t kept_bytes(const py::object& num_bytes, const py::object& slab_bytes) {
+  return StoreIndex::kept_bytes(as_positive(num_bytes, "num_bytes"), as_positive(slab_bytes, "slab_bytes"));
 }
 
 int64_t as_quota(const py::object& object) {
   const int64_t quota_bytes = as_int(object, "quota_bytes");
   require(quota_bytes >= 0, "quota_bytes", "is negative");
   return quota_bytes;
+}
+
+py::tuple recover(StoreIndex& index, const std::vector<std::tuple<uint32_t, int64_t, int64_t>>& namespaces) {
+  std::vector<NamespaceSize> sizes;
+  sizes.reserve(namespaces.size());
+  for (const auto& [number, block_bytes, quota_bytes] : namespaces) sizes.push_back({number, block_bytes, quota_bytes});
+  const Recovered recovered = index.recover(sizes);
+  return py::make_tuple(to_bytes(recovered.reserved), to_bytes(recovered.condemned));
 }
 
 uint32_t open(StoreIndex& index, const py::object& block_bytes, const py::object& quota_bytes) {
@@ -266,7 +279,11 @@ void define_index(py::module_& m) {
       .def_readonly("num_evicted", &Stats::num_evicted);
   const py::arg space("namespace"), keys("keys"), slots("slots");
   py::class_<StoreIndex>(m, "StoreIndex")
-      .def(py::init(&make_index), py::arg("address"), py::arg("num_bytes"), py::arg("slab_bytes"), py::arg("seed"))
+      .def(py::init(&make_index), py::arg("address"), py::arg("num_bytes"), py::arg("slab_bytes"), py::arg("seed"),
+           py::arg("kept"))
+      .def_static("kept_bytes", &kept_bytes, py::arg("num_bytes"), py::arg("slab_bytes"))
+      .def_property_readonly("generation", &StoreIndex::generation)
+      .def("recover", &recover, py::arg("namespaces"))
       .def("open", &open, py::arg("block_bytes"), py::arg("quota_bytes"))
       .def(
           "close", [](StoreIndex& index, const py::object& number) { index.close(as_number(number)); }, space)
@@ -274,6 +291,8 @@ void define_index(py::module_& m) {
       .def("geometry", &geometry, space)
       .def("lookup", &lookup, space, keys)
       .def("acquire", &acquire, space, keys, py::arg("leading_only"))
+      .def(
+          "lease", [](StoreIndex& index, const py::object& list) { index.lease(as_packed(list, "slots")); }, slots)
       .def(
           "release", [](StoreIndex& index, const py::object& list) { index.release(as_packed(list, "slots")); }, slots)
       .def("reserve", &reserve, space, keys)
@@ -304,6 +323,13 @@ void define_index(py::module_& m) {
           "checksums",
           [](const StoreIndex& index, const py::object& list) {
             return to_bytes(index.checksums(as_packed(list, "slots")));
+          },
+          slots)
+      .def(
+          "places",
+          [](const StoreIndex& index, const py::object& list) {
+            const Places places = index.places(as_packed(list, "slots"));
+            return py::make_tuple(py::bytes(places.keys), to_bytes(places.offsets));
           },
           slots)
       .def("record_removed", &StoreIndex::record_removed, py::arg("enabled"))

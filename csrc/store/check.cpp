@@ -18,7 +18,11 @@ bool StoreIndex::check(int64_t most) {
   if (next_check_ == 0) check_counts();
   for (int64_t checked = 0; next_check_ < slabs_.size() && (checked == 0 || checked < most); ++next_check_) {
     const Slab& slab = slabs_[next_check_];
-    if (slab.owner != nullptr) check_slab(slab);
+    if (slab.owner != nullptr) {
+      check_slab(slab);
+    } else {
+      expect(kept(slab).owner == 0, slab, "it is free, but not in the kept memory");
+    }
     checked += 1 + slab.num_fresh;
   }
   return next_check_ == slabs_.size();
@@ -26,15 +30,17 @@ bool StoreIndex::check(int64_t most) {
 
 void StoreIndex::check_slab(const Slab& slab) const {
   uint32_t used = 0, busy = 0, free = 0;
+  expect(kept(slab).owner == slab.owner->number, slab, "the kept memory names another namespace");
+  expect(kept(slab).num_fresh == slab.num_fresh, slab, "the kept memory has another number of slots");
   for (uint32_t i = 0; i < slab.num_fresh; ++i) {
     const Slot& slot = slab.slots[i];
-    if (slot.state == SlotState::kFree) continue;
+    if (state(slot) == SlotState::kFree) continue;
     check_slot(slab, slot);
     ++used;
-    if (slot.state == SlotState::kReserved || slot.pins > 0) ++busy;
+    if (state(slot) == SlotState::kReserved || slot.pins > 0) ++busy;
   }
   for (const Slot* slot = slab.free; slot != nullptr && free <= slab.num_fresh; slot = slot->links.older) {
-    expect(slot->state == SlotState::kFree, slab, "a slot is in use and in the list of free ones");
+    expect(state(*slot) == SlotState::kFree, slab, "a slot is in use and in the list of free ones");
     ++free;
   }
   expect(used > 0, slab, "it belongs to a namespace without having a block");
@@ -46,17 +52,18 @@ void StoreIndex::check_slab(const Slab& slab) const {
 
 void StoreIndex::check_slot(const Slab& slab, const Slot& slot) const {
   const Namespace& space = *slab.owner;
-  expect(slot.slab == &slab, slab, "a block refers to another slab");
-  const bool in_table = slot.state != SlotState::kCondemned;
-  expect(slot.hash == hash_(slot.key, space.number), slab, "the hash of a block is wrong");
-  expect((find(space, slot.hash, slot.key) == &slot) == in_table, slab, "the table refers to the wrong block of a key");
-  expect(slot.state != SlotState::kReserved || slot.pins == 0, slab, "a reserved block is leased");
-  expect(slot.state != SlotState::kCondemned || slot.pins > 0, slab, "a removed block without leases is not free");
-  if (slot.state == SlotState::kCommitted) {
+  const KeptSlot& kept = this->kept(slot);
+  const bool in_table = kept.state != SlotState::kCondemned;
+  expect(slot.hash == hash_(kept.key, space.number), slab, "the hash of a block is wrong");
+  expect((find(space, slot.hash, kept.key) == &slot) == in_table, slab, "the table refers to the wrong block of a key");
+  expect(kept.version <= kept_.header->version, slab, "a version is newer than the newest");
+  expect(kept.state != SlotState::kReserved || slot.pins == 0, slab, "a reserved block is leased");
+  expect(kept.state != SlotState::kCondemned || slot.pins > 0, slab, "a removed block without leases is not free");
+  if (kept.state == SlotState::kCommitted) {
     expect((slot.pins > 0 ? space.leased : space.evictable).contains(slot), slab, "a block is not in its list");
   }
-  if (slot.state == SlotState::kCommitted && slot.pins == 0) {
-    expect(slot.used <= slab.newest, slab, "a block is newer than its slab");
+  if (kept.state == SlotState::kCommitted && slot.pins == 0) {
+    expect(kept.used <= slab.newest, slab, "a block is newer than its slab");
   }
 }
 

@@ -10,6 +10,8 @@ namespace kvservice {
 namespace {
 
 constexpr int kIndexBits = 32;  // a slot's number: slab, index
+// Of this layout of the kept memory.
+constexpr uint64_t kMagic = 0x3165726F7453764B;
 
 // Returns different numbers for different `i`, from a seed.
 uint64_t derived(uint64_t seed, uint64_t i) {
@@ -17,39 +19,64 @@ uint64_t derived(uint64_t seed, uint64_t i) {
   return KeyHash(seed, ~seed)(key, i);
 }
 
-int64_t checked_num_slabs(int64_t num_bytes, int64_t slab_bytes) {
+KeptSizes checked_sizes(int64_t num_bytes, int64_t slab_bytes) {
   require(slab_bytes >= 2 * kPageBytes && slab_bytes % kPageBytes == 0, "slab_bytes",
           "is not a multiple of 4096, at least 8192");
   require(num_bytes >= slab_bytes, "num_bytes", "is less than a slab");
   require(num_bytes / slab_bytes < StoreIndex::kMaxSlabs, "num_bytes", "is too large for these slabs");
-  return num_bytes / slab_bytes;
+  return {num_bytes, slab_bytes};
 }
 
 }  // namespace
 
-StoreIndex::StoreIndex(char* memory, int64_t num_bytes, int64_t slab_bytes, uint64_t seed)
+// The kept memory of an earlier process has its versions and numbers, which go on.
+StoreIndex::StoreIndex(char* memory, int64_t num_bytes, int64_t slab_bytes, uint64_t seed, char* kept)
     : memory_(memory),
       slab_bytes_(slab_bytes),
       hash_(derived(seed, 0), derived(seed, 1)),
-      version_(derived(seed, 2) >> 2),
-      slabs_(static_cast<size_t>(checked_num_slabs(num_bytes, slab_bytes))) {
+      kept_(kept, checked_sizes(num_bytes, slab_bytes)),
+      slots_(static_cast<size_t>(kept_.num_slots)),
+      slabs_(static_cast<size_t>(num_bytes / slab_bytes)) {
   require(reinterpret_cast<uintptr_t>(memory) % kRecordBytes == 0, "address", "is not a multiple of 64");
+  require(reinterpret_cast<uintptr_t>(kept) % kPageBytes == 0, "kept", "is not a multiple of 4096");
+  KeptHeader& header = *kept_.header;
+  if (header.magic == 0) {
+    keep(header.version, derived(seed, 2) >> 2);
+    keep(header.num_slabs, uint64_t{slabs_.size()});
+    keep(header.slab_bytes, static_cast<uint64_t>(slab_bytes));
+    keep(header.magic, kMagic);
+  } else {
+    const bool same = header.num_slabs == slabs_.size() && header.slab_bytes == static_cast<uint64_t>(slab_bytes);
+    require(header.magic == kMagic && same, "kept", "is of another store");
+    keep(header.generation, header.generation + 1);
+  }
   free_slabs_.reserve(slabs_.size());
   for (size_t i = slabs_.size(); i-- > 0;) {
     slabs_[i].number = static_cast<uint32_t>(i);
+    slabs_[i].slots = &slots_[i << kept_.slot_bits];
     free_slabs_.push_back(slabs_[i].number);
   }
+}
+
+int64_t StoreIndex::kept_bytes(int64_t num_bytes, int64_t slab_bytes) {
+  return checked_sizes(num_bytes, slab_bytes).num_bytes;
 }
 
 uint32_t StoreIndex::open(int64_t block_bytes, int64_t quota_bytes) {
   require(block_bytes >= 1, "block_bytes", "is not positive");
   require(block_bytes <= slab_bytes_ - kPageBytes, "block_bytes", "is larger than a slab without its records");
-  Namespace& space = *(namespaces_[last_number_ + 1] = std::make_unique<Namespace>());
-  space.number = ++last_number_;
-  space.block_bytes = block_bytes;
-  space.layout = slab_layout(slab_bytes_, block_bytes);
-  set_quota(space.number, quota_bytes);
-  return space.number;
+  const uint64_t number = kept_.header->last_number + 1;
+  keep(kept_.header->last_number, number);
+  add_namespace({static_cast<uint32_t>(number), block_bytes, quota_bytes});
+  return static_cast<uint32_t>(number);
+}
+
+void StoreIndex::add_namespace(const NamespaceSize& size) {
+  Namespace& space = *(namespaces_[size.number] = std::make_unique<Namespace>());
+  space.number = size.number;
+  space.block_bytes = size.block_bytes;
+  space.layout = slab_layout(slab_bytes_, size.block_bytes);
+  set_quota(size.number, size.quota_bytes);
 }
 
 // The namespace shrinks to a lower quota as it stores more blocks.
@@ -85,7 +112,7 @@ const std::vector<Slot*>& StoreIndex::find_all(const Namespace& space, const Key
     }
     for (size_t i = begin; i < end; ++i) {
       const Slot* candidate = table_.find(hashes_[i], [](const Slot&) { return true; });
-      if (candidate != nullptr) candidate->prefetch();
+      if (candidate != nullptr) prefetch(*candidate);
     }
     for (size_t i = begin; i < end; ++i) found_[i] = find_committed(space, hashes_[i], keys[i]);
   }
@@ -94,17 +121,22 @@ const std::vector<Slot*>& StoreIndex::find_all(const Namespace& space, const Key
 
 void StoreIndex::prefetch(const std::vector<uint64_t>& slots) const {
   for (const uint64_t number : slots) {
-    if (const Slot* slot = find_slot(number)) slot->prefetch();
+    if (const Slot* slot = find_slot(number)) prefetch(*slot);
   }
 }
 
+void StoreIndex::prefetch(const Slot& slot) const {
+  __builtin_prefetch(&slot);
+  __builtin_prefetch(&kept(slot));
+}
+
 Slot* StoreIndex::find(const Namespace& space, uint64_t hash, const Key& key) const {
-  return table_.find(hash, [&](const Slot& slot) { return slot.key == key && slot.slab->owner == &space; });
+  return table_.find(hash, [&](const Slot& slot) { return kept(slot).key == key && slab_of(slot).owner == &space; });
 }
 
 Slot* StoreIndex::find_committed(const Namespace& space, uint64_t hash, const Key& key) const {
   Slot* slot = find(space, hash, key);
-  return slot != nullptr && slot->state == SlotState::kCommitted ? slot : nullptr;
+  return slot != nullptr && state(*slot) == SlotState::kCommitted ? slot : nullptr;
 }
 
 // Returns nullptr if the slot has never been used.
@@ -116,18 +148,27 @@ Slot* StoreIndex::find_slot(uint64_t number) const {
 
 Slot& StoreIndex::slot_at(uint64_t number) const {
   Slot* slot = find_slot(number);
-  if (slot == nullptr || slot->state == SlotState::kFree) {
+  if (slot == nullptr || state(*slot) == SlotState::kFree) {
     throw std::runtime_error("slot " + std::to_string(number) + " has no block");
   }
   return *slot;
 }
 
+Slot& StoreIndex::reserved_at(uint64_t number) const {
+  Slot& slot = slot_at(number);
+  if (state(slot) != SlotState::kReserved) {
+    throw std::runtime_error("slot " + std::to_string(number) + " is not reserved");
+  }
+  return slot;
+}
+
 uint64_t StoreIndex::slot_number(const Slot& slot) const {
-  return uint64_t{slot.slab->number} << kIndexBits | slot.slab->index_of(slot);
+  const Slab& slab = slab_of(slot);
+  return uint64_t{slab.number} << kIndexBits | slab.index_of(slot);
 }
 
 uint64_t StoreIndex::offset(const Slot& slot) const {
-  const Slab& slab = *slot.slab;
+  const Slab& slab = slab_of(slot);
   const SlabLayout& layout = slab.owner->layout;
   return static_cast<uint64_t>(slab.number * slab_bytes_ + layout.first_block +
                                slab.index_of(slot) * layout.block_stride);
@@ -157,9 +198,20 @@ Acquired StoreIndex::acquire(uint32_t number, const Keys& keys, bool leading_onl
     result.found[i] = 1;
     result.slots.push_back(slot_number(*slot));
     result.offsets.push_back(offset(*slot));
-    result.versions.push_back(slot->version);
+    result.versions.push_back(kept(*slot).version);
   }
   return result;
+}
+
+// Adds a lease to committed or condemned blocks.
+void StoreIndex::lease(const std::vector<uint64_t>& slots) {
+  for (const uint64_t number : slots) {
+    Slot& slot = slot_at(number);
+    if (state(slot) == SlotState::kReserved) {
+      throw std::runtime_error("slot " + std::to_string(number) + " is reserved");
+    }
+    pin(slot);
+  }
 }
 
 void StoreIndex::release(const std::vector<uint64_t>& slots) {
@@ -180,7 +232,7 @@ Reserved StoreIndex::reserve(uint32_t number, const Keys& keys) {
   for (size_t i = 0; i < keys.size; ++i) {
     const Key key = keys[i];
     if (const Slot* slot = find(space, hashes_[i], key)) {
-      const bool reserved = slot->state == SlotState::kReserved;
+      const bool reserved = state(*slot) == SlotState::kReserved;
       result.statuses.push_back(reserved ? PutStatus::kBeingWritten : PutStatus::kPresent);
       continue;
     }
@@ -201,46 +253,38 @@ Reserved StoreIndex::reserve(uint32_t number, const Keys& keys) {
 void StoreIndex::commit(const std::vector<uint64_t>& slots, const std::vector<uint64_t>& checksums) {
   prefetch(slots);
   for (size_t i = slots.size(); i-- > 0;) {
-    Slot& slot = slot_at(slots[i]);
-    if (slot.state != SlotState::kReserved) {
-      throw std::runtime_error("slot " + std::to_string(slots[i]) + " is not reserved");
-    }
-    slot.state = SlotState::kCommitted;
-    slot.checksum = checksums[i];
+    Slot& slot = reserved_at(slots[i]);
+    Slab& slab = slab_of(slot);
     Record& out = record(slot);
-    out.checksum = slot.checksum;
+    out.checksum = checksums[i];
     out.state = kRecordCommitted;
-    BlockCounts& counts = slot.slab->owner->counts;
-    --counts.reserved;
-    ++counts.committed;
-    end_busy(*slot.slab);
+    keep(kept(slot).checksum, checksums[i]);
+    --slab.owner->counts.reserved;
+    ++slab.owner->counts.committed;
+    end_busy(slab);
     use(slot);
+    keep(kept(slot).state, SlotState::kCommitted);
   }
 }
 
 void StoreIndex::abort(const std::vector<uint64_t>& slots) {
   for (const uint64_t number : slots) {
-    Slot& slot = slot_at(number);
-    if (slot.state != SlotState::kReserved) {
-      throw std::runtime_error("slot " + std::to_string(number) + " is not reserved");
-    }
+    Slot& slot = reserved_at(number);
+    Slab& slab = slab_of(slot);
     table_.erase(slot.hash, slot);
-    --slot.slab->owner->counts.reserved;
-    end_busy(*slot.slab);
+    --slab.owner->counts.reserved;
+    end_busy(slab);
     free_slot(slot);
   }
 }
 
 void StoreIndex::condemn(const std::vector<uint64_t>& slots) {
   for (const uint64_t number : slots) {
-    Slot& slot = slot_at(number);
-    if (slot.state != SlotState::kReserved) {
-      throw std::runtime_error("slot " + std::to_string(number) + " is not reserved");
-    }
+    Slot& slot = reserved_at(number);
     table_.erase(slot.hash, slot);
-    slot.state = SlotState::kCondemned;
+    keep(kept(slot).state, SlotState::kCondemned);
     slot.pins = 1;
-    BlockCounts& counts = slot.slab->owner->counts;
+    BlockCounts& counts = slab_of(slot).owner->counts;
     --counts.reserved;
     ++counts.condemned;
     ++counts.leased;
@@ -290,7 +334,17 @@ int64_t StoreIndex::clear(uint32_t number, int64_t most) {
 std::vector<uint64_t> StoreIndex::checksums(const std::vector<uint64_t>& slots) const {
   std::vector<uint64_t> result;
   result.reserve(slots.size());
-  for (const uint64_t number : slots) result.push_back(slot_at(number).checksum);
+  for (const uint64_t number : slots) result.push_back(kept(slot_at(number)).checksum);
+  return result;
+}
+
+Places StoreIndex::places(const std::vector<uint64_t>& slots) const {
+  Places result;
+  for (const uint64_t number : slots) {
+    const Slot& slot = slot_at(number);
+    result.keys.append(reinterpret_cast<const char*>(&kept(slot).key), kKeyBytes);
+    result.offsets.push_back(offset(slot));
+  }
   return result;
 }
 

@@ -14,6 +14,9 @@
 // without those before it. All calls take time proportional to their keys, except that giving a slab to another
 // namespace takes time proportional to its blocks.
 //
+// A process that opens the kept memory of an earlier one finds its committed blocks with their places, versions and
+// order of use, see recover().
+//
 // For one thread.
 #pragma once
 
@@ -21,10 +24,13 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <string>
 #include <vector>
 
+#include "store/kept.h"
 #include "store/key_table.h"
 #include "store/slab.h"
+#include "store/sparse_array.h"
 
 namespace kvservice {
 
@@ -54,14 +60,34 @@ struct RemovedKey {
   Key key;
 };
 
+struct NamespaceSize {
+  uint32_t number;
+  int64_t block_bytes, quota_bytes;
+};
+
+// Slots that belonged to somebody in the process before.
+struct Recovered {
+  std::vector<uint64_t> reserved, condemned;
+};
+
+struct Places {
+  std::string keys;
+  std::vector<uint64_t> offsets;
+};
+
 // Wrong slots throw std::runtime_error: only the daemon passes them. Other wrong arguments throw ArgumentError.
 class StoreIndex {
  public:
   static constexpr int64_t kMaxSlabs = int64_t{1} << 31;
 
-  StoreIndex(char* memory, int64_t num_bytes, int64_t slab_bytes, uint64_t seed);
+  StoreIndex(char* memory, int64_t num_bytes, int64_t slab_bytes, uint64_t seed, char* kept);
+  // The size of the kept memory: a multiple of kPageBytes. Only its parts in use are ever touched.
+  static int64_t kept_bytes(int64_t num_bytes, int64_t slab_bytes);
   StoreIndex(const StoreIndex&) = delete;
   StoreIndex& operator=(const StoreIndex&) = delete;
+
+  Recovered recover(const std::vector<NamespaceSize>& sizes);
+  uint64_t generation() const { return kept_.header->generation; }
 
   uint32_t open(int64_t block_bytes, int64_t quota_bytes);
   void close(uint32_t number);
@@ -70,6 +96,7 @@ class StoreIndex {
 
   std::vector<char> lookup(uint32_t number, const Keys& keys);
   Acquired acquire(uint32_t number, const Keys& keys, bool leading_only);
+  void lease(const std::vector<uint64_t>& slots);
   void release(const std::vector<uint64_t>& slots);
   Reserved reserve(uint32_t number, const Keys& keys);
   void commit(const std::vector<uint64_t>& slots, const std::vector<uint64_t>& checksums);
@@ -79,6 +106,7 @@ class StoreIndex {
   int64_t remove(uint32_t number, const Keys& keys);
   int64_t clear(uint32_t number, int64_t most);
   std::vector<uint64_t> checksums(const std::vector<uint64_t>& slots) const;
+  Places places(const std::vector<uint64_t>& slots) const;
 
   void record_removed(bool enabled);
   std::vector<RemovedKey> take_removed();
@@ -98,8 +126,22 @@ class StoreIndex {
   Slot* find_committed(const Namespace& space, uint64_t hash, const Key& key) const;
   Slot* find_slot(uint64_t number) const;
   Slot& slot_at(uint64_t number) const;
+  Slot& reserved_at(uint64_t number) const;
   uint64_t slot_number(const Slot& slot) const;
   uint64_t offset(const Slot& slot) const;
+
+  size_t place(const Slot& slot) const { return static_cast<size_t>(&slot - slots_.data()); }
+  KeptSlot& kept(const Slot& slot) const { return kept_.slots[place(slot)]; }
+  KeptSlab& kept(const Slab& slab) const { return kept_.slabs[slab.number]; }
+  SlotState state(const Slot& slot) const { return kept(slot).state; }
+  Slab& slab_of(const Slot& slot) { return slabs_[place(slot) >> kept_.slot_bits]; }
+  const Slab& slab_of(const Slot& slot) const { return slabs_[place(slot) >> kept_.slot_bits]; }
+  void prefetch(const Slot& slot) const;
+
+  void add_namespace(const NamespaceSize& size);
+  void recover_slab(Slab& slab, Recovered& recovered);
+  void recover_slot(Slab& slab, Slot& slot, Recovered& recovered);
+  void recover_order();
 
   Slot* take_slot(Namespace& space);
   void shrink(Namespace& space);
@@ -108,6 +150,7 @@ class StoreIndex {
   Slot& take_free_slot(Slab& slab);
   void fill(Slot& slot, const Key& key, uint64_t hash);
   void evict(Slot& slot);
+  void vacate(Slot& slot);
   void forget(Slot& slot);
   void drop(Slot& slot);
   void free_slot(Slot& slot);
@@ -119,6 +162,7 @@ class StoreIndex {
   void begin_busy(Slab& slab);
   void end_busy(Slab& slab);
 
+  Record* records(const Slab& slab) const;
   Record& record(const Slot& slot) const;
   void renew_version(Slot& slot);
 
@@ -129,14 +173,14 @@ class StoreIndex {
   char* const memory_;
   const int64_t slab_bytes_;
   const KeyHash hash_;
-  uint64_t version_;  // the last one given to a block
+  const KeptMemory kept_;
+  SparseArray<Slot> slots_;  // at the same indices as kept_.slots
   uint64_t tick_ = 0;
   std::vector<Slab> slabs_;
   std::vector<uint32_t> free_slabs_;          // the last one is used first
   LinkedList<Slab, &Slab::idle_links> idle_;  // slabs of namespaces, without reserved or leased blocks
   KeyTable<Slot> table_;
   std::map<uint32_t, std::unique_ptr<Namespace>> namespaces_;
-  uint32_t last_number_ = 0;
   uint64_t num_evicted_ = 0;
   std::vector<uint64_t> hashes_;  // of the keys of the current call
   std::vector<Slot*> found_;      // their committed blocks when the call began, or nullptr

@@ -1,10 +1,8 @@
-// The daemon's private bookkeeping of slabs, blocks and namespaces. Clients cannot map it.
+// The daemon's private bookkeeping of slabs, blocks and namespaces: what is rebuilt after a restart.
 #pragma once
 
 #include <cstdint>
-#include <memory>
 
-#include "store/key_hash.h"
 #include "store/layout.h"
 #include "store/linked_list.h"
 
@@ -12,30 +10,11 @@ namespace kvservice {
 
 struct Slab;
 
-enum class SlotState : uint32_t {
-  kFree,
-  kReserved,   // in the table, but not found
-  kCommitted,  // in the table, and in a list of its namespace
-  kCondemned,  // removed while it was leased or written, and freed by the last release
-};
-
-// Room for a block. Slots of a slab that have never been used are not initialized.
+// Room for a block: what is rebuilt after a restart. A KeptSlot has the rest.
 struct Slot {
-  Key key;
-  uint64_t hash;
-  Slab* slab;
-  SlotState state;
-  uint32_t pins;
   Links<Slot> links;  // `older` is the next free slot if this one is free
-  uint64_t used;      // when it was last used, in ticks of the index
-  uint64_t version;
-  uint64_t checksum;
-
-  // A slot spans two cache lines.
-  void prefetch() const {
-    __builtin_prefetch(this);
-    __builtin_prefetch(&checksum);
-  }
+  uint64_t hash;
+  uint32_t pins;
 };
 
 // The numbers of blocks of a namespace, by state. Leased blocks are committed or condemned.
@@ -54,7 +33,7 @@ struct Namespace;
 struct Slab {
   uint32_t number = 0;
   Namespace* owner = nullptr;  // nullptr: the slab is free
-  std::unique_ptr<Slot[]> slots;
+  Slot* slots = nullptr;
   uint32_t num_slots = 0;
   Slot* free = nullptr;    // slots that were used before, the last one first
   uint32_t num_fresh = 0;  // the first slot that has never been used
@@ -64,7 +43,7 @@ struct Slab {
   Links<Slab> idle_links{};
   Links<Slab> room_links{};
 
-  uint32_t index_of(const Slot& slot) const { return static_cast<uint32_t>(&slot - slots.get()); }
+  uint32_t index_of(const Slot& slot) const { return static_cast<uint32_t>(&slot - slots); }
   bool has_room() const { return free != nullptr || num_fresh < num_slots; }
 };
 

@@ -1,4 +1,6 @@
 // The slots of the store: where a block goes, and what is evicted for it.
+#include <sys/mman.h>
+
 #include <cstring>
 #include <limits>
 #include <stdexcept>
@@ -6,6 +8,12 @@
 #include "store/index.h"
 
 namespace kvservice {
+namespace {
+
+// The kept part of so many slots is a page.
+constexpr uint32_t kPagedSlots = kPageBytes / sizeof(KeptSlot);
+
+}  // namespace
 
 // Returns a slot for a new block, or nullptr if there is no room.
 Slot* StoreIndex::take_slot(Namespace& space) {
@@ -20,7 +28,7 @@ Slot* StoreIndex::take_slot(Namespace& space) {
   evict(*own);
   if (const Slot* next = space.evictable.oldest()) {  // probably the next victim
     table_.prefetch(next->hash);
-    if (next->links.newer != nullptr) next->links.newer->prefetch();
+    if (next->links.newer != nullptr) prefetch(*next->links.newer);
   }
   return own;
 }
@@ -37,9 +45,9 @@ void StoreIndex::shrink(Namespace& space) {
 // Evicts the least recently used slab, unless the block `own` is older. If it is of own's namespace, `own` is older.
 void StoreIndex::empty_another_slab(const Slot* own) {
   Slab* slab = idle_.oldest();
-  if (slab == nullptr || (own != nullptr && own->used <= slab->newest)) return;
+  if (slab == nullptr || (own != nullptr && kept(*own).used <= slab->newest)) return;
   for (uint32_t i = 0; i < slab->num_fresh; ++i) {
-    if (slab->slots[i].state == SlotState::kCommitted) evict(slab->slots[i]);
+    if (state(slab->slots[i]) == SlotState::kCommitted) evict(slab->slots[i]);
   }
   return_slab(*slab);
 }
@@ -47,17 +55,16 @@ void StoreIndex::empty_another_slab(const Slot* own) {
 // Gives a free slab to a namespace. The versions of its former blocks have changed already.
 void StoreIndex::assign(Namespace& space) {
   Slab& slab = slabs_[free_slabs_.back()];
-  slab.num_slots = static_cast<uint32_t>(space.layout.blocks_per_slab);
-  slab.slots = std::unique_ptr<Slot[]>(new Slot[slab.num_slots]);  // not initialized: unused pages stay untouched
   free_slabs_.pop_back();
+  slab.num_slots = static_cast<uint32_t>(space.layout.blocks_per_slab);
   slab.owner = &space;
   ++space.counts.slabs;
   space.with_room.add(slab);
   idle_.add(slab);
-  auto* records = reinterpret_cast<Record*>(memory_ + slab.number * slab_bytes_);
-  records[0].block_stride.store(static_cast<uint64_t>(space.layout.block_stride), std::memory_order_release);
+  Record* const first = records(slab);
+  first->block_stride.store(static_cast<uint64_t>(space.layout.block_stride), std::memory_order_release);
   for (int64_t i = 0; i < space.layout.blocks_per_slab; ++i) {
-    Record& record = records[i];
+    Record& record = first[i];
     record.version.store(0, std::memory_order_release);
     record.checksum = 0;
     std::memset(record.key, 0, sizeof(record.key));
@@ -65,6 +72,8 @@ void StoreIndex::assign(Namespace& space) {
     record.state = kRecordFree;
     record.block_stride.store(static_cast<uint64_t>(space.layout.block_stride), std::memory_order_relaxed);
   }
+  keep(kept(slab).num_fresh, uint32_t{0});
+  keep(kept(slab).owner, space.number);
 }
 
 Slot& StoreIndex::take_free_slot(Slab& slab) {
@@ -73,8 +82,9 @@ Slot& StoreIndex::take_free_slot(Slab& slab) {
     slab.free = slot->links.older;
   } else {
     slot = &slab.slots[slab.num_fresh++];
-    slot->slab = &slab;
     slot->pins = 0;
+    keep(kept(*slot).state, SlotState::kFree);
+    keep(kept(slab).num_fresh, slab.num_fresh);
   }
   ++slab.num_used;
   if (!slab.has_room()) slab.owner->with_room.remove(slab);
@@ -83,17 +93,18 @@ Slot& StoreIndex::take_free_slot(Slab& slab) {
 
 // Reserves a slot for a key.
 void StoreIndex::fill(Slot& slot, const Key& key, uint64_t hash) {
-  Slab& slab = *slot.slab;
-  slot.key = key;
+  Slab& slab = slab_of(slot);
+  KeptSlot& kept = this->kept(slot);
   slot.hash = hash;
-  slot.checksum = 0;
-  slot.state = SlotState::kReserved;
+  for (int i = 0; i < kKeyBytes / 8; ++i) keep(kept.key.words[i], key.words[i]);
+  keep(kept.checksum, uint64_t{0});
   renew_version(slot);
   Record& out = record(slot);
   std::memcpy(out.key, &key, sizeof(key));
   out.checksum = 0;
   out.namespace_number = slab.owner->number;
   out.state = kRecordReserved;
+  keep(kept.state, SlotState::kReserved);
   table_.insert(hash, slot);
   ++slab.owner->counts.reserved;
   begin_busy(slab);
@@ -101,22 +112,27 @@ void StoreIndex::fill(Slot& slot, const Key& key, uint64_t hash) {
 
 // Makes a committed block without leases a slot that is neither used nor in a list of free ones.
 void StoreIndex::evict(Slot& slot) {
-  Namespace& space = *slot.slab->owner;
+  Namespace& space = *slab_of(slot).owner;
   ++space.num_evicted;
   ++num_evicted_;
   forget(slot);
+  vacate(slot);
+}
+
+// Ends the block of a slot, so that its bytes may change.
+void StoreIndex::vacate(Slot& slot) {
+  keep(kept(slot).state, SlotState::kFree);
   renew_version(slot);
-  slot.state = SlotState::kFree;
   record(slot).state = kRecordFree;
 }
 
 // Removes the key of a committed block.
 void StoreIndex::forget(Slot& slot) {
-  Namespace& space = *slot.slab->owner;
+  Namespace& space = *slab_of(slot).owner;
   table_.erase(slot.hash, slot);
   (slot.pins > 0 ? space.leased : space.evictable).remove(slot);
   --space.counts.committed;
-  if (recording_) removed_.push_back({space.number, slot.key});
+  if (recording_) removed_.push_back({space.number, kept(slot).key});
 }
 
 // Removes a committed block. If it is leased, the last release frees it.
@@ -125,16 +141,14 @@ void StoreIndex::drop(Slot& slot) {
   if (slot.pins == 0) {
     free_slot(slot);
   } else {
-    slot.state = SlotState::kCondemned;
-    ++slot.slab->owner->counts.condemned;
+    keep(kept(slot).state, SlotState::kCondemned);
+    ++slab_of(slot).owner->counts.condemned;
   }
 }
 
 void StoreIndex::free_slot(Slot& slot) {
-  Slab& slab = *slot.slab;
-  renew_version(slot);
-  slot.state = SlotState::kFree;
-  record(slot).state = kRecordFree;
+  Slab& slab = slab_of(slot);
+  vacate(slot);
   if (!slab.has_room()) slab.owner->with_room.add(slab);
   slot.links.older = slab.free;
   slab.free = &slot;
@@ -147,7 +161,11 @@ void StoreIndex::return_slab(Slab& slab) {
   if (slab.has_room()) slab.owner->with_room.remove(slab);
   --slab.owner->counts.slabs;
   slab.owner = nullptr;
-  slab.slots.reset();
+  keep(kept(slab).owner, uint32_t{0});
+  if (slab.num_fresh > kPagedSlots) {
+    madvise(&kept(*slab.slots), slab.num_fresh * sizeof(KeptSlot), MADV_REMOVE);
+    madvise(slab.slots, slab.num_fresh * sizeof(Slot), MADV_DONTNEED);
+  }
   slab.free = nullptr;
   slab.num_fresh = slab.num_used = 0;
   free_slabs_.push_back(slab.number);
@@ -156,19 +174,19 @@ void StoreIndex::return_slab(Slab& slab) {
 void StoreIndex::pin(Slot& slot) {
   if (slot.pins == std::numeric_limits<uint32_t>::max()) throw std::runtime_error("a block has too many leases");
   if (slot.pins++ > 0) return;
-  Namespace& space = *slot.slab->owner;
+  Namespace& space = *slab_of(slot).owner;
   space.evictable.remove(slot);
   space.leased.add(slot);
   ++space.counts.leased;
-  begin_busy(*slot.slab);
+  begin_busy(slab_of(slot));
 }
 
 void StoreIndex::unpin(Slot& slot) {
   if (--slot.pins > 0) return;
-  Namespace& space = *slot.slab->owner;
+  Namespace& space = *slab_of(slot).owner;
   --space.counts.leased;
-  end_busy(*slot.slab);
-  if (slot.state == SlotState::kCondemned) {
+  end_busy(slab_of(slot));
+  if (state(slot) == SlotState::kCondemned) {
     --space.counts.condemned;
     free_slot(slot);
   } else {
@@ -179,8 +197,9 @@ void StoreIndex::unpin(Slot& slot) {
 
 // Makes a block, which is in no list, the most recently used, and its slab too.
 void StoreIndex::use(Slot& slot) {
-  Slab& slab = *slot.slab;
-  slot.used = slab.newest = ++tick_;
+  Slab& slab = slab_of(slot);
+  slab.newest = ++tick_;
+  keep(kept(slot).used, tick_);
   slab.owner->evictable.add(slot);
   if (slab.num_busy > 0) return;
   idle_.remove(slab);
@@ -197,15 +216,22 @@ void StoreIndex::end_busy(Slab& slab) {
   idle_.add(slab);
 }
 
+Record* StoreIndex::records(const Slab& slab) const {
+  return reinterpret_cast<Record*>(memory_ + slab.number * slab_bytes_);
+}
+
 Record& StoreIndex::record(const Slot& slot) const {
-  const Slab& slab = *slot.slab;
-  return reinterpret_cast<Record*>(memory_ + slab.number * slab_bytes_)[slab.index_of(slot)];
+  const Slab& slab = slab_of(slot);
+  return records(slab)[slab.index_of(slot)];
 }
 
 // Tells readers of the memory that the bytes of a block may change from now on.
 void StoreIndex::renew_version(Slot& slot) {
-  slot.version = ++version_;
-  record(slot).version.store(slot.version, std::memory_order_release);
+  const uint64_t version = kept_.header->version + 1;
+  keep(kept_.header->version, version);
+  keep(kept(slot).version, version);
+  before_store();
+  record(slot).version.store(version, std::memory_order_release);
 }
 
 }  // namespace kvservice

@@ -26,3 +26,9 @@ class Section(IntEnum):
     RESTARTS = 11
     FILES = 12
     """Names, sizes and arrays of the kept files."""
+    STORE_OPENINGS = 13
+    """Namespaces of the block store that sessions have open, by the id that the session has for them."""
+    STORE_WRITERS = 14
+    """Processes that can write to the memory of the block store."""
+    STORE_SESSION_WRITERS = 15
+    """The names of such processes by session."""

@@ -54,6 +54,21 @@ class SealedMemory:
             self._share_for_reading()
 
     @classmethod
+    def sparse(cls, name: str, num_bytes: int) -> SealedMemory:
+        """Create memory whose pages are allocated on first use, for content that uses few of them. Raises OSError."""
+        memory = cls.__new__(cls)
+        memory.num_bytes = num_bytes
+        memory.fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(memory.fd, num_bytes)
+            memory.map = mmap.mmap(memory.fd, num_bytes, flags=mmap.MAP_SHARED)
+            memory._seal(read_only=False)
+        except OSError:
+            os.close(memory.fd)
+            raise
+        return memory
+
+    @classmethod
     def reopen(cls, fd: int, num_bytes: int, *, read_only: bool) -> SealedMemory:
         """Map the `kept` memory of an earlier process, with its content. The result owns `fd`. Its pages are mapped on
         first use. Raises OSError."""

@@ -125,13 +125,16 @@ def _open(config: ServeConfig, kept: KeptState, report: RestartReport, clock: Cl
     device = open_device(config, kept)
     try:
         engine = CacheEngine(config, device, kept.arrays, _block_maps(kept))
-        store = open_store(config, engine.journal)
+        store = open_store(config, engine.journal, kept, clock)
         memory = SessionMemory.of(config, kept.arrays, kept.table.section(Section.SESSIONS))
         blocks = None if store is None else store.blocks
         sessions = SessionRegistry(config, engine.manager, device, memory, clock, blocks)
         if kept.taken:
             counts, lost = _recover(kept, engine.manager, sessions)
             finish(_check_in_slices(engine, store))
+            if store is not None:
+                own = {one.session_id: one.store for one in sessions if one.store is not None}
+                counts = replace(counts, store_blocks=store.recover(own).blocks)
             report = replace(report, kept=counts, lost=lost)
     except BaseException:
         device.close()

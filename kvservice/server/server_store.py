@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvservice import _ext
 from kvservice.blocks import EventJournal
 from kvservice.config import GIB, ServeConfig
 from kvservice.errors import ResourceExhaustedError, StoreNotSharedError
+from kvservice.kept import KeptState, Section
 from kvservice.pool.available import available_bytes
 from kvservice.pool.sealed import SealedMemory
 from kvservice.server import descriptors
@@ -18,7 +20,15 @@ from kvservice.server.clock import Clock, SystemClock
 from kvservice.server.host_access import HostAccess
 from kvservice.server.store_copies import StoreCopies
 from kvservice.server.store_writers import StoreWriters
-from kvservice.store import BlockStore, SessionStore, StoreConfig
+from kvservice.store import (
+    BlockStore,
+    SessionStore,
+    StoreConfig,
+    StoreRecords,
+    StoreRecovery,
+    StoreSections,
+    recover,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -48,13 +58,24 @@ def store_config(config: ServeConfig) -> StoreConfig:
 
 @dataclass(frozen=True)
 class ServerStore:
-    """The store of a daemon. `shared` says how clients may map `memory`."""
+    """The store of a daemon. `shared` says how clients may map `memory`. The index is in `index_memory`."""
 
     blocks: BlockStore
     memory: SealedMemory
+    index_memory: SealedMemory
     copies: StoreCopies
     writers: StoreWriters
     shared: str
+
+    def recover(self, sessions: Mapping[int, SessionStore]) -> StoreRecovery:
+        """Give the sessions of the process before, by id, what they had in the store. Called once, in the event loop,
+        before the store is used."""
+        try:
+            return recover(self.blocks, sessions, self.writers.recover())
+        except BaseException:  # corrupt state is dropped, with its memory
+            self.writers.close()
+            self.blocks.leases.close()
+            raise
 
     def share(self, own: SessionStore, access: HostAccess, writable: bool) -> bytes:
         """Let the session's client map the memory. Returns a handover token. Raises StoreNotSharedError,
@@ -74,20 +95,39 @@ class ServerStore:
         return access.offer_store(descriptor, lambda connection: own.add_writer(self.writers.add(connection)))
 
 
-def open_store(config: ServeConfig, journal: EventJournal | None, clock: Clock | None = None) -> ServerStore | None:
-    """Open the store, or return None if the daemon has none. Raises ResourceExhaustedError."""
+def open_store(
+    config: ServeConfig, journal: EventJournal | None, kept: KeptState, clock: Clock | None = None
+) -> ServerStore | None:
+    """Open the store, the one of the daemon's process before if that is kept, or return None if the daemon has none.
+    Raises ResourceExhaustedError."""
     if not config.store_gib:
         return None
     sizes = store_config(config)
     try:
-        memory = SealedMemory("kvservice-store", sizes.num_bytes, read_only=config.shares_store != "write")
+        memory = kept.memory("store", sizes.num_bytes, read_only=config.shares_store != "write")
+        index_bytes = _ext.StoreIndex.kept_bytes(sizes.num_bytes, sizes.slab_bytes)
+        index_memory = kept.memory("store-index", index_bytes, read_only=False, sparse=True)
     except OSError as error:
         raise ResourceExhaustedError(
             f"the block store takes {sizes.num_bytes / GIB:.2f} GiB, {available_bytes() / GIB:.2f} GiB are available: "
             f"{error.strerror}",
             field="store_gib",
         ) from None
-    index = _ext.StoreIndex(memory.address, sizes.num_bytes, sizes.slab_bytes, secrets.randbits(64))
-    blocks = BlockStore(sizes, index, clock or SystemClock(), journal)
+    seed = secrets.randbits(64)
+    index = _ext.StoreIndex(memory.address, sizes.num_bytes, sizes.slab_bytes, seed, index_memory.address)
+    records = StoreRecords(_sections(kept))
+    blocks = BlockStore(sizes, index, clock or SystemClock(), journal, records)
     copies = StoreCopies(memory.address, config.store_copy_threads)
-    return ServerStore(blocks, memory, copies, StoreWriters(blocks.quarantine), config.shares_store)
+    return ServerStore(blocks, memory, index_memory, copies, StoreWriters(blocks), config.shares_store)
+
+
+def _sections(kept: KeptState) -> StoreSections:
+    section = kept.table.section
+    return StoreSections(
+        section(Section.STORE_NAMESPACES),
+        section(Section.STORE_OPENINGS),
+        section(Section.STORE_LEASES),
+        section(Section.STORE_RESERVATIONS),
+        section(Section.STORE_WRITERS),
+        section(Section.STORE_SESSION_WRITERS),
+    )

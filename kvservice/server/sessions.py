@@ -170,7 +170,7 @@ class SessionRegistry:
             access=access,
             regions=Regions(self._config, RegionTotals(whole=self.region_totals, row=row), access),
             row=row,
-            store=None if self._store is None else SessionStore(self._store, record.tenant),
+            store=None if self._store is None else SessionStore(self._store, record.tenant, record.session_id),
             replies=Replies(self._memory.replies.ring(row.number)),
             wait_s=record.wait_s,
         )

@@ -14,7 +14,6 @@ from kvservice.errors import (
     QuotaExceededError,
     StoreNotSharedError,
     StoreOffError,
-    UnknownReservationError,
 )
 from kvservice.logs import LogBudget
 from kvservice.server.handlers import Handler, SessionHandler, WhileDraining
@@ -22,7 +21,7 @@ from kvservice.server.server_session import ServerSession
 from kvservice.server.server_store import ServerStore
 from kvservice.server.slices import Answer, to_the_end
 from kvservice.store import NamespaceIdentity, SessionStore, StoredNamespace
-from kvservice.store.session import Opening, Reservation
+from kvservice.store.session import Reservation
 from kvservice.store.store import check_keys
 from kvservice.v1 import store_pb2
 
@@ -133,26 +132,22 @@ class StoreCalls:
             raise InvalidArgumentError(
                 f"has {len(request.checksums)} bytes, not {len(written.slots)}", field="checksums"
             )
-        own.take(request.reservation_id)
-        blocks = self._store.blocks
-        blocks.abort(others.slots)
+        own.begin_commit(request.reservation_id)
         if not request.checksums:
-            return to_the_end(self._publish(own.opening, written))
-        blocks.commit(written.namespace, written.slots, written.keys, request.checksums)
+            return to_the_end(self._publish(own, request.reservation_id, written, others))
+        own.commit(request.reservation_id, written, others, request.checksums)
         return store_pb2.StoreCommitResponse(num_blocks=written.num_blocks)
 
-    async def _publish(self, opening: Opening, written: Reservation) -> store_pb2.StoreCommitResponse:
+    async def _publish(
+        self, own: SessionStore, reservation_id: int, written: Reservation, others: Reservation
+    ) -> store_pb2.StoreCommitResponse:
         """Compute the checksums of blocks, then publish them."""
-        blocks = self._store.blocks
         try:
             checksums = await self._store.copies.checksums(written.offsets, written.namespace.block_bytes)
         except BaseException:
-            blocks.abort(written.slots)
+            own.fail(reservation_id)
             raise
-        if opening.ended:
-            blocks.quarantine.hold(written.namespace, written.slots, opening.writers)
-            raise UnknownReservationError("the session ended meanwhile", field="reservation_id")
-        blocks.commit(written.namespace, written.slots, written.keys, checksums)
+        own.commit(reservation_id, written, others, checksums)
         return store_pb2.StoreCommitResponse(num_blocks=written.num_blocks)
 
     def abort(self, session: ServerSession, request: store_pb2.AbortRequest) -> store_pb2.AbortResponse:

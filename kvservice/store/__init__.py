@@ -3,11 +3,13 @@
 `BlockStore` is the API for all sessions, `SessionStore` for one. The native index (csrc/store) finds keys and chooses
 what to evict; it is passed in, and this package moves no bytes. Imports point down this list:
 
+recovery     what sessions had in the store before a restart of the daemon
 session      SessionStore: the namespaces, leases and reservations of one session
 store        BlockStore: all operations on blocks, and events
 table        NamespaceTable: which namespaces there are, their quotas and counters, and which one gives way
 leases       Leases: which end when their time is up
 quarantine   Quarantine: reserved blocks of lost sessions, while their writers live
+records      StoreRecords: what outlives the daemon's process beside the index
 namespaces   NamespaceIdentity, StoredNamespace
 figures      ModelFigures: gauges and counters by model
 index        KeyIndex: what the native class does
@@ -18,6 +20,8 @@ from kvservice.store.index import KeyIndex
 from kvservice.store.leases import LeaseClock
 from kvservice.store.namespaces import NamespaceIdentity, StoredNamespace
 from kvservice.store.quarantine import Quarantine
+from kvservice.store.records import StoreRecords, StoreSections, WriterRecord
+from kvservice.store.recovery import StoreRecovery, recover
 from kvservice.store.session import SessionStore
 from kvservice.store.store import BlockStore
 from kvservice.store.table import StoreConfig
@@ -31,5 +35,10 @@ __all__ = [
     "Quarantine",
     "SessionStore",
     "StoreConfig",
+    "StoreRecords",
+    "StoreRecovery",
+    "StoreSections",
     "StoredNamespace",
+    "WriterRecord",
+    "recover",
 ]

@@ -31,6 +31,14 @@ class IndexStats(Protocol):
 class KeyIndex(Protocol):
     """Keys, slots and eviction. Slots are opaque; packed arrays have WORD_BYTES for each element."""
 
+    @property
+    def generation(self) -> int:
+        """The number of processes that had the index before this one."""
+
+    def recover(self, namespaces: list[tuple[int, int, int]]) -> tuple[bytes, bytes]:
+        """Take over the blocks of these namespaces from the process before. Returns the slots reserved, and those
+        condemned, each of which is pinned once. Called once, first of all."""
+
     def open(self, block_bytes: int, quota_bytes: int) -> int:
         """Return the number of a new namespace."""
 
@@ -49,8 +57,11 @@ class KeyIndex(Protocol):
     def acquire(self, namespace: int, keys: bytes, leading_only: bool) -> tuple[bytes, bytes, bytes, bytes]:
         """Pin the blocks found. Returns a bitmap, and their slots, offsets and versions."""
 
+    def lease(self, slots: bytes) -> None:
+        """Pin committed or condemned slots."""
+
     def release(self, slots: bytes) -> None:
-        """Undo one `acquire` of each slot."""
+        """Undo one `acquire` or `lease` of each slot."""
 
     def reserve(self, namespace: int, keys: bytes) -> tuple[bytes, bytes, bytes]:
         """Return one status per key, and the slots and offsets of the keys that are DONE."""
@@ -75,6 +86,9 @@ class KeyIndex(Protocol):
 
     def checksums(self, slots: bytes) -> bytes:
         """Return the checksums of committed slots."""
+
+    def places(self, slots: bytes) -> tuple[bytes, bytes]:
+        """Return the keys and the offsets of slots in use."""
 
     def record_removed(self, enabled: bool) -> None:
         """Record keys that leave the index, or stop it."""

@@ -51,15 +51,20 @@ class Leases:
     def __len__(self) -> int:
         return len(self._leases)
 
-    def add(self, slots: bytes, ttl_s: float, on_end: Callable[[Lease], None]) -> Lease:
-        lease = Lease(slots, self._clock.time() + ttl_s, on_end)
+    def deadline(self, ttl_s: float) -> float:
+        """Return the time `ttl_s` seconds from now."""
+        return self._clock.time() + ttl_s
+
+    def add(self, slots: bytes, deadline: float, on_end: Callable[[Lease], None]) -> Lease:
+        """Add a lease that ends at `deadline`, or soon if that has passed."""
+        lease = Lease(slots, deadline, on_end)
         self._leases.add(lease)
         self._schedule(lease)
         return lease
 
-    def renew(self, lease: Lease, ttl_s: float) -> None:
-        """Let a lease end `ttl_s` seconds from now."""
-        lease.deadline = self._clock.time() + ttl_s
+    def renew(self, lease: Lease, deadline: float) -> None:
+        """Let a lease end at another time."""
+        lease.deadline = deadline
         if lease.deadline < lease.scheduled:
             self._schedule(lease)
 
@@ -67,6 +72,11 @@ class Leases:
         """End a lease now."""
         self._leases.remove(lease)
         lease.on_end(lease)
+
+    def close(self) -> None:
+        """End no lease any more."""
+        if self._timer is not None:
+            self._timer[1].cancel()
 
     def _schedule(self, lease: Lease) -> None:
         if len(self._heap) > 2 * len(self._leases) + _SPARE_ENTRIES:
@@ -85,7 +95,7 @@ class Leases:
             if self._timer[0] <= first:
                 return
             self._timer[1].cancel()
-        self._timer = first, self._clock.call_later(first - self._clock.time(), self._expire)
+        self._timer = first, self._clock.call_later(max(0.0, first - self._clock.time()), self._expire)
 
     def _expire(self) -> None:
         self._timer = None

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +18,7 @@ from kvservice.errors import (
 from kvservice.store.index import KEY_BYTES, WORD_BYTES
 from kvservice.store.leases import Lease
 from kvservice.store.namespaces import NamespaceIdentity, StoredNamespace
+from kvservice.store.records import LeaseRecord, NameList, ReservationRecord
 from kvservice.store.store import BlockStore, Pinned, Reserved, chosen
 
 # Limits of one session: its leases, the blocks of all of them, and its reservations.
@@ -33,7 +32,7 @@ class Opening:
     """The state of one session in the store, until `SessionStore.close`. `writers` are the processes that fetched the
     memory of the store for writing."""
 
-    writers: frozenset[Hashable] = frozenset()
+    writers: frozenset[int] = frozenset()
     ended: bool = False
 
 
@@ -79,16 +78,19 @@ class Reservation:
 
 class SessionStore:
     """The session's side of the store. Ids are never used again, so those of an earlier client are unknown. `tenant`
-    is a part of its namespaces' identities."""
+    is a part of its namespaces' identities, and `session_id` names the session also after a restart of the daemon."""
 
-    def __init__(self, store: BlockStore, tenant: str) -> None:
+    def __init__(self, store: BlockStore, tenant: str, session_id: int) -> None:
         self._store = store
+        self._records = store.records
+        self._session_id = session_id
         self.tenant = tenant
         self._namespaces: dict[int, StoredNamespace] = {}
         self._leases: dict[int, Lease] = {}
         self._num_leased = 0
         self._reservations: dict[int, Reservation] = {}
-        self._ids = itertools.count(1)
+        # Reservations that the client has ended, whose blocks have no checksums yet.
+        self._committing: dict[int, Reservation] = {}
         self.opening = Opening()
         self.ended = Ended()
 
@@ -101,7 +103,7 @@ class SessionStore:
                 self._store.set_quota(namespace, quota_bytes)
                 return namespace_id, namespace
         namespace = self._store.open(identity, quota_bytes)
-        namespace_id = next(self._ids)
+        namespace_id = self._records.new_opening(self._session_id, namespace.number)
         self._namespaces[namespace_id] = namespace
         return namespace_id, namespace
 
@@ -130,14 +132,24 @@ class SessionStore:
             raise QuotaExceededError(
                 f"the session's leases have {self._num_leased} blocks", limit="leased_blocks", value=MAX_LEASED_BLOCKS
             )
-        lease_id = next(self._ids)
-        self._num_leased += pinned.num_blocks
-        self._leases[lease_id] = self._store.leases.add(pinned.slots, ttl_s, lambda lease: self._ended(lease_id, lease))
+        lease_id = next(self._store.ids)
+        deadline = self._store.leases.deadline(ttl_s)
+        try:
+            self._records.leases[lease_id] = LeaseRecord(self._session_id, deadline, pinned.slots)
+        except MemoryError:
+            self._store.release(pinned.slots)
+            raise
+        self._add_lease(lease_id, pinned.slots, deadline)
         return lease_id, pinned
+
+    def _add_lease(self, lease_id: int, slots: bytes, deadline: float) -> None:
+        self._num_leased += len(slots) // WORD_BYTES
+        self._leases[lease_id] = self._store.leases.add(slots, deadline, lambda lease: self._ended(lease_id, lease))
 
     def _ended(self, lease_id: int, lease: Lease) -> None:
         del self._leases[lease_id]
         self._num_leased -= len(lease.slots) // WORD_BYTES
+        self._records.leases.discard(lease_id)
         self._store.release(lease.slots)
 
     def renew(self, lease_id: int, ttl_s: float) -> None:
@@ -145,7 +157,9 @@ class SessionStore:
         ttl_s = self._checked(ttl_s)
         if (lease := self._leases.get(lease_id)) is None:
             raise UnknownLeaseError(f"lease {lease_id} has ended", field="lease_id")
-        self._store.leases.renew(lease, ttl_s)
+        deadline = self._store.leases.deadline(ttl_s)
+        self._records.leases[lease_id] = LeaseRecord(self._session_id, deadline, lease.slots)
+        self._store.leases.renew(lease, deadline)
 
     def release(self, lease_id: int) -> None:
         """End a lease, if it has not ended."""
@@ -170,7 +184,13 @@ class SessionStore:
         reserved = self._store.reserve(namespace, keys)
         if not reserved.slots:
             return 0, reserved
-        reservation_id = next(self._ids)
+        reservation_id = next(self._store.ids)
+        record = ReservationRecord(self._session_id, namespace.number, (), reserved.slots)
+        try:
+            self._records.reservations[reservation_id] = record
+        except MemoryError:
+            self._store.abort(reserved.slots)
+            raise
         self._reservations[reservation_id] = Reservation(namespace, reserved.slots, reserved.offsets, reserved.keys)
         return reservation_id, reserved
 
@@ -180,21 +200,60 @@ class SessionStore:
             raise UnknownReservationError(f"reservation {reservation_id} has ended", field="reservation_id")
         return found
 
-    def take(self, reservation_id: int) -> Reservation | None:
-        """End a reservation, if it has not ended. Its blocks are the caller's to commit or to abort."""
-        return self._reservations.pop(reservation_id, None)
+    def begin_commit(self, reservation_id: int) -> None:
+        """End a reservation for the client. Its blocks stay reserved until `commit` or `fail`. Raises
+        UnknownReservationError."""
+        self._committing[reservation_id] = self.reservation(reservation_id)
+        del self._reservations[reservation_id]
+
+    def commit(self, reservation_id: int, written: Reservation, others: Reservation, checksums: bytes) -> None:
+        """Publish the blocks `written` after `begin_commit`, and free the room of the others. Raises
+        UnknownReservationError if the session ended meanwhile: then nothing is published."""
+        if self._committing.pop(reservation_id, None) is None:
+            raise UnknownReservationError("the session ended meanwhile", field="reservation_id")
+        self._records.reservations.discard(reservation_id)
+        self._store.abort(others.slots)
+        self._store.commit(written.namespace, written.slots, written.keys, checksums)
+
+    def fail(self, reservation_id: int) -> None:
+        """Free the room of a reservation after `begin_commit`."""
+        self._free(self._committing.pop(reservation_id, None), reservation_id)
 
     def abort(self, reservation_id: int) -> None:
         """End a reservation and free its room, if it has not ended."""
-        if (reservation := self.take(reservation_id)) is not None:
+        self._free(self._reservations.pop(reservation_id, None), reservation_id)
+
+    def _free(self, reservation: Reservation | None, reservation_id: int) -> None:
+        if reservation is not None:
+            self._records.reservations.discard(reservation_id)
             self._store.abort(reservation.slots)
 
-    # ---- the end
+    # ---- writers
 
-    def add_writer(self, writer: Hashable) -> None:
-        """Note a process that fetched the memory of the store for writing. Its name is that of no earlier process."""
+    def add_writer(self, writer: int) -> None:
+        """Note a process that fetches the memory of the store for writing. Its name is that of no earlier process."""
         self._store.quarantine.began(writer)
         self.opening.writers |= {writer}
+        self._records.session_writers[self._session_id] = NameList(self.opening.writers)
+
+    # ---- a restart of the daemon
+
+    def restore_namespace(self, namespace_id: int, namespace: StoredNamespace) -> None:
+        namespace.num_users += 1
+        self._namespaces[namespace_id] = namespace
+
+    def restore_lease(self, lease_id: int, slots: bytes, deadline: float) -> None:
+        self._store.lease(slots)
+        self._add_lease(lease_id, slots, deadline)
+
+    def restore_reservation(self, reservation_id: int, namespace: StoredNamespace, slots: bytes) -> None:
+        keys, offsets = self._store.places(slots)
+        self._reservations[reservation_id] = Reservation(namespace, slots, offsets, keys)
+
+    def restore_writers(self, writers: frozenset[int]) -> None:
+        self.opening.writers = writers
+
+    # ---- the end
 
     def close(self, *, writers_done: bool = False) -> None:
         """End all namespaces, leases and reservations. The next client of the session opens its own. `writers_done`:
@@ -205,10 +264,14 @@ class SessionStore:
         self.ended.reservations += len(self._reservations)
         while self._leases:
             self._store.leases.end(next(iter(self._leases.values())))
-        while self._reservations:
-            reservation = self._reservations.popitem()[1]
-            self._store.quarantine.hold(reservation.namespace, reservation.slots, self.opening.writers)
+        for reservations in (self._reservations, self._committing):
+            while reservations:
+                reservation_id, one = reservations.popitem()
+                self._store.quarantine.hold(reservation_id, one.namespace, one.slots, self.opening.writers)
         while self._namespaces:
-            self._store.leave(self._namespaces.popitem()[1])
+            namespace_id, namespace = self._namespaces.popitem()
+            self._records.openings.discard(namespace_id)
+            self._store.leave(namespace)
+        self._records.session_writers.discard(self._session_id)
         self.opening.ended = True
         self.opening = Opening()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from kvservice.store.index import DONE, KEY_BYTES, NO_ROOM, WORD_BYTES, IndexSta
 from kvservice.store.leases import LeaseClock, Leases
 from kvservice.store.namespaces import NamespaceIdentity, StoredNamespace
 from kvservice.store.quarantine import Quarantine
+from kvservice.store.records import StoreRecords
 from kvservice.store.table import NamespaceTable, StoreConfig
 
 logger = logging.getLogger(__name__)
@@ -25,6 +27,8 @@ logger = logging.getLogger(__name__)
 CHECKED_SLOTS = 4096
 # The blocks that `clear` removes in one slice.
 CLEARED_BLOCKS = 4096
+# A process has so many bits for its ids, and its generation is above them.
+_GENERATION_SHIFT = 40
 
 
 @dataclass(frozen=True)
@@ -54,12 +58,25 @@ class Reserved:
 class BlockStore:
     """The blocks of all namespaces. Keys are checked by `check_keys` first."""
 
-    def __init__(self, config: StoreConfig, index: KeyIndex, clock: LeaseClock, journal: EventJournal | None) -> None:
+    def __init__(
+        self,
+        config: StoreConfig,
+        index: KeyIndex,
+        clock: LeaseClock,
+        journal: EventJournal | None,
+        records: StoreRecords,
+    ) -> None:
+        """Open the store with the namespaces and blocks of the process before, see `recovery.recover` for the rest."""
         self.config = config
         self.leases = Leases(clock)
-        self.quarantine = Quarantine(index.abort, index.condemn, index.release)
+        self.quarantine = Quarantine(index.abort, index.condemn, index.release, records)
+        self.records = records
+        # Ids of leases, reservations and writers. No process before used one of them.
+        self.ids = itertools.count((index.generation << _GENERATION_SHIFT) + 1)
         self._index, self._journal = index, journal
-        self._namespaces = NamespaceTable(config, index)
+        self._namespaces = NamespaceTable(config, index, records)
+        # The slots that the process before had reserved, and those that it had condemned.
+        self.found_reserved, self.found_condemned = self._namespaces.recover()
         index.record_removed(journal is not None)
 
     def __iter__(self) -> Iterator[StoredNamespace]:
@@ -113,8 +130,16 @@ class BlockStore:
             namespace.counters.read_bytes += pinned.num_blocks * namespace.block_bytes
         return pinned
 
+    def lease(self, slots: bytes) -> None:
+        """Pin blocks by slot, until `release`."""
+        self._index.lease(slots)
+
     def release(self, slots: bytes) -> None:
         self._index.release(slots)
+
+    def places(self, slots: bytes) -> tuple[bytes, bytes]:
+        """Return the keys and the offsets of blocks."""
+        return self._index.places(slots)
 
     def reserve(self, namespace: StoredNamespace, keys: bytes) -> Reserved:
         """Reserve room for the keys that are missing, until `commit` or `abort`."""

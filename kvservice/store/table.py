@@ -9,6 +9,7 @@ from kvservice.errors import InvalidArgumentError, QuotaExceededError
 from kvservice.store.figures import ModelFigures, NamespaceCounters
 from kvservice.store.index import KeyIndex
 from kvservice.store.namespaces import NamespaceIdentity, StoredNamespace
+from kvservice.store.records import NamespaceRecord, StoreRecords
 
 # The records of a slab take a page at least.
 _RECORDS_BYTES_MIN = 4096
@@ -34,8 +35,8 @@ class StoreConfig:
 class NamespaceTable:
     """At most `max_namespaces`. See BlockStore for the methods with the same names."""
 
-    def __init__(self, config: StoreConfig, index: KeyIndex) -> None:
-        self._config, self._index = config, index
+    def __init__(self, config: StoreConfig, index: KeyIndex, records: StoreRecords) -> None:
+        self._config, self._index, self._records = config, index, records
         # In the order in which they were last opened or left.
         self._namespaces: dict[NamespaceIdentity, StoredNamespace] = {}
         # By model. They outlive its namespaces.
@@ -62,9 +63,11 @@ class NamespaceTable:
 
     def set_quota(self, namespace: StoredNamespace, quota_bytes: int) -> None:
         self._check(namespace.identity, quota_bytes)
-        if quota_bytes:
-            namespace.quota_bytes = min(quota_bytes, self._config.quota_bytes)
-            self._index.set_quota(namespace.number, namespace.quota_bytes)
+        quota_bytes = min(quota_bytes, self._config.quota_bytes)
+        if quota_bytes not in (0, namespace.quota_bytes):
+            namespace.quota_bytes = quota_bytes
+            self._records.namespaces[namespace.number] = NamespaceRecord(namespace.identity, quota_bytes)
+            self._index.set_quota(namespace.number, quota_bytes)
 
     def least_useful(self) -> StoredNamespace:
         """Return a namespace without users and without blocks in use: the first one that has no blocks, or else the
@@ -88,8 +91,19 @@ class NamespaceTable:
             return False
         namespace.counters.evicted += stats.num_evicted
         del self._namespaces[namespace.identity]
+        self._records.namespaces.discard(namespace.number)
         self._index.close(namespace.number)
         return True
+
+    def recover(self) -> tuple[bytes, bytes]:
+        """Take over the namespaces of the process before. Returns the slots that the index returns."""
+        kept = sorted(self._records.namespaces.items(), key=lambda item: item[0])
+        quotas = {number: min(record.quota_bytes, self._config.quota_bytes) for number, record in kept}
+        sizes = [(number, record.identity.block_bytes, quotas[number]) for number, record in kept]
+        slots = self._index.recover(sizes)
+        for number, record in kept:
+            self._add(record.identity, number, quotas[number])
+        return slots
 
     def figures(self) -> dict[str, ModelFigures]:
         figures = {}
@@ -113,6 +127,10 @@ class NamespaceTable:
     def _create(self, identity: NamespaceIdentity) -> StoredNamespace:
         quota_bytes = self._config.quota_bytes
         number = self._index.open(identity.block_bytes, quota_bytes)
+        self._records.namespaces[number] = NamespaceRecord(identity, quota_bytes)
+        return self._add(identity, number, quota_bytes)
+
+    def _add(self, identity: NamespaceIdentity, number: int, quota_bytes: int) -> StoredNamespace:
         counters = self._counters_of(identity.model)
         namespace = StoredNamespace(identity, counters, number, quota_bytes, *self._index.geometry(number))
         self._namespaces[identity] = namespace

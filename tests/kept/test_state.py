@@ -34,6 +34,7 @@ def serving(keeper: HeldFiles, **changes: Any) -> KeptState:
     """Return the state of a process that serves, with something of every kind in it."""
     state = started(keeper, **changes)
     state.memory("pool", NUM_BYTES, read_only=True).map[:4] = b"pool"
+    state.memory("index", NUM_BYTES, read_only=False, sparse=True).map[:5] = b"index"
     state.arrays.kept("lengths", (5,), np.int64)[:] = 7
     state.arrays.kept("hashes", (2, 32), np.uint8, private=True)[:] = 8
     state.arrays.zeros("calls", (3,), np.int64)[:] = 9
@@ -46,6 +47,7 @@ def serving(keeper: HeldFiles, **changes: Any) -> KeptState:
 def assert_taken_over(state: KeptState) -> None:
     assert (state.taken, state.refused) == (True, "")
     assert state.memory("pool", NUM_BYTES, read_only=True).map[:4] == b"pool"
+    assert state.memory("index", NUM_BYTES, read_only=False, sparse=True).map[:5] == b"index"
     assert state.arrays.kept("lengths", (5,), np.int64).tolist() == [7] * 5
     assert (state.arrays.kept("hashes", (2, 32), np.uint8, private=True) == 8).all()
     assert state.arrays.zeros("calls", (3,), np.int64).tolist() == [0] * 3
@@ -69,7 +71,7 @@ def test_the_next_process_has_it_all(keeper: HeldFiles) -> None:
         assert_taken_over(state)
         assert not state.clean
         state.ready()
-    assert sorted(keeper.held) == [PREFIX + name for name in ("arrays", "header", "pool", "private", "table")]
+    assert sorted(keeper.held) == [PREFIX + name for name in ("arrays", "header", "index", "pool", "private", "table")]
 
 
 def test_a_process_that_was_killed_before_it_served_leaves_nothing(keeper: HeldFiles) -> None:

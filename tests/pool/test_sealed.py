@@ -33,6 +33,16 @@ def test_its_size_is_for_good(read_only: bool) -> None:
     memory.close()
 
 
+def test_sparse_memory_takes_the_pages_that_are_used() -> None:
+    num_bytes = 1 << 46  # more than any host has
+    memory = SealedMemory.sparse("test", num_bytes)
+    memory.map[num_bytes - 1] = 1
+    assert os.fstat(memory.fd).st_blocks * 512 == mmap.PAGESIZE
+    with pytest.raises(PermissionError):
+        os.ftruncate(memory.fd, 0)
+    memory.close()
+
+
 def test_read_only_means_for_everybody_else() -> None:
     memory = SealedMemory("test", NUM_BYTES, read_only=True)
     descriptor = reopened(memory)

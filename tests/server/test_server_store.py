@@ -1,13 +1,23 @@
-"""Sizes of the block store."""
+"""Sizes of the block store, and its restart."""
 
 from __future__ import annotations
 
+import asyncio
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
-from store_rig import Store
+from blocks_rig import BLOCK_BYTES, identity, keys
+from kept_files import HeldFiles
+from store_rig import Store, unpack
 
 from kvservice.config import ServeConfig
 from kvservice.errors import ResourceExhaustedError
-from kvservice.server.server_store import open_store, store_config
+from kvservice.kept import KeptState
+from kvservice.server.server_store import ServerStore, open_store, store_config
+from kvservice.store import SessionStore, StoreRecovery
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -36,5 +46,73 @@ def test_a_store_of_no_round_size_has_whole_slabs() -> None:
 
 def test_a_store_that_does_not_fit_says_what_there_is() -> None:
     with pytest.raises(ResourceExhaustedError, match=r"takes 65600\.00 GiB, \d+\.\d\d GiB are available") as refused:
-        open_store(ServeConfig(store_gib=1 << 16), None)
+        open_store(ServeConfig(store_gib=1 << 16), None, KeptState.fresh())
     assert refused.value.field == "store_gib"
+
+
+CONNECTED = """
+import socket, sys
+with socket.socket(socket.AF_UNIX) as connection:
+    connection.connect(sys.argv[1])
+    sys.stdin.read()
+"""
+
+
+def test_the_next_process_finds_the_store_of_the_one_before(tmp_path: Path) -> None:
+    """Its blocks, what sessions have, and the processes that can write."""
+    config, keeper = ServeConfig(store_gib=1 / 64, share_store="write", unix_socket="/unused"), HeldFiles()
+
+    def start() -> ServerStore:
+        state = KeptState.open(keeper.start(), {})
+        store = open_store(config, None, state)
+        assert store is not None
+        state.ready()
+        return store
+
+    async def first(connection: socket.socket) -> tuple[int, int]:
+        store = start()
+        assert store.recover({}) == StoreRecovery()
+        own = SessionStore(store.blocks, "", 5)
+        namespace = own.open(identity())[1]
+        reserved = store.blocks.reserve(namespace, keys(1))
+        (offset,) = unpack(reserved.offsets)
+        store.memory.map[offset : offset + BLOCK_BYTES] = b"x" * BLOCK_BYTES
+        store.blocks.commit(namespace, reserved.slots, reserved.keys, reserved.slots)
+        own.add_writer(store.writers.add(connection))
+        reservation_id, _ = own.reserve(namespace, keys(2))
+        return own.acquire(namespace, keys(1), False, 5.0)[0], reservation_id
+
+    async def second(lease_id: int, reservation_id: int) -> None:
+        store = start()
+        own = SessionStore(store.blocks, "", 5)
+        assert store.recover({5: own}) == StoreRecovery(blocks=1, leases=1, reservations=1)
+        own.renew(lease_id, 1.0)
+        assert own.reservation(reservation_id).num_blocks == 1
+        assert len(store.writers) == len(own.opening.writers) == 1
+        pinned = store.blocks.acquire(own.open(identity())[1], keys(1))
+        (offset,) = unpack(pinned.offsets)
+        assert store.memory.map[offset : offset + BLOCK_BYTES] == b"x" * BLOCK_BYTES
+
+    async def third() -> None:
+        """Without the session, its room waits for the writer."""
+        store = start()
+        assert store.recover({}) == StoreRecovery(blocks=1, quarantined=1)
+
+    async def fourth() -> None:
+        store = start()
+        assert store.recover({}) == StoreRecovery(blocks=1)
+        assert len(store.writers) == 0
+
+    path = str(tmp_path / "socket")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        with subprocess.Popen([sys.executable, "-S", "-c", CONNECTED, path], stdin=subprocess.PIPE) as writer:
+            connection, _ = listener.accept()
+            with connection:
+                ids = asyncio.run(first(connection))
+            asyncio.run(second(*ids))
+            asyncio.run(third())
+            writer.kill()
+        asyncio.run(fourth())
+    keeper.close()

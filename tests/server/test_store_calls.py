@@ -376,8 +376,9 @@ def test_events_name_the_namespace_and_the_keys(unary: RawStore, wire: Any) -> N
 
 def test_a_namespace_too_many_names_the_option_also_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     clock = ManualClock()
-    blocks = make("native", 1, mmap.mmap(-1, SLAB_BYTES), clock).store
-    session = cast(ServerSession, SimpleNamespace(store=SessionStore(blocks, "")))
+    rig = make("native", 1, mmap.mmap(-1, SLAB_BYTES), clock)
+    blocks = rig.store
+    session = cast(ServerSession, SimpleNamespace(store=SessionStore(blocks, "", 1)))
     calls = StoreCalls(cast(ServerStore, SimpleNamespace(blocks=blocks)))
 
     def open_one(model: str) -> None:

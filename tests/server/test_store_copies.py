@@ -82,7 +82,7 @@ class Calls:
         self.rig, self.copies, self.regions = rig, SlowCopies(), FakeRegions()
         server: Any = SimpleNamespace(blocks=rig.store, copies=self.copies)
         self.copying, self.others = StoreCopyCalls(ServeConfig(), server), StoreCalls(server)
-        self.own = SessionStore(rig.store, "")
+        self.own = SessionStore(rig.store, "", 1)
         self.namespace_id, self.namespace = self.own.open(identity())
         self.session: Any = SimpleNamespace(store=self.own, regions=self.regions)
 

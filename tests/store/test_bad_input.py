@@ -17,17 +17,19 @@ KEYS = keys_of("ab")
 @pytest.mark.parametrize(
     ("field", "arguments"),
     [
-        ("address", (0, SLAB_BYTES, SLAB_BYTES, 1)),
-        ("address", (4096 + 32, SLAB_BYTES, SLAB_BYTES, 1)),
-        ("num_bytes", (4096, SLAB_BYTES - 1, SLAB_BYTES, 1)),
-        ("num_bytes", (4096, -1, SLAB_BYTES, 1)),
-        ("num_bytes", (4096, 1 << 62, SLAB_BYTES, 1)),
-        ("slab_bytes", (4096, SLAB_BYTES, 4096, 1)),
-        ("slab_bytes", (4096, SLAB_BYTES, 10_000, 1)),
-        ("slab_bytes", (4096, SLAB_BYTES, None, 1)),
+        ("address", (0, SLAB_BYTES, SLAB_BYTES, 1, 4096)),
+        ("address", (4096 + 32, SLAB_BYTES, SLAB_BYTES, 1, 4096)),
+        ("num_bytes", (4096, SLAB_BYTES - 1, SLAB_BYTES, 1, 4096)),
+        ("num_bytes", (4096, -1, SLAB_BYTES, 1, 4096)),
+        ("num_bytes", (4096, 1 << 62, SLAB_BYTES, 1, 4096)),
+        ("slab_bytes", (4096, SLAB_BYTES, 4096, 1, 4096)),
+        ("slab_bytes", (4096, SLAB_BYTES, 10_000, 1, 4096)),
+        ("slab_bytes", (4096, SLAB_BYTES, None, 1, 4096)),
+        ("kept", (4096, SLAB_BYTES, SLAB_BYTES, 1, 0)),
+        ("kept", (4096, SLAB_BYTES, SLAB_BYTES, 1, 4096 + 64)),
     ],
 )
-def test_of_the_constructor(field: str, arguments: tuple[int, int, int, int]) -> None:
+def test_of_the_constructor(field: str, arguments: tuple[int, int, int, int, int]) -> None:
     with pytest.raises(InvalidArgumentError) as caught:
         _ext.StoreIndex(*arguments)
     assert caught.value.field == field

@@ -19,7 +19,7 @@ from kvservice.store.index import DONE
 
 
 def opened(rig: Rig) -> tuple[SessionStore, StoredNamespace]:
-    own = SessionStore(rig.store, "")
+    own = SessionStore(rig.store, "", 1)
     return own, own.open(identity())[1]
 
 
@@ -165,11 +165,14 @@ def test_a_part_of_a_reservation(rig: Rig) -> None:
     reservation_id, _ = own.reserve(namespace, keys(1, 2, 3))
     written, others = own.reservation(reservation_id).split(b"\x05")
     assert (written.keys, others.keys) == (keys(1, 3), keys(2))
-    assert own.take(reservation_id) is not None
-    rig.store.abort(others.slots)
-    rig.store.commit(namespace, written.slots, written.keys, bytes(16))
+    own.begin_commit(reservation_id)
+    with pytest.raises(UnknownReservationError):
+        own.begin_commit(reservation_id)
+    own.commit(reservation_id, written, others, bytes(16))
     assert rig.store.lookup(namespace, keys(1, 2, 3)) == (1, b"\x05")
-    assert own.take(reservation_id) is None
+    assert rig.store.totals().num_reserved == 0
+    with pytest.raises(UnknownReservationError):
+        own.begin_commit(reservation_id)
     whole, none = written.split(b"")
     assert (whole, none.num_blocks) == (written, 0)
 
@@ -189,33 +192,36 @@ def test_closing_ends_everything(rig: Rig) -> None:
     with pytest.raises(UnknownReservationError):
         own.reservation(reservation_id)
     # The next client of the session gets other ids.
-    assert own.open(identity())[0] > reservation_id > lease_id
+    namespace_id, namespace = own.open(identity())
+    assert namespace_id > 1
+    rig.put(namespace, 1)
+    assert own.acquire(namespace, keys(1), False, 0.0)[0] > reservation_id > lease_id
     rig.clock.advance(100.0)
 
 
 def test_reserved_blocks_of_a_writer_wait_for_its_end(rig: Rig) -> None:
     own, namespace = opened(rig)
-    own.add_writer("a")
-    own.add_writer("b")
+    own.add_writer(1)
+    own.add_writer(2)
     own.reserve(namespace, keys(1))
     in_use = rig.store.totals().used_bytes
     assert in_use > 0
     own.close()
     assert rig.store.totals().used_bytes == in_use
-    rig.store.quarantine.ended("a")
+    rig.store.quarantine.ended(1)
     assert rig.store.totals().used_bytes == in_use
-    rig.store.quarantine.ended("c")
+    rig.store.quarantine.ended(3)
     assert len(rig.store.quarantine) == 1
-    rig.store.quarantine.ended("b")
+    rig.store.quarantine.ended(2)
     assert rig.store.totals().used_bytes == 0
     assert len(rig.store.quarantine) == 0
 
 
 def test_reserved_blocks_of_a_writer_that_has_ended_are_free_at_once(rig: Rig) -> None:
     own, namespace = opened(rig)
-    own.add_writer("a")
+    own.add_writer(1)
     own.reserve(namespace, keys(1))
-    rig.store.quarantine.ended("a")
+    rig.store.quarantine.ended(1)
     own.close()
     assert rig.store.totals().used_bytes == 0
     assert len(rig.store.quarantine) == 0
@@ -223,7 +229,7 @@ def test_reserved_blocks_of_a_writer_that_has_ended_are_free_at_once(rig: Rig) -
 
 def test_a_writer_that_closes_its_session_leaves_its_room_at_once(rig: Rig) -> None:
     own, namespace = opened(rig)
-    own.add_writer("a")
+    own.add_writer(1)
     own.reserve(namespace, keys(1, 2))
     own.close(writers_done=True)
     assert rig.store.totals().used_bytes == 0
@@ -232,7 +238,7 @@ def test_a_writer_that_closes_its_session_leaves_its_room_at_once(rig: Rig) -> N
 
 def test_the_figures_show_blocks_in_quarantine(rig: Rig) -> None:
     own, namespace = opened(rig)
-    own.add_writer("a")
+    own.add_writer(1)
     rig.put(namespace, 3)
     own.acquire(namespace, keys(3), False, 0.0)
     own.reserve(namespace, keys(1))
@@ -245,26 +251,26 @@ def test_the_figures_show_blocks_in_quarantine(rig: Rig) -> None:
     assert figures() == (1, 3, 0)
     own.close()
     assert figures() == (0, 0, 3)
-    rig.store.quarantine.ended("a")
+    rig.store.quarantine.ended(1)
     assert figures() == (0, 0, 0)
 
 
 def test_a_key_of_a_lost_reservation_can_be_stored_elsewhere_at_once(rig: Rig) -> None:
     own, namespace = opened(rig)
-    own.add_writer("a")
+    own.add_writer(1)
     _, lost = own.reserve(namespace, keys(1))
     own.close()
     others, namespace = opened(rig)
     _, again = others.reserve(namespace, keys(1))
     assert again.statuses == bytes([DONE])
     assert again.offsets != lost.offsets
-    rig.store.quarantine.ended("a")
+    rig.store.quarantine.ended(1)
     assert rig.store.totals().num_reserved == 1
 
 
 def test_nothing_waits_for_a_writer_without_reservations(rig: Rig) -> None:
     own, _ = opened(rig)
-    own.add_writer("a")
+    own.add_writer(1)
     own.close()
     assert len(rig.store.quarantine) == 0
     assert own.opening.writers == frozenset()

@@ -8,6 +8,7 @@ be equal, except that the versions of the model start at another number.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from random import Random
 from typing import Any
 
 import hypothesis.strategies as st
@@ -57,8 +58,9 @@ class StoreMachine(RuleBasedStateMachine):
     )
     def open(self, num_slabs: int, sizes: list[int], quota: int, seed: int) -> None:
         self.store = Store(num_slabs, SLAB_BYTES, seed)
-        self.model = StoreModel(0, num_slabs * SLAB_BYTES, SLAB_BYTES, 0)
+        self.model = StoreModel(0, num_slabs * SLAB_BYTES, SLAB_BYTES, 0, 0)
         self.sizes: dict[int, int] = {}
+        self.quotas: dict[int, int] = {}
         self.leases: list[Lease] = []
         self.ended: list[Lease] = []
         self.reservations: list[Reservation] = []
@@ -66,7 +68,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.first_version: int | None = None
         # One namespace has a quota of a few blocks.
         for size, blocks in zip(sizes, [quota] + [1 << 20] * len(sizes), strict=False):
-            self.sizes[self.both("open", size, size * blocks)] = size
+            number = self.both("open", size, size * blocks)
+            self.sizes[number], self.quotas[number] = size, size * blocks
         for number in self.sizes:
             self.both("geometry", number)
         self.both("record_removed", True)
@@ -159,7 +162,29 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(index=st.integers(0, 3), blocks=st.sampled_from([0, 1, 3, 1 << 20]))
     def set_quota(self, index: int, blocks: int) -> None:
         namespace = self.namespace(index)
-        self.both("set_quota", namespace, self.sizes[namespace] * blocks)
+        self.quotas[namespace] = self.sizes[namespace] * blocks
+        self.both("set_quota", namespace, self.quotas[namespace])
+
+    @rule(seed=st.integers(0, (1 << 64) - 1), choices=st.randoms(use_true_random=False))
+    def restart(self, seed: int, choices: Random) -> None:
+        """Kill the process between two calls. Some leases, reservations and blocks in quarantine go on."""
+        self.store.restart(seed)
+        sizes = [(number, size, self.quotas[number]) for number, size in self.sizes.items()]
+        found = [set(unpack(slots)) for slots in self.store.index.recover(sizes)]
+        assert found == [set(unpack(slots)) for slots in self.model.recover(sizes)]
+        reservations, condemned, leases = self.reservations, self.condemned, self.leases
+        assert found[0] == {slot for one in reservations for slot in unpack(one.slots)}
+        self.reservations = [one for one in reservations if choices.random() < 0.5]
+        self.condemned = [slots for slots in condemned if choices.random() < 0.5]
+        self.leases = [one for one in leases if choices.random() < 0.5]
+        for lease in self.leases:
+            self.both("lease", lease.slots)
+        for reservation in reservations:
+            if reservation not in self.reservations:
+                self.both("abort", reservation.slots)
+        self.both("release", pack(sorted(found[1].difference(*map(unpack, self.condemned)))))
+        self.ended = [*self.ended[-20:], *(one for one in leases if one not in self.leases)]
+        self.both("record_removed", True)
 
     @precondition(lambda self: hasattr(self, "store"))
     @invariant()

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 from manual_clock import ManualClock
 from store_model import StoreModel
+from store_rig import address_of, kept_memory
 
 from kvservice import _ext
 from kvservice.blocks import EventJournal
 from kvservice.blocks.events import StoreChange
 from kvservice.blocks.slices import finish
-from kvservice.store import BlockStore, KeyIndex, NamespaceIdentity, StoreConfig, StoredNamespace
+from kvservice.store import BlockStore, KeyIndex, NamespaceIdentity, StoreConfig, StoredNamespace, StoreRecords
 
 SLAB_BYTES = 16384
 # A slab with its page of records has room for three blocks of this size.
@@ -40,6 +41,7 @@ class Rig:
     store: BlockStore
     clock: ManualClock
     journal: EventJournal
+    kept: mmap.mmap
 
     def events(self) -> list[tuple[str, bytes]]:
         changes = [batch.change for batch in self.journal.since(1, 1 << 30)]
@@ -60,11 +62,13 @@ class Rig:
 def make(kind: str, num_slabs: int, memory: mmap.mmap, clock: ManualClock, **changes: Any) -> Rig:
     num_bytes = num_slabs * SLAB_BYTES
     address = np.frombuffer(memory, np.uint8).ctypes.data
-    index: KeyIndex = (StoreModel if kind == "model" else _ext.StoreIndex)(address, num_bytes, SLAB_BYTES, 7)
+    kept = kept_memory(num_bytes, SLAB_BYTES)
+    kind_of_index = StoreModel if kind == "model" else _ext.StoreIndex
+    index: KeyIndex = kind_of_index(address, num_bytes, SLAB_BYTES, 7, address_of(kept))
     options: dict[str, Any] = {"max_namespaces": 3, "quota_bytes": num_bytes, "max_lease_s": 60.0, "max_models": 2}
     journal = EventJournal(1000)
     config = StoreConfig(num_bytes, num_bytes, SLAB_BYTES, **options | changes)
-    return Rig(BlockStore(config, index, clock, journal), clock, journal)
+    return Rig(BlockStore(config, index, clock, journal, StoreRecords()), clock, journal, kept)
 
 
 @pytest.fixture(params=["model", "native"])

@@ -45,6 +45,7 @@ class Block:
     condemned: bool = False
     pins: int = 0
     used: int = 0
+    last_use: int = 0  # as the kept memory has it, which a lease does not change
 
     @property
     def number(self) -> int:
@@ -96,10 +97,11 @@ class Namespace:
 
 
 class StoreModel:
-    """See `_ext.StoreIndex` for the methods. `address` and `seed` are not used."""
+    """See `_ext.StoreIndex` for the methods. `address`, `seed` and `kept` are not used: `recover` of a model in use
+    takes the place of a restart."""
 
-    def __init__(self, address: int, num_bytes: int, slab_bytes: int, seed: int) -> None:
-        del address, seed
+    def __init__(self, address: int, num_bytes: int, slab_bytes: int, seed: int, kept: int) -> None:
+        del address, seed, kept
         self.slab_bytes = slab_bytes
         self.num_slabs = num_bytes // slab_bytes
         self.free_slabs = list(reversed(range(self.num_slabs)))  # the last one is used first
@@ -110,6 +112,33 @@ class StoreModel:
         self.recording = False
         self.removed: list[tuple[int, bytes]] = []
         self.closed_evictions = 0
+        self.generation = 0
+
+    def recover(self, namespaces: list[tuple[int, int, int]]) -> tuple[bytes, bytes]:
+        sizes = {number: (block_bytes, quota_bytes) for number, block_bytes, quota_bytes in namespaces}
+        for number in self.spaces.keys() - sizes.keys():
+            self.free_slabs += [slab.number for slab in self.spaces.pop(number).slabs]
+        self.free_slabs.sort(reverse=True)
+        self.tick = self.closed_evictions = 0
+        self.record_removed(False)
+        for space in self.spaces.values():
+            block_bytes, quota_bytes = sizes[space.number]
+            space.max_blocks, space.num_evicted = quota_bytes // block_bytes, 0
+            space.with_room = sorted((slab for slab in space.slabs if slab.free), key=lambda slab: slab.number)
+            for slab in space.slabs:
+                self.recover_slab(slab)
+        blocks = [block for space in self.spaces.values() for block in space.blocks()]
+        reserved, condemned = ([b.number for b in blocks if b.reserved], [b.number for b in blocks if b.condemned])
+        return pack(reserved), pack(condemned)
+
+    def recover_slab(self, slab: Slab) -> None:
+        slab.free.sort(reverse=True)
+        slab.newest = 0
+        for block in slab.blocks.values():
+            block.pins, block.used = int(block.condemned), block.last_use
+            if not block.reserved and not block.condemned:
+                slab.newest = max(slab.newest, block.used)
+        self.tick = max(self.tick, slab.newest)
 
     # Namespaces.
 
@@ -162,6 +191,15 @@ class StoreModel:
             pack([block.version for block in leased]),
         )
 
+    def lease(self, slots: bytes) -> None:
+        for slot in unpack(slots):
+            block = self.block(slot)
+            if block.reserved:
+                raise RuntimeError("the block is reserved")
+            block.pins += 1
+            if block.pins == 1:
+                block.used = self.next_tick()
+
     def release(self, slots: bytes) -> None:
         for slot in reversed(unpack(slots)):
             block = self.block(slot)
@@ -178,6 +216,10 @@ class StoreModel:
 
     def checksums(self, slots: bytes) -> bytes:
         return pack([self.block(slot).checksum for slot in unpack(slots)])
+
+    def places(self, slots: bytes) -> tuple[bytes, bytes]:
+        blocks = [self.block(slot) for slot in unpack(slots)]
+        return b"".join(block.key for block in blocks), pack([block.offset for block in blocks])
 
     # Writing.
 
@@ -322,7 +364,7 @@ class StoreModel:
 
     def use(self, block: Block) -> None:
         """Make a block the most recently used, and its slab too."""
-        block.used = block.slab.newest = self.next_tick()
+        block.used = block.last_use = block.slab.newest = self.next_tick()
 
     def find_room(self, space: Namespace) -> Slab | None:
         """Return a slab of the namespace with a free slot, after an eviction if necessary."""

@@ -42,6 +42,16 @@ def bits(bitmap: bytes, count: int) -> list[bool]:
     return [bool(bit) for bit in array[:count]]
 
 
+def kept_memory(num_bytes: int, slab_bytes: int) -> mmap.mmap:
+    """Return memory for the part of an index that outlives its process."""
+    return mmap.mmap(-1, _ext.StoreIndex.kept_bytes(num_bytes, slab_bytes))
+
+
+def address_of(memory: mmap.mmap) -> int:
+    address: int = np.frombuffer(memory, np.uint8).ctypes.data
+    return address
+
+
 class Store:
     """The index under test and its memory."""
 
@@ -51,7 +61,12 @@ class Store:
         self.map = mmap.mmap(-1, self.num_bytes)
         self.memory: NDArray[np.uint8] = np.frombuffer(self.map, np.uint8)
         self.address: int = self.memory.ctypes.data
-        self.index = _ext.StoreIndex(self.address, self.num_bytes, slab_bytes, seed)
+        self.kept = kept_memory(self.num_bytes, slab_bytes)
+        self.restart(seed)
+
+    def restart(self, seed: int) -> None:
+        """Forget everything but the memory. The new index has recovered nothing yet."""
+        self.index = _ext.StoreIndex(self.address, self.num_bytes, self.slab_bytes, seed, address_of(self.kept))
 
     def put(self, namespace: int, names: Iterable[object]) -> list[int]:
         """Reserve and commit blocks. Returns the statuses."""
