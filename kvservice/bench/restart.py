@@ -86,15 +86,22 @@ def fill(session: Session, info: PoolInfo) -> list[Sequence]:
 
 
 def append_once(session: Session, sequence: Sequence) -> float:
-    """Append a token and take it back. Returns the seconds of the append."""
-    seconds = seconds_of(lambda: session.append([sequence], [7]))
-    session.truncate(sequence, sequence.length - 1)
-    return seconds
+    """Append a token and take it back. Returns the seconds of the longer call."""
+    return max(
+        seconds_of(lambda: session.append([sequence], [7])),
+        seconds_of(lambda: session.truncate(sequence, sequence.length - 1)),
+    )
+
+
+def kill_and_append(pid: int, session: Session, sequence: Sequence) -> None:
+    os.kill(pid, signal.SIGKILL)
+    session.append([sequence], [7])
 
 
 def kill_once(daemon: Daemon, session: Session, sequence: Sequence) -> Round:
     pid = daemon.daemon_pid()
-    total_s = seconds_of(lambda: os.kill(pid, signal.SIGKILL)) + append_once(session, sequence)
+    total_s = seconds_of(lambda: kill_and_append(pid, session, sequence))
+    session.truncate(sequence, sequence.length - 1)
     report = report_of(daemon.address)
     return Round(total_s, report.down_s, report.take_over_s, report.lost.sequences)
 
@@ -127,7 +134,7 @@ def appending(append: Callable[[], float]) -> Iterator[list[float]]:
 
 
 def upgrade_once(daemon: Daemon, session: Session, sequence: Sequence) -> float:
-    """Upgrade the daemon to its own version. Returns the seconds of the longest append meanwhile."""
+    """Upgrade the daemon to its own version. Returns the seconds of the longest call meanwhile."""
     path = control_path(daemon.address.removeprefix("unix://"))
     with appending(lambda: append_once(session, sequence)) as seconds:
         *_, result = ask(path, "upgrade", START_TIMEOUT_S)
@@ -179,8 +186,8 @@ LABELS = {
     "start_s": "  start of the process and its imports",
     "take_over_s": "  take-over of the state",
     "reconnect_s": "  reconnection of the client",
-    "upgrade_pause_s": "upgrade, the longest append of a client",
-    "append_s": "an append otherwise",
+    "upgrade_pause_s": "upgrade, the longest call of a client",
+    "append_s": "a call otherwise",
 }
 
 

@@ -47,6 +47,6 @@ def test_the_table() -> None:
     cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
     assert cells[0] == ["SIGKILL to the first answered append", "1", "1.5"]
     assert cells[2] == ["take-over of the state", "0.2", ""]
-    assert cells[4] == ["upgrade, the longest append of a client", "0.25", "0.25"]
+    assert cells[4] == ["upgrade, the longest call of a client", "0.25", "0.25"]
     pool = "The pool: 100,000 blocks, 0.4 GiB; 186 sequences, 47,360 cached blocks; lost sequences: 1."
     assert pool in text
