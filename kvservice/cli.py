@@ -6,6 +6,7 @@ Each command imports its heavy dependencies itself, and gRPC only after its envi
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import math
 import os
@@ -97,6 +98,7 @@ def _serve(config: str | None, **options: Any) -> None:
         become_keeper(_keeper_settings(settings), os.environ | missing)
     _reexec_with(missing)
     report_version(__version__)
+    gc.disable()  # imports leave little garbage, and clients wait for the end of the start; see freeze_heap
     from kvservice.server.daemon import run
 
     try:

@@ -83,10 +83,11 @@ def freeze_heap() -> None:
     """Exclude all current objects from garbage collection.
 
     A full collection runs whenever requests have created many objects. Traversing the imported modules alone would
-    block the event loop for tens of milliseconds.
+    block the event loop for tens of milliseconds. Until then a daemon that starts collects nothing.
     """
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 async def trim_heap() -> None:
