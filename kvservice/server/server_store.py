@@ -82,7 +82,9 @@ class ServerStore:
         ResourceExhaustedError, QuotaExceededError.
 
         Unless share_store is "write", a seal of the memory keeps every process but the daemon from writing, whatever
-        descriptor it has. Otherwise a descriptor for reading only prevents accidents: its owner is trusted to write.
+        descriptor it has. Memory that a keeper keeps has no seal: there the mode of the file keeps other users from
+        writing (kvservice.pool.sealed). With "write", a descriptor for reading only prevents accidents: its owner is
+        trusted to write.
         """
         if self.shared == "off" or (writable and self.shared != "write"):
             raise StoreNotSharedError(f"the daemon runs with --share-store {self.shared}", field="writable")
