@@ -11,8 +11,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from kvservice.blocks import BlockManager, KeptMaps, Slices
 from kvservice.blocks.sequences import FLAGS, LENGTH, NAMESPACE, NUM_COMPUTED, SCHEDULED, STEP
 from kvservice.blocks.slices import finish
@@ -170,7 +168,8 @@ def _open_work(manager: BlockManager) -> tuple[int, int]:
     states = states[states[:, NAMESPACE] != 0]
     incomplete = states[(states[:, STEP] != 0) & (states[:, NUM_COMPUTED] < states[:, LENGTH])]
     scheduled = states[states[:, FLAGS] & SCHEDULED != 0]
-    return len(np.unique(incomplete[:, [NAMESPACE, STEP]], axis=0)), len(np.unique(scheduled[:, NAMESPACE]))
+    steps = set(zip(incomplete[:, NAMESPACE].tolist(), incomplete[:, STEP].tolist(), strict=True))
+    return len(steps), len(set(scheduled[:, NAMESPACE].tolist()))
 
 
 def _check_in_slices(engine: CacheEngine, store: ServerStore | None) -> Slices[bool]:
