@@ -1,0 +1,71 @@
+"""The systemd unit: it is valid, and agrees with the daemon."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from kvservice.config import ENV_PREFIX, ServeConfig
+from kvservice.config_sources import load_config
+from kvservice.environment import missing_environment
+from kvservice.keeper.descriptors import MAX_DESCRIPTORS
+from kvservice.keeper.keeper import NEVER_RESTARTED
+from kvservice.server.open_files import needed_files
+
+UNIT = Path(__file__).parents[2] / "deploy/systemd/kvservice.service"
+
+
+@pytest.fixture(scope="module")
+def settings() -> dict[str, list[str]]:
+    found: dict[str, list[str]] = defaultdict(list)
+    for line in UNIT.read_text().splitlines():
+        if line and not line.startswith(("#", "[")):
+            name, _, value = line.partition("=")
+            found[name].append(value)
+    return found
+
+
+def one(settings: dict[str, list[str]], name: str) -> str:
+    (value,) = settings[name]
+    return value
+
+
+def test_systemd_keeps_what_the_keeper_would(settings: dict[str, list[str]]) -> None:
+    assert one(settings, "FileDescriptorStoreMax") == str(MAX_DESCRIPTORS)
+    assert (one(settings, "Type"), one(settings, "NotifyAccess")) == ("notify", "main")
+    # The daemon ends with status 0 when it hands over.
+    assert one(settings, "Restart") == "always"
+    assert one(settings, "RestartPreventExitStatus") == " ".join(map(str, NEVER_RESTARTED))
+
+
+def test_the_daemon_needs_no_second_exec(settings: dict[str, list[str]]) -> None:
+    assert missing_environment(dict(line.split("=", 1) for line in settings["Environment"])) == {}
+
+
+def test_its_options_are_options_and_fit_its_limits(settings: dict[str, list[str]]) -> None:
+    environ = dict(line.split("=", 1) for line in settings["Environment"])
+    config = load_config({}, {name: value for name, value in environ.items() if name.startswith(ENV_PREFIX)})
+    assert config.unix_socket == "%t/kvservice/kvservice.sock"
+    assert one(settings, "RuntimeDirectory") == "kvservice"
+    assert int(one(settings, "TimeoutStopSec")) > ServeConfig().drain_timeout_s
+    assert int(one(settings, "LimitNOFILE")) >= sum(needed_files(config).values())
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze")
+def test_systemd_accepts_it(tmp_path: Path) -> None:
+    unit = tmp_path / UNIT.name
+    unit.write_text(UNIT.read_text().replace("/opt/kvservice/bin/kvservice", sys.executable))
+    done = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", str(unit)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    unit.write_text(unit.read_text().replace("Restart=always", "Restart=sometimes"))
+    done = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", str(unit)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert "restart specifier" in done.stderr
