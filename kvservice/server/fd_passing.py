@@ -95,19 +95,9 @@ class FdServer:
         for token in [token for token, offer in self._offers.items() if offer.owner is owner]:
             self.withdraw(token)
 
-    def listen(self, path: Path, mode: int) -> None:
-        """Open the socket at a path that no process serves. Raises OSError."""
-        path.unlink(missing_ok=True)
-        self._listener = socket.socket(socket.AF_UNIX)
-        umask = os.umask(0o177)
-        try:
-            self._listener.bind(str(path))
-        finally:
-            os.umask(umask)
-        os.chmod(path, mode)
-        self._listener.listen(BACKLOG)
-        self._listener.setblocking(False)
-        self._path = path
+    def listen(self, listener: socket.socket, path: Path) -> None:
+        """Serve a non-blocking listening socket, which this object owns from now on. `close` removes its path."""
+        self._listener, self._path = listener, path
 
     async def serve(self) -> None:
         """Serve connections until cancelled."""

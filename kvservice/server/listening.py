@@ -14,7 +14,8 @@ from kvservice.auth import is_loopback
 from kvservice.config import ServeConfig
 from kvservice.errors import KVServiceError
 from kvservice.keeper.settings import MAX_SOCKET_PATH_BYTES
-from kvservice.server.fd_passing import FdServer
+from kvservice.server.fd_passing import BACKLOG, FdServer
+from kvservice.server.kept_sockets import FD_PASSING, GRPC_PORT, HTTP, KeptSockets, is_bound_to
 
 
 class ConfigError(KVServiceError):
@@ -41,18 +42,28 @@ def check_addresses(config: ServeConfig) -> None:
 
 
 def listen_unix(
-    server: grpc.aio.Server, config: ServeConfig, fd_server: FdServer, cleanup: contextlib.ExitStack
+    server: grpc.aio.Server, config: ServeConfig, fd_server: FdServer, kept: KeptSockets, cleanup: contextlib.ExitStack
 ) -> None:
     """Bind the unix socket and the fd-passing socket, if there is one, before the server starts. Raises ConfigError."""
     _check_path_lengths(config)
     _bind_unix(server, Path(config.unix_socket), cleanup)
     if config.fd_socket:
-        _listen_fds(fd_server, Path(config.fd_socket), int(config.unix_socket_mode, 8), cleanup)
+        path = Path(config.fd_socket)
+        cleanup.callback(fd_server.close)
+        fd_server.listen(fd_listener(path, int(config.unix_socket_mode, 8), kept), path)
 
 
-def listen_tcp(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> str:
+def listen_tcp(
+    server: grpc.aio.Server,
+    address: str,
+    credentials: grpc.ServerCredentials | None,
+    kept: KeptSockets,
+    cleanup: contextlib.ExitStack,
+) -> str:
     """Bind host:port before the server starts. The port uses TLS if there are credentials. Returns the address with the
     port that port 0 stands for. Raises ConfigError."""
+    if kept.is_kept:
+        address = with_port(address, reserve_port(address, kept, cleanup))
     return with_port(address, _bind(server, address, "tcp_address", credentials))
 
 
@@ -67,27 +78,46 @@ def open_unix_socket(config: ServeConfig) -> None:
         os.chmod(config.unix_socket, int(config.unix_socket_mode, 8))
 
 
-def listen_http(address: str, cleanup: contextlib.ExitStack) -> socket.socket:
+def listen_http(address: str, kept: KeptSockets, cleanup: contextlib.ExitStack) -> socket.socket:
     """Return a socket that listens on host:port. Raises ConfigError."""
-    try:
-        listening = _bound(address)
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {address}: {error.strerror}", field="http_address") from None
+    listening = kept.take(HTTP, lambda found: is_bound_to(found, *_host_and_port(address)))
+    if listening is None:
+        listening = _bound(address, "http_address")
+        listening.listen()
+        kept.put(HTTP, listening)
     cleanup.callback(listening.close)
-    listening.listen()
     return listening
 
 
-def _bound(address: str) -> socket.socket:
-    """Return a socket bound to host:port. Raises OSError."""
+def reserve_port(address: str, kept: KeptSockets, cleanup: contextlib.ExitStack) -> int:
+    """Bind a socket that never listens to host:port, and return the port. Raises ConfigError.
+
+    It has SO_REUSEADDR, as gRPC's socket does: Linux then lets gRPC bind the same port and listen there, but no second
+    daemon afterwards.
+    """
+    reserving = kept.take(GRPC_PORT, lambda found: is_bound_to(found, *_host_and_port(address)))
+    if reserving is None:
+        reserving = _bound(address, "tcp_address")
+        kept.put(GRPC_PORT, reserving)
+    cleanup.callback(reserving.close)
+    return int(reserving.getsockname()[1])
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def _bound(address: str, field: str) -> socket.socket:
+    """Return a socket bound to host:port. Raises ConfigError."""
+    host, port = _host_and_port(address)
     found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind((host.strip("[]"), int(port)))
-    except BaseException:
+        found.bind((host, port))
+    except OSError as error:
         found.close()
-        raise
+        raise ConfigError(f"cannot listen on {address}: {error.strerror}", field=field) from None
     return found
 
 
@@ -102,13 +132,40 @@ def _bind_unix(server: grpc.aio.Server, path: Path, cleanup: contextlib.ExitStac
     cleanup.callback(path.unlink, missing_ok=True)
 
 
-def _listen_fds(fd_server: FdServer, path: Path, mode: int, cleanup: contextlib.ExitStack) -> None:
-    _check_socket_free(path)
+def fd_listener(path: Path, mode: int, kept: KeptSockets) -> socket.socket:
+    """Return the socket that listens at the path of the fd-passing socket. Raises ConfigError.
+
+    The socket of an earlier process is right if its path is still there. The path is this daemon's: it goes with that of
+    the gRPC socket, which no other process serves.
+    """
+    listening = kept.take(FD_PASSING, lambda found: found.getsockname() == str(path) and path.is_socket())
     try:
-        fd_server.listen(path, mode)
+        if listening is None:
+            _check_socket_free(path)
+            listening = _bound_unix(path)
+            kept.put(FD_PASSING, listening)
+        os.chmod(path, mode)
     except OSError as error:
         raise ConfigError(f"cannot listen on {path}: {error}", field="unix_socket") from None
-    cleanup.callback(fd_server.close)
+    listening.setblocking(False)
+    return listening
+
+
+def _bound_unix(path: Path) -> socket.socket:
+    """Return a socket that listens at a path that no process serves, to which only this user can connect. Raises
+    OSError."""
+    path.unlink(missing_ok=True)
+    listening = socket.socket(socket.AF_UNIX)
+    umask = os.umask(0o177)
+    try:
+        listening.bind(str(path))
+        listening.listen(BACKLOG)
+    except OSError:
+        listening.close()
+        raise
+    finally:
+        os.umask(umask)
+    return listening
 
 
 def _check_path_lengths(config: ServeConfig) -> None:
@@ -151,8 +208,9 @@ def _bind(server: grpc.aio.Server, address: str, field: str, credentials: grpc.S
 def _reason(address: str) -> str:
     """Return why the address cannot be bound. gRPC does not report the reason, so bind it again to get the error."""
     if not address.startswith("unix:"):
+        host, port = _host_and_port(address)
         try:
-            _bound(address).close()
+            socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
         except OSError as error:
             return str(error.strerror)
     return "is it in use, and are you allowed to?"

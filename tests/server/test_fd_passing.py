@@ -17,7 +17,7 @@ from kvservice.client import fd_passing as client_side
 from kvservice.errors import ConnectionLostError, QuotaExceededError, RegionsNotAllowedError
 from kvservice.server import fd_passing as server_side
 from kvservice.server.clock import Clock, SystemClock
-from kvservice.server.fd_passing import TOKEN_S, FdServer
+from kvservice.server.fd_passing import BACKLOG, TOKEN_S, FdServer
 from kvservice.server.peers import Peer
 
 SESSION_TOKEN = b"a session's one."
@@ -34,7 +34,11 @@ def introduce(token: bytes, peer: Peer) -> bytes | None:
 async def serving(path: Path, clock: Clock) -> AsyncIterator[FdServer]:
     introductions.clear()
     fd_server = FdServer(frozenset({os.geteuid(), ANOTHER_UID}), introduce, clock)
-    fd_server.listen(path, 0o600)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(path))
+    listener.listen(BACKLOG)
+    listener.setblocking(False)
+    fd_server.listen(listener, path)
     task = asyncio.create_task(fd_server.serve())
     try:
         yield fd_server
