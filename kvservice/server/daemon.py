@@ -37,6 +37,7 @@ from kvservice.server.grpc_options import server_options
 from kvservice.server.health import Health
 from kvservice.server.heap import freeze_heap, trim_heap
 from kvservice.server.integrity import IntegrityWatch
+from kvservice.server.kept_sockets import KeptSockets
 from kvservice.server.listening import (
     ConfigError,
     check_addresses,
@@ -84,6 +85,7 @@ class KVServer:
         self.audit = Audit()
         self._remote_callers = RemoteCallers(self.credentials.tokens, bool(config.tls_client_ca), self.audit)
         self._manager = manager
+        self._kept_sockets = KeptSockets(files)
         self.core = core = open_core(config, files)
         self.device, self.engine, self.sessions, self.store = core.device, core.engine, core.sessions, core.store
         blocks = None if self.store is None else self.store.blocks
@@ -129,7 +131,8 @@ class KVServer:
         with contextlib.ExitStack() as cleanup:
             servers = self._listen(cleanup)
             if self._config.http_address:
-                self._serve_http(listen_http(self._config.http_address, cleanup))
+                self._serve_http(listen_http(self._config.http_address, self._kept_sockets, cleanup))
+            self._kept_sockets.drop_unused()
             self.core.kept.ready()
             for server in servers:
                 await server.start()
@@ -217,11 +220,12 @@ class KVServer:
         servers = []
         if config.unix_socket:
             servers.append(self._server(LocalCallers()))
-            listen_unix(servers[-1], config, self.sessions.fd_server, cleanup)
+            listen_unix(servers[-1], config, self.sessions.fd_server, self._kept_sockets, cleanup)
             self._connections.add_unix(config.unix_socket)
         if config.tcp_address:
             servers.append(self._server(self._remote_callers))
-            self._connections.add_tcp(listen_tcp(servers[-1], config.tcp_address, self.credentials.for_server()))
+            credentials, kept = self.credentials.for_server(), self._kept_sockets
+            self._connections.add_tcp(listen_tcp(servers[-1], config.tcp_address, credentials, kept, cleanup))
         return servers
 
     def _serve_http(self, listening: socket.socket) -> None:

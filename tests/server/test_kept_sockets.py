@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import signal
 import socket
 import urllib.request
 from collections.abc import Iterator
@@ -11,10 +13,12 @@ from pathlib import Path
 
 import pytest
 import waiting
+from footprint import children
 from small_pool import SMALL_POOL
 
 from kvservice.client import KVClient
-from kvservice.config import ServeConfig
+from kvservice.health import check
+from kvservice.keeper.control import ask
 from kvservice.kept import KeptFiles
 from kvservice.launch import Daemon
 from kvservice.server.kept_sockets import FD_PASSING, GRPC_PORT, HTTP, KeptSockets
@@ -179,3 +183,59 @@ def test_another_path_of_the_fd_passing_socket_is_bound_anew(keeper: FakeKeeper,
     with keeper.process() as (kept, cleanup):
         listening = cleanup.enter_context(fd_listener(tmp_path / "b.fds", 0o600, kept))
         assert listening.getsockname() == str(tmp_path / "b.fds")
+
+
+# ---- a daemon
+
+
+def ports_of(daemon: Daemon) -> list[tuple[str, str]]:
+    """Return the ports for HTTP and for gRPC that each process of the daemon has logged."""
+    said = daemon.log.read_text()
+    return list(
+        zip(
+            re.findall(r"the page and /metrics are at http://127.0.0.1:(\d+)/", said),
+            re.findall(r"serving .*, 127\.0\.0\.1:(\d+)$", said, re.MULTILINE),
+            strict=False,
+        )
+    )
+
+
+def test_a_request_made_while_the_daemon_is_down_is_answered_by_the_next_process() -> None:
+    addresses = {"tcp_address": "127.0.0.1:0", "http_address": "127.0.0.1:0", "log_level": "info"}
+    with Daemon(**SMALL_POOL | addresses, keeper=True) as daemon:
+        ((http_port, grpc_port),) = ports_of(daemon)
+        first = daemon.daemon_pid()
+        # The observer answers HTTP. A stopped daemon starts no other one.
+        os.kill(first, signal.SIGSTOP)
+        for observer in children(first):
+            os.kill(observer, signal.SIGKILL)
+        os.kill(first, signal.SIGKILL)
+        with urllib.request.urlopen(f"http://127.0.0.1:{http_port}/metrics", timeout=60) as answer:
+            assert b"kvservice_" in answer.read()
+        waiting.until(lambda: len(ports_of(daemon)) == 2)
+        assert ports_of(daemon)[1] == (http_port, grpc_port)
+        with KVClient(f"127.0.0.1:{grpc_port}") as client:
+            assert client.ping(b"again") == b"again"
+        assert daemon.daemon_pid() != first
+
+
+def test_a_stop_leaves_no_path(tmp_path: Path) -> None:
+    with Daemon(**SMALL_POOL, keeper=True, unix_socket=tmp_path / "k.sock") as daemon:
+        assert {path.name for path in tmp_path.iterdir()} == {"k.sock", "k.sock.fds", "k.sock.keeper"}
+        os.kill(daemon.daemon_pid(), signal.SIGKILL)
+        waiting.until(lambda: check(daemon.address, timeout_s=0.5))
+        assert daemon.stop() == 0
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_an_upgrade_keeps_the_sockets() -> None:
+    addresses = {"tcp_address": "127.0.0.1:0", "http_address": "127.0.0.1:0", "log_level": "info"}
+    with Daemon(**SMALL_POOL | addresses, keeper=True) as daemon, KVClient(daemon.address) as client:
+        assert client.ping(b"old") == b"old"
+        first = daemon.daemon_pid()
+        answers = list(ask(f"{daemon.address.removeprefix('unix://')}.keeper", "upgrade", 120))
+        assert answers[-1]["ok"], (answers, daemon.log.read_text())
+        assert daemon.daemon_pid() != first
+        waiting.until(lambda: len(ports_of(daemon)) == 2)
+        assert len(set(ports_of(daemon))) == 1
+        assert client.ping(b"new") == b"new"
