@@ -135,8 +135,8 @@ def _bind_unix(server: grpc.aio.Server, path: Path, cleanup: contextlib.ExitStac
 def fd_listener(path: Path, mode: int, kept: KeptSockets) -> socket.socket:
     """Return the socket that listens at the path of the fd-passing socket. Raises ConfigError.
 
-    The socket of an earlier process is right if its path is still there. The path belongs to this daemon, as that of the
-    gRPC socket does, which no other process serves.
+    The socket of an earlier process is right if its path is still there. The path belongs to this daemon, as the path
+    of the gRPC socket does, which no other process serves.
     """
     listening = kept.take(FD_PASSING, lambda found: found.getsockname() == str(path) and path.is_socket())
     try:
