@@ -10,8 +10,8 @@
 namespace kvservice {
 namespace {
 
-// The kept part of so many slots is a page.
-constexpr uint32_t kPagedSlots = kPageBytes / sizeof(KeptSlot);
+// A free slab gives the memory of its slots back if more than 1 / 16 of those for the smallest blocks were used.
+constexpr int kDiscardedShift = 4;
 
 }  // namespace
 
@@ -162,7 +162,7 @@ void StoreIndex::return_slab(Slab& slab) {
   --slab.owner->counts.slabs;
   slab.owner = nullptr;
   keep(kept(slab).owner, uint32_t{0});
-  if (slab.num_fresh > kPagedSlots) {
+  if (slab.num_fresh >> kept_.slot_bits - kDiscardedShift != 0) {
     madvise(&kept(*slab.slots), slab.num_fresh * sizeof(KeptSlot), MADV_REMOVE);
     madvise(slab.slots, slab.num_fresh * sizeof(Slot), MADV_DONTNEED);
   }

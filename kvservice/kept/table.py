@@ -31,6 +31,8 @@ _DELETED: Final = 0xFFFFFFFF
 _MAGIC_AT, _CURRENT_AT, _RANGES_AT, _NUM_WORDS = 0, 1, 2, 8
 _OFFSET, _CAPACITY, _END = 0, 1, 2
 MIN_CAPACITY: Final = 64 << 10
+# A range that is not the current one keeps at most so much memory.
+_SPARE_BYTES: Final = 256 << 10
 MAX_VALUE_BYTES: Final = 16 << 20
 MAX_FILE_BYTES: Final = 4 << 30
 
@@ -59,7 +61,8 @@ class KeptTable:
         if len(data) > MAX_VALUE_BYTES:
             raise ValueError(f"a value of {len(data)} bytes is longer than {MAX_VALUE_BYTES}")
         record = _RECORD.pack(key, _DELETED if value is None else len(data), section) + data
-        record += bytes(-len(record) % 8)
+        if padding := -len(record) % 8:
+            record += bytes(padding)
         if self._end + len(record) > self._capacity:
             self._compact(len(record))
         self._write(self._offset + self._end, record)
@@ -124,7 +127,8 @@ class KeptTable:
         self._words[first : first + 3] = offset, capacity, len(log)
         self._store(_CURRENT_AT, other)
         self._current, self._offset, self._capacity, self._end = other, offset, capacity, len(log)
-        self._memory.madvise(mmap.MADV_REMOVE, old_offset, old_capacity)  # gives the old range's memory back
+        if old_capacity > _SPARE_BYTES:  # a small range is soon used again
+            self._memory.madvise(mmap.MADV_REMOVE, old_offset, old_capacity)
 
     def _resize(self, num_bytes: int) -> None:
         if num_bytes > MAX_FILE_BYTES or num_bytes > available_bytes():

@@ -10,7 +10,7 @@ import json
 import struct
 from collections.abc import Callable, MutableMapping
 from dataclasses import asdict, dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from kvservice.store.namespaces import NamespaceIdentity
 
@@ -22,8 +22,7 @@ _RESERVATION = struct.Struct("<QII")
 _WRITER = struct.Struct("<qq")
 
 
-@dataclass(frozen=True)
-class NamespaceRecord:
+class NamespaceRecord(NamedTuple):
     """A namespace, by its number."""
 
     identity: NamespaceIdentity
@@ -38,8 +37,7 @@ class NamespaceRecord:
         return cls(NamespaceIdentity(**identity), quota_bytes)
 
 
-@dataclass(frozen=True)
-class OpeningRecord:
+class OpeningRecord(NamedTuple):
     """A namespace that a session has open, by the id that the session has for it."""
 
     session_id: int
@@ -53,8 +51,7 @@ class OpeningRecord:
         return cls(*_OPENING.unpack(data))
 
 
-@dataclass(frozen=True)
-class LeaseRecord:
+class LeaseRecord(NamedTuple):
     """A lease, by its id. `deadline` is a time of the store's clock, which does not stop between processes."""
 
     session_id: int
@@ -70,8 +67,7 @@ class LeaseRecord:
         return cls(session_id, deadline, data[_LEASE.size :])
 
 
-@dataclass(frozen=True)
-class ReservationRecord:
+class ReservationRecord(NamedTuple):
     """A reservation, by its id. Without a session (0) it is in quarantine, until `writers` have ended."""
 
     session_id: int
@@ -90,8 +86,7 @@ class ReservationRecord:
         return cls(session_id, number, struct.unpack(f"<{num_writers}Q", data[_RESERVATION.size : end]), data[end:])
 
 
-@dataclass(frozen=True)
-class WriterRecord:
+class WriterRecord(NamedTuple):
     """A process that can write to the memory of the store, by its name for the quarantine. `start` is its start time in
     ticks since the boot of the host: with it the pid names one process."""
 
@@ -106,8 +101,7 @@ class WriterRecord:
         return cls(*_WRITER.unpack(data))
 
 
-@dataclass(frozen=True)
-class NameList:
+class NameList(NamedTuple):
     """The names of the writers of a session, by its id."""
 
     names: frozenset[int]

@@ -92,7 +92,20 @@ def test_repeated_changes_take_no_more_memory() -> None:
     for number in range(2000):
         section[number % 8] = number.to_bytes(1000, "little")
     assert os.fstat(table.fd).st_size <= mmap.PAGESIZE + 3 * MIN_CAPACITY
-    assert os.fstat(table.fd).st_blocks * 512 <= mmap.PAGESIZE + 2 * MIN_CAPACITY
+
+
+def test_the_memory_of_large_values_is_given_back() -> None:
+    table = KeptTable()
+    section = table.section(1)
+    for _ in range(2):
+        section[1] = bytes(64 * MIN_CAPACITY)
+        del section[1]
+        for number in range(300):
+            section[2] = number.to_bytes(64 * MIN_CAPACITY // 100, "little")
+    del section[2]
+    for number in range(100):
+        section[2] = number.to_bytes(MIN_CAPACITY // 4, "little")
+    assert os.fstat(table.fd).st_blocks * 512 <= 16 * MIN_CAPACITY
 
 
 def test_a_change_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
