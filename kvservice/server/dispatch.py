@@ -155,7 +155,7 @@ class Dispatcher:
             reply = cast(Answer[Message], started)
             if not isinstance(reply, asyncio.Task):
                 self._end(handler.method, session, request_id, reply)
-        if request_id:
+        if request_id and isinstance(reply, asyncio.Task):
             session.replies.remember(request_id, handler.method, reply)
         return cast(Started[Response], reply)
 
@@ -165,14 +165,15 @@ class Dispatcher:
         return reply
 
     def _end(self, method: str, session: ServerSession, request_id: int, reply: Message) -> None:
-        """End the operation of a request that was executed: write the reply into kept memory, then let the operation
-        count."""
+        """End the operation of a request that was executed: remember the reply, then let the operation count."""
         if request_id and method in KEPT_METHODS:
             session.replies.keep(request_id, method, reply)
             self._end_operation()
             session.replies.settle()
-        else:
-            self._end_operation()
+            return
+        if request_id:
+            session.replies.remember(request_id, method, reply)
+        self._end_operation()
 
     def _admit(self, handler: Handler) -> None:
         """Refuse new work while the daemon drains, and let the call see the steps that lanes have completed."""

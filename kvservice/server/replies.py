@@ -59,10 +59,12 @@ class Replies:
         return message.message() if isinstance(message, KeptReply) else message
 
     def keep(self, request_id: int, method: str, reply: Message) -> None:
-        """Write a request that was executed, and its reply, into kept memory. It counts there with the operation that
-        the request ran; `settle` follows when that has ended."""
-        data = reply.SerializeToString() if memory_bytes(reply) <= RING_BYTES else None
-        self._ring.put(request_id, method, data)
+        """Remember a request that was executed, and its reply, in kept memory too. It counts there with the operation
+        that the request ran; `settle` follows when that has ended."""
+        num_bytes = memory_bytes(reply)
+        self._ring.put(request_id, method, reply.SerializeToString() if num_bytes <= RING_BYTES else None)
+        self._enter(request_id, method, None)
+        self._store(request_id, reply, num_bytes)
 
     def settle(self) -> None:
         self._ring.settle()
@@ -70,11 +72,15 @@ class Replies:
     def remember(self, request_id: int, method: str, reply: Answer[Message]) -> None:
         """Remember a reply. A task that fails is forgotten, because failed requests are not remembered."""
         if isinstance(reply, asyncio.Task):
-            self._requests[request_id] = method, reply
+            self._enter(request_id, method, reply)
             reply.add_done_callback(functools.partial(self._ended, request_id))
         else:
-            self._requests[request_id] = method, None
+            self._enter(request_id, method, None)
             self._store(request_id, reply, memory_bytes(reply))
+
+    def _enter(self, request_id: int, method: str, task: asyncio.Task[Message] | None) -> None:
+        """Add a request, and forget the oldest one if there are too many."""
+        self._requests[request_id] = method, task
         if len(self._requests) > MAX_REPLIES:
             oldest = next(iter(self._requests))
             del self._requests[oldest]
@@ -88,8 +94,9 @@ class Replies:
             del self._requests[request_id]
             return
         self._requests[request_id] = method, None
-        reply = task.result()
-        self._store(request_id, reply, memory_bytes(reply))
+        if request_id not in self._replies:  # its operation ended before the task did
+            reply = task.result()
+            self._store(request_id, reply, memory_bytes(reply))
 
     def _store(self, request_id: int, reply: Message | KeptReply, num_bytes: int) -> None:
         self._replies[request_id] = reply, num_bytes
