@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +19,7 @@ from kvservice.blocks.sequences import LENGTH, NUM_BLOCKS
 from kvservice.config import ServeConfig
 from kvservice.errors import SequenceLostError, StaleStepError, UnknownSequenceError, UnknownSessionError
 from kvservice.server.core import state_identity
-from kvservice.v1 import blocks_pb2
+from kvservice.v1 import blocks_pb2, host_pb2, shared_memory_pb2, store_pb2
 
 TOKENS = list(range(10))
 
@@ -257,3 +259,36 @@ def test_a_step_goes_on_after_an_end_in_order_only(start: Callable[..., Life], i
         assert kv[:, :, 0, 0, 0].tolist() == [[1.0, 3.0], [2.0, 4.0]]
 
     asyncio.run(scenario())
+
+
+# ---- who gets the memory
+
+
+@pytest.mark.parametrize("mode", ["read", "write"])
+def test_clients_get_the_pool_and_the_store_and_nothing_else_that_is_kept(
+    start: Callable[..., Life], held: HeldFiles, mode: str
+) -> None:
+    async def scenario() -> None:
+        start(share_pool=mode, share_store=mode).kill()
+        life = start(share_pool=mode, share_store=mode)
+        session, writable = life.open(), mode == "write"
+        await life.call(session, "map_pool", host_pb2.MapPoolRequest(writable=writable))
+        await life.call(session, "store_map_store", store_pb2.MapStoreRequest(writable=writable))
+        await life.call(session, "open_lane", host_pb2.OpenLaneRequest())
+        await life.call(session, "create_region", shared_memory_pb2.CreateRegionRequest(name="r", byte_size=4096))
+        offered = [fd for offer in life.sessions.fd_server._offers.values() for fd in offer.descriptors]
+        kept = {name: _file(fd) for name, fd in held.held.items()}
+        handed = {name for name, file in kept.items() if file in map(_file, offered)}
+        assert handed == {"kvservice.state.pool", "kvservice.state.store"}
+        assert {"kvservice.state.table", "kvservice.state.private", "kvservice.state.swap"} < kept.keys()
+        for fd in offered:
+            if mode == "read" and _file(fd) in kept.values():
+                assert fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+        life.kill()
+
+    asyncio.run(scenario())
+
+
+def _file(fd: int) -> tuple[int, int]:
+    found = os.fstat(fd)
+    return found.st_dev, found.st_ino
