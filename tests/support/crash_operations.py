@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 from crash_rig import CONFIG, SALTS, Rig, content
 from crashes import Key, views
@@ -9,6 +11,7 @@ from crashes import Key, views
 from kvservice.blocks import AllocationRequest, SessionNamespace, StepPlan
 from kvservice.blocks.arguments import extra_keys_by_block
 from kvservice.blocks.prefix import chain_hashes
+from kvservice.errors import KVServiceError
 
 
 class Operations(Rig):
@@ -19,12 +22,13 @@ class Operations(Rig):
         if not numbers:
             return self.open_namespace()
         number = self.random.choice(numbers)
-        operations = [self.allocate] * 3 + [self.fill] * 4 + [self.append] * 3 + [self.advance] * 2 + [
-            self.reopen, self.truncate, self.fork, self.fork, self.rearrange, self.swap_out, self.swap_in, self.swap_in,
-            self.free, self.free, self.pin, self.unpin, self.expire, self.reset, self.touch, self.follow, self.close,
-            self.allocate_found, self.restart_now,
-        ]  # fmt: skip
-        self.random.choice(operations)(number)
+        weights = {
+            self.allocate: 4, self.fill: 5, self.append: 4, self.advance: 3, self.follow: 2, self.reopen: 2,
+            self.truncate: 2, self.fork: 3, self.rearrange: 2, self.swap_out: 2, self.swap_in: 3, self.free: 3,
+            self.pin: 3, self.unpin: 3, self.expire: 2, self.reset: 1, self.touch: 1, self.close: 1,
+            self.allocate_found: 1, self.restart_now: 1,
+        }  # fmt: skip
+        self.random.choices(list(weights), list(weights.values()))[0](number)
         self.quiet()
         if len(self.open) < 2 and self.random.random() < 0.5:
             self.open_namespace()
@@ -49,8 +53,8 @@ class Operations(Rig):
     def new_ids(self, number: int, count: int) -> list[int]:
         """Return unused ids, sometimes those of lost sequences."""
         lost = sorted(self.spaces[number].lost)[:count] if self.random.random() < 0.7 else []
-        self.next_id += count
-        return [*lost, *range(self.next_id, self.next_id + count - len(lost))]
+        self.next_id += count + 1
+        return [*lost, *range(self.next_id - count, self.next_id - len(lost))]
 
     def allocate(self, number: int) -> None:
         ids = self.new_ids(number, self.random.randint(1, 3))
@@ -60,11 +64,15 @@ class Operations(Rig):
 
     def allocate_found(self, number: int) -> None:
         """A scheduler's sequences, which are freed by a restart. Here their scheduler frees them at last."""
-        (name,), tokens = self.new_ids(number, 1), np.array(self.prompt(), np.int32)
+        self.next_id += 1
+        name, tokens = self.next_id, np.array(self.prompt(), np.int32)
         extra = extra_keys_by_block(self.random.choice(SALTS), "keys", CONFIG.block_size, 64)
         found = self.manager.find_prompt(name, tokens, extra, chain_hashes(tokens, extra, CONFIG.block_size))
         space = self.spaces[number]
-        self.during("allocate_found", lambda: self.manager.allocate_found(space, [found]), self.keys(number, [name]))
+        made = self.during(
+            "allocate_found", lambda: self.manager.allocate_found(space, [found]), self.keys(number, [name])
+        )
+        assert made is None or views(self.manager)[number, name].scheduled
 
     def fill(self, number: int) -> None:
         """Compute pending tokens of sequences, perhaps only some."""
@@ -101,13 +109,17 @@ class Operations(Rig):
     def advance(self, number: int) -> None:
         if ids := self.some(number):
             space, decodes = self.spaces[number], self.random.randint(0, len(ids))
-            lens = [self.pending(number, name) + (i < decodes) for i, name in enumerate(ids)]
+            counts = [self.random.randint(1, 2) if i < decodes else 0 for i in range(len(ids))]
+            lens = [self.pending(number, name) + count for name, count in zip(ids, counts, strict=True)]
             if all(lens):
-                tokens = [self.random.randint(0, 1) for _ in range(decodes)]
+                tokens = [self.random.randint(0, 1) for _ in range(sum(counts))]
+                appended = counts[:decodes] if sum(counts) > decodes else None
+                lookahead = self.lookahead()
                 step = self.during(
-                    "advance", lambda: self.manager.advance(space, ids, tokens, lens, self.lookahead()),
+                    "advance",
+                    lambda: self.manager.advance(space, ids, tokens, lens, lookahead, num_appended=appended),
                     self.keys(number, ids),
-                )  # fmt: skip
+                )
                 self.opened(space, step)
 
     def follow(self, number: int) -> None:
@@ -154,10 +166,21 @@ class Operations(Rig):
             self.write_kv(number, step)
 
         def mark() -> None:
+            """Mark all layers: one by one, in two parts where that is possible, at once, or as a lane does."""
+            last, way, count = CONFIG.num_layers - 1, self.random.randint(0, 3), len(step.slot_mapping)
+            if way == 0:
+                return self.manager.mark_all_layers(space, step.step_id)
+            if way == 1 and (written := self.manager.written_layers(space, step.step_id)) is not None:
+                written[:] = b"\1" * CONFIG.num_layers
+                self.manager.commit_written(space, step.step_id)
+                return None
             for layer in range(CONFIG.num_layers):
-                part = self.manager.check_part(space, step.step_id, layer, 0, 0)
-                assert self.manager.completes(space, step.step_id, layer, part) == (layer == CONFIG.num_layers - 1)
-                self.manager.mark_part(space, step.step_id, layer, part)
+                for first, num_tokens in ((0, count // 2), (count // 2, 0)) if way == 2 and count > 1 else ((0, 0),):
+                    part = self.manager.check_part(space, step.step_id, layer, first, num_tokens)
+                    whole = num_tokens == 0
+                    assert self.manager.completes(space, step.step_id, layer, part) == (layer == last and whole)
+                    self.manager.mark_part(space, step.step_id, layer, part)
+            return None
 
         touched = holders if late else self.keys(number, step.sequence_ids.tolist())
         manager = self.manager
@@ -216,7 +239,11 @@ class Operations(Rig):
                 self.copy(plan.src, plan.dst, self.pool, self.swap_pool, unfinished, keys)
 
     def swap_in(self, number: int) -> None:
-        if ids := self.some(number, swapped=True):
+        if not self.some(number, swapped=True):
+            self.swap_out(number)
+        if number in self.open and (ids := self.some(number, swapped=True)):
+            if self.random.random() < 0.7:  # so that blocks have to be copied
+                self.during("reset", self.manager.reset_prefix_cache)
             space, lookahead = self.spaces[number], self.lookahead()
             keys = set(self.keys(number, ids))
             plan = self.during("swap_in", lambda: self.manager.swap_in(space, ids, lookahead), keys)
@@ -231,26 +258,30 @@ class Operations(Rig):
         ids = self.some(number) + self.some(number, swapped=True, most=2)
         lost = self.random.sample(sorted(space.lost), min(len(space.lost), 2))
         if ids or lost:
-            self.during("free", lambda: self.manager.free(space, ids + lost), self.keys(number, ids + lost))
+
+            def free() -> None:
+                """Free in slices, between which other operations begin."""
+                for _ in self.manager.free_in_slices(space, ids + lost):
+                    with contextlib.suppress(KVServiceError):
+                        self.manager.can_append(space, [0])
+
+            self.during("free", free, self.keys(number, ids + lost))
 
     def pin(self, number: int) -> None:
-        found = [one for key, one in views(self.manager).items() if key[0] == number and one.num_computed >= 2]
+        found = [one for one in views(self.manager).values() if one.num_computed >= CONFIG.block_size and not one.extra]
         if found:
             one, space = self.random.choice(found), self.spaces[number]
-            extra = [pair for salt in SALTS for pair in salt][:0]
-            self.during("pin", lambda: self.manager.pin(space, one.tokens, extra, ttl_s=10.0))
+            self.during("pin", lambda: self.manager.pin(space, one.tokens, ttl_s=10.0))
 
     def unpin(self, number: int) -> None:
         space = self.spaces[number]
         if space.pins:
             self.during("unpin", lambda: self.manager.unpin(space, next(iter(space.pins))))
 
-    def expire(self, number: int) -> None:
+    def expire(self, _: int) -> None:
         if self.manager.state.pins.deadlines:
             self.now += self.random.choice([1.0, 20.0])
-            self.during(
-                "expire", lambda: self.manager.can_append(self.spaces[number], [0]) if 0 else self.manager.touch([])
-            )
+            self.during("expire", lambda: self.manager.match_prefix([0]))
 
     def reset(self, _: int) -> None:
         if self.random.random() < 0.3:

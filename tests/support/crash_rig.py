@@ -21,7 +21,7 @@ from kvservice.blocks.prefix import chain_hashes
 from kvservice.errors import KVServiceError
 
 CONFIG = BlocksConfig(
-    num_blocks=24, block_size=2, num_layers=2, num_swap_blocks=12, watermark=0.0, max_sequences=9,
+    num_blocks=18, block_size=2, num_layers=2, num_swap_blocks=12, watermark=0.0, max_sequences=9,
     max_sequence_tokens=20, max_namespaces=4,
 )  # fmt: skip
 Array = np.ndarray[Any, Any]
@@ -138,10 +138,10 @@ class Rig:
 
     def quiet(self) -> None:
         """Check that a restart between operations changes nothing except for sequences of a scheduler."""
-        self.manager.end_operation()
+        _, states = traced(self.manager, self.manager.end_operation, self.lines)
         now, index = views(self.manager), dict(self.manager.state.device.index.blocks)
         arguments = now, now, frozenset[Key](), index, pins(self.manager), self.lost(self.manager), self.open
-        made = self.check(self.manager.kept_state(), *arguments)
+        made = [self.check(state, *arguments) for state in states[1:] or states][-1]
         if not any(one.scheduled for one in now.values()):
             queues = [one.state.device.evictable.blocks().tolist() for one in (self.manager, made)]
             assert queues[0] == queues[1]

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 import kvservice.blocks
-from kvservice.blocks import BlockManager, BlocksConfig, KeptMaps
+from kvservice.blocks import BlockManager, BlocksConfig, EventJournal, KeptMaps
 from kvservice.blocks.sequences import SCHEDULED
 
 BLOCKS_FOLDER = str(Path(kvservice.blocks.__file__).parent)
@@ -69,7 +69,8 @@ class KeptManager(BlockManager):
     def __init__(self, config: BlocksConfig, clock: Callable[[], float], state: State | None = None) -> None:
         self.memory = Memory(b"" if state is None else state.content)
         maps = KeptMaps() if state is None else KeptMaps(*(dict(one) for one in state.maps))
-        super().__init__(config, clock=clock, memory=self.memory, kept=maps)
+        journal = EventJournal(window=1 << 20, with_tokens=True)
+        super().__init__(config, clock=clock, journal=journal, memory=self.memory, kept=maps)
 
     def kept_state(self) -> State:
         kept = self.state.kept
