@@ -196,7 +196,7 @@ def test_saved_steps_go_on_in_the_next_process(daemon: Daemon) -> None:
     again = daemon.manager.get_step(daemon.space, step.step_id)
     for attribute in ("sequence_ids", "rows", "query_lens", "context_lens", "slot_mapping", "block_tables"):
         assert getattr(again, attribute).tolist() == getattr(step, attribute).tolist()
-        assert getattr(again, name).dtype == getattr(step, name).dtype
+        assert getattr(again, attribute).dtype == getattr(step, attribute).dtype
     with pytest.raises(LayerWrittenError):
         daemon.manager.check_layer(daemon.space, step.step_id, 0)
     with pytest.raises(LayerWrittenError):
