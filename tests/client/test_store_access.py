@@ -11,9 +11,10 @@ from typing import cast
 import pytest
 from fake_streams import FakeWaiting
 
+from kvservice.client.connection import RECONNECT_WAIT_S
 from kvservice.client.store import access as access_module
-from kvservice.client.store.access import MAX_PAUSE_S, MAX_REFUSED_PAUSE_S, StoreAccess
-from kvservice.client.store.link import Dialer, StoreLink, StoreOptions
+from kvservice.client.store.access import MAX_PAUSE_S, MAX_REFUSED_PAUSE_S, QUICK_PAUSE_S, StoreAccess
+from kvservice.client.store.link import ANY_HOLDER, Dialer, StoreLink, StoreOptions
 from kvservice.client.threads import finish
 from kvservice.errors import (
     CallTimeoutError,
@@ -41,6 +42,8 @@ STORE = "the block store at unix:///there for a-model"
 
 
 class FakeLink:
+    token = b"token"
+
     def __init__(self) -> None:
         self.connection = SimpleNamespace(connected=True)
         self.closed = False
@@ -69,9 +72,15 @@ class Rig:
         self.opened: list[FakeLink] = []
         self.attempts: list[float] = []
         self.on_break: Callable[[KVServiceError], None] | None = None
-        dialer = cast(Dialer, SimpleNamespace(waiting=self.waiting, address="unix:///there"))
+        self.closed_sessions: list[tuple[bytes, int]] = []
+        dialer = cast(
+            Dialer, SimpleNamespace(waiting=self.waiting, address="unix:///there", close_session=self.close_session)
+        )
         options = SimpleNamespace(raises=raises, namespace=SimpleNamespace(model="a-model"))
         self.access = StoreAccess(dialer, cast(StoreOptions, options))
+
+    async def close_session(self, token: bytes, holder: int) -> None:
+        self.closed_sessions.append((token, holder))
 
     async def open_link(self, _: Dialer, __: StoreOptions, on_break: Callable[[KVServiceError], None]) -> FakeLink:
         self.attempts.append(self.waiting.now)
@@ -263,16 +272,28 @@ def test_a_link_that_breaks_before_it_is_used_is_opened_again(rig: Make) -> None
 
 
 def test_it_goes_on_trying_with_longer_pauses(rig: Make) -> None:
-    store = rig(None, *[AWAY] * 12)
+    store = rig(None, *[AWAY] * 300)
     store.start()
     assert not store.call(AWAY)
     store.waiting.work()
     pauses = [later - earlier for earlier, later in zip(store.attempts[1:], store.attempts[2:], strict=False)]
-    assert len(pauses) == 12
-    assert pauses == sorted(pauses)
-    assert pauses[0] < 0.1
+    begin = store.attempts[1]
+    soon = [pause for pause, at in zip(pauses, store.attempts[1:], strict=False) if at < begin + RECONNECT_WAIT_S]
+    assert max(soon) == pytest.approx(QUICK_PAUSE_S), "a daemon that restarts is found at once"
+    assert len(soon) > 100
+    assert [round(pause, 9) for pause in pauses] == sorted(round(pause, 9) for pause in pauses)
     assert pauses[-1] == pytest.approx(MAX_PAUSE_S)
     assert store.access.reachable
+
+
+def test_the_session_of_a_lost_link_is_closed_when_the_daemon_is_back(rig: Make) -> None:
+    """A daemon that has restarted keeps it."""
+    store = rig(None, AWAY)
+    store.start()
+    assert not store.call(AWAY)
+    assert store.closed_sessions == []
+    store.waiting.work()
+    assert store.closed_sessions == [(b"token", ANY_HOLDER)]
 
 
 @pytest.mark.parametrize("error", PASSING, ids=lambda one: type(one).__name__)

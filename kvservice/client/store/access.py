@@ -13,8 +13,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Awaitable, Callable
 
+from kvservice.client.connection import RECONNECT_WAIT_S
 from kvservice.client.process import OwnProcess
-from kvservice.client.store.link import Dialer, StoreLink, StoreOptions, open_link
+from kvservice.client.store.link import ANY_HOLDER, Dialer, StoreLink, StoreOptions, open_link
 from kvservice.client.store.reports import LinkReports
 from kvservice.client.waiting import PAUSE_S, Background
 from kvservice.errors import (
@@ -32,8 +33,9 @@ from kvservice.errors import (
     UnknownSessionError,
 )
 
-# Longest pause between attempts to open a link, in seconds: while the daemon is away, and while it refuses. The pause
-# starts at PAUSE_S and doubles.
+# Longest pause between attempts to open a link, in seconds: while the daemon is away, at first and later, and while it
+# refuses. The pause starts at PAUSE_S and doubles.
+QUICK_PAUSE_S = 0.05
 MAX_PAUSE_S = 0.5
 MAX_REFUSED_PAUSE_S = 10.0
 
@@ -221,18 +223,25 @@ class StoreAccess:
 
     async def _reopen(self) -> None:
         """Close the lost link, and retry to open another one until it succeeds or the store is closed."""
+        lost_token = b""
         if self._lost is not None:
+            lost_token = self._lost.token
             await self._lost.close(self._dialer, lost=True)
             self._lost = None  # its mapping keeps the memory of a daemon that is gone
-        pause_s = PAUSE_S
+        pause_s, waiting = PAUSE_S, self._dialer.waiting
+        restarts_until = waiting.clock() + RECONNECT_WAIT_S
         while not self._closed:
             try:
                 link = await self._open()
             except KVServiceError as error:
-                limit_s = MAX_REFUSED_PAUSE_S if self._failed_to_open(error) else MAX_PAUSE_S
+                limit_s = QUICK_PAUSE_S if waiting.clock() < restarts_until else MAX_PAUSE_S
+                if self._failed_to_open(error):
+                    limit_s = MAX_REFUSED_PAUSE_S
                 await self._closing.wait(min(pause_s, limit_s))
                 pause_s = min(2 * pause_s, limit_s)
             else:
+                if lost_token:  # the daemon may have restarted, and know the session
+                    await self._dialer.close_session(lost_token, ANY_HOLDER)
                 if not self._join(link):
                     await link.close(self._dialer)
                 return

@@ -282,6 +282,8 @@ async def open_lane(context: Context) -> _ext.LaneClient:
     """Open the session's lane. The daemon closes it with the session."""
     await context.fds.introduce_once()
     connection = context.connection
+    if connection.num_restarts:  # the process may have opened one for an attempt that the one before did not answer
+        await connection.call("close_lane", build(host_pb2.CloseLaneRequest, request_id=connection.next_request_id()))
     request = build(host_pb2.OpenLaneRequest, request_id=connection.next_request_id())
     response = await connection.call("open_lane", request)
     (descriptor,) = await context.fds.fetch(response.handover_token, 1)
