@@ -17,8 +17,9 @@ from kvservice.blocks.slices import finish
 from kvservice.config import ServeConfig
 from kvservice.devices import Device, open_device
 from kvservice.engine import CacheEngine
+from kvservice.errors import InvalidArgumentError, ResourceExhaustedError
 from kvservice.kept import KeptFiles, KeptState, Section
-from kvservice.kept.report import FIRST_START, REFUSED, TAKEN_OVER, KeptCounts, LostCounts, RestartReport
+from kvservice.kept.report import FIRST_START, REFUSED, TAKEN_OVER, UPGRADE, KeptCounts, LostCounts, RestartReport
 from kvservice.server.clock import Clock
 from kvservice.server.server_session import SessionMemory
 from kvservice.server.server_store import ServerStore, open_store
@@ -88,13 +89,19 @@ def open_core(
     clock: Clock | None = None,
 ) -> Core:
     """Take over the state in `files`, or begin with an empty one if there is none, if it belongs to another
-    configuration, or if it is corrupt. A state that is refused is dropped. Called in the event loop."""
+    configuration, or if it is corrupt. A state that is refused is dropped. Called in the event loop.
+
+    Raises InvalidArgumentError, ResourceExhaustedError, OSError and MemoryError if the daemon cannot start with its
+    configuration; a state that was there stays for the next start.
+    """
     identity = state_identity(config)
     kept = KeptState.open(files, identity)
     refused = kept.refused
     if kept.taken:
         try:
-            return _open(config, kept, _report(environ, files, TAKEN_OVER), clock)
+            return _open(config, kept, _report(environ, files, TAKEN_OVER, ended_in_order=kept.clean), clock)
+        except (InvalidArgumentError, ResourceExhaustedError, OSError, MemoryError):
+            raise  # not the state is at fault, and the next start may succeed
         except Exception as error:  # corrupt state may break anything
             refused = f"it is corrupt: {error or type(error).__name__}"
             logger.exception("the state of the process before cannot be taken over")
@@ -107,11 +114,14 @@ def open_core(
     return _open(config, kept, _report(environ, files, REFUSED if refused else FIRST_START, refused), clock)
 
 
-def _report(environ: Mapping[str, str], files: KeptFiles, outcome: str, reason: str = "") -> RestartReport:
+def _report(
+    environ: Mapping[str, str], files: KeptFiles, outcome: str, reason: str = "", *, ended_in_order: bool = False
+) -> RestartReport:
+    """Return the report without counts and times. systemd does not say how the process before ended."""
     return RestartReport(
         outcome=outcome,
         is_kept=files.is_kept,
-        ended=environ.get("KVSERVICE_ENDED", ""),
+        ended=environ.get("KVSERVICE_ENDED", UPGRADE if ended_in_order else ""),
         reason=reason,
         num_restarts=int(environ.get("KVSERVICE_RESTARTS", "0")),
     )

@@ -17,7 +17,13 @@ from manual_clock import ManualClock
 
 from kvservice.blocks.sequences import LENGTH, NUM_BLOCKS
 from kvservice.config import ServeConfig
-from kvservice.errors import SequenceLostError, StaleStepError, UnknownSequenceError, UnknownSessionError
+from kvservice.errors import (
+    ResourceExhaustedError,
+    SequenceLostError,
+    StaleStepError,
+    UnknownSequenceError,
+    UnknownSessionError,
+)
 from kvservice.server.core import state_identity
 from kvservice.v1 import blocks_pb2, host_pb2, shared_memory_pb2, store_pb2
 
@@ -174,6 +180,28 @@ def test_an_unreadable_record_of_a_session_drops_the_state(start: Callable[..., 
         life = start()
         assert life.core.report.outcome == "refused"
         check_empty(life, session.token)
+        life.kill()
+
+    asyncio.run(scenario())
+
+
+def test_a_start_without_memory_leaves_the_state_to_the_next(
+    start: Callable[..., Life], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(*_: object) -> None:
+        raise ResourceExhaustedError("no memory", field="store_gib")
+
+    async def scenario() -> None:
+        life = start()
+        session = await with_a_sequence(life)
+        life.kill()
+        with monkeypatch.context() as patched:
+            patched.setattr("kvservice.server.core.open_store", no_memory)
+            with pytest.raises(ResourceExhaustedError):
+                start()
+        life = start()
+        assert life.core.report.outcome == "taken over"
+        assert life.attach(session.token).namespace.sequence_ids() == [1]
         life.kill()
 
     asyncio.run(scenario())

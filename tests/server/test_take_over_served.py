@@ -7,11 +7,13 @@ import os
 import re
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import grpc
 import pytest
 from grpc_status import rpc_status
+from like_systemd import LikeSystemd
 from small_pool import SMALL_POOL
 from waiting import until
 
@@ -145,3 +147,30 @@ def test_calls_without_a_reply_were_not_executed(kept_daemon: Daemon, raw: Any) 
     assert described.length == len(TOKENS) + (kinds[-1] == "append")
     session.close()
     wire.close()
+
+
+@pytest.mark.parametrize(
+    ("number", "ended", "cause"),
+    [(signal.SIGHUP, "status 0", "upgrade"), (signal.SIGTERM, "status 0", "upgrade"), (signal.SIGKILL, "signal 9", "")],
+)
+def test_systemd_keeps_what_the_next_process_takes_over(
+    tmp_path: Path, raw: Any, number: int, ended: str, cause: str
+) -> None:
+    """`systemctl reload`, `systemctl restart` and a crash."""
+    systemd = LikeSystemd(tmp_path, **SMALL_POOL | {"session_grace_s": 60})
+    try:
+        systemd.start()
+        wire = raw.Wire(systemd.address)
+        session = raw.RawSession(wire)
+        session.ok("allocate", blocks_pb2.AllocateRequest(sequences=[raw_prompt(1)]))
+        assert systemd.end(number) == ended
+        systemd.start()
+        stream, _ = attach(wire, session.token, reconnects=True)
+        assert [one.sequence_id for one in session.describe().sequences] == [1]
+        restart = snapshot(wire).restart
+        assert (restart.outcome, restart.ended, restart.kept.sequences) == ("taken over", cause, 1)
+        stream.cancel()
+        wire.close()
+        systemd.end(signal.SIGTERM)
+    finally:
+        systemd.close()
