@@ -14,7 +14,7 @@ from kvservice.blocks.invariants import pieces, require, require_range, windows
 from kvservice.blocks.namespaces import LiveStep, SessionNamespace
 from kvservice.blocks.plans import Int64Array
 from kvservice.blocks.prefix import block_hash, token_bytes
-from kvservice.blocks.sequences import NUM_COMPUTED, SWAPPED
+from kvservice.blocks.sequences import NAMESPACE, NUM_COMPUTED, SEQUENCE_ID, SWAPPED
 from kvservice.blocks.slices import Slices
 from kvservice.blocks.state import BlockState
 from kvservice.blocks.sums import check_sums
@@ -35,6 +35,7 @@ def check_in_slices(state: BlockState, size: int = SLICE_ENTRIES) -> Slices[bool
     complete = yield from check_sums(state, size, MAX_TRIES)
     yield from _check_index(state, max(size // _LOOKUP_COST, 1))
     for namespace in tuple(state.namespaces):
+        yield from _check_names(state, namespace, size)
         for step_id in tuple(namespace.steps):
             yield from _check_step(state, namespace, step_id, size)
     if state.config.enable_prefix_caching:
@@ -45,9 +46,26 @@ def check_in_slices(state: BlockState, size: int = SLICE_ENTRIES) -> Slices[bool
 def _check_index(state: BlockState, size: int) -> Slices[None]:
     device = state.device
     for window in windows(device.num_blocks, size):
-        for block in (np.flatnonzero(device.indexed[window]) + window.start).tolist():
+        indexed = np.flatnonzero(device.indexed[window]) + window.start
+        for block in indexed.tolist():
             found = device.index.blocks.get(device.hashes[block] or b"")
             require(found == block, f"block {block} is not found by its hash")
+        kept = device.kept_hashes[indexed].tobytes()
+        require(kept == b"".join(device.hashes[block] or b"" for block in indexed.tolist()), "a hash is not kept")
+        yield
+
+
+def _check_names(state: BlockState, namespace: SessionNamespace, size: int) -> Slices[None]:
+    """Check that the states of a namespace's rows name it and its sequences, so that a restart finds them."""
+    names = np.array(list(namespace.rows), np.int64)
+    for window in windows(len(names), size):
+        if namespace.closed:
+            return
+        part = names[window].tolist()
+        rows = [(name, row) for name in part if (row := namespace.rows.get(name)) is not None]
+        states = state.sequences.states[[row for _, row in rows]]
+        require((states[:, NAMESPACE] == namespace.number).all(), "a row does not name its namespace")
+        require(states[:, SEQUENCE_ID].tolist() == [name for name, _ in rows], "a row does not name its sequence")
         yield
 
 

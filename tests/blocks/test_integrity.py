@@ -14,7 +14,7 @@ from kvservice.blocks import AllocationRequest, BlockManager, BlocksConfig, Sess
 from kvservice.blocks import integrity as integrity_module
 from kvservice.blocks.integrity import MAX_TRIES, check_in_slices
 from kvservice.blocks.invariants import parts, pieces, windows
-from kvservice.blocks.sequences import NUM_BLOCKS, STEP, SWAPPED
+from kvservice.blocks.sequences import NAMESPACE, NUM_BLOCKS, SEQUENCE_ID, STEP, SWAPPED
 from kvservice.blocks.slices import finish
 from kvservice.blocks.state import BlockState
 from kvservice.errors import (
@@ -83,8 +83,9 @@ def own_block_given_to_another(state: BlockState, space: SessionNamespace) -> No
 def step_block_findable(state: BlockState, _: SessionNamespace) -> None:
     """Corrupt hash and index consistently, with a hash that matches no content."""
     block = table(state, 2)[0]
-    state.device.hashes[block] = b"hash"
-    state.device.add_to_index(np.array([block]), [b"hash"])
+    state.device.hashes[block] = b"hash" * 8
+    state.device.keep_hashes(np.array([block]), [b"hash" * 8])
+    state.device.add_to_index(np.array([block]), [b"hash" * 8])
 
 
 def two_hashes_swapped(state: BlockState, _: SessionNamespace) -> None:
@@ -95,6 +96,7 @@ def two_hashes_swapped(state: BlockState, _: SessionNamespace) -> None:
         hashed = device.hashes[block]
         assert hashed is not None
         device.index.blocks[hashed] = block
+        device.keep_hashes(np.array([block]), [hashed])
 
 
 def retaken_hash(state: BlockState, _: SessionNamespace) -> None:
@@ -121,6 +123,9 @@ CORRUPTIONS: dict[str, Corruption] = {
     "extra keys": lambda s, _: s.sequences.extra_keys[0].update({0: b"other"}),
     "extra keys of a free row": lambda s, _: s.sequences.extra_keys.update({s.sequences.free_rows[0]: {}}),
     "hashes of two blocks": two_hashes_swapped,
+    "kept hash": lambda s, _: cell(s.device.kept_hashes, table(s, 0)[0], 0),
+    "kept namespace": lambda s, _: cell(s.sequences.states, (0, NAMESPACE), 7),
+    "kept id": lambda s, _: cell(s.sequences.states, (0, SEQUENCE_ID), 77),
     "no hash": lambda s, _: cell(s.device.hashes, table(s, 0)[0], None),
     "index": lambda s, _: s.device.index.blocks.popitem(),
     "index knows more": lambda s, _: s.device.index.blocks.update({b"more": 0}),
