@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any, cast
@@ -15,7 +16,7 @@ from grpc_status import rpc_status
 from raw_wire import SESSION_CALLS, request_of
 
 from kvservice.config import ServeConfig
-from kvservice.errors import SessionTakenError
+from kvservice.errors import RestartingError, SessionTakenError
 from kvservice.server.callers import LocalCallers
 from kvservice.server.services import Stream
 from kvservice.server.slots import Rpc, Slots
@@ -159,6 +160,14 @@ def test_who_lost_the_session_cannot_close_it(wire: Any, raw: Any) -> None:
     session.stream.cancel()
 
 
+def one_session() -> Any:
+    """Return a registry in which every token opens a session without lost sequences."""
+    sessions = Mock(daemon_start=1)
+    sessions.attach.return_value.session_id = 1
+    sessions.attach.return_value.namespace.lost = set()
+    return sessions
+
+
 class LosingContext:
     """A stream that loses its lease after its next call has arrived."""
 
@@ -192,15 +201,71 @@ class LosingContext:
     ids=["told", "the client had ended the stream", "the client ends it meanwhile"],
 )
 def test_a_call_that_comes_after_the_lease_is_lost_is_not_done(outcome: type[Exception]) -> None:
-    context, dispatcher, sessions = LosingContext(outcome), Mock(), Mock()
+    context, dispatcher = LosingContext(outcome), Mock()
     dispatcher.call = AsyncMock(return_value=blocks_pb2.DescribeResponse())
-    sessions.attach.return_value.session_id = 1
     slots, rpc = Slots(ServeConfig()), Rpc(Mock(), None, Mock(), "session stream")
-    context.stream = Stream(dispatcher, sessions, cast(Any, context), LocalCallers(), slots, rpc)
+    context.stream = Stream(dispatcher, one_session(), cast(Any, context), LocalCallers(), slots, rpc)
     asyncio.run(context.stream.serve())
     assert (slots.num_unattached, rpc.stalled_since) == (0, None)
     assert (context.written, context.aborted) == (["attach", "describe"], "taken over")
     assert dispatcher.call.await_count == 1
+
+
+class RestartingContext:
+    """A stream of a daemon that hands over while the second call is executed, or while no call is."""
+
+    def __init__(self, *, amid_call: bool) -> None:
+        self.stream: Stream
+        self._amid_call = amid_call
+        self.written: list[str] = []
+        self.status: Any = None
+        self._ended = asyncio.Event()
+        self._calls = iter(("attach", "describe"))
+
+    def peer(self) -> str:
+        return "unix:"
+
+    async def read(self) -> Any:
+        if (name := next(self._calls, "")) != "":
+            return session_pb2.Call(**{name: request_of(name)})
+        if not self._amid_call:
+            self.stream.end(RestartingError("a new process takes over"))
+        await self._ended.wait()
+        return grpc.aio.EOF
+
+    async def call(self, *_: object) -> blocks_pb2.DescribeResponse:
+        if self._amid_call:
+            self.stream.end(RestartingError("a new process takes over"))
+            await asyncio.sleep(0)
+            assert self.status is None, "the call has no reply yet"
+        return blocks_pb2.DescribeResponse()
+
+    async def write(self, reply: session_pb2.Reply) -> None:
+        await asyncio.sleep(0)
+        self.written.append(str(reply.WhichOneof("reply")))
+
+    async def abort_with_status(self, status: grpc.Status) -> None:
+        self.status = status
+        self._ended.set()
+        raise grpc.aio.AbortError
+
+
+@pytest.mark.parametrize("amid_call", [False, True])
+def test_a_daemon_that_hands_over_answers_the_call_that_it_executes(amid_call: bool) -> None:
+    """Then the stream ends, so calls without a reply were not executed."""
+
+    async def scenario() -> None:
+        context = RestartingContext(amid_call=amid_call)
+        dispatcher = Mock(call=context.call)
+        slots, rpc = Slots(ServeConfig()), Rpc(Mock(), None, Mock(), "session stream")
+        context.stream = Stream(dispatcher, one_session(), cast(Any, context), LocalCallers(), slots, rpc)
+        with contextlib.suppress(grpc.aio.AbortError):
+            await context.stream.serve()
+        assert context.written == ["attach", "describe"]
+        assert context.status.code is grpc.StatusCode.UNAVAILABLE
+        assert context.status.details == "a new process takes over"
+
+    asyncio.run(scenario())
 
 
 def test_closing_the_session_ends_its_stream(wire: Any, raw: Any, raw_session: Any) -> None:

@@ -95,3 +95,28 @@ def test_a_session_that_has_ended_writes_nothing_into_the_row_of_the_next(both: 
     ended.set(REGIONS, 9)
     (session,) = both.reader.read().sessions
     assert (session.name, session.regions) == ("n", 0)
+
+
+def test_rows_are_recovered_with_their_tokens(both: Both) -> None:
+    """The earlier process ended while it closed session 2 and opened another one."""
+    kept, closing, opening = (both.table.open(n, name, tenant, 1000) for n, name, tenant in (
+        (1, "one", "acme"), (2, "two", "zoo"), (3, "three", "new")
+    ))  # fmt: skip
+    for n, row in enumerate((kept, closing, opening)):
+        row.counters[0] = 10**n
+        row.set(ATTACHED, 1)
+        row.set(LANE, 1)
+    both.arrays["sessions_version"][0] += 1
+    table = SessionTable(MAX_SESSIONS, MAX_TENANTS, lambda name, _shape, _dtype: both.arrays[name])
+    rows = table.recover({kept.number: (1, "one", "acme")})
+    (session,) = both.reader.read().sessions
+    assert (session.session_id, session.name, session.tenant, session.opened_s) == (1, "one", "acme", 1.0)
+    assert (session.attached, session.lane, session.computed_tokens) == (False, False, 1)
+    assert both.reader.read().tenants == {"acme": (1, 0, 0), "zoo": (10, 0, 0), "other": (100, 0, 0)}
+    assert both.arrays["sessions_version"][0] % 2 == 0
+    rows[kept.number].counters[0] += 1
+    numbers = {table.open(n, "", "zoo", 0).number for n in range(4, 7)}
+    assert len(numbers | {kept.number}) == MAX_SESSIONS
+    assert both.reader.read().tenants["acme"] == (2, 0, 0)
+    with pytest.raises(IndexError):
+        table.open(7, "", "", 0)
