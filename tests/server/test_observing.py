@@ -10,6 +10,7 @@ import resource
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Awaitable, Callable, Iterator
@@ -380,6 +381,20 @@ def test_the_observer_ends_with_a_daemon_that_is_killed(free_port: int) -> None:
         daemon.process.wait()
         until(lambda: has_ended(observer))
         until(lambda: can_listen(free_port))  # other threads can outlive the main one and keep sockets open
+
+
+def test_an_observer_whose_daemon_ended_before_it_was_ready_ends_quietly() -> None:
+    memory = os.memfd_create("empty")
+    pairs = socket.socketpair(), socket.socketpair()
+    for ours, _ in pairs:
+        ours.close()
+    descriptors = [memory, *(theirs.fileno() for _, theirs in pairs)]
+    command = [sys.executable, "-P", "-m", "kvservice.observer", *map(str, descriptors)]
+    done = subprocess.run(command, pass_fds=descriptors, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    os.close(memory)
+    for _, theirs in pairs:
+        theirs.close()
 
 
 def test_while_it_drains_the_daemon_still_tells(free_port: int) -> None:
