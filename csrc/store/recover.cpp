@@ -1,5 +1,6 @@
 // The bookkeeping of an earlier process, rebuilt from the kept memory.
 #include <algorithm>
+#include <utility>
 #include <vector>
 
 #include "store/index.h"
@@ -71,21 +72,21 @@ void StoreIndex::recover_slot(Slab& slab, Slot& slot, Recovered& recovered) {
 
 // Sorts blocks and slabs by their last use.
 void StoreIndex::recover_order() {
-  std::vector<Slot*> blocks;
+  std::vector<std::pair<uint64_t, Slot*>> blocks;  // by their last use
   std::vector<Slab*> idle;
   for (Slab& slab : slabs_) {
     if (slab.owner == nullptr) continue;
     if (slab.num_busy == 0) idle.push_back(&slab);
     for (uint32_t i = 0; i < slab.num_fresh; ++i) {
-      if (state(slab.slots[i]) == SlotState::kCommitted) blocks.push_back(&slab.slots[i]);
+      const KeptSlot& slot = kept(slab.slots[i]);
+      if (slot.state == SlotState::kCommitted) blocks.emplace_back(slot.used, &slab.slots[i]);
     }
   }
-  const auto used = [&](const Slot* slot) { return kept(*slot).used; };
-  std::sort(blocks.begin(), blocks.end(), [&](const Slot* a, const Slot* b) { return used(a) < used(b); });
+  std::sort(blocks.begin(), blocks.end());
   std::sort(idle.begin(), idle.end(), [](const Slab* a, const Slab* b) { return a->newest < b->newest; });
-  for (Slot* slot : blocks) slab_of(*slot).owner->evictable.add(*slot);
+  for (const auto& [used, slot] : blocks) slab_of(*slot).owner->evictable.add(*slot);
   for (Slab* slab : idle) idle_.add(*slab);
-  if (!blocks.empty()) tick_ = used(blocks.back());
+  if (!blocks.empty()) tick_ = blocks.back().first;
 }
 
 }  // namespace kvservice
