@@ -13,11 +13,11 @@ from typing import Any, cast
 import grpc
 import pytest
 from grpc_status import rpc_status
+from kept_daemon import next_process
 from like_systemd import LikeSystemd
 from small_pool import SMALL_POOL
-from waiting import until
 
-from kvservice.launch import Daemon, StartError
+from kvservice.launch import Daemon
 from kvservice.v1 import attention_pb2, blocks_pb2, events_pb2, inspect_pb2, session_pb2
 
 TOKENS = list(range(10))
@@ -27,21 +27,6 @@ TOKENS = list(range(10))
 def kept_daemon() -> Iterator[Daemon]:
     with Daemon(keeper=True, log_level="info", **SMALL_POOL | {"session_grace_s": 60}) as daemon:
         yield daemon
-
-
-def pid_of(daemon: Daemon) -> int | None:
-    try:
-        return daemon.daemon_pid()
-    except StartError:
-        return None
-
-
-def next_process(daemon: Daemon, number: signal.Signals) -> None:
-    """Send the daemon's process a signal that ends it, and wait until the next one serves."""
-    before = daemon.daemon_pid()
-    os.kill(before, number)
-    until(lambda: pid_of(daemon) not in (None, before))
-    daemon._await_ready()
 
 
 def attach(wire: Any, token: bytes, *, reconnects: bool = False) -> tuple[Any, session_pb2.AttachResponse]:
