@@ -88,7 +88,8 @@ def _settings(options: dict[str, Any], file: str | None) -> ServeConfig:
 def _keeper_settings(settings: ServeConfig) -> KeeperSettings:
     """Return the settings of a keeper that starts the daemon with the command line of this process."""
     command = (sys.executable, *sys.orig_argv[1:])
-    return KeeperSettings(command, control_path(settings.unix_socket), settings.drain_timeout_s, settings.log_format)
+    path = control_path(settings.unix_socket)
+    return KeeperSettings(command, path, settings.drain_timeout_s, settings.log_level, settings.log_format)
 
 
 def _serve(config: str | None, **options: Any) -> None:

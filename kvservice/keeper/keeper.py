@@ -252,7 +252,7 @@ class Keeper:
         try:
             delay_s = self._restarts.delay_s(ending, daemon.served_s(now))
         except CrashLoopError as error:
-            self._log.warning(f"gives up: {error}")
+            self._log.error(f"gives up: {error}")
             self.exit_status = ending.exit_status
             return
         lost = "; the device failed, so nothing is kept" if ending.exit_status == DEVICE_FAULT else ""

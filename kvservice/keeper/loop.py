@@ -29,7 +29,7 @@ MAX_MESSAGES_AT_ONCE = 1000
 class Loop:
     def __init__(self, settings: KeeperSettings) -> None:
         """Raises ControlSocketError."""
-        self._log = Log(settings.log_format)
+        self._log = Log(settings.log_level, settings.log_format)
         self._selector = selectors.DefaultSelector()
         self._signals = _SignalPipe()
         self._selector.register(self._signals, selectors.EVENT_READ, self._take_signals)

@@ -41,7 +41,7 @@ class Notifier:
         Raises ValueError for another one, and OSError if there is no such socket.
         """
         if address[:1] not in ("/", "@") or len(address) < 2 or "\0" in address:
-            raise ValueError(f"NOTIFY_SOCKET: {address!r} is neither a path nor @ and a name")
+            raise ValueError(f"{address!r} is neither a path nor @ and a name")
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
             self._socket.settimeout(SEND_S)

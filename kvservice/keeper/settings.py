@@ -17,12 +17,14 @@ MAX_SOCKET_PATH_BYTES = 107
 class KeeperSettings:
     """`command` starts the daemon. `control_path` is the path of the control socket, or empty for none.
 
-    `drain_s` is how long a daemon that hands over may drain. `log_format` is text or json.
+    `drain_s` is how long a daemon that hands over may drain. `log_level` and `log_format` are those of
+    the daemon.
     """
 
     command: Sequence[str]
     control_path: str
     drain_s: float
+    log_level: str
     log_format: str
 
     @classmethod

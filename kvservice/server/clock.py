@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+# The field of /proc/PID/stat with the start of the process, counted after the name of its program.
+_START_FIELD: Final = 19
 
 
 class Clock(Protocol):
@@ -24,3 +29,10 @@ class SystemClock:
 
     def call_later(self, delay: float, callback: Callable[..., None], /, *args: Any) -> asyncio.TimerHandle:
         return asyncio.get_running_loop().call_later(delay, callback, *args)
+
+
+def process_start_s() -> float:
+    """Return when this process was started, in seconds of the monotonic clock."""
+    stat = Path("/proc/self/stat").read_bytes()
+    start_s = int(stat.rpartition(b")")[2].split()[_START_FIELD]) / os.sysconf("SC_CLK_TCK")
+    return time.monotonic() - (time.clock_gettime(time.CLOCK_BOOTTIME) - start_s)

@@ -143,7 +143,9 @@ def _open(config: ServeConfig, kept: KeptState, report: RestartReport, clock: Cl
             if store is not None:
                 own = {one.session_id: one.store for one in sessions if one.store is not None}
                 counts = replace(counts, store_blocks=store.recover(own).blocks)
-            report = replace(report, kept=counts, lost=lost)
+            # systemd does not say how the process before ended, but the state does.
+            ended = report.ended or (UPGRADE if kept.clean else "")
+            report = replace(report, kept=counts, lost=lost, ended=ended)
     except BaseException:
         device.close()
         raise

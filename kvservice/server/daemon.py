@@ -27,6 +27,7 @@ from kvservice.server import unmapping
 from kvservice.server.audit import Audit
 from kvservice.server.callers import Callers, LocalCallers, RemoteCallers
 from kvservice.server.calls import session_handlers
+from kvservice.server.clock import process_start_s
 from kvservice.server.contract import METHODS, SERVICES
 from kvservice.server.core import open_core
 from kvservice.server.credentials import Credentials
@@ -193,8 +194,9 @@ class KVServer:
     def _report_restart(self) -> RestartReport:
         """Log how this process began, and return that."""
         now = time.monotonic()
-        ended_s = float(os.environ.get(ENDED_AT, now))
-        report = replace(self.core.report, down_s=now - ended_s, take_over_s=now - self._started_s)
+        # systemd does not say when the process before ended. It starts the next one at once.
+        down_s = now - float(os.environ.get(ENDED_AT) or process_start_s())
+        report = replace(self.core.report, down_s=down_s, take_over_s=now - self._started_s)
         report = count_restart(self.core.kept.table.section(Section.RESTARTS), report)
         if report.summary:
             lossless = report.outcome != REFUSED and not report.lost.sequences
@@ -296,21 +298,25 @@ def _open_tracer(config: ServeConfig) -> Tracer | None:
     return Tracer(config.otel_endpoint, config.otel_sample_ratio)
 
 
-async def _main(config: ServeConfig, taken: dict[str, int]) -> int:
-    manager = Notifier.from_environment()
+async def _main(config: ServeConfig, taken: dict[str, int], manager: Notifier | None) -> int:
     return await KVServer(config, KeptFiles(taken, manager), manager).serve()
 
 
 def run(config: ServeConfig) -> int:
-    """Run a daemon in this process until a signal or a fault ends it. Returns the exit status."""
+    """Run a daemon in this process until a signal or a fault ends it. Returns the exit status. Raises ConfigError and
+    other KVServiceErrors if it cannot start."""
     logs.configure(config.log_level, config.log_format)
     raise_file_limit(config)
-    taken = taken_descriptors()
-    standby = Standby.from_environment()
+    try:
+        taken, manager, standby = taken_descriptors(), Notifier.from_environment(), Standby.from_environment()
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"the keeper or systemd of this process cannot be used: {error}", field="NOTIFY_SOCKET"
+        ) from None
     if standby is not None:
         try:
             taken = stand_by(config, standby, taken)
         except StandbyEndedError as error:
             logger.error("%s", error)
             return EXIT_REFUSED
-    return uvloop.run(_main(config, taken))
+    return uvloop.run(_main(config, taken, manager))

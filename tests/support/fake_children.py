@@ -69,8 +69,8 @@ class KeeperRig:
         self.now = 1000.0
         self.children = FakeChildren()
         self.lines: list[str] = []
-        log = Log("text", lambda line: self.lines.append(line.decode()), lambda: self.now)
-        settings = KeeperSettings(["daemon"], "", 30.0, "text")
+        log = Log("info", "text", lambda line: self.lines.append(line.decode()), lambda: self.now)
+        settings = KeeperSettings(["daemon"], "", 30.0, "info", "text")
         self.keeper = Keeper(settings, self.children, {"NAME": "value"}, lambda: self.now, log)
         self.answers: list[dict[str, Any]] = []
 

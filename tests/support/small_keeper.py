@@ -100,7 +100,7 @@ class SmallKeeper:
         self._log = directory / "log"
         self.control_path = control_path or str(directory / "k.sock.keeper")
         command = [sys.executable, "-P", str(script), str(plan_file)]
-        self._settings = KeeperSettings(command, self.control_path, drain_s, "text")
+        self._settings = KeeperSettings(command, self.control_path, drain_s, "info", "text")
 
     def __enter__(self) -> SmallKeeper:
         with self._log.open("wb") as log:
