@@ -40,7 +40,8 @@ class Systemd:
         self.manager = manager
         self.log = unix_socket.with_name("log")
         self.kept: dict[str, int] = {}
-        self._options = SMALL_POOL | {"unix_socket": unix_socket, "tcp_address": "", "http_address": "127.0.0.1:0"}
+        addresses = {"unix_socket": unix_socket, "tcp_address": "", "http_address": "127.0.0.1:0"}
+        self._options = SMALL_POOL | addresses | {"session_grace_s": 600}
 
     def start(self) -> subprocess.Popen[bytes]:
         """Start the daemon and do what it says until it is ready."""
@@ -94,7 +95,10 @@ def systemd(tmp_path: Path) -> Iterator[Systemd]:
 
 
 def test_under_systemd_there_is_no_keeper_and_the_next_process_takes_over(systemd: Systemd, tmp_path: Path) -> None:
-    with running(systemd.start()) as first, KVClient(f"unix:{tmp_path}/k.sock") as client:
+    with (
+        running(systemd.start()) as first,
+        KVClient(f"unix:{tmp_path}/k.sock", reconnect_wait_s=waiting.PATIENCE_S) as client,
+    ):
         assert not (tmp_path / "k.sock.keeper").exists()
         assert {"kvservice.http", "kvservice.fds", "kvservice.state.table"} <= set(systemd.kept)
         kv = client.session()

@@ -214,7 +214,7 @@ def test_a_request_made_while_the_daemon_is_down_is_answered_by_the_next_process
             assert b"kvservice_" in answer.read()
         waiting.until(lambda: len(ports_of(daemon)) == 2)
         assert ports_of(daemon)[1] == (http_port, grpc_port)
-        with KVClient(f"127.0.0.1:{grpc_port}") as client:
+        with KVClient(f"127.0.0.1:{grpc_port}", reconnect_wait_s=waiting.PATIENCE_S) as client:
             assert client.ping(b"again") == b"again"
         assert daemon.daemon_pid() != first
 
@@ -230,7 +230,10 @@ def test_a_stop_leaves_no_path(tmp_path: Path) -> None:
 
 def test_an_upgrade_keeps_the_sockets() -> None:
     addresses = {"tcp_address": "127.0.0.1:0", "http_address": "127.0.0.1:0", "log_level": "info"}
-    with Daemon(**SMALL_POOL | addresses, keeper=True) as daemon, KVClient(daemon.address) as client:
+    with (
+        Daemon(**SMALL_POOL | addresses, keeper=True) as daemon,
+        KVClient(daemon.address, reconnect_wait_s=waiting.PATIENCE_S) as client,
+    ):
         assert client.ping(b"old") == b"old"
         first = daemon.daemon_pid()
         answers = list(ask(f"{daemon.address.removeprefix('unix://')}.keeper", "upgrade", 120))
