@@ -70,7 +70,16 @@ class Reclaimer:
         self._sequences.end_steps(namespace, rows)
         for sequence_id in ids.tolist():
             namespace.remove(sequence_id)
-        yield from self._end_rows(rows)
+        parts = self._cut(rows)
+        if len(parts) == 1:
+            self._free_rows(rows)
+            return
+        # Other operations end the intent meanwhile. The sequences are lost if a restart comes before the reply.
+        self._state.keep_lost(namespace.number, namespace.lost.union(ids.tolist()))
+        self._sequences.states[rows, NAMESPACE] = 0
+        self._sequences.ending.update(rows.tolist())
+        yield from self._free_parts(parts)
+        self._state.settle_lost(namespace)
 
     def _forget_lost(self, namespace: SessionNamespace, sequence_ids: npt.ArrayLike) -> Int64Array:
         """Forget those of these sequences that are lost. Returns the others."""
@@ -84,12 +93,11 @@ class Reclaimer:
             self._state.forget_lost(namespace, gone)
         return others
 
-    def _end_rows(self, rows: Int64Array) -> Slices[None]:
-        """Free rows that no sequence id and no step refers to any more."""
-        parts = [rows] if len(rows) == 1 else cut_rows(rows, self._sequences.num_blocks[rows])
-        if len(parts) > 1:  # other operations end the intent meanwhile
-            self._sequences.states[rows, NAMESPACE] = 0
-            self._sequences.ending.update(rows.tolist())
+    def _cut(self, rows: Int64Array) -> list[Int64Array]:
+        return [rows] if len(rows) == 1 else cut_rows(rows, self._sequences.num_blocks[rows])
+
+    def _free_parts(self, parts: list[Int64Array]) -> Slices[None]:
+        """Free rows that no sequence id and no step refers to any more, one part in a slice."""
         for part in parts[:-1]:
             self._free_rows(part)
             yield
@@ -126,12 +134,11 @@ class Reclaimer:
         rows = np.array(list(namespace.rows.values()), np.int64)
         self._sequences.states[rows, NAMESPACE] = 0
         self._sequences.ending.update(rows.tolist())
-        if namespace.lost:
-            self._state.forget_lost(namespace, list(namespace.lost))
+        self._state.forget_lost(namespace, list(namespace.lost))
         yield from self._end_steps(namespace)
         yield from self._end_pins(namespace)
         if len(rows):
-            yield from self._end_rows(rows)
+            yield from self._free_parts(self._cut(rows))
         return len(rows)
 
     def _end_steps(self, namespace: SessionNamespace) -> Slices[None]:

@@ -57,8 +57,8 @@ class BlockState:
         self.counters = BlockCounters()
         self.generation = 0
         self._last_number = 0
-        # Namespaces in which the last operation created sequences that had been lost.
-        self._found_again: list[SessionNamespace] = []
+        # Namespaces whose kept lost sequences change when the last operation counts.
+        self._unsettled: list[SessionNamespace] = []
 
     def unused_number(self) -> int:
         """Return the next number of a namespace that no open one has."""
@@ -89,15 +89,20 @@ class BlockState:
     def end_operation(self) -> None:
         """Declare that the last operation counts."""
         self.intents.end()
-        while self._found_again:
-            namespace = self._found_again.pop()
-            self.keep_lost(namespace.number, namespace.lost)
+        while self._unsettled:
+            namespace = self._unsettled.pop()
+            if not namespace.closed:
+                self.keep_lost(namespace.number, namespace.lost)
 
     def create_lost(self, namespace: SessionNamespace, sequence_ids: Iterable[int]) -> None:
         """Record that an operation creates sequences, of which some were lost. That is kept when the operation
         counts."""
         namespace.lost.difference_update(sequence_ids)
-        self._found_again.append(namespace)
+        self.settle_lost(namespace)
+
+    def settle_lost(self, namespace: SessionNamespace) -> None:
+        """Keep the ids of the lost sequences of a namespace as they are now, when the operation counts."""
+        self._unsettled.append(namespace)
 
     def forget_lost(self, namespace: SessionNamespace, sequence_ids: Iterable[int]) -> None:
         """Forget that these sequences of a namespace were lost."""

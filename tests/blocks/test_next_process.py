@@ -110,6 +110,27 @@ def test_freeing_a_lost_sequence_forgets_it(lost: Daemon) -> None:
     assert type(refused.value) is UnknownSequenceError
 
 
+def test_a_free_in_slices_without_a_remembered_reply_may_be_repeated(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other operations begin between its slices."""
+    monkeypatch.setattr("kvservice.blocks.slices.SLICE_BLOCKS", 4)
+    for name in (1, 2, 3):
+        daemon.allocate(name)
+    for _ in daemon.manager.free_in_slices(daemon.space, [1, 2]):
+        daemon.manager.can_append(daemon.space, [3])
+    daemon.restart()
+    assert (list(daemon.space.rows), daemon.space.lost) == ([3], {1, 2})
+    daemon.manager.free(daemon.space, [1, 2])
+    assert (list(daemon.space.rows), daemon.space.lost) == ([3], set())
+    for name in (4, 5):
+        daemon.allocate(name)
+    daemon.manager.free(daemon.space, [4, 5])
+    daemon.manager.end_operation()
+    daemon.restart()
+    assert (list(daemon.space.rows), daemon.space.lost) == ([3], set())
+
+
 @pytest.mark.parametrize("forked", [False, True])
 def test_a_lost_id_may_be_used_again(lost: Daemon, forked: bool) -> None:
     def create() -> None:

@@ -40,10 +40,11 @@ STORING: list[Callable[..., Any]] = [
     Intents.begin_new, Intents.end, LayerTracker.set_tokens, LayerTracker._commit, LayerTracker._hash_blocks,
     LayerTracker._index_blocks, LayerTracker.mark_part, LayerTracker.mark_all_layers, LayerTracker.commit_written,
     PinTable.add, PinTable.remove, PinTable.expire, PrefixCache.touch, PrefixCache.reset, Reclaimer.truncate,
-    Reclaimer._unindex_cut_blocks, Reclaimer.free, Reclaimer._forget_lost, Reclaimer._end_rows, Reclaimer._free_rows,
+    Reclaimer._unindex_cut_blocks, Reclaimer.free, Reclaimer._forget_lost, Reclaimer._free_parts, Reclaimer._free_rows,
     Rearranger._move, Reopener.reopen, SequenceSlots.set_extra_keys, SequenceSlots.drop_extra_keys,
     SequenceSlots.append_blocks, SequenceSlots.end_steps, Forker.fork, Forker._fork_row, BlockState.enter,
     BlockState.end_operation, BlockState.create_lost, BlockState.forget_lost, BlockState.keep_lost,
+    BlockState.settle_lost,
     StepPlanner.open_step, StepPlanner.append_decode, StepPlanner.open, Swapper.swap_out, Swapper.swap_in,
 ]  # fmt: skip
 RECOVERING: list[Callable[..., Any]] = [
