@@ -37,7 +37,9 @@ class StoreServiceStub(object):
     is needed, least recently used first. A lease protects blocks from eviction, and from removal of their bytes.
 
     Every call needs a session. Namespace ids, leases and reservations belong to it. They end with it, when another client
-    takes it over, and when it has had no stream for the grace time, and are never used again. request_id is as in
+    takes it over, and when it has had no stream for the grace time, and are never used again. A daemon that was killed or
+    upgraded comes back with them and with all blocks, at the same offsets and with the same versions of the same memory;
+    a BatchPut or Commit without a reply may have stored its blocks or not. request_id is as in
     BlockService: a repeated request gets the same reply and is not executed again. All calls can be repeated without
     harm even without it.
 
@@ -137,7 +139,9 @@ class StoreServiceServicer(object):
     is needed, least recently used first. A lease protects blocks from eviction, and from removal of their bytes.
 
     Every call needs a session. Namespace ids, leases and reservations belong to it. They end with it, when another client
-    takes it over, and when it has had no stream for the grace time, and are never used again. request_id is as in
+    takes it over, and when it has had no stream for the grace time, and are never used again. A daemon that was killed or
+    upgraded comes back with them and with all blocks, at the same offsets and with the same versions of the same memory;
+    a BatchPut or Commit without a reply may have stored its blocks or not. request_id is as in
     BlockService: a repeated request gets the same reply and is not executed again. All calls can be repeated without
     harm even without it.
 
@@ -349,7 +353,9 @@ class StoreService(object):
     is needed, least recently used first. A lease protects blocks from eviction, and from removal of their bytes.
 
     Every call needs a session. Namespace ids, leases and reservations belong to it. They end with it, when another client
-    takes it over, and when it has had no stream for the grace time, and are never used again. request_id is as in
+    takes it over, and when it has had no stream for the grace time, and are never used again. A daemon that was killed or
+    upgraded comes back with them and with all blocks, at the same offsets and with the same versions of the same memory;
+    a BatchPut or Commit without a reply may have stored its blocks or not. request_id is as in
     BlockService: a repeated request gets the same reply and is not executed again. All calls can be repeated without
     harm even without it.
 
