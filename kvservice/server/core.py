@@ -163,15 +163,16 @@ def _recover(kept: KeptState, manager: BlockManager, sessions: SessionRegistry) 
     """Recover sessions and sequences. Returns what was kept, and what was lost."""
     open_steps, schedulers = _open_work(manager)
     recovery = sessions.recover(with_steps=kept.clean)
+    steps_kept = min(open_steps, recovery.num_steps)  # complete steps are kept too, but nobody waits for them
     counts = KeptCounts(
         sessions=len(sessions),
         sequences=recovery.num_sequences,
-        steps=recovery.num_steps,
+        steps=steps_kept,
         cached_blocks=recovery.num_cached_blocks,
         pins=recovery.num_pins,
     )
-    steps_lost = max(0, open_steps - recovery.num_steps)
-    return counts, LostCounts(sequences=recovery.num_lost, steps=steps_lost, schedulers=schedulers)
+    lost = LostCounts(sequences=recovery.num_lost, steps=open_steps - steps_kept, schedulers=schedulers)
+    return counts, lost
 
 
 def _open_work(manager: BlockManager) -> tuple[int, int]:

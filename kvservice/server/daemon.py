@@ -209,11 +209,11 @@ class KVServer:
         if self.device.fault is not None:
             logger.info("stopped")
             return EXIT_FAULT
-        num_steps = self.engine.manager.save_steps()
+        self.engine.manager.save_steps()
         self.core.kept.mark_clean()
         if self.dispatcher.restarting and self._manager is not None:
             self._manager.send(HANDOVER)
-        logger.info("stopped, %d steps and %d sessions are left for the next process", num_steps, len(self.sessions))
+        logger.info("stopped%s", ", the next process goes on" if self.dispatcher.restarting else "")
         return 0
 
     def _listen(self, cleanup: contextlib.ExitStack) -> list[grpc.aio.Server]:

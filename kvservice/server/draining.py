@@ -35,7 +35,7 @@ class Drain:
             return True
         if self._seen:
             logger.warning(
-                "no layer for %g s: half-written steps are given up, sessions %s", self._stall_s, [*self._seen]
+                "no layer for %g s: no more waiting for half-written steps, sessions %s", self._stall_s, [*self._seen]
             )
         return False
 

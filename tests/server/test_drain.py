@@ -177,7 +177,7 @@ def test_a_step_that_is_never_finished_does_not_hold_the_daemon() -> None:
         begun_step(kv)
         daemon.process.send_signal(signal.SIGTERM)
         assert daemon.process.wait(60) == 0
-        assert "half-written steps are given up, sessions [1]" in daemon.log.read_text()
+        assert "no more waiting for half-written steps, sessions [1]" in daemon.log.read_text()
 
 
 def test_steps_are_waited_for_while_their_layers_come() -> None:

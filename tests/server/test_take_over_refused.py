@@ -267,7 +267,8 @@ def test_a_step_goes_on_after_an_end_in_order_only(start: Callable[..., Life], i
     async def scenario() -> None:
         life = start()
         session = life.open()
-        await life.allocate(session, 1, TOKENS)
+        await life.compute(session, 2, TOKENS)  # a complete step is not counted
+        await life.allocate(session, 1, [*TOKENS[1:], 7])
         opening = blocks_pb2.OpenStepRequest(request_id=5, sequence_ids=[1])
         step = await life.call(session, "open_step", opening)
         key = np.ones((len(TOKENS), 2, 32), np.float32)
