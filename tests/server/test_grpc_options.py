@@ -23,7 +23,7 @@ from certificates import Authority
 from http2_pings import PingingClient
 
 import kvservice
-from kvservice.client.channel import CHANNEL_OPTIONS
+from kvservice.client.channel import channel_options
 from kvservice.config import ServeConfig
 from kvservice.server.grpc_options import CONNECTION_OPTIONS, server_options
 from kvservice.server.slots import max_rpcs, max_rpcs_of_connection
@@ -49,7 +49,7 @@ def names_in_sources() -> Iterator[str]:
 
 
 def test_every_option_is_one_that_grpc_knows() -> None:
-    ours = {name for name, _ in (*server_options(ServeConfig()), *CHANNEL_OPTIONS)}
+    ours = {name for name, _ in (*server_options(ServeConfig()), *channel_options("unix:"))}
     ours.add(SERVER_NAME_OPTION)
     assert {name for name in ours if not is_known(name)} == set()
     assert set(names_in_sources()) == ours, "an option is set elsewhere"
@@ -61,7 +61,7 @@ def test_a_wrong_name_is_noticed() -> None:
 
 
 def test_clients_ping_less_often_than_the_daemon_permits() -> None:
-    assert int(dict(CHANNEL_OPTIONS)["grpc.keepalive_time_ms"]) >= 2 * dict(CONNECTION_OPTIONS)[PERMISSION]
+    assert int(dict(channel_options("unix:"))["grpc.keepalive_time_ms"]) >= 2 * dict(CONNECTION_OPTIONS)[PERMISSION]
 
 
 @contextmanager
