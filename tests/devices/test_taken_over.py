@@ -116,6 +116,7 @@ def test_a_pool_that_the_gpu_cannot_map_is_a_failed_take_over(keeper: HeldFiles,
 
 
 def test_after_a_kill_all_blocks_but_the_unfinished_ones_are_whole() -> None:
+    """Every byte of the other blocks is compared."""
     kept = KeptState.open(KeptFiles(killed("cpu"), None), {})
     device = open_device(config_of("cpu"), kept)
     asyncio.run(check_taken_over(device, kept))

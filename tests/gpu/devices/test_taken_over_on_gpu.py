@@ -28,6 +28,7 @@ def wait_for_no(kept: KeptState, name: str, num_blocks: int) -> None:
 
 
 def test_after_a_kill_all_blocks_but_the_unfinished_ones_are_whole() -> None:
+    """Every byte of the other blocks is compared."""
     kept = KeptState.open(KeptFiles(killed("cuda"), None), {})
     device = open_device(config_of("cuda"), kept)
     asyncio.run(check_taken_over(device, kept))
@@ -35,6 +36,7 @@ def test_after_a_kill_all_blocks_but_the_unfinished_ones_are_whole() -> None:
 
 
 def test_the_end_of_copies_is_noticed_when_idle() -> None:
+    """The counts of unfinished blocks return to 0 without another operation."""
     kept = KeptState.fresh()
     device: Any = open_device(config_of("cuda"), kept)
     ids = np.arange(NUM_FILLED, dtype=np.int32)
