@@ -1,7 +1,7 @@
 """Replies in kept memory: the latest requests of each session, for clients that repeat them after a restart.
 
     reply_entries  uint64[max_sessions, 128, columns]    request NUMBER is in entry NUMBER % 128
-    reply_bytes    uint8[max_sessions, 256 KiB]          serialized replies, a ring
+    reply_bytes    uint8[max_sessions, ring bytes]       serialized replies, a ring
     reply_pending  uint64[1]                             1 + the place of the entry whose operation has not ended, or 0
 
 An entry counts when its NUMBER, which is not 0, is stored. That happens last. If recovery undoes the operation, the
@@ -25,8 +25,10 @@ from kvservice.v1 import session_pb2
 
 # The number of requests that are remembered. The Python client has at most this many in flight.
 MAX_REPLIES: Final = 128
-# Room for the replies of one session. The replies of a decode step with 1024 sequences fit.
+# Room for the replies of one session. The reply to an append of 1024 sequences fits. More than 4096 sessions have less
+# room each, so that all of them have at most a GiB.
 RING_BYTES: Final = 256 << 10
+ALL_RING_BYTES: Final = 1 << 30
 # METHOD is the number of the method's field in Call and Reply, which never changes.
 NUMBER, REQUEST_ID, METHOD, START, SIZE, _NUM_COLUMNS = range(6)
 _FORGOTTEN: Final = 0xFFFFFFFFFFFFFFFF
@@ -57,8 +59,9 @@ class KeptReplies:
     def __init__(self, max_sessions: int, memory: ArrayMemory) -> None:
         shape = (max_sessions, MAX_REPLIES, _NUM_COLUMNS)
         self._entries: npt.NDArray[np.uint64] = memory.kept("reply_entries", shape, np.uint64, private=True)
+        ring_bytes = min(RING_BYTES, ALL_RING_BYTES // max_sessions)
         self._bytes: npt.NDArray[np.uint8] = memory.kept(
-            "reply_bytes", (max_sessions, RING_BYTES), np.uint8, private=True
+            "reply_bytes", (max_sessions, ring_bytes), np.uint8, private=True
         )
 
         pending: npt.NDArray[np.uint64] = memory.kept("reply_pending", (1,), np.uint64, private=True)
@@ -91,6 +94,7 @@ class ReplyRing:
         # Updating an element of a memoryview takes a quarter of NumPy's time.
         self._entries: Any = entries.reshape(-1).data
         self._ring: Any = ring.data
+        self._num_bytes = len(ring)
         # Entry, start and end of the replies in the ring, the oldest first.
         self._live: deque[tuple[int, int, int]] = deque()
         self._number = self._end = 0
@@ -121,7 +125,7 @@ class ReplyRing:
         if self._live and self._live[0][0] == slot:
             self._live.popleft()
         start, size = 0, _FORGOTTEN
-        if reply is not None and len(reply) <= RING_BYTES:
+        if reply is not None and len(reply) <= self._num_bytes:
             size = len(reply)
             start = self._make_room(size)
             self._ring[start : start + size] = reply
@@ -139,8 +143,8 @@ class ReplyRing:
     def _make_room(self, size: int) -> int:
         """Return the start of a free range of the ring. The replies that it covers are forgotten first."""
         start = self._end
-        if start + size > RING_BYTES:
-            self._forget(start, RING_BYTES)  # what is there is older than what is at the start
+        if start + size > self._num_bytes:
+            self._forget(start, self._num_bytes)  # what is there is older than what is at the start
             start = 0
         self._forget(start, start + size)
         return start

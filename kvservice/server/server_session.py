@@ -13,7 +13,7 @@ from kvservice.auth import Identity
 from kvservice.blocks import SessionNamespace
 from kvservice.blocks.plans import ArrayMemory
 from kvservice.config import ServeConfig
-from kvservice.errors import KVServiceError
+from kvservice.errors import KVServiceError, ResourceExhaustedError
 from kvservice.server.host_access import HostAccess
 from kvservice.server.kept_replies import KeptReplies
 from kvservice.server.regions import Regions
@@ -66,11 +66,14 @@ class SessionMemory:
 
     @staticmethod
     def of(config: ServeConfig, memory: ArrayMemory, records: MutableMapping[int, bytes]) -> SessionMemory:
-        return SessionMemory(
-            SessionTable(config.max_sessions, config.max_labels, memory.kept),
-            KeptReplies(config.max_sessions, memory),
-            records,
-        )
+        """Raises ResourceExhaustedError."""
+        try:
+            table = SessionTable(config.max_sessions, config.max_labels, memory.kept)
+            return SessionMemory(table, KeptReplies(config.max_sessions, memory), records)
+        except MemoryError as error:
+            raise ResourceExhaustedError(
+                f"no memory for {config.max_sessions} sessions: {error}", field="max_sessions"
+            ) from None
 
     def new_session_id(self) -> int:
         """Return an id that no session had, in this process or an earlier one."""

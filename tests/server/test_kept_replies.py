@@ -9,7 +9,7 @@ import pytest
 
 from kvservice.errors import InvalidArgumentError, ReplyForgottenError
 from kvservice.kept import KeptArrays, KeptState
-from kvservice.server.kept_replies import MAX_REPLIES, RING_BYTES, KeptReplies, ReplyRing
+from kvservice.server.kept_replies import ALL_RING_BYTES, MAX_REPLIES, RING_BYTES, KeptReplies, ReplyRing
 from kvservice.server.replies import Replies
 from kvservice.v1 import blocks_pb2
 
@@ -88,6 +88,16 @@ def test_the_ring_never_returns_another_replys_bytes(arrays: KeptArrays, seed: i
     assert [*found.values()][-len(newest) :] == newest, "the oldest are forgotten first"
     if len(newest) < MAX_REPLIES:
         assert sum(map(len, newest)) > RING_BYTES - 2 * largest or largest > RING_BYTES // 2
+
+
+def test_more_sessions_have_less_room_each() -> None:
+    arrays = KeptState.fresh().arrays
+    ring_bytes = ALL_RING_BYTES // 65536
+    ring = KeptReplies(65536, arrays).ring(65535)
+    for request_id, size in enumerate((ring_bytes + 1, ring_bytes)):
+        put(ring, request_id, bytes(size))
+    found = {kept.request_id: kept.data for kept in KeptReplies(65536, arrays).ring(65535)}
+    assert found == {0: None, 1: bytes(ring_bytes)}
 
 
 def test_a_reply_counts_with_its_operation(arrays: KeptArrays) -> None:

@@ -24,7 +24,9 @@ from kvservice.errors import (
     UnknownSequenceError,
     UnknownSessionError,
 )
+from kvservice.kept import KeptState
 from kvservice.server.core import state_identity
+from kvservice.server.server_session import SessionMemory
 from kvservice.v1 import blocks_pb2, host_pb2, shared_memory_pb2, store_pb2
 
 TOKENS = list(range(10))
@@ -183,6 +185,13 @@ def test_an_unreadable_record_of_a_session_drops_the_state(start: Callable[..., 
         life.kill()
 
     asyncio.run(scenario())
+
+
+def test_sessions_without_memory_name_their_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvservice.telemetry.arrays.available_bytes", lambda: 1 << 16)
+    with pytest.raises(ResourceExhaustedError) as caught:
+        SessionMemory.of(ServeConfig(num_blocks=8), KeptState.fresh().arrays, {})
+    assert caught.value.field == "max_sessions"
 
 
 def test_a_start_without_memory_leaves_the_state_to_the_next(
