@@ -1,0 +1,105 @@
+"""A process that waits to take over from a running one: what it checks, and that it changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from daemon_lives import Life
+from kept_files import HeldFiles, content_of
+from manual_clock import ManualClock
+from small_pool import SMALL_POOL
+
+from kvservice.config import ServeConfig
+from kvservice.server.standing_by import StandbyEndedError, stand_by
+
+NEWEST = {"newest": 99}
+
+
+class FakeStandby:
+    """The keeper's answers."""
+
+    def __init__(self, *, gives_up: bool = False) -> None:
+        self.refusals: list[str] = []
+        self._gives_up = gives_up
+
+    def refuse(self, reason: str) -> None:
+        self.refusals.append(reason)
+
+    def wait_for_go(self) -> dict[str, int]:
+        if self._gives_up:
+            raise EOFError("the keeper has given the upgrade up")
+        return NEWEST
+
+
+@pytest.fixture
+def held() -> Iterator[HeldFiles]:
+    """What the keeper holds of a running process."""
+    held, clock = HeldFiles(), ManualClock()
+
+    async def begin() -> Life:
+        return Life(held, clock)
+
+    life = asyncio.run(begin())
+    yield held
+    life.kill()
+    clock.close()
+    held.close()
+
+
+def wait(held: HeldFiles, standby: FakeStandby, **options: Any) -> dict[str, int]:
+    """Stand by with duplicates of the descriptors, which must be closed afterwards."""
+    taken = {name: os.dup(fd) for name, fd in held.held.items()}
+    try:
+        standing: Any = standby
+        return stand_by(ServeConfig(**SMALL_POOL | options), standing, taken)
+    finally:
+        for fd in taken.values():
+            with pytest.raises(OSError, match="Bad file descriptor"):
+                os.fstat(fd)
+
+
+def test_it_waits_and_changes_nothing(held: HeldFiles) -> None:
+    before = {name: content_of(fd) for name, fd in held.held.items()}
+    standby = FakeStandby()
+    assert wait(held, standby) == NEWEST
+    assert standby.refusals == []
+    assert {name: content_of(fd) for name, fd in held.held.items()} == before
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [({"max_sequences": 65}, "max_sequences was 64, is 65"), ({"device": "cuda:7"}, "device was cpu, is cuda:7")],
+)
+def test_another_configuration_is_refused(held: HeldFiles, options: dict[str, Any], reason: str) -> None:
+    standby = FakeStandby()
+    with pytest.raises(StandbyEndedError, match=reason):
+        wait(held, standby, **options)
+    assert len(standby.refusals) == 1
+    assert reason in standby.refusals[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "field"), [({"tcp_address": "0.0.0.0:1"}, "tcp_address"), ({"auth_tokens": "/nowhere"}, "auth_tokens")]
+)
+def test_a_configuration_that_cannot_start_is_refused(held: HeldFiles, options: dict[str, Any], field: str) -> None:
+    standby = FakeStandby()
+    with pytest.raises(StandbyEndedError, match=field):
+        wait(held, standby, **options)
+    assert field in standby.refusals[0]
+
+
+def test_without_state_there_is_nothing_to_wait_for() -> None:
+    standby = FakeStandby()
+    with pytest.raises(StandbyEndedError, match="there is none"):
+        wait(HeldFiles(), standby)
+
+
+def test_the_keeper_gives_up(held: HeldFiles) -> None:
+    standby = FakeStandby(gives_up=True)
+    with pytest.raises(StandbyEndedError, match="given the upgrade up"):
+        wait(held, standby)
+    assert standby.refusals == []
