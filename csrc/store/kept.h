@@ -65,7 +65,9 @@ void keep(T& place, T value) {
 
 // Sizes of the parts of the file.
 struct KeptSizes {
-  int slot_bits = 0;  // a slab has room for 1 << slot_bits slots
+  static constexpr int kMinSlotBits = 7;  // the slots of a slab are whole pages
+
+  int slot_bits = kMinSlotBits;  // a slab has room for 1 << slot_bits slots
   int64_t first_slot, num_slots, num_bytes;
 
   KeptSizes(int64_t store_bytes, int64_t slab_bytes) {

@@ -12,6 +12,7 @@ namespace {
 
 // A free slab gives the memory of its slots back if more than 1 / 16 of those for the smallest blocks were used.
 constexpr int kDiscardedShift = 4;
+static_assert((sizeof(Slot) << KeptSizes::kMinSlotBits) % kPageBytes == 0, "two slabs have slots in the same page");
 
 }  // namespace
 
@@ -162,7 +163,7 @@ void StoreIndex::return_slab(Slab& slab) {
   --slab.owner->counts.slabs;
   slab.owner = nullptr;
   keep(kept(slab).owner, uint32_t{0});
-  if (slab.num_fresh >> kept_.slot_bits - kDiscardedShift != 0) {
+  if (slab.num_fresh >> (kept_.slot_bits - kDiscardedShift) != 0) {
     madvise(&kept(*slab.slots), slab.num_fresh * sizeof(KeptSlot), MADV_REMOVE);
     madvise(slab.slots, slab.num_fresh * sizeof(Slot), MADV_DONTNEED);
   }
