@@ -35,7 +35,7 @@ from kvservice.client.sequences import (
 from kvservice.client.session_calls import SessionCalls
 from kvservice.client.transports.base import Transport, TransportName
 from kvservice.client.values import Pin, PoolInfo, RegionInfo, Sequence, SequenceInfo, from_message
-from kvservice.errors import InvalidArgumentError, UnknownSequenceError
+from kvservice.errors import InvalidArgumentError, UnknownPinError, UnknownSequenceError
 from kvservice.v1 import blocks_pb2, host_pb2
 from kvservice.wire.tensors import Array
 
@@ -388,7 +388,13 @@ class SessionCore(Generic[StepT, SchedulerT]):
 
     async def unpin(self, pin: Pin, *, timeout_s: float | None = None) -> None:
         request = build(blocks_pb2.UnpinRequest, request_id=self._request_id(), pin_id=pin.pin_id)
-        await self.call("unpin", request, timeout_s)
+        num_restarts = self.num_restarts
+        try:
+            await self.call("unpin", request, timeout_s)
+        except UnknownPinError:
+            if self.num_restarts == num_restarts:
+                raise
+            # A process that was killed has ended the pin, and has not answered.
 
     async def reset_prefix_cache(self, *, timeout_s: float | None = None) -> None:
         """Clear the prefix cache of all sessions."""

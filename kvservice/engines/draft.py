@@ -43,9 +43,10 @@ class Drafter:
         fitting = [at for at, sample in enumerate(samples) if len(sample.token_ids) <= self._longest]
         chosen, drafted = [samples[at] for at in fitting], [proposals[at] for at in fitting]
         try:
-            for _ in range(self._num_tokens if fitting and not self._lost else 0):
-                for tokens, token in zip(drafted, self._next_tokens(chosen, drafted), strict=True):
-                    tokens.append(token)
+            with self._host.noticing_restarts():
+                for _ in range(self._num_tokens if fitting and not self._lost else 0):
+                    for tokens, token in zip(drafted, self._next_tokens(chosen, drafted), strict=True):
+                        tokens.append(token)
         except ResourceExhaustedError:
             self._free(list(self._sequences))
         except DAEMON_LOST:
@@ -107,6 +108,7 @@ class Drafter:
         sequences = [self._sequences.pop(one).sequence for one in ids]
         try:
             if sequences:
-                self._host.session.free(sequences)
+                with self._host.noticing_restarts():
+                    self._host.session.free(sequences)
         except DAEMON_LOST:
             self._lost = True

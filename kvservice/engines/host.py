@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -14,9 +14,24 @@ from weakref import WeakKeyDictionary
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from kvservice.client import KVClient, Session
+from kvservice.client import (
+    BatchReport,
+    EngineBatch,
+    KVClient,
+    KVScheduler,
+    RequestInfo,
+    ScheduledRequest,
+    Session,
+    Step,
+)
 from kvservice.engines.runner import ModelRunner
-from kvservice.errors import ConnectionLostError, DrainingError, InvalidArgumentError, UnknownSessionError
+from kvservice.errors import (
+    ConnectionLostError,
+    DrainingError,
+    InvalidArgumentError,
+    KVServiceError,
+    UnknownSessionError,
+)
 from kvservice.integrations.transformers import install, pool_options, uninstall
 from kvservice.launch import Daemon
 
@@ -88,6 +103,32 @@ def _installed(model: PreTrainedModel) -> Iterator[None]:
                 uninstall(model)
 
 
+class EngineScheduler:
+    """The scheduler of a session, see KVScheduler. It does not survive a restart of the daemon: its calls raise
+    ConnectionLostError then."""
+
+    def __init__(self, scheduler: KVScheduler, watch: Callable[[], AbstractContextManager[None]]) -> None:
+        self._scheduler, self._watch = scheduler, watch
+
+    def add(self, requests: Iterable[ScheduledRequest]) -> None:
+        with self._watch():
+            self._scheduler.add(requests)
+
+    def abort(self, request_ids: Iterable[int]) -> list[int]:
+        with self._watch():
+            return self._scheduler.abort(request_ids)
+
+    def schedule(
+        self, reports: Iterable[BatchReport] = (), *, ahead: bool = False, retry: bool = False
+    ) -> EngineBatch[Step]:
+        with self._watch():
+            return self._scheduler.schedule(reports, ahead=ahead, retry=retry)
+
+    def describe(self, *, token_ids: bool = False) -> list[RequestInfo]:
+        with self._watch():
+            return self._scheduler.describe(token_ids=token_ids)
+
+
 class EngineHost:
     """Owns the connection to the daemon, and restores it. `session`, `scheduler` and `runner` are the current ones, and
     `usable` says that they are there."""
@@ -108,22 +149,50 @@ class EngineHost:
             self._stack.close()
             raise
 
+    @contextlib.contextmanager
+    def noticing_restarts(self) -> Iterator[None]:
+        """Raise ConnectionLostError in place of the errors by which another process of the daemon says that it does not
+        have a step or the scheduler."""
+        try:
+            yield
+        except KVServiceError as error:
+            if isinstance(error, DAEMON_LOST) or self.session.num_restarts == self._num_restarts:
+                raise
+            raise ConnectionLostError(f"the daemon was restarted: {error}") from error
+
     def reopen(self) -> None:
-        """Open a new session, when the old one or the daemon is gone. Waits for the daemon, and starts a private one
-        again. Raises what opening raises after `restart_wait_s`."""
+        """Go on after the scheduler, the session or the daemon is gone: with a new scheduler in the session if it
+        survived a restart of the daemon, else in a new session. Waits for the daemon, and starts a private one again.
+        Raises what opening raises after `restart_wait_s`."""
         self.usable = False
-        self._leave_session()
         deadline = time.monotonic() + self.options.restart_wait_s
         while True:
             try:
                 if self._daemon is not None and self._daemon.process.poll() is not None:
+                    self._leave_session()
                     self._daemon.__enter__()
-                self._use(self._open())
+                if self._survives():
+                    self._open_scheduler()
+                else:
+                    self._leave_session()
+                    self._use(self._open())
+                self.usable = True
                 return
             except DAEMON_LOST:
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(_RETRY_S)
+
+    def _survives(self) -> bool:
+        """Return whether a new process of the daemon has the session. One that has no scheduler is not resumed, because
+        its sequences are not needed any more. Raises the errors of DAEMON_LOST while the daemon is away."""
+        if self._left or not self.options.scheduled:
+            return False
+        try:
+            self.session.lost_sequences()
+        except UnknownSessionError:
+            return False
+        return self.session.num_restarts != self._num_restarts
 
     def close(self, *, detach: bool = False) -> None:
         """Close the session, or detach from it, then the connection and the private daemon."""
@@ -136,6 +205,7 @@ class EngineHost:
 
     def _leave_session(self) -> None:
         """Close the session. If the daemon is gone, there is none."""
+        self._left = True
         with contextlib.suppress(*DAEMON_LOST):
             self.session.close()
 
@@ -161,8 +231,15 @@ class EngineHost:
         return True
 
     def _use(self, session: Session) -> None:
-        self.session = session
-        if self.options.scheduled:
-            self.scheduler = session.open_scheduler(**self.options.scheduler)
+        self.session, self._left = session, False
+        self._open_scheduler()
         self.runner = ModelRunner(self.model, session, compiled=self.options.compiled)
         self.usable = True
+
+    def _open_scheduler(self) -> None:
+        """Open the scheduler of the session, unless the engine has none."""
+        num_restarts = self.session.num_restarts
+        if self.options.scheduled:
+            scheduler = self.session.open_scheduler(**self.options.scheduler)
+            self.scheduler = EngineScheduler(scheduler, self.noticing_restarts)
+        self._num_restarts = num_restarts

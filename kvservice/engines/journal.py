@@ -139,7 +139,7 @@ class Journal:
         for request in requests.values():
             _restore(request, past, known)
         in_daemon = [one for one in requests.values() if any(sample.sequence_id in known for sample in one.samples)]
-        if host.resumed:
+        if in_daemon:
             loop.adopt(in_daemon)
         ids = [one for request in in_daemon for one in aborted_ids(request) if request.finished and one in known]
         if ids:

@@ -144,8 +144,8 @@ class EngineLoop:
         """Run one step. Returns the requests that got tokens or ended.
 
         If the daemon was restarted or has lost the session, the requests are queued again, with their generated tokens
-        as prompts; those that it refuses now end with the error. Other errors end all requests, or, with a recorder,
-        leave them; they are raised.
+        as prompts, whose K/V are in the prefix cache if the daemon has kept them; those that it refuses now end with
+        the error. Other errors end all requests, or, with a recorder, leave them; they are raised.
         """
         try:
             with torch.inference_mode():
@@ -177,7 +177,8 @@ class EngineLoop:
             return aborted
         inputs = inputs_of(batch, self._samples, self._ended)
         self._schedule_ahead()
-        logits = self._host.runner.run(batch.step, inputs.token_ids, inputs.positions)
+        with self._host.noticing_restarts():
+            logits = self._host.runner.run(batch.step, inputs.token_ids, inputs.positions)
         report, changed = sample_batch(batch, inputs, logits, self._samples)
         self._ended = frozenset(report.finished)
         if report.finished and self._recorder is not None:
@@ -253,8 +254,8 @@ class EngineLoop:
                 del self.live[request.request_id]
 
     def _recover(self) -> list[EngineRequest]:
-        """Go on in a new session. If there is none, end all requests and raise the error. Returns the requests that the
-        daemon refuses now."""
+        """Go on with a new scheduler. If there is none, end all requests and raise the error. Returns the requests that
+        the daemon refuses now."""
         requests = self._start_again()
         while True:
             try:

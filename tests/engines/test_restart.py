@@ -22,6 +22,8 @@ from kvservice.engines import LLM, AsyncLLM, PromptLookup, RequestOutput, Sampli
 from kvservice.engines.host import load
 from kvservice.errors import FailedPreconditionError, InvalidArgumentError, OutOfBlocksError
 from kvservice.integrations.transformers import pool_options
+from kvservice.keeper.control import ask
+from kvservice.keeper.settings import control_path
 from kvservice.launch import Daemon
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
@@ -207,6 +209,41 @@ def test_a_killed_daemon_costs_a_recomputation(directory, sizes, prompts, alone,
             again = llm.generate(prompts[:5], params)
             assert [one.outputs for one in again] == [one.outputs for one in expected]
     assert [list(one.outputs[0].token_ids) for one in again[:3]] == [alone(prompt, 40) for prompt in prompts[:3]]
+
+
+@pytest.mark.parametrize(("event", "ahead"), [("kill", True), ("upgrade", False)])
+def test_the_next_process_of_the_daemon_has_the_kv(
+    event, ahead, directory, sizes, prompts, alone, tmp_path, monkeypatch
+) -> None:
+    """The session goes on, with a new scheduler. Of each request, the tokens past its last full block are computed
+    again."""
+    socket = tmp_path / "kv.sock"
+    with (
+        Daemon(**sizes, unix_socket=socket, keeper=True, session_grace_s=60) as daemon,
+        LLM(directory, address=daemon.address, ahead=ahead, client={"reconnect_wait_s": 60.0}) as llm,
+    ):
+        session, computed = llm.core.host.session, computed_positions(llm, monkeypatch)
+        inner = llm.core.host.runner.run
+
+        def run(step, tokens, rows):
+            if len(computed) >= 30 and not happened:
+                happened.append(event)
+                if event == "kill":
+                    os.kill(daemon.daemon_pid(), signal.SIGKILL)
+                else:
+                    *_, result = ask(control_path(str(socket)), "upgrade", 120.0)
+                    assert result["ok"], result
+            return inner(step, tokens, rows)
+
+        happened: list[str] = []
+        monkeypatch.setattr(llm.core.host.runner, "run", run)
+        outputs = llm.generate(prompts[:3], GREEDY)
+        assert llm.core.host.session is session
+        assert session.num_restarts == 1
+    assert happened == [event]
+    assert [list(one.outputs[0].token_ids) for one in outputs] == [alone(prompt, 40) for prompt in prompts[:3]]
+    positions = [(sequence, at) for sequence, first, past in computed for at in range(first, past)]
+    assert len(positions) - len(set(positions)) <= 3 * (int(sizes["block_size"]) + 1)
 
 
 def test_a_restarted_daemon_refuses_one_request_alone(directory, sizes, prompts, alone, tmp_path) -> None:

@@ -20,7 +20,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,8 +71,9 @@ class Report:
     kills: int = 0
     kills_at_start: int = 0
     upgrades: int = 0
-    # Seconds from a kill, or from the begin of an upgrade, until every client has made its next operation.
+    # Seconds from a kill until every client has made its next operation.
     pauses_s: list[float] = field(default_factory=list)
+    # The longest time without an operation of one of the clients during each upgrade, in seconds.
     upgrade_pauses_s: list[float] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
@@ -120,6 +122,21 @@ class Clients:
                 raise TimeoutError(f"threads {np.flatnonzero(late)} are stuck")
             time.sleep(POLL_S)
 
+    def longest_pause_s(self, done: Callable[[], bool]) -> float:
+        """Return the longest time without an operation of one of the threads, until `done` and an operation of each."""
+        counts, since, longest = self.operations(), np.full(len(self._progress), time.monotonic()), 0.0
+        waiting = None
+        while waiting is None or (self.operations() <= waiting).any():
+            now, now_counts = time.monotonic(), self.operations()
+            longest = max(longest, float((now - since).max()))
+            if longest > STUCK_S or (now_counts >= ENDED).any():
+                raise TimeoutError("threads have failed or are stuck during an upgrade")
+            since[now_counts != counts], counts = now, now_counts
+            if waiting is None and done():
+                waiting = now_counts
+            time.sleep(POLL_S)
+        return longest
+
     def finish(self, report: Report) -> None:
         """Have the clients free everything and end, and add what they report."""
         for process in self._processes:
@@ -164,14 +181,13 @@ class Storm:
         self._clients.wait_for(self._clients.operations() * 0, 1)
         for event in events:
             self._wait_for_operations()
-            before, begin = self._clients.operations(), time.monotonic()
             if event == "upgrade":
-                self._upgrade()
-            else:
-                self._kill(at_start=event == "kill at start")
+                self.report.upgrade_pauses_s.append(self._upgrade())
+                continue
+            before, begin = self._clients.operations(), time.monotonic()
+            self._kill(at_start=event == "kill at start")
             self._clients.wait_for(before, 2)  # one may have been made before the daemon was gone
-            pauses = self.report.upgrade_pauses_s if event == "upgrade" else self.report.pauses_s
-            pauses.append(time.monotonic() - begin)
+            self.report.pauses_s.append(time.monotonic() - begin)
 
     def _wait_for_operations(self) -> None:
         """Wait for a random number of operations, and for a fraction of one."""
@@ -200,11 +216,17 @@ class Storm:
                     return found
             time.sleep(POLL_S)
 
-    def _upgrade(self) -> None:
-        *_, result = ask(control_path(self._daemon.address.removeprefix("unix://")), "upgrade", STUCK_S)
+    def _upgrade(self) -> float:
+        """Upgrade, and return the longest time in seconds without an operation of one of the clients."""
+        with ThreadPoolExecutor(1) as threads:
+            path = control_path(self._daemon.address.removeprefix("unix://"))
+            asking = threads.submit(lambda: [*ask(path, "upgrade", STUCK_S)][-1])
+            pause_s = self._clients.longest_pause_s(asking.done)
+            result = asking.result()
         self.report.upgrades += 1
         if not result["ok"]:
             self.report.failures.append(f"the upgrade failed: {result['message']}")
+        return pause_s
 
     def check_empty(self) -> None:
         """Check that nothing is left of the clients, and that the daemon's bookkeeping is consistent."""
