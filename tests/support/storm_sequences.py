@@ -60,6 +60,9 @@ class SequenceStorm:
         self.live: dict[int, Live] = {}
         self.pins: list[tuple[Pin, list[int]]] = []
         self.num_restarts = self.kv.num_restarts
+        # The sequences of the latest step if all its layers were answered, and no call after it was, with the number of
+        # their computed tokens before.
+        self.latest: dict[int, int] = {}
 
     def run_one(self) -> None:
         """Run one random operation, then compare everything if the daemon was restarted meanwhile."""
@@ -137,6 +140,7 @@ class SequenceStorm:
             expected = [reference_attention(part, *both) for part, both in zip(parts, whole, strict=True)]
             if not np.allclose(output, np.concatenate(expected), rtol=0, atol=2e-4):
                 self.failures.append(f"wrong output of layer {layer} of step {step.step_id}")
+        self.latest = {one.handle.sequence_id: one.model.computed for one in chosen}
         for one in chosen:
             one.model.computed = len(one.model.tokens)
         self.counts["computed tokens"] += step.num_tokens
@@ -210,11 +214,13 @@ class SequenceStorm:
         """Make a call that changes sequences. It may have been executed if it raises ConnectionLostError."""
         ones = list(ones)
         try:
-            return call()
+            answer = call()
         except ConnectionLostError:
             for one in ones:
                 one.changing = True
             raise
+        self.latest = {}
+        return answer
 
     def compare(self) -> None:
         """Compare all sequences with the daemon's, and their contents. Compute what is not computed. Again, if the
@@ -260,7 +266,13 @@ class SequenceStorm:
         if tokens != model.tokens and not one.changing:
             self.failures.append(f"sequence {number} has {len(tokens)} tokens, not its {len(model.tokens)}")
         if computed < min(model.computed, len(tokens)) and not one.changing:
-            self.failures.append(f"sequence {number} has {computed} computed tokens, not {model.computed}")
+            if self.kv.transport == "lane" and self.latest.get(number) == computed:
+                # A lane answers before the event loop commits the step.
+                self.counts["steps of a lane that were not committed"] += 1
+            else:
+                self.failures.append(
+                    f"{self.kv.transport}: sequence {number} has {computed} computed tokens, not {model.computed}"
+                )
         if swapped != model.swapped and not one.changing:
             self.failures.append(f"sequence {number} is in the wrong tier")
         model.tokens, model.computed, model.swapped = tokens, computed, swapped
@@ -278,6 +290,7 @@ class SequenceStorm:
         if not one.model.computed:
             return
         keys, values = self.kv.read(one.handle, 0, one.model.computed)
+        self.latest = {}
         self.counts["bytes read"] += keys.nbytes + values.nbytes
         for layer in range(NUM_LAYERS):
             expected = one.model.kv(layer, 0, one.model.computed)
