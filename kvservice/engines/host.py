@@ -103,7 +103,7 @@ def _installed(model: PreTrainedModel) -> Iterator[None]:
                 uninstall(model)
 
 
-class EngineScheduler:
+class WatchedScheduler:
     """The scheduler of a session, see KVScheduler. It does not survive a restart of the daemon: its calls raise
     ConnectionLostError then."""
 
@@ -241,5 +241,5 @@ class EngineHost:
         num_restarts = self.session.num_restarts
         if self.options.scheduled:
             scheduler = self.session.open_scheduler(**self.options.scheduler)
-            self.scheduler = EngineScheduler(scheduler, self.noticing_restarts)
+            self.scheduler = WatchedScheduler(scheduler, self.noticing_restarts)
         self._num_restarts = num_restarts

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from transformers import PreTrainedModel
 
 from kvservice.client import PoolInfo, ScheduledRequest
-from kvservice.engines.host import DAEMON_LOST, EngineScheduler
+from kvservice.engines.host import DAEMON_LOST, WatchedScheduler
 from kvservice.engines.requests import EngineRequest
 from kvservice.errors import KVServiceError
 from kvservice.integrations.transformers.keys import ExtraKeys, identify, private_keys, shared_keys
@@ -48,7 +48,7 @@ def remaining(model: PreTrainedModel, requests: Sequence[EngineRequest]) -> list
     return left
 
 
-def submit(scheduler: EngineScheduler, requests: Sequence[ScheduledRequest], info: PoolInfo) -> None:
+def submit(scheduler: WatchedScheduler, requests: Sequence[ScheduledRequest], info: PoolInfo) -> None:
     """Queue all requests, or none, in as many calls as their limits need. No step of the scheduler is made meanwhile.
 
     Raises the daemon's errors.
@@ -71,7 +71,7 @@ def _shifted(field: str, num_before: int) -> str:
     return re.sub(r"\[(\d+)\]", lambda at: f"[{int(at[1]) + num_before}]", field, count=1)
 
 
-def abort(scheduler: EngineScheduler, request_ids: Sequence[int], info: PoolInfo) -> list[int]:
+def abort(scheduler: WatchedScheduler, request_ids: Sequence[int], info: PoolInfo) -> list[int]:
     """Abort requests, in as many calls as their limits need. Returns those that have ended already."""
     most = info.max_request_sequences
     ended: list[int] = []
