@@ -292,6 +292,7 @@ def main() -> None:
     parser.add_argument("--upgrades", type=int, default=10)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--transports", default=",".join(TRANSPORTS))
     given = parser.parse_args()
     begin = time.monotonic()
@@ -302,6 +303,7 @@ def main() -> None:
         num_upgrades=given.upgrades,
         transports=given.transports.split(","),
         num_threads=given.threads,
+        device=given.device,
     )
     print(report.text())
     print(f"{time.monotonic() - begin:.0f} s")

@@ -57,6 +57,7 @@ class SequenceStorm:
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
         self.queries = np.random.default_rng(self.seed)
+        self.tolerance = 2e-4 if self.kv.info.device == "cpu" else 2e-3
         self.live: dict[int, Live] = {}
         self.pins: list[tuple[Pin, list[int]]] = []
         self.num_restarts = self.kv.num_restarts
@@ -79,6 +80,10 @@ class SequenceStorm:
         except STEP_OVER as error:
             self.counts[type(error).__name__] += 1
             self.compare()
+        except NotComputedError as error:
+            if self.kv.num_restarts == self.num_restarts:
+                self.failures.append(f"{self.kv.transport}: {error}")
+            self.compare()  # decides whether the tokens may have got lost
         if self.kv.num_restarts != self.num_restarts:
             self.compare()
 
@@ -138,7 +143,7 @@ class SequenceStorm:
             output = step.extend(layer, query, key, value)
             parts = np.split(query, np.cumsum(step.query_lens)[:-1])
             expected = [reference_attention(part, *both) for part, both in zip(parts, whole, strict=True)]
-            if not np.allclose(output, np.concatenate(expected), rtol=0, atol=2e-4):
+            if not np.allclose(output, np.concatenate(expected), rtol=0, atol=self.tolerance):
                 self.failures.append(f"wrong output of layer {layer} of step {step.step_id}")
         self.latest = {one.handle.sequence_id: one.model.computed for one in chosen}
         for one in chosen:
@@ -191,10 +196,7 @@ class SequenceStorm:
         for one in self.some()[:1]:
             if not one.model.keys and len(self.pins) < 3 and one.model.computed >= BLOCK_SIZE:
                 tokens = list(one.model.tokens)
-                try:
-                    self.pins.append((self.kv.pin(tokens, PIN_S), tokens))
-                except NotComputedError:
-                    self.failures.append(f"no block of a sequence with {one.model.computed} computed tokens is cached")
+                self.pins.append((self.kv.pin(tokens, PIN_S), tokens))
 
     def unpin(self) -> None:
         if self.pins:
