@@ -117,9 +117,14 @@ class ClientCore:
         *,
         resumed: bool,
     ) -> SessionT:
-        """Attach a session and open its transport. If that fails, a new session is closed; a resumed one is kept, so
-        that a client with its token can resume it."""
-        session_id = await connection.connect(max(info.session_grace_s, 1.0))
+        """Attach a session, after waiting for a daemon that is away, and open its transport. If that fails, a new
+        session is closed; a resumed one is kept, so that a client with its token can resume it."""
+        session_id = await once_more(
+            connection.waiting,
+            lambda: connection.connect(max(info.session_grace_s, 1.0)),
+            connection.left_s(connection.deadline(), self._reconnect_wait_s),
+            (RestartingError, ConnectionLostError),
+        )
         context = Context.of(info, connection, self.fd_path, token)
         try:
             transport = await open_transport(context, self._transport, session_id)

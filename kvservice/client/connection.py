@@ -71,7 +71,7 @@ class SessionConnection:
         on_break: Callable[[KVServiceError], None] | None = None,
     ) -> None:
         self.process = OwnProcess()
-        self._waiting = waiting
+        self.waiting = waiting
         self._on_break = on_break
         self._open_stream = open_stream
         self._token = token
@@ -129,7 +129,7 @@ class SessionConnection:
         FailedPreconditionError in a forked process.
         """
         self.process.check()
-        if not await self._turns.take(None if deadline is None else deadline - self._waiting.clock()):
+        if not await self._turns.take(None if deadline is None else deadline - self.waiting.clock()):
             raise CallTimeoutError(f"{name}: it was not its turn in time, other calls of the session are under way")
         try:
             return await self._call(name, request, deadline)
@@ -145,7 +145,7 @@ class SessionConnection:
             try:
                 return await stream.exchange(name, request, deadline)
             except RestartingError:
-                refused_at = min(refused_at, self._waiting.clock())
+                refused_at = min(refused_at, self.waiting.clock())
                 if not await self._pause(refused_at, deadline):
                     raise
             except _STREAM_OVER as over:
@@ -160,7 +160,7 @@ class SessionConnection:
     async def _pause(self, begun_at: float, deadline: float | None) -> bool:
         """Wait before a call is sent again that was refused first at `begun_at`. Returns False if it has waited as long
         as calls wait for a connection, or if the connection does not reconnect."""
-        left_s = self.left_s(deadline, begun_at + self._reconnect_wait_s - self._waiting.clock())
+        left_s = self.left_s(deadline, begun_at + self._reconnect_wait_s - self.waiting.clock())
         if left_s <= 0 or self._on_break is not None:
             return False
         await self._over.wait(min(PAUSE_S, left_s))
@@ -192,11 +192,11 @@ class SessionConnection:
         """Return the deadline, a time of `Waiting.clock`, of a call that starts now, or None for no limit. Raises
         InvalidArgumentError."""
         limit_s = self._timeout_s if timeout_s is None else time_limit(timeout_s)
-        return None if limit_s is None else self._waiting.clock() + limit_s
+        return None if limit_s is None else self.waiting.clock() + limit_s
 
     def left_s(self, deadline: float | None, most_s: float) -> float:
         """Return the seconds until the deadline, at most `most_s`."""
-        return most_s if deadline is None else min(most_s, max(deadline - self._waiting.clock(), 0.0))
+        return most_s if deadline is None else min(most_s, max(deadline - self.waiting.clock(), 0.0))
 
     def check(self, deadline: float | None = None) -> None:
         """Check the connection for work that the daemon does without a call. Raises the error that a call would raise
@@ -205,7 +205,7 @@ class SessionConnection:
             raise self._ended.with_traceback(None)
         if self._stream is None and self.left_s(deadline, self._patience_s()) <= 0:
             raise self._away()
-        if deadline is not None and self._waiting.clock() >= deadline:
+        if deadline is not None and self.waiting.clock() >= deadline:
             raise CallTimeoutError("no answer in time")
 
     async def close(self) -> bool:
@@ -241,13 +241,13 @@ class SessionConnection:
 
     def _patience_s(self) -> float:
         """Return how many seconds calls may still wait for the connection."""
-        return self._broken_at + self._reconnect_wait_s - self._waiting.clock()
+        return self._broken_at + self._reconnect_wait_s - self.waiting.clock()
 
     def _away(self) -> KVServiceError:
         """Return the error for a call that has waited long enough."""
         if not isinstance(self._cause, ConnectionLostError):
             return self._cause.with_traceback(None)
-        gone_s = self._waiting.clock() - self._broken_at
+        gone_s = self.waiting.clock() - self._broken_at
         return DaemonAwayError(
             f"the daemon has been out of reach for {gone_s:.1f} s; the client goes on trying ({self._cause})"
         )
@@ -263,9 +263,9 @@ class SessionConnection:
                 self._ended = stream.error
                 self._over.set()
             else:
-                self._broken_at, self._cause = self._waiting.clock(), stream.error
+                self._broken_at, self._cause = self.waiting.clock(), stream.error
                 self._settled.clear()
-                self._mending = self._waiting.start(self._mend())
+                self._mending = self.waiting.start(self._mend())
         if self._on_break is not None:
             self._on_break(stream.error)
 
@@ -316,7 +316,7 @@ class SessionConnection:
             if self._ended is not None:  # `close` may have run before it could see `_attempt`
                 raise self._ended.with_traceback(None)
             request = session_pb2.AttachRequest(session_token=self._token, holder=self.holder, reconnects=reconnects)
-            response = await stream.exchange("attach", request, self._waiting.clock() + wait_s)
+            response = await stream.exchange("attach", request, self.waiting.clock() + wait_s)
         except BaseException as error:
             await stream.end()
             if isinstance(error, CallTimeoutError):

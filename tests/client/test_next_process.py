@@ -6,10 +6,13 @@ The daemon of these tests stays the same; the client is told that it was another
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
+from cutting_proxy import CuttingProxy
 
 from kvservice.client import KVClient, Session, Step
 from kvservice.client.threads import finish
@@ -141,3 +144,14 @@ def test_tables_are_not_trusted_without_a_connection(daemon: Daemon) -> None:
             tables.check()
         connection._stream = stream
         tables.check()
+
+
+def test_a_session_is_resumed_while_the_daemon_is_away(tmp_path: Path, daemon: Daemon) -> None:
+    with CuttingProxy(tmp_path, daemon.address) as proxy, KVClient(proxy.address, reconnect_wait_s=60) as client:
+        token = client.session(detachable=True).detach()
+        proxy.cut(stay_down=True)
+        up = threading.Timer(0.3, proxy.up)
+        up.start()
+        with client.resume(token) as kv:
+            assert kv.describe() == []
+        up.join()
