@@ -68,9 +68,10 @@ class FinishedSteps:
         once."""
 
 class LaneSession:
-    """The state of a session that its lanes use: live steps and regions. `number` identifies it in `finished`."""
+    """The state of a session that its lanes use: live steps and regions. `number` identifies it in `finished`. The id
+    of a step of which all layers are written is stored at kept_ids[id % n], int64[n]."""
 
-    def __init__(self, num_layers: int, finished: FinishedSteps, number: int) -> None: ...
+    def __init__(self, num_layers: int, finished: FinishedSteps, number: int, kept_ids: Any = None) -> None: ...
     def publish(
         self,
         step_id: int,

@@ -88,8 +88,10 @@ class Memory {
 // A session, and the Python objects whose memory its steps use.
 class PySession {
  public:
-  PySession(const py::object& num_layers, FinishedSteps& finished, const py::object& number)
-      : session_(as_int(num_layers, "num_layers"), finished, as_int(number, "number")) {}
+  PySession(const py::object& num_layers, FinishedSteps& finished, const py::object& number, const py::object& kept_ids)
+      : kept_ids_(kept_ids.is_none() ? py::array() : in_place(kept_ids, "kept_ids", int64_num(), "int64", 1)),
+        session_(as_int(num_layers, "num_layers"), finished, as_int(number, "number"),
+                 kept_ids.is_none() ? nullptr : static_cast<int64_t*>(kept_ids_.mutable_data()), kept_ids_.size()) {}
 
   LaneSession& get() { return session_; }
 
@@ -136,6 +138,7 @@ class PySession {
   }
 
  private:
+  py::array kept_ids_;
   LaneSession session_;
   std::unordered_map<int64_t, std::pair<std::unique_ptr<Memory>, py::tuple>> held_;
 };
@@ -347,8 +350,8 @@ void define_lane(py::module_& m) {
       .def("take", &take_finished)
       .def_property_readonly("descriptor", &FinishedSteps::descriptor);
   py::class_<PySession>(m, "LaneSession", py::module_local())
-      .def(py::init<const py::object&, FinishedSteps&, const py::object&>(), py::arg("num_layers"), py::arg("finished"),
-           py::arg("number"), py::keep_alive<1, 3>())
+      .def(py::init<const py::object&, FinishedSteps&, const py::object&, const py::object&>(), py::arg("num_layers"),
+           py::arg("finished"), py::arg("number"), py::arg("kept_ids") = py::none(), py::keep_alive<1, 3>())
       .def("publish", &PySession::publish, py::arg("step_id"), py::arg("written"), py::arg("slot_mapping"),
            py::arg("query_lens"), py::arg("context_lens"), py::arg("block_tables"),
            py::arg("device_tables") = py::none())

@@ -16,9 +16,11 @@ uint8_t load(const uint8_t* byte) { return __atomic_load_n(byte, __ATOMIC_ACQUIR
 
 }  // namespace
 
-LaneSession::LaneSession(int64_t num_layers, FinishedSteps& finished, int64_t number)
-    : num_layers_(num_layers), finished_(finished), number_(number) {
+LaneSession::LaneSession(int64_t num_layers, FinishedSteps& finished, int64_t number, int64_t* kept_ids,
+                         int64_t num_kept_ids)
+    : num_layers_(num_layers), finished_(finished), number_(number), kept_ids_(kept_ids), num_kept_ids_(num_kept_ids) {
   require(num_layers > 0, "num_layers", "is not positive");
+  require(kept_ids == nullptr || num_kept_ids > 0, "kept_ids", "is empty");
 }
 
 void LaneSession::publish(const LaneStep& step) {
@@ -76,6 +78,13 @@ bool LaneSession::layers_written(const LaneStep& step, bool all) const {
   return all;
 }
 
+// The id is stored before the client can see that the last call is complete.
+void LaneSession::finish(Step& step) {
+  const int64_t id = step.step.id;
+  if (kept_ids_ != nullptr) __atomic_store_n(kept_ids_ + id % num_kept_ids_, id, __ATOMIC_RELEASE);
+  finished_.add(step.completed);
+}
+
 LaneSession::Step& LaneSession::find_step(int64_t step_id) {
   const auto found = steps_.find(step_id);
   if (found == steps_.end() || found->second.removed) {
@@ -130,7 +139,7 @@ LaneUse::~LaneUse() {
   if (step_->changed && step_->users == 0) {
     step_->changed = false;
     // Written layers stay written, so this happens once.
-    if (session_.layers_written(step_->step, true)) session_.finished_.add(step_->completed);
+    if (session_.layers_written(step_->step, true)) session_.finish(*step_);
   }
   if (session_.num_waiting_ > 0) session_.unused_.notify_all();
 }

@@ -47,8 +47,9 @@ struct LaneRegion {
 
 class LaneSession {
  public:
-  // `number` identifies the session in `finished`, which outlives it. Throws ArgumentError.
-  LaneSession(int64_t num_layers, FinishedSteps& finished, int64_t number);
+  // `number` identifies the session in `finished`. Unless `kept_ids` is null, a step of which all layers are written is
+  // also stored at kept_ids[id % num_kept_ids], for the next process. Both outlive the session. Throws ArgumentError.
+  LaneSession(int64_t num_layers, FinishedSteps& finished, int64_t number, int64_t* kept_ids, int64_t num_kept_ids);
 
   int64_t num_layers() const { return num_layers_; }
 
@@ -92,10 +93,13 @@ class LaneSession {
   Step& find_step(int64_t step_id);
   Region* find_region(const LanePlace& place, const char* field);
   bool layers_written(const LaneStep& step, bool all) const;
+  void finish(Step& step);
 
   const int64_t num_layers_;
   FinishedSteps& finished_;
   const int64_t number_;
+  int64_t* const kept_ids_;
+  const int64_t num_kept_ids_;
   std::atomic<bool> draining_{false};
   std::mutex mutex_;
   std::condition_variable unused_;

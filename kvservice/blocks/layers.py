@@ -17,7 +17,7 @@ import numpy.typing as npt
 from kvservice.blocks.arguments import int32_array, whole_number
 from kvservice.blocks.intents import RESTORE
 from kvservice.blocks.namespaces import COMPUTED_TOKENS, LiveStep, SessionNamespace
-from kvservice.blocks.plans import Int64Array, StepPlan
+from kvservice.blocks.plans import Int32Array, Int64Array, StepPlan
 from kvservice.blocks.prefix import block_hash, token_bytes
 from kvservice.blocks.ranges import ragged
 from kvservice.blocks.state import BlockState
@@ -49,6 +49,14 @@ class LayerTracker:
         """See BlockManager.written_layers."""
         entry = namespace.steps.get(step_id)
         return None if entry is None else entry.written
+
+    def hand_to_lane(self, namespace: SessionNamespace, step_id: int) -> bytearray | None:
+        """See BlockManager.hand_to_lane."""
+        entry = namespace.steps.get(step_id)
+        if entry is None:
+            return None
+        self._state.lane_lens[entry.plan.rows] = entry.plan.context_lens
+        return entry.written
 
     def check_layer(self, namespace: SessionNamespace, step_id: int, layer: int) -> StepPlan:
         """See BlockManager.check_layer."""
@@ -141,7 +149,7 @@ class LayerTracker:
         num_tokens = len(entry.plan.slot_mapping)
         self._state.counters.computed_tokens += num_tokens
         namespace.counters[COMPUTED_TOKENS] += num_tokens
-        self._commit(entry.plan)
+        self.commit_rows(entry.plan.rows, entry.plan.context_lens)
         if entry.follower:
             self._commit_if_complete(namespace, namespace.steps[entry.follower])
         return True
@@ -178,17 +186,18 @@ class LayerTracker:
         self._state.enter(namespace)
         return namespace.live_step(step_id)
 
-    def _commit(self, step: StepPlan) -> None:
-        """Mark the tokens of a step as computed. Blocks that became full get their hash and can be shared. A full block
-        has its hash before its tokens count as computed, and is whole before the index finds it."""
+    def commit_rows(self, rows: Int64Array, context_lens: Int32Array) -> None:
+        """Mark the tokens of each row up to these context lengths as computed. Blocks that became full get their hash
+        and can be shared. A full block has its hash before its tokens count as computed, and is whole before the index
+        finds it."""
         full = None
         if self._config.enable_prefix_caching:
-            first = self._sequences.num_computed[step.rows] >> self._shift
-            num_full = (step.context_lens >> self._shift) - first
+            first = self._sequences.num_computed[rows] >> self._shift
+            num_full = (context_lens >> self._shift) - first
             if np.count_nonzero(num_full):
-                full = self._hash_blocks(step.rows, first, num_full)
+                full = self._hash_blocks(rows, first, num_full)
                 self._device.keep_hashes(full.blocks, full.hashes)
-        self._sequences.num_computed[step.rows] = step.context_lens
+        self._sequences.num_computed[rows] = context_lens
         if full is not None:
             self._index_blocks(full)
 

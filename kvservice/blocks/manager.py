@@ -95,6 +95,7 @@ class BlockManager:
         if number is None:
             number = self.state.unused_number()
         self.state.last_ids[number - 1] = 0
+        self.state.finished_ids[number - 1] = 0
         return self.state.add_namespace(number, [0] * NUM_COUNTERS if counters is None else counters)
 
     def close_namespace(self, namespace: SessionNamespace) -> int:
@@ -353,6 +354,16 @@ class BlockManager:
         """Return the flags of a live step, one byte per layer, which the writer of a layer sets. None if the step is
         not live."""
         return self._layers.written_layers(namespace, step_id)
+
+    def finished_ids(self, namespace: SessionNamespace) -> Int64Array:
+        """Return int64[n] in kept memory. A lane stores the id of a step there, at id % n, when it has written all its
+        layers, and `recover` commits the step if the process ends before `commit_written`."""
+        ids: Int64Array = self.state.finished_ids[namespace.number - 1]
+        return ids
+
+    def hand_to_lane(self, namespace: SessionNamespace, step_id: int) -> bytearray | None:
+        """Return the `written_layers` of a step that a lane may finish from now on."""
+        return self._layers.hand_to_lane(namespace, step_id)
 
     def check_layer(self, namespace: SessionNamespace, step_id: int, layer: int) -> StepPlan:
         """Return the step. Raises LayerWrittenError if this layer of it is already written. Changes nothing."""

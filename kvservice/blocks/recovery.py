@@ -18,6 +18,7 @@ import numpy as np
 from kvservice.blocks.intents import CREATE, DROP, RESTORE
 from kvservice.blocks.invariants import require_range
 from kvservice.blocks.kept import unpack_ids
+from kvservice.blocks.layers import LayerTracker
 from kvservice.blocks.namespaces import NO_STEP, SessionNamespace
 from kvservice.blocks.plans import BoolArray, Int64Array
 from kvservice.blocks.ranges import ragged
@@ -72,6 +73,7 @@ class Recoverer:
         namespaces = {
             number: self._namespace(number, counters, lost[number]) for number, counters in open_namespaces.items()
         }
+        self._commit_finished(namespaces)
         self._state.pins.recover(namespaces, self._state.config.max_pinned_blocks)
         self._end_steps(namespaces, with_steps)
         self._forget(open_namespaces)
@@ -158,6 +160,17 @@ class Recoverer:
         self._state.keep_lost(number, namespace.lost)
         return namespace
 
+    def _commit_finished(self, namespaces: Mapping[int, SessionNamespace]) -> None:
+        """Commit the steps that lanes have finished, and that the process before had not committed."""
+        layers, steps, num_computed = LayerTracker(self._state), self._sequences.steps, self._sequences.num_computed
+        for number, namespace in namespaces.items():
+            finished = self._state.finished_ids[number - 1]
+            if np.count_nonzero(finished):
+                rows = np.array(list(namespace.rows.values()), np.int64)
+                rows = rows[np.isin(steps[rows], finished[finished != NO_STEP])]
+                rows = rows[num_computed[rows] < self._state.lane_lens[rows]]
+                layers.commit_rows(rows, self._state.lane_lens[rows])
+
     def _end_steps(self, namespaces: Mapping[int, SessionNamespace], with_steps: bool) -> None:
         """Make all steps stale except those that were saved."""
         live = np.zeros(len(self._states), np.bool_)
@@ -171,6 +184,7 @@ class Recoverer:
         self._kept.steps.clear()
         for number in [number for number in self._kept.lost if number not in open_namespaces]:
             del self._kept.lost[number]
+        self._state.finished_ids[:] = NO_STEP
         self._state.unsubmitted[:] = False
         self._state.unfinished_device[:] = 0
         self._state.unfinished_swap[:] = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, MutableSequence
+from typing import Final
 
 import numpy as np
 
@@ -18,6 +19,10 @@ from kvservice.blocks.sequences import SequenceSlots
 from kvservice.blocks.stats import BlockCounters
 from kvservice.errors import UnknownSessionError
 
+# The steps that the lanes of a session may finish before the event loop commits them. If there are more, a process that
+# takes over does not know of the first ones.
+NUM_FINISHED: Final = 64
+
 
 class BlockState:
     """Block pools of both tiers, sequence slots, pins, namespaces and counters. One thread uses it, the daemon's event
@@ -25,6 +30,9 @@ class BlockState:
 
     `generation` is incremented by each slice of an operation that may change the state.
     `last_ids` int64[max_namespaces, 2] are the last step id and the last pin id of each namespace, by its number - 1.
+    `finished_ids` int64[max_namespaces, NUM_FINISHED] are steps that lanes have finished, see
+    BlockManager.finished_ids. `lane_lens` int32[max_sequences] is the context length of each row after the newest of
+    its steps that a lane got.
     `unsubmitted` bool[num_blocks] are the blocks that a swap-in fills and whose copies the device has not got yet.
     `unfinished_device` int32[num_blocks] and `unfinished_swap` int32[num_swap_blocks] are the device's counts of
     writes in progress to each block.
@@ -45,6 +53,10 @@ class BlockState:
         self.sequences = SequenceSlots(config, memory, kept.extra_keys)
         self.intents = Intents(self.sequences.states, memory)
         self.last_ids: Int64Array = memory.kept("last_ids", (config.max_namespaces, 2), np.int64, private=True)
+        self.finished_ids: Int64Array = memory.kept(
+            "finished_ids", (config.max_namespaces, NUM_FINISHED), np.int64, private=True
+        )
+        self.lane_lens: Int32Array = memory.kept("lane_lens", (config.max_sequences,), np.int32, private=True)
         self.unsubmitted: BoolArray = memory.kept("unsubmitted", (config.num_blocks,), np.bool_, private=True)
         self.unfinished_device: Int32Array = memory.kept(
             "unfinished_device", (config.num_blocks,), np.int32, private=True

@@ -167,8 +167,9 @@ class Device(Protocol):
     def finished_steps(self) -> FinishedSteps:
         """The steps completed by the lanes of all sessions."""
 
-    def lane_session(self, number: int) -> LaneSession:
-        """Create the lane state of a session. `number` identifies the session in `finished_steps`."""
+    def lane_session(self, number: int, kept_ids: Int64) -> LaneSession:
+        """Create the lane state of a session. `number` identifies the session in `finished_steps`. Lanes store the id
+        of a step in `kept_ids` int64[n], at id % n, before the call that wrote its last layer is complete."""
 
     def open_lane(self, memory: SealedMemory, session: LaneSession) -> LaneServer:
         """Serve a lane from a separate thread. It executes its calls in order, after all operations that were submitted

@@ -169,8 +169,8 @@ class CpuDevice:
         num_bytes = len(slots) * self.layout.token_bytes // self.layout.num_layers * len(layers)
         return self._queue.run(work, inline=num_bytes <= INLINE_BYTES)
 
-    def lane_session(self, number: int) -> _ext.LaneSession:
-        return _ext.LaneSession(self.layout.num_layers, self.finished_steps, number)
+    def lane_session(self, number: int, kept_ids: Int64) -> _ext.LaneSession:
+        return _ext.LaneSession(self.layout.num_layers, self.finished_steps, number, kept_ids)
 
     def open_lane(self, memory: SealedMemory, session: LaneSession) -> _ext.LaneServer:
         assert isinstance(session, _ext.LaneSession), "it was made here"

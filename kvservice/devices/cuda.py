@@ -272,8 +272,8 @@ class CudaDevice:
         launch_or_not = launch if len(slots) else lambda _: None
         return compute.start(ComputeCall(None, end, blocks, NO_BLOCKS, end / LINK_BYTES_PER_S, launch_or_not, result))
 
-    def lane_session(self, number: int) -> CudaLaneSession:
-        return self._open_lanes.session(self.finished_steps, number)
+    def lane_session(self, number: int, kept_ids: Int64) -> CudaLaneSession:
+        return self._open_lanes.session(self.finished_steps, number, kept_ids)
 
     def open_lane(self, memory: SealedMemory, session: LaneSession) -> LaneServer:
         assert isinstance(session, CudaLaneSession), "it was made here"

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvservice.blocks import StepPlan
 from kvservice.config import ServeConfig
-from kvservice.devices.base import Array, FinishedSteps
+from kvservice.devices.base import Array, FinishedSteps, Int64
 from kvservice.devices.compute import Compute
 from kvservice.devices.sizing import LANE_WORKSPACE_BYTES
 from kvservice.devices.tables import DeviceStepTables
@@ -27,9 +27,11 @@ LOOK_US = 1000.0
 class CudaLaneSession:
     """A `LaneSession` with pinned host memory and with the tables of its steps on the device."""
 
-    def __init__(self, cuda: ModuleType, num_layers: int, finished: FinishedSteps, number: int) -> None:
+    def __init__(
+        self, cuda: ModuleType, num_layers: int, finished: FinishedSteps, number: int, kept_ids: Int64
+    ) -> None:
         self._cuda = cuda
-        self.native: _cuda.LaneSession = cuda.LaneSession(num_layers, finished, number)
+        self.native: _cuda.LaneSession = cuda.LaneSession(num_layers, finished, number, kept_ids)
         self._steps: dict[int, StepPlan] = {}
         self._page_locks: dict[int, _cuda.HostRegistration] = {}
         self.set_draining = self.native.set_draining
@@ -137,8 +139,8 @@ class CudaLanes:
             LOOK_US if config.lane_spin_us else 0.0,
         )
 
-    def session(self, finished: FinishedSteps, number: int) -> CudaLaneSession:
-        return CudaLaneSession(self._cuda, self._num_layers, finished, number)
+    def session(self, finished: FinishedSteps, number: int, kept_ids: Int64) -> CudaLaneSession:
+        return CudaLaneSession(self._cuda, self._num_layers, finished, number, kept_ids)
 
     def open(self, memory: SealedMemory, session: CudaLaneSession) -> Any:
         return self._cuda.LaneServer(memory.map, session.native, self._executor, self._spin_us, self._failed)

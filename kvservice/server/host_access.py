@@ -115,7 +115,8 @@ class HostAccess:
 
     def _of_lane(self) -> LaneSession:
         if self._shared is None:
-            self._shared = self._device.lane_session(self._lane_number)
+            finished_ids = self._manager.finished_ids(self._namespace)
+            self._shared = self._device.lane_session(self._lane_number, finished_ids)
         return self._shared
 
     # ---- the lane
@@ -231,10 +232,10 @@ class HostAccess:
         self._publish_to_lane(step)
 
     def _publish_to_lane(self, step: StepPlan) -> None:
-        written = self._manager.written_layers(self._namespace, step.step_id)
-        if written is None:
-            return  # the step has ended in the meantime
-        if self._lane is not None and step.step_id not in self._published:
+        if self._lane is None or step.step_id in self._published:
+            return
+        written = self._manager.hand_to_lane(self._namespace, step.step_id)
+        if written is not None:  # else the step has ended in the meantime
             self._device.publish(self._of_lane(), step, written)
             self._published.add(step.step_id)
 

@@ -255,3 +255,54 @@ def test_the_order_of_eviction_is_kept(daemon: Daemon) -> None:
     assert len(before) == 4
     daemon.restart()
     assert daemon.manager.state.device.evictable.blocks().tolist() == before
+
+
+def finish_by_lane(daemon: Daemon, step_id: int) -> None:
+    """Do what a lane does, without the event loop, which would commit the step."""
+    written = daemon.manager.hand_to_lane(daemon.space, step_id)
+    assert written is not None
+    written[:] = b"\1" * CONFIG.num_layers
+    finished = daemon.manager.finished_ids(daemon.space)
+    finished[step_id % len(finished)] = step_id
+
+
+def test_a_step_that_a_lane_has_finished_is_committed(daemon: Daemon) -> None:
+    for name in (1, 2, 3):
+        daemon.allocate(name)
+    finished = daemon.manager.open_step(daemon.space, [1, 2], [10, 5])
+    unfinished = daemon.manager.open_step(daemon.space, [3])
+    finish_by_lane(daemon, finished.step_id)
+    daemon.manager.hand_to_lane(daemon.space, unfinished.step_id)
+    daemon.manager.end_operation()
+    daemon.restart()
+    assert [one.num_computed for one in daemon.manager.describe(daemon.space)] == [10, 5, 0]
+    assert daemon.manager.match_prefix(np.arange(10) + 100) == 8, "its full blocks can be shared"
+    with pytest.raises(StaleStepError):
+        daemon.manager.get_step(daemon.space, finished.step_id)
+    daemon.restart()
+    assert [one.num_computed for one in daemon.manager.describe(daemon.space)] == [10, 5, 0]
+
+
+def test_a_finished_step_that_was_replaced_is_not_committed_again(daemon: Daemon) -> None:
+    daemon.allocate(1)
+    step = daemon.manager.open_step(daemon.space, [1])
+    finish_by_lane(daemon, step.step_id)
+    daemon.manager.commit_written(daemon.space, step.step_id)
+    daemon.manager.truncate(daemon.space, [1], [6])
+    daemon.manager.append(daemon.space, [1], [7, 8], [2])
+    daemon.manager.end_operation()
+    daemon.restart()
+    assert [(one.length, one.num_computed) for one in daemon.manager.describe(daemon.space)] == [(8, 6)]
+
+
+def test_finished_steps_of_a_closed_namespace_mean_nothing_to_the_next_one(daemon: Daemon) -> None:
+    daemon.allocate(1)
+    step = daemon.manager.open_step(daemon.space, [1])
+    finish_by_lane(daemon, step.step_id)
+    daemon.manager.close_namespace(daemon.space)
+    daemon.space = daemon.manager.open_namespace(1)
+    daemon.allocate(1)
+    assert daemon.manager.open_step(daemon.space, [1]).step_id == step.step_id
+    daemon.manager.end_operation()
+    daemon.restart()
+    assert daemon.manager.describe(daemon.space)[0].num_computed == 0

@@ -37,7 +37,7 @@ STORING: list[Callable[..., Any]] = [
     Allocator._execute, Allocator._create, BlockPool.keep_hashes, BlockPool.keep_hashes_of, CachingBlockPool.allocate,
     CachingBlockPool.decref, CachingBlockPool.add_to_index, CachingBlockPool._pop_from_index, CachingBlockPool.reset,
     GrowthPlanner.apply, GrowthPlanner.apply_decode, GrowthPlanner._copy, Intents.begin, Intents._save_row,
-    Intents.begin_new, Intents.end, LayerTracker.set_tokens, LayerTracker._commit, LayerTracker._hash_blocks,
+    Intents.begin_new, Intents.end, LayerTracker.set_tokens, LayerTracker.commit_rows, LayerTracker._hash_blocks,
     LayerTracker._index_blocks, LayerTracker.mark_part, LayerTracker.mark_all_layers, LayerTracker.commit_written,
     PinTable.add, PinTable.remove, PinTable.expire, PrefixCache.touch, PrefixCache.reset, Reclaimer.truncate,
     Reclaimer._unindex_cut_blocks, Reclaimer.free, Reclaimer._forget_lost, Reclaimer._free_parts, Reclaimer._free_rows,

@@ -24,17 +24,17 @@ NUM_SEEDS = 40
 
 
 def tokens_computed_before_their_hashes(patch: pytest.MonkeyPatch) -> None:
-    commit, keep = LayerTracker._commit, BlockPool.keep_hashes
+    commit, keep = LayerTracker.commit_rows, BlockPool.keep_hashes
 
-    def commit_first(self: LayerTracker, step: Any) -> None:
+    def commit_first(self: LayerTracker, *step: Any) -> None:
         late: list[Any] = []
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(BlockPool, "keep_hashes", lambda *arguments: late.append(arguments))
-            commit(self, step)
+            commit(self, *step)
         for arguments in late:
             keep(*arguments)
 
-    patch.setattr(LayerTracker, "_commit", commit_first)
+    patch.setattr(LayerTracker, "commit_rows", commit_first)
 
 
 def no_intent(patch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ NUM_BYTES = 4096
 @pytest.fixture
 def session_over(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeCuda], CudaLaneSession]:
     monkeypatch.setattr(FakeCuda, "LaneSession", _ext.LaneSession, raising=False)
-    return lambda fake: CudaLaneSession(fake, 2, _ext.FinishedSteps(), 0)
+    return lambda fake: CudaLaneSession(fake, 2, _ext.FinishedSteps(), 0, np.zeros(8, np.int64))
 
 
 def test_memory_is_page_locked_while_it_is_a_region(session_over: Callable[[FakeCuda], CudaLaneSession]) -> None:

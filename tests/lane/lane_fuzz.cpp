@@ -290,7 +290,8 @@ class Fuzz {
     Pool mine;
     CpuLaneExecutor direct(mine.view, seed_ % 2 == 0);
     FinishedSteps finished;
-    LaneSession session(kLayers, finished, 0);
+    int64_t kept_ids[4] = {};
+    LaneSession session(kLayers, finished, 0, kept_ids, 4);
     Memory memory;
     LaneServer server(memory.data, kLaneBytes, session, executor_, 20.0,
                       [](const std::string& text) { check(false, text.c_str()); });
@@ -348,7 +349,8 @@ class Fuzz {
   Pool pool_;
   CpuLaneExecutor executor_;
   FinishedSteps finished_;
-  LaneSession fuzzed_{kLayers, finished_, 0};
+  int64_t kept_ids_[4] = {};
+  LaneSession fuzzed_{kLayers, finished_, 0, kept_ids_, 4};
   Lane noisy_{fuzzed_, executor_}, formed_{fuzzed_, executor_};
   std::atomic<bool> over_{false};
   std::atomic<int64_t> newest_step_{0};

@@ -85,7 +85,8 @@ class LaneRig:
             self.pool, self.executor = shared_with.pool, shared_with.executor
         self.num_layers = num_layers
         self.finished = _ext.FinishedSteps()
-        self.session = _ext.LaneSession(num_layers, self.finished, SESSION_NUMBER)
+        self.kept_ids = np.zeros(8, np.int64)
+        self.session = _ext.LaneSession(num_layers, self.finished, SESSION_NUMBER, self.kept_ids)
         self.region = mapped(memory_file(region_bytes), region_bytes)
         self.region_number = self.session.add_region(self.region.ctypes.data, region_bytes)
         self.fd = memory_file(_ext.LANE_BYTES)

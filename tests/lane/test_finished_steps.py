@@ -34,6 +34,16 @@ def test_whoever_has_seen_the_completion_finds_the_step() -> None:
             assert rig.finished.take() == [(SESSION_NUMBER, step_id)]
 
 
+def test_a_later_process_finds_the_steps_that_a_client_saw_finished() -> None:
+    with lane() as rig:
+        for step_id in range(1, 20):
+            finish(rig, step_id)
+            assert rig.kept_ids[step_id % 8] == step_id
+        step = rig.publish(20, (1,), (5,))
+        assert rig.call(20, 0, rig.tensors(step)) == OK
+        assert sorted(rig.kept_ids) == [*range(12, 20)], "a layer of step 20 is missing"
+
+
 def test_the_descriptor_is_readable_until_the_steps_are_taken() -> None:
     with lane() as rig:
         step = rig.publish(1, (1,), (5,))
