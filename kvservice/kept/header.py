@@ -87,6 +87,10 @@ class StateHeader:
         self._words[_READY] = 1
         self._words[_ATTEMPTS] = 0
 
+    def end_attempt(self) -> None:
+        """Say that the state is whole, or is not the reason why the take-over failed."""
+        self._words[_ATTEMPTS] = 0
+
     def mark_clean(self) -> None:
         self._words[_CLEAN] = 1
 

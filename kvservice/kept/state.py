@@ -149,6 +149,10 @@ class KeptState:
         self._header.ready()
         self._files.discard(_names(self._files))
 
+    def end_attempt(self) -> None:
+        """Say that the state is not at fault if this process ends before it is ready."""
+        self._header.end_attempt()
+
     def mark_clean(self) -> None:
         """Say that this process ends in order: no operation is in progress."""
         self._header.mark_clean()

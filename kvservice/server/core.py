@@ -101,7 +101,8 @@ def open_core(
         try:
             return _open(config, kept, _report(environ, files, TAKEN_OVER, ended_in_order=kept.clean), clock)
         except (InvalidArgumentError, ResourceExhaustedError, OSError, MemoryError):
-            raise  # not the state is at fault, and the next start may succeed
+            kept.end_attempt()  # the next start may succeed
+            raise
         except Exception as error:  # corrupt state may break anything
             refused = f"it is corrupt: {error or type(error).__name__}"
             logger.exception("the state of the process before cannot be taken over")
@@ -146,6 +147,7 @@ def _open(config: ServeConfig, kept: KeptState, report: RestartReport, clock: Cl
             # systemd does not say how the process before ended, but the state does.
             ended = report.ended or (UPGRADE if kept.clean else "")
             report = replace(report, kept=counts, lost=lost, ended=ended)
+            kept.end_attempt()
     except BaseException:
         device.close()
         raise

@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 
 import grpc
@@ -39,6 +40,24 @@ def check_addresses(config: ServeConfig) -> None:
             "or insecure, if whoever reaches it may use the pool and read what is sent",
             field="tcp_address",
         )
+
+
+def check_free(config: ServeConfig, kept: Mapping[str, int]) -> None:
+    """Raise ConfigError if this process could not listen, although the one whose descriptors are `kept` ends before.
+    Only addresses that this one does not have can be tried."""
+    if config.unix_socket and not (parent := Path(config.unix_socket).parent).is_dir():
+        raise ConfigError(f"{parent} is not a directory", field="unix_socket")
+    for name, field in ((HTTP, "http_address"), (GRPC_PORT, "tcp_address")):
+        address = getattr(config, field)
+        if address and not _is_kept(kept.get(name), address):
+            _bound(address, field).close()
+
+
+def _is_kept(descriptor: int | None, address: str) -> bool:
+    if descriptor is None:
+        return False
+    with socket.socket(fileno=os.dup(descriptor)) as kept:
+        return is_bound_to(kept, *_host_and_port(address))
 
 
 def listen_unix(

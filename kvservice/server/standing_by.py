@@ -11,7 +11,7 @@ from kvservice.keeper.standby import Standby
 from kvservice.kept import KeptFiles, KeptState
 from kvservice.server.core import state_identity
 from kvservice.server.credentials import Credentials
-from kvservice.server.listening import check_addresses
+from kvservice.server.listening import check_addresses, check_free
 
 
 class StandbyEndedError(Exception):
@@ -41,6 +41,7 @@ def _refusal(config: ServeConfig, taken: dict[str, int]) -> str:
     """Return why this process cannot take over, or an empty text."""
     try:
         check_addresses(config)
+        check_free(config, taken)
         Credentials(config)
         if refused := KeptState.check(KeptFiles(taken, None), state_identity(config)):
             return refused

@@ -133,6 +133,14 @@ def test_after_two_take_overs_that_failed_it_is_given_up(keeper: HeldFiles) -> N
     assert_new(started(keeper), keeper, "the take-over failed twice")
 
 
+def test_starts_that_fail_for_another_reason_do_not_count(keeper: HeldFiles) -> None:
+    serving(keeper)
+    for _ in range(header.MAX_ATTEMPTS + 2):
+        state = started(keeper)
+        assert state.taken
+        state.end_attempt()
+
+
 def test_a_take_over_that_succeeds_begins_the_count_again(keeper: HeldFiles) -> None:
     serving(keeper)
     for _ in range(header.MAX_ATTEMPTS + 2):

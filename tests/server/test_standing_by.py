@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from manual_clock import ManualClock
 from small_pool import SMALL_POOL
 
 from kvservice.config import ServeConfig
+from kvservice.server.kept_sockets import GRPC_PORT, HTTP
 from kvservice.server.standing_by import StandbyEndedError, stand_by
 
 NEWEST = {"newest": 99}
@@ -80,6 +83,27 @@ def test_another_configuration_is_refused(held: HeldFiles, options: dict[str, An
         wait(held, standby, **options)
     assert len(standby.refusals) == 1
     assert reason in standby.refusals[0]
+
+
+@pytest.mark.parametrize("field", ["http_address", "tcp_address"])
+def test_an_address_that_another_process_has_is_refused(held: HeldFiles, field: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(StandbyEndedError, match=rf"{field}.*{address}"):
+            wait(held, FakeStandby(), **{field: address})
+
+
+@pytest.mark.parametrize(("name", "field"), [(HTTP, "http_address"), (GRPC_PORT, "tcp_address")])
+def test_an_address_of_the_running_process_is_free_for_the_next_one(held: HeldFiles, name: str, field: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        held.held[name] = os.dup(listening.fileno())
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+        assert wait(held, FakeStandby(), **{field: address}) == NEWEST
+
+
+def test_a_socket_in_a_directory_that_is_not_there_is_refused(held: HeldFiles, tmp_path: Path) -> None:
+    with pytest.raises(StandbyEndedError, match=r"unix_socket.*is not a directory"):
+        wait(held, FakeStandby(), unix_socket=str(tmp_path / "nowhere" / "s.sock"))
 
 
 @pytest.mark.parametrize(
