@@ -220,6 +220,8 @@ class Storm:
         """Upgrade, and return the longest time in seconds without an operation of one of the clients."""
         with ThreadPoolExecutor(1) as threads:
             path = control_path(self._daemon.address.removeprefix("unix://"))
+            while not [*ask(path, "status", STUCK_S)][-1]["ready"]:  # it serves before it tells its keeper
+                time.sleep(POLL_S)
             asking = threads.submit(lambda: [*ask(path, "upgrade", STUCK_S)][-1])
             pause_s = self._clients.longest_pause_s(asking.done)
             result = asking.result()
