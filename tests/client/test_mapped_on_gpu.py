@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -81,7 +82,15 @@ class Rig:
         async def call_until(_: float | None, name: str, *_rest: Any) -> None:
             self.happened.append(name)
 
-        connection = SimpleNamespace(run=run, call=call, call_until=call_until, next_request_id=lambda: 1)
+        connection = SimpleNamespace(
+            run=run,
+            call=call,
+            call_until=call_until,
+            next_request_id=lambda: 1,
+            lock=asyncio.Lock,
+            num_restarts=0,
+            connected=True,
+        )
         info = SimpleNamespace(
             block_size=16,
             num_layers=LAYERS,
@@ -95,6 +104,7 @@ class Rig:
         tables = SimpleNamespace(written=set(), check=lambda: None, step_id=1)
         pool: Any = SimpleNamespace(
             writable=writable,
+            num_restarts=0,
             kernels=Kernels(self.happened),
             layout=SimpleNamespace(num_layers=LAYERS),
             tables=lambda step: tables,

@@ -73,8 +73,9 @@ class PrometheusServer:
         if self._process.poll() is not None:
             pytest.fail((self._directory / "log").read_text()[-3000:])
         try:
-            return bool(self.ask("query", query="vector(1)")["result"])
-        except OSError:
+            with urllib.request.urlopen(f"http://{self._address}/-/ready", timeout=10):
+                return True
+        except OSError:  # it also answers 503 for a while
             return False
 
     def wait_for(self, what: str, ready: Callable[[], Any], timeout_s: float = 60) -> Any:
