@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any, cast
 from unittest.mock import Mock
@@ -130,7 +131,7 @@ def test_a_draft_model_needs_the_same_vocabulary(directory, engine_daemon) -> No
 
 def test_a_draft_daemon_that_is_away_harms_no_recovery() -> None:
     """The engine forgets its drafts while it recovers from the loss of its own daemon. The next proposals reopen."""
-    host = Mock()
+    host = Mock(noticing_restarts=contextlib.nullcontext)
     host.session.info.max_sequence_tokens = 100
     host.model.config = LlamaConfig()
     host.model.modules.return_value = []

@@ -101,7 +101,7 @@ class Clients:
         environ = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         self._processes = [
             subprocess.Popen(
-                [sys.executable, "-m", "storm_client", address, transport, str(seed * 10 + index), str(path),
+                [sys.executable, "-P", "-m", "storm_client", address, transport, str(seed * 10 + index), str(path),
                  str(index * num_threads), str(num_threads)],
                 env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             )
