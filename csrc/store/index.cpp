@@ -10,7 +10,7 @@ namespace kvservice {
 namespace {
 
 constexpr int kIndexBits = 32;  // a slot's number: slab, index
-// Of this layout of the kept memory.
+// The version of this layout of the kept memory.
 constexpr uint64_t kMagic = 0x3165726F7453764B;
 
 // Returns different numbers for different `i`, from a seed.

@@ -1,4 +1,4 @@
-"""How long a client waits while its daemon is killed and starts again, and while it is upgraded.
+"""Measures how long a client waits while its daemon is killed and starts again, and while it is upgraded.
 
 A daemon with a keeper has a pool that is full: half the blocks are of sequences, the other half are cached. Every
 round kills the process and appends a token to a sequence at once: the call waits, reconnects and is answered by the new

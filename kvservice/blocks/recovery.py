@@ -29,9 +29,9 @@ from kvservice.blocks.state import BlockState
 
 @dataclass(frozen=True)
 class Recovery:
-    """What a new process found. `namespaces` are the open ones by number. The counts are of sequences that exist, that
-    are lost since the process before, and that ended with their scheduler or session; of cached blocks, pins and live
-    steps."""
+    """The findings of a new process. `namespaces` are the open ones by number. The counts are of sequences that exist,
+    that are lost since the process before, and that ended with their scheduler or session; of cached blocks, pins
+    and live steps."""
 
     namespaces: dict[int, SessionNamespace]
     num_sequences: int

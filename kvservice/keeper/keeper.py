@@ -23,9 +23,9 @@ from kvservice.keeper.upgrade import Report, Upgrade, Upgraded, UpgradePhase
 
 # Exit statuses of the daemon. After a device fault the content of the pool is lost.
 DEVICE_FAULT = 70
-# With these the daemon refuses its command line or its configuration, as it would again.
+# The daemon exits with these if it refuses its command line or its configuration, as it would again.
 NEVER_RESTARTED = (2, 78)
-# How much longer than its own limit a draining daemon may take before it is killed.
+# The time that a draining daemon may take beyond its own limit before it is killed.
 DRAIN_MARGIN_S = 10.0
 # The time until the next attempt to start a process for which there was no memory.
 RETRY_S = 1.0
@@ -33,7 +33,7 @@ MAX_VERSION_CHARACTERS = 64
 
 
 class ChildProcesses(Protocol):
-    """What the keeper needs of `kvservice.keeper.processes.Processes`."""
+    """The interface of `kvservice.keeper.processes.Processes` to the keeper."""
 
     def start(
         self,
@@ -80,7 +80,7 @@ class Keeper:
         self._num_starts = 0
         self._has_served = False
         self._stopping = False
-        # How and when the last process that served ended.
+        # The end of the last process that served: how and when it was.
         self._ended: dict[str, str] = {}
         self.exit_status: int | None = None
 

@@ -18,7 +18,7 @@ FIRST_DESCRIPTOR = 3
 # Limits of systemd on one message and on the name of a descriptor.
 MAX_MESSAGE_BYTES = 4096
 MAX_NAME_CHARACTERS = 255
-# How long a message may wait for a manager that is busy.
+# The time that a message may wait for a manager that is busy.
 SEND_S = 10.0
 
 READY = "READY=1"

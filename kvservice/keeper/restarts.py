@@ -1,4 +1,4 @@
-"""How a process ended, and whether and when the next one starts."""
+"""Ends of processes, and whether and when the next one starts."""
 
 from __future__ import annotations
 

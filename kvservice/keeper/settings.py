@@ -1,4 +1,4 @@
-"""What `kvservice serve` passes to the keeper, which it executes in its own place."""
+"""The settings that `kvservice serve` passes to the keeper, which it executes in its own place."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeAlias
 
-# What a client of the control socket is told, as a JSON object.
+# A function that sends an answer, a JSON object, to a client of the control socket.
 Report: TypeAlias = Callable[[dict[str, Any]], None]
 
 # The limit on the time that the new process needs to import its modules and to check the state.
@@ -41,7 +41,7 @@ class Upgrade:
         self.phase = UpgradePhase.PREPARING
         self.deadline: float | None = now + PREPARE_S
         self.refusal = ""
-        # How the old process ended, if it was not in order.
+        # The end of the old process, if it was not in order.
         self.disorder = ""
         self._report = report
         self._drained_from: float | None = None

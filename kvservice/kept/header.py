@@ -13,7 +13,7 @@ import numpy as np
 
 from kvservice.kept.errors import KeptStateError
 
-# To be increased by every change of the meaning of any kept bytes.
+# The version increases with every change of the meaning of any kept bytes.
 STATE_VERSION: Final = 1
 _MAGIC: Final = int.from_bytes(b"KVSTATE\0", "little")
 _NUM_BYTES: Final = 64 << 10

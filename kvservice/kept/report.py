@@ -1,4 +1,4 @@
-"""What a start of the daemon found of the process before: for the log, the page, `top` and the metrics."""
+"""The report of a start: what it found of the process before, for the log, the page, `top` and the metrics."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FAULT_STATUS: Final = "status 70"
 
 @dataclass(frozen=True, slots=True)
 class KeptCounts:
-    """What a take-over found whole. Pins are blocks under a pin, store blocks are values of the block store."""
+    """Numbers of what a take-over found whole. Pins are blocks under a pin, store blocks are values of the store."""
 
     sessions: int = 0
     sequences: int = 0
@@ -37,7 +37,7 @@ class KeptCounts:
 
 @dataclass(frozen=True, slots=True)
 class LostCounts:
-    """What a take-over found torn, or what cannot be kept."""
+    """Numbers of what a take-over found torn, or of what cannot be kept."""
 
     sequences: int = 0
     steps: int = 0
@@ -62,7 +62,7 @@ class RestartTotals:
 
 @dataclass(frozen=True, slots=True)
 class RestartReport:
-    """How this process of the daemon began.
+    """The beginning of this process of the daemon.
 
     `is_kept`: whether a keeper or systemd keeps the memory. `ended`: how the process before ended ("signal 9",
     "status 1", "upgrade"), empty if that is unknown or this is the first process. `reason`: why the state was refused.

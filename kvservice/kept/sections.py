@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class Section(IntEnum):
-    """What a section holds, by which key."""
+    """The sections, each with its content and its keys."""
 
     SESSIONS = 1
     """Sessions by their row number."""

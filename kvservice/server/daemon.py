@@ -67,7 +67,7 @@ logger = logging.getLogger(__name__)
 
 EXIT_FAULT = 70
 EXIT_REFUSED = 1
-# How long a daemon that hands over waits for the next layer of a step.
+# The time that a daemon which hands over waits for the next layer of a step.
 HAND_OVER_STALL_S: Final = 0.25
 # Variables in which the keeper says how often it has restarted the daemon, and when the process before ended, in
 # seconds of the monotonic clock.

@@ -29,7 +29,7 @@ _LAST_ID: Final = -1
 
 @dataclass(frozen=True)
 class SessionRecord:
-    """What a later process needs to resume a session, besides its row, its replies and its sequences.
+    """The values that a later process needs to resume a session, besides its row, its replies and its sequences.
 
     `credential` is Identity.credential. `waits_until` is the time when the session is lost if no stream attaches to it
     until then, in seconds of the machine's monotonic clock; it is None while a stream holds the session.

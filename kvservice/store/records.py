@@ -1,4 +1,4 @@
-"""What outlives the daemon's process beside the index: namespaces, and what sessions have in the store.
+"""Records that outlive the daemon's process beside the index: namespaces, and what sessions have in the store.
 
 A record is there whole or not at all. It is written after the index has reserved or leased the blocks, and removed
 before the index frees them, so the blocks of a record are always those that it means.

@@ -1,4 +1,4 @@
-"""What sessions had in the store when the daemon's process before this one ended."""
+"""Recovery of what sessions had in the store when the daemon's process before this one ended."""
 
 from __future__ import annotations
 

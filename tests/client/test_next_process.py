@@ -1,4 +1,4 @@
-"""What a session opens again when another process of the daemon has taken it over: after an upgrade, its steps go on.
+"""A session opens its memory again when another process has taken it over; after an upgrade, its steps go on.
 
 The daemon of these tests stays the same; the client is told that it was another process that attached the session.
 """

@@ -40,7 +40,7 @@ class FakeStandby:
 
 @pytest.fixture
 def held() -> Iterator[HeldFiles]:
-    """What the keeper holds of a running process."""
+    """Return the descriptors that the keeper holds of a running process."""
     held, clock = HeldFiles(), ManualClock()
 
     async def begin() -> Life:

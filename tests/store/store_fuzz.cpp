@@ -95,7 +95,7 @@ class Memory {
   std::unique_ptr<char, decltype(&std::free)> data_;
 };
 
-// What is left of a process that was killed.
+// The memory that is left of a process that was killed.
 struct Remains {
   Memory shared{kStoreBytes}, kept{StoreIndex::kept_bytes(kStoreBytes, kSlabBytes)};
 };

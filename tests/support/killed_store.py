@@ -83,7 +83,7 @@ class KilledIndex:
 
 
 class Host:
-    """What outlives the processes: memory, records, the clock, and the processes of clients."""
+    """The things that outlive the processes: memory, records, the clock, and the processes of clients."""
 
     def __init__(self, num_slabs: int) -> None:
         self.num_bytes = num_slabs * SLAB_BYTES

@@ -1,4 +1,4 @@
-"""What systemd does for a unit with FileDescriptorStoreMax: it starts the daemon with the descriptors that it keeps."""
+"""A stand-in for systemd with FileDescriptorStoreMax: it starts the daemon with the descriptors that it keeps."""
 
 from __future__ import annotations
 
