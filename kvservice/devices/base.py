@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,10 @@ from kvservice.pool.sealed import SealedMemory
 Array = npt.NDArray[Any]
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
+UInt64 = npt.NDArray[np.uint64]
+Bools = npt.NDArray[np.bool_]
+# The pool that attention reads, and the one of swapped-out sequences.
+PoolName: TypeAlias = Literal["pool", "swap"]
 
 
 class FinishedSteps(Protocol):
@@ -131,6 +135,21 @@ class Device(Protocol):
 
     def swap_in(self, src_ids: Int32, dst_ids: Int32) -> None:
         """Copy blocks of the swap tier to blocks of the pool."""
+
+    # Copies between a pool and other host memory. They see the effects of all operations that were submitted before.
+    # Until the result is there, the caller keeps the memory mapped, does not let anything write the blocks that are
+    # saved, and does not let anything use the blocks that are loaded. Cancelling the caller does not cancel the copy.
+
+    def save_blocks(self, block_ids: Int32, addresses: UInt64, pool: PoolName = "pool", /) -> Awaitable[UInt64]:
+        """Copy blocks int32[n] to host memory, block i to `addresses[i]`, uint64[n]. The result is the checksum of each
+        block (csrc/store/checksum.h), uint64[n]."""
+
+    def load_blocks(
+        self, addresses: UInt64, block_ids: Int32, checksums: UInt64, pool: PoolName = "pool", /
+    ) -> Awaitable[Bools]:
+        """Copy blocks from host memory, from `addresses[i]` uint64[n] to the distinct block i of int32[n]. The result,
+        bool[n], says which of them have the checksum in `checksums`, uint64[n]. The content of the others is undefined.
+        The blocks count as unfinished until the copy is complete."""
 
     def attend(
         self,

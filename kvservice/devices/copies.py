@@ -31,10 +31,13 @@ class Tier:
     """The blocks of a tier at an address. For each block it has the numbers of the last copy that read or wrote it, and
     of the last copy that wrote it."""
 
-    def __init__(self, pointer: int, num_blocks: int, unfinished: UnfinishedBlocks) -> None:
+    def __init__(
+        self, pointer: int, num_blocks: int, unfinished: UnfinishedBlocks, *, in_host_memory: bool = False
+    ) -> None:
         self.pointer = pointer
         self.num_blocks = num_blocks
         self.unfinished = unfinished
+        self.in_host_memory = in_host_memory
         self.last_touch = np.zeros(num_blocks, np.int64)
         self.last_write = np.zeros(num_blocks, np.int64)
 
@@ -105,6 +108,12 @@ class Copies:
         source.last_touch[src_ids] = self._newest
         target.last_touch[dst_ids] = target.last_write[dst_ids] = self._newest
         self._completions.after(stream, partial(target.unfinished.end, dst_ids))
+
+    def let_wait(self, stream: _cuda.Stream, tier: Tier, blocks: Int32, *, writes: bool) -> None:
+        """Let a stream that reads or writes blocks of a tier wait for all work on the compute stream and for in-flight
+        copies."""
+        self._wait_for_compute(stream)
+        self._wait(stream, self._in_flight((tier.last_touch if writes else tier.last_write)[blocks]))
 
     def _event(self) -> _cuda.Event:
         return self._spare.pop() if self._spare else self._cuda.Event(self._device, True)

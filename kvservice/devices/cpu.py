@@ -13,8 +13,19 @@ from kvservice import _ext, ops
 from kvservice.attention_options import AttentionOptions
 from kvservice.blocks import StepPlan
 from kvservice.config import ServeConfig
-from kvservice.devices.base import Array, CudaRegion, Int32, Int64, LaneSession, PoolDescriptor
+from kvservice.devices.base import (
+    Array,
+    Bools,
+    CudaRegion,
+    Int32,
+    Int64,
+    LaneSession,
+    PoolDescriptor,
+    PoolName,
+    UInt64,
+)
 from kvservice.devices.bytequeue import ByteQueue
+from kvservice.devices.host_copies import CpuHostCopies, HostPool
 from kvservice.devices.unfinished import UnfinishedBlocks
 from kvservice.errors import InvalidArgumentError, RegionsNotAllowedError
 from kvservice.kept import KeptState
@@ -56,6 +67,11 @@ class CpuDevice:
         self.memory_bytes = {"pool": self.pool.num_bytes, "swap": self.swap_pool.num_bytes}
         self.swap_busy_s = {"out": 0.0, "in": 0.0}
         self._queue = ByteQueue(kept.mark_faulted)
+        self._pools: dict[PoolName, HostPool] = {
+            "pool": HostPool(self.pool.blocks.ctypes.data, self._unfinished),
+            "swap": HostPool(self.swap_pool.blocks.ctypes.data, self._unfinished_swap),
+        }
+        self._host_copies = CpuHostCopies(self._queue, self.layout.block_bytes, config.store_copy_threads)
         self._batch_invariant = config.batch_invariant
         self._lanes = _ext.CpuLaneExecutor(self.pool.blocks, self.layout.head_size, config.batch_invariant)
         self._lane_spin_us = config.lane_spin_us
@@ -98,6 +114,14 @@ class CpuDevice:
                 ops.copy_blocks(self.swap_pool.blocks, self.pool.blocks, src_ids, dst_ids)
 
         self._post(work, self._unfinished, dst_ids)
+
+    def save_blocks(self, block_ids: Int32, addresses: UInt64, pool: PoolName = "pool") -> Awaitable[UInt64]:
+        return self._host_copies.save(self._pools[pool], block_ids, addresses)
+
+    def load_blocks(
+        self, addresses: UInt64, block_ids: Int32, checksums: UInt64, pool: PoolName = "pool"
+    ) -> Awaitable[Bools]:
+        return self._host_copies.load(self._pools[pool], addresses, block_ids, checksums)
 
     @contextlib.contextmanager
     def _timed(self, direction: str) -> Iterator[None]:
@@ -197,6 +221,7 @@ class CpuDevice:
 
     def close(self) -> None:
         self._queue.close()
+        self._host_copies.close()
 
 
 def _counted(work: Callable[[], T], unfinished: UnfinishedBlocks, blocks: Array) -> Callable[[], T]:

@@ -17,6 +17,7 @@ from kvservice.devices import sizing
 from kvservice.devices.arena import Arena, StagingBuffer, aligned, offsets_of
 from kvservice.devices.base import (
     Array,
+    Bools,
     CudaRegion,
     FinishedSteps,
     Int32,
@@ -24,9 +25,12 @@ from kvservice.devices.base import (
     LaneServer,
     LaneSession,
     PoolDescriptor,
+    PoolName,
+    UInt64,
 )
 from kvservice.devices.compute import Compute, ComputeCall
 from kvservice.devices.copies import Copies, Tier
+from kvservice.devices.cuda_host_copies import CudaHostCopies
 from kvservice.devices.cuda_lanes import CudaLanes, CudaLaneSession
 from kvservice.devices.cuda_pool import open_pool
 from kvservice.devices.kernels import CudaPoolKernels
@@ -115,9 +119,10 @@ class CudaDevice:
         unfinished = UnfinishedBlocks(kept.arrays, "unfinished_device", self.num_blocks)
         pool = Tier(self.pool.pointer, self.num_blocks, unfinished)
         unfinished = UnfinishedBlocks(kept.arrays, "unfinished_swap", self.num_swap_blocks)
-        swap = Tier(self.swap_pool.blocks.ctypes.data, self.num_swap_blocks, unfinished)
+        swap = Tier(self.swap_pool.blocks.ctypes.data, self.num_swap_blocks, unfinished, in_host_memory=True)
         block_bytes, fail = self.layout.block_bytes, compute.queue.fail
         compute.copies = Copies(cuda, self._number, compute.stream, pool, swap, block_bytes, fail)
+        self._host_copies = CudaHostCopies(cuda, self._number, compute, block_bytes, config.store_copy_threads)
         self._kernels = CudaPoolKernels(
             cuda, config, compute.stream.handle, self.pool.pointer, self.num_blocks, self._scales
         )
@@ -157,6 +162,17 @@ class CudaDevice:
     def swap_in(self, src_ids: Int32, dst_ids: Int32) -> None:
         copies = self._compute.copies
         self._compute.post(copies.swap_in, copies.pool, src_ids, dst_ids)
+
+    def save_blocks(self, block_ids: Int32, addresses: UInt64, pool: PoolName = "pool") -> Awaitable[UInt64]:
+        return self._host_copies.save(self._tier(pool), block_ids, addresses)
+
+    def load_blocks(
+        self, addresses: UInt64, block_ids: Int32, checksums: UInt64, pool: PoolName = "pool"
+    ) -> Awaitable[Bools]:
+        return self._host_copies.load(self._tier(pool), addresses, block_ids, checksums)
+
+    def _tier(self, pool: PoolName) -> Tier:
+        return self._compute.copies.pool if pool == "pool" else self._compute.copies.swap
 
     def attend(
         self,
@@ -312,6 +328,7 @@ class CudaDevice:
 
     def close(self) -> None:
         self._compute.close()
+        self._host_copies.close()
         if self.fault is not None:
             return  # a faulted device accepts no calls, and the process exits
         self._lanes = None
