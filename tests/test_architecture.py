@@ -72,8 +72,8 @@ ROOMS: dict[str, set[str]] = {
     # Arrays in memory files, which the daemon uses not only for the observer.
     "telemetry.arrays": {"pool.available"},
     # Data that daemon and observer share.
-    "telemetry": {"blocks", "kept.report", "pool.available", "scheduler", "store", "telemetry.arrays"},
-    "metrics": {"blocks", "kept.report", "scheduler", "telemetry"},
+    "telemetry": {"blocks", "kept.report", "pool.available", "scheduler", "store", "telemetry.arrays", "tiers"},
+    "metrics": {"blocks", "kept.report", "scheduler", "telemetry", "tiers"},
     "observer": {
         "auth",
         "errors",
@@ -81,8 +81,10 @@ ROOMS: dict[str, set[str]] = {
         "logs",
         "metrics",
         "scheduler",
+        "store",
         "telemetry",
         "telemetry.arrays",
+        "tiers",
         "v1",
     },
     "server": {
@@ -104,6 +106,7 @@ ROOMS: dict[str, set[str]] = {
         "store",
         "telemetry",
         "telemetry.arrays",
+        "tiers",
         "pool.available",
         "pool.sealed",
         "v1",

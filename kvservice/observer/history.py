@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from kvservice.scheduler.stats import BUCKETS_S as TOKEN_BUCKETS_S
 from kvservice.telemetry.calls import BUCKETS_S, Key
 from kvservice.telemetry.reading import IntArray, Reading
 from kvservice.telemetry.scheduling import BETWEEN_TOKENS, FIRST_TOKEN
+from kvservice.tiers.protocol import TierStats
 
 SAMPLES = 600
 # Rates and quantiles are over this many samples.
@@ -80,6 +81,21 @@ class History:
             quantiles = _quantiles(recent[row], TOKEN_BUCKETS_S)
             rates |= {f"{name}_{quantile}": value for quantile, value in quantiles.items()}
         return rates
+
+    def store(self) -> dict[str, float]:
+        """Return the rates of `StoreSnapshot`."""
+        first, last = self._window[0], self._window[-1]
+        before, now = _store_flow(first), _store_flow(last)
+        return _flow_rates(before, now, _seconds(first, last))
+
+    def tiers(self) -> dict[str, dict[str, float]]:
+        """Return the rates of `TierSnapshot` for each tier of the latest reading, by name."""
+        first, last = self._window[0], self._window[-1]
+        before, seconds = {tier.name: tier for tier in first.tiers}, _seconds(first, last)
+        return {
+            tier.name: _flow_rates(_tier_flow(before.get(tier.name, tier)), _tier_flow(tier), seconds)
+            for tier in last.tiers
+        }
 
     def calls(self) -> list[dict[str, Any]]:
         """Return the fields of `CallSnapshot` for each method that was called."""
@@ -173,6 +189,33 @@ def _growth(first: Reading, last: Reading, seconds: float) -> dict[str, float]:
     before = first.blocks._asdict() | first.server._asdict()
     now = last.blocks._asdict() | last.server._asdict()
     return {name: (now[name] - before[name]) / seconds for name in now}
+
+
+class _Flow(NamedTuple):
+    """Counters of a tier: bytes that went up into faster memory, bytes that came down, hits and misses of lookups."""
+
+    up_bytes: int
+    down_bytes: int
+    hits: int
+    misses: int
+
+
+def _store_flow(reading: Reading) -> _Flow:
+    models = reading.store_models.values()
+    sums = (sum(getattr(model, name) for model in models) for name in ("read_bytes", "stored_bytes", "hits", "misses"))
+    return _Flow(*sums)
+
+
+def _tier_flow(tier: TierStats) -> _Flow:
+    return _Flow(tier.read_bytes, tier.written_bytes, tier.hits, tier.misses)
+
+
+def _flow_rates(before: _Flow, now: _Flow, seconds: float) -> dict[str, float]:
+    """Return bytes per second in both directions, and the hit share unless there were no lookups."""
+    grown = _Flow(*map(operator.sub, now, before))
+    rates = {"up_bytes_per_s": grown.up_bytes / seconds, "down_bytes_per_s": grown.down_bytes / seconds}
+    lookups = grown.hits + grown.misses
+    return rates | ({"hit_share": grown.hits / lookups} if lookups else {})
 
 
 def _quantiles(counts: IntArray, bounds_s: Sequence[float] = BUCKETS_S) -> Mapping[str, float]:

@@ -29,6 +29,7 @@ from kvservice.metrics.pool import pool_metrics
 from kvservice.metrics.restarts import restart_metrics
 from kvservice.metrics.scheduling import scheduler_metrics
 from kvservice.metrics.store import store_metrics
+from kvservice.metrics.tiers import tier_metrics
 from kvservice.observer.access import Refusals
 from kvservice.observer.connections import Connections, HttpLimits
 from kvservice.observer.history import History
@@ -140,6 +141,7 @@ class Observer:
         yield from holder_metrics(reading, configuration["max_labels"], info["max_sessions"], info["max_sequences"])
         yield from scheduler_metrics(reading)
         yield from store_metrics(reading)
+        yield from tier_metrics(reading)
         yield from access_metrics(reading.server, self._refusals.counts, configuration["max_connections"])
         yield from call_metrics(reading, self._reader.call_keys, configuration["lane_buckets_s"])
         yield event_loop_metric(self._loop_counts, self._loop_seconds)

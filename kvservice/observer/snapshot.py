@@ -10,13 +10,14 @@ import numpy as np
 
 from kvservice.kept.report import RestartReport
 from kvservice.observer.history import History
+from kvservice.store.figures import ModelFigures
 from kvservice.telemetry.reading import Reader, Reading, SequenceRows, SessionReading
 from kvservice.v1 import inspect_pb2
 
 # The fields of `PoolSnapshot` have the names of `BlocksStats` and `ServerStats`.
 _POOL = tuple(inspect_pb2.PoolSnapshot.DESCRIPTOR.fields_by_name)
-# The fields of `StoreSnapshot`, except the size, have the names of `ModelFigures`.
-_STORE = tuple(name for name in inspect_pb2.StoreSnapshot.DESCRIPTOR.fields_by_name if name != "num_bytes")
+# These fields of `StoreSnapshot` have the names of `ModelFigures`.
+_STORE = tuple(name for name in inspect_pb2.StoreSnapshot.DESCRIPTOR.fields_by_name if name in ModelFigures._fields)
 
 
 def take_snapshot(
@@ -40,8 +41,9 @@ def take_snapshot(
             "num_sessions": len(sessions),
             "num_sequences": num_sequences,
             "restart": _restart(reader.restart),
+            "tiers": _tiers(latest, history),
         }
-        | _store(latest)
+        | _store(latest, history)
         | _scheduling(latest, history)
     )
 
@@ -59,13 +61,18 @@ def _restart(report: RestartReport) -> dict[str, Any]:
     return {name: value for name, value in report.to_json().items() if name != "totals"} | {"summary": report.summary}
 
 
-def _store(latest: Reading) -> dict[str, Any]:
+def _store(latest: Reading, history: History) -> dict[str, Any]:
     """Return the sums over all models, or nothing if the daemon has no store."""
     if not latest.store_bytes:
         return {}
     models = latest.store_models.values()
     sums = {name: sum(getattr(model, name) for model in models) for name in _STORE}
-    return {"store": {"num_bytes": latest.store_bytes} | sums}
+    return {"store": {"num_bytes": latest.store_bytes} | sums | history.store()}
+
+
+def _tiers(latest: Reading, history: History) -> list[dict[str, Any]]:
+    rates = history.tiers()
+    return [tier._asdict() | rates.get(tier.name, {}) for tier in latest.tiers]
 
 
 def _scheduling(latest: Reading, history: History) -> dict[str, Any]:

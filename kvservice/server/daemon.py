@@ -114,6 +114,7 @@ class KVServer:
             self.integrity,
             self._connections,
             blocks,
+            tuple,  # no tiers yet
             config,
         )
         store_bytes = 0 if self.store is None else self.store.memory.num_bytes

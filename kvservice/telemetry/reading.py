@@ -23,6 +23,8 @@ from kvservice.telemetry.daemon_stats import ServerStats
 from kvservice.telemetry.scheduling import SchedulerReading, read_schedulers
 from kvservice.telemetry.sessions import get_name
 from kvservice.telemetry.store import read_store
+from kvservice.telemetry.tiers import read_tiers
+from kvservice.tiers.protocol import TierStats
 
 # Retries for data that is being changed. A change takes microseconds unless the daemon is descheduled.
 _MAX_TRIES, _RETRY_S = 100, 0.001
@@ -72,7 +74,7 @@ class Reading:
 
     `call_counts` int64[rows, buckets + 1] and `call_seconds` float64[rows] come from `CallTable`, `age_counts` and
     `age_seconds` from `BlockAges`. `tenants` maps each tenant to its computed, queried and hit tokens since the start.
-    `store_bytes` is the size of the block store, 0 if there is none.
+    `store_bytes` is the size of the block store, 0 if there is none. `tiers` are those below it, fastest first.
     """
 
     time_s: float
@@ -88,6 +90,7 @@ class Reading:
     store_bytes: int
     store_models: dict[str, ModelFigures]
     schedulers: SchedulerReading
+    tiers: tuple[TierStats, ...] = ()
 
 
 class Reader:
@@ -120,6 +123,7 @@ class Reader:
             tenants,
             *read_store(arrays),
             schedulers,
+            read_tiers(arrays),
         )
 
     def sequences(self) -> SequenceRows:

@@ -18,6 +18,8 @@ from kvservice.store.index import KEY_BYTES
 from kvservice.store.namespaces import NamespaceIdentity
 
 DIGEST_BYTES = 16
+# The states of a tier; see TierStats.
+STATES = ("open", "opening", "suspended", "failed")
 
 
 @dataclass(frozen=True)

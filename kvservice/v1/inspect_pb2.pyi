@@ -17,7 +17,7 @@ class GetSnapshotRequest(_message.Message):
     def __init__(self, max_sessions: _Optional[int] = ..., max_sequences: _Optional[int] = ..., search: _Optional[str] = ...) -> None: ...
 
 class Snapshot(_message.Message):
-    __slots__ = ("time_s", "uptime_s", "pool", "rates", "calls", "sessions", "sequences", "num_sessions", "num_sequences", "store", "scheduling", "restart")
+    __slots__ = ("time_s", "uptime_s", "pool", "rates", "calls", "sessions", "sequences", "num_sessions", "num_sequences", "store", "scheduling", "restart", "tiers")
     TIME_S_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +30,7 @@ class Snapshot(_message.Message):
     STORE_FIELD_NUMBER: _ClassVar[int]
     SCHEDULING_FIELD_NUMBER: _ClassVar[int]
     RESTART_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
     time_s: float
     uptime_s: float
     pool: PoolSnapshot
@@ -42,7 +43,8 @@ class Snapshot(_message.Message):
     store: StoreSnapshot
     scheduling: SchedulingSnapshot
     restart: RestartSnapshot
-    def __init__(self, time_s: _Optional[float] = ..., uptime_s: _Optional[float] = ..., pool: _Optional[_Union[PoolSnapshot, _Mapping]] = ..., rates: _Optional[_Union[Rates, _Mapping]] = ..., calls: _Optional[_Iterable[_Union[CallSnapshot, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionSnapshot, _Mapping]]] = ..., sequences: _Optional[_Iterable[_Union[SequenceSnapshot, _Mapping]]] = ..., num_sessions: _Optional[int] = ..., num_sequences: _Optional[int] = ..., store: _Optional[_Union[StoreSnapshot, _Mapping]] = ..., scheduling: _Optional[_Union[SchedulingSnapshot, _Mapping]] = ..., restart: _Optional[_Union[RestartSnapshot, _Mapping]] = ...) -> None: ...
+    tiers: _containers.RepeatedCompositeFieldContainer[TierSnapshot]
+    def __init__(self, time_s: _Optional[float] = ..., uptime_s: _Optional[float] = ..., pool: _Optional[_Union[PoolSnapshot, _Mapping]] = ..., rates: _Optional[_Union[Rates, _Mapping]] = ..., calls: _Optional[_Iterable[_Union[CallSnapshot, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionSnapshot, _Mapping]]] = ..., sequences: _Optional[_Iterable[_Union[SequenceSnapshot, _Mapping]]] = ..., num_sessions: _Optional[int] = ..., num_sequences: _Optional[int] = ..., store: _Optional[_Union[StoreSnapshot, _Mapping]] = ..., scheduling: _Optional[_Union[SchedulingSnapshot, _Mapping]] = ..., restart: _Optional[_Union[RestartSnapshot, _Mapping]] = ..., tiers: _Optional[_Iterable[_Union[TierSnapshot, _Mapping]]] = ...) -> None: ...
 
 class RestartSnapshot(_message.Message):
     __slots__ = ("outcome", "is_kept", "ended", "reason", "num_restarts", "down_s", "take_over_s", "kept", "lost", "summary")
@@ -95,7 +97,7 @@ class LostSnapshot(_message.Message):
     def __init__(self, sequences: _Optional[int] = ..., steps: _Optional[int] = ..., schedulers: _Optional[int] = ...) -> None: ...
 
 class StoreSnapshot(_message.Message):
-    __slots__ = ("num_bytes", "used_bytes", "blocks", "leased", "reserved", "hits", "misses", "quarantined")
+    __slots__ = ("num_bytes", "used_bytes", "blocks", "leased", "reserved", "hits", "misses", "quarantined", "up_bytes_per_s", "down_bytes_per_s", "hit_share")
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     USED_BYTES_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -104,6 +106,9 @@ class StoreSnapshot(_message.Message):
     HITS_FIELD_NUMBER: _ClassVar[int]
     MISSES_FIELD_NUMBER: _ClassVar[int]
     QUARANTINED_FIELD_NUMBER: _ClassVar[int]
+    UP_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    DOWN_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    HIT_SHARE_FIELD_NUMBER: _ClassVar[int]
     num_bytes: int
     used_bytes: int
     blocks: int
@@ -112,7 +117,66 @@ class StoreSnapshot(_message.Message):
     hits: int
     misses: int
     quarantined: int
-    def __init__(self, num_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., leased: _Optional[int] = ..., reserved: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., quarantined: _Optional[int] = ...) -> None: ...
+    up_bytes_per_s: float
+    down_bytes_per_s: float
+    hit_share: float
+    def __init__(self, num_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., leased: _Optional[int] = ..., reserved: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., quarantined: _Optional[int] = ..., up_bytes_per_s: _Optional[float] = ..., down_bytes_per_s: _Optional[float] = ..., hit_share: _Optional[float] = ...) -> None: ...
+
+class TierSnapshot(_message.Message):
+    __slots__ = ("name", "state", "num_values", "used_bytes", "capacity_bytes", "hits", "misses", "read_values", "read_bytes", "read_s", "written_values", "written_bytes", "write_s", "evicted", "removed", "refused", "dropped", "corrupt", "errors", "suspensions", "latency_s", "read_bytes_per_s", "write_bytes_per_s", "up_bytes_per_s", "down_bytes_per_s", "hit_share")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    NUM_VALUES_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    MISSES_FIELD_NUMBER: _ClassVar[int]
+    READ_VALUES_FIELD_NUMBER: _ClassVar[int]
+    READ_BYTES_FIELD_NUMBER: _ClassVar[int]
+    READ_S_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_VALUES_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WRITE_S_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
+    CORRUPT_FIELD_NUMBER: _ClassVar[int]
+    ERRORS_FIELD_NUMBER: _ClassVar[int]
+    SUSPENSIONS_FIELD_NUMBER: _ClassVar[int]
+    LATENCY_S_FIELD_NUMBER: _ClassVar[int]
+    READ_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    WRITE_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    UP_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    DOWN_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    HIT_SHARE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    state: str
+    num_values: int
+    used_bytes: int
+    capacity_bytes: int
+    hits: int
+    misses: int
+    read_values: int
+    read_bytes: int
+    read_s: float
+    written_values: int
+    written_bytes: int
+    write_s: float
+    evicted: int
+    removed: int
+    refused: int
+    dropped: int
+    corrupt: int
+    errors: int
+    suspensions: int
+    latency_s: float
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+    up_bytes_per_s: float
+    down_bytes_per_s: float
+    hit_share: float
+    def __init__(self, name: _Optional[str] = ..., state: _Optional[str] = ..., num_values: _Optional[int] = ..., used_bytes: _Optional[int] = ..., capacity_bytes: _Optional[int] = ..., hits: _Optional[int] = ..., misses: _Optional[int] = ..., read_values: _Optional[int] = ..., read_bytes: _Optional[int] = ..., read_s: _Optional[float] = ..., written_values: _Optional[int] = ..., written_bytes: _Optional[int] = ..., write_s: _Optional[float] = ..., evicted: _Optional[int] = ..., removed: _Optional[int] = ..., refused: _Optional[int] = ..., dropped: _Optional[int] = ..., corrupt: _Optional[int] = ..., errors: _Optional[int] = ..., suspensions: _Optional[int] = ..., latency_s: _Optional[float] = ..., read_bytes_per_s: _Optional[float] = ..., write_bytes_per_s: _Optional[float] = ..., up_bytes_per_s: _Optional[float] = ..., down_bytes_per_s: _Optional[float] = ..., hit_share: _Optional[float] = ...) -> None: ...
 
 class SchedulingSnapshot(_message.Message):
     __slots__ = ("totals", "generated_tokens_per_s", "finished_per_s", "preemptions_per_s", "recomputed_tokens_per_s", "accepted_share", "first_token_p50_s", "first_token_p99_s", "between_tokens_p50_s", "between_tokens_p99_s")

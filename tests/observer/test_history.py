@@ -11,9 +11,11 @@ from no_schedulers import NO_SCHEDULERS
 from kvservice.blocks import BlocksStats
 from kvservice.observer.history import SAMPLES, WINDOW, History, quantile
 from kvservice.scheduler import SchedulerFigures
+from kvservice.store.figures import ModelFigures
 from kvservice.telemetry.calls import BUCKETS_S, WIDTH, keys
 from kvservice.telemetry.daemon_stats import ServerStats
 from kvservice.telemetry.reading import Reading
+from kvservice.tiers import TierStats
 from kvservice.v1 import inspect_pb2
 
 METHODS = ["append", "free", "fork"]
@@ -146,3 +148,26 @@ def test_samples_are_columns_of_equal_length_and_bounded() -> None:
     assert len(fork) == SAMPLES
     assert fork[0] is None
     assert fork[-1] == pytest.approx(49.5e-6)
+
+
+def stored(time_s: float, *tiers: TierStats, **figures: int) -> Reading:
+    models = {"a": ModelFigures(**figures), "b": ModelFigures(**figures)}
+    return dataclasses.replace(reading(time_s), tiers=tiers, store_models=models)
+
+
+def test_rates_of_the_store_and_of_tiers_are_over_the_window() -> None:
+    history = History(KEYS, block_bytes=100)
+    disk = TierStats("disk", hits=10, misses=10, read_bytes=1000, written_bytes=5000)
+    history.add(stored(0.0, disk, stored_bytes=50, hits=4), 0.0)
+    none = {"up_bytes_per_s": 0.0, "down_bytes_per_s": 0.0}
+    assert (history.store(), history.tiers()) == (none, {"disk": none})
+    disk = disk._replace(hits=19, misses=11, read_bytes=1800, written_bytes=5400)
+    history.add(stored(2.0, disk, TierStats("mooncake", hits=5), stored_bytes=70, read_bytes=10, hits=5, misses=3), 2.0)
+    assert history.store() == {"up_bytes_per_s": 10.0, "down_bytes_per_s": 20.0, "hit_share": 0.25}
+    assert history.tiers() == {
+        "disk": {"up_bytes_per_s": 400.0, "down_bytes_per_s": 200.0, "hit_share": 0.9},
+        "mooncake": none,
+    }
+    for second in range(3, 3 + WINDOW):
+        history.add(stored(second, disk), second)
+    assert history.tiers() == {"disk": none}, "the window has moved on"

@@ -24,6 +24,7 @@ from kvservice.store.figures import ModelFigures
 from kvservice.telemetry.daemon_stats import ServerStats
 from kvservice.telemetry.reading import Reading
 from kvservice.telemetry.sessions import ATTACHED, LANE, REGION_BYTES, REGIONS
+from kvservice.tiers import TierStats
 from kvservice.v1 import inspect_pb2
 
 POOL_FIELDS = [field.name for field in inspect_pb2.PoolSnapshot.DESCRIPTOR.fields]
@@ -36,8 +37,26 @@ def test_the_store_is_summed_up_over_its_models() -> None:
     latest = dataclasses.replace(pool.history.latest, store_bytes=4096, store_models={"a": one, "b": one})
     found = take_snapshot(pool.reader, pool.history, latest, 0, 0, "")
     expected = {"blocks": 6, "leased": 4, "reserved": 2, "used_bytes": 200, "hits": 14, "misses": 10, "quarantined": 8}
-    assert found["store"] == expected | {"num_bytes": 4096}
+    rates = {"up_bytes_per_s": 0, "down_bytes_per_s": 0}
+    assert found["store"] == expected | {"num_bytes": 4096} | rates
     assert inspect_pb2.Snapshot(store=found["store"]).store.hits == 14
+
+
+def test_tiers_are_in_the_snapshot_with_their_rates() -> None:
+    assert snapshot_of(ObservedPool())["tiers"] == []
+    pool = ObservedPool()
+    disk = TierStats("disk", num_values=7, capacity_bytes=1 << 40, hits=3, misses=1, read_bytes=100, latency_s=0.5)
+    pool.tier_table.write([disk, TierStats("mooncake", "failed")])
+    pool.read()
+    disk = disk._replace(hits=6, misses=2, read_bytes=400, written_bytes=1000)
+    pool.tier_table.write([disk, TierStats("mooncake", "failed")])
+    pool.read()
+    found = snapshot_of(pool)
+    assert found["tiers"][0] == disk._asdict() | pool.history.tiers()["disk"]
+    first, second = inspect_pb2.Snapshot(**found).tiers
+    assert (first.name, first.state, first.capacity_bytes, first.hit_share) == ("disk", "open", 1 << 40, 0.75)
+    assert first.down_bytes_per_s > first.up_bytes_per_s > 0
+    assert (second.state, second.HasField("hit_share")) == ("failed", False)
 
 
 def test_schedulers_are_with_their_sessions_and_summed_up() -> None:

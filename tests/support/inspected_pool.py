@@ -108,6 +108,14 @@ def pool_in_use() -> inspect_pb2.Snapshot:
     return snapshot
 
 
+def add_tiers(snapshot: inspect_pb2.Snapshot) -> None:
+    """Add a disk in good health, and a distributed store that is suspended."""
+    disk = {"num_values": 600_000, "used_bytes": 1200 << 30, "capacity_bytes": 2000 << 30, "latency_s": 310e-6}
+    rates = {"up_bytes_per_s": 1 << 30, "down_bytes_per_s": 300 << 20, "hit_share": 0.634}
+    snapshot.tiers.add(name="disk", state="open", **disk, **rates)
+    snapshot.tiers.add(name="mooncake", state="suspended", used_bytes=7 << 20, num_values=7, errors=12, suspensions=3)
+
+
 def add_scheduler(snapshot: inspect_pb2.Snapshot) -> None:
     """Give the first session a scheduler."""
     figures = {"waiting": 70, "running": 25, "swapped": 4, "stalled": 3, "finished": 1234, "recomputed_tokens": 640}

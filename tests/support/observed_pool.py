@@ -24,6 +24,7 @@ from kvservice.telemetry.reading import Reader, Reading
 from kvservice.telemetry.scheduling import SchedulerTable
 from kvservice.telemetry.sessions import SessionRow, SessionTable
 from kvservice.telemetry.store import StoreTable
+from kvservice.telemetry.tiers import TierTable
 
 METHODS = ["allocate", "free"]
 MAX_SESSIONS, MAX_TENANTS = 5, 3
@@ -62,6 +63,7 @@ class ObservedPool:
         self.calls = CallTable(methods, shared.zeros)
         self.stats = DaemonStatsTable(2, shared.zeros)
         StoreTable(0, 1, shared.zeros)
+        self.tier_table = TierTable(shared.zeros)
         self.schedulers = Scheduler(self.manager)
         self.scheduler_table = SchedulerTable(MAX_SESSIONS, shared.zeros)
         self.sessions: list[OpenSession] = []

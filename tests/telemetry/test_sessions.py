@@ -15,6 +15,7 @@ from kvservice.telemetry.reading import Reader
 from kvservice.telemetry.scheduling import SchedulerTable
 from kvservice.telemetry.sessions import ATTACHED, LANE, REGION_BYTES, REGIONS, SessionTable
 from kvservice.telemetry.store import StoreTable
+from kvservice.telemetry.tiers import TierTable
 
 MAX_SESSIONS, MAX_TENANTS = 4, 2
 
@@ -35,6 +36,7 @@ class Both:
         }
         self.table = SessionTable(MAX_SESSIONS, MAX_TENANTS, self._zeros)
         StoreTable(0, 1, self._zeros)
+        TierTable(self._zeros)
         SchedulerTable(MAX_SESSIONS, self._zeros)
         self.reader = Reader(self.arrays, [], 0.0)
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from inspected_pool import Inspected, add_scheduler
+from inspected_pool import Inspected, add_scheduler, add_tiers
 
 from kvservice.errors import DrainingError, ObserverUnavailableError
 from kvservice.v1 import inspect_pb2
@@ -67,6 +67,27 @@ def test_tables_for_people(inspected: Inspected) -> None:
     assert "\x1b" not in done.stdout
     names = [line.split()[1] for line in done.stdout.splitlines() if line.split()[2:3] in (["acme"], ["zeta"], ["12"])]
     assert names == ["[red]evil�[2J", "batch", "chat"]
+
+
+def test_a_line_for_each_tier(inspected: Inspected) -> None:
+    assert "Disk" not in top("--once", "--address", inspected.address).stdout
+    add_tiers(inspected.snapshot)
+    done = top("--once", "--address", inspected.address)
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    at = next(number for number, line in enumerate(lines) if line.startswith("Disk"))
+    assert lines[at - 1].startswith("Store")
+    assert [line.rstrip() for line in lines[at : at + 2]] == [
+        "Disk 1.2 TiB of 2.0 TiB  open       values 600,000  found 63.4 %  up 1.0 GiB/s  down 300.0 MiB/s  "
+        "latency 310 µs  errors 0   suspensions 0",
+        "Mooncake 7.0 MiB         suspended  values 7        found -       up 0 B/s      down 0 B/s        "
+        "latency -       errors 12  suspensions 3",
+    ]
+    found = json.loads(top("--once", "--json", "--address", inspected.address).stdout)
+    assert [(tier["name"], tier["state"], tier["hit_share"]) for tier in found["tiers"]] == [
+        ("disk", "open", 0.634),
+        ("mooncake", "suspended", None),
+    ]
 
 
 def test_schedulers_for_people(inspected: Inspected) -> None:
