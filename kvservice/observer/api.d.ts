@@ -141,6 +141,28 @@ interface StoreFigures {
   hits: number;
   misses: number;
   quarantined: number;
+  up_bytes_per_s: number;
+  down_bytes_per_s: number;
+  /** Missing while no blocks are looked up. */
+  hit_share?: number;
+}
+
+/** A tier below the block store. */
+interface TierRow {
+  name: string;
+  state: "open" | "opening" | "suspended" | "failed";
+  num_values: number;
+  used_bytes: number;
+  /** 0 if it is not known. */
+  capacity_bytes: number;
+  corrupt: number;
+  errors: number;
+  /** 0 if it is not known. */
+  latency_s: number;
+  up_bytes_per_s: number;
+  down_bytes_per_s: number;
+  /** Missing while no values are looked up. */
+  hit_share?: number;
 }
 
 /** How the daemon's process began, and what it took over from the one before. */
@@ -168,6 +190,8 @@ interface Snapshot {
   /** Missing before the first request. */
   scheduling?: Scheduling;
   restart: Restart;
+  /** Fastest first. */
+  tiers: TierRow[];
 }
 
 /** One value per chart, null where there is none. */
@@ -184,6 +208,9 @@ interface Sample {
   between_tokens_s: number | null;
   /** By method. */
   p99_s: Record<string, number | null>;
+  /** By tier. */
+  up_bytes: Record<string, number>;
+  down_bytes: Record<string, number>;
 }
 
 /** Samples as columns, oldest first. */
@@ -199,6 +226,8 @@ interface Samples {
   first_token_s: (number | null)[];
   between_tokens_s: (number | null)[];
   p99_s: Record<string, (number | null)[]>;
+  up_bytes: Record<string, (number | null)[]>;
+  down_bytes: Record<string, (number | null)[]>;
 }
 
 interface Hello {

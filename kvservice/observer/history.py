@@ -90,12 +90,7 @@ class History:
 
     def tiers(self) -> dict[str, dict[str, float]]:
         """Return the rates of `TierSnapshot` for each tier of the latest reading, by name."""
-        first, last = self._window[0], self._window[-1]
-        before, seconds = {tier.name: tier for tier in first.tiers}, _seconds(first, last)
-        return {
-            tier.name: _flow_rates(_tier_flow(before.get(tier.name, tier)), _tier_flow(tier), seconds)
-            for tier in last.tiers
-        }
+        return _tier_rates(self._window[0], self._window[-1])
 
     def calls(self) -> list[dict[str, Any]]:
         """Return the fields of `CallSnapshot` for each method that was called."""
@@ -119,14 +114,16 @@ class History:
         return self._samples[-1] if self._samples else None
 
     def samples(self) -> dict[str, Any]:
-        """Return the samples as columns, oldest first. `p99_s` has the methods that were called."""
+        """Return the samples as columns, oldest first. `p99_s` has the methods that were called, `up_bytes` and
+        `down_bytes` have the tiers."""
         names = (
             "time_s", "usage", "hit_share", "computed_tokens", "swapped_out_bytes", "swapped_in_bytes",
             "waiting", "running", "first_token_s", "between_tokens_s",
         )  # fmt: skip
         columns: dict[str, Any] = {name: [sample[name] for sample in self._samples] for name in names}
-        methods = dict.fromkeys(method for sample in self._samples for method in sample["p99_s"])
-        columns["p99_s"] = {method: [sample["p99_s"].get(method) for sample in self._samples] for method in methods}
+        for name in ("p99_s", "up_bytes", "down_bytes"):
+            keys = dict.fromkeys(key for sample in self._samples for key in sample[name])
+            columns[name] = {key: [sample[name].get(key) for sample in self._samples] for key in keys}
         return columns
 
     def _sample(self, before: Reading, now: Reading, time_s: float) -> dict[str, Any]:
@@ -135,6 +132,7 @@ class History:
         blocks = now.blocks
         called = np.flatnonzero(recent.any(axis=1)).tolist()
         tokens = now.schedulers.token_counts - before.schedulers.token_counts
+        tiers = _tier_rates(before, now)
         return {
             "time_s": time_s,
             "usage": (blocks.active_blocks + blocks.shared_blocks) / blocks.num_blocks,
@@ -147,6 +145,8 @@ class History:
             "first_token_s": quantile(tokens[FIRST_TOKEN], 0.99, TOKEN_BUCKETS_S),
             "between_tokens_s": quantile(tokens[BETWEEN_TOKENS], 0.99, TOKEN_BUCKETS_S),
             "p99_s": {self._methods[i]: quantile(recent[i], 0.99) for i in called},
+            "up_bytes": {name: rates["up_bytes_per_s"] for name, rates in tiers.items()},
+            "down_bytes": {name: rates["down_bytes_per_s"] for name, rates in tiers.items()},
         }
 
     def _rates(self, first: Reading, last: Reading) -> dict[str, Any]:
@@ -208,6 +208,14 @@ def _store_flow(reading: Reading) -> _Flow:
 
 def _tier_flow(tier: TierStats) -> _Flow:
     return _Flow(tier.read_bytes, tier.written_bytes, tier.hits, tier.misses)
+
+
+def _tier_rates(first: Reading, last: Reading) -> dict[str, dict[str, float]]:
+    before, seconds = {tier.name: tier for tier in first.tiers}, _seconds(first, last)
+    return {
+        tier.name: _flow_rates(_tier_flow(before.get(tier.name, tier)), _tier_flow(tier), seconds)
+        for tier in last.tiers
+    }
 
 
 def _flow_rates(before: _Flow, now: _Flow, seconds: float) -> dict[str, float]:

@@ -131,8 +131,8 @@ def _tier(tier: TierSnapshot) -> Iterator[Text]:
     pairs = (
         ("values", fmt.count(tier.num_values)),
         ("found", fmt.share(tier.hit_share if tier.HasField("hit_share") else None)),
-        ("up", f"{fmt.size(tier.up_bytes_per_s)}/s"),
-        ("down", f"{fmt.size(tier.down_bytes_per_s)}/s"),
+        ("read", f"{fmt.size(tier.up_bytes_per_s)}/s"),
+        ("written", f"{fmt.size(tier.down_bytes_per_s)}/s"),
         ("latency", fmt.latency(tier.latency_s or None)),
     )
     for name, value in pairs:

@@ -139,15 +139,19 @@ def test_samples_are_columns_of_equal_length_and_bounded() -> None:
     history = History(KEYS, block_bytes=1)
     for second in range(SAMPLES + 50):
         call = {("fork", "OK", "unary"): {0: max(0, second - SAMPLES)}}
-        history.add(reading(second, call, active_blocks=4, shared_blocks=1), second)
+        now = reading(second, call, active_blocks=4, shared_blocks=1)
+        disk = TierStats("disk", read_bytes=7 * second, written_bytes=9 * second)
+        history.add(dataclasses.replace(now, tiers=(disk,) if second > SAMPLES else ()), second)
     samples = history.samples()
     assert samples["time_s"] == list(range(50, SAMPLES + 50))
     assert set(samples["usage"]) == {0.5}
-    assert [len(column) for name, column in samples.items() if name != "p99_s"] == [SAMPLES] * 10
+    assert [len(column) for column in samples.values() if isinstance(column, list)] == [SAMPLES] * 10
     (fork,) = samples["p99_s"].values()
     assert len(fork) == SAMPLES
     assert fork[0] is None
     assert fork[-1] == pytest.approx(49.5e-6)
+    assert (samples["up_bytes"]["disk"][-1], samples["down_bytes"]["disk"][-1]) == (7, 9)
+    assert samples["up_bytes"]["disk"].count(None) == SAMPLES - 49
 
 
 def stored(time_s: float, *tiers: TierStats, **figures: int) -> Reading:

@@ -331,6 +331,41 @@ def test_schedulers_are_shown_once_there_are_any(pool: PagePool, port: int, open
     page.wait(f"{lines} === 2")
 
 
+def test_tiers_are_shown_where_there_are_any(pool: PagePool, port: int, open_page: OpenPage) -> None:
+    page = open_page(port)
+    parts = "['#tiers', '#tier-charts'].map((id) => document.querySelector(id).hidden)"
+    assert page.js(parts) == [True, True]
+    pool.has_tiers = True
+    page.wait("document.querySelectorAll('#tiers tbody tr').length === 4")
+    assert page.js(parts) == [False, False]
+    dash = "\N{EN DASH}"
+    page.wait_for_text("#tiers", "120 MiB/s")
+    assert rows(page, "#tiers") == [
+        ["Pool", "open", "83.8%", "858 MiB of 1 GiB", "429", "66.7%", dash, dash, dash, dash],
+        ["Block store", "open", "93.8%", "60 GiB of 64 GiB", "30,000", "80%", "400 MiB/s", "160 MiB/s", dash, dash],
+        ["Disk", "open", "61.3%", "1.2 TiB of 1.95 TiB", "612,345", "75%", "120 MiB/s", "30 MiB/s", "310 µs", "0"],
+        ["Mooncake", "open", dash, "82 GiB", "41,000", "20%", "0 B/s", "0 B/s", "2.1 ms", "0"],
+    ]
+    widths = [track * share / 100 for track, share in ((140, 83.79), (140, 93.75), (140, 61.25), (140, 0))]
+    drawn = "[...document.querySelectorAll('#tiers .fill > span')].map((at) => at.getBoundingClientRect().width)"
+    assert page.js(drawn) == pytest.approx(widths, abs=0.1)
+    assert page.texts("#tier-charts h2") == ["Read from tiers per second", "Written to tiers per second"]
+    page.wait("document.querySelectorAll('#tier-charts path').length === 4")
+
+
+def test_a_tier_that_is_not_open_stands_out(pool: PagePool, port: int, open_page: OpenPage) -> None:
+    pool.has_tiers = True
+    page = open_page(port)
+    warn = f"rgb{page.colour('warn')}"
+    state = "getComputedStyle(document.querySelector('#tiers tbody tr:last-child td:nth-child(2)')).color"
+    faults = "getComputedStyle(document.querySelector('#tiers tbody tr:last-child td:last-child')).color"
+    assert warn not in (page.js(state), page.js(faults))
+    pool.mooncake_state = "suspended"
+    page.wait_for_text("#tiers tbody tr:last-child", "suspended")
+    assert [page.js(state), page.js(faults)] == [warn, warn]
+    assert rows(page, "#tiers")[-1][-1] == "12"
+
+
 def test_all_charts_show_the_time_below_the_pointer(port: int, open_page: OpenPage) -> None:
     page = open_page(port)
     assert page.js("document.querySelectorAll('.cross').length") == 0

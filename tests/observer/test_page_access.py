@@ -48,6 +48,7 @@ async def no_metrics() -> tuple[bytes, str]:
 def pool() -> PagePool:
     pool = PagePool(512, 128, 24)
     pool.schedule()
+    pool.has_tiers = True
     return pool
 
 
@@ -147,6 +148,7 @@ def test_the_keyboard_reaches_everything_once(port: int, open_page: OpenPage) ->
     assert stops.count("sequences button") == 27
     assert stops.count("sessions button") == 4
     assert [stop for stop in stops if stop.endswith("scroll")] == [
+        "tiers scroll",
         "sequences scroll",
         "sessions scroll",
         "schedulers scroll",
@@ -173,7 +175,7 @@ def test_a_screen_reader_finds_names_and_roles(port: int, open_page: OpenPage) -
     assert names["grid"] == ["Map of the pool", "Map of the swap tier", f"Block table of sequence {FIRST_SEQUENCE}"]
     assert names["gridcell"][0].startswith("Block 0: ")
     assert names["searchbox"] == ["Find"]
-    assert names["table"] == ["Sequences", "Sessions", "Schedulers", "Calls"]
+    assert names["table"] == ["Tiers", "Sequences", "Sessions", "Schedulers", "Calls"]
     assert len(names["search"]) == 1
     assert [name.split(",")[0] for name in names["image"]] == page.texts(".chart h2")
     held = next(name for name in names["image"] if name.startswith("Pool held"))
@@ -181,7 +183,7 @@ def test_a_screen_reader_finds_names_and_roles(port: int, open_page: OpenPage) -
     assert 0 < float(least) <= float(now) <= float(most) < 100
     roles = [node["role"] for node in nodes]
     assert {"main", "banner", "status", "columnheader", "rowheader"} <= set(roles)
-    assert roles.count("columnheader") == 6 + 13 + 12 + 6
+    assert roles.count("columnheader") == 10 + 6 + 13 + 12 + 6
 
 
 def test_headings_and_ids(port: int, open_page: OpenPage) -> None:

@@ -136,7 +136,7 @@ def test_the_page_and_its_files(port: int) -> None:
     assert page.headers["content-type"] == "text/html; charset=utf-8"
     assert page.headers["cache-control"] == "no-store"
     files = re.findall(rb'(?:href|src)="(/static/[^"]+)"', page.body)
-    assert len(files) == 4
+    assert len(files) == 5
     types = {".js": "javascript", ".css": "text/css", ".svg": "image/svg+xml"}
     for file in map(bytes.decode, files):
         answer = request(port, file)

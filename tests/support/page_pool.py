@@ -20,11 +20,13 @@ from kvservice.observer.blocks import MAX_CELLS, STATES
 from kvservice.observer.history import SAMPLES
 from kvservice.scheduler import Report, Request, SchedulerConfig
 from kvservice.server.telemetry import configuration
+from kvservice.store.figures import ModelFigures
 from kvservice.telemetry.arrays import SharedArrays
 from kvservice.telemetry.calls import keys
 from kvservice.telemetry.daemon_stats import ServerStats
 from kvservice.telemetry.reading import Reading
 from kvservice.telemetry.sessions import ATTACHED
+from kvservice.tiers import TierStats
 
 BLOCK_SIZE = 16
 CALLED = ("allocate", "append", "decode", "extend", "free", "open_step", "swap_out", "write")
@@ -35,6 +37,7 @@ SESSION_NAMES = ("chat-eu", "chat-us", "batch", "")
 MOST_USED = 20_000
 AGE_S = 3 * 86400 + 5 * 3600 + 60.0  # "3 d 5 h", for almost an hour
 LANE_CALLS_PER_S = 52_300
+MIB, GIB = 1 << 20, 1 << 30
 
 
 def page_info(num_blocks: int, num_swap_blocks: int) -> dict[str, Any]:
@@ -73,6 +76,8 @@ class PagePool(ObservedPool):
         self._started_s = time.monotonic() - SAMPLES
         self._started_wall_s = time.time() - SAMPLES
         self.draining = False
+        self.has_tiers = False
+        self.mooncake_state = "open"
         self.num_readings = 0
         for index, name in enumerate(session_names):
             session = self.open(name, "acme" if index else "")
@@ -200,9 +205,29 @@ class PagePool(ObservedPool):
         self.stats.write(blocks, server, [0, 0])
         self.schedulers.latencies.first_token.observe(0.15, self._first_tokens_per_s)
         self.write_schedulers()
-        reading = dataclasses.replace(self.reader.read(), time_s=self._started_s + self._seconds)
+        reading = dataclasses.replace(self.reader.read(), time_s=self._started_s + self._seconds, **self._tiers())
         self.history.add(reading, self._started_wall_s + self._seconds)
         return reading
+
+    def _tiers(self) -> dict[str, Any]:
+        """The fields of a reading for a block store with a disk and a distributed store below it."""
+        if not self.has_tiers:
+            return {}
+        seconds = self._seconds
+        figures = ModelFigures(
+            blocks=30_000, used_bytes=60 * GIB, hits=80 * seconds, misses=20 * seconds, read_bytes=160 * MIB * seconds,
+            stored_bytes=400 * MIB * seconds,
+        )  # fmt: skip
+        disk = TierStats(
+            "disk", num_values=612_345, used_bytes=1225 * GIB, capacity_bytes=2000 * GIB, hits=15 * seconds,
+            misses=5 * seconds, read_bytes=30 * MIB * seconds, written_bytes=120 * MIB * seconds, latency_s=310e-6,
+        )  # fmt: skip
+        is_open = self.mooncake_state == "open"
+        mooncake = TierStats(
+            "mooncake", self.mooncake_state, num_values=41_000, used_bytes=82 * GIB,
+            hits=seconds if is_open else 0, misses=4 * seconds, latency_s=0.0021, errors=0 if is_open else 12,
+        )  # fmt: skip
+        return {"store_bytes": 64 * GIB, "store_models": {"m": figures}, "tiers": (disk, mooncake)}
 
     async def _read(self) -> Reading:
         self.num_readings += 1

@@ -78,9 +78,9 @@ def test_a_line_for_each_tier(inspected: Inspected) -> None:
     at = next(number for number, line in enumerate(lines) if line.startswith("Disk"))
     assert lines[at - 1].startswith("Store")
     assert [line.rstrip() for line in lines[at : at + 2]] == [
-        "Disk 1.2 TiB of 2.0 TiB  open       values 600,000  found 63.4 %  up 1.0 GiB/s  down 300.0 MiB/s  "
+        "Disk 1.2 TiB of 2.0 TiB  open       values 600,000  found 63.4 %  read 1.0 GiB/s  written 300.0 MiB/s  "
         "latency 310 µs  errors 0   suspensions 0",
-        "Mooncake 7.0 MiB         suspended  values 7        found -       up 0 B/s      down 0 B/s        "
+        "Mooncake 7.0 MiB         suspended  values 7        found -       read 0 B/s      written 0 B/s        "
         "latency -       errors 12  suspensions 3",
     ]
     found = json.loads(top("--once", "--json", "--address", inspected.address).stdout)

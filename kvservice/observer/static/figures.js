@@ -13,7 +13,7 @@ export class Figures {
    * @param {Snapshot} snapshot
    * @param {Pick<Info, "prefix_caching">} info
    */
-  frame({ pool, rates, store, scheduling }, info) {
+  frame({ pool, rates, store, scheduling, tiers }, info) {
     const held = (pool.active_blocks + pool.shared_blocks) / pool.num_blocks;
     const swapped = pool.swapped_sequences ? ` + ${format.count(pool.swapped_sequences)} swapped` : "";
     this.facts.show([
@@ -31,7 +31,7 @@ export class Figures {
       ["Out of blocks/s", format.compact(rates.out_of_blocks)],
       ["Lanes", format.count(pool.lanes)],
       ["Regions", pool.regions ? `${format.count(pool.regions)}, ${format.bytes(pool.region_bytes)}` : "0"],
-      ...(store ? [storeFigure(store)] : []),
+      ...(store && !tiers.length ? [storeFigure(store)] : []),
       ...(scheduling ? schedulingFigures(scheduling) : []),
     ]);
   }

@@ -18,7 +18,7 @@ import { stroke } from "./charts.js";
  */
 
 /** @template Item */
-class Table {
+export class Table {
   /** @type {WeakMap<Element, Item>} */
   #items = new WeakMap();
 
