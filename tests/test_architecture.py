@@ -39,7 +39,7 @@ ROOMS: dict[str, set[str]] = {
     # The bookkeeping of the block store: its events go to the journal of `blocks`.
     "store": {"blocks", "errors"},
     # Tiers below the block store. They read and write its memory.
-    "tiers": {"_ext", "store"},
+    "tiers": {"_ext", "logs", "store"},
     "ops": {"attention_options", "errors", "_cuda", "_ext", "pool.layout"},
     # Shapes, which both ends of the wire know. The rest of the package is for the daemon.
     "pool.layout": set(),

@@ -17,7 +17,7 @@ class Clock(Protocol):
     def time(self) -> float:
         """Return the time in seconds. It never goes back."""
 
-    def call_later(self, delay: float, callback: Callable[..., None], /, *args: Any) -> asyncio.TimerHandle:
+    def call_later(self, delay: float, callback: Callable[..., object], /, *args: Any) -> asyncio.TimerHandle:
         """Call `callback(*args)` after `delay` seconds, unless the handle is cancelled first."""
 
 
@@ -27,7 +27,7 @@ class SystemClock:
     def time(self) -> float:
         return time.monotonic()
 
-    def call_later(self, delay: float, callback: Callable[..., None], /, *args: Any) -> asyncio.TimerHandle:
+    def call_later(self, delay: float, callback: Callable[..., object], /, *args: Any) -> asyncio.TimerHandle:
         return asyncio.get_running_loop().call_later(delay, callback, *args)
 
 

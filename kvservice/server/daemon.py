@@ -90,6 +90,8 @@ class KVServer:
         self.core = core = open_core(config, files)
         self.device, self.engine, self.sessions, self.store = core.device, core.engine, core.sessions, core.store
         blocks = None if self.store is None else self.store.blocks
+        # The tiers below the block store, or None.
+        self.chain = None if self.store is None else self.store.chain
         arrays = core.kept.arrays
         self._tracer = _open_tracer(config)
         self.events = EventStreams(config, self.engine.journal)

@@ -18,6 +18,7 @@ from kvservice.pool.sealed import SealedMemory
 from kvservice.server import descriptors
 from kvservice.server.clock import Clock, SystemClock
 from kvservice.server.host_access import HostAccess
+from kvservice.server.server_tiers import open_chain
 from kvservice.server.store_copies import StoreCopies
 from kvservice.server.store_writers import StoreWriters
 from kvservice.store import (
@@ -29,6 +30,7 @@ from kvservice.store import (
     StoreSections,
     recover,
 )
+from kvservice.tiers import TierChain
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +60,8 @@ def store_config(config: ServeConfig) -> StoreConfig:
 
 @dataclass(frozen=True)
 class ServerStore:
-    """The store of a daemon. `shared` says how clients may map `memory`. The index is in `index_memory`."""
+    """The store of a daemon. `shared` says how clients may map `memory`. The index is in `index_memory`. `chain` has
+    the tiers below; None: there are none."""
 
     blocks: BlockStore
     memory: SealedMemory
@@ -66,6 +69,7 @@ class ServerStore:
     copies: StoreCopies
     writers: StoreWriters
     shared: str
+    chain: TierChain | None = None
 
     def recover(self, sessions: Mapping[int, SessionStore]) -> StoreRecovery:
         """Give the sessions of the process before, by id, what they had in the store. Called once, in the event loop,
@@ -120,7 +124,8 @@ def open_store(
     records = StoreRecords(_sections(kept))
     blocks = BlockStore(sizes, index, clock or SystemClock(), journal, records)
     copies = StoreCopies(memory.address, config.store_copy_threads)
-    return ServerStore(blocks, memory, index_memory, copies, StoreWriters(blocks), config.shares_store)
+    chain = open_chain(config, blocks, memory, clock)
+    return ServerStore(blocks, memory, index_memory, copies, StoreWriters(blocks), config.shares_store, chain)
 
 
 def _sections(kept: KeptState) -> StoreSections:

@@ -115,10 +115,14 @@ class BlockStore:
         """Return the number of leading keys found, and a bitmap."""
         num_leading, found = self._index.lookup(namespace.number, keys)
         if counted:
-            num_found = int.from_bytes(found, "little").bit_count()
-            namespace.counters.hits += num_found
-            namespace.counters.misses += len(keys) // KEY_BYTES - num_found
+            self.count_lookup(namespace, keys, found)
         return num_leading, found
+
+    def count_lookup(self, namespace: StoredNamespace, keys: bytes, found: bytes) -> None:
+        """Count a lookup whose result is this bitmap."""
+        num_found = int.from_bytes(found, "little").bit_count()
+        namespace.counters.hits += num_found
+        namespace.counters.misses += len(keys) // KEY_BYTES - num_found
 
     def acquire(
         self, namespace: StoredNamespace, keys: bytes, leading_only: bool = False, *, counted: bool = True
@@ -129,6 +133,10 @@ class BlockStore:
             namespace.counters.read += pinned.num_blocks
             namespace.counters.read_bytes += pinned.num_blocks * namespace.block_bytes
         return pinned
+
+    def hold(self, namespace: StoredNamespace, keys: bytes) -> Pinned:
+        """Pin the blocks that are there, until `release`, without a use."""
+        return Pinned(*self._index.acquire(namespace.number, keys, False))
 
     def lease(self, slots: bytes) -> None:
         """Pin blocks by slot, until `release`."""
@@ -149,17 +157,24 @@ class BlockStore:
         done = np.frombuffer(statuses, np.uint8) == DONE
         return Reserved(statuses, slots, offsets, chosen(keys, KEY_BYTES, done))
 
-    def commit(self, namespace: StoredNamespace, slots: bytes, keys: bytes, checksums: bytes) -> None:
+    def commit(
+        self, namespace: StoredNamespace, slots: bytes, keys: bytes, checksums: bytes, *, counted: bool = True
+    ) -> None:
         """Publish reserved blocks with these keys."""
         self._index.commit(slots, checksums)
-        num_blocks = len(keys) // KEY_BYTES
-        namespace.counters.stored += num_blocks
-        namespace.counters.stored_bytes += num_blocks * namespace.block_bytes
+        if counted:
+            num_blocks = len(keys) // KEY_BYTES
+            namespace.counters.stored += num_blocks
+            namespace.counters.stored_bytes += num_blocks * namespace.block_bytes
         if self._journal is not None and keys:
             self._journal.store_changed(StoreChange("stored", namespace.identity, keys))
 
     def abort(self, slots: bytes) -> None:
         self._index.abort(slots)
+
+    def condemn(self, slots: bytes) -> None:
+        """Forget the keys of reserved blocks, until `release` frees their room."""
+        self._index.condemn(slots)
 
     def checksums(self, slots: bytes) -> bytes:
         return self._index.checksums(slots)

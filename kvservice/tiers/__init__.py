@@ -1,6 +1,18 @@
-"""Tiers below the block store: disks and distributed stores that keep values when memory has no room for them."""
+"""Tiers below the block store: disks and distributed stores that keep values when memory has no room for them.
 
+`TierChain` is the API for the daemon. Imports point down this list:
+
+chain        TierChain: finds values in memory and below, brings them up, writes them below, removes them everywhere
+removals     Removals: values that are being removed from a tier, and the writes that removals wait for
+reads        Reads: values on their way from a tier into memory
+measured     MeasuredTier: a tier with its figures, its time limits and its circuit breaker
+breaker, speed, waiting
+protocol     LowerTier, the interface of a tier
+errors       TierError
+"""
+
+from kvservice.tiers.chain import TierChain
 from kvservice.tiers.errors import TierError
 from kvservice.tiers.protocol import GetResult, LowerTier, Space, TierStats, Values, space_of
 
-__all__ = ["GetResult", "LowerTier", "Space", "TierError", "TierStats", "Values", "space_of"]
+__all__ = ["GetResult", "LowerTier", "Space", "TierChain", "TierError", "TierStats", "Values", "space_of"]

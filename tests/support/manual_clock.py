@@ -12,13 +12,13 @@ class ManualClock:
     def __init__(self) -> None:
         self.now = 0.0
         self._numbers = itertools.count()
-        self._due: dict[tuple[float, int], tuple[asyncio.TimerHandle, Callable[..., None], tuple[Any, ...]]] = {}
+        self._due: dict[tuple[float, int], tuple[asyncio.TimerHandle, Callable[..., object], tuple[Any, ...]]] = {}
         self._loop = asyncio.new_event_loop()
 
     def time(self) -> float:
         return self.now
 
-    def call_later(self, delay: float, callback: Callable[..., None], /, *args: Any) -> asyncio.TimerHandle:
+    def call_later(self, delay: float, callback: Callable[..., object], /, *args: Any) -> asyncio.TimerHandle:
         handle = asyncio.TimerHandle(self.now + delay, callback, args, self._loop)
         self._due[self.now + delay, next(self._numbers)] = handle, callback, args
         return handle

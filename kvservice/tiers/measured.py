@@ -1,0 +1,215 @@
+"""A tier with its figures, its time limits and its circuit breaker. A failure is a miss here, not an error."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+from kvservice.logs import LogBudget
+from kvservice.store import LeaseClock
+from kvservice.tiers.breaker import Attempt, Breaker
+from kvservice.tiers.errors import TierError
+from kvservice.tiers.protocol import GetResult, LowerTier, Space, TierStats, Values
+from kvservice.tiers.speed import Speed
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+# A call that takes longer is a failure, and a miss for those who wait for it.
+LIMIT_S: Final = 10.0
+
+
+@dataclass
+class _Counters:
+    """The fields of TierStats with the same names."""
+
+    hits: int = 0
+    misses: int = 0
+    read_values: int = 0
+    read_bytes: int = 0
+    read_s: float = 0.0
+    written_values: int = 0
+    written_bytes: int = 0
+    write_s: float = 0.0
+    refused: int = 0
+    dropped: int = 0
+    errors: int = 0
+
+
+class MeasuredTier:
+    """Calls of a tier. All run on the event loop, and none raises TierError."""
+
+    def __init__(self, tier: LowerTier, clock: LeaseClock, limit_s: float = LIMIT_S) -> None:
+        self._tier, self._clock, self._limit_s = tier, clock, limit_s
+        self._breaker = Breaker()
+        self._reads, self._writes = Speed(), Speed()
+        # The bytes of transfers in progress.
+        self._bytes_read, self._bytes_written = 0, 0
+        self.counters = _Counters()
+        self._log = LogBudget(logger, clock.time)
+        self._late: set[asyncio.Task[Any]] = set()
+
+    @property
+    def name(self) -> str:
+        return self._tier.name
+
+    @property
+    def is_available(self) -> bool:
+        """Whether a call would reach the tier now."""
+        return self._tier.stats().state == "open" and self._breaker.admits(self._clock.time())
+
+    async def lookup(self, space: Space, keys: bytes, num_keys: int) -> bytes:
+        """Return a byte per key: 1 if the tier has the value."""
+        found = await self._ask("lookup", lambda: self._tier.lookup(space, keys))
+        return bytes(num_keys) if found is None else found
+
+    async def get(self, space: Space, values: Values, on_late: Callable[[], object]) -> GetResult:
+        """Read values. `on_late` is called when the time limit has passed. The call itself ends when nobody touches the
+        memory any more."""
+        misses = GetResult(bytes(len(values)), bytes(8 * len(values)))
+        if (attempt := self._begin("get")) is None:
+            return misses
+        num_bytes, began_s = len(values) * space.block_bytes, self._clock.time()
+        self._bytes_read += num_bytes
+        in_progress = self._bytes_read
+        try:
+            got = await self._transfer(attempt, self._tier.get(space, values), on_late)
+        finally:
+            self._bytes_read -= num_bytes
+        if got is None:
+            return misses
+        num_found, seconds = sum(got.found), self._clock.time() - began_s
+        if num_found == len(values):
+            self._reads.add(in_progress, seconds)
+        self.counters.read_values += num_found
+        self.counters.read_bytes += num_found * space.block_bytes
+        self.counters.read_s += seconds
+        return got
+
+    async def put(self, space: Space, values: Values) -> bytes:
+        """Store values. Returns a byte per key: 1 if the tier has the value now."""
+        if (attempt := self._begin("put")) is None:
+            return bytes(len(values))
+        num_bytes, began_s = len(values) * space.block_bytes, self._clock.time()
+        self._bytes_written += num_bytes
+        in_progress = self._bytes_written
+        try:
+            stored = await self._transfer(attempt, self._tier.put(space, values), lambda: None)
+        finally:
+            self._bytes_written -= num_bytes
+        if stored is None:
+            return bytes(len(values))
+        num_stored, seconds = sum(stored), self._clock.time() - began_s
+        if num_stored == len(values):
+            self._writes.add(in_progress, seconds)
+        self.counters.written_values += num_stored
+        self.counters.written_bytes += num_stored * space.block_bytes
+        self.counters.write_s += seconds
+        return stored
+
+    async def remove(self, space: Space, keys: bytes) -> bool:
+        """Remove values. Returns whether that is done."""
+        return await self._ask("remove", lambda: self._tier.remove(space, keys)) is not None
+
+    async def clear(self, space: Space) -> bool:
+        """Remove all values of a space. Returns whether that is done."""
+
+        async def clear() -> bool:
+            await self._tier.clear(space)
+            return True
+
+        return await self._ask("remove", clear) is not None
+
+    def num_in(self, seconds: float, block_bytes: int) -> float:
+        """Return how many values can be read in this time, after the reads in progress."""
+        return max(0.0, self._reads.bytes_in(seconds) - self._bytes_read) // block_bytes
+
+    def stats(self) -> TierStats:
+        stats = self._tier.stats()
+        own = vars(self.counters)
+        both = {name: own[name] + getattr(stats, name) for name in ("refused", "dropped", "errors")}
+        return stats._replace(
+            **own | both,
+            state="suspended" if self._breaker.is_suspended else stats.state,
+            suspensions=self._breaker.num_suspensions,
+            latency_s=self._reads.latency_s,
+            read_bytes_per_s=self._reads.bytes_per_s,
+            write_bytes_per_s=self._writes.bytes_per_s,
+        )
+
+    async def close(self) -> None:
+        """Wait for calls in progress, then release the tier's resources."""
+        for task in self._late:
+            task.cancel()
+        if self._late:
+            await asyncio.wait(self._late)
+        try:
+            await self._tier.close()
+        except TierError as error:
+            self._log.write(logging.WARNING, "the tier %s was not closed in order: %s", self.name, error)
+
+    # ---- one call
+
+    def _begin(self, kind: str) -> Attempt | None:
+        return self._breaker.begin(kind, self._clock.time()) if self._tier.stats().state == "open" else None
+
+    async def _ask(self, kind: str, call: Callable[[], Coroutine[Any, Any, T]]) -> T | None:
+        """Make a call that touches no memory. Returns None if it fails or takes too long."""
+        if (attempt := self._begin(kind)) is None:
+            return None
+        late = asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(self._transfer(attempt, call(), late.cancel))
+        self._late.add(task)
+        task.add_done_callback(self._late.discard)
+        try:
+            await asyncio.wait({task, late}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        return task.result() if task.done() and not task.cancelled() else None
+
+    async def _transfer(
+        self, attempt: Attempt, call: Coroutine[Any, Any, T], on_late: Callable[[], object]
+    ) -> T | None:
+        """Make a call, and tell the breaker how it ends. Returns None if it fails or takes too long."""
+        task = asyncio.create_task(call)
+        is_late = False
+
+        def expire() -> None:
+            nonlocal is_late
+            is_late = True
+            self._failed(attempt, f"no answer in {self._limit_s:g} s")
+            on_late()
+            task.cancel()
+
+        timer = self._clock.call_later(self._limit_s, expire)
+        try:
+            answer = await task
+        except TierError as error:
+            if not is_late:
+                self._failed(attempt, str(error))
+            return None
+        except asyncio.CancelledError:
+            self._breaker.abandoned(attempt)
+            current = asyncio.current_task()
+            if not is_late or (current is not None and current.cancelling()):
+                raise
+            return None
+        except BaseException:
+            self._breaker.abandoned(attempt)
+            raise
+        finally:
+            timer.cancel()
+        if not is_late and self._breaker.succeeded(attempt):
+            self._log.write(logging.INFO, "the tier %s answers again", self.name)
+        return answer
+
+    def _failed(self, attempt: Attempt, reason: str) -> None:
+        self.counters.errors += 1
+        opened = self._breaker.failed(attempt, self._clock.time())
+        end = ", it is left alone for a while" if opened else ""
+        self._log.write(logging.WARNING, "the tier %s failed%s: %s", self.name, end, reason)
