@@ -173,17 +173,22 @@ def demo(device: str, dtype: str, address: str | None, as_json: bool, presented:
 @click.option("--timeout-s", type=_Finite(0, 3600, min_open=True), default=5.0, show_default=True)
 @connection_options
 def health(address: str | None, timeout_s: float, presented: Presented) -> None:
-    """Exit with 0 if the daemon serves, with 1 if not."""
+    """Exit with 0 if the daemon serves, with 1 if not.
+
+    Print what the daemon has to do without, for example a disk that is suspended because it fails.
+    """
     prepare_grpc()
-    from kvservice.health import address_of, reason_not_serving
+    from kvservice.health import address_of, ask
 
     where = address or address_of(_settings({}, os.environ.get(f"{ENV_PREFIX}CONFIG")))
     try:
-        reason = reason_not_serving(where, timeout_s, presented.at(where))
+        answer = ask(where, timeout_s, presented.at(where))
     except KVServiceError as error:
         raise click.ClickException(str(error)) from None
-    if reason:
-        raise click.ClickException(f"not serving: {reason}")
+    if answer.note:
+        click.echo(answer.note)
+    if answer.reason:
+        raise click.ClickException(f"not serving: {answer.reason}")
 
 
 @main.command()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from kvservice.auth.client import NO_CREDENTIALS, ClientCredentials
 from kvservice.config import ServeConfig
@@ -14,7 +14,7 @@ import grpc  # noqa: E402  the environment must be set first
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # noqa: E402
 
 from kvservice.wire.channels import connection_error, open_channel  # noqa: E402
-from kvservice.wire.status import HEALTH_REASON  # noqa: E402
+from kvservice.wire.status import HEALTH_NOTE, HEALTH_REASON  # noqa: E402
 
 # A daemon that listens on all interfaces is checked over loopback.
 _LOOPBACK: Final = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
@@ -40,17 +40,30 @@ def check(address: str, timeout_s: float, credentials: ClientCredentials = NO_CR
     return not reason_not_serving(address, timeout_s, credentials)
 
 
+class HealthAnswer(NamedTuple):
+    """`reason` is why the daemon does not serve, as far as the client knows, or empty if it does. `note` is what the
+    daemon does without, for example a tier that is suspended."""
+
+    reason: str
+    note: str = ""
+
+
 def reason_not_serving(address: str, timeout_s: float, credentials: ClientCredentials) -> str:
     """Return why the daemon does not serve, as far as the client knows, or an empty string if it does."""
+    return ask(address, timeout_s, credentials).reason
+
+
+def ask(address: str, timeout_s: float, credentials: ClientCredentials) -> HealthAnswer:
     with open_channel(address, credentials, ()) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)  # the published stubs declare no methods
         try:
             request, headers = health_pb2.HealthCheckRequest(), credentials.headers()
             answer, call = stub.Check.with_call(request, timeout=timeout_s, metadata=headers)
         except grpc.RpcError as error:
-            return str(connection_error(f"{error.code().name}: {error.details()}"))
+            return HealthAnswer(str(connection_error(f"{error.code().name}: {error.details()}")))
+    metadata: dict[str, str] = dict(call.trailing_metadata() or ())
+    reason, note = metadata.get(HEALTH_REASON, ""), metadata.get(HEALTH_NOTE, "")
     if answer.status == health_pb2.HealthCheckResponse.SERVING:
-        return ""
-    reason = dict(call.trailing_metadata() or ()).get(HEALTH_REASON, "")
+        return HealthAnswer("", note)
     status = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
-    return f"it says {status}: {reason}" if reason else f"it says {status}"
+    return HealthAnswer(f"it says {status}: {reason}" if reason else f"it says {status}", note)

@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
@@ -35,7 +36,7 @@ from kvservice.server.dispatch import Dispatcher
 from kvservice.server.draining import Drain
 from kvservice.server.events import EventStreams
 from kvservice.server.grpc_options import server_options
-from kvservice.server.health import Health
+from kvservice.server.health import Health, note_of
 from kvservice.server.heap import freeze_heap, trim_heap
 from kvservice.server.integrity import IntegrityWatch
 from kvservice.server.kept_sockets import KeptSockets
@@ -59,6 +60,7 @@ from kvservice.server.standard import health_handlers, reflection_handlers
 from kvservice.server.standing_by import StandbyEndedError, stand_by
 from kvservice.server.telemetry import StatsWriter, configuration
 from kvservice.telemetry.calls import CallTable
+from kvservice.tiers import TierStats
 
 if TYPE_CHECKING:
     from kvservice.server.tracing import Tracer
@@ -102,7 +104,8 @@ class KVServer:
         handlers = (*session_handlers(config, self.engine, self.store), *open_calls.handlers())
         calls = CallTable(METHODS, arrays.zeros)
         self.dispatcher = Dispatcher(handlers, self.sessions, calls, self._tracer, self.engine.manager.end_operation)
-        self._health = Health()
+        tiers: Callable[[], Sequence[TierStats]] = tuple if self.chain is None else self.chain.stats
+        self._health = Health(lambda: note_of(tiers()))
         self.integrity = IntegrityWatch(core.check_in_slices, self.dispatcher, self._set_health)
         self._connections = ConnectionWatch(config.connection_limit)
         stats = StatsWriter(
@@ -116,7 +119,7 @@ class KVServer:
             self.integrity,
             self._connections,
             blocks,
-            tuple,  # no tiers yet
+            tiers,
             config,
         )
         store_bytes = 0 if self.store is None else self.store.memory.num_bytes

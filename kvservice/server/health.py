@@ -6,24 +6,35 @@ Every watcher receives the latest status. A watcher that does not read blocks ne
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2
 
-from kvservice.wire.status import HEALTH_REASON
+from kvservice.tiers import TierStats
+from kvservice.wire.status import HEALTH_NOTE, HEALTH_REASON
 
 SERVICE_NAME = "grpc.health.v1.Health"
 Status = health_pb2.HealthCheckResponse
+_NOTES = {"opening": "is opening", "suspended": "is suspended", "failed": "has failed"}
+
+
+def note_of(tiers: Sequence[TierStats]) -> str:
+    """Return which tiers below the block store are not open, or an empty string. The daemon serves without them."""
+    return ", ".join(f"the tier {tier.name} {_NOTES[tier.state]}" for tier in tiers if tier.state in _NOTES)
 
 
 class Health:
-    """The status of each service, by name; "" is the whole daemon. Must be used on the event loop."""
+    """The status of each service, by name; "" is the whole daemon. Must be used on the event loop.
 
-    def __init__(self) -> None:
+    `note` returns what a check says beside the status, or an empty string.
+    """
+
+    def __init__(self, note: Callable[[], str] = str) -> None:
+        self._note = note
         self._statuses: dict[str, Any] = {}
-        # The reasons why services do not serve. The protocol has no field for them, so Check sends them as metadata.
+        # The reasons why services do not serve. The protocol has no field for texts, so Check sends them as metadata.
         self._reasons: dict[str, str] = {}
         # Each change sets this event and replaces it with a new one.
         self._changed = asyncio.Event()
@@ -39,8 +50,9 @@ class Health:
         status = self._statuses.get(request.service)
         if status is None:
             await context.abort(grpc.StatusCode.NOT_FOUND)
-        if reason := self._reasons[request.service]:
-            context.set_trailing_metadata(((HEALTH_REASON, reason),))
+        texts = ((HEALTH_REASON, self._reasons[request.service]), (HEALTH_NOTE, self._note()))
+        if metadata := tuple((key, text) for key, text in texts if text):
+            context.set_trailing_metadata(metadata)
         return Status(status=status)
 
     async def watch(self, request: health_pb2.HealthCheckRequest, write: Callable[[Status], Awaitable[object]]) -> None:

@@ -17,6 +17,8 @@ DOMAIN = "kvservice"
 RETRY_DELAY_MS = 50
 # Key of the trailing metadata in which a health check says why the daemon does not serve.
 HEALTH_REASON = "kvservice-reason"
+# Key of the trailing metadata in which a health check says what does not keep the daemon from serving.
+HEALTH_NOTE = "kvservice-note"
 
 
 def to_status(error: KVServiceError) -> status_pb2.Status:

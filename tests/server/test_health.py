@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
 from grpc_health.v1 import health_pb2
 
-from kvservice.server.health import Health
+from kvservice.server.health import Health, note_of
+from kvservice.tiers import TierStats
+from kvservice.tiers.protocol import STATES
+from kvservice.wire.status import HEALTH_NOTE, HEALTH_REASON
 
 Status = health_pb2.HealthCheckResponse
 
@@ -69,3 +73,31 @@ def test_a_watcher_that_leaves_takes_no_other_along() -> None:
         unknown.task.cancel()
 
     asyncio.run(scenario())
+
+
+class _Context:
+    """Keeps the trailing metadata of a call."""
+
+    metadata: tuple[tuple[str, str], ...] = ()
+
+    def set_trailing_metadata(self, metadata: tuple[tuple[str, str], ...]) -> None:
+        self.metadata = metadata
+
+
+@pytest.mark.parametrize("reason", ["", "it drains"])
+@pytest.mark.parametrize("note", ["", "the tier disk is suspended"])
+def test_a_check_says_why_and_what_is_missing(reason: str, note: str) -> None:
+    health = Health(lambda: note)
+    health.set("", reason=reason)
+    context = _Context()
+    answer = asyncio.run(health.check(health_pb2.HealthCheckRequest(), context))
+    assert answer.status == (Status.NOT_SERVING if reason else Status.SERVING)
+    texts = {HEALTH_REASON: reason, HEALTH_NOTE: note}
+    assert dict(context.metadata) == {key: text for key, text in texts.items() if text}
+
+
+def test_tiers_that_are_not_open_are_named() -> None:
+    assert note_of(()) == note_of([TierStats("disk")]) == ""
+    assert note_of([TierStats(state, state) for state in STATES]) == (
+        "the tier opening is opening, the tier suspended is suspended, the tier failed has failed"
+    )
