@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from inspected_pool import Inspected, add_scheduler, pool_in_use
+from inspected_pool import Inspected, add_scheduler, add_tiers, pool_in_use
 from textual.pilot import Pilot
 from top_screen import text_of, until
 
@@ -61,6 +61,17 @@ async def test_it_shows_the_pool_and_who_holds_it(inspected: Inspected) -> None:
         assert re.search(r"1 +chat +acme +30 +1,000 +1 +0 +10\.0 %", text)
         assert re.search(r"4611686018427387907 +3 +\[red\]evil�\[2J +5 +97 +87 +swap", text)
         assert "\x1b" not in text
+
+
+@played
+async def test_tiers_have_a_line_each_that_follows_them(inspected: Inspected) -> None:
+    async with screen(inspected, (160, 60)) as (app, _):
+        assert "Disk" not in text_of(app)
+        add_tiers(inspected.snapshot)
+        await until(lambda: re.search(r"Disk 1\.2 TiB of 2\.0 TiB *open *values 600,000 *found 63\.4 %", text_of(app)))
+        assert re.search(r"Mooncake 7\.0 MiB *suspended *values 7 *found -.*errors 12 *suspensions 3", text_of(app))
+        inspected.snapshot.tiers[0].state = "failed"
+        await until(lambda: re.search(r"Disk .*failed *values", text_of(app)))
 
 
 @played
