@@ -11,6 +11,7 @@ growth       GrowthPlanner: new blocks, copies     rearranging  Rearranger: sequ
 freeing      Reclaimer: truncate, free, close      prefix_cache PrefixCache: match, pin and reset
 reopening    Reopener: steps over computed tokens   inspection   Inspector: slots, descriptions, statistics
 recovery     Recoverer: state of an earlier process saved_steps  live steps for an orderly take-over
+loading      Loader: blocks from outside, copies
 
 state        BlockState: pools, slots, pins, namespaces and counters, as one value
 block_pool   BlockPool and CachingBlockPool        eviction     EvictionQueue: cached blocks, LRU first
@@ -28,6 +29,7 @@ from kvservice.blocks.allocation import FoundPrompt
 from kvservice.blocks.config import BlocksConfig
 from kvservice.blocks.events import EventJournal
 from kvservice.blocks.kept import KeptMaps
+from kvservice.blocks.loading import Loader, MissingBlocks, PoolCopy, PoolLoad
 from kvservice.blocks.manager import BlockManager
 from kvservice.blocks.namespaces import SessionNamespace
 from kvservice.blocks.plans import (
@@ -55,7 +57,11 @@ __all__ = [
     "EventJournal",
     "FoundPrompt",
     "KeptMaps",
+    "Loader",
+    "MissingBlocks",
     "PinnedPrefix",
+    "PoolCopy",
+    "PoolLoad",
     "Recovery",
     "SequenceSnapshot",
     "SessionNamespace",

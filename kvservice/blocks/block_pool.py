@@ -26,6 +26,8 @@ ONE = np.array(1, np.int32)
 _NO_BLOCKS = np.zeros(0, np.int64)
 HASH_BYTES: Final = 32
 _HASH_RECORD = np.dtype((np.void, HASH_BYTES))
+# The value of `CachingBlockPool.copied` for a block of which no copy is known.
+NOT_COPIED: Final = 0
 
 
 class BlockPool:
@@ -160,7 +162,12 @@ class BlockPool:
 
 
 class CachingBlockPool(BlockPool):
-    """The pool that attention reads. A block is free, active (referenced) or cached (unreferenced, but indexed)."""
+    """The pool that attention reads. A block is free, active (referenced), cached (unreferenced, but indexed) or being
+    loaded.
+
+    `copied` int64[num_blocks] is the number of the copy that is being made of a block, or negative if there is a copy,
+    see loading.py. It is in use from the first copy on, when `has_copies` is set.
+    """
 
     def __init__(
         self,
@@ -179,6 +186,10 @@ class CachingBlockPool(BlockPool):
         self.evictable = EvictionQueue(num_blocks, memory)
         self.num_pinned_cached = 0
         self.num_evicted = 0
+        self.loading: BoolArray = np.zeros(num_blocks, np.bool_)
+        self.num_loading = 0
+        self.copied: Int64Array = np.zeros(num_blocks, np.int64)
+        self.has_copies = False
 
     @property
     def num_available(self) -> int:
@@ -206,6 +217,24 @@ class CachingBlockPool(BlockPool):
 
     def allocate(self, count: int) -> Int64Array:
         """Allocate free blocks first, then evict the least recently used cached blocks."""
+        blocks = self._take(count)
+        self.ref_count[blocks] = 1
+        self.num_active += count
+        return blocks
+
+    def begin_loading(self, count: int) -> Int64Array:
+        """Take blocks as `allocate` does, without a reference. They are being loaded until `end_loading`."""
+        blocks = self._take(count)
+        self.loading[blocks] = True
+        self.num_loading += count
+        return blocks
+
+    def end_loading(self, blocks: Int64Array) -> None:
+        """End the loading of blocks. `cache_unused` or `free_unused` says what they are next."""
+        self.loading[blocks] = False
+        self.num_loading -= len(blocks)
+
+    def _take(self, count: int) -> Int64Array:
         from_free = min(count, self.num_free)
         blocks = self._pop_free(from_free)
         if from_free < count:
@@ -215,8 +244,6 @@ class CachingBlockPool(BlockPool):
             self.num_evicted += len(evicted)
             blocks = np.concatenate([blocks, evicted])
         self.ages.allocate(blocks)
-        self.ref_count[blocks] = 1
-        self.num_active += count
         return blocks
 
     def incref_found(self, blocks: Int64Array, counts: Int64Array | int = 1) -> None:
@@ -262,11 +289,18 @@ class CachingBlockPool(BlockPool):
             self._free(unreferenced)
             return
         self._free(unreferenced[~known])
-        cached = unreferenced[known]
-        self.ages.cache(cached)
-        pinned = self.pinned[cached]
+        self.cache_unused(unreferenced[known])
+
+    def cache_unused(self, blocks: Int64Array) -> None:
+        """Let indexed blocks without references be cached from now on. The first of them is evicted first."""
+        self.ages.cache(blocks)
+        pinned = self.pinned[blocks]
         self.num_pinned_cached += int(np.count_nonzero(pinned))
-        self.evictable.add(cached[~pinned])
+        self.evictable.add(blocks[~pinned])
+
+    def free_unused(self, blocks: Int64Array) -> None:
+        """Free blocks that are neither referenced nor indexed."""
+        self._free(blocks)
 
     def _free(self, blocks: Int64Array) -> None:
         self.ages.free(blocks)
@@ -293,6 +327,8 @@ class CachingBlockPool(BlockPool):
         for _ in map(self.index.blocks.pop, forgotten):
             pass
         self.indexed[blocks] = False
+        if self.has_copies:
+            self.copied[blocks] = NOT_COPIED
         return forgotten
 
     def pin(self, blocks: Int64Array) -> None:

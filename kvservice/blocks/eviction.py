@@ -44,6 +44,20 @@ class EvictionQueue:
         self._stamp[blocks] = _NOWHERE
         self._size -= len(blocks)
 
+    def peek(self, count: int) -> Int64Array:
+        """Return the `count` blocks to evict first, in that order."""
+        assert count <= self._size
+        parts: list[Int64Array] = []
+        head, left = self._head, count
+        while left:
+            stop = min(head + 2 * left + 64, self._tail)
+            entries = self._log[head:stop]
+            valid = np.flatnonzero(self._stamp[entries] == np.arange(head, stop))[:left]
+            parts.append(entries[valid])
+            left -= len(valid)
+            head = stop
+        return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+
     def pop(self, count: int) -> Int64Array:
         """Remove and return the `count` blocks to evict first, in that order."""
         assert count <= self._size

@@ -117,7 +117,7 @@ class Inspector:
         return BlocksStats(
             num_blocks=device.num_blocks,
             free_blocks=device.num_free,
-            active_blocks=device.num_active - device.num_shared,
+            active_blocks=device.num_active - device.num_shared + device.num_loading,
             shared_blocks=device.num_shared,
             cached_blocks=device.num_cached,
             pinned_blocks=device.num_pinned_cached,

@@ -20,6 +20,7 @@ from kvservice.blocks.inspection import Inspector
 from kvservice.blocks.integrity import check_in_slices
 from kvservice.blocks.kept import KeptMaps
 from kvservice.blocks.layers import LayerTracker
+from kvservice.blocks.loading import Loader
 from kvservice.blocks.namespaces import NUM_COUNTERS, SessionNamespace
 from kvservice.blocks.plans import (
     Allocation,
@@ -50,8 +51,9 @@ from kvservice.blocks.swapping import Swapper
 class BlockManager:
     """Allocator, block tables, prefix cache and swap tier of one pool (vLLM's block manager, adapted to a service).
 
-    This class is the API; its parts do the work on one BlockState. Methods named `..._in_slices` are for large batches:
-    other operations may run between the slices (see slices.py).
+    This class is the API; its parts do the work on one BlockState. `loader` is the API for blocks that come from
+    outside of the pool or are copied out of it. Methods named `..._in_slices` are for large batches: other operations
+    may run between the slices (see slices.py).
 
     Errors that are not repeated below: InvalidArgumentError names a bad argument; UnknownSessionError means that the
     namespace is closed; operations on sequence_ids raise UnknownSequenceError, and SequenceSwappedError unless they are
@@ -83,6 +85,7 @@ class BlockManager:
         self._swapper = Swapper(self.state)
         self._prefix_cache = PrefixCache(self.state)
         self._inspector = Inspector(self.state)
+        self.loader = Loader(self.state)
 
     # Namespaces
 

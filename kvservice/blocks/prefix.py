@@ -47,6 +47,17 @@ def chain_hashes_in_slices(token_ids: Int32Array, extra: Mapping[int, bytes], bl
     return hashes
 
 
+def block_hashes(parent: bytes, tokens: Int32Array, extra: Mapping[int, bytes], first: int) -> list[bytes]:
+    """Return the chain hashes of full blocks, of which tokens int32[n, block_size] are given and the first is block
+    `first` of its sequence. `parent` is the hash before them."""
+    size, data = 4 * tokens.shape[1], token_bytes(tokens)
+    hashes: list[bytes] = []
+    for entry, start in enumerate(range(0, len(data), size), start=first):
+        parent = block_hash(parent, data[start : start + size], extra.get(entry, b"") if extra else b"")
+        hashes.append(parent)
+    return hashes
+
+
 class PrefixIndex:
     """Map from chain hashes to device blocks with that content. Each hash has one block, and each block one hash."""
 

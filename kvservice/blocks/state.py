@@ -92,6 +92,10 @@ class BlockState:
         on. Raises UnknownSessionError."""
         if namespace.closed:
             raise UnknownSessionError("the session of the sequences is closed")
+        self.enter_without_namespace()
+
+    def enter_without_namespace(self) -> None:
+        """Start an operation of the daemon itself, as `enter`."""
         if self.intents.pending:
             self.end_operation()
         self.generation += 1

@@ -13,8 +13,9 @@ from typing import NamedTuple
 class BlocksStats(NamedTuple):
     """Gauges, followed by counters since the start, in blocks, sequences and tokens.
 
-    num_blocks = free + active + shared + cached + pinned. An active block is in one table, a shared block in several. A
-    cached block is in no table but in the prefix index; a pinned block is cached, and protected from eviction.
+    num_blocks = free + active + shared + cached + pinned. An active block is in one table or being loaded, a shared
+    block in several. A cached block is in no table but in the prefix index; a pinned block is cached, and protected
+    from eviction.
     """
 
     num_blocks: int = 0

@@ -110,7 +110,7 @@ class _Holders:
     def check(self, size: int) -> Slices[None]:
         """Compare the counts with the pool, after all entries were added."""
         pool, device = self._pool, self._pool if isinstance(self._pool, CachingBlockPool) else None
-        num_free = num_active = num_shared = num_queued = num_pinned = num_indexed = 0
+        num_free = num_active = num_shared = num_queued = num_pinned = num_indexed = num_loading = 0
         for window in windows(pool.num_blocks, size):
             counts, free = self._counts[window], self._free[window]
             require(
@@ -120,16 +120,20 @@ class _Holders:
             states = free.astype(np.int8) + (counts > 0)
             if device is not None:
                 cached, pinned = device.indexed[window] & (counts == 0), device.pinned[window]
-                queued = device.evictable.has(window)
+                queued, loading = device.evictable.has(window), device.loading[window]
                 require(
                     np.array_equal(queued, cached & ~pinned),
                     "the eviction queue is not the unpinned cached blocks, once each",
                 )
                 states += cached
+                states += loading
+                require(not (device.indexed[window] & loading).any(), "a block that is being loaded can be found")
+                require((device.copied[window][~device.indexed[window]] == 0).all(), "a block keeps a copy's number")
                 num_queued += int(np.count_nonzero(queued))
                 num_pinned += int(np.count_nonzero(cached & pinned))
                 num_indexed += int(np.count_nonzero(device.indexed[window]))
-            require((states == 1).all(), "free + held + cached are not all blocks, once each")
+                num_loading += int(np.count_nonzero(loading))
+            require((states == 1).all(), "free + held + cached + loading are not all blocks, once each")
             num_free += int(np.count_nonzero(free))
             num_active += int(np.count_nonzero(counts))
             num_shared += int(np.count_nonzero(counts > 1))
@@ -141,6 +145,7 @@ class _Holders:
             require(num_queued == len(device.evictable), "the eviction queue's length is wrong")
             require(num_pinned == device.num_pinned_cached, "the count of pinned cached blocks is wrong")
             require(num_indexed == len(device.index), "the index does not name the indexed blocks")
+            require(num_loading == device.num_loading, "the count of blocks that are being loaded is wrong")
 
 
 def _count_holders(state: BlockState, device: _Holders, swap: _Holders, size: int) -> Slices[None]:

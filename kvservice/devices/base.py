@@ -137,8 +137,9 @@ class Device(Protocol):
         """Copy blocks of the swap tier to blocks of the pool."""
 
     # Copies between a pool and other host memory. They see the effects of all operations that were submitted before.
-    # Until the result is there, the caller keeps the memory mapped, does not let anything write the blocks that are
-    # saved, and does not let anything use the blocks that are loaded. Cancelling the caller does not cancel the copy.
+    # Until the result is there, the caller keeps the memory mapped, and does not let anything use the blocks that are
+    # loaded; a saved block that is written meanwhile may be copied before, after or during that. Cancelling the caller
+    # does not cancel the copy.
 
     def save_blocks(self, block_ids: Int32, addresses: UInt64, pool: PoolName = "pool", /) -> Awaitable[UInt64]:
         """Copy blocks int32[n] to host memory, block i to `addresses[i]`, uint64[n]. The result is the checksum of each

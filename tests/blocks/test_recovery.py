@@ -20,6 +20,7 @@ from kvservice.blocks.freeing import Reclaimer
 from kvservice.blocks.growth import GrowthPlanner
 from kvservice.blocks.intents import Intents
 from kvservice.blocks.layers import LayerTracker
+from kvservice.blocks.loading import Loader
 from kvservice.blocks.pins import PinTable
 from kvservice.blocks.prefix_cache import PrefixCache
 from kvservice.blocks.rearranging import Rearranger
@@ -31,10 +32,11 @@ from kvservice.blocks.state import BlockState
 from kvservice.blocks.steps import StepPlanner
 from kvservice.blocks.swapping import Swapper
 
-NUM_SEEDS, NUM_OPERATIONS = 32, 60
+NUM_SEEDS, NUM_OPERATIONS = 36, 60
 # The functions that change kept memory, or undo and derive it.
 STORING: list[Callable[..., Any]] = [
     Allocator._execute, Allocator._create, BlockPool.keep_hashes, BlockPool.keep_hashes_of, CachingBlockPool.allocate,
+    CachingBlockPool._take, Loader.begin_load, Loader.end_load,
     CachingBlockPool.decref, CachingBlockPool.add_to_index, CachingBlockPool._pop_from_index, CachingBlockPool.reset,
     GrowthPlanner.apply, GrowthPlanner.apply_decode, GrowthPlanner._copy, Intents.begin, Intents._save_row,
     Intents.begin_new, Intents.end, LayerTracker.set_tokens, LayerTracker.commit_rows, LayerTracker._hash_blocks,
@@ -79,7 +81,7 @@ def rigs() -> Iterator[list[Operations]]:
 
 def test_every_operation_ended_at_every_line(rigs: list[Operations]) -> None:
     counts: Counter[str] = sum((rig.counts for rig in rigs), Counter())
-    assert len(counts) == 22
+    assert len(counts) == 24
     assert min(counts.values()) >= 2, counts
     assert sum(rig.num_checked for rig in rigs) > 3000
     lines = set().union(*(rig.lines for rig in rigs))

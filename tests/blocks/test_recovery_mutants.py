@@ -13,6 +13,7 @@ from kvservice.blocks.allocation import Allocator
 from kvservice.blocks.block_pool import BlockPool, CachingBlockPool
 from kvservice.blocks.intents import RESTORE, Intents
 from kvservice.blocks.layers import LayerTracker
+from kvservice.blocks.loading import Loader, MissingBlocks, PoolLoad
 from kvservice.blocks.namespaces import SessionNamespace
 from kvservice.blocks.pins import PinTable
 from kvservice.blocks.recovery import Recoverer
@@ -61,15 +62,15 @@ def copied_sequences_that_are_restored(patch: pytest.MonkeyPatch) -> None:
 
 
 def an_evicted_block_that_is_still_indexed(patch: pytest.MonkeyPatch) -> None:
-    allocate = CachingBlockPool.allocate
+    take = CachingBlockPool._take
 
     def late(self: CachingBlockPool, count: int) -> Any:
         before = self.indexed.copy()
-        blocks = allocate(self, count)
+        blocks = take(self, count)
         self.indexed[:] = before
         return blocks
 
-    patch.setattr(CachingBlockPool, "allocate", late)
+    patch.setattr(CachingBlockPool, "_take", late)
 
 
 def unfinished_blocks_that_can_be_found(patch: pytest.MonkeyPatch) -> None:
@@ -124,7 +125,28 @@ def pins_that_are_forgotten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PinTable, "recover", lambda *_: None)
 
 
+def blocks_that_were_not_loaded(patch: pytest.MonkeyPatch) -> None:
+    end = Loader.end_load
+    patch.setattr(Loader, "end_load", lambda self, load, _: end(self, load, len(load)))
+
+
+def loaded_blocks_whose_tokens_come_last(patch: pytest.MonkeyPatch) -> None:
+    end = Loader.end_load
+
+    def late(self: Loader, load: PoolLoad, num_loaded: int) -> int:
+        before = self._device.token_ids.copy()
+        missing = load.missing
+        blank = MissingBlocks(missing.prefix, missing.parent, missing.chain_hashes, before[load.blocks])
+        count = end(self, PoolLoad(load.blocks, blank), num_loaded)
+        self._device.token_ids[load.blocks[:num_loaded]] = missing.tokens[:num_loaded]
+        return count
+
+    patch.setattr(Loader, "end_load", late)
+
+
 MUTANTS = [
+    blocks_that_were_not_loaded,
+    loaded_blocks_whose_tokens_come_last,
     tokens_computed_before_their_hashes,
     no_intent,
     no_intent_of_new_sequences,

@@ -6,7 +6,7 @@ import contextlib
 
 import numpy as np
 from crash_rig import CONFIG, SALTS, Rig, content
-from crashes import Key, views
+from crashes import Key, View, views
 
 from kvservice.blocks import AllocationRequest, SessionNamespace, StepPlan
 from kvservice.blocks.arguments import extra_keys_by_block
@@ -26,7 +26,7 @@ class Operations(Rig):
             self.allocate: 4, self.fill: 5, self.append: 4, self.advance: 3, self.follow: 2, self.reopen: 2,
             self.truncate: 2, self.fork: 3, self.rearrange: 2, self.swap_out: 2, self.swap_in: 3, self.free: 3,
             self.pin: 3, self.unpin: 3, self.expire: 2, self.reset: 1, self.touch: 1, self.close: 1,
-            self.allocate_found: 1, self.restart_now: 1,
+            self.allocate_found: 1, self.restart_now: 1, self.load: 3,
         }  # fmt: skip
         self.random.choices(list(weights), list(weights.values()))[0](number)
         self.quiet()
@@ -291,6 +291,46 @@ class Operations(Rig):
         if one := next((one for key, one in views(self.manager).items() if key[0] == number), None):
             hashes = chain_hashes(np.array(one.tokens, np.int32), dict(one.extra), CONFIG.block_size)
             self.during("touch", lambda: self.manager.touch(hashes))
+
+    def load(self, number: int) -> None:
+        """Bring full blocks of a prompt into the pool from outside. Other operations may run meanwhile."""
+        loader = self.manager.loader
+        tokens, salt = np.array([*self.prompt(), *self.prompt()], np.int32), self.random.choice(SALTS)
+        extra = extra_keys_by_block(salt, "keys", CONFIG.block_size, 64)
+        found = np.array(self.manager.state.device.index.match(tokens[:-1], extra), np.int64)
+        missing = loader.missing(tokens, extra, found, self.random.randint(1, 8))
+        if missing is None:
+            return
+        if self.random.random() < 0.2:
+            self.during("reset", self.manager.reset_prefix_cache)
+            loader = self.manager.loader
+        manager, num_kept = self.manager, self.random.choice([0, 0, 5])
+        load = self.during("begin_load", lambda: loader.begin_load(missing, num_kept))
+        if load is None:
+            return
+        unfinished = manager.state.unfinished_device
+        np.add.at(unfinished, load.blocks, 1)
+        self.pool.reshape(-1, CONFIG.block_size)[load.blocks] = -1
+        if self.random.random() < 0.3:
+            self.one()
+        elif self.random.random() < 0.3:
+            self.allocate(number)
+            self.quiet()
+        if manager is not self.manager:
+            return
+        kv = content(
+            View(tuple(tokens.tolist()), 0, (), (), tuple(sorted(extra.items())), swapped=False, scheduled=False)
+        )
+        rows = np.array(kv[: len(kv) // CONFIG.block_size * CONFIG.block_size]).reshape(-1, CONFIG.block_size)
+        first = len(missing.prefix)
+        for i, chain_hash in enumerate(load.missing.chain_hashes):
+            self.contents[chain_hash] = rows[first + i].tolist(), load.missing.tokens[i].tolist()
+        self.pool.reshape(-1, CONFIG.block_size)[load.blocks] = rows[first : first + len(load)]
+        np.subtract.at(unfinished, load.blocks, 1)
+        num_loaded = self.random.choice([len(load), len(load), self.random.randint(0, len(load))])
+        self.pool.reshape(-1, CONFIG.block_size)[load.blocks[num_loaded:]] = -1
+        self.during("end_load", lambda: loader.end_load(load, num_loaded))
+        self.manager.loader.mark_copied(self.manager.loader.coldest(3))
 
     def close(self, number: int) -> None:
         if self.random.random() < 0.4:
