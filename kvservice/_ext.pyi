@@ -348,3 +348,99 @@ def add_references(ref_count: Any, blocks: Any) -> tuple[Any, int]:
 def match_hashes(index: dict[bytes, int], hashes: list[bytes], limit: int, ref_count: Any) -> tuple[Any, int]:
     """Look up at most `limit` of these hashes in `index`, up to the first miss. Returns (blocks int64[n], how many of
     them have a ref_count int32[num_blocks] above 0)."""
+
+class DiskStats:
+    """Counts since the start, but for `num_values`, `used_bytes`, `num_broken` and `capacity_bytes`."""
+
+    @property
+    def state(self) -> str:
+        """opening, open, failed or closed"""
+    @property
+    def direct(self) -> bool:
+        """False if the file system has no O_DIRECT: then everything goes through the page cache."""
+    @property
+    def capacity_bytes(self) -> int: ...
+    @property
+    def num_values(self) -> int: ...
+    @property
+    def used_bytes(self) -> int: ...
+    @property
+    def num_broken(self) -> int:
+        """Slots that are not used again, because a write of theirs failed."""
+    @property
+    def evicted(self) -> int: ...
+    @property
+    def removed(self) -> int: ...
+    @property
+    def corrupt(self) -> int:
+        """Values read with a wrong checksum. They are removed."""
+    @property
+    def read_values(self) -> int: ...
+    @property
+    def read_bytes(self) -> int: ...
+    @property
+    def written_values(self) -> int: ...
+    @property
+    def written_bytes(self) -> int: ...
+    @property
+    def refused(self) -> int:
+        """Values that were not stored, because all slots were in use or none is large enough."""
+    @property
+    def dropped(self) -> int:
+        """Values that were neither read nor written, because the queue was full."""
+    @property
+    def errors(self) -> int:
+        """Reads and writes that failed."""
+    @property
+    def errors_in_row(self) -> int:
+        """Reads and writes that failed since the last one that did not."""
+
+class DiskFiles:
+    """Values in files in a directory, for one event loop. csrc/disk/format.h specifies the files.
+
+    A value is named by a space, which is a digest of 16 bytes and a size, and by a key. Threads read and write values
+    directly from and to `memory`, an address. `offsets` are packed 64-bit numbers, and so are checksums, which
+    csrc/store/checksum.h defines. Arguments that are wrong raise InvalidArgumentError.
+
+    The files are opened by the threads. Until then nothing is found, and nothing is stored.
+    """
+
+    def __init__(
+        self,
+        directory: str,
+        capacity_bytes: int,
+        slab_bytes: int,
+        memory: int,
+        memory_bytes: int,
+        num_threads: int,
+        max_queued: int,
+        seed: int,
+    ) -> None:
+        """A value has at most `slab_bytes` bytes. Files that exist keep their size of slabs. `max_queued` is a limit
+        of values in the queue of reads, and of those in the queue of writes. `seed` is a random 64-bit number. Raises
+        RuntimeError if the directory is in use, or has files of another format."""
+    @property
+    def event_fd(self) -> int:
+        """It is readable when operations have completed, and when the files are open or have failed to open."""
+    @property
+    def problem(self) -> str:
+        """Why the files could not be opened."""
+    def lookup(self, digest: bytes, value_bytes: int, keys: bytes) -> bytes:
+        """Return a byte per key: 1 if the value is stored."""
+    def get(self, digest: bytes, value_bytes: int, keys: bytes, offsets: bytes) -> int:
+        """Begin to read values into memory. Returns the number of the operation."""
+    def put(self, digest: bytes, value_bytes: int, keys: bytes, offsets: bytes, checksums: bytes) -> int:
+        """Begin to write values from memory. Returns the number of the operation."""
+    def remove(self, digest: bytes, value_bytes: int, keys: bytes) -> int:
+        """Remove values at once. The operation completes when they would not come back after a crash."""
+    def clear(self, digest: bytes, value_bytes: int) -> int:
+        """Remove all values of a space, likewise."""
+    def cancel(self, operation: int) -> None:
+        """Let an operation complete as soon as none of its values is being read or written."""
+    def take_completed(self) -> list[tuple[int, bytes, bytes, int, int, bool]]:
+        """Return the operations that have completed since the last call: (operation, a byte per key: 1 if it was read
+        or is stored, the checksums of values read, how many values were removed, how many failed to be read or
+        written, whether a remove or clear is not on disk)."""
+    def stats(self) -> DiskStats: ...
+    def close(self) -> None:
+        """Complete all operations, the ones in progress after their end, flush the files and unlock the directory."""

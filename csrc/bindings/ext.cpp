@@ -12,6 +12,7 @@
 #include "attention.h"
 #include "bindings/arguments.h"
 #include "bindings/blocks.h"
+#include "bindings/disk.h"
 #include "bindings/exceptions.h"
 #include "bindings/lane.h"
 #include "bindings/store.h"
@@ -280,6 +281,7 @@ PYBIND11_MODULE(_ext, m) {
   define_blocks(m);
   define_lane(m);
   define_store(m);
+  define_disk(m);
   define_wire(m);
   py::class_<CpuLaneExecutor, LaneExecutor>(m, "CpuLaneExecutor", py::module_local())
       .def(py::init(&make_lane_executor), py::arg("pool"), py::arg("head_size"), py::arg("batch_invariant"),

@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "bindings/arguments.h"
+#include "bindings/packed.h"
 #include "store/copy.h"
 #include "store/index.h"
 
@@ -19,28 +19,8 @@ namespace {
 
 constexpr int64_t kMaxCopyThreads = 256;
 
-using Packed = std::vector<uint64_t>;
-
-std::string_view as_bytes(const py::object& object, const char* field) {
-  if (!PyBytes_Check(object.ptr())) throw ArgumentError(field, "is not bytes");
-  return {PyBytes_AS_STRING(object.ptr()), static_cast<size_t>(PyBytes_GET_SIZE(object.ptr()))};
-}
-
-Packed as_packed(const py::object& object, const char* field) {
-  const std::string_view bytes = as_bytes(object, field);
-  require(bytes.size() % sizeof(uint64_t) == 0, field, "does not consist of 64-bit numbers");
-  Packed numbers(bytes.size() / sizeof(uint64_t));
-  if (!bytes.empty()) __builtin_memcpy(numbers.data(), bytes.data(), bytes.size());
-  return numbers;
-}
-
-py::bytes to_bytes(const Packed& numbers) {
-  return {reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(uint64_t)};
-}
-
 Keys as_keys(const py::object& object) {
-  const std::string_view bytes = as_bytes(object, "keys");
-  require(bytes.size() % kKeyBytes == 0, "keys", "is not a multiple of 32 bytes long");
+  const std::string_view bytes = as_key_bytes(object);
   return {bytes.data(), bytes.size() / kKeyBytes};
 }
 
@@ -48,16 +28,6 @@ uint32_t as_number(const py::object& object) {
   const int64_t number = as_int(object, "namespace");
   require(number >= 0 && number <= std::numeric_limits<uint32_t>::max(), "namespace", "is out of range");
   return static_cast<uint32_t>(number);
-}
-
-int64_t as_positive(const py::object& object, const char* field) {
-  const int64_t number = as_int(object, field);
-  require(number > 0, field, "is not positive");
-  return number;
-}
-
-char* as_address(const py::object& object, const char* field) {
-  return reinterpret_cast<char*>(static_cast<uintptr_t>(as_positive(object, field)));
 }
 
 // The lowest bit of a byte first. Elements are 0 or 1.

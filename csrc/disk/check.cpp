@@ -1,0 +1,56 @@
+// Consistency checks of the index of the disk tier.
+#include <stdexcept>
+
+#include "disk/index.h"
+
+namespace kvservice::disk {
+namespace {
+
+void expect(bool condition, const char* what) {
+  if (!condition) throw std::runtime_error(what);
+}
+
+}  // namespace
+
+void DiskIndex::check_slab(const Slab& slab) const {
+  uint32_t used = 0, busy = 0;
+  for (uint32_t i = 0; i < slab.num_fresh; ++i) {
+    const Slot& slot = slab.slots[i];
+    if (slot.state != SlotState::kFree) ++used;
+    if (slot.busy) ++busy;
+    const bool in_table =
+        slot.state == SlotState::kWriting || slot.state == SlotState::kRecording || slot.state == SlotState::kStored;
+    if (in_table) expect(find_in(slot.space, hash_(slot.key, slot.space), slot.key) == &slot, "a value is lost");
+    expect(slot.slab == slab.number, "a slot has another slab");
+    const bool idle = slot.state == SlotState::kFree || (slot.state == SlotState::kStored && slot.pins == 0);
+    expect(slot.busy == !idle, "a slot is busy or is not");
+    if (slot.state == SlotState::kStored && slot.pins == 0) {
+      expect(slab.size_class->evictable.contains(slot), "a value cannot be evicted");
+    }
+  }
+  expect(used == slab.num_used && busy == slab.num_busy, "the counts of a slab are wrong");
+  if (slab.state == SlabState::kInUse && busy == 0) expect(idle_.contains(slab), "a slab is not idle");
+}
+
+void DiskIndex::check() const {
+  std::map<const SizeClass*, int64_t> free, slots;
+  int64_t stored = 0;
+  for (const Slab& slab : slabs_) {
+    if (slab.state == SlabState::kUnused) continue;
+    check_slab(slab);
+    for (uint32_t i = 0; i < slab.num_fresh; ++i) stored += slab.slots[i].state == SlotState::kStored ? 1 : 0;
+    if (slab.state == SlabState::kBroken) continue;
+    slots[slab.size_class] += slab.num_slots;
+    if (slab.state == SlabState::kInUse) free[slab.size_class] += slab.num_slots - slab.num_used;
+  }
+  expect(stored == counts_.num_values, "the number of values is wrong");
+  for (const auto& [stride, size_class] : classes_) {
+    expect(slots[&size_class] == size_class.num_slots, "the number of slots is wrong");
+    expect(free[&size_class] == size_class.num_free, "the number of free slots is wrong");
+  }
+  int64_t in_table = 0;
+  for (const auto& [number, space] : spaces_) in_table += space.num_slots;
+  expect(in_table == static_cast<int64_t>(table_.size()), "the spaces have other values than the table");
+}
+
+}  // namespace kvservice::disk

@@ -1,0 +1,145 @@
+// The sectors of records: when they are written, and what follows.
+#include "disk/index.h"
+
+namespace kvservice::disk {
+namespace {
+
+// A sector does not wait for more values than this.
+constexpr int kMaxPending = 8;
+
+}  // namespace
+
+void DiskIndex::mark(Slab& slab, uint32_t number) {
+  Sector& sector = slab.sectors[number];
+  if (sector.num_pending < kMaxPending) ++sector.num_pending;
+  if (sector.dirty) return;
+  sector.dirty = true;
+  sector.since = ++change_;
+  outstanding_.insert(sector.since);
+}
+
+bool DiskIndex::is_ready(const Sector& sector) {
+  return !sector.in_flight && (sector.num_writing == 0 || sector.num_pending == kMaxPending);
+}
+
+// Queues a dirty sector, if it can be written now. It is tried again when one of its values is written, or itself.
+void DiskIndex::queue(Slab& slab, uint32_t number) {
+  Sector& sector = slab.sectors[number];
+  if (sector.queued || !is_ready(sector)) return;
+  sector.queued = true;
+  queue_.push_back(place_of(slab.number, number));
+}
+
+bool DiskIndex::take_sector(SectorWrite& write, char* image) {
+  if (queue_.empty()) return false;
+  const uint64_t place = queue_.front();
+  queue_.pop_front();
+  Slab& slab = slabs_[place >> 32];
+  write.slab = &slab;
+  write.sector = static_cast<uint32_t>(place);
+  write.slots.clear();
+  Sector& sector = slab.sectors[write.sector];
+  write.change = sector.since;
+  sector.dirty = sector.queued = false;
+  sector.num_pending = 0;
+  sector.in_flight = true;
+  std::memset(image, 0, kSectorBytes);
+  if (write.sector == 0) {
+    auto& header = *reinterpret_cast<SlabHeader*>(image);
+    const int64_t stride = slab.size_class == nullptr ? 0 : slab.size_class->stride;
+    header = {kHeaderMagic, slab.epoch, slab.number, stride, 0};
+    header.checksum = own_checksum(header);
+  } else {
+    encode(slab, write.sector, image, write);
+  }
+  return true;
+}
+
+void DiskIndex::encode(Slab& slab, uint32_t number, char* image, SectorWrite& write) const {
+  auto* records = reinterpret_cast<Record*>(image);
+  const uint32_t first = (number - 1) * kSectorRecords;
+  for (uint32_t i = first; i < first + kSectorRecords && i < slab.num_fresh; ++i) {
+    Slot& slot = slab.slots[i];
+    if (slot.state == SlotState::kRecording || slot.state == SlotState::kInvalidating) {
+      write.slots.emplace_back(&slot, slot.state);
+    }
+    if (slot.state != SlotState::kRecording && slot.state != SlotState::kStored) continue;
+    Record& record = records[i - first];
+    const SpaceName& name = spaces_.at(slot.space).name;
+    record.digest = name.digest;
+    record.num_bytes = name.num_bytes;
+    record.key = slot.key;
+    record.value_checksum = slot.value_checksum;
+    record.used = slot.used;
+    record.epoch = slab.epoch;
+    record.place = place_of(slab.number, i);
+    record.checksum = own_checksum(record);
+  }
+}
+
+void DiskIndex::end_sector(const SectorWrite& write, bool written, std::vector<Recorded>& recorded) {
+  Slab& slab = *write.slab;
+  Sector& sector = slab.sectors[write.sector];
+  sector.in_flight = false;
+  outstanding_.erase(outstanding_.find(write.change));
+  const bool dirty = sector.dirty;
+  if (!written && !dirty) failed_.push_back(place_of(slab.number, write.sector));
+  if (write.sector == 0) {
+    end_header(slab, written);
+  } else {
+    for (const auto& [slot, before] : write.slots) end_record(*slot, before, written, recorded);
+  }
+  if (dirty) queue(slab, write.sector);
+}
+
+void DiskIndex::end_header(Slab& slab, bool written) {
+  SizeClass* size_class = slab.size_class;
+  if (slab.state != SlabState::kAssigning) return;  // a failed one was written again
+  slab.state = written ? SlabState::kInUse : SlabState::kBroken;
+  if (size_class == nullptr) {
+    if (!written) return;
+    slab.state = SlabState::kUnused;
+    free_slabs_.push_back(slab.number);
+    return;
+  }
+  size_class->num_coming -= slab.num_slots;
+  if (!written) {
+    size_class->num_slots -= slab.num_slots;
+    counts_.broken += slab.num_slots;
+    return;
+  }
+  size_class->num_free += slab.num_slots;
+  size_class->with_room.add(slab);
+  slab.newest = ++tick_;
+  idle_.add(slab);
+}
+
+void DiskIndex::end_record(Slot& slot, SlotState before, bool written, std::vector<Recorded>& recorded) {
+  if (before == SlotState::kInvalidating) {
+    if (!written) slot.unusable = true;
+    slot.state = SlotState::kInvalid;
+    if (slot.pins == 0) release(slot);
+    return;
+  }
+  if (slot.state != SlotState::kRecording) return;  // removed meanwhile
+  if (written) {
+    store(slot);
+  } else {
+    forget(slot);
+    break_slot(slot);
+  }
+  recorded.push_back({&slot, written});
+}
+
+bool DiskIndex::retry_sectors() {
+  const bool any = !failed_.empty();
+  for (const uint64_t place : failed_) {
+    Slab& slab = slabs_[place >> 32];
+    mark(slab, static_cast<uint32_t>(place));
+    queue(slab, static_cast<uint32_t>(place));
+  }
+  failed_.clear();
+  return any;
+}
+
+}  // namespace kvservice::disk

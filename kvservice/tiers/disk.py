@@ -1,0 +1,176 @@
+"""The disk tier: values in large files, read and written directly from and to the memory of the block store.
+
+Native threads do the input and output, see csrc/disk. After a crash of the process, everything acknowledged is there.
+After a power failure a value may be gone, a removed one may be back, and a checksum finds what is damaged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from kvservice._ext import DiskFiles
+from kvservice.tiers.errors import TierError
+from kvservice.tiers.protocol import GetResult, Space, TierStats, Values
+
+logger = logging.getLogger(__name__)
+
+# A single value that cannot be read is a miss. So many failures in a row mean that the disk fails.
+MOST_ERRORS_IN_ROW = 8
+
+
+@dataclass(frozen=True)
+class DiskOptions:
+    """The directory of a disk tier and its limits. A value has at most `slab_bytes` bytes. A directory with files keeps
+    their size of slabs. `max_queued` limits the values in each of the queues of reads and writes."""
+
+    directory: Path
+    capacity_bytes: int
+    num_threads: int = 16
+    slab_bytes: int = 64 << 20
+    max_queued: int = 1 << 16
+
+
+class _Completed(NamedTuple):
+    """The end of an operation, see DiskFiles.take_completed."""
+
+    operation: int
+    found: bytes
+    checksums: bytes
+    num_removed: int
+    num_errors: int
+    failed: bool
+
+
+class DiskTier:
+    """A LowerTier in a directory, for the event loop that makes it.
+
+    While it opens, nothing is found and nothing is stored, and `remove` and `clear` wait.
+    """
+
+    name = "disk"
+
+    def __init__(self, options: DiskOptions, memory: int, memory_bytes: int) -> None:
+        """`memory` is the address of the block store's memory. Raises TierError if the directory is in use, or has
+        files of another format."""
+        self._options = options
+        try:
+            self._files = DiskFiles(
+                str(options.directory),
+                options.capacity_bytes,
+                options.slab_bytes,
+                memory,
+                memory_bytes,
+                options.num_threads,
+                options.max_queued,
+                secrets.randbits(64),
+            )
+        except RuntimeError as error:
+            raise TierError(str(error)) from None
+        self._loop = asyncio.get_running_loop()
+        self._waiting: dict[int, asyncio.Future[_Completed]] = {}
+        self._opened = asyncio.Event()
+        self._closing: asyncio.Task[None] | None = None
+        self._loop.add_reader(self._files.event_fd, self._complete)
+
+    async def opened(self) -> None:
+        """Wait until values can be found. Raises TierError if the files cannot be opened."""
+        await self._opened.wait()
+        self._check()
+
+    async def lookup(self, space: Space, keys: bytes) -> bytes:
+        self._check()
+        return self._files.lookup(space.digest, space.block_bytes, keys)
+
+    async def get(self, space: Space, values: Values) -> GetResult:
+        self._check()
+        result = await self._result(self._files.get(space.digest, space.block_bytes, values.keys, values.offsets))
+        return GetResult(result.found, result.checksums)
+
+    async def put(self, space: Space, values: Values) -> bytes:
+        self._check()
+        operation = self._files.put(space.digest, space.block_bytes, values.keys, values.offsets, values.checksums)
+        return (await self._result(operation)).found
+
+    async def remove(self, space: Space, keys: bytes) -> int:
+        await self.opened()
+        return (await self._result(self._files.remove(space.digest, space.block_bytes, keys))).num_removed
+
+    async def clear(self, space: Space) -> None:
+        await self.opened()
+        await self._result(self._files.clear(space.digest, space.block_bytes))
+
+    def stats(self) -> TierStats:
+        stats = self._files.stats()
+        return TierStats(
+            name=self.name,
+            state=stats.state,
+            num_values=stats.num_values,
+            used_bytes=stats.used_bytes,
+            capacity_bytes=stats.capacity_bytes,
+            read_values=stats.read_values,
+            read_bytes=stats.read_bytes,
+            written_values=stats.written_values,
+            written_bytes=stats.written_bytes,
+            evicted=stats.evicted,
+            removed=stats.removed,
+            refused=stats.refused,
+            dropped=stats.dropped,
+            corrupt=stats.corrupt,
+            errors=stats.errors,
+        )
+
+    async def close(self) -> None:
+        if self._closing is None:
+            self._closing = self._loop.create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        await asyncio.to_thread(self._files.close)
+        self._loop.remove_reader(self._files.event_fd)
+        self._complete()
+
+    def _check(self) -> None:
+        if self._closing is not None:
+            raise TierError("the disk tier is closed")
+        if self._opened.is_set() and self._files.problem:
+            raise TierError(self._files.problem)
+
+    def _complete(self) -> None:
+        """Hand out what has completed."""
+        for completed in map(_Completed._make, self._files.take_completed()):
+            self._waiting.pop(completed.operation).set_result(completed)
+        if self._opened.is_set():
+            return
+        stats = self._files.stats()
+        if stats.state == "opening":
+            return
+        self._opened.set()
+        if stats.state == "failed":
+            logger.error("the disk tier is not used: %s", self._files.problem)
+        elif not stats.direct:
+            logger.warning("%s: the file system has no O_DIRECT, so the page cache is used", self._options.directory)
+
+    async def _result(self, operation: int) -> _Completed:
+        """Wait for an operation. When cancelled, it waits until nobody uses the memory."""
+        future: asyncio.Future[_Completed] = self._loop.create_future()
+        self._waiting[operation] = future
+        cancelled = False
+        while not future.done():
+            try:
+                await asyncio.wait([future])
+            except asyncio.CancelledError:
+                cancelled = True
+                self._files.cancel(operation)
+        if cancelled:
+            raise asyncio.CancelledError
+        completed = future.result()
+        if completed.failed:
+            raise TierError("the disk could not be written, so that removed values may be back after a crash")
+        if completed.num_errors > 0 and self._files.stats().errors_in_row >= MOST_ERRORS_IN_ROW:
+            raise TierError("the disk fails")
+        return completed

@@ -1,0 +1,306 @@
+"""The disk tier: what it keeps, what it refuses, and what it finds after a restart."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from disk_rig import MEMORY_BYTES, SECTOR, SLAB_BYTES, TOTAL_SLAB_BYTES, Disk, keys, opened, options, space
+
+from kvservice.errors import InvalidArgumentError
+from kvservice.tiers import TierError, Values
+from kvservice.tiers.disk import DiskOptions, DiskTier
+
+SIZES = (1, 100, SECTOR - 1, SECTOR, SECTOR + 1, 5000, 65536, 100_001, SLAB_BYTES)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_values_come_back_also_after_a_restart(tmp_path: Path, size: int) -> None:
+    async def run() -> None:
+        async with opened(options(tmp_path)) as disk:
+            assert await disk.put(space(size), range(5)) == list(range(5))
+            assert await disk.lookup(space(size), range(6)) == list(range(5))
+            assert await disk.get(space(size), range(6)) == list(range(5))
+            stats = disk.tier.stats()
+            assert (stats.num_values, stats.used_bytes, stats.written_values, stats.read_values) == (5, 5 * size, 5, 5)
+        async with opened(options(tmp_path)) as disk:
+            assert await disk.get(space(size), range(6)) == list(range(5))
+            assert disk.tier.stats().used_bytes == 5 * size
+
+    asyncio.run(run())
+
+
+def test_spaces_do_not_share_values(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with opened(options(tmp_path)) as disk:
+            await disk.put(space(5000), [1, 2])
+            await disk.put(space(5000, "other"), [2, 3])
+            await disk.put(space(6000), [4])
+            assert await disk.get(space(5000), [1, 2, 3, 4]) == [1, 2]
+            await disk.tier.clear(space(5000))
+            assert await disk.lookup(space(5000), [1, 2, 3, 4]) == []
+            assert await disk.get(space(5000, "other"), [1, 2, 3, 4]) == [2, 3]
+            assert await disk.get(space(6000), [4]) == [4]
+            assert disk.tier.stats().removed == 2
+
+    asyncio.run(run())
+
+
+def test_removed_values_do_not_come_back(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with opened(options(tmp_path)) as disk:
+            await disk.put(space(100), range(40))
+            await disk.put(space(SECTOR), range(3))
+            assert await disk.tier.remove(space(100), keys([3, 7, 7, 99])) == 2
+            await disk.tier.clear(space(SECTOR))
+            assert await disk.lookup(space(100), [3, 4, 7]) == [4]
+        async with opened(options(tmp_path)) as disk:
+            assert await disk.get(space(100), range(40)) == [n for n in range(40) if n not in (3, 7)]
+            assert await disk.lookup(space(SECTOR), range(3)) == []
+
+    asyncio.run(run())
+
+
+def test_a_value_that_is_put_again_is_not_written_again(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with opened(options(tmp_path)) as disk:
+            assert await disk.put(space(100), [1, 1, 2]) == [1, 1, 2]
+            assert await disk.put(space(100), [1, 2]) == [1, 2]
+            assert disk.tier.stats().written_values == 2
+
+    asyncio.run(run())
+
+
+def test_the_least_recently_used_values_are_evicted(tmp_path: Path) -> None:
+    size = SLAB_BYTES // 32
+
+    async def run() -> None:
+        async with opened(options(tmp_path, num_slabs=2)) as disk:
+            for number in range(64):
+                await disk.put(space(size), [number])
+            there = await disk.lookup(space(size), range(64))
+            assert there == list(range(64 - len(there), 64))
+            assert await disk.get(space(size), [there[0]]) == [there[0]]
+            for number in range(100, 130):
+                assert await disk.put(space(size), [number]) == [number]
+            order = [*there[1:], there[0], *range(100, 130)]  # of their last use
+            left = await disk.lookup(space(size), order)
+            assert left == order[-len(left) :]
+            # An eighth of the slots is freed ahead.
+            assert 56 <= len(left) <= 64
+
+    asyncio.run(run())
+
+
+def test_a_stride_takes_a_slab_of_another_one(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with opened(options(tmp_path, num_slabs=1)) as disk:
+            await disk.put(space(SECTOR), range(100))
+            assert await disk.put(space(SLAB_BYTES), [1]) == [1]
+            assert await disk.lookup(space(SECTOR), range(100)) == []
+            assert await disk.put(space(100), [1]) == [1]
+            assert await disk.lookup(space(SLAB_BYTES), [1]) == []
+            assert disk.tier.stats().evicted == 101
+
+    asyncio.run(run())
+
+
+def test_values_larger_than_a_slab_are_refused(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with opened(options(tmp_path)) as disk:
+            assert await disk.put(space(SLAB_BYTES + 1), [1, 2]) == []
+            assert await disk.put(space(SLAB_BYTES), [1, 2]) == [1, 2]
+            assert disk.tier.stats().refused == 2
+
+    asyncio.run(run())
+
+
+def test_a_full_queue_drops_values(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with opened(options(tmp_path, max_queued=3)) as disk:
+            assert await disk.put(space(100), range(4)) == [0, 1, 2]
+            assert disk.tier.stats().dropped == 1
+            assert await disk.put(space(100), [3]) == [3]
+            assert await disk.get(space(100), range(4)) == [0, 1, 2]
+            assert disk.tier.stats().dropped == 2
+
+    asyncio.run(run())
+
+
+def test_a_directory_serves_one_process(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with opened(options(tmp_path)):
+            with pytest.raises(TierError, match="is in use by another process"):
+                Disk(options(tmp_path))
+        async with opened(options(tmp_path)) as disk:
+            assert disk.tier.stats().state == "open"
+
+    asyncio.run(run())
+
+
+def test_another_format_is_refused(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with opened(options(tmp_path)):
+            pass
+        meta = tmp_path / "meta"
+        before = meta.read_bytes()
+        for place, message in ((8, "has format 0, this version reads format 1"), (0, "is not of a disk tier")):
+            damaged = bytearray(before)
+            damaged[place] ^= 1
+            meta.write_bytes(damaged)
+            with pytest.raises(TierError, match=message):
+                Disk(options(tmp_path))
+        meta.write_bytes(before[:16] + b"\x01" + before[17:])
+        with pytest.raises(TierError, match="is damaged"):
+            Disk(options(tmp_path))
+        meta.write_bytes(before)
+        async with opened(options(tmp_path)):
+            pass
+
+    asyncio.run(run())
+
+
+def test_the_files_keep_their_size_of_slabs(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with opened(options(tmp_path)) as disk:
+            await disk.put(space(SLAB_BYTES), [1])
+        async with opened(DiskOptions(tmp_path, 4 * TOTAL_SLAB_BYTES, slab_bytes=SECTOR)) as disk:
+            assert await disk.get(space(SLAB_BYTES), [1]) == [1]
+
+    asyncio.run(run())
+
+
+def test_capacity_can_change(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with opened(options(tmp_path, num_slabs=4)) as disk:
+            for number in range(4):
+                await disk.put(space(SLAB_BYTES), [number])
+        async with opened(options(tmp_path, num_slabs=3)) as disk:
+            assert disk.tier.stats().capacity_bytes == 3 * SLAB_BYTES
+            assert await disk.get(space(SLAB_BYTES), range(4)) == [0, 1, 2]
+        async with opened(options(tmp_path, num_slabs=9)) as disk:
+            assert await disk.get(space(SLAB_BYTES), range(4)) == [0, 1, 2]
+            for number in range(10, 15):
+                assert await disk.put(space(SLAB_BYTES), [number]) == [number]
+            assert await disk.get(space(SLAB_BYTES), [*range(4), *range(10, 15)]) == [0, 1, 2, *range(10, 15)]
+        assert sum(path.stat().st_size for path in tmp_path.glob("data-*")) == 9 * SLAB_BYTES
+
+    asyncio.run(run())
+
+
+def test_removals_wait_until_the_tier_is_open(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with opened(options(tmp_path)) as disk:
+            await disk.put(space(100), [1])
+        disk = Disk(options(tmp_path))
+        assert await disk.tier.remove(space(100), keys([1])) == 1
+        assert await disk.lookup(space(100), [1]) == []
+        await disk.tier.close()
+
+    asyncio.run(run())
+
+
+def test_a_closed_tier_refuses_calls(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with opened(options(tmp_path)) as disk:
+            await disk.put(space(100), [1])
+        await disk.tier.close()
+        for call in (disk.get(space(100), [1]), disk.put(space(100), [1]), disk.lookup(space(100), [1])):
+            with pytest.raises(TierError, match="closed"):
+                await call
+
+    asyncio.run(run())
+
+
+def test_a_cancelled_call_ends_when_the_memory_is_free(tmp_path: Path) -> None:
+    """Afterwards the memory is overwritten, and every value that is stored is whole."""
+    of = space(SLAB_BYTES // 16)
+
+    async def run() -> None:
+        async with opened(options(tmp_path)) as disk:
+            calls = [asyncio.ensure_future(disk.put(of, range(100)))]
+            await asyncio.sleep(0)
+            calls[0].cancel()
+            calls[0].cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await calls[0]
+            disk.memory[:] = bytes(MEMORY_BYTES)
+            there = await disk.lookup(of, range(100))
+            assert await disk.get(of, there) == there
+            await disk.put(of, [7])
+            reading = asyncio.ensure_future(disk.get(of, [7] * 50))
+            await asyncio.sleep(0)
+            reading.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await reading
+            assert disk.tier.stats().corrupt == 0
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"capacity_bytes": TOTAL_SLAB_BYTES - 1}, "capacity_bytes"),
+        ({"slab_bytes": SECTOR - 1}, "slab_bytes"),
+        ({"num_threads": 0}, "num_threads"),
+        ({"num_threads": 257}, "num_threads"),
+        ({"max_queued": 0}, "max_queued"),
+    ],
+)
+def test_options_out_of_range_are_refused(tmp_path: Path, change: dict[str, int], field: str) -> None:
+    settings = {"capacity_bytes": TOTAL_SLAB_BYTES, "slab_bytes": SLAB_BYTES} | change
+
+    async def run() -> None:
+        with pytest.raises(InvalidArgumentError) as refused:
+            DiskTier(DiskOptions(tmp_path, **settings), 4096, 4096)
+        assert refused.value.field == field
+
+    asyncio.run(run())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("num_threads", [1, 256])
+def test_the_smallest_and_the_most_threads_work(tmp_path: Path, num_threads: int) -> None:
+    async def run() -> None:
+        async with opened(options(tmp_path, num_slabs=1, num_threads=num_threads)) as disk:
+            assert await disk.put(space(100), range(50)) == list(range(50))
+            assert await disk.get(space(100), range(50)) == list(range(50))
+
+    asyncio.run(run())
+
+
+def test_places_outside_the_memory_are_refused(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with opened(options(tmp_path)) as disk:
+            for offset in (MEMORY_BYTES - 99, 1 << 63):
+                values = Values(keys([1]), offset.to_bytes(8, "little"), bytes(8))
+                for call in (disk.tier.put(space(100), values), disk.tier.get(space(100), values)):
+                    with pytest.raises(InvalidArgumentError, match="not in the memory"):
+                        await call
+            values = Values(keys([1]), (MEMORY_BYTES - 100).to_bytes(8, "little"), bytes(8))
+            assert await disk.tier.put(space(100), values) == b"\x01"
+
+    asyncio.run(run())
+
+
+def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    async def run() -> None:
+        with pytest.raises(TierError, match="/missing/kv: No such file or directory"):
+            Disk(options(tmp_path / "missing" / "kv"))
+
+    asyncio.run(run())
+
+
+def test_a_file_system_without_room_is_named(tmp_path: Path) -> None:
+    async def run() -> None:
+        disk = Disk(DiskOptions(tmp_path, 1 << 50))
+        with pytest.raises(TierError, match=r"needs \d+ MiB more, its file system has \d+ MiB"):
+            await disk.tier.opened()
+        with pytest.raises(TierError):
+            await disk.lookup(space(100), [1])
+        assert disk.tier.stats().state == "failed"
+        await disk.tier.close()
+
+    asyncio.run(run())
