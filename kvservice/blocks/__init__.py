@@ -11,7 +11,7 @@ growth       GrowthPlanner: new blocks, copies     rearranging  Rearranger: sequ
 freeing      Reclaimer: truncate, free, close      prefix_cache PrefixCache: match, pin and reset
 reopening    Reopener: steps over computed tokens   inspection   Inspector: slots, descriptions, statistics
 recovery     Recoverer: state of an earlier process saved_steps  live steps for an orderly take-over
-loading      Loader: blocks from outside, copies
+loading      Loader: blocks from outside, copies    restoring    Restorer: sequences as values and back
 
 state        BlockState: pools, slots, pins, namespaces and counters, as one value
 block_pool   BlockPool and CachingBlockPool        eviction     EvictionQueue: cached blocks, LRU first
@@ -43,6 +43,7 @@ from kvservice.blocks.plans import (
     SwapPlan,
 )
 from kvservice.blocks.recovery import Recovery
+from kvservice.blocks.restoring import RestoredBlocks, SavedSequence, SavedSequences, SavedTables
 from kvservice.blocks.slices import Slices
 from kvservice.blocks.stats import BlocksStats
 
@@ -63,6 +64,10 @@ __all__ = [
     "PoolCopy",
     "PoolLoad",
     "Recovery",
+    "RestoredBlocks",
+    "SavedSequence",
+    "SavedSequences",
+    "SavedTables",
     "SequenceSnapshot",
     "SessionNamespace",
     "Slices",

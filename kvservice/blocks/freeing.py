@@ -10,7 +10,7 @@ import numpy.typing as npt
 from kvservice.blocks.arguments import counts_for, int64_array, refuse
 from kvservice.blocks.intents import DROP, RESTORE
 from kvservice.blocks.limits import check_request_blocks
-from kvservice.blocks.namespaces import SessionNamespace
+from kvservice.blocks.namespaces import NO_STEP, SessionNamespace
 from kvservice.blocks.plans import Int64Array
 from kvservice.blocks.sequences import LENGTH, NAMESPACE, NUM_BLOCKS, NUM_COMPUTED, SWAPPED
 from kvservice.blocks.slices import SLICE_BLOCKS, Slices, cut_rows
@@ -140,6 +140,13 @@ class Reclaimer:
         if len(rows):
             yield from self._free_parts(self._cut(rows))
         return len(rows)
+
+    def end_steps(self, namespace: SessionNamespace) -> Slices[None]:
+        """See BlockManager.end_steps_in_slices."""
+        self._state.enter(namespace)
+        yield from self._end_steps(namespace)
+        rows = np.array(list(namespace.rows.values()), np.int64)
+        self._sequences.steps[rows] = NO_STEP
 
     def _end_steps(self, namespace: SessionNamespace) -> Slices[None]:
         step_ids = list(namespace.steps)

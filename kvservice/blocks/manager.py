@@ -39,6 +39,7 @@ from kvservice.blocks.prefix_cache import PrefixCache
 from kvservice.blocks.rearranging import Rearranger
 from kvservice.blocks.recovery import Recoverer, Recovery
 from kvservice.blocks.reopening import Reopener
+from kvservice.blocks.restoring import RestoredBlocks, Restorer, SavedSequences, SavedTables
 from kvservice.blocks.saved_steps import save_steps
 from kvservice.blocks.sharing import Forker
 from kvservice.blocks.slices import Slices, finish
@@ -83,6 +84,7 @@ class BlockManager:
         self._rearranger = Rearranger(self.state)
         self._reclaimer = Reclaimer(self.state)
         self._swapper = Swapper(self.state)
+        self._restorer = Restorer(self.state)
         self._prefix_cache = PrefixCache(self.state)
         self._inspector = Inspector(self.state)
         self.loader = Loader(self.state)
@@ -443,6 +445,31 @@ class BlockManager:
         blocks that are no longer on the device. Raises SequenceNotSwappedError, OutOfBlocksError.
         """
         return self._swapper.swap_in(namespace, sequence_ids, lookahead)
+
+    # Sequences that outlive the daemon
+
+    def end_steps_in_slices(self, namespace: SessionNamespace) -> Slices[None]:
+        """Make all steps of a namespace stale. Their tokens that are not computed stay pending."""
+        return self._reclaimer.end_steps(namespace)
+
+    def save_in_slices(self, namespace: SessionNamespace) -> Slices[SavedTables]:
+        """Return all sequences of a namespace as values, and the places of their blocks. Lookahead blocks are left out.
+        The caller keeps others from changing the sequences between the slices."""
+        return self._restorer.save(namespace)
+
+    def restore_in_slices(self, namespace: SessionNamespace, saved: SavedSequences) -> Slices[RestoredBlocks]:
+        """Create saved sequences in an empty namespace, which nobody uses and no restart finds yet. Returns the places
+        of their blocks, of which those that are not `found` get their K/V from the caller.
+
+        Swapped sequences become swapped ones again, or resident ones if the swap tier has no room. If it fails, the
+        caller closes the namespace. Raises InvalidArgumentError if a sequence is longer than max_sequence_tokens,
+        QuotaExceededError, OutOfBlocksError.
+        """
+        return self._restorer.restore(namespace, saved)
+
+    def index_restored_in_slices(self, namespace: SessionNamespace, restored: RestoredBlocks) -> Slices[None]:
+        """Add the full computed blocks of restored sequences to the prefix index. They have their K/V now."""
+        return self._restorer.index(namespace, restored)
 
     # Prefix cache
 
