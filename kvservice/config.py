@@ -259,6 +259,17 @@ class ServeConfig(BaseModel):
     max_lease_s: float = Field(
         60.0, gt=0, le=3600, description="Longest time in seconds of a lease on blocks of the store."
     )
+    disk: str = Field(
+        "",
+        description="Directory for what outlives the daemon and the machine's memory, on a disk of this host. One "
+        "daemon uses it. Empty: there is none.",
+    )
+    disk_sessions_gib: float = Field(
+        16.0,
+        ge=0,
+        le=1 << 20,
+        description="Most GiB of saved sessions in disk, besides what else is there. 0: sessions are not saved.",
+    )
     store_copy_threads: int = Field(
         2, ge=1, le=256, description="Threads that copy between the block store and requests or regions."
     )

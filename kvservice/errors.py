@@ -29,11 +29,15 @@
     │   ├── StoreOffError                                the daemon has no store
     │   ├── StoreNotSharedError                          clients may not map the store, or not for writing
     │   ├── EventsOffError                               the daemon records no block events
+    │   ├── SavedSessionsOffError                        the daemon has no disk for sessions
+    │   ├── SessionBusyError                             the session is being saved
+    │   ├── SessionNotRestoredError                      it does not fit this daemon, or its file is damaged
     │   └── RegionShrunkError                            the client has truncated its shared-memory object
     ├── ResourceExhaustedError      RESOURCE_EXHAUSTED
     │   ├── OutOfBlocksError                             carries the counts; may succeed later
     │   ├── QuotaExceededError                           carries the limit's name and value
-    │   └── MessageTooLargeError
+    │   ├── MessageTooLargeError
+    │   └── DiskFullError                                no space is left for a session
     ├── DrainingError               UNAVAILABLE          the daemon is shutting down
     │   └── RestartingError                              a new process takes over; the call was not executed
     ├── ObserverUnavailableError    UNAVAILABLE          the process that computes the answer is starting
@@ -42,6 +46,7 @@
     │   └── TLSHandshakeError                            client and daemon do not agree on TLS or on certificates
     ├── CallTimeoutError            DEADLINE_EXCEEDED    raised by clients only: no answer within the call's timeout_s
     ├── UnauthenticatedError        UNAUTHENTICATED      the daemon does not know the caller's token
+    ├── DiskFailedError             INTERNAL             the disk with the saved sessions cannot be read or written
     ├── RegionNotOpenedError        INTERNAL             no such shared-memory object; the status is Triton's
     └── InternalError               INTERNAL             a bug in the daemon, or a device failure
 
@@ -192,6 +197,21 @@ class EventsOffError(FailedPreconditionError):
     reason = "EVENTS_OFF"
 
 
+class SavedSessionsOffError(FailedPreconditionError):
+    reason = "SAVED_SESSIONS_OFF"
+
+
+class SessionBusyError(FailedPreconditionError):
+    reason = "SESSION_BUSY"
+
+
+class SessionNotRestoredError(FailedPreconditionError):
+    """A saved session cannot come back here. `metadata` holds `cause`: another_model or damaged. The file stays until
+    it expires."""
+
+    reason = "SESSION_NOT_RESTORED"
+
+
 class RegionShrunkError(FailedPreconditionError):
     reason = "REGION_SHRUNK"
 
@@ -226,6 +246,15 @@ class QuotaExceededError(ResourceExhaustedError):
 
 class MessageTooLargeError(ResourceExhaustedError):
     reason = "MESSAGE_TOO_LARGE"
+
+
+class DiskFullError(ResourceExhaustedError):
+    reason = "DISK_FULL"
+
+
+class DiskFailedError(KVServiceError):
+    status = "INTERNAL"
+    reason = "DISK_FAILED"
 
 
 class DrainingError(KVServiceError):

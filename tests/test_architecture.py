@@ -20,9 +20,10 @@ import kvservice
 from kvservice.config import ServeConfig
 from kvservice.environment import GRPC_ENVIRONMENT
 from kvservice.server.calls import session_handlers
-from kvservice.server.contract import SERVICES, SESSION_SERVICES, call_name
+from kvservice.server.contract import SERVICES, call_name, is_of_session
 from kvservice.server.handlers import Handler, OpenHandler, SessionHandler, WhileDraining
 from kvservice.server.open_calls import OpenCalls
+from kvservice.server.saved_sessions import SavedSessions
 from kvservice.v1 import session_pb2
 
 PACKAGE = Path(kvservice.__file__).parent
@@ -47,6 +48,8 @@ ROOMS: dict[str, set[str]] = {
     "pool.available": {"errors"},
     "pool.sealed": {"pool.available"},
     "pool": {"_cuda", "errors", "ops", "pool.available", "pool.layout", "pool.sealed"},
+    # Sessions on disk: bookkeeping as values, and the bytes of blocks from and to the device.
+    "saved": {"blocks", "devices", "errors", "logs"},
     # State that outlives the daemon's process.
     # What a start found of the process before: the server fills it, the observer shows it.
     "kept.report": set(),
@@ -102,6 +105,7 @@ ROOMS: dict[str, set[str]] = {
         "kept",
         "kept.report",
         "logs",
+        "saved",
         "scheduler",
         "store",
         "telemetry",
@@ -422,7 +426,7 @@ RPCS = [
     for method in service.methods
     if not (method.client_streaming or method.server_streaming)
 ]
-SESSION_RPCS = [method for method in RPCS if method.containing_service.name in SESSION_SERVICES]
+SESSION_RPCS = [method for method in RPCS if is_of_session(method)]
 # Messages of a stream other than the calls of a session.
 OTHER_STREAM_CALLS = {"attach", "ping"}
 
@@ -431,7 +435,8 @@ OTHER_STREAM_CALLS = {"attach", "ping"}
 def handlers() -> dict[str, Handler]:
     engine: Any = SimpleNamespace(manager=None, device=SimpleNamespace(num_blocks=1, num_swap_blocks=0))
     open_calls = OpenCalls(ServeConfig(), engine, sessions=None, store_bytes=0, snapshot=None)  # type: ignore[arg-type]
-    made = [*session_handlers(ServeConfig(), engine, store=None), *open_calls.handlers()]
+    saved = SavedSessions(ServeConfig(), manager=None, sessions=None, files=None)  # type: ignore[arg-type]
+    made = [*session_handlers(ServeConfig(), engine, None, saved), *open_calls.handlers()]
     assert len({handler.method for handler in made}) == len(made)
     return {handler.method: handler for handler in made}
 
@@ -476,6 +481,7 @@ def test_requests_of_a_session_name_it(method: MethodDescriptor) -> None:
 # Calls of the store that have the same effect when they are repeated.
 REPEATED_WITHOUT_AN_ID = {
     "store_lookup", "store_renew", "store_release", "store_abort", "store_batch_get", "store_batch_put", "store_touch",
+    "detach",
 }  # fmt: skip
 READ_ONLY = {
     "can_allocate", "can_append", "can_swap_out", "can_swap_in", "describe", "match_prefix", "common_prefix",

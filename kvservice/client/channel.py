@@ -82,8 +82,9 @@ MAX_SENDS = 4
 # Limit on calls in flight. The daemon keeps this many replies for calls that are sent again.
 MAX_IN_FLIGHT = 128
 
-# Calls that cannot be repeated if their reply is lost: a layer is written only once.
-_NOT_REPEATABLE = frozenset(("decode", "extend", "write"))
+# Calls that cannot be repeated if their reply is lost: a layer is written only once, and a session that was saved by
+# Detach leaves the daemon's memory with its stream.
+_NOT_REPEATABLE = frozenset(("decode", "extend", "write", "detach"))
 
 
 def channel_options(address: str) -> list[tuple[str, int | str]]:

@@ -23,6 +23,8 @@ from kvservice.errors import ConnectionLostError, KVServiceError, RestartingErro
 from kvservice.v1 import session_pb2
 
 T = TypeVar("T")
+# How long a client waits for a session that the daemon reads from its disk, without a time limit of its own.
+RESTORE_WAIT_S = 600.0
 SessionT = TypeVar("SessionT", bound=SessionCore[Any, Any])
 
 
@@ -119,9 +121,10 @@ class ClientCore:
     ) -> SessionT:
         """Attach a session, after waiting for a daemon that is away, and open its transport. If that fails, a new
         session is closed; a resumed one is kept, so that a client with its token can resume it."""
+        wait_s = RESTORE_WAIT_S if resumed else max(info.session_grace_s, 1.0)
         session_id = await once_more(
             connection.waiting,
-            lambda: connection.connect(max(info.session_grace_s, 1.0)),
+            lambda: connection.connect(wait_s),
             connection.left_s(connection.deadline(), self._reconnect_wait_s),
             (RestartingError, ConnectionLostError),
         )

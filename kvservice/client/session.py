@@ -36,7 +36,7 @@ from kvservice.client.session_calls import SessionCalls
 from kvservice.client.transports.base import Transport, TransportName
 from kvservice.client.values import Pin, PoolInfo, RegionInfo, Sequence, SequenceInfo, from_message
 from kvservice.errors import InvalidArgumentError, UnknownPinError, UnknownSequenceError
-from kvservice.v1 import blocks_pb2, host_pb2
+from kvservice.v1 import blocks_pb2, host_pb2, session_pb2
 from kvservice.wire.tensors import Array
 
 # Asks the daemon to close the session with this token, if the client with this holder id still has it.
@@ -90,9 +90,21 @@ class SessionCore(Generic[StepT, SchedulerT]):
         """See SessionCalls.send."""
         return await self.calls.send(name, request, timeout_s)
 
-    async def detach(self) -> bytes:
-        """Detach from the session and return its token, with which another client can resume it. Useful only if the
-        session was opened as detachable."""
+    async def detach(
+        self, *, ttl_s: float | None = None, durable: bool = False, timeout_s: float | None = None
+    ) -> bytes:
+        """Detach from the session and return its token, with which another client can resume it.
+
+        The session waits for `ttl_s` seconds, 0: as long as the daemon allows; None: as it was opened, and 0 if it is
+        `durable`. With `durable` its sequences are on the daemon's disk when this returns. They survive a reboot, and
+        need no memory until the session is resumed. Steps, pins and regions end.
+
+        Raises SavedSessionsOffError, DiskFullError, DiskFailedError and QuotaExceededError. The session then goes on.
+        """
+        if ttl_s is not None or durable:
+            await self._free_dropped(timeout_s)
+            request = build(session_pb2.DetachRequest, ttl_s=ttl_s or 0.0, durable=durable)
+            await self.call("detach", request, timeout_s)
         await self.calls.release()
         await self.context.connection.close()
         return self.token

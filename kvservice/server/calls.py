@@ -9,13 +9,16 @@ from kvservice.server.block_calls import BlockCalls
 from kvservice.server.handlers import Handler
 from kvservice.server.host_calls import HostCalls
 from kvservice.server.region_calls import RegionCalls
+from kvservice.server.saved_sessions import SavedSessions
 from kvservice.server.scheduler_calls import SchedulerCalls
 from kvservice.server.server_store import ServerStore
 from kvservice.server.store_calls import StoreCalls
 from kvservice.server.store_copy_calls import StoreCopyCalls
 
 
-def session_handlers(config: ServeConfig, engine: CacheEngine, store: ServerStore | None) -> tuple[Handler, ...]:
+def session_handlers(
+    config: ServeConfig, engine: CacheEngine, store: ServerStore | None, saved: SavedSessions
+) -> tuple[Handler, ...]:
     return (
         *BlockCalls(config, engine).handlers(),
         *AttentionCalls(config, engine).handlers(),
@@ -24,4 +27,5 @@ def session_handlers(config: ServeConfig, engine: CacheEngine, store: ServerStor
         *SchedulerCalls(config, engine).handlers(),
         *StoreCalls(store).handlers(),
         *StoreCopyCalls(config, store).handlers(),
+        *saved.handlers(),
     )

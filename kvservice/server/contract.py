@@ -45,6 +45,15 @@ SESSION_SERVICES = frozenset(
 )
 
 
+# Calls of other services that belong to a session, too.
+SESSION_CALLS = frozenset(("Detach",))
+
+
+def is_of_session(method: MethodDescriptor) -> bool:
+    """Return whether the calls of a method belong to a session."""
+    return method.containing_service.name in SESSION_SERVICES or method.name in SESSION_CALLS
+
+
 def call_name(method: MethodDescriptor) -> str:
     """Return the name of an RPC's handler and of its field in Call and Reply: CanAllocate → can_allocate, and Lookup of
     StoreService → store_lookup."""

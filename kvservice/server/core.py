@@ -6,7 +6,8 @@ import gc
 import hashlib
 import logging
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,15 @@ from typing import Any
 from kvservice.blocks import BlockManager, KeptMaps, Slices
 from kvservice.blocks.sequences import FLAGS, LENGTH, NAMESPACE, NUM_COMPUTED, SCHEDULED, STEP
 from kvservice.blocks.slices import finish
-from kvservice.config import ServeConfig
+from kvservice.config import GIB, ServeConfig
 from kvservice.devices import Device, open_device
 from kvservice.engine import CacheEngine
 from kvservice.errors import InvalidArgumentError, ResourceExhaustedError
 from kvservice.kept import KeptFiles, KeptState, Section
 from kvservice.kept.report import FIRST_START, REFUSED, TAKEN_OVER, UPGRADE, KeptCounts, LostCounts, RestartReport
+from kvservice.saved import SavedFiles, SessionFiles
 from kvservice.server.clock import Clock
+from kvservice.server.saved_sessions import SavedSessions
 from kvservice.server.server_session import SessionMemory
 from kvservice.server.server_store import ServerStore, open_store
 from kvservice.server.sessions import SessionRegistry
@@ -54,6 +57,11 @@ def state_identity(config: ServeConfig) -> dict[str, Any]:
     }
 
 
+def content_identity(config: ServeConfig) -> dict[str, Any]:
+    """Return the options that decide the meaning of a block's bytes, in any daemon, as values of JSON by name."""
+    return {**asdict(config.layout), "kv_scales": _digest(config.kv_scales)}
+
+
 def _digest(path: str) -> str:
     try:
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16] if path else ""
@@ -70,6 +78,7 @@ class Core:
     engine: CacheEngine
     store: ServerStore | None
     sessions: SessionRegistry
+    saved: SavedSessions
     report: RestartReport
 
     def check_in_slices(self) -> Slices[bool]:
@@ -77,8 +86,9 @@ class Core:
         return _check_in_slices(self.engine, self.store)
 
     def close(self) -> None:
-        """End the threads of the device. The state stays as it is."""
+        """End the threads of the device and of the disk. The state stays as it is."""
         self.sessions.lanes.close()
+        self.saved.close()
         self.device.close()
 
 
@@ -87,9 +97,11 @@ def open_core(
     files: KeptFiles,
     environ: Mapping[str, str] = os.environ,
     clock: Clock | None = None,
+    wall: Callable[[], float] = time.time,
 ) -> Core:
     """Take over the state in `files`, or begin with an empty one if there is none, if it belongs to another
-    configuration, or if it is corrupt. A state that is refused is dropped. Called in the event loop.
+    configuration, or if it is corrupt. A state that is refused is dropped. Called in the event loop. `wall` returns
+    seconds since 1970.
 
     Raises InvalidArgumentError, ResourceExhaustedError, OSError and MemoryError if the daemon cannot start with its
     configuration; a state that was there stays for the next start.
@@ -99,7 +111,7 @@ def open_core(
     refused = kept.refused
     if kept.taken:
         try:
-            return _open(config, kept, _report(environ, files, TAKEN_OVER, ended_in_order=kept.clean), clock)
+            return _open(config, kept, _report(environ, files, TAKEN_OVER, ended_in_order=kept.clean), clock, wall)
         except (InvalidArgumentError, ResourceExhaustedError, OSError, MemoryError):
             kept.end_attempt()  # the next start may succeed
             raise
@@ -112,7 +124,7 @@ def open_core(
         kept = KeptState.open(files, identity)
     if refused:
         logger.warning("the state of the process before is refused, all sessions and K/V are lost: %s", refused)
-    return _open(config, kept, _report(environ, files, REFUSED if refused else FIRST_START, refused), clock)
+    return _open(config, kept, _report(environ, files, REFUSED if refused else FIRST_START, refused), clock, wall)
 
 
 def _report(
@@ -128,16 +140,21 @@ def _report(
     )
 
 
-def _open(config: ServeConfig, kept: KeptState, report: RestartReport, clock: Clock | None) -> Core:
+def _open(
+    config: ServeConfig, kept: KeptState, report: RestartReport, clock: Clock | None, wall: Callable[[], float]
+) -> Core:
     """Open all parts on this state, and recover what an earlier process left. Raises InternalError if that is
     corrupt."""
     device = open_device(config, kept)
+    files = None
     try:
+        files = _open_saved_files(config, device, wall)
         engine = CacheEngine(config, device, kept.arrays, _block_maps(kept))
         store = open_store(config, engine.journal, kept, clock)
         memory = SessionMemory.of(config, kept.arrays, kept.table.section(Section.SESSIONS))
         blocks = None if store is None else store.blocks
         sessions = SessionRegistry(config, engine.manager, device, memory, clock, blocks)
+        saved = SavedSessions(config, engine.manager, sessions, files)
         if kept.taken:
             counts, lost = _recover(kept, engine.manager, sessions)
             finish(_check_in_slices(engine, store))
@@ -149,9 +166,26 @@ def _open(config: ServeConfig, kept: KeptState, report: RestartReport, clock: Cl
             report = replace(report, kept=counts, lost=lost, ended=ended)
             kept.end_attempt()
     except BaseException:
+        if files is not None:
+            files.close()
         device.close()
         raise
-    return Core(kept, device, engine, store, sessions, report)
+    return Core(kept, device, engine, store, sessions, saved, report)
+
+
+def _open_saved_files(config: ServeConfig, device: Device, wall: Callable[[], float]) -> SessionFiles | None:
+    """Open the folder of saved sessions, if there is one. Raises InvalidArgumentError."""
+    if not config.disk or not config.disk_sessions_gib:
+        return None
+    folder = Path(config.disk) / "sessions"
+    try:
+        files = SavedFiles(folder, int(config.disk_sessions_gib * GIB), wall)
+    except BlockingIOError:
+        raise InvalidArgumentError(f"{folder} is in use by another daemon", field="disk") from None
+    except OSError as error:
+        raise InvalidArgumentError(f"the sessions there cannot be used: {error}", field="disk") from None
+    layout = config.layout
+    return SessionFiles(files, device, layout.block_size, layout.block_bytes, content_identity(config), wall)
 
 
 def _block_maps(kept: KeptState) -> KeptMaps:

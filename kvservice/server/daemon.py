@@ -101,7 +101,7 @@ class KVServer:
         open_calls = OpenCalls(
             config, self.engine, self.sessions, capacity_bytes, lambda request: self.observing.snapshot(request)
         )
-        handlers = (*session_handlers(config, self.engine, self.store), *open_calls.handlers())
+        handlers = (*session_handlers(config, self.engine, self.store, core.saved), *open_calls.handlers())
         calls = CallTable(METHODS, arrays.zeros)
         self.dispatcher = Dispatcher(handlers, self.sessions, calls, self._tracer, self.engine.manager.end_operation)
         tiers: Callable[[], Sequence[TierStats]] = tuple if self.chain is None else self.chain.stats
@@ -153,6 +153,7 @@ class KVServer:
                 trim_heap(),
                 self._connections.run(),
                 self.integrity.run(self._config.integrity_interval_s),
+                self.core.saved.run(),
             )
             self.observing.report_restart(self._report_restart())
             unmapping.start()

@@ -137,6 +137,7 @@ class Dispatcher:
         request_id = request.request_id if handler.method in self._repeatable else 0
         if request_id and (known := session.replies.find(request_id, handler.method)) is not None:
             return known
+        session.begin_call()
         self._admit(handler)
         for_begun_steps = handler.while_draining is WhileDraining.FOR_BEGUN_STEPS
         if self.draining and for_begun_steps and not session.namespace.in_progress(request.step_id):

@@ -13,7 +13,7 @@ from kvservice.auth import Identity
 from kvservice.blocks import SessionNamespace
 from kvservice.blocks.plans import ArrayMemory
 from kvservice.config import ServeConfig
-from kvservice.errors import KVServiceError, ResourceExhaustedError
+from kvservice.errors import KVServiceError, ResourceExhaustedError, SessionBusyError
 from kvservice.server.host_access import HostAccess
 from kvservice.server.kept_replies import KeptReplies
 from kvservice.server.regions import Regions
@@ -87,6 +87,17 @@ class SessionMemory:
 
 
 @dataclass(eq=False)
+class SaveInProgress:
+    """A Detach that writes the file of a session. `failure` is set when others may use the session's blocks."""
+
+    failure: KVServiceError | None = None
+
+    def check(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+
+@dataclass(eq=False)
 class ServerSession:
     session_id: int
     token: bytes
@@ -110,6 +121,10 @@ class ServerSession:
     # The timers of a session that no stream holds.
     timers: list[asyncio.TimerHandle] = field(default_factory=list)
 
+    saving: SaveInProgress | None = None
+    # Whether the session leaves memory when no stream holds it, because its file has it as it is.
+    asleep: bool = False
+
     # The ids of sequences that an Allocate in slices is about to create.
     allocated_soon: set[int] = field(default_factory=set)
 
@@ -125,6 +140,18 @@ class ServerSession:
             holder=self.holder,
             waits_until=waits_until,
         )
+
+    def begin_call(self) -> None:
+        """Begin a call that may change the session, so that its file does not have it as it is any more. Raises
+        SessionBusyError."""
+        if self.saving is not None:
+            raise SessionBusyError("the session is being saved by Detach")
+        self.asleep = False
+
+    def end_saving(self, error: KVServiceError) -> None:
+        """Let a Detach in progress fail, because others may use the session's blocks from now on."""
+        if self.saving is not None:
+            self.saving.failure, self.saving = error, None
 
     def check_unscheduled(self, sequence_ids: Array | Sequence[int], field: str) -> None:
         """Raise SequenceScheduledError for a sequence that belongs to the session's scheduler. `field` is a format

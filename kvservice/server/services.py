@@ -171,8 +171,7 @@ class Stream:
 
     async def serve(self) -> None:
         self._slots.num_unattached += 1
-        late = FailedPreconditionError(f"the stream was not attached within {UNATTACHED_S:g} s")
-        self._unattached = asyncio.get_running_loop().call_later(UNATTACHED_S, self.end, late)
+        self._expect_attach()
         try:
             while (call := await self._context.read()) is not grpc.aio.EOF:
                 if self._ending is not None:  # the lease is lost, but the client has not read the status yet
@@ -196,6 +195,11 @@ class Stream:
             else:
                 self._attached()
 
+    def _expect_attach(self) -> None:
+        """End the stream if it is not attached in time."""
+        late = FailedPreconditionError(f"the stream was not attached within {UNATTACHED_S:g} s")
+        self._unattached = asyncio.get_running_loop().call_later(UNATTACHED_S, self.end, late)
+
     def _attached(self) -> None:
         """Stop the attach timeout, because the stream was attached or has ended."""
         self._unattached.cancel()
@@ -215,7 +219,7 @@ class Stream:
                 raise FailedPreconditionError("a call of a later version, or none", field="call")
             request = getattr(call, name)
             if name == "attach":
-                return session_pb2.Reply(call_id=call.call_id, attach=self._attach(request))
+                return session_pb2.Reply(call_id=call.call_id, attach=await self._attach(request))
             if self._session is None and name != "ping":
                 raise FailedPreconditionError("the stream's first call must be attach", field="call")
             response = await self._dispatcher.call(
@@ -230,11 +234,19 @@ class Stream:
         except KVServiceError as error:
             return session_pb2.Reply(call_id=call.call_id, error=to_status(error))
 
-    def _attach(self, request: session_pb2.AttachRequest) -> session_pb2.AttachResponse:
+    async def _attach(self, request: session_pb2.AttachRequest) -> session_pb2.AttachResponse:
         if self._session is not None:
             raise FailedPreconditionError("the stream is attached already", field="call")
         self._callers.check(CALLER.get())
         self._dispatcher.refuse_new_work()
+        restoring = None if request.reconnects else self._sessions.restoring(request.session_token)
+        if restoring is not None:
+            self._unattached.cancel()  # the client waits for the daemon
+            try:
+                await restoring
+            finally:
+                self._expect_attach()
+            self._dispatcher.refuse_new_work()
         self._session = self._sessions.attach(request.session_token, request.holder, request.reconnects, self.end)
         self._attached()
         return session_pb2.AttachResponse(session_id=self._session.session_id, daemon_start=self._sessions.daemon_start)

@@ -4,7 +4,9 @@ open ── attach ──▶ attached ── its stream ends ──▶ waiting �
  │                                                    ├── grace passed ──▶ its regions and its lane are closed
  └── ATTACH_S or grace passed ──▶ closed              └── grace or detach_ttl passed ──▶ closed: everything freed
 
-All open sessions survive a restart of the daemon. They then wait for their streams, as after the end of a stream.
+A session that Detach has saved leaves memory with the end of its stream, and comes back with the next one: see
+saved_sessions. All open sessions survive a restart of the daemon. They then wait for their streams, as after the end of
+a stream.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 
 from kvservice.auth import CALLER, Identity
 from kvservice.blocks import BlockManager, Recovery, SessionNamespace, Slices
@@ -49,6 +51,8 @@ TOKEN_BYTES = 16
 MAX_NAME_LENGTH = 64
 # The minimum time in seconds that a new session waits for its first stream, even with a shorter grace time.
 ATTACH_S = 5.0
+# The end of a session that leaves memory and stays on the disk.
+ASLEEP = "asleep"
 
 
 class SessionRegistry:
@@ -81,6 +85,12 @@ class SessionRegistry:
         self.num_opened = self.num_closed = self.num_lost = 0
         # The number of closed sessions whose sequences are still being freed.
         self._num_closing = 0
+        # The number of sessions that nobody finds yet.
+        self._num_hidden = 0
+        # Called with a session that is closed and does not come back.
+        self.on_close: Callable[[ServerSession], object] = lambda _: None
+        # Returns what restores the session with this token, or None if it is not on the disk.
+        self.restoring: Callable[[bytes], Awaitable[None] | None] = lambda _: None
         # The number of calls with the token of another identity's session.
         self.num_foreign = 0
         self._foreign_log, self._opened_log, self._closed_log = LogBudget(logger), LogBudget(logger), LogBudget(logger)
@@ -106,39 +116,60 @@ class SessionRegistry:
         limit = self._config.max_detach_ttl_s
         if not (math.isfinite(detach_ttl_s) and 0 <= detach_ttl_s <= limit):
             raise InvalidArgumentError(f"{detach_ttl_s} is not between 0 and {limit}", field="detach_ttl_s")
-        if len(self._sessions) + self._num_closing >= self._config.max_sessions:
+        wait_s = (detach_ttl_s or limit) if detachable else self._config.session_grace_s
+        session = self.begin(secrets.token_bytes(TOKEN_BYTES), name, tenant, CALLER.get(), wait_s)
+        self.show(session, "opened")
+        return session
+
+    def begin(self, token: bytes, name: str, tenant: str, owner: Identity, wait_s: float) -> ServerSession:
+        """Make a session that nobody finds, and that a restart ends, until `show`. `close_in_slices` ends it, too.
+        Raises QuotaExceededError."""
+        if len(self._sessions) + self._num_hidden + self._num_closing >= self._config.max_sessions:
             value = self._config.max_sessions
             self._refused_log.write(logging.WARNING, "a session was refused: %d are open, see max_sessions", value)
             raise QuotaExceededError(f"{value} sessions are open: see max_sessions", limit="max_sessions", value=value)
         self.num_opened += 1
-        grace = self._config.session_grace_s
-        wait_s = max(grace, ATTACH_S)
-        now = self._clock.time()
+        self._num_hidden += 1
         record = SessionRecord(
             session_id=self._memory.new_session_id(),
-            token=secrets.token_bytes(TOKEN_BYTES),
+            token=token,
             name=name,
             tenant=tenant,
-            owner=CALLER.get().name,
-            credential=CALLER.get().credential,
-            wait_s=(detach_ttl_s or limit) if detachable else grace,
+            owner=owner.name,
+            credential=owner.credential,
+            wait_s=wait_s,
             holder=None,
-            waits_until=now + wait_s,
+            waits_until=None,
         )
-        row = self._memory.table.open(record.session_id, name, tenant, int(now * 1000))
+        row = self._memory.table.open(record.session_id, name, tenant, int(self._clock.time() * 1000))
         self._memory.replies.clear(row.number)
-        session = self._add(record, row, self._manager.open_namespace(row.number + 1, row.counters))
-        self._memory.records[row.number] = record.to_bytes()
+        return self._make(record, row, self._manager.open_namespace(row.number + 1, row.counters))
+
+    def show(self, session: ServerSession, event: str) -> None:
+        """Let clients find a session from `begin`. It waits for its first stream. `event` is for the log."""
+        wait_s = max(self._config.session_grace_s, ATTACH_S)
+        self._num_hidden -= 1
+        self._sessions[session.token] = session
+        self._save(session, self._clock.time() + wait_s)
         self._lose_after(session, wait_s)
         self._opened_log.write(
             logging.INFO,
-            "session %d opened (%s)%s",
+            "session %d %s (%s)%s",
             session.session_id,
-            name or "no name",
+            event,
+            session.name or "no name",
             f" by {session.owner.name}" if session.owner.name else "",
             extra={"session_id": session.session_id},
         )
-        return session
+
+    def keep_for(self, session: ServerSession, wait_s: float) -> None:
+        """Let a session wait for so many seconds when its stream ends, from now on if it has none."""
+        session.wait_s = wait_s
+        if session.end_stream is None:
+            _cancel_timers(session)
+            self._wait(session, wait_s)
+        else:
+            self._save(session, None)
 
     def recover(self, *, with_steps: bool) -> Recovery:
         """Resume the sessions of an earlier process, with their sequences. They wait for their streams: those that had
@@ -151,16 +182,17 @@ class SessionRegistry:
         recovery = self._manager.recover(counters, with_steps=with_steps)
         now, grace = self._clock.time(), self._config.session_grace_s
         for number, record in records.items():
-            session = self._add(record, rows[number], recovery.namespaces[number + 1])
+            session = self._make(record, rows[number], recovery.namespaces[number + 1])
+            self._sessions[session.token] = session
             session.holder = record.holder
             wait_s = record.wait_s if record.waits_until is None else max(record.waits_until - now, grace)
             self._wait(session, wait_s)
         return recovery
 
-    def _add(self, record: SessionRecord, row: SessionRow, namespace: SessionNamespace) -> ServerSession:
-        """Add a session that no stream holds."""
+    def _make(self, record: SessionRecord, row: SessionRow, namespace: SessionNamespace) -> ServerSession:
+        """Return a session that no stream holds."""
         access = HostAccess(self._config, self._device, self._manager, namespace, self._sharing, row)
-        session = ServerSession(
+        return ServerSession(
             session_id=record.session_id,
             token=record.token,
             name=record.name,
@@ -174,8 +206,6 @@ class SessionRegistry:
             replies=Replies(self._memory.replies.ring(row.number)),
             wait_s=record.wait_s,
         )
-        self._sessions[session.token] = session
-        return session
 
     def find(self, token: bytes) -> ServerSession | None:
         """Return the session of this token, or None if there is none or it belongs to another identity."""
@@ -193,9 +223,13 @@ class SessionRegistry:
 
     def _note_foreign(self, token: bytes) -> None:
         if (session := self._sessions.get(token)) is not None:
-            self.num_foreign += 1
-            who = CALLER.get().name or "a client without a name"
-            self._foreign_log.write(logging.WARNING, "session %d refused to %s: not theirs", session.session_id, who)
+            self.note_foreign(f"session {session.session_id}")
+
+    def note_foreign(self, what: str) -> None:
+        """Count and log a call with the token of another identity's session."""
+        self.num_foreign += 1
+        who = CALLER.get().name or "a client without a name"
+        self._foreign_log.write(logging.WARNING, "%s refused to %s: not theirs", what, who)
 
     def attach(
         self, token: bytes, holder: int, reconnects: bool, end_stream: Callable[[KVServiceError], None]
@@ -210,6 +244,8 @@ class SessionRegistry:
         if reconnects:
             _check_holder(session, holder)
         _cancel_timers(session)
+        session.end_saving(_taken())
+        session.asleep = False
         if session.end_stream is not None:
             session.end_stream(_taken())
         if session.holder is not None and not reconnects:
@@ -231,7 +267,10 @@ class SessionRegistry:
             session.row.set(ATTACHED, 0)
             if session.scheduler is not None:
                 session.scheduler.pause()
-            self._wait(session, session.wait_s)
+            if session.asleep:
+                in_slices(self.close_in_slices(session, ASLEEP))
+            else:
+                self._wait(session, session.wait_s)
 
     def _wait(self, session: ServerSession, wait_s: float) -> None:
         """Let a session wait for a stream."""
@@ -274,6 +313,9 @@ class SessionRegistry:
         """Close a session if no stream attaches to it in time."""
 
         def lose() -> None:
+            if session.asleep:  # restored for a client that did not wait
+                in_slices(self.close_in_slices(session, ASLEEP))
+                return
             self.num_lost += 1
             in_slices(self.close_in_slices(session, f"lost: no stream attached to it for {wait_s:g} s"))
 
@@ -283,8 +325,14 @@ class SessionRegistry:
         self, session: ServerSession, end: str = "closed", *, writers_done: bool = False
     ) -> Slices[None]:
         """Close an open session in the first slice, and free its sequences. `end` says for the log how it ended; its
-        first word is the reason, as in the metrics. `writers_done`: see SessionStore.close."""
-        del self._sessions[session.token], self._memory.records[session.row.number]
+        first word is the reason, as in the metrics. Unless it is ASLEEP, the session's file goes too. `writers_done`:
+        see SessionStore.close."""
+        if self._sessions.pop(session.token, None) is None:
+            self._num_hidden -= 1
+        elif end != ASLEEP:
+            self.on_close(session)
+        self._memory.records.pop(session.row.number, None)
+        session.end_saving(UnknownSessionError("the session was closed while it was saved"))
         self._num_closing += 1
         self.num_closed += 1
         _cancel_timers(session)

@@ -25,7 +25,7 @@ from kvservice.auth import CALLER, Identity
 from kvservice.config import ServeConfig
 from kvservice.errors import KVServiceError, ResourceExhaustedError, UnauthenticatedError
 from kvservice.server import health
-from kvservice.server.contract import SERVICES, SESSION_SERVICES
+from kvservice.server.contract import SERVICES, is_of_session
 from kvservice.server.rpc_tasks import OUTER_TASK
 from kvservice.wire.status import to_status
 
@@ -75,8 +75,8 @@ _KINDS: Final[dict[str, Kind]] = {
         (
             f"/{service.full_name}/{method.name}"
             for service in SERVICES
-            if service.name in SESSION_SERVICES
             for method in service.methods
+            if is_of_session(method)
         ),
         "session call",
     ),

@@ -60,6 +60,11 @@ class SessionServiceStub(object):
                 request_serializer=kvservice_dot_v1_dot_session__pb2.CloseRequest.SerializeToString,
                 response_deserializer=kvservice_dot_v1_dot_session__pb2.CloseResponse.FromString,
                 _registered_method=True)
+        self.Detach = channel.unary_unary(
+                '/kvservice.v1.SessionService/Detach',
+                request_serializer=kvservice_dot_v1_dot_session__pb2.DetachRequest.SerializeToString,
+                response_deserializer=kvservice_dot_v1_dot_session__pb2.DetachResponse.FromString,
+                _registered_method=True)
 
 
 class SessionServiceServicer(object):
@@ -100,6 +105,27 @@ class SessionServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Detach(self, request, context):
+        """Says how long a session waits for a client after the end of its stream and, with `durable`, writes its sequences
+        to the daemon's disk first. The call can also go over the session's stream, as the last one before its end.
+
+        With `durable` the response comes when the file is whole and on the disk. Steps of the session end; tokens that are
+        not computed stay pending. Meanwhile other calls of the session fail with FAILED_PRECONDITION, reason SESSION_BUSY.
+        If no other call follows, the session leaves the daemon's memory with the end of its stream, and its full computed
+        blocks stay in the prefix cache until they are evicted. AttachRequest brings the session back, in this process of
+        the daemon or in a later one with the same disk, until ttl_s seconds of wall time have passed. It is then as it was
+        when it was saved: the same sequences, K/V, pending tokens and extra keys; swapped sequences are swapped, or
+        resident if the swap tier has no room. Pins, leases, regions and request ids end. The file stays until it expires,
+        until the session is closed, or until another Detach replaces it.
+
+        If it fails, an earlier file and the session stay as they are. FAILED_PRECONDITION has the reason
+        SAVED_SESSIONS_OFF without a disk; RESOURCE_EXHAUSTED the reason DISK_FULL, or QUOTA_EXCEEDED above
+        disk_sessions_gib; INTERNAL the reason DISK_FAILED.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SessionServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -117,6 +143,11 @@ def add_SessionServiceServicer_to_server(servicer, server):
                     servicer.Close,
                     request_deserializer=kvservice_dot_v1_dot_session__pb2.CloseRequest.FromString,
                     response_serializer=kvservice_dot_v1_dot_session__pb2.CloseResponse.SerializeToString,
+            ),
+            'Detach': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detach,
+                    request_deserializer=kvservice_dot_v1_dot_session__pb2.DetachRequest.FromString,
+                    response_serializer=kvservice_dot_v1_dot_session__pb2.DetachResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -211,6 +242,33 @@ class SessionService(object):
             '/kvservice.v1.SessionService/Close',
             kvservice_dot_v1_dot_session__pb2.CloseRequest.SerializeToString,
             kvservice_dot_v1_dot_session__pb2.CloseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detach(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvservice.v1.SessionService/Detach',
+            kvservice_dot_v1_dot_session__pb2.DetachRequest.SerializeToString,
+            kvservice_dot_v1_dot_session__pb2.DetachResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -21,6 +21,7 @@ from kvservice.kept import KeptState
 from kvservice.server import slices
 from kvservice.server.calls import session_handlers
 from kvservice.server.dispatch import Dispatcher
+from kvservice.server.saved_sessions import SavedSessions
 from kvservice.server.server_session import SessionMemory
 from kvservice.server.sessions import SessionRegistry
 from kvservice.server.slices import in_slices
@@ -117,7 +118,8 @@ class Rig:
         self.engine = CacheEngine(config, self.device, arrays)
         memory = SessionMemory.of(config, arrays, {})
         self.sessions = SessionRegistry(config, self.engine.manager, self.device, memory)
-        handlers = session_handlers(config, self.engine, store=None)
+        saved = SavedSessions(config, self.engine.manager, self.sessions, files=None)
+        handlers = session_handlers(config, self.engine, None, saved)
         calls = CallTable([handler.method for handler in handlers], arrays.zeros)
         self.dispatcher = Dispatcher(handlers, self.sessions, calls, None, lambda: None)
 

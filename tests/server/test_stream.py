@@ -162,7 +162,7 @@ def test_who_lost_the_session_cannot_close_it(wire: Any, raw: Any) -> None:
 
 def one_session() -> Any:
     """Return a registry in which every token opens a session without lost sequences."""
-    sessions = Mock(daemon_start=1)
+    sessions = Mock(daemon_start=1, restoring=lambda _: None)
     sessions.attach.return_value.session_id = 1
     sessions.attach.return_value.namespace.lost = set()
     return sessions

@@ -37,13 +37,14 @@ class Life:
         self.config = ServeConfig(**SMALL_POOL | options)
         self.core: Core = open_core(self.config, held.start(), {}, clock)
         self.manager, self.sessions = self.core.engine.manager, self.core.sessions
-        handlers = session_handlers(self.config, self.core.engine, self.core.store)
+        handlers = session_handlers(self.config, self.core.engine, self.core.store, self.core.saved)
         table = CallTable([handler.method for handler in handlers], self.core.kept.arrays.zeros)
         self.dispatcher = Dispatcher(handlers, self.sessions, table, None, self.manager.end_operation)
         self.core.kept.ready()
 
     def kill(self) -> None:
-        """Leave the state as it is. The threads of the device end in order, because they are in the test's process."""
+        """Leave the state as it is. The threads end in order, because they are in the test's process."""
+        self.core.saved.close()
         self.core.device.close()
 
     def end(self) -> None:

@@ -1,0 +1,177 @@
+"""The folder with the files of saved sessions: names, sizes, expiry, and the limit on their bytes.
+
+A file has its name, the SHA-256 of the session's token, only while it is whole. Files in progress have another one, and
+are removed when the daemon starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from kvservice.errors import QuotaExceededError
+from kvservice.logs import LogBudget
+from kvservice.saved.errors import DamagedFileError
+from kvservice.saved.file_io import DirectFile, aligned_memory, sync_folder
+from kvservice.saved.format import SECTOR_BYTES, FileHeader
+
+logger = logging.getLogger(__name__)
+
+_WHOLE: Final = ".session"
+_PART: Final = ".part"
+
+
+def name_of(token: bytes) -> str:
+    """Return the name of a session's file. It does not reveal the token."""
+    return hashlib.sha256(b"kvservice session " + token).hexdigest() + _WHOLE
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """A whole file. `expires_at` is in seconds since 1970."""
+
+    num_bytes: int
+    expires_at: float
+
+
+class NewFile:
+    """A file in progress. `commit` or `discard` ends it. All methods block."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        """Raises OSError."""
+        self.name = name
+        self._folder = folder
+        self._part = folder / f"{name}.{secrets.token_hex(8)}{_PART}"
+        self.file = DirectFile(self._part, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+
+    def commit(self, header: FileHeader) -> None:
+        """Give the file its name. All its other bytes are written. Raises OSError."""
+        sector = aligned_memory(SECTOR_BYTES)
+        sector[:] = header.to_bytes()
+        self.file.write(memoryview(sector), 0)
+        self.file.sync()
+        self.file.close()
+        os.rename(self._part, self._folder / self.name)
+        sync_folder(self._folder)
+
+    def discard(self) -> None:
+        self.file.close()
+        with contextlib.suppress(FileNotFoundError):
+            self._part.unlink()
+
+
+class SavedFiles:
+    """The files of one daemon's saved sessions. One thread uses it."""
+
+    def __init__(self, folder: Path, capacity_bytes: int, wall: Callable[[], float] = time.time) -> None:
+        """Create the folder if there is none, and find the files in it. `wall` returns seconds since 1970. Raises
+        OSError, and BlockingIOError if another daemon uses the folder."""
+        self.folder, self.capacity_bytes = folder, capacity_bytes
+        self.num_damaged = 0
+        self._wall = wall
+        self._log = LogBudget(logger)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._lock)
+            raise
+        self._entries: dict[str, FileEntry] = {}
+        self._reserved_bytes = 0
+        for path in sorted(folder.iterdir()):
+            if path.suffix == _PART:
+                path.unlink()
+            elif path.suffix == _WHOLE:
+                self._find(path)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all files, those in progress included."""
+        return self._reserved_bytes + sum(entry.num_bytes for entry in self._entries.values())
+
+    def _find(self, path: Path) -> None:
+        """Add a file of an earlier process. A file without a valid header is removed: nothing says when it expires."""
+        file = DirectFile(path, os.O_RDONLY)
+        try:
+            header = read_header(file)
+        except DamagedFileError as error:
+            self.report_damaged(path.name, error)
+            path.unlink()
+            return
+        finally:
+            file.close()
+        self._entries[path.name] = FileEntry(header.num_bytes, header.expires_at)
+
+    def report_damaged(self, name: str, error: DamagedFileError) -> None:
+        """Count a damaged file, and log it."""
+        self.num_damaged += 1
+        self._log.write(logging.WARNING, "the saved session in %s is refused: %s", self.folder / name, error)
+
+    def reserve(self, num_bytes: int) -> None:
+        """Reserve room for a file in progress. Raises QuotaExceededError."""
+        if self.used_bytes + num_bytes > self.capacity_bytes:
+            raise QuotaExceededError(
+                f"{num_bytes} bytes needed; {self.used_bytes} of {self.capacity_bytes} are in use",
+                limit="disk_sessions_gib", value=self.capacity_bytes,
+            )  # fmt: skip
+        self._reserved_bytes += num_bytes
+
+    def release(self, num_bytes: int) -> None:
+        """Undo `reserve`."""
+        self._reserved_bytes -= num_bytes
+
+    def add(self, name: str, num_bytes: int, expires_at: float) -> None:
+        """Add a file that was committed, in place of an older one of the same name."""
+        self._entries[name] = FileEntry(num_bytes, expires_at)
+
+    def find(self, name: str) -> Path | None:
+        """Return the path of a file that has not expired."""
+        entry = self._entries.get(name)
+        return None if entry is None or entry.expires_at <= self._wall() else self.folder / name
+
+    def take_away(self, name: str) -> Path | None:
+        """Forget a file, and return where it is until the caller unlinks it, which may take long. Returns None if there
+        is no such file. Raises OSError."""
+        if self._entries.pop(name, None) is None:
+            return None
+        part = self.folder / f"{name}.{secrets.token_hex(8)}{_PART}"
+        try:
+            os.rename(self.folder / name, part)
+        except FileNotFoundError:
+            return None
+        return part
+
+    def expired(self) -> list[str]:
+        """Return the names of the files whose time is over."""
+        now = self._wall()
+        return [name for name, entry in self._entries.items() if entry.expires_at <= now]
+
+    def close(self) -> None:
+        os.close(self._lock)
+
+
+def read_header(file: DirectFile) -> FileHeader:
+    """Read the header of a file. Raises DamagedFileError, also if the file has another size than it says, and
+    OSError."""
+    sector = aligned_memory(SECTOR_BYTES)
+    file.read(memoryview(sector), 0)
+    header = FileHeader.from_bytes(sector[:])
+    if file.size() != header.num_bytes:
+        raise DamagedFileError(f"it has {file.size()} bytes, not {header.num_bytes}")
+    return header

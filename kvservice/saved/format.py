@@ -1,0 +1,172 @@
+"""The format of a file with a session: its header, its blocks, and its manifest.
+
+    0        header: version, time of expiry, place and SHA-256 of the manifest, SHA-256 of itself
+    4096     blocks with computed tokens, each in `stride` bytes, a multiple of 4096
+    ...      manifest: a JSON object, then arrays of tokens, block numbers and the checksums of the blocks
+
+The file is written under another name and renamed when it is whole. The checks find what happens to it afterwards.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvservice.blocks import SavedSequence, SavedSequences
+from kvservice.blocks.kept import pack_extra_keys, unpack_extra_keys
+from kvservice.saved.errors import DamagedFileError
+
+SECTOR_BYTES: Final = 4096
+FORMAT_VERSION: Final = 1
+_MAGIC: Final = b"kvsaved\0"
+_HEADER: Final = struct.Struct("<8sIId QQ32s")
+_DIGEST_BYTES: Final = 32
+_JSON_BYTES: Final = struct.Struct("<Q")
+
+
+@dataclass(frozen=True)
+class SessionValues:
+    """The values of a session besides its sequences. `credential` is Identity.credential of its owner in hexadecimal
+    digits; `wait_s` is the time that the session waits for its client when it is detached."""
+
+    name: str
+    tenant: str
+    owner: str
+    credential: str
+    wait_s: float
+
+
+@dataclass(frozen=True, eq=False)
+class Manifest:
+    """All that a file holds besides the bytes of blocks. `identity` says which daemons can use these bytes. `checksums`
+    uint64[n] are those of the blocks with computed tokens, in the order of their numbers."""
+
+    identity: Mapping[str, Any]
+    session: SessionValues
+    saved: SavedSequences
+    block_size: int
+    block_bytes: int
+    checksums: npt.NDArray[np.uint64]
+
+    def to_bytes(self) -> bytes:
+        sequences = self.saved.sequences
+        head = {
+            "identity": dict(self.identity),
+            "session": asdict(self.session),
+            "block_size": self.block_size,
+            "block_bytes": self.block_bytes,
+            "num_blocks": self.saved.num_blocks,
+            "sequences": [
+                {
+                    "id": one.sequence_id,
+                    "length": len(one.token_ids),
+                    "computed": one.num_computed,
+                    "swapped": one.swapped,
+                    "extra": pack_extra_keys(one.extra).hex(),
+                }
+                for one in sequences
+            ],
+        }
+        text = json.dumps(head).encode()
+        tokens = b"".join(one.token_ids.astype("<i4", copy=False).tobytes() for one in sequences)
+        numbers = b"".join(one.blocks.astype("<i8", copy=False).tobytes() for one in sequences)
+        return _JSON_BYTES.pack(len(text)) + text + tokens + numbers + self.checksums.astype("<u8").tobytes()
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Manifest:
+        """Decode what `to_bytes` returned. Raises DamagedFileError."""
+        try:
+            return _decode(data)
+        except (struct.error, ValueError, KeyError, TypeError) as error:
+            raise DamagedFileError(f"its manifest cannot be read: {error}") from None
+
+
+@dataclass(frozen=True)
+class FileHeader:
+    """The first sector of a file. `expires_at` is in seconds since 1970."""
+
+    expires_at: float
+    manifest_offset: int
+    manifest_bytes: int
+    manifest_digest: bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the whole file."""
+        return rounded_up(self.manifest_offset + self.manifest_bytes)
+
+    def to_bytes(self) -> bytes:
+        """Return a sector."""
+        fields = _HEADER.pack(
+            _MAGIC, FORMAT_VERSION, 0, self.expires_at, self.manifest_offset, self.manifest_bytes, self.manifest_digest
+        )
+        return (fields + hashlib.sha256(fields).digest()).ljust(SECTOR_BYTES, b"\0")
+
+    @staticmethod
+    def from_bytes(sector: bytes) -> FileHeader:
+        """Raises DamagedFileError."""
+        fields, rest = sector[: _HEADER.size], sector[_HEADER.size :]
+        if len(sector) != SECTOR_BYTES or hashlib.sha256(fields).digest() != rest[:_DIGEST_BYTES]:
+            raise DamagedFileError("its header is damaged")
+        magic, version, _, expires_at, offset, size, digest = _HEADER.unpack(fields)
+        if magic != _MAGIC or version != FORMAT_VERSION:
+            raise DamagedFileError(f"its format is version {version}, this daemon reads version {FORMAT_VERSION}")
+        if not math.isfinite(expires_at):
+            raise DamagedFileError("its header has no time of expiry")
+        return FileHeader(expires_at, offset, size, digest)
+
+
+def rounded_up(num_bytes: int) -> int:
+    """Return a number of bytes rounded up to whole sectors."""
+    return -(-num_bytes // SECTOR_BYTES) * SECTOR_BYTES
+
+
+def digest_of(manifest: bytes) -> bytes:
+    return hashlib.sha256(manifest).digest()
+
+
+def _decode(data: bytes) -> Manifest:
+    (size,) = _JSON_BYTES.unpack_from(data)
+    head, rest = json.loads(data[_JSON_BYTES.size : _JSON_BYTES.size + size]), data[_JSON_BYTES.size + size :]
+    block_size = head["block_size"]
+    lengths = [one["length"] for one in head["sequences"]]
+    num_blocks = [-(-length // block_size) for length in lengths]
+    at_numbers = 4 * sum(lengths)
+    at_checksums = at_numbers + 8 * sum(num_blocks)
+    tokens = np.frombuffer(rest[:at_numbers], "<i4").astype(np.int32)
+    numbers = np.frombuffer(rest[at_numbers:at_checksums], "<i8").astype(np.int64)
+    checksums = np.frombuffer(rest[at_checksums:], "<u8").astype(np.uint64)
+    if len(tokens) != sum(lengths) or len(numbers) != sum(num_blocks):
+        raise DamagedFileError("its manifest is too short")
+    each_tokens, each_numbers = _split(tokens, lengths), _split(numbers, num_blocks)
+    sequences = [
+        SavedSequence(
+            sequence_id=one["id"],
+            token_ids=token_ids,
+            extra=unpack_extra_keys(bytes.fromhex(one["extra"])),
+            num_computed=one["computed"],
+            swapped=one["swapped"],
+            blocks=blocks,
+        )
+        for one, token_ids, blocks in zip(head["sequences"], each_tokens, each_numbers, strict=True)
+    ]
+    saved = SavedSequences(sequences, head["num_blocks"])
+    if len(numbers) and not 0 <= numbers.min() <= numbers.max() < saved.num_blocks:
+        raise DamagedFileError("its manifest names a block that it does not have")
+    if int(saved.computed_blocks(block_size).sum()) != len(checksums):
+        raise DamagedFileError("its manifest has not one checksum for each block")
+    session = SessionValues(**head["session"])
+    return Manifest(head["identity"], session, saved, block_size, head["block_bytes"], checksums)
+
+
+def _split(array: npt.NDArray[Any], counts: list[int]) -> list[npt.NDArray[Any]]:
+    """Return consecutive parts of an array, with these numbers of elements."""
+    return np.split(array, np.cumsum(counts)[:-1]) if counts else []

@@ -1,0 +1,209 @@
+"""Saved sessions: a session's sequences are written to a file, and read back.
+
+write: reserve room ─▶ blocks ─▶ manifest ─▶ header ─▶ rename          read: header ─▶ manifest ─▶ blocks
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvservice.blocks import RestoredBlocks, SavedTables
+from kvservice.devices import Device
+from kvservice.devices.base import UInt64
+from kvservice.errors import DiskFailedError, DiskFullError, SessionNotRestoredError
+from kvservice.saved.errors import DamagedFileError
+from kvservice.saved.file_io import DirectFile, aligned_memory
+from kvservice.saved.files import NewFile, SavedFiles, name_of, read_header
+from kvservice.saved.format import FileHeader, Manifest, SessionValues, digest_of, rounded_up
+from kvservice.saved.transfers import BlockTransfers, FilePlaces
+
+
+@dataclass(frozen=True, eq=False)
+class OpenedSession:
+    """A file of a session that is being read. The reader closes `file`."""
+
+    name: str
+    file: DirectFile
+    manifest: Manifest
+
+
+class SessionFiles:
+    """Writes and reads the files of sessions. `identity` says which files this daemon can use: those with the same
+    one."""
+
+    def __init__(
+        self,
+        files: SavedFiles,
+        device: Device,
+        block_size: int,
+        block_bytes: int,
+        identity: Mapping[str, Any],
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self.files = files
+        self._transfers = BlockTransfers(device, block_bytes)
+        self._block_size, self._block_bytes = block_size, block_bytes
+        self._identity = dict(identity)
+        self._wall = wall
+
+    async def write(
+        self, token: bytes, session: SessionValues, tables: SavedTables, ttl_s: float, check: Callable[[], None]
+    ) -> int:
+        """Write the file of a session, in place of an older one. Returns its size in bytes when it is on the disk.
+
+        `check` raises an error if others may use the blocks of `tables` by now. Must not be cancelled. Raises
+        QuotaExceededError, DiskFullError, DiskFailedError, and the errors of `check`; an older file stays then.
+        """
+        computed = tables.saved.computed_blocks(self._block_size)
+        count = int(np.count_nonzero(computed))
+        places = FilePlaces(np.arange(count), tables.block_ids[computed], tables.in_swap[computed])
+        manifest = self._manifest(session, tables, np.zeros(count, np.uint64))
+        offset = self._transfers.offset(count)
+        num_bytes = rounded_up(offset + len(manifest))
+        self.files.reserve(num_bytes)
+        try:
+            with disk_errors():
+                file = await self._transfers.run(NewFile, self.files.folder, name_of(token))
+                try:
+                    checksums = await self._transfers.save(file.file, places, check)
+                    manifest = self._manifest(session, tables, checksums)
+                    expires_at = self._wall() + ttl_s
+                    header = FileHeader(expires_at, offset, len(manifest), digest_of(manifest))
+                    await self._transfers.run(_commit, file, manifest, header)
+                except BaseException:
+                    await self._transfers.run(file.discard)
+                    raise
+        finally:
+            self.files.release(num_bytes)
+        self.files.add(file.name, num_bytes, expires_at)
+        return num_bytes
+
+    def _manifest(self, session: SessionValues, tables: SavedTables, checksums: UInt64) -> bytes:
+        saved = tables.saved
+        return Manifest(self._identity, session, saved, self._block_size, self._block_bytes, checksums).to_bytes()
+
+    def has(self, token: bytes) -> bool:
+        """Return whether there is a file for the session with this token."""
+        return self.files.find(name_of(token)) is not None
+
+    async def open(self, token: bytes) -> OpenedSession | None:
+        """Open the file of a session and read its manifest. Returns None if there is none. Raises
+        SessionNotRestoredError and DiskFailedError."""
+        name = name_of(token)
+        path = self.files.find(name)
+        if path is None:
+            return None
+        try:
+            with disk_errors():
+                file, manifest = await self._transfers.run(_open, path)
+        except FileNotFoundError:
+            return None
+        except DamagedFileError as error:
+            raise self.refused(name, error) from None
+        return OpenedSession(name, file, manifest)
+
+    def check_identity(self, opened: OpenedSession) -> None:
+        """Raise SessionNotRestoredError if the bytes are of no use to this daemon."""
+        theirs = opened.manifest.identity
+        names = sorted(
+            name for name in theirs.keys() | self._identity.keys() if theirs.get(name) != self._identity.get(name)
+        )
+        if names:
+            differences = ", ".join(
+                f"{name} was {theirs.get(name)!r}, is {self._identity.get(name)!r}" for name in names
+            )
+            raise SessionNotRestoredError(
+                f"the session was saved for another model: {differences}", cause="another_model"
+            )
+
+    async def load(self, opened: OpenedSession, restored: RestoredBlocks) -> int:
+        """Read the blocks that the restored sequences lack. Returns how many they are. Must not be cancelled. Raises
+        SessionNotRestoredError and DiskFailedError; the blocks are of no use then."""
+        manifest = opened.manifest
+        computed = np.flatnonzero(manifest.saved.computed_blocks(manifest.block_size))
+        slots = np.flatnonzero(~restored.found[computed])
+        numbers = computed[slots]
+        order = np.argsort(restored.in_swap[numbers], kind="stable")
+        slots, numbers = slots[order], numbers[order]
+        places = FilePlaces(slots, restored.block_ids[numbers], restored.in_swap[numbers])
+        try:
+            with disk_errors():
+                await self._transfers.load(opened.file, places, manifest.checksums[slots])
+        except DamagedFileError as error:
+            raise self.refused(opened.name, error) from None
+        return len(slots)
+
+    def refused(self, name: str, error: DamagedFileError) -> SessionNotRestoredError:
+        """Report a damaged file. Returns the error for the client."""
+        self.files.report_damaged(name, error)
+        return SessionNotRestoredError(f"the file of the saved session is damaged: {error}", cause="damaged")
+
+    async def remove(self, token: bytes) -> None:
+        """Remove the file of a session, if it is there. Raises DiskFailedError."""
+        await self._remove(name_of(token))
+
+    async def expire(self) -> int:
+        """Remove the files whose time is over. Returns how many they were. Raises DiskFailedError."""
+        over = self.files.expired()
+        for name in over:
+            await self._remove(name)
+        return len(over)
+
+    async def _remove(self, name: str) -> None:
+        with disk_errors():
+            if (path := self.files.take_away(name)) is not None:
+                await self._transfers.run(path.unlink)
+
+    def close(self) -> None:
+        """End the threads after their work, and let other daemons use the folder."""
+        self._transfers.close()
+        self.files.close()
+
+
+@contextlib.contextmanager
+def disk_errors() -> Iterator[None]:
+    """Raise DiskFullError or DiskFailedError for an OSError, except FileNotFoundError."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DiskFullError(f"the disk has no room for the session: {error}") from None
+        raise DiskFailedError(f"the disk with the saved sessions failed: {error}") from None
+
+
+def _commit(file: NewFile, manifest: bytes, header: FileHeader) -> None:
+    memory = aligned_memory(len(manifest))
+    memory[: len(manifest)] = manifest
+    file.file.write(memoryview(memory)[: rounded_up(len(manifest))], header.manifest_offset)
+    file.commit(header)
+
+
+def _open(path: Path) -> tuple[DirectFile, Manifest]:
+    """Raises DamagedFileError and OSError."""
+    file = DirectFile(path, os.O_RDONLY)
+    try:
+        return file, _read_manifest(file)
+    except BaseException:
+        file.close()
+        raise
+
+
+def _read_manifest(file: DirectFile) -> Manifest:
+    header = read_header(file)
+    memory = aligned_memory(header.manifest_bytes)
+    file.read(memoryview(memory)[: rounded_up(header.manifest_bytes)], header.manifest_offset)
+    data = memory[: header.manifest_bytes]
+    if digest_of(data) != header.manifest_digest:
+        raise DamagedFileError("its manifest is damaged")
+    return Manifest.from_bytes(data)
