@@ -267,7 +267,7 @@ class Restorer:
         """Store the tokens of a sequence in its blocks. Tokens of the last block past its end stay: they may be those
         of a sequence that shares the block."""
         num_full = len(tokens) >> self._shift
-        token_ids[blocks[:num_full]] = tokens[: num_full << self._shift].reshape(num_full, -1)
+        token_ids[blocks[:num_full]] = tokens[: num_full << self._shift].reshape(num_full, self._config.block_size)
         if rest := len(tokens) & self._mask:
             token_ids[blocks[num_full], :rest] = tokens[num_full << self._shift :]
 

@@ -24,6 +24,7 @@ from kvservice.v1 import attention_pb2, blocks_pb2
 def session_with(namespace: Any, access: Any) -> Any:
     """Return a session without a scheduler."""
     return SimpleNamespace(
+        begin_call=lambda: None,
         namespace=namespace,
         access=access,
         replies=no_replies(),
@@ -132,7 +133,7 @@ def test_while_draining_only_begun_steps_go_on(restarting: bool, refusal: type[D
             ]
         )
         namespace = SimpleNamespace(in_progress=lambda step_id: step_id == 7)
-        session: Any = SimpleNamespace(namespace=namespace, replies=no_replies(), session_id=1)
+        session: Any = SimpleNamespace(namespace=namespace, replies=no_replies(), session_id=1, begin_call=lambda: None)
 
         async def call(method: str, request: Any) -> Any:
             return await dispatcher.call(method, request, session, "stream", local=True)

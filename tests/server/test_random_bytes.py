@@ -14,7 +14,7 @@ import pytest
 
 from kvservice.errors import RegionNotOpenedError
 from kvservice.launch import Daemon
-from kvservice.server.contract import SERVICES, SESSION_SERVICES, call_name
+from kvservice.server.contract import SERVICES, call_name, is_of_session
 from kvservice.v1 import (
     attention_pb2,
     blocks_pb2,
@@ -187,6 +187,7 @@ def good_requests(token: bytes, tensor: Any) -> dict[str, Any]:
         "Ping": pool_pb2.PingRequest(payload=b"x"),
         "Open": session_pb2.OpenRequest(name="x", detachable=False, detach_ttl_s=1.0),
         "Close": session_pb2.CloseRequest(session_token=token),
+        "Detach": session_pb2.DetachRequest(session_token=token),
     }
 
 
@@ -298,6 +299,6 @@ def test_the_good_requests_are_understood(channel: grpc.Channel, raw: Any) -> No
     requests = good_requests(b"", raw.tensor)
     assert {key_of(method) for _, method in UNARY} - set(requests) == {"GetInfo", "GetStats"}
     for service, method in UNARY:
-        if key_of(method) in requests and service.removeprefix("kvservice.v1.") in SESSION_SERVICES:
+        if key_of(method) in requests and is_of_session(method):
             data = requests[key_of(method)].SerializeToString()
             assert send(channel, f"/{service}/{method.name}", data) is grpc.StatusCode.NOT_FOUND

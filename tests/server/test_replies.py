@@ -152,7 +152,7 @@ def test_a_request_whose_reply_is_forgotten_is_not_done_again() -> None:
         sessions: Any = SimpleNamespace(lanes=SimpleNamespace(commit_finished=lambda: None))
         handler = SessionHandler("append", blocks_pb2.AppendRequest, append)
         dispatcher = Dispatcher([handler], sessions, CallTable(METHODS, numpy_zeros), None, lambda: None)
-        session: Any = SimpleNamespace(replies=no_replies(), session_id=1)
+        session: Any = SimpleNamespace(replies=no_replies(), session_id=1, begin_call=lambda: None)
         for request_id in (1, 2, 2, 1, 3, 2):
             request = blocks_pb2.AppendRequest(request_id=request_id)
             await dispatcher.call("append", request, session, "stream", local=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import numpy as np
@@ -33,9 +34,16 @@ def end_stream(_: KVServiceError) -> None:
 class Life:
     """One process of the daemon, from its start until `kill`, or `end` in order."""
 
-    def __init__(self, held: HeldFiles, clock: Clock | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        held: HeldFiles,
+        clock: Clock | None = None,
+        *,
+        wall: Callable[[], float] = time.time,
+        **options: Any,
+    ) -> None:
         self.config = ServeConfig(**SMALL_POOL | options)
-        self.core: Core = open_core(self.config, held.start(), {}, clock)
+        self.core: Core = open_core(self.config, held.start(), {}, clock, wall)
         self.manager, self.sessions = self.core.engine.manager, self.core.sessions
         handlers = session_handlers(self.config, self.core.engine, self.core.store, self.core.saved)
         table = CallTable([handler.method for handler in handlers], self.core.kept.arrays.zeros)

@@ -16,7 +16,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from kvservice.launch import Daemon
-from kvservice.server.contract import SERVICES, SESSION_SERVICES, call_name
+from kvservice.server.contract import SERVICES, call_name, is_of_session
 from kvservice.v1 import (
     attention_pb2_grpc,
     blocks_pb2,
@@ -36,9 +36,7 @@ from kvservice.v1 import (
 
 # Far above the duration of any call, and far below the time limit of a test.
 TIMEOUT_S = 20.0
-SESSION_CALLS = sorted(
-    call_name(method) for service in SERVICES for method in service.methods if service.name in SESSION_SERVICES
-)
+SESSION_CALLS = sorted(call_name(method) for service in SERVICES for method in service.methods if is_of_session(method))
 
 
 def request_of(name: str) -> Any:

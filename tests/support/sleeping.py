@@ -1,0 +1,120 @@
+"""Sessions that go to the disk and come back, in daemons without a server: what a client does, and what it finds."""
+
+from __future__ import annotations
+
+import random
+from typing import NamedTuple
+
+import numpy as np
+from daemon_lives import Life, end_stream
+
+from kvservice.blocks.slices import finish
+from kvservice.server.server_session import ServerSession
+from kvservice.v1 import blocks_pb2, session_pb2
+
+KINDS = ("allocate", "allocate", "append", "fork", "swap_out", "swap_in", "truncate", "free", "chunk")
+
+
+class Found(NamedTuple):
+    """What a client finds in a sequence; `kv` are the bytes of its computed tokens."""
+
+    token_ids: tuple[int, ...]
+    num_computed: int
+    swapped: bool
+    kv: bytes
+
+
+async def detach(life: Life, session: ServerSession, ttl_s: float = 0.0) -> session_pb2.DetachResponse:
+    """Save a session. Its client then ends its stream."""
+    response: session_pb2.DetachResponse = await life.call(
+        session, "detach", session_pb2.DetachRequest(ttl_s=ttl_s, durable=True)
+    )
+    life.sessions.detach(session, end_stream)
+    return response
+
+
+async def resume(life: Life, token: bytes, holder: int = 2) -> ServerSession:
+    """Attach to a session as a client does that resumes it."""
+    if (restoring := life.sessions.restoring(token)) is not None:
+        await restoring
+    return life.attach(token, holder)
+
+
+async def found(life: Life, session: ServerSession) -> dict[int, Found]:
+    """Return what is in all sequences. Swapped ones are swapped in and out again."""
+    described = life.manager.describe(session.namespace, include_tokens=True)
+    result: dict[int, Found] = {}
+    for one in described:
+        ids = [one.sequence_id]
+        if one.swapped:
+            life.core.engine.swap_in(session.namespace, np.array(ids))
+        kv = await life.read(session, one.sequence_id, one.num_computed) if one.num_computed else np.zeros(0)
+        if one.swapped:
+            life.core.engine.swap_out(session.namespace, np.array(ids))
+        assert one.token_ids is not None
+        tokens = tuple(one.token_ids.tolist())
+        result[one.sequence_id] = Found(tokens, one.num_computed, one.swapped, kv.tobytes())
+    life.manager.end_operation()
+    return result
+
+
+async def random_session(life: Life, session: ServerSession, seed: int, *, num_operations: int = 25) -> None:
+    """Make sequences with forks, extra keys, partial blocks, pending tokens, half-written steps and swaps."""
+    made = random.Random(seed)
+    names: list[int] = []
+    space, manager = session.namespace, life.manager
+
+    async def write(step_id: int, num_tokens: int) -> None:
+        await life.write(session, step_id, num_tokens, made.randrange(1 << 30))
+
+    for name in range(num_operations):
+        resident = [one.sequence_id for one in manager.describe(space) if not one.swapped]
+        kind = made.choice(
+            ["allocate", "allocate", "append", "fork", "swap_out", "swap_in", "truncate", "free", "chunk"]
+        )
+        if kind == "allocate" and manager.stats().free_blocks > 12:
+            keys = [blocks_pb2.ExtraKey(position=0, key=b"tenant %d" % made.randrange(3))] * made.randrange(2)
+            tokens = [made.randrange(2) for _ in range(made.randrange(1, 14))]
+            one = blocks_pb2.SequenceAllocation(sequence_id=name, token_ids=tokens, extra_keys=keys)
+            await life.call(session, "allocate", blocks_pb2.AllocateRequest(sequences=[one]))
+            names.append(name)
+        if not resident:
+            continue
+        chosen = made.choice(resident)
+        (state,) = manager.describe(space, [chosen])
+        pending = state.length - state.num_computed
+        if kind == "append" and manager.stats().free_blocks > 4:
+            step = await life.call(
+                session, "append", blocks_pb2.AppendRequest(sequence_ids=[chosen], token_ids=[name, 1], num_tokens=[2])
+            )
+            if made.random() < 0.7:
+                await write(step.step_id, pending + 2)
+        if kind == "chunk" and pending:
+            count = made.randint(1, pending)
+            request = blocks_pb2.OpenStepRequest(sequence_ids=[chosen], num_tokens=[count])
+            step = await life.call(session, "open_step", request)
+            if made.random() < 0.8:
+                await write(step.step_id, count)
+            else:
+                life.manager.mark_layer(space, step.step_id, 0)
+        if kind == "fork":
+            await life.call(session, "fork", blocks_pb2.ForkRequest(parent_ids=[chosen], child_ids=[1000 + name]))
+        if kind == "truncate":
+            lengths = [made.randint(0, state.length)]
+            await life.call(session, "truncate", blocks_pb2.TruncateRequest(sequence_ids=[chosen], lengths=lengths))
+        if kind == "swap_out" and manager.can_swap_out(space, [chosen]):
+            await life.call(session, "swap_out", blocks_pb2.SwapOutRequest(sequence_ids=[chosen]))
+        if kind == "free" and len(resident) > 3:
+            await life.call(session, "free", blocks_pb2.FreeRequest(sequence_ids=[chosen]))
+        swapped = [one.sequence_id for one in manager.describe(space) if one.swapped]
+        if kind == "swap_in" and swapped and manager.can_swap_in(space, swapped[:1]).value == "ok":
+            await life.call(session, "swap_in", blocks_pb2.SwapInRequest(sequence_ids=swapped[:1]))
+
+
+def sharing(life: Life, session: ServerSession) -> list[list[tuple[bool, int]]]:
+    """Return the tables of all sequences without lookahead: (swapped, block)."""
+    tables = finish(life.manager.save_in_slices(session.namespace))
+    return [
+        [(bool(tables.in_swap[number]), int(tables.block_ids[number])) for number in one.blocks.tolist()]
+        for one in tables.saved.sequences
+    ]
