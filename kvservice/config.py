@@ -273,6 +273,31 @@ class ServeConfig(BaseModel):
     store_copy_threads: int = Field(
         2, ge=1, le=256, description="Threads that copy between the block store and requests or regions."
     )
+    mooncake: str = Field(
+        "",
+        description="host:port of the master of a Mooncake Store, which keeps values of the block store for all "
+        "daemons that use it. Needs kvservice[mooncake]. Empty: none.",
+    )
+    mooncake_address: str = Field(
+        "127.0.0.1",
+        min_length=1,
+        description="Address of this host in the Mooncake Store. With mooncake_segment_gib its ports are open there, "
+        "otherwise none is open.",
+    )
+    mooncake_segment_gib: float = Field(
+        0.0,
+        ge=0,
+        le=1 << 16,
+        description="Memory in GiB that the daemon gives to the Mooncake Store, besides its own. Values in it are lost "
+        "when the daemon ends. Whoever reaches mooncake_address can read and write it.",
+    )
+    mooncake_metadata: str = Field(
+        "P2PHANDSHAKE",
+        min_length=1,
+        description="URL of the metadata server of the Mooncake Store. P2PHANDSHAKE: it has none.",
+    )
+    mooncake_protocol: Literal["tcp", "rdma"] = Field("tcp", description="How Mooncake moves values.")
+    mooncake_device: str = Field("", description="RDMA devices for Mooncake, separated by commas. Empty: all.")
     trusted_uids: str = Field(
         "",
         pattern=r"^(\d+(,\d+)*)?$",
@@ -337,7 +362,7 @@ class ServeConfig(BaseModel):
             raise ValueError("must be 16 to 256 printable characters of ASCII without spaces, or empty")
         return value
 
-    @field_validator("tcp_address", "http_address")
+    @field_validator("tcp_address", "http_address", "mooncake")
     @classmethod
     def _host_and_port(cls, value: str) -> str:
         if value:
@@ -366,6 +391,14 @@ class ServeConfig(BaseModel):
     def _quota_of_the_store(self) -> ServeConfig:
         if self.store_gib and self.store_quota_gib > self.store_gib:
             raise ValueError(f"store_quota_gib: {self.store_quota_gib:g} is more than store_gib, {self.store_gib:g}")
+        return self
+
+    @model_validator(mode="after")
+    def _tiers_of_a_store(self) -> ServeConfig:
+        if self.mooncake and not self.store_gib:
+            raise ValueError("mooncake: it keeps values of the block store: set store_gib")
+        if self.mooncake_segment_gib and not self.mooncake:
+            raise ValueError("mooncake_segment_gib: there is no Mooncake Store: set mooncake")
         return self
 
     @model_validator(mode="after")

@@ -39,8 +39,10 @@ ROOMS: dict[str, set[str]] = {
     "scheduler": {"blocks", "errors"},
     # The bookkeeping of the block store: its events go to the journal of `blocks`.
     "store": {"blocks", "errors"},
+    # Processes with Mooncake's library, and the messages that the daemon exchanges with them.
+    "mooncake": {"_ext"},
     # Tiers below the block store. They read and write its memory.
-    "tiers": {"_ext", "logs", "store"},
+    "tiers": {"_ext", "logs", "mooncake", "store"},
     "ops": {"attention_options", "errors", "_cuda", "_ext", "pool.layout"},
     # Shapes, which both ends of the wire know. The rest of the package is for the daemon.
     "pool.layout": set(),
@@ -106,6 +108,7 @@ ROOMS: dict[str, set[str]] = {
         "kept.report",
         "logs",
         "saved",
+        "mooncake",
         "scheduler",
         "store",
         "telemetry",

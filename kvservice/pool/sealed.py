@@ -15,6 +15,7 @@ import fcntl
 import mmap
 import os
 import stat
+import time
 import weakref
 from collections.abc import Generator
 from typing import Final
@@ -29,6 +30,8 @@ _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW, _SEAL_FUTURE_WRITE = 1, 2, 4, 16
 SLICE_BYTES: Final = 1 << 20
 # `in_slices` checks the available memory again after this many bytes. The check takes as long as a slice.
 CHECKED_BYTES: Final = 16 << 20
+# How long a start waits for children of the process before. The kernel kills them when their parent ends.
+CHILDREN_S: Final = 10.0
 
 
 class SealedMemory:
@@ -129,6 +132,24 @@ class SealedMemory:
         """Close the descriptors. The memory is freed after the last mapping is gone, in all processes."""
         for finalizer in self._finalizers:
             finalizer()
+
+
+def await_children(fd: int, limit_s: float = CHILDREN_S) -> None:
+    """Wait until no child process of an earlier process of the daemon has memory mapped for writing. Such a child ends
+    with its parent, and holds a lock on the memory's file until it has ended. Raises OSError after `limit_s`."""
+    own = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+    deadline = time.monotonic() + limit_s
+    try:
+        while True:
+            try:
+                fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(0.001)
+    finally:
+        os.close(own)
 
 
 def _require(num_bytes: int) -> None:

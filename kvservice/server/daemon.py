@@ -49,6 +49,7 @@ from kvservice.server.listening import (
     open_unix_socket,
     with_port,
 )
+from kvservice.server.mooncake import check_mooncake
 from kvservice.server.observing import Observing
 from kvservice.server.open_calls import OpenCalls
 from kvservice.server.open_connections import ConnectionWatch
@@ -83,6 +84,7 @@ class KVServer:
         ConfigError and KVServiceError if the daemon cannot start with its configuration."""
         started_s = time.monotonic()
         check_addresses(config)
+        check_mooncake(config)
         self._config = config
         self.credentials = Credentials(config)
         self.audit = Audit()

@@ -14,7 +14,7 @@ from kvservice.config import GIB, ServeConfig
 from kvservice.errors import ResourceExhaustedError, StoreNotSharedError
 from kvservice.kept import KeptState, Section
 from kvservice.pool.available import available_bytes
-from kvservice.pool.sealed import SealedMemory
+from kvservice.pool.sealed import SealedMemory, await_children
 from kvservice.server import descriptors
 from kvservice.server.clock import Clock, SystemClock
 from kvservice.server.host_access import HostAccess
@@ -110,7 +110,9 @@ def open_store(
         return None
     sizes = store_config(config)
     try:
-        memory = kept.memory("store", sizes.num_bytes, read_only=config.shares_store != "write")
+        read_only, children_write = config.shares_store != "write", bool(config.mooncake)
+        memory = kept.memory("store", sizes.num_bytes, read_only=read_only, children_write=children_write)
+        await_children(memory.fd)
         index_bytes = _ext.StoreIndex.kept_bytes(sizes.num_bytes, sizes.slab_bytes)
         index_memory = kept.memory("store-index", index_bytes, read_only=False, sparse=True)
     except OSError as error:

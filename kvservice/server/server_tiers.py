@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvservice.config import ServeConfig
 from kvservice.pool.sealed import SealedMemory
 from kvservice.server.clock import Clock, SystemClock
+from kvservice.server.mooncake import open_mooncake
 from kvservice.store import BlockStore
 from kvservice.tiers import LowerTier, TierChain
 
@@ -20,5 +21,4 @@ def open_chain(
 
 def _tiers(config: ServeConfig, memory: SealedMemory) -> list[LowerTier]:
     """Return the tiers in the order in which they are asked: the fastest first."""
-    del config, memory
-    return []
+    return [open_mooncake(config, memory)] if config.mooncake else []

@@ -12,6 +12,7 @@ from kvservice.kept import KeptFiles, KeptState
 from kvservice.server.core import state_identity
 from kvservice.server.credentials import Credentials
 from kvservice.server.listening import check_addresses, check_free
+from kvservice.server.mooncake import check_mooncake
 
 
 class StandbyEndedError(Exception):
@@ -41,6 +42,7 @@ def _refusal(config: ServeConfig, taken: dict[str, int]) -> str:
     """Return why this process cannot take over, or an empty text."""
     try:
         check_addresses(config)
+        check_mooncake(config)
         check_free(config, taken)
         Credentials(config)
         if refused := KeptState.check(KeptFiles(taken, None), state_identity(config)):

@@ -1,0 +1,132 @@
+// A library for LD_PRELOAD that decides where a process listens, for libraries that would listen on all interfaces and
+// cannot be configured. It is a library of its own, because only preloaded symbols come before those of libc.
+//
+// KVSERVICE_LISTEN_ADDRESS is a numeric IPv4 or IPv6 address, or "none". A stream socket that is bound to the wildcard
+// address is bound to this address instead. With "none" it is bound to the loopback interface, which reserves its port,
+// and it never listens: `listen` succeeds without effect, and `accept` finds no connection. Sockets that are bound to
+// another address, and other kinds of sockets, are not changed. Without the variable nothing is changed.
+#include <arpa/inet.h>
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <sys/time.h>
+
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <ctime>
+
+namespace {
+
+constexpr char kVariable[] = "KVSERVICE_LISTEN_ADDRESS";
+constexpr char kNone[] = "none";
+// How long `accept` takes on a blocking socket without a timeout.
+constexpr timeval kAcceptTime{1, 0};
+
+template <class Function>
+Function* original(const char* name) {
+  return reinterpret_cast<Function*>(dlsym(RTLD_NEXT, name));
+}
+
+const char* wanted_address() { return getenv(kVariable); }
+
+bool listens_nowhere() {
+  const char* const wanted = wanted_address();
+  return wanted != nullptr && strcmp(wanted, kNone) == 0;
+}
+
+bool is_stream(int fd) {
+  int type = 0;
+  socklen_t length = sizeof(type);
+  return getsockopt(fd, SOL_SOCKET, SO_TYPE, &type, &length) == 0 && type == SOCK_STREAM;
+}
+
+int family_of(int fd) {
+  int family = AF_UNSPEC;
+  socklen_t length = sizeof(family);
+  return getsockopt(fd, SOL_SOCKET, SO_DOMAIN, &family, &length) == 0 ? family : AF_UNSPEC;
+}
+
+bool is_internet_stream(int fd) {
+  const int family = family_of(fd);
+  return (family == AF_INET || family == AF_INET6) && is_stream(fd);
+}
+
+bool is_wildcard(const sockaddr_storage& address) {
+  if (address.ss_family == AF_INET) {
+    return reinterpret_cast<const sockaddr_in&>(address).sin_addr.s_addr == htonl(INADDR_ANY);
+  }
+  if (address.ss_family != AF_INET6) return false;
+  const in6_addr& any = reinterpret_cast<const sockaddr_in6&>(address).sin6_addr;
+  return IN6_IS_ADDR_UNSPECIFIED(&any);
+}
+
+// Replaces the wildcard in `address`. Returns false if its family has no such address.
+bool replace_wildcard(sockaddr_storage& address, const char* wanted) {
+  const bool loopback = strcmp(wanted, kNone) == 0;
+  in_addr v4{};
+  const bool is_v4 = loopback || inet_pton(AF_INET, wanted, &v4) == 1;
+  if (loopback) v4.s_addr = htonl(INADDR_LOOPBACK);
+  if (address.ss_family == AF_INET) {
+    reinterpret_cast<sockaddr_in&>(address).sin_addr = v4;
+    return is_v4;
+  }
+  in6_addr& v6 = reinterpret_cast<sockaddr_in6&>(address).sin6_addr;
+  if (!is_v4) return inet_pton(AF_INET6, wanted, &v6) == 1;
+  memset(&v6, 0, sizeof(v6));  // ::ffff:a.b.c.d
+  v6.s6_addr[10] = v6.s6_addr[11] = 0xFF;
+  memcpy(&v6.s6_addr[12], &v4, sizeof(v4));
+  return true;
+}
+
+// Returns what a call to `accept` returns that has found no connection: on a blocking socket after its timeout.
+int accept_nothing(int fd) {
+  timeval time{};
+  socklen_t length = sizeof(time);
+  getsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &time, &length);
+  if (time.tv_sec == 0 && time.tv_usec == 0) time = kAcceptTime;
+  if ((fcntl(fd, F_GETFL) & O_NONBLOCK) == 0) {
+    const timespec pause{time.tv_sec, time.tv_usec * 1000};
+    nanosleep(&pause, nullptr);
+  }
+  errno = EAGAIN;
+  return -1;
+}
+
+}  // namespace
+
+extern "C" {
+
+__attribute__((visibility("default"))) int bind(int fd, const sockaddr* address, socklen_t length) noexcept {
+  auto* const real = original<int(int, const sockaddr*, socklen_t)>("bind");
+  const char* const wanted = wanted_address();
+  if (wanted == nullptr || address == nullptr || length > sizeof(sockaddr_storage) || !is_internet_stream(fd)) {
+    return real(fd, address, length);
+  }
+  sockaddr_storage changed{};
+  memcpy(&changed, address, length);
+  if (!is_wildcard(changed)) return real(fd, address, length);
+  if (!replace_wildcard(changed, wanted)) {
+    errno = EADDRNOTAVAIL;
+    return -1;
+  }
+  return real(fd, reinterpret_cast<const sockaddr*>(&changed), length);
+}
+
+__attribute__((visibility("default"))) int listen(int fd, int backlog) noexcept {
+  if (listens_nowhere() && is_internet_stream(fd)) return 0;
+  return original<int(int, int)>("listen")(fd, backlog);
+}
+
+__attribute__((visibility("default"))) int accept(int fd, sockaddr* address, socklen_t* length) {
+  if (listens_nowhere() && is_internet_stream(fd)) return accept_nothing(fd);
+  return original<int(int, sockaddr*, socklen_t*)>("accept")(fd, address, length);
+}
+
+__attribute__((visibility("default"))) int accept4(int fd, sockaddr* address, socklen_t* length, int flags) {
+  if (listens_nowhere() && is_internet_stream(fd)) return accept_nothing(fd);
+  return original<int(int, sockaddr*, socklen_t*, int)>("accept4")(fd, address, length, flags);
+}
+
+}

@@ -1,0 +1,65 @@
+"""Mooncake's library. Import this module in a process of its own only."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+from typing import Any, Final
+
+from kvservice.mooncake.listening import check_listening
+from kvservice.mooncake.options import MooncakeOptions
+
+OBJECT_NOT_FOUND: Final = -704
+OBJECT_ALREADY_EXISTS: Final = -705
+NO_ROOM: Final = frozenset({-200, -101, -1700})
+# The codes of calls that did not reach the master, or that it refuses all.
+_NO_MASTER: Final = frozenset({-900, -901, -103, -1010})
+# The time limit on the first connection to the master.
+_CONNECT_S: Final = 3.0
+# The time limits in milliseconds on calls of the master and on connecting to it. They are shorter than those of the
+# daemon on its requests, so that a master that hangs does not cost the client process its life.
+_VARIABLES: Final = {
+    "MC_RPC_TIMEOUT_MS": "3000",
+    "MC_RPC_CONNECT_TIMEOUT_MS": "3000",
+}
+
+
+class MooncakeError(Exception):
+    """A call of the library failed as a whole."""
+
+
+def join(options: MooncakeOptions, address: str, segment_bytes: int) -> Any:
+    """Join a store, and give it `segment_bytes` of memory. `address` is where this process may listen. Returns the
+    library's client. Raises MooncakeError, ListeningError."""
+    _check_master(options.master)
+    for name, value in _VARIABLES.items():
+        os.environ.setdefault(name, value)
+    try:
+        store = importlib.import_module("mooncake.store").MooncakeDistributedStore()
+    except ImportError as error:
+        raise MooncakeError(f"Mooncake's library cannot be imported: {error}") from None
+    # Values travel from and to registered memory, so the library needs no buffer of its own.
+    code = store.setup(
+        options.address, options.metadata, segment_bytes, 0, options.protocol, options.device, options.master
+    )
+    if code:
+        raise MooncakeError(f"the store of master {options.master} cannot be joined (code {code})")
+    check_listening(address)
+    return store
+
+
+def _check_master(master: str) -> None:
+    """Raise MooncakeError unless a process listens there. The library would try for a minute."""
+    host, _, port = master.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
+    except OSError as error:
+        raise MooncakeError(f"the master {master} cannot be reached: {error}") from None
+
+
+def check_codes(codes: list[int]) -> list[int]:
+    """Return the codes. Raises MooncakeError if all of them say that the master does not answer."""
+    if codes and all(code in _NO_MASTER for code in codes):
+        raise MooncakeError(f"the master does not answer (code {codes[0]})")
+    return codes

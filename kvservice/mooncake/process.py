@@ -1,0 +1,47 @@
+"""A child process that must not outlive its parent, nor use the store's memory after it."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import signal
+import sys
+import threading
+import traceback
+from types import TracebackType
+from typing import Final
+
+_PR_SET_PDEATHSIG: Final = 1
+# The library's own variable: whoever sets it wants to read the library's log.
+_LOG_LEVEL: Final = "MC_LOG_LEVEL"
+
+
+def begin() -> None:
+    """Prepare this process, before it has threads. Raises OSError.
+
+    The kernel kills it when its parent ends. It ends when one of its threads fails, because a request would have no
+    reply. The library writes to its log for each value that fails, so its log is dropped unless someone wants it.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl")
+    threading.excepthook = _end
+    if _LOG_LEVEL not in os.environ:
+        sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
+        with open(os.devnull, "wb") as nothing:
+            os.dup2(nothing.fileno(), 2)
+
+
+def _end(failure: threading.ExceptHookArgs) -> None:
+    kind: type[BaseException] = failure.exc_type
+    trace: TracebackType | None = failure.exc_traceback
+    traceback.print_exception(kind, failure.exc_value, trace)
+    os._exit(1)
+
+
+def lock_memory(fd: int) -> None:
+    """Hold a shared lock on a memory file until this process has ended and has it mapped no more. The lock belongs to a
+    descriptor of this process alone, so that the daemon's copies of `fd` do not hold it."""
+    own = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+    fcntl.flock(own, fcntl.LOCK_SH)

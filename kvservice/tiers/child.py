@@ -1,0 +1,226 @@
+"""Child processes with Mooncake's library: one life of one, and what keeps one running."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Final
+
+from kvservice.mooncake.messages import FRAME_BYTES, LENGTH, MooncakeReply, MooncakeRequest, Status
+from kvservice.tiers.errors import TierError
+
+logger = logging.getLogger(__name__)
+
+# A child that is not ready by then is killed.
+START_S: Final = 30.0
+# The pause before the next child. It doubles with each child that lived for less than STEADY_S.
+BACKOFF_MIN_S, BACKOFF_MAX_S, STEADY_S = 0.5, 30.0, 60.0
+READY_ID: Final = 0
+
+
+class Child:
+    """One child process, which runs a module. Its first reply has READY_ID.
+
+    A request ends with its reply, or after the process has ended: until then it may use the memory that it names.
+    """
+
+    def __init__(
+        self, module: str, arguments: Sequence[str], descriptors: Sequence[int], environment: Mapping[str, str]
+    ) -> None:
+        """Start the process. Its first arguments name its end of the link. Raises OSError."""
+        self._link, theirs = socket.socketpair()
+        with theirs:
+            link = theirs.fileno()
+            # It runs in its own process session, so that signals of the daemon's terminal do not reach it.
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", module, "--link", str(link), *arguments],
+                pass_fds=[link, *descriptors],
+                env=os.environ | dict(environment),
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        self._pidfd = os.pidfd_open(self._process.pid)
+        self._ids = itertools.count(READY_ID + 1)
+        self._replies: dict[int, asyncio.Future[MooncakeReply]] = {}
+        self._reason = "has ended"
+        self.has_ended = False
+        self.ready = self._expect(READY_ID)
+        self._running = asyncio.ensure_future(self._run())
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def ended(self) -> str:
+        """Wait until the process has ended. Returns why."""
+        await asyncio.shield(self._running)
+        return self._reason
+
+    def kill(self, reason: str) -> None:
+        if self._process.returncode is None:
+            self._reason = reason
+            self._process.kill()
+
+    async def ask(self, request: Callable[[int], MooncakeRequest], limit_s: float) -> bytes:
+        """Send a request, which is made from its id, and return the body of its reply. If there is none in time, the
+        process is killed. Raises TierError. A cancelled call ends no sooner."""
+        if self.has_ended:
+            raise TierError(f"the process {self._reason}")
+        request_id = next(self._ids)
+        reply = self._expect(request_id)
+        self._writer.write(request(request_id).encode())
+        loop = asyncio.get_running_loop()
+        limit = loop.call_later(limit_s, self.kill, f"did not answer within {limit_s:g} s and was killed")
+        cancelled = False
+        while not reply.done():
+            try:
+                await asyncio.wait({reply})
+            except asyncio.CancelledError:
+                cancelled = True
+        limit.cancel()
+        if cancelled:
+            reply.exception()  # retrieved, so that asyncio does not log it
+            raise asyncio.CancelledError
+        return reply.result().body
+
+    def _expect(self, request_id: int) -> asyncio.Future[MooncakeReply]:
+        reply: asyncio.Future[MooncakeReply] = asyncio.get_running_loop().create_future()
+        self._replies[request_id] = reply
+        return reply
+
+    async def _run(self) -> None:
+        """Receive replies until the process ends, or closes the link. Then make sure that it has ended."""
+        reader, self._writer = await asyncio.open_connection(sock=self._link)
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+                if length > FRAME_BYTES:
+                    self.kill("sent a reply that is too long and was killed")
+                    break
+                self._receive(MooncakeReply.decode(await reader.readexactly(length)))
+        self._writer.close()
+        self._process.kill()
+        await self._exit()
+        self.has_ended = True
+        for reply in self._replies.values():
+            reply.set_exception(TierError(f"the process {self._reason}"))
+            reply.exception()  # nobody may wait for it
+        self._replies.clear()
+
+    async def _exit(self) -> None:
+        """Wait until the process has ended, with all of its threads, and its memory is unmapped."""
+        loop = asyncio.get_running_loop()
+        exited = asyncio.Event()
+        loop.add_reader(self._pidfd, exited.set)
+        await exited.wait()
+        loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        self._process.wait()
+
+    def _receive(self, reply: MooncakeReply) -> None:
+        future = self._replies.pop(reply.request_id)
+        if reply.status is Status.OK:
+            future.set_result(reply)
+            return
+        reason = reply.body.decode(errors="replace")
+        if reply.request_id == READY_ID:
+            self._reason = f"failed to start: {reason}"
+        future.set_exception(TierError(reason))
+        future.exception()  # nobody may wait for it
+
+
+class ChildKeeper:
+    """Keeps a child running: it starts another one when one ends, after a pause."""
+
+    def __init__(
+        self,
+        name: str,
+        start: Callable[[], Child],
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`name` is for the log."""
+        self._name, self._start, self._sleep, self._clock = name, start, sleep, clock
+        self._child: Child | None = None
+        self._reason = "is starting"
+        self._logged = ""
+        self.num_deaths = 0
+        self._running: asyncio.Task[None] | None = None
+        # A keeper that is dropped in this turn of the loop starts nothing: a daemon's start may fail, and try again.
+        asyncio.get_running_loop().call_soon(_begin, weakref.ref(self))
+
+    def child(self) -> Child:
+        """Return the child. Raises TierError if none is ready."""
+        if self._child is None or self._child.has_ended:
+            raise TierError(f"{self._name} {self._reason}")
+        return self._child
+
+    @property
+    def state(self) -> str:
+        """ "open" while a child is ready, "opening" until the first one is ready or has ended, otherwise "failed"."""
+        if self._child is not None and not self._child.has_ended:
+            return "open"
+        return "failed" if self.num_deaths or self._child is not None else "opening"
+
+    async def close(self) -> None:
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.wait({self._running})
+
+    def begin(self) -> None:
+        self._running = asyncio.ensure_future(self._run())
+
+    async def _run(self) -> None:
+        pause_s = BACKOFF_MIN_S
+        while True:
+            began = self._clock()
+            self._reason = await self._live()
+            self.num_deaths += 1
+            pause_s = BACKOFF_MIN_S if self._clock() - began >= STEADY_S else pause_s
+            self._log(pause_s)
+            await self._sleep(pause_s)
+            pause_s = min(2 * pause_s, BACKOFF_MAX_S)
+
+    async def _live(self) -> str:
+        """Run one child. Returns why it has ended."""
+        try:
+            child = self._start()
+        except OSError as error:
+            return f"cannot be started: {error}"
+        limit = asyncio.get_running_loop().call_later(START_S, child.kill, f"was not ready within {START_S:g} s")
+        try:
+            child.ready.add_done_callback(lambda ready: self._on_ready(child, ready, limit))
+            return await child.ended()
+        finally:
+            limit.cancel()
+            self._child = None
+            child.kill("is closed")
+            await child.ended()
+
+    def _on_ready(self, child: Child, ready: asyncio.Future[MooncakeReply], limit: asyncio.TimerHandle) -> None:
+        limit.cancel()
+        if ready.exception() is None:
+            self._child = child
+            if self._logged:
+                logger.info("%s runs again", self._name)
+                self._logged = ""
+
+    def _log(self, pause_s: float) -> None:
+        """Log why there is no child, once for each reason until one is ready."""
+        if self._reason != self._logged:
+            logger.warning("%s %s; another is started in %g s", self._name, self._reason, pause_s)
+            self._logged = self._reason
+
+
+def _begin(keeper: weakref.ref[ChildKeeper]) -> None:
+    if (alive := keeper()) is not None:
+        alive.begin()
