@@ -21,6 +21,7 @@ void DiskIndex::check_slab(const Slab& slab) const {
     const bool in_table =
         slot.state == SlotState::kWriting || slot.state == SlotState::kRecording || slot.state == SlotState::kStored;
     if (in_table) expect(find_in(slot.space, hash_(slot.key, slot.space), slot.key) == &slot, "a value is lost");
+    expect(slot.state != SlotState::kInvalid || slot.pins > 0, "a slot waits for no reader");
     expect(slot.slab == slab.number, "a slot has another slab");
     const bool idle = slot.state == SlotState::kFree || (slot.state == SlotState::kStored && slot.pins == 0);
     expect(slot.busy == !idle, "a slot is busy or is not");
@@ -33,19 +34,25 @@ void DiskIndex::check_slab(const Slab& slab) const {
 }
 
 void DiskIndex::check() const {
-  std::map<const SizeClass*, int64_t> free, slots;
+  std::map<const SizeClass*, int64_t> free, slots, coming;
   int64_t stored = 0;
   for (const Slab& slab : slabs_) {
     if (slab.state == SlabState::kUnused) continue;
     check_slab(slab);
-    for (uint32_t i = 0; i < slab.num_fresh; ++i) stored += slab.slots[i].state == SlotState::kStored ? 1 : 0;
+    for (uint32_t i = 0; i < slab.num_fresh; ++i) {
+      const SlotState state = slab.slots[i].state;
+      if (state == SlotState::kStored) ++stored;
+      if (state == SlotState::kInvalidating || state == SlotState::kInvalid) ++coming[slab.size_class];
+    }
     if (slab.state == SlabState::kBroken) continue;
     slots[slab.size_class] += slab.num_slots;
+    if (slab.state == SlabState::kAssigning) coming[slab.size_class] += slab.num_slots;
     if (slab.state == SlabState::kInUse) free[slab.size_class] += slab.num_slots - slab.num_used;
   }
   expect(stored == counts_.num_values, "the number of values is wrong");
   for (const auto& [stride, size_class] : classes_) {
     expect(slots[&size_class] == size_class.num_slots, "the number of slots is wrong");
+    expect(coming[&size_class] == size_class.num_coming, "the number of slots to come is wrong");
     expect(free[&size_class] == size_class.num_free, "the number of free slots is wrong");
   }
   int64_t in_table = 0;

@@ -53,24 +53,24 @@ class Disk:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         self.tier = DiskTier(settings, self.address, MEMORY_BYTES)
 
-    def places(self, of: Space, count: int) -> tuple[int, ...]:
+    def places(self, of: Space, count: int, first: int = 0) -> tuple[int, ...]:
         """Return where values lie as in the block store: those of at least 4 KiB are aligned."""
         stride = -(-of.block_bytes // SECTOR) * SECTOR if of.block_bytes >= SECTOR else -(-of.block_bytes // 64) * 64
-        assert count * stride <= MEMORY_BYTES
-        return tuple(i * stride for i in range(count))
+        assert first + count * stride <= MEMORY_BYTES
+        return tuple(first + i * stride for i in range(count))
 
-    def values(self, of: Space, numbers: Sequence[int], fill: bool) -> Values:
+    def values(self, of: Space, numbers: Sequence[int], fill: bool, first: int = 0) -> Values:
         """Return where values lie. Their memory has their bytes, or zeros."""
-        places = self.places(of, len(numbers))
+        places = self.places(of, len(numbers), first)
         for place, number in zip(places, numbers, strict=True):
             self.memory[place : place + of.block_bytes] = content(of, number) if fill else bytes(of.block_bytes)
         offsets = struct.pack(f"<{len(places)}Q", *places)
         checksums = store_checksums(self.address, offsets, of.block_bytes, 1) if fill else b""
         return Values(keys(numbers), offsets, checksums)
 
-    async def put(self, of: Space, numbers: Sequence[int]) -> list[int]:
-        """Return the numbers of the values that are stored."""
-        stored = await self.tier.put(of, self.values(of, numbers, fill=True))
+    async def put(self, of: Space, numbers: Sequence[int], first: int = 0) -> list[int]:
+        """Return the numbers of the values that are stored. They lie in memory from `first` on."""
+        stored = await self.tier.put(of, self.values(of, numbers, fill=True, first=first))
         return [number for number, done in zip(numbers, stored, strict=True) if done]
 
     async def get(self, of: Space, numbers: Sequence[int]) -> list[int]:
