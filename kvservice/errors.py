@@ -43,6 +43,7 @@
     ├── ObserverUnavailableError    UNAVAILABLE          the process that computes the answer is starting
     ├── ConnectionLostError         UNAVAILABLE          raised by clients only
     │   ├── DaemonAwayError                              the connection is known to be down; nothing was sent
+    │   ├── NoDaemonError                                no daemon of a cluster can be used
     │   └── TLSHandshakeError                            client and daemon do not agree on TLS or on certificates
     ├── CallTimeoutError            DEADLINE_EXCEEDED    raised by clients only: no answer within the call's timeout_s
     ├── UnauthenticatedError        UNAUTHENTICATED      the daemon does not know the caller's token
@@ -280,6 +281,12 @@ class ConnectionLostError(KVServiceError):
 
 class DaemonAwayError(ConnectionLostError):
     reason = "DAEMON_AWAY"
+
+
+class NoDaemonError(ConnectionLostError):
+    """No daemon of a cluster can be used now. The message has the reason for each."""
+
+    reason = "NO_DAEMON"
 
 
 class CallTimeoutError(KVServiceError):

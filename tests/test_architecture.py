@@ -35,7 +35,9 @@ ROOMS: dict[str, set[str]] = {
     "attention_options": {"errors"},
     "environment": set(),
     "auth": {"errors"},
-    "blocks": {"_ext", "errors"},
+    # What daemon and routers compute alike.
+    "chain_hash": set(),
+    "blocks": {"_ext", "chain_hash", "errors"},
     "scheduler": {"blocks", "errors"},
     # The bookkeeping of the block store: its events go to the journal of `blocks`.
     "store": {"blocks", "errors"},
@@ -125,6 +127,7 @@ ROOMS: dict[str, set[str]] = {
         "_ext",
         "attention_options",
         "auth",
+        "chain_hash",
         "environment",
         "errors",
         "ops",
@@ -313,6 +316,7 @@ CLIENT_LAYERS = [
     {"contents", "events", "scheduler", "selection", "session", "session_calls", "step", "store"},
     {"client_core"},
     {"aio", "blocking"},
+    {"cluster"},
 ]
 
 

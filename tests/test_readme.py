@@ -240,7 +240,7 @@ def test_the_examples_of_the_client_are_one_program() -> None:
     with Daemon(**shape, share_pool="write", store_gib=1 / 64) as daemon:
         results = [run_example(example.replace(ADDRESS, repr(daemon.address)), names) for example in examples]
         results[0]["client"].close()
-    first, regions, mapped, elsewhere, outlive, scheduled, stored, limits, waiting = results
+    first, regions, mapped, elsewhere, outlive, scheduled, stored, clustered, limits, waiting = results
     assert first["out"].shape == (50, 4, 64)
     assert regions["out"] is not first["out"]
     # Both attend with the last query over the prompt, to whose end the last key and value were added once and twice.
@@ -258,6 +258,8 @@ def test_the_examples_of_the_client_are_one_program() -> None:
         np.testing.assert_array_equal(block, np.arange(3 * 4096).reshape(3, 4096) % 256)
     np.testing.assert_array_equal(stored["first"], stored["values"][0])
     assert stored["right"].all()
+    assert clustered["found"] == clustered["best"].num_cached_tokens == 48
+    assert [clustered["where"]] == [one.address for one in clustered["state"]]
     assert outlive["found"].length == limits["seq"].length == 50
     assert waiting["out"].shape == (2, 4, 64)
 

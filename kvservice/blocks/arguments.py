@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import operator
-import struct
 from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from kvservice.blocks.plans import BoolArray, Int32Array, Int64Array
+from kvservice.chain_hash import encoded_extra_keys
 from kvservice.errors import InvalidArgumentError
 
 _INT32, _INT64 = np.dtype(np.int32), np.dtype(np.int64)
 MAX_EXTRA_KEYS = 1024
 MAX_EXTRA_KEY_BYTES = 256
-# The prefix of each extra key in the hash input.
-_OFFSET_AND_SIZE = struct.Struct("<II")
 
 
 def refuse(field: str, bad: BoolArray, message: str) -> NoReturn:
@@ -107,8 +105,4 @@ def extra_keys_by_block(extra_keys: object, field: str, block_size: int, max_tok
         if type(position) is not int or not 0 <= position < max_tokens:
             position = whole_number(position, f"{field}[{i}]", 0, max_tokens - 1)
         pairs.append((position, key))
-    by_block: dict[int, list[bytes]] = {}
-    for position, key in sorted(pairs):
-        pieces = by_block.setdefault(position // block_size, [])
-        pieces += (_OFFSET_AND_SIZE.pack(position % block_size, len(key)), key)
-    return {block: b"".join(pieces) for block, pieces in by_block.items()}
+    return encoded_extra_keys(pairs, block_size)

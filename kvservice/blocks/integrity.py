@@ -13,11 +13,12 @@ import numpy as np
 from kvservice.blocks.invariants import pieces, require, require_range, windows
 from kvservice.blocks.namespaces import LiveStep, SessionNamespace
 from kvservice.blocks.plans import Int64Array
-from kvservice.blocks.prefix import block_hash, token_bytes
+from kvservice.blocks.prefix import token_bytes
 from kvservice.blocks.sequences import NAMESPACE, NUM_COMPUTED, SEQUENCE_ID, SWAPPED
 from kvservice.blocks.slices import Slices
 from kvservice.blocks.state import BlockState
 from kvservice.blocks.sums import check_sums
+from kvservice.chain_hash import block_hash
 
 # Table entries, rows or blocks that NumPy processes in one slice. It takes a fraction of a millisecond.
 SLICE_ENTRIES: Final = 8192

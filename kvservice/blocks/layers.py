@@ -18,9 +18,10 @@ from kvservice.blocks.arguments import int32_array, whole_number
 from kvservice.blocks.intents import RESTORE
 from kvservice.blocks.namespaces import COMPUTED_TOKENS, LiveStep, SessionNamespace
 from kvservice.blocks.plans import Int32Array, Int64Array, StepPlan
-from kvservice.blocks.prefix import block_hash, token_bytes
+from kvservice.blocks.prefix import token_bytes
 from kvservice.blocks.ranges import ragged
 from kvservice.blocks.state import BlockState
+from kvservice.chain_hash import block_hash
 from kvservice.errors import FailedPreconditionError, InvalidArgumentError, LayerWrittenError
 
 

@@ -1,26 +1,16 @@
-"""Chain hashes: 32 bytes identify a block's content and all content before it (vLLM's automatic prefix caching)."""
+"""The chain hashes of a prompt, and the index from chain hashes to blocks; see chain_hash."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from hashlib import sha256
 from typing import Final
 
 from kvservice.blocks.plans import Int32Array
 from kvservice.blocks.slices import Slices, finish
+from kvservice.chain_hash import block_hash, root_hash
 
 # Hashes of one slice, which takes a few milliseconds.
 _SLICE_HASHES: Final = 2048
-
-
-def root_hash(block_size: int) -> bytes:
-    """Return the parent hash of every first block. It depends on the block size, so chains of two sizes never match."""
-    return sha256(b"kvservice chain root, block size %d" % block_size).digest()
-
-
-def block_hash(parent: bytes, token_bytes: bytes, extra: bytes = b"") -> bytes:
-    """Return SHA-256 over the parent's hash, the token ids as little-endian int32 and the encoded extra keys."""
-    return sha256(parent + token_bytes + extra).digest()
 
 
 def token_bytes(token_ids: Int32Array) -> bytes:

@@ -16,6 +16,10 @@ from kvservice.attention_options import BlockSparse  # noqa: E402
 from kvservice.auth.client import TLSConfig  # noqa: E402  gRPC reads its environment at import
 from kvservice.client.aio import AsyncKVClient, AsyncKVScheduler, AsyncSession, AsyncStep  # noqa: E402
 from kvservice.client.blocking import KVClient, KVScheduler, Session, Step  # noqa: E402
+from kvservice.client.cluster.aio import AsyncCluster  # noqa: E402
+from kvservice.client.cluster.blocking import Cluster  # noqa: E402
+from kvservice.client.cluster.placement import Candidate, PlacementSettings  # noqa: E402
+from kvservice.client.cluster.values import ClusterDaemon  # noqa: E402
 from kvservice.client.events import (  # noqa: E402
     AllBlocksCleared,
     BlockRemoved,
@@ -46,6 +50,7 @@ from kvservice.client.values import Pin, PoolInfo, PoolStats, RegionInfo, Sequen
 
 __all__ = [
     "AllBlocksCleared",
+    "AsyncCluster",
     "AsyncKVClient",
     "AsyncKVScheduler",
     "AsyncSession",
@@ -57,6 +62,9 @@ __all__ = [
     "BlockRemoved",
     "BlockSparse",
     "BlockStored",
+    "Candidate",
+    "Cluster",
+    "ClusterDaemon",
     "EngineBatch",
     "Gap",
     "HostRegion",
@@ -67,6 +75,7 @@ __all__ = [
     "MappedPool",
     "MappedStep",
     "Pin",
+    "PlacementSettings",
     "PoolInfo",
     "PoolStats",
     "PreemptedSequence",

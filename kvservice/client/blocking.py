@@ -225,6 +225,8 @@ class KVClient:
         return self._attached(token, timeout_s, resumed=True)
 
     def _attached(self, token: bytes, timeout_s: float | None, *, resumed: bool) -> Session:
+        if self._info is None:
+            self._info = from_message(PoolInfo, finish(self._get_info(timeout_s)))
         connection = self._core.new_connection(ThreadWaiting(), self._open_stream, token, timeout_s)
         opening = self._core.open_session(
             _Core, self.info, connection, token, _make_step, _make_scheduler, self._close_session, resumed=resumed

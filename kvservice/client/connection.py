@@ -112,6 +112,10 @@ class SessionConnection:
         """Whether there is a stream now."""
         return (stream := self._stream) is not None and stream.error is None
 
+    def set_time_limit(self, timeout_s: float | None) -> None:
+        """Change the default time limit of calls, in seconds; None: no limit."""
+        self._timeout_s = timeout_s
+
     def next_request_id(self) -> int:
         return next(self._request_ids)
 

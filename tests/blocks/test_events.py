@@ -8,7 +8,7 @@ from event_replica import EventReplica
 
 from kvservice.blocks import AllocationRequest, BlockManager, BlocksConfig, EventJournal, SessionNamespace
 from kvservice.blocks.events import Cleared, RemovedBlocks, StoredBlock
-from kvservice.blocks.prefix import block_hash, root_hash
+from kvservice.chain_hash import block_hash, root_hash
 
 
 def block(name: bytes) -> StoredBlock:

@@ -98,8 +98,9 @@ def a_release_that_frees_shared_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def a_hash_without_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     import kvservice.blocks.layers as layers
     import kvservice.blocks.prefix as prefix
+    import kvservice.chain_hash as chain_hash
 
-    original = prefix.block_hash
+    original = chain_hash.block_hash
     for module in (layers, prefix):
         monkeypatch.setattr(module, "block_hash", lambda _, data, extra=b"": original(b"", data, extra))
 
@@ -107,8 +108,9 @@ def a_hash_without_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
 def extra_keys_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     import kvservice.blocks.layers as layers
     import kvservice.blocks.prefix as prefix
+    import kvservice.chain_hash as chain_hash
 
-    original = prefix.block_hash
+    original = chain_hash.block_hash
     for module in (layers, prefix):
         monkeypatch.setattr(module, "block_hash", lambda parent, data, _=b"": original(parent, data))
 

@@ -22,7 +22,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvservice.blocks import AllocationRequest, AllocStatus, BlockManager, BlocksConfig, EventJournal, StepPlan
 from kvservice.blocks.arguments import extra_keys_by_block
-from kvservice.blocks.prefix import block_hash, root_hash, token_bytes
+from kvservice.blocks.prefix import token_bytes
+from kvservice.chain_hash import block_hash, root_hash
 from kvservice.errors import (
     FailedPreconditionError,
     LayerWrittenError,

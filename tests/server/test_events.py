@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from kvservice.blocks import EventJournal
-from kvservice.blocks.prefix import block_hash, root_hash, token_bytes
+from kvservice.blocks.prefix import token_bytes
+from kvservice.chain_hash import block_hash, root_hash
 from kvservice.client import (
     AllBlocksCleared,
     AsyncKVClient,

@@ -17,6 +17,7 @@ from kv_systems import DaemonSystem, EngineSystem
 import kvservice.blocks.allocation
 import kvservice.blocks.layers
 import kvservice.blocks.prefix
+import kvservice.chain_hash
 from kvservice import ops
 from kvservice.blocks.plans import StepPlan
 from kvservice.client import KVClient
@@ -130,7 +131,7 @@ def context_one_short(patch: pytest.MonkeyPatch) -> None:
 
 
 def hashes_without_their_past(patch: pytest.MonkeyPatch) -> None:
-    right = kvservice.blocks.prefix.block_hash
+    right = kvservice.chain_hash.block_hash
     for module in (kvservice.blocks.prefix, kvservice.blocks.layers):
         patch.setattr(module, "block_hash", lambda _, *rest: right(b"", *rest))
 

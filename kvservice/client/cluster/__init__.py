@@ -1,0 +1,1 @@
+"""Several daemons behind one face: `placement` has the rule, `members` watches the daemons, `core` places."""
